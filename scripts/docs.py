@@ -48,6 +48,7 @@ from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._methods import all_methods
 from weightsmith._methods.base import FAMILIES, BaseRole, Method, Parameter
 from weightsmith._methods.describe import BASES, SCOPES, default, doc, models, values
+from weightsmith._methods.steps import PARAMETERS as STEPS
 from weightsmith._models.formats.engines import ENGINES, SUPPORT, Support, find_support, formats_of
 from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.recipe import HARMLESS, RETIRED
@@ -70,7 +71,7 @@ def pages() -> dict[Path, str]:
     found = {
         DOCS / "methods" / "README.md": methods_page(methods),
         DOCS / "api.md": api_page(),
-        DOCS / "moe-layouts.md": layouts_page([*map(LAYOUTS.get, LAYOUTS.own)]),
+        DOCS / "moe-layouts.md": layouts_page([*map(LAYOUTS.get, LAYOUTS.builtin)]),
         KEYWORDS: keywords_module(),
     }
     found[MAN] = man_page(get_command(make_app()))
@@ -328,10 +329,8 @@ def method_page(method: Method) -> str:
 
 def methods_page(methods: Sequence[Method]) -> str:
     """The list of all methods."""
-    rows = [
-        (_link(m), m.title, m.family, models(m), m.base, ", ".join(f"`{p.name}`" for p in m.parameters if not p.ignored))
-        for m in methods
-    ]
+    rows = [(_link(m), m.title, m.family, models(m), m.base, _own_parameters(m)) for m in methods]
+    steps = ", ".join(f"`{p.name}`" for p in STEPS)
     return GENERATED + "\n".join(
         [
             "# Merge methods",
@@ -340,6 +339,8 @@ def methods_page(methods: Sequence[Method]) -> str:
             "describes one method.",
             "",
             table(("method", "", "family", "models", "base", "parameters"), rows),
+            "",
+            f"**+ steps**: also {steps}, which change the result after the method: [the recipe](../recipe.md#parameters).",
             "",
             "**family**:",
             "",
@@ -357,6 +358,15 @@ def methods_page(methods: Sequence[Method]) -> str:
             "",
         ]
     )
+
+
+def _own_parameters(method: Method) -> str:
+    """The parameters of a method in a cell; those of the steps after it as one word."""
+    shared = {p.name for p in STEPS}
+    names = [p.name for p in method.parameters if not p.ignored]
+    has_steps = shared <= {*names}
+    listed = [f"`{name}`" for name in names if not (has_steps and name in shared)]
+    return ", ".join([*listed, *(["+ steps"] if has_steps else [])])
 
 
 def _base(role: BaseRole) -> str:

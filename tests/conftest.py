@@ -8,6 +8,7 @@ import gc
 import os
 import tempfile
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -63,9 +64,14 @@ SECOND_RING = {"matrix", "process", "reader", "repository", "store"}
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Give the tests of the second ring one mark, by which they are chosen."""
-    if any(mark.name in SECOND_RING for mark in item.iter_markers()):
-        item.add_marker("second")
+    """Give the tests of the second ring one mark, by which they are chosen.
+
+    `matrix("a", "b-*")` is not for the cases whose ids are, or are like, one of these.
+    """
+    case = item.callspec.id if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ""
+    for mark in item.iter_markers():
+        if mark.name in SECOND_RING and not any(fnmatchcase(case, pattern) for pattern in mark.args):
+            item.add_marker("second")
 
 
 def njit_once(function: FunctionType, called_by_kernel: bool, digest: str) -> Any:

@@ -34,6 +34,8 @@ from weightsmith._planning.planner import prepare
 from weightsmith._plans import Product
 from weightsmith.testing import EncodingTests, MethodCase, MethodTests, OutputCase, OutputTests, StoredFormatTests
 
+pytestmark = pytest.mark.repository
+
 Text = Callable[[str], str]
 Page = Callable[[str, str], types.ModuleType]
 DOCS = Path(__file__).parent.parent / "docs"

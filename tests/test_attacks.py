@@ -12,6 +12,8 @@ import pytest
 from tests.outputs.bucket.test_runs import RECIPES, make_llamas
 from tests.script_help import load
 
+pytestmark = pytest.mark.process
+
 SCRIPT = Path(__file__).parents[1] / "scripts" / "attacks.py"
 
 

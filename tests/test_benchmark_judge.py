@@ -16,6 +16,8 @@ from benchmarks.floor import chunks, interleave, run
 from benchmarks.jobs import JOBS, LINEAR_WEIGHTS
 from benchmarks.process import check_same
 
+pytestmark = pytest.mark.repository
+
 BF16 = ml_dtypes.bfloat16
 SIZE = 40_000
 

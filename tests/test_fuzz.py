@@ -18,7 +18,11 @@ CASES = 4
 SAMPLE = {"config", "gguf", "journal", "plan", "recipe"}
 """Kinds that every run mutates: one for each way of mutating. `make fuzz` and the sweeps take all."""
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="no /proc")]
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.slow,
+    pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="no /proc"),
+]
 
 
 @pytest.mark.parametrize("kind", sampled(KINDS, SAMPLE))

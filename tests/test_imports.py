@@ -121,6 +121,7 @@ for command in (["plan", "linear.yml"], ["merge", "linear.yml", "out"]):
 """
 
 
+@pytest.mark.process
 @pytest.mark.slow
 def test_a_merge_imports_the_rooms_that_it_needs_and_a_plan_no_compiler(tmp_path: Path) -> None:
     make_models(tmp_path)

@@ -118,6 +118,7 @@ def test_an_input_is_never_overwritten(here: Path) -> None:
     assert weights(here / "a") == before
 
 
+@pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.parametrize("method", sampled(["ties", "dare_ties"], {"dare_ties"}))
 def test_killed_at_any_point_and_run_again_gives_the_same_bytes(here: Path, method: str) -> None:
@@ -256,6 +257,7 @@ except NoSpace as error:
     assert NoSpace.__mro__[1] is StoreError
 
 
+@pytest.mark.process
 @pytest.mark.slow
 def test_bytes_do_not_depend_on_hash_seed_threads_or_memory(here: Path) -> None:
     outputs = []
@@ -318,6 +320,7 @@ def test_progress_is_told_and_ends_at_all(here: Path) -> None:
     assert [p.written_bytes for p in seen] == sorted(p.written_bytes for p in seen)
 
 
+@pytest.mark.process
 @pytest.mark.slow
 def test_peak_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
     models(tmp_path, rows=120_000, layers=2)  # 140 MB a model

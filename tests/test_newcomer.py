@@ -13,6 +13,8 @@ import pytest
 from tests.cli_help import environment
 from tests.script_help import load
 
+pytestmark = pytest.mark.repository
+
 ROOT = Path(__file__).parents[1]
 
 

@@ -12,6 +12,8 @@ import pytest
 
 from tests.not_run import PAGE, missing
 
+pytestmark = pytest.mark.repository
+
 ROOT = Path(__file__).parents[1]
 TESTS = """
 import pytest

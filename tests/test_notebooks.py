@@ -18,6 +18,8 @@ from tests.cli_help import Ran, environment
 from tests.fork_help import forked
 from tests.gguf_help import BYTE_LEVEL, SIZES, write_gguf
 
+pytestmark = pytest.mark.repository
+
 FOLDER = Path(__file__).parents[1] / "examples" / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 FROM_HUB = FOLDER / "hub_to_gguf.ipynb"

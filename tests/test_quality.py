@@ -10,6 +10,8 @@ import pytest
 
 from tests.script_help import load
 
+pytestmark = pytest.mark.repository
+
 QUALITY = Path(__file__).parents[1] / "examples" / "quality"
 table = load(QUALITY / "table.py")
 testbed = load(QUALITY / "testbed.py")

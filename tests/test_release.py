@@ -21,6 +21,8 @@ import weightsmith
 from tests.script_help import load
 from weightsmith._outputs.local.area import STAGING_SUFFIX
 
+pytestmark = pytest.mark.repository
+
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 

@@ -18,6 +18,8 @@ import weightsmith
 from tests.browser_help import browser
 from tests.script_help import load
 
+pytestmark = pytest.mark.repository
+
 __all__ = ["browser"]
 
 ROOT = Path(__file__).parents[1]

@@ -82,6 +82,7 @@ def whole_forward(folder: Path) -> list[tuple[list[torch.Tensor], list[torch.Ten
     return found
 
 
+@pytest.mark.matrix("llama*", "gemma3*")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_states_are_those_of_the_whole_forward_however_prompts_are_batched(tmp_path: Path, name: str) -> None:
@@ -243,6 +244,7 @@ def write_large(folder: Path) -> int:
     return sum(t.nbytes for t in tensors.values())
 
 
+@pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.sweep
 @pytest.mark.timeout(300)

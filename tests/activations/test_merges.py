@@ -240,6 +240,7 @@ def test_aim_scales_the_columns_of_any_merge_by_what_enters_the_base(folder: Pat
             torch.testing.assert_close(found[name] - base[name], delta, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "given"), [("regmean", {}), ("regmean", {"through": "merge"}), ("fisher", {})])
 def test_threads_kills_and_plans_from_json_change_no_byte(
@@ -280,6 +281,7 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "given", "states"), [("regmean", {}, 3), ("regmean", {"through": "merge"}, 3), ("fisher", {}, 12)]

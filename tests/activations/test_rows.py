@@ -227,6 +227,7 @@ def test_what_a_parquet_file_holds_is_bounded_when_it_is_decompressed(
         rows_of(text_source(str(path), 1000, 50, 0), llama, 256, None)
 
 
+@pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("limit", "value", "said"),
@@ -244,6 +245,7 @@ def test_decoding_a_parquet_file_is_bounded_in_memory_and_time(
         list(rows.read_pieces(text_source(str(path), None, 5, 0)))
 
 
+@pytest.mark.process
 @pytest.mark.slow
 def test_a_bomb_of_parquet_takes_no_memory(llama: Path, tmp_path: Path) -> None:
     """256 rows of 20 MB in a few kB took 5.6 GB and 100 seconds; here enough of them is read, and no more."""

@@ -34,7 +34,7 @@ from weightsmith._plans.statistics import StatisticRequest
 from weightsmith.abc.product import Arrays, ProductContext
 
 Found = dict[str, npt.NDArray[Any]]
-KINDS = tuple(STATISTICS.own)
+KINDS = tuple(STATISTICS.builtin)
 
 
 @pytest.fixture(autouse=True)
@@ -160,6 +160,7 @@ def test_statistics_of_each_model_are_those_of_transformers(tmp_path: Path) -> N
                 assert_near(both[:, x.shape[1] :], whole.slope_moments(weight.removesuffix(".weight")))
 
 
+@pytest.mark.matrix("llama", "gemma3", "mixtral")
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [name for name in CONFIGS if name != "biased"])
 def test_statistics_of_every_family_are_those_of_float64(family: str, tmp_path: Path) -> None:
@@ -220,6 +221,7 @@ def test_each_expert_has_the_statistics_of_the_tokens_that_reach_it(tmp_path: Pa
     assert min(reached) < max(reached)
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_statistics_are_the_same_for_any_threads_and_memory(tmp_path: Path) -> None:
     recipe, given = models_of(tmp_path, "mixtral"), settings(tmp_path)

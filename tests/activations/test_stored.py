@@ -16,6 +16,10 @@ import weightsmith
 from tests.calibration_help import TEXT, save_model
 from tests.cli_help import Cli, cli
 from weightsmith._base.errors import PlanError
+from weightsmith._engine.local import run
+from weightsmith._engine.resources import Workload
+from weightsmith._engine.unwritten import DiscardedOutput
+from weightsmith._files.mapped import is_mapped
 from weightsmith._outputs.staging import Staging
 from weightsmith._planning.planner import prepare
 from weightsmith._plans import Product
@@ -153,6 +157,20 @@ def test_a_changed_text_a_kind_that_is_missing_and_rows_are_errors(made: Path, w
     assert any("weightsmith statistics with --kind second_moments --kind fisher --kind magnitudes" in each for each in found)
     assert any("statistics have the rows they were made of" in each for each in found)
     assert any(f"the text '{made}/a.txt' has changed since it was measured" in each for each in found)
+
+
+def test_arrays_are_mapped_from_the_folder_and_need_no_memory(work: Path) -> None:
+    with prepare(recipe("regmean")) as prepared:
+        plan = prepared.plan
+        results = run(plan, prepared.inputs, DiscardedOutput(), workload=Workload(steps=())).results
+    arrays = {out.name: array for p in plan.products for out, array in zip(p.outs, results.arrays(p.name), strict=True)}
+    stored = load_file(work / "a-stats" / "model.safetensors")
+    assert len(arrays) > len(stored) / 2
+    for name, array in arrays.items():
+        assert is_mapped(array)
+        assert not array.flags.writeable
+        if name.startswith("model 1,"):
+            assert np.array_equal(array, stored[name.partition(": ")[2]])
 
 
 def test_an_array_that_is_damaged_is_not_merged(work: Path) -> None:

@@ -14,6 +14,8 @@ import pytest
 
 from weightsmith._base import heap
 
+pytestmark = pytest.mark.process
+
 on_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc")
 FOUR_THREADS = """
 import contextlib, ctypes, sys, threading

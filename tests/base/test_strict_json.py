@@ -128,6 +128,7 @@ def test_the_bound_of_memory_is_one(unit: bytes, times: int, names: str) -> None
     assert bound < max(8 * taken, 100 << 20)
 
 
+@pytest.mark.process
 @pytest.mark.slow
 def test_what_would_take_too_much_memory_is_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(json, "loads", None)
@@ -143,6 +144,7 @@ def test_the_bound_is_the_callers(monkeypatch: pytest.MonkeyPatch) -> None:
         parse(b"[[],[]]", max_memory=needed - 1)
 
 
+@pytest.mark.process
 @pytest.mark.slow
 def test_a_header_and_an_index_of_100_000_tensors_fit() -> None:
     names = [f"model.layers.{i // 700}.mlp.experts.{i % 700}.gate_proj.weight" for i in range(100_000)]

@@ -85,6 +85,7 @@ def test_an_option_that_decides_bytes_changes_the_identity(option: dict[str, Any
         assert identified(DARE, **option) != identified(DARE)
 
 
+@pytest.mark.process
 @pytest.mark.slow
 def test_the_same_recipe_has_the_same_identity_in_another_process(here: Path) -> None:
     (here / "ties.yml").write_text(json.dumps(TIES) + "\n")

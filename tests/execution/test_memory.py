@@ -312,6 +312,7 @@ print(resident("VmHWM") - before)
 """
 
 
+@pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_it_takes_the_output_and_little_more_and_no_torch() -> None:

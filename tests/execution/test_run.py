@@ -71,6 +71,7 @@ def planned(here: Path, cli: Cli) -> Path:
     return file
 
 
+@pytest.mark.process
 @pytest.mark.slow
 def test_two_processes_do_a_part_each_one_dies_and_the_last_one_publishes(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -617,6 +617,7 @@ BOMBS = {
 READABLE = ("a list in itself", "a list that ends in lists")
 
 
+@pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.parametrize("bomb", BOMBS)
 def test_a_bomb_takes_little_time_and_memory(bomb: str, tmp_path: Path) -> None:
@@ -905,6 +906,7 @@ def test_mutated_pickles_are_errors_or_can_be_read(seed: int, tmp_path: Path) ->
         attempt(tmp_path / "b.pt", (tmp_path / "b.pt").read_bytes())
 
 
+@pytest.mark.process
 @pytest.mark.slow
 def test_the_reader_does_not_import_torch(tmp_path: Path) -> None:
     path = save(tmp_path / "a.pt", {"w": W})

@@ -80,6 +80,7 @@ def test_golden(case: Golden, root: Path) -> None:
     check(case, root)
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{"threads": 1}, {"threads": 3}, {"threads": 2, "max_memory_bytes": LITTLE}], ids=str)
 @pytest.mark.parametrize("name", VARIED)

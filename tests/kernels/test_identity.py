@@ -314,6 +314,7 @@ print(one_more(1), one_more(1.5))
 """
 
 
+@pytest.mark.process
 @pytest.mark.slow
 @compiled
 def test_processes_that_compile_a_kernel_at_once_keep_one_that_all_can_load(tmp_path: Path) -> None:

@@ -115,6 +115,7 @@ print(count_varying(models, np.full(3, DTYPES["F32"].code), 2, np.zeros((2, 2), 
 """
 
 
+@pytest.mark.process
 @pytest.mark.slow
 @compiled
 def test_a_kernel_from_the_cache_needs_little_of_numba(tmp_path: Path) -> None:
@@ -317,6 +318,7 @@ print(any(seen))
 """
 
 
+@pytest.mark.process
 @pytest.mark.slow
 @compiled
 def test_progress_says_that_kernels_are_compiled_in_the_first_run_alone(tmp_path: Path) -> None:

@@ -71,6 +71,7 @@ def test_another_numba_is_one_warning(
     assert capsys.readouterr().err.count("kernels compile more slowly with numba") == 1
 
 
+@pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_another_numba_makes_the_same_bytes_and_keeps_its_kernels(tmp_path: Path) -> None:

@@ -310,6 +310,7 @@ def test_thirty_models(method: str, tmp_path: Path) -> None:
     assert again.tobytes() == got.tobytes()
 
 
+@pytest.mark.process
 @pytest.mark.slow
 def test_thirty_checkpoints_through_the_front_door(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

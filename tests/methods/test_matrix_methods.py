@@ -25,6 +25,7 @@ from weightsmith import _methods as methods
 from weightsmith._activations.statistics import find_statistic
 from weightsmith._base.errors import CannotResume, ParameterError, PlanError
 from weightsmith._base.installation import install
+from weightsmith._base.one_thread import one_thread
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._engine.active import ActivePass, ActiveStep, LeafPass
 from weightsmith._engine.schedule import Scheduler
@@ -32,7 +33,7 @@ from weightsmith._engine.tiles import Cut, fit_resident_bytes, fit_tile_bytes, p
 from weightsmith._execution.identity import merges_on_device, work_identity
 from weightsmith._methods import cart, iso_c, iso_cts, resmerge, star, svc, tsv_m, wudi
 from weightsmith._methods.jobs.decompose import polar, thin_svd
-from weightsmith._methods.jobs.matrix import Deltas, one_thread
+from weightsmith._methods.jobs.matrix import Deltas
 from weightsmith._models.structure.roles import role_of
 from weightsmith._plans import Step
 from weightsmith.abc.job import Bytes, Job, Matrix, Tile
@@ -428,6 +429,7 @@ dtype: bfloat16
 """
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_a_whole_merge_is_the_same_with_little_memory_and_any_threads(tmp_path: Path) -> None:
     make_models(tmp_path)
@@ -438,6 +440,7 @@ def test_a_whole_merge_is_the_same_with_little_memory_and_any_threads(tmp_path: 
         assert (again.out / "model.safetensors").read_bytes() == (first.out / "model.safetensors").read_bytes()
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_the_steps_after_a_merge_apply_and_keep_to_the_memory(tmp_path: Path) -> None:
     make_models(tmp_path)

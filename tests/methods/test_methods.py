@@ -61,6 +61,7 @@ def test_bf16_output_is_as_near_to_float64_as_the_case_says(name: str, shape: tu
     assert ulp_error(got, case.reference(arrays)) <= case.ulp
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize("name", swept(CASES, {"linear", "ties", "dare_linear"}))  # MethodTests look at every method
 def test_same_bytes_for_any_cut_and_number_of_threads(name: str, tmp_path: Path) -> None:
@@ -71,6 +72,7 @@ def test_same_bytes_for_any_cut_and_number_of_threads(name: str, tmp_path: Path)
     assert many.tobytes() == one.tobytes()
 
 
+@pytest.mark.matrix("linear", "slerp", "karcher", "ties", "nearswap", "dare_linear")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", swept(CASES))
 def test_mixed_dtypes_meet_in_float32(name: str, tmp_path: Path) -> None:
@@ -100,6 +102,7 @@ def test_f16_in_and_out(name: str, tmp_path: Path) -> None:
     assert np.max(np.abs(got.astype(np.float64) - exact) / ulp) <= max(2 * case.ulp - 0.51, 0.51)
 
 
+@pytest.mark.matrix("linear*", "slerp*", "ties*", "karcher*", "tsv_m*")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", swept(n for n, case in CASES.items() if case.identity))
 @pytest.mark.parametrize("shape", [(50, 64), (64,)], ids=str)
@@ -112,6 +115,7 @@ def test_merging_a_model_with_itself_gives_the_model(name: str, shape: tuple[int
     assert got.tobytes() == one.tobytes()
 
 
+@pytest.mark.matrix("linear", "slerp", "ties", "tsv_m")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", swept(n for n, case in CASES.items() if 3 in case.dims))
 def test_fused_experts_give_the_bytes_of_separate_ones(name: str, tmp_path: Path) -> None:

@@ -417,6 +417,7 @@ def mixed(models: Any, base: Any, out: Any, w: PerModel[float], t: float) -> Non
     out[:] = base + t * w @ (models - base) + 1e-3 * models.mean()
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_same_bytes_for_any_tiles_and_threads_whatever_the_function_does(shape: tuple[int, ...], tmp_path: Path) -> None:

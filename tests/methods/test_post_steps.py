@@ -73,6 +73,7 @@ def test_a_zero_delta_has_no_norm_to_match(tmp_path: Path) -> None:
     assert got.tobytes() == one.tobytes()
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_the_same_bytes_for_any_cut(tmp_path: Path) -> None:
     arrays = fine_tunes((900, 517), 2)
@@ -192,6 +193,7 @@ def test_the_spectrum_of_what_is_no_linear_layer_is_left_alone(tmp_path: Path) -
     np.testing.assert_array_equal(spectra(arrays, (60, 90), tmp_path / "b", name=name, spectrum="flatten"), plain)
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [np.float32, ml_dtypes.bfloat16], ids=["f32", "bf16"])
 def test_spectrum_then_norm_then_scale_for_any_cut(kind: Any, tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ import pytest
 from tests.fork_help import forked
 from weightsmith._outputs.save import save_file, save_model
 
+pytestmark = pytest.mark.process
+
 
 def arrays(library: str) -> dict[str, Any]:
     """60 MB each."""

@@ -34,7 +34,7 @@ def shapes_of(
 def _compute(context: ProductContext) -> Arrays:
     from weightsmith._activations.running import layer_rows
     from weightsmith._activations.sums import Forward, use_sums
-    from weightsmith._outputs.local.products import release_pages
+    from weightsmith._files.mapped import release_pages
 
     work = StatisticWork.of(context.product)
     statistic = find_statistic(work.kind)

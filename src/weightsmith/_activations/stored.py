@@ -14,7 +14,9 @@ import json
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy.typing as npt
 import xxhash
 
 from weightsmith._activations.model import TextModel, TextRun, prefix_of
@@ -24,11 +26,12 @@ from weightsmith._activations.statistics import STATISTICS, find_statistic
 from weightsmith._base.errors import CheckpointError, Corrupt, FormatError, NotFound, ParameterError, WeightsmithError
 from weightsmith._base.files import expand_user, show
 from weightsmith._base.strict_json import read_object
+from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._base.text import status
 from weightsmith._engine.products import ProductContext, ProductKind
+from weightsmith._files.mapped import map_array, release_pages
 from weightsmith._models.checkpoint import Checkpoint, open_checkpoint
 from weightsmith._outputs.checksum import GrainHasher, grain_bytes
-from weightsmith._outputs.local.products import release_pages
 from weightsmith._outputs.manifest import MANIFEST_NAME, Manifest, read_manifest
 from weightsmith._plans import Product
 from weightsmith._plans.codec import decode_record, has_type
@@ -232,23 +235,29 @@ class StoredWork:
 
 
 def _compute(context: ProductContext) -> Arrays:
-    work = StoredWork(**context.product.settings)
-    arrays = context.create()
+    work, arrays = StoredWork(**context.product.settings), list[npt.NDArray[Any]]()
     with open_checkpoint(Path(work.folder)) as checkpoint:
-        for done, (name, array, out) in enumerate(zip(work.checksums, arrays, context.product.outs, strict=True)):
-            context.progress(done, len(arrays))
+        for done, (name, out) in enumerate(zip(work.checksums, context.product.outs, strict=True)):
+            context.progress(done, len(work.checksums))
             spec = checkpoint.specs.get(name)
-            if spec is None or (spec.dtype, spec.shape) != (out.dtype, out.shape):
+            place = None if spec is None else checkpoint.location(name)
+            if spec is None or place is None or (spec.dtype, spec.shape) != (out.dtype, out.shape):
                 raise CheckpointError(f"it has no array {show(name)} of shape {list(out.shape)}", where=work.folder, fix=_AGAIN)
-            hasher, flat = GrainHasher(grain_bytes(spec)), array.reshape(-1).view("u1")
-            for start in range(0, flat.size, _READ_BYTES):
-                piece = flat[start : start + _READ_BYTES]
-                checkpoint.read_into(name, start, piece)
-                hasher.update(piece)
-            release_pages(array)
-            if hasher.checksum() != work.checksums[name]:
+            array = map_array(place[0], spec, place[1])
+            if checksum_of(array) != work.checksums[name]:
                 raise Corrupt(f"the array {show(name)} does not match its checksum", where=work.folder, fix=_AGAIN)
+            arrays.append(array)
     return arrays
+
+
+def checksum_of(array: npt.NDArray[Any]) -> str:
+    """The checksum of an array as the manifest has it, a piece at a time."""
+    spec = TensorSpec("", DTYPES["F32"], array.shape)
+    hasher, flat = GrainHasher(grain_bytes(spec)), array.reshape(-1).view("u1")
+    for start in range(0, flat.size, _READ_BYTES):
+        hasher.update(flat[start : start + _READ_BYTES])
+        release_pages(array)
+    return hasher.checksum()
 
 
 def _check(product: Product) -> str:

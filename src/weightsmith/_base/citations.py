@@ -22,8 +22,8 @@ def cite(source: str) -> list[str]:
       archivePrefix = {arXiv},
     }
     """
-    found = {source.index(words): entry for words, entry in entries().items() if words in source}
-    return [found[place] for place in sorted(found)]
+    entry_at = {source.index(words): entry for words, entry in entries().items() if words in source}
+    return [entry_at[place] for place in sorted(entry_at)]
 
 
 @cache

@@ -377,8 +377,8 @@ def report(error: WeightsmithError) -> str:
         return f"error[{error.code}]: {error}"
     alike: dict[object, list[WeightsmithError]] = {}
     for problem in error.problems:
-        found = problem.finding
-        alike.setdefault((type(problem), found.what, found.details, found.fix), []).append(problem)
+        finding = problem.finding
+        alike.setdefault((type(problem), finding.what, finding.details, finding.fix), []).append(problem)
     parts, length = list[str](), 0
     for problems in alike.values():
         if length > MAX_MESSAGE:
@@ -397,11 +397,11 @@ _SHOWN = 3
 
 def _folded(problems: Sequence[WeightsmithError], filename: str, text: str) -> str:
     first, *others = problems
-    found = first.finding
+    finding = first.finding
     places = [problem.finding.where for problem in others[:_SHOWN]]
     places += [f"{len(others) - _SHOWN:,} more"] if len(others) > _SHOWN else []
     details = [f"also at {', '.join(places)}"] if others else []
-    folded = Finding(found.what, found.where, (*found.details, *details), found.fix)
+    folded = Finding(finding.what, finding.where, (*finding.details, *details), finding.fix)
     return f"error[{first.code}]: {with_excerpt(folded, filename, text)}"
 
 

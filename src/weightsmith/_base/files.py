@@ -111,9 +111,9 @@ class FileState:
     elsewhere: RemoteBytes | None = field(default=None, compare=False)
 
     @classmethod
-    def of(cls, found: os.stat_result) -> FileState:
+    def of(cls, status: os.stat_result) -> FileState:
         """The state in the result of `os.stat` or `os.fstat`."""
-        return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+        return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
     @classmethod
     def of_remote(cls, file: RemoteBytes) -> FileState:
@@ -195,11 +195,11 @@ class LocalFile:
         self.state = FileState.of(os.fstat(file.fileno()))
 
     def read_at(self, offset: int, nbytes: int) -> bytes:
-        wanted = min(nbytes, self.state.nbytes - offset)  # no allocation for a length that is a lie
+        available = min(nbytes, self.state.nbytes - offset)  # no allocation for a length that is a lie
         data = b""
         try:
             self._file.seek(offset)
-            while len(data) < wanted and (piece := self._file.read(wanted - len(data))):
+            while len(data) < available and (piece := self._file.read(available - len(data))):
                 data = data + piece if data else piece  # one piece, in general: no copy of a header of 100 MB
         except OSError as error:
             raise CheckpointError(f"cannot be read: {error.strerror or error}", where=str(self._path)) from error
@@ -249,18 +249,18 @@ def write_all(fd: int, data: memoryview, offset: int) -> None:
         data, offset = data[n:], offset + n
 
 
-def raise_open_files(wanted: int) -> bool:
-    """Raise the soft limit of open files towards `wanted`, as far as the system allows; False if it stays as it is."""
+def raise_open_files(target: int) -> bool:
+    """Raise the soft limit of open files towards `target`, as far as the system allows; False if it stays as it is."""
     try:
         import resource
     except ImportError:
         return False
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY:
-        wanted = min(hard, wanted)
+        target = min(hard, target)
     if soft == resource.RLIM_INFINITY:
         return False
-    for limit in (wanted, min(wanted, _MAC_OPEN_MAX)):
+    for limit in (target, min(target, _MAC_OPEN_MAX)):
         if limit > soft:
             with contextlib.suppress(ValueError, OSError):
                 resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))

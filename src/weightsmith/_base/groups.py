@@ -15,7 +15,7 @@ def grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
     >>> grouped((word[0], word) for word in ("ant", "bee", "ape"))
     {'a': ['ant', 'ape'], 'b': ['bee']}
     """
-    found: dict[K, list[V]] = {}
+    values_of_key: dict[K, list[V]] = {}
     for key, value in pairs:
-        found.setdefault(key, []).append(value)
-    return found
+        values_of_key.setdefault(key, []).append(value)
+    return values_of_key

@@ -41,9 +41,9 @@ def is_release(package: Path) -> bool:
     from importlib.metadata import PackageNotFoundError, distribution
 
     try:
-        found = distribution(PROGRAM)
-        own = Path(str(found.locate_file(package.name))).samefile(package)
-        return own and found.read_text("direct_url.json") is None
+        program = distribution(PROGRAM)
+        is_this_copy = Path(str(program.locate_file(package.name))).samefile(package)
+        return is_this_copy and program.read_text("direct_url.json") is None
     except (PackageNotFoundError, OSError):
         return False
 

@@ -30,7 +30,7 @@ class Plugins(Generic[Kind]):
     noun   what one is called in messages: "expert layout"
     group  the entry points of packages that bring one: "weightsmith.layouts"
     kind   the class that each must be an instance of
-    own    weightsmith's: name → `module:attribute`, in the order of preference
+    builtin  weightsmith's: name → `module:attribute`, in the order of preference
 
     >>> from fractions import Fraction
     >>> plugins = Plugins("fraction", "weightsmith.fractions", Fraction, {"half": "tests.base.test_plugins:HALF"})
@@ -45,20 +45,20 @@ class Plugins(Generic[Kind]):
     noun: str
     group: str
     kind: type[Kind]
-    own: Mapping[str, str]
+    builtin: Mapping[str, str]
 
     @property
     def names(self) -> tuple[str, ...]:
         """The names of all plug-ins: weightsmith's, then those of installed packages."""
-        return (*self.own, *self.brought)
+        return (*self.builtin, *self.brought)
 
     @property
     def brought(self) -> tuple[str, ...]:
         """The names of those of installed packages."""
-        return tuple(name for name in installed(self.group) if name not in self.own)
+        return tuple(name for name in installed(self.group) if name not in self.builtin)
 
     def __contains__(self, name: object) -> bool:
-        return name in self.own or name in installed(self.group)
+        return name in self.builtin or name in installed(self.group)
 
     def __iter__(self) -> Iterator[Kind]:
         return map(self.get, self.names)
@@ -68,25 +68,25 @@ class Plugins(Generic[Kind]):
 
         Raises UnknownName, and PluginError for one of a package that does not work.
         """
-        if name in self.own:
-            module, _, attribute = self.own[name].partition(":")
-            found: object = getattr(import_module(module), attribute)
+        if name in self.builtin:
+            module, _, attribute = self.builtin[name].partition(":")
+            plugin: object = getattr(import_module(module), attribute)
         elif name in installed(self.group):
-            found = _load(self.noun, installed(self.group)[name])
+            plugin = _load(self.noun, installed(self.group)[name])
         else:
             what = f"there is no {self.noun} '{name}'{nearest(name, self.names)}"
             raise UnknownName(what, where=where, fix=f"write one of {', '.join(self.names)}")
-        if not isinstance(found, self.kind):
-            what = f"the {self.noun} {name} is a {type(found).__name__}, not a {self.kind.__name__}"
+        if not isinstance(plugin, self.kind):
+            what = f"the {self.noun} {name} is a {type(plugin).__name__}, not a {self.kind.__name__}"
             raise PluginError(what, where=self.source(name), fix="name an instance in the entry point")
-        return found
+        return plugin
 
     def identity(self, name: str) -> str:
         """Package, version and sha256 of the module of an installed plug-in, "" for weightsmith's own. Imports the module.
 
         Belongs to the identity of work whose bytes the plug-in decides.
         """
-        if name in self.own:
+        if name in self.builtin:
             return ""
         self.get(name)
         point = installed(self.group)[name]
@@ -95,16 +95,16 @@ class Plugins(Generic[Kind]):
 
     def source(self, name: str) -> str:
         """Where it comes from: the package and its version, or weightsmith's module."""
-        return self.own[name] if name in self.own else package_of(installed(self.group)[name])
+        return self.builtin[name] if name in self.builtin else package_of(installed(self.group)[name])
 
 
 @cache
 def installed(group: str) -> Mapping[str, EntryPoint]:
     """The entry points of a group, by name; of several packages with one name, the first."""
-    found: dict[str, EntryPoint] = {}
+    points: dict[str, EntryPoint] = {}
     for point in entry_points(group=group):
-        found.setdefault(point.name, point)
-    return found
+        points.setdefault(point.name, point)
+    return points
 
 
 def package_of(point: EntryPoint) -> str:

@@ -50,13 +50,13 @@ _ESCAPE = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U00([0-9A-Fa-f]{
 _NAMES = re.compile(r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|KEY|SAS|SIGNATURE|CONNECTION_STRING)$", re.IGNORECASE)
 _PARTS = re.compile(r"(?:AccountKey|SharedAccessSignature|SharedAccessKey|\"private_key\")\s*[=:]\s*\"?([^;\"]+)")
 
-_given: set[str] = set()
+_registered: set[str] = set()
 
 
 def know(secret: object) -> None:
     """Hide this value from now on: a token that a call was given. Anything but text is no secret."""
     if isinstance(secret, str):
-        _given.add(secret)
+        _registered.add(secret)
 
 
 def redacted(text: str) -> str:
@@ -152,8 +152,8 @@ def redacted_values(value: Any) -> Any:
         if isinstance(value, str):
             return hide(value)
         if isinstance(value, dict):
-            return {walk(key): walk(each) for key, each in value.items()}
-        return [walk(each) for each in value] if isinstance(value, list | tuple) else value
+            return {walk(key): walk(inner) for key, inner in value.items()}
+        return [walk(inner) for inner in value] if isinstance(value, list | tuple) else value
 
     return walk(value)
 
@@ -177,13 +177,13 @@ def _secrets_now() -> re.Pattern[str] | None:
     # As the system has it: to decode a hundred variables for every text takes longer than to hide secrets in it.
     stored = dict(vars(os.environ).get("_data", os.environ))
     global _last
-    environment, given, pattern = _last
-    if environment != stored or given != _given:
-        given = {*_given}
-        found = {form for value in (*given, *_values({**os.environ})) if not _is_ordinary(value) for form in _forms(value)}
-        longest_first = sorted(found, key=lambda value: (-len(value), value))
-        pattern = re.compile("|".join(map(re.escape, longest_first))) if found else None
-        _last = stored, given, pattern
+    environment, registered, pattern = _last
+    if environment != stored or registered != _registered:
+        registered = {*_registered}
+        forms = {form for value in (*registered, *_values({**os.environ})) if not _is_ordinary(value) for form in _forms(value)}
+        longest_first = sorted(forms, key=lambda value: (-len(value), value))
+        pattern = re.compile("|".join(map(re.escape, longest_first))) if forms else None
+        _last = stored, registered, pattern
     return pattern
 
 

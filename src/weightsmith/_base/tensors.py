@@ -51,8 +51,8 @@ class DType:
         if self.name == "BF16" or self.name.startswith("F8_"):
             import ml_dtypes
 
-            found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, self.torch))
-            return found
+            dtype: np.dtype[Any] = np.dtype(getattr(ml_dtypes, self.torch))
+            return dtype
         return np.dtype(self.torch)
 
 
@@ -115,14 +115,14 @@ DTYPE_NAMES = ("bfloat16", "float16", "float32", "float64")
 """The possible dtypes of output weights, by torch's names."""
 
 
-def dtype_name(given: object) -> str:
+def dtype_name(dtype: object) -> str:
     """The name of a dtype, given as a string, a numpy dtype or a torch dtype.
 
     >>> import numpy as np
     >>> dtype_name("torch.bfloat16"), dtype_name(np.float16), dtype_name(np.dtype("float32"))
     ('bfloat16', 'float16', 'float32')
     """
-    return str(getattr(given, "name", None) or getattr(given, "__name__", None) or given).removeprefix("torch.")
+    return str(getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or dtype).removeprefix("torch.")
 
 
 BY_CODE = {d.code: d for d in DTYPES.values() if d.code >= 0}

@@ -120,12 +120,12 @@ def wrapped(text: str, width: int | None, indent: str = "    ") -> str:
         return text
     lines: list[str] = []
     for line in text.split("\n"):
-        own = line[: len(line) - len(line.lstrip())]
-        later = f"{own}{indent}"
+        indentation = line[: len(line) - len(line.lstrip())]
+        later = f"{indentation}{indent}"
         lines += (
             [line]
             if len(line) <= width
-            else textwrap.wrap(line.strip(), width, initial_indent=own, subsequent_indent=later, **_AT_SPACES)
+            else textwrap.wrap(line.strip(), width, initial_indent=indentation, subsequent_indent=later, **_AT_SPACES)
         )
     return "\n".join(lines)
 
@@ -307,13 +307,13 @@ def table(
         return _records(cells, width)
     lines: list[str] = []
     for part in _parts(least, width):
-        own = table(
+        part_lines = table(
             [headers[i] for i in part],
             [[row[i] for i in part] for row in rows],
             right=[place for place, i in enumerate(part) if i in right],
             width=width,
         )
-        lines += ["", *own] if lines else own
+        lines += ["", *part_lines] if lines else part_lines
     return lines
 
 

@@ -115,6 +115,7 @@ class ProductGraph:
         """A step is finished: remove what only it needed."""
         with self._lock:
             needs = self._left.pop(step.out.name)
+        self._reader.results.release(needs)
         if not needs.isdisjoint(self._released):
             self._forget()
 

@@ -13,7 +13,7 @@ import xxhash
 
 from weightsmith._base.files import Extent
 from weightsmith._base.tensors import DType, TensorSpec
-from weightsmith._outputs.local.products import release_pages
+from weightsmith._files.mapped import release_pages
 from weightsmith._plans import Plan, Product
 from weightsmith.abc.job import Bytes, Result
 
@@ -40,6 +40,13 @@ class Results:
         with self._lock:
             self._digests.pop(product.name, None)
             self._arrays |= {out.name: np.ascontiguousarray(a) for out, a in zip(product.outs, arrays, strict=True)}
+
+    def release(self, names: Collection[str]) -> None:
+        """Let the system take back the memory of arrays of these products that are mapped from files."""
+        with self._lock:
+            arrays = [self._arrays[out.name] for name in names for out in self._products[name].outs if out.name in self._arrays]
+        for array in arrays:
+            release_pages(array)
 
     def drop(self, product: Product) -> None:
         """Nothing needs this product any more."""

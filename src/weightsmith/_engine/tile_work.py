@@ -23,7 +23,7 @@ from weightsmith._outputs.local.disk import copies_by_reference
 from weightsmith._plans import CAST, Gather, Read, Step
 from weightsmith.abc.job import Bytes, Job, Tile
 from weightsmith.abc.output import Output
-from weightsmith.abc.stored import WHOLE, array_name
+from weightsmith.abc.stored import WHOLE, maximum_name
 
 _NO_NUMBERS = np.empty(0, np.float32)
 WHOLE_BYTES = 6
@@ -267,7 +267,7 @@ class Encoder:
         """The numbers of the whole tensor that its encoding needs: from the plan, or from a product."""
         if step.weighted >= 0:
             return self._reader.plan.tables[step.weighted].floats
-        return self._reader.results.array(array_name(encoding, step.out.name)) if encoding.product else _NO_NUMBERS
+        return self._reader.results.array(maximum_name(step.out.name)) if encoding.maxima else _NO_NUMBERS
 
 
 def _check_stored(step: Step, stored: TensorSpec, start: int, data: Bytes) -> None:

@@ -2,5 +2,5 @@
 
 `safetensors.py` and `pytorch.py` read headers, `hf_folder.py` folders in the Hub's layout; a pickle is data, never executed.
 `containers/` lays out files to be written. `remote/` reads byte ranges over http and from object stores, `hub.py` models on
-the Hub; `views.py` streams the bytes of a tensor in memory.
+the Hub; `views.py` streams the bytes of a tensor in memory, `mapped.py` maps arrays from files.
 """

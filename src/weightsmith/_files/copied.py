@@ -182,15 +182,15 @@ def choose_copied(
 
 def _left_out(names: Iterable[str], files: Iterable[str]) -> tuple[str, ...]:
     read = {name.partition("/")[0] for name in files if "/" in name}
-    found = set[str]()
+    names_left = set[str]()
     for name in names:
         top, slash, _ = name.partition("/")
         base = name.rpartition("/")[2]
         if not slash:
-            found.update(() if _never_copied(name) else (name,))
+            names_left.update(() if _never_copied(name) else (name,))
         elif not subfolders.is_another_copy(top) and not _never_copied(base) and not base.endswith(".py"):
-            found.add(name if top in read else f"{top}/")
-    return tuple(sorted(found))
+            names_left.add(name if top in read else f"{top}/")
+    return tuple(sorted(names_left))
 
 
 def read_to_choose(names: Iterable[str]) -> tuple[str, ...]:
@@ -218,17 +218,19 @@ def left_out_findings(names: Sequence[str], where: str) -> tuple[Finding, ...]:
     base: 1 subfolder is not copied into the output: 'speech_tokenizer/'
       -> Copy it into the output yourself, if code that loads the model reads it.
     """
-    found = []
+    findings = []
     files, inner = [n for n in names if not n.endswith("/")], [n for n in names if n.endswith("/")]
     if files:
         noun, it = ("file is", "it") if len(files) == 1 else ("files are", "them")
         what = f"{len(files)} {noun} not copied into the output, because no loader reads {it}: {_some(files)}"
-        found.append(Finding(what, where, fix="copy what is needed into the output yourself"))
+        findings.append(Finding(what, where, fix="copy what is needed into the output yourself"))
     if inner:
         noun, it = ("subfolder is", "it") if len(inner) == 1 else ("subfolders are", "them")
         what = f"{len(inner)} {noun} not copied into the output: {_some(inner)}"
-        found.append(Finding(what, where, fix=f"copy {it} into the output yourself, if code that loads the model reads {it}"))
-    return tuple(found)
+        findings.append(
+            Finding(what, where, fix=f"copy {it} into the output yourself, if code that loads the model reads {it}")
+        )
+    return tuple(findings)
 
 
 def _some(names: Sequence[str]) -> str:
@@ -263,21 +265,21 @@ def _named_code(
     folder: Path, present: set[str], names: set[str], config: Mapping[str, Any] | None, folders: Sequence[str]
 ) -> set[str]:
     """The Python files, of those that are present, that the configurations name and that these import."""
-    wanted = [_module(reference) for reference in _auto_map(config or {})]
+    modules = [_module(reference) for reference in _auto_map(config or {})]
     for name in _NAMING_CODE:
         if name in names:
-            wanted += map(_module, _auto_map(_settings(folder / name)))
+            modules += map(_module, _auto_map(_settings(folder / name)))
     for reference in subfolders.module_code(folder, names, folders):
         module = _module(reference)
-        wanted += [module, *(f"{parent}/{module}" for parent in folders)]
+        modules += [module, *(f"{parent}/{module}" for parent in folders)]
     code: set[str] = set()
-    while wanted:
-        module = wanted.pop()
+    while modules:
+        module = modules.pop()
         parents = [module[:i] for i, letter in enumerate(module) if letter == "/"]
         files = {f"{module}.py", f"{module}/__init__.py", *(f"{parent}/__init__.py" for parent in parents)}
         for name in sorted((files & present) - code):
             code.add(name)
-            wanted += _imported(name, read_bounded(folder / name, MAX_CODE_BYTES).decode(errors="replace"))
+            modules += _imported(name, read_bounded(folder / name, MAX_CODE_BYTES).decode(errors="replace"))
     return code
 
 
@@ -303,8 +305,8 @@ def _imported(name: str, text: str) -> Iterator[str]:
         parts = [*folder[: len(folder) - len(dots) + 1], *(module.split(".") if module else [])]
         if module:
             yield "/".join(parts)
-        for each in imported.strip("()").split(","):
-            if words := each.split():
+        for imported_name in imported.strip("()").split(","):
+            if words := imported_name.split():
                 yield "/".join([*parts, words[0]])
 
 

@@ -119,8 +119,8 @@ def read_index(path: Path, present: Collection[str], suffixes: tuple[str, ...] =
     data = read_object(path, MAX_INDEX_BYTES, "the index", fix)
     weight_map = data.get("weight_map")
     if not isinstance(weight_map, dict):
-        found = show(weight_map) if "weight_map" in data else f"only the keys {show(sorted(data))}"
-        raise FormatError(f"the index has no weight_map object, but {found}", where=where, fix=fix)
+        shown = show(weight_map) if "weight_map" in data else f"only the keys {show(sorted(data))}"
+        raise FormatError(f"the index has no weight_map object, but {shown}", where=where, fix=fix)
     if not weight_map:
         raise FormatError("the index lists no tensor: its weight_map is empty", where=where, fix=fix)
     for tensor, file in weight_map.items():
@@ -216,8 +216,8 @@ def no_weights(names: Iterable[str], where: str, suffixes: tuple[str, ...]) -> U
     def some(names: list[str]) -> tuple[str, ...]:
         return (", ".join(map(show, names[:5])) + (f", … ({len(names)} in all)" if len(names) > 5 else ""),)
 
-    if not top and (found := _hub_cache(Path(where))):
-        return found
+    if not top and (cache_error := _hub_cache(Path(where))):
+        return cache_error
     kind: type[Unsupported] | type[NotFound] = NotFound
     if "adapter_config.json" in top or any(n.startswith("adapter_model.") for n in top):
         kind, what = Unsupported, "an adapter (LoRA), not a model"

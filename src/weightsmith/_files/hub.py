@@ -59,13 +59,13 @@ class Repository(ModelFiles):
     cache_dir: str | Path | None
     token: str | bool | None = field(repr=False)
     revision: str = ""
-    _wanted: dict[str, None] = field(default_factory=dict, init=False)
+    _requested: dict[str, None] = field(default_factory=dict, init=False)
     _files: dict[str, RemoteFile] = field(default_factory=dict, init=False)
 
     def want(self, names: Iterable[str]) -> None:
         """Name files that are needed: `download` brings them. Raises CheckpointError."""
         super().want(names)
-        for name in self._wanted:
+        for name in self._requested:
             if self.sizes[name] == UNKNOWN:
                 self.sizes[name] = self._ask_size(name)
 
@@ -91,12 +91,12 @@ class Repository(ModelFiles):
 
         Raises CheckpointError.
         """
-        if wanted := self.to_bring(patterns):
-            self._bring(wanted, quiet=quiet)
+        if missing := self.to_bring(patterns):
+            self._bring(missing, quiet=quiet)
         if patterns is None and self.revision:  # not for a dry run: the cache may have an older commit, whole
             _write_ref(self.folder.parents[1], self.revision, self.commit)
 
-    def _bring(self, wanted: Sequence[str], *, quiet: bool) -> None:
+    def _bring(self, names: Sequence[str], *, quiet: bool) -> None:
         import huggingface_hub
 
         try:
@@ -107,14 +107,14 @@ class Repository(ModelFiles):
                     revision=self.commit,
                     cache_dir=self.cache_dir,
                     token=self.token,
-                    allow_patterns=[glob.escape(name) for name in wanted],
+                    allow_patterns=[glob.escape(name) for name in names],
                     etag_timeout=_timeouts()[0],
                     **({"tqdm_class": _no_bar()} if quiet else {}),
                 )
         except Exception as error:
             raise _explain(error, self.name) from error
-        if left := [name for name in wanted if not (self.folder / name).is_file()]:  # it is satisfied with a part, off line
-            what = f"{len(left)} of {len(wanted)} files were not downloaded, the first is {show(left[0])}"
+        if absent := [name for name in names if not (self.folder / name).is_file()]:  # it is satisfied with a part, off line
+            what = f"{len(absent)} of {len(names)} files were not downloaded, the first is {show(absent[0])}"
             raise CheckpointError(what, where=self.name, fix="Check the network connection, and run the same command again.")
 
     def read_starts(self, names: Iterable[str]) -> None:
@@ -249,8 +249,8 @@ def bound_requests() -> None:
 
 def _bound(request: Any) -> None:
     seconds = _timeouts()[1] if request.method in ("GET", "HEAD") else UPLOAD_SECONDS
-    given = request.extensions.get("timeout") or {}
-    request.extensions["timeout"] = {**given, **{k: given.get(k) or seconds for k in ("connect", "read", "write")}}
+    timeouts = request.extensions.get("timeout") or {}
+    request.extensions["timeout"] = {**timeouts, **{k: timeouts.get(k) or seconds for k in ("connect", "read", "write")}}
 
 
 def _no_bar() -> Any:

@@ -75,8 +75,8 @@ def of_ranks(names: Iterable[str], where: str) -> Unsupported | None:
     """
     listed = sorted(names)
     for layout in _LAYOUTS:
-        if found := [name for name in listed if layout.matches(f"{where}/{name}")]:
-            return _error(layout, found, where)
+        if files_of_layout := [name for name in listed if layout.matches(f"{where}/{name}")]:
+            return _error(layout, files_of_layout, where)
     ranks: dict[tuple[str, str], dict[str, str]] = {}
     for name in listed:
         if match := _RANK.fullmatch(name.lower()):
@@ -87,14 +87,14 @@ def of_ranks(names: Iterable[str], where: str) -> Unsupported | None:
     return None
 
 
-def _error(layout: _Layout, found: list[str], where: str) -> Unsupported:
-    inner = found[0].rpartition("/")[0]
+def _error(layout: _Layout, files: list[str], where: str) -> Unsupported:
+    inner = files[0].rpartition("/")[0]
     folder = f"{where}/{inner}" if inner else where
     parent = folder.rpartition("/")[0] or "."
     fix = "Use the model that it was made from, or one that the program which wrote it exports."
     if layout.command:
         command = layout.command.format(folder=shlex.quote(folder), parent=shlex.quote(parent))
         fix = f"Make a model of all its files first: `{command}`"
-    more = f", … ({len(found):,} in all)" if len(found) > _SHOWN else ""
-    details = (", ".join(map(show, found[:_SHOWN])) + more,)
+    others = f", … ({len(files):,} in all)" if len(files) > _SHOWN else ""
+    details = (", ".join(map(show, files[:_SHOWN])) + others,)
     return Unsupported(f"{layout.what}: no file holds the model", where=where, details=details, fix=fix)

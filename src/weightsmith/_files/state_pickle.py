@@ -194,8 +194,8 @@ class _Machine:
             self.too_much(f"has more than {MAX_STEPS:,} instructions")
         if len(self.stack) != 1 or self.marks:
             self.reject(f"ends with {len(self.stack)} values on its stack and {len(self.marks)} open marks, not with one value")
-        if left := self.remaining():
-            self.reject(f"ends there, and {left:,} bytes follow")
+        if n_following := self.remaining():
+            self.reject(f"ends there, and {n_following:,} bytes follow")
         return self.stack[0]
 
     def step(self) -> bool:
@@ -371,10 +371,10 @@ class _Machine:
         if kind is not None:
             return Opaque(kind)
         make = _CALLS.get(function.name)
-        made = make(self, args) if make is not None else None
-        if made is None:
+        record = make(self, args) if make is not None else None
+        if record is None:
             self.reject(f"{function.name} cannot be called with these {len(args)} arguments")
-        return made
+        return record
 
     def build(self) -> None:
         """Attributes of an OrderedDict (`_metadata`): left out."""

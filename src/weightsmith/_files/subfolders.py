@@ -89,15 +89,15 @@ def module_folders(folder: Path, names: Collection[str]) -> tuple[str, ...]:
 
     Raises FormatError for a path that leaves the folder, and for more files or modules than there can be.
     """
-    found: dict[str, None] = {}
+    folders: dict[str, None] = {}
     if MODULES in names:
-        found |= dict.fromkeys(_checked(path, folder / MODULES) for path in _paths(_settings(folder / MODULES)))
-    for parent in ("", *found):
+        folders |= dict.fromkeys(_checked(path, folder / MODULES) for path in _paths(_settings(folder / MODULES)))
+    for parent in ("", *folders):
         router = f"{parent}/{ROUTER}" if parent else ROUTER
         types = _types(folder / router) if router in names else {}
-        found |= dict.fromkeys(_checked(f"{parent}/{key}" if parent else key, folder / router) for key in types)
-    _check_counts(found, names, folder)
-    return tuple(found)
+        folders |= dict.fromkeys(_checked(f"{parent}/{key}" if parent else key, folder / router) for key in types)
+    _check_counts(folders, names, folder)
+    return tuple(folders)
 
 
 def folders_in(data: bytes) -> tuple[str, ...]:
@@ -117,9 +117,13 @@ def module_code(folder: Path, names: Collection[str], folders: Collection[str]) 
     routers = [name for parent in ("", *folders) if (name := f"{parent}/{ROUTER}".lstrip("/")) in names]
     listed = _settings(folder / MODULES) if MODULES in names else []
     types = [module.get("type") for module in listed if isinstance(module, dict)] if isinstance(listed, list) else []
-    for each in (*types, *(value for router in routers for value in _types(folder / router).values())):
-        if isinstance(each, str) and not each.startswith("sentence_transformers.") and _REFERENCE.fullmatch(each):
-            yield each
+    for reference in (*types, *(value for router in routers for value in _types(folder / router).values())):
+        if (
+            isinstance(reference, str)
+            and not reference.startswith("sentence_transformers.")
+            and _REFERENCE.fullmatch(reference)
+        ):
+            yield reference
 
 
 def within(name: str, folders: Iterable[str]) -> str:

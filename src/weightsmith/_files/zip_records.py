@@ -177,38 +177,38 @@ def _check_name(raw: bytes) -> str:
     return name
 
 
-def _wide_values(extra: bytes, wanted: int) -> list[int] | None:
+def _wide_values(extra: bytes, n_values: int) -> list[int] | None:
     """The values of the one zip64 extra field of a directory entry, None when they are not there."""
-    found: list[bytes] = []
+    fields: list[bytes] = []
     position = 0
     while position + 4 <= len(extra):
         kind, length = struct.unpack_from("<2H", extra, position)
         if position + 4 + length > len(extra):
             return None
         if kind == 1:
-            found.append(extra[position + 4 : position + 4 + length])
+            fields.append(extra[position + 4 : position + 4 + length])
         position += 4 + length
-    if len(found) != 1 or not 0 < wanted <= 4:
+    if len(fields) != 1 or not 0 < n_values <= 4:
         return None
-    field = found[0]
+    field = fields[0]
     values = [int.from_bytes(field[i : i + 8], "little") for i in range(0, len(field) // 8 * 8, 8)]
     if len(field) % 8 == 4:  # the number of the disk, the last of the four
         values.append(int.from_bytes(field[-4:], "little"))
-    return values if len(values) >= wanted else None
+    return values if len(values) >= n_values else None
 
 
 def _data_offset(file: RandomAccess, header: int, name: bytes, method: int, sizes: tuple[int, int]) -> int:
     """Offset of a member's data: behind its local header, which must say the same as the directory."""
     data = read_at(file, header, _LOCAL.size + len(name))
-    magic, _, flags, own_method, _, _, _, *own_sizes, name_len, extra_len = _LOCAL.unpack_from(data)
+    magic, _, flags, local_method, _, _, _, *local_sizes, name_len, extra_len = _LOCAL.unpack_from(data)
     unknown = (_FULL32, 0) if flags & _SIZES_BEHIND else (_FULL32,)
     if (
         magic != b"PK\x03\x04"
         or data[_LOCAL.size :] != name
         or name_len != len(name)
         or flags & _ENCRYPTED
-        or own_method != method
-        or any(own not in (size, *unknown) for own, size in zip(own_sizes, sizes, strict=True))
+        or local_method != method
+        or any(local not in (size, *unknown) for local, size in zip(local_sizes, sizes, strict=True))
     ):
         raise _invalid(
             f"has the member {show(name.decode())} at byte {header:,} according to its directory, and something else is there"

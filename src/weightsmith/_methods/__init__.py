@@ -52,8 +52,8 @@ def find(name: str, folder: Path, *, allow_code: bool) -> Method:
 def _from_elsewhere(name: str) -> Method:
     from weightsmith._methods import user_files
 
-    if (found := user_files.loaded(name)) is not None:
-        return found.method
+    if (loaded := user_files.loaded(name)) is not None:
+        return loaded.method
     if name in user_files.METHODS:
         return user_files.load_installed(name)
     if user_files.names_file(name):
@@ -91,15 +91,15 @@ def installed_methods() -> tuple[tuple[Method, ...], tuple[MethodError, ...]]:
     """The methods that installed packages bring, under the names that recipes give them; and why others do not work."""
     from weightsmith._methods import user_files
 
-    found, errors = [], []
+    methods, errors = [], []
     for name in user_files.METHODS.names:
         if name in NAMES:
             continue  # weightsmith's own come first
         try:
-            found.append(replace(user_files.load_installed(name), name=name))
+            methods.append(replace(user_files.load_installed(name), name=name))
         except MethodError as error:
             errors.append(error)
-    return tuple(found), tuple(errors)
+    return tuple(methods), tuple(errors)
 
 
 def any_method() -> Method:
@@ -112,23 +112,23 @@ def any_method() -> Method:
         for parameter in method.parameters:
             named.setdefault(parameter.name, []).append(parameter)
     return replace(
-        get("linear"), name="", parameters=tuple(_widest(each) for each in named.values()), base="input", min_models=0
+        get("linear"), name="", parameters=tuple(_widest(alike) for alike in named.values()), base="input", min_models=0
     )
 
 
 def _widest(alike: Iterable[Parameter]) -> Parameter:
     """A parameter of the same name as these, for the values that one of them accepts."""
     first, *others = alike
-    kinds = {each.kind for each in (first, *others)}
-    minima, maxima = ([getattr(each, bound) for each in (first, *others)] for bound in ("minimum", "maximum"))
-    choices = [each.choices for each in (first, *others)]
+    kinds = {parameter.kind for parameter in (first, *others)}
+    minima, maxima = ([getattr(parameter, bound) for parameter in (first, *others)] for bound in ("minimum", "maximum"))
+    choices = [parameter.choices for parameter in (first, *others)]
     return replace(
         first,
         kind=first.kind if len(kinds) == 1 else "str",
-        scope="model" if any(each.scope == "model" for each in (first, *others)) else "tensor",
+        scope="model" if any(parameter.scope == "model" for parameter in (first, *others)) else "tensor",
         minimum=None if None in minima else min(minima),
         maximum=None if None in maxima else max(maxima),
-        choices=tuple(dict.fromkeys(c for each in choices for c in each)) if all(choices) and len(kinds) == 1 else (),
+        choices=tuple(dict.fromkeys(c for parameter in choices for c in parameter)) if all(choices) and len(kinds) == 1 else (),
         optional=True,
         ignored="",
     )

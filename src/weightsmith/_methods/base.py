@@ -144,7 +144,7 @@ class Method:
     copies: Callable[[Sequence[Parameters]], bool] = lambda models: False
     needs: Callable[[Parameters], bool] = lambda shared: False
     product: Callable[[Sequence[tuple[Step, Settings]]], Product | None] = lambda merged: None
-    ignored: Callable[[Parameters], bool] = lambda own: False
+    ignored: Callable[[Parameters], bool] = lambda parameters_of_model: False
     keeps_base: Callable[[Parameters, Role], bool] = lambda shared, role: False
     elementwise: Callable[[Parameters], bool] = lambda shared: False
     on_device: Callable[[Parameters], bool] = lambda shared: False

@@ -18,7 +18,7 @@ summed; `normalize: true` averages them.""",
 over all tensors, before the merge, and with `scope: row` one.""",
     source="Davari and Belilovsky 2023, Model Breadcrumbs, section 3, https://arxiv.org/abs/2312.06795",
     formula="δᵢ as breadcrumbs;  s = sign(Σ wᵢδᵢ);  out = base + λ Σ_{agree} wᵢδᵢ",
-    example=example_recipe("breadcrumbs_ties", each="{weight: 0.6, density: 0.9, gamma: 0.01}"),
+    example=example_recipe("breadcrumbs_ties", per_model="{weight: 0.6, density: 0.9, gamma: 0.01}"),
     needs=family.of_the_model,
     product=family.model_thresholds,
 )

@@ -21,7 +21,7 @@ it keeps. If the densities sum to more than 1, little is left for the last model
     passes="One: the result is written as the inputs are read.",
     source="Yang et al. 2025, CABS: conflict-aware and balanced sparsification, section 3, https://arxiv.org/abs/2503.01874",
     formula="mᵢ = n:m largest of |δᵢ| where m₁ … mᵢ₋₁ are 0;  out = base + λ Σ wᵢ (mᵢ ∘ δᵢ)",
-    example=example_recipe("cabs", each="{weight: 1.2}"),
+    example=example_recipe("cabs", per_model="{weight: 1.2}"),
 )
 def cabs(
     matrix: Matrix,

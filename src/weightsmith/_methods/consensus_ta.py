@@ -24,7 +24,7 @@ too little; use task_arithmetic.""",
     passes="One: the result is written as the inputs are read.",
     source="Wang et al. 2024, Localizing Task Information (TALL-masks), section 5, https://arxiv.org/abs/2405.07813",
     formula="Δ = Σ wᵢδᵢ;  mᵢ = |wᵢδᵢ| > thresholdᵢ · |Δ - wᵢδᵢ|;  out = base + λ Δ where Σ mᵢ ≥ k",
-    example=example_recipe("consensus_ta", each="{threshold: 0.4}", shared="{k: 2, lambda: 0.7}"),
+    example=example_recipe("consensus_ta", per_model="{threshold: 0.4}", shared="{k: 2, lambda: 0.7}"),
     elementwise=always,
 )
 def consensus_ta(

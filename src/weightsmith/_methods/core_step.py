@@ -48,8 +48,8 @@ def step_of(deltas: Sequence[Any], slopes: Any, outputs: Any, inputs: Any, direc
 
 def _basis(vectors: Any) -> Any:
     """An orthonormal basis of what the columns span: [rows, rank]."""
-    found = column_basis(vectors)
-    return found[:, found.any(0)]
+    basis = column_basis(vectors)
+    return basis[:, basis.any(0)]
 
 
 def _divided(core: Any, moments: Any, damping: float) -> Any:

@@ -21,7 +21,7 @@ several.""",
     passes="One with `rescale: none` or `inv_density`; two with `l1`: norms, then the result.",
     source="Yu et al. 2023, Language models are super Mario, section 3.1, https://arxiv.org/abs/2311.03099",
     formula="out = base + λ Σ wᵢ rᵢ (mᵢ ∘ (Wᵢ - base)),  mᵢ ~ Bernoulli(density)",
-    example=example_recipe("dare_linear", each="{weight: 0.6, density: 0.5}"),
+    example=example_recipe("dare_linear", per_model="{weight: 0.6, density: 0.5}"),
     check=family.check_normalize,
 )
 def dare_linear(

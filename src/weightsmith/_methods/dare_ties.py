@@ -18,7 +18,7 @@ paper.""",
     passes="One with `rescale: none` or `inv_density`; two with `l1`: norms, then the result.",
     source="Yu et al. 2023, https://arxiv.org/abs/2311.03099, with the election of https://arxiv.org/abs/2306.01708",
     formula="δᵢ = rᵢ (mᵢ ∘ (Wᵢ - base));  s = sign(Σ wᵢδᵢ);  out = base + λ Σ_{agree} wᵢδᵢ",
-    example=example_recipe("dare_ties", each="{weight: 0.6, density: 0.5}"),
+    example=example_recipe("dare_ties", per_model="{weight: 0.6, density: 0.5}"),
 )
 def dare_ties(
     matrix: Matrix,

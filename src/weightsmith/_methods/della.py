@@ -23,7 +23,7 @@ every row, so the kernels take about twice as long as those of DARE. `inv_probab
     source="Deep et al. 2024, DELLA-Merging, section 3, https://arxiv.org/abs/2406.11617",
     formula="pᵢⱼ = density - ε + 2ε rank/(n - 1);  δᵢ = rᵢ (mᵢ ∘ (Wᵢ - base)), mᵢⱼ ~ Bernoulli(pᵢⱼ);  then as ties",
     example=example_recipe(
-        "della", each="{weight: 1.0, density: 0.7, epsilon: 0.1}", shared="{rescale: inv_probability, lambda: 1.1}"
+        "della", per_model="{weight: 1.0, density: 0.7, epsilon: 0.1}", shared="{rescale: inv_probability, lambda: 1.1}"
     ),
     check=family.check_probabilities,
 )

@@ -20,7 +20,7 @@ def _check(weight: family.Floats, normalize: bool, density: family.Floats, epsil
     passes="One, or two with `rescale: l1`: norms, then the result. Ranks elements in every row.",
     source="Deep et al. 2024, DELLA-Merging, section 3.1, https://arxiv.org/abs/2406.11617",
     formula="out = base + λ Σ wᵢ rᵢ (mᵢ ∘ (Wᵢ - base)),  mᵢⱼ ~ Bernoulli(density - ε + 2ε rank/(n - 1))",
-    example=example_recipe("della_linear", each="{weight: 0.6, density: 0.5, epsilon: 0.1}"),
+    example=example_recipe("della_linear", per_model="{weight: 0.6, density: 0.5, epsilon: 0.1}"),
     check=_check,
 )
 def della_linear(

@@ -100,7 +100,7 @@ def describe_method(method: Method) -> MethodText:
 def example_recipe(
     method: str,
     *,
-    each: str | Sequence[str] = "",
+    per_model: str | Sequence[str] = "",
     shared: str = "",
     models: Sequence[str] = ("fr", "de"),
     base: str = "base",
@@ -108,7 +108,7 @@ def example_recipe(
 ) -> str:
     """A recipe that merges fine-tunes by a method.
 
-    each    parameters of every model, as a YAML mapping; a sequence: one for each
+    per_model  parameters of every model, as a YAML mapping; a sequence: one for each
     shared  parameters of the merge
     texts   each model is measured on a text of its own
 
@@ -121,7 +121,7 @@ def example_recipe(
     dtype: bfloat16
     """
     lines = [f"merge_method: {method}", *([f"base_model: ./{base}"] if base else []), "models:"]
-    for model, own in zip(models, [each] * len(models) if isinstance(each, str) else each, strict=True):
+    for model, parameters in zip(models, [per_model] * len(models) if isinstance(per_model, str) else per_model, strict=True):
         lines += [f"  - model: ./{model}", *([f"    text: {model}.txt"] if texts else [])]
-        lines += [f"    parameters: {own}"] if own else []
+        lines += [f"    parameters: {parameters}"] if parameters else []
     return "\n".join([*lines, *([f"parameters: {shared}"] if shared else []), "dtype: bfloat16", ""])

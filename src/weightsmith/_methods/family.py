@@ -84,25 +84,25 @@ def of_the_model(scope: str) -> bool:
 
 def model_thresholds(merged: Sequence[tuple[Step, Settings]]) -> Product | None:
     """The product of `scope: model`; None where every model keeps nothing. merged: the tensors that have this scope."""
-    wanted: dict[tuple[int, float, float], None] = {}
+    thresholds: dict[tuple[int, float, float], None] = {}
     sizes: dict[int, int] = {}
     for step, settings in merged:
-        for source, own in zip(step.inputs[1:], settings.models[1:], strict=True):
+        for source, parameters in zip(step.inputs[1:], settings.models[1:], strict=True):
             sizes[source.model] = sizes.get(source.model, 0) + step.out.size
             outliers = settings.shared.get("sparsify", "magnitude_outliers") == "magnitude_outliers"
-            density, gamma = float(own["density"] or 0), float(own.get("gamma") or 0) if outliers else 0.0
+            density, gamma = float(parameters["density"] or 0), float(parameters.get("gamma") or 0) if outliers else 0.0
             if density > 0:
-                wanted[source.model, density, gamma] = None
-    if not wanted:
+                thresholds[source.model, density, gamma] = None
+    if not thresholds:
         return None
     models = tuple(sizes)
     return Product(
         name="thresholds",
         op="thresholds",
-        outs=(TensorSpec("thresholds", DTYPES["I64"], (len(wanted), 2)),),
+        outs=(TensorSpec("thresholds", DTYPES["I64"], (len(thresholds), 2)),),
         settings={
             "sizes": list(sizes.values()),
-            "wanted": [[models.index(model), density, gamma] for model, density, gamma in wanted],
+            "wanted": [[models.index(model), density, gamma] for model, density, gamma in thresholds],
         },
         models=models,
     )

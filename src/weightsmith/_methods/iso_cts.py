@@ -19,10 +19,10 @@ def shares(rank: int, models: int, common: float) -> tuple[int, int]:
     >>> shares(576, 3, 0.8), shares(2, 3, 0.8)
     ((459, 39), (2, 0))
     """
-    own = round((rank - int(common * rank)) / models)
-    while own * models > rank:
-        own -= 1
-    return rank - own * models, own
+    per_model = round((rank - int(common * rank)) / models)
+    while per_model * models > rank:
+        per_model -= 1
+    return rank - per_model * models, per_model
 
 
 def merge(deltas: Sequence[Any], common: float) -> Any:
@@ -33,11 +33,11 @@ def merge(deltas: Sequence[Any], common: float) -> Any:
     import torch
 
     total: Any = sum(deltas)
-    of_sum, own = shares(min(total.shape), len(deltas), common)
+    of_sum, per_model = shares(min(total.shape), len(deltas), common)
     first = thin_svd(total, of_sum)
     parts = [first]
-    if own:
-        parts += [thin_svd(d - first[0] @ (first[0].T @ d), own) for d in deltas]
+    if per_model:
+        parts += [thin_svd(d - first[0] @ (first[0].T @ d), per_model) for d in deltas]
     strength = torch.cat([p[1] for p in parts]).mean()
     return strength * polar(torch.cat([p[0] for p in parts], 1)) @ polar(torch.cat([p[2] for p in parts], 0).T).T
 

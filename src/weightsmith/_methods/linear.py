@@ -25,7 +25,7 @@ diluted.""",
     source="Wortsman et al. 2022, Model soups, https://arxiv.org/abs/2203.05482",
     formula="out = Σ wᵢ Wᵢ / Σ wᵢ   (without the division if normalize is false)",
     base="input",
-    example=example_recipe("linear", each=("{weight: 0.6}", "{weight: 0.4}"), base=""),
+    example=example_recipe("linear", per_model=("{weight: 0.6}", "{weight: 0.4}"), base=""),
     check=check_normalize,
     elementwise=always,
 )

@@ -24,7 +24,7 @@ for one model: it only weakens it.""",
     source="He et al. 2024, Localize-and-Stitch, section 3, https://arxiv.org/abs/2408.13656; for language models "
     "He et al. 2025, MergeBench, https://arxiv.org/abs/2505.10833",
     formula="δᵢ = the density · N largest of model i;  out = base + λ Σ wᵢδᵢ / (number of models with a δᵢ there)",
-    example=example_recipe("localize_and_stitch", each="{density: 0.1}"),
+    example=example_recipe("localize_and_stitch", per_model="{density: 0.1}"),
     needs=family.of_the_model,
     product=family.model_thresholds,
     keeps_base=lambda role, embeddings: role == "vocabulary" and not embeddings,

@@ -57,7 +57,9 @@ different directions. For models that lie close together, it is linear.""",
     source="mergekit, multislerp; Karcher 1977, Riemannian center of mass and mollifier smoothing, for the steps",
     formula="uᵢ = Wᵢ/|Wᵢ|;  out = |Σ wᵢ |Wᵢ|| · Σ wᵢuᵢ / |Σ wᵢuᵢ|;  with a base: base + the same of the Wᵢ - base",
     base="optional",
-    example=example_recipe("multislerp", each=("{weight: 0.5}", "{weight: 0.3}", "{weight: 0.2}"), models=("fr", "de", "py")),
+    example=example_recipe(
+        "multislerp", per_model=("{weight: 0.5}", "{weight: 0.3}", "{weight: 0.2}"), models=("fr", "de", "py")
+    ),
     check=_check,
 )
 def multislerp(
@@ -74,7 +76,7 @@ def multislerp(
         weights = weights / weights.sum()
 
     def solve(gram: np.ndarray) -> np.ndarray:
-        found = multislerp_coefficients(gram, weights, eps=eps, steps=karcher_steps)
-        return np.concatenate([[1.0 - found.sum()], found]) if matrix.base else found
+        coefficients = multislerp_coefficients(gram, weights, eps=eps, steps=karcher_steps)
+        return np.concatenate([[1.0 - coefficients.sum()], coefficients]) if matrix.base else coefficients
 
     return GramJob(matrix, solve, deltas=matrix.base)

@@ -64,7 +64,7 @@ their length. It merges two models only: for more, use multislerp or karcher."""
     base="optional",
     min_models=2,
     max_models=2,
-    example=example_recipe("nuslerp", each="{weight: 0.5}", base=""),
+    example=example_recipe("nuslerp", per_model="{weight: 0.5}", base=""),
 )
 def nuslerp(
     matrix: Matrix,

@@ -77,29 +77,29 @@ def solve(
 def _check(prior: str, prior_parameters: str | None, mu: float) -> str:
     if prior == "none":
         return "prior_parameters are of no method: write prior: and its name" if prior_parameters else needs_torch()
-    found = _given(prior, prior_parameters)
-    return needs_torch() if isinstance(found, dict) else found
+    parameters = _prior_parameters(prior, prior_parameters)
+    return needs_torch() if isinstance(parameters, dict) else parameters
 
 
-def _given(prior: str, text: str | None) -> dict[str, Any] | str:
+def _prior_parameters(prior: str, text: str | None) -> dict[str, Any] | str:
     """The parameters of the prior that the recipe gives, or what is wrong with them."""
     from weightsmith import _methods as methods
     from weightsmith._methods.steps import PARAMETERS
 
     try:
-        given = parse((text or "{}").encode(errors="surrogatepass"))
+        parameters = parse((text or "{}").encode(errors="surrogatepass"))
     except JsonError:
-        given = None
-    if not isinstance(given, dict):
+        parameters = None
+    if not isinstance(parameters, dict):
         return "prior_parameters takes a mapping, {lambda: 0.8}"
     steps = {p.name for p in PARAMETERS}
     known = {p.name: p for p in methods.get(prior).parameters if p.scope == "tensor" and p.name not in steps}
-    for name, value in given.items():
+    for name, value in parameters.items():
         if name not in known:
             return f"prior_parameters: {prior} has no parameter '{name}'{nearest(name, known)}: write one of {', '.join(known)}"
         if problem := _problem(known[name], value):
             return f"prior_parameters: {name} {problem}, not {value!r}"
-    return given
+    return parameters
 
 
 def _problem(parameter: Parameter, value: Any) -> str:
@@ -117,11 +117,11 @@ def _towards(matrix: Matrix, prior: str, prior_parameters: str | None) -> Callab
 
     if prior == "none" or matrix.role != "linear":
         return None
-    method, given = methods.get(prior), _given(prior, prior_parameters)
-    assert isinstance(given, dict)
-    shared = {p.name: p.default for p in method.parameters if p.scope == "tensor"} | given
+    method, parameters = methods.get(prior), _prior_parameters(prior, prior_parameters)
+    assert isinstance(parameters, dict)
+    shared = {p.name: p.default for p in method.parameters if p.scope == "tensor"} | parameters
     per_model = {p.name: p.default for p in method.parameters if p.scope == "model"}
-    models = tuple({**per_model, **{k: v for k, v in model.items() if k in per_model}} for model in matrix.own)
+    models = tuple({**per_model, **{k: v for k, v in model.items() if k in per_model}} for model in matrix.model_parameters)
     if prior in SUMS:
         return _sum_of([float(model["weight"] or 0) for model in models], shared)
     job = method.job(replace(matrix, shared=shared, models=(*matrix.models[: int(matrix.base)], *models), statistics={}))

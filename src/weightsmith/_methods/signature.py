@@ -25,8 +25,8 @@ from weightsmith.abc.job import Job
 
 T = TypeVar("T")
 
-_EACH = "one for each model"
-PerModel = Annotated[Union[Sequence[T], Any], _EACH]  # noqa: UP007  Any: type checkers then take a default for all models
+_PER_MODEL = "one for each model"
+PerModel = Annotated[Union[Sequence[T], Any], _PER_MODEL]  # noqa: UP007  Any: type checkers then take a default for all models
 """The type of a parameter that each model has a value of its own for: `weight: PerModel[float]`."""
 
 _KINDS: Mapping[Any, ParameterType] = {float: "float", int: "int", bool: "bool", str: "str"}
@@ -72,14 +72,14 @@ def parameters_of(function: Callable[..., Any], *, skip: Collection[str], called
     0
     """
     called = called or function.__name__
-    given = inspect.signature(function).parameters
-    for argument in given.values():
+    arguments = inspect.signature(function).parameters
+    for argument in arguments.values():
         if argument.kind not in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY):
             what = f"the argument '{argument}' of {called} cannot be given by name"
             raise MethodError(what, fix="write it without * and /")
-    names = [name for name in given if name not in skip]
-    hints = _hints(function, {name: given[name].annotation for name in names}, called)
-    return tuple(_parameter(given[name], hints[name], called) for name in names)
+    names = [name for name in arguments if name not in skip]
+    hints = _hints(function, {name: arguments[name].annotation for name in names}, called)
+    return tuple(_parameter(arguments[name], hints[name], called) for name in names)
 
 
 def _hints(function: Callable[..., Any], annotations: dict[str, Any], called: str) -> dict[str, Any]:
@@ -95,17 +95,17 @@ def _hints(function: Callable[..., Any], annotations: dict[str, Any], called: st
         raise MethodError(what, fix="import or define every name in the annotations at the top level of the file") from error
 
 
-def _parameter(given: inspect.Parameter, hint: Any, called: str) -> Parameter:
+def _parameter(argument: inspect.Parameter, hint: Any, called: str) -> Parameter:
     """The record of one parameter."""
-    name = given.name
+    name = argument.name
     if name in _TAKEN:
         raise MethodError(f"the parameter '{name}' of {called} has a name that merge_state_dicts takes", fix="give it another")
     said: list[Any] = []
-    each = False
+    per_model = False
     while get_origin(hint) is Annotated:
-        said += [s for s in hint.__metadata__ if s != _EACH]
-        if _EACH in hint.__metadata__:
-            each, hint = True, get_args(get_args(hint.__origin__)[0])[0]  # T of Sequence[T] | Any
+        said += [s for s in hint.__metadata__ if s != _PER_MODEL]
+        if _PER_MODEL in hint.__metadata__:
+            per_model, hint = True, get_args(get_args(hint.__origin__)[0])[0]  # T of Sequence[T] | Any
         else:
             hint = hint.__origin__
     inner = [a for a in get_args(hint) if a is not types.NoneType] if get_origin(hint) in (Union, types.UnionType) else [hint]
@@ -113,7 +113,7 @@ def _parameter(given: inspect.Parameter, hint: Any, called: str) -> Parameter:
     choices = get_args(inner[0]) if get_origin(inner[0]) is Literal else ()
     plain = str if choices else inner[0]
     if len(inner) != 1 or plain not in _KINDS or not all(isinstance(choice, str) for choice in choices):
-        shown = given.annotation if isinstance(given.annotation, str) else inspect.formatannotation(given.annotation)
+        shown = argument.annotation if isinstance(argument.annotation, str) else inspect.formatannotation(argument.annotation)
         raise MethodError(
             f"the parameter '{name}' of {called} has the type {shown}",
             fix="write float, int, bool, str or a Literal of str, one of these or None, or PerModel[...] of one",
@@ -124,24 +124,24 @@ def _parameter(given: inspect.Parameter, hint: Any, called: str) -> Parameter:
         name=name[:-1] if name.endswith("_") and iskeyword(name[:-1]) else name,
         kind=_KINDS[plain],
         doc=next((s for s in said if isinstance(s, str)), ""),
-        scope="model" if each else "tensor",
-        default=_default(given, _KINDS[plain], choices, optional, called),
+        scope="model" if per_model else "tensor",
+        default=_default(argument, _KINDS[plain], choices, optional, called),
         minimum=bounds.minimum,
         maximum=bounds.maximum,
         choices=choices,
-        optional=optional and given.default is None,
+        optional=optional and argument.default is None,
         booleans=(booleans.false, booleans.true) if booleans else (),
         ignored=next((s.why for s in said if isinstance(s, Ignored)), ""),
     )
 
 
-def _default(given: inspect.Parameter, kind: ParameterType, choices: Sequence[str], optional: bool, called: str) -> Any:
+def _default(argument: inspect.Parameter, kind: ParameterType, choices: Sequence[str], optional: bool, called: str) -> Any:
     """The default as a value of the parameter's kind, or None."""
-    default, whose = given.default, f"of the parameter '{given.name}' of {called}"
+    default, whose = argument.default, f"of the parameter '{argument.name}' of {called}"
     if default is inspect.Parameter.empty or (default is None and optional):
         return None
     if default is None:
-        raise MethodError(f"the default None {whose} is no {kind}", fix=f"write {given.name}: {kind} | None")
+        raise MethodError(f"the default None {whose} is no {kind}", fix=f"write {argument.name}: {kind} | None")
     allowed: Any = {"float": (float, int), "int": int, "bool": bool, "str": str}[kind]
     if not isinstance(default, allowed) or (isinstance(default, bool) and kind != "bool"):
         raise MethodError(f"the default {default!r} {whose} is not of type {kind}", fix="change the default or the type")
@@ -163,15 +163,17 @@ def values(parameters: Sequence[Parameter], shared: Parameters, models: Sequence
 
     models  those of each model, a base left out
     """
-    found: dict[str, Any] = {}
+    value_of_argument: dict[str, Any] = {}
     for p in parameters:
         if p.scope == "tensor":
-            found[_argument(p)] = shared.get(p.name, p.default)
+            value_of_argument[_argument(p)] = shared.get(p.name, p.default)
         else:
             of_each = [model.get(p.name, p.default) for model in models]
             types_ = {"float": np.float64, "int": np.int64, "bool": np.bool_}
-            found[_argument(p)] = tuple(of_each) if p.optional or p.kind == "str" else np.array(of_each, types_[p.kind])
-    return found
+            value_of_argument[_argument(p)] = (
+                tuple(of_each) if p.optional or p.kind == "str" else np.array(of_each, types_[p.kind])
+            )
+    return value_of_argument
 
 
 def bound(function: Callable[..., T], parameters: Sequence[Parameter], *, skip: Collection[str] = ()) -> Callable[..., T]:
@@ -183,8 +185,8 @@ def bound(function: Callable[..., T], parameters: Sequence[Parameter], *, skip: 
     by_argument = {_argument(p): p for p in parameters}
     if unknown := [name for name in arguments if name not in by_argument]:
         raise MethodError(f"{function.__name__} has the argument '{unknown[0]}', which is not a parameter of the method")
-    wanted = [by_argument[name] for name in arguments]
-    return lambda *first, shared, models=(): function(*first, **values(wanted, shared, models))
+    parameters_read = [by_argument[name] for name in arguments]
+    return lambda *first, shared, models=(): function(*first, **values(parameters_read, shared, models))
 
 
 # ---- methods that make a job
@@ -245,12 +247,14 @@ def merge_method(
             min_models=min_models,
             max_models=max_models,
             example=example,
-            job=lambda matrix: job(matrix, shared=matrix.shared, models=matrix.own),
-            check=lambda shared, models: checked(shared=shared, models=[own for own in models if own]),
+            job=lambda matrix: job(matrix, shared=matrix.shared, models=matrix.model_parameters),
+            check=lambda shared, models: checked(
+                shared=shared, models=[parameters_of_model for parameters_of_model in models if parameters_of_model]
+            ),
             copies=lambda models: copied(shared={}, models=models),
             needs=lambda shared: needed(shared=shared),
             product=product,
-            ignored=lambda own: own.get("weight") == 0,
+            ignored=lambda parameters_of_model: parameters_of_model.get("weight") == 0,
             keeps_base=lambda shared, role: kept(role, shared=shared),
             elementwise=lambda shared: by_element(shared=shared),
             on_device=lambda shared: on_device,

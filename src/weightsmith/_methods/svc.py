@@ -34,7 +34,7 @@ models, with some for a 7 B language model. With `alpha: 1` it only shrinks, whi
     formula="A = Σ wᵢδᵢ = U diag(S) Vᵀ;  cᵢᵣ = ⟨uᵣᵀA, uᵣᵀδᵢ⟩ / ‖uᵣᵀδᵢ‖²;  "
     "out = base + λ · U diag(Sᵣ · Kᵣ / Σᵢ max(alpha, cᵢᵣ)) Vᵀ over the Kᵣ models with a part along uᵣ",
     otherwise="merged by task arithmetic",
-    example=example_recipe("svc", each="{weight: 0.6}"),
+    example=example_recipe("svc", per_model="{weight: 0.6}"),
 )
 def svc(
     matrix: Matrix,

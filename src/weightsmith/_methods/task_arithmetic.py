@@ -25,7 +25,7 @@ models need the common base.""",
     passes="One: the result is written as the inputs are read.",
     source="Ilharco et al. 2022, Editing models with task arithmetic, https://arxiv.org/abs/2212.04089",
     formula="out = base + λ Σ wᵢ (Wᵢ - base)   (divided by Σ wᵢ if normalize)",
-    example=example_recipe("task_arithmetic", each="{weight: 0.6}"),
+    example=example_recipe("task_arithmetic", per_model="{weight: 0.6}"),
     check=check_normalize,
     elementwise=always,
 )

@@ -40,7 +40,9 @@ others, use the named method, which they recognise.""",
     source="after Ilharco et al. 2022 (https://arxiv.org/abs/2212.04089) and the pages of the methods it covers",
     formula="out = base + λ combineᵢ( elect( wᵢ · rescale( sparsify(Wᵢ - base) ) ) )",
     example=example_recipe(
-        "task_vectors", each="{density: 0.3}", shared="{sparsify: magnitude, scope: row, elect: count, combine: disjoint_mean}"
+        "task_vectors",
+        per_model="{density: 0.3}",
+        shared="{sparsify: magnitude, scope: row, elect: count, combine: disjoint_mean}",
     ),
     check=_check,
     needs=lambda scope, sparsify: family.of_the_model(scope) and sparsify in _ROWS,

@@ -23,7 +23,7 @@ with task_arithmetic, and check the distance from the base on the card.""",
 over all tensors, before the merge, and with `scope: row` one.""",
     source="Yadav et al. 2023, TIES-Merging, section 3, https://arxiv.org/abs/2306.01708; the default scope is mergekit's",
     formula="δᵢ = trim(Wᵢ - base);  s = sign(Σ wᵢδᵢ);  out = base + λ Σ_{agree} wᵢδᵢ / Σ_{agree} |wᵢ|",
-    example=example_recipe("ties", each="{weight: 1.0, density: 0.5}"),
+    example=example_recipe("ties", per_model="{weight: 1.0, density: 0.5}"),
     needs=family.of_the_model,
     product=family.model_thresholds,
 )

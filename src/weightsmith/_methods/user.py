@@ -52,8 +52,8 @@ class OwnMethod:
     @property
     def plain(self) -> Function:
         """The Python function, before numba compiled it."""
-        found: Function = inspect.unwrap(getattr(self.function, "py_func", self.function))
-        return found
+        function: Function = inspect.unwrap(getattr(self.function, "py_func", self.function))
+        return function
 
 
 @overload
@@ -107,7 +107,7 @@ def _decorated(form: Form, function: Function | None, min_models: int, max_model
     return OwnMethod(function, form, min_models, max_models)
 
 
-def method_of(own: OwnMethod, name: str, source: str) -> Method:
+def method_of(method: OwnMethod, name: str, source: str) -> Method:
     """The record of an own method, by its signature.
 
     name    as in plans
@@ -115,33 +115,33 @@ def method_of(own: OwnMethod, name: str, source: str) -> Method:
 
     Raises MethodError when the signature is not one of a merge method.
     """
-    plain = own.plain
+    plain = method.plain
     called = getattr(plain, "__name__", type(plain).__name__)
     try:
         signature = inspect.signature(plain)
     except (TypeError, ValueError):
         fix = "decorate a function written in Python: its parameters are read from its signature"
         raise MethodError(f"the signature of {called} cannot be read", fix=fix) from None
-    given = dict(signature.parameters)
-    for wanted in ("models", "out") if own.form == "block" else ("models",):
-        if wanted not in given:
+    declared = dict(signature.parameters)
+    for required in ("models", "out") if method.form == "block" else ("models",):
+        if required not in declared:
             raise MethodError(
-                f"{called}{signature} has no argument '{wanted}'",
-                fix=f"write {_wanted(own.form)} as its arguments",
+                f"{called}{signature} has no argument '{required}'",
+                fix=f"write {_arguments_of(method.form)} as its arguments",
             )
-    if own.form == "tensor" and "out" in given:
+    if method.form == "tensor" and "out" in declared:
         raise MethodError(f"{called}{signature} has an argument 'out'", fix="return the result: a tensor_method has no out")
     parameters = parameters_of(plain, skip=_ARRAYS, called=called)
     doc = inspect.getdoc(plain) or ""
     base: BaseRole = "input"
-    if "base" in given:
-        base = "required" if given["base"].default is inspect.Parameter.empty else "optional"
+    if "base" in declared:
+        base = "required" if declared["base"].default is inspect.Parameter.empty else "optional"
 
     def job(matrix: Matrix) -> Job:
         # What else is shared are the parameters of the steps after the merge.
-        arguments = values(parameters, matrix.shared, matrix.own)
-        call = Call(own.function, called, plain, "base" in given, arguments, matrix.name)
-        return (BlockJob if own.form == "block" else TensorJob)(matrix, call)
+        arguments = values(parameters, matrix.shared, matrix.model_parameters)
+        call = Call(method.function, called, plain, "base" in declared, arguments, matrix.name)
+        return (BlockJob if method.form == "block" else TensorJob)(matrix, call)
 
     return Method(
         name=name,
@@ -149,19 +149,19 @@ def method_of(own: OwnMethod, name: str, source: str) -> Method:
         family="delta" if base == "required" else "average",
         summary=doc or "A method of the user's own.",
         use="",
-        passes="One." if own.form == "block" else "Two: the first gathers the tensor in memory.",
+        passes="One." if method.form == "block" else "Two: the first gathers the tensor in memory.",
         source=source,
         formula=f"{called}{signature}",
         parameters=parameters,
         base=base,
-        min_models=own.min_models,
-        max_models=own.max_models,
+        min_models=method.min_models,
+        max_models=method.max_models,
         example="",
         job=job,
     )
 
 
-def _wanted(form: Form) -> str:
+def _arguments_of(form: Form) -> str:
     return "models, out and perhaps base" if form == "block" else "models and perhaps base"
 
 
@@ -185,12 +185,12 @@ class Call:
     parameters: Mapping[str, Any]
     tensor: str
 
-    def __call__(self, models: Any, base: Any, **more: Any) -> Any:
+    def __call__(self, models: Any, base: Any, **outputs: Any) -> Any:
         """The function's result; `base` is passed when it takes one. Raises MethodError for whatever it raises."""
         if self.takes_base:
-            more["base"] = base
+            outputs["base"] = base
         try:
-            return self.function(models=models, **more, **self.parameters)
+            return self.function(models=models, **outputs, **self.parameters)
         except Exception as error:
             first, *rest = str(error).strip().splitlines() or [""]
             raise self.failed(
@@ -224,13 +224,13 @@ class BlockJob(Job):
         for start in range(0, tile.size, m.grain):
             n = min(m.grain, tile.size - start)
             # Cut from one run of memory, so that all arrays are contiguous: numba compiles for that, and so always the same.
-            rows, made = flat[: inputs * n].reshape(inputs, n), flat[inputs * n : (inputs + 1) * n]
+            rows, result = flat[: inputs * n].reshape(inputs, n), flat[inputs * n : (inputs + 1) * n]
             for i in range(inputs):
                 decode(tile.raw[i], m.codes[i], start, n, rows[i])
-            made.fill(np.nan)
-            if self.call(rows[first:], rows[0] if m.base else None, out=made) is not None:
+            result.fill(np.nan)
+            if self.call(rows[first:], rows[0] if m.base else None, out=result) is not None:
                 raise self.call.failed("returned a value; a block_method fills out and returns nothing")
-            encode(made, n, m.out_code, start, out)
+            encode(result, n, m.out_code, start, out)
 
 
 class TensorJob(Job):
@@ -245,7 +245,7 @@ class TensorJob(Job):
         self.resident_bytes = (len(matrix.codes) + 2) * matrix.size * self._kind.itemsize  # its result, and a copy on the way
         self._lock = threading.Lock()
         self._whole: np.ndarray | None = None
-        self._made = np.empty(0)
+        self._result = np.empty(0)
 
     def passes(self) -> int:
         return 1
@@ -264,15 +264,17 @@ class TensorJob(Job):
         models = [row.reshape(m.shape) for row in self._whole]
         self._whole = None
         base = models.pop(0) if m.base else None
-        made = self.call(models, base)
+        result = self.call(models, base)
         torch = sys.modules.get("torch")
-        if torch is not None and isinstance(made, torch.Tensor):
-            made = made.detach().to("cpu", getattr(torch, kind.name)).numpy()
-        if not isinstance(made, np.ndarray | np.generic) or (made.dtype.kind not in "fiub" and made.dtype.name != "bfloat16"):
-            raise self.call.failed(f"returned a {type(made).__qualname__}, not an array of numbers")
-        if made.shape != m.shape:
-            raise self.call.failed(f"returned an array of shape {list(made.shape)}, not {list(m.shape)}")
-        self._made = np.ascontiguousarray(made, kind).reshape(-1)
+        if torch is not None and isinstance(result, torch.Tensor):
+            result = result.detach().to("cpu", getattr(torch, kind.name)).numpy()
+        if not isinstance(result, np.ndarray | np.generic) or (
+            result.dtype.kind not in "fiub" and result.dtype.name != "bfloat16"
+        ):
+            raise self.call.failed(f"returned a {type(result).__qualname__}, not an array of numbers")
+        if result.shape != m.shape:
+            raise self.call.failed(f"returned an array of shape {list(result.shape)}, not {list(m.shape)}")
+        self._result = np.ascontiguousarray(result, kind).reshape(-1)
 
     def apply(self, tile: Tile, out: Bytes) -> None:
-        encode(self._made[tile.start : tile.start + tile.size], tile.size, self.matrix.out_code, 0, out)
+        encode(self._result[tile.start : tile.start + tile.size], tile.size, self.matrix.out_code, 0, out)

@@ -110,28 +110,28 @@ def _run(path: Path, source: bytes, digest: str) -> dict[str, Any]:
 def load_installed(name: str) -> Method:
     """The method that an installed package brings under this name. Raises MethodError when it does not work."""
     try:
-        found, identity = METHODS.get(name), METHODS.identity(name)
+        plugin, identity = METHODS.get(name), METHODS.identity(name)
     except PluginError as error:  # it gets its place in the recipe
         raise MethodError(f"{error.finding.where}: {error.finding.what}", fix=error.finding.fix) from error
     digest = hashlib.sha256(identity.encode()).hexdigest()
-    return _enter(found, OwnCode(name, "", digest), f"package {METHODS.source(name)}")
+    return _enter(plugin, OwnCode(name, "", digest), f"package {METHODS.source(name)}")
 
 
-def _enter(found: object, code: OwnCode, source: str) -> Method:
+def _enter(method_like: object, code: OwnCode, source: str) -> Method:
     """The record of what was found under a name, known to the registry from now on."""
     planned = f"{code.name}@{code.sha256[:16]}"
-    method = _record(found, code.name, planned, source)
+    method = _record(method_like, code.name, planned, source)
     _loaded[planned] = Loaded(method, code)
     return method
 
 
-def _record(found: object, name: str, planned: str, source: str) -> Method:
-    if isinstance(found, Method):
-        return with_steps(replace(found, name=planned))
-    if isinstance(found, OwnMethod):
-        return with_steps(method_of(found, planned, source))
+def _record(method_like: object, name: str, planned: str, source: str) -> Method:
+    if isinstance(method_like, Method):
+        return with_steps(replace(method_like, name=planned))
+    if isinstance(method_like, OwnMethod):
+        return with_steps(method_of(method_like, planned, source))
     raise MethodError(
-        f"{name} is a {type(found).__name__}, not a merge method",
+        f"{name} is a {type(method_like).__name__}, not a merge method",
         fix="write @weightsmith.block_method or @weightsmith.tensor_method above the function",
     )
 
@@ -144,17 +144,17 @@ _process = os.urandom(16)
 _functions: dict[int, tuple[object, str]] = {}  # by identity; the function is kept, so that no other takes its place
 
 
-def name_of(own: object) -> str:
+def name_of(function: object) -> str:
     """The name in recipes and plans of a function that a Python recipe holds as `merge_method`; it is loaded from now on.
 
     Raises MethodError unless it is a merge method.
     """
-    if (found := _functions.get(id(own))) is not None:
-        return found[1]
-    called = _called(own)
+    if (entry := _functions.get(id(function))) is not None:
+        return entry[1]
+    called = _called(function)
     digest = hashlib.sha256(_process + len(_functions).to_bytes(8, "little")).hexdigest()
-    method = _enter(own, OwnCode(called, PROCESS, digest), "a Python function")
-    _functions[id(own)] = own, method.name
+    method = _enter(function, OwnCode(called, PROCESS, digest), "a Python function")
+    _functions[id(function)] = function, method.name
     return method.name
 
 
@@ -168,19 +168,20 @@ def function_of(planned: str) -> str:
     return match[1] if match is not None and not names_file(match[1]) else ""
 
 
-def _called(own: object) -> str:
-    plain = own.plain if isinstance(own, OwnMethod) else own
+def _called(function: object) -> str:
+    plain = function.plain if isinstance(function, OwnMethod) else function
     return str(getattr(plain, "__name__", "") or getattr(plain, "name", "own"))
 
 
 @contextmanager
-def at_hand(own: object) -> Iterator[Method]:
+def at_hand(function: object) -> Iterator[Method]:
     """The record of a function, in the registry until the end of the block."""
-    called = _called(own)
+    called = _called(function)
     number = 1
     name = called
     while (
-        _loaded.setdefault(name, mine := Loaded(_record(own, called, name, "the caller"), OwnCode(called, "", ""))) is not mine
+        _loaded.setdefault(name, mine := Loaded(_record(function, called, name, "the caller"), OwnCode(called, "", "")))
+        is not mine
     ):
         number += 1
         name = f"{called}-{number}"

@@ -38,10 +38,10 @@ def merge(deltas: Sequence[Any], ridge: float) -> Any:
         grams.diagonal().add_(epsilon)
         return torch.cholesky_solve(target.T, torch.linalg.cholesky(grams)).T
     stacked = torch.cat([deltas[i] / norms[i] for i in used])
-    left = torch.cat([deltas[i] @ deltas[i].T / norms[i] for i in used], 1)
+    projected = torch.cat([deltas[i] @ deltas[i].T / norms[i] for i in used], 1)
     kernel = stacked @ stacked.T
     kernel.diagonal().add_(epsilon)
-    return left @ torch.cholesky_solve(stacked, torch.linalg.cholesky(kernel))
+    return projected @ torch.cholesky_solve(stacked, torch.linalg.cholesky(kernel))
 
 
 @matrix_method(

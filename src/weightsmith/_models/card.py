@@ -29,10 +29,12 @@ def read_card(folder: Path) -> dict[str, Any]:
     if match is None or len(match[1]) > MAX_FRONT_CHARACTERS:
         return {}
     try:
-        found = yaml.load(match[1], Loader=yaml.BaseLoader)  # text, lists and mappings alone: no numbers, no dates, no objects
+        front_matter = yaml.load(
+            match[1], Loader=yaml.BaseLoader
+        )  # text, lists and mappings alone: no numbers, no dates, no objects
     except (yaml.YAMLError, RecursionError, ValueError, OverflowError):  # PyYAML's own for \UFFFFFFFF
         return {}
-    return {key: value for key, value in found.items() if isinstance(key, str)} if isinstance(found, dict) else {}
+    return {key: value for key, value in front_matter.items() if isinstance(key, str)} if isinstance(front_matter, dict) else {}
 
 
 def hub_id_of(path: str) -> str:

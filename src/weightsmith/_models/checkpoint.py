@@ -196,8 +196,8 @@ class Checkpoint(NamedTensors, Closing):
         Training changes it, as does all else that changes all weights. A change of a few tensors may not.
         """
         named = [repository.folder for repository in self.repositories]
-        own = [path for path in self.paths if not any(path.is_relative_to(folder) for folder in named)]
-        return sample_files(own) if own and self.plan is None else ""
+        unnamed = [path for path in self.paths if not any(path.is_relative_to(folder) for folder in named)]
+        return sample_files(unnamed) if unnamed and self.plan is None else ""
 
     @property
     def missing(self) -> dict[Path, int]:
@@ -226,11 +226,11 @@ class Checkpoint(NamedTensors, Closing):
     @property
     def kept_specs(self) -> dict[str, TensorSpec]:
         """Name, dtype and shape of every tensor, with the dtypes that an output has by default."""
-        specs, found = self.specs, dict(self.specs)
+        specs, kept = self.specs, dict(self.specs)
         for name, spec in specs.items():
             if (dtype := self.natural_dtype(name)) is not spec.dtype:
-                found[name] = replace(spec, dtype=dtype)
-        return found
+                kept[name] = replace(spec, dtype=dtype)
+        return kept
 
     def preferred_rows(self, name: str) -> int:
         """The number of rows to read at once so that no byte is read twice."""
@@ -331,8 +331,8 @@ def open_checkpoint(
         repository, only = open_place(place, cache_dir=cache_dir, token=token)
     except NotFound as error:
         if hint := "" if isinstance(place, Address) else _nearest_sibling(name):  # `models/lama` looks like a hub id
-            found = error.finding
-            raise NotFound(found.what + hint, where=found.where, details=found.details, fix=found.fix) from error
+            finding = error.finding
+            raise NotFound(finding.what + hint, where=finding.where, details=finding.details, fix=finding.fix) from error
         raise
     if only:
         repository.read_starts([only])
@@ -341,10 +341,10 @@ def open_checkpoint(
     indexes = [pattern for kind in opening.kinds() for pattern in kind.indexes]
     repository.download(["config.json", *SETTINGS_FILES, *indexes, *subfolders.SETTINGS], quiet=True)
     folders = subfolders.module_folders(repository.folder, repository.sizes)
-    repository.download([f"{inner}/{each}" for inner in folders for each in ("config.json", *indexes)], quiet=True)
+    repository.download([f"{inner}/{file}" for inner in folders for file in ("config.json", *indexes)], quiet=True)
     files = [opening.find_weights(repository.folder, repository.sizes, name)]
     files += opening.find_subfolders(repository.folder, repository.sizes, folders, name).values()
-    weights = [path.relative_to(repository.folder).as_posix() for each in files for path in each.paths]
+    weights = [path.relative_to(repository.folder).as_posix() for file in files for path in file.paths]
     repository.want([*weights, *copied_files(repository.sizes, folders), CARD_NAME])
     stream |= isinstance(place, Address) or place.streams
     if download and not stream:
@@ -419,7 +419,7 @@ def _open_folder(
 ) -> Checkpoint:
     """A folder with the files `names`; `repository` if it is in the Hub's cache (whose links need no check)."""
     where, open_file = (str(folder), open_local) if repository is None else (ref, repository.open)
-    found = opening.find_weights(folder, names, where)
+    weights = opening.find_weights(folder, names, where)
     config: Mapping[str, Any] | None = opening.read_config(folder / "config.json") if "config.json" in names else None
     folders = subfolders.module_folders(folder, names)
     inner = opening.find_subfolders(folder, names, folders, where)
@@ -427,14 +427,14 @@ def _open_folder(
     if repository is None:
         check_links(folder, files)
     check_copied(folder, [name for name in files if repository is None or name not in repository.missing])
-    opened = found.open(ref, open_file)
+    opened = weights.open(ref, open_file)
     config = opening.complete_config(config, folder, names, opened.source.specs)
     sources = {}
-    for name, weights in inner.items() if not opened.files else ():
-        own = opening.read_config(folder / name / "config.json") if f"{name}/config.json" in names else None
-        stored = weights.open(f"{ref}/{name}", open_file)
-        sources[name] = stored.source if raw else opening.wrap(stored, own, f"{ref}/{name}").source
-    rest = {"config": config, "files": files, "left_out": left_out, "ignored": found.ignored, "subfolders": tuple(sources)}
+    for name, module_weights in inner.items() if not opened.files else ():
+        module_config = opening.read_config(folder / name / "config.json") if f"{name}/config.json" in names else None
+        stored = module_weights.open(f"{ref}/{name}", open_file)
+        sources[name] = stored.source if raw else opening.wrap(stored, module_config, f"{ref}/{name}").source
+    rest = {"config": config, "files": files, "left_out": left_out, "ignored": weights.ignored, "subfolders": tuple(sources)}
     return _checkpoint(ref, opened, ModelFolder.of(folder, repository, **rest), sources, raw=raw, plain=plain)
 
 

@@ -85,7 +85,7 @@ class Matrix:
         return needs_float64(self.codes, self.out_code)
 
     @property
-    def own(self) -> tuple[Parameters, ...]:
+    def model_parameters(self) -> tuple[Parameters, ...]:
         """The parameters of each input except the base."""
         return self.models[1 if self.base else 0 :]
 

@@ -95,7 +95,7 @@ class ProductContext:
     arrays: Callable[[str], Arrays]
     create: Callable[[], Arrays]
     progress: Callable[[int, int], None]
-    also: Callable[[Callable[[Product], bool]], Arrays | None] = lambda _wanted: None
+    also: Callable[[Callable[[Product], bool]], Arrays | None] = lambda _fits: None
 
     def fill(self, arrays: Mapping[str, Floats]) -> None:
         """Fill C-contiguous arrays with whole tensors. arrays: by the names of `product.steps`, with the tensor's shape.
@@ -115,16 +115,16 @@ class ProductContext:
     def rows(self, name: str, numbers: Sequence[int]) -> Floats:
         """Some rows of a matrix [R, C]: float32 [len(numbers), C]. numbers: ascending, each once."""
         spec = self.specs[name]
-        found = np.empty((len(numbers), spec.shape[1]), np.float32)
-        self.make({name: SomeRows(spec, np.array(numbers, np.int64), found)})
-        return found
+        values = np.empty((len(numbers), spec.shape[1]), np.float32)
+        self.make({name: SomeRows(spec, np.array(numbers, np.int64), values)})
+        return values
 
     def largest(self, names: Sequence[str]) -> Floats:
         """The largest magnitude of each of some tensors: float32 [len(names)]. NaN does not count. Reads tile by tile."""
         specs = self.specs
         targets = {name: Largest(specs[name]) for name in names}
         self.make(targets)
-        return np.array([targets[name].found for name in names], np.float32)
+        return np.array([targets[name].largest for name in names], np.float32)
 
     def folder(self, model: int) -> Path:
         """The folder of `plan.models[model]`. Raises CheckpointError if one of `product.files` has changed."""

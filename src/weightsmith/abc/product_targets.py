@@ -41,10 +41,10 @@ class WholeTensor:
 class SomeRows:
     """Some rows of a matrix, by ascending numbers: float32 [len(numbers), cols]."""
 
-    def __init__(self, spec: TensorSpec, numbers: npt.NDArray[np.int64], found: Floats) -> None:
+    def __init__(self, spec: TensorSpec, numbers: npt.NDArray[np.int64], values: Floats) -> None:
         self._spec = spec
         self._numbers = numbers
-        self._found = found
+        self._values = values
 
     def take(self, start_byte: int, data: Bytes) -> None:
         cols, width = self._spec.shape[1], self._spec.dtype.itemsize
@@ -52,27 +52,27 @@ class SomeRows:
         for k in range(*np.searchsorted(self._numbers, [first // cols, -(-end // cols)])):
             row = int(self._numbers[k]) * cols
             start, stop = max(first, row), min(end, row + cols)
-            _decode(self._spec, data, start - first, stop - start, self._found[k, start - row : stop - row])
+            _decode(self._spec, data, start - first, stop - start, self._values[k, start - row : stop - row])
 
 
 class Largest:
-    """The largest magnitude of a tensor so far, `found`; NaN does not count."""
+    """The largest magnitude of a tensor so far, `largest`; NaN does not count."""
 
     def __init__(self, spec: TensorSpec) -> None:
         self._spec = spec
         self._lock = threading.Lock()
-        self.found = 0.0
+        self.largest = 0.0
 
     def take(self, start_byte: int, data: Bytes) -> None:
         count, row, top = len(data) // self._spec.dtype.itemsize, np.empty(BLOCK, np.float32), np.empty(1, np.float32)
-        found = 0.0
+        largest = 0.0
         for start in range(0, count, BLOCK):
             n = min(BLOCK, count - start)
             _decode(self._spec, data, start, n, row[:n])
             block_maxima(row[:n], n, 1, n, top)
-            found = max(found, float(top[0]))
+            largest = max(largest, float(top[0]))
         with self._lock:
-            self.found = max(self.found, found)
+            self.largest = max(self.largest, largest)
 
 
 def _decode(spec: TensorSpec, data: Bytes, start: int, count: int, out: Floats) -> None:

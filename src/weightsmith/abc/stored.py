@@ -6,16 +6,20 @@ norms and routers, nor embeddings and heads for most).
 
 from __future__ import annotations
 
+import mmap
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from weightsmith._base.errors import Finding
-from weightsmith._base.tensors import TensorSpec
+from weightsmith._base.tensors import DTYPES, DType, TensorSpec
+from weightsmith._plans import PlanDraft
 from weightsmith.abc.files import FileKind
+from weightsmith.abc.product import Arrays
 from weightsmith.abc.tensors import Tensors
 
 Config = Mapping[str, Any]
@@ -41,37 +45,167 @@ class Modules:
 WHOLE = 1 << 62
 """`Encoding.align_rows` of an encoding that needs all rows of a matrix at once."""
 
+Kind = Literal["plain", "float", "integer", "trellis", "blocks"]
+"""What codes are: plain numbers, small floats or integers with scales, states of a trellis, ggml's blocks."""
 
-class Encoding(Protocol):
-    """One way to store a tensor. Stateless: any thread may encode any rows in any order.
 
-    name        in plans: `fp8-dynamic`
-    align_rows  runs of rows start at a multiple of this, and end at a multiple or at the end of the tensor. `WHOLE`: all rows
-                come at once
-    whole       the number of stored tensors, the last of `outs`, that belong to the whole tensor, not to its rows
-    product     the kind of product whose array for the tensor `encode` gets; "" if it needs the rows alone
-    vocabulary  whether embeddings and output heads are encoded too
+Importances = Literal["no", "may", "must"]
+"""It takes no importances of columns, or any, or cannot do without."""
+
+HessianForm = Literal["no", "sorted", "in order", "whole"]
+"""None; a factorised one, with the input features in the order of its diagonal, or in their own; one as it is."""
+
+Float16 = Literal["no", "default", "always"]
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationScale:
+    """A scale of one element.
+
+    name   of the tensor, after its module
+    dtype  of the tensor
+    of     (largest magnitude, finite) → the array [1]
     """
 
-    @property
-    def name(self) -> str: ...
+    name: str
+    dtype: str
+    of: Callable[[float], npt.NDArray[Any]]
+
+    def out(self, module: str) -> TensorSpec:
+        """The stored tensor of a module, or of the weight of one."""
+        return TensorSpec(f"{module.removesuffix('.weight')}.{self.name}", DTYPES[self.dtype], (1,))
+
+
+@dataclass(frozen=True, slots=True)
+class CacheEncoding:
+    """How programs store the keys and values that they keep, if an output tells them the scales.
+
+    name          as users write it: `fp8`
+    keys, values  the scales of an attention module
+    described     config.json of the encoded weights → the same, with the cache
+    """
+
+    name: str
+    keys: ActivationScale
+    values: ActivationScale
+    described: Callable[[Config], dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Unread:
+    """A weight that is not in memory twice while it is put in order: heads can be larger than layers.
+
+    shape  [N, K]
+    fill   fills an array, float32
+    """
+
+    shape: tuple[int, int]
+    fill: Callable[[Rows], None]
+
+    def read(self) -> tuple[Rows, mmap.mmap]:
+        """The array, and the memory that it is in."""
+        pages = mmap.mmap(-1, 4 * self.shape[0] * self.shape[1])
+        array = np.frombuffer(pages, np.float32).reshape(self.shape)
+        self.fill(array)
+        return array, pages
+
+
+@dataclass(frozen=True, slots=True)
+class FactoredHessian:
+    """A Hessian, ready for any number of matrices with the same inputs (q, k and v; gate and up; all their candidates).
+
+    order   int64 [K]: input features, those with the largest diagonal first
+    factor  torch float32 [K, K], upper triangular: U with UᵀU = H⁻¹, in that order
+    """
+
+    order: npt.NDArray[np.int64]
+    factor: Any
+
+
+class Encoding(ABC):
+    """One way to store a tensor, as a value: equal ones store equal bytes. A frozen dataclass, of its setting.
+
+    What others ask of it are properties; a subclass has a field or a property of its own for what differs. Stateless: any
+    thread may encode any rows in any order.
+    """
+
+    __slots__ = ()
 
     @property
-    def align_rows(self) -> int: ...
+    @abstractmethod
+    def name(self) -> str:
+        """How plans and users write it: `fp8-dynamic`, `exl2 4/g128`. `find_encoding` gives the value of a name."""
 
     @property
-    def whole(self) -> int: ...
+    @abstractmethod
+    def kind(self) -> Kind:
+        """What its codes are."""
 
     @property
-    def product(self) -> str: ...
+    @abstractmethod
+    def bits(self) -> float:
+        """Of a code; on average, if they differ."""
 
     @property
-    def vocabulary(self) -> bool: ...
+    def group(self) -> int | None:
+        """Elements of a row that share a scale; None: a whole row, several, or there are no scales."""
+        return None
 
+    @property
+    def symmetric(self) -> bool:
+        """Whether codes have no zero point or bias."""
+        return True
+
+    @property
+    def scale(self) -> DType | None:
+        """The dtype of the scales; None: that of the tensor, or there are none."""
+        return None
+
+    @property
+    def align_rows(self) -> int:
+        """Runs of rows start at a multiple of this, and end at one or with the tensor. `WHOLE`: all rows come at once."""
+        return 1
+
+    @property
+    def whole(self) -> int:
+        """The number of stored tensors, the last of `outs`, that belong to the whole tensor, not to its rows."""
+        return 0
+
+    @property
+    def vocabulary(self) -> bool:
+        """Whether embeddings and output heads are encoded too."""
+        return False
+
+    @property
+    def maxima(self) -> bool:
+        """Whether `encode` needs the largest magnitude of the tensor, and of those that share a scale with it."""
+        return False
+
+    @property
+    def importances(self) -> Importances:
+        """Whether `encode` weighs the columns of a row."""
+        return "no"
+
+    @property
+    def inputs(self) -> ActivationScale | None:
+        """The scale of what enters the layer, which a text gives; None: it has none."""
+        return None
+
+    @property
+    def hessian(self) -> HessianForm:
+        """How `quantise` takes the Hessian of what enters the layer."""
+        return "no"
+
+    @property
+    def float16(self) -> Float16:
+        """Whether programs compute in float16 with it, which cannot hold the states of all models."""
+        return "no"
+
+    @abstractmethod
     def refusal(self, spec: TensorSpec) -> str:
         """Why a tensor cannot be encoded, judged by name, dtype and shape; "" if it can."""
-        ...
 
+    @abstractmethod
     def outs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
         """The stored tensors. All but the `whole` ones have something for each row, or for each band of `align_rows` rows.
 
@@ -79,45 +213,59 @@ class Encoding(Protocol):
 
         Raises Unsupported with the reason of `refusal`.
         """
-        ...
 
+    @abstractmethod
     def encode(self, spec: TensorSpec, rows: Rows, first_row: int, outs: Sequence[Bytes], numbers: Rows) -> None:
         """Fill `outs` with rows first_row … first_row + n of each stored tensor, and with all of the `whole` ones.
 
         rows       float32 [n, cols], C-contiguous
         first_row  a multiple of `align_rows`
         outs       one uint8 buffer for each of `outs(spec)`, exactly the size of these rows, or of the whole tensor
-        numbers    the product's array for this tensor, or the table that its step names, float32; empty without either
+        numbers    float32: the largest magnitude [1], if it needs `maxima`; the importances that its step names; or empty
 
         Encodes NaN and infinity as the format allows; callers reject them. Raises NonFinite for a finite number that the
         format cannot hold.
         """
-        ...
 
     def config(self, modules: Modules) -> dict[str, Any]:
         """Top-level keys that config.json needs so that readers decode the tensors; {} for plain tensors.
 
         Raises Unsupported if it cannot say which modules are encoded.
         """
-        ...
+        return {}
+
+    def importance_counts(self, spec: TensorSpec) -> tuple[int, ...]:
+        """The numbers of importances that a tensor may have: one for each column, or for each column of each matrix."""
+        return ()
+
+    def quantise(self, weight: Rows | Unread, hessian: Rows | FactoredHessian | None, threads: int) -> Arrays:
+        """The stored arrays of a weight, with codes that suit what enters its layer: for an encoding with `hessian`.
+
+        weight   float32 [N, K], or what reads it; not modified
+        hessian  of its inputs, as `hessian` says; None: codes are rounded to nearest
+        threads  that may be used; the result does not depend on them
+
+        Raises NonFinite.
+        """
+        raise NotImplementedError(f"{self.name} takes no Hessian")
+
+    def dequantise(self, arrays: Arrays, shape: tuple[int, ...]) -> Rows:
+        """The tensor as readers compute it from its stored arrays, float32: for an encoding that is calibrated."""
+        raise NotImplementedError(f"{self.name} is not decoded")
 
 
-def array_name(encoding: Encoding, tensor: str) -> str:
-    """The name of the array that the product of an encoding makes for a tensor.
-
-    >>> array_name(find_encoding("nvfp4a16"), "q_proj.weight")  # doctest: +SKIP
-    'magnitudes: q_proj.weight'
-    """
-    return f"{encoding.product}: {tensor}"
+def maximum_name(tensor: str) -> str:
+    """The name of the array with the largest magnitude of a tensor."""
+    return f"magnitudes: {tensor}"
 
 
-def grouped_name(name: str, group: int, groups: Sequence[int]) -> str:
-    """The name of an encoding with a group size; groups: all there are, the default first.
+def grouped_name(name: str, group: int | None, groups: Sequence[int]) -> str:
+    """The name of an encoding with a group size; groups: all there are, the default first; () without a choice.
 
     >>> grouped_name("w4a16", 128, (128, 64)), grouped_name("w4a16", 64, (128, 64))
     ('w4a16', 'w4a16-g64')
     """
-    return name if group == groups[0] else f"{name}-g{group}"
+    return name if not groups or group == groups[0] else f"{name}-g{group}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,12 +292,14 @@ class Writing:
     summary    one line: what is stored, and how many bits a weight takes
     readers    the programs that load it
     encodings  by group size, the default first; 0 where there is no choice
+    adapt      changes the draft of an encoded model, such as config.json for one reader: (draft, the encoding)
     """
 
     name: str
     summary: str
     readers: str
     encodings: Mapping[int, Encoding]
+    adapt: Callable[[PlanDraft, Encoding], None] = lambda draft, encoding: None
 
 
 Mark = Callable[[str, Specs], str]
@@ -173,6 +323,7 @@ class StoredFormat:
     files       file formats of its own, which need no other
     writes      what users can ask for
     unlisted    encodings without a setting that they cannot ask for
+    caches      how programs that load what it writes can store keys and values
     parse       the encoding of a name with a setting: `exl2 4/g128`; None for other names. Raises ValueError for a setting that
                 there is not
     """
@@ -185,6 +336,7 @@ class StoredFormat:
     files: tuple[FileKind, ...] = ()
     writes: tuple[Writing, ...] = ()
     unlisted: tuple[Encoding, ...] = ()
+    caches: tuple[CacheEncoding, ...] = ()
     parse: Callable[[str], Encoding | None] = lambda name: None
 
     @property

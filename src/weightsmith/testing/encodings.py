@@ -61,7 +61,7 @@ class EncodingTests:
         rows = example_rows(encoding)
         whole = encoded(encoding, rows)
         with ThreadPoolExecutor(4) as pool:
-            assert all(made == whole for made in pool.map(lambda _: encoded(encoding, rows), range(16)))
+            assert all(threaded == whole for threaded in pool.map(lambda _: encoded(encoding, rows), range(16)))
 
     def test_zeros_and_tiny_and_huge_numbers_do_not_crash(self, encoding: Encoding) -> None:
         for value in (0.0, -0.0, 1e-45, 3e38, np.nan, np.inf):
@@ -103,13 +103,13 @@ def encoded(encoding: Encoding, rows: Any, cuts: Sequence[int] | None = None, fi
     spec = example_spec(encoding)
     stored = encoding.outs(spec)
     rowed = len(stored) - encoding.whole
-    numbers = np.full(1 if encoding.product else 0, np.abs(np.nan_to_num(rows)).max(), np.float32)
-    made = [b"" for _ in stored]
+    numbers = np.full(1 if encoding.maxima else 0, np.abs(np.nan_to_num(rows)).max(), np.float32)
+    parts = [b"" for _ in stored]
     for first, end in pairwise(cuts or [0, len(rows)]):
         sizes = [out.nbytes * (end - first) // len(rows) for out in stored[:rowed]] + [out.nbytes for out in stored[rowed:]]
         outs = [np.full(size, fill, np.uint8) for size in sizes]
         encoding.encode(spec, rows[first:end], first, outs, numbers)
-        made = [
-            old + out.tobytes() if i < rowed else out.tobytes() for i, (old, out) in enumerate(zip(made, outs, strict=True))
+        parts = [
+            old + out.tobytes() if i < rowed else out.tobytes() for i, (old, out) in enumerate(zip(parts, outs, strict=True))
         ]
-    return made
+    return parts

@@ -34,14 +34,17 @@ class StoredFormatTests:
         for encoding, stored in _written(stored_format):
             spec, config = example_spec(encoding), encoding.config(Modules())
             assert stored_format.recognises(config, stored.specs), encoding.name
-            found = stored_format.read(stored, config, "here")
-            with closing(found.source) as source:
-                assert {name: tuple(each.shape) for name, each in source.specs.items()} == {spec.name: spec.shape, _NORM: (3,)}
+            wrapped = stored_format.read(stored, config, "here")
+            with closing(wrapped.source) as source:
+                assert {name: tuple(tensor.shape) for name, tensor in source.specs.items()} == {
+                    spec.name: spec.shape,
+                    _NORM: (3,),
+                }
                 assert source.specs[spec.name].dtype.name == "F32"
                 difference = read(source, spec.name) - example_rows(encoding)
                 assert np.linalg.norm(difference) <= _TOLERANCE * np.linalg.norm(example_rows(encoding)), encoding.name
                 assert read(source, _NORM).tolist() == [1, 2, 3]
-            assert not config_entries(found.config or {}), "config.json still says that the weights are quantised"
+            assert not config_entries(wrapped.config or {}), "config.json still says that the weights are quantised"
 
     def test_plain_tensors_are_not_recognised(self, stored_format: StoredFormat) -> None:
         for encoding in stored_format.encodings:
@@ -54,19 +57,19 @@ class StoredFormatTests:
             config = encoding.config(Modules())
             whole = _read_all(stored_format.read(stored, config, "here").source)
             for out in encoding.outs(example_spec(encoding)):
-                left = {name: view for name, view in stored._views.items() if name != out.name}
-                part = StateDict(left, "here")
+                views = {name: view for name, view in stored._views.items() if name != out.name}
+                part = StateDict(views, "here")
                 try:
-                    found = stored_format.recognises(config, part.specs) and stored_format.read(part, config, "here")
-                    assert not found or _read_all(found.source) == whole, f"{encoding.name} is misread without {out.name}"
+                    wrapped = stored_format.recognises(config, part.specs) and stored_format.read(part, config, "here")
+                    assert not wrapped or _read_all(wrapped.source) == whole, f"{encoding.name} is misread without {out.name}"
                 except WeightsmithError:
                     continue
 
     def test_a_mark_shows_that_tensors_are_quantised(self, stored_format: StoredFormat) -> None:
         for encoding, stored in _written(stored_format):
             marks = stored_format.marks.items()
-            found = [mark(name, stored.specs) for name in stored.specs for end, mark in marks if name.endswith(end)]
-            assert any(found), encoding.name
+            marked = [mark(name, stored.specs) for name in stored.specs for end, mark in marks if name.endswith(end)]
+            assert any(marked), encoding.name
 
 
 def _written(stored_format: StoredFormat) -> Iterator[tuple[Encoding, StateDict]]:

@@ -50,19 +50,19 @@ class ProductTests:
             assert kind.serves(product, product)
 
     def test_its_arrays_have_the_dtypes_and_shapes_of_the_plan(self, case: ProductCase) -> None:
-        results = _made(case)
+        results = _computed(case)
         for product in case.plan.products:
             if not product.transient:
                 for out, array in zip(product.outs, results.arrays(product.name), strict=True):
                     assert (array.dtype, array.shape) == (out.dtype.numpy, out.shape)
 
     def test_tiles_and_threads_do_not_change_a_byte(self, case: ProductCase) -> None:
-        first = _bytes(case, _made(case, threads=1, tile_bytes=1))
-        assert first == _bytes(case, _made(case, threads=4, tile_bytes=1))
-        assert first == _bytes(case, _made(case, threads=2, tile_bytes=1 << 30))
+        first = _bytes(case, _computed(case, threads=1, tile_bytes=1))
+        assert first == _bytes(case, _computed(case, threads=4, tile_bytes=1))
+        assert first == _bytes(case, _computed(case, threads=2, tile_bytes=1 << 30))
 
 
-def _made(case: ProductCase, *, threads: int = 2, tile_bytes: int = 1 << 20) -> Results:
+def _computed(case: ProductCase, *, threads: int = 2, tile_bytes: int = 1 << 20) -> Results:
     with ExitStack() as stack:
         inputs = [stack.enter_context(closing(model)) for model in case.inputs()]
         workload = Workload(steps=(), folders=[model.folder for model in inputs])

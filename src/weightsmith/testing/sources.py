@@ -60,9 +60,9 @@ class SourceTests:
     def test_whole_tensors_are_read(self, case: SourceCase) -> None:
         with closing(case.open()) as source:
             for name, array in case.expected.items():
-                found = read(source, name)
-                assert (found.dtype, found.shape) == (array.dtype, array.shape), name
-                assert found.tobytes() == array.tobytes(), name
+                values = read(source, name)
+                assert (values.dtype, values.shape) == (array.dtype, array.shape), name
+                assert values.tobytes() == array.tobytes(), name
 
     def test_any_range_of_bytes_is_that_range_of_the_whole(self, case: SourceCase) -> None:
         random = np.random.default_rng(0)
@@ -194,9 +194,9 @@ class SourceTests:
             with closing(case.open()) as source:
                 _replace(path)
                 errors = [raised(partial(read, source, name)) for name in source.specs]
-                found = [error for error in errors if error is not None]
-                assert found, "no tensor is read from this file"
-                assert all(isinstance(error, CheckpointError) and str(path) in str(error) for error in found)
+                raised_errors = [error for error in errors if error is not None]
+                assert raised_errors, "no tensor is read from this file"
+                assert all(isinstance(error, CheckpointError) and str(path) in str(error) for error in raised_errors)
 
     def test_nothing_is_read_after_close(self, case: SourceCase) -> None:
         source = case.open()

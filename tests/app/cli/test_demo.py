@@ -21,6 +21,7 @@ main()
 """
 
 
+@pytest.mark.process
 @pytest.mark.slow
 def test_the_demo_needs_no_torch_and_says_what_to_do_next(tmp_path: Path) -> None:
     ran = run_process("demo", code=_WITHOUT_TORCH, cwd=tmp_path)
@@ -51,6 +52,7 @@ def test_the_models_of_the_demo_are_those_that_transformers_builds(tmp_path: Pat
         assert model(**tokenizer(text, return_tensors="pt")).logits.isfinite().all()
 
 
+@pytest.mark.process
 @pytest.mark.slow
 def test_the_models_of_the_demo_can_become_gguf(cli: Cli, tmp_path: Path) -> None:
     from weightsmith._app.demo import demo_models

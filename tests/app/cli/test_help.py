@@ -43,6 +43,7 @@ def test_help_imports_nothing_heavy() -> None:
     assert ran.err.splitlines()[-1] == "LOADED []"
 
 
+@pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.parametrize("args", [("merge", "--help"), ("--version",)])
 def test_help_of_a_command_imports_nothing_heavy(args: tuple[str, ...]) -> None:
@@ -51,6 +52,7 @@ def test_help_of_a_command_imports_nothing_heavy(args: tuple[str, ...]) -> None:
     assert ran.err.splitlines()[-1] == "LOADED []"
 
 
+@pytest.mark.process
 @pytest.mark.slow
 def test_what_counts_as_heavy_is_seen_when_it_is_loaded() -> None:
     ran = run_process("methods", code="import numpy\n" + _LOADED)

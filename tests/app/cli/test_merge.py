@@ -196,6 +196,7 @@ _START = (
 )
 
 
+@pytest.mark.process
 @pytest.mark.slow
 def test_ctrl_c_keeps_the_work_and_the_same_command_finishes_it_with_equal_bytes(tmp_path: Path) -> None:
     big_models(tmp_path)
@@ -231,6 +232,7 @@ def test_ctrl_c_keeps_the_work_and_the_same_command_finishes_it_with_equal_bytes
     assert (tmp_path / "out/model.safetensors").read_bytes() == (tmp_path / "fresh/model.safetensors").read_bytes()
 
 
+@pytest.mark.process
 @pytest.mark.slow
 def test_ctrl_c_does_not_wait_for_kernels(work: Path) -> None:
     """DELLA's kernels take seconds: the process ends before they are compiled, and the same command does the rest."""

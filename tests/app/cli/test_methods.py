@@ -11,7 +11,7 @@ import yaml
 from tests.cli_help import LINEAR, Cli, cli
 from weightsmith._methods import NAMES, all_methods, get
 from weightsmith._methods.base import FAMILIES
-from weightsmith._planning.recipe import moe_schema, schema
+from weightsmith._planning.recipe.schema import moe_schema, schema
 
 __all__ = ["cli"]
 

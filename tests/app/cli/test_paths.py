@@ -140,6 +140,7 @@ def refused(cli: Cli, arguments: list[str], here: Path, name: str = "") -> str:
     return ran.err
 
 
+@pytest.mark.matrix("merge-*", "plan-*", "*-loop", "*-NUL")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("command", READ)
@@ -147,6 +148,7 @@ def test_what_cannot_be_read_is_one_error(cli: Cli, here: Path, command: str, na
     refused(cli, READ[command](NAMES[name]), here, NAMES[name])
 
 
+@pytest.mark.matrix("merge-*", "plan-*", "*-loop", "*-NUL")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("command", WRITTEN)
@@ -156,6 +158,7 @@ def test_what_cannot_be_written_is_one_error(cli: Cli, here: Path, command: str,
     refused(cli, WRITTEN[command](NAMES[name]), here, NAMES[name])
 
 
+@pytest.mark.matrix("True-*")
 @pytest.mark.slow
 @pytest.mark.parametrize("command", READ)
 @pytest.mark.parametrize("inside", [False, True])

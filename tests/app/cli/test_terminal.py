@@ -162,6 +162,7 @@ def screens(folder: Path, widths: Mapping[int, Mapping[str, list[str]]]) -> dict
     return {(int(width), name): text for width, name, text in zip(parts[::3], parts[1::3], parts[2::3], strict=True)}
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize("columns", [60, pytest.param(80, marks=pytest.mark.sweep)])
 def test_no_line_is_longer_than_the_terminal(columns: int, folder: Path) -> None:
@@ -313,6 +314,7 @@ def test_every_command_says_what_it_does_or_is_done_at_once() -> None:
     assert sorted(STARTED) == sorted(WORKING)
 
 
+@pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sampled(WORKING, {"merge", "inspect", "extract-lora", "studio"}))
 def test_something_is_said_before_anything_is_loaded_or_read(folder: Path, name: str) -> None:

@@ -45,6 +45,7 @@ def by_transformers(folder: Path) -> tuple[float, str]:
     return perplexity, tokenizer.decode(written, skip_special_tokens=True)
 
 
+@pytest.mark.reader
 def test_numbers_are_those_of_transformers_on_the_folder(root: Path, places: Places) -> None:
     folder = root / "models" / "fr"
     (found,) = compare([str(folder)], places, Asked("The", TEXT, 8))

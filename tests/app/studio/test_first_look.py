@@ -21,7 +21,7 @@ from tests.browser_help import browser
 
 __all__ = ["browser"]
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.reader, pytest.mark.slow]
 FR, DE, BASE = "./models/fr", "./models/de", "./models/base"
 RUNS_MODELS = find_spec("torch") is not None and find_spec("transformers") is not None
 RECIPE = f"""merge_method: ties

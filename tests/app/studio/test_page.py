@@ -26,7 +26,7 @@ from weightsmith._planning.recipe import load
 
 __all__ = ["browser"]
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.reader, pytest.mark.slow]
 HOSTILE = "<img src=x onerror=window.evil=1>"
 TORCH = find_spec("torch") is not None and find_spec("transformers") is not None
 FR, DE, BASE, PY = "./models/fr", "./models/de", "./models/base", "./models/adapters/py"

@@ -225,6 +225,7 @@ def test_changes_reach_all_who_listen(studio: Studio, root: Path) -> None:
         stream.close()
 
 
+@pytest.mark.process
 @pytest.mark.slow
 def test_ctrl_c_and_a_port_that_is_taken(root: Path) -> None:
     studio = start(root, out="other", fresh=True)

@@ -19,7 +19,7 @@ from weightsmith._base.report.blocks import Fold, Unit, written
 
 __all__ = ["browser"]
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.reader, pytest.mark.slow]
 
 
 @contextmanager

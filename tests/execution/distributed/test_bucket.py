@@ -37,6 +37,8 @@ from weightsmith._plans import Plan
 from weightsmith._plans.parts import parts_of
 from weightsmith.abc.output import Built, Finished
 
+pytestmark = pytest.mark.store
+
 __all__ = ["memory", "spool"]
 
 LINEAR = {"merge_method": "linear", "models": [{"model": f"./{name}", "parameters": {"weight": 0.5}} for name in "ab"]}

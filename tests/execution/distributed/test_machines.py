@@ -30,6 +30,8 @@ from weightsmith._outputs.bucket import parts, uploads
 from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner import Prepared
 
+pytestmark = pytest.mark.process
+
 __all__ = ["front", "moto", "new_server", "ports", "server", "spool"]
 
 MODELS = ("base", "a", "b")

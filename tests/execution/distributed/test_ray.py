@@ -27,6 +27,8 @@ from weightsmith._outputs.bucket import parts
 from weightsmith._outputs.local.area import staging_folder
 from weightsmith._outputs.local.locks import is_held
 
+pytestmark = pytest.mark.process
+
 __all__ = ["front", "moto", "new_server", "ports", "spool"]
 
 TIES = """merge_method: ties

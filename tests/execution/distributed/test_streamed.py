@@ -24,6 +24,8 @@ from weightsmith._features.any_recipe import prepare_any
 from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._planning.options import RecipeOptions
 
+pytestmark = pytest.mark.process
+
 SCRIPT = """
 import json, sys
 from tests.execution.distributed.test_streamed import merge

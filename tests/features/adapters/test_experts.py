@@ -100,6 +100,7 @@ def test_experts_that_have_no_place_are_named(tmp_path: Path) -> None:
     np.testing.assert_array_equal(tensors_of(made.out)[f"{P}{EXPERTS}.w"], changed(odd)[f"{EXPERTS}.w"])
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_bytes_of_experts_do_not_depend_on_threads(tmp_path: Path) -> None:
     before = fused()
@@ -147,7 +148,7 @@ def test_intruder_dimensions_are_scaled(left: bool) -> None:
     first = np.linalg.svd(base + delta)[0][:, :1]
     want = delta - 0.75 * s[0] * first @ vt[:1]
     given = (delta, base + delta) if left else (delta.T, (base + delta).T)
-    found, count = scale_intruders(*(each.astype(np.float32) for each in given), 0.25, left=left)
+    found, count = scale_intruders(*(each.astype(np.float32) for each in given), 0.25, by_rows=left)
     assert count == 1
     np.testing.assert_allclose(found if left else found.T, want, atol=1e-4)
 

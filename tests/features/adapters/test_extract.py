@@ -151,6 +151,7 @@ def test_a_matrix_is_released_with_its_factors(tmp_path: Path, monkeypatch: pyte
     assert (len(counts), max(counts)) == (14, 1)
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_bytes_do_not_depend_on_threads_or_memory(tmp_path: Path) -> None:
     names = [f"model.layers.0.mlp.{part}_proj.weight" for part in ("gate", "up", "down")]

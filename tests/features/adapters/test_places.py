@@ -151,6 +151,7 @@ def test_names_are_known_without_peft(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (found["peft"], set(found["names"])) == (False, set(names))
 
 
+@pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.loading
 def test_transformers_is_asked_beside_the_run(tmp_path: Path) -> None:
@@ -180,7 +181,7 @@ def built(**more: Any) -> Built:
         "modules": modules,
         "tensors": tensors,
         "names": {name: name for name in tensors if name != "head.weight"},
-        "made": {},
+        "operations": {},
         "tied": (("emb.weight", "head.weight"),),
         "redirected": frozenset(),
         "refused": frozenset(),

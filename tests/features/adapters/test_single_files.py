@@ -243,6 +243,7 @@ def test_a_plan_that_runs_elsewhere(tmp_path: Path, cli: Cli) -> None:
     assert "- lora\n" in (direct / "README.md").read_text()
 
 
+@pytest.mark.reader
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("stated", [False, True])

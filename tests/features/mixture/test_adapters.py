@@ -63,6 +63,7 @@ def test_experts_with_adapters_are_the_merged_models(layout: ExpertLayout, model
     assert len({found[0][name] for name in names}) > len(names) / 2  # the experts are not all the base
 
 
+@pytest.mark.process
 @pytest.mark.slow
 def test_experts_take_the_memory_of_the_factors_of_their_adapters(tmp_path: Path) -> None:
     """Peak memory of a process that writes two equal experts of 12 MB, and of one that writes eight, four of them different."""

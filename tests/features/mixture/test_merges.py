@@ -72,6 +72,7 @@ PLAIN = [name for name in methods.NAMES if not methods.get(name).requires({})]
 """Methods that look at no text."""
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize("method", sampled(PLAIN, ("linear", "ties", "slerp", "tsv_m", "passthrough")))
 def test_every_method_merges_mixtures(method: str, triples: dict[str, list[Path]], tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def test_tokens_go_to_the_largest_logits_and_of_equal_ones_to_the_first() -> Non
     report = report_of([[3, 1, 2], [0, 5, 4], [1, 1, 1], [0, -1, 2]], Group(2, False, 4))
     np.testing.assert_array_equal(report.first[0, 0], [0.5, 0.25, 0.25])
     np.testing.assert_array_equal(report.sent[0, 0], [0.75, 0.5, 0.75])
-    np.testing.assert_array_equal(report.own(report.sent), [[0.75]])
+    np.testing.assert_array_equal(report.of_own_expert(report.sent), [[0.75]])
 
 
 def test_an_expert_that_gets_all_and_one_that_gets_nothing_are_warned_of() -> None:

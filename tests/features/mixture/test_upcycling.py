@@ -234,6 +234,7 @@ def test_fused_donors_and_fused_layouts_hold_the_same_numbers(changes: dict[str,
         assert {key: as_bytes(m) for key, m in one.items()} == {key: as_bytes(m) for key, m in other.items()}
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_bytes_do_not_depend_on_threads_or_memory(tmp_path: Path) -> None:
     model = dense(tmp_path / "a", BF16, inner=20_000)

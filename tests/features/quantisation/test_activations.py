@@ -221,6 +221,7 @@ def test_a_layer_runs_once_for_its_scales_and_the_next_layer(
     assert alone == ([0] if kv_cache else [])
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize("format", ["fp8-static", "nvfp4", "int8", "w4a16"])
 def test_the_bytes_depend_on_neither_threads_nor_interruptions(
@@ -386,7 +387,8 @@ def test_a_changed_product_is_refused(llama: Path, tmp_path: Path) -> None:
         for key, value, problem in (
             ("encoding", "int8", "there is no scale of activations for weights stored as int8"),
             ("weights", (), "its arrays are not those of its settings"),
-            ("cache", "", "its arrays are not those of its settings"),
+            ("attention", "", "there is no such cache"),
+            ("cache", "int4", "there is no such cache"),
             ("layer", 7, "there is no layer 7"),
             ("states", "other", "it does not need what its settings name"),
         ):

@@ -41,12 +41,12 @@ from weightsmith._engine.products import find_kind
 from weightsmith._execution.execute import execute
 from weightsmith._execution.options import RunOptions
 from weightsmith._features.quantisation.calibration import layer
-from weightsmith._features.quantisation.calibration.common import dequantise, split
+from weightsmith._features.quantisation.calibration.common import split
 from weightsmith._features.quantisation.calibration.plan import without_measuring
-from weightsmith._features.quantisation.exl2 import matrix
 from weightsmith._features.quantisation.formats import FOLLOW_UP
 from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._models.checkpoint import open_checkpoint
+from weightsmith._models.formats import find_encoding, hessians
 from weightsmith._outputs.local.area import staging_folder
 from weightsmith._planning.planner.reopen import reopen
 from weightsmith._plans import PlanDraft, plan_from_json
@@ -73,7 +73,7 @@ def test_each_layer_is_quantised_for_what_leaves_the_quantised_ones(llama: Path,
             if product.op == "quantised_layer" and product.name != "head":
                 weights = product.settings["weights"]
                 for name, stored in split(weights, specs, output.arrays[product.name]):
-                    weight = dequantise(stored, weights[name], specs[name].shape)
+                    weight = find_encoding(weights[name]).dequantise(stored, specs[name].shape)
                     model.get_parameter(name).data.copy_(torch.from_numpy(weight))
     with torch.inference_mode():
         states = model(rows_for(given, llama), output_hidden_states=True).hidden_states
@@ -133,6 +133,7 @@ def weights_of(folder: Path) -> bytes:
     return (folder / "model.safetensors").read_bytes()
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_the_bytes_depend_on_the_seed_and_the_text_and_not_on_threads(llama: Path, tmp_path: Path) -> None:
     given = settings(tmp_path)
@@ -180,9 +181,9 @@ def test_factorisations_run_one_at_a_time_if_memory_is_short(
         last = "layer 0" if uniform else "measurement: measured 0"
         until = [product.name for product in prepared.plan.products].index(last) + 1
         for memory, at_once in ((None, 2), (0, 1)):
-            counted = Counted(matrix.prepare)
+            counted = Counted(hessians.prepare)
             with monkeypatch.context() as patch:
-                patch.setattr(matrix, "prepare", counted)
+                patch.setattr(hessians, "prepare", counted)
                 output = captured(prepared, prepared.plan.products[:until], memory)
             assert counted.most == at_once
             found.append([array.tobytes() for arrays in output.arrays.values() for array in arrays])
@@ -388,6 +389,7 @@ weightsmith.quantize(*sys.argv[1:3], "exl2", **given)
 """
 
 
+@pytest.mark.process
 @pytest.mark.cpu
 @pytest.mark.slow
 def test_killed_and_run_again_it_gives_the_same_bytes(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -608,6 +610,7 @@ weightsmith.quantize(*sys.argv[1:3], "w4a16", threads=2, progress=False, **given
 """
 
 
+@pytest.mark.process
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_number_of_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer takes 13 MB as float32, and its Hessians 11. A process of its own has no memory that other tests left behind."""

@@ -17,6 +17,8 @@ from weightsmith._base.errors import PlanError
 from weightsmith._features.quantisation.formats import FORMATS
 from weightsmith._models.formats.engines import ENGINE_NAMES, ENGINES, SUPPORT, engines_of, find_support
 
+pytestmark = pytest.mark.reader
+
 __all__ = ["cli"]
 
 Shapes = dict[str, tuple[int, int]]

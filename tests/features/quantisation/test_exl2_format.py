@@ -16,12 +16,12 @@ from tests.calibration_help import save_model
 from tests.cli_help import Cli, cli
 from tests.mini import write_checkpoint
 from weightsmith._base.errors import FormatError, NonFinite, PlanError, UnknownName
-from weightsmith._features.quantisation.exl2.matrix import dequantise_matrix
-from weightsmith._features.quantisation.exl2.measurement import Measured, measurement_json
-from weightsmith._features.quantisation.exl2.model import prepare_model
+from weightsmith._models.formats.exl2.blocks import Measured, measurement_json
 from weightsmith._models.formats.exl2.layout import SUFFIXES, groups_of
 from weightsmith._models.formats.exl2.loader import loader_config
-from weightsmith._models.formats.exl2.writing import by_norm, parse, round_plainly, store
+from weightsmith._models.formats.exl2.model import prepare_model
+from weightsmith._models.formats.exl2.writing import by_norm, dequantise_matrix, parse, store
+from weightsmith._models.formats.hessians import round_plainly
 
 __all__ = ["cli"]
 
@@ -159,6 +159,7 @@ def test_the_actual_bits_are_those_of_the_files(model: Path) -> None:
     assert config_of("q")["quantization_config"]["bits"] == pytest.approx(8 * size / weights, abs=1e-4)
 
 
+@pytest.mark.reader
 @pytest.mark.slow
 def test_it_loads_in_transformers(model: Path) -> None:
     from transformers import AutoModelForCausalLM

@@ -13,20 +13,19 @@ from hypothesis import strategies as st
 
 from weightsmith._base.errors import FormatError, NonFinite, ParameterError, Unsupported
 from weightsmith._base.tensors import DTYPES, TensorSpec
-from weightsmith._features.quantisation.calibration import common
-from weightsmith._features.quantisation.exl2.matrix import (
-    COPIED,
-    INVERTED,
-    FactoredHessian,
-    Unread,
-    dequantise_matrix,
-    prepare,
-    quantise_matrix,
-)
 from weightsmith._kernels.packed import pack_down
 from weightsmith._models.formats import find_encoding
-from weightsmith._models.formats.exl2.layout import BITS, Group, Groups, padded, stored_specs, why_illegal
-from weightsmith._models.formats.exl2.writing import GRID, Exl2Matrix, find_scales, scale_values
+from weightsmith._models.formats.exl2.layout import BITS, padded, stored_specs, why_illegal
+from weightsmith._models.formats.exl2.writing import (
+    GRID,
+    Exl2Matrix,
+    dequantise_matrix,
+    find_scales,
+    quantise_matrix,
+    scale_values,
+)
+from weightsmith._models.formats.hessians import COPIED, INVERTED, Group, Groups, prepare
+from weightsmith.abc.stored import FactoredHessian, Unread
 
 WORDS = {
     2: "1b1b1b1b 1b1b1b1b",
@@ -219,6 +218,7 @@ def test_the_factor_is_that_of_the_inverse() -> None:
     np.testing.assert_allclose(factor.T @ factor @ damped, np.eye(200), atol=1e-4)
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_a_factor_of_several_blocks_is_that_of_the_inverse_on_any_number_of_threads() -> None:
     features = 2 * INVERTED + 70
@@ -291,6 +291,7 @@ def test_a_weight_that_is_read_gives_the_same_bytes(hessian: bool) -> None:
     assert all(a.tobytes() == b.tobytes() for a, b in zip(found.arrays, expected.arrays, strict=True))
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_the_bytes_do_not_depend_on_the_number_of_threads() -> None:
     import torch
@@ -419,27 +420,27 @@ def test_integers_rounded_to_nearest_are_those_of_the_stored_format(encoding: st
     kind, spec = find_encoding(encoding), TensorSpec("x.weight", DTYPES["F32"], weight.shape)
     outs = [np.empty(out.nbytes, np.uint8) for out in kind.outs(spec)]
     kind.encode(spec, weight, 0, outs, np.empty(0, np.float32))
-    found = common.quantise(weight, encoding, None)
+    found = kind.quantise(weight, None, 1)
     for out, stored, array in zip(kind.outs(spec), outs, found, strict=True):
         assert (array.dtype, array.shape) == (out.dtype.numpy, out.shape)
         assert array.tobytes() == stored.tobytes(), out.name
     if encoding[0] != "w":
-        assert np.linalg.norm(common.dequantise(found, encoding, weight.shape) - weight) < 0.12 * np.linalg.norm(weight)
+        assert np.linalg.norm(kind.dequantise(found, weight.shape) - weight) < 0.12 * np.linalg.norm(weight)
         return
     bits = int(encoding[1])
     words, scales = found[0].view(np.uint32), found[1].astype(np.float32)
     codes = np.stack([words >> np.uint32(bits * i) & np.uint32(2**bits - 1) for i in range(32 // bits)], -1).reshape(24, 256)
     expected = (codes.astype(np.float32) - 2 ** (bits - 1)) * np.repeat(scales, 256 // scales.shape[1], 1)
-    np.testing.assert_array_equal(common.dequantise(found, encoding, weight.shape), expected)
+    np.testing.assert_array_equal(kind.dequantise(found, weight.shape), expected)
 
 
 @pytest.mark.parametrize("encoding", ["w4a16", "gptq-4bit", "awq-4bit"])
 def test_integers_with_a_hessian_change_the_output_less(encoding: str) -> None:
-    weight, x = random_weight(64, 256), random_inputs(256)
+    weight, x, kind = random_weight(64, 256), random_inputs(256), find_encoding(encoding)
     y = x @ weight.T
 
     def error(hessian: FactoredHessian | None) -> float:
-        found = common.dequantise(common.quantise(weight, encoding, hessian), encoding, weight.shape)
+        found = kind.dequantise(kind.quantise(weight, hessian, 1), weight.shape)
         return float(np.linalg.norm(x @ found.T - y) / np.linalg.norm(y))
 
     assert error(None) > 1.35 * error(prepare(x.T @ x))
@@ -448,8 +449,9 @@ def test_integers_with_a_hessian_change_the_output_less(encoding: str) -> None:
 @pytest.mark.parametrize(("name", "other"), [("w4a16-g64", "gptq-4bit-g64"), ("w8a16", "gptq-8bit")])
 def test_gptq_holds_the_numbers_of_packed_integers_with_and_without_a_hessian(name: str, other: str) -> None:
     weight, x = random_weight(64, 256), random_inputs(256)
+    kinds = [find_encoding(each) for each in (name, other)]
     for hessian in (None, prepare(x.T @ x)):
-        found = [common.dequantise(common.quantise(weight, each, hessian), each, weight.shape) for each in (name, other)]
+        found = [kind.dequantise(kind.quantise(weight, hessian, 1), weight.shape) for kind in kinds]
         np.testing.assert_array_equal(*found)
 
 
@@ -457,4 +459,4 @@ def test_a_weight_that_is_no_number_is_refused() -> None:
     weight = random_weight(8, 128)
     weight[1, 2] = np.inf
     with pytest.raises(NonFinite, match="NaN or infinite"):
-        common.quantise(weight, "w4a16", None)
+        find_encoding("w4a16").quantise(weight, None, 1)

@@ -21,10 +21,19 @@ from tests.models.formats.quantised import exl3_tiles
 from weightsmith._base.errors import NonFinite, PlanError
 from weightsmith._execution.execute import execute
 from weightsmith._execution.options import RunOptions
-from weightsmith._features.quantisation.exl3.matrix import dequantise_matrix, factorise, quantise_matrix
 from weightsmith._kernels.trellis import PLACES
 from weightsmith._models.formats.exl3.layout import RATES, Rate, values_of
-from weightsmith._models.formats.exl3.writing import SEARCH, Encoder, encode_plainly, find_scales, parse, store
+from weightsmith._models.formats.exl3.writing import (
+    SEARCH,
+    Encoder,
+    dequantise_matrix,
+    encode_plainly,
+    factorise,
+    find_scales,
+    parse,
+    quantise_matrix,
+    store,
+)
 
 __all__ = ["cli"]
 
@@ -249,6 +258,7 @@ def test_the_factor_is_that_of_the_rotated_hessian() -> None:
     assert np.abs(inner * (1 - blocks)).max() < 1e-3 * np.abs(inner).max()
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_threads_do_not_change_a_matrix() -> None:
     weight, hessian = weight_of(1100, 128), inputs_of(128)

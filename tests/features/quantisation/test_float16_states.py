@@ -83,11 +83,11 @@ def test_the_report_counts_layers() -> None:
     assert (none.warnings(""), none.blocks(), none.section(), none.files()) == ([], [], "", {})
 
 
-@pytest.mark.parametrize("changes", [{"layers": [0, 1]}, {"layers": ["0"]}, {"family": 1}, {"more": 1}, {"layers": 3}])
+@pytest.mark.parametrize("changes", [{"layers": [0, 1]}, {"layers": ["0"]}, {"fixed": 1}, {"more": 1}, {"layers": 3}])
 def test_settings_of_a_plan_from_elsewhere_are_checked(changes: dict[str, Any]) -> None:
     from weightsmith._base.tensors import DTYPES, TensorSpec
 
     out = (TensorSpec("largest states", DTYPES["F32"], (1,)),)
-    good = {"layers": [0], "family": "exl3"}
+    good = {"layers": [0], "fixed": True}
     assert float16.ALL.check(Product("n", "largest_states", out, good, (), (), ("a",))) == ""
     assert float16.ALL.check(Product("n", "largest_states", out, json.loads(json.dumps({**good, **changes})), (), (), ("a",)))

@@ -18,12 +18,11 @@ from weightsmith._activations.rows import rows_of, text_source
 from weightsmith._base.errors import FormatError, ParameterError, PlanError
 from weightsmith._execution.execute import execute
 from weightsmith._execution.options import RunOptions
-from weightsmith._features.quantisation.calibration.common import dequantise
-from weightsmith._features.quantisation.calibration.common import quantise as quantised_arrays
-from weightsmith._features.quantisation.exl2 import blocks
-from weightsmith._features.quantisation.exl2.matrix import prepare
 from weightsmith._features.quantisation.formats import FOLLOW_UP
 from weightsmith._features.quantisation.options import QuantizeSettings
+from weightsmith._models.formats import find_encoding
+from weightsmith._models.formats.exl2 import blocks
+from weightsmith._models.formats.hessians import prepare
 from weightsmith._plans import plan_from_json
 
 __all__ = ["few_options"]
@@ -70,8 +69,9 @@ def test_errors_are_those_of_transformers_own_blocks(name: str, norm: str, tmp_p
         for number in range(len(options)):
             for role, m in modules.items():
                 encoding = f"exl2 {options[number][role]}"
-                arrays = quantised_arrays(plain[m].numpy(), encoding, prepare((inputs[m].T @ inputs[m]).numpy()))
-                layer.get_submodule(m).weight.data = torch.from_numpy(dequantise(arrays, encoding, tuple(plain[m].shape)))
+                kind = find_encoding(encoding)
+                arrays = kind.quantise(plain[m].numpy(), prepare((inputs[m].T @ inputs[m]).numpy()), 1)
+                layer.get_submodule(m).weight.data = torch.from_numpy(kind.dequantise(arrays, tuple(plain[m].shape)))
             changed = states(model, rows, after)
             errors = [(float((b - a).norm() / a.norm())) for a, b in zip(left, changed, strict=True)]
             accuracy = measured[f"{prefix}layers.0.{key}"][number]["accuracy"]
@@ -80,6 +80,7 @@ def test_errors_are_those_of_transformers_own_blocks(name: str, norm: str, tmp_p
                 layer.get_submodule(m).weight.data = weight
 
 
+@pytest.mark.matrix
 def test_it_is_the_same_for_any_threads_and_for_experts(tmp_path: Path) -> None:
     folder, given = save_model(tmp_path / "m", "mixtral"), full(tmp_path)
     one, two = (quantise(folder, tmp_path / f"{threads}", given, threads=threads).out for threads in (1, 2))

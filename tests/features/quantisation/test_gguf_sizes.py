@@ -18,6 +18,7 @@ from weightsmith._base.errors import PlanError
 from weightsmith._features.quantisation import gguf
 from weightsmith._features.quantisation.calibration import scored
 from weightsmith._features.quantisation.options import QuantizeSettings
+from weightsmith._models.formats import find_encoding
 from weightsmith._models.formats.gguf.header import read_gguf_header
 from weightsmith._models.formats.gguf.writing import TYPES
 
@@ -68,13 +69,14 @@ def test_what_an_error_is_depends_on_the_importances() -> None:
     weight, inputs = rng.standard_normal((64, 256)).astype(np.float32), rng.standard_normal((500, 256)).astype(np.float32)
     inputs[:, :16] *= 20
 
-    def loss(kind: str, importances: Any) -> float:
-        return float(np.square(inputs @ scored._error(weight, f"gguf-{kind.lower()}", importances).T).mean())
+    def loss(kind: str, importances: Any = scored.NONE) -> float:
+        error = scored._error(weight, find_encoding(f"gguf-{kind.lower()}"), importances)
+        return float(np.square(inputs @ error.T).mean())
 
     squares = np.square(inputs).mean(0)
     found = {kind: loss(kind, squares) for kind in ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q8_0")}
     assert sorted(found, key=lambda kind: -found[kind]) == list(found)
-    assert loss("Q3_K", squares) < loss("Q3_K", None)
+    assert loss("Q3_K", squares) < loss("Q3_K")
 
 
 def test_every_weight_is_measured_once_with_types_that_fit(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from weightsmith._engine.products import find_kind
 from weightsmith._execution.execute import execute
 from weightsmith._execution.options import RunOptions
 from weightsmith._features.quantisation.calibration import measured
-from weightsmith._features.quantisation.exl2.blocks import ATTENTION, MLP
+from weightsmith._models.formats.exl2.blocks import ATTENTION, MLP
 from weightsmith._plans import plan_from_json
 
 __all__ = ["few_options"]
@@ -53,9 +53,8 @@ def test_losses_are_about_the_divergences_of_models_with_one_quantised_block(tmp
 
 
 def _quantise_in_place(model: Any, module: str, setting: str, ids: torch.Tensor) -> None:
-    from weightsmith._features.quantisation.calibration.common import dequantise
-    from weightsmith._features.quantisation.calibration.common import quantise as arrays_of
-    from weightsmith._features.quantisation.exl2.matrix import prepare
+    from weightsmith._models.formats import find_encoding
+    from weightsmith._models.formats.hessians import prepare
 
     seen: list[torch.Tensor] = []
     linear = model.get_submodule(module)
@@ -64,8 +63,9 @@ def _quantise_in_place(model: Any, module: str, setting: str, ids: torch.Tensor)
         model(ids)
         hook.remove()
         weight = linear.weight.numpy()
-        arrays = arrays_of(weight, f"exl2 {setting}", prepare((seen[0].T @ seen[0]).numpy()))
-        linear.weight.copy_(torch.from_numpy(dequantise(arrays, f"exl2 {setting}", weight.shape)))
+        encoding = find_encoding(f"exl2 {setting}")
+        arrays = encoding.quantise(weight, prepare((seen[0].T @ seen[0]).numpy()), 1)
+        linear.weight.copy_(torch.from_numpy(encoding.dequantise(arrays, weight.shape)))
 
 
 def test_a_block_that_predictions_do_not_depend_on_gets_the_fewest_bits(tmp_path: Path) -> None:
@@ -88,6 +88,7 @@ def test_a_block_that_predictions_do_not_depend_on_gets_the_fewest_bits(tmp_path
     assert chosen["model.layers.1.self_attn.q_proj.weight"] in {f"exl2 {option['q']}" for option in ATTENTION[6:]}
 
 
+@pytest.mark.matrix
 @pytest.mark.usefixtures("few_options")
 def test_it_is_the_same_for_any_threads_and_for_experts(tmp_path: Path) -> None:
     folder, given = save_model(tmp_path / "m", "mixtral"), settings(tmp_path, uniform=False)
@@ -102,7 +103,7 @@ def test_it_is_the_same_for_any_threads_and_for_experts(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("few_options")
 def test_rows_of_a_measurement_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their states are stored for all layers at once. The calibration that follows uses all rows."""
-    monkeypatch.setattr("weightsmith._features.quantisation.exl2.format.MEASURED_ROWS", 2)
+    monkeypatch.setattr("weightsmith._features.quantisation.exl2.MEASURED_ROWS", 2)
     with prepared_for(save_model(tmp_path / "m"), settings(tmp_path, uniform=False)) as prepared:
         assert {out.shape for p in prepared.plan.products for out in p.outs if "states" in out.name} == {(2, 16, 64)}
         merged = execute(prepared, tmp_path / "out", RunOptions(card=False))

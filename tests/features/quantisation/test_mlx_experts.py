@@ -59,6 +59,7 @@ def test_stacked_experts_have_the_numbers_of_those_apart(model_type: str, tmp_pa
         np.testing.assert_array_equal(found[name], array, err_msg=name)
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_the_bytes_do_not_depend_on_threads_and_verify_reads_them(tmp_path: Path) -> None:
     one, _ = plain(tmp_path / "one", "qwen3_moe", threads=1)

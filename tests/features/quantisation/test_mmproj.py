@@ -15,8 +15,9 @@ from tests.gguf_help import computed
 from tests.golden import mmproj
 from tests.mtmd import embeddings, needs_mtmd
 from weightsmith._base.errors import PlanError
+from weightsmith._models.formats.gguf.architectures import FAMILIES
 from weightsmith._models.formats.gguf.header import read_gguf_header
-from weightsmith._models.formats.gguf.projectors import PROJECTORS, Projector
+from weightsmith._models.formats.gguf.vision import VisionHalf
 from weightsmith._outputs.places import verify
 from weightsmith._planning.planner.reopen import reopen
 from weightsmith._plans import plan_from_json
@@ -117,6 +118,7 @@ def test_a_merge_straight_to_gguf_is_the_merge_then_quantised(name: str) -> None
         assert computed(Path(f"once{threads}", "model.gguf")) == computed(twice.parent / "model.gguf")
 
 
+@pytest.mark.reader
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gemma3", "pixtral", "qwen2-vl"])
 def test_in_parts_and_in_another_process(name: str) -> None:
@@ -193,6 +195,7 @@ SIDES = {
 """Side of a test image in pixels, chosen so that llama.cpp does not scale it."""
 
 
+@pytest.mark.reader
 @needs_mtmd
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SIDES)
@@ -342,13 +345,13 @@ OWN = {"image_size": 560, "layer_norm_eps": None}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("projector", PROJECTORS, ids=lambda each: each.model_type)
-def test_defaults_are_those_of_transformers(projector: Projector) -> None:
+@pytest.mark.parametrize("half", [half for family in FAMILIES for half in family.vision], ids=lambda each: each.model_type)
+def test_defaults_are_those_of_transformers(half: VisionHalf) -> None:
     from transformers import CONFIG_MAPPING
 
-    vision = {"vision_config": {"model_type": projector.vision_type}} if projector.vision_type else {}
-    theirs = CONFIG_MAPPING[projector.model_type](**vision).vision_config.to_dict()
-    for name, value in projector.defaults.items():
+    vision = {"vision_config": {"model_type": half.vision_type}} if half.vision_type else {}
+    theirs = CONFIG_MAPPING[half.model_type](**vision).vision_config.to_dict()
+    for name, value in half.defaults.items():
         known = theirs.get(name, OWN.get(name))
         known = known[0] if isinstance(known, list) and name != "fullatt_block_indexes" else known
         assert known in (value, None), name

@@ -12,7 +12,8 @@ import transformers
 
 from tests.calibration_help import captured, prepared_for, rows_for, save_model, settings
 from weightsmith._features.quantisation.calibration import scored
-from weightsmith._features.quantisation.exl2.optimise import Candidate, solve, solve_together
+from weightsmith._features.quantisation.optimise import Candidate, solve, solve_together
+from weightsmith._models.formats import find_encoding
 from weightsmith._plans.codec import has_type
 
 
@@ -47,7 +48,8 @@ def test_scores_are_those_of_transformers_own_gradients(name: str, tmp_path: Pat
             if "layers" in weight:
                 continue  # their importances are those of their inputs
             for i, encoding in enumerate(tried):
-                wanted = float((gradients[weight].numpy() * scored._error(plain, encoding, None)).sum(dtype=np.float64))
+                error = scored._error(plain, find_encoding(encoding), scored.NONE)
+                wanted = float((gradients[weight].numpy() * error).sum(dtype=np.float64))
                 assert float(scores[number, i].sum(dtype=np.float64)) == pytest.approx(wanted, rel=2e-2, abs=2e-3)
                 seen += 1
     assert seen == (1 if name != "llama" else 2) * 5
@@ -81,6 +83,7 @@ def test_scores_of_layers_are_those_of_their_gradients(tmp_path: Path, monkeypat
     assert weights == 2 * 7
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_scores_do_not_depend_on_threads_and_are_of_some_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scored, "TOKENS", 40)

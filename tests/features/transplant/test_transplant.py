@@ -146,7 +146,7 @@ def test_shared_tokens_keep_their_rows_and_special_tokens_take_those_of_the_same
     assert json.loads((made.out / "generation_config.json").read_text())["eos_token_id"] == size - 1
     assert (made.out / "tokenizer.json").read_bytes() == (donor / "tokenizer.json").read_bytes()
     report: Any = made.reports["rows of missing tokens"]
-    assert len(report.made) == missing
+    assert len(report.rows) == missing
     content = (made.out / "report.html").read_text().partition('id="content">')[2].partition("</script>")[0]
     (shown,) = (each for each in json.loads(content)["tables"] if each["title"] == "Missing tokens")
     assert (shown["rows"], shown["data"][2]) == (missing, {"same": "approximated"})
@@ -177,6 +177,7 @@ def test_transformers_loads_the_result_and_generates(tmp_path: Path) -> None:
     assert loaded.generate(input_ids=text["input_ids"], max_new_tokens=3, do_sample=False).shape[1] > text["input_ids"].shape[1]
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize("name", APPROXIMATIONS)
 def test_every_approximation_makes_finite_rows_of_both_tables(tmp_path: Path, name: str) -> None:
@@ -229,7 +230,7 @@ def test_a_plan_runs_from_its_json_and_a_wrong_one_does_not(tmp_path: Path) -> N
     assert again is not None
     assert (again.out / "model.safetensors").read_bytes() == (made.out / "model.safetensors").read_bytes()
     assert not (again.out / "recipe.yml").exists()  # the command's settings are no recipe
-    for change in ({"missing": [10**6]}, {"own": [10**6]}, {"kind": "other"}, {"cols": [7, 24]}, {"cols": [WIDTH, 0]}):
+    for change in ({"missing": [10**6]}, {"model_rows": [10**6]}, {"kind": "other"}, {"cols": [7, 24]}, {"cols": [WIDTH, 0]}):
         data = json.loads(json.dumps(made.plan.to_json()))
         data["products"][0]["settings"]["tables"][0].update(change)
         with pytest.raises((PlanError, FormatError)):

@@ -87,6 +87,7 @@ def test_a_line_break_in_a_credential_names_the_variable_and_not_its_value(
     assert "holds a line break" in str(caught.value)
 
 
+@pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "value", "address"),
@@ -108,6 +109,7 @@ def test_a_command_names_the_variable_and_prints_json(name: str, value: str, add
     assert "panicked" not in ran.err
 
 
+@pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("given", "code", "words"),

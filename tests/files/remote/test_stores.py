@@ -23,6 +23,8 @@ from weightsmith._base.installation import install
 from weightsmith._files.remote import stores
 from weightsmith._files.remote.addresses import parse_address
 
+pytestmark = pytest.mark.store
+
 WEIGHTS = "model.safetensors"
 
 

@@ -112,6 +112,7 @@ def needed(name: str, models: list[dict[str, bytes]]) -> int:
     return sum(chosen) + sum(array.nbytes for tensor, array in arrays[0].items() if ".layers." not in tensor)
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize("runs", [1, pytest.param(4, marks=pytest.mark.sweep)])
 def test_hundreds_of_faults_change_no_byte(

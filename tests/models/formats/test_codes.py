@@ -225,6 +225,7 @@ def test_widths_that_the_group_does_not_divide_are_refused(name: str, group: int
         encodings()[name].outs(spec)
 
 
+@pytest.mark.reader
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["int8", "fp8-static", "fp8-block", "w4a16", "w8a16", "nvfp4a16", "nvfp4", "mxfp4"])
 def test_compressed_tensors_decompresses_to_the_same_numbers(name: str) -> None:
@@ -252,6 +253,7 @@ def test_compressed_tensors_decompresses_to_the_same_numbers(name: str) -> None:
     np.testing.assert_allclose(back, expected.astype(np.float32), rtol=bound, atol=0)
 
 
+@pytest.mark.reader
 @pytest.mark.slow
 @pytest.mark.parametrize("bits", [4, 8])
 def test_mlx_dequantises_to_the_same_numbers(bits: int) -> None:

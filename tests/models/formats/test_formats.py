@@ -15,7 +15,18 @@ from tests.plugin_help import installed
 from weightsmith._base.errors import UnknownName
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._execution.identity import work_identity
-from weightsmith._models.formats import NAMES, Encoding, StoredFormat, broken, find_encoding, formats, installed_code, opening
+from weightsmith._models.formats import (
+    NAMES,
+    Encoding,
+    StoredFormat,
+    broken,
+    encodings,
+    find_encoding,
+    formats,
+    installed_code,
+    opening,
+)
+from weightsmith.abc.stored import WHOLE
 from weightsmith.testing import EncodingTests, StoredFormatTests
 
 WRITTEN = {each.name: each for each in formats() if each.writes}
@@ -42,6 +53,45 @@ class TestExl2Encodings(EncodingTests):
     @pytest.fixture
     def encoding(self, name: str) -> Encoding:
         return find_encoding(name)
+
+
+SETTINGS = (*EXL2, "exl3 2.5", "plain F16", "gguf-q4_k/64", "gguf-f16*2@2", "gguf-8:f16[0-6]t,f32[6-8]")
+
+
+@pytest.mark.parametrize("name", [*encodings(), *SETTINGS])
+def test_a_name_is_the_rendering_of_one_value(name: str) -> None:
+    encoding = find_encoding(name)
+    assert encoding.name == name
+    assert find_encoding(encoding.name) == encoding
+    assert encoding.bits > 0 or encoding.name == "plain"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("fp8-block", ("float", 8, 128, True, "BF16", 128, "no", "no")),
+        ("w4a16-g32", ("integer", 4, 32, True, "BF16", 1, "sorted", "no")),
+        ("gptq-8bit", ("integer", 8, 128, True, "F16", WHOLE, "sorted", "default")),
+        ("awq-4bit-g64", ("integer", 4, 64, False, "F16", WHOLE, "sorted", "default")),
+        ("mlx-4bit", ("integer", 4, 64, False, "None", 1, "no", "no")),
+        ("exl2 5@0.25/g128+4@0.75/g64 unsorted", ("integer", 4.25, 64, True, "F16", WHOLE, "in order", "always")),
+        ("exl3 2.5", ("trellis", 2.5, None, True, "F16", WHOLE, "whole", "always")),
+        ("gguf-q4_k/64", ("blocks", 4.5, 256, True, "None", 64, "no", "no")),
+        ("plain F16", ("plain", 16, None, True, "None", 1, "no", "no")),
+    ],
+)
+def test_a_value_says_what_is_stored_and_what_it_needs(name: str, value: tuple[object, ...]) -> None:
+    own = find_encoding(name)
+    asked = (own.kind, own.bits, own.group, own.symmetric, str(own.scale), own.align_rows, own.hessian, own.float16)
+    assert asked == value
+
+
+def test_what_an_encoding_needs_besides_rows() -> None:
+    values = encodings().values()
+    assert {own.name for own in values if own.maxima} == {"fp8-static", "nvfp4a16", "nvfp4"}
+    assert {own.name for own in values if own.inputs is not None} == {"fp8-static", "nvfp4"}
+    weighed = {name: find_encoding(name).importances for name in ("gguf-iq1_s", "gguf-q4_k", "gguf-f16", "int8")}
+    assert weighed == {"gguf-iq1_s": "must", "gguf-q4_k": "may", "gguf-f16": "no", "int8": "no"}
 
 
 def test_each_file_or_folder_with_a_format_is_listed() -> None:

@@ -495,6 +495,7 @@ LARGE: dict[str, Callable[[], Case]] = {
 }
 
 
+@pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LARGE)
 def test_memory_of_a_read_does_not_grow_with_the_tensor(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -203,6 +203,7 @@ def test_dora_without_magnitudes_is_refused(tmp_path: Path) -> None:
     assert "has no magnitude, and use_dora is true" in str(problem).lower()
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_bytes_do_not_depend_on_threads_or_memory(tmp_path: Path) -> None:
     big = {"w.weight": normal(700, 900).astype(BF16), "v.weight": normal(900).astype(BF16)}

@@ -27,6 +27,8 @@ from weightsmith._outputs.bucket.lock import Lock
 from weightsmith._outputs.bucket.prefix import parse_prefix
 from weightsmith._outputs.bucket.s3 import S3Bucket
 
+pytestmark = pytest.mark.store
+
 MEMORY = "memory"
 
 

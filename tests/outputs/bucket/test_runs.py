@@ -47,6 +47,8 @@ from weightsmith._outputs.bucket import parts, uploads
 from weightsmith._outputs.bucket.contents import open_bucket
 from weightsmith._outputs.bucket.prefix import parse_prefix
 
+pytestmark = pytest.mark.store
+
 __all__ = ["cli"]
 
 HIDDEN, INNER, LAYERS = 64, 128, 3

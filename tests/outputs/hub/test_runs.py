@@ -37,6 +37,8 @@ from weightsmith._outputs.local.backend import FolderBackend
 from weightsmith._outputs.local.place import LocalFolder
 from weightsmith._planning.options import RecipeOptions
 
+pytestmark = pytest.mark.store
+
 __all__ = ["cli"]
 
 OUT = "hf://org/out"

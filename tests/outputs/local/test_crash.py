@@ -18,6 +18,8 @@ from weightsmith._outputs.local import disk
 from weightsmith._outputs.local.area import StagingArea, staging_folder
 from weightsmith._outputs.places import verify
 
+pytestmark = pytest.mark.process
+
 CALLS = ("mkdir", "rename", "unlink", "rmdir", "write", "pwrite", "ftruncate", "fsync", "fdatasync")
 
 

@@ -149,6 +149,7 @@ def weights(folder: str) -> bytes:
     return Path(folder, "model.safetensors").read_bytes()
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SWITCHED_OFF)
 def test_a_merge_without_one_call_has_the_same_bytes(name: str, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,6 +153,7 @@ def test_a_process_that_fails_is_a_warning(text: str, said: str, tmp_path: Path,
     assert said in note.what
 
 
+@pytest.mark.process
 @pytest.mark.slow
 def test_a_process_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script(tmp_path, monkeypatch, HANGS)
@@ -354,6 +355,7 @@ def test_a_stack_of_a_model_of_which_transformers_builds_half_is_refused(
     assert "the model class has no such tensor" in problem
 
 
+@pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.loading
 def test_a_config_that_asks_for_a_model_of_any_size_costs_a_bounded_time(

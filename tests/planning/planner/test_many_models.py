@@ -21,6 +21,8 @@ from tests.plan_help import plan
 from tests.work import steps
 from weightsmith._engine.tiles import INPUTS_BYTES, MIN_TILE_BYTES, TILE_BYTES, fit_tile_bytes, peak_memory_bytes
 
+pytestmark = pytest.mark.process
+
 MANY = 30
 CONFIG = {"model_type": "llama", "architectures": ["X"], "num_hidden_layers": 2, "vocab_size": 2_000}
 

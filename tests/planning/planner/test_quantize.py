@@ -171,6 +171,7 @@ def test_other_dtypes_are_rounded_before_they_are_quantised(out_dtype: str, tmp_
     assert config_of(tmp_path / "once")["dtype"] == DTYPES[out_dtype].torch
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{"threads": 1}, {"threads": 2, "max_memory_bytes": 176_000_000}, {"max_shard_bytes": 100_000}], ids=str
@@ -425,6 +426,7 @@ def test_verify_names_a_damaged_code_or_scale(damaged: str, tmp_path: Path) -> N
     assert f"tensor {damaged}: differs" in str(found.value)
 
 
+@pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.parametrize("last", [UP_PROJ, f"{UP_PROJ}_scale"], ids=["before the codes", "between codes and scales"])
 def test_killed_around_the_tensors_of_one_weight(last: str, tmp_path: Path) -> None:
@@ -552,6 +554,7 @@ LOADED = frozenset({"deepseek-v3", "gpt-oss", "llama", "llava", "qwen3-moe"})
 """Models that every run loads; the others are loaded in a sweep."""
 
 
+@pytest.mark.reader
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # what transformers and compressed-tensors say of tiny models is not our concern
 @pytest.mark.parametrize(

@@ -80,6 +80,7 @@ def measure(*recipes: Path) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.process
 @pytest.mark.slow
 def test_ten_thousand_tensors_of_a_terabyte_are_planned(tmp_path: Path) -> None:
     specs = names()
@@ -170,6 +171,7 @@ except Exception as error:
 """
 
 
+@pytest.mark.process
 @pytest.mark.slow
 def test_plans_and_refusals_do_not_depend_on_the_order_of_hashes(tmp_path: Path) -> None:
     path = recipe(tmp_path)

@@ -97,6 +97,7 @@ def layers(model: Any) -> Any:
     return max(lists, key=lambda m: (len(m), sum(1 for _ in m.modules())))
 
 
+@pytest.mark.reader
 @pytest.mark.slow
 def test_a_stack_has_the_embedding_of_the_first_model_and_the_head_of_the_last(tmp_path: Path) -> None:
     a, b = zoo.save("llama", tmp_path / "a", 1), zoo.save("llama", tmp_path / "b", 2)
@@ -114,6 +115,7 @@ def test_a_stack_has_the_embedding_of_the_first_model_and_the_head_of_the_last(t
         assert torch.allclose(out(tokens).logits.float(), wanted.float(), atol=1e-2)
 
 
+@pytest.mark.reader
 @pytest.mark.slow
 def test_slices_that_merge_two_models_load(tmp_path: Path) -> None:
     a, b = zoo.save("qwen2", tmp_path / "a", 1), zoo.save("qwen2", tmp_path / "b", 2)
@@ -130,6 +132,7 @@ def test_slices_that_merge_two_models_load(tmp_path: Path) -> None:
     assert np.array_equal(out["lm_head.weight"], first["lm_head.weight"])  # outside the layers: t = 0
 
 
+@pytest.mark.reader
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen2-vl", "gemma3-vl", "llava"])
 def test_slices_of_a_vision_language_model_load(name: str, tmp_path: Path) -> None:
@@ -145,6 +148,7 @@ def test_slices_of_a_vision_language_model_load(name: str, tmp_path: Path) -> No
     assert any("'slices' is about the layers of one module" in str(w) for w in done.warnings)
 
 
+@pytest.mark.reader
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "plain", "config_class"),
@@ -179,6 +183,7 @@ def test_a_plain_language_model_merges_into_a_vision_language_model(
     assert halves == len(text)
 
 
+@pytest.mark.reader
 @pytest.mark.slow
 @pytest.mark.parametrize("tied_base", [True, False])
 def test_a_tied_and_an_untied_model_have_the_logits_of_both(tied_base: bool, tmp_path: Path) -> None:
@@ -202,6 +207,7 @@ def test_a_tied_and_an_untied_model_have_the_logits_of_both(tied_base: bool, tmp
         assert torch.allclose(model(tokens).logits, reference(tokens).logits, atol=1e-5)
 
 
+@pytest.mark.reader
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen2-vl", "gemma3-vl"])
 def test_a_flag_in_the_text_part_of_a_vision_language_model_is_followed(name: str, tmp_path: Path) -> None:
@@ -224,6 +230,7 @@ def test_a_flag_in_the_text_part_of_a_vision_language_model_is_followed(name: st
     assert torch.equal(model.lm_head.weight.float(), torch.from_numpy(out[head].astype(np.float32)))
 
 
+@pytest.mark.reader
 @pytest.mark.slow
 def test_modules_of_an_encoder_decoder_load(tmp_path: Path) -> None:
     a, b = zoo.save("t5", tmp_path / "a", 1), zoo.save("t5", tmp_path / "b", 2)
@@ -238,6 +245,7 @@ def test_modules_of_an_encoder_decoder_load(tmp_path: Path) -> None:
     assert np.array_equal(tensors(tmp_path / "out")["shared.weight"], tensors(a)["shared.weight"])
 
 
+@pytest.mark.reader
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["ties", "task_arithmetic"])
 def test_task_vectors_of_experts_load(method: str, tmp_path: Path) -> None:

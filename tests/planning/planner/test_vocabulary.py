@@ -174,6 +174,7 @@ def gathers(plan: Plan) -> list[Gather]:
     return [read.view for read in step.inputs if isinstance(read.view, Gather)]
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["linear", "ties of the model", "dare_ties"])
 def test_the_bytes_depend_on_neither_tiles_nor_threads_nor_the_road(make: Callable[..., Tokenizer], method: str) -> None:

@@ -11,7 +11,8 @@ import pytest
 import yaml
 
 from weightsmith._methods import all_methods
-from weightsmith._planning.recipe import load, moe_schema, parse, schema
+from weightsmith._planning.recipe import load, parse
+from weightsmith._planning.recipe.schema import moe_schema, schema
 
 jsonschema = pytest.importorskip("jsonschema")
 

@@ -18,6 +18,8 @@ from tests.calibration_help import save_model
 from tests.cli_help import Cli, cli
 from tests.reports.tuning.help import words
 from weightsmith._base.errors import MismatchError, NonFinite, OutputExists, ParameterError, PlanError, StoreError
+from weightsmith._planning.planner import Prepared
+from weightsmith._plans import Plan
 from weightsmith._reports.auto import auto as module
 from weightsmith._reports.auto.choice import Choice
 from weightsmith._reports.auto.pool import Pool
@@ -85,12 +87,26 @@ def test_without_texts_the_fine_tunes_write_and_the_recipe_repeats_the_merge(wor
 
 
 @pytest.mark.slow
-def test_a_regmean_that_is_chosen_is_merged_from_its_texts(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its candidates were merged from stored statistics, the output from the texts: the bytes are the same."""
+def test_a_regmean_that_is_chosen_names_its_texts_and_is_merged_from_what_was_measured(
+    work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bytes are those of a merge from the texts, which measures them again."""
+    merged, execute = list[Plan](), module.execute
+
+    def noted(prepared: Prepared, out: str, *more: Any, **options: Any) -> Any:
+        if out == "merged":
+            merged.append(prepared.plan)
+        return execute(prepared, out, *more, **options)
+
+    monkeypatch.setattr(module, "execute", noted)
     monkeypatch.setattr(module, "choose", lambda *_scored, **_how: Choice("regmean, prior tsv_m", "said the test"))
     found = auto()
     assert "merge_method: regmean" in found.recipe
     assert "file: merged.auto/texts/fr.jsonl" in found.recipe
+    assert Path("merged/recipe.yml").read_text() == found.recipe
+    assert [{product.op for product in plan.products} for plan in merged] == [{"stored_statistic"}]
+    weightsmith.merge("merged/recipe.yml", "measured", progress=False)
+    assert Path("merged/model.safetensors").read_bytes() == Path("measured/model.safetensors").read_bytes()
     stored = json.loads(json.dumps(found.recipe))
     for name in FINE_TUNES:
         weightsmith.statistics(name, f"merged.auto/texts/{name}.jsonl", f"{name}-stats", tokens=32, progress=False)
@@ -132,6 +148,7 @@ def test_the_scores_are_those_of_evaluate(work: Path) -> None:
     assert found.candidates[0].divergence == pytest.approx(np.mean(divergences), rel=1e-2)
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_one_and_two_threads_choose_and_write_the_same(work: Path) -> None:
     one, two = auto("one", threads=1), auto("two", threads=2)

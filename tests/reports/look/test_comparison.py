@@ -98,6 +98,7 @@ def test_layers_parts_and_the_total_are_sums(folders: Mapping[str, Path]) -> Non
     assert [group.name for group in found.layers][1:] == [f"model.layers.{i}" for i in range(LAYERS)]
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_the_result_does_not_depend_on_threads_and_is_json(folders: Mapping[str, Path]) -> None:
     one, three = (json.dumps(compare(folders, "abc", threads=n).to_json(), allow_nan=False) for n in (1, 3))

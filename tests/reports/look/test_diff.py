@@ -77,6 +77,7 @@ def test_layers_parts_and_the_total_are_sums_of_tensors(base: Path, tmp_path: Pa
     assert found.total.changed_share == pytest.approx((a != b).mean())
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_the_result_does_not_depend_on_threads(base: Path, tmp_path: Path) -> None:
     other = changed(tmp_path / "b", trained)

@@ -160,6 +160,7 @@ def test_thresholds_are_found_once_for_all_weights(work: Path, monkeypatch: pyte
     assert passes[1] == passes[3] == 0
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_losses_do_not_depend_on_threads_or_on_other_rows(work: Path) -> None:
     with Candidates("r.yml", RecipeOptions()) as recipe:

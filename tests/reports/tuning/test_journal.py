@@ -110,6 +110,7 @@ def test_a_trial_is_made_by_one_process_and_seen_by_the_others(path: Path) -> No
         assert (journal.seat, read(journal)) == (0, [*TRIALS, sixth, fifth])
 
 
+@pytest.mark.process
 @pytest.mark.slow
 def test_a_process_that_is_killed_loses_its_trial_alone(path: Path) -> None:
     """What it was writing is torn; another process makes the trial, and writes in its place."""

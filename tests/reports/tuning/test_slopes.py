@@ -80,6 +80,7 @@ def test_slopes_of_a_divergence(work: Path) -> None:
     np.testing.assert_allclose(found, differences, rtol=0.02, atol=0.02 * max(map(abs, differences)))
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize("budget", [60_000, 0])
 def test_slopes_depend_neither_on_threads_nor_on_memory(work: Path, budget: int) -> None:

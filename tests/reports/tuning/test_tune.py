@@ -108,6 +108,7 @@ def test_each_trial_is_reported_once_with_its_loss(work: Path, objective: str) -
         assert losses
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize("search", ["cma", "gradient"])
 def test_the_same_call_makes_the_same_trials_with_any_number_of_threads(work: Path, search: str) -> None:
@@ -119,6 +120,7 @@ def test_the_same_call_makes_the_same_trials_with_any_number_of_threads(work: Pa
         assert trials("one.trials.jsonl") != trials("three.trials.jsonl")
 
 
+@pytest.mark.process
 @pytest.mark.cpu
 @pytest.mark.slow
 def test_after_kill_9_the_same_trials_follow(work: Path) -> None:
@@ -140,6 +142,7 @@ def test_after_kill_9_the_same_trials_follow(work: Path) -> None:
     assert Path("tuned.yml").read_text().split("\n", 2)[2] == Path("whole.yml").read_text().split("\n", 2)[2]
 
 
+@pytest.mark.process
 @pytest.mark.cpu
 @pytest.mark.slow
 def test_processes_that_share_a_search_make_the_trials_of_one(work: Path) -> None:

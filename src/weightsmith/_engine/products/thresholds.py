@@ -46,8 +46,8 @@ class Thresholds(StreamingReduction):
     def arrays(self) -> Arrays:
         limits = [
             (
-                self.searches[model, low].found if low < self._sizes[model] else 0,
-                self.searches[model, high].found if high > 0 else 0x7FFFFFFF,
+                self.searches[model, low].threshold if low < self._sizes[model] else 0,
+                self.searches[model, high].threshold if high > 0 else 0x7FFFFFFF,
             )
             for model, low, high in self._limits
         ]
@@ -73,7 +73,7 @@ class Thresholds(StreamingReduction):
         self._counted = {
             key: Counted(search.first, search.end, self._sizes[key[0]], MAX_SPAN)
             for key, search in self.searches.items()
-            if search.found < 0
+            if search.threshold < 0
         }
 
     def take(self, number: int, result: Any) -> None:

@@ -36,14 +36,14 @@ class Built:
     """A model's modules and tensors. See `_planning/planner/transformers_script.py` for the fields.
 
     names     tensor of the checkpoint → tensor of the model
-    made      tensor of the model that is made of several → what transformers does with them
+    operations  tensor of the model that is made of several → what transformers does with them
     unknown   why nothing is checked; ""
     """
 
     modules: Mapping[str, str]
     tensors: Mapping[str, tuple[int, ...]]
     names: Mapping[str, str]
-    made: Mapping[str, list[str]]
+    operations: Mapping[str, list[str]]
     tied: tuple[tuple[str, ...], ...]
     redirected: frozenset[str]
     refused: frozenset[str]
@@ -65,19 +65,19 @@ class Built:
     @cached_property
     def sources(self) -> Mapping[str, tuple[str, ...]]:
         """Tensor of the model → those of the checkpoint that it is made of; of experts, in their order."""
-        found = grouped((key, name) for name, key in self.names.items())
-        return {key: tuple(sorted(own, key=_expert_order)) for key, own in found.items()}
+        names_of_key = grouped((key, name) for name, key in self.names.items())
+        return {key: tuple(sorted(names, key=_expert_order)) for key, names in names_of_key.items()}
 
     @cached_property
     def inside(self) -> Mapping[str, tuple[str, ...]]:
         """Module → its tensors, and those of the modules inside."""
-        found: dict[str, list[str]] = {}
+        keys_of_module: dict[str, list[str]] = {}
         for key in self.tensors:
             module = key.rpartition(".")[0]
             while module:
-                found.setdefault(module, []).append(key)
+                keys_of_module.setdefault(module, []).append(key)
                 module = module.rpartition(".")[0]
-        return {module: tuple(keys) for module, keys in found.items()}
+        return {module: tuple(keys) for module, keys in keys_of_module.items()}
 
     @cached_property
     def embedding(self) -> str:
@@ -87,7 +87,7 @@ class Built:
 
     def group(self, key: str) -> tuple[str, ...]:
         """The tensors that are one with a tensor; itself without others."""
-        return next((own for own in self.tied if key in own), (key,))
+        return next((tied_group for tied_group in self.tied if key in tied_group), (key,))
 
     def key(self, name: str) -> str:
         """The model's tensor for one of the checkpoint; "" if it has none. `TIED_HEAD` stands for a head of any name."""
@@ -98,7 +98,7 @@ class Built:
 
     def fused(self, key: str) -> bool:
         """Whether a tensor is made of the matrices of experts."""
-        return self.made.get(key) in FUSES
+        return self.operations.get(key) in FUSES
 
 
 def _expert_order(name: str) -> tuple[int, str]:
@@ -107,8 +107,8 @@ def _expert_order(name: str) -> tuple[int, str]:
     >>> sorted(["m.experts.10.w1.weight", "m.experts.2.w3.weight", "m.experts.2.w1.weight"], key=_expert_order)
     ['m.experts.2.w1.weight', 'm.experts.2.w3.weight', 'm.experts.10.w1.weight']
     """
-    found = _EXPERT.search(name)
-    return (int(found[1]) if found else 0, name)
+    number = _EXPERT.search(name)
+    return (int(number[1]) if number else 0, name)
 
 
 def needs_asking(base: Checkpoint) -> bool:
@@ -176,8 +176,8 @@ def matched(modules: Sequence[str], ends: Sequence[str]) -> set[str]:
     >>> sorted(matched(["l.0.q", "l.1.q", "l.0.up"], ["q"]))
     ['l.0.q', 'l.1.q']
     """
-    wanted = set(ends)
-    return {m for m in modules if m in wanted or any(end in wanted for end in _ends(m))}
+    targets = set(ends)
+    return {m for m in modules if m in targets or any(end in targets for end in _ends(m))}
 
 
 def _ends(name: str) -> Iterator[str]:
@@ -243,7 +243,7 @@ def is_expert(name: str) -> bool:
 
 def find_stacks(specs: Specs, structure: Structure, config: Mapping[str, Any] | None) -> dict[str, Stack]:
     """tensor → its stack, for those whose shapes say which of their dimensions are inputs: gate and up are twice as wide."""
-    found: dict[str, Stack] = {}
+    stacks: dict[str, Stack] = {}
     marked = not str((config or {}).get("model_type")).startswith(_UNMARKED)
     for spec in specs.values():
         owner, _, leaf = spec.name.removesuffix(".weight").rpartition(".")
@@ -259,6 +259,6 @@ def find_stacks(specs: Specs, structure: Structure, config: Mapping[str, Any] | 
             continue
         module = owner if owner.endswith("experts") else f"{owner}.experts"
         swapped = not direct and marked
-        found[spec.name] = Stack(f"{module}.gate_up_proj", not direct, swapped, (experts, rows, cols))
-        found[following.name] = Stack(f"{module}.down_proj", not direct, swapped, (others, out, inner))
-    return found
+        stacks[spec.name] = Stack(f"{module}.gate_up_proj", not direct, swapped, (experts, rows, cols))
+        stacks[following.name] = Stack(f"{module}.down_proj", not direct, swapped, (others, out, inner))
+    return stacks

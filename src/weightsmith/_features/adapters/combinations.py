@@ -24,10 +24,10 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from weightsmith._base.one_thread import one_thread
 from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._features.adapters.cores import Adapted
 from weightsmith._features.adapters.factors import decompose, prefers_exact
-from weightsmith._methods.jobs.matrix import one_thread
 from weightsmith._plans import Product, Step
 from weightsmith._plans.forms import ProductSettings
 from weightsmith.abc.product import Arrays
@@ -131,19 +131,19 @@ def combine(
         a, b = np.vstack([s * a for s, (a, _) in zip(shares, factors, strict=True)]), np.hstack([b for _, b in factors])
         (u, left), (v, right) = np.linalg.qr(b), np.linalg.qr(a.T)
         core = np.ascontiguousarray(left @ right.T, np.float32)
-        found = decompose(core, min(rank, *core.shape), 0, exact=True)
-        return _padded((v @ found.right.T).T, u @ found.left, rank)
+        factored = decompose(core, min(rank, *core.shape), 0, exact=True)
+        return _padded((v @ factored.right.T).T, u @ factored.left, rank)
     deltas = [scaling * b @ a for scaling, (a, b) in zip(scalings, factors, strict=True)]
     merged = _merged(combination, kind.removesuffix("_svd"), deltas, weights, lambda i: seed(i, "delta"))
     exact = prefers_exact(rank, *merged.shape)
-    found = decompose(merged.astype(np.float32), min(rank, *merged.shape), seed(-1, "basis"), exact=exact)
-    return _padded(found.right, found.left, rank)
+    factored = decompose(merged.astype(np.float32), min(rank, *merged.shape), seed(-1, "basis"), exact=exact)
+    return _padded(factored.right, factored.left, rank)
 
 
 def _padded(a: npt.NDArray[Any], b: npt.NDArray[Any], rank: int) -> tuple[Matrix, Matrix]:
     """Factors with zeros up to a rank."""
-    more = rank - len(a)
-    return np.pad(a, ((0, more), (0, 0))), np.pad(b, ((0, 0), (0, more)))
+    n_zeros = rank - len(a)
+    return np.pad(a, ((0, n_zeros), (0, 0))), np.pad(b, ((0, 0), (0, n_zeros)))
 
 
 def _merged(
@@ -161,16 +161,16 @@ def _merged(
     elected = np.where(np.sum(tensors if combination.majority == "total" else signs, axis=0) >= 0, 1.0, -1.0)
     agree = signs == elected
     total = np.sum([w * tensor * kept for w, tensor, kept in zip(weights, tensors, agree, strict=True)], axis=0)
-    found: Matrix = total / np.maximum(agree.sum(axis=0), 1)
-    return found
+    mean: Matrix = total / np.maximum(agree.sum(axis=0), 1)
+    return mean
 
 
 def _largest(tensor: Matrix, density: float) -> Matrix:
     flat = tensor.reshape(-1)
     kept = np.argsort(-np.abs(flat), kind="stable")[: int(density * flat.size)]
-    found = np.zeros_like(flat)
-    found[kept] = flat[kept]
-    return found.reshape(tensor.shape)
+    pruned = np.zeros_like(flat)
+    pruned[kept] = flat[kept]
+    return pruned.reshape(tensor.shape)
 
 
 def _mask(shape: tuple[int, ...], density: float, seed: int) -> npt.NDArray[np.bool_]:
@@ -192,8 +192,8 @@ def _compute(context: ProductContext) -> Arrays:
         return [a.astype(np.float32), b.astype(np.float32)]
 
     with one_thread(), ThreadPoolExecutor(context.threads) as pool:
-        made = pool.map(make, work.modules, work.weights, work.ranks)
-        return [array for arrays in made for array in arrays]
+        factors_of_modules = pool.map(make, work.modules, work.weights, work.ranks)
+        return [array for arrays in factors_of_modules for array in arrays]
 
 
 KIND = ProductKind("combining adapters", compute=_compute, check=CombinationWork.check)

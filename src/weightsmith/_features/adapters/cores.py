@@ -36,10 +36,10 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from weightsmith._base.one_thread import one_thread
 from weightsmith._base.tensors import DTYPES, MAX_STACKED, TensorSpec
 from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._methods.jobs.decompose import column_basis, thin_svd
-from weightsmith._methods.jobs.matrix import one_thread
 from weightsmith._plans import COPY, PRODUCTS, Product, Read, Step
 from weightsmith._plans.forms import ProductSettings
 from weightsmith.abc.product import Arrays
@@ -130,13 +130,13 @@ class Adapted:
 
     def outs(self) -> tuple[TensorSpec, ...]:
         """The arrays: of each matrix `bases`, the core matrices of its owners, and one of zeros; if scaled, the scales."""
-        f32, found = DTYPES["F32"], list[TensorSpec]()
+        f32, specs = DTYPES["F32"], list[TensorSpec]()
         for matrix in self.matrices:
-            found += self.bases(matrix)
-            found += [TensorSpec(self.core_of(matrix, owner), f32, self.core) for owner in (*self.owners, ZERO)]
+            specs += self.bases(matrix)
+            specs += [TensorSpec(self.core_of(matrix, owner), f32, self.core) for owner in (*self.owners, ZERO)]
         if self.scaled:
-            found += [TensorSpec(self.scales_of(owner), f32, self.shape[:1]) for owner in (*self.normed, ZERO)]
-        return tuple(found)
+            specs += [TensorSpec(self.scales_of(owner), f32, self.shape[:1]) for owner in (*self.normed, ZERO)]
+        return tuple(specs)
 
     def bases(self, matrix: str) -> tuple[TensorSpec, ...]:
         """U, and V but for KnOTS."""
@@ -159,27 +159,27 @@ class Adapted:
             return f"layouts of {self.name!r}"
         return "" if (self.space == "compressed") == (self.rank > 0) else f"rank {self.rank} of {self.name!r}"
 
-    def lacks(self, shapes: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> str:
-        """The problem if the shapes of a product's steps are not those of `wanted`, or ""."""
-        missing = any(shapes.get(name) != shape for name, shape in wanted.items())
-        return f"it has no steps for {self.name!r}" if missing else ""
+    def lacks(self, shapes: Mapping[str, tuple[int, ...]], needed: Mapping[str, tuple[int, ...]]) -> str:
+        """The problem if the shapes of a product's steps are not those of `needed`, or ""."""
+        incomplete = any(shapes.get(name) != shape for name, shape in needed.items())
+        return f"it has no steps for {self.name!r}" if incomplete else ""
 
     @property
     def read(self) -> dict[str, tuple[int, ...]]:
         """The steps that its core matrices are made of: factors, the norms of DoRA and the base's matrix."""
-        found: dict[str, tuple[int, ...]] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
         for owner, rank in zip(self.owners, self.ranks, strict=True):
-            found |= {self.factor(part, owner): shape for part, shape in self.factor_shapes(rank).items()}
+            shapes |= {self.factor(part, owner): shape for part, shape in self.factor_shapes(rank).items()}
         if self.scaled:
-            found |= {self.base: self.shape, **{self.factor("norms", owner): self.shape[:1] for owner in self.normed}}
-        return found
+            shapes |= {self.base: self.shape, **{self.factor("norms", owner): self.shape[:1] for owner in self.normed}}
+        return shapes
 
     @property
     def merged(self) -> dict[str, tuple[int, ...]]:
         """The steps that its merged factors are made of: core matrices, bases, and for DoRA scales and the base's matrix."""
-        found: dict[str, tuple[int, ...]] = dict.fromkeys(self.matrices, self.core)
-        found |= {out.name: out.shape for matrix in self.matrices for out in self.bases(matrix)}
-        return found | ({self.scales: self.shape[:1], self.base: self.shape} if self.scaled else {})
+        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(self.matrices, self.core)
+        shapes |= {out.name: out.shape for matrix in self.matrices for out in self.bases(matrix)}
+        return shapes | ({self.scales: self.shape[:1], self.base: self.shape} if self.scaled else {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,8 +200,8 @@ class CoreWork(ProductSettings):
     def problem(self, product: Product, shapes: Mapping[str, tuple[int, ...]]) -> str:
         """See `ProductSettings`."""
         for module in self.modules:
-            if found := module.invalid or module.lacks(shapes, module.read):
-                return found
+            if problem := module.invalid or module.lacks(shapes, module.read):
+                return problem
         return "" if product.outs == self.outs else "its arrays are not those of its modules"
 
 
@@ -240,10 +240,10 @@ def row_norms(
         squares.append(rows.square().sum(1))
         crosses.append(torch.stack([((a @ rows.T) * b[start : start + step].T).sum(0) for a, b in factors]))
     g = torch.ones(len(weight), dtype=torch.float64) if scales is None else scales
-    plain, found = g.square() * torch.cat(squares), list[Tensor]()
+    plain, norms = g.square() * torch.cat(squares), list[Tensor]()
     for (a, b), cross in zip(factors, torch.cat(crosses, 1), strict=True):
-        found.append((plain + 2 * g * cross + ((b @ (a @ a.T)) * b).sum(1)).clamp(min=0).sqrt())
-    return found
+        norms.append((plain + 2 * g * cross + ((b @ (a @ a.T)) * b).sum(1)).clamp(min=0).sqrt())
+    return norms
 
 
 def _compute(context: ProductContext) -> Arrays:
@@ -265,32 +265,32 @@ def _compute(context: ProductContext) -> Arrays:
         )
         return a.reshape(count, rank, -1), b
 
-    def scales(module: Adapted, found: Mapping[int, tuple[Tensor, Tensor]]) -> dict[int, Tensor]:
+    def scales(module: Adapted, pairs: Mapping[int, tuple[Tensor, Tensor]]) -> dict[int, Tensor]:
         """The c of each adapter that is DoRA."""
         if not module.normed:
             return {}
         with reading:
             weight = context.load([module.base])[module.base]
             scalings = dict(zip(module.owners, module.scalings, strict=True))
-            own = [(found[i][0][0], scalings[i] * found[i][1][0]) for i in module.normed]
-            norms = dict(zip(module.normed, row_norms(weight, own), strict=True))
-        wanted = {i: torch.from_numpy(arrays[module.factor("norms", i)]).double() for i in module.normed}
-        return {i: wanted[i] / torch.where(norms[i] > 0, norms[i], torch.ones_like(norms[i])) for i in module.normed}
+            scaled_pairs = [(pairs[i][0][0], scalings[i] * pairs[i][1][0]) for i in module.normed]
+            norms = dict(zip(module.normed, row_norms(weight, scaled_pairs), strict=True))
+        trained_norms = {i: torch.from_numpy(arrays[module.factor("norms", i)]).double() for i in module.normed}
+        return {i: trained_norms[i] / torch.where(norms[i] > 0, norms[i], torch.ones_like(norms[i])) for i in module.normed}
 
     def make(module: Adapted) -> list[npt.NDArray[np.float32]]:
-        found = {i: factors(module, i, rank) for i, rank in zip(module.owners, module.ranks, strict=True)}
-        scaled = scales(module, found)
+        pairs = {i: factors(module, i, rank) for i, rank in zip(module.owners, module.ranks, strict=True)}
+        scaled = scales(module, pairs)
         results = list[npt.NDArray[np.float32]]()
         for e in range(max(1, module.experts)):
-            own = [(a[e], b[e] * scaled[i][:, None] if i in scaled else b[e]) for i, (a, b) in found.items()]
-            results += _cores(module, own)
+            scaled_pairs = [(a[e], b[e] * scaled[i][:, None] if i in scaled else b[e]) for i, (a, b) in pairs.items()]
+            results += _cores(module, scaled_pairs)
         if module.scaled:
             results += [stored(scaled[i] - 1) for i in module.normed]
             results.append(np.zeros(module.shape[0], np.float32))
         return results
 
     with one_thread(), ThreadPoolExecutor(context.threads) as pool:
-        return [array for found in pool.map(make, work.modules) for array in found]
+        return [array for arrays in pool.map(make, work.modules) for array in arrays]
 
 
 def _cores(module: Adapted, factors: Sequence[tuple[Tensor, Tensor]]) -> list[npt.NDArray[np.float32]]:

@@ -103,9 +103,9 @@ def prepare_extraction(
         problems.append(Unsupported(what, where=str(base), fix="merge them first: weightsmith dequantize BASE+ADAPTER FOLDER"))
     with ExitStack() as stack:
         known = [ref for ref in refs if isinstance(ref, ModelRef)]
-        opened, found = open_models(known, stack)
+        opened, unopened = open_models(known, stack)
         models = [checkpoint for checkpoint in opened if checkpoint is not None]
-        problems += found
+        problems += unopened
         if problems or len(models) < 2:
             raise PlanError(problems)
         with as_plan_error():
@@ -151,8 +151,8 @@ def _measuring_plan(base: Checkpoint, tuned: Checkpoint, settings: ExtractSettin
 
 def _dtype(tuned: Checkpoint, selection: Chosen) -> DType:
     """The dtype of the fine-tune's weights; float32, unless it is a 16-bit dtype."""
-    found = tuned.natural_dtype(selection.factors[0].pair.tuned.name)
-    return found if found.name in ("BF16", "F16") else DTYPES["F32"]
+    dtype = tuned.natural_dtype(selection.factors[0].pair.tuned.name)
+    return dtype if dtype.name in ("BF16", "F16") else DTYPES["F32"]
 
 
 def _warnings(models: Sequence[Checkpoint], strange: Sequence[str]) -> Iterator[Finding]:
@@ -172,21 +172,21 @@ def _difference(piece: Piece) -> Step:
     if pair.grown:
         return Step(replace(pair.tuned, name=name), COPY, (Read(_TUNED, pair.tuned.name),))
     base = Read(_BASE, pair.base, piece.block)
-    tuned = Read(_TUNED, pair.tuned.name, piece.block) if piece.wanted else base
+    tuned = Read(_TUNED, pair.tuned.name, piece.block) if piece.chosen else base
     return Step(TensorSpec(name, DTYPES["F32"], piece.shape), "linear", (tuned, base))
 
 
 def _tuned(piece: Piece, name: str) -> Step:
     """The step of the fine-tune's matrix."""
-    read = Read(_TUNED, piece.pair.tuned.name, piece.block) if piece.wanted else Read(_BASE, piece.pair.base, piece.block)
+    read = Read(_TUNED, piece.pair.tuned.name, piece.block) if piece.chosen else Read(_BASE, piece.pair.base, piece.block)
     return Step(replace(piece.pair.tuned, name=name, shape=piece.shape), COPY, (read,))
 
 
 def _matrix_steps(weight: Weight) -> Iterator[Step]:
     """The steps for each matrix of a target: its difference, and the matrix of the fine-tune."""
-    for name, own in zip(weight.target.matrices, weight.matrices, strict=True):
-        yield _joined(name, [_difference(piece) for piece in own])
-        yield _joined(weight.target.tuned(name), [_tuned(piece, f"{piece.pair.spec.name}: fine-tuned") for piece in own])
+    for name, pieces in zip(weight.target.matrices, weight.matrices, strict=True):
+        yield _joined(name, [_difference(piece) for piece in pieces])
+        yield _joined(weight.target.tuned(name), [_tuned(piece, f"{piece.pair.spec.name}: fine-tuned") for piece in pieces])
 
 
 def _joined(name: str, pieces: Sequence[Step]) -> Step:
@@ -204,13 +204,13 @@ def _factor_products(selection: Chosen, structure: Structure, settings: ExtractS
         place = structure.locate(weight.pair.spec.name)
         layers.setdefault("other modules" if place is None else f"{place[0].prefix}{place[1]}", []).append(weight)
     before, total = 0, sum(weight.size for weight in selection.factors)
-    for layer, own in layers.items():
-        own.sort(key=lambda weight: -weight.size)  # the largest first: threads end at about the same time
-        steps = tuple(step for weight in own for step in _matrix_steps(weight))
-        targets = tuple(weight.target for weight in own)
+    for layer, weights in layers.items():
+        weights.sort(key=lambda weight: -weight.size)  # the largest first: threads end at about the same time
+        steps = tuple(step for weight in weights for step in _matrix_steps(weight))
+        targets = tuple(weight.target for weight in weights)
         work = FactorWork(targets, settings.distribute_scale, before, total, settings.intruder_scale)
         yield work.product(f"factors of {layer}", steps)
-        before += sum(weight.size for weight in own)
+        before += sum(weight.size for weight in weights)
 
 
 # ---- the second plan
@@ -326,48 +326,50 @@ class _Adapter:
                 new = name in tuned.specs and (is_buffer(spec) or not spec.dtype.floating)
                 stored[name] = Read(_TUNED if new else _BASE, name)
         problems: list[str] = []
-        wanted: dict[str, Read] = {}
+        reads_of_key: dict[str, Read] = {}
         parts = [leaf for target in self._lost for name in target.matrices for leaf in self._factors[name].leaves]
         lost = {leaf.inputs[1].tensor for leaf in parts}
         for name in [*differing, *lost]:
             key = self.built.key(name)
-            same = name == TIED_HEAD and any(read == stored[name] for each, read in stored.items() if each != name)
+            same = name == TIED_HEAD and any(read == stored[name] for other_name, read in stored.items() if other_name != name)
             if not key and not same:  # a head that is the embedding is not one of every model
                 problems.append(f"{name}: the model that transformers builds has no such tensor")
             elif key:
-                wanted[key] = stored[name]
+                reads_of_key[key] = stored[name]
         shared = {key for group in self.built.tied if len(group) > 2 or not self._causal for key in group}
-        for key, read in list(wanted.items()):
+        for key, read in list(reads_of_key.items()):
             group = self.built.group(key)
-            known = [each for each in group if each in wanted]
+            known = [other_name for other_name in group if other_name in reads_of_key]
             if len(group) == 1 or not known:
                 continue
-            alike = len({wanted[each] for each in known}) == 1
+            alike = len({reads_of_key[other_name] for other_name in known}) == 1
             if alike and (len(group) > 2 or not self._causal):  # PEFT changes all that share it, and so do our readers
-                for each in known:
-                    del wanted[each]
-                kept = next((each for each in group if each in self.built.sources), key)
-                wanted[kept] = read
+                for other_name in known:
+                    del reads_of_key[other_name]
+                kept = next((other_name for other_name in group if other_name in self.built.sources), key)
+                reads_of_key[kept] = read
             elif len(group) > 2:
                 problems.append(f"{key}: the base shares it with {', '.join(group[:3])}, and the fine-tune does not")
             else:
                 (other,) = set(group) - {key}
-                wanted.setdefault(other, read)
+                reads_of_key.setdefault(other, read)
                 shared.difference_update(group)
         for name, read in stored.items():
             if key := self.built.key(name):
                 self._reads.setdefault(key, (read,))
         for key, sources in self.built.sources.items():
-            if key in self.built.made:
+            if key in self.built.operations:
                 self._reads[key] = tuple(stored[name] for name in sources)
-        self._reads |= {key: (read,) for key, read in wanted.items() if key not in self.built.made}
-        self.places.add_whole(wanted, self._reads, shared)
+        self._reads |= {key: (read,) for key, read in reads_of_key.items() if key not in self.built.operations}
+        self.places.add_whole(reads_of_key, self._reads, shared)
         for key in (*(key for keys in self.places.whole.values() for key in keys), *self.places.in_place):
-            shape, made = self._spec(key).shape, self.built.made.get(key)
+            shape, operations = self._spec(key).shape, self.built.operations.get(key)
             expected = self.built.tensors.get(key)
             grown = expected is not None and is_vocabulary(self._spec(key)) and expected[1:] == shape[1:]
-            if made and not self.built.fused(key):
-                problems.append(f"{key}: transformers makes it of {', '.join(self.built.sources[key][:3])} ({', '.join(made)})")
+            if operations and not self.built.fused(key):
+                problems.append(
+                    f"{key}: transformers makes it of {', '.join(self.built.sources[key][:3])} ({', '.join(operations)})"
+                )
             elif expected != shape and not grown:
                 there = "in the model that transformers builds"
                 there = f"which is not {there}" if expected is None else f"{list(expected)} {there}"
@@ -388,7 +390,7 @@ class _Adapter:
         """A and B with the first `rank` of their rows and columns."""
         dtype = BY_TORCH_NAME[self.following.out_dtype]
         target, rank, count = matrix.target, matrix.rank, max(1, matrix.target.experts)
-        place = next(name for name, own in self.ranked.items() if own is matrix)
+        place = next(name for name, ranked in self.ranked.items() if ranked is matrix)
         a, b, *_ = target.outs((matrix.spectrum.rows, matrix.spectrum.cols))
         (outputs, known), inputs = b.shape, a.size // (count * target.rank)
         names = self.places.factors(place)
@@ -427,13 +429,15 @@ def _matrices(plan: Plan, arrays: Mapping[str, Arrays]) -> Iterator[Matrix]:
         if product.op != "factors":
             continue
         shapes = {step.out.name: step.out.shape for step in product.steps}
-        found = iter(arrays[product.name])
+        product_arrays = iter(arrays[product.name])
         for target in FactorWork.of(product).targets:
-            _, _, values, facts = (next(found) for _ in range(4))
+            _, _, values, facts = (next(product_arrays) for _ in range(4))
             rows, cols = shapes[target.matrices[0]]
-            for name, own, each in zip(target.matrices, np.atleast_2d(values), np.atleast_2d(facts).tolist(), strict=True):
-                *known, intruders = each
-                spectrum = Spectrum(rows, cols, own, *known)
+            for name, singular_values, facts_of_matrix in zip(
+                target.matrices, np.atleast_2d(values), np.atleast_2d(facts).tolist(), strict=True
+            ):
+                *known, intruders = facts_of_matrix
+                spectrum = Spectrum(rows, cols, singular_values, *known)
                 yield Matrix(name.removesuffix(".weight"), target, spectrum, 0, int(intruders))
 
 
@@ -460,8 +464,8 @@ def _command(plan: Plan, following: Following) -> str:
     base, tuned = (model.ref for model in plan.models)
     chosen = {key: value for key, value in asdict(following).items() if value not in (None, 0.0) and key != "left_out"}
     work = [FactorWork.of(product) for product in plan.products if product.op == "factors"]
-    largest = max(target.rank for own in work for target in own.targets)
-    made = {"finetuned": tuned, "base": base, "max_rank": largest, **chosen, "distribute_scale": work[0].spread}
+    largest = max(target.rank for product_work in work for target in product_work.targets)
+    settings = {"finetuned": tuned, "base": base, "max_rank": largest, **chosen, "distribute_scale": work[0].spread}
     if work[0].intruders != 1:
-        made["intruder_scale"] = work[0].intruders
-    return yaml.safe_dump({COMMAND: made}, sort_keys=False, allow_unicode=True)
+        settings["intruder_scale"] = work[0].intruders
+    return yaml.safe_dump({COMMAND: settings}, sort_keys=False, allow_unicode=True)

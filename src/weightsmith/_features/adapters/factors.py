@@ -27,10 +27,10 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from weightsmith._base.one_thread import one_thread
 from weightsmith._base.tensors import DTYPES, MAX_STACKED, TensorSpec
 from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._methods.jobs.decompose import thin_svd
-from weightsmith._methods.jobs.matrix import one_thread
 from weightsmith._methods.jobs.requires import usable_device
 from weightsmith._plans import Product, Step
 from weightsmith._plans.forms import ProductSettings
@@ -100,12 +100,12 @@ class Target:
         """
         outputs, inputs = shape if self.form == "linear" else shape[::-1]
         f32, f64 = DTYPES["F32"], DTYPES["F64"]
-        each = (self.experts,) if self.experts else ()
+        stacked = (self.experts,) if self.experts else ()
         return (
-            TensorSpec(f"{self.module}: A", f32, (*each, self.rank * inputs) if each else (self.rank, inputs)),
+            TensorSpec(f"{self.module}: A", f32, (*stacked, self.rank * inputs) if stacked else (self.rank, inputs)),
             TensorSpec(f"{self.module}: B", f32, (outputs, self.rank * max(1, self.experts))),
-            TensorSpec(f"{self.module}: values", f64, (*each, self.rank)),
-            TensorSpec(f"{self.module}: facts", f64, (*each, len(FACTS))),
+            TensorSpec(f"{self.module}: values", f64, (*stacked, self.rank)),
+            TensorSpec(f"{self.module}: facts", f64, (*stacked, len(FACTS))),
         )
 
     @property
@@ -298,7 +298,7 @@ def _numpy(tensor: Tensor, dtype: Any) -> Any:
     return np.ascontiguousarray(tensor.to("cpu", dtype).numpy())
 
 
-def scale_intruders(delta: Floats, tuned: Floats, scale: float, *, left: bool, device: str = "cpu") -> tuple[Floats, int]:
+def scale_intruders(delta: Floats, tuned: Floats, scale: float, *, by_rows: bool, device: str = "cpu") -> tuple[Floats, int]:
     """The difference from the base with the fine-tune's intruder dimensions scaled, and how many there are.
 
     Intruder dimensions (Shuttleworth et al. 2024, https://arxiv.org/abs/2410.21228) are singular vectors of the fine-tune, of
@@ -306,20 +306,20 @@ def scale_intruders(delta: Floats, tuned: Floats, scale: float, *, left: bool, d
     some of what was trained. PEFT's `reduce_intruder_dimension` does the same, with the same limits and a scale of 0.75.
 
     delta, tuned  float32 [rows, cols]
-    left          outputs are the rows; else the columns
+    by_rows       outputs are the rows; else the columns
 
     Cost: an exact decomposition of the base and one of the fine-tune, in float64.
     """
     import torch
 
-    difference, after = (torch.from_numpy(each).to(device).double() for each in (delta, tuned))
-    if not left:
+    difference, after = (torch.from_numpy(delta_or_tuned).to(device).double() for delta_or_tuned in (delta, tuned))
+    if not by_rows:
         difference, after = difference.T, after.T
     known, _, _ = thin_svd(after - difference)
     u, values, vt = thin_svd(after, CHECKED)
-    found = ((u.T @ known).abs().amax(1) < UNLIKE) & (values > 0)
-    changed = difference + (scale - 1) * (u[:, found] * values[found]) @ vt[found]
-    return _numpy(changed if left else changed.T, torch.float32), int(found.sum())
+    intruders = ((u.T @ known).abs().amax(1) < UNLIKE) & (values > 0)
+    changed = difference + (scale - 1) * (u[:, intruders] * values[intruders]) @ vt[intruders]
+    return _numpy(changed if by_rows else changed.T, torch.float32), int(intruders.sum())
 
 
 def rounding_noise(weights: Floats) -> float:
@@ -347,11 +347,11 @@ def _compute(context: ProductContext) -> Arrays:
     reading, done = threading.Lock(), [work.before]
 
     def make(target: Target) -> list[npt.NDArray[Any]]:
-        found = [matrix(target, name) for name in target.matrices]
+        factors = [matrix(target, name) for name in target.matrices]
         if not target.experts:
-            return found[0]
-        a, b, values, facts = zip(*found, strict=True)
-        rows = np.stack([each.reshape(-1) for each in a])
+            return factors[0]
+        a, b, values, facts = zip(*factors, strict=True)
+        rows = np.stack([row.reshape(-1) for row in a])
         return [rows, np.stack(b, axis=2).reshape(len(b[0]), -1), np.stack(values), np.stack(facts)]
 
     def matrix(target: Target, name: str) -> list[npt.NDArray[Any]]:
@@ -365,13 +365,17 @@ def _compute(context: ProductContext) -> Arrays:
                 tuned = context.load([target.tuned(name)])[target.tuned(name)]
         intruders = 0
         if work.intruders != 1 and delta.any():
-            delta, intruders = scale_intruders(delta, tuned, work.intruders, left=target.form == "linear", device=device)
+            delta, intruders = scale_intruders(delta, tuned, work.intruders, by_rows=target.form == "linear", device=device)
         seed = xxhash.xxh64_intdigest(name.encode())
-        found = decompose(delta, target.rank, seed, exact=target.exact, spread=work.spread, device=device)
+        factors = decompose(delta, target.rank, seed, exact=target.exact, spread=work.spread, device=device)
         with reading:
             done[0] += spec.size
-        a, b = (found.right, found.left) if target.form == "linear" else (_transposed(found.left), _transposed(found.right))
-        return [a, b, found.values, np.array([found.energy, noise, found.bound, intruders])]
+        a, b = (
+            (factors.right, factors.left)
+            if target.form == "linear"
+            else (_transposed(factors.left), _transposed(factors.right))
+        )
+        return [a, b, factors.values, np.array([factors.energy, noise, factors.bound, intruders])]
 
     with one_thread(), ThreadPoolExecutor(threads) as pool:
         return [array for arrays in pool.map(make, work.targets) for array in arrays]

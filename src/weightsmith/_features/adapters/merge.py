@@ -35,7 +35,7 @@ from weightsmith._features.adapters.cores import Adapted, CoreWork, Space, basis
 from weightsmith._features.adapters.merged_factors import MergedWork
 from weightsmith._features.adapters.opening import NAME_BASE, ZERO_ADAPTER, Opened, different_bases, parameters_of
 from weightsmith._features.adapters.placing import Places, norms_name
-from weightsmith._features.adapters.report import placed
+from weightsmith._features.adapters.report import with_layer
 from weightsmith._features.adapters.single_files import SingleFile, layer_of, strangers
 from weightsmith._files.containers import PEFT
 from weightsmith._methods.base import BaseRole
@@ -66,35 +66,40 @@ def _combination(recipe: Recipe, problems: list[WeightsmithError]) -> tuple[Reci
     if name == recipe.merge_method:
         return recipe, None
     if name not in NAMES:
-        fix = f"write one of {', '.join(PREFIX + each for each in NAMES)}"
+        fix = f"write one of {', '.join(PREFIX + known_name for known_name in NAMES)}"
         what = f"PEFT has no combination {name!r}{nearest(name, NAMES)}"
         problems.append(UnknownName(what, where=recipe.at("merge_method"), fix=fix))
         name = "svd"
-    parameters, found = dict(recipe.parameters), Combination(name)
-    if found.prunes():
+    parameters, combination = dict(recipe.parameters), Combination(name)
+    if combination.prunes():
         density = _plain(parameters.pop("density", None))
         if isinstance(density, bool) or not isinstance(density, int | float) or not 0 < density <= 1:
             what = f"{recipe.merge_method} needs one density for all models, more than 0 and at most 1"
             fix = "write parameters: {density: 0.5} at the top level of the recipe"
             problems.append(ParameterError(what, where=recipe.at("merge_method"), fix=fix))
             density = 1.0
-        found = replace(found, density=float(density))
+        combination = replace(combination, density=float(density))
     if "ties" in name:
         majority = _plain(parameters.pop("majority_sign_method", None)) or "total"
         if majority not in MAJORITIES:
             what = f"majority_sign_method is {majority!r}"
             problems.append(ParameterError(what, where=recipe.at("merge_method"), fix=f"write {' or '.join(MAJORITIES)}"))
             majority = "total"
-        found = replace(found, majority=str(majority))
-    for name, setting in [*parameters.items(), *(each for own in recipe.models for each in own.parameters.items())]:
+        combination = replace(combination, majority=str(majority))
+    for name, setting in [
+        *parameters.items(),
+        *(known_name for model in recipe.models for known_name in model.parameters.items()),
+    ]:
         if name != "weight":
             what = f"{recipe.merge_method} has no parameter {name!r} here"
             fix = "write weight for each model, and for the recipe what PEFT's combination has: density, majority_sign_method"
             problems.append(ParameterError(what, where=setting.where, fix=fix))
-    recipe = replace(recipe, models=tuple(replace(own, parameters=_weight_alone(own.parameters)) for own in recipe.models))
+    recipe = replace(
+        recipe, models=tuple(replace(model, parameters=_weight_alone(model.parameters)) for model in recipe.models)
+    )
     parameters, where = _weight_alone(parameters), recipe.at("merge_method")
     parameters["normalize"] = Setting((Entry(False, None, where),), where)
-    return replace(recipe, merge_method="linear", parameters=parameters), found
+    return replace(recipe, merge_method="linear", parameters=parameters), combination
 
 
 def _weight_alone(parameters: Mapping[str, Setting]) -> dict[str, Setting]:
@@ -111,24 +116,24 @@ def assemble_adapters(request: PlanRequest, written: Written = NOTHING) -> Prepa
     """`planner.assemble_recipe` for a recipe whose models are adapters."""
     recipe, options = request.recipe, request.options
     assert isinstance(recipe, Recipe)
-    found = [*request.problems, *_refusals(recipe, options)]
+    all_problems = [*request.problems, *_refusals(recipe, options)]
     if missing := needs_torch():
-        found.append(ParameterError(missing.replace("this method", "a merge of adapters")))
+        all_problems.append(ParameterError(missing.replace("this method", "a merge of adapters")))
     space = cast("Space", options.adapter_space)
     if space == "compressed" and options.adapter_rank is None:
         what = "adapters are compressed to a rank before they are merged"
-        found.append(option_error("adapter_space", what, f"write {assignment('adapter_rank', 16)} too"))
+        all_problems.append(option_error("adapter_space", what, f"write {assignment('adapter_rank', 16)} too"))
     method = recipe.merge_method
-    recipe, combination = _combination(recipe, found)
+    recipe, combination = _combination(recipe, all_problems)
     if combination is not None and space != "core":
         what = "PEFT's combinations are not merged in another space"
-        found.append(option_error("adapter_space", what, f"leave out {named('adapter_space')}"))
+        all_problems.append(option_error("adapter_space", what, f"leave out {named('adapter_space')}"))
     role = _base_role(recipe)
     if recipe.base_model is None and role == "required":
         recipe = replace(recipe, base_model=ZERO_ADAPTER)
     rank = options.adapter_rank or 0 if space == "compressed" else 0
     opened = Opened(space, rank, method if combination is not None else "", role)
-    assembled = assemble_recipe(replace(request, recipe=recipe, problems=tuple(found)), written, opened)
+    assembled = assemble_recipe(replace(request, recipe=recipe, problems=tuple(all_problems)), written, opened)
     try:
         _rewrite(assembled.draft, opened, options.adapter_rank, combination)
     except WeightsmithError as error:
@@ -167,10 +172,10 @@ def _rewrite(draft: PlanDraft, opened: Opened, rank: int | None, combination: Co
     whole = [step for step in draft.steps if step.out.name in opened.whole]
     _check_sums(draft, whole)
     layers = grouped((_layer(step.out.name), step) for step in draft.steps if step.out.name not in opened.whole)
-    for layer, own in layers.items():
-        made = {step.out.name.removesuffix(WEIGHT): step for step in own}
-        modules = list(dict.fromkeys(opened.matrices[matrix] for matrix in made))
-        firsts = [made[module.matrices[0]] for module in modules]
+    for layer, layer_steps in layers.items():
+        step_of_matrix = {step.out.name.removesuffix(WEIGHT): step for step in layer_steps}
+        modules = list(dict.fromkeys(opened.matrices[matrix] for matrix in step_of_matrix))
+        firsts = [step_of_matrix[module.matrices[0]] for module in modules]
         factors = tuple(step for module in modules for step in _factors(opened, module))
         limits = tuple(ranks[module.name] for module in modules)
         if combination is None:
@@ -178,7 +183,9 @@ def _rewrite(draft: PlanDraft, opened: Opened, rank: int | None, combination: Co
             base = tuple(_base_step(opened, module) for module in modules) if scaled else ()
             cores = CoreWork(tuple(modules)).product(f"bases of {layer}", (*factors, *base))
             work = MergedWork(cores.name, tuple(modules), limits)
-            merges = [core_step(_unfused(step), opened.matrices[name], name, opened.owner_of) for name, step in made.items()]
+            merges = [
+                core_step(_unfused(step), opened.matrices[name], name, opened.owner_of) for name, step in step_of_matrix.items()
+            ]
             scales = [scales_step(_unfused(s), m, opened.owner_of) for s, m in zip(firsts, modules, strict=True) if scaled]
             bases = [step for module in modules for step in basis_steps(module)]
             products += [cores, work.product(f"merged factors of {layer}", (*merges, *bases, *scales, *base))]
@@ -198,7 +205,7 @@ def _rewrite(draft: PlanDraft, opened: Opened, rank: int | None, combination: Co
         title = title.replace("linear", name)
     relation = "adapter" if single is None else "merge"
     draft.made = replace(draft.made, name=name, title=title, source=f"{cited}\n\n{source}".strip(), relation=relation)
-    draft.models = [model_input(each) for each in opened.inputs]
+    draft.models = [model_input(checkpoint) for checkpoint in opened.inputs]
     draft.steps, draft.products, draft.dropped = steps, products, []
     draft.config, draft.donor, draft.container = None, 0, PEFT
     if single is None:
@@ -211,25 +218,25 @@ def _rewrite(draft: PlanDraft, opened: Opened, rank: int | None, combination: Co
 
 def _ranks(opened: Opened, rank: int | None, combination: Combination | None) -> dict[str, int]:
     """The rank of each module's factors. All experts have the same, as PEFT and vLLM stack them."""
-    found: dict[str, int] = {}
+    ranks: dict[str, int] = {}
     for name, module in opened.modules.items():
         if combination is None:
-            found[name] = min(*module.core, rank or min(module.core))
+            ranks[name] = min(*module.core, rank or min(module.core))
             continue
         if combination.name in ON_FACTORS and len(set(module.ranks)) > 1:
             what = f"{PREFIX}{combination.name} works on A and on B, and the ranks are {list(module.ranks)}"
             raise ShapeError(what, where=name, fix=f"write {PREFIX}cat or {PREFIX}svd")
-        found[name] = combination.rank(module.ranks, rank)
+        ranks[name] = combination.rank(module.ranks, rank)
     experts = opened.experts if combination is None else []
-    return found | dict.fromkeys(experts, max((found[name] for name in experts), default=0))
+    return ranks | dict.fromkeys(experts, max((ranks[name] for name in experts), default=0))
 
 
 def _check_sums(draft: PlanDraft, whole: Sequence[Step]) -> None:
     """Tensors that are saved whole are not differences: a sum of theirs whose weights do not add up to 1 is no such tensor."""
     for step in whole:
-        own = step.pieces[0] if step.pieces else step
-        if own.op == "linear" and not draft.settings[own.settings].shared["normalize"]:
-            total = sum(float(model["weight"] or 0) for model in draft.settings[own.settings].models)
+        summed = step.pieces[0] if step.pieces else step
+        if summed.op == "linear" and not draft.settings[summed.settings].shared["normalize"]:
+            total = sum(float(model["weight"] or 0) for model in draft.settings[summed.settings].models)
             if abs(total - 1) > _WEIGHTS_OFF:
                 what = f"an adapter saves it whole, and linear without normalize makes {total:g} times such a tensor of it"
                 fix = f"write merge_method: task_arithmetic, and {NAME_BASE}"
@@ -240,7 +247,7 @@ def _weights(draft: PlanDraft, step: Step, module: Adapted) -> tuple[float, ...]
     """The weights of the adapters that have factors for a module."""
     whole = step.pieces[0] if step.pieces else step
     settings = draft.settings[whole.settings].models
-    known = {read.model: float(own["weight"] or 0) for read, own in zip(whole.inputs, settings, strict=True)}
+    known = {read.model: float(parameters["weight"] or 0) for read, parameters in zip(whole.inputs, settings, strict=True)}
     return tuple(known.get(owner, 0.0) for owner in module.owners)
 
 
@@ -267,7 +274,7 @@ def _notes(opened: Opened) -> Iterator[Finding]:
 
 def _layer(matrix: str) -> str:
     """The layer of a matrix, as names of products have it."""
-    place = placed(matrix)
+    place = with_layer(matrix)
     return f"{place.stack}{place.layer}" if place.stack else layer_of(matrix) or "other modules"
 
 
@@ -301,9 +308,9 @@ def _unfused(step: Step) -> Step:
 def _whole_step(opened: Opened, places: Places, step: Step, method: str) -> Step:
     """The step of a tensor that is saved whole, which reads the adapters, and the base."""
 
-    def moved(own: Step) -> Step:
-        reads = tuple(opened.whole_read(read, method) for read in own.inputs)
-        return replace(own, inputs=reads, pieces=tuple(map(moved, own.pieces)))
+    def moved(part: Step) -> Step:
+        reads = tuple(opened.whole_read(read, method) for read in part.inputs)
+        return replace(part, inputs=reads, pieces=tuple(map(moved, part.pieces)))
 
     return replace(moved(step), out=replace(step.out, name=places.saved(step.out.name)))
 
@@ -311,14 +318,14 @@ def _whole_step(opened: Opened, places: Places, step: Step, method: str) -> Step
 def _stored(places: Places, module: Adapted, rank: int, dtype: DType) -> Iterator[Step]:
     """Steps of the factors, and of DoRA's norms, as PEFT names them."""
     names = [*places.factors(places.name_of(module.name)), norms_name(module.name)]
-    for name, made in zip(names, module.factor_specs(rank), strict=False):
-        yield Step(TensorSpec(name, dtype, made.shape), COPY if dtype.name == "F32" else CAST, (Read(PRODUCTS, made.name),))
+    for name, spec in zip(names, module.factor_specs(rank), strict=False):
+        yield Step(TensorSpec(name, dtype, spec.shape), COPY if dtype.name == "F32" else CAST, (Read(PRODUCTS, spec.name),))
 
 
 def _config(opened: Opened, places: Places, ranks: Mapping[str, int]) -> dict[str, Any]:
     configs = [adapter.checkpoint.config or {} for adapter in opened.adapters]
     named = next((config for config in configs if config.get("base_model_name_or_path")), configs[0])
-    made = places.config(
+    written = places.config(
         str(named.get("base_model_name_or_path") or opened.base_name),
         str(named.get("revision") or ""),
         {places.name_of(name): rank for name, rank in ranks.items()},
@@ -329,17 +336,17 @@ def _config(opened: Opened, places: Places, ranks: Mapping[str, int]) -> dict[st
         dora=any(module.scaled for module in opened.modules.values()),
     )
     if len(tasks := {str(config.get("task_type") or "") for config in configs}) == 1:
-        made["task_type"] = tasks.pop() or None
+        written["task_type"] = tasks.pop() or None
     # The experts of the merge have the layout of the inputs.
     versions = [config.get("peft_version") for config in configs]
-    made.pop("peft_version", None)
+    written.pop("peft_version", None)
     if places.parameters and versions[0] and len({transposed_of(version, "") for version in versions}) == 1:
-        made["peft_version"] = versions[0]
+        written["peft_version"] = versions[0]
     # Short names only where every adapter has these targets.
     every = all(len(module.owners) == len(configs) for module in opened.modules.values())
     for key, names in ("target_modules", places.modules), ("target_parameters", places.parameters):
         listed = [sorted(map(str, c[key])) for c in configs if isinstance(c.get(key), list)]
-        alike = len(listed) == len(configs) and all(each == listed[0] for each in listed)
+        alike = len(listed) == len(configs) and all(names_of_adapter == listed[0] for names_of_adapter in listed)
         if every and names and alike and all(f".{name}".endswith(tuple(f".{end}" for end in listed[0])) for name in names):
-            made[key] = listed[0]
-    return made
+            written[key] = listed[0]
+    return written

@@ -19,11 +19,11 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsmith._base.errors import MismatchError
+from weightsmith._base.one_thread import one_thread
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._features.adapters.cores import Adapted, row_norms, stored
 from weightsmith._methods.jobs.decompose import thin_svd
-from weightsmith._methods.jobs.matrix import one_thread
 from weightsmith._plans import Product, Step
 from weightsmith._plans.forms import ProductSettings
 from weightsmith.abc.product import Arrays
@@ -74,15 +74,15 @@ def _compute(context: ProductContext) -> Arrays:
     reading = threading.Lock()  # one matrix of the base is in memory at a time
 
     def decomposed(matrix: str, rank: int) -> tuple[Tensor, Tensor, list[float]]:
-        u, core = (torch.from_numpy(arrays[each]).double() for each in (f"{matrix}: U", matrix))
+        u, core = (torch.from_numpy(arrays[name]).double() for name in (f"{matrix}: U", matrix))
         left, values, right = thin_svd(core)
         squares, scale = values.square(), values[:rank].sqrt()
         a, b = scale[:, None] * right[:rank], u @ (left[:, :rank] * scale)
         if f"{matrix}: V" in arrays:
             a = a @ torch.from_numpy(arrays[f"{matrix}: V"]).double().T
-        more = rank - len(a)
+        n_zeros = rank - len(a)
         kept = [float(squares[:rank].sum()), float(squares.sum())]
-        return torch.nn.functional.pad(a, (0, 0, 0, more)), torch.nn.functional.pad(b, (0, more)), kept
+        return torch.nn.functional.pad(a, (0, 0, 0, n_zeros)), torch.nn.functional.pad(b, (0, n_zeros)), kept
 
     def as_dora(module: Adapted, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """B of the adapter, and the norms."""
@@ -96,14 +96,14 @@ def _compute(context: ProductContext) -> Arrays:
 
     def make(module: Adapted, rank: int) -> tuple[list[npt.NDArray[np.float32]], npt.NDArray[np.float64]]:
         a, b, kept = zip(*(decomposed(matrix, rank) for matrix in module.matrices), strict=True)
-        found = [torch.cat(a), torch.stack(b, 2).flatten(1)]
+        factors = [torch.cat(a), torch.stack(b, 2).flatten(1)]
         if module.scaled:
-            found = [a[0], *as_dora(module, a[0], b[0])]
-        return [stored(each) for each in found], np.sum(kept, axis=0)
+            factors = [a[0], *as_dora(module, a[0], b[0])]
+        return [stored(factor) for factor in factors], np.sum(kept, axis=0)
 
     with one_thread(), ThreadPoolExecutor(context.threads) as pool:
-        made = list(pool.map(make, work.modules, work.ranks))
-    return [*(array for arrays, _ in made for array in arrays), np.array([shares for _, shares in made])]
+        results = list(pool.map(make, work.modules, work.ranks))
+    return [*(array for arrays, _ in results for array in arrays), np.array([shares for _, shares in results])]
 
 
 KIND = ProductKind("decomposing merged adapters", compute=_compute, check=MergedWork.check)

@@ -74,9 +74,9 @@ class Opened:
                 self.zeros = 1
             elif ref.path in results or not is_adapter(ref):
                 self.zeros = 1
-                (self.base,), found = open_models([ref], stack, results, plain)
+                (self.base,), unopened = open_models([ref], stack, results, plain)
                 self.base_name = "" if ref.path in results else ref.path
-                problems += found
+                problems += unopened
             else:
                 try:
                     adapter = open_adapter(ref.path, revision=ref.revision or None)
@@ -201,7 +201,7 @@ class Opened:
         if self.base is None or read.tensor not in self.places:
             missing = f"and {method} needs the base's" if adapter is None else f"which {adapter.checkpoint.ref} does not have"
             missing += "" if self.base is None else f": {self.base_name or 'the base'} has no such tensor"
-            owner = next(each for each in self.adapters if read.tensor in each.replacements)
+            owner = next(saver for saver in self.adapters if read.tensor in saver.replacements)
             what = f"it saves {read.tensor} whole, {missing}"
             raise Unsupported(what, where=owner.checkpoint.ref, fix=self.name_base if self.base is None else MERGE_MODELS)
         return replace(read, model=len(self.adapters), tensor=self.places[read.tensor])
@@ -224,31 +224,31 @@ def find_modules(adapters: Sequence[Adapter]) -> dict[str, Adapted]:
     Raises MismatchError and ShapeError for adapters of bases of different shapes, Unsupported for experts in an unknown order.
     """
     _check_layouts(adapters)
-    every = (own for i, adapter in enumerate(adapters) for own in (*_of_linears(adapter, i), *_of_parameters(adapter, i)))
-    owners = grouped((own.name, own) for own in every)
-    found = {}
+    every = (module for i, adapter in enumerate(adapters) for module in (*_of_linears(adapter, i), *_of_parameters(adapter, i)))
+    owners = grouped((module.name, module) for module in every)
+    modules = {}
     for name, known in owners.items():
-        if len({(own.shape, own.experts) for own in known}) > 1:
-            shapes = [([own.experts] if own.experts else []) + list(own.shape) for own in known]
-            refs = [adapters[own.owners[0]].checkpoint.ref for own in known]
+        if len({(module.shape, module.experts) for module in known}) > 1:
+            shapes = [([module.experts] if module.experts else []) + list(module.shape) for module in known]
+            refs = [adapters[module.owners[0]].checkpoint.ref for module in known]
             details = [f"{ref}: {shape}" for ref, shape in zip(refs, shapes, strict=True)]
-            if any(own.experts and own.shape == known[0].shape[::-1] for own in known):
+            if any(module.experts and module.shape == known[0].shape[::-1] for module in known):
                 what = "adapters in PEFT's two layouts of experts, inputs and outputs exchanged"
                 raise ShapeError(what, where=name, details=details, fix=f"{MERGE_MODELS}; it reads both")
             raise ShapeError("adapters of different bases", where=name, details=details, fix=ONE_BASE)
-        found[name] = replace(
+        modules[name] = replace(
             known[0],
-            owners=tuple(own.owners[0] for own in known),
-            ranks=tuple(own.ranks[0] for own in known),
-            scalings=tuple(own.scalings[0] for own in known),
-            normed=tuple(i for own in known for i in own.normed),
-            grouped=tuple(i for own in known for i in own.grouped),
+            owners=tuple(module.owners[0] for module in known),
+            ranks=tuple(module.ranks[0] for module in known),
+            scalings=tuple(module.scalings[0] for module in known),
+            normed=tuple(i for module in known for i in module.normed),
+            grouped=tuple(i for module in known for i in module.grouped),
         )
-    if not found:
+    if not modules:
         where = adapters[0].checkpoint.ref
         fix = "name folders that PEFT has written, or files of factors"
         raise MismatchError("the adapters have no factors", where=where, fix=fix)
-    return found
+    return modules
 
 
 def whole_tensors(adapters: Sequence[Adapter], modules: Mapping[str, Adapted]) -> dict[str, TensorSpec]:
@@ -256,22 +256,22 @@ def whole_tensors(adapters: Sequence[Adapter], modules: Mapping[str, Adapted]) -
 
     Raises ShapeError for different shapes, Unsupported for a tensor that another adapter has factors of.
     """
-    found: dict[str, TensorSpec] = {}
+    specs: dict[str, TensorSpec] = {}
     first: dict[str, Adapter] = {}
     for adapter in adapters:
         for name, stored in adapter.replacements.items():
             spec = replace(adapter.checkpoint.specs[stored], name=name)
-            known = found.setdefault(name, spec)
+            known = specs.setdefault(name, spec)
             other = first.setdefault(name, adapter)
             if known.shape != spec.shape:
                 pairs = (other, known.shape), (adapter, spec.shape)
-                details = [f"{each.checkpoint.ref}: {list(shape)}" for each, shape in pairs]
+                details = [f"{owner.checkpoint.ref}: {list(shape)}" for owner, shape in pairs]
                 what = "adapters of different bases, or with different numbers of tokens"
                 raise ShapeError(what, where=name, details=details, fix=ONE_BASE)
             if (module := modules.get(name.removesuffix(".weight"))) is not None:
                 details = [f"{adapters[module.owners[0]].checkpoint.ref} has factors of it"]
                 raise Unsupported(f"it saves {name} whole", where=adapter.checkpoint.ref, details=details, fix=MERGE_MODELS)
-    return found
+    return specs
 
 
 def different_bases(adapters: Sequence[Adapter]) -> MismatchError | None:
@@ -294,7 +294,7 @@ def _check_layouts(adapters: Sequence[Adapter]) -> None:
         if adapter.transposed != first.transposed:
             what = "fan_in_fan_out differs: the adapters are of different bases"
             raise MismatchError(what, where=where, details=[first.checkpoint.ref], fix=ONE_BASE)
-        levels = [level for own in adapter.stacked.values() for level in own]
+        levels = [level for levels_of_module in adapter.stacked.values() for level in levels_of_module]
         if levels and all(specs[level.a].shape[1] == specs[level.b].shape[0] for level in levels):
             what = "all matrices of experts are square, and both of PEFT's layouts of experts fit"
             raise Unsupported(what, where=where, fix="merge them with the version of PEFT that has written them")
@@ -311,10 +311,10 @@ def _last(name: str) -> str:
 
 def _of_linears(adapter: Adapter, number: int) -> Iterator[Adapted]:
     specs = adapter.checkpoint.specs
-    for module, own in adapter.updates.items():
-        rank, inputs = as_matrix(specs[own.a].shape)
-        normed = (number,) if own.magnitude else ()
-        yield Adapted(module, (specs[own.b].shape[0], inputs), (number,), (rank,), (own.scaling,), normed=normed)
+    for module, factors in adapter.updates.items():
+        rank, inputs = as_matrix(specs[factors.a].shape)
+        normed = (number,) if factors.magnitude else ()
+        yield Adapted(module, (specs[factors.b].shape[0], inputs), (number,), (rank,), (factors.scaling,), normed=normed)
 
 
 def _of_parameters(adapter: Adapter, number: int) -> Iterator[Adapted]:
@@ -332,12 +332,12 @@ def _of_parameters(adapter: Adapter, number: int) -> Iterator[Adapted]:
 
 def parameters_of(adapter: Adapter) -> dict[str, tuple[Parameter, Stacked]]:
     """The parameters of experts that an adapter has factors of, in full, and these. Raises Unsupported if it is not known."""
-    found: dict[str, tuple[Parameter, Stacked]] = {}
+    parameters: dict[str, tuple[Parameter, Stacked]] = {}
     for module, levels in adapter.stacked.items():
         known = {parameter.name: parameter for parameter in adapter.parameters[module]}
         names = [name for name in WRAPPED if name in known] if len(known) > 1 else list(known)
         if len(levels) != len(names) or len(names) != len(known):
             what = f"cannot assign the factors of {module} to {', '.join(known)} without the base"
             raise Unsupported(what, where=adapter.checkpoint.ref, fix=MERGE_MODELS)
-        found |= {f"{module}.{name}": (known[name], level) for name, level in zip(names, levels, strict=True)}
-    return found
+        parameters |= {f"{module}.{name}": (known[name], level) for name, level in zip(names, levels, strict=True)}
+    return parameters

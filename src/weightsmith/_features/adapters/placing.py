@@ -44,9 +44,9 @@ def targets(chosen: Collection[str], modules: Collection[str]) -> list[str]:
     >>> targets(["l.0.q", "l.1.q", "l.0.up"], ["l.0.q", "l.1.q", "l.0.up", "l.1.up"])
     ['l.0.up', 'q']
     """
-    wanted, last = set(chosen), {module: module.rpartition(".")[2] for module in modules}
-    shared = {last[module] for module in modules if module not in wanted and module in last}
-    return sorted({module if (end := module.rpartition(".")[2]) in shared else end for module in wanted})
+    with_factors, last = set(chosen), {module: module.rpartition(".")[2] for module in modules}
+    shared = {last[module] for module in modules if module not in with_factors and module in last}
+    return sorted({module if (end := module.rpartition(".")[2]) in shared else end for module in with_factors})
 
 
 _LAYER = ".base_layer"
@@ -99,24 +99,24 @@ class Places:
         self.parameters[key] = target
         self._of_module.setdefault(key.rpartition(".")[0], []).append(key)
 
-    def add_whole(self, wanted: Iterable[str], known: Iterable[str], shared: Set[str] = frozenset()) -> None:
+    def add_whole(self, differing: Iterable[str], known: Iterable[str], shared: Set[str] = frozenset()) -> None:
         """Find the places of tensors. Call it when all factors are placed.
 
-        wanted  tensors of the model that differ
+        differing  tensors of the model that differ
         known   all that the fine-tune has
-        shared  those of `wanted` that other modules have too
+        shared  those of `differing` that other modules have too
         """
         built, has = self.built, set(known)
         taken = set[str]()
-        for key in wanted:
+        for key in differing:
             module = key.rpartition(".")[0]
             if key in taken:
                 continue
-            own = built.inside.get(module, ())
-            alone = module and module not in built.parents and self._wrapped(module) == module and has.issuperset(own)
-            if alone and shared.isdisjoint(own) and self._only(module):
-                self.whole[module] = own
-                taken.update(own)
+            tensors = built.inside.get(module, ())
+            alone = module and module not in built.parents and self._wrapped(module) == module and has.issuperset(tensors)
+            if alone and shared.isdisjoint(tensors) and self._only(module):
+                self.whole[module] = tensors
+                taken.update(tensors)
             else:
                 self.in_place.append(key)
                 taken.add(key)
@@ -203,26 +203,26 @@ class Places:
 
     def saved(self, key: str) -> str:
         """The name of a tensor that is saved whole."""
-        module, dot, own = key.rpartition(".")
+        module, dot, tensor = key.rpartition(".")
         if module in self.whole:
-            return f"{PREFIX}{self._wrapped(module, outer=True)}.{own}"
-        return f"{PREFIX}{self._wrapped(module)}{dot}{own}"
+            return f"{PREFIX}{self._wrapped(module, outer=True)}.{tensor}"
+        return f"{PREFIX}{self._wrapped(module)}{dot}{tensor}"
 
     def _wrapped(self, module: str, *, outer: bool = False) -> str:
         """The name of a module once PEFT has wrapped others. outer: of its outermost wrapper, not of the module in it."""
-        parts, found = module.split("."), ""
+        parts, wrapped = module.split("."), ""
         for i, part in enumerate(parts):
-            found += f".{part}" if i else part
+            wrapped += f".{part}" if i else part
             name = ".".join(parts[: i + 1])
             if name != module or not outer:
-                found += _LAYER * (int(name in self.modules) + len(self._of_module.get(name, ())))
-        return found
+                wrapped += _LAYER * (int(name in self.modules) + len(self._of_module.get(name, ())))
+        return wrapped
 
     def target_modules(self) -> list[str]:
         """Names that no other module has. Raises Unsupported if there are none."""
-        found = targets([*self.modules], [*self.built.modules])
-        others = matched([*self.built.modules], found) - set(self.modules)
+        names = targets([*self.modules], [*self.built.modules])
+        others = matched([*self.built.modules], names) - set(self.modules)
         if others:
             what = f"PEFT would take {min(others)} for a module with factors: its name ends like that of another"
             raise Unsupported(what, fix="leave one of them out with --exclude")
-        return found
+        return names

@@ -52,8 +52,8 @@ class Spectrum:
     def possible(self, rank: int) -> float:
         """The share that the best factors of a rank keep, or more: an upper bound."""
         squares = float(self._squares[rank]), float(self._squares[-1])
-        left = max(0.0, self.energy - squares[1])
-        return self._share(squares[0] + min(rank * self.bound, left))
+        rest = max(0.0, self.energy - squares[1])
+        return self._share(squares[0] + min(rank * self.bound, rest))
 
     def signal_kept(self, rank: int) -> float:
         """The share of the signal that factors of a rank keep; 1 if there is none."""
@@ -80,10 +80,10 @@ class Spectrum:
         The larger ones are those above the edge of noise that would explain all that they leave.
         """
         for k in range(min(len(self.values), min(self.rows, self.cols) - 1) + 1):
-            left = max(0.0, self.energy - float(self._squares[k])) / ((self.rows - k) * (self.cols - k))
-            if k == len(self.values) or self.values[k] <= self._edge(left):
+            rest = max(0.0, self.energy - float(self._squares[k])) / ((self.rows - k) * (self.cols - k))
+            if k == len(self.values) or self.values[k] <= self._edge(rest):
                 break
-        return float(min(self.noise, left))
+        return float(min(self.noise, rest))
 
     def _edge(self, variance: float) -> float:
         """The largest singular value of noise, with a margin for chance (about three of its standard deviations)."""
@@ -99,8 +99,8 @@ class Spectrum:
         beta = min(self.rows, self.cols) / max(self.rows, self.cols)
         y = np.where(self.values > self._edge(self.variance), self.values / unit, 1 + math.sqrt(beta))
         shrunk = np.sqrt(np.maximum(np.square(np.square(y) - beta - 1) - 4 * beta, 0)) / y
-        found: Vector = np.square(shrunk * unit)
-        return found
+        energies: Vector = np.square(shrunk * unit)
+        return energies
 
     @cached_property
     def _squares(self) -> Vector:
@@ -149,13 +149,13 @@ def choose_ranks(
     """
     names = [name or str(i) for i, name in enumerate(groups or [""] * len(spectra))]
     members = grouped(zip(names, spectra, strict=True))
-    together = [_Together.of(own, sv_epsilon) for own in members.values()]
+    together = [_Together.of(members_of_group, sv_epsilon) for members_of_group in members.values()]
     if energy is not None:
-        ranks = [_by_energy(each, energy) for each in together]
+        ranks = [_by_energy(group, energy) for group in together]
     elif max_parameters is not None:
         ranks = _within(together, max_parameters)
     else:
-        ranks = [each.limit for each in together]
+        ranks = [group.limit for group in together]
     chosen = dict(zip(members, ranks, strict=True))
     return [chosen[name] for name in names]
 
@@ -169,15 +169,15 @@ def _by_energy(spectrum: _Together, share: float) -> int:
 
 def _within(spectra: Sequence[_Together], budget: int) -> list[int]:
     """Values in the order of signal for each parameter; equal ones in the order of the matrices."""
-    limits = [each.limit for each in spectra]
+    limits = [spectrum.limit for spectrum in spectra]
     gains = np.concatenate([s.signals[:n] / s.size for s, n in zip(spectra, limits, strict=True)])
     owners = np.repeat(np.arange(len(spectra)), limits)
-    ranks, left = [0] * len(spectra), budget
+    ranks, rest = [0] * len(spectra), budget
     for i in np.argsort(-gains, kind="stable").tolist():
         owner = int(owners[i])
-        if gains[i] > 0 and spectra[owner].size <= left:
+        if gains[i] > 0 and spectra[owner].size <= rest:
             ranks[owner] += 1
-            left -= spectra[owner].size
+            rest -= spectra[owner].size
     if not any(ranks) and any(gains > 0):
         least = min(spectrum.size for spectrum in spectra)
         what = f"must be at least {least:,}, which the smallest factors take, not {budget:,}"

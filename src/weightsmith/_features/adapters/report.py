@@ -91,7 +91,7 @@ class Extraction:
                     "energy": matrix.spectrum.energy,
                     "singular_values": [float(f"{value:.6g}") for value in matrix.spectrum.values],
                 }
-                for matrix in sorted(self.matrices, key=lambda m: (placed(m.name).layer, m.name))
+                for matrix in sorted(self.matrices, key=lambda m: (with_layer(m.name).layer, m.name))
             ],
             "modules_to_save": list(self.whole),
             "in_place": list(self.in_place),
@@ -102,8 +102,8 @@ class Extraction:
     def table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
         """Header and rows: for each kind of module, the ranks, and the shares that they keep."""
         head = ("module", "count", "rank", "kept", "possible", "signal", "noise", "least, in")
-        kinds = grouped((placed(matrix.target.module).part, matrix) for matrix in self.matrices)
-        return head, [*(_row(kind, own) for kind, own in kinds.items()), _row("all", self.matrices)]
+        kinds = grouped((with_layer(matrix.target.module).part, matrix) for matrix in self.matrices)
+        return head, [*(_row(kind, matrices) for kind, matrices in kinds.items()), _row("all", self.matrices)]
 
     def files(self) -> Mapping[str, bytes]:
         """The report as JSON and as a plot."""
@@ -124,7 +124,7 @@ class Extraction:
     def warnings(self, where: str) -> list[Finding]:
         """What the adapter leaves out, and what PEFT does not undo."""
         reasons = grouped((why, name) for name, why in self.left_out.items())
-        found = [
+        findings = [
             Finding(f"{len(names):,} tensors differ and are not in the adapter: {why}", names[0])
             for why, names in reasons.items()
         ]
@@ -132,11 +132,11 @@ class Extraction:
             what = (
                 f"PEFT loads {len(self.in_place):,} tensors into the base's own, and disabling the adapter does not undo them"
             )
-            found.append(Finding(what, self.in_place[0]))
+            findings.append(Finding(what, self.in_place[0]))
         if self.unknown:
             what = f"whether PEFT finds all that the adapter has was not checked: {self.unknown}"
-            found.append(Finding(what, fix="load it with PEFT, and look for warnings, before you publish it"))
-        return found
+            findings.append(Finding(what, fix="load it with PEFT, and look for warnings, before you publish it"))
+        return findings
 
     def blocks(self) -> list[Block]:
         """Heat maps of the signal kept, and the table."""
@@ -145,7 +145,7 @@ class Extraction:
         return [*self._maps(), Table("What the adapter keeps", columns, tuple(rows))]
 
     def _maps(self) -> list[HeatMap]:
-        items = [(placed(matrix.target.module), matrix) for matrix in self.matrices]
+        items = [(with_layer(matrix.target.module), matrix) for matrix in self.matrices]
         about = "Of the signal in the difference, without rounding noise, by the squared Frobenius norm."
         title, span = "Share of the signal that the adapter keeps", (0.0, 1.0)
         return heat_maps(title, items, _signal_kept, "share", about, span=span)
@@ -188,7 +188,7 @@ def _row(kind: str, matrices: Sequence[Matrix]) -> tuple[str, ...]:
 
 def _least(matrix: Matrix) -> str:
     """The share of the signal that it keeps, and the number of its layer, if it is in one."""
-    place = placed(matrix.name)
+    place = with_layer(matrix.name)
     return f"{_percent(matrix.spectrum.signal_kept(matrix.rank))}{f', {place.layer}' if place.stack else ''}"
 
 
@@ -201,14 +201,14 @@ def _ranks(matrices: Sequence[Matrix]) -> str:
     return str(*ranks) if len(ranks) == 1 else f"{min(ranks)} to {max(ranks)}"
 
 
-def placed(module: str) -> Place:
+def with_layer(module: str) -> Place:
     """By the first number in a name; a part is named without the others.
 
     >>> placed("model.layers.3.mlp.experts.2.up_proj"), placed("lm_head")
     (Place(stack='model.layers.', layer=3, part='mlp.experts.up_proj'), Place(stack='', layer=0, part='lm_head'))
     """
-    found = _NUMBERED.fullmatch(module)
-    if found is None:
+    match = _NUMBERED.fullmatch(module)
+    if match is None:
         return Place("", 0, module.rpartition(".")[2])
-    part = ".".join(part for part in found["part"].split(".") if not part.isdigit())
-    return Place(found["stack"], int(found["layer"]), part)
+    part = ".".join(part for part in match["part"].split(".") if not part.isdigit())
+    return Place(match["stack"], int(match["layer"]), part)

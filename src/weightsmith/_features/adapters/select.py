@@ -48,12 +48,12 @@ class Pair:
 class Piece:
     """A tensor, or a block of it.
 
-    wanted  False: its difference is taken for zero
+    chosen  False: its difference is taken for zero
     """
 
     pair: Pair
     block: Block | None = None
-    wanted: bool = True
+    chosen: bool = True
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -79,7 +79,7 @@ class Weight:
     @property
     def size(self) -> int:
         """Elements of the matrices."""
-        return sum(math.prod(piece.shape) for own in self.matrices for piece in own)
+        return sum(math.prod(piece.shape) for pieces in self.matrices for piece in pieces)
 
 
 @dataclass
@@ -102,19 +102,19 @@ def pair_tensors(base: Checkpoint, tuned: Checkpoint) -> tuple[list[Pair], list[
     Raises ShapeError with everything of the base that the fine-tune does not have, or in another shape.
     """
     structures = analyse_all([base, tuned])
-    own, theirs = structures
-    assert own is not None
-    assert theirs is not None
-    found = ModelNames(theirs, tuned.specs, own, base.specs).all()
-    embedding = next((name for name in found if name in base.specs and is_embedding(base.specs[name])), "")
+    base_structure, tuned_structure = structures
+    assert base_structure is not None
+    assert tuned_structure is not None
+    tuned_names = ModelNames(tuned_structure, tuned.specs, base_structure, base.specs).all()
+    embedding = next((name for name in tuned_names if name in base.specs and is_embedding(base.specs[name])), "")
     pairs: list[Pair] = []
     problems: list[str] = []
     for spec in base.specs.values():
         if is_buffer(spec) or not spec.dtype.floating:
             continue
-        name = found.get(spec.name)
+        name = tuned_names.get(spec.name)
         if name is None and is_head(spec) and embedding and ties(tuned.config, stores_head=False):
-            name = found[embedding]
+            name = tuned_names[embedding]
         if name is None:
             problems.append(f"{spec.name}: the fine-tune has no such tensor{nearest(spec.name, tuned.specs)}")
             continue
@@ -122,13 +122,15 @@ def pair_tensors(base: Checkpoint, tuned: Checkpoint) -> tuple[list[Pair], list[
         if pair.grown and not (is_vocabulary(spec) and pair.tuned.shape[1:] == spec.shape[1:]):
             problems.append(f"{spec.name}: {list(spec.shape)} in the base, and {list(pair.tuned.shape)} in the fine-tune")
         pairs.append(pair)
-    strange = [name for name in found if name not in base.specs and not is_buffer(tuned.specs[found[name]])]
+    strange = [name for name in tuned_names if name not in base.specs and not is_buffer(tuned.specs[tuned_names[name]])]
     if embedding and not any(is_head(pair.spec) for pair in pairs) and ties(base.config, stores_head=False):
-        head = next((name for name in strange if is_head(replace(tuned.specs[found[name]], name=name))), "")
+        head = next((name for name in strange if is_head(replace(tuned.specs[tuned_names[name]], name=name))), "")
         strange = [name for name in strange if name != head]
-        source = tuned.specs[found[head] if head else found[embedding]]
+        source = tuned.specs[tuned_names[head] if head else tuned_names[embedding]]
         pairs.append(Pair(replace(base.specs[embedding], name=head or TIED_HEAD), embedding, source))
-    problems += [f"{name}: the base has no such layer" for name in strange if theirs.locate(found[name]) is not None]
+    problems += [
+        f"{name}: the base has no such layer" for name in strange if tuned_structure.locate(tuned_names[name]) is not None
+    ]
     if problems:
         raise _unequal(base, tuned, problems)
     return pairs, strange
@@ -150,74 +152,74 @@ def select(pairs: Sequence[Pair], settings: ExtractSettings, base: Checkpoint, b
     Raises ParameterError and UnknownName for settings that match no module.
     """
     modules = list(dict.fromkeys(module_of(pair) for pair in pairs))
-    wanted = set(_matching(modules, settings))
+    chosen = set(_matching(modules, settings))
     saved = set(_saved(modules, settings.save_modules))
     transposed = _is_transposed(pairs)
     structure = analyse(base.specs.values(), base.config)
     stacks = find_stacks(base.specs, structure, base.config) if built is None else _stacks(base, structure, built)
-    found = Chosen()
+    selection = Chosen()
 
     def target(module: str, form: Form, shape: tuple[int, ...], experts: int = 0, group: str = "") -> Target:
         rank = min(settings.max_rank, *shape)
         return Target(module, form, rank, settings.exact or prefers_exact(rank, *shape), experts, group)
 
-    joined = _joined(pairs, wanted - saved, built, target) if built is not None and settings.layout == "peft" else {}
+    joined = _joined(pairs, chosen - saved, built, target) if built is not None and settings.layout == "peft" else {}
     for pair in pairs:
         module, stack = module_of(pair), stacks.get(pair.spec.name)
         if pair.spec.name in joined:
             weight = joined[pair.spec.name]
             if pair is weight.pair:
-                found.factors.append(weight)
+                selection.factors.append(weight)
             continue
-        if module not in wanted:
+        if module not in chosen:
             continue
         form = None if module in saved else _form(pair, settings, built, transposed=transposed)
         if form is not None:
             group = GROUP if is_expert(pair.spec.name) else ""
-            found.factors.append(Weight(target(module, form, pair.spec.shape, group=group), ((Piece(pair),),)))
+            selection.factors.append(Weight(target(module, form, pair.spec.shape, group=group), ((Piece(pair),),)))
         elif stack is not None and module not in saved and settings.layout == "peft":
             form = "transposed" if stack.swapped else "linear"
-            own = target(stack.parameter, form, stack.shape[1:], stack.shape[0], group_of(stack.parameter))
-            found.factors.append(Weight(own, tuple((Piece(pair, block),) for block in stack.blocks)))
+            parameter = target(stack.parameter, form, stack.shape[1:], stack.shape[0], group_of(stack.parameter))
+            selection.factors.append(Weight(parameter, tuple((Piece(pair, block),) for block in stack.blocks)))
         elif stack is not None and module not in saved and not stack.transposed and ".experts." in pair.spec.name:
             for part in fused_parts(pair.spec, base.specs, structure, base.config):
-                own = target(part.name.removesuffix(WEIGHT), "linear", part.shape, group=GROUP)
-                found.factors.append(Weight(own, ((Piece(pair, part.block),),)))
+                parameter = target(part.name.removesuffix(WEIGHT), "linear", part.shape, group=GROUP)
+                selection.factors.append(Weight(parameter, ((Piece(pair, part.block),),)))
         elif why := _refusal(module, settings, saved):
-            found.left_out.append((pair, why))
+            selection.left_out.append((pair, why))
         else:
-            found.whole.append(pair)
-    return found
+            selection.whole.append(pair)
+    return selection
 
 
 def _stacks(base: Checkpoint, structure: Structure, built: Built) -> dict[str, Stack]:
     """The parameters of all experts in the model that transformers builds, which the base stores as they are."""
-    found: dict[str, Stack] = {}
+    stacks: dict[str, Stack] = {}
     for spec in base.specs.values():
         key = built.names.get(spec.name, "")
         if not key or built.tensors[key] != spec.shape or len(spec.shape) != 3 or min(spec.shape) < 2:
             continue
         if (structure.experts(spec) > 1 or "expert" in key) and spec.shape[0] <= MAX_STACKED:
             swapped = key.rpartition(".")[0] in built.rows
-            found[spec.name] = Stack(key, swapped, swapped, (spec.shape[0], spec.shape[1], spec.shape[2]))
-    return found
+            stacks[spec.name] = Stack(key, swapped, swapped, (spec.shape[0], spec.shape[1], spec.shape[2]))
+    return stacks
 
 
-def _joined(pairs: Sequence[Pair], wanted: Iterable[str], built: Built, target: Callable[..., Target]) -> dict[str, Weight]:
+def _joined(pairs: Sequence[Pair], chosen: Iterable[str], built: Built, target: Callable[..., Target]) -> dict[str, Weight]:
     """Tensor → the parameter of all experts that transformers makes of it and of others."""
-    of, listed = {pair.spec.name: pair for pair in pairs}, set(wanted)
-    found: dict[str, Weight] = {}
+    of, listed = {pair.spec.name: pair for pair in pairs}, set(chosen)
+    weights: dict[str, Weight] = {}
     for key, sources in built.sources.items():
-        own = [of[name] for name in sources if name in of]
-        if not built.fused(key) or len(own) < len(sources) or not any(module_of(pair) in listed for pair in own):
+        parts = [of[name] for name in sources if name in of]
+        if not built.fused(key) or len(parts) < len(sources) or not any(module_of(pair) in listed for pair in parts):
             continue
         experts, rows, cols = built.tensors[key]
-        each = len(own) // experts
-        pieces = [Piece(pair, wanted=module_of(pair) in listed) for pair in own]
-        matrices = tuple(tuple(pieces[e * each : (e + 1) * each]) for e in range(experts))
+        per_expert = len(parts) // experts
+        pieces = [Piece(pair, chosen=module_of(pair) in listed) for pair in parts]
+        matrices = tuple(tuple(pieces[e * per_expert : (e + 1) * per_expert]) for e in range(experts))
         weight = Weight(target(key, "linear", (rows, cols), experts, group_of(key)), matrices)
-        found |= dict.fromkeys(sources, weight)
-    return found
+        weights |= dict.fromkeys(sources, weight)
+    return weights
 
 
 def module_of(pair: Pair) -> str:
@@ -290,28 +292,28 @@ def _pattern(text: str, option: str, modules: Sequence[str]) -> re.Pattern[str]:
 
 def _saved(modules: Sequence[str], names: Sequence[str]) -> Iterator[str]:
     for name in names:
-        found = [module for module in modules if f".{module}".endswith(f".{name}")]
-        found += [module for module in modules if f".{module}".rpartition(".")[0].endswith(f".{name}")] if not found else []
-        if not found:
+        matches = [module for module in modules if f".{module}".endswith(f".{name}")]
+        matches += [module for module in modules if f".{module}".rpartition(".")[0].endswith(f".{name}")] if not matches else []
+        if not matches:
             last = sorted({module.rpartition(".")[2] for module in modules})
             raise UnknownName(f"no module is called '{name}'{nearest(name, last)}", where=named("save_modules"))
-        yield from found
+        yield from matches
 
 
 def settings_problems(settings: ExtractSettings) -> list[WeightsmithError]:
     """Settings that exclude each other."""
-    found: list[WeightsmithError] = []
+    problems: list[WeightsmithError] = []
     if settings.layout == "vllm":
         if settings.max_rank > VLLM_RANK:
             what = f"vLLM loads ranks up to {VLLM_RANK}, not {settings.max_rank}"
-            found.append(option_error("max_rank", what, f"write {assignment('max_rank', VLLM_RANK)} or less"))
+            problems.append(option_error("max_rank", what, f"write {assignment('max_rank', VLLM_RANK)} or less"))
         for name in ("embed_lora", "save_modules"):
             if getattr(settings, name):
-                found.append(option_error(name, "vLLM loads factors of linear layers only", f"leave out {named(name)}"))
+                problems.append(option_error(name, "vLLM loads factors of linear layers only", f"leave out {named(name)}"))
     if settings.energy is not None and settings.max_parameters is not None:
         what = f"{named('energy')} chooses the ranks already"
-        found.append(option_error("max_parameters", what, "leave out one of them"))
-    return found
+        problems.append(option_error("max_parameters", what, "leave out one of them"))
+    return problems
 
 
 VLLM_RANK = 512

@@ -81,13 +81,13 @@ class _Written:
 
 def _written(adapter: Adapter) -> dict[Network, _Written]:
     """How an adapter names each network that it has factors of."""
-    found: dict[Network, _Written] = {}
+    written: dict[Network, _Written] = {}
     for module in adapter.updates if adapter.file is not None else ():
         network, inner = network_of(module, flat=_names(adapter).flat)
-        if not (network in found and found[network].blocks):
-            whose = next((each[0] for each in (_ORIGINAL, _DIFFUSERS) if inner.startswith(each)), "")
-            found[network] = _Written(module.removesuffix(inner), whose if network is DENOISER else "")
-    return found
+        if not (network in written and written[network].blocks):
+            whose = next((style[0] for style in (_ORIGINAL, _DIFFUSERS) if inner.startswith(style)), "")
+            written[network] = _Written(module.removesuffix(inner), whose if network is DENOISER else "")
+    return written
 
 
 def _names(adapter: Adapter) -> FileNames:
@@ -105,12 +105,12 @@ class SingleFile:
     def steps(self, draft: PlanDraft, module: Adapted, rank: int, dtype: DType) -> Iterator[Step]:
         """Steps of the factors of a module, and of its alpha."""
         adapter = self._adapters[module.owners[0]]
-        names, own, specs = _names(adapter).pairs[module.name], adapter.updates[module.name], adapter.checkpoint.specs
-        kernels = specs[own.a].shape[2:], specs[own.b].shape[2:]
-        for made, ending, kernel in zip(module.factor_specs(rank), (names.a, names.b), kernels, strict=True):
-            rows, cols = made.shape
+        names, factors, specs = _names(adapter).pairs[module.name], adapter.updates[module.name], adapter.checkpoint.specs
+        kernels = specs[factors.a].shape[2:], specs[factors.b].shape[2:]
+        for spec, ending, kernel in zip(module.factor_specs(rank), (names.a, names.b), kernels, strict=True):
+            rows, cols = spec.shape
             shape = (rows, cols // math.prod(kernel), *kernel)
-            reads = (Read(PRODUCTS, made.name),)
+            reads = (Read(PRODUCTS, spec.name),)
             yield Step(TensorSpec(f"{module.name}{ending}", dtype, shape), COPY if dtype.name == "F32" else CAST, reads)
         if self.container == KOHYA or any(module.name in _names(self._adapters[i]).alphas for i in module.owners):
             alpha = TensorSpec(f"{module.name}{ALPHA}", DTYPES["F32"], ())
@@ -123,5 +123,5 @@ def layer_of(module: str) -> str:
     >>> layer_of("lora_te1_text_model_encoder_layers_11_mlp_fc1"), layer_of("lora_unet_conv_in")
     ('lora_te1_text_model_encoder_layers_11', '')
     """
-    found = _FLAT_LAYER.match(module)
-    return found[1] if found else ""
+    match = _FLAT_LAYER.match(module)
+    return match[1] if match else ""

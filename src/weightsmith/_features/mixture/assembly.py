@@ -45,8 +45,8 @@ class Assembly:
     inputs  the open models, by index
     """
 
-    def __init__(self, made: Made) -> None:
-        self.draft = PlanDraft(made, settings=[Settings({}, ({},))])
+    def __init__(self, provenance: Made) -> None:
+        self.draft = PlanDraft(provenance, settings=[Settings({}, ({},))])
         self.inputs: list[Checkpoint] = []
         self._merges = 0
         self._numbers: dict[tuple[tuple[str, ...], str, str], int] = {}
@@ -104,7 +104,7 @@ class Assembly:
 
         steps = {step.out.name: moved(step) for step in plan.steps}
         for product in plan.products:
-            own = replace(
+            moved_product = replace(
                 product,
                 name=names[product.name],
                 outs=tuple(replace(out, name=names[out.name]) for out in product.outs),
@@ -114,7 +114,7 @@ class Assembly:
                 needs=tuple(names[name] for name in product.needs),
                 files=tuple(replace(file, model=numbers[file.model]) for file in product.files),
             )
-            self.draft.products.append(own)
+            self.draft.products.append(moved_product)
         label = f"the merge of {' and '.join(m.ref for m in plan.models)} by {plan.made.name}"
         # `assembled.structure` is the donor's, and slices change the depth.
         structure = analyse([step.out for step in steps.values()], plan.config)
@@ -215,7 +215,7 @@ def dense_parts(donor: Donor) -> Dense | WeightsmithError:
     stack = donor.structure.main
     if stack is None:
         return ShapeError("it does not have exactly one stack of decoder layers", where=donor.label, fix=_DECODER)
-    found: list[dict[str, MatrixPlace]] = [{} for _ in range(stack.n_layers)]
+    places_of_layer: list[dict[str, MatrixPlace]] = [{} for _ in range(stack.n_layers)]
     outside, dropped = [], []
     specs = {name: step.out for name, step in donor.steps.items()}
     for name, step in donor.steps.items():
@@ -226,11 +226,11 @@ def dense_parts(donor: Donor) -> Dense | WeightsmithError:
             parts = fused_parts(step.out, specs, donor.structure, donor.config)
             whole = {name: MatrixPlace(name, step.out.shape)}
             for inner, part in {p.name: MatrixPlace(name, p.shape, p.block) for p in parts}.items() or whole.items():
-                found[place[1]][donor.structure.suffix(inner) or ""] = part
+                places_of_layer[place[1]][donor.structure.suffix(inner) or ""] = part
         else:
             outside.append(name)
     layers = []
-    for i, places in enumerate(found):
+    for i, places in enumerate(places_of_layer):
         mlp = {part: places.pop(f"mlp.{part}_proj.weight", None) for part in PARTS}
         whole = {part: place for part, place in mlp.items() if place is not None}
         if len(whole) < len(PARTS):
@@ -241,9 +241,9 @@ def dense_parts(donor: Donor) -> Dense | WeightsmithError:
                 return ShapeError(what, where=donor.label, fix=fix)
             what = f"layer {i} has no {missing}; an expert needs a dense MLP with gate, up and down projections"
             there = ", ".join(sorted(places)[:MOST]) or "nothing"
-            more = f" and {len(places) - MOST:,} more" if len(places) > MOST else ""
+            others = f" and {len(places) - MOST:,} more" if len(places) > MOST else ""
             fix = "name a model whose MLPs have these three"
-            return ShapeError(what, where=donor.label, details=[f"it has {there}{more}"], fix=fix)
+            return ShapeError(what, where=donor.label, details=[f"it has {there}{others}"], fix=fix)
         layers.append(Layer(whole, places))
     if not layers:
         return ShapeError("it has no decoder layers", where=donor.label, fix=_DECODER)
@@ -256,10 +256,10 @@ def _uneven(donor: Donor, layers: Sequence[Layer]) -> ShapeError | None:
     if len(shape) != 2:
         what = f"{layers[0].mlp['gate'].tensor} is {list(shape)}, not a matrix"
         return ShapeError(what, where=donor.label, fix="use an unquantised checkpoint of the same model")
-    wanted = {"gate": shape, "up": shape, "down": shape[::-1]}
+    expected = {"gate": shape, "up": shape, "down": shape[::-1]}
     for i, layer in enumerate(layers):
         for part, place in layer.mlp.items():
-            if place.shape != wanted[part]:
-                what = f"the {part} projection of layer {i}, {place.tensor}, is {list(place.shape)}, not {list(wanted[part])}"
+            if place.shape != expected[part]:
+                what = f"the {part} projection of layer {i}, {place.tensor}, is {list(place.shape)}, not {list(expected[part])}"
                 return ShapeError(what, where=donor.label, fix="use a model whose MLPs have the same width in all layers")
     return None

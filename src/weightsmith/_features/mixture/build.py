@@ -101,10 +101,10 @@ class _Builder:
             seen.add(id(donor))
         self.problems += check_transforms(self.recipe, donors[0].intermediate)
         try:
-            layout, found = choose_layout(self.recipe, base)
+            layout, layout_warnings = choose_layout(self.recipe, base)
         except WeightsmithError as error:
             raise PlanError([*self.problems, error]) from error
-        self.warnings += found
+        self.warnings += layout_warnings
         companions = self._companions([base, *donors])
         if self.problems:
             raise PlanError(self.problems)
@@ -140,26 +140,28 @@ class _Builder:
         self.warnings += tokenizer_disagreements(alike, companions.tokenizer, companions.template)
         self._fill(layout, facts, base, steps, companions)
         self.named += [self.folder / expand_user(n) for e in listed for n in (e.prompts_file, e.held_out_file) if n]
-        draft, own, loading = self.assembly.draft, base.donor, None
+        draft, base_donor, loading = self.assembly.draft, base.donor, None
         if self.options.check_loading:
-            specs = [step.out for step in own.steps.values()]
-            loading = question_of(draft, own.config, specs, own.structure, own.label, where=self.recipe.filename)
+            specs = [step.out for step in base_donor.steps.values()]
+            loading = question_of(
+                draft, base_donor.config, specs, base_donor.structure, base_donor.label, where=self.recipe.filename
+            )
         inputs = self.assembly.inputs
-        return Prepared(draft, inputs, own.structure, named=self.named, stages=self.stages, loading=loading)
+        return Prepared(draft, inputs, base_donor.structure, named=self.named, stages=self.stages, loading=loading)
 
     def _companions(self, dense: Sequence[Dense]) -> Companions:
         """What the base lacks of tokenizer, chat template and generation_config.json, from the other models in their order."""
-        donors = {id(each.donor): each.donor for each in dense}.values()
+        donors = {id(model.donor): model.donor for model in dense}.values()
         members = [(donor.label, donor.checkpoint) for donor in donors]
         known = {id(checkpoint) for _, checkpoint in members}
         members += [(checkpoint.ref, checkpoint) for checkpoint in self.assembly.inputs if id(checkpoint) not in known]
-        found = Companions([label for label, _ in members], [checkpoint for _, checkpoint in members], 0)
+        companions = Companions([label for label, _ in members], [checkpoint for _, checkpoint in members], 0)
         with noting(self.problems):
             fix = "put the tokenizer that the output is to have next to the weights of the base"
-            found.fill_tokenizer(self.recipe.section.at("base_model"), fix, {})
-            found.fill_template()
-            found.fill_generation()
-        return found
+            companions.fill_tokenizer(self.recipe.section.at("base_model"), fix, {})
+            companions.fill_template()
+            companions.fill_generation()
+        return companions
 
     def _add_router(
         self, mode: str, steps: Steps, gated: Sequence[Expert], texts: Sequence[Texts], tokenizer: Checkpoint
@@ -205,7 +207,7 @@ class _Builder:
 
     def _tokenizer_files(self, checkpoint: Checkpoint) -> tuple[FileRead, ...]:
         """The files a tokenizer may read, with their checksums."""
-        number, found = self.assembly.add(checkpoint), []
+        number, files = self.assembly.add(checkpoint), []
         checkpoint.fetch(checkpoint.files)
         for name in checkpoint.files:
             try:
@@ -213,16 +215,19 @@ class _Builder:
             except CheckpointError as error:
                 self.problems.append(error)
                 continue
-            found.append(FileRead(number, name, hashlib.sha256(content).hexdigest()))
-        return tuple(found)
+            files.append(FileRead(number, name, hashlib.sha256(content).hexdigest()))
+        return tuple(files)
 
     # --- models ------------------------------------------------------------------------------------------------------
 
     def _models(self, stack: ExitStack) -> list[Dense | None]:
         """The base, and the model of every expert, shared ones last. Each distinct model is opened once."""
-        base, own = self.recipe.base, self.recipe.section.at("base_model")
+        base, base_where = self.recipe.base, self.recipe.section.at("base_model")
         experts = [*self.recipe.experts, *self.recipe.shared_experts]
-        listed = [(base, own), *((e.model, own if e.model == base else e.section.at("source_model")) for e in experts)]
+        listed = [
+            (base, base_where),
+            *((e.model, base_where if e.model == base else e.section.at("source_model")) for e in experts),
+        ]
         refs = list(dict.fromkeys(model for model, _ in listed if isinstance(model, ModelRef)))
         opened, problems = open_models(refs, stack, plain=self.options.ignore_quantization_config)
         self.problems += problems
@@ -230,16 +235,16 @@ class _Builder:
             if checkpoint is not None:  # embedding and head are the base's
                 self.warnings += [note for note in checkpoint.notes if ref == base or note is not checkpoint.untied]
         checkpoints = dict(zip(refs, opened, strict=True))
-        found: dict[ModelRef | str, Dense | None] = {}
-        for model, where in (listed[0], *sorted(listed[1:], key=lambda each: not isinstance(each[0], ModelRef))):
+        parts_of_model: dict[ModelRef | str, Dense | None] = {}
+        for model, where in (listed[0], *sorted(listed[1:], key=lambda entry: not isinstance(entry[0], ModelRef))):
             if isinstance(model, ModelRef):
-                if model not in found:
+                if model not in parts_of_model:
                     checkpoint = checkpoints[model]
                     donor = None if checkpoint is None else self.assembly.checkpoint(checkpoint, str(model))
-                    found[model] = None if donor is None else self._parts(donor, model.where)
-            elif where not in found:
-                found[where] = self._merged(model, where, stack)
-        return [found[model if isinstance(model, ModelRef) else where] for model, where in listed]
+                    parts_of_model[model] = None if donor is None else self._parts(donor, model.where)
+            elif where not in parts_of_model:
+                parts_of_model[where] = self._merged(model, where, stack)
+        return [parts_of_model[model if isinstance(model, ModelRef) else where] for model, where in listed]
 
     def _merged(self, recipe: Recipe, where: str, stack: ExitStack) -> Dense | None:
         """The parts of an inline merge."""
@@ -277,7 +282,7 @@ class _Builder:
         if dtype is not None:
             config = {key: value for key, value in config.items() if key != "torch_dtype"} | {"dtype": dtype.torch}
         checkpoint = base.donor.checkpoint
-        draft.made, draft.config, draft.steps = self._made(config), config, steps
+        draft.made, draft.config, draft.steps = self._provenance(config), config, steps
         draft.donor = self.assembly.add(checkpoint)
         draft.dropped = list(self._dropped(base, steps))
         draft.carried = list(carried(checkpoint.files, companions.files, companions.removed))
@@ -286,7 +291,7 @@ class _Builder:
         draft.max_shard_bytes, draft.seed, draft.recipe = self.options.shard_bytes, self.options.seed, self.recipe.text
         draft.warnings = [*self.warnings, *left_out_findings(checkpoint.left_out, checkpoint.ref)]
 
-    def _made(self, config: Mapping[str, Any]) -> Made:
+    def _provenance(self, config: Mapping[str, Any]) -> Made:
         """The text of the model card."""
         title = f"Mixture of experts ({config.get('model_type', '')}) built from dense models with weightsmith {__version__}."
         seed = f"\n\nRandom seed: {self.options.seed}." if self.options.seed else ""

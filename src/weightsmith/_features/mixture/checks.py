@@ -56,8 +56,8 @@ class Checks:
         """The prompts of every expert, shared ones last."""
         texts = []
         for expert in (*self.recipe.experts, *self.recipe.shared_experts):
-            own, problems = read_texts(expert, self.folder, self.recipe.prompt_tokens)
-            texts.append(own)
+            texts_of_expert, problems = read_texts(expert, self.folder, self.recipe.prompt_tokens)
+            texts.append(texts_of_expert)
             self.problems += problems
         return texts
 
@@ -68,23 +68,23 @@ class Checks:
             return
         self.problems += missing_packages()
         experts = list(zip(recipe.experts, texts, strict=False))
-        for expert, own in experts:
-            if not own.has_prompts and not expert.prompts_file:  # an unreadable file has its own error
+        for expert, texts_of_expert in experts:
+            if not texts_of_expert.has_prompts and not expert.prompts_file:  # an unreadable file has its own error
                 what = f"gate_mode {mode} requires prompts, but {expert.model} has none"
                 fix = "write positive_prompts with typical inputs of this expert, or gate_mode: random"
                 self.problems.append(ParameterError(what, where=expert.section.where, fix=fix))
         seen: dict[object, int] = {}
-        for e, (expert, own) in enumerate(experts):
-            first = seen.setdefault(own.said, e)
-            if own.has_prompts and recipe.experts[first].section is not expert.section:  # else: intended copies
+        for e, (expert, texts_of_expert) in enumerate(experts):
+            first = seen.setdefault(texts_of_expert.said, e)
+            if texts_of_expert.has_prompts and recipe.experts[first].section is not expert.section:  # else: intended copies
                 what = f"experts {first} and {e} have the same prompts, so their router weights would be the same"
                 fix = "give each expert different prompts, or write gate_mode: random"
                 self._lenient(ParameterError(what, where=expert.section.where, fix=f"{fix}{_AS_WARNING}"))
 
     def warn_of_silent(self, texts: Sequence[Texts]) -> None:
         """Warn about shared experts that have a gate but no prompts for it."""
-        for expert, own in zip(self.recipe.shared_experts, texts, strict=True):
-            if not own.has_prompts:
+        for expert, texts_of_expert in zip(self.recipe.shared_experts, texts, strict=True):
+            if not texts_of_expert.has_prompts:
                 what = f"the shared expert {expert.model} has no prompts, so its gate is 0.5 for every token"
                 self.warnings.append(Finding(what, expert.section.where, fix="add positive_prompts"))
 
@@ -95,17 +95,17 @@ class Checks:
             what = f"{expert.model} has {len(donor.layers)} layers, but {label} has {len(base.layers)}"
             self.problems.append(ShapeError(what, where=where, fix=_SAME_SIZES))
             return
-        for i, (own, wanted) in enumerate(zip(donor.layers, base.layers, strict=True)):
-            for part, block in own.mlp.items():
-                if block.shape != wanted.mlp[part].shape:
+        for i, (expert_layer, base_layer) in enumerate(zip(donor.layers, base.layers, strict=True)):
+            for part, block in expert_layer.mlp.items():
+                if block.shape != base_layer.mlp[part].shape:
                     what = f"{block.tensor} of {expert.model} is {list(block.shape)}, but layer {i} of {label} has"
-                    what += f" {list(wanted.mlp[part].shape)}"
+                    what += f" {list(base_layer.mlp[part].shape)}"
                     self.problems.append(ShapeError(what, where=where, fix=_SAME_SIZES))
                     return
-        if donor is not base and (more := sorted({n for layer in donor.layers for n in layer.rest if n.startswith("mlp.")})):
-            what = f"{expert.model} has {more[0]} in its layers, which an expert cannot hold"
+        if donor is not base and (extra := sorted({n for layer in donor.layers for n in layer.rest if n.startswith("mlp.")})):
+            what = f"{expert.model} has {extra[0]} in its layers, which an expert cannot hold"
             self.problems.append(ShapeError(what, where=where, fix="use a model whose MLPs are gate, up and down projections"))
-        configs = [semantics(each.donor.config, each.donor.label) for each in (donor, base)]
+        configs = [semantics(dense.donor.config, dense.donor.label) for dense in (donor, base)]
         acts = [str(config["hidden_act"]).replace("swish", "silu") for config in configs]
         if acts[0] != acts[1]:
             what = f"{expert.model} uses the activation {acts[0]}, but {label} uses {acts[1]}; a mixture has only one"
@@ -118,8 +118,8 @@ class Checks:
     def _lenient(self, problem: WeightsmithError) -> None:
         """Add a problem, or with --mergekit-lenient a warning."""
         if self.lenient:
-            found = problem.finding
-            self.warnings.append(replace(found, fix=found.fix.removesuffix(f"{_AS_WARNING}.")))
+            finding = problem.finding
+            self.warnings.append(replace(finding, fix=finding.fix.removesuffix(f"{_AS_WARNING}.")))
         else:
             self.problems.append(problem)
 
@@ -165,16 +165,20 @@ def _called(name: str, where: str) -> tuple[ExpertLayout, ...]:
 
     Raises UnknownName, and PluginError for one of a package that does not work.
     """
-    wanted = _plain(name)
-    if name not in LAYOUTS.own and name in LAYOUTS:
+    plain_name = _plain(name)
+    if name not in LAYOUTS.builtin and name in LAYOUTS:
         return (LAYOUTS.get(name),)
     names = {o.name: {_plain(n) for n in (o.name, o.title, o.architecture, *o.aliases)} for o in _ours()}
-    exact = tuple(o for o in _ours() if wanted in names[o.name])
-    return exact or tuple(o for o in _ours() if any(n.startswith(wanted) for n in names[o.name])) or (LAYOUTS.get(name, where),)
+    exact = tuple(o for o in _ours() if plain_name in names[o.name])
+    return (
+        exact
+        or tuple(o for o in _ours() if any(n.startswith(plain_name) for n in names[o.name]))
+        or (LAYOUTS.get(name, where),)
+    )
 
 
 def _ours() -> tuple[ExpertLayout, ...]:
-    return tuple(map(LAYOUTS.get, LAYOUTS.own))
+    return tuple(map(LAYOUTS.get, LAYOUTS.builtin))
 
 
 def _plain(name: str) -> str:
@@ -214,8 +218,8 @@ def _config(layout: ExpertLayout, config: Mapping[str, Any]) -> Iterator[str]:
 
 def _rotated(config: Mapping[str, Any]) -> list[bool]:
     """Whether each layer has rotary embeddings: some of SmolLM3's have none."""
-    if (given := config.get("no_rope_layers")) is not None:
-        return [bool(one) for one in given]
+    if (stated := config.get("no_rope_layers")) is not None:
+        return [bool(one) for one in stated]
     every = config.get("no_rope_layer_interval") or 0
     return [(i + 1) % every != 0 for i in range(config["num_hidden_layers"])] if every else []
 
@@ -231,8 +235,8 @@ def _names(layout: ExpertLayout, base: Dense) -> Iterator[str]:
         for group in (*layout.optional, layout.fillable):
             if names & group and not group <= names:
                 yield f"it requires {sorted(group - names)[0]} with {sorted(group & names)[0]}"
-        if more := sorted(names - layout.layer.union(*layout.optional)):
-            yield f"it has no place for {more[0]}"
+        if extra := sorted(names - layout.layer.union(*layout.optional)):
+            yield f"it has no place for {extra[0]}"
 
 
 def _shapes(layout: ExpertLayout, base: Dense, config: Mapping[str, Any]) -> Iterator[str]:
@@ -259,9 +263,9 @@ def _shapes(layout: ExpertLayout, base: Dense, config: Mapping[str, Any]) -> Ite
 def _counts(layout: ExpertLayout, experts: int, shared: int) -> Iterator[str]:
     low, high = layout.shared_experts
     if not low <= shared <= high:
-        wanted = (
+        expected = (
             "no shared expert" if high == 0 else f"{low} to {high} shared experts" if low < high else f"{low} shared expert"
         )
-        yield f"it requires {wanted}, not {shared}"
+        yield f"it requires {expected}, not {shared}"
     if experts < layout.min_experts:
         yield f"it requires at least {layout.min_experts} experts, not {experts}"

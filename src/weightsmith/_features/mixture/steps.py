@@ -99,10 +99,10 @@ class Steps:
     def routers(self, i: int) -> list[TensorSpec]:
         """The router weights of layer i: the routed experts', then the shared expert's if the layout has them."""
         prefix, layout, facts = f"{self.base.prefix}{i}.", self.layout, self.facts
-        made = [TensorSpec(prefix + layout.router, self.router_dtype, (facts.experts, facts.hidden))]
+        routers = [TensorSpec(prefix + layout.router, self.router_dtype, (facts.experts, facts.hidden))]
         if layout.shared_router:
-            made.append(TensorSpec(prefix + layout.shared_router, self.router_dtype, (facts.shared, facts.hidden)))
-        return made
+            routers.append(TensorSpec(prefix + layout.shared_router, self.router_dtype, (facts.shared, facts.hidden)))
+        return routers
 
     def make(self, donors: Sequence[Dense]) -> list[Step]:
         """The steps, in model order. donors: one for each expert, shared ones last."""
@@ -145,9 +145,9 @@ class Steps:
                 for e, (donor, expert) in enumerate(zip(donors, experts, strict=True))
             ]
             if alone or "{e}" in template:
-                steps += [_joined(name.format(e=e), own) for e, own in enumerate(pieces)]
+                steps += [_joined(name.format(e=e), pieces_of_expert) for e, pieces_of_expert in enumerate(pieces)]
             else:
-                steps.append(_joined(name, [piece for own in pieces for piece in own], len(donors)))
+                steps.append(_joined(name, [piece for pieces_of_expert in pieces for piece in pieces_of_expert], len(donors)))
         return steps
 
     def _part_step(self, name: str, part: str, i: int, donor: Dense, expert: Expert, label: str) -> Step:

@@ -15,9 +15,8 @@ from weightsmith._activations.rows import BUILT_IN
 from weightsmith._base.errors import Finding, FormatError, ParameterError, PlanError, WeightsmithError
 from weightsmith._base.files import expand_user
 from weightsmith._base.options import assignment, named, option_error, read_options
-from weightsmith._features.quantisation import gguf
-from weightsmith._features.quantisation.base import Format
-from weightsmith._features.quantisation.calibration.common import takes_hessian
+from weightsmith._features.quantisation import exl2, exl3, gguf
+from weightsmith._features.quantisation.base import Format, check_target, read_target
 from weightsmith._features.quantisation.calibration.plan import (
     CACHE_SETTINGS,
     CALIBRATION_SETTINGS,
@@ -27,15 +26,9 @@ from weightsmith._features.quantisation.calibration.plan import (
     without_measuring,
 )
 from weightsmith._features.quantisation.engines import check_engines, family_problems, unloaded
-from weightsmith._features.quantisation.exl2 import format as exl2
-from weightsmith._features.quantisation.exl3 import format as exl3
 from weightsmith._features.quantisation.options import QuantizeSettings
-from weightsmith._features.quantisation.stacked import stack_experts
-from weightsmith._features.quantisation.target import check_target, read_target
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.formats import formats
-from weightsmith._models.formats.engines import formats_of
-from weightsmith._models.formats.older_config import full_attention_every, older_config
 from weightsmith._planning.follow_ups import FollowUpKind, SecondPlan
 from weightsmith._planning.planner import Prepared
 from weightsmith._planning.planner.encode import encodable, quantise
@@ -45,73 +38,40 @@ from weightsmith.abc.product import Arrays
 from weightsmith.abc.stored import Writing
 
 
-def _single(writing: Writing, *, caches: bool) -> Format:
-    (encoding,) = writing.encodings.values()
+def _streamed(writing: Writing, *, caches: bool) -> Format:
+    """A format that encodes rows as they leave the merge. If no group size is asked for, it is the first that stores the most
+    weights: the width of a weight must be a multiple of it.
 
-    def apply(assembled: Prepared, settings: QuantizeSettings) -> None:
-        if problems := text_problems(writing.name, settings):
-            raise PlanError(problems)
-        draft, plain = assembled.draft, replace(assembled, draft=PlanDraft.of(assembled.draft))
-        quantise(draft, encoding.name)
-        check_engines(draft, encoding.name, writing.name, settings)
-        measure_activations(plain, draft, encoding.name, settings)
-
-    return Format(writing.name, writing.summary, writing.readers, apply, CACHE_SETTINGS if caches else frozenset())
-
-
-def _grouped(writing: Writing, *, caches: bool) -> Format:
-    """A format with a choice of group sizes. If none is asked for, it is the first that stores the most weights: the width of a
-    weight must be a multiple of it.
-
-    With a calibration text, codes are GPTQ's where the encoding takes them; without one, weights are rounded to nearest.
+    With a calibration text, codes are GPTQ's where the encoding takes a Hessian; without one, weights are rounded to nearest.
     """
-    groups, calibrates = tuple(writing.encodings), takes_hessian(writing.name)
+    groups, default = tuple(writing.encodings), next(iter(writing.encodings.values()))
+    calibrates = default.hessian != "no"
 
     def apply(assembled: Prepared, settings: QuantizeSettings) -> None:
-        asked = settings.group_size
-        if asked is not None and asked not in groups:
-            what = f"{writing.name} has groups of {', '.join(map(str, sorted(groups)))}, not of {asked}"
+        group_size = settings.group_size
+        if group_size is not None and group_size not in groups:
+            what = f"{writing.name} has groups of {', '.join(map(str, sorted(groups)))}, not of {group_size}"
             raise PlanError([option_error("group_size", what)])
         has_text = calibrates and settings.calibration not in (None, NONE)
-        if problems := text_problems(writing.name, settings):
+        if problems := text_problems(default, settings):
             raise PlanError(problems)
-        names = {group: encoding.name for group, encoding in writing.encodings.items()}
         draft, plain = assembled.draft, replace(assembled, draft=PlanDraft.of(assembled.draft))
-        group = asked or max(groups, key=lambda group: len(encodable(draft, names[group])))
-        quantise(draft, names[group])
-        if writing.name in formats_of("exllamav2"):
-            draft.config = older_config(draft.config or {})
-        if writing.name in formats_of("mlx-lm"):
-            draft.config = older_config(draft.config or {}, scaling_key="type")
-            _warn_of_windows(draft)
-        if asked is None and group != groups[0]:
+        group = group_size or max(groups, key=lambda group: len(encodable(draft, writing.encodings[group].name)))
+        encoding = writing.encodings[group]
+        quantise(draft, encoding.name)
+        if group_size is None and group != groups[0]:
             what = f"groups of {group} are used: more weights have a multiple of it as their width than of {groups[0]}"
             draft.warn(what, "quantize")
-        check_engines(draft, names[group], writing.name, settings)
-        measure_activations(plain, draft, names[group], settings, calibrates=has_text)
-        if writing.name.startswith("mlx-"):
-            stack_experts(draft, names[group])
+        check_engines(draft, encoding.name, writing.name, settings)
+        measure_activations(plain, draft, encoding, settings, calibrates=has_text)
+        writing.adapt(draft, encoding)
 
     more = CACHE_SETTINGS if caches else CALIBRATION_SETTINGS if calibrates else frozenset[str]()
-    return Format(writing.name, writing.summary, writing.readers, apply, frozenset({"group_size"}) | more)
+    sizes = frozenset({"group_size"}) if len(groups) > 1 else frozenset[str]()
+    return Format(writing.name, writing.summary, writing.readers, apply, sizes | more)
 
 
-def _warn_of_windows(draft: PlanDraft) -> None:
-    """Warn of a Gemma 3 whose full attention mlx-lm expects in other layers, as after layers were stacked."""
-    config = draft.config or {}
-    inner = config.get("text_config")
-    text = inner if isinstance(inner, Mapping) else config
-    kinds = text.get("layer_types")
-    if str(text.get("model_type")).startswith("gemma3") and isinstance(kinds, list) and full_attention_every(kinds) is None:
-        what = "full attention is not in every n-th layer, where mlx-lm expects it: it computes something else"
-        draft.warn(what, "layer_types in config.json")
-
-
-_STREAMED = [
-    (_grouped if len(each.encodings) > 1 else _single)(each, caches=stored.name == "compressed_tensors")
-    for stored in formats()
-    for each in stored.writes
-]
+_STREAMED = [_streamed(writing, caches=bool(stored.caches)) for stored in formats() for writing in stored.writes]
 FORMATS: dict[str, Format] = {each.name: each for each in (*_STREAMED, *gguf.FORMATS, *exl2.FORMATS, *exl3.FORMATS)}
 """Every format, by name."""
 

@@ -32,36 +32,25 @@ from weightsmith._features.quantisation.calibration.plan import (
     Chain,
     unused,
 )
-from weightsmith._features.quantisation.exl2.optimise import solve_together
 from weightsmith._features.quantisation.gguf_files import files_of, keys_of_files, said_generation
 from weightsmith._features.quantisation.gguf_types import MIXTURES, Chosen, Mixture, Shape, read_types, type_of
-from weightsmith._features.quantisation.mmproj import UNUSED, VisionHalf, left_out, vision_half
+from weightsmith._features.quantisation.mmproj import TOKENIZER, UNUSED, ImageFile, left_out, vision_half
+from weightsmith._features.quantisation.optimise import solve_together
 from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._files.containers import GGUF
 from weightsmith._files.copied import is_read
+from weightsmith._models.formats.gguf.architecture import Architecture
+from weightsmith._models.formats.gguf.architectures import architecture_of_config, text_config
 from weightsmith._models.formats.gguf.chat_templates import NAMED_TEMPLATE
-from weightsmith._models.formats.gguf.config import family_of_config, keys_of_config, text_config
 from weightsmith._models.formats.gguf.cuts import CutEncoding, Pieces, part_shape, pieces_of
-from weightsmith._models.formats.gguf.delta_net import Order, value_order
-from weightsmith._models.formats.gguf.families import (
-    Cut,
-    Family,
-    cut_of,
-    gguf_place,
-    is_decay,
-    is_known,
-    is_router,
-    predicts,
-    rotated_heads,
-    shift_of,
-    text_name,
-)
 from weightsmith._models.formats.gguf.imatrix import RUN, imatrix_bytes, read_imatrix, with_defaults
 from weightsmith._models.formats.gguf.layout import encode_metadata
+from weightsmith._models.formats.gguf.ordered import HeadOrder
 from weightsmith._models.formats.gguf.pooling import MODULES
-from weightsmith._models.formats.gguf.projectors import PROCESSOR, TOKENIZER
+from weightsmith._models.formats.gguf.tensors import SplitTensor, is_decay, is_router, predicts, text_name
 from weightsmith._models.formats.gguf.tokenizer import READ
 from weightsmith._models.formats.gguf.values import Config
+from weightsmith._models.formats.gguf.vision import PROCESSOR
 from weightsmith._models.formats.gguf.writing import NEEDS_IMPORTANCES, PLAIN, PREFIX, TYPES, GgufEncoding, libgguf
 from weightsmith._models.structure.vocabulary import is_vocabulary
 from weightsmith._planning.planner import Prepared
@@ -107,18 +96,20 @@ def apply(mixture: Mixture, assembled: Prepared, settings: QuantizeSettings) -> 
             importances = {} if settings.imatrix is None else read_imatrix(settings.imatrix)
             _fill(mixture, assembled, importances, chosen, settings)
             return
-        family = family_of_config(text_config(draft.config))
+        architecture = architecture_of_config(text_config(draft.config))
         chain = Chain(assembled, settings, None, MEASURED_ROWS if sized else None, MEASURING)
-        weights = [_weighted(draft, family, chain.names(layer)) for layer in range(chain.layers)]
+        weights = [_weighted(draft, architecture, chain.names(layer)) for layer in range(chain.layers)]
         if sized:
             libgguf()  # decodes what is tried
-        tried = [_candidates(family, own, chosen) for own in weights] if sized else []
-        ends = _candidates(family, _vocabulary(draft, chain.steps(chain.layers)), chosen) if sized else {}
+        tried = [_candidates(architecture, own, chosen) for own in weights] if sized else []
+        ends = _candidates(architecture, _vocabulary(draft, chain.steps(chain.layers)), chosen) if sized else {}
         ones = {spec.name: np.ones(spec.shape[1:], np.float32) for own in weights for spec in own}
         trial = replace(assembled, draft=PlanDraft.of(draft))
-        _fill(mixture, trial, _importances_of(draft, family, ones), chosen, settings)  # its errors, before anything is measured
+        _fill(
+            mixture, trial, _importances_of(draft, architecture, ones), chosen, settings
+        )  # its errors, before anything is measured
         if sized:
-            _slots(trial.draft, settings, family, {name: kinds for own in (*tried, ends) for name, kinds in own.items()})
+            _slots(trial.draft, settings, architecture, {name: kinds for own in (*tried, ends) for name, kinds in own.items()})
 
     def moments(layer: int, states: Product) -> list[Product]:
         return [chain.statistic("moments", layer, states, [spec.name for spec in weights[layer]])]
@@ -159,12 +150,12 @@ def follow(
             found |= _by_weight(StatisticWork.of(product), arrays[product.name])
     chosen = _chosen(settings)
     with _problems_of_a_plan():
-        family = family_of_config(text_config(assembled.draft.config))
-        importances = _importances_of(assembled.draft, family, found)
+        architecture = architecture_of_config(text_config(assembled.draft.config))
+        importances = _importances_of(assembled.draft, architecture, found)
         if settings.size_bytes is not None:  # the search for a target gives one
             trial = replace(assembled, draft=PlanDraft.of(assembled.draft))
             _fill(mixture, trial, importances, chosen, settings)
-            chosen = [*_fitting_types(trial.draft, settings, family, tried, scores), *chosen]
+            chosen = [*_fitting_types(trial.draft, settings, architecture, tried, scores), *chosen]
         _fill(mixture, assembled, importances, chosen, settings)
         return {"imatrix.dat": imatrix_bytes(importances)}
 
@@ -179,11 +170,11 @@ _HEADER_BYTES = 100
 """At most what a GGUF file has for a tensor besides name and numbers, with padding."""
 
 
-def _candidates(family: Family, specs: Iterable[TensorSpec], chosen: Chosen) -> dict[str, tuple[str, ...]]:
+def _candidates(architecture: Architecture, specs: Iterable[TensorSpec], chosen: Chosen) -> dict[str, tuple[str, ...]]:
     """The encodings to try for each weight whose type is not asked for."""
     found = {}
     for spec in specs:
-        place = gguf_place(family, spec.name)
+        place = architecture.place(spec.name)
         if place is None or any(pattern.search(place.name) for pattern, _ in chosen):
             continue
         kinds = _WIDE if spec.shape[-1] % 256 == 0 else _NARROW if spec.shape[-1] % 32 == 0 else ()
@@ -213,7 +204,7 @@ class _Slot:
 
 
 def _slots(
-    draft: PlanDraft, settings: QuantizeSettings, family: Family, tried: Mapping[str, Sequence[str]]
+    draft: PlanDraft, settings: QuantizeSettings, architecture: Architecture, tried: Mapping[str, Sequence[str]]
 ) -> tuple[dict[str, _Slot], int]:
     """The tensors whose types are chosen, by name, and the bits available for them.
 
@@ -222,7 +213,7 @@ def _slots(
 
     Raises ParameterError if even the smallest do not fit.
     """
-    weights = grouped((place.name, weight) for weight in tried if (place := gguf_place(family, weight)))
+    weights = grouped((place.name, weight) for weight in tried if (place := architecture.place(weight)))
     slots: dict[str, _Slot] = {}
     fixed = len(draft.header) + len(draft.mmproj) + 4096
     for out in (out for step in draft.steps for out in step.stored):
@@ -247,12 +238,12 @@ def _slots(
 def _fitting_types(
     draft: PlanDraft,
     settings: QuantizeSettings,
-    family: Family,
+    architecture: Architecture,
     tried: Mapping[str, Sequence[str]],
     scores: Mapping[str, Floats],
 ) -> Chosen:
     """The types that change the predictions least and fit into the size. scores: of each weight, [encodings, tokens]."""
-    slots, budget = _slots(draft, settings, family, tried)
+    slots, budget = _slots(draft, settings, architecture, tried)
     bits = [list(slot.kinds.values()) for slot in slots.values()]
     found = [np.sum([scores[weight][: len(slot.kinds)] for weight in slot.weights], 0) for slot in slots.values()]
     format_own = [list(slot.kinds).index(slot.own) if slot.own in slot.kinds else 0 for slot in slots.values()]
@@ -293,19 +284,19 @@ def _fill(mixture: Mixture, assembled: Prepared, importances: Importances, chose
 
     draft = assembled.draft
     config = text_config(draft.config)
-    family = family_of_config(config)
-    keys, extra = keys_of_config(config, family, mixture.number)
+    architecture = architecture_of_config(config)
+    keys, extra = architecture.keys(config, mixture.number)
     given = Config(config)
     dropped, steps = _without_doubles(draft.steps, given)
     layers, heads = given.count("num_hidden_layers"), given.count("num_attention_heads")
-    last = layers if family.predicting and given.count(family.predicting, 0, least=0) else math.inf
+    last = layers if architecture.predicting and given.count(architecture.predicting, 0, least=0) else math.inf
     steps, others, predict = _parts(
-        steps, family, last, several=not {"text_config", "vision_config"}.isdisjoint(draft.config or {})
+        steps, architecture, last, several=not {"text_config", "vision_config"}.isdisjoint(draft.config or {})
     )
-    stored_as = _stored_as(steps, family, given)
+    stored_as = _stored_as(steps, architecture, given)
     names = [spec.name for each in stored_as for spec in each.specs]
     tied = "output.weight" not in names
-    stated: dict[str, Any] = {name.removeprefix(f"{family.architecture}."): value.value for name, value in keys.items()}
+    stated: dict[str, Any] = {name.removeprefix(f"{architecture.name}."): value.value for name, value in keys.items()}
     kv_heads = stated["attention.head_count_kv"]
     kv_heads = kv_heads[0] if isinstance(kv_heads, list) else kv_heads
     shape = Shape(
@@ -315,7 +306,7 @@ def _fill(mixture: Mixture, assembled: Prepared, importances: Importances, chose
         experts=stated.get("expert_count", 0),
         tied=tied,
         weighted=bool(importances),
-        big=family.architecture == "llama" and layers == 80 and heads != kv_heads,
+        big=architecture.name == "llama" and layers == 80 and heads != kv_heads,
         attention=tuple(sorted(int(match[1]) for name in names if (match := _V.fullmatch(name)))),
     )
     problems: list[WeightsmithError] = [
@@ -330,17 +321,17 @@ def _fill(mixture: Mixture, assembled: Prepared, importances: Importances, chose
     made: list[Step] = []
     for each, own in zip(stored_as, kinds, strict=True):
         with noting(problems):
-            made.append(_encoded(each, own, importances, mixture, draft, family, given))
+            made.append(_encoded(each, own, importances, mixture, draft, architecture, given))
     if problems:
         raise PlanError(problems)
     embedding = next(each.step for each in stored_as if each.specs[0].name == "token_embd.weight")
-    about, findings = keys_of_files(assembled, config, family, embedding.out.shape[0])
-    vision, warnings = _vision(mixture, assembled, embedding, others) if others and settings.mmproj else (VisionHalf(), [])
+    about, findings = keys_of_files(assembled, config, architecture, embedding.out.shape[0])
+    vision, warnings = _vision(mixture, assembled, embedding, others) if others and settings.mmproj else (ImageFile(), [])
     constants, numbers = _constants(extra, len(draft.settings))
     copied = [name for name in draft.carried if not is_read(name) and not name.endswith(".py") and "/" not in name]
     said = {"config.json", *READ, *said_generation(assembled, about)}  # the keys say the same
     said |= {*(PROCESSOR if vision.header else ()), *filter(NAMED_TEMPLATE.fullmatch, draft.carried)}
-    if f"{family.architecture}.pooling_type" in about:
+    if f"{architecture.name}.pooling_type" in about:
         said |= {MODULES, *(name for name in draft.carried if name.endswith("_Pooling/config.json"))}
     held = {*copied, "config.json", *said.intersection((*draft.carried, *draft.files))}
     dropped += _dropped(predict, PREDICTS)
@@ -400,7 +391,9 @@ def _left_out(dropped: Sequence[Dropped]) -> list[Finding]:
     return found
 
 
-def _parts(steps: Sequence[Step], family: Family, layers: float, *, several: bool) -> tuple[list[Step], list[Step], list[Step]]:
+def _parts(
+    steps: Sequence[Step], architecture: Architecture, layers: float, *, several: bool
+) -> tuple[list[Step], list[Step], list[Step]]:
     """The steps of the language model, of parts for images and sounds, and of layers that predict several tokens.
 
     layers   of the language model; those behind them predict
@@ -411,7 +404,7 @@ def _parts(steps: Sequence[Step], family: Family, layers: float, *, several: boo
         name = step.out.name
         if predicts(name, layers):
             predict.append(step)
-        elif is_known(family, name):
+        elif architecture.knows(name):
             own.append(step)
         else:
             (others if several and _OTHER_PART.search(name) else own).append(step)
@@ -423,21 +416,21 @@ def _dropped(steps: Iterable[Step], reason: str) -> list[Dropped]:
     return [Dropped(read.model, read.tensor, reason) for step in steps for read in step.reads if read.model >= 0]
 
 
-def _vision(mixture: Mixture, assembled: Prepared, embedding: Step, steps: Sequence[Step]) -> tuple[VisionHalf, list[Finding]]:
+def _vision(mixture: Mixture, assembled: Prepared, embedding: Step, steps: Sequence[Step]) -> tuple[ImageFile, list[Finding]]:
     """The file for images, and the warning if there is none. steps: of parts for images and sounds."""
     files = files_of(assembled, (*PROCESSOR, *TOKENIZER))
     try:
         vision = vision_half(assembled.draft, embedding, steps, files, mixture.name)
     except Unsupported as error:
-        return VisionHalf(), [left_out(error, len(steps))]
+        return ImageFile(), [left_out(error, len(steps))]
     if vision is not None:
         return vision, []
     what = f"{len(steps):,} tensors are left out: the file holds the language model alone"
     fix = "make a mmproj file for images with llama.cpp's convert_hf_to_gguf.py --mmproj, of the model in the Hub's layout"
-    return VisionHalf(), [Finding(what, steps[0].out.name, fix=fix)]
+    return ImageFile(), [Finding(what, steps[0].out.name, fix=fix)]
 
 
-def _in_order(step: Step, order: Order | None, draft: PlanDraft) -> Step:
+def _in_order(step: Step, order: HeadOrder | None, draft: PlanDraft) -> Step:
     """The step with its rows or columns in the order that llama.cpp wants.
 
     Raises Unsupported for a step that computes, FormatError for a tensor of another size than config.json says.
@@ -481,7 +474,7 @@ class _Stored:
     specs   under llama.cpp's names: the tensor, or its parts
     height  rows of a band, of a tensor in parts
     parts   what each part is of a band; (): the tensor is stored as one
-    flat    see `Cut`
+    flat    see `SplitTensor`
     """
 
     step: Step
@@ -491,17 +484,17 @@ class _Stored:
     flat: bool = False
 
 
-def _stored_as(steps: Sequence[Step], family: Family, config: Config) -> list[_Stored]:
+def _stored_as(steps: Sequence[Step], architecture: Architecture, config: Config) -> list[_Stored]:
     """The steps, those of the experts of a layer as one. Raises PlanError with every tensor that llama.cpp has not."""
     found: dict[str, list[_Stored]] = {}
     together: dict[str, dict[int, Step]] = {}
     unknown: list[WeightsmithError] = []
     for step in steps:
-        place = gguf_place(family, step.out.name)
-        if cut := cut_of(family, step.out.name):
-            found[step.out.name] = _in_parts(step, *cut, config)
+        place = architecture.place(step.out.name)
+        if split := architecture.split_of(step.out.name):
+            found[step.out.name] = _in_parts(step, *split, config)
         elif place is None:
-            what = f"llama.cpp knows no such tensor in a model of the type {family.model_type}"
+            what = f"llama.cpp knows no such tensor in a model of the type {architecture.model_types[0]}"
             unknown.append(Unsupported(what, where=step.out.name, fix="choose another format, such as fp8-dynamic"))
         else:
             found.setdefault(place.name, [_Stored(step, [replace(step.out, name=place.name)])])
@@ -525,20 +518,20 @@ def _stored_as(steps: Sequence[Step], family: Family, config: Config) -> list[_S
     return [each for own in found.values() for each in own]
 
 
-def _in_parts(step: Step, cut: Cut, layer: str, config: Config) -> list[_Stored]:
+def _in_parts(step: Step, split: SplitTensor, layer: str, config: Config) -> list[_Stored]:
     """A step of a tensor that llama.cpp stores in parts, or a step for each of them if a merge makes them one by one.
 
     Raises FormatError, and Unsupported for a merge of other matrices.
     """
-    height, parts = pieces_of(cut, config, step.out.shape)
-    names = [f"blk.{layer}.{part.name}" for part in cut.parts]
-    shapes = [part_shape(pieces, height, step.out.shape, flat=cut.flat) for pieces in parts]
+    height, parts = pieces_of(split, config, step.out.shape)
+    names = [f"blk.{layer}.{part.name}" for part in split.parts]
+    shapes = [part_shape(pieces, height, step.out.shape, flat=split.flat) for pieces in parts]
     specs = [TensorSpec(name, step.out.dtype, shape) for name, shape in zip(names, shapes, strict=True)]
     rows = [math.prod(piece.out.shape[:-1]) for piece in step.pieces]
     if not any(each % height for each in rows):
-        return [_Stored(step, specs, height, parts, cut.flat)]
+        return [_Stored(step, specs, height, parts, split.flat)]
     count = len(parts)
-    moved = cut.flat or any(piece.step > 1 or piece.transposed for pieces in parts for piece in pieces)
+    moved = split.flat or any(piece.step > 1 or piece.transposed for pieces in parts for piece in pieces)
     if moved or rows != [piece.rows for pieces in parts for piece in pieces] * (len(rows) // count):
         what = "llama.cpp stores it in parts that the merge does not compute one by one"
         raise Unsupported(what, where=step.out.name, fix=f"merge without {named('quantize')}, then quantise the result")
@@ -552,20 +545,20 @@ def _encoded(
     importances: Importances,
     mixture: Mixture,
     draft: PlanDraft,
-    family: Family,
+    architecture: Architecture,
     config: Config,
 ) -> Step:
     """The step of a tensor that is stored as one of these types, or in parts of these. Raises FormatError, Unsupported."""
     spec, dtypes = stored.specs[0], [TYPES[kind] for kind in kinds]
-    step = _in_order(stored.step, value_order(spec.name, config), draft)
+    step = _in_order(stored.step, architecture.order(spec.name, config), draft)
     encoding: GgufEncoding | CutEncoding
     if stored.parts:
         encoding = CutEncoding(stored.height, tuple(zip(dtypes, stored.parts, strict=True)), stored.flat)
     else:
         heads = config.count("num_attention_heads")
-        turned = rotated_heads(family, spec.name, heads, config.count("num_key_value_heads", heads))
+        turned = architecture.rotated_heads(spec.name, heads, config.count("num_key_value_heads", heads))
         head_rows, decays = spec.shape[0] // turned if turned else 0, is_decay(spec.name)
-        encoding = GgufEncoding(dtypes[0], head_rows, shift_of(family, spec.name), decays)
+        encoding = GgufEncoding(dtypes[0], head_rows, architecture.shift_of(spec.name), decays)
     tables, weighted = list[Floats](), -1
     for each, kind in zip(stored.specs, kinds, strict=True):
         values = _importances(importances, each, kind, mixture) if TYPES[kind].block > 1 else None
@@ -579,21 +572,21 @@ def _encoded(
     return replace(step, encoding=encoding.name, stored=named_outs, weighted=weighted)
 
 
-def _weighted(draft: PlanDraft, family: Family, names: Iterable[str]) -> list[TensorSpec]:
+def _weighted(draft: PlanDraft, architecture: Architecture, names: Iterable[str]) -> list[TensorSpec]:
     """Those of the tensors that llama.cpp has importances for: weights of linear layers, but not of routers."""
     own = set(names)
     specs = [step.out for step in draft.steps if step.out.name in own and len(step.out.shape) == 2]
-    placed = [(spec, gguf_place(family, spec.name)) for spec in specs]
+    placed = [(spec, architecture.place(spec.name)) for spec in specs]
     named_weights = [(spec, place.name) for spec, place in placed if place is not None and place.name.endswith(".weight")]
     return [spec for spec, name in named_weights if not is_router(name)]
 
 
-def _importances_of(draft: PlanDraft, family: Family, found: Importances) -> Importances:
+def _importances_of(draft: PlanDraft, architecture: Architecture, found: Importances) -> Importances:
     """Importances under llama.cpp's names, in its order, those of a layer's experts in one. found: under the Hub's names."""
     config, parts = Config(text_config(draft.config)), dict[str, dict[int, npt.NDArray[np.float32]]]()
     for name, values in found.items():
-        if place := gguf_place(family, name):
-            order = value_order(place.name, config)
+        if place := architecture.place(name):
+            order = architecture.order(place.name, config)
             turns = order is not None and order.axis == 1 and order.size == values.size  # `_in_order` rejects another size
             moved = values[order.places] if order is not None and turns else values
             parts.setdefault(place.name, {})[place.expert] = moved

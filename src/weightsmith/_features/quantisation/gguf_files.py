@@ -10,8 +10,8 @@ from weightsmith._base.files import read_bounded
 from weightsmith._files.copied import MAX_COPIED_BYTES
 from weightsmith._models.card import CARD_NAME, hub_id_of, read_card
 from weightsmith._models.checkpoint import Checkpoint
+from weightsmith._models.formats.gguf.architecture import Architecture
 from weightsmith._models.formats.gguf.chat_templates import NAMED_TEMPLATE
-from weightsmith._models.formats.gguf.families import Family
 from weightsmith._models.formats.gguf.layout import Value
 from weightsmith._models.formats.gguf.metadata import Origin, is_said, origin_keys, sampling_keys
 from weightsmith._models.formats.gguf.pooling import MODULES, pooling_keys
@@ -22,13 +22,13 @@ from weightsmith._planning.planner.companions import GENERATION
 
 
 def keys_of_files(
-    assembled: Prepared, config: Mapping[str, Any], family: Family, rows: int
+    assembled: Prepared, config: Mapping[str, Any], architecture: Architecture, rows: int
 ) -> tuple[dict[str, Value], list[Finding]]:
     """The keys that come from the files beside the weights, and warnings. rows: of the embedding."""
     files = files_of(assembled, (*READ, GENERATION, MODULES, *_named_templates(assembled)))
     keys = origin_keys([_origin(checkpoint) for checkpoint in assembled.inputs])
     name = str(keys["general.name"].value) if "general.name" in keys else ""  # a folder may be called "-"
-    tokenizer, warnings = tokenizer_keys(files, config, family, rows, name)
+    tokenizer, warnings = tokenizer_keys(files, config, architecture, rows, name)
     donor = assembled.inputs[assembled.draft.donor]
 
     def read(name: str) -> bytes | None:
@@ -36,7 +36,7 @@ def keys_of_files(
         path = donor.folder / name
         return read_bounded(path, MAX_COPIED_BYTES) if path.is_file() else None
 
-    pooling, more = pooling_keys(files.get(MODULES), family.architecture, read)
+    pooling, more = pooling_keys(files.get(MODULES), architecture.name, read)
     sampling = sampling_keys(settings_in(files[GENERATION])) if GENERATION in files else {}
     return {**keys, **sampling, **pooling, **tokenizer}, [*warnings, *more]
 

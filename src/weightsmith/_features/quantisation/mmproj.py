@@ -13,27 +13,21 @@ from weightsmith._base.strict_json import parse_object
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._features.quantisation.gguf_types import MIXTURES
 from weightsmith._features.quantisation.token_row import TokenRow
+from weightsmith._models.formats.gguf.architectures import find_vision
 from weightsmith._models.formats.gguf.layout import encode_metadata
-from weightsmith._models.formats.gguf.projectors import (
-    PROCESSOR,
-    TOKENIZER,
-    Projector,
-    find_projector,
-    images_of,
-    vision_keys,
-    vision_names,
-    vision_type,
-)
+from weightsmith._models.formats.gguf.vision import PROCESSOR, VisionHalf
 from weightsmith._models.formats.gguf.writing import PLAIN, TYPES, GgufEncoding
 from weightsmith._plans import COPY, PRODUCTS, PlanDraft, Product, Read, Step, arrays_of, needs_of
 
+TOKENIZER = ("tokenizer_config.json", "tokenizer.json")
+"""Files that list added tokens."""
 UNUSED = "llama.cpp does not use it"
 _TOKEN = "v.token_embd.img_break"
 _REPAIR = "repair it, or download it again"
 
 
 @dataclass(frozen=True, slots=True)
-class VisionHalf:
+class ImageFile:
     """The contents of `mmproj.gguf`.
 
     steps     for its tensors, under llama.cpp's names
@@ -50,7 +44,7 @@ class VisionHalf:
 
 def vision_half(
     draft: PlanDraft, embedding: Step, steps: Sequence[Step], files: Mapping[str, bytes], mixture: str
-) -> VisionHalf | None:
+) -> ImageFile | None:
     """The vision half of a model; None of a family whose half is not written.
 
     embedding  the step for the language model's, before it is encoded
@@ -61,27 +55,27 @@ def vision_half(
     Raises FormatError for values of the files that are no numbers, Unsupported for a half that llama.cpp would not load.
     """
     config = draft.config or {}
-    projector = find_projector(config)
-    if projector is None:
+    half = find_vision(config)
+    if half is None:
         return None
     plain = mixture if mixture in PLAIN else "F16"
     number = next(each.number for each in MIXTURES if each.name == plain)
-    images = images_of(config, projector, _processor(files))
-    keys = vision_keys(images, projector, embedding.out.shape[-1], number)
-    places = {step.out.name: vision_names(projector, step.out.name) for step in steps}
+    images = half.images(config, _processor(files))
+    keys = half.keys(images, embedding.out.shape[-1], number)
+    places = {step.out.name: half.names(step.out.name) for step in steps}
     if unknown := [name for name, found in places.items() if found is None]:
-        raise Unsupported(f"llama.cpp knows no such tensor in the vision half of {projector.model_type}", where=unknown[0])
+        raise Unsupported(f"llama.cpp knows no such tensor in the vision half of {half.model_type}", where=unknown[0])
     known = {name: found for name, found in places.items() if found is not None}
-    layers = images.vision.count(projector.sizes.get("block_count", "num_hidden_layers"))
+    layers = half.size(images, "block_count")
     _check_layers(layers, {name.split(".")[2] for found in known.values() for name in found if name.startswith("v.blk.")})
-    heads = images.vision.count(projector.sizes.get("attention.head_count", "num_attention_heads"))
-    made = [_stored(projector, step, known[step.out.name], heads, plain) for step in steps if known[step.out.name]]
+    heads = half.size(images, "attention.head_count")
+    made = [_stored(half, step, known[step.out.name], heads, plain) for step in steps if known[step.out.name]]
     products: list[Product] = []
-    if projector.token:
-        product = _row(draft, embedding, _token_id(files, projector.token))
+    if half.token:
+        product = _row(draft, embedding, _token_id(files, half.token))
         products.append(product)
         made.append(_copied(product, embedding.settings))
-    return VisionHalf(made, products, [step for step in steps if not known[step.out.name]], encode_metadata(keys))
+    return ImageFile(made, products, [step for step in steps if not known[step.out.name]], encode_metadata(keys))
 
 
 def _check_layers(layers: int, found: Collection[str]) -> None:
@@ -105,16 +99,16 @@ def _object(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
     return parse_object(files[name], name, name, _REPAIR, unique=False, max_memory=1 << 30) if name in files else {}
 
 
-def _stored(projector: Projector, step: Step, names: Sequence[str], heads: int, plain: str) -> Step:
+def _stored(half: VisionHalf, step: Step, names: Sequence[str], heads: int, plain: str) -> Step:
     """The step, encoded for the file. Raises Unsupported for a tensor that cannot be."""
     shape, name = step.out.shape, names[0]
-    turned = projector.rotated and name.split(".")[-2] in ("attn_q", "attn_k")
+    turned = half.rotated and name.split(".")[-2] in ("attn_q", "attn_k")
     if turned and shape[0] % (2 * heads):
         raise Unsupported(f"its {shape[0]:,} rows are not {heads:,} heads", where=step.out.name, fix="repair config.json")
     encoding = GgufEncoding(
-        TYPES[vision_type(projector, name, len(shape), plain)],
+        TYPES[half.type_of(name, len(shape), plain)],
         head_rows=shape[0] // heads if turned else 0,
-        shift=1.0 if name in projector.shifted else 0.0,
+        shift=1.0 if name in half.shifted else 0.0,
         pieces=len(names),
         axis=2 if len(names) > 1 and len(shape) == 5 else 0,  # frames of [channels, colours, frames, height, width]
     )

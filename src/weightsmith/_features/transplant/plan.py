@@ -89,11 +89,11 @@ class _Side:
 
     def read(self, seen: dict[str, Vocabulary]) -> Vocabulary:
         """Its vocabulary. Raises NotFound."""
-        found = read_vocabulary(self.label, self.folder, self.files, seen)
-        if found is None:
+        vocabulary = read_vocabulary(self.label, self.folder, self.files, seen)
+        if vocabulary is None:
             fix = "put its tokenizer.json next to its weights"
             raise NotFound("it has no tokenizer that can be read", where=self.label, fix=fix)
-        return found
+        return vocabulary
 
 
 def prepare_transplant(model: str | os.PathLike[str], donor: str | os.PathLike[str], settings: TransplantSettings) -> Prepared:
@@ -109,12 +109,12 @@ def prepare_transplant(model: str | os.PathLike[str], donor: str | os.PathLike[s
         what = missing.replace("this method", f"the approximation {approximation.name}")
         raise PlanError([option_error("approximation", what)])
     with ExitStack() as stack:
-        found = _open_donor(donor, stack)
-        _check_donor(found, approximation, settings)
-        assembled = _copy(model, donor, found.rows, settings)
+        side = _open_donor(donor, stack)
+        _check_donor(side, approximation, settings)
+        assembled = _copy(model, donor, side.rows, settings)
         stack.callback(assembled.close)
         with as_plan_error():
-            _Transplant(assembled, found, settings, approximation).fill()
+            _Transplant(assembled, side, settings, approximation).fill()
             prepared = assembled.finish()
         stack.pop_all()
         return prepared
@@ -146,7 +146,7 @@ def _check_donor(donor: _Side, approximation: Approximation, settings: Transplan
         f"the approximation {approximation.name}" if approximation.donor else "the filter magikarp" if settings.magikarp else ""
     )
     if needing:
-        others = ", ".join(each.name for each in APPROXIMATIONS if not each.donor)
+        others = ", ".join(known.name for known in APPROXIMATIONS if not known.donor)
         what = f"{needing} needs the donor's embeddings, and this is a tokenizer alone"
         fix = f"name a model as donor, or use one of {others}" + (", without magikarp" if settings.magikarp else "")
         raise PlanError([Unsupported(what, where=donor.label, fix=fix)])
@@ -171,7 +171,7 @@ class _Transplant:
     def __init__(self, assembled: Prepared, donor: _Side, settings: TransplantSettings, approximation: Approximation) -> None:
         self.assembled, self.donor, self.settings, self.approximation = assembled, donor, settings, approximation
         self.model, seen = _Side.of(assembled.inputs[_MODEL]), dict[str, Vocabulary]()
-        self.own, self.out = self.model.read(seen), donor.read(seen)
+        self.model_vocabulary, self.out = self.model.read(seen), donor.read(seen)
         self.size, self.rows = self.model.rows, donor.rows or max(self.out.tokens) + 1
         self.reads_donor = donor.model is not None and (approximation.donor or settings.magikarp)
         self.specs = assembled.inputs[_MODEL].specs
@@ -185,13 +185,13 @@ class _Transplant:
             what = "no tensor of the model has a row for each token"
             raise Unsupported(what, where=self.model.label, fix="name a language model")
         matches = {kind: self._match(kind) for kind in ("embedding", "head")}
-        made = [self._table(draft.steps[i], matches) for i in places]
-        missing = [(i, table) for i, table in zip(places, made, strict=True) if table.missing]
+        row_tables = [self._table(draft.steps[i], matches) for i in places]
+        missing = [(i, table) for i, table in zip(places, row_tables, strict=True) if table.missing]
         draft.tables = []
-        for i, table in zip(places, made, strict=True):
+        for i, table in zip(places, row_tables, strict=True):
             draft.steps[i] = _gathered(draft.steps[i], table, draft)
         if len(places) < len(tables):
-            rows = rows_of(matches["embedding"], self.out, self.own, self.size)
+            rows = rows_of(matches["embedding"], self.out, self.model_vocabulary, self.size)
             numbers = draft.add_table(Numbers.of(rows))
             for i in tables:
                 if i not in places:
@@ -218,9 +218,11 @@ class _Transplant:
         """The model's rows for the donor's tokens, in one kind of table."""
         allowed = ("yes", "lm_head" if kind == "head" else "embed")
         donors = roles_of(self.out, self.donor.folder, self.donor.files, self.donor.config)
-        own = roles_of(self.own, self.model.folder, self.model.files, self.model.config)
+        model_roles = roles_of(self.model_vocabulary, self.model.folder, self.model.files, self.model.config)
         byte, prefix = self.settings.byte_match in allowed, self.settings.prefix_match in allowed
-        return match(self.out, self.own, self.rows, self.size, same_roles(donors, own), byte=byte, prefix=prefix)
+        return match(
+            self.out, self.model_vocabulary, self.rows, self.size, same_roles(donors, model_roles), byte=byte, prefix=prefix
+        )
 
     # ---- tables
 
@@ -232,18 +234,20 @@ class _Transplant:
         spec = self.specs[step.out.name]
         head = vocabulary.is_head(spec) and not self.model.ties
         kind = "bias" if 1 in spec.shape or len(spec.shape) == 1 else "head" if head else "embedding"
-        found = matches["head" if head else "embedding"]
+        token_match = matches["head" if head else "embedding"]
         height = spec.size if kind == "bias" else spec.shape[0]
         theirs = self._counterpart(kind)
         n = step.out.size * height // spec.size  # Gemma 3n's per-layer embeddings have fewer rows than there are tokens
-        missing = range(n) if self.settings.magikarp and kind != "bias" else found.missing[found.missing < n].tolist()
-        own = [row if row < height else -1 for row in found.rows[:n].tolist()]
+        missing = (
+            range(n) if self.settings.magikarp and kind != "bias" else token_match.missing[token_match.missing < n].tolist()
+        )
+        model_rows = [row if row < height else -1 for row in token_match.rows[:n].tolist()]
         return Table(
             name=spec.name,
             kind=kind,
             cols=(spec.size // height, 0 if theirs is None else theirs.shape[1]),
             sizes=(height, 0 if theirs is None else theirs.shape[0]),
-            own=tuple(own),
+            model_rows=tuple(model_rows),
             missing=tuple(missing),
         )
 
@@ -261,11 +265,11 @@ class _Transplant:
         rows, ties = self.donor.rows, self.donor.ties
         tables = [spec for spec in self.donor.specs if vocabulary.is_vocabulary(spec) and spec.shape[0] == rows]
         heads = [spec for spec in tables if vocabulary.is_head(spec) and kind == "head" and not ties]
-        found = [*heads, *(spec for spec in tables if not vocabulary.is_head(spec)), *tables]
-        if not found:
+        candidates = [*heads, *(spec for spec in tables if not vocabulary.is_head(spec)), *tables]
+        if not candidates:
             what = "no tensor of the donor has a row for each token"
             raise Unsupported(what, where=self.donor.label, fix="name a language model")
-        return found[0]
+        return candidates[0]
 
     def _reading(self, table: Table) -> Iterator[Step]:
         """The steps that the product reads a table with."""
@@ -275,16 +279,16 @@ class _Transplant:
 
     # ---- the product
 
-    def _work(self, tables: Sequence[Table], found: Match) -> RowWork:
+    def _work(self, tables: Sequence[Table], token_match: Match) -> RowWork:
         settings, missing = self.settings, sorted({number for table in tables for number in table.missing})
         texts = {number: self.out.key(self.out.tokens[number]) for number in missing if number in self.out.tokens}
         pieces: dict[str, tuple[int, ...]] = {}
         if self.approximation.pieces:
-            found_pieces = pieces_of(texts.values(), self.own, self.size)
-            pieces = {str(number): own for number, own in zip(texts, found_pieces, strict=True) if own}
+            pieces_of_token = pieces_of(texts.values(), self.model_vocabulary, self.size)
+            pieces = {str(number): numbers for number, numbers in zip(texts, pieces_of_token, strict=True) if numbers}
         same = {WAYS.index("same token"), WAYS.index("same byte")}
         special = {self.out.ids[token] for token in self.out.added if self.out.is_special(token)}
-        ways, rows = found.ways.tolist(), found.rows.tolist()
+        ways, rows = token_match.ways.tolist(), token_match.rows.tolist()
         return RowWork(
             approximation=self.approximation.name,
             choices=self._choices(),
@@ -295,7 +299,7 @@ class _Transplant:
             tables=tuple(tables),
             shared=tuple(i for i, way in enumerate(ways) if way in same and rows[i] >= 0 and i not in special),
             pieces=pieces,
-            unused=(_unused(self.own, self.size), _unused(self.out, self.rows)) if settings.magikarp else ((), ()),
+            unused=(_unused(self.model_vocabulary, self.size), _unused(self.out, self.rows)) if settings.magikarp else ((), ()),
             untied=(not self.model.ties, self.donor.model is not None and not self.donor.ties),
             tokens={str(number): text.decode("utf-8", "backslashreplace") for number, text in texts.items()},
             counts=self._counts(set(missing)),
@@ -304,14 +308,14 @@ class _Transplant:
     def _choices(self) -> Choices:
         settings = self.settings
         reads = "heads" in self.approximation.reads
-        own, theirs = (_geometry(side) if reads else (1, 1e4) for side in (self.model, self.donor))
+        model_geometry, donor_geometry = (_geometry(side) if reads else (1, 1e4) for side in (self.model, self.donor))
         return Choices(
             k=settings.k,
             weight_scheme=settings.weight_scheme,
             cosine_similarity=settings.cosine_similarity,
             subword_method=settings.subword_method,
-            heads=(own[0], theirs[0]),
-            rope_bases=(own[1], theirs[1]),
+            heads=(model_geometry[0], donor_geometry[0]),
+            rope_bases=(model_geometry[1], donor_geometry[1]),
             seed=settings.seed,
         )
 
@@ -328,12 +332,12 @@ class _Transplant:
             from tokenizers import Tokenizer
 
             if "tokenizer.json" in self.donor.files:
-                made = read_bounded(self.donor.folder / "tokenizer.json", MAX_FILE_BYTES).decode()
+                content = read_bounded(self.donor.folder / "tokenizer.json", MAX_FILE_BYTES).decode()
             else:
-                made = convert(self.out, contents_of(self.donor.folder, self.donor.files)).data.decode()
-            tokenizer = Tokenizer.from_str(made)
+                content = convert(self.out, contents_of(self.donor.folder, self.donor.files)).data.decode()
+            tokenizer = Tokenizer.from_str(content)
             tokenizer.no_truncation()
-            found = Counter(tokenizer.encode(text, add_special_tokens=False).ids)
+            counts = Counter(tokenizer.encode(text, add_special_tokens=False).ids)
         except ImportError as error:
             what = "report_text needs the package tokenizers, which is not installed"
             raise option_error("report_text", what, f"run {install_package('tokenizers')}") from error
@@ -342,12 +346,12 @@ class _Transplant:
         except Exception as error:  # tokenizers raises anything
             what = f"the donor's tokenizer cannot be used on the text: {first_line(error)}"
             raise Unsupported(what, where=str(path), fix="leave out report_text") from error
-        return {str(number): found[number] for number in sorted(missing & found.keys())}
+        return {str(number): counts[number] for number in sorted(missing & counts.keys())}
 
     # ---- about the plan
 
-    def _summary(self, found: Match) -> dict[str, Any]:
-        counts = Counter(found.ways.tolist())
+    def _summary(self, token_match: Match) -> dict[str, Any]:
+        counts = Counter(token_match.ways.tolist())
         sources = {_DESCRIBED.get(way, way): counts[i] for i, way in enumerate(WAYS) if counts[i]}
         return {
             "tokenizer": self.donor.label,
@@ -363,9 +367,9 @@ class _Transplant:
 
         defaults = asdict(TransplantSettings())
         chosen = {name: value for name, value in asdict(self.settings).items() if value != defaults[name]}
-        made = {"model": self.assembled.draft.models[_MODEL].ref, "donor": self.donor.label}
+        models = {"model": self.assembled.draft.models[_MODEL].ref, "donor": self.donor.label}
         text: str = yaml.safe_dump(
-            {COMMAND: {**made, "approximation": self.approximation.name, **chosen}}, sort_keys=False, allow_unicode=True
+            {COMMAND: {**models, "approximation": self.approximation.name, **chosen}}, sort_keys=False, allow_unicode=True
         )
         return text
 
@@ -377,17 +381,17 @@ _DESCRIBED = {"missing": "approximated", "no token": "rows without a token"}
 def _gathered(step: Step, table: Table, draft: PlanDraft) -> Step:
     """The step with its rows in the order of the output. draft: gets the tables."""
     height, cols, n = table.sizes[0], table.cols[0], len(table.missing)
-    made = dict.fromkeys(table.missing)
-    own = [-1 if number in made else row for number, row in enumerate(table.own)]
-    if own == list(range(height)):
+    approximated = dict.fromkeys(table.missing)
+    model_rows = [-1 if number in approximated else row for number, row in enumerate(table.model_rows)]
+    if model_rows == list(range(height)):
         return replace(step, inputs=(Read(_MODEL, table.name),))
     fallback: tuple[Read, ...] = ()
     if n:
         places = {number: k for k, number in enumerate(table.missing)}
-        numbers = [places.get(number, -1) for number in range(len(own))]
+        numbers = [places.get(number, -1) for number in range(len(model_rows))]
         view = Gather(draft.add_table(Numbers.of(numbers)), Block(0, n, cols, cols))
         fallback = (Read(PRODUCTS, f"{table.name}: rows", view),)
-    view = Gather(draft.add_table(Numbers.of(own)), Block(0, height, cols, cols), 0, fallback)
+    view = Gather(draft.add_table(Numbers.of(model_rows)), Block(0, height, cols, cols), 0, fallback)
     return replace(step, inputs=(Read(_MODEL, table.name, view),))
 
 

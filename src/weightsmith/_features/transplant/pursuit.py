@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith._methods.jobs.matrix import one_thread
+from weightsmith._base.one_thread import one_thread
 from weightsmith.abc.approximation import Floats, Problem
 
 Tensor = Any  # torch is optional, so mypy cannot use its type
@@ -73,8 +73,8 @@ class Sparse:
         out = np.empty((len(self.indices), values.shape[1]), np.float32)
         step = max(1, (4 << 20) // max(1, self.indices.shape[1] * values.shape[1]))
         for start in range(0, len(out), step):
-            own = slice(start, start + step)
-            out[own] = (self.coefficients[own, None] @ values[self.indices[own]])[:, 0]
+            batch = slice(start, start + step)
+            out[batch] = (self.coefficients[batch, None] @ values[self.indices[batch]])[:, 0]
         return out
 
 
@@ -95,24 +95,24 @@ def pursue(targets: Floats, atoms: Floats, k: int, problem: Problem) -> Sparse:
     k = min(k, len(atoms))
     m = candidates_of(len(targets), len(atoms), atoms.shape[1], k)
     device = torch.device(problem.device)
-    points, wanted = torch.from_numpy(atoms).to(device), torch.from_numpy(targets)
+    points, rows = torch.from_numpy(atoms).to(device), torch.from_numpy(targets)
     limit = BATCH_BYTES.get(device.type, OTHER_BATCH_BYTES)
     batch = TOGETHER if m == len(atoms) else max(1, min(SCREENED, limit // (4 * m * atoms.shape[1])))
-    found = Sparse.zeros(len(targets), k)
+    sums = Sparse.zeros(len(targets), k)
 
-    def work(own: slice) -> None:
-        few = wanted[own].to(device)
+    def work(part: slice) -> None:
+        few = rows[part].to(device)
         best = screened(few, points, m)
         for first in range(0, len(few), batch):
             some = slice(first, first + batch)
             candidates = points if best is None else points[best[some]]
             chosen, coefficients, errors = _omp(few[some], candidates, k, problem.check)
-            place = slice(own.start + first, own.start + first + len(few[some]))
-            found.indices[place] = (chosen if best is None else best[some].gather(1, chosen)).cpu().numpy()
-            found.coefficients[place], found.errors[place] = coefficients.cpu().numpy(), errors.cpu().numpy()
+            place = slice(part.start + first, part.start + first + len(few[some]))
+            sums.indices[place] = (chosen if best is None else best[some].gather(1, chosen)).cpu().numpy()
+            sums.coefficients[place], sums.errors[place] = coefficients.cpu().numpy(), errors.cpu().numpy()
 
     in_parallel(work, len(targets), problem)
-    return found
+    return sums
 
 
 def candidates_of(n: int, atoms: int, width: int, k: int) -> int:
@@ -143,12 +143,12 @@ def largest(candidates: Tensor, rest: Tensor, used: Tensor) -> tuple[Tensor, Ten
     """
     import torch
 
-    each = torch.arange(len(rest), device=rest.device)
+    targets = torch.arange(len(rest), device=rest.device)
     shared = candidates.dim() == 2
     scores = rest @ candidates.T if shared else torch.bmm(candidates, rest[:, :, None])[:, :, 0]
     best = scores.abs_().masked_fill_(used, -1).argmax(1)
-    used[each, best] = True
-    return best, candidates[best] if shared else candidates[each, best]
+    used[targets, best] = True
+    return best, candidates[best] if shared else candidates[targets, best]
 
 
 def in_parallel(work: Callable[[slice], None], n: int, problem: Problem, size: int = SCREENED) -> None:

@@ -20,7 +20,7 @@ SHOWN = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class NewRow:
     """A row that was made.
 
     number  id of the token
@@ -42,48 +42,48 @@ class Transplant:
     """The report of a transplant.
 
     approximation  its name
-    made           the rows that were made, by id
+    rows           the rows that were made, by id
     """
 
     approximation: str
-    made: tuple[Made, ...]
+    rows: tuple[NewRow, ...]
 
     @property
     def error(self) -> float | None:
         """The mean relative error of the donor's rows; None if none is approximated."""
-        found = [made.error for made in self.made if made.error is not None]
-        return sum(found) / len(found) if found else None
+        errors = [row.error for row in self.rows if row.error is not None]
+        return sum(errors) / len(errors) if errors else None
 
     def to_json(self) -> dict[str, Any]:
         """The report as JSON values."""
         return {
             "approximation": self.approximation,
-            "tokens": len(self.made),
-            "how": dict(Counter(made.how for made in self.made)),
+            "tokens": len(self.rows),
+            "how": dict(Counter(row.how for row in self.rows)),
             "mean_error": self.error,
             "rows": [
-                {"id": made.number, "token": made.token, "how": made.how, "error": made.error}
-                | ({} if made.count is None else {"count": made.count})
-                for made in self.made
+                {"id": row.number, "token": row.token, "how": row.how, "error": row.error}
+                | ({} if row.count is None else {"count": row.count})
+                for row in self.rows
             ],
         }
 
     def table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
         """Header and rows: the missing tokens that occur in the user's text most often; no rows without a text."""
         head = ("missing token", "in the text", "how", "error")
-        found = sorted((made for made in self.made if made.count), key=lambda made: (-(made.count or 0), made.number))
+        frequent = sorted((row for row in self.rows if row.count), key=lambda row: (-(row.count or 0), row.number))
         return head, [
-            (_shown(made.token), f"{made.count:,}", made.how, "" if made.error is None else f"{made.error:.2f}")
-            for made in found[:SHOWN]
+            (_shown(row.token), f"{row.count:,}", row.how, "" if row.error is None else f"{row.error:.2f}")
+            for row in frequent[:SHOWN]
         ]
 
     def summary(self) -> str:
         """One line."""
-        ways = ", ".join(f"{n:,} {how}" for how, n in Counter(made.how for made in self.made).items())
-        text = f"{len(self.made):,} rows by {self.approximation}: {ways or 'none was missing'}"
+        ways = ", ".join(f"{n:,} {how}" for how, n in Counter(row.how for row in self.rows).items())
+        text = f"{len(self.rows):,} rows by {self.approximation}: {ways or 'none was missing'}"
         text += "" if self.error is None else f"; mean error {self.error:.3f}"
-        counts = [made.count for made in self.made if made.count]
-        if any(made.count is not None for made in self.made):
+        counts = [row.count for row in self.rows if row.count]
+        if any(row.count is not None for row in self.rows):
             text += f"; {len(counts):,} of these tokens occur in the text, {sum(counts):,} times"
         return text
 
@@ -101,18 +101,18 @@ class Transplant:
 
     def blocks(self) -> list[Block]:
         """How the missing tokens were found, and each of them."""
-        counted = any(made.count is not None for made in self.made)
-        more = (Column("in the text", "count"),) if counted else ()
-        columns = Column("id", "count"), Column("token"), Column("how"), Column("error", "number", "relative"), *more
+        counted = any(row.count is not None for row in self.rows)
+        counts = (Column("in the text", "count"),) if counted else ()
+        columns = Column("id", "count"), Column("token"), Column("how"), Column("error", "number", "relative"), *counts
         rows = tuple(
             (
-                made.number,
-                json.dumps(made.token, ensure_ascii=False),
-                made.how,
-                made.error,
-                *((made.count,) if counted else ()),
+                row.number,
+                json.dumps(row.token, ensure_ascii=False),
+                row.how,
+                row.error,
+                *((row.count,) if counted else ()),
             )
-            for made in self.made
+            for row in self.rows
         )
         return [Table("Missing tokens", columns, rows, self.summary())]
 

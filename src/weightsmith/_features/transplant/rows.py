@@ -19,7 +19,7 @@ import numpy.typing as npt
 from weightsmith._base.tensors import DTYPES, DType, TensorSpec
 from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._features.transplant.approximations import APPROXIMATIONS, find_approximation
-from weightsmith._features.transplant.report import Made, Transplant
+from weightsmith._features.transplant.report import NewRow, Transplant
 from weightsmith._methods.jobs.requires import usable_device
 from weightsmith._plans import COPY, Block, Product, Read, Step
 from weightsmith._plans.forms import ProductSettings
@@ -29,7 +29,7 @@ from weightsmith.abc.product import Arrays
 OP = "transplanted_rows"
 NAME = "rows of missing tokens"
 
-MADE = ("approximated", "composed", "kept", "unused")
+ORIGINS = ("approximated", "composed", "kept", "unused")
 """How a row was made: by the approximation; from pieces; the model's own; a row that is hardly used."""
 
 CHUNK_ELEMENTS = 2 << 20
@@ -46,7 +46,7 @@ class Table:
     kind     `embedding`, `head`, or `bias`: one number for each token
     cols     elements of a row of the model, and of the donor; 0: the donor's rows are not read
     sizes    rows of the model, and of the donor
-    own      the model's row for each id of the output; -1 where there is none
+    model_rows  the model's row for each id of the output; -1 where there is none
     missing  ids whose rows are made
     """
 
@@ -54,11 +54,11 @@ class Table:
     kind: str
     cols: tuple[int, int]
     sizes: tuple[int, int]
-    own: tuple[int, ...]
+    model_rows: tuple[int, ...]
     missing: tuple[int, ...]
 
     def outs(self, dtype: DType) -> tuple[TensorSpec, ...]:
-        """The arrays: rows [n, cols], errors [n], and how they were made [n], an index into `MADE`."""
+        """The arrays: rows [n, cols], errors [n], and how they were made [n], an index into `ORIGINS`."""
         n = len(self.missing)
         return (
             TensorSpec(f"{self.name}: rows", dtype, (n, self.cols[0])),
@@ -96,12 +96,12 @@ class Table:
             for name, _, rows in self.chunks(side):
                 if shapes.get(name) != (rows, cols):
                     return f"it has no step {name!r}"
-        ids = range(len(self.own))
+        ids = range(len(self.model_rows))
         limits = (
-            (self.own, range(-1, self.sizes[0]), "a row that the model lacks"),
+            (self.model_rows, range(-1, self.sizes[0]), "a row that the model lacks"),
             (self.missing, range(min(len(ids), self.sizes[1])) if self.cols[1] else ids, "an id that the donor lacks"),
             (work.shared, ids, "a shared token that the output lacks"),
-            ((row for own in work.pieces.values() for row in own), range(self.sizes[0]), "a piece that the model lacks"),
+            ((row for pieces in work.pieces.values() for row in pieces), range(self.sizes[0]), "a piece that the model lacks"),
         )
         return next((what for numbers, allowed, what in limits if any(n not in allowed for n in numbers)), "")
 
@@ -154,7 +154,7 @@ class RowWork(ProductSettings):
         return "" if product.outs == self.product(dtypes, ()).outs else "its arrays are not those of its tables"
 
 
-class BenchTables:
+class ContextTables:
     """`Tables` of one table of a product."""
 
     def __init__(self, context: ProductContext, table: Table) -> None:
@@ -167,10 +167,10 @@ class BenchTables:
 
     def rows(self, side: Side, numbers: Sequence[int] | Numbers) -> Floats:
         """See `Tables`."""
-        wanted = np.asarray(numbers, np.int64)
-        order = np.argsort(wanted, kind="stable")
-        ascending = wanted[order]
-        out = np.empty((len(wanted), self._table.cols[SIDES.index(side)]), np.float32)
+        asked = np.asarray(numbers, np.int64)
+        order = np.argsort(asked, kind="stable")
+        ascending = asked[order]
+        out = np.empty((len(asked), self._table.cols[SIDES.index(side)]), np.float32)
         chunks = list(self._table.chunks(side))
         # One buffer for all: memory of this size, freed and asked for again, is scattered over the allocator's arenas.
         buffer = np.empty((max((rows for _, _, rows in chunks), default=0), out.shape[1]), np.float32)
@@ -188,8 +188,8 @@ def _compute(context: ProductContext) -> Arrays:
     poor = _poorly_trained(context, work) if work.magikarp else None
     for i, table in enumerate(work.tables):
         context.progress(i, len(work.tables))
-        rows, errors, made = arrays[3 * i : 3 * i + 3]
-        _make(context, work, table, poor, rows, errors, made)
+        rows, errors, origins = arrays[3 * i : 3 * i + 3]
+        _make(context, work, table, poor, rows, errors, origins)
     return arrays
 
 
@@ -200,29 +200,29 @@ def _make(
     poor: tuple[frozenset[int], frozenset[int]] | None,
     rows: npt.NDArray[Any],
     errors: Floats,
-    made: npt.NDArray[np.int32],
+    origins: npt.NDArray[np.int32],
 ) -> None:
     """Fill the arrays of one table."""
-    tables, ids = BenchTables(context, table), np.array(table.missing, np.int64)
-    own, shared = np.array(table.own, np.int64), np.array(work.shared, np.int64)
-    shared = shared[(own[shared] >= 0) & (shared < (table.sizes[1] or len(own)))]
+    tables, ids = ContextTables(context, table), np.array(table.missing, np.int64)
+    model_rows, shared = np.array(table.model_rows, np.int64), np.array(work.shared, np.int64)
+    shared = shared[(model_rows[shared] >= 0) & (shared < (table.sizes[1] or len(model_rows)))]
     todo = np.ones(len(ids), bool)
     errors[:] = np.nan
     if poor is not None:
-        bad = [np.isin(numbers, list(found)) for numbers, found in zip((own[ids], ids), poor, strict=True)]
-        has = own[ids] >= 0
+        bad = [np.isin(numbers, list(poor_rows)) for numbers, poor_rows in zip((model_rows[ids], ids), poor, strict=True)]
+        has = model_rows[ids] >= 0
         kept, unused = has & (~bad[0] | bad[1]), ~has & bad[1]
         todo = ~kept & ~unused
-        rows[kept], made[kept] = tables.rows("model", own[ids][kept]), MADE.index("kept")
+        rows[kept], origins[kept] = tables.rows("model", model_rows[ids][kept]), ORIGINS.index("kept")
         nowhere = tables.rows("model", np.array(work.unused[0][-1:], np.int64)) if work.unused[0] else 0
-        rows[unused], made[unused] = nowhere, MADE.index("unused")
-        shared = shared[~np.isin(own[shared], list(poor[0])) & ~np.isin(shared, list(poor[1]))]
+        rows[unused], origins[unused] = nowhere, ORIGINS.index("unused")
+        shared = shared[~np.isin(model_rows[shared], list(poor[0])) & ~np.isin(shared, list(poor[1]))]
     if not todo.any():
         return
     approximation = find_approximation("mean" if table.kind == "bias" else work.approximation)
     problem = Problem(
         missing=ids[todo],
-        shared=np.stack([shared, own[shared]], 1),
+        shared=np.stack([shared, model_rows[shared]], 1),
         pieces=[tuple(work.pieces.get(str(number), ())) for number in ids[todo].tolist()],
         head=table.kind == "head",
         tables=tables,
@@ -233,38 +233,38 @@ def _make(
     )
     if approximation.donor and not len(shared):
         approximation = find_approximation("mean")
-    found = approximation.make(problem)
-    new = found.rows
+    approximated = approximation.make(problem)
+    new = approximated.rows
     if work.match_norms and table.kind != "bias":
         new = matched(new, problem, use_donor=bool(table.cols[1]))
     if work.noise:
         new = new + np.float32(work.noise) * problem.random().standard_normal(new.shape, np.float32)
-    rows[todo], errors[todo] = new * np.float32(work.scale), found.errors
-    made[todo] = MADE.index("approximated") if found.composed is None else np.where(found.composed, 1, 0)
+    rows[todo], errors[todo] = new * np.float32(work.scale), approximated.errors
+    origins[todo] = ORIGINS.index("approximated") if approximated.composed is None else np.where(approximated.composed, 1, 0)
 
 
 def _poorly_trained(context: ProductContext, work: RowWork) -> tuple[frozenset[int], frozenset[int]]:
     """Rows of the model and of the donor that are poorly trained in any table."""
-    found: list[frozenset[int]] = []
+    poor_of_side: list[frozenset[int]] = []
     for i, side in enumerate(SIDES):
         bad: set[int] = set(work.unused[i])
         for table in work.tables:
             if table.kind != "bias" and table.cols[i]:
                 lengths = work.untied[i] and table.kind == "embedding"
-                bad |= poorly_trained(BenchTables(context, table), side, work.unused[i], by_length=lengths)
-        found.append(frozenset(bad))
-    return found[0], found[1]
+                bad |= poorly_trained(ContextTables(context, table), side, work.unused[i], by_length=lengths)
+        poor_of_side.append(frozenset(bad))
+    return poor_of_side[0], poor_of_side[1]
 
 
 def _report(product: Product, arrays: Arrays) -> Transplant:
     work = RowWork.of(product)
     counts = work.counts
     rows = (
-        Made(
+        NewRow(
             number,
             work.tokens.get(str(number), ""),
             None if np.isnan(error) else error,
-            MADE[way],
+            ORIGINS[way],
             None if counts is None else counts.get(str(number), 0),
         )
         for number, error, way in zip(work.tables[0].missing, arrays[1].tolist(), arrays[2].tolist(), strict=True)
@@ -298,17 +298,17 @@ def matched(rows: Floats, problem: Problem, *, use_donor: bool) -> Floats:
     lengths = _lengths(problem.values())
     expected: npt.NDArray[np.float64] = np.full(len(rows), np.median(lengths))
     if use_donor:
-        theirs, wanted = np.log(_lengths(problem.atoms())), np.log(_lengths(problem.targets()))
+        theirs, missing = np.log(_lengths(problem.atoms())), np.log(_lengths(problem.targets()))
         spread = theirs - theirs.mean()
         slope = (spread @ np.log(lengths)) / max(spread @ spread, 1e-30)
         low, high = np.quantile(lengths, [OUTLIERS, 1 - OUTLIERS])
-        expected = np.clip(np.exp(np.log(lengths).mean() + slope * (wanted - theirs.mean())), low, high)
+        expected = np.clip(np.exp(np.log(lengths).mean() + slope * (missing - theirs.mean())), low, high)
     return (rows * (expected / _lengths(rows))[:, None]).astype(np.float32)
 
 
 def _lengths(rows: Floats) -> npt.NDArray[np.float64]:
-    found: npt.NDArray[np.float64] = np.maximum(np.linalg.norm(rows, axis=1).astype(np.float64), 1e-30)
-    return found
+    lengths: npt.NDArray[np.float64] = np.maximum(np.linalg.norm(rows, axis=1).astype(np.float64), 1e-30)
+    return lengths
 
 
 # ---- Tokens that are in a vocabulary, and hardly ever were in the training data.
@@ -341,5 +341,5 @@ def poorly_trained(tables: Tables, side: Side, unused: Sequence[int], *, by_leng
         mean = (mean / max(float(np.linalg.norm(mean)), 1e-30)).astype(np.float32)
         cosines = np.concatenate([rows @ mean for _, rows in tables.chunks(side)]) / np.maximum(lengths, 1e-30)
         bad |= cosines > max(float(np.quantile(cosines[known], 1 - SHARE)), SIMILAR)
-    found: npt.NDArray[np.int64] = np.flatnonzero(bad)
-    return frozenset(found.tolist())
+    numbers: npt.NDArray[np.int64] = np.flatnonzero(bad)
+    return frozenset(numbers.tolist())

@@ -11,13 +11,13 @@ from weightsmith._models.tokenizers.matching import Match, pieces_of
 from weightsmith._models.tokenizers.union import unused_row
 
 
-def rows_of(found: Match, out: Vocabulary, model: Vocabulary, size: int) -> list[int]:
+def rows_of(token_match: Match, out: Vocabulary, model: Vocabulary, size: int) -> list[int]:
     """The model's row for each id of the output.
 
-    found  rows of the tokens that both have
+    token_match  rows of the tokens that both have
     size   rows of the model
     """
-    rows: list[int] = found.rows.tolist()
+    rows: list[int] = token_match.rows.tolist()
     missing = [number for number, row in enumerate(rows) if row < 0]
     texts = [out.key(out.tokens[number]) if number in out.tokens else b"" for number in missing]
     unused = unused_row(model, size)

@@ -75,8 +75,8 @@ def make_layout(
         add(f"{naming.stem}{part}.safetensors", group, metadata)
     index = None
     if len(groups) > 1:
-        own = {spec.name: places[spec.name] for spec in specs if spec.name not in inner}
-        index = _index(shards, own, index_metadata or {})
+        outer_places = {spec.name: places[spec.name] for spec in specs if spec.name not in inner}
+        index = _index(shards, outer_places, index_metadata or {})
     for folder in dict.fromkeys(inner.values()):
         group = [spec for spec in specs if inner.get(spec.name) == folder]
         add(f"{folder}/model.safetensors", group, PT_METADATA, f"{folder}/")

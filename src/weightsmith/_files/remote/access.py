@@ -72,9 +72,9 @@ def aws_endpoint(session: Any = None) -> str:
     """The endpoint that the environment, or the profile of a session of botocore, names; "" for Amazon's."""
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_REGION", "AWS_DEFAULT_REGION"):
         _first(name)  # botocore and obstore read them
-    found = _endpoint("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
-    if found or session is None:
-        return found
+    endpoint = _endpoint("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+    if endpoint or session is None:
+        return endpoint
     return check_url("endpoint_url in the AWS profile", str(session.get_scoped_config().get("endpoint_url", "")))
 
 
@@ -100,14 +100,14 @@ def _s3() -> tuple[str, dict[str, Any]]:
     if keys is None:
         return endpoint, {"config": config}
 
-    def found() -> dict[str, Any]:
+    def fresh_keys() -> dict[str, Any]:
         now = keys.get_frozen_credentials()
         end = datetime.now(UTC) + timedelta(minutes=_AWS_MINUTES)
         for name, value in (("access key", now.access_key), ("secret access key", now.secret_key), ("token", now.token or "")):
             check_text(f"{name} of AWS", value)
         return {"access_key_id": now.access_key, "secret_access_key": now.secret_key, "token": now.token, "expires_at": end}
 
-    return endpoint, {"config": config, "credential_provider": found}
+    return endpoint, {"config": config, "credential_provider": fresh_keys}
 
 
 # ---- Google Cloud Storage
@@ -116,8 +116,8 @@ def _s3() -> tuple[str, dict[str, Any]]:
 def google_endpoint() -> str:
     """The endpoint that the environment names; "" for Google's."""
     for name in ("GOOGLE_BASE_URL", "STORAGE_EMULATOR_HOST"):
-        if found := _first(name).rstrip("/"):
-            return check_url(name, found if "://" in found else f"http://{found}")
+        if endpoint := _first(name).rstrip("/"):
+            return check_url(name, endpoint if "://" in endpoint else f"http://{endpoint}")
     return ""
 
 
@@ -156,11 +156,11 @@ def _google() -> tuple[str, dict[str, Any]]:
     except (GoogleAuthError, ValueError, OSError):  # obstore says what it lacks
         return endpoint, {"config": config}
 
-    def found() -> dict[str, Any]:
+    def fresh_token() -> dict[str, Any]:
         credentials.refresh(Request())
         return {"token": credentials.token, "expires_at": credentials.expiry and credentials.expiry.replace(tzinfo=UTC)}
 
-    return endpoint, {"config": config, "credential_provider": found}
+    return endpoint, {"config": config, "credential_provider": fresh_token}
 
 
 # ---- Azure
@@ -212,8 +212,8 @@ def _azure() -> tuple[str, dict[str, Any]]:
     except ImportError:
         return access.endpoint, {"config": config}
 
-    def found() -> dict[str, Any]:
+    def fresh_token() -> dict[str, Any]:
         now = azure_token(identity)
         return {"token": now.token, "expires_at": datetime.fromtimestamp(now.expires_on, UTC)}
 
-    return access.endpoint, {"config": config, "credential_provider": found}
+    return access.endpoint, {"config": config, "credential_provider": fresh_token}

@@ -60,7 +60,7 @@ def parse_address(name: str) -> Address:
     if scheme == "http" and not is_loopback(rest):
         raise ParameterError("http is read from this machine alone: it is not encrypted", where=shown, fix="write https://")
     if scheme not in (*SCHEMES, "http"):
-        known = ", ".join(f"{each}://" for each in SCHEMES)
+        known = ", ".join(f"{known_scheme}://" for known_scheme in SCHEMES)
         raise NotFound(f"addresses of the scheme {show(scheme)} are not read", where=shown, fix=f"use one of {known}")
     if "?" in rest or "#" in rest or "@" in rest.partition("/")[0]:
         what = "an address holds no user, password, query or fragment"

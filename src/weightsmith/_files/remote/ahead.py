@@ -101,9 +101,9 @@ class Blocks:
             for extent in visit:
                 if extent.nbytes:
                     spans.setdefault(_remote(extent).key, []).append((extent.offset, extent.offset + extent.nbytes))
-        for key, own in spans.items():
+        for key, spans_of_file in spans.items():
             runs: list[list[int]] = []
-            for start, end in sorted(set(own)):
+            for start, end in sorted(set(spans_of_file)):
                 if runs and start <= runs[-1][1]:
                     runs[-1][1] = max(runs[-1][1], end)
                 else:
@@ -195,8 +195,8 @@ class ReadAhead:
             self._spool = Spool(BLOCK_BYTES, spool_folder())
             for file in self._files:
                 file.ahead = self
-            wanted = min(CONNECTIONS, len(self._blocks.order), self._slots)
-            self._threads = [threading.Thread(target=self._work, name=f"fetch-{i}", daemon=True) for i in range(wanted)]
+            n_threads = min(CONNECTIONS, len(self._blocks.order), self._slots)
+            self._threads = [threading.Thread(target=self._work, name=f"fetch-{i}", daemon=True) for i in range(n_threads)]
             for thread in self._threads:
                 thread.start()
         return self
@@ -329,13 +329,13 @@ class ReadAhead:
             late = bool(self._late)
             place = heapq.heappop(self._late) if late else self._pointer
             block = self._blocks.order[place]
-            wanted = block.state == "" and block.error is None and place in block.places and place >= self._past()
-            if wanted and (place > self._frontier + _ahead(self._slots) or not self._give_slot(block, urgent=False)):
+            is_needed = block.state == "" and block.error is None and place in block.places and place >= self._past()
+            if is_needed and (place > self._frontier + _ahead(self._slots) or not self._give_slot(block, urgent=False)):
                 if late:
                     heapq.heappush(self._late, place)
                 return None
             self._pointer += not late
-            if wanted:
+            if is_needed:
                 return block
         return None
 

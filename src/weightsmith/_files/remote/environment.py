@@ -38,7 +38,7 @@ def check_url(name: str, value: str, schemes: tuple[str, ...] = ("https", "http"
     except ValueError as error:
         raise _wrong(name, f"is no address: {shown!r} ({error})", f"write {schemes[0]}://host:port") from error
     if parts.scheme.lower() not in schemes or not host or port == 0 or " " in value:
-        known = " or ".join(f"{each}://" for each in schemes)
+        known = " or ".join(f"{scheme}://" for scheme in schemes)
         fix = f"write {known}, a host, and a port from 1 to 65535 if it is not the usual one"
         raise _wrong(name, f"is no address: {shown!r}", fix)
     return value

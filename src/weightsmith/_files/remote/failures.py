@@ -55,12 +55,16 @@ def no_panic() -> Iterator[None]:
 def causes(error: BaseException) -> Iterator[BaseException]:
     """An error and what led to it, each once."""
     seen: set[int] = set()
-    found: BaseException | None = error
-    while found is not None and id(found) not in seen:
-        seen.add(id(found))
-        yield found
-        inner = [each for each in (*found.args, getattr(found, "reason", None)) if isinstance(each, BaseException)]  # urllib3's
-        found = found.__cause__ or found.__context__ or (inner[0] if inner else None)
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        yield cause
+        inner = [
+            inner_error
+            for inner_error in (*cause.args, getattr(cause, "reason", None))
+            if isinstance(inner_error, BaseException)
+        ]  # urllib3's
+        cause = cause.__cause__ or cause.__context__ or (inner[0] if inner else None)
 
 
 _CERTIFICATE = re.compile(r"CERTIFICATE_VERIFY_FAILED|invalid peer certificate|certificate verify failed", re.IGNORECASE)
@@ -95,23 +99,23 @@ def lasting(error: BaseException, endpoint: str = "the address") -> Lasting | No
     import ssl
 
     chain = [*causes(error)]
-    text = " ".join(str(each) for each in chain)
-    if _CERTIFICATE.search(text) or any(isinstance(each, ssl.SSLCertVerificationError) for each in chain):
+    text = " ".join(str(cause) for cause in chain)
+    if _CERTIFICATE.search(text) or any(isinstance(cause, ssl.SSLCertVerificationError) for cause in chain):
         fix = "name that of a proxy which replaces it in SSL_CERT_FILE (S3: AWS_CA_BUNDLE; GCS, Azure: REQUESTS_CA_BUNDLE)"
         return Lasting("the certificate is not trusted (TLS)", fix)
     if _NO_TLS.search(text):
         return Lasting("the server does not speak TLS there", f"check {endpoint}: its port and https or http")
-    if any(isinstance(each, socket.gaierror) for each in chain) or "name resolution" in text or _NO_NAME.search(text):
+    if any(isinstance(cause, socket.gaierror) for cause in chain) or "name resolution" in text or _NO_NAME.search(text):
         if not _NO_NAME.search(text):
             return None
         return Lasting(f"the host does not exist ({_NO_NAME.findall(text)[0]})", f"check {endpoint} and the network")
-    for each in chain:
-        if isinstance(each, ssl.SSLError) and "NO_CERTIFICATE" in str(each):
-            return Lasting(f"its certificates cannot be read: {first_line(each)}", "correct SSL_CERT_FILE")
-        if isinstance(each, FileNotFoundError | IsADirectoryError | PermissionError):
-            return Lasting(f"a file of its settings cannot be read: {first_line(each)}", "correct the variable that names it")
-    unsent = [each for each in chain if isinstance(each, Panicked) or type(each).__name__ in _CLASSES]
-    mistaken = [] if any(map(_was_sent, chain)) else [each for each in chain if isinstance(each, _OWN_MISTAKES)]
+    for cause in chain:
+        if isinstance(cause, ssl.SSLError) and "NO_CERTIFICATE" in str(cause):
+            return Lasting(f"its certificates cannot be read: {first_line(cause)}", "correct SSL_CERT_FILE")
+        if isinstance(cause, FileNotFoundError | IsADirectoryError | PermissionError):
+            return Lasting(f"a file of its settings cannot be read: {first_line(cause)}", "correct the variable that names it")
+    unsent = [cause for cause in chain if isinstance(cause, Panicked) or type(cause).__name__ in _CLASSES]
+    mistaken = [] if any(map(_was_sent, chain)) else [cause for cause in chain if isinstance(cause, _OWN_MISTAKES)]
     if unsent or mistaken or _ADDRESS.search(text):
         why = (unsent or mistaken or chain)[-1]
         return Lasting(

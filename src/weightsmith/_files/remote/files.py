@@ -122,17 +122,17 @@ class ModelFiles:
     folder: Path
     sizes: dict[str, int]
     _files: dict[str, RemoteFile]
-    _wanted: dict[str, None]
+    _requested: dict[str, None]
 
     def want(self, names: Iterable[str]) -> None:
         """Name files that are needed: `download` brings those that are not read where they are."""
-        self._wanted |= dict.fromkeys(name for name in names if name in self.sizes)
+        self._requested |= dict.fromkeys(name for name in names if name in self.sizes)
 
     @property
     def missing(self) -> dict[str, int]:
         """The files that are needed and are still to be brought, and their sizes."""
-        wanted = (name for name in self._wanted if name not in self._files or not self._files[name].streams)
-        return {name: self.sizes[name] for name in wanted if not (self.folder / name).is_file()}
+        unread = (name for name in self._requested if name not in self._files or not self._files[name].streams)
+        return {name: self.sizes[name] for name in unread if not (self.folder / name).is_file()}
 
     def to_bring(self, patterns: Sequence[str] | None) -> list[str]:
         """The missing files; or those whose names match, and that are not here. For subfolders, a pattern has as many `/`."""

@@ -81,7 +81,7 @@ class RemoteFolder(ModelFiles):
         self.notes: tuple[Finding, ...] = ()
         self._ranges = files
         self._files = {}
-        self._wanted = {}
+        self._requested = {}
 
     def download(self, patterns: Sequence[str] | None = None, *, quiet: bool = False) -> None:
         """Bring what is missing, or the files of these patterns. Raises CheckpointError."""
@@ -141,13 +141,13 @@ def _in_store(address: Address, only: str) -> dict[str, Ranges]:
 
     def look(subfolder: str) -> list[str]:
         """Add the files of a folder. Returns its subfolders."""
-        found: list[tuple[list[dict[str, object]], list[str]]] = []
-        retry_request(lambda: found.append(store.objects(subfolder)), str(address))
-        for meta in found[-1][0][: MAX_FILES if subfolder else None]:
+        listings: list[tuple[list[dict[str, object]], list[str]]] = []
+        retry_request(lambda: listings.append(store.objects(subfolder)), str(address))
+        for meta in listings[-1][0][: MAX_FILES if subfolder else None]:
             name, size, tag = str(meta["path"]), meta["size"], str(meta.get("e_tag") or "")
             if is_file_name(name) and name.rpartition("/")[0] == subfolder and isinstance(size, int) and only in ("", name):
                 files[name] = store.file(name, size, tag)
-        return found[-1][1]
+        return listings[-1][1]
 
     there = look("")
     named = [name for name in there if name == TEMPLATES or "tokenizer" in name]
@@ -175,7 +175,7 @@ def _behind_http(address: Address, only: str) -> dict[str, Ranges]:
 def _probe(address: Address, name: str) -> HttpFile | None:
     """A file behind http; None if there is none."""
     where, url = f"{address}/{name}", address.url(name)
-    found: list[HttpFile] = []
+    files: list[HttpFile] = []
 
     def look() -> None:
         with ask("HEAD", url, {}, url, where) as (response, _):
@@ -186,10 +186,10 @@ def _probe(address: Address, name: str) -> HttpFile | None:
             if not length.isascii() or not length.isdigit():
                 raise CheckpointError("the server does not say how large the file is", where=where, fix="Download it first.")
             tag = tag_of(response.headers)
-            found.append(HttpFile(url, where, int(length), tag, {}, tag=tag))
+            files.append(HttpFile(url, where, int(length), tag, {}, tag=tag))
 
     retry_request(look, where)
-    return found[0] if found else None
+    return files[0] if files else None
 
 
 def _modules(files: Mapping[str, Ranges]) -> tuple[str, ...]:

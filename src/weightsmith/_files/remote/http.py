@@ -73,15 +73,15 @@ class HttpFile:
             self._check_tag(response, hops[-1][0])
             if len(hops) > 1:
                 self._resolved = hops[-1][0]
-            left = end - first
+            n_missing = end - first
             for piece in _pieces(response, self.where):
-                if len(piece) > left:
+                if len(piece) > n_missing:
                     if status == 206:
                         raise Again(f"the answer has more than the {end - first:,} bytes that were asked for")
-                    piece = piece[:left]
-                left -= len(piece)
+                    piece = piece[:n_missing]
+                n_missing -= len(piece)
                 yield piece
-                if not left and status == 200:
+                if not n_missing and status == 200:
                     return
 
     def check_parts(self) -> None:
@@ -183,11 +183,13 @@ def ask(
     hops: list[tuple[str, Mapping[str, str]]] = []
     try:
         while True:
-            own = {"Accept-Encoding": "identity", **headers}
+            hop_headers = {"Accept-Encoding": "identity", **headers}
             if _origin(url) != _origin(home):
-                own = {name: value for name, value in own.items() if name.lower() not in ("authorization", "cookie")}
+                hop_headers = {
+                    name: value for name, value in hop_headers.items() if name.lower() not in ("authorization", "cookie")
+                }
             with no_panic():
-                request = client.build_request(method, url, headers=own, timeout=seconds)
+                request = client.build_request(method, url, headers=hop_headers, timeout=seconds)
                 response = client.send(request, stream=True, follow_redirects=False)
             try:
                 hops.append((url, response.headers))
@@ -286,8 +288,8 @@ def _asked_seconds(headers: Mapping[str, str]) -> float:
     asked = headers.get("retry-after", "").strip()
     if asked.isascii() and asked.isdigit():
         return min(float(asked), 1e6)
-    wanted = email.utils.parsedate_tz(asked) if asked else None
-    if wanted is None:
+    date = email.utils.parsedate_tz(asked) if asked else None
+    if date is None:
         return 0.0
     now = email.utils.parsedate_tz(headers.get("date", ""))
-    return max(0.0, email.utils.mktime_tz(wanted) - (time.time() if now is None else email.utils.mktime_tz(now)))
+    return max(0.0, email.utils.mktime_tz(date) - (time.time() if now is None else email.utils.mktime_tz(now)))

@@ -63,10 +63,10 @@ class Store:
         """path, size and e_tag of every object of the folder itself, or of a subfolder; and its subfolders. Raises Again."""
         try:
             with no_panic():
-                found = self._obstore.list_with_delimiter(self._store, subfolder or None)
+                listing = self._obstore.list_with_delimiter(self._store, subfolder or None)
         except Exception as error:
             raise self.failure(error, self.where) from error
-        return [dict(meta) for meta in found["objects"]], [str(prefix).rstrip("/") for prefix in found["common_prefixes"]]
+        return [dict(meta) for meta in listing["objects"]], [str(prefix).rstrip("/") for prefix in listing["common_prefixes"]]
 
     def file(self, name: str, nbytes: int, tag: str) -> StoreFile:
         """A file of the folder. tag: its ETag."""
@@ -86,8 +86,8 @@ class Store:
     def failure(self, error: Exception, where: str) -> Exception:
         """What an exception of obstore means."""
         known = self._obstore.exceptions
-        found = re.search(r"status(?: code)?:? ([0-9]{3})\b", str(error))  # of a list, whose errors are all of one type
-        status = int(found[1]) if found is not None else 0
+        stated = re.search(r"status(?: code)?:? ([0-9]{3})\b", str(error))  # of a list, whose errors are all of one type
+        status = int(stated[1]) if stated is not None else 0
         if isinstance(error, known.PreconditionError | known.NotModifiedError):
             return CheckpointError("the object has changed since it was first read", where=where, fix=CHANGED_FIX)
         if isinstance(error, known.NotFoundError | FileNotFoundError) or status == 404:
@@ -118,20 +118,20 @@ class StoreFile:
     def request(self, first: int, end: int) -> Iterator[bytes]:
         """See `Ranges`."""
         try:
-            found = self._store.get(self._name, first, end, self._tag)
-            self._check(found.meta)
-            if tuple(found.range) != (first, end):
-                raise Again(f"bytes {first:,} to {end:,} were asked for, and bytes {found.range} came")
-            left = end - first
-            chunks = iter(found.stream(min_chunk_size=_CHUNK_BYTES))
+            answer = self._store.get(self._name, first, end, self._tag)
+            self._check(answer.meta)
+            if tuple(answer.range) != (first, end):
+                raise Again(f"bytes {first:,} to {end:,} were asked for, and bytes {answer.range} came")
+            n_missing = end - first
+            chunks = iter(answer.stream(min_chunk_size=_CHUNK_BYTES))
             while True:
                 with no_panic():
                     chunk = next(chunks, None)
                 if chunk is None:
                     return
                 piece = bytes(chunk)
-                left -= len(piece)
-                if left < 0:
+                n_missing -= len(piece)
+                if n_missing < 0:
                     raise Again(f"the answer has more than the {end - first:,} bytes that were asked for")
                 yield piece
         except (Again, CheckpointError, GeneratorExit):

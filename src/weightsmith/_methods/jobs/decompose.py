@@ -112,10 +112,10 @@ def calibrate(total: Tensor, deltas: Sequence[Tensor], alpha: float) -> Tensor:
     repeats, count = torch.zeros_like(s), torch.zeros_like(s)
     for i in range(len(deltas)):
         delta = deltas[i]
-        own = u.T @ delta
-        energy = (own * own).sum(1)
+        coefficients = u.T @ delta
+        energy = (coefficients * coefficients).sum(1)
         part = energy > (NOTHING * torch.linalg.vector_norm(delta)) ** 2
-        along = (projected * own).sum(1) / torch.where(part, energy, torch.ones_like(energy))
+        along = (projected * coefficients).sum(1) / torch.where(part, energy, torch.ones_like(energy))
         repeats += along.clamp(min=alpha) * part
         count += part
     scale = count / torch.where(count > 0, repeats, torch.ones_like(s))

@@ -13,8 +13,7 @@ processors, other versions of torch, and GPUs round differently: the last bits o
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from copy import copy
 from typing import Any
 
@@ -22,54 +21,16 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsmith._base.errors import ParameterError
-from weightsmith._base.heap import return_large_blocks
+from weightsmith._base.one_thread import Tensor, one_thread
 from weightsmith._kernels.matrix import combine_with, copy_rows
 from weightsmith._kernels.records import Encoded, Inputs
 from weightsmith._methods.jobs.requires import load_linear_algebra, needs_torch
 from weightsmith.abc.job import Bytes, Job, Matrix, Tile
 
-Tensor = Any  # torch is optional, so mypy cannot use its type
 Vector = npt.NDArray[np.float64]
 
 WORK_SQUARES = 4
 """Square float64 matrices in memory during a computation: a Gram matrix, its eigenvectors, and eigh's workspace."""
-
-
-class _OneThread:
-    """Context manager: torch uses one thread while any block is active, and the previous number after the last.
-
-    OpenMP has a number for each thread, so every thread sets its own to 1. A thread that leaves before the last keeps 1,
-    because restoring it would change the process's too; its number does not count as the previous one.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._inside = 0
-        self._before = 1
-        self._here = threading.local()
-
-    @contextmanager
-    def __call__(self) -> Iterator[None]:
-        import torch
-
-        return_large_blocks()
-        with self._lock:
-            if self._inside == 0 and not getattr(self._here, "changed", False):
-                self._before = torch.get_num_threads()
-            self._inside += 1
-            self._here.changed = True
-            torch.set_num_threads(1)
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._inside -= 1
-                if self._inside == 0:
-                    torch.set_num_threads(self._before)
-                    self._here.changed = False
-
-
-one_thread = _OneThread()
 
 
 class Deltas(Sequence[Tensor]):
@@ -89,9 +50,9 @@ class Deltas(Sequence[Tensor]):
 
     def weighted(self, weights: Vector) -> Deltas:
         """The same deltas with other factors."""
-        found = copy(self)
-        found._weights = weights
-        return found
+        deltas = copy(self)
+        deltas._weights = weights
+        return deltas
 
     def __len__(self) -> int:
         return len(self._rows)

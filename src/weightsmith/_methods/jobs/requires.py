@@ -16,10 +16,10 @@ _loaded: set[str] = set()
 def needs_torch() -> str:
     """An error message if torch is not installed, else ""."""
     try:
-        found = importlib.util.find_spec("torch") is not None
+        installed = importlib.util.find_spec("torch") is not None
     except ImportError:
-        found = False
-    return "" if found else f"this method requires torch, which is not installed: run {install('torch')}"
+        installed = False
+    return "" if installed else f"this method requires torch, which is not installed: run {install('torch')}"
 
 
 def named_device(device: str) -> str:

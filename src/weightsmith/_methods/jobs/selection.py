@@ -52,7 +52,7 @@ class Search:
     first   first bit pattern of the window; -1: not estimated yet
     end     one past its last bit pattern
     missed  the estimate was wrong: the next pass counts `high`, int64 [HIGH_BINS], and the one after it a certain window
-    found   the bits of the k-th largest; -1 until known
+    threshold  the bits of the k-th largest; -1 until known
     quota   how many of the elements equal to it are among the k
     ties    how many elements are equal to it
     unknown  the tile of the last of these is not known
@@ -62,7 +62,7 @@ class Search:
     first: int = -1
     end: int = -1
     missed: bool = False
-    found: int = -1
+    threshold: int = -1
     quota: int = 0
     ties: int = 0
     unknown: bool = False
@@ -84,7 +84,7 @@ class Search:
         at_least = np.cumsum(numbers[::-1])
         place = int(np.searchsorted(at_least, rank))  # counted from the largest
         at = len(patterns) - 1 - place
-        self.found, self.ties = int(patterns[at]), int(numbers[at])
+        self.threshold, self.ties = int(patterns[at]), int(numbers[at])
         self.quota = rank - (int(at_least[place - 1]) if place else 0)
         return True
 
@@ -119,13 +119,14 @@ def count_patterns(
     scores = Scores(tile.raw, matrix.codes, what, factors, matrix.row, rows, scratch.bits)
     n = count_windows(scores, tile.size, firsts, ends, above, table)
     used = slots[: n if n >= 0 else MAX_PATTERNS]
-    found, often = patterns[used], numbers[used]
+    patterns_seen, often = patterns[used], numbers[used]
     numbers[used] = 0  # reset the table
     if n < 0 and len(searches) > 1:  # too many for one table: count one by one
         return [count_patterns(matrix, tile, what, [search], factors, rows)[0] for search in searches]
-    inside = [(found >= search.first) & (found < search.end) for search in searches]
+    inside = [(patterns_seen >= search.first) & (patterns_seen < search.end) for search in searches]
     return [
-        Counts(tile.start, int(higher), found[here], often[here], n >= 0) for higher, here in zip(above, inside, strict=True)
+        Counts(tile.start, int(higher), patterns_seen[here], often[here], n >= 0)
+        for higher, here in zip(above, inside, strict=True)
     ]
 
 
@@ -256,7 +257,7 @@ class Selection:
 
     def threshold(self, key: Key) -> int:
         """Bits of the k-th largest, after all passes."""
-        return self.searches[key].found
+        return self.searches[key].threshold
 
     def cut(self, key: Key, tile: Tile) -> int:
         """The flat index in this tile below which elements equal to the threshold are among the k."""
@@ -268,7 +269,7 @@ class Selection:
             return 0
         rows = tile.scratch.rows(2, m.codes, m.out_code)
         scores = Scores(tile.raw, m.codes, key[0], self._row_factors(tile), m.row, rows, tile.scratch.bits)
-        return start + int(index_of_tie(scores, tile.size, self.searches[key].found, quota))
+        return start + int(index_of_tie(scores, tile.size, self.searches[key].threshold, quota))
 
     def _row_factors(self, tile: Tile) -> npt.NDArray[np.float64]:
         return _NONE if self._factors is None else self._factors(tile)
@@ -284,10 +285,10 @@ class Selection:
             if kind == "window":
                 self._guess(key, search, tile, factors)
             together.setdefault(key[0], []).append((key, search))
-        for what, wanted in together.items():
-            found = count_patterns(m, tile, what, [search for _, search in wanted], factors, rows)
+        for what, searches in together.items():
+            counts_of_search = count_patterns(m, tile, what, [search for _, search in searches], factors, rows)
             with self._lock:
-                for (key, search), counts in zip(wanted, found, strict=True):
+                for (key, search), counts in zip(searches, counts_of_search, strict=True):
                     self._counted.setdefault(key, Counted(search.first, search.end, m.size, MAX_WINDOW)).add(counts)
 
     def _guess(self, key: Key, search: Search, tile: Tile, factors: npt.NDArray[np.float64]) -> None:
@@ -326,17 +327,17 @@ class Selection:
             self._ties[key] = self.matrix.size, 0  # all ties are among the k: no tile has a cut
         else:
             search.unknown = True
-            search.first, search.end = search.found, search.found + 1
+            search.first, search.end = search.threshold, search.threshold + 1
 
     def _find_tie(self, key: Key, search: Search, counted: Counted) -> None:
         """Find the tile of the last of the first `quota` elements equal to the threshold."""
-        left = search.quota
+        quota = search.quota
         for tile in sorted(counted.tiles, key=lambda counts: counts.start):
-            ties = int(tile.numbers[tile.patterns == search.found].sum())
-            if left <= ties:
-                self._ties[key] = tile.start, left
+            ties = int(tile.numbers[tile.patterns == search.threshold].sum())
+            if quota <= ties:
+                self._ties[key] = tile.start, quota
                 return
-            left -= ties
+            quota -= ties
 
 
 _NONE = np.zeros(0)

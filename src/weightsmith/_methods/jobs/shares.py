@@ -54,9 +54,9 @@ class SharesJob(Job):
         update, mean, total = np.zeros(tile.size), np.zeros(tile.size), np.zeros(tile.size)
         with np.errstate(all="ignore"):  # NaN and infinity are reported by the tiles, or allowed
             for share, weight, delta in zip(self._shares, self._weight, deltas, strict=True):
-                own = np.maximum(share[tile.start : tile.start + tile.size], self._least, dtype=np.float64)
-                total += own
-                update += (weight * own) * delta
+                least_share = np.maximum(share[tile.start : tile.start + tile.size], self._least, dtype=np.float64)
+                total += least_share
+                update += (weight * least_share) * delta
                 mean += weight * delta
             update = self._factor * np.where(total > 0, update / total, mean / len(deltas))
         write_with(m, tile, out, self._base, update)

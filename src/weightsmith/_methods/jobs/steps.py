@@ -61,10 +61,10 @@ class FollowingJob(Job):
     def appended(self, raw: Bytes, merged: Bytes) -> Bytes:
         """Inputs [models, bytes] and the result of the other job, as one more of them."""
         width = -(-max(raw.shape[1], merged.size) // 64) * 64  # rows are views of wider elements
-        found = np.zeros((len(raw) + 1, width), np.uint8)
-        found[:-1, : raw.shape[1]] = raw
-        found[-1, : merged.size] = merged
-        return found
+        rows = np.zeros((len(raw) + 1, width), np.uint8)
+        rows[:-1, : raw.shape[1]] = raw
+        rows[-1, : merged.size] = merged
+        return rows
 
     def measure(self, tile: Tile) -> Any:
         """Statistics of one tile in the last pass."""
@@ -90,8 +90,8 @@ class ScaledJob(FollowingJob):
         merged = self.merged(tile)
         out = np.empty((tile.grains(m.grain), 2 + len(self._weights)))
         rows, sums = scratch.rows(2, m.codes, self.code), scratch.sums(out.shape[1] + 1)
-        inputs, found = Inputs(tile.raw, m.codes), Encoded(merged, self.code)
-        delta_squares(inputs, tile.size, m.grain, self._weights, found, out, rows, sums)
+        inputs, result = Inputs(tile.raw, m.codes), Encoded(merged, self.code)
+        delta_squares(inputs, tile.size, m.grain, self._weights, result, out, rows, sums)
         return out
 
     def finish_measuring(self, results: list[Any]) -> None:
@@ -106,8 +106,8 @@ class ScaledJob(FollowingJob):
         m, scratch = self.matrix, tile.scratch
         merged = self.merged(tile)
         rows, sums = scratch.rows(2, m.codes, self.code), scratch.sums(1)
-        inputs, found = Inputs(tile.raw, m.codes), Encoded(merged, self.code)
-        rescale_delta(inputs, found, tile.size, self.factor, Encoded(out, m.out_code), rows, sums)
+        inputs, result = Inputs(tile.raw, m.codes), Encoded(merged, self.code)
+        rescale_delta(inputs, result, tile.size, self.factor, Encoded(out, m.out_code), rows, sums)
 
 
 class SpectrumJob(FollowingJob):

@@ -198,20 +198,20 @@ class TaskVectorJob(Job):
     def _place(self, tile: Tile) -> kernel.Place:
         return kernel.Place(tile.size, tile.start, self.block)
 
-    def _masks(self, tile: Tile, given: npt.NDArray[np.uint8]) -> kernel.Masks:
+    def _masks(self, tile: Tile, chosen: npt.NDArray[np.uint8]) -> kernel.Masks:
         unbiased = self.axes.rescale == "inv_probability"
-        return kernel.Masks(self.modes, self.limits, self._cuts(tile), self.shares, unbiased, self.keys, given)
+        return kernel.Masks(self.modes, self.limits, self._cuts(tile), self.shares, unbiased, self.keys, chosen)
 
     def _row_scratch(self, scratch: Scratch) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         return scratch.row_sorting(self.block if self._in_rows else 0)
 
     def apply(self, tile: Tile, out: Bytes) -> None:
         m, scratch = self.matrix, tile.scratch
-        given = self._not_given
+        chosen = self._not_given
         if self._remember:
-            given = np.unpackbits(self._masks_of[tile.start], axis=1, count=tile.size)
+            chosen = np.unpackbits(self._masks_of[tile.start], axis=1, count=tile.size)
         how = kernel.Combination(self.weights, self.scales, self._elect, self._mean, self.factor)
         rows = scratch.rows(len(m.codes) + 3, m.codes, m.out_code, self.block)
         memory = kernel.Scratch(rows, scratch.sums(1, self.block), *self._row_scratch(scratch))
-        masks = self._masks(tile, given)
+        masks = self._masks(tile, chosen)
         kernel.merge_task_vectors(Inputs(tile.raw, m.codes), self._place(tile), masks, how, Encoded(out, m.out_code), memory)

@@ -3,7 +3,11 @@
 opening.py   how a model's weight files become plain tensors
 config.py    what config.json says of quantisation
 decoded.py   sources whose weights are decoded from codes on each read
-matrices.py  encodings of weight matrices, and scales that several formats share
+matrices.py  encodings of weight matrices, and what several formats share of them
+hessians.py  codes that suit what enters a weight
+unfused.py   a model with a step for each matrix, as programs with formats of their own load it
+reader_configs.py  config.json as such programs take it
+engines.py   which formats the programs that run models load
 
 To add a format, add a file or folder with a `FORMAT`, and its name to `NAMES`; or a package with an entry point of the group
 `weightsmith.formats`.
@@ -16,6 +20,7 @@ from functools import cache
 
 from weightsmith._base.errors import Finding, PluginError, UnknownName, nearest
 from weightsmith._base.plugins import Plugins
+from weightsmith.abc.stored import CacheEncoding
 from weightsmith.abc.stored import Encoding as Encoding
 from weightsmith.abc.stored import StoredFormat as StoredFormat
 
@@ -45,12 +50,12 @@ def formats() -> tuple[StoredFormat, ...]:
 
 def each_format() -> Iterator[StoredFormat]:
     """As `formats`, each imported when it is reached: most models are stored by the first."""
-    yield from map(FORMATS.get, FORMATS.own)
+    yield from map(FORMATS.get, FORMATS.builtin)
     yield from (each for each in _installed().values() if isinstance(each, StoredFormat))
 
 
 def _ours() -> tuple[StoredFormat, ...]:
-    return tuple(map(FORMATS.get, FORMATS.own))
+    return tuple(map(FORMATS.get, FORMATS.builtin))
 
 
 def broken() -> tuple[Finding, ...]:
@@ -91,6 +96,11 @@ def encodings() -> dict[str, Encoding]:
     ['plain', 'fp8-dynamic', 'fp8-static', 'fp8-block']
     """
     return {encoding.name: encoding for each in formats() for encoding in each.encodings}
+
+
+def find_cache(name: str) -> CacheEncoding | None:
+    """How keys and values are stored as `name`: `fp8`."""
+    return next((cache for stored_format in formats() for cache in stored_format.caches if cache.name == name), None)
 
 
 def find_encoding(name: str) -> Encoding:

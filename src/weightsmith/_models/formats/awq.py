@@ -17,7 +17,7 @@ end of the range if the scale was rounded down.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,17 +27,20 @@ from weightsmith._base.errors import Unsupported
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._models.formats.config import ending, plain_dtype, recogniser
 from weightsmith._models.formats.decoded import F32, Band, QuantisedModel, TransposedWeight, read_columns, reader
-from weightsmith._models.formats.matrices import SUFFIX, CodesOf, FixedGroups
-from weightsmith._models.formats.transposed import (
+from weightsmith._models.formats.hessians import CodesOf
+from weightsmith._models.formats.matrices import (
     GROUPS,
+    SUFFIX,
     TransposedEncoding,
     half_scales,
     parts_of,
     transposed_codes,
     with_joined,
 )
+from weightsmith._models.formats.reader_configs import adapt_to_mlx_lm
+from weightsmith._plans import PlanDraft
 from weightsmith.abc.product import Arrays
-from weightsmith.abc.stored import Modules, Rows, StoredFormat, Writing, grouped_name, labelled
+from weightsmith.abc.stored import Encoding, Modules, Rows, StoredFormat, Writing, grouped_name, labelled
 from weightsmith.abc.tensors import Tensors
 
 METHOD = "awq"
@@ -99,36 +102,6 @@ def weights(model: QuantisedModel) -> list[AwqWeight]:
 # ---- writing
 
 
-def _parts(group: int, spec: TensorSpec) -> tuple[TensorSpec, ...]:
-    outputs, inputs = spec.shape
-    qweight, qzeros, scales = (spec.name.removesuffix(SUFFIX) + part for part in _PARTS)
-    return (
-        TensorSpec(qweight, DTYPES["I32"], (inputs, outputs // 8)),
-        TensorSpec(qzeros, DTYPES["I32"], (inputs // group, outputs // 8)),
-        TensorSpec(scales, DTYPES["F16"], (inputs // group, outputs)),
-    )
-
-
-def _fill(group: int, weight: Rows, arrays: Sequence[npt.NDArray[Any]], codes_of: CodesOf | None) -> None:
-    from weightsmith._kernels.codes import group_extremes
-
-    qweight, qzeros, scales = arrays
-    top, middle = (1 << BITS) - 1, 1 << (BITS - 1)
-    lows, highs = np.empty((2, weight.size // group), np.float32)
-    group_extremes(weight.reshape(-1), group, lows, highs)
-    lows = np.minimum(lows, 0)
-    with np.errstate(over="ignore"):  # an infinite range has no scale
-        steps = half_scales(np.maximum(highs, 0) - lows, top).reshape(len(weight), -1)
-    zeros = np.clip(np.rint(-lows.reshape(steps.shape) / steps), 0, top)
-    scales[:] = steps.T
-    qzeros[:] = _packed(np.ascontiguousarray(zeros.T.astype(np.uint8)))
-    if codes_of is not None:  # they are symmetric: those of a weight whose zeros are in the middle
-        shifted = (weight.reshape(*steps.shape, group) + ((zeros - middle) * steps)[:, :, None]).reshape(weight.shape)
-        weight, steps, zeros = codes_of(shifted, steps), np.ones_like(steps), np.full_like(zeros, middle)
-    for outputs, codes in transposed_codes(weight, steps, zeros, BITS):
-        qweight[:, outputs.start // 8 : outputs.stop // 8] = _packed(codes)
-
-
 def _packed(codes: npt.NDArray[np.uint8]) -> npt.NDArray[np.int32]:
     """The inverse of `_unpacked`."""
     from weightsmith._kernels.packed import pack_nibbles
@@ -138,48 +111,81 @@ def _packed(codes: npt.NDArray[np.uint8]) -> npt.NDArray[np.int32]:
     return words.view(np.int32)
 
 
-def _decode(group: int, arrays: Arrays) -> Rows:
-    from weightsmith._kernels.packed import dequantise_transposed
-
-    words, packed, scales = map(np.array, arrays)
-    codes, zeros, groups = _unpacked(words).reshape(-1), _unpacked(packed).reshape(-1), np.arange(len(words)) // group
-    values = np.empty((8 * words.shape[1], len(words)), np.float32)
-    dequantise_transposed(codes, zeros, scales.astype(np.float32).reshape(-1), groups, 0, 0, values.reshape(-1))
-    return values
-
-
-def _settings(group: int, modules: Modules) -> dict[str, Any]:
-    """The entry of config.json. vLLM and SGLang leave plain what has an entry of the list in its name; transformers what ends
-    with one. Raises Unsupported for a model in which no such entry exists."""
-    encoded = with_joined(modules.encoded)
-    parts = parts_of(with_joined(modules.plain), encoded)
-    for part in parts:
-        if taken := next((name for name in encoded if part in name), None):
-            what = f"is not quantised, and readers of AWQ take what contains its name for plain too, such as {taken}"
-            raise Unsupported(what, where=part, fix="choose another format")
-    entry = {"quant_method": METHOD, "bits": BITS, "group_size": group, "zero_point": True, "version": "gemm"}
-    return {"quantization_config": {**entry, "modules_to_not_convert": parts}}
-
-
-def _encoding(group: int) -> TransposedEncoding:
+@dataclass(frozen=True, slots=True)
+class Awq(TransposedEncoding):
     """
-    >>> for out in _encoding(128).outs(TensorSpec("q_proj.weight", DTYPES["BF16"], (64, 256))):
+    >>> for out in Awq(BITS, 128).outs(TensorSpec("q_proj.weight", DTYPES["BF16"], (64, 256))):
     ...     print(out)
     q_proj.qweight [256, 8] I32
     q_proj.qzeros [2, 8] I32
     q_proj.scales [2, 64] F16
     """
-    name, parts = grouped_name("awq-4bit", group, GROUPS), partial(_parts, group)
-    fill, settings = partial(_fill, group), partial(_settings, group)
-    return TransposedEncoding(name, BITS, group, parts, fill, settings, len(_PARTS))
+
+    @property
+    def name(self) -> str:
+        return grouped_name(f"awq-{self.bits}bit", self.group, GROUPS)
+
+    @property
+    def symmetric(self) -> bool:
+        return False
+
+    def _parts(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
+        outputs, inputs = spec.shape
+        qweight, qzeros, scales = (spec.name.removesuffix(SUFFIX) + part for part in _PARTS)
+        return (
+            TensorSpec(qweight, DTYPES["I32"], (inputs, outputs // 8)),
+            TensorSpec(qzeros, DTYPES["I32"], (inputs // self.group, outputs // 8)),
+            TensorSpec(scales, self.scale, (inputs // self.group, outputs)),
+        )
+
+    def _fill(self, weight: Rows, arrays: Sequence[npt.NDArray[Any]], codes_of: CodesOf | None) -> None:
+        from weightsmith._kernels.codes import group_extremes
+
+        group, (qweight, qzeros, scales) = self.group, arrays
+        top, middle = (1 << self.bits) - 1, 1 << (self.bits - 1)
+        lows, highs = np.empty((2, weight.size // group), np.float32)
+        group_extremes(weight.reshape(-1), group, lows, highs)
+        lows = np.minimum(lows, 0)
+        with np.errstate(over="ignore"):  # an infinite range has no scale
+            steps = half_scales(np.maximum(highs, 0) - lows, top).reshape(len(weight), -1)
+        zeros = np.clip(np.rint(-lows.reshape(steps.shape) / steps), 0, top)
+        scales[:] = steps.T
+        qzeros[:] = _packed(np.ascontiguousarray(zeros.T.astype(np.uint8)))
+        if codes_of is not None:  # they are symmetric: those of a weight whose zeros are in the middle
+            shifted = (weight.reshape(*steps.shape, group) + ((zeros - middle) * steps)[:, :, None]).reshape(weight.shape)
+            weight, steps, zeros = codes_of(shifted, steps), np.ones_like(steps), np.full_like(zeros, middle)
+        for outputs, codes in transposed_codes(weight, steps, zeros, self.bits):
+            qweight[:, outputs.start // 8 : outputs.stop // 8] = _packed(codes)
+
+    def dequantise(self, arrays: Arrays, shape: tuple[int, ...]) -> Rows:
+        from weightsmith._kernels.packed import dequantise_transposed
+
+        words, packed, scales = map(np.array, arrays)
+        codes, zeros = _unpacked(words).reshape(-1), _unpacked(packed).reshape(-1)
+        groups, values = np.arange(len(words)) // self.group, np.empty((8 * words.shape[1], len(words)), np.float32)
+        dequantise_transposed(codes, zeros, scales.astype(np.float32).reshape(-1), groups, 0, 0, values.reshape(-1))
+        return values
+
+    def config(self, modules: Modules) -> dict[str, Any]:
+        """vLLM and SGLang leave plain what has an entry of the list in its name; transformers what ends with one. Raises
+        Unsupported for a model in which no such entry exists."""
+        encoded = with_joined(modules.encoded)
+        parts = parts_of(with_joined(modules.plain), encoded)
+        for part in parts:
+            if taken := next((name for name in encoded if part in name), None):
+                what = f"is not quantised, and readers of AWQ take what contains its name for plain too, such as {taken}"
+                raise Unsupported(what, where=part, fix="choose another format")
+        entry = {"quant_method": METHOD, "bits": self.bits, "group_size": self.group, "zero_point": not self.symmetric}
+        return {"quantization_config": {**entry, "version": "gemm", "modules_to_not_convert": parts}}
 
 
-_ENCODINGS = {group: _encoding(group) for group in GROUPS}
-GROUPED = {each.name: FixedGroups(BITS, each.quantise, partial(_decode, each.group)) for each in _ENCODINGS.values()}
-"""The encodings whose codes may be chosen for the inputs of a weight."""
+def _adapt(draft: PlanDraft, encoding: Encoding) -> None:
+    adapt_to_mlx_lm(draft)
+
 
 _SUMMARY = "4-bit integers with a scale and a zero for each group, in AutoAWQ's layout"
-_WRITES = (Writing("awq-4bit", _SUMMARY, "transformers, vLLM, SGLang, mlx-lm", _ENCODINGS),)
+_READERS = "transformers, vLLM, SGLang, mlx-lm"
+_WRITES = (Writing("awq-4bit", _SUMMARY, _READERS, {group: Awq(BITS, group) for group in GROUPS}, _adapt),)
 _read = reader("AWQ", _PARTS, weights)
 _MARKS = {".qweight": labelled("GPTQ or AWQ")}
 FORMAT = StoredFormat("awq", "AWQ", recogniser(ending(".qweight"), METHOD), _read, _MARKS, writes=_WRITES)

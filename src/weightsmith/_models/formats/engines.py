@@ -26,12 +26,14 @@ class Engine:
     version   the release whose source was read
     families  the values of `model_type` in config.json that it loads; empty if it falls back to other implementations, or the
               format's writer checks them
+    float16   whether it computes in float16 alone
     """
 
     name: str
     title: str
     version: str
     families: frozenset[str] = frozenset()
+    float16: bool = False
 
     @property
     def release(self) -> str:
@@ -65,8 +67,8 @@ ENGINES = (
     Engine("vllm", "vLLM", "0.33.0"),
     Engine("sglang", "SGLang", "0.5.23"),
     Engine("llama.cpp", "llama.cpp", "(node-llama-cpp 3.22.1)"),
-    Engine("exllamav2", "ExLlamaV2", "0.3.2"),
-    Engine("exllamav3", "exllamav3 (TabbyAPI)", "1.6.5"),
+    Engine("exllamav2", "ExLlamaV2", "0.3.2", float16=True),
+    Engine("exllamav3", "exllamav3 (TabbyAPI)", "1.6.5", float16=True),
     Engine("mlx-lm", "mlx-lm", "0.32.2", _MLX_FAMILIES),
 )
 

@@ -23,7 +23,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,17 +33,21 @@ from weightsmith._base.files import show
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._models.formats.config import DAMAGED_CHECKPOINT, ending, plain_dtype, recogniser
 from weightsmith._models.formats.decoded import F32, Band, QuantisedModel, TransposedWeight, read_all, read_columns, reader
-from weightsmith._models.formats.matrices import SUFFIX, CodesOf, FixedGroups, maxima_of
-from weightsmith._models.formats.transposed import (
+from weightsmith._models.formats.hessians import CodesOf
+from weightsmith._models.formats.matrices import (
     GROUPS,
+    SUFFIX,
     TransposedEncoding,
     half_scales,
+    maxima_of,
     parts_of,
     transposed_codes,
     with_joined,
 )
+from weightsmith._models.formats.reader_configs import older_config
+from weightsmith._plans import PlanDraft
 from weightsmith.abc.product import Arrays
-from weightsmith.abc.stored import Modules, Rows, StoredFormat, Writing, grouped_name, labelled
+from weightsmith.abc.stored import Encoding, Modules, Rows, StoredFormat, Writing, grouped_name, labelled
 from weightsmith.abc.tensors import Tensors
 
 METHOD = "gptq"
@@ -177,98 +180,96 @@ def _shape(model: QuantisedModel, module: str, bits: Sequence[int], group_size: 
 # ---- writing
 
 
-def _parts(bits: int, group: int, spec: TensorSpec) -> tuple[TensorSpec, ...]:
-    outputs, inputs = spec.shape
-    groups, i32 = inputs // group, DTYPES["I32"]
-    qweight, qzeros, scales, g_idx = (spec.name.removesuffix(SUFFIX) + part for part in PARTS)
-    return (
-        TensorSpec(qweight, i32, (inputs * bits // 32, outputs)),
-        TensorSpec(qzeros, i32, (groups, outputs * bits // 32)),
-        TensorSpec(scales, DTYPES["F16"], (groups, outputs)),
-        TensorSpec(g_idx, i32, (inputs,)),
-    )
-
-
-def _fill(bits: int, group: int, weight: Rows, arrays: Sequence[npt.NDArray[Any]], codes_of: CodesOf | None) -> None:
-    from weightsmith._kernels.packed import pack_down
-
-    qweight, qzeros, scales, g_idx = arrays
-    zero = 1 << (bits - 1)
-    steps = half_scales(maxima_of(weight, 1, group), zero - 0.5).reshape(len(weight), -1)
-    scales[:] = steps.T
-    g_idx[:] = np.arange(weight.shape[1]) // group
-    words = np.empty((bits, 1), np.uint32)
-    pack_down(np.full((32, 1), zero - 1, np.uint8), bits, words)
-    qzeros[:] = np.resize(words, qzeros.shape[1]).view(np.int32)
-    if codes_of is not None:
-        weight, steps = codes_of(weight, steps), np.ones_like(steps)
-    for outputs, codes in transposed_codes(weight, steps, np.full_like(steps, zero), bits):
-        words = np.empty((len(qweight), codes.shape[1]), np.uint32)
-        pack_down(codes, bits, words)
-        qweight[:, outputs] = words.view(np.int32)
-
-
-def _decode(bits: int, group: int, arrays: Arrays) -> Rows:
-    from weightsmith._kernels.packed import dequantise_transposed, unpack_down
-
-    words, _, scales, g_idx = map(np.array, arrays)
-    values = np.empty((words.shape[1], g_idx.size), np.float32)
-    codes, zeros = np.empty(values.size, np.uint8), np.full(scales.size, 1 << (bits - 1), np.uint8)
-    unpack_down(words.view(np.uint32).reshape(-1), len(values), bits, codes)
-    steps = scales.astype(np.float32).reshape(-1)
-    dequantise_transposed(codes, zeros, steps, g_idx.astype(np.int64), 0, 0, values.reshape(-1))
-    return values
-
-
-def _settings(bits: int, group: int, modules: Modules) -> dict[str, Any]:
-    """The entry of config.json. Of a model with linear modules in its layers that are plain, it says so twice: SGLang and
-    GPTQModel read `dynamic`, optimum reads `modules_in_block_to_quantize`, and vLLM both. Raises Unsupported for a model whose
-    experts have projections of both kinds: readers ask for an expert as a whole."""
-    entry: dict[str, Any] = {"quant_method": METHOD, "bits": bits, "group_size": group, "desc_act": False, "sym": True}
-    entry |= {"lm_head": False, "checkpoint_format": "gptq", "pack_dtype": "int32"}
-    if plain := [name for name in modules.plain if name.rpartition(".")[2] != "lm_head"]:
-        parts = parts_of(with_joined(plain), modules.encoded)
-        for part in parts:
-            if taken := next((name for name in modules.encoded if name.startswith(f"{part}.")), None):
-                what = f"some of its weights are not quantised, and readers of GPTQ take all for plain then, such as {taken}"
-                raise Unsupported(what, where=part, fix="choose another format, or a smaller group size")
-        entry["dynamic"] = {rf"-:(.*\.)?{re.escape(part)}(\..*)?$": {} for part in parts}
-        entry["modules_in_block_to_quantize"] = [parts_of(modules.encoded, plain)]
-    return {"quantization_config": entry}
-
-
-def _encoding(bits: int, group: int) -> TransposedEncoding:
+@dataclass(frozen=True, slots=True)
+class Gptq(TransposedEncoding):
     """
-    >>> for out in _encoding(4, 128).outs(TensorSpec("q_proj.weight", DTYPES["BF16"], (64, 256))):
+    >>> for out in Gptq(4, 128).outs(TensorSpec("q_proj.weight", DTYPES["BF16"], (64, 256))):
     ...     print(out)
     q_proj.qweight [32, 64] I32
     q_proj.qzeros [2, 8] I32
     q_proj.scales [2, 64] F16
     q_proj.g_idx [256] I32
     """
-    name, own = grouped_name(f"gptq-{bits}bit", group, GROUPS), (bits, group)
-    parts, fill, settings = partial(_parts, *own), partial(_fill, *own), partial(_settings, *own)
-    return TransposedEncoding(name, bits, group, parts, fill, settings, len(PARTS))
+
+    @property
+    def name(self) -> str:
+        return grouped_name(f"gptq-{self.bits}bit", self.group, GROUPS)
+
+    def _parts(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
+        outputs, inputs = spec.shape
+        groups, i32 = inputs // self.group, DTYPES["I32"]
+        qweight, qzeros, scales, g_idx = (spec.name.removesuffix(SUFFIX) + part for part in PARTS)
+        return (
+            TensorSpec(qweight, i32, (inputs * self.bits // 32, outputs)),
+            TensorSpec(qzeros, i32, (groups, outputs * self.bits // 32)),
+            TensorSpec(scales, self.scale, (groups, outputs)),
+            TensorSpec(g_idx, i32, (inputs,)),
+        )
+
+    def _fill(self, weight: Rows, arrays: Sequence[npt.NDArray[Any]], codes_of: CodesOf | None) -> None:
+        from weightsmith._kernels.packed import pack_down
+
+        bits, (qweight, qzeros, scales, g_idx) = self.bits, arrays
+        zero = 1 << (bits - 1)
+        steps = half_scales(maxima_of(weight, 1, self.group), zero - 0.5).reshape(len(weight), -1)
+        scales[:] = steps.T
+        g_idx[:] = np.arange(weight.shape[1]) // self.group
+        words = np.empty((bits, 1), np.uint32)
+        pack_down(np.full((32, 1), zero - 1, np.uint8), bits, words)
+        qzeros[:] = np.resize(words, qzeros.shape[1]).view(np.int32)
+        if codes_of is not None:
+            weight, steps = codes_of(weight, steps), np.ones_like(steps)
+        for outputs, codes in transposed_codes(weight, steps, np.full_like(steps, zero), bits):
+            words = np.empty((len(qweight), codes.shape[1]), np.uint32)
+            pack_down(codes, bits, words)
+            qweight[:, outputs] = words.view(np.int32)
+
+    def dequantise(self, arrays: Arrays, shape: tuple[int, ...]) -> Rows:
+        from weightsmith._kernels.packed import dequantise_transposed, unpack_down
+
+        words, _, scales, g_idx = map(np.array, arrays)
+        values = np.empty((words.shape[1], g_idx.size), np.float32)
+        codes, zeros = np.empty(values.size, np.uint8), np.full(scales.size, 1 << (self.bits - 1), np.uint8)
+        unpack_down(words.view(np.uint32).reshape(-1), len(values), self.bits, codes)
+        steps = scales.astype(np.float32).reshape(-1)
+        dequantise_transposed(codes, zeros, steps, g_idx.astype(np.int64), 0, 0, values.reshape(-1))
+        return values
+
+    def config(self, modules: Modules) -> dict[str, Any]:
+        """Of a model with linear modules in its layers that are plain, it says so twice: SGLang and GPTQModel read `dynamic`,
+        optimum reads `modules_in_block_to_quantize`, and vLLM both. Raises Unsupported for a model whose experts have
+        projections of both kinds: readers ask for an expert as a whole."""
+        entry: dict[str, Any] = {"quant_method": METHOD, "bits": self.bits, "group_size": self.group, "desc_act": False}
+        entry |= {"sym": self.symmetric, "lm_head": False, "checkpoint_format": "gptq", "pack_dtype": "int32"}
+        if plain := [name for name in modules.plain if name.rpartition(".")[2] != "lm_head"]:
+            parts = parts_of(with_joined(plain), modules.encoded)
+            for part in parts:
+                if taken := next((name for name in modules.encoded if name.startswith(f"{part}.")), None):
+                    what = "some of its weights are not quantised, and readers of GPTQ take all for plain then, such as"
+                    fix = "choose another format, or a smaller group size"
+                    raise Unsupported(f"{what} {taken}", where=part, fix=fix)
+            entry["dynamic"] = {rf"-:(.*\.)?{re.escape(part)}(\..*)?$": {} for part in parts}
+            entry["modules_in_block_to_quantize"] = [parts_of(modules.encoded, plain)]
+        return {"quantization_config": entry}
+
+
+def _adapt(draft: PlanDraft, encoding: Encoding) -> None:
+    """ExLlamaV2 loads 4 bits, and config.json with older keys."""
+    if encoding.bits == 4:
+        draft.config = older_config(draft.config or {})
 
 
 _READERS = {8: "transformers, vLLM, SGLang", 4: "transformers, vLLM, SGLang, ExLlamaV2"}
-_ENCODINGS = {bits: {group: _encoding(bits, group) for group in GROUPS} for bits in _READERS}
 _WRITES = tuple(
     Writing(
         f"gptq-{bits}bit",
         f"{bits}-bit integers with a scale for each group, as GPTQModel stores them",
-        _READERS[bits],
-        encodings,
+        programs,
+        {group: Gptq(bits, group) for group in GROUPS},
+        _adapt,
     )
-    for bits, encodings in _ENCODINGS.items()
+    for bits, programs in _READERS.items()
 )
-GROUPED = {
-    each.name: FixedGroups(each.bits, each.quantise, partial(_decode, each.bits, each.group))
-    for encodings in _ENCODINGS.values()
-    for each in encodings.values()
-}
-"""The encodings whose codes may be chosen for the inputs of a weight."""
-
 _read = reader("GPTQ", PARTS, weights)
 _MARKS = {".qweight": labelled("GPTQ or AWQ")}
 FORMAT = StoredFormat("gptq", "GPTQ", recogniser(is_codes, METHOD), _read, _MARKS, writes=_WRITES)

@@ -10,12 +10,17 @@ mxfp4   4              32           float4 · 2 ^ (scale - 127)
 mxfp8   8              32           float8 (E4M3) · 2 ^ (scale - 127)
 nvfp4   4              16           float4 · scale, a float8 (E4M3)
 
-config.json has the settings of the model, and under the names of modules those that differ. Embeddings are quantised too.
+config.json has the settings of the model, and under the names of modules those that differ, as the program that wrote it names
+them, which may put its model into another one: `language_model.model.layers.0…` for `model.layers.0…`. Codes of 4 bits in
+groups of 64 have the shapes of 8 bits in groups of 32. So settings that belong to no module are an error, and widths are
+compared with those that must be equal. Embeddings are quantised too.
 
 mlx-4bit and mlx-8bit are affine codes with scales and biases of the weight's dtype. The bias is the end of the group's range
 that has the larger magnitude, which is exact, and the scale is adjusted so that 0 is a multiple of it; the scale is negative if
 that end is the positive one. Codes are computed from scale and bias as stored. As mlx-lm does, embeddings and heads are
-quantised too.
+quantised too. The matrices of one projection of all experts are one tensor [experts, outputs, inputs] where mlx-lm's own files
+have them so: mlx-lm 0.32.2 joins quantised experts of some models while it loads them (`engines`), and of others plain experts
+alone.
 
 **Error.** |code · scale + bias - x| ≤ (1 + 2^(bits - 8)) · |scale| for weights of bfloat16: half a step; up to one at the far
 end of the range, because the adjusted scale may be smaller by 1/16; and the rounding of the scale, which grows with the code.
@@ -23,21 +28,26 @@ end of the range, because the adjusted scale may be smaller by 1/16; and the rou
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from weightsmith._base.errors import FormatError
 from weightsmith._base.files import show
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._models.formats.config import config_entries, plain_dtype
 from weightsmith._models.formats.decoded import F32, QuantisedModel, Weight, bands, read_all, reader
 from weightsmith._models.formats.matrices import MXFP4_GROUP, NVFP4_GROUP, SUFFIX, MatrixEncoding, powers_of_two
-from weightsmith._models.formats.mlx_settings import Width, check_widths, own_settings
-from weightsmith._models.structure.configs import EXPERT_COUNTS
-from weightsmith.abc.stored import Bytes, Config, Rows, Specs, StoredFormat, Writing, grouped_name
+from weightsmith._models.formats.reader_configs import adapt_to_mlx_lm
+from weightsmith._models.structure.configs import EXPERT_COUNTS, text_sections, whole_number
+from weightsmith._models.structure.projections import GATED
+from weightsmith._models.structure.projections import JOINED as JOINED_PROJECTIONS
+from weightsmith._plans import JOIN, PLAIN, PlanDraft, Step
+from weightsmith.abc.stored import Bytes, Config, Encoding, Rows, Specs, StoredFormat, Writing
 from weightsmith.abc.tensors import Tensors
 
 _BITS = (2, 3, 4, 5, 6, 8)
@@ -191,6 +201,114 @@ def _weights(model: QuantisedModel, module: str, settings: Mapping[str, Any]) ->
 _read = reader("MLX", (".weight", ".scales", ".biases"), weights)
 
 
+# ---- the settings of modules
+
+_WRAPPERS = ("model", "language_model")
+"""Modules that hold the others, in any order and number."""
+_VOCABULARY = ("embed_tokens", "lm_head", "wte")
+_LAYER_INPUTS = ("qkv", "gate_up")
+"""Values of `JOINED_PROJECTIONS` of projections whose input is the hidden state."""
+_OTHER_TOWERS = ("vision", "visual", "audio", "speech", "image")
+"""Parts of names of modules with hidden states of other sizes."""
+_OTHER_WIDTHS = ("attention_hidden_size", "word_embed_proj_dim", "embedding_size", "embedding_dim")
+"""Keys of config.json that say that inputs of some modules are not the hidden state, which they then are no check of."""
+_DOWN = {down: (gate, up) for gate, up, down in GATED.values()} | {"w2": ("w1", "w3")}
+_DEFAULTS: Mapping[str, Any] = {"group_size": 64, "bits": 4}
+"""Of MLX's layers, where a module's own settings leave something out."""
+_FIX = "Repair the settings of the modules in config.json: mlx_lm.convert and mlx_vlm.convert write them."
+
+
+def own_settings(model: QuantisedModel) -> dict[str, Mapping[str, Any]]:
+    """The settings of modules that have their own. Raises FormatError for settings of no module, and for two of one."""
+    modules = {name.rpartition(".")[0] for name in model.specs}
+    found: dict[str, Mapping[str, Any]] = {}
+    names: dict[str, str] | None = None
+    for key, value in model.entry.items():
+        if not isinstance(value, Mapping):
+            continue
+        if key not in modules and names is None:
+            names = _unwrapped(modules)
+        module = key if key in modules else (names or {}).get(_unwrap(key), "")
+        settings = {**_DEFAULTS, **value}
+        if module and found.setdefault(module, settings) != settings:
+            raise FormatError(f"config.json has two settings of the module {show(module)}", where=model.where, fix=_FIX)
+        if not module and not _equal(settings, model.entry):
+            what = f"config.json has settings of the module {show(key)}, and the model has no such module"
+            raise FormatError(what, where=model.where, fix=_FIX)
+    return found
+
+
+def _equal(settings: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
+    return all(settings.get(key) == others.get(key) for key in ("group_size", "bits")) and (
+        settings.get("mode", "affine") == others.get("mode", "affine")
+    )
+
+
+def _unwrap(name: str) -> str:
+    """The name of a module without those that hold the whole model.
+
+    >>> _unwrap("language_model.model.layers.0.mlp"), _unwrap("language_model.lm_head")
+    ('layers.0.mlp', 'lm_head')
+    """
+    parts = name.split(".")
+    while len(parts) > 1 and parts[0] in _WRAPPERS:
+        del parts[0]
+    return ".".join(parts)
+
+
+def _unwrapped(modules: Iterable[str]) -> dict[str, str]:
+    """Name without wrappers → module; without names that are those of several modules."""
+    found: dict[str, str] = {}
+    for module in modules:
+        name = _unwrap(module)
+        found[name] = "" if name in found else module
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Width:
+    """The shape of a weight as its settings give it.
+
+    name    of the module
+    others  the inputs that its codes and scales would have with other settings
+    """
+
+    name: str
+    outputs: int
+    inputs: int
+    others: tuple[int, ...]
+
+
+def check_widths(model: QuantisedModel, widths: Iterable[Width]) -> None:
+    """Raise FormatError for a weight that has the right width only with other settings than config.json's."""
+    by_name = {width.name: width for width in widths}
+    hidden = 0
+    if not any(key in model.config for key in _OTHER_WIDTHS) and not any(
+        key.endswith("decoder_config") for key in model.config
+    ):
+        hidden = next((n for part in text_sections(model.config) if (n := whole_number(part.get("hidden_size")))), 0)
+    for width in by_name.values():
+        for inputs, why in _known_inputs(width.name, by_name, hidden):
+            if inputs != width.inputs and inputs in width.others:
+                what = f"tensor {show(width.name + '.weight')} has {width.inputs:,} inputs by its settings in config.json"
+                raise FormatError(f"{what}, and {why}: the settings are not its own", where=model.where, fix=_FIX)
+
+
+def _known_inputs(name: str, widths: Mapping[str, Width], hidden: int) -> Iterator[tuple[int, str]]:
+    """What is known of a module's inputs from elsewhere, each with the words that say where."""
+    parent, _, leaf = name.rpartition(".")
+    joined = JOINED_PROJECTIONS.get(leaf, "")
+    if hidden and (leaf in _VOCABULARY or joined in _LAYER_INPUTS) and not any(tower in name for tower in _OTHER_TOWERS):
+        yield hidden, f"hidden_size is {hidden:,}"
+    for other in JOINED_PROJECTIONS if joined else ():
+        sibling = widths.get(f"{parent}.{other}")
+        if sibling is not None and JOINED_PROJECTIONS[other] == joined:
+            yield sibling.inputs, f"{show(sibling.name)} has {sibling.inputs:,}"
+    for before in _DOWN.get(leaf, ()):
+        if (sibling := widths.get(f"{parent}.{before}")) is not None:
+            yield sibling.outputs, f"{show(sibling.name)} has {sibling.outputs:,} outputs"
+
+
 # ---- writing
 
 
@@ -241,13 +359,60 @@ def _encoding(bits: int, group: int) -> MatrixEncoding:
         entry = {"group_size": group, "bits": bits, "mode": "affine"}
         return {"quantization": entry, "quantization_config": entry}
 
-    name = grouped_name(f"mlx-{bits}bit", group, GROUPS)
-    return MatrixEncoding(name, parts, fill, config, group=group, vocabulary=True, stacks=f".{STACK}.")
+    return MatrixEncoding(
+        f"mlx-{bits}bit",
+        parts,
+        fill,
+        config,
+        GROUPS,
+        f".{STACK}.",
+        kind="integer",
+        bits=bits,
+        group=group,
+        symmetric=False,
+        vocabulary=True,
+    )
 
 
 def affine(bits: int) -> dict[int, MatrixEncoding]:
     """mlx-4bit or mlx-8bit, by group size."""
     return {group: _encoding(bits, group) for group in GROUPS}
+
+
+_EXPERT = re.compile(r"(.+\.)experts\.(\d+)\.(\w+)\.weight")
+
+
+def _stack_experts(draft: PlanDraft, encoding: Encoding) -> None:
+    """Join the encoded experts of a draft, if mlx-lm needs that, and all of a projection are encoded."""
+    if (draft.config or {}).get("model_type") not in STACKED:
+        return
+    stacks: dict[tuple[str, str], dict[int, Step]] = {}
+    for step in draft.steps:
+        if match := _EXPERT.fullmatch(step.out.name):
+            stacks.setdefault((match[1], match[3]), {})[int(match[2])] = step
+    joined: dict[str, Step | None] = {}
+    for (prefix, projection), own in stacks.items():
+        ordered = [own[number] for number in sorted(own)]
+        alike = {(step.encoding, step.out.shape, step.out.dtype) for step in ordered}
+        if sorted(own) == list(range(len(own))) and len(alike) == 1 and ordered[0].encoding == encoding.name:
+            name = f"{prefix}{STACK}.{projection}.weight"
+            joined[ordered[0].out.name] = _joined(name, ordered, encoding)
+            joined |= dict.fromkeys(step.out.name for step in ordered[1:])
+    draft.steps = [found for step in draft.steps if (found := joined.get(step.out.name, step)) is not None]
+
+
+def _joined(name: str, ordered: list[Step], encoding: Encoding) -> Step:
+    first = ordered[0]
+    spec = TensorSpec(name, first.out.dtype, (len(ordered), *first.out.shape))
+    needs = tuple(dict.fromkeys(need for step in ordered for need in step.needs))
+    pieces = tuple(replace(leaf, encoding=PLAIN, stored=()) for step in ordered for leaf in step.leaves)
+    joined = Step(spec, JOIN, (), pieces=pieces, needs=needs, role=first.role, layer=first.layer)
+    return replace(joined, encoding=first.encoding, stored=encoding.outs(spec))
+
+
+def _adapt(draft: PlanDraft, encoding: Encoding) -> None:
+    adapt_to_mlx_lm(draft)
+    _stack_experts(draft, encoding)
 
 
 _READERS = "MLX, mlx-lm, LM Studio"
@@ -258,7 +423,7 @@ FORMAT = StoredFormat(
     _read,
     {".scales": lambda name, specs: "MLX" if is_quantised(name, specs) else ""},
     writes=(
-        Writing("mlx-8bit", "8-bit integers with a scale and a bias for each group", _READERS, affine(8)),
-        Writing("mlx-4bit", "4-bit integers with a scale and a bias for each group", _READERS, affine(4)),
+        Writing("mlx-8bit", "8-bit integers with a scale and a bias for each group", _READERS, affine(8), _adapt),
+        Writing("mlx-4bit", "4-bit integers with a scale and a bias for each group", _READERS, affine(4), _adapt),
     ),
 )

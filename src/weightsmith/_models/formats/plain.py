@@ -12,7 +12,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -24,8 +23,9 @@ from weightsmith._files.hf_folder import Weights, choose_weights
 from weightsmith._files.pytorch import SUFFIXES, StoredView, read_pickle_header, read_view
 from weightsmith._files.safetensors import Header, read_header
 from weightsmith._models.sources.files import FileTensors, PlainFiles, SourceFile, unite
+from weightsmith._plans import PLAIN
 from weightsmith.abc.files import FileKind, Index, Opened
-from weightsmith.abc.stored import Bytes, Modules, Rows, StoredFormat
+from weightsmith.abc.stored import Bytes, Encoding, Kind, Rows, StoredFormat
 
 # ---- safetensors: one file, or shards with or without an index
 
@@ -119,18 +119,26 @@ def open_pytorch(paths: Sequence[Path], index: Index | None, where: str, open_fi
 
 
 @dataclass(frozen=True, slots=True)
-class Plain:
+class Plain(Encoding):
     """Rows → a tensor of any shape.
 
     dtype  of the tensor; None: `spec.dtype`
     """
 
-    name: str = "plain"
     dtype: DType | None = None
-    align_rows: int = 1
-    whole: int = 0
-    product: str = ""
-    vocabulary: bool = False
+
+    @property
+    def name(self) -> str:
+        return PLAIN if self.dtype is None else f"{PLAIN} {self.dtype}"
+
+    @property
+    def kind(self) -> Kind:
+        return "plain"
+
+    @property
+    def bits(self) -> float:
+        """0: those of each tensor."""
+        return 0 if self.dtype is None else 8 * self.dtype.itemsize
 
     def refusal(self, spec: TensorSpec) -> str:
         """Accepts every floating-point tensor."""
@@ -161,10 +169,6 @@ class Plain:
                 f"{float(flat[at])} is not a number that {dtype.torch} can hold", where=f"output tensor {show(spec.name)}"
             )
 
-    def config(self, modules: Modules) -> dict[str, Any]:
-        """No keys: every reader supports plain tensors."""
-        return {}
-
 
 ENCODING = Plain()
 
@@ -172,11 +176,11 @@ ENCODING = Plain()
 def parse(name: str) -> Plain | None:
     """The encoding of a name, `plain F16`; None for a name of others. Raises ValueError."""
     family, _, dtype = name.partition(" ")
-    if family != "plain":
+    if family != PLAIN or not dtype:
         return None
     if dtype not in DTYPES or not DTYPES[dtype].floating:
         raise ValueError(name)
-    return Plain(name, DTYPES[dtype])
+    return Plain(DTYPES[dtype])
 
 
 FILES = (

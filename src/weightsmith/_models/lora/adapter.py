@@ -180,7 +180,7 @@ def sort_tensors(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Adapter:
     """The adapter in a file. Raises FormatError with everything in it that cannot be."""
     _check_empty(checkpoint)
     problems: list[str] = []
-    found: dict[str, dict[str, str]] = {}
+    factors: dict[str, dict[str, str]] = {}
     embeddings: set[str] = set()
     magnitudes: dict[str, str] = {}
     replacements: dict[str, str] = {}
@@ -189,16 +189,16 @@ def sort_tensors(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Adapter:
         match = _FACTOR.fullmatch(inner)
         if ".original_module." in inner or (config.get("velora_config") and inner.endswith(_VELORA)):
             continue  # what a module that is saved whole was before the training; what VeLoRA's training alone needs
-        if match is None and (found_magnitude := _MAGNITUDE.fullmatch(inner)):
-            magnitudes[found_magnitude[1]] = name
+        if match is None and (magnitude_name := _MAGNITUDE.fullmatch(inner)):
+            magnitudes[magnitude_name[1]] = name
         elif match is None and any(part.startswith("lora_") for part in inner.split(".")):
             problems.append(f"{show(name)} is no A or B of a LoRA")
         elif match is None:
             replacements[_SAVED.sub("", inner).replace(_LAYER, "")] = name
         elif not spec.dtype.floating or len(spec.shape) != 2 or 0 in spec.shape:
             problems.append(f"{spec} is no matrix of floating numbers: only linear and embedding layers are applied")
-        elif found.setdefault(match[1], {}).setdefault(match[2] or match[3], name) != name:
-            problems.append(f"{show(name)} and {show(found[match[1]][match[2] or match[3]])} are the same factor")
+        elif factors.setdefault(match[1], {}).setdefault(match[2] or match[3], name) != name:
+            problems.append(f"{show(name)} and {show(factors[match[1]][match[2] or match[3]])} are the same factor")
         elif match[3]:
             embeddings.add(match[1])
     scalings, layouts = Scalings(config, checkpoint.ref), Layouts(config, f"{checkpoint.ref}, {CONFIG_NAME}")
@@ -206,7 +206,7 @@ def sort_tensors(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Adapter:
     of_weights = set[str]()
     updates: dict[str, Factors] = {}
     stacked: dict[str, dict[int, Stacked]] = {}
-    for module, pair in found.items():
+    for module, pair in factors.items():
         if len(pair) < 2:
             problems.append(f"{module} has an {next(iter(pair))} and no {'B' if 'A' in pair else 'A'}")
             continue
@@ -278,7 +278,7 @@ def _targets(config: Mapping[str, Any], where: str) -> list[tuple[str, str]]:
     if not isinstance(listed, list) or not all(isinstance(name, str) and name for name in listed):
         what = f"target_parameters is {show(listed)}, not a list of names"
         raise FormatError(what, where=f"{where}, {CONFIG_NAME}", fix=_REPAIR)
-    return sorted({(module, name) for module, _, name in (each.rpartition(".") for each in listed)})
+    return sorted({(module, name) for module, _, name in (target.rpartition(".") for target in listed)})
 
 
 def _of_parameters(module: str, targets: Iterable[tuple[str, str]], *, plain: bool) -> bool:
@@ -344,5 +344,5 @@ class Scalings:
         value = config.get(key) or {}
         if not isinstance(value, dict):
             raise FormatError(f"{key} is {show(value)}, not an object", where=self._where, fix=_REPAIR)
-        numbers = {text: number(f"{key} of {show(text)}", given) for text, given in value.items()}
+        numbers = {text: number(f"{key} of {show(text)}", stated) for text, stated in value.items()}
         return Patterns(numbers, key, self._where)

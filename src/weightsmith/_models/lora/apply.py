@@ -51,44 +51,46 @@ def apply_adapter(base: Checkpoint, adapter: Adapter, ref: str, names: Names = d
 
     Raises ShapeError with everything in the adapter that the base has no place for.
     """
-    match, own = _matched(base, adapter, ref, names), adapter.checkpoint
-    notes = [*base.notes, *own.notes, *match.notes, *_idle(adapter)]
-    base.fetch([name for name in own.files if name in base.files])
-    if other := [name for name in own.files if not same_bytes(own.folder / name, base.folder / name)]:
+    match, adapter_checkpoint = _matched(base, adapter, ref, names), adapter.checkpoint
+    notes = [*base.notes, *adapter_checkpoint.notes, *match.notes, *_unused(adapter)]
+    base.fetch([name for name in adapter_checkpoint.files if name in base.files])
+    if other := [
+        name for name in adapter_checkpoint.files if not same_bytes(adapter_checkpoint.folder / name, base.folder / name)
+    ]:
         fix = "copy it into the output, if the adapter was trained with it"
         what = f"tokenizer files beside the adapter differ from the base's, and are not used: {', '.join(other)}"
         notes.append(Finding(what, ref, fix=fix))
     folder = ModelFolder(
         base.folder,
-        f"{base.revision}+{own.revision}" if own.revision else base.revision,
+        f"{base.revision}+{adapter_checkpoint.revision}" if adapter_checkpoint.revision else base.revision,
         match.config or base.config,
         base.files,
         base.left_out,
         base.ignored,
-        repositories=(*base.repositories, *own.repositories),
+        repositories=(*base.repositories, *adapter_checkpoint.repositories),
         subfolders=base.subfolders,
     )
-    source = Adapted(base, own, match.origins(), ref)
+    source = Adapted(base, adapter_checkpoint, match.origins(), ref)
     return Checkpoint(
         ref, source, folder, metadata=base.metadata, notes=tuple(notes), untied=match.untied, decoded=base.decoded
     )
 
 
-def _idle(adapter: Adapter) -> Iterator[Finding]:
+def _unused(adapter: Adapter) -> Iterator[Finding]:
     """A warning for an adapter that changes nothing: every A or B is zeros, as before the first step of a training.
 
     Of one on this disk alone. Cost: reads factors up to the first that are not zeros.
     """
-    own = adapter.checkpoint
+    checkpoint = adapter.checkpoint
     pairs = [(factors.a, factors.b) for factors in adapter.updates.values()]
     pairs += [(level.a, level.b) for levels in adapter.stacked.values() for level in levels]
     dora = any(factors.magnitude for factors in adapter.updates.values())
-    if own.repositories or adapter.replacements or dora or not pairs:
+    if checkpoint.repositories or adapter.replacements or dora or not pairs:
         return
-    if not any(own.read(b).any() and own.read(a).any() for a, b in pairs):
+    if not any(checkpoint.read(b).any() and checkpoint.read(a).any() for a, b in pairs):
         what = f"the adapter changes nothing: B @ A of its {count(len(pairs), 'module')} is all zeros"
         fix = "check that it was trained, and that its trained weights were saved"
-        yield Finding(what, own.ref, fix=fix)
+        yield Finding(what, checkpoint.ref, fix=fix)
 
 
 def find_places(base: Checkpoint, adapter: Adapter, names: Names = dict) -> dict[str, str]:
@@ -105,7 +107,7 @@ def _matched(base: Checkpoint, adapter: Adapter, ref: str, names: Names) -> _Mat
         return _Match(base, adapter, ref)
     except ShapeError:
         sources = grouped((key, name) for name, key in names().items())
-        if all(own == [key] for key, own in sources.items()):
+        if all(tensors == [key] for key, tensors in sources.items()):
             raise  # they are the same
         return _Match(base, adapter, ref, sources)
 
@@ -148,7 +150,12 @@ class _Match:
         problems = list[str]()
         located = self._locate()
         adapter = self.adapter
-        stacked = [name for module, own in adapter.parameters.items() for each in own for name in names_of(module, each.name)]
+        stacked = [
+            name
+            for module, parameters in adapter.parameters.items()
+            for parameter in parameters
+            for name in names_of(module, parameter.name)
+        ]
         head = self._take_task_head()
         replacements = {name: source for name, source in adapter.replacements.items() if name not in head}
         targets = [*(f"{m}.weight" for m in adapter.updates), *replacements, *stacked]
@@ -182,9 +189,9 @@ class _Match:
             if problem:
                 problems.append(problem)
         modules = {m: rename(f"{m}.x")[:-2] for m in adapter.stacked}
-        found, strange = match_stacked(adapter, self.base, modules, self._sources)
+        stacked_updates, strange = match_stacked(adapter, self.base, modules, self._sources)
         problems += strange
-        for name, updates in found.items():
+        for name, updates in stacked_updates.items():
             self._parts.setdefault(name, []).extend(updates)
         twice = [name for name, updates in self._parts.items() if name in self._updates or _overlap(updates)]
         problems += [f"{name}: the adapter has factors for it under several names" for name in twice]
@@ -213,9 +220,9 @@ class _Match:
         spec = self.adapter.checkpoint.specs[head[matrix]] if matrix else None
         if not name or spec is None or len(spec.shape) != 2 or not self.base.config or self._is_unloadable(name):
             return set()
-        left_out = [own for own in self.base.specs if is_other_head(own)]
-        like = next(own for own, each in self.base.specs.items() if each.dtype.floating)
-        self._base_names = {own: own for own in self.base.specs if own not in left_out} | dict.fromkeys(head, like)
+        left_out = [tensor for tensor in self.base.specs if is_other_head(tensor)]
+        like = next(tensor for tensor, base_spec in self.base.specs.items() if base_spec.dtype.floating)
+        self._base_names = {tensor: tensor for tensor in self.base.specs if tensor not in left_out} | dict.fromkeys(head, like)
         self._replaced |= head
         set_class(self.config, name, spec.shape[0])
         what = f"the adapter has the head of a classifier: the output is {name}, with {count(spec.shape[0], 'label')}"
@@ -225,7 +232,7 @@ class _Match:
     def _is_unloadable(self, name: str) -> bool:
         """Whether a class has other names for layers than the base: Llama's for answers has `transformer.` for `model.`."""
         modules = {module.partition(".")[0] for module in self.adapter.updates}
-        return name.endswith("ForQuestionAnswering") and not modules & {own.partition(".")[0] for own in self.base.specs}
+        return name.endswith("ForQuestionAnswering") and not modules & {tensor.partition(".")[0] for tensor in self.base.specs}
 
     def _stored(self, name: str) -> str:
         """The base's name of a tensor of the model that transformers builds, unless it is made of several."""
@@ -242,7 +249,7 @@ class _Match:
         every = dict.fromkeys(".".join(p[:k]) + "." for k in (1, 2) for p in parts if len(p) > k)
         beginnings = list(every)[:_BEGINNINGS]
         ways = {(drop, b): [b + name.split(".", drop)[-1] for name in names] for drop in (0, 1, 2) for b in ("", *beginnings)}
-        fits = {way: sum(name in tensors for name in found) for way, found in ways.items()}
+        fits = {way: sum(name in tensors for name in renamed) for way, renamed in ways.items()}
         best = [way for way, n in fits.items() if n == max(fits.values())]
         if (0, "") in best or len({tuple(ways[way]) for way in best}) > 1:
             return lambda name: name
@@ -257,7 +264,7 @@ class _Match:
         adapter, base = self.adapter, self.base
         if adapter.file is None:
             return None
-        shapes = ((module, self._shapes(own)) for module, own in adapter.updates.items())
+        shapes = ((module, self._shapes(factors)) for module, factors in adapter.updates.items())
         modules = {module: (b[0], a[1]) for module, (a, b) in shapes}
         places = find_modules(modules, base.specs, adapter.checkpoint.ref, base.ref, flat=adapter.file.flat)
         if places.names:
@@ -270,9 +277,9 @@ class _Match:
         """The base's tensor that a matrix is part of, and the part."""
         if name in self._located:
             return self._located[name]
-        for each in (name, _UNMIXTRAL.sub(lambda found: f"{found[1]}{UNMIXTRAL[found[2]]}", name)):
-            if each in self._fused:
-                return self._fused[each]
+        for spelling in (name, _UNMIXTRAL.sub(lambda match: f"{match[1]}{UNMIXTRAL[match[2]]}", name)):
+            if spelling in self._fused:
+                return self._fused[spelling]
         return None
 
     @cached_property
@@ -301,13 +308,13 @@ class _Match:
         return f"{name}: the base has no such tensor{nearest(name, self.base.specs)}"
 
     def _replacement_problem(self, name: str) -> str:
-        own = self.adapter.checkpoint.specs[self._replaced[name]]
-        base = self.base.specs[name] if name in self.base.specs else own
-        grown = is_vocabulary(replace(own, name=name)) and own.shape[1:] == base.shape[1:]
-        if own.shape != base.shape and not grown:
-            return f"{name}: {list(base.shape)} in the base, and {list(own.shape)} is to take its place"
-        if own.dtype.floating != base.dtype.floating:
-            return f"{name}: {base.dtype} in the base, and {own.dtype} is to take its place"
+        replacement = self.adapter.checkpoint.specs[self._replaced[name]]
+        base = self.base.specs[name] if name in self.base.specs else replacement
+        grown = is_vocabulary(replace(replacement, name=name)) and replacement.shape[1:] == base.shape[1:]
+        if replacement.shape != base.shape and not grown:
+            return f"{name}: {list(base.shape)} in the base, and {list(replacement.shape)} is to take its place"
+        if replacement.dtype.floating != base.dtype.floating:
+            return f"{name}: {base.dtype} in the base, and {replacement.dtype} is to take its place"
         return ""
 
     def _check_rows(self) -> list[str]:
@@ -366,8 +373,8 @@ class _Match:
     def _source_spec(self, name: str) -> TensorSpec:
         """What a tensor starts from, before the update, under the tensor's name."""
         replaced = self._replaced.get(name)
-        found = self.base.specs[self._base_names[name]] if replaced is None else self.adapter.checkpoint.specs[replaced]
-        return replace(found, name=name)
+        spec = self.base.specs[self._base_names[name]] if replaced is None else self.adapter.checkpoint.specs[replaced]
+        return replace(spec, name=name)
 
     def _updates_of(self, name: str) -> list[Update]:
         """What the adapter adds to a tensor."""

@@ -59,10 +59,12 @@ class ExpertPlace:
         shapes = (self.experts * rank, inputs), (outputs, rank * self.experts)
         return (specs[factors.a].shape, specs[factors.b].shape) == shapes
 
-    def updates(self, base: Specs, factors: Stacked, own: Parameter, *, transposed: bool) -> Iterator[tuple[str, Update]]:
+    def updates(self, base: Specs, factors: Stacked, parameter: Parameter, *, transposed: bool) -> Iterator[tuple[str, Update]]:
         """What is added to which tensor."""
         for e in range(self.experts):
-            one = Update(factors.a, factors.b, own.scaling, transposed, expert=(e, self.experts), grouped=own.grouped)
+            one = Update(
+                factors.a, factors.b, parameter.scaling, transposed, expert=(e, self.experts), grouped=parameter.grouped
+            )
             if not self.tensors:
                 yield self.name, replace(one, rows=(e * self.rows, self.rows))
             for name, first in self.tensors[e] if self.tensors else ():
@@ -95,7 +97,7 @@ def _made_of(specs: Specs, name: str, sources: Sequence[str]) -> ExpertPlace | N
         n_experts, rows, cols = specs[sources[0]].shape
         return ExpertPlace(sources[0], n_experts, rows, cols)
     numbered = ((re.search(r"\.experts\.(\d+)\.", source), source) for source in sorted(sources))
-    experts = grouped((int(found[1]), source) for found, source in numbered if found)
+    experts = grouped((int(number[1]), source) for number, source in numbered if number)
     if sorted(experts) != list(range(len(experts))):
         return None
     return _joined(specs, name, [experts[e] for e in range(len(experts))])
@@ -103,14 +105,16 @@ def _made_of(specs: Specs, name: str, sources: Sequence[str]) -> ExpertPlace | N
 
 def _joined(specs: Specs, name: str, experts: Sequence[Sequence[str]]) -> ExpertPlace | None:
     """A parameter of which the base has matrices for each expert, one above the other; None if they do not fit together."""
-    shapes = {tuple(specs[each].shape for each in own) for own in experts}
-    if len(shapes) != 1 or not all(specs[each].dtype.floating for own in experts for each in own):
+    shapes = {tuple(specs[tensor].shape for tensor in tensors_of_expert) for tensors_of_expert in experts}
+    if len(shapes) != 1 or not all(
+        specs[tensor].dtype.floating for tensors_of_expert in experts for tensor in tensors_of_expert
+    ):
         return None
     (parts,) = shapes
     if any(len(shape) != 2 for shape in parts) or len({cols for _, cols in parts}) != 1:
         return None
     firsts = [sum(rows for rows, _ in parts[:i]) for i in range(len(parts))]
-    tensors = tuple(tuple(zip(own, firsts, strict=True)) for own in experts)
+    tensors = tuple(tuple(zip(tensors_of_expert, firsts, strict=True)) for tensors_of_expert in experts)
     return ExpertPlace(name, len(tensors), sum(rows for rows, _ in parts), parts[0][1], tensors)
 
 
@@ -130,7 +134,7 @@ def _apart(module: str, parameter: str, expert: int) -> Iterator[tuple[str, ...]
         yield tuple(f"{mixtral}.{expert}.{MIXTRAL[name]}.weight" for name in halves)
 
 
-Found = list[tuple[ExpertPlace, Parameter, Stacked]]
+Assignment = list[tuple[ExpertPlace, Parameter, Stacked]]
 
 
 def match_stacked(
@@ -146,10 +150,12 @@ def match_stacked(
     specs, problems, tensors = adapter.checkpoint.specs, list[str](), base.specs
 
     def find(module: str, parameter: str) -> ExpertPlace | None:
-        own = sources.get(name := f"{module}.{parameter}", ())
-        return (_made_of(tensors, name, own) if own else None) or find_place(tensors, modules[module], parameter)
+        sources_of_parameter = sources.get(name := f"{module}.{parameter}", ())
+        return (_made_of(tensors, name, sources_of_parameter) if sources_of_parameter else None) or find_place(
+            tensors, modules[module], parameter
+        )
 
-    ways: dict[str, dict[bool, list[Found]]] = {}
+    ways: dict[str, dict[bool, list[Assignment]]] = {}
     for module, levels in adapter.stacked.items():
         places = [(find(module, parameter.name), parameter) for parameter in adapter.parameters[module]]
         known = [(place, parameter) for place, parameter in places if place is not None]
@@ -163,21 +169,21 @@ def match_stacked(
         problems.append(f"{module}: A and B {shapes}; {missing}")
     if problems or not ways:
         return {}, problems
-    fitting = [transposed for transposed in (False, True) if all(found[transposed] for found in ways.values())]
+    fitting = [transposed for transposed in (False, True) if all(fits[transposed] for fits in ways.values())]
     if not fitting:
-        return {}, [f"{module}: the other way round than other experts" for module, found in ways.items() if not found[False]]
+        return {}, [f"{module}: the other way round than other experts" for module, fits in ways.items() if not fits[False]]
     if len(fitting) > 1:
         version = (adapter.checkpoint.config or {}).get("peft_version")
         known_way = transposed_of(version, (base.config or {}).get("model_type"))
         if known_way is None:
             raise _undecided(adapter, next(iter(ways)), version)
         fitting = [known_way]
-    found_ways = {module: _first(found[fitting[0]]) for module, found in ways.items()}
-    if several := [module for module, found in found_ways.items() if not found]:
+    chosen_ways = {module: _first(fits[fitting[0]]) for module, fits in ways.items()}
+    if several := [module for module, fits in chosen_ways.items() if not fits]:
         return {}, [f"{module}: its factors fit more than one parameter" for module in several]
     updates: dict[str, list[Update]] = {}
-    for found in found_ways.values():
-        for place, parameter, factors in found:
+    for fits in chosen_ways.values():
+        for place, parameter, factors in fits:
             for name, update in place.updates(tensors, factors, parameter, transposed=fitting[0]):
                 updates.setdefault(name, []).append(update)
     return updates, []
@@ -195,7 +201,7 @@ def _undecided(adapter: Adapter, module: str, version: object) -> Unsupported:
     return Unsupported(what, where=adapter.checkpoint.ref, fix=fix)
 
 
-def _first(ways: Sequence[Found]) -> Found:
+def _first(ways: Sequence[Assignment]) -> Assignment:
     """The only way; of several that in which models have the parameters in this order; else []."""
     if len(ways) == 1:
         return ways[0]
@@ -206,9 +212,9 @@ def _first(ways: Sequence[Found]) -> Found:
 
 def _ways(
     specs: Specs, levels: Sequence[Stacked], places: Sequence[tuple[ExpertPlace, Parameter]], *, transposed: bool
-) -> Iterator[Found]:
+) -> Iterator[Assignment]:
     """The ways to give each of a module's factors a parameter of its own, of the right shape."""
     for chosen in permutations(places, len(levels)):
-        found = [(place, parameter, factors) for (place, parameter), factors in zip(chosen, levels, strict=True)]
-        if all(place.fits(specs, factors, own.rank, transposed=transposed) for place, own, factors in found):
-            yield found
+        assignment = [(place, parameter, factors) for (place, parameter), factors in zip(chosen, levels, strict=True)]
+        if all(place.fits(specs, factors, parameter.rank, transposed=transposed) for place, parameter, factors in assignment):
+            yield assignment

@@ -39,50 +39,50 @@ def read_file(checkpoint: Checkpoint, path: Path) -> Adapter:
     Raises Unsupported for what is no B @ A, and for a scale that is in no file; FormatError for factors that do not fit.
     """
     where = str(path)
-    found, alphas, strange = _sorted(checkpoint)
+    parts_of_module, alphas, strange = _sorted(checkpoint)
     if kinds := dict.fromkeys(filter(None, map(other_kind, strange))):
         named = [f"{show(name)}: {other_kind(name)}" for name in strange if other_kind(name)]
         what = f"it is {' and '.join(kinds)}, not plain LoRA, and is neither applied nor merged"
         raise Unsupported(what, where=where, details=named[:_SHOWN], fix=_WAY_OUT)
-    if not found:
+    if not parts_of_module:
         fix = f"name the folder that holds {CONFIG_NAME}, or a single file with lora_down and lora_up, or lora_A and lora_B"
         details = [show(name) for name in strange[:3]]
         what = "a single file that is not a LoRA of kohya's scripts, or of diffusers"
         raise Unsupported(what, where=where, details=details, fix=fix)
-    strange += [alphas.pop(module) for module in [*alphas] if module not in found]
+    strange += [alphas.pop(module) for module in [*alphas] if module not in parts_of_module]
     if strange:
         what = f"{count(len(strange), 'tensor')} of it are neither factors nor alpha of a module"
         raise Unsupported(what, where=where, details=[show(name) for name in strange[:_SHOWN]], fix=_WAY_OUT)
-    flat = _is_flat(found, where)
+    flat = _is_flat(parts_of_module, where)
     scale = _Scale(checkpoint, alphas, where, flat=flat)
     problems, updates = list[str](), dict[str, Factors]()
-    for module, parts in found.items():
-        made = _factors(checkpoint, module, parts, scale)
-        if isinstance(made, str):
-            problems.append(made)
+    for module, parts in parts_of_module.items():
+        factors = _factors(checkpoint, module, parts, scale)
+        if isinstance(factors, str):
+            problems.append(factors)
         else:
-            updates[module] = made
+            updates[module] = factors
     if problems:
         what = f"the adapter's tensors have {count(len(problems), 'problem')}"
         raise FormatError(what, where=where, details=problems[:_SHOWN], fix="repair it, or save it again with its trainer")
-    pairs = {module: parts["A"][1] for module, parts in found.items()}
+    pairs = {module: parts["A"][1] for module, parts in parts_of_module.items()}
     return Adapter(checkpoint, updates, file=FileNames(flat, pairs, frozenset(alphas)))
 
 
 def _sorted(checkpoint: Checkpoint) -> tuple[dict[str, _Parts], dict[str, str], list[str]]:
     """Module → its A and B; module → its alpha; and all other tensors."""
-    found: dict[str, _Parts] = {}
+    parts_of_module: dict[str, _Parts] = {}
     alphas: dict[str, str] = {}
     strange: list[str] = []
     for name in checkpoint.specs:
         factor = split_factor(name)
-        if factor is not None and factor[1] not in found.get(factor[0], {}):
-            found.setdefault(factor[0], {})[factor[1]] = name, factor[2]
+        if factor is not None and factor[1] not in parts_of_module.get(factor[0], {}):
+            parts_of_module.setdefault(factor[0], {})[factor[1]] = name, factor[2]
         elif factor is None and name.endswith(ALPHA):
             alphas[name.removesuffix(ALPHA)] = name
         else:
             strange.append(name)
-    return found, alphas, strange
+    return parts_of_module, alphas, strange
 
 
 def _is_flat(modules: Mapping[str, _Parts], where: str) -> bool:
@@ -111,8 +111,8 @@ class _Scale:
         beginning = module.removesuffix(inner).removesuffix(".")
         stated = self._of_network(beginning)
         if stated is not None:
-            if (wanted := stated.rank(inner)) != rank:
-                return f"{module} has rank {wanted} by the file's metadata, and factors of {rank}"
+            if (stated_rank := stated.rank(inner)) != rank:
+                return f"{module} has rank {stated_rank} by the file's metadata, and factors of {rank}"
             return stated.of(inner)
         if module in self._alphas:
             return self._alpha(self._alphas[module], rank)
@@ -136,13 +136,13 @@ class _Scale:
         if beginning not in self._stated:
             start = f"{beginning}."
             stated = self._metadata.items() if beginning else ()
-            own: dict[str, Any] = {key.removeprefix(start): value for key, value in stated if key.startswith(start)}
-            if own:
-                check_config({**own, "peft_type": "LORA"}, f"{self._where}, {METADATA_KEY}")
-            if own.get("use_dora"):
+            network_config: dict[str, Any] = {key.removeprefix(start): value for key, value in stated if key.startswith(start)}
+            if network_config:
+                check_config({**network_config, "peft_type": "LORA"}, f"{self._where}, {METADATA_KEY}")
+            if network_config.get("use_dora"):
                 what = f"it is {DORA} by its metadata, and has no norms of rows"
                 raise Unsupported(what, where=self._where, fix=_WAY_OUT)
-            self._stated[beginning] = Scalings(own, f"{self._where}, {METADATA_KEY}") if own else None
+            self._stated[beginning] = Scalings(network_config, f"{self._where}, {METADATA_KEY}") if network_config else None
         return self._stated[beginning]
 
 

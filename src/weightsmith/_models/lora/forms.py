@@ -161,7 +161,7 @@ class Factored:
     def __bool__(self) -> bool:
         return bool(self.modules or self.kinds or self.layers)
 
-    def beside(self, names: Container[str]) -> bool:
+    def has_base_in(self, names: Container[str]) -> bool:
         """Whether the weights that the factors are of are among some tensors too."""
         return any(f"{module}.weight" in names for module in self.modules)
 
@@ -174,7 +174,7 @@ class Factored:
 def find_factors(names: Iterable[str]) -> Factored:
     """What of some tensors is an adapter's. Cost: about 0.3 µs a name if nothing is."""
     hinting = [name for name in names if _HINT.search(name)]
-    parts = [found for name in hinting if (found := _factor_of(name))]
+    parts = [factor for name in hinting if (factor := _factor_of(name))]
     of_b = {(module, adapter) for module, part, adapter in parts if part == "B"}
     both = [(module, adapter) for module, part, adapter in parts if part == "A" and (module, adapter) in of_b]
     return Factored(
@@ -191,16 +191,16 @@ def unnamed(name: str) -> str:
     >>> unnamed("layers.0.q.lora_A.speech.weight")
     'layers.0.q.lora_A.weight'
     """
-    found = _NAMED.fullmatch(name)
-    return f"{found[1]}.lora_{found[2]}.weight" if found else name
+    match = _NAMED.fullmatch(name)
+    return f"{match[1]}.lora_{match[2]}.weight" if match else name
 
 
 def _factor_of(name: str) -> tuple[str, str, str] | None:
     """Module, `A` or `B`, and name of the adapter."""
     if factor := split_factor(name):
         return factor[0], factor[1], ""
-    found = _NAMED.fullmatch(name)
-    return (found[1], found[2], found[3]) if found else None
+    match = _NAMED.fullmatch(name)
+    return (match[1], match[2], match[3]) if match else None
 
 
 def _kinds(names: Iterable[str]) -> Iterator[str]:

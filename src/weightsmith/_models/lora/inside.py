@@ -34,40 +34,40 @@ def with_inner_adapter(checkpoint: Checkpoint, names: Callable[[Checkpoint], Map
 
     Raises Unsupported for what is an adapter alone, and for one whose scale is not known.
     """
-    found = find_factors(checkpoint.specs)
-    if not found or _is_its_own(found, checkpoint):
+    factored = find_factors(checkpoint.specs)
+    if not factored or _is_its_own(factored, checkpoint):
         return checkpoint
-    if problem := refusal(found, checkpoint.specs, checkpoint.ref):
+    if problem := refusal(factored, checkpoint.specs, checkpoint.ref):
         raise problem
     path = checkpoint.folder / CONFIG_NAME
     if checkpoint.alone or not exists(path):
-        what = f"it holds an adapter that was never merged, and lora_alpha / r, which is part of it, is in no file: {found}"
+        what = f"it holds an adapter that was never merged, and lora_alpha / r, which is part of it, is in no file: {factored}"
         fix = f"put the adapter's {CONFIG_NAME} into the folder of the weights and name the folder, or {_MERGE_FIRST}"
         raise Unsupported(what, where=checkpoint.ref, fix=fix)
     config = read_object(path, MAX_CONFIG_BYTES, CONFIG_NAME, _REPAIR)
     check_config(config, str(path))
     base, adapter = _split(checkpoint)
     inner = sort_tensors(Checkpoint(checkpoint.ref, adapter, ModelFolder(path.parent, config=config)), config)
-    made = apply_adapter(base, inner, checkpoint.ref, lambda: names(base))
-    what = f"it holds an adapter that was never merged, and is read with it applied: {found}"
-    made.notes = (*made.notes, Finding(what, checkpoint.ref))
-    return made
+    model = apply_adapter(base, inner, checkpoint.ref, lambda: names(base))
+    what = f"it holds an adapter that was never merged, and is read with it applied: {factored}"
+    model.notes = (*model.notes, Finding(what, checkpoint.ref))
+    return model
 
 
-def refusal(found: Factored, names: Container[str], where: str) -> Unsupported | None:
+def refusal(factored: Factored, names: Container[str], where: str) -> Unsupported | None:
     """The error for tensors that are no model, or that do more than LoRA; None for a model with an adapter in it."""
-    if others := [kind for kind in found.kinds if kind != DORA]:
+    if others := [kind for kind in factored.kinds if kind != DORA]:
         return Unsupported(f"it holds an adapter that is {' and '.join(others)}, not plain LoRA", where=where, fix=_MERGE_FIRST)
-    if len(found.adapters) > 1:
-        titles = [name or "default" for name in found.adapters]
+    if len(factored.adapters) > 1:
+        titles = [name or "default" for name in factored.adapters]
         what = f"it holds {count(len(titles), 'adapter')} that were never merged: {', '.join(map(show, titles))}"
         return Unsupported(what, where=where, fix=_MERGE_FIRST)
-    if not found.modules:
-        what = f"it was saved with an adapter, whose factors are not in it: {found}"
+    if not factored.modules:
+        what = f"it was saved with an adapter, whose factors are not in it: {factored}"
         fix = "save the model again with merge_and_unload, or, without the adapter, with unload"
         return Unsupported(what, where=where, fix=fix)
-    if not found.layers and not found.beside(names):
-        what = f"an adapter (LoRA), not a model: {found}"
+    if not factored.layers and not factored.has_base_in(names):
+        what = f"an adapter (LoRA), not a model: {factored}"
         fix = f"write its base in front of it, BASE+{where}; to merge adapters, all models of the recipe must be adapters"
         return Unsupported(what, where=where, fix=fix)
     return None
@@ -77,31 +77,31 @@ _PARAMETRIZED = ".parametrizations."
 """In names of what torch computes a weight from: jina-embeddings-v3 adds its factors itself."""
 
 
-def _is_its_own(found: Factored, checkpoint: Checkpoint) -> bool:
+def _is_its_own(factored: Factored, checkpoint: Checkpoint) -> bool:
     """Whether the adapters belong to the architecture: config.json describes them, and the model chooses among them at work."""
-    if found.modules and not found.kinds and all(_PARAMETRIZED in module for module in found.modules):
+    if factored.modules and not factored.kinds and all(_PARAMETRIZED in module for module in factored.modules):
         return True
     config = checkpoint.config or {}
-    own = bool(found.adapters) and all(isinstance(config.get(f"{name}_lora"), Mapping) for name in found.adapters)
-    return own and not found.kinds
+    described = bool(factored.adapters) and all(isinstance(config.get(f"{name}_lora"), Mapping) for name in factored.adapters)
+    return described and not factored.kinds
 
 
 def _split(checkpoint: Checkpoint) -> tuple[Checkpoint, Selected]:
     """The model without its adapter, and the adapter's tensors."""
     base: dict[str, str] = {}
-    own: dict[str, str] = {}
+    factors: dict[str, str] = {}
     prefix = PREFIX if all(name.startswith(PREFIX) for name in checkpoint.specs) else ""
     for name in checkpoint.specs:
         plain = unnamed(name.removeprefix(prefix))
         if split_factor(plain) or other_kind(plain) or _SAVED in plain:
-            own[plain] = name
+            factors[plain] = name
             continue
         key = plain.replace(BASE_LAYER, ".").replace(_REPLACED, ".")
         if key in base or ".lora_" in key:
             what = "two tensors of it are one of the base" if key in base else "a tensor of its adapter is not understood"
             raise Unsupported(what, where=checkpoint.ref, details=[show(name)], fix=_MERGE_FIRST)
         base[key] = name
-    made = Checkpoint(
+    model = Checkpoint(
         checkpoint.ref,
         Selected(checkpoint.source, base, checkpoint.ref),
         ModelFolder(
@@ -117,4 +117,4 @@ def _split(checkpoint: Checkpoint) -> tuple[Checkpoint, Selected]:
         notes=checkpoint.notes,
         decoded=checkpoint.decoded,
     )
-    return made, Selected(checkpoint.source, own, checkpoint.ref)
+    return model, Selected(checkpoint.source, factors, checkpoint.ref)

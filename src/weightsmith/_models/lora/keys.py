@@ -139,9 +139,9 @@ def _unknown(key: str, value: object) -> bool:
 
 def _not_applied(config: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
     """Reason → whether PEFT can merge the adapter all the same."""
-    for key, each in NOT_APPLIED.items():
+    for key, reason in NOT_APPLIED.items():
         if config.get(key):
-            yield f"{key}: {each.why}", each.by_peft
+            yield f"{key}: {reason.why}", reason.by_peft
     bias = config.get("bias", "none")
     if bias in BIASES[1:]:
         yield f"bias: {show(bias)}: biases are trained too", True

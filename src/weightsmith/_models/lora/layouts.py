@@ -44,7 +44,10 @@ class Layouts:
         parameters = _object(details.get("parameters"), f"parameters of {_DETAILS}", where)
         entries = {name: _object(entry, f"{name} of {_DETAILS}", where) for name, entry in parameters.items()}
         self._own = {name: entry.get(_FLAT) for name, entry in entries.items()}
-        for key, layout in ((_FLAT, self._all), *((f"{_FLAT} of {name}", own) for name, own in self._own.items())):
+        for key, layout in (
+            (_FLAT, self._all),
+            *((f"{_FLAT} of {name}", layout_of_parameter) for name, layout_of_parameter in self._own.items()),
+        ):
             if layout not in (None, GROUPED, RANK_MAJOR):
                 what = f"{key} is {show(layout)}: neither {RANK_MAJOR} nor {GROUPED}"
                 raise Unsupported(what, where=where, fix="Merge the adapter with the program that wrote it.")

@@ -116,23 +116,23 @@ def find_places(modules: Mapping[str, Shape], base: Specs, ref: str, name: str, 
     Raises Unsupported where two networks of the file fit one of the model.
     """
     inside = {module: network_of(module, flat=flat) for module in modules}
-    wanted = grouped((network, module) for module, (network, _) in inside.items())
+    modules_of_network = grouped((network, module) for module, (network, _) in inside.items())
     stored = _stored(base)
-    pools = {network: _Pool(base, own, flat=flat) for network, own in stored.items()}
+    pools = {network: _Pool(base, tensors, flat=flat) for network, tensors in stored.items()}
     if not stored:
         pool = _Pool(base, {tensor: tensor for tensor in base}, flat=flat)
-        chosen = _choose(modules, inside, wanted, pool, ref, name)
+        chosen = _choose(modules, inside, modules_of_network, pool, ref, name)
         pools = {chosen: pool}
-    elif UNKNOWN in wanted:
+    elif UNKNOWN in modules_of_network:
         pools[UNKNOWN] = _Pool(base, {tensor: tensor for tensor in base}, flat=flat)
-    missing = [network for network in wanted if network not in pools]
-    left = tuple(_left_out(network, len(wanted[network]), ref, name) for network in missing)
+    missing = [network for network in modules_of_network if network not in pools]
+    notes = tuple(_left_out(network, len(modules_of_network[network]), ref, name) for network in missing)
     names, parts = {}, dict[str, tuple[str, SubMatrix]]()
-    for module, (network, own) in inside.items():
+    for module, (network, tensors) in inside.items():
         if network in pools:
-            names[module] = pools[network].find(own) or f"{own}.weight"
+            names[module] = pools[network].find(tensors) or f"{tensors}.weight"
             parts |= pools[network].part(names[module])
-    return Places(names, parts, left)
+    return Places(names, parts, notes)
 
 
 def _left_out(network: Network, modules: int, ref: str, name: str) -> Finding:
@@ -142,29 +142,29 @@ def _left_out(network: Network, modules: int, ref: str, name: str) -> Finding:
 
 def _stored(base: Specs) -> dict[Network, dict[str, str]]:
     """Of a model that holds several networks: the tensors of each, by their names in it. Else {}."""
-    found: dict[Network, dict[str, str]] = {}
+    tensors_of_network: dict[Network, dict[str, str]] = {}
     beginnings = [(beginning, network) for network in NETWORKS for beginning in network.stored]
     for tensor in base:
         for beginning, network in beginnings:
             if tensor.startswith(beginning):
-                found.setdefault(network, {})[tensor.removeprefix(beginning)] = tensor
-    return found
+                tensors_of_network.setdefault(network, {})[tensor.removeprefix(beginning)] = tensor
+    return tensors_of_network
 
 
 def _choose(
     modules: Mapping[str, Shape],
     inside: Mapping[str, tuple[Network, str]],
-    wanted: Mapping[Network, Sequence[str]],
+    modules_of_network: Mapping[Network, Sequence[str]],
     pool: _Pool,
     ref: str,
     name: str,
 ) -> Network:
     """Which network of a file the model is: the only one with such names and shapes, or that which its folder is named for."""
-    known = {network: [m for m in own if pool.find(inside[m][1])] for network, own in wanted.items()}
-    fitting = [network for network, own in known.items() if own]
+    known = {network: [m for m in named if pool.find(inside[m][1])] for network, named in modules_of_network.items()}
+    fitting = [network for network, named in known.items() if named]
     if len(fitting) < 2:
-        return (fitting or list(wanted))[0]
-    whole = [n for n in fitting if all(pool.shape(inside[m][1]) == modules[m] for m in wanted[n])]
+        return (fitting or list(modules_of_network))[0]
+    whole = [n for n in fitting if all(pool.shape(inside[m][1]) == modules[m] for m in modules_of_network[n])]
     if len(whole) == 1:
         return whole[0]
     folder = PurePath(name).name
@@ -186,17 +186,17 @@ class _Pool:
         """tensors: name in the network → tensor of the model."""
         self._flat, self._base = flat, base
         self._parts: dict[str, tuple[str, SubMatrix]] = {}
-        known = {own.removesuffix(".weight"): tensor for own, tensor in tensors.items()}
+        known = {module.removesuffix(".weight"): tensor for module, tensor in tensors.items()}
         known |= self._open_clip(tensors)
-        self._whole = {self._written(own): tensor for own, tensor in known.items()}
-        ends = ((self._written(end), tensor) for own, tensor in known.items() for end in _ends(own))
+        self._whole = {self._written(module): tensor for module, tensor in known.items()}
+        ends = ((self._written(end), tensor) for module, tensor in known.items() for end in _ends(module))
         self._ends = {end: fitting[0] for end, fitting in grouped(ends).items() if len(fitting) == 1}
 
     def find(self, module: str) -> str:
         """The tensor of a module's weight, or the name of a part of one; "" for none, and for a name that fits several."""
         for name in [module] if self._flat else _spellings(module):
-            if found := self._whole.get(name) or self._ends.get(name):
-                return found
+            if tensor := self._whole.get(name) or self._ends.get(name):
+                return tensor
         return ""
 
     def shape(self, module: str) -> Shape:
@@ -217,22 +217,22 @@ class _Pool:
 
     def _open_clip(self, tensors: Mapping[str, str]) -> dict[str, str]:
         """The matrices of OpenCLIP's text encoder, by the names that transformers has for them, as files of factors do."""
-        found: dict[str, str] = {}
-        for own, tensor in tensors.items():
-            before, block, rest = own.partition(".resblocks." if ".resblocks." in own else "resblocks.")
+        tensor_of_module: dict[str, str] = {}
+        for stored_name, tensor in tensors.items():
+            before, block, rest = stored_name.partition(".resblocks." if ".resblocks." in stored_name else "resblocks.")
             layer, _, inner = rest.partition(".")
             if not block or not layer.isdigit() or before not in ("", "transformer", "text_model.transformer"):
                 continue
             home, spec = f"text_model.encoder.layers.{layer}", self._base[tensor]
             if inner in _OPEN_CLIP:
-                found[f"{home}.{_OPEN_CLIP[inner]}"] = tensor
+                tensor_of_module[f"{home}.{_OPEN_CLIP[inner]}"] = tensor
             elif inner == "attn.in_proj_weight" and len(spec.shape) == 2 and spec.shape[0] % 3 == 0:
                 rows, cols = spec.shape[0] // 3, spec.shape[1]
                 for i, part in enumerate(("q_proj", "k_proj", "v_proj")):
                     name = f"{tensor}[{part}]"
                     self._parts[name] = tensor, SubMatrix(name, i * rows * cols, (rows, cols))
-                    found[f"{home}.self_attn.{part}"] = name
-        return found
+                    tensor_of_module[f"{home}.self_attn.{part}"] = name
+        return tensor_of_module
 
 
 _OPEN_CLIP = {

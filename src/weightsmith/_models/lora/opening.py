@@ -71,10 +71,10 @@ def _holds_factors(path: Path) -> bool:
         return False
     try:
         with Checkpoint(str(path), open_file(path, str(path)).source) as opened:
-            found = find_factors(opened.specs)
+            factored = find_factors(opened.specs)
     except WeightsmithError:
         return False
-    return bool(found.modules or found.kinds) and not found.layers and not found.beside(opened.specs)
+    return bool(factored.modules or factored.kinds) and not factored.layers and not factored.has_base_in(opened.specs)
 
 
 def _open_named(ref: str, path: Path) -> Adapter:

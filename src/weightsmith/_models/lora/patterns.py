@@ -56,16 +56,16 @@ class Patterns:
         """The number of the first pattern that fits a module's name. Raises FormatError where that takes too long."""
         if self._others and not (name.isascii() and name.isprintable()):  # RE2's classes are those of ASCII
             raise self._unread(f"it is compared with the name {show(name)}, which is not ASCII")
-        instructions = sum(each.programsize for each in self._others.values())
+        instructions = sum(pattern.programsize for pattern in self._others.values())
         self._left -= len(self._names) + len(name) * instructions // INSTRUCTIONS
         if self._left < 0:
             raise self._unread("the patterns take too long to match with the names of all modules")
-        found = [n for n in (self._plain(name), self._other(name)) if n is not None]
-        return self._numbers[min(found)] if found else otherwise
+        positions = [n for n in (self._plain(name), self._other(name)) if n is not None]
+        return self._numbers[min(positions)] if positions else otherwise
 
     def _plain(self, name: str) -> int | None:
         """Of the patterns that are names. A dot in a pattern stands for any character."""
-        found = []
+        positions = []
         for (length, dots, whole), names in self._names.items():
             start = len(name) - length
             if start == 0 or (start > 0 and not whole and name[start - 1] == "."):
@@ -73,8 +73,8 @@ class Patterns:
                 for i in dots:
                     part[i] = "."
                 if (number := names.get("".join(part))) is not None:
-                    found.append(number)
-        return min(found, default=None)
+                    positions.append(number)
+        return min(positions, default=None)
 
     def _other(self, name: str) -> int | None:
         return next((number for number, pattern in self._others.items() if pattern.fullmatch(name)), None)
@@ -99,8 +99,8 @@ def compiled(text: str, before: str = "") -> Any:
     """
     if len(text) > MAX_LENGTH:
         raise ValueError(f"{len(text):,} characters, at most {MAX_LENGTH:,} are read")
-    if found := _DIFFERENT.search(text):
-        raise ValueError(f"'{found[0]}' is not read")
+    if unsupported := _DIFFERENT.search(text):
+        raise ValueError(f"'{unsupported[0]}' is not read")
     import re2
 
     options = re2.Options()

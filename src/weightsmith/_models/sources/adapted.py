@@ -108,10 +108,10 @@ class Adapted:
         if not origin.updates:
             return source.extents(stored, start_byte, nbytes)
         width, before = spec.dtype.itemsize, source.specs[stored].dtype.itemsize
-        found = source.extents(stored, start_byte // width * before, -(-nbytes // width) * before)
+        extents = source.extents(stored, start_byte // width * before, -(-nbytes // width) * before)
         factors = dict.fromkeys(part for u in origin.updates for part in (u.a, u.b, u.magnitude) if part)
         specs = self._adapter.specs
-        return (*found, *(part for each in factors for part in self._adapter.extents(each, 0, specs[each].nbytes)))
+        return (*extents, *(part for factor in factors for part in self._adapter.extents(factor, 0, specs[factor].nbytes)))
 
     def read_into(self, name: str, start_byte: int, out: Buffer) -> None:
         origin, spec = self._origin(name), self.specs[name]
@@ -134,8 +134,8 @@ class Adapted:
         if magnitude:
             rows = values.reshape(-1, cols)
             norms = np.sqrt(np.square(rows, dtype=np.float64).sum(axis=1))
-            wanted = read(self._adapter, magnitude, slice(first // cols, end // cols)).astype(np.float64)
-            rows *= (wanted / np.where(norms > 0, norms, 1.0))[:, None]
+            trained_norms = read(self._adapter, magnitude, slice(first // cols, end // cols)).astype(np.float64)
+            rows *= (trained_norms / np.where(norms > 0, norms, 1.0))[:, None]
         into[:] = values.view(np.uint8)[start_byte - first * width :][: into.size]
 
     def _add(self, origin: AdaptedTensor, raw: Array, before: DType, first: int, cols: int, values: Array) -> None:
@@ -194,8 +194,8 @@ class Adapted:
             a, b = (self._factor(name, keep=experts > 1) for name in (update.a, update.b))
             a, b = a.reshape(len(a), -1), b.reshape(len(b), -1)  # a convolution's are matrices too
             rank = a.shape[0] // experts
-            own = slice(number * rank, (number + 1) * rank)
-            a, b = a[own], b[:, own] if update.grouped else b[:, number::experts]
+            expert_ranks = slice(number * rank, (number + 1) * rank)
+            a, b = a[expert_ranks], b[:, expert_ranks] if update.grouped else b[:, number::experts]
             left, right = (a.T, b.T) if update.transposed else (b, a)
             if update.part is not None:
                 left = left[update.part[0] :][: update.part[1]]
@@ -230,8 +230,8 @@ class _Recent:
     def get(self, key: object, make: Callable[[], tuple[Array, ...]]) -> tuple[Array, ...]:
         with self._lock:
             if key not in self._kept:
-                self._kept[key] = made = make()
-                self._left -= sum(array.nbytes for array in made)
+                self._kept[key] = arrays = make()
+                self._left -= sum(array.nbytes for array in arrays)
                 while self._left < 0 and len(self._kept) > 1:
                     oldest = next(iter(self._kept))
                     self._left += sum(array.nbytes for array in self._kept.pop(oldest))

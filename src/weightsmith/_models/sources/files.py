@@ -157,8 +157,8 @@ class SourceFiles:
 
     def _remote(self, path: Path) -> RemoteBytes | None:
         """The file, if it is read where it is."""
-        found = self._states[path].elsewhere
-        return found if found is not None and found.streams else None
+        remote = self._states[path].elsewhere
+        return remote if remote is not None and remote.streams else None
 
     def _open(self, path: Path) -> int:
         with self._lock:
@@ -294,9 +294,9 @@ def unite(
         for name, file in weight_map.items():
             stored = united.get(name)
             if stored is None or stored.file.name != file:
-                found = f"it is in {stored.file.name}" if stored is not None else "no file has it"
+                place = f"it is in {stored.file.name}" if stored is not None else "no file has it"
                 raise FormatError(
-                    f"the index says that tensor {show(name)} is in {file}, but {found}",
+                    f"the index says that tensor {show(name)} is in {file}, but {place}",
                     where=str(path),
                     fix="Download both again: the index and the weight files are of different versions.",
                 )
@@ -317,13 +317,13 @@ def sample_files(paths: Sequence[Path]) -> str:
 
     Raises as `open_local`, and CheckpointError for an I/O error.
     """
-    found, count = xxhash.xxh3_128(), max(1, _SAMPLED_PAGES // len(paths))
+    digest, count = xxhash.xxh3_128(), max(1, _SAMPLED_PAGES // len(paths))
     for path in paths:
         with open_local(path) as file:
             last = max(file.state.nbytes - _PAGE_BYTES, 0)
             for i in range(1, count + 1):
-                found.update(file.read_at(last * i // count, _PAGE_BYTES))
-    return found.hexdigest()
+                digest.update(file.read_at(last * i // count, _PAGE_BYTES))
+    return digest.hexdigest()
 
 
 def _check_same(path: Path, opened: FileState, stat: os.stat_result) -> None:

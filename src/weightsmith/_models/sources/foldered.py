@@ -43,35 +43,35 @@ class Foldered:
         self.paths: tuple[Path, ...] = tuple(path for source in self._sources for path in source.paths)
 
     def _spec(self, name: str) -> TensorSpec:
-        source, own = self._places[name]
-        spec = source.specs[own]
-        return spec if own == name else replace(spec, name=name)
+        source, inner_name = self._places[name]
+        spec = source.specs[inner_name]
+        return spec if inner_name == name else replace(spec, name=name)
 
     @property
     def state(self) -> str:
         return digest([self.identity, *(source.state for source in self._sources)])
 
     def natural_dtype(self, name: str) -> DType:
-        source, own = self._place(name)
-        return source.natural_dtype(own)
+        source, inner_name = self._place(name)
+        return source.natural_dtype(inner_name)
 
     def preferred_rows(self, name: str) -> int:
-        source, own = self._place(name)
-        return source.preferred_rows(own)
+        source, inner_name = self._place(name)
+        return source.preferred_rows(inner_name)
 
     def location(self, name: str) -> tuple[int, int] | None:
-        source, own = self._place(name)
-        return source.location(own)
+        source, inner_name = self._place(name)
+        return source.location(inner_name)
 
     def extents(self, name: str, start_byte: int, nbytes: int) -> tuple[Extent, ...]:
-        source, own = self._place(name)
-        return source.extents(own, start_byte, nbytes)
+        source, inner_name = self._place(name)
+        return source.extents(inner_name, start_byte, nbytes)
 
     def read_into(self, name: str, start_byte: int, out: Buffer) -> None:
-        source, own = self._place(name)
-        if own != name:  # an error names the tensor as this source does
+        source, inner_name = self._place(name)
+        if inner_name != name:  # an error names the tensor as this source does
             check_range(self.specs[name], start_byte, len(byte_view(out)), self._where)
-        source.read_into(own, start_byte, out)
+        source.read_into(inner_name, start_byte, out)
 
     def check_unchanged(self) -> None:
         for source in self._sources:

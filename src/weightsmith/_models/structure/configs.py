@@ -118,7 +118,7 @@ def number_of(config: Mapping[str, Any], key: str, default: float, *, where: str
     return number
 
 
-def wrong_value(key: str, value: object, wanted: str, where: str = "") -> FormatError:
+def wrong_value(key: str, value: object, valid: str, where: str = "") -> FormatError:
     """The error for an invalid value of config.json. wanted: the valid values."""
-    what = f"{key} of config.json is {show(value)}, not {wanted}"
+    what = f"{key} of config.json is {show(value)}, not {valid}"
     return FormatError(what, where=where, fix="Repair config.json, or download it again.")

@@ -49,10 +49,10 @@ def side_words(prefix: str) -> frozenset[str]:
     >>> sorted(side_words("pixel.decoder.encoder.layers.")), sorted(side_words("decoder.block."))
     (['encoder', 'layers', 'pixel'], ['block', 'decoder'])
     """
-    found = words(prefix)
-    if {"encoder", "decoder"} <= found:
-        found -= {"decoder" if prefix.rfind("encoder") > prefix.rfind("decoder") else "encoder"}
-    return found
+    side = words(prefix)
+    if {"encoder", "decoder"} <= side:
+        side -= {"decoder" if prefix.rfind("encoder") > prefix.rfind("decoder") else "encoder"}
+    return side
 
 
 def overlap(a: Iterable[str], b: Iterable[str]) -> int:
@@ -112,9 +112,9 @@ def find_counts(config: Mapping[str, Any]) -> Iterator[Count]:
     If a section has no number, the length of its list of layer kinds is used.
     """
     for path, section in sections(config):
-        found = {key: n for key, value in section.items() if (n := whole_number(value) or 0) > 0 and is_count_key(key)}
-        yield from (Count((*path, key), n, words(*path), words(key) - _GENERIC_REST) for key, n in found.items())
-        for key in _LISTS if not found else ():
+        values = {key: n for key, value in section.items() if (n := whole_number(value) or 0) > 0 and is_count_key(key)}
+        yield from (Count((*path, key), n, words(*path), words(key) - _GENERIC_REST) for key, n in values.items())
+        for key in _LISTS if not values else ():
             if isinstance(listed := section.get(key), list | str) and listed:
                 yield Count((*path, key), len(listed), words(*path), frozenset())
 
@@ -144,10 +144,10 @@ def _affinity(stack: frozenset[str], count: Count) -> int:
     return max(score, 1)
 
 
-def match_counts(prefix: str, found: int, counts: Iterable[Count], extras: bool) -> tuple[Path, ...]:
-    """The count keys of the stack `prefix` with indices 0..found-1, best match first, then its mirrors; () if none.
+def match_counts(prefix: str, n_indices: int, counts: Iterable[Count], extras: bool) -> tuple[Path, ...]:
+    """The count keys of the stack `prefix` with indices 0..n_indices-1, best match first, then its mirrors; () if none.
 
-    extras   accept a count below `found`: layers beyond it are extra (prediction) layers
+    extras   accept a count below `n_indices`: layers beyond it are extra (prediction) layers
 
     >>> config = {"num_hidden_layers": 2, "vision_config": {"depth": 2}}
     >>> match_counts("visual.blocks.", 2, tuple(find_counts(config)), extras=False)
@@ -159,12 +159,12 @@ def match_counts(prefix: str, found: int, counts: Iterable[Count], extras: bool)
         return ()
     best = max(score for score, _ in scored)
     top = [count for score, count in scored if score == best]
-    exact = [count for count in top if count.value == found]
-    below = [count for count in top if found - _MAX_EXTRA <= count.value < found]
+    exact = [count for count in top if count.value == n_indices]
+    below = [count for count in top if n_indices - _MAX_EXTRA <= count.value < n_indices]
     chosen = exact or (sorted(below, key=lambda c: -c.value) if extras else [])
     if not chosen:
         # No key of the stack itself has this value: accept a key with the exact value elsewhere.
-        chosen = [count for score, count in scored if count.value == found and score > 1]
+        chosen = [count for score, count in scored if count.value == n_indices and score > 1]
     if not chosen:
         return ()
     first = chosen[0]
@@ -179,8 +179,8 @@ def match_counts(prefix: str, found: int, counts: Iterable[Count], extras: bool)
     return (first.path, *(count.path for count in mirrors))
 
 
-def multiples(prefix: str, own: Path, counts: Iterable[Count]) -> tuple[Count, ...]:
-    """Keys next to the count key `own` that may count parts of the same layers: no other words, and a multiple of its value.
+def multiples(prefix: str, count_path: Path, counts: Iterable[Count]) -> tuple[Count, ...]:
+    """Keys next to a count key that may count parts of the same layers: no other words, and a multiple of its value.
 
     LongCat's layers have two attentions each: `num_hidden_layers` is twice `num_layers`.
 
@@ -189,8 +189,8 @@ def multiples(prefix: str, own: Path, counts: Iterable[Count]) -> tuple[Count, .
     [('num_hidden_layers',)]
     """
     stack, counts = side_words(prefix), tuple(counts)
-    mine = next((count for count in counts if count.path == own), None)
+    mine = next((count for count in counts if count.path == count_path), None)
     if mine is None:
         return ()
-    near = [c for c in counts if c.path[:-1] == own[:-1] and _affinity(stack, c) == _affinity(stack, mine)]
+    near = [c for c in counts if c.path[:-1] == count_path[:-1] and _affinity(stack, c) == _affinity(stack, mine)]
     return tuple(c for c in near if c.value > mine.value and c.value % mine.value == 0)

@@ -91,14 +91,14 @@ def fused_parts(
     rows = rows or ((leaf, spec.shape[1]),)
     cols = spec.shape[-1:] if dims > 1 else ()
     head, _, _ = _components(name or spec.name)
-    found, offset = [], 0
+    parts, offset = [], 0
     for e in range(experts):
         place = f"{head}{e}." if experts > 1 else head
         for part, height in rows:
-            found.append(SubMatrix(f"{place}{part}.{kind}", offset, (height, *cols)))
+            parts.append(SubMatrix(f"{place}{part}.{kind}", offset, (height, *cols)))
             offset += height * math.prod(cols)
     assert offset == spec.size
-    return tuple(found)
+    return tuple(parts)
 
 
 def _components(name: str) -> tuple[str, str, str]:
@@ -147,8 +147,8 @@ def _attention(leaf: str, shape: tuple[int, ...], config: Mapping[str, Any]) -> 
 
 def _section(name: str, structure: Structure, config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The section of config.json that describes the tensor's stack: the one with its number of layers."""
-    found = structure.locate(name) or structure.extra(name)
-    return found[0].section(config) if found is not None and found[0].config_paths else {}
+    position = structure.locate(name) or structure.extra(name)
+    return position[0].section(config) if position is not None and position[0].config_paths else {}
 
 
 def _count(config: Mapping[str, Any], key: str) -> int:

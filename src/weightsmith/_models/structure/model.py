@@ -82,16 +82,16 @@ def _group(kind: StackKind) -> str:
 
 def _root_of(stack: Stack, others: Sequence[Stack]) -> str:
     """The shortest dotted prefix of a stack that no stack of another kind shares."""
-    own = stack.prefix[:-1].split(".")
+    names = stack.prefix[:-1].split(".")
     shared = 0
     for other in others:
         theirs = other.prefix[:-1].split(".")
         same = 0
-        while same < min(len(own), len(theirs)) and own[same] == theirs[same]:
+        while same < min(len(names), len(theirs)) and names[same] == theirs[same]:
             same += 1
         shared = max(shared, same)
     # A stack directly in a shared container (`model.layers.` with `model.vision.blocks.`) owns the container.
-    return ".".join(own[: min(shared + 1, len(own) - 1)])
+    return ".".join(names[: min(shared + 1, len(names) - 1)])
 
 
 def find_modules(stacks: Sequence[Stack], main: Stack | None, loose: Iterable[str]) -> Modules:
@@ -131,27 +131,27 @@ def find_modules(stacks: Sequence[Stack], main: Stack | None, loose: Iterable[st
 
 def _containers(draft: Modules, loose: Iterable[str]) -> list[str]:
     """The sub-modules of the rest: `model.visual.merger`, `shared`."""
-    found: dict[str, None] = {}
+    containers: dict[str, None] = {}
     for name in loose:
         if draft.of_path(name) == draft.rest:
             _, after = draft._root(name)
             before = name[: len(name) - len(after)]
-            found[before + after.partition(".")[0]] = None
-    return list(found)
+            containers[before + after.partition(".")[0]] = None
+    return list(containers)
 
 
 def _aliases(names: Sequence[str], kinds: Mapping[str, StackKind], text: str | None, rest: str, role: str) -> dict[str, str]:
     """mergekit's names for the modules, where they are unambiguous."""
-    wanted: dict[str, list[str]] = {}
+    owners_of_alias: dict[str, list[str]] = {}
     for name, kind in kinds.items():
         by_kind = {"vision": ("vision_tower", "vision_model", "visual"), "audio": ("audio_tower",), "tower": ()}
         for alias in by_kind.get(kind, (kind,)):
-            wanted.setdefault(alias, []).append(name)
+            owners_of_alias.setdefault(alias, []).append(name)
     if text is not None and role != "shared":
-        wanted["text_decoder"] = wanted["language_model"] = [text]
+        owners_of_alias["text_decoder"] = owners_of_alias["language_model"] = [text]
     if rest in names:
-        wanted[role] = [rest]
-    return {alias: owners[0] for alias, owners in wanted.items() if len(owners) == 1 and alias not in names}
+        owners_of_alias[role] = [rest]
+    return {alias: owners[0] for alias, owners in owners_of_alias.items() if len(owners) == 1 and alias not in names}
 
 
 Part = tuple[str, tuple[int, ...]]
@@ -199,38 +199,38 @@ class Structure:
 
     def locate(self, name: str) -> tuple[Stack, int] | None:
         """Stack and layer index of a tensor; None outside the stacks and for extra layers (see `extra`)."""
-        found = self._find(name)
-        return (found[0], found[1]) if found is not None and found[1] < found[0].n_layers else None
+        position = self._find(name)
+        return (position[0], position[1]) if position is not None and position[1] < position[0].n_layers else None
 
     def extra(self, name: str) -> tuple[Stack, int] | None:
         """Stack and 0-based rank of an extra (multi-token-prediction) layer, beyond config.json's count.
 
         In a model resized to n layers its name is `rename(name, n + rank)`.
         """
-        found = self._find(name)
-        if found is None or found[1] < found[0].n_layers:
+        position = self._find(name)
+        if position is None or position[1] < position[0].n_layers:
             return None
-        return found[0], found[1] - found[0].n_layers
+        return position[0], position[1] - position[0].n_layers
 
     def rename(self, name: str, layer: int) -> str:
         """The tensor's name with another layer number. Other numbers in the name stay.
 
         Raises LayerError for a tensor outside the stacks.
         """
-        found = self._find(name)
-        if found is None:
+        position = self._find(name)
+        if position is None:
             raise LayerError("the tensor is not in a layer, so it has no layer number to change", where=name)
-        return f"{name[: found[2]]}{layer}{name[found[3] :]}"
+        return f"{name[: position[2]]}{layer}{name[position[3] :]}"
 
     def suffix(self, name: str) -> str | None:
         """The name inside its layer: `mlp.up_proj.weight`; None outside the stacks."""
-        found = self._find(name)
-        return None if found is None else name[found[3] + 1 :]
+        position = self._find(name)
+        return None if position is None else name[position[3] + 1 :]
 
     def module_of(self, name: str) -> str:
         """The module of a tensor."""
-        found = self._find(name)
-        return self._partition.of_path(name) if found is None else found[0].module
+        position = self._find(name)
+        return self._partition.of_path(name) if position is None else position[0].module
 
     def find_module(self, name: str) -> str:
         """The name of a module, given that or mergekit's name. Raises UnknownName."""
@@ -293,11 +293,11 @@ def analyse(specs: Iterable[TensorSpec], config: Mapping[str, Any] | None) -> St
     members: dict[str, list[str]] = {name: [] for name in partition.names}
     layers = {stack.prefix: [set[Part]() for _ in range(stack.n_layers)] for stack in stacks}
     for spec in specs:
-        name, found = spec.name, draft._find(spec.name)
-        if found is None:
+        name, position = spec.name, draft._find(spec.name)
+        if position is None:
             members[partition.of_path(name)].append(name)
             continue
-        stack, index, _, end = found
+        stack, index, _, end = position
         members[stack.module].append(name)
         if index < stack.n_layers:
             layers[stack.prefix][index].add((name[end + 1 :], spec.shape))
@@ -317,7 +317,9 @@ def _numbered(layers: Iterable[Signature]) -> tuple[int, ...]:
 
 def _is_tapered(layers: Sequence[AbstractSet[Part]]) -> bool:
     """True if no norm has the same shape in all layers, and one has several: the residual stream changes its width."""
-    norms = [found for layer in layers if (found := {part for part in layer if _NORM.search(part[0]) and len(part[1]) == 1})]
+    norms = [
+        vectors for layer in layers if (vectors := {part for part in layer if _NORM.search(part[0]) and len(part[1]) == 1})
+    ]
     if len(norms) < 2 or set.intersection(*norms):
         return False
     shapes = set[Part]().union(*norms)
@@ -368,10 +370,10 @@ def place_of(structure: Structure, name: str) -> Place:
     >>> place_of(analyse(specs, {"num_hidden_layers": 2}), names[3])
     Place(stack='model.layers.', layer=1, part='mlp.experts.up_proj')
     """
-    found = structure.locate(name) or structure.extra(name)
-    if found is None:
+    position = structure.locate(name) or structure.extra(name)
+    if position is None:
         return Place("", -1, _NUMBER.sub("", name.removeprefix("model.").removesuffix(".weight")))
-    stack, layer = found
+    stack, layer = position
     layer += stack.n_layers if structure.locate(name) is None else 0
     suffix = (structure.suffix(name) or "").removesuffix(".weight")
     return Place(stack.prefix, layer, _NUMBER.sub("", f".{suffix}").removeprefix("."))

@@ -3,7 +3,7 @@
     q, k, v   of the attention            q_proj, k_proj, v_proj; wq, wk, wv; query, key, value; …
     gate, up  of a gated MLP or expert    gate_proj, up_proj; w1, w3 (Mixtral's); gate_linear, up_linear; …
 
-A new spelling is one line here. (llama.cpp's names are in `formats/gguf/families.py`.)
+A new spelling is one line here. (llama.cpp's names are in `formats/gguf/tensors.py`.)
 """
 
 from __future__ import annotations
@@ -59,6 +59,6 @@ def joined_sets(names: Iterable[str]) -> list[list[str]]:
     """
     sets: dict[tuple[str, str], list[tuple[int, str]]] = {}
     for name in names:
-        parent, _, own = name.removesuffix(".weight").rpartition(".")
-        sets.setdefault((parent, JOINED.get(own, own)), []).append((_ORDER.get(own, 0), name))
-    return [[name for _, name in sorted(own)] for own in sets.values()]
+        parent, _, projection = name.removesuffix(".weight").rpartition(".")
+        sets.setdefault((parent, JOINED.get(projection, projection)), []).append((_ORDER.get(projection, 0), name))
+    return [[name for _, name in sorted(projection)] for projection in sets.values()]

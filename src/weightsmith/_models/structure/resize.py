@@ -182,16 +182,20 @@ class _Resize:
 
     def _move_multiples(self) -> None:
         """Set the keys that count the parts of layers. A stale one would decide the depth, if the model class reads it last."""
-        own, remap, owned = self.stack.config_paths[0], self.remap, {p for s in self.structure.stacks for p in s.config_paths}
-        for count in multiples(self.stack.prefix, own, find_counts(self.old)) if remap.n_new != remap.n_old else ():
+        count_path, remap, owned = (
+            self.stack.config_paths[0],
+            self.remap,
+            {p for s in self.structure.stacks for p in s.config_paths},
+        )
+        for count in multiples(self.stack.prefix, count_path, find_counts(self.old)) if remap.n_new != remap.n_old else ():
             if count.path in owned:
                 continue
             key, parts = ".".join(count.path), count.value // remap.n_old
             if parts not in self._parts():
                 raise LayerError(
-                    f"{'.'.join(own)} and {key} of config.json may both count the layers of {self.stack.prefix}, so their "
-                    "number cannot be changed",
-                    details=[f"{'.'.join(own)}: {remap.n_old}", f"{key}: {count.value}"],
+                    f"{'.'.join(count_path)} and {key} of config.json may both count the layers of {self.stack.prefix}, "
+                    "so their number cannot be changed",
+                    details=[f"{'.'.join(count_path)}: {remap.n_old}", f"{key}: {count.value}"],
                     fix=f"remove {key} from config.json if the model class does not read it, or use as many layers as before",
                 )
             section_at(self.new, count.path[:-1])[count.path[-1]] = parts * remap.n_new
@@ -199,12 +203,12 @@ class _Resize:
 
     def _parts(self) -> set[int]:
         """How many numbered parts of one kind a layer has: 2 of `layers.0.self_attn.0.` and `layers.0.self_attn.1.`."""
-        found: dict[str, set[str]] = {}
+        numbers_of_part: dict[str, set[str]] = {}
         for name in self.structure.modules[self.stack.module]:
             inside = f".{self.structure.suffix(name) or ''}" if self.structure.locate(name) == (self.stack, 0) else ""
             if match := INDEX.search(inside):
-                found.setdefault(inside[: match.start()], set()).add(match[1])
-        return {len(numbers) for numbers in found.values()}
+                numbers_of_part.setdefault(inside[: match.start()], set()).add(match[1])
+        return {len(numbers) for numbers in numbers_of_part.values()}
 
     def _walk(self, old: Mapping[str, Any], new: dict[str, Any], path: Path) -> None:
         """Move every per-layer value of a dict and of the plain dicts in it."""
@@ -231,14 +235,14 @@ class _Resize:
 
     def _is_mine(self, key: str, path: Path) -> bool:
         """False for a key about the other side of an encoder-decoder, a tower, or extra layers."""
-        about, own, kind = words(key), words(self.stack.prefix), self.stack.kind
+        about, stack_words, kind = words(key), words(self.stack.prefix), self.stack.kind
         if "decoder" in about and kind == "encoder":
             return False
-        if "encoder" in about and kind == "decoder" and "encoder" not in own:
+        if "encoder" in about and kind == "decoder" and "encoder" not in stack_words:
             return False
         if key == "attention_window" and kind == "decoder" and "encoder_layers" in self.old:  # LED's encoder alone has windows
             return False
-        if path == () and (about & {"vision", "audio"} - own) & self.parts:
+        if path == () and (about & {"vision", "audio"} - stack_words) & self.parts:
             return False
         return not about & {"mtp", "nextn"}
 

@@ -51,16 +51,16 @@ class Rule(ABC):
         """Kind of each layer by the old config."""
 
     @abstractmethod
-    def move(self, old: Config, new: MutableMapping[str, Any], remap: Remap, wanted: Kinds) -> str | None:
-        """Update `new` for the new stack, whose layers have the kinds `wanted`.
+    def move(self, old: Config, new: MutableMapping[str, Any], remap: Remap, layer_kinds: Kinds) -> str | None:
+        """Update `new` for the new stack, whose layers have the kinds `layer_kinds`.
 
         Returns a note on the change, or None. Raises LayerError.
         """
 
-    def refuse(self, value: Any, wanted: Kinds, names: Mapping[Any, str], why: str) -> LayerError:
+    def refuse(self, value: Any, layer_kinds: Kinds, names: Mapping[Any, str], why: str) -> LayerError:
         """The error of a stack that the number cannot express. names: of kinds."""
-        shown = ", ".join(f"{i}:{names.get(kind, kind)}" for i, kind in enumerate(wanted[:80])) + (
-            ", ..." if wanted[80:] else ""
+        shown = ", ".join(f"{i}:{names.get(kind, kind)}" for i, kind in enumerate(layer_kinds[:80])) + (
+            ", ..." if layer_kinds[80:] else ""
         )
         return LayerError(
             f"{self.key} = {value} of config.json cannot express this stack: {why}",
@@ -101,20 +101,20 @@ class Threshold(Rule):
     def kinds(self, old: Config, n_layers: int) -> Kinds:
         return tuple(i >= self.number(old) for i in range(n_layers))
 
-    def move(self, old: Config, new: MutableMapping[str, Any], remap: Remap, wanted: Kinds) -> str | None:
-        limit, count = self.number(old), wanted.count(False)
-        if wanted == self.kinds(old, remap.n_new) and not limit == remap.n_old != remap.n_new:
+    def move(self, old: Config, new: MutableMapping[str, Any], remap: Remap, layer_kinds: Kinds) -> str | None:
+        limit, count = self.number(old), layer_kinds.count(False)
+        if layer_kinds == self.kinds(old, remap.n_new) and not limit == remap.n_old != remap.n_new:
             return None
-        if not any(wanted[:count]):
+        if not any(layer_kinds[:count]):
             new[self.key] = count
             return f"{self.key}: {limit} -> {count}"
         if stated := _stated(old, self.lists):
             return f"{self.key} = {limit} no longer agrees with {' / '.join(stated)}"
         if self.write is not None:
             key, low, high = self.write
-            return self.expand(old, new, key, [high if kind else low for kind in wanted])
+            return self.expand(old, new, key, [high if kind else low for kind in layer_kinds])
         names = {False: self.below, True: self.above}
-        raise self.refuse(limit, wanted, names, f"the {self.below} layers must come first")
+        raise self.refuse(limit, layer_kinds, names, f"the {self.below} layers must come first")
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,10 +126,10 @@ class Tail(Rule):
     def kinds(self, old: Config, n_layers: int) -> Kinds:
         return tuple(i >= n_layers - self.number(old) for i in range(n_layers))
 
-    def move(self, old: Config, new: MutableMapping[str, Any], remap: Remap, wanted: Kinds) -> str | None:
-        tail, count = self.number(old), wanted.count(True)
-        if not all(wanted[remap.n_new - count :]):
-            raise self.refuse(tail, wanted, {True: self.kind, False: "other"}, f"{self.kind} layers must come last")
+    def move(self, old: Config, new: MutableMapping[str, Any], remap: Remap, layer_kinds: Kinds) -> str | None:
+        tail, count = self.number(old), layer_kinds.count(True)
+        if not all(layer_kinds[remap.n_new - count :]):
+            raise self.refuse(tail, layer_kinds, {True: self.kind, False: "other"}, f"{self.kind} layers must come last")
         new[self.key] = count
         return None if count == tail else f"{self.key}: {tail} -> {count}"
 
@@ -155,16 +155,16 @@ class Period(Rule):
     def kinds(self, old: Config, n_layers: int) -> Kinds:
         return tuple(self.miss if (i + self.shift) % self.number(old) else self.hit for i in range(n_layers))
 
-    def move(self, old: Config, new: MutableMapping[str, Any], remap: Remap, wanted: Kinds) -> str | None:
-        if wanted == self.kinds(old, remap.n_new):
+    def move(self, old: Config, new: MutableMapping[str, Any], remap: Remap, layer_kinds: Kinds) -> str | None:
+        if layer_kinds == self.kinds(old, remap.n_new):
             return None
         if stated := _stated(old, self.lists):
             said = " / ".join(stated)
             return f"{self.key} = {old[self.key]} no longer agrees with {said}, which has been re-indexed"
         if self.write is not None:
-            values = [i for i, kind in enumerate(wanted) if kind == self.hit] if self.numbers else list(wanted)
+            values = [i for i, kind in enumerate(layer_kinds) if kind == self.hit] if self.numbers else list(layer_kinds)
             return self.expand(old, new, self.write, values)
-        raise self.refuse(old[self.key], wanted, {}, "a layer would change its kind")
+        raise self.refuse(old[self.key], layer_kinds, {}, "a layer would change its kind")
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,13 +180,13 @@ class Spread(Rule):
     def kinds(self, old: Config, n_layers: int) -> Kinds:
         return self._of(self.number(old), n_layers)
 
-    def move(self, old: Config, new: MutableMapping[str, Any], remap: Remap, wanted: Kinds) -> str | None:
+    def move(self, old: Config, new: MutableMapping[str, Any], remap: Remap, layer_kinds: Kinds) -> str | None:
         before = self.number(old)
         for number in (before, *range(1, remap.n_new + 1)):
-            if wanted == self._of(number, remap.n_new):
+            if layer_kinds == self._of(number, remap.n_new):
                 new[self.key] = number
                 return None if number == before else f"{self.key}: {before} -> {number}"
-        raise self.refuse(before, wanted, {True: self.hit, False: "other"}, f"{self.hit} layers must be evenly spaced")
+        raise self.refuse(before, layer_kinds, {True: self.hit, False: "other"}, f"{self.hit} layers must be evenly spaced")
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,9 +203,9 @@ class Last(Rule):
     def kinds(self, old: Config, n_layers: int) -> Kinds:
         return tuple(old[self.key][:n_layers])
 
-    def move(self, old: Config, new: MutableMapping[str, Any], remap: Remap, wanted: Kinds) -> str | None:
-        if wanted[-1] != self.kind:
-            raise self.refuse("[…]", wanted, {}, f"the last layer must be {self.kind}")
+    def move(self, old: Config, new: MutableMapping[str, Any], remap: Remap, layer_kinds: Kinds) -> str | None:
+        if layer_kinds[-1] != self.kind:
+            raise self.refuse("[…]", layer_kinds, {}, f"the last layer must be {self.kind}")
         return None
 
 
@@ -223,18 +223,18 @@ class PeriodOffset(Rule):
     def kinds(self, old: Config, n_layers: int) -> Kinds:
         return tuple(i % old[self.key] == old[self.offset] for i in range(n_layers))
 
-    def move(self, old: Config, new: MutableMapping[str, Any], remap: Remap, wanted: Kinds) -> str | None:
-        if wanted == self.kinds(old, remap.n_new):
+    def move(self, old: Config, new: MutableMapping[str, Any], remap: Remap, layer_kinds: Kinds) -> str | None:
+        if layer_kinds == self.kinds(old, remap.n_new):
             return None
         before = old[self.key], old[self.offset]
         for period, offset in ((p, o) for p in range(1, remap.n_new + 2) for o in range(p)):
-            if wanted == tuple(i % period == offset for i in range(remap.n_new)):
+            if layer_kinds == tuple(i % period == offset for i in range(remap.n_new)):
                 new[self.key], new[self.offset] = period, offset
                 return f"{self.key}, {self.offset}: {before[0]}, {before[1]} -> {period}, {offset}"
         if _stated(old, self.lists):
             return f"{self.key} and {self.offset} no longer agree with the list of layer kinds"
         value = f"{before[0]} with {self.offset} = {before[1]}"
-        raise self.refuse(value, wanted, {True: self.hit, False: "other"}, f"{self.hit} layers must be evenly spaced")
+        raise self.refuse(value, layer_kinds, {True: self.hit, False: "other"}, f"{self.hit} layers must be evenly spaced")
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,14 +250,14 @@ class Sparse(Rule):
         step, dense = self.number(old), set(whole_numbers(old.get("mlp_only_layers")))
         return tuple((i + 1) % step == 0 and i not in dense for i in range(n_layers))
 
-    def move(self, old: Config, new: MutableMapping[str, Any], remap: Remap, wanted: Kinds) -> str | None:
-        if wanted == self.kinds(new, remap.n_new):
+    def move(self, old: Config, new: MutableMapping[str, Any], remap: Remap, layer_kinds: Kinds) -> str | None:
+        if layer_kinds == self.kinds(new, remap.n_new):
             return None
         if "mlp_only_layers" not in old:
             names = {True: "sparse", False: "dense"}
-            raise self.refuse(old[self.key], wanted, names, "the config has no mlp_only_layers")
+            raise self.refuse(old[self.key], layer_kinds, names, "the config has no mlp_only_layers")
         new[self.key] = 1
-        new["mlp_only_layers"] = [i for i, sparse in enumerate(wanted) if not sparse]
+        new["mlp_only_layers"] = [i for i, sparse in enumerate(layer_kinds) if not sparse]
         return f"decoder_sparse_step: 1, mlp_only_layers: {new['mlp_only_layers']} (the dense layers of the new stack)"
 
 
@@ -275,15 +275,15 @@ class MoeSpan(Rule):
         last = n_layers - 1 if end is None or end == -1 else end
         return tuple(old[self.key] <= i <= last and (i + 1) % step == 0 for i in range(n_layers))
 
-    def move(self, old: Config, new: MutableMapping[str, Any], remap: Remap, wanted: Kinds) -> str | None:
-        if wanted == self.kinds(old, remap.n_new):
+    def move(self, old: Config, new: MutableMapping[str, Any], remap: Remap, layer_kinds: Kinds) -> str | None:
+        if layer_kinds == self.kinds(old, remap.n_new):
             return None
-        sparse = [i for i, kind in enumerate(wanted) if kind]
+        sparse = [i for i, kind in enumerate(layer_kinds) if kind]
         start, end = (sparse[0], sparse[-1]) if sparse else (remap.n_new, -1)
         changed = {self.key: start, "moe_layer_end_index": end}
-        if wanted != self.kinds({**old, **changed}, remap.n_new):
+        if layer_kinds != self.kinds({**old, **changed}, remap.n_new):
             names = {True: "sparse", False: "dense"}
-            raise self.refuse(old[self.key], wanted, names, "the layers with experts have a gap")
+            raise self.refuse(old[self.key], layer_kinds, names, "the layers with experts have a gap")
         new.update(changed)
         return f"moe_layer_start_index, moe_layer_end_index: {start}, {end}"
 
@@ -299,12 +299,12 @@ class Cycle(Rule):
         cycle = old[self.key]
         return tuple(cycle[i % len(cycle)] for i in range(n_layers))
 
-    def move(self, old: Config, new: MutableMapping[str, Any], remap: Remap, wanted: Kinds) -> str | None:
+    def move(self, old: Config, new: MutableMapping[str, Any], remap: Remap, layer_kinds: Kinds) -> str | None:
         cycle = old[self.key]
-        if len(cycle) >= remap.n_old or wanted == self.kinds(old, remap.n_new):
+        if len(cycle) >= remap.n_old or layer_kinds == self.kinds(old, remap.n_new):
             return None  # one entry per layer: already moved as a per-layer list
-        new[self.key] = "".join(wanted) if isinstance(cycle, str) else list(wanted)
-        return f"{self.key}: expanded to {len(wanted)} layers, because its cycle cannot express the new order"
+        new[self.key] = "".join(layer_kinds) if isinstance(cycle, str) else list(layer_kinds)
+        return f"{self.key}: expanded to {len(layer_kinds)} layers, because its cycle cannot express the new order"
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,11 +319,11 @@ class Remainder(Rule):
     def kinds(self, old: Config, n_layers: int) -> Kinds:
         return tuple(i % self.number(old) for i in range(n_layers))
 
-    def move(self, old: Config, new: MutableMapping[str, Any], remap: Remap, wanted: Kinds) -> str | None:
-        if wanted == self.kinds(old, remap.n_new):
+    def move(self, old: Config, new: MutableMapping[str, Any], remap: Remap, layer_kinds: Kinds) -> str | None:
+        if layer_kinds == self.kinds(old, remap.n_new):
             return None
         why = f"new layer i must come from a layer with the same i modulo {old[self.key]}"
-        raise self.refuse(old[self.key], wanted, {}, why)
+        raise self.refuse(old[self.key], layer_kinds, {}, why)
 
 
 def _has_experts(config: Config) -> bool:

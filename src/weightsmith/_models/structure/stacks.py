@@ -84,13 +84,13 @@ class _Candidate:
     names: list[str] = field(default_factory=list)
 
     @property
-    def found(self) -> int:
+    def n_layers(self) -> int:
         """The number of layers, if they are 0..n-1."""
         return max(self.indices) + 1
 
     @property
     def whole(self) -> bool:
-        return len(self.indices) == self.found
+        return len(self.indices) == self.n_layers
 
     @property
     def nested(self) -> bool:
@@ -144,18 +144,18 @@ def _collect(names: Iterable[str], depth: int) -> tuple[dict[str, _Candidate], l
 
 
 def _accept(prefix: str, candidate: _Candidate, counts: Sequence[Count]) -> Stack | None:
-    named, kind, found = is_container(prefix), kind_of(prefix), candidate.found
-    paths = match_counts(prefix, found, counts, extras=named and candidate.whole and kind != "other")
+    named, kind, n_indices = is_container(prefix), kind_of(prefix), candidate.n_layers
+    paths = match_counts(prefix, n_indices, counts, extras=named and candidate.whole and kind != "other")
     # Gaps are allowed: a pruned layer may have no tensors. But a hostile index must not determine the size of lists.
-    if paths and (named or candidate.nested) and 2 * len(candidate.indices) >= found:
+    if paths and (named or candidate.nested) and 2 * len(candidate.indices) >= n_indices:
         n_layers = next(c.value for c in counts if c.path == paths[0])
-        return Stack(prefix, n_layers, "", kind, paths, found - n_layers)
+        return Stack(prefix, n_layers, "", kind, paths, n_indices - n_layers)
     if not (candidate.whole and candidate.nested):
         return None
-    if named and (candidate.repeats or found == 1):
-        return Stack(prefix, found, "", kind)
-    if not counts and found > 1 and candidate.repeats and len(candidate.suffixes) > 1:
-        return Stack(prefix, found, "", kind)
+    if named and (candidate.repeats or n_indices == 1):
+        return Stack(prefix, n_indices, "", kind)
+    if not counts and n_indices > 1 and candidate.repeats and len(candidate.suffixes) > 1:
+        return Stack(prefix, n_indices, "", kind)
     return None
 
 

@@ -64,11 +64,11 @@ def class_of(config: dict[str, Any], task: object, trained: object) -> str:
     if isinstance(trained, str) and trained.endswith(tuple(_CLASSES.values())):
         return trained
     names = config.get("architectures")
-    found = _STEM.fullmatch(names[0]) if isinstance(names, list) and names and isinstance(names[0], str) else None
-    if found is None or not isinstance(task, str) or task not in _CLASSES:
+    stem = _STEM.fullmatch(names[0]) if isinstance(names, list) and names and isinstance(names[0], str) else None
+    if stem is None or not isinstance(task, str) or task not in _CLASSES:
         return ""
-    text = "" if found[1].endswith("Text") or config.get("model_type") not in _TEXT_MODELS else "Text"
-    return f"{found[1]}{text}{_CLASSES[task]}"
+    text = "" if stem[1].endswith("Text") or config.get("model_type") not in _TEXT_MODELS else "Text"
+    return f"{stem[1]}{text}{_CLASSES[task]}"
 
 
 def set_class(config: dict[str, Any], name: str, n_labels: int) -> None:

@@ -217,11 +217,11 @@ def in_head(name: str) -> bool:
     return any(_HEAD_COMPONENT.search(part) for part in name.split(".")[:2])
 
 
-def tied_substitute(spec: TensorSpec, own: Mapping[str, TensorSpec], config: Mapping[str, Any] | None) -> str | None:
+def tied_substitute(spec: TensorSpec, loose: Mapping[str, TensorSpec], config: Mapping[str, Any] | None) -> str | None:
     """The tensor that a model uses as `spec`, which it does not store; None if there is none.
 
     spec    an embedding, head, or bias of a head in another model
-    own     the model's tensors outside its layers, under the donor's names
+    loose   the model's tensors outside its layers, under the donor's names
     config  the model's; if `tie_word_embeddings` is false, the embedding does not serve as head
 
     Embedding and head of a numbered layer, which predicts several tokens at a time, are tensors of their own: no other serves
@@ -230,10 +230,10 @@ def tied_substitute(spec: TensorSpec, own: Mapping[str, TensorSpec], config: Map
     if INDEX.search(spec.name):
         return None
     if len(spec.shape) == 1:
-        return next((n for n in _bias_twins(spec.name) if n in own and own[n].shape == spec.shape), None)
+        return next((n for n in _bias_twins(spec.name) if n in loose and loose[n].shape == spec.shape), None)
     if not is_vocabulary(spec) or (is_head(spec) and tie_flag(config) is False):
         return None
-    fitting = [s for s in own.values() if s.shape == spec.shape and not INDEX.search(s.name)]
+    fitting = [s for s in loose.values() if s.shape == spec.shape and not INDEX.search(s.name)]
     return next((s.name for test in (is_embedding, is_head) for s in fitting if test(s)), None)
 
 

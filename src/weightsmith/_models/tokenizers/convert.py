@@ -62,11 +62,11 @@ class Converted:
         """The file."""
         return tokenizer_bytes(self.tokenizer)
 
-    def settings(self, own: Mapping[str, Any]) -> Json:
+    def settings(self, listed: Mapping[str, Any]) -> Json:
         """tokenizer_config.json. own: as it was"""
         named = {f"{role}_token": token for role, token in self.roles.items()}
         # Other classes of transformers 5 keep the tokens of tokenizer.json and replace how it splits text.
-        return {**named, **own, "tokenizer_class": "PreTrainedTokenizerFast"}
+        return {**named, **listed, "tokenizer_class": "PreTrainedTokenizerFast"}
 
 
 def convert(vocabulary: Vocabulary, data: Mapping[str, bytes]) -> Converted:
@@ -117,15 +117,15 @@ def _object(data: Mapping[str, bytes], name: str, vocabulary: Vocabulary) -> Jso
 
 def _named(settings: Mapping[str, Any]) -> dict[str, str]:
     """Special tokens of tokenizer_config.json by role."""
-    found = {}
+    token_of_role = {}
     for key, value in settings.items():
         token = value.get("content") if isinstance(value, dict) else value
         if key.endswith("_token") and isinstance(token, str) and token:
-            found[key.removesuffix("_token")] = token
-    return found
+            token_of_role[key.removesuffix("_token")] = token
+    return token_of_role
 
 
-def _made(
+def _converted(
     vocabulary: Vocabulary, name: str, model: Json, parts: Json, roles: Mapping[str, str], settings: Mapping[str, Any]
 ) -> Converted:
     """A tokenizer.json with the vocabulary's added tokens, and those of its roles."""
@@ -136,8 +136,8 @@ def _made(
             added[token] = {**_ADDED, "content": token, **added.get(token, {}), "id": vocabulary.ids[token], "special": True}
     listed = sorted(added.values(), key=lambda entry: entry["id"])
     keys = {"normalizer": None, "pre_tokenizer": None, "post_processor": None, "decoder": None, **parts}
-    made = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": listed, **keys, "model": model}
-    return Converted(name, made, roles)
+    tokenizer = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": listed, **keys, "model": model}
+    return Converted(name, tokenizer, roles)
 
 
 _ADDED = {**FLAGS, "special": False}
@@ -160,7 +160,7 @@ def _around(vocabulary: Vocabulary, before: str, after: str) -> Json | None:
 def _merges(pieces: Sequence[str]) -> list[str]:
     """All ways to put each piece together from two others, the pieces in the order of their ranks."""
     parts = frozenset(pieces)
-    return [f"{left} {right}" for piece in pieces for left, right in ways(piece, parts)]
+    return [f"{first} {second}" for piece in pieces for first, second in ways(piece, parts)]
 
 
 # ---- kinds of files
@@ -200,11 +200,11 @@ def _sentencepiece(
         "post_processor": _around(vocabulary, bos, eos),
         "decoder": _sequence(decoders(prefixed=prefix), "decoders"),
     }
-    found = _made(vocabulary, name, _pieces(model), parts, roles, settings)
-    for entry in found.tokenizer["added_tokens"]:
+    converted = _converted(vocabulary, name, _pieces(model), parts, roles, settings)
+    for entry in converted.tokenizer["added_tokens"]:
         if SPACE in entry["content"] and entry["content"] in defined:  # found after spaces have become marks
             entry["normalized"] = True
-    return found
+    return converted
 
 
 def _pieces(model: SentencePiece) -> Json:
@@ -250,7 +250,7 @@ def _byte_level(vocabulary: Vocabulary, data: Mapping[str, bytes], settings: Map
     if settings.get("add_bos_token") is True:
         bos = _named(settings).get("bos", roles.get("bos", ""))
         parts["post_processor"] = _around(vocabulary, bos if bos in vocabulary.ids else "", "")
-    return _made(vocabulary, "vocab.json", bpe(vocab, merges), parts, roles, settings)
+    return _converted(vocabulary, "vocab.json", bpe(vocab, merges), parts, roles, settings)
 
 
 def _wordpiece(vocabulary: Vocabulary, settings: Mapping[str, Any], kind: str) -> Converted:
@@ -277,7 +277,7 @@ def _wordpiece(vocabulary: Vocabulary, settings: Mapping[str, Any], kind: str) -
     vocab = {
         token: number for token, number in vocabulary.ids.items() if token not in vocabulary.added or token in roles.values()
     }
-    return _made(vocabulary, "vocab.txt", {**model, "vocab": vocab}, parts, roles, settings)
+    return _converted(vocabulary, "vocab.txt", {**model, "vocab": vocab}, parts, roles, settings)
 
 
 def _tekken(vocabulary: Vocabulary, data: Mapping[str, bytes]) -> Converted:
@@ -294,7 +294,7 @@ def _tekken(vocabulary: Vocabulary, data: Mapping[str, bytes]) -> Converted:
         "decoder": BYTE_LEVEL,
         "post_processor": _around(vocabulary, roles.get("bos", ""), ""),
     }
-    return _made(vocabulary, "tekken.json", model, parts, roles, {})
+    return _converted(vocabulary, "tekken.json", model, parts, roles, {})
 
 
 _TEKKEN = {"bos": "<s>", "eos": "</s>", "unk": "<unk>", "pad": "<pad>"}

@@ -55,21 +55,21 @@ def templates_of(folder: Path, files: Sequence[str]) -> Any:
         with contextlib.suppress(WeightsmithError, OSError):
             return read_bounded(folder / TEMPLATE_FILE, MAX_TEMPLATE_BYTES).decode("utf-8", "replace").strip()
     for name in ("tokenizer_config.json", "chat_template.json"):
-        found = settings_of(folder, files, name).get("chat_template")
-        found = found.strip() if isinstance(found, str) else found
-        if found:
-            return found
+        template = settings_of(folder, files, name).get("chat_template")
+        template = template.strip() if isinstance(template, str) else template
+        if template:
+            return template
     return ""
 
 
 def template_of(folder: Path, files: Sequence[str]) -> str:
     """The default chat template of a model; "" if it has none."""
-    found = templates_of(folder, files)
-    if isinstance(found, list):  # named templates
-        found = {e.get("name"): e.get("template") for e in found if isinstance(e, dict)}
-    if isinstance(found, dict):
-        found = found.get("default")
-    return found.strip() if isinstance(found, str) else ""
+    template = templates_of(folder, files)
+    if isinstance(template, list):  # named templates
+        template = {e.get("name"): e.get("template") for e in template if isinstance(e, dict)}
+    if isinstance(template, dict):
+        template = template.get("default")
+    return template.strip() if isinstance(template, str) else ""
 
 
 def choose_template(asked: str, templates: Sequence[str], folder: Path, where: str) -> tuple[str, Path | None]:
@@ -122,8 +122,8 @@ def with_added(settings: Mapping[str, Any], added: Mapping[str, Added], new: Seq
     listed = settings.get("added_tokens_decoder")
     if not isinstance(listed, dict):
         return dict(settings)
-    more = {str(added[t]["id"]): {k: v for k, v in added[t].items() if k != "id"} for t in new}
-    return {**settings, "added_tokens_decoder": {**listed, **more}}
+    entries = {str(added[t]["id"]): {k: v for k, v in added[t].items() if k != "id"} for t in new}
+    return {**settings, "added_tokens_decoder": {**listed, **entries}}
 
 
 # ---- ids of tokens in configs
@@ -139,9 +139,9 @@ def move_ids(
 
     Returns the config, and what it lost because the new tokenizer lacks a token.
     """
-    found = json.loads(json.dumps(config))
+    moved = json.loads(json.dumps(config))
     lost: list[str] = []
-    for path, section in sections(found):
+    for path, section in sections(moved):
         for key in [key for key in section if _ID_KEY.search(key) or key in _MORE_IDS]:
             stated = [value for other in theirs if (value := _at(other, path, key)) is not None]
             if stated:
@@ -151,7 +151,7 @@ def move_ids(
             section[key] = _MORE_IDS.get(key, _Move.ids)(move, section[key])
             if move.lost:
                 lost.append(f"{key} is null" if section[key] is None else f"{key} is shorter")
-    return found, lost
+    return moved, lost
 
 
 class _Move:
@@ -174,16 +174,16 @@ class _Move:
         """An id or a list of ids: without those whose token is missing."""
         if not isinstance(value, list):
             return self.one(value)
-        return [moved for each in value if (moved := self.one(each)) is not None or each is None]
+        return [moved for number in value if (moved := self.one(number)) is not None or number is None]
 
     def sequences(self, value: Any) -> Any:
         """A list of lists of ids, or of such lists: without those that have a token that is missing."""
         if not isinstance(value, list):
             return value
-        if any(isinstance(each, list) and any(isinstance(inner, list) for inner in each) for each in value):
-            return [self.sequences(each) for each in value]
-        moved = [(each, self.ids(each)) for each in value]
-        return [ids for each, ids in moved if isinstance(each, list) and len(ids) == len(each)]
+        if any(isinstance(sequence, list) and any(isinstance(inner, list) for inner in sequence) for sequence in value):
+            return [self.sequences(sequence) for sequence in value]
+        moved = [(sequence, self.ids(sequence)) for sequence in value]
+        return [ids for sequence, ids in moved if isinstance(sequence, list) and len(ids) == len(sequence)]
 
     def pairs(self, value: Any) -> Any:
         """A list of places and ids: without those whose token is missing."""
@@ -197,13 +197,13 @@ class _Move:
         """A mapping to ids."""
         if not isinstance(value, dict):
             return value
-        return {name: moved for name, each in value.items() if (moved := self.one(each)) is not None}
+        return {name: moved for name, number in value.items() if (moved := self.one(number)) is not None}
 
     def _entries(self, value: Any, at: int, move: Callable[[Any], Any]) -> Any:
-        if not isinstance(value, list) or any(not isinstance(each, list) or len(each) != 2 for each in value):
+        if not isinstance(value, list) or any(not isinstance(pair, list) or len(pair) != 2 for pair in value):
             return value
-        moved = [[*each[:at], move(each[at]), *each[at + 1 :]] for each in value]
-        return [entry for entry, each in zip(moved, value, strict=True) if entry[at] is not None or each[at] is None]
+        moved = [[*pair[:at], move(pair[at]), *pair[at + 1 :]] for pair in value]
+        return [entry for entry, pair in zip(moved, value, strict=True) if entry[at] is not None or pair[at] is None]
 
 
 _MORE_IDS: Mapping[str, Callable[[_Move, Any], Any]] = {

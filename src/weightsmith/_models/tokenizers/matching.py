@@ -94,13 +94,13 @@ class _Finder:
             if model.is_special(token):
                 return model.ids[token], "same token"
             return model.ids.get(self._roles.get(token, ""), -1), "same role"
-        found = self._same(token)
-        if found is not None and model.is_byte(model.tokens[found]) == self._out.is_byte(token):
-            return found, "same token"
+        number = self._same(token)
+        if number is not None and model.is_byte(model.tokens[number]) == self._out.is_byte(token):
+            return number, "same token"
         key = self._out.key(token)
-        if self._byte and (found is not None or len(key) == 1):
-            found = model.as_bytes.get(key)
-            return -1 if found is None else found, "same byte"
+        if self._byte and (number is not None or len(key) == 1):
+            number = model.as_bytes.get(key)
+            return -1 if number is None else number, "same byte"
         if self._prefix and token not in self._out.added:
             starts = (key[:n] for n in range(len(key) - 1, 0, -1))
             return next((model.as_bytes[s] for s in starts if s.strip() and s in model.as_bytes), -1), "prefix"
@@ -109,17 +109,17 @@ class _Finder:
 
 def roles_of(vocabulary: Vocabulary, folder: Path, files: Sequence[str], config: Mapping[str, Any] | None) -> dict[str, str]:
     """Role → special token, from the files of a tokenizer, else the ids in config.json."""
-    found: dict[str, str] = {}
+    token_of_role: dict[str, str] = {}
     settings = [settings_of(folder, files, name) for name in ("special_tokens_map.json", "tokenizer_config.json")]
     for role in ROLES:
-        for value in (each.get(f"{role}_token") for each in settings):
+        for value in (entries.get(f"{role}_token") for entries in settings):
             token = value.get("content") if isinstance(value, dict) else value
             if isinstance(token, str) and token in vocabulary.ids:
-                found[role] = token
+                token_of_role[role] = token
         for number in whole_numbers((config or {}).get(f"{role}_token_id"))[:1]:
-            if role not in found and number in vocabulary.tokens:
-                found[role] = vocabulary.tokens[number]
-    return found
+            if role not in token_of_role and number in vocabulary.tokens:
+                token_of_role[role] = vocabulary.tokens[number]
+    return token_of_role
 
 
 def same_roles(out: Mapping[str, str], model: Mapping[str, str]) -> dict[str, str]:
@@ -128,11 +128,11 @@ def same_roles(out: Mapping[str, str], model: Mapping[str, str]) -> dict[str, st
     >>> same_roles({"bos": "<s>", "eos": "</s>", "pad": "</s>"}, {"bos": "<|begin|>", "eos": "<|end|>", "pad": "<|pad|>"})
     {'<s>': '<|begin|>', '</s>': '<|end|>'}
     """
-    found: dict[str, str] = {}
+    model_token: dict[str, str] = {}
     for role, token in out.items():
         if role in model:
-            found.setdefault(token, model[role])
-    return found
+            model_token.setdefault(token, model[role])
+    return model_token
 
 
 def pieces_of(keys: Iterable[bytes], model: Vocabulary, size: int) -> list[tuple[int, ...]]:
@@ -162,8 +162,8 @@ def _fewest(key: bytes, known: Mapping[bytes, int], longest: int) -> tuple[int, 
                 fewest[start], first[start] = count, length
     if not end or fewest[0] > end:
         return ()
-    found, start = [], 0
+    pieces, start = [], 0
     while start < end:
-        found.append(known[key[start : start + first[start]]])
+        pieces.append(known[key[start : start + first[start]]])
         start += first[start]
-    return tuple(found)
+    return tuple(pieces)

@@ -59,7 +59,7 @@ def replace(pattern: Json, content: str) -> Json:
 
 def split(*patterns: str, level: Json = BYTE_LEVEL) -> Json:
     """The pre-tokenizer that splits a text by patterns in turn, and writes it in the characters of byte-level BPE."""
-    splits = [{"type": "Split", "pattern": {"Regex": each}, "behavior": "Isolated", "invert": False} for each in patterns]
+    splits = [{"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False} for pattern in patterns]
     return {"type": "Sequence", "pretokenizers": [*splits, level]}
 
 
@@ -88,7 +88,10 @@ def template(single: Sequence[tuple[str, int]], pair: Sequence[tuple[str, int]],
         return {"Sequence" if token in ("A", "B") else "SpecialToken": {"id": token, "type_id": number}}
 
     special = {token: {"id": token, "ids": [ids[token]], "tokens": [token]} for token, _ in single if token != "A"}
-    entries = {"single": [entry(*each) for each in single], "pair": [entry(*each) for each in pair]}
+    entries = {
+        "single": [entry(*token_and_type) for token_and_type in single],
+        "pair": [entry(*token_and_type) for token_and_type in pair],
+    }
     return {"type": "TemplateProcessing", **entries, "special_tokens": special}
 
 

@@ -68,10 +68,10 @@ class SentencePiece:
     @property
     def ids(self) -> dict[str, int]:
         """Id by text; the first of equal ones."""
-        found: dict[str, int] = {}
+        id_of_text: dict[str, int] = {}
         for number, piece in enumerate(self.pieces):
-            found.setdefault(piece.text, number)
-        return found
+            id_of_text.setdefault(piece.text, number)
+        return id_of_text
 
 
 def read_sentencepiece(data: bytes) -> SentencePiece:

@@ -46,7 +46,7 @@ def missing_tokens(base: Vocabulary, others: Sequence[Vocabulary], where: str) -
 
     Raises Unsupported for tokenizers of different families. where: the key of the recipe
     """
-    found: dict[str, Added] = {}
+    missing: dict[str, Added] = {}
     for other in others:
         if other.family != base.family or base.family not in CAN_UNITE:
             raise Unsupported(
@@ -56,9 +56,9 @@ def missing_tokens(base: Vocabulary, others: Sequence[Vocabulary], where: str) -
                 fix=_WAYS,
             )
         for token, entry in sorted(other.added.items(), key=lambda item: item[1]["id"]):
-            if token not in base.added and token not in found and (token not in base.ids or is_marker(token)):
-                found[token] = entry
-    return found
+            if token not in base.added and token not in missing and (token not in base.ids or is_marker(token)):
+                missing[token] = entry
+    return missing
 
 
 def is_marker(token: str) -> bool:
@@ -88,13 +88,13 @@ def extend(base: Vocabulary, new: Mapping[str, Added], data: bytes) -> United:
         {"id": base.ids[token] if token in base.ids else next(following), "content": token, **_FLAGS, **_flags(entry)}
         for token, entry in new.items()
     ]
-    own = list(tokenizer.get("added_tokens") or ())
-    known = {entry["content"] for entry in own}
+    listed_before = list(tokenizer.get("added_tokens") or ())
+    known = {entry["content"] for entry in listed_before}
     # Tokens that only tokenizer_config.json lists have an id already, and must not lose it to a new one.
-    more = [e for token, e in sorted(base.added.items(), key=lambda item: item[1]["id"]) if token not in known]
-    more = [{"id": entry["id"], "content": entry["content"], **_FLAGS, **_flags(entry)} for entry in more]
-    tokenizer |= {"truncation": None, "padding": None, "added_tokens": [*own, *more, *listed]}
-    if wrong := _misread(tokenizer, {entry["content"] for entry in (*more, *listed)}):
+    unlisted = [e for token, e in sorted(base.added.items(), key=lambda item: item[1]["id"]) if token not in known]
+    unlisted = [{"id": entry["id"], "content": entry["content"], **_FLAGS, **_flags(entry)} for entry in unlisted]
+    tokenizer |= {"truncation": None, "padding": None, "added_tokens": [*listed_before, *unlisted, *listed]}
+    if wrong := _misread(tokenizer, {entry["content"] for entry in (*unlisted, *listed)}):
         what = f"tokens cannot be added to this tokenizer: its ids have gaps, and {wrong[0]!r} would be read as id {wrong[1]:,}"
         raise Unsupported(what, where=base.label, fix=_WAYS)
     ids, added = dict(base.ids), dict(base.added)
@@ -111,16 +111,16 @@ def _misread(tokenizer: Mapping[str, Any], tokens: Collection[str]) -> tuple[str
     """
     vocab = tokenizer["model"]["vocab"]
     pieces = vocab if isinstance(vocab, dict) else {pair[0]: i for i, pair in enumerate(vocab)}
-    given: dict[str, int] = {}
+    id_by_reader: dict[str, int] = {}
     highest = -1
     for entry in tokenizer["added_tokens"]:
         token = entry["content"]
-        if token in given:
+        if token in id_by_reader:
             continue
-        given[token] = pieces[token] if token in pieces else max(len(pieces), highest + 1)
-        highest = max(highest, given[token])
-        if token in tokens and given[token] != entry["id"]:
-            return token, given[token]
+        id_by_reader[token] = pieces[token] if token in pieces else max(len(pieces), highest + 1)
+        highest = max(highest, id_by_reader[token])
+        if token in tokens and id_by_reader[token] != entry["id"]:
+            return token, id_by_reader[token]
     return None
 
 
@@ -168,14 +168,14 @@ class Alignment:
     """The rows of the output, by model.
 
     rows      how many
-    own       int32 [rows] for each model: its row for each id; -1 where it has none
+    model_rows  int32 [rows] for each model: its row for each id; -1 where it has none
     defaults  the same: its row where models lack it, and it is the model, or one of those, whose rows replace theirs; else -1
     unused    for each model a row that is hardly used; -1 if there is none
     sources   number of tokens by what their rows are made from
     """
 
     rows: int
-    own: tuple[Rows, ...]
+    model_rows: tuple[Rows, ...]
     defaults: tuple[Rows, ...]
     unused: tuple[int, ...]
     sources: Mapping[str, int]
@@ -201,15 +201,15 @@ def align(
     Cost: about 0.2 µs for each row and model.
     """
     tokens = out.tokens
-    own = [_own(out, tokens, rows, model, size) for model, size in zip(models, sizes, strict=True)]
-    has = np.array([numbers >= 0 for numbers in own])
+    model_rows = [_rows_in(out, tokens, rows, model, size) for model, size in zip(models, sizes, strict=True)]
+    has = np.array([numbers >= 0 for numbers in model_rows])
     count = has.sum(axis=0)
-    one, several = count == 1, (count > 1) & (count < len(own))
+    one, several = count == 1, (count > 1) & (count < len(model_rows))
     from_base, mean = several & has[base], several & ~has[base]
-    lacking = count < len(own)
-    chosen = [one & lacking & of | mean & of for of in has]
+    incomplete = count < len(model_rows)
+    chosen = [one & incomplete & of | mean & of for of in has]
     chosen[base] = chosen[base] | from_base
-    defaults = [np.where(of, numbers, -1).astype(np.int32) for of, numbers in zip(chosen, own, strict=True)]
+    defaults = [np.where(of, numbers, -1).astype(np.int32) for of, numbers in zip(chosen, model_rows, strict=True)]
     unused = tuple(unused_row(model, size) for model, size in zip(models, sizes, strict=True))
     if unused[base] >= 0:
         defaults[base][count == 0] = unused[base]
@@ -219,18 +219,18 @@ def align(
         for numbers in defaults:
             numbers[i] = -1
         if rule.force:
-            for numbers in own:
+            for numbers in model_rows:
                 numbers[i] = -1
         if rule.model >= 0:
             defaults[rule.model][i] = rule.row
         ruled[i] = True
     used = np.zeros(rows, bool)
     used[[number for number in tokens if number < rows]] = True
-    counted = {"in all models": ~lacking, **{f"only in {labels[k]}": one & lacking & of for k, of in enumerate(has)}}
+    counted = {"in all models": ~incomplete, **{f"only in {labels[k]}": one & incomplete & of for k, of in enumerate(has)}}
     counted |= {f"not in all: {labels[base]}": from_base, "not in all: mean": mean, "in no model": count == 0}
     sources = {name: int((which & used & ~ruled).sum()) for name, which in counted.items()}
     sources |= {"by 'tokens' of the recipe": int(ruled.sum()), "rows without a token": int((~used).sum())}
-    return Alignment(rows, tuple(own), tuple(defaults), unused, {name: n for name, n in sources.items() if n})
+    return Alignment(rows, tuple(model_rows), tuple(defaults), unused, {name: n for name, n in sources.items() if n})
 
 
 def unused_row(model: Vocabulary, size: int) -> int:
@@ -241,7 +241,7 @@ def unused_row(model: Vocabulary, size: int) -> int:
     return max((number for token, number in model.ids.items() if number < size and token not in model.added), default=-1)
 
 
-def _own(out: Vocabulary, tokens: Mapping[int, str], rows: int, model: Vocabulary, size: int) -> Rows:
+def _rows_in(out: Vocabulary, tokens: Mapping[int, str], rows: int, model: Vocabulary, size: int) -> Rows:
     """The model's row for each id; -1 where it has none."""
     if model is out:
         numbers = np.arange(rows, dtype=np.int32)
@@ -251,8 +251,8 @@ def _own(out: Vocabulary, tokens: Mapping[int, str], rows: int, model: Vocabular
         for i in range(rows):
             token = tokens.get(i)
             if token is not None:
-                found = find(token)
-                numbers[i] = -1 if found is None else found
+                row = find(token)
+                numbers[i] = -1 if row is None else row
             elif i not in theirs:
                 numbers[i] = i
     numbers[numbers >= size] = -1

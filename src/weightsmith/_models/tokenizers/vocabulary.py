@@ -62,8 +62,8 @@ class Vocabulary:
     @cached_property
     def tokens(self) -> dict[int, str]:
         """Token by id. Of two tokens with one id, the added one."""
-        found = {number: token for token, number in self.ids.items() if token not in self.added}
-        return found | {number: token for token, number in self.ids.items() if token in self.added}
+        plain = {number: token for token, number in self.ids.items() if token not in self.added}
+        return plain | {number: token for token, number in self.ids.items() if token in self.added}
 
     @cached_property
     def as_bytes(self) -> dict[bytes, int]:
@@ -72,11 +72,11 @@ class Vocabulary:
         Added tokens win. A piece wins against SentencePiece's token for a byte (`A` against `<0x41>`): no text gives that.
         """
         spell = _SPELLINGS[self.family]
-        found: dict[bytes, int] = {}
+        id_of_bytes: dict[bytes, int] = {}
         for token, number in sorted(self.ids.items(), key=lambda item: self.is_byte(item[0])):
             if token not in self.added:
-                found.setdefault(spell(token), number)
-        return found | {self.key(token): self.ids[token] for token in self.added}
+                id_of_bytes.setdefault(spell(token), number)
+        return id_of_bytes | {self.key(token): self.ids[token] for token in self.added}
 
     def is_special(self, token: str) -> bool:
         """True for a special token: `<s>`."""
@@ -135,10 +135,10 @@ def read_vocabulary(
     digest = _digest(data)
     if seen is not None and digest in seen:
         return seen[digest]
-    found = _read(label, data, digest)
-    if found is not None and seen is not None:
-        seen[digest] = found
-    return found
+    vocabulary = _read(label, data, digest)
+    if vocabulary is not None and seen is not None:
+        seen[digest] = vocabulary
+    return vocabulary
 
 
 def _read(label: str, data: Mapping[str, bytes], digest: str) -> Vocabulary | None:
@@ -186,10 +186,10 @@ def without_merges(data: bytes) -> tuple[bytes, bytes]:
     >>> without_merges(b'{"vocab": {"a": 0}, "merges": [["a", "b"], "c d"]}')
     (b'{"vocab": {"a": 0}, "merges":[]}', b'[["a", "b"], "c d"]')
     """
-    found = _MERGES.search(data)
-    if found is None:
+    match = _MERGES.search(data)
+    if match is None:
         return data, b"[]"
-    return data[: found.start()] + NO_MERGES + data[found.end() :], found[1]
+    return data[: match.start()] + NO_MERGES + data[match.end() :], match[1]
 
 
 def json_object(data: bytes, label: str, name: str) -> dict[str, Any]:
@@ -210,10 +210,10 @@ def _pieces(listed: object, label: str) -> dict[str, int]:
     if isinstance(listed, dict) and all(map(_is_id, listed.values())):
         return dict(listed)
     if isinstance(listed, list) and all(isinstance(pair, list) and pair and isinstance(pair[0], str) for pair in listed):
-        found: dict[str, int] = {}
+        id_of_token: dict[str, int] = {}
         for i, pair in enumerate(listed):
-            found.setdefault(pair[0], i)
-        return found
+            id_of_token.setdefault(pair[0], i)
+        return id_of_token
     raise _wrong(label, "tokenizer.json", "has a vocabulary that is neither tokens with ids nor a list of tokens")
 
 
@@ -228,18 +228,18 @@ def _added(listed: object, label: str) -> dict[str, Added]:
 
 def _listed(data: Mapping[str, bytes], label: str) -> dict[str, Added]:
     """The added tokens that tokenizer_config.json and added_tokens.json list."""
-    found: dict[str, Added] = {}
+    added: dict[str, Added] = {}
     if "tokenizer_config.json" in data:
         listed = json_object(data["tokenizer_config.json"], label, "tokenizer_config.json").get("added_tokens_decoder")
         for number, entry in listed.items() if isinstance(listed, dict) else ():
             if number.isascii() and number.isdigit() and len(number) < 9 and isinstance(entry, dict):
                 if isinstance(entry.get("content"), str) and entry["content"] and _is_id(int(number)):
-                    found[entry["content"]] = {**entry, "id": int(number)}
+                    added[entry["content"]] = {**entry, "id": int(number)}
     if "added_tokens.json" in data:
         for content, value in json_object(data["added_tokens.json"], label, "added_tokens.json").items():
             if content and _is_id(value):
-                found.setdefault(content, {"id": value, "content": content, "special": False})
-    return found
+                added.setdefault(content, {"id": value, "content": content, "special": False})
+    return added
 
 
 # ---- families
@@ -254,7 +254,7 @@ def _family(tokenizer: Mapping[str, Any], model: Mapping[str, Any]) -> Family:
     if kind not in ("BPE", None):
         return "unknown"
     steps = [_types(tokenizer.get(part)) for part in ("normalizer", "pre_tokenizer", "decoder")]
-    if any("ByteLevel" in found for found in steps):
+    if any("ByteLevel" in types for types in steps):
         return "byte-level BPE"
     vocab = model.get("vocab")
     marked = isinstance(vocab, dict) and (SPACE in vocab or any(token.startswith(SPACE) for token in vocab))
@@ -263,17 +263,17 @@ def _family(tokenizer: Mapping[str, Any], model: Mapping[str, Any]) -> Family:
 
 def _types(part: object) -> set[str]:
     """The types in a normaliser, pre-tokenizer or decoder, which may be a sequence."""
-    found: set[str] = set()
+    types: set[str] = set()
     todo = [part]
     while todo:
         value = todo.pop()
         if isinstance(value, dict):
             if isinstance(kind := value.get("type"), str):
-                found.add(kind)
+                types.add(kind)
             todo += [inner for inner in value.values() if isinstance(inner, list | dict)]
         elif isinstance(value, list):
             todo += value
-    return found
+    return types
 
 
 def _spell_byte_level(token: str) -> bytes:
@@ -281,8 +281,8 @@ def _spell_byte_level(token: str) -> bytes:
     >>> _spell_byte_level("Ġthe")
     b' the'
     """
-    found = [BYTES.get(character, -1) for character in token]
-    return token.encode() if -1 in found else bytes(found)
+    values = [BYTES.get(character, -1) for character in token]
+    return token.encode() if -1 in values else bytes(values)
 
 
 def _spell_sentencepiece(token: str) -> bytes:
@@ -331,14 +331,14 @@ def _sentencepiece(data: bytes, label: str, name: str) -> tuple[dict[str, int], 
 
 def _tiktoken(data: bytes) -> dict[str, int] | None:
     """The ranks of a tiktoken file: a token in base64 and its rank on each line. None for another file."""
-    found: dict[str, int] = {}
+    rank_of_token: dict[str, int] = {}
     try:
         for line in data.splitlines():
             piece, rank = line.split()
-            found.setdefault(byte_level(base64.b64decode(piece, validate=True)), int(rank[:9]))
+            rank_of_token.setdefault(byte_level(base64.b64decode(piece, validate=True)), int(rank[:9]))
     except ValueError:
         return None
-    return found or None
+    return rank_of_token or None
 
 
 _TEKKEN_SPECIAL = (

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsmith._base.tensors import TensorSpec
+from weightsmith._files.mapped import is_mapped, map_arrays
 from weightsmith._outputs.checksum import hash_bytes
 from weightsmith._outputs.local import disk
 from weightsmith._outputs.local.target import create_file
@@ -39,7 +40,7 @@ def create_product(folder: Path, name: str, outs: Sequence[TensorSpec]) -> Array
         fd = create_file(folder, PurePosixPath(_part(folder, name).name))
         try:
             disk.reserve(fd, sum(out.nbytes for out in outs))  # a full disk is an error now, and no SIGBUS later
-            return _mapped(fd, outs, mmap.ACCESS_WRITE)
+            return map_arrays(fd, outs, mmap.ACCESS_WRITE)
         finally:
             os.close(fd)
     except OSError:
@@ -50,14 +51,14 @@ def create_product(folder: Path, name: str, outs: Sequence[TensorSpec]) -> Array
 def write_product(folder: Path, name: str, arrays: Arrays) -> str:
     """Write the arrays of a product one after another, and return their checksum; "" if they cannot be written.
 
-    arrays  those of `create_product` are in the file already
+    arrays  those of `create_product` are in the file already; others may be mapped, read-only, from files of their own
 
     The file gets its name when it is complete, because another process may be reading it. Nobody waits until it is on the disk:
     the checksum tells a resumed run if it is.
     """
     part = _part(folder, name)
     try:
-        if all(_map_of(array) is None for array in arrays):
+        if not any(is_mapped(array) and array.flags.writeable for array in arrays):  # else they are in the file
             folder.mkdir(exist_ok=True)
             with os.fdopen(create_file(folder, PurePosixPath(part.name)), "wb") as file:
                 for array in arrays:
@@ -80,7 +81,7 @@ def read_product(folder: Path, name: str, outs: Sequence[TensorSpec], checksum: 
     try:
         about = os.fstat(fd)
         whole = stat.S_ISREG(about.st_mode) and about.st_size == sum(out.nbytes for out in outs)
-        return _mapped(fd, outs, mmap.ACCESS_READ) if whole and hash_file(path).xxh3_128 == checksum else None
+        return map_arrays(fd, outs) if whole and hash_file(path).xxh3_128 == checksum else None
     except OSError:
         return None
     finally:
@@ -103,30 +104,6 @@ def _remove(path: Path) -> None:
         path.unlink()
 
 
-def release_pages(array: npt.NDArray[Any]) -> None:
-    """Let the system take back the memory that shows a mapped array; its file keeps the numbers. Others are left alone."""
-    found = _map_of(array)
-    if found is not None and hasattr(mmap, "MADV_DONTNEED"):
-        found.madvise(mmap.MADV_DONTNEED)
-
-
 def _part(folder: Path, name: str) -> Path:
     path = product_path(folder, name)
     return path.with_name(f"{path.name}.{os.getpid()}{_PART}")
-
-
-def _mapped(fd: int, outs: Sequence[TensorSpec], access: int) -> Arrays:
-    nbytes = sum(out.nbytes for out in outs)
-    data = mmap.mmap(fd, nbytes, access=access) if nbytes else b""
-    arrays, at = [], 0
-    for out in outs:
-        arrays.append(np.frombuffer(data, out.dtype.numpy, out.size, at).reshape(out.shape))
-        at += out.nbytes
-    return arrays
-
-
-def _map_of(array: npt.NDArray[Any]) -> mmap.mmap | None:
-    base: Any = array
-    while isinstance(base, np.ndarray | memoryview):
-        base = base.base if isinstance(base, np.ndarray) else base.obj
-    return base if isinstance(base, mmap.mmap) else None

@@ -26,7 +26,7 @@ from weightsmith._models.structure.projections import joined_sets
 from weightsmith._models.structure.roles import role_of
 from weightsmith._models.structure.vocabulary import HEADS, is_embedding, is_head, is_model_head
 from weightsmith._plans import PLAIN, Plan, PlanDraft, Product, Step, arrays_of, needs_of
-from weightsmith.abc.stored import Modules, array_name
+from weightsmith.abc.stored import Modules, maximum_name
 
 FUSED_EXPERTS = "its experts are one tensor"
 """Why a tensor is stored as it is: the planner warns of these, which may be most of a model."""
@@ -92,7 +92,7 @@ def stored_plain(plan: Plan) -> dict[str, str]:
 
 
 def _stored(step: Step, encoding: Encoding, maker: Mapping[str, str]) -> Step:
-    needs = (*step.needs, maker[array_name(encoding, step.out.name)]) if encoding.product else step.needs
+    needs = (*step.needs, maker[maximum_name(step.out.name)]) if encoding.maxima else step.needs
     return replace(step, encoding=encoding.name, stored=encoding.outs(step.out), needs=needs)
 
 
@@ -100,7 +100,7 @@ def _products(draft: PlanDraft, steps: Sequence[Step], structure: Structure, enc
     """One product for each layer, so that its weights are still in the page cache when they are encoded."""
     layers: dict[str, dict[str, Step]] = {}
     maker = arrays_of(draft.products)
-    for step in steps if encoding.product else ():
+    for step in steps if encoding.maxima else ():
         place = structure.locate(step.out.name)
         layers.setdefault("the vocabulary" if place is None else f"layer {place[1]}", {})[step.out.name] = step
     return [
@@ -108,7 +108,7 @@ def _products(draft: PlanDraft, steps: Sequence[Step], structure: Structure, enc
             layer,
             list(own.values()),
             joined_sets(own),
-            {name: array_name(encoding, name) for name in own},
+            {name: maximum_name(name) for name in own},
             sorted({needed for step in own.values() for needed in needs_of(step, maker)}),
         )
         for layer, own in layers.items()

@@ -26,7 +26,6 @@ from weightsmith._models.formats import find_encoding
 from weightsmith._models.formats.gguf.cuts import CutEncoding
 from weightsmith._models.formats.gguf.header import check_keys
 from weightsmith._models.formats.gguf.imatrix import are_importances
-from weightsmith._models.formats.gguf.writing import NEEDS_IMPORTANCES, GgufEncoding
 from weightsmith._models.lora import open_adapter
 from weightsmith._models.structure import analyse
 from weightsmith._planning.planner.inputs import open_models
@@ -49,7 +48,7 @@ from weightsmith._plans import (
     Value,
     plan_from_json,
 )
-from weightsmith.abc.stored import array_name
+from weightsmith.abc.stored import maximum_name
 
 MAX_PLAN_BYTES = 256 << 20  # 100,000 tensors of two models take 28 MB
 _MAX_PLAN_MEMORY = 2 << 30
@@ -257,7 +256,7 @@ def _product_problems(product: Product) -> Iterator[str]:
 
 def _check_encoding(plan: Plan, step: Step, arrays: dict[str, TensorSpec]) -> None:
     """The tensors that a step stores are those of its encoding; in a GGUF file, under other names."""
-    encoding, name = find_encoding(step.encoding), array_name(find_encoding(step.encoding), step.out.name)
+    encoding, name = find_encoding(step.encoding), maximum_name(step.out.name)
     outs = encoding.outs(step.out)
     if plan.container == GGUF:
         outs = tuple(replace(out, name=stored.name) for out, stored in zip(outs, step.stored, strict=False))
@@ -267,18 +266,18 @@ def _check_encoding(plan: Plan, step: Step, arrays: dict[str, TensorSpec]) -> No
         raise _wrong(step, f"{step.encoding} stores whole rows, and its pieces have other rows")
     if isinstance(encoding, CutEncoding) and any(math.prod(piece.out.shape[:-1]) % encoding.height for piece in step.pieces):
         raise _wrong(step, f"{step.encoding} stores whole bands of rows, and its pieces have others")
-    if step.weighted < 0 and not NEEDS_IMPORTANCES.isdisjoint(kinds := [out.dtype.name for out in step.stored]):
-        raise _wrong(step, f"{' and '.join(kinds)} cannot be encoded without importances")
+    if step.weighted < 0 and encoding.importances == "must":
+        kinds = " and ".join(out.dtype.name for out in step.stored)
+        raise _wrong(step, f"{kinds} cannot be encoded without importances")
     if step.weighted >= 0:
         cols, count = step.out.shape[-1], len(plan.tables[step.weighted].data) // 4
-        taken = encoding.importances(step.out) if isinstance(encoding, GgufEncoding | CutEncoding) else ()
-        if count not in taken:
+        if count not in encoding.importance_counts(step.out):
             raise _wrong(step, f"its {count:,} importances are not one for each of {cols:,} columns")
         if not are_importances(plan.tables[step.weighted].floats):
             raise _wrong(step, "its importances are negative, not finite or too large")
     made = arrays.get(name)
     fits = made is not None and (made.dtype.name, made.shape) == ("F32", (1,)) and plan.maker[name] in plan.needs(step)
-    if encoding.product and not fits:
+    if encoding.maxima and not fits:
         raise _wrong(step, f"{step.encoding} needs the array {name!r} of a product")
 
 

@@ -157,7 +157,7 @@ class _Placer:
     def _check(self, read: Read) -> None:
         """Note a tensor that cannot follow the vocabulary."""
         spec, rows = self.models[read.model].get(read.tensor), self.counts[read.model]
-        own = self.alignment.own[read.model]
+        own = self.alignment.model_rows[read.model]
         if spec is None or (len(own) == rows and np.array_equal(own, np.arange(rows))):
             return
         if why := vocabulary.obstacle(spec, rows, self.configs[read.model]):
@@ -221,7 +221,7 @@ class _Placer:
         """A model's table for a tensor of `height` rows, of which the output has `rows`."""
         key = (default, model, height, rows)
         if key not in self._limited:
-            found = (self.alignment.defaults if default else self.alignment.own)[model][:rows]
+            found = (self.alignment.defaults if default else self.alignment.model_rows)[model][:rows]
             self._limited[key] = np.where(found < height, found, np.int32(-1)).astype(np.int32)
         return self._limited[key]
 

@@ -27,8 +27,8 @@ _CONTENTS = frozenset({"merge_method", "models", "slices", "modules"})
 def _model(pair: Pair, key: Key, walk: Walk) -> ModelRef | None:
     """A model, or the recipe of one: equal recipes are one model."""
     if not isinstance(pair.value.value, dict) or _CONTENTS.isdisjoint(pair.value.value):
-        found: ModelRef | None = MODEL.read(pair, key, walk)
-        return found
+        reference: ModelRef | None = MODEL.read(pair, key, walk)
+        return reference
     if walk.depth == MAX_RECIPE_DEPTH:
         fix = "Write the inner ones as documents of their own, with names, and --- between them."
         walk.problem(f"recipes inside recipes, more than {MAX_RECIPE_DEPTH} deep", pair.value.where, fix)
@@ -134,8 +134,8 @@ def _modules(pair: Pair, key: Key, walk: Walk) -> tuple[Module, ...] | None:
     if not value:
         walk.problem(f"{key.name!r} is empty", pair.value.where, "Write at least one module, under its name.")
         return None
-    found = [(name, inner, walk.mapping(inner.value, MODULE)) for name, inner in value.items()]
-    return tuple(Module(name, where=inner.where, **section.values) for name, inner, section in found if section is not None)
+    sections = [(name, inner, walk.mapping(inner.value, MODULE)) for name, inner in value.items()]
+    return tuple(Module(name, where=inner.where, **section.values) for name, inner, section in sections if section is not None)
 
 
 _MODULES_SCHEMA = {"type": "object", "additionalProperties": MODULE.schema, "minProperties": 1}
@@ -176,18 +176,18 @@ def read_recipe(root: Node, text: str, walk: Walk) -> Recipe | None:
     if root.value is None:
         walk.problem("the recipe is empty", root.where, "It needs merge_method and models, slices or modules.")
         return None
-    found: Section | None = walk.mapping(root, RECIPE)
-    if found is None or not walk.whole:
+    section: Section | None = walk.mapping(root, RECIPE)
+    if section is None or not walk.whole:
         return None
     assert isinstance(root.value, dict)
     positions = {name: pair.where for name, pair in root.value.items()}
-    values = dict(found.values)
+    values = dict(section.values)
     source = values.pop("tokenizer_source", None)
     if source is not None and "tokenizer" in values:
         fix = "Keep one of them; 'source' inside 'tokenizer' says the same as 'tokenizer_source'."
         walk.problem("'tokenizer' and 'tokenizer_source' exclude each other", positions["tokenizer_source"], fix)
     elif source is not None:
-        values["tokenizer"] = Tokenizer(source, found.at("tokenizer_source"))
+        values["tokenizer"] = Tokenizer(source, section.at("tokenizer_source"))
     values |= {"measured": values.get("text"), "text": text}  # `Recipe.text` is the recipe itself
-    given = {**values, "filename": walk.filename, "findings": tuple(walk.findings)}
-    return Recipe(**given, positions=positions, stages=walk.stages)
+    fields = {**values, "filename": walk.filename, "findings": tuple(walk.findings)}
+    return Recipe(**fields, positions=positions, stages=walk.stages)

@@ -54,9 +54,9 @@ class Walk:
         """Add an error."""
         self.problems.append(error(what, where=where, details=details, fix=fix))
 
-    def wrong(self, node: Node, key: Key, wanted: str, fix: str = "", error: type[WeightsmithError] = SyntaxProblem) -> None:
+    def wrong(self, node: Node, key: Key, expected: str, fix: str = "", error: type[WeightsmithError] = SyntaxProblem) -> None:
         """Add the error that a key takes another kind of value."""
-        self.problem(f"{key.name!r} takes {wanted}, not {describe(node)}", node.where, fix, error)
+        self.problem(f"{key.name!r} takes {expected}, not {describe(node)}", node.where, fix, error)
 
     def warn(self, what: str, where: str, fix: str = "") -> None:
         """Add a warning."""
@@ -163,7 +163,7 @@ def list_of(level: Level) -> Kind:
         elif not entries:
             walk.problem(f"{key.name!r} is empty", pair.value.where, f"Write at least one entry: - {level.names[0]}: ...")
         else:
-            return tuple(made for node in entries if (made := walk.mapping(node, level)) is not None)
+            return tuple(entry for node in entries if (entry := walk.mapping(node, level)) is not None)
         return None
 
     return Kind(read, list_schema(level.schema), f"a list of {level.words}", level)

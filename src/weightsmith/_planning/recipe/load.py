@@ -79,25 +79,27 @@ class Template:
     @property
     def start(self) -> tuple[Scalar, ...]:
         """The values that a search starts from."""
-        return tuple(each.start for each in self.tunables)
+        return tuple(tunable.start for tunable in self.tunables)
 
     def fill(self, values: Sequence[Scalar], *, layout: bool = True) -> Written:
         """The recipe with these values: a source for `load`, and its text. values: of `tunables`.
 
         Comments and layout of a YAML text stay; with `layout=False` they do not, which takes a third of the time.
         """
-        given = {each.where: value for each, value in zip(self.tunables, values, strict=True)}
+        value_at = {tunable.where: value for tunable, value in zip(self.tunables, values, strict=True)}
         documents = []
         for document in self.written.documents:
             assert document.root is not None
-            root = filled(document.root, given)
+            root = filled(document.root, value_at)
             documents.append(replace(document, root=root, text=_as_yaml(root)))
         text = "---\n".join(document.text for document in documents)
         if self.is_text and layout:
-            own = spliced(self.written.text, {where.removeprefix(f"{self.written.filename}:"): v for where, v in given.items()})
-            read = read_yaml(own, self.written.filename)
+            spliced_text = spliced(
+                self.written.text, {where.removeprefix(f"{self.written.filename}:"): v for where, v in value_at.items()}
+            )
+            read = read_yaml(spliced_text, self.written.filename)
             if [d.root and plain(d.root) for d in read] == [d.root and plain(d.root) for d in documents]:
-                text = own
+                text = spliced_text
         return replace(self.written, documents=tuple(documents), text=text)
 
 
@@ -113,19 +115,19 @@ def read_template(source: Source, *, settings: Mapping[str, Any] | None = None, 
         raise PlanError([written])
     if settings:
         written = _with_settings(written, settings)
-    found: list[Tunable] = []
+    all_tunables: list[Tunable] = []
     problems = [problem for document in written.documents for problem in document.problems]
     for document in written.documents:
         if document.root is not None:
-            own, wrong = tunables(document.root)
-            found += own
+            tunables_of_document, wrong = tunables(document.root)
+            all_tunables += tunables_of_document
             problems += wrong
-    if not found and not problems:
+    if not all_tunables and not problems:
         fix = "Write a range in place of a number, weight: {tune: [0, 1]}, or choices: {choice: [ties, dare_ties]}."
         problems.append(ParameterError("the recipe has no value to tune", where=written.filename, fix=fix))
     if problems:
         raise PlanError(problems, written.shown)
-    return Template(tuple(found), written, bool(written.shown[0]) and not settings)
+    return Template(tuple(all_tunables), written, bool(written.shown[0]) and not settings)
 
 
 def copy_of(model: str | os.PathLike[str], **keys: Any) -> Written:
@@ -204,12 +206,12 @@ def load(
         if document.root is not None and (problem := _of_another_kind(document.root, written.filename)):
             return Loaded(None, (problem,), source=written.shown)
     root = written.documents[written.last].root
-    found = _command(root)
-    if root is not None and command and found and found != command:  # reporting its keys as unknown would not help
-        what = f"this is a recipe of `weightsmith {found}`, not of `weightsmith {command}`"
-        fix = f"Run `weightsmith {found}` (in Python: weightsmith.{found})."
+    kind = _command(root)
+    if root is not None and command and kind and kind != command:  # reporting its keys as unknown would not help
+        what = f"this is a recipe of `weightsmith {kind}`, not of `weightsmith {command}`"
+        fix = f"Run `weightsmith {kind}` (in Python: weightsmith.{kind})."
         return Loaded(None, (SyntaxProblem(what, where=root.where, fix=fix),), source=written.shown)
-    return _build(written, command or found or "merge", lenient, parameter_names)
+    return _build(written, command or kind or "merge", lenient, parameter_names)
 
 
 def load_recipe(source: Source) -> Loaded:
@@ -285,17 +287,17 @@ def _build(written: Written, command: Command, lenient: bool, parameter_names: C
     recipes: list[Recipe | Upcycling | Surgery | None] = []
     models: list[ModelRef] = []
     methods: list[tuple[str, str]] = []
-    found: list[WeightsmithError] = _name_problems(written) if several else []
+    all_problems: list[WeightsmithError] = _name_problems(written) if several else []
     if len(documents) > MAX_RECIPES:
         where = _where(documents[MAX_RECIPES], written.filename)
-        found = [SyntaxProblem(f"more than {MAX_RECIPES} recipes", where=where, fix="Write them into several files.")]
-        return Loaded(None, tuple(found), source=written.shown)
+        all_problems = [SyntaxProblem(f"more than {MAX_RECIPES} recipes", where=where, fix="Write them into several files.")]
+        return Loaded(None, tuple(all_problems), source=written.shown)
     for i, document in enumerate(documents):
         walk = Walker(document, written.filename, lenient=lenient, parameter_names=parameter_names, stages=stages)
         read = read_moe if command == "moe" and i == written.last else read_recipe
         text = document.text if several else written.text
         recipes.append(read(document.root, text, walk) if document.root else None)
-        found += [*document.problems, *walk.problems]
+        all_problems += [*document.problems, *walk.problems]
         models += walk.models
         methods += walk.methods
     recipe = recipes[written.last]
@@ -305,15 +307,15 @@ def _build(written: Written, command: Command, lenient: bool, parameter_names: C
     # A document that could not be read may have the name of any model.
     models = [ref for ref in models if ref.path not in stages] if all(d.root is not None for d in documents) else []
     if stages:
-        found += _stage_problems(recipe, stages)
-    found += _secrets(written)
+        all_problems += _stage_problems(recipe, stages)
+    all_problems += _secrets(written)
     if recipe is not None and several:
         findings = [*recipe.findings, *_unused(written, recipe, stages)]
         recipe = replace(recipe, text=written.text, findings=tuple(findings))
     if isinstance(recipe, Upcycling):
         recipe = _with_stages(recipe, stages)
     problems: dict[tuple[type, str], WeightsmithError] = {}  # each once: an aliased value is read at each of its uses
-    for problem in found:
+    for problem in all_problems:
         problems.setdefault((type(problem), str(problem)), problem)
     # Those of the text itself were found in a pass of their own.
     ordered = sorted(problems.values(), key=_position) if written.shown[0] else problems.values()
@@ -322,30 +324,30 @@ def _build(written: Written, command: Command, lenient: bool, parameter_names: C
 
 def _has_tunables(written: Written) -> SyntaxProblem | None:
     """The problem of a recipe with values that are still to be tuned."""
-    found = [each for d in written.documents if d.root is not None for each in _tunable_wheres(d.root)]
-    if not found:
+    places = [where for d in written.documents if d.root is not None for where in _tunable_wheres(d.root)]
+    if not places:
         return None
-    what = f"this recipe has {'a value' if len(found) == 1 else f'{len(found):,} values'} to tune"
+    what = f"this recipe has {'a value' if len(places) == 1 else f'{len(places):,} values'} to tune"
     fix = "Run `weightsmith tune` with it (in Python: weightsmith.tune): it writes a recipe with numbers."
-    return SyntaxProblem(what, where=found[0], fix=fix)
+    return SyntaxProblem(what, where=places[0], fix=fix)
 
 
 def _tunable_wheres(root: Node) -> list[str]:
-    found, problems = tunables(root)
-    return [each.where for each in found] or [problem.finding.where for problem in problems]
+    listed, problems = tunables(root)
+    return [tunable.where for tunable in listed] or [problem.finding.where for problem in problems]
 
 
 def _secrets(written: Written) -> list[WeightsmithError]:
     """A problem for each line with a secret, in a comment too: the recipe is stored with the model."""
-    hide, found = redactor(of_equal_length=True), list[WeightsmithError]()
+    hide, problems = redactor(of_equal_length=True), list[WeightsmithError]()
     for number, line in enumerate(written.text.splitlines(), 1):
         if (hidden := hide(line)) != line:
             column = next(i for i, (a, b) in enumerate(zip(line, hidden, strict=True), 1) if a != b)
             where = f"{written.filename}:{number}:{column}" if written.shown[0] else written.filename
             what = "this looks like a password, a token or a key, and the recipe is stored with the model"
             fix = "Take it out. Keys are given by the environment: see docs/remote.md."
-            found.append(ParameterError(what, where=where, fix=fix))
-    return found
+            problems.append(ParameterError(what, where=where, fix=fix))
+    return problems
 
 
 # ---- several recipes
@@ -377,15 +379,15 @@ def _name_problems(written: Written) -> list[WeightsmithError]:
 
 def _uses(recipe: Recipe | Upcycling | Surgery | None, stages: Mapping[str, Recipe | None]) -> dict[str, ModelRef]:
     """The stages that a recipe uses as models, by path; those inside it count, and those inside these."""
-    found: dict[str, ModelRef] = {}
-    left = [recipe]
-    while left:
-        for ref in _models_of(left.pop()):
+    references: dict[str, ModelRef] = {}
+    recipes = [recipe]
+    while recipes:
+        for ref in _models_of(recipes.pop()):
             if isinstance(ref, Recipe):
-                left.append(ref)
-            elif ref.path in stages and ref.path not in found:
-                found[ref.path] = ref
-    return found
+                recipes.append(ref)
+            elif ref.path in stages and ref.path not in references:
+                references[ref.path] = ref
+    return references
 
 
 def _models_of(recipe: Recipe | Upcycling | Surgery | None) -> Iterable[ModelRef | Recipe]:
@@ -400,7 +402,7 @@ def _stage_problems(last: Recipe | Upcycling | Surgery | None, stages: Mapping[s
     """Results that cannot be used where they are named: by themselves, with a revision, as an adapter."""
     problems: list[WeightsmithError] = []
     uses = {name: _uses(recipe, stages) for name, recipe in stages.items()}
-    for ref in (ref for found in (*uses.values(), _uses(last, stages)) for ref in found.values() if ref.revision):
+    for ref in (ref for references in (*uses.values(), _uses(last, stages)) for ref in references.values() if ref.revision):
         what = f"{ref.path!r} is a recipe of this file, and has no revisions"
         fix = f"Write {ref.path}; for a model of this name, rename the recipe."
         problems.append(UnknownName(what, where=ref.where, fix=fix))
@@ -443,11 +445,11 @@ def _circles(uses: Mapping[str, Mapping[str, ModelRef]]) -> Iterator[list[str]]:
 def _unused(written: Written, last: Recipe | Upcycling | Surgery, stages: Mapping[str, Recipe | None]) -> list[Finding]:
     """A warning for each recipe that the result does not depend on."""
     reached: set[str] = set()
-    left: list[Recipe | Upcycling | Surgery | None] = [last]
-    while left:
-        new = [name for name in _uses(left.pop(), stages) if name not in reached]
+    to_visit: list[Recipe | Upcycling | Surgery | None] = [last]
+    while to_visit:
+        new = [name for name in _uses(to_visit.pop(), stages) if name not in reached]
         reached.update(new)
-        left += [stages[name] for name in new]
+        to_visit += [stages[name] for name in new]
     fix = "Use its name as a model, or put it into a file of its own."
     return [
         Finding(f"the recipe {_name(document)!r} is not run: the result does not use it", _where(document, "", "name"), fix=fix)
@@ -459,13 +461,14 @@ def _unused(written: Written, last: Recipe | Upcycling | Surgery, stages: Mappin
 def _with_stages(recipe: Upcycling, stages: Mapping[str, Recipe | None]) -> Upcycling:
     """The recipes in place of their names, as if they were written there."""
 
-    def found(model: ModelRef | Recipe) -> ModelRef | Recipe:
+    def resolved(model: ModelRef | Recipe) -> ModelRef | Recipe:
         return (stages.get(model.path) if isinstance(model, ModelRef) and model.lora is None else None) or model
 
     experts, shared = (
-        tuple(replace(expert, model=found(expert.model)) for expert in each) for each in (recipe.experts, recipe.shared_experts)
+        tuple(replace(expert, model=resolved(expert.model)) for expert in group)
+        for group in (recipe.experts, recipe.shared_experts)
     )
-    return replace(recipe, base=found(recipe.base), experts=experts, shared_experts=shared)
+    return replace(recipe, base=resolved(recipe.base), experts=experts, shared_experts=shared)
 
 
 def _position(problem: WeightsmithError) -> tuple[float, int]:
@@ -512,14 +515,18 @@ def _put(node: Node, steps: Sequence[str | int], value: Node, where: str) -> Nod
         return value
     (step, *rest), inside = steps, node.value
     if isinstance(step, int) and isinstance(inside, tuple) and step < len(inside):
-        made = _put(inside[step], rest, value, where)
-        return made if isinstance(made, SyntaxProblem) else replace(node, value=(*inside[:step], made, *inside[step + 1 :]))
+        changed = _put(inside[step], rest, value, where)
+        return (
+            changed
+            if isinstance(changed, SyntaxProblem)
+            else replace(node, value=(*inside[:step], changed, *inside[step + 1 :]))
+        )
     if isinstance(step, str) and (inside is None or isinstance(inside, dict)):
         pairs = inside or {}
         old = pairs.get(step)
-        made = _put(old.value if old else Node(None, where), rest, value, where)
-        new = {**pairs, step: Pair(old.where if old and rest else where, made)} if isinstance(made, Node) else pairs
-        return made if isinstance(made, SyntaxProblem) else replace(node, value=new)
+        changed = _put(old.value if old else Node(None, where), rest, value, where)
+        new = {**pairs, step: Pair(old.where if old and rest else where, changed)} if isinstance(changed, Node) else pairs
+        return changed if isinstance(changed, SyntaxProblem) else replace(node, value=new)
     what = f"{step!r} cannot be set in {describe(node)}"
     if isinstance(step, int):
         known = len(inside) if isinstance(inside, tuple) else 0
@@ -533,8 +540,8 @@ def _read(source: Source, *, lenient: bool) -> Written | WeightsmithError:
     if isinstance(source, Mapping):
         document = from_python(source)
         return Written((document,), _as_yaml(document.root), "recipe")
-    if isinstance(source, list | tuple) and source and all(isinstance(each, Mapping) for each in source):
-        read = [from_python(each, within=f"[{i}]") for i, each in enumerate(source)]
+    if isinstance(source, list | tuple) and source and all(isinstance(mapping, Mapping) for mapping in source):
+        read = [from_python(mapping, within=f"[{i}]") for i, mapping in enumerate(source)]
         documents = tuple(replace(document, text=_as_yaml(document.root)) for document in read)
         return Written(documents, "---\n".join(document.text for document in documents), "recipe")
     if not isinstance(source, str | os.PathLike):

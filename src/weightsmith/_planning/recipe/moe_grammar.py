@@ -35,18 +35,18 @@ def _lists(depth: int, *, whole: bool) -> tuple[Kind, Kind]:
         walk.wrong(node, key, what, fix, ParameterError)
         return None
 
-    def listed(node: Node, key: Key, walk: Walk, left: int = depth) -> Any:
-        if left == 0:
+    def listed(node: Node, key: Key, walk: Walk, levels: int = depth) -> Any:
+        if levels == 0:
             return number(node, key, walk)
         if not isinstance(node.value, tuple):
-            what = "a list of numbers" if left == 1 else "a list of lists of numbers"
+            what = "a list of numbers" if levels == 1 else "a list of lists of numbers"
             walk.wrong(node, key, what, example)
             return None
         if not node.value:
-            what = f"a group in {key.name!r} is empty" if left < depth else f"{key.name!r} is empty"
+            what = f"a group in {key.name!r} is empty" if levels < depth else f"{key.name!r} is empty"
             walk.problem(what, node.where, example)
             return None
-        read = [listed(item, key, walk, left - 1) for item in node.value]
+        read = [listed(item, key, walk, levels - 1) for item in node.value]
         return None if None in read else tuple(read)
 
     def by_layer(pair: Pair, key: Key, walk: Walk) -> dict[str, Any] | None:
@@ -55,8 +55,8 @@ def _lists(depth: int, *, whole: bool) -> tuple[Kind, Kind]:
             fix = f"Write each layer under its number: {{0: {_EXAMPLES[depth]}}}."
             walk.wrong(pair.value, key, "a mapping of layers", fix)
             return None
-        found = {layer: listed(inner.value, key, walk) for layer, inner in value.items()}
-        return None if None in found.values() else found
+        lists = {layer: listed(inner.value, key, walk) for layer, inner in value.items()}
+        return None if None in lists.values() else lists
 
     schema: Schema = {"type": "integer", "minimum": 0} if whole else {"type": "number"}
     for _ in range(depth):
@@ -87,9 +87,9 @@ GATE_MODES = ("router_input", "hidden", "hidden_avg", "hidden_last", "cheap_embe
 
 def _expert(section: Section) -> tuple[Expert, ...]:
     """The experts of an entry: one for each copy."""
-    given = dict(section.values)
-    copies: int = given.pop("copies", 1)
-    return (Expert(given.pop("source_model"), section, **given),) * copies
+    values = dict(section.values)
+    copies: int = values.pop("copies", 1)
+    return (Expert(values.pop("source_model"), section, **values),) * copies
 
 
 EXPERT = Level(
@@ -207,11 +207,11 @@ def read_moe(root: Node, text: str, walk: Walk) -> Upcycling | Surgery | None:
     section: Section | None = walk.mapping(root, SURGERY if smaller else UPCYCLING)
     if section is None or not walk.whole:
         return None
-    given = dict(section.values)
-    given.pop("name", None)
-    given |= {"section": section, "text": text, "filename": walk.filename, "findings": tuple(walk.findings)}
+    values = dict(section.values)
+    values.pop("name", None)
+    values |= {"section": section, "text": text, "filename": walk.filename, "findings": tuple(walk.findings)}
     if smaller:
-        return Surgery(prune=given.pop("prune_experts", None), merge=given.pop("merge_experts", None), **given)
-    experts, shared = (tuple(e for entry in given.pop(key, ()) for e in entry) for key in ("experts", "shared_experts"))
-    given.setdefault("experts_per_token", min(2, len(experts) * given.get("virtual_groups", 1)))
-    return Upcycling(given.pop("base_model"), experts, shared_experts=shared, **given)
+        return Surgery(prune=values.pop("prune_experts", None), merge=values.pop("merge_experts", None), **values)
+    experts, shared = (tuple(e for entry in values.pop(key, ()) for e in entry) for key in ("experts", "shared_experts"))
+    values.setdefault("experts_per_token", min(2, len(experts) * values.get("virtual_groups", 1)))
+    return Upcycling(values.pop("base_model"), experts, shared_experts=shared, **values)

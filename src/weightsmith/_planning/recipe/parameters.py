@@ -81,8 +81,8 @@ VALUE = Kind(
 
 
 def _entry(section: Section) -> Entry:
-    given = section.values.get("filter")
-    return Entry(section.values["value"], given, section.at("value"), "" if given is None else section.at("filter"))
+    pattern = section.values.get("filter")
+    return Entry(section.values["value"], pattern, section.at("value"), "" if pattern is None else section.at("filter"))
 
 
 CONDITION = Level(
@@ -100,8 +100,8 @@ CONDITION = Level(
 def _condition(node: Node, walk: Walk) -> Entry | None:
     assert isinstance(node.value, dict)
     if "value" in node.value:
-        found: Entry | None = walk.mapping(node, CONDITION)
-        return found
+        entry: Entry | None = walk.mapping(node, CONDITION)
+        return entry
     what = f"a mapping here takes 'value' and 'filter', not {describe(node)}"
     fix = "Write a list of mappings: - {filter: mlp, value: 0.5}."
     if _is_schedule(node):

@@ -57,8 +57,8 @@ def _kind(parse: Callable[[str, str], ModelRef | WeightsmithError], pattern: str
     def read(pair: Pair, key: Key, walk: Walk) -> ModelRef | None:
         value, where = pair.value.value, pair.value.where
         if isinstance(value, dict):
-            found: ModelRef | None = walk.mapping(pair.value, level)
-            return found
+            reference: ModelRef | None = walk.mapping(pair.value, level)
+            return reference
         if isinstance(value, str):
             outcome = parse(value, where)
             if isinstance(outcome, ModelRef):
@@ -115,8 +115,8 @@ MODEL = _kind(parse_reference, r"^[^+@]+(@[^+@]+)?([+][^+@]+(@[^+@]+)?)?$", REFE
 
 def _text(pair: Pair, key: Key, walk: Walk) -> TextRef | None:
     if isinstance(pair.value.value, dict):
-        found: TextRef | None = walk.mapping(pair.value, TEXT_FILE)
-        return found
+        reference: TextRef | None = walk.mapping(pair.value, TEXT_FILE)
+        return reference
     path: str | None = TEXT.read(pair, key, walk)
     return None if path is None else TextRef(path, where=pair.value.where)
 

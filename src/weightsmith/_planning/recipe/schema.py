@@ -63,8 +63,8 @@ def _level(level: Level) -> dict[str, Any]:
     if level.one_of:
         result["oneOf"] = [{"required": [n], "properties": {n: {"not": {"type": "null"}}}} for n in level.one_of]
     if level is RECIPE:  # only the code of an own method knows its parameters
-        own = {"required": ["merge_method"], "properties": {"merge_method": _OWN_METHOD}}
-        result |= {"if": own, "else": _known_names(level)}
+        own_method = {"required": ["merge_method"], "properties": {"merge_method": _OWN_METHOD}}
+        result |= {"if": own_method, "else": _known_names(level)}
     return result
 
 
@@ -74,9 +74,9 @@ def _known_names(level: Level) -> Schema:
     for key in level.keys:
         if key.kind in (PARAMETERS, MODEL_PARAMETERS):
             inner[key.name] = {"$ref": f"#/$defs/names_of_{'model_' if key.kind is MODEL_PARAMETERS else ''}parameters"}
-        elif key.kind.of is not None and (found := _known_names(key.kind.of)):
+        elif key.kind.of is not None and (names_within := _known_names(key.kind.of)):
             within = {"array": "items", "object": "additionalProperties"}.get(key.kind.schema.get("type", ""))
-            inner[key.name] = {within: found} if within else found
+            inner[key.name] = {within: names_within} if within else names_within
     return {"properties": inner} if inner else {}
 
 
@@ -87,7 +87,7 @@ def _definitions(levels: Sequence[Level], methods: Sequence[Method]) -> dict[str
         for parameter in method.parameters:
             uses.setdefault(parameter.name, []).append((method.name, parameter))
     # One value for the output tensor means nothing under one of its models, so `parameters` there has fewer names.
-    of_models = {name: found for name, found in uses.items() if any(p.scope == "model" for _, p in found)}
+    of_models = {name: parameters for name, parameters in uses.items() if any(p.scope == "model" for _, p in parameters)}
     own_method = {**_OWN_METHOD, "description": "A function in a Python file: `./my.py:blend`."}
     return {
         **{level.name: _level(level) for level in levels if level is not CONDITION},  # that one differs by parameter
@@ -97,20 +97,24 @@ def _definitions(levels: Sequence[Level], methods: Sequence[Method]) -> dict[str
         "names_of_parameters": {"propertyNames": {"enum": list(uses)}},
         "names_of_model_parameters": {"propertyNames": {"enum": list(of_models)}},
         **_settings("of_own_method", "", []),
-        **{key: made for name, found in uses.items() for key, made in _settings(name, name, [p for _, p in found]).items()},
+        **{
+            key: definition
+            for name, parameters in uses.items()
+            for key, definition in _settings(name, name, [p for _, p in parameters]).items()
+        },
     }
 
 
 def _parameters(uses: Mapping[str, list[tuple[str, Parameter]]]) -> dict[str, Any]:
     properties = {}
-    for name, found in uses.items():
+    for name, parameters in uses.items():
         docs: dict[str, list[str]] = {}
-        for method_name, parameter in found:
+        for method_name, parameter in parameters:
             docs.setdefault(parameter.doc, []).append(method_name)
         description = " ".join(f"{', '.join(names)}: {doc}" for doc, names in docs.items())
         properties[name] = {"$ref": f"#/$defs/setting_{name}", "description": description}
-    own = {"$ref": "#/$defs/setting_of_own_method"}
-    return {"type": "object", "properties": properties, "additionalProperties": own}
+    unknown = {"$ref": "#/$defs/setting_of_own_method"}
+    return {"type": "object", "properties": properties, "additionalProperties": unknown}
 
 
 def _settings(key: str, name: str, parameters: Sequence[Parameter]) -> dict[str, Any]:
@@ -140,10 +144,10 @@ def _settings(key: str, name: str, parameters: Sequence[Parameter]) -> dict[str,
 
 def _scalars(parameters: Sequence[Parameter]) -> list[Schema]:
     """The forms of a scalar of any of them, each once."""
-    found: list[Schema] = []
+    scalars: list[Schema] = []
     for parameter in parameters:
-        found += [scalar for scalar in _scalars_of(parameter) if scalar not in found]
-    return found
+        scalars += [scalar for scalar in _scalars_of(parameter) if scalar not in scalars]
+    return scalars
 
 
 def _scalars_of(parameter: Parameter) -> list[Schema]:

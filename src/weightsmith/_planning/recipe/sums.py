@@ -53,10 +53,10 @@ class Sum(Mapping[str, Any]):
     def __add__(self, other: object) -> Sum:
         if not isinstance(other, Sum):
             return NotImplemented
-        found = dict(self.coefficients)
-        for name, own in other.coefficients.items():
-            found[name] = found.get(name, 0.0) + own
-        return Sum(found, (*self.added, *other.added), (*self.subtracted, *other.subtracted))
+        coefficients = dict(self.coefficients)
+        for name, coefficient in other.coefficients.items():
+            coefficients[name] = coefficients.get(name, 0.0) + coefficient
+        return Sum(coefficients, (*self.added, *other.added), (*self.subtracted, *other.subtracted))
 
     def __sub__(self, other: object) -> Sum:
         return self + -other if isinstance(other, Sum) else NotImplemented
@@ -68,7 +68,7 @@ class Sum(Mapping[str, Any]):
         if not math.isfinite(number):
             raise ParameterError(f"a model times {number} is no model", fix="write a finite number")
         signs = (self.added, self.subtracted) if number >= 0 else (self.subtracted, self.added)
-        return Sum({name: own * number for name, own in self.coefficients.items()}, *signs)
+        return Sum({name: coefficient * number for name, coefficient in self.coefficients.items()}, *signs)
 
     __rmul__ = __mul__
 
@@ -95,9 +95,9 @@ class Sum(Mapping[str, Any]):
             what = f"the coefficients of {self!r} add up to {total:g}, and those of a model to 1"
             fix = "add a base, as in base + 0.5 * (fr - base); or write a recipe with merge_method linear and normalize false"
             raise ParameterError(what, fix=fix)
-        weights = {name: own for name, own in self.coefficients.items() if own}
+        weights = {name: weight for name, weight in self.coefficients.items() if weight}
         if self._base is not None and weights.keys() != {self._base}:
-            models = _entries({name: own for name, own in weights.items() if name != self._base})
+            models = _entries({name: weight for name, weight in weights.items() if name != self._base})
             return {"merge_method": "task_arithmetic", "base_model": self._base, "models": models}
         if len(weights) == 1:
             return {"merge_method": "passthrough", "models": [{"model": name} for name in weights]}
@@ -116,9 +116,11 @@ class Sum(Mapping[str, Any]):
         """As one would write it, with the coefficients added up."""
         total = math.fsum(self.coefficients.values())
         if self._base is not None and abs(total - 1) <= _TOLERANCE:
-            others = {name: own for name, own in self.coefficients.items() if name != self._base and own}
-            return f"<{_joined([self._base, *(f'{_times(own)}({name} - {self._base})' for name, own in others.items())])}>"
-        return f"<{_joined([f'{_times(own)}{name}' for name, own in self.coefficients.items() if own]) or '0'}>"
+            others = {name: factor for name, factor in self.coefficients.items() if name != self._base and factor}
+            return (
+                f"<{_joined([self._base, *(f'{_times(factor)}({name} - {self._base})' for name, factor in others.items())])}>"
+            )
+        return f"<{_joined([f'{_times(factor)}{name}' for name, factor in self.coefficients.items() if factor]) or '0'}>"
 
 
 def _number(value: object) -> float | None:
@@ -126,7 +128,7 @@ def _number(value: object) -> float | None:
 
 
 def _entries(weights: Mapping[str, float]) -> list[dict[str, Any]]:
-    return [{"model": name, "parameters": {"weight": own}} for name, own in weights.items()]
+    return [{"model": name, "parameters": {"weight": weight}} for name, weight in weights.items()]
 
 
 def _times(number: float) -> str:

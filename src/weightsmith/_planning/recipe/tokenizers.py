@@ -20,8 +20,8 @@ def _source(pair: Pair, key: Key, walk: Walk) -> str | ModelRef | None:
             what, pair.value.where, f"Write the model alone: {short(pair.value.value.removeprefix('model:').strip())}."
         )
         return None
-    found: ModelRef | None = MODEL.read(pair, key, walk)
-    return found
+    reference: ModelRef | None = MODEL.read(pair, key, walk)
+    return reference
 
 
 SOURCE_OF_TOKENIZER = Kind(
@@ -64,17 +64,17 @@ def _row(pair: Pair, key: Key, walk: Walk) -> Section | ModelRef | None:
     """`{kind: …}`, or a model."""
     value = pair.value.value
     if not isinstance(value, dict) or "kind" not in value:
-        found: ModelRef | None = MODEL.read(pair, key, walk)
-        return found
+        reference: ModelRef | None = MODEL.read(pair, key, walk)
+        return reference
     section: Section | None = walk.mapping(pair.value, ROW)
     if section is None:
         return None
-    given = [name for name in ("token", "token_id") if name in section.values]
+    token_keys = [name for name in ("token", "token_id") if name in section.values]
     if section.values["kind"] == "zero":
-        if given or "model" in section.values:
+        if token_keys or "model" in section.values:
             walk.problem("a row of zeros has no model and no token", section.where, "Write {kind: zero}.")
             return None
-    elif "model" not in section.values or len(given) != 1:
+    elif "model" not in section.values or len(token_keys) != 1:
         fix = "Write {kind: model_token, model: ..., token: ...}, or token_id."
         walk.problem("kind 'model_token' needs a model, and one of token and token_id", section.where, fix)
         return None

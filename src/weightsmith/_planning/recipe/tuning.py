@@ -69,18 +69,18 @@ def is_tunable(node: Node) -> bool:
 
 def tunables(root: Node) -> tuple[tuple[Tunable, ...], list[WeightsmithError]]:
     """The values to tune in a tree, in the order of the text, and the problems of wrong ones."""
-    found: dict[tuple[str, int], Tunable | None] = {}
+    tunable_at: dict[tuple[str, int], Tunable | None] = {}
     problems: list[WeightsmithError] = []
     for path, node in _places(root, ()):
         key = node.where, id(node)
-        if key not in found:
-            found[key] = _read(path, node, problems)
+        if key not in tunable_at:
+            tunable_at[key] = _read(path, node, problems)
         if (problem := _misplaced(path, node)) is not None:
             problems.append(problem)
-    if len(found) > MAX_TUNABLES:
-        what = f"the recipe has {len(found):,} values to tune: at most {MAX_TUNABLES:,} can be tuned"
+    if len(tunable_at) > MAX_TUNABLES:
+        what = f"the recipe has {len(tunable_at):,} values to tune: at most {MAX_TUNABLES:,} can be tuned"
         problems = [ParameterError(what, where=root.where, fix="Tune fewer values.")]
-    return tuple(each for each in found.values() if each is not None), problems
+    return tuple(tunable for tunable in tunable_at.values() if tunable is not None), problems
 
 
 def _places(node: Node, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], Node]]:
@@ -124,27 +124,27 @@ def _read(path: Sequence[str | int], node: Node, problems: list[WeightsmithError
         what = f"a value to tune takes {kind!r} and {START!r}, not {others[0]!r}"
         problems.append(SyntaxProblem(what, where=node.value[others[0]].where, fix=f"Remove '{others[0]}'."))
         return None
-    given = node.value[kind].value
+    alternatives = node.value[kind].value
     start = node.value[START].value if START in node.value else None
     name, parameter = _path(path), _parameter(path)
-    return (_number if kind == TUNE else _choice)(name, parameter, node, given, start, problems)
+    return (_number if kind == TUNE else _choice)(name, parameter, node, alternatives, start, problems)
 
 
 def _number(
-    name: str, parameter: str, node: Node, given: Node, start: Node | None, problems: list[WeightsmithError]
+    name: str, parameter: str, node: Node, ends: Node, start: Node | None, problems: list[WeightsmithError]
 ) -> Tunable | None:
     def wrong(what: str, at: Node, fix: str = EXAMPLE) -> None:
         problems.append(ParameterError(what, where=at.where, fix=fix))
 
-    assert isinstance(given.value, tuple)
-    numbers = [_finite(item) for item in given.value]
+    assert isinstance(ends.value, tuple)
+    numbers = [_finite(item) for item in ends.value]
     low, high = (numbers[0], numbers[1]) if len(numbers) == 2 else (None, None)
     if low is None or high is None:
-        shown = ", ".join(describe(item).removeprefix("the number ") for item in given.value[:4])
-        wrong(f"'{TUNE}' takes two finite numbers, not [{shown}]", given)
+        shown = ", ".join(describe(item).removeprefix("the number ") for item in ends.value[:4])
+        wrong(f"'{TUNE}' takes two finite numbers, not [{shown}]", ends)
         return None
     if low >= high:
-        wrong(f"'{TUNE}' takes a range from low to high, not from {low:g} to {high:g}", given)
+        wrong(f"'{TUNE}' takes a range from low to high, not from {low:g} to {high:g}", ends)
         return None
     first: float | None = (low + high) / 2
     if start is not None:
@@ -157,12 +157,12 @@ def _number(
 
 
 def _choice(
-    name: str, parameter: str, node: Node, given: Node, start: Node | None, problems: list[WeightsmithError]
+    name: str, parameter: str, node: Node, alternatives: Node, start: Node | None, problems: list[WeightsmithError]
 ) -> Tunable | None:
-    assert isinstance(given.value, tuple)
-    values = [item.value for item in given.value]
+    assert isinstance(alternatives.value, tuple)
+    values = [item.value for item in alternatives.value]
     fix = f"Write {parameter}: {{{CHOICE}: [first, second]}}."
-    for item in given.value:
+    for item in alternatives.value:
         if item.value is None or isinstance(item.value, dict | tuple) or (_is_number(item.value) and _finite(item) is None):
             what = f"'{CHOICE}' takes texts, finite numbers, true and false, not {describe(item)}"
             problems.append(ParameterError(what, where=item.where, fix=fix))
@@ -170,7 +170,7 @@ def _choice(
     choices: tuple[Scalar, ...] = tuple(v for v in values if isinstance(v, bool | int | float | str))
     if len(choices) < 2 or len({(type(v), v) for v in choices}) < len(choices):
         what = f"'{CHOICE}' takes at least two values, all different"
-        problems.append(ParameterError(what, where=given.where, fix=fix))
+        problems.append(ParameterError(what, where=alternatives.where, fix=fix))
         return None
     first = choices[0]
     if start is not None:
@@ -190,8 +190,8 @@ def _finite(node: Node) -> float | None:
     """The number that a value or text means, if it is finite."""
     if not isinstance(node.value, bool | int | float | str):
         return None
-    found = numeric(node.value)
-    return None if found is None or not math.isfinite(float_of(found)) else float(found)
+    number = numeric(node.value)
+    return None if number is None or not math.isfinite(float_of(number)) else float(number)
 
 
 def filled(node: Node, values: Mapping[str, Scalar]) -> Node:
@@ -227,9 +227,9 @@ def spliced(text: str, values: Mapping[str, Scalar]) -> str:
 def _spans(text: str) -> Iterator[tuple[int, int, str]]:
     """Begin and end of each mapping to tune, and its `line:column`."""
     seen: set[int] = set()
-    left = [*filter(None, yaml.compose_all(text, yaml.SafeLoader))]
-    while left:
-        node = left.pop()
+    to_visit = [*filter(None, yaml.compose_all(text, yaml.SafeLoader))]
+    while to_visit:
+        node = to_visit.pop()
         if id(node) in seen:
             continue
         seen.add(id(node))
@@ -239,9 +239,9 @@ def _spans(text: str) -> Iterator[tuple[int, int, str]]:
                 mark = node.start_mark
                 yield mark.index, value_end(node), f"{mark.line + 1}:{mark.column + 1}"
             else:
-                left += [each for pair in node.value for each in pair]
+                to_visit += [child for pair in node.value for child in pair]
         elif isinstance(node, yaml.SequenceNode):
-            left += node.value
+            to_visit += node.value
 
 
 def value_end(node: yaml.Node) -> int:
@@ -274,11 +274,11 @@ def or_choice(schema: Schema) -> Schema:
 
 def tuned_schemas(scalar: Schema, number: Schema | None) -> list[Schema]:
     """The schemas of a value to tune. scalar: of the choices; number: of the ends of a range; None: not a number."""
-    found = [_choice_schema(scalar)]
+    schemas = [_choice_schema(scalar)]
     if number is not None:
         ends = {"type": "array", "items": number, "minItems": 2, "maxItems": 2}
-        found.append(_mapping_schema(TUNE, ends, number))
-    return found
+        schemas.append(_mapping_schema(TUNE, ends, number))
+    return schemas
 
 
 def _choice_schema(scalar: Schema) -> Schema:

@@ -188,6 +188,6 @@ class _Rule:
     def evaluate(self, t: float, stepped: bool) -> tuple[Scalar | Schedule, Entry] | None:
         entry = self.entry
         value = gradient(entry.value, t, stepped=stepped) if isinstance(entry.value, tuple) else entry.value
-        found = None if value is None else (value, entry)
-        self.known[t] = found
-        return found
+        result = None if value is None else (value, entry)
+        self.known[t] = result
+        return result

@@ -99,15 +99,15 @@ class Walker(Walk):
             self.whole = False
 
     def _one_of(self, level: Level, pairs: Mapping[str, Pair], where: str, meant: set[str]) -> None:
-        given = [name for name in level.one_of if name in pairs and pairs[name].value.value is not None]
-        if not level.one_of or len(given) == 1 or (not given and meant & set(level.one_of)):
+        written = [name for name in level.one_of if name in pairs and pairs[name].value.value is not None]
+        if not level.one_of or len(written) == 1 or (not written and meant & set(level.one_of)):
             return
         self.whole = False
         choice = " or ".join([", ".join(level.one_of[:-1]), level.one_of[-1]])
-        if given:
-            details = tuple(f"{name} at {pairs[name].where}" for name in given)
-            what = f"exactly one of {choice} is allowed {level.place}, not {len(given)}"
-            self.problem(what, pairs[given[1]].where, "Keep one of them.", details=details)
+        if written:
+            details = tuple(f"{name} at {pairs[name].where}" for name in written)
+            what = f"exactly one of {choice} is allowed {level.place}, not {len(written)}"
+            self.problem(what, pairs[written[1]].where, "Keep one of them.", details=details)
         else:
             self.problem(f"one of {choice} is needed {level.place}", where, f"Add {level.one_of[0]}: and a list below it.")
 

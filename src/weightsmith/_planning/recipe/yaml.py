@@ -61,20 +61,20 @@ def read_yaml(text: str, filename: str, *, lenient: bool = False) -> tuple[Docum
         what = f"the recipe is larger than {MAX_BYTES:,} bytes"
         return (Document(None, (SyntaxProblem(what, where=f"{filename}:1:1"),)),)
     reader = _Reader(text, filename, lenient)
-    found: list[Document] = []
+    documents: list[Document] = []
     try:
         reader.begin()
-        while reader.more:
-            found.append(reader.document())
+        while reader.has_more:
+            documents.append(reader.document())
     except SyntaxProblem as problem:
-        found.append(reader.result(None, problem))
+        documents.append(reader.result(None, problem))
     except yaml.YAMLError as error:
-        found.append(reader.result(None, reader.translate(error)))
+        documents.append(reader.result(None, reader.translate(error)))
     except Exception as error:
         # PyYAML leaks ValueError and kin on some hostile text (`"\UFFFFFFFF"`, `%YAML 1<5000 digits>`): still not YAML.
-        found.append(reader.result(None, SyntaxProblem(f"not valid YAML: {short(str(error))}", where=reader.here())))
-    filled = [d for d in found if d.problems or d.root is None or d.root.value is not None]
-    return tuple(filled or found[:1])
+        documents.append(reader.result(None, SyntaxProblem(f"not valid YAML: {short(str(error))}", where=reader.here())))
+    filled = [d for d in documents if d.problems or d.root is None or d.root.value is not None]
+    return tuple(filled or documents[:1])
 
 
 class _Reader:
@@ -112,12 +112,12 @@ class _Reader:
     def begin(self) -> None:
         self.loader = yaml.SafeLoader(self.text)
         self.loader.get_event()  # start of the stream
-        if not self.more:
+        if not self.has_more:
             fix = "Write a recipe with `weightsmith init`."
             raise SyntaxProblem("the recipe is empty", where=f"{self.filename}:1:1", fix=fix)
 
     @property
-    def more(self) -> bool:
+    def has_more(self) -> bool:
         return not self.loader.check_event(yaml.StreamEndEvent)
 
     def document(self) -> Document:
@@ -128,7 +128,7 @@ class _Reader:
         self.expanded += root.size
         self.bound(self.expanded, root.where)
         self.loader.get_event()  # end of the document
-        if self.more:
+        if self.has_more:
             self.ended = self.loader.peek_event().start_mark.index
         return self.result(root, text=self.text[first : self.ended])
 
@@ -222,7 +222,7 @@ class _Reader:
         return Node(tuple(items), where, size, tuple(anchors))
 
     def mapping(self, where: str, depth: int) -> Node:
-        own: dict[str, Pair] = {}
+        pairs: dict[str, Pair] = {}
         merged: dict[str, Pair] = {}
         size = 1
         anchors: list[str] = []
@@ -243,12 +243,12 @@ class _Reader:
                 merge_seen = True
                 self.merge(value, at, merged)
             elif name is not None:
-                if name in own:
-                    self.duplicate(name, at, own[name].where)
-                own[name] = Pair(at, value)
+                if name in pairs:
+                    self.duplicate(name, at, pairs[name].where)
+                pairs[name] = Pair(at, value)
         self.loader.get_event()
         # Merged keys come first and are overridden in place, as in SafeLoader.
-        return Node({**merged, **own}, where, size, tuple(anchors))
+        return Node({**merged, **pairs}, where, size, tuple(anchors))
 
     def key(self, where: str, depth: int) -> str | None:
         event: Any = self.loader.peek_event()

@@ -111,11 +111,13 @@ def find_merge(models: Models, out: str, settings: AutoSettings, running: RunOpt
         pairs = _pairs(one, models, names, texts, folder, settings, running, shown)
         search = _Search(one, models, names, pairs, folder, journal, bool(texts), running, shown)
         result = search.run()
-    recipe = search.recipe(result.choice.name)
     shown.say(f"writing {result.choice.name}")
-    with prepare_any(recipe, RecipeOptions(), QuantizeSettings()) as prepared:
-        execute(prepared, out, running, Callbacks(*callbacks(shown, "merging")), began=began)
+    with prepare_any(search.recipe(result.choice.name), RecipeOptions(), QuantizeSettings()) as prepared:
         text = prepared.plan.recipe
+    # The recipe names the texts. This merge reads what was measured on them.
+    with prepare_any(search.recipe(result.choice.name, search.folders), RecipeOptions(), QuantizeSettings()) as prepared:
+        repeatable = prepared.with_plan(replace(prepared.plan, recipe=text))
+        execute(repeatable, out, running, Callbacks(*callbacks(shown, "merging")), began=began)
     shutil.rmtree(folder / _STATISTICS, ignore_errors=True)
     result = replace(result, out=expand_user(out).absolute(), recipe=text, seconds=time.monotonic() - began)
     result.report().write(folder / PAGE)
@@ -233,7 +235,10 @@ def _pairs(
 
 @dataclass(eq=False)
 class _Search:
-    """The candidates of one call, by name."""
+    """The candidates of one call, by name.
+
+    folders  statistics of the fine-tunes; [] while there are none
+    """
 
     one: Opened
     models: Models
@@ -250,6 +255,7 @@ class _Search:
         self._factors = dict[str, float]()
         self._scored = dict[str, Scores]()
         self._tokens = row_tokens(self.one)
+        self.folders: list[str] = []
 
     @property
     def measure(self) -> str:
@@ -295,12 +301,12 @@ class _Search:
         for name in (SUM, TSV):
             self.shown.say(f"strengths 3/5: {name} at {self._strengths[name]:g}")
             self._scored[name] = pool.scores(self.recipe(name))
-        folders = [self._statistics(i) for i in range(n)]
+        self.folders = [self._statistics(i) for i in range(n)]
         for name in (REGMEAN_TSV, REGMEAN_SUM):
             self.shown.say(f"candidates 5/5: {name}")
-            self._scored[name] = pool.scores(self.recipe(name, folders))
+            self._scored[name] = pool.scores(self.recipe(name, self.folders))
         if self.with_texts:
-            self._scale(pool, folders)
+            self._scale(pool)
 
     def _strength(self, pool: Pool, name: str, known: Mapping[float, Mapping[str, Any]], tried: Sequence[float]) -> float:
         """The best strength of `sum` or `tsv_m`, by a parabola."""
@@ -312,20 +318,20 @@ class _Search:
             points[place] = score(pool.scores(recipe, few=True), self.measure)
         return strength(points)
 
-    def _scale(self, pool: Pool, folders: Sequence[str]) -> None:
+    def _scale(self, pool: Pool) -> None:
         """RegMean's result times factors: with texts, the score sees deltas that are too long or too short."""
         points = {1.0: score(self._scored[REGMEAN_TSV], "nats")}
         for factor in FACTORS:
-            points[factor] = score(self._factored(pool, factor, folders), "nats")
+            points[factor] = score(self._factored(pool, factor), "nats")
         best = strength(points)
         if min(abs(best - factor) for factor in points) > 0.05:
-            self._factored(pool, best, folders)
+            self._factored(pool, best)
 
-    def _factored(self, pool: Pool, factor: float, folders: Sequence[str]) -> Scores:
+    def _factored(self, pool: Pool, factor: float) -> Scores:
         name = f"{REGMEAN_TSV}, times {factor:g}"
         self._factors[name] = factor
         self.shown.say(f"candidates 5/5: {name}")
-        self._scored[name] = pool.scores(self.recipe(name, folders))
+        self._scored[name] = pool.scores(self.recipe(name, self.folders))
         return self._scored[name]
 
     def recipe(self, name: str, statistics: Sequence[str] = ()) -> dict[str, Any]:

@@ -204,6 +204,7 @@ def normal_rows() -> np.ndarray:
     return rows
 
 
+@pytest.mark.reader
 @pytest.mark.slow
 def test_compressed_tensors_makes_the_same_codes_and_scales() -> None:
     """Its own scales and codes, computed in float32 as ours are. (From bfloat16 weights it divides in bfloat16.)"""
@@ -231,6 +232,7 @@ def test_compressed_tensors_makes_the_same_codes_and_scales() -> None:
     np.testing.assert_array_equal(back, codes.astype(np.float32) * scales.astype(np.float32))
 
 
+@pytest.mark.reader
 @pytest.mark.slow
 def test_transformers_loads_a_model_of_ours(tmp_path: Path) -> None:
     """Loaded weights are our codes times our scales, and the logits those of the same model in plain bfloat16."""

@@ -13,7 +13,7 @@ import weightsmith
 from tests.mini import write_checkpoint
 from weightsmith._base.errors import FormatError
 from weightsmith._models.formats.compressed_tensors import FORMAT
-from weightsmith._models.formats.compressed_tensors.targets import Targets
+from weightsmith._models.formats.compressed_tensors.config import Targets
 from weightsmith.abc.tensors import Tensors
 
 BF16, E4M3 = np.dtype(ml_dtypes.bfloat16), np.dtype(ml_dtypes.float8_e4m3fn)

@@ -88,6 +88,7 @@ def test_any_range_of_bytes_is_the_same(name: str, models: Path) -> None:
             np.testing.assert_array_equal(out, whole[start:end])
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*FORMATS, "mlx-4bit"])
 def test_a_merge_stored_in_a_format_is_the_merge_and_then_the_format(name: str, models: Path, tmp_path: Path) -> None:
@@ -339,6 +340,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return write_transformer(folder, "Llama", tie_word_embeddings=request.param == "tied")
 
 
+@pytest.mark.reader
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # compressed-tensors warns of rows that are no multiple of a block
 @pytest.mark.parametrize(
@@ -383,6 +385,7 @@ def test_transformers_loads_the_weights_that_we_read(name: str, model: Path, tmp
     assert (found - expected).norm() <= (0.1 if rounded else 0) * expected.norm()
 
 
+@pytest.mark.reader
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", MISREAD)

@@ -9,9 +9,10 @@ import pytest
 
 from tests.mini import write_checkpoint
 from weightsmith._base.errors import FormatError
-from weightsmith._features.quantisation.exl2.matrix import dequantise_matrix, quantise_matrix
 from weightsmith._models.checkpoint import open_checkpoint
-from weightsmith._models.formats.exl2.layout import SUFFIXES, Group
+from weightsmith._models.formats.exl2.layout import SUFFIXES
+from weightsmith._models.formats.exl2.writing import dequantise_matrix, quantise_matrix
+from weightsmith._models.formats.hessians import Group
 from weightsmith.testing import SourceCase, SourceTests
 
 

@@ -26,9 +26,8 @@ from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._features.quantisation.gguf import _importances_of
 from weightsmith._features.quantisation.gguf_types import MIXTURES, Shape, type_of
 from weightsmith._files.containers import GGUF
-from weightsmith._models.formats.gguf import families
 from weightsmith._models.formats.gguf import tokenizer as gguf_tokenizer
-from weightsmith._models.formats.gguf.config import keys_of_config, text_config
+from weightsmith._models.formats.gguf.architectures import architecture_of_config, architectures, text_config
 from weightsmith._models.formats.gguf.header import read_gguf_header
 from weightsmith._models.formats.gguf.imatrix import of_sums, read_imatrix
 from weightsmith._models.formats.gguf.layout import BLOCKS, Value, encode_metadata, make_layout
@@ -261,6 +260,7 @@ WRITTEN_OTHERWISE: dict[str, dict[str, Any]] = {
 """Settings that come back as others with the same effect."""
 
 
+@pytest.mark.matrix("llama", "gemma3-text", "qwen3-next", "gpt-oss", "deepseek-v2", "granite-moe")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(FAMILIES.keys() - WRITTEN_ONLY))
 def test_every_family_comes_back_as_it_was(name: str, tmp_path: Path, tokenizers: dict[str, Path]) -> None:
@@ -279,8 +279,8 @@ def test_every_family_comes_back_as_it_was(name: str, tmp_path: Path, tokenizers
             read = back.read(tensor).astype(BF16 if tensor.endswith("A_log") else np.float32)  # of F32, the exp and log of it
             assert np.array_equal(read, (plain + np.float32(shift)) - np.float32(shift)), tensor
             module, _, kind = tensor.rpartition(".")
-            special = any(tensor.endswith(f".{here}") for each in families.FAMILIES for here in each.bare.values())
-            special |= any(tensor.endswith(f".{cut.name}") for each in families.FAMILIES for cut in each.cuts)
+            special = any(tensor.endswith(f".{here}") for each in architectures() for here in each.bare.values())
+            special |= any(tensor.endswith(f".{split.name}") for each in architectures() for split in each.splits)
             assert ".experts." in tensor or special or f"{known.get_name(module)}.{kind}" in written
         import transformers
 
@@ -909,6 +909,7 @@ def test_types_that_cannot_be_read(asked: str, words: str, model: Path) -> None:
 # ---- llama.cpp itself
 
 
+@pytest.mark.matrix("-Q4_K_M", "-IQ4_NL", "-Q5_1", "-Q2_K", "-MXFP4_MOE", "imatrix-Q4_K_M", "imatrix-IQ4_XS")
 @needs_llama_cpp
 @pytest.mark.parametrize("mixture", NUMBERS)
 @pytest.mark.parametrize("weighted", [False, True], ids=["", "imatrix"])
@@ -949,6 +950,7 @@ WIDE_TOO: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.reader
 @needs_llama_cpp
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXPERTS)
@@ -1067,7 +1069,7 @@ def test_value_heads_in_another_order(tmp_path: Path, tokenizers: dict[str, Path
         wrong = write_gguf(tmp_path / "wrong.gguf", "qwen35", {**there, "blk.0.ssm_out.weight": (values, "F32")}, keys)
         with pytest.raises(FormatError, match="and not 32 for 4 value heads"):
             weightsmith.open_checkpoint(wrong)
-    family = next(family for family in families.FAMILIES if family.model_type == "qwen3_5_text")
+    family = architecture_of_config({"model_type": "qwen3_5_text"})
     draft = PlanDraft.of(plan(passthrough(str(tmp_path / "a"))))
     name = "model.layers.0.linear_attn.out_proj.weight"
     (values,) = _importances_of(draft, family, {name: np.arange(32, dtype=np.float32)}).values()
@@ -1081,30 +1083,28 @@ def test_value_heads_in_another_order(tmp_path: Path, tokenizers: dict[str, Path
 
 def test_published_config_files_rely_on_defaults(model: Path) -> None:
     """google/gemma-3-4b-it says neither heads nor vocabulary."""
-    keys, _ = keys_of_config(
-        text_config(
-            {
-                "model_type": "gemma3",
-                "eos_token_id": [1, 106],
-                "text_config": {
-                    "model_type": "gemma3_text",
-                    "hidden_size": 2560,
-                    "intermediate_size": 10240,
-                    "num_hidden_layers": 34,
-                    "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
-                    "sliding_window": 1024,
-                },
-            }
-        ),
-        next(family for family in families.FAMILIES if family.model_type == "gemma3_text"),
-        1,
+    config = text_config(
+        {
+            "model_type": "gemma3",
+            "eos_token_id": [1, 106],
+            "text_config": {
+                "model_type": "gemma3_text",
+                "hidden_size": 2560,
+                "intermediate_size": 10240,
+                "num_hidden_layers": 34,
+                "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+                "sliding_window": 1024,
+            },
+        }
     )
+    keys, _ = architecture_of_config(config).keys(config, 1)
     found = {name.removeprefix("gemma3."): value.value for name, value in keys.items()}
     assert (found["attention.head_count"], found["attention.head_count_kv"], found["attention.key_length"]) == (8, 4, 256)
     assert (found["rope.freq_base"], found["rope.freq_base_swa"], found["rope.scaling.factor"]) == (1e6, 1e4, 8.0)
     assert (found["attention.sliding_window"], found["context_length"]) == (1024, 131072)
 
 
+@pytest.mark.reader
 @needs_llama_cpp
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)

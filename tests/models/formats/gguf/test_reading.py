@@ -22,15 +22,15 @@ from weightsmith._base.installation import install
 from weightsmith._base.tensors import DType
 from weightsmith._files.hf_folder import natural_key
 from weightsmith._models.checkpoint import open_checkpoint
-from weightsmith._models.formats.gguf.config import llama3_quotients
-from weightsmith._models.formats.gguf.families import FAMILIES, gguf_place, hub_name
+from weightsmith._models.formats.gguf.architectures import architectures
+from weightsmith._models.formats.gguf.architectures.llama import Llama
 from weightsmith._models.formats.gguf.layout import TYPE_IDS, TYPES
 from weightsmith._models.formats.gguf.reading import choose, open_files
+from weightsmith._models.formats.gguf.rope import llama3_quotients
 from weightsmith._models.formats.gguf.tokenizer import tokenizer_keys
 from weightsmith.testing import SourceCase, SourceTests
 
 KEYS = {**SIZES, **SENTENCEPIECE}
-LLAMA = FAMILIES[0]
 HEADS = {"attn_q": 4, "attn_k": 2}
 
 
@@ -42,7 +42,7 @@ def expected(tensors: dict[str, tuple[np.ndarray, str]]) -> dict[str, np.ndarray
         if heads:  # each head: neighbours there are half a head apart here
             head = np.arange(len(array)).reshape(heads, -1)
             array = array[np.concatenate([head[:, 0::2], head[:, 1::2]], 1).reshape(-1)]
-        found[str(hub_name(LLAMA, name))] = array
+        found[str(Llama().hub_name(name))] = array
     return {name: found[name] for name in sorted(found, key=natural_key)}
 
 
@@ -122,16 +122,16 @@ def test_norms_of_gemma_and_experts_of_mixtral(tmp_path: Path) -> None:
 
 
 def test_names_are_the_same_in_both_directions() -> None:
-    for family in FAMILIES:
-        for module in (*family.layer, *family.experts):
+    for architecture in architectures():
+        for module, hub in architecture.layer.items():
             there = f"blk.12.{module}.weight"
-            here = hub_name(family, there)
+            here = architecture.hub_name(there)
             assert here is not None
-            place = gguf_place(family, here.format(7))
+            place = architecture.place(here.format(7))
             assert place is not None
-            assert (place.name, place.expert) == (there, 7 if module in family.experts else -1)
-    assert hub_name(LLAMA, "blk.0.ssm_a.weight") is None
-    assert gguf_place(LLAMA, "model.layers.0.mlp.gate.weight") is None
+            assert (place.name, place.expert) == (there, 7 if "{}" in hub else -1)
+    assert Llama().hub_name("blk.0.ssm_a.weight") is None
+    assert Llama().place("model.layers.0.mlp.gate.weight") is None
 
 
 def test_a_split_file_is_one_model_whichever_part_is_named(tmp_path: Path) -> None:
@@ -244,7 +244,7 @@ def test_spaces_at_the_start_of_a_text_are_kept(prefix: bool, tmp_path: Path) ->
             first = made.encode(text, add_special_tokens=False).tokens[:1]
             assert [token[:1] == "\u2581" for token in first] == [prefix or text.startswith(" ")][: len(first)]
         written, _ = tokenizer_keys(
-            {"tokenizer.json": (found.folder / "tokenizer.json").read_bytes()}, {}, LLAMA, len(made.get_vocab()), "m"
+            {"tokenizer.json": (found.folder / "tokenizer.json").read_bytes()}, {}, Llama(), len(made.get_vocab()), "m"
         )
         assert written["tokenizer.ggml.add_space_prefix"].value is prefix
 

@@ -212,7 +212,7 @@ def test_each_part_has_importances_of_its_own() -> None:
     spec = TensorSpec("experts", BF16, (4, 2, 256))
     encoding = find_cut("gguf-2:q4_k[0-1],q4_k[1-2]")
     assert encoding is not None
-    assert encoding.importances(spec) == (2 * 4 * 256,)
+    assert encoding.importance_counts(spec) == (2 * 4 * 256,)
     outs = [np.zeros(out.nbytes, np.uint8) for out in encoding.outs(spec)]
     encoding.encode(spec, rows, 0, outs, np.concatenate(weights).reshape(-1))
     later = [np.zeros(out.size // 2, np.uint8) for out in outs]

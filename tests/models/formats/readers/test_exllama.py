@@ -14,6 +14,8 @@ from tests.mini import write_checkpoint
 from tests.models.formats.readers import exllama
 from weightsmith._models.checkpoint import open_checkpoint
 
+pytestmark = pytest.mark.reader
+
 H, M, V = 256, 384, 64
 SIZES = {
     **{f"self_attn.{part}_proj": (H, H) for part in ("q", "o")},

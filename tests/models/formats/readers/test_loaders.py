@@ -27,6 +27,8 @@ import weightsmith
 from tests import tokenizer_help
 from tests.models.formats.readers.loaders import GENERATED, SHORT, STEPS
 
+pytestmark = pytest.mark.reader
+
 ROOT = Path(__file__).parents[4]
 
 BOUND = 0.005

@@ -21,6 +21,8 @@ import pytest
 import weightsmith
 from tests.models.formats.readers.test_loaders import TEXT, TOKENIZER, errors, logits, make
 
+pytestmark = pytest.mark.reader
+
 PYTHON = os.environ.get("WEIGHTSMITH_MLX") or (sys.executable if find_spec("mlx_lm") else "")
 SCRIPT = Path(__file__).with_name("mlx_script.py")
 

@@ -26,7 +26,7 @@ BOUNDS = {"float32": 1e-4, "float16": 0.005}
 DENSE = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3")
 
 
-pytestmark = [needs_vllm, minutes]
+pytestmark = [pytest.mark.reader, needs_vllm, minutes]
 
 
 class Case(NamedTuple):

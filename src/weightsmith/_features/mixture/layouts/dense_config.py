@@ -47,7 +47,7 @@ _ROPELESS = {"no_rope_layers": None, "no_rope_layer_interval": 4}
 _MLA = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 _INTERLEAVED = {**_MLA, "attention_bias": False, "rope_interleave": True}
 _FACTORS = dict.fromkeys(("embedding_multiplier", "logits_scaling", "residual_multiplier"), 1.0)
-_MORE: Mapping[str, Mapping[str, Any]] = {
+_DEFAULTS_OF_TYPE: Mapping[str, Mapping[str, Any]] = {
     "llama": _BIASES,
     "mistral": {"sliding_window": 4096},
     "ministral": {"sliding_window": 4096, "layer_types": None},
@@ -64,7 +64,7 @@ _MORE: Mapping[str, Mapping[str, Any]] = {
 }
 
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    name: {**dict.fromkeys(_KEYS), **_COMMON, **dict(zip(_COLUMNS, row, strict=True)), **_MORE[name]}
+    name: {**dict.fromkeys(_KEYS), **_COMMON, **dict(zip(_COLUMNS, row, strict=True)), **_DEFAULTS_OF_TYPE[name]}
     for name, row in _ROWS.items()
 }
 """Model type → every key that its transformers class reads to compute, with its default."""
@@ -118,8 +118,8 @@ def semantics(config: Mapping[str, Any], where: str = "") -> dict[str, Any]:
         full = {**defaults, **{key: value for key, value in config.items() if key not in foreign}}
         _write_rope(full, config, model_type)
     heads = full.get("num_attention_heads") or 0
-    given = full.get("num_key_value_heads")
-    full["num_key_value_heads"] = heads if given is None else given
+    stated = full.get("num_key_value_heads")
+    full["num_key_value_heads"] = heads if stated is None else stated
     if full.get("head_dim") is None and heads and (hidden := full.get("hidden_size")):
         full["head_dim"] = hidden // heads
     full["layer_types"] = _windows(full, model_type)
@@ -190,11 +190,11 @@ def _write_rope(full: dict[str, Any], config: Mapping[str, Any], model_type: str
 def _windows(full: Mapping[str, Any], model_type: str) -> list[str]:
     """For each layer, `full_attention` or `sliding_attention`."""
     layers, window = full.get("num_hidden_layers") or 0, full.get("sliding_window")
-    given = full.get("layer_types")
+    stated = full.get("layer_types")
     if not window or full.get("use_sliding_window") is False:
         return ["full_attention"] * layers
-    if given:
-        return list(map(str, given))
+    if stated:
+        return list(map(str, stated))
     first = layers if model_type == "smollm3" else 0
     if model_type in ("qwen2", "qwen3"):
         first = full.get("max_window_layers") or 0

@@ -105,8 +105,8 @@ class Gating(ProductSettings):
         rows = _stored(product)
         n = max(len(rows) // layers, 1)
         routers = [rows[i : i + n] for i in range(0, len(rows), n)]
-        wanted = [(self.routed * self.groups, hidden), (experts - self.routed, hidden)][:n]
-        if len(routers) != layers or any([out.shape for out in layer] != wanted for layer in routers):
+        expected = [(self.routed * self.groups, hidden), (experts - self.routed, hidden)][:n]
+        if len(routers) != layers or any([out.shape for out in layer] != expected for layer in routers):
             return "its arrays are not the rows of its experts"
         return "" if self.outs(routers) == product.outs else "its arrays are not those of its report"
 
@@ -177,8 +177,8 @@ class _Route:
         per_layer = way.needs in ("entering", "mlp_input")
         groups = []
         for e, is_held_out in gating.counted if gating.report else ():
-            own = (held_out if is_held_out else positive)[e]
-            groups.append((Group(e, is_held_out, sum(len(self.all[k]) - self.tokens.start for k in own)), own))
+            numbers = (held_out if is_held_out else positive)[e]
+            groups.append((Group(e, is_held_out, sum(len(self.all[k]) - self.tokens.start for k in numbers)), numbers))
         names = [expert.name for expert in gating.experts[: gating.routed]]
         counted = Routing.zeros(names, max(1, gating.per_token // gating.groups), [group for group, _ in groups], len(rows))
         if uses_states(gating.mode, report=gating.report):
@@ -186,10 +186,10 @@ class _Route:
                 i = states.index
                 if per_layer:
                     seen = states.mlp_input if way.needs == "mlp_input" else states.entering
-                    made = way.function(self._samples(seen, positive, negative), gating.routed)
-                    rows[i] = _scaled(_numpy(made), gating)
+                    gate_rows = way.function(self._samples(seen, positive, negative), gating.routed)
+                    rows[i] = _scaled(_numpy(gate_rows), gating)
                 if gating.report:
-                    self._count(counted, rows[i, : gating.routed], states, [own for _, own in groups])
+                    self._count(counted, rows[i, : gating.routed], states, [numbers for _, numbers in groups])
         self._check(rows)
         return rows, counted if gating.report else None
 
@@ -223,8 +223,8 @@ class _Route:
         """Raise PlanError for prompts that the model cannot take."""
         problems: list[WeightsmithError] = []
         limit, vocabulary = self.decoder.max_tokens, self.decoder.vocabulary
-        for expert, own in zip(self.gating.experts, self.prompts, strict=True):
-            rows = (*own.positive, *own.negative, *own.held_out)
+        for expert, rows_of_expert in zip(self.gating.experts, self.prompts, strict=True):
+            rows = (*rows_of_expert.positive, *rows_of_expert.negative, *rows_of_expert.held_out)
             longest, largest = max(map(len, rows), default=0), max((token for row in rows for token in row), default=0)
             if longest > limit:
                 what = f"a prompt of {expert.name} has {longest:,} tokens, but the base supports at most {limit:,}"
@@ -234,7 +234,7 @@ class _Route:
                 what = f"the tokenizer produces token {largest}, but the base's embedding has {vocabulary} rows"
                 problems.append(Unsupported(what, where=self.gating.base.label, fix="use the base's own tokenizer"))
                 break
-            if expert.texts.has_prompts and not own.positive:
+            if expert.texts.has_prompts and not rows_of_expert.positive:
                 what = f"the prompts of {expert.name} contain no tokens"
                 problems.append(ParameterError(what, where=expert.where, fix="write some text"))
         if problems:
@@ -243,8 +243,8 @@ class _Route:
     def _numbered(self, what: str) -> list[list[int]]:
         """Add each expert's prompts of this kind to the prompts to run. Returns their indices."""
         numbers = []
-        for own in self.prompts:
-            rows = getattr(own, what)
+        for rows_of_expert in self.prompts:
+            rows = getattr(rows_of_expert, what)
             numbers.append(list(range(len(self.all), len(self.all) + len(rows))))
             self.all += rows
         return numbers
@@ -263,16 +263,16 @@ class _Route:
     def _samples(self, seen: Sequence[Tensor], positive: Sequence[list[int]], negative: Sequence[list[int]]) -> list[Sample]:
         start = 0 if self.way.plain else self.tokens.start
         return [
-            Sample([seen[k][start:] for k in own], [seen[k][start:] for k in other])
-            for own, other in zip(positive, negative, strict=True)
+            Sample([seen[k][start:] for k in numbers], [seen[k][start:] for k in negative_numbers])
+            for numbers, negative_numbers in zip(positive, negative, strict=True)
         ]
 
     def _count(self, counted: Routing, rows: Any, states: LayerStates, groups: Sequence[list[int]]) -> None:
         stored = rows.astype(self.dtype).astype(np.float32).T
-        for g, own in enumerate(groups):
-            if not own:
+        for g, numbers in enumerate(groups):
+            if not numbers:
                 continue
-            seen = [states.mlp_input[k][self.tokens.start :] for k in own]
+            seen = [states.mlp_input[k][self.tokens.start :] for k in numbers]
             if not any(len(x) for x in seen):
                 continue  # empty prompts
             counted.count(states.index, g, np.concatenate([_numpy(x) @ stored for x in seen]).astype(np.float64))

@@ -77,7 +77,7 @@ class Routing:
         self.first[layer, group] = np.bincount(order[:, 0], minlength=n) / len(logits)
         self.sent[layer, group] = np.bincount(order[:, : self.per_token].reshape(-1), minlength=n) / len(logits)
 
-    def own(self, shares: Shares) -> Shares:
+    def of_own_expert(self, shares: Shares) -> Shares:
         """The shares of each group's own expert: [layers, groups]."""
         return np.stack([shares[:, g, group.expert] for g, group in enumerate(self.groups)], axis=1)
 
@@ -113,7 +113,7 @@ class Routing:
 
     def table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
         """Header and rows: for each group, the `first` share of each expert (mean over layers), and its own expert's shares."""
-        own_first, own_sent = self.own(self.first), self.own(self.sent)
+        own_first, own_sent = self.of_own_expert(self.first), self.of_own_expert(self.sent)
         head = (
             "tokens of",
             *(f"to {self.label(e)}" for e in range(len(self.experts))),
@@ -129,9 +129,9 @@ class Routing:
 
     def by_layer(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
         """Header and rows: for each layer, the `first` share of each group's own expert."""
-        own = self.own(self.first)
+        shares = self.of_own_expert(self.first)
         head = ("layer", *(self.title(group) for group in self.groups))
-        return head, [(str(i), *(f"{share:.0%}" for share in row)) for i, row in enumerate(own)]
+        return head, [(str(i), *(f"{share:.0%}" for share in row)) for i, row in enumerate(shares)]
 
     def by_expert(self) -> HeatMap:
         """For the texts of each expert, by layer, the share of their tokens that each expert comes first for.
@@ -149,20 +149,20 @@ class Routing:
 
     def warnings(self, where: str) -> list[Finding]:
         """Warnings if one expert gets nearly all tokens, or one gets nothing of its own texts."""
-        found = []
+        findings = []
         prompts = [g for g, group in enumerate(self.groups) if not group.held_out]
         overall = self.first[:, prompts].mean(1)
         for e in range(len(self.experts)):
             if len(self.experts) > 1 and (layers := np.flatnonzero(overall[:, e] >= ALONE)).size:
                 what = f"expert {self.label(e)} comes first for nearly all tokens of all prompts in {runs(layers)}"
-                found.append(Finding(what, where, fix="give prompts that differ more, or another gate_mode"))
-        own = self.own(self.sent)
+                findings.append(Finding(what, where, fix="give prompts that differ more, or another gate_mode"))
+        shares = self.of_own_expert(self.sent)
         for g, group in enumerate(self.groups):
-            if (layers := np.flatnonzero(own[:, g] < NOTHING)).size:
+            if (layers := np.flatnonzero(shares[:, g] < NOTHING)).size:
                 what = f"expert {self.label(group.expert)} gets nothing of its own "
                 what += f"{'held-out texts' if group.held_out else 'prompts'} in {runs(layers)}"
-                found.append(Finding(what, where, fix="give prompts that differ more, or another gate_mode"))
-        return found
+                findings.append(Finding(what, where, fix="give prompts that differ more, or another gate_mode"))
+        return findings
 
 
 def runs(layers: Sequence[int] | npt.NDArray[np.intp]) -> str:
@@ -208,8 +208,8 @@ class RoutingReport:
         layers = tuple(map(str, range(routing.first.shape[0])))
         experts, group = tuple(map(routing.label, range(len(routing.experts)))), "Routing"
         return [
-            HeatMap(f"Routing: {routing.title(own)}", experts, layers, values, "share", about, span=SPAN, group=group)
-            for g, own in enumerate(routing.groups)
+            HeatMap(f"Routing: {routing.title(texts)}", experts, layers, values, "share", about, span=SPAN, group=group)
+            for g, texts in enumerate(routing.groups)
             for values in [tuple(map(tuple, routing.first[:, g].T.tolist()))]
         ]
 

@@ -59,25 +59,27 @@ def assemble_surgery(
     """
     with ExitStack() as stack:
         asked = options.out_dtype or recipe.dtype
-        checkpoint, found = _open(recipe, asked, options, stack)
+        checkpoint, model_problems = _open(recipe, asked, options, stack)
         if checkpoint is None:
-            raise PlanError([*problems, *found])
+            raise PlanError([*problems, *model_problems])
         specs = dict(checkpoint.specs)
-        blocks, found = find_blocks(specs.values(), str(recipe.model))
-        if found:
-            raise PlanError([*problems, *(at(problem, recipe.model.where) for problem in found)])
+        blocks, model_problems = find_blocks(specs.values(), str(recipe.model))
+        if model_problems:
+            raise PlanError([*problems, *(at(problem, recipe.model.where) for problem in model_problems)])
         selection = ExpertSelection(recipe, blocks, folder)
         surgeon = _Surgeon(recipe, checkpoint, selection, asked)
         config = surgeon.config()
         if problems or selection.problems:
             raise PlanError([*problems, *selection.problems])
-        made = surgeon.assemble(config, options.shard_bytes)
+        assembled = surgeon.assemble(config, options.shard_bytes)
         # What the tensors of a quantised model are is up to its own loader.
         if options.check_loading and checkpoint.quantised is None:
-            where, shape = recipe.model.where, made.structure
-            made.loading = question_of(made.draft, checkpoint.config, specs.values(), shape, checkpoint.ref, where=where)
+            where, shape = recipe.model.where, assembled.structure
+            assembled.loading = question_of(
+                assembled.draft, checkpoint.config, specs.values(), shape, checkpoint.ref, where=where
+            )
         stack.pop_all()
-        return made
+        return assembled
 
 
 def _open(
@@ -134,7 +136,7 @@ class _Surgeon:
     def _check_merge(self) -> None:
         """Check that experts can be averaged, and matched if requested."""
         block = self.blocks[0]
-        tensors = [*(spec for parts in block.own for spec in parts.values()), *(stacked.spec for stacked in block.fused)]
+        tensors = [*(spec for parts in block.separate for spec in parts.values()), *(stacked.spec for stacked in block.fused)]
         codes = next((spec for spec in tensors if not spec.dtype.floating), None)
         if codes is not None:
             fix = "use prune_experts, which copies experts, or a checkpoint that is not quantised"
@@ -171,10 +173,10 @@ class _Surgeon:
             groups = self.selection.groups[block.layer]
             keep = groups if self.mean_router else tuple(ExpertGroup(group.experts[:1]) for group in groups)
             sources = self._sources(block, groups)
-            steps += [step for i, group in enumerate(groups) for step in self._own(block, i, group, sources)]
+            steps += [step for i, group in enumerate(groups) for step in self._separate(block, i, group, sources)]
             steps += [self._stacked(block, stacked, groups, sources) for stacked in block.fused]
             steps += [self._stacked(block, stacked, keep, {}) for stacked in block.router]
-            moved |= {spec.name for parts in block.own for spec in parts.values()}
+            moved |= {spec.name for parts in block.separate for spec in parts.values()}
             moved |= {stacked.spec.name for stacked in (*block.fused, *block.router)}
         for name, spec in self.specs.items():
             if name not in moved:
@@ -195,22 +197,24 @@ class _Surgeon:
 
     def _sources(self, block: ExpertLayer, groups: Groups) -> dict[tuple[int, str], Read]:
         """Reads that replace the model's tensors for experts with matched neurons, by expert and key."""
-        found: dict[tuple[int, str], Read] = {}
+        reads: dict[tuple[int, str], Read] = {}
         config, pairs = self.checkpoint.config or {}, []
         for group in groups if self.matched else ():
             first = neuron_tensors(block, group.experts[0], config)
             for e in group.experts[1:]:
                 owner, other = f"{block.prefix}experts.{e}", neuron_tensors(block, e, config)
                 pairs.append((owner, first, other))
-                found |= {(e, key): read_matched(owner, tensor) for key, tensor in other.items()}
+                reads |= {(e, key): read_matched(owner, tensor) for key, tensor in other.items()}
         if pairs:
             self.draft.products.append(matching(block.layer, pairs, self.checkpoint.ref))
-        return found
+        return reads
 
-    def _own(self, block: ExpertLayer, new: int, group: ExpertGroup, sources: Mapping[tuple[int, str], Read]) -> list[Step]:
+    def _separate(
+        self, block: ExpertLayer, new: int, group: ExpertGroup, sources: Mapping[tuple[int, str], Read]
+    ) -> list[Step]:
         """The tensors of new expert `new`, if experts have separate tensors."""
         steps = []
-        for part, spec in block.own[group.experts[0]].items() if block.own else ():
+        for part, spec in block.separate[group.experts[0]].items() if block.separate else ():
             inputs = [sources.get((e, part)) or Read(0, block.name(e, part)) for e in group.experts]
             steps.append(self._step(block.name(new, part), spec.shape, spec, inputs, group.shares))
         return steps
@@ -250,15 +254,15 @@ class _Surgeon:
 
 def _runs(groups: Groups) -> list[tuple[int, ExpertGroup, int]]:
     """New number, group and run length: adjacent experts in groups of one that stay adjacent form one run."""
-    found: list[tuple[int, ExpertGroup, int]] = []
+    runs: list[tuple[int, ExpertGroup, int]] = []
     for new, group in enumerate(groups):
-        if found and len(group.experts) == 1:
-            first, before, n = found[-1]
+        if runs and len(group.experts) == 1:
+            first, before, n = runs[-1]
             if len(before.experts) == 1 and before.experts[0] + n == group.experts[0]:
-                found[-1] = first, before, n + 1
+                runs[-1] = first, before, n + 1
                 continue
-        found.append((new, group, 1))
-    return found
+        runs.append((new, group, 1))
+    return runs
 
 
 # ---- config.json with a new number of experts.
@@ -299,8 +303,8 @@ def with_experts(config: Mapping[str, Any], old: int, new: int, where: str) -> t
 
 def router_groups(config: Mapping[str, Any], experts: int) -> int:
     """The number of groups among which the router chooses; 1 if it has none."""
-    found = [part.get("n_group") for _, part in sections(config) if any(_is(part.get(key), experts) for key in EXPERT_COUNTS)]
-    return next((n for n in found if isinstance(n, int) and n > 1), 1)
+    counts = [part.get("n_group") for _, part in sections(config) if any(_is(part.get(key), experts) for key in EXPERT_COUNTS)]
+    return next((n for n in counts if isinstance(n, int) and n > 1), 1)
 
 
 def _checked(part: Mapping[str, Any], new: int, where: str) -> list[WeightsmithError]:
@@ -311,8 +315,8 @@ def _checked(part: Mapping[str, Any], new: int, where: str) -> list[WeightsmithE
         needed = max(whole_numbers(part.get(key)), default=0)
         per_token = max(per_token, needed)
         if needed > new:
-            left = "1 expert is" if new == 1 else f"{new} experts are"
-            what = f"each token is routed to {needed} experts ({key} in config.json), but only {left} left"
+            remaining = "1 expert is" if new == 1 else f"{new} experts are"
+            what = f"each token is routed to {needed} experts ({key} in config.json), but only {remaining} left"
             problems.append(LayerError(what, where=where, fix=f"keep at least {needed} in each layer"))
     for key in DIVISORS:
         for n in whole_numbers(part.get(key)):

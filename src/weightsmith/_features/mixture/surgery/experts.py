@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from weightsmith._base.errors import Unsupported, WeightsmithError
 from weightsmith._base.tensors import TensorSpec
 
-_OWN = re.compile(r"(?P<block>(?:.*\.)?)experts\.(?P<expert>0|[1-9][0-9]{0,5})\.(?P<part>.+)")
+_SEPARATE = re.compile(r"(?P<block>(?:.*\.)?)experts\.(?P<expert>0|[1-9][0-9]{0,5})\.(?P<part>.+)")
 _FUSED = re.compile(r"(?P<block>(?:.*\.)?)(?:experts\..+|(?:input|output)_linear\.weight)")
 _ROUTER = re.compile(
     r"(gate|router|router\.(layer|gate|proj)|gate\.wg)\.weight"  # [E, H]
@@ -54,7 +54,7 @@ class ExpertLayer:
     prefix   of their names: `model.layers.3.mlp.`
     layer    as recipes name it: `3`; outside the main stack, `mtp.layers.0`
     experts  number of experts
-    own      for each expert, its separate tensors by their part of the name (`w1.weight`)
+    separate  for each expert, its separate tensors by their part of the name (`w1.weight`)
     fused    tensors that hold all experts
     router   router tensors with a row or number for each expert
     """
@@ -62,7 +62,7 @@ class ExpertLayer:
     prefix: str
     layer: str
     experts: int
-    own: tuple[Mapping[str, TensorSpec], ...]
+    separate: tuple[Mapping[str, TensorSpec], ...]
     fused: tuple[Stacked, ...]
     router: tuple[Stacked, ...]
 
@@ -87,36 +87,38 @@ def find_blocks(specs: Iterable[TensorSpec], label: str) -> tuple[list[ExpertLay
     ('5', 2, 'model.layers.5.mlp.gate.weight', [])
     """
     specs = tuple(specs)
-    own: dict[str, dict[int, dict[str, TensorSpec]]] = defaultdict(lambda: defaultdict(dict))
+    separate: dict[str, dict[int, dict[str, TensorSpec]]] = defaultdict(lambda: defaultdict(dict))
     fused: dict[str, list[TensorSpec]] = defaultdict(list)
     for spec in specs:
-        if match := _OWN.fullmatch(spec.name):
-            own[match["block"]][int(match["expert"])][match["part"]] = spec
+        if match := _SEPARATE.fullmatch(spec.name):
+            separate[match["block"]][int(match["expert"])][match["part"]] = spec
         elif (match := _FUSED.fullmatch(spec.name)) and len(spec.shape) >= 1:
             fused[match["block"]].append(spec)
-    prefixes = [*own, *(prefix for prefix, found in fused.items() if any(len(s.shape) == 3 for s in found))]
+    prefixes = [*separate, *(prefix for prefix, blocks in fused.items() if any(len(s.shape) == 3 for s in blocks))]
     finder = _Finder(dict.fromkeys(prefixes), label)
     others = finder.others(specs)
-    blocks = [finder.block(prefix, own.get(prefix, {}), fused.get(prefix, ()), others[prefix]) for prefix in finder.layers]
-    found = [block for block in blocks if block is not None]
-    if not finder.problems and not found:
+    candidates = [
+        finder.block(prefix, separate.get(prefix, {}), fused.get(prefix, ()), others[prefix]) for prefix in finder.layers
+    ]
+    blocks = [block for block in candidates if block is not None]
+    if not finder.problems and not blocks:
         fix = "name a mixture of experts; to build one from dense models, write a recipe with base_model and experts"
         finder.problem(f"no experts were found in {label}", fix=fix)
-    if len(counts := Counter(block.experts for block in found)) > 1 and not finder.problems:
-        examples = [f"{next(b.prefix for b in found if b.experts == n)}: {n} experts" for n in counts]
+    if len(counts := Counter(block.experts for block in blocks)) > 1 and not finder.problems:
+        examples = [f"{next(b.prefix for b in blocks if b.experts == n)}: {n} experts" for n in counts]
         finder.problem("layers have different numbers of experts", details=examples)
-    return found, finder.problems
+    return blocks, finder.problems
 
 
 class _Finder:
     def __init__(self, prefixes: Iterable[str], label: str) -> None:
         self.label = label
         self.problems: list[WeightsmithError] = []
-        self.found = 0  # all problems, including repetitions in other layers
+        self.n_problems = 0  # all problems, including repetitions in other layers
         self.layers = self._layers(list(prefixes))
 
     def problem(self, what: str, where: str = "", fix: str = "", details: Sequence[str] = ()) -> None:
-        self.found += 1
+        self.n_problems += 1
         if all(what != other.finding.what for other in self.problems):  # report once, not for each layer
             self.problems.append(Unsupported(what, where=where, fix=fix, details=details))
 
@@ -134,37 +136,37 @@ class _Finder:
             stacks[".".join(parts[: numbers[0]])][prefix] = int(parts[numbers[0]])
         main = max(stacks, key=lambda stack: len(stacks[stack]), default="")
         layers: dict[str, str] = {}
-        for stack, found in stacks.items():
-            for prefix, number in sorted(found.items(), key=lambda item: item[1]):
+        for stack, numbers_of_stack in stacks.items():
+            for prefix, number in sorted(numbers_of_stack.items(), key=lambda item: item[1]):
                 layers[prefix] = str(number) if stack == main else f"{stack}.{number}"
         return layers
 
     def others(self, specs: Iterable[TensorSpec]) -> dict[str, list[TensorSpec]]:
         """The tensors of each block that are not under a numbered `experts.`. A block may be the whole layer."""
-        found: dict[str, list[TensorSpec]] = {prefix: [] for prefix in self.layers}
+        others: dict[str, list[TensorSpec]] = {prefix: [] for prefix in self.layers}
         for spec in specs:
             parts = spec.name.split(".")
             for k in range(len(parts)):
                 prefix = ".".join([*parts[:k], ""])
                 inner = ".".join(parts[k:])
-                if prefix not in found or _OWN.fullmatch(spec.name):
+                if prefix not in others or _SEPARATE.fullmatch(spec.name):
                     continue
                 if not parts[k - 1].isdecimal() or _PART_OF_BLOCK.match(inner):
-                    found[prefix].append(spec)
-        return found
+                    others[prefix].append(spec)
+        return others
 
     def block(
         self,
         prefix: str,
-        own: Mapping[int, Mapping[str, TensorSpec]],
+        separate: Mapping[int, Mapping[str, TensorSpec]],
         fused: Sequence[TensorSpec],
         others: Sequence[TensorSpec],
     ) -> ExpertLayer | None:
-        before = self.found
-        n = len(own) or next(spec.shape[0] for spec in fused if len(spec.shape) == 3)
-        experts = tuple(own[e] for e in sorted(own))
-        self._check_own(prefix, own)
-        if self.found > before:
+        before = self.n_problems
+        n = len(separate) or next(spec.shape[0] for spec in fused if len(spec.shape) == 3)
+        experts = tuple(separate[e] for e in sorted(separate))
+        self._check_separate(prefix, separate)
+        if self.n_problems > before:
             return None
         stacks: list[Stacked] = []
         router: list[Stacked] = []
@@ -183,21 +185,21 @@ class _Finder:
             else:
                 stacks.append(Stacked(spec, axis))
         rows = [stacked for stacked in router if _ROWS.fullmatch(stacked.spec.name.removeprefix(prefix))]
-        if self.found == before and len(rows) != 1:
+        if self.n_problems == before and len(rows) != 1:
             self.problem(f"the experts need one router, but {len(rows)} were found", f"{prefix}experts")
-        if self.found > before:
+        if self.n_problems > before:
             return None
         return ExpertLayer(prefix, self.layers[prefix], n, experts, tuple(stacks), tuple(router))
 
-    def _check_own(self, prefix: str, own: Mapping[int, Mapping[str, TensorSpec]]) -> None:
+    def _check_separate(self, prefix: str, separate: Mapping[int, Mapping[str, TensorSpec]]) -> None:
         """Check that experts are numbered from 0 without gaps and have the same tensors."""
-        if own and sorted(own) != list(range(len(own))):
-            missing = next(e for e in range(len(own)) if e not in own)
+        if separate and sorted(separate) != list(range(len(separate))):
+            missing = next(e for e in range(len(separate)) if e not in separate)
             self.problem(f"expert {missing} is missing", f"{prefix}experts")
             return
-        for e, parts in own.items():
-            for part in dict.fromkeys([*own[0], *parts]):
-                first, other = own[0].get(part), parts.get(part)
+        for e, parts in separate.items():
+            for part in dict.fromkeys([*separate[0], *parts]):
+                first, other = separate[0].get(part), parts.get(part)
                 if first is None or other is None or (first.shape, first.dtype) != (other.shape, other.dtype):
                     said = [f"expert {k}: {spec or 'missing'}" for k, spec in ((0, first), (e, other))]
                     self.problem("experts have different tensors", f"{prefix}experts.{e}.{part}", details=said)

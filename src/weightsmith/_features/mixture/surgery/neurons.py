@@ -83,25 +83,25 @@ def neuron_tensors(block: ExpertLayer, expert: int, config: Mapping[str, Any]) -
 
     config  config.json. Raises Unsupported if the arrangement of neurons is unknown.
     """
-    found: dict[str, NeuronTensor] = {}
-    for part, spec in block.own[expert].items() if block.own else ():
+    tensors: dict[str, NeuronTensor] = {}
+    for part, spec in block.separate[expert].items() if block.separate else ():
         if _FIXED.fullmatch(part):
             continue
         if not (len(spec.shape) in (1, 2) and (_ROWS.fullmatch(part) or _COLUMNS.fullmatch(part))):
             raise _unknown(spec)
         shape = (1, spec.shape[0]) if len(spec.shape) == 1 else (spec.shape[0], spec.shape[1])
         axis: Literal[0, 1] = 0 if len(spec.shape) == 2 and _ROWS.fullmatch(part) else 1
-        found[part] = NeuronTensor(spec, 0, shape, axis, "plain", shape[axis])
-    found |= _fused(block, expert, config)
-    if len({tensor.neurons for tensor in found.values()}) != 1:
-        said = [f"{c.spec}: {c.neurons}" for c in found.values()]
+        tensors[part] = NeuronTensor(spec, 0, shape, axis, "plain", shape[axis])
+    tensors |= _fused(block, expert, config)
+    if len({tensor.neurons for tensor in tensors.values()}) != 1:
+        said = [f"{c.spec}: {c.neurons}" for c in tensors.values()]
         raise Unsupported("an expert's tensors have different numbers of neurons", where=f"{block.prefix}experts", details=said)
-    return found
+    return tensors
 
 
 def _fused(block: ExpertLayer, expert: int, config: Mapping[str, Any]) -> dict[str, NeuronTensor]:
     """The same for fused tensors: both matrices and their biases."""
-    found: dict[str, NeuronTensor] = {}
+    neurons: dict[str, NeuronTensor] = {}
     tensors = {stacked.spec.name.removeprefix(block.prefix).removeprefix("experts."): stacked for stacked in block.fused}
     named = {name.removesuffix(".weight"): stacked for name, stacked in tensors.items()}
     up = named.pop("gate_up_proj", None) or named.pop("input_linear", None)
@@ -114,21 +114,21 @@ def _fused(block: ExpertLayer, expert: int, config: Mapping[str, Any]) -> dict[s
     c, d = down.spec.shape[1:]
     if (a, b) == (2 * d, c):  # [2I, H] and [H, I]
         pattern: Pattern = "halves"
-        found[up.spec.name] = NeuronTensor(up.spec, expert * a * b, (a, b), 0, pattern, d)
-        found[down.spec.name] = NeuronTensor(down.spec, expert * c * d, (c, d), 1, "plain", d)
+        neurons[up.spec.name] = NeuronTensor(up.spec, expert * a * b, (a, b), 0, pattern, d)
+        neurons[down.spec.name] = NeuronTensor(down.spec, expert * c * d, (c, d), 1, "plain", d)
     elif (a, b) == (d, 2 * c):  # [H, 2I] and [I, H]
         pattern = _transposed_pattern(up.spec, config)
-        found[up.spec.name] = NeuronTensor(up.spec, expert * a * b, (a, b), 1, pattern, c)
-        found[down.spec.name] = NeuronTensor(down.spec, expert * c * d, (c, d), 0, "plain", c)
+        neurons[up.spec.name] = NeuronTensor(up.spec, expert * a * b, (a, b), 1, pattern, c)
+        neurons[down.spec.name] = NeuronTensor(down.spec, expert * c * d, (c, d), 0, "plain", c)
     else:
         raise Unsupported("gate_up and down shapes do not match", where=up.spec.name, details=[str(up.spec), str(down.spec)])
     for name, stacked in named.items():
-        if name == "gate_up_proj_bias" and stacked.spec.shape[1:] == (2 * found[up.spec.name].neurons,):
+        if name == "gate_up_proj_bias" and stacked.spec.shape[1:] == (2 * neurons[up.spec.name].neurons,):
             n = stacked.spec.shape[1]
-            found[stacked.spec.name] = NeuronTensor(stacked.spec, expert * n, (1, n), 1, pattern, n // 2)
+            neurons[stacked.spec.name] = NeuronTensor(stacked.spec, expert * n, (1, n), 1, pattern, n // 2)
         elif not _FIXED.fullmatch(name):
             raise _unknown(stacked.spec)
-    return found
+    return neurons
 
 
 def _transposed_pattern(spec: TensorSpec, config: Mapping[str, Any]) -> Pattern:
@@ -172,7 +172,7 @@ class MatchedPair:
     def orders(self) -> tuple[TensorSpec, ...]:
         """The arrays: its neurons in the other's order, for each pattern."""
         sizes = {"plain": self.neurons, "halves": 2 * self.neurons, "pairs": 2 * self.neurons}
-        return tuple(TensorSpec(_table(self.owner, each), DTYPES["I32"], (sizes[each],)) for each in self.patterns)
+        return tuple(TensorSpec(_table(self.owner, pattern), DTYPES["I32"], (sizes[pattern],)) for pattern in self.patterns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +211,7 @@ def matching(layer: str, pairs: Sequence[tuple[str, Neurons, Neurons]], label: s
     label  of the model, for messages
     """
     steps: dict[str, Step] = {}
-    found = []
+    matched = []
     for owner, first, other in pairs:
         matrices: list[tuple[str, str, int, Pattern]] = []
         for key, tensor in first.items():
@@ -219,8 +219,8 @@ def matching(layer: str, pairs: Sequence[tuple[str, Neurons, Neurons]], label: s
             steps |= {step.out.name: step for step in (ours, theirs)}
             matrices.append((ours.out.name, theirs.out.name, tensor.axis, tensor.pattern))
         patterns = tuple(dict.fromkeys(tensor.pattern for tensor in other.values()))
-        found.append(MatchedPair(owner, next(iter(other.values())).neurons, tuple(matrices), patterns))
-    work = NeuronOrders(label, tuple(found))
+        matched.append(MatchedPair(owner, next(iter(other.values())).neurons, tuple(matrices), patterns))
+    work = NeuronOrders(label, tuple(matched))
     return Product(f"neuron order of layer {layer}", "neuron_order", work.outs, work.to_json(), tuple(steps.values()))
 
 

@@ -41,8 +41,8 @@ class ExpertSelection:
         section = recipe.prune or recipe.merge
         assert section is not None
         self.section = section
-        given = "keep" if recipe.prune is not None else "groups"
-        self.where = section.at(self._key(given))  # the key that determines how many experts remain
+        key = "keep" if recipe.prune is not None else "groups"
+        self.where = section.at(self._key(key))  # the key that determines how many experts remain
         self.groups: dict[str, Groups] = self._pruned() if recipe.prune is not None else self._merged()
         self._check_counts()
 
@@ -58,19 +58,19 @@ class ExpertSelection:
         return {layer: tuple(ExpertGroup((e,)) for e in experts) for layer, experts in kept.items()}
 
     def _most_salient(self) -> dict[str, tuple[int, ...]]:
-        wanted = self.section.values.get("experts")
+        n_kept = self.section.values.get("experts")
         n = self.blocks[0].experts
-        if wanted is None:
+        if n_kept is None:
             what = "'saliency' requires 'experts', the number of experts to keep in each layer"
             self._problem(what, "saliency", "Write experts: 32.")
             return {}
-        if wanted > n:
-            self._problem(f"cannot keep {wanted} experts in each layer: there are {n}", "experts", f"Write at most {n}.")
+        if n_kept > n:
+            self._problem(f"cannot keep {n_kept} experts in each layer: there are {n}", "experts", f"Write at most {n}.")
             return {}
         kept = {}
         for layer, numbers in self._saliency().items():
             ranked = sorted(range(n), key=lambda e: (-numbers[e], e))
-            kept[layer] = tuple(sorted(ranked[:wanted]))
+            kept[layer] = tuple(sorted(ranked[:n_kept]))
         return kept
 
     @property
@@ -86,7 +86,7 @@ class ExpertSelection:
         where = self.section.at("saliency")
         fix = 'write {"0": [one number for each expert of layer 0], "1": ...}'
         try:
-            given = read_object(path, MAX_SALIENCY_BYTES, "a saliency file", fix)
+            numbers_of_layer = read_object(path, MAX_SALIENCY_BYTES, "a saliency file", fix)
         except NotFound:
             self.problems.append(NotFound("no such saliency file", where=f"{where}: {path}"))
             return {}
@@ -94,15 +94,15 @@ class ExpertSelection:
             self.problems.append(error)
             return {}
         n, before = self.blocks[0].experts, len(self.problems)
-        for layer, numbers in given.items():
+        for layer, numbers in numbers_of_layer.items():
             bad = [k for k, x in enumerate(numbers) if not _is_number(x)] if isinstance(numbers, list) else [0]
             if bad or len(numbers) != n:
-                found = f"{len(numbers)} values" if isinstance(numbers, list) else type(numbers).__name__
+                shown = f"{len(numbers)} values" if isinstance(numbers, list) else type(numbers).__name__
                 if isinstance(numbers, list) and len(numbers) == n:
-                    found = f"{show(numbers[bad[0]])} for expert {bad[0]}"
-                what = f"layer {layer} needs one finite number for each of its {n} experts, not {found}"
+                    shown = f"{show(numbers[bad[0]])} for expert {bad[0]}"
+                what = f"layer {layer} needs one finite number for each of its {n} experts, not {shown}"
                 self.problems.append(ParameterError(what, where=str(path), fix=fix))
-        known = self._known(given, "saliency", str(path))
+        known = self._known(numbers_of_layer, "saliency", str(path))
         return {layer: tuple(map(float, numbers)) for layer, numbers in known.items()} if len(self.problems) == before else {}
 
     # --- merge_experts -----------------------------------------------------------------------------------------------
@@ -124,23 +124,23 @@ class ExpertSelection:
     def _weights(self, groups: Mapping[str, Any]) -> Mapping[str, Any]:
         """The weights of each layer that has them, checked against its groups."""
         values = self.section.values
-        given = [key for key in ("weights", "weights_by_layer") if key in values]
+        keys = [key for key in ("weights", "weights_by_layer") if key in values]
         fits = "weights" if "groups" in values else "weights_by_layer"
-        if not given:
+        if not keys:
             return {}
-        if given != [fits]:
-            wrong = next(key for key in given if key != fits)
+        if keys != [fits]:
+            wrong = next(key for key in keys if key != fits)
             self._problem(f"'{wrong}' cannot be combined with '{self._key('groups')}'", wrong, f"Write {fits}.")
             return {}
         weights = self._by_layer("weights")
         for layer, listed, where in self._entries(weights, "weights"):
-            wanted = [len(group) for group in groups.get(layer, ())]
-            if [len(own) for own in listed] != wanted and layer in groups:
-                found = f"groups of {wanted} experts have {[len(own) for own in listed]} weights"
-                self._problem(f"{found}{where}", fits, "Write one weight for each expert of each group.")
-            for own in listed:
-                if min(own) < 0 or sum(own) <= 0:
-                    what = f"invalid weights {list(own)}{where}: they must be non-negative, and not all 0"
+            sizes = [len(group) for group in groups.get(layer, ())]
+            if [len(weights_of_group) for weights_of_group in listed] != sizes and layer in groups:
+                problem = f"groups of {sizes} experts have {[len(weights_of_group) for weights_of_group in listed]} weights"
+                self._problem(f"{problem}{where}", fits, "Write one weight for each expert of each group.")
+            for weights_of_group in listed:
+                if min(weights_of_group) < 0 or sum(weights_of_group) <= 0:
+                    what = f"invalid weights {list(weights_of_group)}{where}: they must be non-negative, and not all 0"
                     self._problem(what, fits)
         return weights
 
@@ -158,12 +158,12 @@ class ExpertSelection:
             return {block.layer: values[name] for block in self.blocks}
         return self._known(values[f"{name}_by_layer"], f"{name}_by_layer", "")
 
-    def _known(self, given: Mapping[str, Any], key: str, file: str) -> dict[str, Any]:
+    def _known(self, entries: Mapping[str, Any], key: str, file: str) -> dict[str, Any]:
         """The entries of the layers with experts, in order. Unknown and missing layers are problems."""
         layers = [block.layer for block in self.blocks]
         where = file or self.section.at(key)
-        strange = [layer for layer in given if layer not in layers]
-        missing = [layer for layer in layers if layer not in given]
+        strange = [layer for layer in entries if layer not in layers]
+        missing = [layer for layer in layers if layer not in entries]
         if strange:
             what = f"layer {strange[0]} has no experts, or does not exist"
             self.problems.append(LayerError(what, where=where, fix=f"write layers that have experts: {_runs(layers)}"))
@@ -173,7 +173,7 @@ class ExpertSelection:
             self.problems.append(
                 LayerError(f"{what} not in '{key}'", where=where, fix="write an entry for every layer that has experts")
             )
-        return {layer: given[layer] for layer in layers if layer in given}
+        return {layer: entries[layer] for layer in layers if layer in entries}
 
     def _entries(self, by_layer: Mapping[str, Any], name: str) -> Iterator[tuple[str, Any, str]]:
         """Layer, value and place, for messages, of the entries to check: a single one if all layers share it."""

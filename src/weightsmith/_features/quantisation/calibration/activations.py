@@ -16,12 +16,13 @@ import numpy as np
 from weightsmith._activations.sites import by_site
 from weightsmith._activations.states import FORWARD, made_beside
 from weightsmith._activations.work import LayerWork
-from weightsmith._base.errors import NonFinite, Unsupported
+from weightsmith._base.errors import NonFinite, Unsupported, WeightsmithError
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._engine.products import ProductContext, ProductKind
-from weightsmith._models.formats.compressed_tensors.activations import CACHED, INPUTS
+from weightsmith._models.formats import find_cache, find_encoding
 from weightsmith._plans import Product
 from weightsmith.abc.product import Arrays, Floats
+from weightsmith.abc.stored import ActivationScale
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,20 +35,29 @@ if TYPE_CHECKING:
 class ScalesWork(LayerWork):
     """Settings of the product.
 
-    encoding  of the weights; "" if there are none
-    weights   names of the weights whose inputs get a scale
-    cache     name of the attention module whose keys and values get one; "" for none
+    encoding   of the weights; "" if there are none
+    weights    names of the weights whose inputs get a scale
+    attention  name of the module whose keys and values get one; "" for none
+    cache      how they are stored: a name for `find_cache`; "" without
     """
 
     encoding: str
     weights: tuple[str, ...]
+    attention: str
     cache: str
+
+    @property
+    def scales(self) -> tuple[ActivationScale, ...]:
+        """Of keys and values; () without."""
+        cache = find_cache(self.cache) if self.attention else None
+        return () if cache is None else (cache.keys, cache.values)
 
     @property
     def outs(self) -> tuple[TensorSpec, ...]:
         """The scales: one for each weight, then those of keys and values."""
-        inputs = [INPUTS[self.encoding].out(weight) for weight in self.weights]
-        return (*inputs, *(scale.out(self.cache) for scale in CACHED if self.cache))
+        scale = find_encoding(self.encoding).inputs if self.weights else None
+        inputs = () if scale is None else tuple(scale.out(weight) for weight in self.weights)
+        return (*inputs, *(each.out(self.attention) for each in self.scales))
 
 
 def attention_of(names: Iterable[str]) -> str:
@@ -97,21 +107,23 @@ def _compute(bench: ProductContext) -> Arrays:
     from weightsmith._activations.running import layer_rows
 
     work, cached = ScalesWork.of(bench.product), Cached()
-    after = made_beside(bench, work) if work.weights and not work.cache else None  # with a cache, attention may round otherwise
+    # With a cache, attention may round otherwise.
+    after = made_beside(bench, work) if work.weights and not work.attention else None
     with layer_rows(bench, work, 0, 0.7 if after is None else 1) as rows:
-        if work.cache:
+        if work.attention:
             rows = replace(rows, layer=rows.layer.with_cache(cached))
         inputs = _inputs(rows, work.weights, after)
         if not work.weights:
             for _ in rows.each(lambda numbered: rows.layer.batch(numbered[1][None])):
                 pass
-    if work.cache and not cached.largest:
+    if work.attention and not cached.largest:
         what = f"layer {work.layer} gives no keys and values to a cache"
         raise Unsupported(what, where=work.base.label, fix=f"leave out the scales of the cache{work.base.instead}")
     if not np.isfinite(cached.largest).all():
         raise NonFinite(f"the keys or values of layer {work.layer} are NaN or infinite", where=work.base.label)
-    scales = [INPUTS[work.encoding].of(inputs[weight]) for weight in work.weights]
-    return [*scales, *(scale.of(largest) for scale, largest in zip(CACHED, cached.largest, strict=False))]
+    scale = find_encoding(work.encoding).inputs if work.weights else None
+    of_inputs = [] if scale is None else [scale.of(inputs[weight]) for weight in work.weights]
+    return [*of_inputs, *(each.of(largest) for each, largest in zip(work.scales, cached.largest, strict=False))]
 
 
 def _inputs(rows: LayerRows, weights: Sequence[str], after: Floats | None) -> dict[str, float]:
@@ -136,8 +148,13 @@ def _check(product: Product) -> str:
     if problem := ScalesWork.check(product):
         return problem
     work = ScalesWork.of(product)
-    if work.weights and work.encoding not in INPUTS:
-        return f"there is no scale of activations for weights stored as {work.encoding}"
+    try:
+        if work.weights and find_encoding(work.encoding).inputs is None:
+            return f"there is no scale of activations for weights stored as {work.encoding}"
+    except WeightsmithError as error:
+        return error.finding.what
+    if bool(work.attention) != (find_cache(work.cache) is not None):
+        return "there is no such cache"
     return "" if product.outs == work.outs else "its arrays are not those of its settings"
 
 

@@ -1,7 +1,6 @@
-"""What the products of a calibration have in common: encodings, checks of settings, places of errors, memory of Hessians.
+"""What the products of a calibration have in common: checks of settings, places of errors, memory of Hessians.
 
-Weights are quantised with a Hessian in the encodings EXL2 and EXL3, and as integers with scales for groups (w4a16, GPTQ, AWQ).
-Each stores what the encoding of the same name in `_models/formats` stores without a Hessian, with other codes.
+An encoding with a `hessian` chooses the codes of a weight (`Encoding.quantise`); it stores what it stores without one.
 """
 
 from __future__ import annotations
@@ -14,77 +13,22 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from weightsmith._activations.sites import site_of
 from weightsmith._activations.work import LayerWork
-from weightsmith._base.errors import NonFinite, WeightsmithError
+from weightsmith._base.errors import WeightsmithError
 from weightsmith._base.tensors import TensorSpec
-from weightsmith._features.quantisation.exl2 import matrix
-from weightsmith._features.quantisation.exl3 import matrix as exl3
-from weightsmith._models.formats import awq, find_encoding, gptq
-from weightsmith._models.formats.compressed_tensors import writing as compressed_tensors
-from weightsmith._models.formats.exl2.layout import SUFFIXES, groups_of
-from weightsmith._models.formats.exl2.writing import Exl2Matrix, parse
-from weightsmith._models.formats.exl3.writing import NAME as EXL3
-from weightsmith._models.formats.exl3.writing import of_arrays
-from weightsmith._models.formats.exl3.writing import parse as parse_exl3
+from weightsmith._models.formats import Encoding, find_encoding, hessians
 from weightsmith._plans import Product
 from weightsmith.abc.product import Arrays, Floats
+from weightsmith.abc.stored import FactoredHessian, HessianForm
 
 if TYPE_CHECKING:
     from weightsmith._activations.decoder.forward import Layer
     from weightsmith._activations.sums import Inputs
 
-_EXL2 = "exl2 "
-_GROUPED = {**compressed_tensors.GROUPED, **gptq.GROUPED, **awq.GROUPED}
-
+Hessian = Floats | FactoredHessian | None
 Shapes = list[tuple[str, tuple[int, ...]]]
 """dtype and shape of each."""
-
-
-def takes_hessian(encoding: str) -> bool:
-    """Whether weights in this encoding can be calibrated.
-
-    >>> [name for name in ("exl2 4/g128", "exl3 4", "w4a16", "gptq-8bit-g64", "fp8-dynamic") if takes_hessian(name)]
-    ['exl2 4/g128', 'exl3 4', 'w4a16', 'gptq-8bit-g64']
-    """
-    return encoding.startswith((_EXL2, EXL3)) or encoding in _GROUPED
-
-
-def keeps_order(encoding: str) -> bool:
-    """Whether input features must stay in their own order."""
-    return encoding.startswith(_EXL2) and not parse(encoding).sort
-
-
-def takes_plain_hessian(encoding: str) -> bool:
-    """Whether the Hessian is factorised for each weight by itself: `quantise_plainly` instead of `quantise`."""
-    return encoding.startswith(EXL3)
-
-
-def quantise_plainly(weight: Floats | matrix.Unread, encoding: str, hessian: Floats | None, threads: int) -> Arrays:
-    """As `quantise`, with a Hessian [K, K] as it is. threads: that may be used; the result does not depend on them."""
-    return exl3.quantise_matrix(weight, hessian, parse_exl3(encoding).rate, threads).arrays
-
-
-def quantise(weight: Floats | matrix.Unread, encoding: str, hessian: matrix.FactoredHessian | None) -> Arrays:
-    """The stored arrays of a weight, float32 [N, K], or of what reads it. hessian: of its inputs; None rounds to nearest."""
-    if encoding.startswith(_EXL2):
-        return matrix.quantise_matrix(weight, hessian, groups_of(parse(encoding).params, weight.shape[1])).arrays
-    plain, grouped = weight if isinstance(weight, np.ndarray) else weight.read()[0], _GROUPED[encoding]
-    if not np.isfinite(plain).all():
-        raise NonFinite("a weight is NaN or infinite", fix="repair the model")
-    if hessian is None:
-        return grouped.quantise(plain, None)
-    return grouped.quantise(plain, lambda rows, scales: matrix.quantise_fixed_groups(rows, hessian, grouped.bits, scales))
-
-
-def dequantise(arrays: Arrays, encoding: str, shape: tuple[int, ...]) -> Floats:
-    """The weight as loaders compute it: float32 [N, K]."""
-    if encoding.startswith(EXL3):
-        n, k = shape
-        return exl3.dequantise_matrix(of_arrays(arrays), (n, k), parse_exl3(encoding).rate)
-    if not encoding.startswith(_EXL2):
-        return _GROUPED[encoding].decode(arrays)
-    stored: dict[str, Any] = dict(zip(SUFFIXES, arrays, strict=True))
-    return matrix.dequantise_matrix(Exl2Matrix(**stored, out_features=shape[0])).astype(np.float32)
 
 
 def split(weights: Mapping[str, str], specs: Mapping[str, TensorSpec], arrays: Arrays) -> Iterator[tuple[str, Arrays]]:
@@ -96,11 +40,6 @@ def split(weights: Mapping[str, str], specs: Mapping[str, TensorSpec], arrays: A
 
 class CalibratedWork(LayerWork):
     """A layer, some weights of which are quantised."""
-
-    @staticmethod
-    def takes(encoding: str) -> bool:
-        """Whether weights can be in this encoding."""
-        return takes_hessian(encoding)
 
     def encodings(self) -> Iterable[tuple[str, str]]:
         """The names of the weights, and their encodings."""
@@ -120,14 +59,18 @@ class CalibratedWork(LayerWork):
         if problem := super().check(product) or cls.of(product).problem():
             return problem
         work, specs = cls.of(product), {step.out.name: step.out for step in product.steps}
+        forms: dict[str, HessianForm] = {}
         for name, encoding in work.encodings():
-            if name not in specs or not work.takes(encoding):
-                return "it has no step for a weight, or cannot calibrate its encoding"
             try:
-                if why := find_encoding(encoding).refusal(specs[name]):
-                    return why
+                value = find_encoding(encoding)
             except WeightsmithError as error:
                 return error.finding.what
+            if name not in specs or value.hessian == "no":
+                return "it has no step for a weight, or cannot calibrate its encoding"
+            if forms.setdefault(site_of(name), value.hessian) != value.hessian:
+                return "weights with the same inputs take the Hessian in different forms"
+            if why := value.refusal(specs[name]):
+                return why
         made = [(out.dtype.name, out.shape) for out in product.outs]
         return "" if made == work.shapes(specs) else "its arrays are not those of its settings"
 
@@ -150,6 +93,13 @@ def located(where: str) -> Iterator[None]:
         raise
 
 
+def factorised(hessian: Hessian, form: HessianForm, threads: int) -> Hessian:
+    """A Hessian in the form that an encoding takes. threads: that may compute; the result does not depend on their number."""
+    if form == "whole" or not isinstance(hessian, np.ndarray):
+        return hessian
+    return hessians.prepare(hessian, sort=form == "sorted", threads=threads)
+
+
 class Factors:
     """Factorises Hessians on any thread, as many at once as `limit_bytes` allow. One alone may take more."""
 
@@ -158,21 +108,29 @@ class Factors:
         self._taken = 0
         self._condition = threading.Condition()
 
-    def prepare(
-        self, inputs: Inputs, site: str, finish: Callable[[str], Any], *, sort: bool = True
-    ) -> matrix.FactoredHessian | None:
-        """The Hessian of a site, in the order of its diagonal (sort) or its own; None if no token reached it.
+    @contextmanager
+    def hessian(
+        self, inputs: Inputs, site: str, finish: Callable[[str], Any], encodings: Iterable[Encoding]
+    ) -> Iterator[Hessian]:
+        """The Hessian of a site, as encodings take it; None if no token reached it. Memory is counted while it is whole.
 
-        finish  gives the array of a key: see `activations.sums.use_sums`
+        finish     gives the array of a key: see `activations.sums.use_sums`
+        encodings  of the weights of the site, which all take it in one form
         """
         with self.room(inputs.width(site)):
-            hessian = finish(site)
-            return None if hessian is None else matrix.prepare(hessian, sort=sort, threads=inputs.threads)
+            plain: Hessian = finish(site)
+            form: HessianForm = next((encoding.hessian for encoding in encodings), "sorted")
+            if form == "whole":
+                yield plain
+                return
+            factored = factorised(plain, form, inputs.threads)
+            del plain
+        yield factored
 
     @contextmanager
     def room(self, width: int) -> Iterator[None]:
         """The memory in which a Hessian of so many inputs is factorised; waits for it."""
-        nbytes = matrix.PREPARE_BYTES * width**2
+        nbytes = hessians.PREPARE_BYTES * width**2
         with self._condition:
             self._condition.wait_for(lambda: not self._taken or self._taken + nbytes <= self._limit)
             self._taken += nbytes

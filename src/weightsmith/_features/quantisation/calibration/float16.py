@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,24 +21,11 @@ from weightsmith._base.text import markdown_table
 from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._features.quantisation.calibration.layer import LAYER_BY_LAYER
 from weightsmith._plans import Product
+from weightsmith._plans.forms import ProductSettings
 from weightsmith.abc.product import Arrays, Floats
 
 LARGEST = 65504.0
 """The largest float16."""
-
-_RUN_IN_FLOAT16 = ("exl2 ", "exl3 ", "gptq-", "awq-")
-"""How the names of encodings begin that programs run in float16: always, or unless another type is asked for."""
-_ALWAYS = ("exl2", "exl3")
-"""Formats with one program, which computes in float16: ExLlamaV2 and exllamav3."""
-
-
-def family_in_float16(encoding: str) -> str:
-    """The family of an encoding that programs run in float16; "" for any other.
-
-    >>> family_in_float16("exl3 4"), family_in_float16("gptq-4bit-g64"), family_in_float16("w4a16")
-    ('exl3', 'gptq', '')
-    """
-    return encoding[:4].strip(" -") if encoding.startswith(_RUN_IN_FLOAT16) else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +46,7 @@ class LargestStateWork(LayerWork):
 
 
 def _largest(bench: ProductContext) -> Arrays:
-    from weightsmith._outputs.local.products import release_pages
+    from weightsmith._files.mapped import release_pages
 
     work = LargestStateWork.of(bench.product)
     [states] = bench.arrays(work.states)
@@ -130,13 +117,32 @@ class LargestStates:
         return [Finding(self._summary(), "calibration", fix=self._fix())] if self._beyond else []
 
 
-def collected(measured: Sequence[Product], family: str) -> list[Product]:
-    """The product that reports the largest states of all layers; [] if none are measured. family: of the encoding."""
+@dataclass(frozen=True, slots=True)
+class LargestStatesWork(ProductSettings):
+    """Settings of `largest_states`.
+
+    layers  the number of each
+    fixed   programs run the format in float16 alone
+    """
+
+    layers: tuple[int, ...]
+    fixed: bool
+
+    def problem(self, product: Product, shapes: Mapping[str, tuple[int, ...]]) -> str:
+        if any(layer < 0 for layer in self.layers):
+            return "there is no such layer"
+        arrays = [(out.dtype.name, out.shape) for out in product.outs]
+        fits = len(self.layers) == len(product.needs) and arrays == [("F32", (len(self.layers),))]
+        return "" if fits else "it has not a number for each layer"
+
+
+def collected(measured: Sequence[Product], *, fixed: bool) -> list[Product]:
+    """The product that reports the largest states of all layers; [] if none are measured. fixed: as of the settings."""
     if not measured:
         return []
-    name = "largest states"
-    settings = {"layers": [product.settings["layer"] for product in measured], "family": family}
+    name, layers = "largest states", tuple(LargestStateWork.of(product).layer for product in measured)
     out = TensorSpec(name, DTYPES["F32"], (len(measured),))
+    settings = LargestStatesWork(layers, fixed).to_json()
     return [Product(name, "largest_states", (out,), settings, (), (), tuple(product.name for product in measured))]
 
 
@@ -145,21 +151,10 @@ def _collect(bench: ProductContext) -> Arrays:
     return [np.concatenate(found).astype(np.float32)]
 
 
-def _check(product: Product) -> str:
-    settings = product.settings
-    layers, family = settings.get("layers"), settings.get("family")
-    fits = set(settings) == {"layers", "family"} and isinstance(family, str) and isinstance(layers, list | tuple)
-    if not fits or not all(type(layer) is int and layer >= 0 for layer in layers or ()):
-        return "its settings are not layers and a family of encodings"
-    count = len(layers or ())
-    shapes = [(out.dtype.name, out.shape) for out in product.outs]
-    return "" if count == len(product.needs) and shapes == [("F32", (count,))] else "it has not a number for each layer"
-
-
 def _report(product: Product, arrays: Arrays) -> LargestStates:
-    settings = product.settings
-    return LargestStates(tuple(settings["layers"]), arrays[0], settings["family"] in _ALWAYS)
+    work = LargestStatesWork.of(product)
+    return LargestStates(work.layers, arrays[0], work.fixed)
 
 
 LAYER = ProductKind(LAYER_BY_LAYER, compute=_largest, check=LargestStateWork.check, device=True)
-ALL = ProductKind(LAYER_BY_LAYER, compute=_collect, check=_check, report=_report)
+ALL = ProductKind(LAYER_BY_LAYER, compute=_collect, check=LargestStatesWork.check, report=_report)

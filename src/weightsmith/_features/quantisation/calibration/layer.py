@@ -1,4 +1,5 @@
-"""The `quantised_layer` product: the weights of a layer, quantised for what enters it.
+"""Two products: `quantised_layer`, the weights of a layer quantised for what enters it, and `quantised_states`, what leaves the
+layer with them.
 
 Attention is quantised first, then the MLP for what it receives from the quantised attention. Inputs of both are those of
 unquantised weights in the module itself.
@@ -8,15 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from weightsmith._activations.sites import is_attention, site_of
+from weightsmith._activations.states import check, run
+from weightsmith._activations.work import LayerWork
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._features.quantisation.calibration import common
-from weightsmith._features.quantisation.exl2 import matrix
+from weightsmith._features.quantisation.calibration.common import split
 from weightsmith._models.formats import find_encoding
 from weightsmith.abc.product import Arrays
+from weightsmith.abc.stored import Unread
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -74,17 +79,17 @@ def _compute(bench: ProductContext) -> Arrays:
     work = QuantisedWork.of(bench.product)
     if work.layer == work.base.layers:
         return _head(bench, work)
-    found: dict[str, Arrays] = {}
+    quantised: dict[str, Arrays] = {}
     with layer_rows(bench, work, 0, 0.7) as rows:
         parts = stages(work.weights)
         for number, stage in enumerate(parts):
             if number:
-                _give(rows, parts[number - 1], found)
-            _quantise(rows, stage, (number / len(parts), (number + 1) / len(parts)), found)
-    return [array for name in work.weights for array in found[name]]
+                _give(rows, parts[number - 1], quantised)
+            _quantise(rows, stage, (number / len(parts), (number + 1) / len(parts)), quantised)
+    return [array for name in work.weights for array in quantised[name]]
 
 
-def _quantise(rows: LayerRows, stage: Mapping[str, str], span: tuple[float, float], found: dict[str, Arrays]) -> None:
+def _quantise(rows: LayerRows, stage: Mapping[str, str], span: tuple[float, float], quantised: dict[str, Arrays]) -> None:
     """Quantise some weights of a layer, which itself remains as it is. span: of the progress."""
     from weightsmith._activations.running import budget
     from weightsmith._activations.sums import Forward, use_sums
@@ -94,31 +99,25 @@ def _quantise(rows: LayerRows, stage: Mapping[str, str], span: tuple[float, floa
     factors = common.Factors(budget(rows.context))
 
     def quantise(inputs: Inputs, site: str, finish: Callable[[str], Any]) -> None:
-        with common.located(f"{site}, {rows.base.label}"):
-            own = inputs.sites[site]
-            if all(common.takes_plain_hessian(stage[name]) for name in own):
-                with factors.room(inputs.width(site)):
-                    hessian = finish(site)
-                    for name in own:
-                        weight = rows.layer.linear(name).weight.detach().cpu().numpy()
-                        found[name] = common.quantise_plainly(weight, stage[name], hessian, rows.context.threads)
-                return
-            sort = not any(common.keeps_order(stage[name]) for name in own)
-            prepared = factors.prepare(inputs, site, finish, sort=sort)
-            for name in own:
+        encodings = {name: find_encoding(stage[name]) for name in inputs.sites[site]}
+        with (
+            common.located(f"{site}, {rows.base.label}"),
+            factors.hessian(inputs, site, finish, encodings.values()) as hessian,
+        ):
+            for name, encoding in encodings.items():
                 weight = rows.layer.linear(name).weight.detach().cpu().numpy()
-                found[name] = common.quantise(weight, stage[name], prepared)
+                quantised[name] = encoding.quantise(weight, hessian, rows.context.threads)
 
     use_sums(rows, list(stage), quantise, span=span, forward=Forward(last=last[0] if last else ""))
 
 
-def _give(rows: LayerRows, stage: Mapping[str, str], made: Mapping[str, Arrays]) -> None:
+def _give(rows: LayerRows, stage: Mapping[str, str], quantised: Mapping[str, Arrays]) -> None:
     """Give a layer its quantised weights."""
     from weightsmith._activations.running import workers
 
     def give(name: str) -> None:
         shape = tuple(rows.layer.linear(name).weight.shape)
-        common.set_weight(rows.layer, name, common.dequantise(made[name], stage[name], shape))
+        common.set_weight(rows.layer, name, find_encoding(stage[name]).dequantise(quantised[name], shape))
 
     with workers(rows.context.threads, "cpu") as pool:
         list(pool.map(give, stage))
@@ -133,7 +132,8 @@ def _head(bench: ProductContext, work: QuantisedWork) -> Arrays:
     from weightsmith._activations.sums import Sums
 
     rows = rows_of_states(bench, work, 0, 0)
-    [(name, encoding)] = work.weights.items()
+    [(name, setting)] = work.weights.items()
+    encoding = find_encoding(setting)
     n, k = next(step.out.shape for step in bench.product.steps if step.out.name == name)
     sums = Sums(GRAM, {name: (n, k)}, rows.device)
     with workers(bench.threads, rows.device) as pool, decoder_of(work.base).final_norm(bench, rows.device) as norm:
@@ -147,12 +147,49 @@ def _head(bench: ProductContext, work: QuantisedWork) -> Arrays:
 
         for some in rows.batches():
             sums.add(list(pool.map(run, some)), pool)
-    weight = matrix.Unread((n, k), lambda array: bench.fill({name: array}))
+    weight = Unread((n, k), lambda array: bench.fill({name: array}))
     with common.located(f"{name}, {work.base.label}"):
-        hessian = sums.finish(name)
-        if common.takes_plain_hessian(encoding):
-            return common.quantise_plainly(weight, encoding, hessian, bench.threads)
-        return common.quantise(weight, encoding, matrix.prepare(hessian, threads=bench.threads))
+        hessian = common.factorised(sums.finish(name), encoding.hessian, bench.threads)
+        return encoding.quantise(weight, hessian, bench.threads)
 
 
 KIND = ProductKind(LAYER_BY_LAYER, compute=_compute, check=QuantisedWork.check, device=True)
+
+
+# ---- what leaves the layer
+
+
+@dataclass(frozen=True, slots=True)
+class QuantisedStatesWork(LayerWork):
+    """Settings of the product.
+
+    weights  the encoding of each quantised weight, by name
+    made     the product that makes them
+    """
+
+    weights: Mapping[str, str]
+    made: str
+
+    @property
+    def needs(self) -> set[str]:
+        """The products that the settings name."""
+        return {self.states, self.made}
+
+
+def _compute_states(bench: ProductContext) -> Arrays:
+    import torch
+
+    from weightsmith._files.mapped import release_pages
+
+    work = QuantisedStatesWork.of(bench.product)
+    specs = {step.out.name: step.out for step in bench.product.steps}
+    given = {}
+    for name, stored in split(work.weights, specs, bench.arrays(work.made)):
+        given[name] = torch.from_numpy(find_encoding(work.weights[name]).dequantise(stored, specs[name].shape))
+        for array in stored:
+            release_pages(array)
+    return run(bench, work, given)
+
+
+_check_states = partial(check, kind=QuantisedStatesWork)
+STATES = ProductKind(LAYER_BY_LAYER, compute=_compute_states, check=_check_states, device=True, transient=True)

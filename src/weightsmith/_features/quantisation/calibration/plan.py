@@ -13,18 +13,17 @@ from weightsmith._base.files import show
 from weightsmith._base.groups import grouped
 from weightsmith._base.options import assignment, named
 from weightsmith._features.quantisation.calibration.activations import ScalesWork, attention_of
-from weightsmith._features.quantisation.calibration.common import CalibratedWork, takes_hessian
-from weightsmith._features.quantisation.calibration.float16 import LargestStateWork, collected, family_in_float16
-from weightsmith._features.quantisation.calibration.layer import QuantisedWork
-from weightsmith._features.quantisation.calibration.measured import MeasureWork
-from weightsmith._features.quantisation.calibration.measured_blocks import BlocksWork
-from weightsmith._features.quantisation.calibration.quantised_states import QuantisedStatesWork
+from weightsmith._features.quantisation.calibration.common import CalibratedWork
+from weightsmith._features.quantisation.calibration.float16 import LargestStateWork, collected
+from weightsmith._features.quantisation.calibration.layer import QuantisedStatesWork, QuantisedWork
+from weightsmith._features.quantisation.calibration.measured import BlocksWork, MeasureWork
 from weightsmith._features.quantisation.calibration.scored import ScoreWork, VocabularyWork, shape_of
 from weightsmith._features.quantisation.options import QuantizeSettings
-from weightsmith._models.formats.compressed_tensors.activations import INPUTS, with_cache_scheme
+from weightsmith._models.formats import Encoding, find_cache, find_encoding
 from weightsmith._models.formats.engines import find_engine
 from weightsmith._planning.planner import Prepared
 from weightsmith._plans import COPY, PRODUCTS, FileRead, FollowUp, PlanDraft, Product, Read, Step
+from weightsmith.abc.stored import CacheEncoding
 
 NONE = "none"
 """`--calibration none`: round to nearest."""
@@ -54,25 +53,25 @@ def unused(settings: QuantizeSettings, *, calibrates: bool) -> list[WeightsmithE
     return [ParameterError("no calibration text is read", where=named(*found), fix=fix)]
 
 
-def text_problems(format: str, settings: QuantizeSettings) -> list[WeightsmithError]:
-    """Problems of the settings of the text, of a format of compressed-tensors or MLX."""
+def text_problems(encoding: Encoding, settings: QuantizeSettings) -> list[WeightsmithError]:
+    """Problems of the settings of the text, for weights in one encoding."""
     asked = "kv_cache" if settings.kv_cache is not None else "quantize"
-    if settings.kv_cache is not None or format in INPUTS:
+    if settings.kv_cache is not None or encoding.inputs is not None:
         if settings.calibration != NONE:
             return []
-        what = f"{named('kv_cache')} needs a text" if settings.kv_cache is not None else f"{format} needs a text"
+        what = f"{named('kv_cache')} needs a text" if settings.kv_cache is not None else f"{encoding.name} needs a text"
         fix = f"add {assignment('calibration', BUILT_IN)} or a text of yours"
         return [ParameterError(f"{what}, from which it gets the scales of activations", where=named(asked), fix=fix)]
-    if takes_hessian(format):
+    if encoding.hessian != "no":
         return unused(settings, calibrates=settings.calibration not in (None, NONE))
     if given := [name for name in ("calibration", *_OF_THE_TEXT) if getattr(settings, name) is not None]:
         fix = f"leave out {named(*given)}, or add {assignment('kv_cache', 'fp8')}"
-        return [ParameterError(f"{format} reads no text without {named('kv_cache')}", where=named(*given), fix=fix)]
+        return [ParameterError(f"{encoding.name} reads no text without {named('kv_cache')}", where=named(*given), fix=fix)]
     return []
 
 
 def measure_activations(
-    plain: Prepared, draft: PlanDraft, encoding: str, settings: QuantizeSettings, *, calibrates: bool = False
+    plain: Prepared, draft: PlanDraft, encoding: Encoding, settings: QuantizeSettings, *, calibrates: bool = False
 ) -> None:
     """Add to a quantised draft what a text says of activations, if it is to have that.
 
@@ -82,26 +81,26 @@ def measure_activations(
 
     Raises PlanError: as `Chain`; a model that transformers cannot build; a cache of keys and values that cannot be measured.
     """
-    cache = settings.kv_cache is not None
-    if not calibrates and not cache and encoding not in INPUTS:
+    cache = None if settings.kv_cache is None else find_cache(settings.kv_cache)
+    if not calibrates and cache is None and encoding.inputs is None:
         return
     instead = INSTEAD
-    if cache or encoding in INPUTS:  # they need a text
+    if cache is not None or encoding.inputs is not None:  # they need a text
         other = f"fp8-dynamic without {named('kv_cache')}" if cache else "fp8-dynamic"
         instead = f"; or choose {other}, which needs no forward pass"
     chain = Chain(plain, settings, instead=instead)
-    if cache:
+    if cache is not None:
         check_cache(chain)
-    if cache or not calibrates:
+    if cache is not None or not calibrates:
         from weightsmith._activations.running import decoder_of
 
         decoder_of(chain.base)  # refuses what transformers cannot build
     if calibrates:
         calibrate(chain, draft, cache=cache)
     else:
-        add_scales(chain, draft, encoding, cache=cache)
-    if settings.kv_cache is not None:
-        draft.config = with_cache_scheme(draft.config or {}, settings.kv_cache)
+        add_scales(chain, draft, encoding, cache)
+    if cache is not None:
+        draft.config = cache.described(draft.config or {})
 
 
 def check_cache(chain: Chain) -> None:
@@ -117,54 +116,55 @@ def check_cache(chain: Chain) -> None:
         raise PlanError([Unsupported(what, where=f"{base.label} ({show(base.config.get('model_type'))})", fix=fix)])
 
 
-def calibrate(chain: Chain, draft: PlanDraft, prefix: str = "", *, cache: bool = False) -> None:
+def calibrate(chain: Chain, draft: PlanDraft, prefix: str = "", *, cache: CacheEncoding | None = None) -> None:
     """Quantise the weights of a quantised draft layer by layer for what enters them, instead of rounding them to nearest.
 
     chain   of the steps before they were quantised
-    draft   every weight is in an encoding that `takes_hessian`
+    draft   every weight is in an encoding that takes a Hessian
     prefix  of names in the draft that those steps do not have
-    cache   whether there are scales for keys and values: those of plain weights, after quantised layers
+    cache   how keys and values are stored, with scales of plain weights after quantised layers; None: they get none
     """
-    encoded = {step.out.name.removeprefix(prefix): step for step in draft.steps if takes_hessian(step.encoding)}
+    calibrated = [step for step in draft.steps if find_encoding(step.encoding).hessian != "no"]
+    encoded = {step.out.name.removeprefix(prefix): step for step in calibrated}
     states = chain.embedding()
     products = [states]
     inside: set[str] = set()
-    family = next((found for step in encoded.values() if (found := family_in_float16(step.encoding))), "")
+    float16 = {find_encoding(step.encoding).float16 for step in calibrated} - {"no"}
     largest: list[Product] = []
     for layer in range(chain.layers):
         own = {name: encoded[name] for name in chain.names(layer) if name in encoded}
         inside.update(own)
         quantised = chain.quantised(f"layer {layer}", layer, states, own)
-        products += [quantised, *(chain.scales(layer, states, "", (), cache=True) if cache else ())]
+        products += [quantised, *(chain.scales(layer, states, "", (), cache) if cache else ())]
         states = chain.quantised_states(layer, states, quantised)
         products.append(states)
-        if family:
+        if float16:
             largest.append(chain.largest(layer, states))
             products.append(largest[-1])
     if head := {name: step for name, step in encoded.items() if name not in inside}:
         products.append(chain.quantised("head", chain.layers, states, head))
-    elif not family:
+    elif not float16:
         products.pop()  # nothing looks at what leaves the last layer
-    products += collected(largest, family)
+    products += collected(largest, fixed="always" in float16)
     steps: list[Step] = []
     for step in draft.steps:
         copies = [Step(out, COPY, (Read(PRODUCTS, out.name),)) for out in step.outs]
-        steps += copies if takes_hessian(step.encoding) else [step]
+        steps += copies if step in calibrated else [step]
     draft.steps = with_scales(steps, products)
     chain.add_to(draft, products)
 
 
-def add_scales(chain: Chain, draft: PlanDraft, encoding: str, *, cache: bool) -> None:
+def add_scales(chain: Chain, draft: PlanDraft, encoding: Encoding, cache: CacheEncoding | None) -> None:
     """Add scales of activations to a quantised draft: of what enters and leaves layers of plain weights.
 
     chain     of the steps before they were quantised
-    encoding  of the weights; those of `INPUTS` get a scale for what enters them
-    cache     whether there are scales for keys and values
+    encoding  of the weights, which may have a scale for what enters them
+    cache     how keys and values are stored; None: they get no scales
     """
-    encoded = {step.out.name for step in draft.steps if step.encoding == encoding and encoding in INPUTS}
+    encoded = {step.out.name for step in draft.steps if step.encoding == encoding.name and encoding.inputs is not None}
 
     def measure(layer: int, states: Product) -> tuple[Product, ...]:
-        return chain.scales(layer, states, encoding, [name for name in chain.names(layer) if name in encoded], cache=cache)
+        return chain.scales(layer, states, encoding.name, [name for name in chain.names(layer) if name in encoded], cache)
 
     products = chain.forward(measure)
     draft.steps = with_scales(draft.steps, products)
@@ -256,17 +256,22 @@ class Chain(TextRun):
 
     def largest(self, layer: int, states: Product) -> Product:
         """The largest magnitude of what leaves a layer. states: that."""
-        refused_by = find_engine(self._engine).title if self._engine in ("exllamav2", "exllamav3") else ""
+        engine = None if self._engine is None else find_engine(self._engine)
+        refused_by = engine.title if engine is not None and engine.float16 else ""
         work = LargestStateWork(self.base, self.packages, layer, states.name, refused_by)
         name = f"largest state behind layer {layer}"
         return self.product(name, "largest_state", (self.array(name, "F32", (1,)),), work, (), (states,))
 
-    def scales(self, layer: int, states: Product, encoding: str, weights: Sequence[str], *, cache: bool) -> tuple[Product, ...]:
+    def scales(
+        self, layer: int, states: Product, encoding: str, weights: Sequence[str], cache: CacheEncoding | None
+    ) -> tuple[Product, ...]:
         """The scales of activations of a layer, if it has any. Its weights are not quantised."""
-        module = attention_of(self.names(layer)) if cache else ""
+        module = attention_of(self.names(layer)) if cache is not None else ""
         if not weights and not module:
             return ()
-        work = ScalesWork(self.base, self.packages, layer, states.name, encoding if weights else "", tuple(weights), module)
+        stored = cache.name if cache is not None and module else ""
+        more = encoding if weights else "", tuple(weights), module, stored
+        work = ScalesWork(self.base, self.packages, layer, states.name, *more)
         return (self.product(f"scales {layer}", "activation_scales", work.outs, work, self.steps(layer), (states,)),)
 
     def losses(self, layer: int, states: Product, gradients: Product, candidates: Mapping[str, tuple[str, ...]]) -> Product:

@@ -22,9 +22,11 @@ import numpy.typing as npt
 from weightsmith._activations.gradients import LAST_FIRST, predict
 from weightsmith._activations.rows import rows_of
 from weightsmith._activations.work import LayerWork
+from weightsmith._base.errors import WeightsmithError
+from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._features.quantisation.calibration.common import located
-from weightsmith._models.formats.gguf.writing import NEEDS_IMPORTANCES, PLAIN, PREFIX, TYPES, dequantise, quantise
+from weightsmith._models.formats import Encoding, find_encoding
 from weightsmith._models.structure.vocabulary import is_embedding, is_model_head
 from weightsmith._plans import Product
 from weightsmith._plans.statistics import TextSource
@@ -44,8 +46,8 @@ ROWS_AT_ONCE = 256
 TOKENS_AT_ONCE = 64
 """Tokens whose predictions are held in memory at once."""
 
-SCORED = frozenset(f"{PREFIX}{name.lower()}" for name in TYPES.keys() - {*PLAIN, *NEEDS_IMPORTANCES})
-"""Encodings of ggml's blocks that can do without importances."""
+NONE = np.empty(0, np.float32)
+"""No importances."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,12 +103,17 @@ def shape_of(candidates: Mapping[str, Sequence[str]], states: tuple[int, ...]) -
     return len(candidates), max(map(len, candidates.values()), default=0), states[0] * len(places(*states[:2]))
 
 
-def _error(part: Floats, encoding: str, importances: npt.NDArray[np.float32] | None) -> Floats:
-    """The error that an encoding makes in some rows of a weight."""
-    dtype = TYPES[encoding.removeprefix(PREFIX).upper()]
-    blocks = np.empty(part.size // dtype.block * dtype.itemsize, np.uint8)
-    quantise(dtype, part, blocks, importances)
-    return dequantise(dtype, blocks, part.size).reshape(part.shape) - part
+def can_score(encoding: Encoding) -> bool:
+    """Whether the errors of an encoding can be scored: it can do without importances, and is decoded."""
+    return encoding.kind == "blocks" and encoding.importances == "may"
+
+
+def _error(part: Floats, encoding: Encoding, importances: Floats) -> Floats:
+    """The error that an encoding makes in some rows of a weight. importances: of each column; empty: all are equal."""
+    spec = TensorSpec("x.weight", DTYPES["F32"], part.shape)
+    blocks = [np.empty(out.nbytes, np.uint8) for out in encoding.outs(spec)]
+    encoding.encode(spec, part, 0, blocks, importances)
+    return encoding.dequantise(blocks, part.shape) - part
 
 
 def _score_layer(bench: ProductContext) -> Arrays:
@@ -150,7 +157,7 @@ def _score_layer(bench: ProductContext) -> Arrays:
             importances = np.ascontiguousarray(x.square().mean(0).cpu().numpy(), np.float32)
             with located(f"{name}, {work.base.label}"), torch.no_grad():
                 for i, encoding in enumerate(work.candidates[name]):
-                    error = torch.from_numpy(_error(part, encoding, importances)).to(rows.device)
+                    error = torch.from_numpy(_error(part, find_encoding(encoding), importances)).to(rows.device)
                     partial[name, first, i] = at, ((x @ error.T) * g).sum(1).cpu().numpy()
 
         partial: dict[tuple[str, int, int], tuple[npt.NDArray[np.int64], Floats]] = {}
@@ -193,7 +200,7 @@ def _score_vocabulary(bench: ProductContext) -> Arrays:
         plain = stored[which]
         scale = float((entering * plain).sum(dtype=np.float64) / (plain * plain).sum(dtype=np.float64))  # Gemma has one
         for i, encoding in enumerate(work.candidates[table.name]):
-            error = _error(np.ascontiguousarray(stored), encoding, None)[which]
+            error = _error(np.ascontiguousarray(stored), find_encoding(encoding), NONE)[which]
             scores[list(work.candidates).index(table.name), i] += (error * back).sum(1) * np.float32(scale)
     if head.name not in work.candidates:
         return [scores]
@@ -212,7 +219,7 @@ def _score_vocabulary(bench: ProductContext) -> Arrays:
 
         seen = list(pool.map(look, range(0, len(final), TOKENS_AT_ONCE)))
         labels, logs = torch.cat([each[0] for each in seen]), torch.cat([each[1] for each in seen])
-        tried = work.candidates[head.name]
+        tried = [find_encoding(name) for name in work.candidates[head.name]]
 
         def score(first: int) -> list[Floats]:
             part = weight[first : first + ROWS_AT_ONCE]
@@ -229,7 +236,7 @@ def _score_vocabulary(bench: ProductContext) -> Arrays:
             plain = np.ascontiguousarray(part.cpu().numpy())
             found = []
             for encoding in tried:
-                error = torch.from_numpy(_error(plain, encoding, None)).to(rows.device)
+                error = torch.from_numpy(_error(plain, encoding, NONE)).to(rows.device)
                 found.append(((of_logits @ error) * final).sum(1).cpu().numpy())
             return found
 
@@ -256,9 +263,13 @@ def _check_vocabulary(product: Product) -> str:
 def _check(product: Product, work: ScoreWork) -> str:
     specs = {step.out.name: step.out for step in product.steps}
     for name, tried in work.candidates.items():
-        if name not in specs or len(specs[name].shape) != 2 or not SCORED.issuperset(tried):
+        try:
+            encodings = [find_encoding(encoding) for encoding in tried]
+        except WeightsmithError as error:
+            return error.finding.what
+        if name not in specs or len(specs[name].shape) != 2 or not all(map(can_score, encodings)):
             return "it has no step for a weight, or cannot score its encoding"
-        if any(specs[name].shape[1] % TYPES[each.removeprefix(PREFIX).upper()].block for each in tried):
+        if any(encoding.refusal(specs[name]) for encoding in encodings):
             return "the rows of a weight have no whole blocks"
     made = [(out.dtype.name, out.shape[:2]) for out in product.outs]
     wanted = len(work.candidates), max(map(len, work.candidates.values()), default=0)

@@ -16,12 +16,12 @@ def _make(problem: Problem) -> Approximated:
 
     targets, atoms = problem.targets(), problem.atoms()
     k, cosine = min(problem.choices.k, len(atoms)), problem.choices.cosine_similarity
-    points, wanted = torch.from_numpy(atoms).to(problem.device), torch.from_numpy(targets)
+    points, donor_rows = torch.from_numpy(atoms).to(problem.device), torch.from_numpy(targets)
     lengths = points.norm(dim=1).clamp_min(1e-30)
-    found = Sparse.zeros(len(targets), k)
+    sums = Sparse.zeros(len(targets), k)
 
-    def work(own: slice) -> None:
-        few = wanted[own].to(problem.device)
+    def work(batch: slice) -> None:
+        few = donor_rows[batch].to(problem.device)
         products = few @ points.T
         closeness = products / lengths if cosine else products - lengths.square() / 2  # of one target: in the order of nearness
         nearest = closeness.topk(k, 1).indices
@@ -29,11 +29,11 @@ def _make(problem: Problem) -> Approximated:
         near, wide = points[nearest].double(), few.double()
         weights = _SCHEMES[problem.choices.weight_scheme](wide, near, cosine)
         rest = wide - (weights[:, None] @ near)[:, 0]
-        found.indices[own], found.coefficients[own] = nearest.cpu().numpy(), weights.float().cpu().numpy()
-        found.errors[own] = relative(rest, wide).float().cpu().numpy()
+        sums.indices[batch], sums.coefficients[batch] = nearest.cpu().numpy(), weights.float().cpu().numpy()
+        sums.errors[batch] = relative(rest, wide).float().cpu().numpy()
 
     in_parallel(work, len(targets), problem)
-    return Approximated(found.of(problem.values()), found.errors)
+    return Approximated(sums.of(problem.values()), sums.errors)
 
 
 def _by_distance(targets: Tensor, near: Tensor, cosine: bool) -> Tensor:
@@ -41,11 +41,11 @@ def _by_distance(targets: Tensor, near: Tensor, cosine: bool) -> Tensor:
     if cosine:
         products = (near @ targets[:, :, None])[:, :, 0]
         lengths = near.norm(dim=2) * targets.norm(dim=1)[:, None]
-        found = products / lengths.clamp_min(1e-30)
+        weights = products / lengths.clamp_min(1e-30)
     else:
-        found = 1 / (near - targets[:, None]).norm(dim=2).clamp_min(1e-6)
-    total = found.sum(1, keepdim=True)
-    return found / total.where(total.abs() > 1e-6, total.new_ones(()))
+        weights = 1 / (near - targets[:, None]).norm(dim=2).clamp_min(1e-6)
+    total = weights.sum(1, keepdim=True)
+    return weights / total.where(total.abs() > 1e-6, total.new_ones(()))
 
 
 def _barycentric(targets: Tensor, near: Tensor, cosine: bool) -> Tensor:
@@ -53,11 +53,11 @@ def _barycentric(targets: Tensor, near: Tensor, cosine: bool) -> Tensor:
     import torch
 
     b, k, _ = near.shape
-    system, wanted = near.new_ones(b, k + 1, k + 1), near.new_ones(b, k + 1, 1)
+    system, right_side = near.new_ones(b, k + 1, k + 1), near.new_ones(b, k + 1, 1)
     system[:, :k, :k] = near @ near.transpose(1, 2)
     system[:, k, k] = 0
-    wanted[:, :k] = near @ targets[:, :, None]
-    return (torch.linalg.pinv(system, hermitian=True) @ wanted)[:, :k, 0]
+    right_side[:, :k] = near @ targets[:, :, None]
+    return (torch.linalg.pinv(system, hermitian=True) @ right_side)[:, :k, 0]
 
 
 def _least_squares(targets: Tensor, near: Tensor, cosine: bool) -> Tensor:

@@ -65,12 +65,12 @@ def _make(problem: Problem) -> Approximated:
     mapped, share = _fit(problem, shared)
     nearest = _nearest(problem, targets, units)
     rows = targets @ mapped + np.float32(share) * _errors_of_map(nearest, shared, mapped) + middle
-    left, by_pieces = nearest.errors, _left_by_pieces(problem, targets, shared)
-    composed = by_pieces < np.minimum(left, PIECES)
+    by_neighbours, by_pieces = nearest.errors, _errors_by_pieces(problem, targets, shared)
+    composed = by_pieces < np.minimum(by_neighbours, PIECES)
     if composed.any():
         chosen = [pieces if of else () for pieces, of in zip(problem.pieces, composed, strict=True)]
         rows[composed] = compose(chosen, problem, head=problem.head)[composed]
-    return Approximated(rows, np.where(composed, by_pieces, left).astype(np.float32), composed)
+    return Approximated(rows, np.where(composed, by_pieces, by_neighbours).astype(np.float32), composed)
 
 
 def _fit(problem: Problem, shared: _Shared) -> tuple[Floats, float]:
@@ -82,14 +82,14 @@ def _fit(problem: Problem, shared: _Shared) -> tuple[Floats, float]:
     def add(numbers: Numbers) -> Floats:
         for start in range(0, len(numbers), 4096):
             problem.check()
-            own = numbers[start : start + 4096]
-            rows = shared.rows(own).astype(np.float64)
+            batch = numbers[start : start + 4096]
+            rows = shared.rows(batch).astype(np.float64)
             nonlocal squares, products
             squares += rows.T @ rows
-            products += rows.T @ shared.values[own]
+            products += rows.T @ shared.values[batch]
         ridge = RIDGE * max(float(np.trace(squares)) / width, 1e-30)
-        found: Floats = np.linalg.solve(squares + ridge * np.eye(width), products).astype(np.float32)
-        return found
+        solution: Floats = np.linalg.solve(squares + ridge * np.eye(width), products).astype(np.float32)
+        return solution
 
     mapped = add(np.setdiff1d(np.arange(count), held))
     share = _share(problem, shared, held, mapped) if len(held) else 1.0
@@ -100,16 +100,16 @@ def _share(problem: Problem, shared: _Shared, held: Numbers, mapped: Floats) -> 
     """The share that is best for the tokens held out, from 0 to 1."""
     targets = shared.rows(held)
     change = _errors_of_map(_nearest(problem, targets, shared.units, exclude=held), shared, mapped)
-    wanted = shared.values[held] - targets @ mapped
-    best = np.vdot(change, wanted) / max(float(np.vdot(change, change)), 1e-30)
+    residuals = shared.values[held] - targets @ mapped
+    best = np.vdot(change, residuals) / max(float(np.vdot(change, change)), 1e-30)
     return float(np.clip(best, 0, 1))
 
 
 def _errors_of_map(nearest: Sparse, shared: _Shared, mapped: Floats) -> Floats:
     """The weighted mean of what the map is wrong by, over the neighbours of each target."""
     theirs = Sparse(nearest.indices, nearest.coefficients * shared.lengths[nearest.indices], nearest.errors)
-    found: Floats = nearest.of(shared.values) - theirs.of(shared.units) @ mapped
-    return found
+    errors: Floats = nearest.of(shared.values) - theirs.of(shared.units) @ mapped
+    return errors
 
 
 def _nearest(problem: Problem, targets: Floats, units: Floats, *, exclude: Numbers | None = None) -> Sparse:
@@ -119,42 +119,42 @@ def _nearest(problem: Problem, targets: Floats, units: Floats, *, exclude: Numbe
     """
     import torch
 
-    points, wanted = torch.from_numpy(units).to(problem.device), torch.from_numpy(targets / _lengths(targets)[:, None])
+    points, directions = torch.from_numpy(units).to(problem.device), torch.from_numpy(targets / _lengths(targets)[:, None])
     k = min(NEIGHBOURS, len(units) - (exclude is not None))
-    found = Sparse.zeros(len(targets), k)
+    sums = Sparse.zeros(len(targets), k)
 
-    def work(own: slice) -> None:
-        cosines = wanted[own].to(problem.device) @ points.T
+    def work(batch: slice) -> None:
+        cosines = directions[batch].to(problem.device) @ points.T
         if exclude is not None:
-            cosines[torch.arange(len(cosines)), torch.from_numpy(exclude[own]).to(problem.device)] = -2
+            cosines[torch.arange(len(cosines)), torch.from_numpy(exclude[batch]).to(problem.device)] = -2
         best = cosines.topk(k, 1)
-        found.indices[own] = best.indices.cpu().numpy()
-        found.coefficients[own] = (SHARPNESS * best.values).softmax(1).cpu().numpy()
-        found.errors[own] = (1 - best.values[:, 0].clamp(0, 1).square()).sqrt().cpu().numpy()
+        sums.indices[batch] = best.indices.cpu().numpy()
+        sums.coefficients[batch] = (SHARPNESS * best.values).softmax(1).cpu().numpy()
+        sums.errors[batch] = (1 - best.values[:, 0].clamp(0, 1).square()).sqrt().cpu().numpy()
 
     in_parallel(work, len(targets), problem)
-    return found
+    return sums
 
 
-def _left_by_pieces(problem: Problem, targets: Floats, shared: _Shared) -> Floats:
+def _errors_by_pieces(problem: Problem, targets: Floats, shared: _Shared) -> Floats:
     """The relative length of what the best multiple of a token's pieces leaves of the donor's row; 1 if it is not composed of
     shared tokens."""
     places = {row: i for i, row in enumerate(problem.shared[:, 1].tolist())}
-    left = np.ones(len(targets), np.float32)
+    errors = np.ones(len(targets), np.float32)
     for k, (target, pieces) in enumerate(zip(targets, problem.pieces, strict=True)):
         numbers = [places.get(row, -1) for row in pieces]
         if numbers and min(numbers) >= 0:
             weights = piece_weights(len(numbers), problem.choices.subword_method, head=problem.head)
-            made = weights @ shared.rows(np.array(numbers))
-            size = float(np.linalg.norm(made) * np.linalg.norm(target))
-            cosine = float(made @ target) / size if size else 0.0
-            left[k] = np.sqrt(max(0.0, 1 - max(0.0, cosine) ** 2))
-    return left
+            composed = weights @ shared.rows(np.array(numbers))
+            size = float(np.linalg.norm(composed) * np.linalg.norm(target))
+            cosine = float(composed @ target) / size if size else 0.0
+            errors[k] = np.sqrt(max(0.0, 1 - max(0.0, cosine) ** 2))
+    return errors
 
 
 def _lengths(rows: Floats) -> Floats:
-    found: Floats = np.maximum(np.linalg.norm(rows, axis=1), np.float32(1e-30))
-    return found
+    lengths: Floats = np.maximum(np.linalg.norm(rows, axis=1), np.float32(1e-30))
+    return lengths
 
 
 hybrid = Approximation(

@@ -21,17 +21,17 @@ def _make(problem: Problem) -> Approximated:
     atoms -= centre
     values -= middle
     kept = min(atoms.shape[1], values.shape[1])
-    axes, own_axes = _axes(atoms, kept), _axes(values, kept)
+    axes, model_axes = _axes(atoms, kept), _axes(values, kept)
     projected = atoms @ axes
-    left, sizes, right = torch.linalg.svd(projected.T @ (values @ own_axes))
-    turn = axes @ left @ right @ own_axes.T * (sizes.sum() / projected.square().sum().clamp_min(1e-30))
+    left, sizes, right = torch.linalg.svd(projected.T @ (values @ model_axes))
+    turn = axes @ left @ right @ model_axes.T * (sizes.sum() / projected.square().sum().clamp_min(1e-30))
     rows = np.empty((len(targets), values.shape[1]), np.float32)
     errors = np.empty(len(targets), np.float32)
 
-    def work(own: slice) -> None:
-        few = targets[own] - centre
-        rows[own] = (few @ turn + middle).float().cpu().numpy()
-        errors[own] = relative(few - few @ axes @ axes.T, targets[own]).float().cpu().numpy()
+    def work(batch: slice) -> None:
+        few = targets[batch] - centre
+        rows[batch] = (few @ turn + middle).float().cpu().numpy()
+        errors[batch] = relative(few - few @ axes @ axes.T, targets[batch]).float().cpu().numpy()
 
     in_parallel(work, len(targets), problem)
     return Approximated(rows, errors)

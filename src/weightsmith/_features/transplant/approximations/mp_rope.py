@@ -24,24 +24,24 @@ def _make(problem: Problem) -> Approximated:
     targets, atoms, values = (torch.from_numpy(rows).to(problem.device) for rows in tables)
     k = min(problem.choices.k, len(atoms))
     m = candidates_of(len(targets), len(atoms), atoms.shape[1], k)
-    (own_heads, heads), (own_base, base) = problem.choices.heads, problem.choices.rope_bases
-    turning = _frequencies(atoms.shape[1], heads, base), _frequencies(values.shape[1], own_heads, own_base)
+    (model_heads, heads), (model_base, base) = problem.choices.heads, problem.choices.rope_bases
+    turning = _frequencies(atoms.shape[1], heads, base), _frequencies(values.shape[1], model_heads, model_base)
     turning = turning[0].to(atoms), turning[1].to(values)
     rows = np.empty((len(targets), values.shape[1]), np.float32)
     errors = np.empty(len(targets), np.float32)
 
-    def work(own: slice) -> None:
-        few = targets[own]
+    def work(batch: slice) -> None:
+        few = targets[batch]
         best = screened(few, atoms, m)
         chosen, places = _pursue(few, atoms if best is None else atoms[best], k, heads, turning[0])
         numbers = chosen if best is None else best.gather(1, chosen)
         turned = _turned(atoms[numbers], places, heads, turning[0]).double()
         inverse = torch.linalg.pinv(turned @ turned.transpose(1, 2), hermitian=True)
-        wanted = few.double()
-        coefficients = (inverse @ (turned @ wanted[:, :, None]))[:, :, 0]
-        errors[own] = relative(wanted - (coefficients[:, None] @ turned)[:, 0], wanted).float().cpu().numpy()
-        ours = _turned(values[numbers], places, own_heads, turning[1])
-        rows[own] = (coefficients.float()[:, None] @ ours)[:, 0].cpu().numpy()
+        wide = few.double()
+        coefficients = (inverse @ (turned @ wide[:, :, None]))[:, :, 0]
+        errors[batch] = relative(wide - (coefficients[:, None] @ turned)[:, 0], wide).float().cpu().numpy()
+        ours = _turned(values[numbers], places, model_heads, turning[1])
+        rows[batch] = (coefficients.float()[:, None] @ ours)[:, 0].cpu().numpy()
 
     in_parallel(work, len(targets), problem, BATCH)
     return Approximated(rows, errors)
@@ -89,11 +89,11 @@ def _turned(rows: Tensor, places: Tensor, heads: int, turning: Tensor) -> Tensor
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).flatten(-2)
 
 
-def _position(rows: Tensor, wanted: Tensor, heads: int, turning: Tensor) -> Tensor:
+def _position(rows: Tensor, targets: Tensor, heads: int, turning: Tensor) -> Tensor:
     """The position at which rows are nearest to others: the least-squares fit of the angles of all pairs. [b]."""
     import torch
 
-    (a, b), (c, d) = _halves(rows, heads), _halves(wanted, heads)
+    (a, b), (c, d) = _halves(rows, heads), _halves(targets, heads)
     angles = torch.atan2(a * d - b * c, a * c + b * d)
     return (angles * turning).sum((-1, -2)) / (heads * turning.square().sum())
 

@@ -7,8 +7,8 @@ from weightsmith.abc.approximation import Approximated, Approximation, Problem
 
 
 def _make(problem: Problem) -> Approximated:
-    found = pursue(problem.targets(), problem.atoms(), problem.choices.k, problem)
-    return Approximated(found.of(problem.values()), found.errors)
+    sums = pursue(problem.targets(), problem.atoms(), problem.choices.k, problem)
+    return Approximated(sums.of(problem.values()), sums.errors)
 
 
 omp = Approximation(

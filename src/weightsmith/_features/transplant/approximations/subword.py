@@ -15,31 +15,33 @@ def piece_weights(count: int, method: str, *, head: bool) -> Floats:
     >>> piece_weights(3, "weighted_mean", head=False), piece_weights(3, "first_last", head=True)
     (array([0.16666667, 0.33333334, 0.5       ], dtype=float32), array([1., 0., 0.], dtype=float32))
     """
-    found: Floats
+    weights: Floats
     if method == "first_last":
-        found = np.eye(count, dtype=np.float32)[0 if head else count - 1]
+        weights = np.eye(count, dtype=np.float32)[0 if head else count - 1]
     elif method == "weighted_mean":
-        found = np.arange(1, count + 1, dtype=np.float32)[:: -1 if head else 1]
-        found /= found.sum()
+        weights = np.arange(1, count + 1, dtype=np.float32)[:: -1 if head else 1]
+        weights /= weights.sum()
     else:
-        found = np.full(count, 1 if method == "sum" else 1 / count, np.float32)
-    return found
+        weights = np.full(count, 1 if method == "sum" else 1 / count, np.float32)
+    return weights
 
 
 def compose(pieces: Sequence[Sequence[int]], problem: Problem, *, head: bool) -> Floats:
     """A row for each sequence of the model's rows: float32 [n, M]; zeros for an empty one."""
-    used = np.unique(np.fromiter((number for own in pieces for number in own), np.int64))
+    used = np.unique(np.fromiter((number for numbers in pieces for number in numbers), np.int64))
     rows = problem.tables.rows("model", used if used.size else np.zeros(1, np.int64))
     out = np.zeros((len(pieces), rows.shape[1]), np.float32)
-    for row, own in zip(out, pieces, strict=True):
-        if own:
-            row[:] = piece_weights(len(own), problem.choices.subword_method, head=head) @ rows[np.searchsorted(used, own)]
+    for row, numbers in zip(out, pieces, strict=True):
+        if numbers:
+            row[:] = (
+                piece_weights(len(numbers), problem.choices.subword_method, head=head) @ rows[np.searchsorted(used, numbers)]
+            )
     return out
 
 
 def _make(problem: Problem) -> Approximated:
     rows = compose(problem.pieces, problem, head=problem.head)
-    lost = np.array([not own for own in problem.pieces])
+    lost = np.array([not numbers for numbers in problem.pieces])
     rows[lost] = rows[~lost].mean(0) if not lost.all() else 0
     return Approximated.without_errors(rows, composed=True)
 

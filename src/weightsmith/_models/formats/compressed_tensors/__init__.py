@@ -1,9 +1,7 @@
 """compressed-tensors, the library of vLLM: codes with scales, of matrices, rows, groups of a row, or blocks.
 
-config.py       the entry of config.json, read and written
-targets.py      which group of it a module belongs to
-writing.py      the encodings
-activations.py  scales of activations and of the KV cache
+config.py   the entry of config.json, read and written; which of its groups a module belongs to
+writing.py  the encodings; scales of activations and of the KV cache
 
 Reading is that of `formats/scaled.py`, which `fp8` shares.
 """
@@ -11,7 +9,17 @@ Reading is that of `formats/scaled.py`, which `fp8` shares.
 from __future__ import annotations
 
 from weightsmith._models.formats.compressed_tensors.config import METHOD, read_entry, read_groups
-from weightsmith._models.formats.compressed_tensors.writing import BLOCK, DYNAMIC, INT8, MXFP4, NVFP4, NVFP4A16, STATIC, packed
+from weightsmith._models.formats.compressed_tensors.writing import (
+    BLOCK,
+    CACHE,
+    DYNAMIC,
+    INT8,
+    MXFP4,
+    NVFP4,
+    NVFP4A16,
+    STATIC,
+    packed,
+)
 from weightsmith._models.formats.config import recogniser
 from weightsmith._models.formats.scaled import TITLE, is_codes, read_scaled
 from weightsmith.abc.stored import Specs, StoredFormat, Writing, labelled
@@ -42,4 +50,5 @@ FORMAT = StoredFormat(
         Writing("nvfp4", "nvfp4a16, with a scale for the input: 4-bit activations (W4A4)", _ENGINES, {0: NVFP4}),
         Writing("mxfp4", "4-bit floats with a power of two for 32 elements", "transformers, vLLM", {0: MXFP4}),
     ),
+    caches=(CACHE,),
 )

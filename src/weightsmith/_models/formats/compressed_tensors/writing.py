@@ -32,7 +32,7 @@ fp8-static: 8-bit weights with one scale, like compressed-tensors' FP8.
 
     X.weight        F8_E4M3 [rows, cols]   codes, to be multiplied by the scale
     X.weight_scale  BF16 [1]               largest magnitude / 448
-    X.input_scale   BF16 [1]               of what enters the layer: see `activations.py`
+    X.input_scale   BF16 [1]               of what enters the layer: see below
 
 The largest magnitude is that of the weights that engines join (query, key and value; gate and up): engines have one scale for a
 joined matrix, and would round other parts once more. The product `magnitudes` finds it.
@@ -78,7 +78,7 @@ is subnormal.
 
 nvfp4: the same weights, and activations of 4 bits, like compressed-tensors' NVFP4. Beside the weight there is
 
-    X.input_global_scale   F32 [1]   448 · 6 / largest magnitude of what enters the layer: see `activations.py`
+    X.input_global_scale   F32 [1]   448 · 6 / largest magnitude of what enters the layer: see below
 
 mxfp4: 4-bit floats with a power of two for each 32 elements of a row, like compressed-tensors' MXFP4A16.
 
@@ -90,62 +90,79 @@ significand is at least 1.75. So the largest element is 3.5 … 7 scales.
 
 **Error.** With scale s, |value - x| ≤ max(s / 4, |x| / 5) for every finite x: the spacing of E2M1 is s / 2 up to 2 s, and what
 lies between 6 s and 7 s becomes 6 s. (Groups below 2^-124 have the scale 2^-126.)
+
+# Static scales of activations
+
+    X.input_scale            BF16 [1]   fp8-static: largest magnitude / 448. x is stored as e4m3(x / scale)
+    X.input_global_scale     F32 [1]    nvfp4: 448 · 6 / largest magnitude. Engines compute a scale for each 16 elements of x
+                                        as e4m3(global · largest of the group / 6), when they run
+    self_attn.k_scale,       BF16 [1]   the FP8 cache: largest magnitude of the keys (after norms and rotation) or values / 448
+    self_attn.v_scale
+
+The definitions are those of compressed-tensors (`calculate_qparams`, `generate_gparam`), with the observer `static_minmax`.
+bf16 scales are rounded to nearest, so 448 scales may be less than the largest magnitude, by 2^-9 of it: readers make it 448.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from weightsmith._base.tensors import DTYPES, TensorSpec
+from weightsmith._base.tensors import DTYPES, DType, TensorSpec
 from weightsmith._models.formats.compressed_tensors.config import quantization_config, scheme_of
+from weightsmith._models.formats.hessians import CodesOf, quantise_groups
 from weightsmith._models.formats.matrices import (
     MXFP4_GROUP,
     NVFP4_GROUP,
-    CodesOf,
-    FixedGroups,
     MatrixEncoding,
     bf16_scales,
     maxima_of,
 )
 from weightsmith._models.formats.scaled import TENSOR
 from weightsmith.abc.product import Arrays
-from weightsmith.abc.stored import Bytes, Rows, grouped_name
+from weightsmith.abc.stored import ActivationScale, Bytes, CacheEncoding, FactoredHessian, HessianForm, Rows, Unread
 
 Fill = Callable[[TensorSpec, Rows, Sequence[Bytes], Rows], None]
 
 
 def compressed(
-    name: str,
+    family: str,
     format: str,
     weights: Mapping[str, Any],
     fill: Fill,
     *,
     activations: Mapping[str, Any] | None = None,
-    scale: str = "BF16",
-    product: str = "",
+    scale: DType = DTYPES["BF16"],
+    of: Callable[..., MatrixEncoding] = MatrixEncoding,
+    **fields: Any,
 ) -> MatrixEncoding:
     """An encoding of one of compressed-tensors' formats.
 
     weights, activations  arguments of their quantisation, as in config.json
     fill                  see `MatrixEncoding`
     scale                 dtype of the scales
-    product               see `Encoding`
+    of                    its class
+    fields                more of its fields
     """
-    scheme = scheme_of(format, weights, name, name)
+    scheme = scheme_of(format, weights, family, family)
     high, wide = scheme.block
-    return MatrixEncoding(
-        name,
-        partial(scheme.tensors, scale=scale),
+    return of(
+        family,
+        partial(scheme.tensors, scale=scale.name),
         fill,
         partial(quantization_config, format, weights, activations),
-        group=wide or 1,
+        kind="integer" if weights["type"] == "int" else "float",
+        bits=weights["num_bits"],
+        group=wide,
+        scale=scale,
         align_rows=high or 1,
         whole=scheme.shaped + scheme.divided + (scheme.block == TENSOR),
-        product=product,
+        **fields,
     )
 
 
@@ -189,13 +206,33 @@ def _fill_static(spec: TensorSpec, rows: Rows, outs: Sequence[Bytes], numbers: R
     quantise_float8(rows.reshape(-1), wide, high, wide, bf16_scales(numbers, 448, outs[1]), outs[0])
 
 
+def _scale_of_floats(largest: float) -> npt.NDArray[Any]:
+    scale = np.empty(1, DTYPES["BF16"].numpy)
+    bf16_scales(np.array([largest], np.float32), 448, scale.view(np.uint8))
+    return scale
+
+
 STATIC = compressed(
     "fp8-static",
     _FORMAT,
     {**_FLOAT8, "strategy": "tensor"},
     _fill_static,
     activations={**_FLOAT8, "strategy": "tensor", "dynamic": False},
-    product="magnitudes",
+    maxima=True,
+    inputs=ActivationScale("input_scale", "BF16", _scale_of_floats),
+)
+
+
+def _with_cache(config: Mapping[str, Any]) -> dict[str, Any]:
+    scheme = {**_FLOAT8, "strategy": "tensor", "symmetric": True, "dynamic": False}
+    return {**config, "quantization_config": {**config["quantization_config"], "kv_cache_scheme": scheme}}
+
+
+CACHE = CacheEncoding(
+    "fp8",
+    ActivationScale("k_scale", "BF16", _scale_of_floats),
+    ActivationScale("v_scale", "BF16", _scale_of_floats),
+    _with_cache,
 )
 
 
@@ -203,8 +240,6 @@ STATIC = compressed(
 
 GROUPS = (128, 64, 32)
 """Group sizes of packed codes, the default first."""
-PACKED = {grouped_name(f"w{bits}a16", group, GROUPS): (bits, group) for bits in (4, 8) for group in GROUPS}
-"""Bits and group size of each encoding with packed codes."""
 
 
 def _integers(bits: int, **more: Any) -> dict[str, Any]:
@@ -234,47 +269,49 @@ INT8 = compressed(
 )
 
 
+@dataclass(frozen=True, slots=True)
+class _Packed(MatrixEncoding):
+    """Packed codes, which may be chosen for the inputs of a weight."""
+
+    @property
+    def hessian(self) -> HessianForm:
+        return "sorted"
+
+    def quantise(self, weight: Rows | Unread, hessian: Rows | FactoredHessian | None, threads: int) -> Arrays:
+        assert not isinstance(hessian, np.ndarray)
+        return quantise_groups(weight, hessian, int(self.bits), self._arrays)
+
+    def _arrays(self, weight: Rows, codes_of: CodesOf | None) -> Arrays:
+        from weightsmith._kernels.codes import quantise_integers
+
+        (rows, cols), bits, group = weight.shape, int(self.bits), self.group or 1
+        words, stored = np.empty((rows, cols * bits // 32), "<i4"), np.empty((rows, cols // group), DTYPES["BF16"].numpy)
+        scales = _integer_scales(weight, bits, group, stored.reshape(-1).view(np.uint8))
+        if codes_of is not None:
+            weight, scales = codes_of(weight, scales.reshape(stored.shape)), np.ones_like(scales)
+        quantise_integers(weight.reshape(-1), group, scales, bits, 2 ** (bits - 1), words.reshape(-1).view(np.uint8))
+        return words, stored, np.array(weight.shape, np.int64)
+
+    def dequantise(self, arrays: Arrays, shape: tuple[int, ...]) -> Rows:
+        from weightsmith._kernels.codes import TABLES, dequantise
+
+        (words, scales, _), group = arrays, self.group or 1
+        values, cols = np.empty(shape, np.float32), shape[1]
+        codes, factors = np.array(words).reshape(-1).view(np.uint8), scales.astype(np.float32).reshape(-1)
+        table = TABLES[f"offset{self.bits}"]
+        dequantise(codes, table, 0, cols, factors, cols // group, 1, group, values.reshape(-1))
+        return values
+
+
 def packed(bits: int) -> dict[int, MatrixEncoding]:
     """w4a16 or w8a16, by group size."""
 
     def encoding(group: int) -> MatrixEncoding:
         weights = _integers(bits, strategy="group", group_size=group)
         fill = partial(_fill_integers, bits=bits, group=group)
-        return compressed(grouped_name(f"w{bits}a16", group, GROUPS), "pack-quantized", weights, fill)
+        return compressed(f"w{bits}a16", "pack-quantized", weights, fill, of=_Packed, groups=GROUPS)
 
     return {group: encoding(group) for group in GROUPS}
-
-
-def _encode_packed(bits: int, group: int, weight: Rows, codes_of: CodesOf | None) -> Arrays:
-    """The stored tensors of a weight; see `FixedGroups`."""
-    from weightsmith._kernels.codes import quantise_integers
-
-    rows, cols = weight.shape
-    words, stored = np.empty((rows, cols * bits // 32), "<i4"), np.empty((rows, cols // group), DTYPES["BF16"].numpy)
-    scales = _integer_scales(weight, bits, group, stored.reshape(-1).view(np.uint8))
-    if codes_of is not None:
-        weight, scales = codes_of(weight, scales.reshape(stored.shape)), np.ones_like(scales)
-    quantise_integers(weight.reshape(-1), group, scales, bits, 2 ** (bits - 1), words.reshape(-1).view(np.uint8))
-    return words, stored, np.array(weight.shape, np.int64)
-
-
-def _decode_packed(bits: int, group: int, arrays: Arrays) -> Rows:
-    """The weight of the stored tensors, as readers compute it: float32 [rows, cols]."""
-    from weightsmith._kernels.codes import TABLES, dequantise
-
-    words, scales, shape = arrays
-    values = np.empty(tuple(shape), np.float32)
-    codes, factors = np.array(words).reshape(-1).view(np.uint8), scales.astype(np.float32).reshape(-1)
-    cols = values.shape[1]
-    dequantise(codes, TABLES[f"offset{bits}"], 0, cols, factors, cols // group, 1, group, values.reshape(-1))
-    return values
-
-
-GROUPED = {
-    name: FixedGroups(bits, partial(_encode_packed, bits, group), partial(_decode_packed, bits, group))
-    for name, (bits, group) in PACKED.items()
-}
-"""The encodings whose codes may be chosen for the inputs of a weight."""
 
 
 # ---- 4-bit floats (E2M1)
@@ -322,13 +359,24 @@ def _float4(strategy: str, group: int, scale: str) -> dict[str, Any]:
     return {"num_bits": 4, "type": "float", "strategy": strategy, "group_size": group, **dtypes}
 
 
-def _nvfp4(name: str, activations: Mapping[str, Any] | None = None) -> MatrixEncoding:
-    return compressed(
-        name, "nvfp4-pack-quantized", _NVFP4, _fill_nvfp4, activations=activations, scale="F8_E4M3", product="magnitudes"
-    )
+def _scale_of_float4s(largest: float) -> npt.NDArray[Any]:
+    """1 where the quotient is not a number of float32, as in compressed-tensors."""
+    with np.errstate(all="ignore"):
+        scale = np.float32(448 * 6) / np.array([largest], np.float32)
+    return np.where(np.isfinite(scale), scale, np.float32(1)).astype(np.float32)
+
+
+def _nvfp4(family: str, **fields: Any) -> MatrixEncoding:
+    scale = DTYPES["F8_E4M3"]
+    return compressed(family, "nvfp4-pack-quantized", _NVFP4, _fill_nvfp4, scale=scale, maxima=True, **fields)
 
 
 _NVFP4 = _float4("tensor_group", NVFP4_GROUP, "torch.float8_e4m3fn")
 NVFP4A16 = _nvfp4("nvfp4a16")
-NVFP4 = _nvfp4("nvfp4", {**_NVFP4, "dynamic": "local"})
-MXFP4 = compressed("mxfp4", "mxfp4-pack-quantized", _float4("group", MXFP4_GROUP, "torch.uint8"), _fill_mxfp4, scale="U8")
+NVFP4 = _nvfp4(
+    "nvfp4",
+    activations={**_NVFP4, "dynamic": "local"},
+    inputs=ActivationScale("input_global_scale", "F32", _scale_of_float4s),
+)
+_MXFP4 = _float4("group", MXFP4_GROUP, "torch.uint8")
+MXFP4 = compressed("mxfp4", "mxfp4-pack-quantized", _MXFP4, _fill_mxfp4, scale=DTYPES["U8"])

@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,7 @@ import numpy.typing as npt
 from weightsmith._base.errors import FormatError
 from weightsmith._base.files import show
 from weightsmith._base.tensors import DTYPES, TensorSpec
+from weightsmith._models.formats.hessians import PADDED, Group, Groups
 from weightsmith._plans.codec import has_type
 
 Floats = npt.NDArray[np.float32]
@@ -40,7 +41,7 @@ _SHIFTS = np.arange(0, 32, 4, dtype=np.uint32)
 BITS = (2, 3, 4, 5, 6, 8)
 """The widths of a code."""
 
-ROWS = 32
+ROWS = PADDED
 """Groups have a multiple of so many rows, and matrices a multiple of so many columns."""
 
 MAX_ROWS = (1 << 16) - 1
@@ -52,16 +53,6 @@ GROUP_SIZES = (32, 64, 128)
 """Rows of a group that writers choose."""
 
 SUFFIXES = ("q_weight", "q_scale", "q_scale_max", "q_groups", "q_invperm")
-
-
-class Group(NamedTuple):
-    """Some input features that share a number of bits, and for each output feature a scale."""
-
-    bits: int
-    rows: int
-
-
-Groups = tuple[Group, ...]
 
 
 def padded(features: int) -> int:

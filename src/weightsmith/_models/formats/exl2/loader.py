@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from weightsmith._base.errors import PlanError, Unsupported
-from weightsmith._models.formats.older_config import full_attention_every, older_config
-from weightsmith._models.formats.windows import window_difference
+from weightsmith._models.formats.reader_configs import full_attention_every, older_config, window_difference
 from weightsmith.abc.stored import Config, Specs
 
 ARCHITECTURES = (

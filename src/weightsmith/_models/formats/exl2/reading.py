@@ -27,17 +27,9 @@ from weightsmith._models.formats.decoded import (
     read_columns,
     transposed_rows,
 )
-from weightsmith._models.formats.exl2.layout import (
-    ROWS,
-    SUFFIXES,
-    Group,
-    Groups,
-    padded,
-    scale_values,
-    unpack_codes,
-    why_illegal,
-)
+from weightsmith._models.formats.exl2.layout import ROWS, SUFFIXES, padded, scale_values, unpack_codes, why_illegal
 from weightsmith._models.formats.exl2.loader import GEMMA3_PREFIX, text_config
+from weightsmith._models.formats.hessians import Group, Groups
 from weightsmith.abc.stored import Config, Specs, Wrapped
 from weightsmith.abc.tensors import Tensors
 

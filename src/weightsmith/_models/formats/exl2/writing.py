@@ -3,8 +3,9 @@
 The name of an encoding has the setting of the matrix: `exl2 5@0.1/g128+4@0.9/g128`. A matrix is encoded as a whole, because all
 of its output features share the largest scale of a group.
 
-Codes are rounded to nearest, with scales found by a search over the weights alone, and features sorted by their norm.
-`_features/quantisation/exl2/matrix.py` does better with a layer's inputs.
+Codes are rounded to nearest, with scales found by a search over the weights alone, and features sorted by their norm; or
+chosen for a layer's inputs (`formats/hessians.py`), with features sorted by the Hessian's diagonal. Codes are chosen with the
+scales that the loader computes in float16.
 """
 
 from __future__ import annotations
@@ -16,13 +17,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith._base.errors import NonFinite, Unsupported, raised_at
+from weightsmith._base.errors import Unsupported, raised_at
 from weightsmith._base.files import show
-from weightsmith._base.tensors import TensorSpec
+from weightsmith._base.tensors import DTYPES, DType, TensorSpec
 from weightsmith._models.formats.exl2.layout import (
     SUFFIXES,
     Floats,
-    Groups,
     Halves,
     Params,
     groups_of,
@@ -34,14 +34,23 @@ from weightsmith._models.formats.exl2.layout import (
     stored_specs,
     why_illegal,
 )
+from weightsmith._models.formats.exl2.reading import decode_columns, read_parameters
+from weightsmith._models.formats.hessians import Codes, Groups, Places, ScalesOf, round_plainly, rounded
 from weightsmith._models.formats.matrices import SUFFIX, matrix_refusal
-from weightsmith.abc.stored import WHOLE, Bytes, Modules, Rows
+from weightsmith.abc.product import Arrays
+from weightsmith.abc.stored import (
+    WHOLE,
+    Bytes,
+    Encoding,
+    FactoredHessian,
+    Float16,
+    HessianForm,
+    Kind,
+    Rows,
+    Unread,
+)
 
-Places = npt.NDArray[np.int64]
-Codes = npt.NDArray[np.uint8]
-ScalesOf = Callable[[int, Floats], tuple[Floats, Places]]
-"""(number of a group, its rows [r, N']) → scales [s, N'], and which of them each row has."""
-
+FAMILY = "exl2"
 _UNSORTED = " unsorted"
 _BAND = 1024
 
@@ -75,13 +84,13 @@ class Exl2Matrix:
         return self.q_weight, self.q_scale, self.q_scale_max, self.q_groups, self.q_invperm
 
 
-def store(shape: tuple[int, int], groups: Groups, order: Places, rounded: Callable[[ScalesOf], Iterator[Codes]]) -> Exl2Matrix:
+def store(shape: tuple[int, int], groups: Groups, order: Places, codes_of: Callable[[ScalesOf], Iterator[Codes]]) -> Exl2Matrix:
     """Search scales, and pack codes.
 
-    shape    [N, K] of the weight
-    groups   bits and rows, in stored order
-    order    int64 [K]: the input feature of each row
-    rounded  called with the scale search; yields the codes of each group, uint8 [rows, N']
+    shape     [N, K] of the weight
+    groups    bits and rows, in stored order
+    order     int64 [K]: the input feature of each row
+    codes_of  called with the scale search; yields the codes of each group, uint8 [rows, N']
 
     Raises Unsupported for groups or a shape that ExLlamaV2 cannot load.
     """
@@ -99,7 +108,7 @@ def store(shape: tuple[int, int], groups: Groups, order: Places, rounded: Callab
         return scales[None], np.zeros(len(rows), np.int64)
 
     words, starts, packed = np.empty((packed_rows(groups), cols), np.uint32), [], 0
-    for group, codes in zip(groups, rounded(scales_of), strict=True):
+    for group, codes in zip(groups, codes_of(scales_of), strict=True):
         starts.append((group.bits, packed))
         end = packed + group.rows * group.bits // 32
         pack_down(codes, group.bits, words[packed:end])
@@ -107,25 +116,6 @@ def store(shape: tuple[int, int], groups: Groups, order: Places, rounded: Callab
     inverse = np.empty(k, np.int32)
     inverse[order] = np.arange(k, dtype=np.int32)
     return Exl2Matrix(words.view(np.int32), pack_codes(nibbles), tops, np.array(starts, np.int16).ravel(), inverse, n)
-
-
-def rows_of(weight: Floats, features: Places, *, half: bool) -> Floats:
-    """Some columns of a weight as rows: float32 [r, N'].
-
-    half  round them to float16, and pad N to N' with zeros
-
-    Raises NonFinite for a number that float16 cannot hold.
-    """
-    part = weight[:, features].T
-    if not half:
-        return np.ascontiguousarray(part)
-    n = len(weight)
-    rows = np.zeros((len(part), padded(n)), np.float32)
-    with np.errstate(over="ignore"):
-        rows[:, :n] = part.astype(np.float16)
-    if not np.isfinite(rows).all():
-        raise NonFinite("a weight is not a number that float16 can hold, and EXL2 stores float16", fix="repair the model")
-    return rows
 
 
 def by_norm(weight: Floats) -> Places:
@@ -139,17 +129,32 @@ def by_norm(weight: Floats) -> Places:
     return np.argsort(-squares, kind="stable")
 
 
-def round_plainly(weight: Floats, order: Places, groups: Groups, scales_of: ScalesOf, *, half: bool) -> Iterator[Codes]:
-    """The codes of each group, rounded to nearest, features in this order: uint8 [rows, N']. half: see `rows_of`."""
-    from weightsmith._kernels.exl2 import quantise_rows
+def quantise_matrix(weight: Floats | Unread, hessian: FactoredHessian | None, groups: Groups) -> Exl2Matrix:
+    """Quantise the weight of a linear layer.
 
-    none, first = np.empty((0, 0), np.float32), 0
-    for number, group in enumerate(groups):
-        rows = rows_of(weight, order[first : first + group.rows], half=half)
-        codes = np.empty(rows.shape, np.uint8)
-        quantise_rows(rows, *scales_of(number, rows), group.bits, half, none, codes, none)
-        yield codes
-        first += group.rows
+    weight   float32 [N, K], or what reads it; rounded to float16 first; not modified
+    hessian  of its inputs; None: plain rounding, features in their own order
+    groups   bits and rows, in stored order (`formats.exl2.layout.groups_of`)
+
+    N is padded to a multiple of 32 with rows that decode to zeros.
+
+    Raises NonFinite for a weight that float16 cannot hold; Unsupported for groups or a shape that ExLlamaV2 cannot load
+    (`formats.exl2.layout.why_illegal`).
+
+    Cost: about 1,000 operations for each weight, most of them in the scale search; with a Hessian N K² more, and those of
+    `prepare`. Memory besides weight and result: one group of rows, and with a Hessian 4 N K bytes.
+    """
+    order = np.arange(weight.shape[1]) if hessian is None else hessian.order
+    return store(weight.shape, groups, order, lambda scales_of: rounded(weight, hessian, groups, scales_of, half=True))
+
+
+def dequantise_matrix(matrix: Exl2Matrix) -> Halves:
+    """The weight as the loader decodes it: float16 [N, K], bit for bit.
+
+    Independent of `quantise_matrix`: nothing is used but the stored tensors. Raises FormatError if they contradict each other.
+    """
+    parameters = read_parameters(matrix.q_groups, matrix.q_scale_max, matrix.q_invperm, len(matrix.q_weight))
+    return decode_columns(matrix.q_weight, matrix.q_scale, parameters)[: matrix.out_features]
 
 
 def find_scales(rows: Floats, bits: int, guess: int) -> tuple[npt.NDArray[np.uint8], np.float16, Floats, int]:
@@ -166,19 +171,52 @@ def find_scales(rows: Floats, bits: int, guess: int) -> tuple[npt.NDArray[np.uin
 
 
 @dataclass(frozen=True, slots=True)
-class Exl2:
+class Exl2(Encoding):
     """Matrices `X.weight` → `X.q_weight`, `X.q_scale`, …, all with one setting.
 
-    sort  features by their norm; False leaves them in their own order
+    sort  features by their norm, or by the Hessian's diagonal; False leaves them in their own order
     """
 
-    name: str
     params: Params
     sort: bool = True
-    align_rows: int = WHOLE
-    whole: int = len(SUFFIXES)
-    product: str = ""
-    vocabulary: bool = False
+
+    @property
+    def name(self) -> str:
+        """As `exl2 4/g64 unsorted`."""
+        return f"{FAMILY} {self.params}{'' if self.sort else _UNSORTED}"
+
+    @property
+    def kind(self) -> Kind:
+        return "integer"
+
+    @property
+    def bits(self) -> float:
+        return sum(bits * share for bits, share in zip(self.params.bits, self.params.proportions, strict=True))
+
+    @property
+    def group(self) -> int:
+        """The smallest: those of a matrix are of one size for each number of bits."""
+        return min(self.params.group_sizes)
+
+    @property
+    def scale(self) -> DType:
+        return DTYPES["F16"]
+
+    @property
+    def align_rows(self) -> int:
+        return WHOLE
+
+    @property
+    def whole(self) -> int:
+        return len(SUFFIXES)
+
+    @property
+    def hessian(self) -> HessianForm:
+        return "sorted" if self.sort else "in order"
+
+    @property
+    def float16(self) -> Float16:
+        return "always"
 
     def refusal(self, spec: TensorSpec) -> str:
         """Accepts matrices named `….weight` with a multiple of 32 columns."""
@@ -207,29 +245,27 @@ class Exl2:
         for out, array in zip(outs, stored.arrays, strict=True):
             out[:] = array.reshape(-1).view(np.uint8)
 
-    def config(self, modules: Modules) -> dict[str, Any]:
-        """No keys: `_features/quantisation/exl2/model.py` describes the whole model."""
-        return {}
+    def quantise(self, weight: Floats | Unread, hessian: Floats | FactoredHessian | None, threads: int) -> Arrays:
+        assert not isinstance(hessian, np.ndarray)
+        return quantise_matrix(weight, hessian, groups_of(self.params, weight.shape[1])).arrays
+
+    def dequantise(self, arrays: Arrays, shape: tuple[int, ...]) -> Floats:
+        stored: dict[str, Any] = dict(zip(SUFFIXES, arrays, strict=True))
+        return dequantise_matrix(Exl2Matrix(**stored, out_features=shape[0])).astype(np.float32)
 
 
 def find(name: str) -> Exl2 | None:
     """The encoding of a name; None for a name of others. Raises ValueError."""
-    return parse(name) if name.startswith("exl2 ") else None
+    return parse(name) if name.partition(" ")[0] == FAMILY else None
 
 
 def parse(name: str) -> Exl2:
-    """The encoding of a name. Raises ValueError."""
-    setting = params(name.removeprefix("exl2 ").removesuffix(_UNSORTED))
-    found = Exl2(name, setting, sort=not name.endswith(_UNSORTED))
-    if encoding_name(setting, sort=found.sort) != name:
-        raise ValueError(name)
-    return found
+    """The encoding of a name. Raises ValueError.
 
-
-def encoding_name(setting: Params, *, sort: bool = True) -> str:
-    """The name of the encoding with a setting.
-
-    >>> encoding_name(params("4/g64"), sort=False)
-    'exl2 4/g64 unsorted'
+    >>> parse("exl2 4/g64 unsorted")
+    Exl2(params=Params(bits=(4,), proportions=(1.0,), group_sizes=(64,)), sort=False)
     """
-    return f"exl2 {setting}{'' if sort else _UNSORTED}"
+    encoding = Exl2(params(name.removeprefix(f"{FAMILY} ").removesuffix(_UNSORTED)), sort=not name.endswith(_UNSORTED))
+    if encoding.name != name:
+        raise ValueError(name)
+    return encoding

@@ -5,7 +5,15 @@ their own.
 
 Each weight is divided by a scale of its output and of its input, and given their random signs. The rotation of blocks of
 128 x 128 then makes all numbers nearly normally distributed, with a variance of 1, for which each rate has the best factor to
-the values of the codebook. `_features/quantisation/exl3/matrix.py` does better with a layer's inputs.
+the values of the codebook.
+
+**With what enters a weight**, errors are compensated by LDLQ (Tseng et al. 2024, https://arxiv.org/abs/2406.11235): the Hessian
+of the inputs, rotated like the weight, is L D Lᵀ with blocks of 16 x 16. Rows of 16 inputs are encoded from the last to the
+first, and what the errors of later rows cause is added to those before, times L. Then only D weighs the errors. torch computes
+the factorisation and the products of matrices.
+
+**Determinism.** As in `formats/hessians.py`. Output features do not depend on each other, so those of a matrix are encoded on
+several threads, always the same ones together.
 """
 
 from __future__ import annotations
@@ -21,7 +29,8 @@ import numpy.typing as npt
 
 from weightsmith._base.errors import NonFinite, Unsupported, raised_at
 from weightsmith._base.files import show
-from weightsmith._base.tensors import TensorSpec
+from weightsmith._base.one_thread import Tensor, one_thread
+from weightsmith._base.tensors import DTYPES, DType, TensorSpec
 from weightsmith._models.formats.exl3.layout import (
     BLOCK,
     CODEBOOKS,
@@ -34,10 +43,18 @@ from weightsmith._models.formats.exl3.layout import (
     stored_specs,
     values_of,
 )
+from weightsmith._models.formats.hessians import MIN_DAMPING, check_hessian, damped_cholesky
 from weightsmith._models.formats.matrices import SUFFIX, matrix_refusal
-from weightsmith.abc.stored import WHOLE, Bytes, Modules, Rows
+from weightsmith.abc.product import Arrays
+from weightsmith.abc.stored import WHOLE, Bytes, Encoding, FactoredHessian, Float16, HessianForm, Kind, Rows, Unread
 
-NAME = "exl3 "
+FAMILY = "exl3"
+
+ROWS = 16
+"""Inputs that are encoded at once: those of a tile."""
+
+DAMPING = 0.025
+"""Share of the rotated Hessian's mean diagonal that is added to it."""
 
 COLUMNS = 512
 """Outputs that are encoded together, on one thread."""
@@ -246,16 +263,133 @@ def encode_plainly(target: Floats, encoder: Encoder, words: Words) -> None:
         encoder.encode(target[first : first + 16], words[first // 16])
 
 
+# ---- codes for what enters a weight
+
+
+def quantise_matrix(weight: Floats | Unread, hessian: Floats | None, rate: Rate, threads: int = 1) -> Exl3Matrix:
+    """Quantise the weight of a linear layer.
+
+    weight   float32 [N, K], or what reads it; not modified
+    hessian  float32 [K, K]: Σ xxᵀ over the inputs x; any scale. None: the nearest streams
+    threads  the result does not depend on them
+
+    Raises NonFinite; ParameterError for a Hessian that no damping makes positive definite.
+
+    Cost: about 25 million operations on integers of 16 bits for each weight's 65,536 states; with a Hessian N K² / 2 + K³ / 3
+    multiplications. Memory besides weight and result: 12 K bytes and 0.5 to 17 MB for each thread's outputs, and those of
+    `factorise`.
+    """
+    plain = weight if isinstance(weight, np.ndarray) else weight.read()[0]
+    scales = find_scales(plain, rate)
+    if hessian is None:
+        return store(plain, rate, scales, encode_plainly, threads)
+    factor = factorise(hessian, scales.inputs)
+
+    def columns(target: Floats, encoder: Encoder, words: Words) -> None:
+        _compensate(target, factor, encoder, words)
+
+    with one_thread():
+        return store(plain, rate, scales, columns, threads)
+
+
+def factorise(hessian: Floats, inputs: Halves) -> Tensor:
+    """L of the rotated Hessian: torch float32 [K padded, K padded], unit lower triangular in blocks of 16.
+
+    inputs  float16 [K padded]: the scales of the weight's inputs. Errors are multiplied by them
+
+    Raises as `quantise_matrix`.
+    """
+    import torch
+
+    check_hessian(hessian)
+    scales = inputs.astype(np.float32)
+    k = len(scales)
+    with one_thread():
+        turned = rotated(hessian, scales, scales)
+        work = torch.empty(k, k, dtype=torch.float64)
+        damping = max(DAMPING * float(turned.diagonal().mean(dtype=np.float64)), MIN_DAMPING * float(np.square(scales).mean()))
+        damped_cholesky(work, lambda: work.copy_(torch.from_numpy(turned)), damping)
+        for first in range(0, k, ROWS):
+            part = work[first:, first : first + ROWS]
+            own = part[:ROWS].clone()
+            torch.linalg.solve_triangular(own, part.clone(), upper=False, left=False, out=part)
+        return work.float()
+
+
+def _compensate(target: Floats, factor: Tensor, encoder: Encoder, words: Words) -> None:
+    """Encode rotated weights [K, n] from the last rows to the first. factor: L; only what is below its diagonal is used."""
+    import torch
+
+    wanted = torch.from_numpy(target)
+    errors, caused = torch.empty_like(wanted), torch.zeros_like(wanted)
+    for end in range(len(target), 0, -BLOCK):
+        begin = end - BLOCK
+        for first in range(end - ROWS, begin - 1, -ROWS):
+            last = first + ROWS
+            rows = wanted[first:last]
+            moved = rows + caused[first:last]
+            if last < end:
+                moved.addmm_(factor[last:end, first:last].T, errors[last:end])
+            values = encoder.encode(moved.numpy(), words[first // ROWS])
+            torch.sub(rows, torch.from_numpy(np.ascontiguousarray(values)), out=errors[first:last])
+        if begin:
+            caused[:begin].addmm_(factor[begin:end, :begin].T, errors[begin:end])
+
+
+def dequantise_matrix(matrix: Exl3Matrix, shape: tuple[int, int], rate: Rate) -> Floats:
+    """The weight as it is read: float32 [N, K]. Nothing is used but the stored tensors."""
+    from weightsmith._kernels.trellis import dequantise_trellis
+
+    found = np.empty(shape, np.float32)
+    inputs, outputs = matrix.scales.inputs.astype(np.float32), matrix.scales.outputs.astype(np.float32)
+    for top in range(0, shape[0], BLOCK):
+        words = np.ascontiguousarray(matrix.words[:, top // 16 : (top + BLOCK) // 16]).reshape(-1)
+        own = outputs[top : top + BLOCK]
+        dequantise_trellis(words, rate.steps, values_of("mul1"), inputs, own, top, 0, shape, 0, found.reshape(-1))
+    return found
+
+
+# ---- the encoding
+
+
 @dataclass(frozen=True, slots=True)
-class Exl3:
+class Exl3(Encoding):
     """Matrices `X.weight` → `X.trellis`, `X.suh`, `X.svh`, `X.mul1`, all with one rate."""
 
-    name: str
     rate: Rate
-    align_rows: int = WHOLE
-    whole: int = 4
-    product: str = ""
-    vocabulary: bool = False
+
+    @property
+    def name(self) -> str:
+        """As `exl3 2.5`."""
+        return f"{FAMILY} {self.rate}"
+
+    @property
+    def kind(self) -> Kind:
+        return "trellis"
+
+    @property
+    def bits(self) -> float:
+        return self.rate.bits
+
+    @property
+    def scale(self) -> DType:
+        return DTYPES["F16"]
+
+    @property
+    def align_rows(self) -> int:
+        return WHOLE
+
+    @property
+    def whole(self) -> int:
+        return 4
+
+    @property
+    def hessian(self) -> HessianForm:
+        return "whole"
+
+    @property
+    def float16(self) -> Float16:
+        return "always"
 
     def refusal(self, spec: TensorSpec) -> str:
         """Accepts matrices named `….weight`."""
@@ -282,28 +416,27 @@ class Exl3:
         for out, array in zip(outs, stored.arrays, strict=True):
             out[:] = array.reshape(-1).view(np.uint8)
 
-    def config(self, modules: Modules) -> dict[str, Any]:
-        """No keys: `_features/quantisation/exl3/format.py` describes the whole model."""
-        return {}
+    def quantise(self, weight: Floats | Unread, hessian: Floats | FactoredHessian | None, threads: int) -> Arrays:
+        assert not isinstance(hessian, FactoredHessian)
+        return quantise_matrix(weight, hessian, self.rate, threads).arrays
+
+    def dequantise(self, arrays: Arrays, shape: tuple[int, ...]) -> Floats:
+        outputs, inputs = shape
+        return dequantise_matrix(of_arrays(arrays), (outputs, inputs), self.rate)
 
 
 def find(name: str) -> Exl3 | None:
     """The encoding of a name; None for a name of others. Raises ValueError."""
-    return parse(name) if name.startswith(NAME) else None
+    return parse(name) if name.partition(" ")[0] == FAMILY else None
 
 
 def parse(name: str) -> Exl3:
-    """The encoding of a name. Raises ValueError."""
-    rate = next((rate for rate in RATES if encoding_name(rate) == name), None)
-    if rate is None:
-        raise ValueError(name)
-    return Exl3(name, rate)
+    """The encoding of a name. Raises ValueError.
 
-
-def encoding_name(rate: Rate) -> str:
-    """The name of the encoding with a rate.
-
-    >>> encoding_name(Rate(5))
-    'exl3 2.5'
+    >>> parse("exl3 2.5").bits
+    2.5
     """
-    return f"{NAME}{rate}"
+    encoding = next((encoding for encoding in map(Exl3, RATES) if encoding.name == name), None)
+    if encoding is None:
+        raise ValueError(name)
+    return encoding

@@ -16,7 +16,6 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -24,11 +23,11 @@ from weightsmith._base.errors import FormatError, Unsupported
 from weightsmith._base.files import DAMAGED, show
 from weightsmith._base.tensors import DTYPES, DType, TensorSpec
 from weightsmith._models.formats.decoded import Weight, bands, read_all
-from weightsmith._models.formats.gguf.families import LAYERS, Cut
 from weightsmith._models.formats.gguf.layout import MAX_DIMENSIONS
+from weightsmith._models.formats.gguf.tensors import LAYERS, SplitTensor
 from weightsmith._models.formats.gguf.values import Config
 from weightsmith._models.formats.gguf.writing import NEEDS_IMPORTANCES, PREFIX, TYPES, encode_matrix
-from weightsmith.abc.stored import WHOLE, Bytes, Modules, Rows
+from weightsmith.abc.stored import WHOLE, Bytes, Encoding, Importances, Kind, Rows
 from weightsmith.abc.tensors import Tensors
 
 
@@ -64,30 +63,30 @@ class Piece:
 Pieces = tuple[Piece, ...]
 
 
-def pieces_of(cut: Cut, config: Config, shape: tuple[int, ...]) -> tuple[int, tuple[Pieces, ...]]:
+def pieces_of(split: SplitTensor, config: Config, shape: tuple[int, ...]) -> tuple[int, tuple[Pieces, ...]]:
     """The rows of a band, and what each part of a cut takes of it. shape: of the Hub's tensor. Raises FormatError.
 
-    >>> from weightsmith._models.formats.gguf.families import Part
-    >>> halves = Cut("input_linear.weight", (Part("ffn_gate_exps.weight"), Part("ffn_up_exps.weight")))
+    >>> from weightsmith._models.formats.gguf.tensors import SplitPart
+    >>> halves = SplitTensor("input_linear.weight", (SplitPart("ffn_gate_exps.weight"), SplitPart("ffn_up_exps.weight")))
     >>> height, pieces = pieces_of(halves, Config({}), (4, 6, 8))
     >>> height, *(str(piece) for part in pieces for piece in part)
     (6, '[0-3]', '[3-6]')
     """
-    count = len(cut.parts)
-    if len(shape) < 2 or (cut.columns and shape[-1] % count):
-        raise FormatError(f"its shape is {list(shape)}", where=cut.name, fix="download it again")
-    stated = [part.rows(config) for part in cut.parts if part.rows is not None]
-    height = shape[-2] if len(shape) == 3 or not cut.bands else 1
-    sizes = stated or [(height,) if cut.columns else (height // count,)] * count
-    height = height if cut.columns else sum(map(sum, sizes))
+    count = len(split.parts)
+    if len(shape) < 2 or (split.columns and shape[-1] % count):
+        raise FormatError(f"its shape is {list(shape)}", where=split.name, fix="download it again")
+    stated = [part.rows(config) for part in split.parts if part.rows is not None]
+    height = shape[-2] if len(shape) == 3 or not split.bands else 1
+    sizes = stated or [(height,) if split.columns else (height // count,)] * count
+    height = height if split.columns else sum(map(sum, sizes))
     if math.prod(shape[:-1]) % height:
         rows = " + ".join(str(size) for own in sizes for size in own)
         what = f"its {math.prod(shape[:-1]):,} rows are not {rows}, once or several times"
-        raise FormatError(what, where=cut.name, fix="repair config.json, or download the model again")
-    if cut.columns:
-        return height, tuple((Piece(0, height, i, count, part.transposed),) for i, part in enumerate(cut.parts))
+        raise FormatError(what, where=split.name, fix="repair config.json, or download the model again")
+    if split.columns:
+        return height, tuple((Piece(0, height, i, count, part.transposed),) for i, part in enumerate(split.parts))
     found, end = list[Pieces](), 0
-    for own, part in zip(sizes, cut.parts, strict=True):
+    for own, part in zip(sizes, split.parts, strict=True):
         pieces = []
         for size in own:
             pieces.append(Piece(end, end + size, transposed=part.transposed))
@@ -97,7 +96,7 @@ def pieces_of(cut: Cut, config: Config, shape: tuple[int, ...]) -> tuple[int, tu
 
 
 def part_shape(pieces: Pieces, height: int, shape: tuple[int, ...], *, flat: bool) -> tuple[int, ...]:
-    """The shape of a part. shape: of the whole; flat: see `Cut`."""
+    """The shape of a part. shape: of the whole; flat: see `SplitTensor`."""
     count = math.prod(shape[:-1]) // height
     rows, cols = pieces[0].shape(shape[-1])
     if flat:
@@ -111,25 +110,42 @@ def part_shape(pieces: Pieces, height: int, shape: tuple[int, ...], *, flat: boo
 
 
 @dataclass(frozen=True, slots=True)
-class CutEncoding:
+class CutEncoding(Encoding):
     """Bands of rows as several tensors.
 
     height  rows of a band
     parts   types, and what they are of
-    flat    see `Cut`
+    flat    see `SplitTensor`
     """
 
     height: int
     parts: tuple[tuple[DType, Pieces], ...]
     flat: bool = False
-    product: str = ""
-    vocabulary: bool = True
 
     @property
     def name(self) -> str:
         """As in plans."""
         parts = (f"{dtype.name.lower()}{'+'.join(map(str, pieces))}" for dtype, pieces in self.parts)
         return f"{PREFIX}{self.height}{'+' if self.flat else ''}:{','.join(parts)}"
+
+    @property
+    def kind(self) -> Kind:
+        return "plain" if all(dtype.block == 1 for dtype, _ in self.parts) else "blocks"
+
+    @property
+    def bits(self) -> float:
+        """Of the parts, on average."""
+        return sum(8 * dtype.itemsize / dtype.block for dtype, _ in self.parts) / len(self.parts)
+
+    @property
+    def vocabulary(self) -> bool:
+        return True
+
+    @property
+    def importances(self) -> Importances:
+        if self.kind == "plain":
+            return "no"
+        return "must" if any(dtype.name in NEEDS_IMPORTANCES for dtype, _ in self.parts) else "may"
 
     @property
     def align_rows(self) -> int:
@@ -173,7 +189,7 @@ class CutEncoding:
             for i, (dtype, pieces) in enumerate(self.parts)
         )
 
-    def importances(self, spec: TensorSpec) -> tuple[int, ...]:
+    def importance_counts(self, spec: TensorSpec) -> tuple[int, ...]:
         """The number of importances that it takes: of each column of each matrix of each part."""
         return (sum(self._columns(spec)),)
 
@@ -199,10 +215,6 @@ class CutEncoding:
                     own = None if own is None or not (own.any() or dtype.name in NEEDS_IMPORTANCES) else own
                     encode_matrix(spec, dtype, matrix, out[start + i * nbytes : start + (i + 1) * nbytes], own)
                 start += len(part) * nbytes
-
-    def config(self, modules: Modules) -> dict[str, Any]:
-        """Nothing: the file says what its tensors are."""
-        return {}
 
 
 _NUMBER = "(0|[1-9][0-9]{0,8})"
@@ -271,7 +283,7 @@ class CutWeight(Weight):
 
 
 def cut_weight(
-    cut: Cut, layer: str, specs: Mapping[str, TensorSpec], config: Config, natural_dtype: DType, where: str
+    split: SplitTensor, layer: str, specs: Mapping[str, TensorSpec], config: Config, natural_dtype: DType, where: str
 ) -> CutWeight:
     """A tensor of the Hub, from those of its parts.
 
@@ -279,16 +291,16 @@ def cut_weight(
 
     Raises FormatError for parts that are missing or do not fit together.
     """
-    name = f"{LAYERS}{layer}.{cut.name}"
-    stored = tuple(f"blk.{layer}.{part.name}" for part in cut.parts)
+    name = f"{LAYERS}{layer}.{split.name}"
+    stored = tuple(f"blk.{layer}.{part.name}" for part in split.parts)
     if missing := [each for each in stored if each not in specs]:
         what = f"tensor {show(missing[0])} is missing, and there are other parts of {show(name)}"
         raise FormatError(what, where=where, fix=DAMAGED)
     shapes = [specs[each].shape for each in stored]
     try:
-        shape = _whole_shape(cut, shapes)
-        height, parts = pieces_of(cut, config, shape)
-        fits = [part_shape(pieces, height, shape, flat=cut.flat) for pieces in parts] == shapes
+        shape = _whole_shape(split, shapes)
+        height, parts = pieces_of(split, config, shape)
+        fits = [part_shape(pieces, height, shape, flat=split.flat) for pieces in parts] == shapes
     except (FormatError, ValueError):
         fits = False
     if not fits:
@@ -297,14 +309,14 @@ def cut_weight(
     return CutWeight(TensorSpec(name, DTYPES["F32"], shape), stored, natural_dtype, height, parts)
 
 
-def _whole_shape(cut: Cut, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+def _whole_shape(split: SplitTensor, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     """The shape of a tensor whose parts have these shapes, if they fit. Raises ValueError."""
     if min(map(len, shapes)) < 2:
         raise ValueError(shapes)
-    turned = [(*s[:-2], s[-1], s[-2]) if part.transposed else s for part, s in zip(cut.parts, shapes, strict=True)]
+    turned = [(*s[:-2], s[-1], s[-2]) if part.transposed else s for part, s in zip(split.parts, shapes, strict=True)]
     *before, rows, cols = turned[0]
-    if cut.columns:
+    if split.columns:
         cols = sum(each[-1] for each in turned)
     else:
         rows = sum(each[-2] for each in turned)
-    return (math.prod(before) * rows, cols) if cut.bands else (*before, rows, cols)
+    return (math.prod(before) * rows, cols) if split.bands else (*before, rows, cols)

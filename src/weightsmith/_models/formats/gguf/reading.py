@@ -1,6 +1,6 @@
 """GGUF files: one, or several as llama.cpp splits them. Blocks are dequantised on read, by the package libgguf.
 
-Tensors have the Hub's names, shapes and order of rows (`families.py`). Tensors of plain numbers have their own
+Tensors have the Hub's names, shapes and order of rows (`tensors.py`). Tensors of plain numbers have their own
 dtype, blocks are F32. config.json and the tokenizer's files are made from the file's keys; what else is in the folder is not
 read.
 """
@@ -23,20 +23,12 @@ from weightsmith._base.files import DAMAGED, Extent, Opener, open_local, show
 from weightsmith._base.tensors import DTYPES, DType, TensorSpec
 from weightsmith._files.hf_folder import Weights, natural_key
 from weightsmith._models.formats.decoded import DecodedTensors, Weight
-from weightsmith._models.formats.gguf.config import config_of_keys, family_of_keys, predicting_layers
+from weightsmith._models.formats.gguf.architecture import Architecture, Contents
+from weightsmith._models.formats.gguf.architectures import architecture_of_keys
 from weightsmith._models.formats.gguf.cuts import cut_weight
-from weightsmith._models.formats.gguf.delta_net import ordered_weight, value_order
-from weightsmith._models.formats.gguf.families import (
-    Family,
-    hub_name,
-    hub_shape,
-    is_decay,
-    part_of,
-    predicts,
-    rotated_heads,
-    shift_of,
-)
 from weightsmith._models.formats.gguf.header import SMALL, GgufHeader, GgufTensor, read_gguf_header
+from weightsmith._models.formats.gguf.ordered import ordered_weight
+from weightsmith._models.formats.gguf.tensors import is_decay, predicts
 from weightsmith._models.formats.gguf.tokenizer import tokenizer_files
 from weightsmith._models.formats.gguf.values import Config
 from weightsmith._models.formats.gguf.writing import dequantise, from_llama_order, libgguf
@@ -210,16 +202,17 @@ def open_files(paths: Sequence[Path], index: Index | None, where: str, open_file
     if type(count) is not int or count not in (0, len(paths)):
         what = f"part of a file that is split into {show(count)}, and {len(paths)} were found"
         raise FormatError(what, where=str(paths[0]), fix="Do not rename the parts of a split file.")
-    family = family_of_keys(first.keys, where)
+    architecture = architecture_of_keys(first.keys, where)
     tensors = {tensor.name: tensor for header in headers.values() for tensor in header.tensors}
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     small = {name: values for header in headers.values() for name, values in header.small.items()}
     dtype = _dtype(tensors.values())
-    config = config_of_keys(first.keys, family, shapes, small, dtype.torch, where)
-    layers = config["num_hidden_layers"] if predicting_layers(first.keys, family, where) else math.inf
-    stored = unite((_tensors(path, header, family, config, layers) for path, header in headers.items()), paths[0].parent)
+    config = architecture.config(first.keys, Contents(shapes, small), dtype.torch, where)
+    predicted = architecture.predicted_layers(architecture.values(first.keys, where))
+    layers = config["num_hidden_layers"] if predicted else math.inf
+    stored = unite((_tensors(path, header, architecture, config, layers) for path, header in headers.items()), paths[0].parent)
     files = [SourceFile(path, header.state, header.digest) for path, header in headers.items()]
-    made, notes = tokenizer_files(first.keys, family, where)
+    made, notes = tokenizer_files(first.keys, architecture, where)
     if several := [name for name in tensors if predicts(name, layers)]:
         what = f"{len(several):,} tensors are left out: layers that predict several tokens at a time"
         notes = [*notes, Finding(what, several[0], fix="use the model as it is: it works without them")]
@@ -227,11 +220,11 @@ def open_files(paths: Sequence[Path], index: Index | None, where: str, open_file
     blocks = Counter(tensor.dtype.name for tensor in tensors.values() if tensor.dtype.block > 1)
     decoded = f"GGUF, mostly {blocks.most_common(1)[0][0]}" if blocks else ""
     whole = GgufTensors(stored, files, where, dtype)
-    cuts = list(dict.fromkeys(found for name in whole.specs if (found := part_of(family, name)) is not None))
+    cuts = list(dict.fromkeys(found for name in whole.specs if (found := architecture.part_of(name)) is not None))
     weights: list[Weight] = [cut_weight(cut, layer, whole.specs, Config(config), dtype, where) for cut, layer in cuts]
     for spec in whole.specs.values():
-        if (order := value_order(spec.name, Config(config))) is not None:
-            weights.append(ordered_weight(spec, str(hub_name(family, spec.name)), order, dtype, where))
+        if (order := architecture.order(spec.name, Config(config))) is not None:
+            weights.append(ordered_weight(spec, str(architecture.hub_name(spec.name)), order, dtype, where))
     source = GgufMovedTensors(whole, weights, where) if weights else whole
     return Opened(source, notes=tuple(notes), files=made, decoded=decoded)
 
@@ -242,28 +235,30 @@ def _dtype(tensors: Iterable[GgufTensor]) -> DType:
     return DTYPES[next(iter(names)) if names in ({"F32"}, {"F16"}) else "BF16"]
 
 
-def _tensors(path: Path, header: GgufHeader, family: Family, config: Mapping[str, Any], layers: float) -> list[StoredBlocks]:
+def _tensors(
+    path: Path, header: GgufHeader, architecture: Architecture, config: Mapping[str, Any], layers: float
+) -> list[StoredBlocks]:
     """The tensors of one file under the Hub's names. layers: those behind them are left out."""
     found: list[StoredBlocks] = []
     for tensor in header.tensors:
         if tensor.name in SMALL or predicts(tensor.name, layers):
             continue
-        moved = part_of(family, tensor.name) is not None or value_order(tensor.name, Config(config)) is not None
-        name = tensor.name if moved else hub_name(family, tensor.name)
+        moved = architecture.part_of(tensor.name) is not None or architecture.order(tensor.name, Config(config)) is not None
+        name = tensor.name if moved else architecture.hub_name(tensor.name)
         if name is None:
-            what = f"tensor {show(tensor.name)} does not belong to a model of the family {family.model_type}"
+            what = f"tensor {show(tensor.name)} does not belong to a model of the family {architecture.model_types[0]}"
             raise Unsupported(what, where=str(path), fix="Use the model's original checkpoint.")
         if "{}" in name:
-            found += _experts(path, tensor, name, int(config.get(family.count) or 0))
+            found += _experts(path, tensor, name, int(config.get(architecture.experts) or 0))
             continue
-        heads = rotated_heads(family, tensor.name, config["num_attention_heads"], config["num_key_value_heads"])
+        heads = architecture.rotated_heads(tensor.name, config["num_attention_heads"], config["num_key_value_heads"])
         if heads and tensor.shape[0] % (2 * heads):
             what = f"tensor {show(tensor.name)} has {tensor.shape[0]:,} rows for {heads} heads"
             raise FormatError(what, where=str(path), fix=DAMAGED)
-        shift, decays = shift_of(family, tensor.name), is_decay(tensor.name)
+        shift, decays = architecture.shift_of(tensor.name), is_decay(tensor.name)
         dtype = DTYPES["F32"] if tensor.dtype.block > 1 or shift or decays else tensor.dtype
         head_rows = tensor.shape[0] // heads if heads else 0
-        shape = hub_shape(family, tensor.name, tensor.shape)
+        shape = architecture.hub_shape(tensor.name, tensor.shape)
         spec = TensorSpec(name, dtype, shape)
         found.append(StoredBlocks(spec, path, tensor.offset, tensor.dtype, head_rows, shift, decays))
     return found

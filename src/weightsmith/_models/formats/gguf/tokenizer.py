@@ -14,12 +14,12 @@ from typing import Any, TypeVar
 from weightsmith._base.errors import Finding, FormatError, Unsupported
 from weightsmith._base.files import DAMAGED, show
 from weightsmith._base.strict_json import parse_object
+from weightsmith._models.formats.gguf.architecture import Architecture
 from weightsmith._models.formats.gguf.chat_templates import template_keys
-from weightsmith._models.formats.gguf.config import token_id
 from weightsmith._models.formats.gguf.end_tokens import stops_of, with_ends
-from weightsmith._models.formats.gguf.families import Family
 from weightsmith._models.formats.gguf.layout import Value
 from weightsmith._models.formats.gguf.unsaid import recognised_name, unsaid
+from weightsmith._models.formats.gguf.values import token_id
 from weightsmith._models.tokenizers.files import json_bytes
 from weightsmith._models.tokenizers.parts import (
     BYTES,
@@ -115,20 +115,20 @@ _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad
 # ---- reading
 
 
-def tokenizer_files(keys: Mapping[str, Any], family: Family, where: str) -> tuple[dict[str, bytes], list[Finding]]:
+def tokenizer_files(keys: Mapping[str, Any], architecture: Architecture, where: str) -> tuple[dict[str, bytes], list[Finding]]:
     """tokenizer.json, tokenizer_config.json and generation_config.json of a GGUF file, and warnings.
 
     Equal in effect to what transformers makes of the same file. Raises FormatError for tokens and merges that contradict each
     other. Cost: 0.3 s for 50,000 tokens; about 3 s for 262,144 without merges, which are derived from the scores.
     """
     tokens, kind = keys.get("tokenizer.ggml.tokens"), keys.get("tokenizer.ggml.model")
-    if not isinstance(tokens, list) or not isinstance(kind, str) or kind not in ("gpt2", "llama", family.tokenizer):
+    if not isinstance(tokens, list) or not isinstance(kind, str) or kind not in ("gpt2", "llama", architecture.tokenizer):
         what = f"the GGUF file has no tokenizer that can be read (tokenizer.ggml.model is {show(kind)})"
         return {}, [Finding(what, where, fix="copy the tokenizer's files into the output yourself")]
     if not all(isinstance(token, str) for token in tokens) or sum(map(len, tokens)) > _MAX_CHARACTERS:
         what = f"tokenizer.ggml.tokens is no list of texts, or they have more than {_MAX_CHARACTERS:,} characters"
         raise FormatError(what, where=where, fix=DAMAGED)
-    if kind != "gpt2" and family.architecture.startswith("gemma"):  # in Gemma's files, runs of spaces are stored as such
+    if kind != "gpt2" and architecture.name.startswith("gemma"):  # in Gemma's files, runs of spaces are stored as such
         tokens = [SPACE * len(token) if token and not token.strip(" ") else token for token in tokens]
     numbers = {name: token_id(keys, key, len(tokens), where) for name, key in _SPECIAL.items()}
     special = {name: None if number is None else tokens[number] for name, number in numbers.items()}
@@ -136,7 +136,7 @@ def tokenizer_files(keys: Mapping[str, Any], family: Family, where: str) -> tupl
     pre = _setting(keys, "pre", "default", where)
     add_bos = _setting(keys, "add_bos_token", kind != "gpt2" or pre in _WHOLE_MERGES, where)
     add_eos = _setting(keys, "add_eos_token", False, where)
-    parts = _byte_level(keys, tokens, types, where) if kind == "gpt2" else _sentencepiece(keys, tokens, family, where)
+    parts = _byte_level(keys, tokens, types, where) if kind == "gpt2" else _sentencepiece(keys, tokens, architecture, where)
     marked = set(special.values()) if kind != "gpt2" else set()
     first = [token] if add_bos and (token := special["bos_token"]) else []
     last = [token] if add_eos and (token := special["eos_token"]) else []
@@ -228,10 +228,10 @@ def _listed(keys: Mapping[str, Any], vocab: Mapping[str, int], where: str) -> li
     return merges
 
 
-def _sentencepiece(keys: Mapping[str, Any], tokens: Sequence[str], family: Family, where: str) -> dict[str, Any]:
+def _sentencepiece(keys: Mapping[str, Any], tokens: Sequence[str], architecture: Architecture, where: str) -> dict[str, Any]:
     """The parts of a tokenizer.json with SentencePiece's BPE."""
     scores = _numbers(keys, "scores", 0.0, tokens, where)
-    gemma = family.architecture.startswith("gemma")
+    gemma = architecture.name.startswith("gemma")
     prefixed = not gemma
     if gemma:  # the scores do not follow the order of the merges, but the tokens do
         scores = [float(-i) for i in range(len(tokens))]
@@ -241,7 +241,7 @@ def _sentencepiece(keys: Mapping[str, Any], tokens: Sequence[str], family: Famil
     if gemma:
         normalizer = marked
         splitter = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
-    elif family.architecture == "phi3":
+    elif architecture.name == "phi3":
         normalizer = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": SPACE}, marked]}
     else:
         normalizer = marked
@@ -250,7 +250,7 @@ def _sentencepiece(keys: Mapping[str, Any], tokens: Sequence[str], family: Famil
     unknown = keys.get("tokenizer.ggml.unknown_token_id")
     unk_token = tokens[unknown] if gemma and unknown is not None else None
     numbers = {token: i for i, token in enumerate(tokens)}
-    merges = _merges(numbers, scores) if family.tokenizer == "llama" else _listed(keys, numbers, where)
+    merges = _merges(numbers, scores) if architecture.tokenizer == "llama" else _listed(keys, numbers, where)
     return {
         "normalizer": normalizer,
         "pre_tokenizer": splitter,
@@ -284,7 +284,7 @@ def _chat_template(keys: Mapping[str, Any]) -> Any:
 
 
 def tokenizer_keys(
-    files: Mapping[str, bytes], config: Mapping[str, Any], family: Family, rows: int, name: str
+    files: Mapping[str, bytes], config: Mapping[str, Any], architecture: Architecture, rows: int, name: str
 ) -> tuple[dict[str, Value], list[Finding]]:
     """The keys of a GGUF file that describe the tokenizer, and the model's name, by which llama.cpp splits text; and warnings.
 
@@ -310,7 +310,7 @@ def tokenizer_keys(
     ]
     added = [entry for entry in added if entry["id"] < rows]
     pieces = bool(model.get("byte_fallback"))
-    tokens, types = _tokens_and_types(model["vocab"], added, family, rows, pieces=pieces)
+    tokens, types = _tokens_and_types(model["vocab"], added, architecture, rows, pieces=pieces)
     stops = stops_of((config, _object(files, "generation_config.json")), rows)
     special = _special_ids(settings, config, added, model["vocab"], rows)
     if settings.get("add_eos_token") is not False:
@@ -322,10 +322,10 @@ def tokenizer_keys(
     merges = [pair for pair in _pairs(model.get("merges")) if known.issuperset((*pair, "".join(pair)))]
     merged = ""
     if pieces:
-        values = _piece_values(tokenizer, files.get("tokenizer.model"), family, tokens, types, merges)
+        values = _piece_values(tokenizer, files.get("tokenizer.model"), architecture, tokens, types, merges)
     else:
         whole = bool(model.get("ignore_merges"))
-        pre = _pre_name(tokenizer.get("pre_tokenizer"), family, whole=whole)
+        pre = _pre_name(tokenizer.get("pre_tokenizer"), architecture, whole=whole)
         values = {
             "tokenizer.ggml.model": Value("str", "gpt2"),
             "tokenizer.ggml.pre": Value("str", pre),
@@ -350,15 +350,15 @@ def tokenizer_keys(
 def _piece_values(
     tokenizer: Mapping[str, Any],
     sentencepiece: bytes | None,
-    family: Family,
+    architecture: Architecture,
     tokens: Sequence[str],
     types: Sequence[int],
     merges: Sequence[tuple[str, str]],
 ) -> dict[str, Value]:
     """The keys of a tokenizer of SentencePiece's kind: scores, or merges. sentencepiece: its own file."""
-    values = {"tokenizer.ggml.model": Value("str", family.tokenizer)}
+    values = {"tokenizer.ggml.model": Value("str", architecture.tokenizer)}
     values["tokenizer.ggml.add_space_prefix"] = Value("bool", _has_prefix(tokenizer))
-    if family.tokenizer != "llama":
+    if architecture.tokenizer != "llama":
         return values | _merge_values(merges)
     values["tokenizer.ggml.pre"] = Value("str", "default")
     values["tokenizer.ggml.scores"] = Value("f32", _scores(sentencepiece, tokens, types, merges))
@@ -371,7 +371,7 @@ def _merge_values(merges: Iterable[tuple[str, str]]) -> dict[str, Value]:
 
 
 def _tokens_and_types(
-    vocab: Mapping[str, Any], added: Sequence[Mapping[str, Any]], family: Family, rows: int, *, pieces: bool
+    vocab: Mapping[str, Any], added: Sequence[Mapping[str, Any]], architecture: Architecture, rows: int, *, pieces: bool
 ) -> tuple[list[str], list[int]]:
     """The token of each row, and its type."""
     tokens = [f"[PAD{i}]" for i in range(rows)]
@@ -384,7 +384,9 @@ def _tokens_and_types(
             types[i] = Kind.BYTE
     for entry in added:
         number, token = entry["id"], entry["content"]
-        is_control = (bool(entry.get("special")) or _looks_special(token)) and token not in _SHOWN.get(family.tokenizer, ())
+        is_control = (bool(entry.get("special")) or _looks_special(token)) and token not in _SHOWN.get(
+            architecture.tokenizer, ()
+        )
         tokens[number] = token if is_control else token.replace(SPACE, " ")
         types[number] = Kind.CONTROL if is_control else Kind.USER_DEFINED
     return tokens, types
@@ -458,7 +460,7 @@ def _pairs(merges: object) -> list[tuple[str, str]]:
     return found
 
 
-def _pre_name(splitter: object, family: Family, *, whole: bool) -> str:
+def _pre_name(splitter: object, architecture: Architecture, *, whole: bool) -> str:
     """llama.cpp's name for how text is split, and whether a word is looked up whole before it is merged.
 
     Raises Unsupported if it has none that is known.
@@ -466,7 +468,7 @@ def _pre_name(splitter: object, family: Family, *, whole: bool) -> str:
     name = _split_name(splitter)
     if whole:
         return name
-    return (_MERGED_GLM if family.architecture.startswith("glm4") else _MERGED).get(name, name)
+    return (_MERGED_GLM if architecture.name.startswith("glm4") else _MERGED).get(name, name)
 
 
 def _split_name(splitter: object) -> str:

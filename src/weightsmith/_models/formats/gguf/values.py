@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from weightsmith._base.errors import FormatError, Unsupported
-from weightsmith._base.files import show
+from weightsmith._base.files import DAMAGED, show
+from weightsmith._models.formats.gguf.layout import Value, ValueType
 
 Floats = npt.NDArray[np.float32]
-Put = Callable[[str, Any, Any], None]
-"""Sets a key of a GGUF file: its name without the architecture, its kind, its value."""
 
 _MOST = 1 << 31
 _OTHER = "llama.cpp would compute something else. Store the model in another format, such as fp8-dynamic."
@@ -110,7 +109,41 @@ class Config(Values):
             what = f"{name} is {show(found)}, and llama.cpp takes {show(expected)} for granted"
             raise Unsupported(what, where="config.json", fix=_OTHER)
 
-    def need_all(self, fixed: Mapping[str, Any], assumed: Mapping[str, Any]) -> None:
-        """`need` of several. assumed: what transformers takes a setting for that config.json lacks, if it is something else."""
+    def need_all(self, fixed: Mapping[str, Any]) -> None:
+        """`need` of several, where config.json states them."""
         for name, value in fixed.items():
-            self.need(name, self.get(name, assumed.get(name, value)), value)
+            self.need(name, self.get(name, value), value)
+
+
+class Keys:
+    """Keys of a GGUF file that is written, in their order, and tensors that exist in GGUF files alone.
+
+    Names are without the architecture.
+    """
+
+    def __init__(self) -> None:
+        self.values: dict[str, Value] = {}
+        self.tensors: dict[str, Floats] = {}
+
+    def put(self, name: str, kind: ValueType, value: Any) -> None:
+        """Set a key, or set it anew in its place."""
+        self.values[name] = Value(kind, value)
+
+    def u32(self, name: str, value: int) -> None:
+        """Set a whole number."""
+        self.put(name, "u32", value)
+
+    def f32(self, name: str, value: float) -> None:
+        """Set a number."""
+        self.put(name, "f32", value)
+
+
+def token_id(keys: Mapping[str, Any], name: str, tokens: int, where: str) -> int | None:
+    """The number of a token of special meaning, one of `tokens`; None if there is none. Raises FormatError."""
+    value = keys.get(f"tokenizer.ggml.{name}_token_id")
+    if value is None:
+        return None
+    if type(value) is not int or not 0 <= value < tokens:
+        what = f"tokenizer.ggml.{name}_token_id is {show(value)}, and there are {tokens:,} tokens"
+        raise FormatError(what, where=where, fix=DAMAGED)
+    return value

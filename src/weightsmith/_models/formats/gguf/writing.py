@@ -37,7 +37,8 @@ from weightsmith._base.installation import install
 from weightsmith._base.tensors import BLOCKS, DTYPES, DType, TensorSpec
 from weightsmith._models.formats.gguf.layout import MAX_DIMENSIONS, TYPE_IDS
 from weightsmith._models.formats.matrices import maxima_of
-from weightsmith.abc.stored import WHOLE, Bytes, Modules, Rows
+from weightsmith.abc.product import Arrays
+from weightsmith.abc.stored import WHOLE, Bytes, Encoding, Importances, Kind, Rows
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -58,7 +59,7 @@ _NAME = re.compile(r"gguf-([a-z0-9_]+)(?:/([1-9][0-9]{0,5}))?(\+1|-exp)?(?:\*([2
 
 
 @dataclass(frozen=True, slots=True)
-class GgufEncoding:
+class GgufEncoding(Encoding):
     """Rows as one of ggml's types.
 
     dtype      the type
@@ -75,8 +76,6 @@ class GgufEncoding:
     decays: bool = False
     pieces: int = 1
     axis: int = 0
-    product: str = ""
-    vocabulary: bool = True
 
     @property
     def name(self) -> str:
@@ -84,6 +83,28 @@ class GgufEncoding:
         heads = f"/{self.head_rows}" if self.head_rows else ""
         pieces = "" if self.pieces == 1 else f"*{self.pieces}{f'@{self.axis}' if self.axis else ''}"
         return f"{PREFIX}{self.dtype.name.lower()}{heads}{'+1' if self.shift else '-exp' if self.decays else ''}{pieces}"
+
+    @property
+    def kind(self) -> Kind:
+        return "plain" if self.dtype.block == 1 else "blocks"
+
+    @property
+    def bits(self) -> float:
+        return 8 * self.dtype.itemsize / self.dtype.block
+
+    @property
+    def group(self) -> int | None:
+        return self.dtype.block if self.dtype.block > 1 else None
+
+    @property
+    def vocabulary(self) -> bool:
+        return True
+
+    @property
+    def importances(self) -> Importances:
+        if self.dtype.block == 1:
+            return "no"
+        return "must" if self.dtype.name in NEEDS_IMPORTANCES else "may"
 
     @property
     def align_rows(self) -> int:
@@ -165,14 +186,14 @@ class GgufEncoding:
             encode_matrix(spec, self.dtype, rows[done : done + count], out, weights)
             done += count
 
-    def importances(self, spec: TensorSpec) -> tuple[int, ...]:
+    def importance_counts(self, spec: TensorSpec) -> tuple[int, ...]:
         """The numbers of importances that it takes: of each column, or of each column of each matrix."""
         cols = spec.shape[-1]
         return (cols, cols * spec.shape[0]) if len(spec.shape) == 3 else (cols,)
 
-    def config(self, modules: Modules) -> dict[str, Any]:
-        """Nothing: the file says what its tensors are."""
-        return {}
+    def dequantise(self, arrays: Arrays, shape: tuple[int, ...]) -> Rows:
+        """Of blocks, as they are stored."""
+        return dequantise(self.dtype, np.asarray(arrays[0]), math.prod(shape)).reshape(shape)
 
 
 def encode_matrix(spec: TensorSpec, dtype: DType, rows: Rows, out: Bytes, importances: Rows | None) -> None:

@@ -85,15 +85,15 @@ def _moments(samples: Sequence[Sample], routed: int) -> _Moments:
     means: list[tuple[Tensor | None, Tensor | None]] = []
     count = 0
     for e, sample in enumerate(samples):
-        own: list[Tensor | None] = []
+        pair: list[Tensor | None] = []
         for prompts in (sample.positive, sample.negative):
             x = torch.cat(list(prompts)) if prompts else None
-            own.append(None if x is None else x.double().mean(0))
+            pair.append(None if x is None else x.double().mean(0))
             if x is not None and e < routed:
                 gram = (x.T @ x).double() / len(x)
                 second = gram if second is None else second.add_(gram)
                 count += 1
-        means.append((own[0], own[1]))
+        means.append((pair[0], pair[1]))
     assert second is not None
     common = torch.stack([positive for positive, _ in means[:routed] if positive is not None]).mean(0)
     contrast = torch.zeros(len(samples), len(common), dtype=torch.float64, device=common.device)
@@ -115,7 +115,7 @@ def _tried(
         rows = moments.rows(shrinkage)[:routed]
         for e, sample in enumerate(other[:routed]):
             logits[e] += [x.double() @ rows.T for x in sample.positive]
-    joined = [torch.cat(own) for own in logits]
+    joined = [torch.cat(parts) for parts in logits]
     spread = torch.cat(joined).std().clamp(min=1e-30).item()
     scales = [scale / spread for scale in SCALES]
     return min((_cross_entropy(joined, scale), shrinkage, scale) for scale in scales)
@@ -123,5 +123,8 @@ def _tried(
 
 def _cross_entropy(logits: Sequence[Tensor], scale: float) -> float:
     """The cross entropy of softmax(scale · logits) against each token's own expert; each expert has equal weight."""
-    losses = [(torch.logsumexp(scale * own, 1) - scale * own[:, e]).mean() for e, own in enumerate(logits)]
+    losses = [
+        (torch.logsumexp(scale * logits_of_expert, 1) - scale * logits_of_expert[:, e]).mean()
+        for e, logits_of_expert in enumerate(logits)
+    ]
     return float(torch.stack(losses).mean())

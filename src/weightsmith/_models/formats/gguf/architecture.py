@@ -1,0 +1,524 @@
+"""The base of the architectures of models that GGUF files are read and written for: `architectures/` has a file for each.
+
+An architecture says three things: which tensors a model has, under both names; which keys of a GGUF file follow from
+config.json; and config.json from the keys. The keys say less than config.json: llama.cpp knows the rest from the architecture,
+as transformers' classes do by default. What a model has otherwise is rejected when a GGUF file of it is planned, because
+llama.cpp would compute something else.
+
+`Architecture` does what most have in common. A class of an architecture sets what is its own, and overrides a `put_…` that
+writes keys with the `take_…` that reads them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import numpy as np
+
+from weightsmith._base.errors import FormatError, Unsupported
+from weightsmith._base.files import DAMAGED, show
+from weightsmith._models.formats.gguf.layout import Value
+from weightsmith._models.formats.gguf.rope import USE_ORIGINAL, put_quotients, put_scaling, take_scaling
+from weightsmith._models.formats.gguf.tensors import ENDS, LAYERS, LLAMA_LAYER, GgufPlace, SplitTensor, is_norm, text_name
+from weightsmith._models.formats.gguf.values import Config, Floats, Keys, Values, token_id
+
+if TYPE_CHECKING:
+    from weightsmith._models.formats.gguf.ordered import HeadOrder
+    from weightsmith._models.formats.gguf.vision import VisionHalf
+
+LAYER_NORM = ("attention.layer_norm_epsilon", "layer_norm_eps")
+"""`Architecture.eps` of models with layer norms."""
+UNTIED, TIED = {"tie_word_embeddings": False}, {"tie_word_embeddings": True}
+GELU = "gelu_pytorch_tanh"
+SIGMOID_ROUTER = {"expert_gating_func": 2}
+"""`Architecture.constants` of models whose routers' scores are sigmoids."""
+
+_MOST_LAYERS = 100_000
+_SIZES = {
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+}
+_DEPTHWISE = {"ssm_conv1d.weight", "shortconv.conv.weight"}
+"""Convolutions [channels, 1, width], whose middle dimension a GGUF file does not have."""
+
+
+@dataclass(frozen=True, slots=True)
+class GgufKey:
+    """A number or truth value that both formats have.
+
+    name     of the key in the GGUF file, without the architecture
+    setting  in config.json
+    kind     u32: a whole number; f32: any number above 0; bool
+    default  where config.json or the file lacks it; None: it is required
+    least    the smallest u32
+    times    another setting, by which the number is multiplied in the GGUF file; "": none
+    """
+
+    name: str
+    setting: str
+    kind: Literal["u32", "f32", "bool"] = "u32"
+    default: float | None = None
+    least: int = 1
+    times: str = ""
+
+    def of(self, values: Values, name: str, number: Callable[[str, float | None], float]) -> int | float | bool:
+        """Its value, checked. name: in either format; number: how an f32 is taken."""
+        if self.kind == "bool":
+            return values.truth(name, self.default)
+        return number(name, self.default) if self.kind == "f32" else values.count(name, self.default, least=self.least)
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """Which layers attend to a window: all but the last of every so many. stated: unless the file says which."""
+
+    every: int
+    stated: bool = False
+
+    def layer_types(self, layers: int, *, slides: bool) -> list[str]:
+        """What each layer attends to. slides: whether the model has a window at all."""
+        return [_layer_type(slides and (i + 1) % self.every != 0) for i in range(layers)]
+
+
+def _layer_type(slides: bool) -> str:
+    return "sliding_attention" if slides else "full_attention"
+
+
+_PATTERN = "attention.sliding_window_pattern"
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """The tensors of a GGUF file that is read.
+
+    shapes   by the file's names
+    factors  those that follow from config.json, such as rope_freqs.weight, if the file has them
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    factors: Mapping[str, Floats] = field(default_factory=dict)
+
+
+class Architecture:
+    """A kind of model, under its names in both formats.
+
+    name          of the GGUF file: `general.architecture`
+    class_name    of transformers' class, in config.json
+    model_types   in config.json; the first is the one that config.json of a file that is read gets
+    layer         modules of a layer: llama.cpp's name → the Hub's, with `{}` for the number of an expert
+    bare          tensors of a layer whose names are not a module's with `.weight` or `.bias`: llama.cpp's name → the Hub's
+    splits        tensors of a layer that llama.cpp stores in parts
+    ends          modules outside of the layers: llama.cpp's name → the Hub's
+    rotated       whether the rows of q and k are reordered
+    shift         what is added to norms
+    eps           key of the number that norms add, and its name in config.json
+    experts       config.json's number of experts; "": there are none
+    experts_used  config.json's number of experts for a token
+    numbers       that other architectures do not have
+    constants     numbers that the GGUF file has, and config.json has not: they are those of the architecture
+    fixed         settings that the GGUF file does not have: llama.cpp has them in its code
+    activation    of the MLP; `activations` has other names of it
+    partial       share of a head that RoPE turns, where config.json does not say it; 0: all of it, always
+    scaled        whether frequencies of RoPE may be scaled as Llama 3's
+    windows       which layers attend to a window; None: none does
+    predicting    config.json's number of layers behind the others, which predict several tokens at a time; "": there are none
+    tokenizer     llama.cpp's name of tokenizers with a fallback to bytes; those of "llama" have scores, others merges
+    readable      whether files are read, too
+    """
+
+    name: ClassVar[str]
+    class_name: ClassVar[str]
+    model_types: ClassVar[tuple[str, ...]]
+    layer: ClassVar[Mapping[str, str]] = LLAMA_LAYER
+    bare: ClassVar[Mapping[str, str]] = {}
+    splits: ClassVar[tuple[SplitTensor, ...]] = ()
+    ends: ClassVar[Mapping[str, str]] = ENDS
+    rotated: ClassVar[bool] = False
+    shift: ClassVar[float] = 0.0
+    eps: ClassVar[tuple[str, str]] = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")
+    experts: ClassVar[str] = ""
+    experts_used: ClassVar[str] = "num_experts_per_tok"
+    numbers: ClassVar[tuple[GgufKey, ...]] = ()
+    constants: ClassVar[Mapping[str, int]] = {}
+    fixed: ClassVar[Mapping[str, Any]] = {}
+    activation: ClassVar[str] = "silu"
+    activations: ClassVar[Mapping[str, str]] = {"swish": "silu"}
+    partial: ClassVar[float] = 0.0
+    scaled: ClassVar[bool] = False
+    windows: ClassVar[Windows | None] = None
+    predicting: ClassVar[str] = ""
+    tokenizer: ClassVar[str] = "llama"
+    readable: ClassVar[bool] = True
+
+    # ---- which models
+
+    def owns(self, values: Values) -> bool:
+        """Whether a GGUF file with its name is one of this class: several classes of transformers may have one name."""
+        return ("expert_count" in values) == bool(self.experts)
+
+    def complete(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """config.json with those defaults of transformers on which published files rely."""
+        return config
+
+    # ---- keys from config.json
+
+    def keys(self, settings: Mapping[str, Any], file_type: int) -> tuple[dict[str, Value], dict[str, Floats]]:
+        """The keys of a GGUF file that describe the model, and tensors that exist in GGUF files alone.
+
+        settings   config.json of the language model
+        file_type  llama.cpp's number of the mixture of types
+
+        Raises FormatError for values that are missing or no numbers, Unsupported for settings that llama.cpp does not know.
+        """
+        config, keys = Config(settings), Keys()
+        if (layers := config.count("num_hidden_layers")) > _MOST_LAYERS:
+            raise config.wrong("num_hidden_layers", layers, f"more than {_MOST_LAYERS:,}")
+        self.put_sizes(config, keys)
+        self.check(config)
+        if config.get("is_causal") is False:
+            keys.put("attention.causal", "bool", False)
+        self.put_heads(config, keys)
+        if self.rotated:
+            keys.u32("vocab_size", config.count("vocab_size"))
+            keys.u32("rope.dimension_count", head_dim(config))
+        if self.partial:
+            keys.u32("rope.dimension_count", self.turned(config))
+        self.put_attention(config, keys)
+        self.put_more(config, keys)
+        self.put_rope(config, keys)
+        values = {"general.architecture": Value("str", self.name), "general.type": Value("str", "model")}
+        values |= {f"{self.name}.{name}": value for name, value in keys.values.items()}
+        values |= {"general.file_type": Value("u32", file_type), "general.quantization_version": Value("u32", 2)}
+        return values, keys.tensors
+
+    def put_sizes(self, config: Config, keys: Keys) -> None:
+        """The numbers that most models have, and `numbers` and `constants`."""
+        heads = config.count("num_attention_heads")
+        for name, setting in _SIZES.items():
+            default = heads if setting == "num_key_value_heads" else None
+            if not (self.experts and setting == "intermediate_size" and config.get(setting) is None):  # all MLPs are experts
+                keys.u32(name, config.count(setting, default))
+        keys.f32("rope.freq_base", config.number("rope_theta", 10_000.0, self.rope(config)))
+        keys.f32(self.eps[0], config.number(self.eps[1], 1e-6))
+        if self.experts:  # under either of two names
+            either = config.get("num_local_experts", config.get("num_experts"))
+            keys.u32("expert_count", config.count(self.experts, either))
+            keys.u32("expert_used_count", config.count(self.experts_used, config.get("num_experts_per_tok")))
+        for number in self.numbers:
+            value = number.of(config, number.setting, config.number)
+            if not number.times:
+                keys.put(number.name, number.kind, value)
+            elif times := config.count(number.times, least=0):
+                keys.put(number.name, number.kind, times * value)
+        for name, constant in self.constants.items():
+            keys.u32(name, constant)
+
+    def check(self, config: Config) -> None:
+        """Raise Unsupported for a setting that is another in llama.cpp's code."""
+        config.need_all(self.fixed)
+        config.need("use_bidirectional_attention", bool(config.get("use_bidirectional_attention")), False)
+        name = "hidden_activation" if config.get("hidden_activation") is not None else "hidden_act"
+        stated = config.get(name, self.activation)
+        activation = self.activations.get(stated, stated) if isinstance(stated, str) else stated
+        config.need(name, activation, self.activation)
+
+    def put_heads(self, config: Config, keys: Keys) -> None:
+        """The width of a head."""
+        keys.u32("attention.key_length", head_dim(config))
+        keys.u32("attention.value_length", head_dim(config))
+
+    def put_attention(self, config: Config, keys: Keys) -> None:
+        """The window of layers that slide. Raises Unsupported for one that llama.cpp would not use."""
+        window = config.get("sliding_window")
+        if self.windows is not None:
+            self._put_windows(config, self.windows, keys)
+        elif self.uses_window(config) and window and _any_slides(config):
+            # Mistral's first version: as long as nobody's context is longer
+            if not isinstance(window, int) or window < config.count("max_position_embeddings"):
+                config.need("sliding_window", window, None)
+
+    def uses_window(self, config: Config) -> bool:
+        """Whether a window that config.json states is used."""
+        return bool(config.get("use_sliding_window", True))
+
+    def put_more(self, config: Config, keys: Keys) -> None:
+        """Keys that follow from several settings."""
+
+    def put_rope(self, config: Config, keys: Keys) -> None:
+        """How frequencies are scaled. Raises Unsupported for a way that llama.cpp does not know."""
+        rope = self.rope(config)
+        if self.scaled and rope["rope_type"] == "llama3":
+            put_quotients(config, rope, head_dim(config), keys)
+        else:
+            put_scaling(config, rope, keys)
+
+    def rope(self, config: Config) -> dict[str, Any]:
+        """The settings of RoPE in layers that attend to everything."""
+        return config.rope()[0]
+
+    def turned(self, config: Config) -> int:
+        """How many numbers of a head RoPE turns."""
+        if not self.partial:
+            return head_dim(config)
+        stated = config.number("partial_rotary_factor", self.partial)
+        share = config.number("partial_rotary_factor", stated, self.rope(config))
+        if share > 1:
+            what = f"partial_rotary_factor is {share:g}, which is more than 1"
+            raise FormatError(what, where="config.json", fix="repair it")
+        return int(share * head_dim(config))
+
+    def _put_windows(self, config: Config, windows: Windows, keys: Keys) -> None:
+        layers = config.count("num_hidden_layers")
+        slides = config.get("sliding_window") is not None or not windows.stated
+        types = windows.layer_types(layers, slides=slides)
+        stated = config.get("layer_types") or types
+        if not isinstance(stated, list) or not all(each in ("sliding_attention", "full_attention") for each in stated):
+            raise config.wrong("layer_types", stated, "and not a list of sliding_attention and full_attention")
+        if not windows.stated or len(stated) != layers:
+            config.need("layer_types", stated, types)
+        if slides:
+            keys.u32("attention.sliding_window", config.count("sliding_window", 4096))
+        if slides and windows.stated:
+            keys.put(_PATTERN, "bool", [each == "sliding_attention" for each in stated])
+        self.check_local_rope(config)
+
+    def check_local_rope(self, config: Config) -> None:
+        """Raise Unsupported if RoPE has another base in layers that slide."""
+        full, local = config.rope()
+        if local.get("rope_theta") is not None:
+            config.need("rope_theta of sliding_attention", local["rope_theta"], full["rope_theta"])
+
+    # ---- config.json from the keys
+
+    def config(self, keys: Mapping[str, Any], contents: Contents, dtype: str, where: str) -> dict[str, Any]:
+        """config.json of a GGUF file. dtype: of the model's weights, as torch names it.
+
+        Raises FormatError for keys that are missing or no numbers, Unsupported for a model that config.json cannot describe.
+        """
+        values, shapes = self.values(keys, where), contents.shapes
+        if "token_embd.weight" not in shapes:
+            raise FormatError("no tensor token_embd.weight", where=where, fix=DAMAGED)
+        vocabulary = shapes["token_embd.weight"][0]
+        config: dict[str, Any] = {"architectures": [self.class_name], "model_type": self.model_types[0], "dtype": dtype}
+        self.take_sizes(values, config)
+        if config["num_hidden_layers"] > _MOST_LAYERS:
+            raise FormatError(f"{config['num_hidden_layers']:,} layers", where=where, fix=DAMAGED)
+        config["num_hidden_layers"] -= self.predicted_layers(values)
+        if self.predicting:
+            config[self.predicting] = 0
+        config["vocab_size"] = vocabulary
+        config[self.eps[1]] = values.float32(self.eps[0])
+        config["rope_theta"] = values.float32("rope.freq_base", 10_000.0)
+        config["tie_word_embeddings"] = "output.weight" not in shapes
+        width = max(1, config["hidden_size"] // config["num_attention_heads"])
+        turned = values.count("rope.dimension_count", width)
+        width = self.take_heads(values, config, width if self.partial else turned)
+        if self.partial and (share := turned / width) != self.partial:
+            config["partial_rotary_factor"] = share
+        self._take_numbers(values, config)
+        self.take_tensors(config, contents, where)
+        self.take_attention(values, config)
+        self.take_rope(values, config, contents)
+        self.take_more(values, config, contents)
+        for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
+            if (token := token_id(keys, key, vocabulary, where)) is not None:
+                config[f"{name}_token_id"] = token
+        return config
+
+    def values(self, keys: Mapping[str, Any], where: str) -> Values:
+        """The keys of a file that are the architecture's own."""
+        return Values(keys, where, DAMAGED, f"{self.name}.")
+
+    def predicted_layers(self, values: Values) -> int:
+        """The number of layers at the end of a GGUF file that predict several tokens at a time. Raises FormatError."""
+        layers = values.count("nextn_predict_layers", 0, least=0)
+        if layers >= values.count("block_count"):
+            raise values.wrong("nextn_predict_layers", layers, "and there are no other layers")
+        return layers
+
+    def take_sizes(self, values: Values, config: dict[str, Any]) -> None:
+        """The numbers that most models have."""
+        for name, setting in _SIZES.items():
+            if not (self.experts and setting == "intermediate_size" and name not in values):  # all MLPs are experts
+                self.take_size(values, config, name, setting)
+
+    def take_size(self, values: Values, config: dict[str, Any], name: str, setting: str) -> None:
+        """One of the numbers that most models have."""
+        config[setting] = values.count(name)
+
+    def take_heads(self, values: Values, config: dict[str, Any], default: int) -> int:
+        """The width of a head, which it also returns. Raises Unsupported for widths that are not equal."""
+        width = values.count("attention.key_length", default)
+        if width != values.count("attention.value_length", width):
+            raise Unsupported("heads of k and v of different widths", where=values.where, fix=USE_ORIGINAL)
+        config["head_dim"] = width
+        return width
+
+    def take_tensors(self, config: dict[str, Any], contents: Contents, where: str) -> None:
+        """Settings that say which tensors there are."""
+
+    def take_attention(self, values: Values, config: dict[str, Any]) -> None:
+        """The window of layers that slide."""
+        if self.windows is None:
+            return
+        slides = "attention.sliding_window" in values
+        config["sliding_window"] = values.count("attention.sliding_window") if slides else None
+        layers = config["num_hidden_layers"]
+        pattern = values.get(_PATTERN) if self.windows.stated else None
+        if pattern is not None and (not isinstance(pattern, np.ndarray) or pattern.shape != (layers,)):
+            raise values.wrong(_PATTERN, pattern, f"and not a truth value for each of {layers:,} layers")
+        stated = None if pattern is None else [_layer_type(bool(each)) for each in pattern]
+        config["layer_types"] = stated or self.windows.layer_types(layers, slides=slides)
+
+    def take_rope(self, values: Values, config: dict[str, Any], contents: Contents) -> None:
+        """How frequencies are scaled."""
+        if scaling := take_scaling(values, config, contents.factors):
+            config["rope_scaling"] = scaling
+
+    def take_more(self, values: Values, config: dict[str, Any], contents: Contents) -> None:
+        """Settings from several keys."""
+
+    def _take_numbers(self, values: Values, config: dict[str, Any]) -> None:
+        if self.experts:
+            config[self.experts] = values.count("expert_count")
+            config[self.experts_used] = values.count("expert_used_count")
+        config |= {each.setting: each.of(values, each.name, values.float32) for each in self.numbers if not each.times}
+        for name, constant in self.constants.items():
+            if name in values and not values.equals(name, constant):
+                what = f"{self.name}.{name} is {show(values.get(name))}, which config.json cannot say"
+                raise Unsupported(what, where=values.where, fix=USE_ORIGINAL)
+        config |= {name: value for name, value in self.fixed.items() if name not in config}
+
+    # ---- tensors
+
+    def hub_name(self, name: str) -> str | None:
+        """The Hub's name of a tensor of a GGUF file, with `{}` for an expert's number; None if there is no such tensor.
+
+        >>> from weightsmith._models.formats.gguf.architectures.llama import Llama, Mixtral
+        >>> Llama().hub_name("blk.3.attn_q.weight"), Mixtral().hub_name("blk.0.ffn_up_exps.weight")
+        ('model.layers.3.self_attn.q_proj.weight', 'model.layers.0.block_sparse_moe.experts.{}.w3.weight')
+        """
+        module, _, kind = name.rpartition(".")
+        if module in self.ends and kind in ("weight", "bias"):
+            return f"{self.ends[module]}.{kind}"
+        match, bare = _LAYER.fullmatch(name), _BARE.fullmatch(name)
+        if match is not None and match[2] in self.layer:
+            return f"{LAYERS}{match[1]}.{self.layer[match[2]]}.{match[3]}"
+        return f"{LAYERS}{bare[1]}.{self.bare[bare[2]]}" if bare is not None and bare[2] in self.bare else None
+
+    def place(self, name: str) -> GgufPlace | None:
+        """Where a tensor of the Hub's layout is in a GGUF file; None if there is no such tensor.
+
+        >>> from weightsmith._models.formats.gguf.architectures.llama import Mixtral
+        >>> Mixtral().place("model.layers.0.block_sparse_moe.experts.7.w3.weight")
+        GgufPlace(name='blk.0.ffn_up_exps.weight', expert=7)
+        """
+        name = text_name(name)
+        module, _, kind = name.rpartition(".")
+        end = _key_of(self.ends, module)
+        if end is not None and kind in ("weight", "bias"):
+            return GgufPlace(f"{end}.{kind}")
+        bare = _HUB_BARE.fullmatch(name)
+        if bare is not None and (tensor := _key_of(self.bare, bare[2])) is not None:
+            return GgufPlace(f"blk.{bare[1]}.{tensor}")
+        match = _HUB_LAYER.fullmatch(name)
+        if match is None:
+            return None
+        expert, module = _EXPERT.search(match[2]), _key_of(self.layer, _EXPERT.sub(r"\1{}\3", match[2])) or ""
+        return GgufPlace(f"blk.{match[1]}.{module}.{match[3]}", int(expert[2]) if expert else -1) if module else None
+
+    def split_of(self, name: str) -> tuple[SplitTensor, str] | None:
+        """How a tensor of the Hub's layout is split, and its layer number; None if it is stored whole."""
+        match = _HUB_BARE.fullmatch(text_name(name))
+        split = next((each for each in self.splits if match is not None and each.name == match[2]), None)
+        return None if split is None or match is None else (split, match[1])
+
+    def part_of(self, name: str) -> tuple[SplitTensor, str] | None:
+        """The tensor that a GGUF tensor is part of, and its layer number; None if it is whole."""
+        match = _BARE.fullmatch(name)
+        if match is None or "{}" in self.layer.get(match[2].removesuffix(".weight"), ""):  # experts are read one by one
+            return None
+        split = next((each for each in self.splits if match[2] in [part.name for part in each.parts]), None)
+        return None if split is None else (split, match[1])
+
+    def knows(self, name: str) -> bool:
+        """Whether there is a tensor of this name in the Hub's layout."""
+        return self.place(name) is not None or self.split_of(name) is not None
+
+    def hub_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of a tensor of a GGUF file in the Hub's layout."""
+        match = _BARE.fullmatch(name)
+        if match is None or match[2] not in _DEPTHWISE:
+            return shape
+        channels, *others = [n for n in shape if n != 1] or [1]
+        return channels, 1, *others
+
+    def shift_of(self, name: str) -> float:
+        """What is added to a tensor of a GGUF file."""
+        return self.shift if is_norm(name) and not name.endswith(".ssm_norm.weight") else 0.0
+
+    def rotated_heads(self, name: str, heads: int, kv_heads: int) -> int:
+        """The number of heads whose rows are reordered in a tensor of a GGUF file; 0 if none are."""
+        return {"attn_q": heads, "attn_k": kv_heads}.get(name.split(".")[-2], 0) if self.rotated else 0
+
+    def order(self, name: str, config: Config) -> HeadOrder | None:
+        """The order of rows or columns of a tensor of a GGUF file; None if it is the Hub's."""
+        return None
+
+
+_LAYER = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.([a-z_.0-9]+)\.(weight|bias)")
+_HUB_LAYER = re.compile(r"model\.layers\.(0|[1-9][0-9]{0,5})\.([a-z_.0-9]+)\.(weight|bias)")
+_HUB_BARE = re.compile(r"model\.layers\.(0|[1-9][0-9]{0,5})\.([a-zA-Z_.0-9]+)")
+_BARE = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.([a-z_.0-9]+)")
+_EXPERT = re.compile(r"(\.experts\.)(0|[1-9][0-9]{0,5})(\.)")
+
+
+def head_dim(config: Config) -> int:
+    """The width of a head."""
+    default = max(1, config.count("hidden_size") // config.count("num_attention_heads"))
+    return config.count("head_dim", default)
+
+
+def _key_of(names: Mapping[str, str], value: str) -> str | None:
+    return next((name for name, each in names.items() if each == value), None)
+
+
+def _any_slides(config: Config) -> bool:
+    """Whether a layer of a model with a window uses it."""
+    types = config.get("layer_types")
+    if types is not None:
+        return bool(types != ["full_attention"] * config.count("num_hidden_layers"))
+    return config.count("max_window_layers", 0, least=0) < config.count("num_hidden_layers")
+
+
+def as_many_kv_heads(config: Config) -> None:
+    """Raise Unsupported unless each head of a query has one of keys."""
+    heads = config.count("num_attention_heads")
+    config.need("num_key_value_heads", config.count("num_key_value_heads", heads), heads)
+
+
+def all_or_none(shapes: Mapping[str, tuple[int, ...]], modules: Sequence[str], where: str) -> bool:
+    """Whether the modules of a layer have biases. Raises Unsupported if only some have."""
+    present = [f"blk.0.{module}.bias" in shapes for module in modules]
+    if any(present) and not all(present):
+        raise Unsupported(f"biases in some of {', '.join(modules)} only", where=where, fix=USE_ORIGINAL)
+    return present[0]
+
+
+@dataclass(frozen=True, slots=True)
+class GgufFamily:
+    """What a file of `architectures/` brings, as its `FAMILY`.
+
+    architectures  of several with one name, a GGUF file is of the first that owns it
+    vision         halves of models with images, which `mmproj.gguf` has
+    """
+
+    architectures: tuple[Architecture, ...]
+    vision: tuple[VisionHalf, ...] = ()

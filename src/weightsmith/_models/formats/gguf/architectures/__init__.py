@@ -1,0 +1,88 @@
+"""The architectures of models that GGUF files are read and written for: a file for each, or for several that are relatives.
+
+To add an architecture, add a file with a `FAMILY`, and its name to `NAMES`; or a package with an entry point of the group
+`weightsmith.gguf_architectures`. `docs/adding-a-gguf-architecture.md` shows one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from weightsmith._base.errors import FormatError, Unsupported
+from weightsmith._base.files import DAMAGED, show
+from weightsmith._base.plugins import Plugins
+from weightsmith._models.formats.gguf.architecture import Architecture, GgufFamily
+from weightsmith._models.formats.gguf.values import Values
+from weightsmith._models.formats.gguf.vision import VisionHalf
+
+NAMES = (
+    "llama", "mistral", "qwen", "qwen_next", "qwen_vl", "gemma", "phi", "deepseek", "glm", "gpt_oss", "granite", "olmo",
+    "cohere", "smollm", "internvl", "lfm2", "ernie", "exaone", "nemotron", "starcoder", "stablelm", "hunyuan", "seed_oss",
+    "dots1", "arcee",
+)  # fmt: skip
+"""weightsmith's files."""
+
+FAMILIES = Plugins(
+    "GGUF architecture",
+    "weightsmith.gguf_architectures",
+    GgufFamily,
+    {name: f"weightsmith._models.formats.gguf.architectures.{name}:FAMILY" for name in NAMES},
+)
+
+_SEVERAL_PARTS = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings")
+"""What config.json of a model of several parts says beside its `text_config`."""
+
+
+def architectures() -> tuple[Architecture, ...]:
+    """Every architecture: weightsmith's, then those of installed packages. Raises PluginError for one that does not work."""
+    return tuple(architecture for family in FAMILIES for architecture in family.architectures)
+
+
+def find_architecture(model_type: object) -> Architecture | None:
+    """The architecture of a model_type in config.json; None if no GGUF file is written of it."""
+    return next((each for each in architectures() if model_type in each.model_types), None)
+
+
+def architecture_of_config(config: Mapping[str, Any]) -> Architecture:
+    """The architecture of a model. config: from `text_config`. Raises Unsupported for one that cannot be written."""
+    model_type = config.get("model_type")
+    if architecture := find_architecture(model_type):
+        return architecture
+    known = ", ".join(name for each in architectures() for name in each.model_types)
+    fix = f"choose another format; GGUF files are written of these: {known}"
+    raise Unsupported(f"no GGUF file can be written of a model of the type {show(model_type)}", where="config.json", fix=fix)
+
+
+def architecture_of_keys(keys: Mapping[str, Any], where: str) -> Architecture:
+    """The architecture of a GGUF file. Raises Unsupported for one that is not read, FormatError if it is not stated."""
+    name = keys.get("general.architecture")
+    if not isinstance(name, str):
+        raise FormatError(f"general.architecture is {show(name)}, and not a name", where=where, fix=DAMAGED)
+    readable = [each for each in architectures() if each.readable]
+    alike = [each for each in readable if each.name == name]
+    if architecture := next((each for each in alike if each.owns(each.values(keys, where))), None):
+        return architecture
+    with_experts = "expert_count" in Values(keys, where, DAMAGED, f"{name}.")
+    what = f"a GGUF file of the architecture {show(name)}{' with experts' if with_experts else ''}"
+    known = ", ".join(dict.fromkeys(each.name for each in readable))
+    raise Unsupported(what, where=where, fix=f"Use the model's original checkpoint. GGUF files of these are read: {known}.")
+
+
+def text_config(config: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """The settings of the language model: `text_config`, if config.json has one, else config.json itself; completed."""
+    whole = config or {}
+    text = whole.get("text_config")
+    if isinstance(text, dict):
+        whole = {**text, **{name: whole[name] for name in _SEVERAL_PARTS if whole.get(name) is not None}}
+    architecture = find_architecture(whole.get("model_type"))
+    return whole if architecture is None else architecture.complete(whole)
+
+
+def find_vision(config: Mapping[str, Any]) -> VisionHalf | None:
+    """The vision half of a model; None if it has none, or one that is not written. config: all of config.json."""
+    vision = config.get("vision_config")
+    if not isinstance(vision, dict):
+        return None
+    halves = (half for family in FAMILIES for half in family.vision if half.model_type == config.get("model_type"))
+    return next((half for half in halves if half.vision_type in ("", vision.get("model_type"))), None)

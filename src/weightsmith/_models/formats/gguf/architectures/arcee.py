@@ -1,0 +1,20 @@
+"""Arcee's AFM: Llama with MLPs that have no gate."""
+
+from __future__ import annotations
+
+from weightsmith._models.formats.gguf.architecture import Architecture, GgufFamily
+from weightsmith._models.formats.gguf.tensors import ATTENTION, MLP_NORM, UNGATED_MLP
+
+
+class Arcee(Architecture):
+    """AFM."""
+
+    name = "arcee"
+    class_name = "ArceeForCausalLM"
+    model_types = ("arcee",)
+    layer = {**ATTENTION, **MLP_NORM, **UNGATED_MLP}
+    rotated = True
+    activation = "relu2"
+
+
+FAMILY = GgufFamily((Arcee(),))

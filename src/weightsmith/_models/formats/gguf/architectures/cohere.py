@@ -1,0 +1,39 @@
+"""Cohere's Command R, R+, R7B and A."""
+
+from __future__ import annotations
+
+from weightsmith._models.formats.gguf.architecture import LAYER_NORM, TIED, Architecture, GgufFamily, GgufKey, Windows
+from weightsmith._models.formats.gguf.tensors import ATTENTION, HEAD_NORMS, MLP
+from weightsmith._models.formats.gguf.values import Config
+
+
+class Cohere(Architecture):
+    """Command R and R+; heads are normalised in models of 64 layers and more."""
+
+    name = "command-r"
+    class_name = "CohereForCausalLM"
+    model_types = ("cohere",)
+    layer = {**ATTENTION, **HEAD_NORMS, **MLP}
+    numbers = (GgufKey("logit_scale", "logit_scale", "f32", 0.0625),)
+    fixed = {**TIED, "attention_bias": False}
+    eps = LAYER_NORM
+
+    def check(self, config: Config) -> None:
+        super().check(config)
+        config.need("use_qk_norm", bool(config.get("use_qk_norm")), config.count("num_hidden_layers") >= 64)
+
+
+class Cohere2(Architecture):
+    """Command R7B and A, three of four layers of which have a window."""
+
+    name = "cohere2"
+    class_name = "Cohere2ForCausalLM"
+    model_types = ("cohere2",)
+    layer = {**ATTENTION, **MLP}
+    numbers = Cohere.numbers
+    fixed = Cohere.fixed
+    eps = LAYER_NORM
+    windows = Windows(4)
+
+
+FAMILY = GgufFamily((Cohere(), Cohere2()))

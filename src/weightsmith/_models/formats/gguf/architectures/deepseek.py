@@ -1,0 +1,130 @@
+"""DeepSeek's models from the second version on, whose keys and values are made of a common latent vector.
+
+llama.cpp multiplies queries into the latent space instead. There, the model has one head of keys and values: the latent vector
+and what RoPE turns. Of `kv_b_proj`, the rows of keys are stored transposed, apart from those of values.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import numpy as np
+
+from weightsmith._models.formats.gguf.architecture import SIGMOID_ROUTER, Architecture, Contents, GgufFamily, GgufKey
+from weightsmith._models.formats.gguf.tensors import (
+    EXPERTS,
+    MLP,
+    MLP_NORM,
+    ROUTER,
+    ROUTER_BIAS,
+    SHARED_EXPERTS,
+    SplitPart,
+    SplitTensor,
+)
+from weightsmith._models.formats.gguf.values import Config, Keys, Values
+
+EXPERT_NUMBERS = (
+    GgufKey("expert_feed_forward_length", "moe_intermediate_size"),
+    GgufKey("expert_shared_count", "n_shared_experts", least=0),
+    GgufKey("leading_dense_block_count", "first_k_dense_replace", least=0),
+    GgufKey("expert_weights_scale", "routed_scaling_factor", "f32", 1.0),
+    GgufKey("expert_weights_norm", "norm_topk_prob", "bool"),
+    GgufKey("expert_group_count", "n_group", default=1),
+    GgufKey("expert_group_used_count", "topk_group", default=1),
+)
+"""`Architecture.numbers` of models that have DeepSeek's experts."""
+PREDICTING = "num_nextn_predict_layers"
+_LOG = "rope.scaling.yarn_log_multiplier"
+
+
+class DeepseekV2(Architecture):
+    """DeepSeek-V2, and the base of V3."""
+
+    name = "deepseek2"
+    class_name = "DeepseekV2ForCausalLM"
+    model_types: ClassVar[tuple[str, ...]] = ("deepseek_v2",)
+    layer = {
+        **{"attn_q": "self_attn.q_proj", "attn_q_a": "self_attn.q_a_proj", "attn_q_a_norm": "self_attn.q_a_layernorm"},
+        **{"attn_q_b": "self_attn.q_b_proj", "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa"},
+        **{"attn_kv_a_norm": "self_attn.kv_a_layernorm", "attn_output": "self_attn.o_proj", "attn_norm": "input_layernorm"},
+        **{**MLP, **MLP_NORM, **ROUTER, **SHARED_EXPERTS, **EXPERTS},
+    }
+    splits = (
+        SplitTensor(
+            "self_attn.kv_b_proj.weight",
+            (
+                SplitPart("attn_k_b.weight", lambda config: (config.count("qk_nope_head_dim"),), transposed=True),
+                SplitPart("attn_v_b.weight", lambda config: (config.count("v_head_dim"),)),
+            ),
+            bands=True,
+        ),
+    )
+    experts = "n_routed_experts"
+    numbers = EXPERT_NUMBERS
+    constants = {"expert_gating_func": 1}
+    fixed = {"attention_bias": False, "scoring_func": "softmax", "norm_topk_prob": False}
+
+    def check(self, config: Config) -> None:
+        super().check(config)
+        self.check_groups(config)
+
+    def check_groups(self, config: Config) -> None:
+        """llama.cpp chooses groups by their two best experts, as DeepSeek-V3 does; V2 by the best one."""
+        groups = config.count("n_group", 1)
+        config.need("topk_method", "greedy" if groups == 1 else config.get("topk_method"), "greedy")
+
+    def put_heads(self, config: Config, keys: Keys) -> None:
+        heads, rank, turned = (config.count(name) for name in ("num_attention_heads", "kv_lora_rank", "qk_rope_head_dim"))
+        config.need("num_key_value_heads", config.count("num_key_value_heads", heads), heads)
+        layers, tokens = config.count("num_hidden_layers"), config.count("vocab_size")
+        light = layers in (26, 27) or (layers, tokens) == (48, 128_256)  # so llama.cpp knows that queries have no such vector
+        stated, expected = ("none" if each else "a number" for each in (config.get("q_lora_rank") is None, light))
+        config.need("q_lora_rank", stated, expected)
+        keys.u32("vocab_size", tokens)
+        keys.u32("attention.head_count_kv", 1)
+        keys.u32("attention.kv_lora_rank", rank)
+        if not light:
+            keys.u32("attention.q_lora_rank", config.count("q_lora_rank"))
+        keys.u32("attention.key_length", rank + turned)
+        keys.u32("attention.value_length", rank)
+        keys.u32("attention.key_length_mla", config.count("qk_nope_head_dim") + turned)
+        keys.u32("attention.value_length_mla", config.count("v_head_dim"))
+        keys.u32("rope.dimension_count", turned)
+        rope = self.rope(config)
+        if rope["rope_type"] == "yarn":
+            config.need("mscale", rope.get("mscale"), rope.get("mscale_all_dim"))
+            keys.f32(_LOG, 0.1 * config.number("mscale_all_dim", None, rope))
+
+    def take_heads(self, values: Values, config: dict[str, Any], default: int) -> int:
+        return default
+
+    def take_more(self, values: Values, config: dict[str, Any], contents: Contents) -> None:
+        config["num_key_value_heads"] = config["num_attention_heads"]
+        turned = config["qk_rope_head_dim"] = config["head_dim"] = values.count("rope.dimension_count")
+        config["kv_lora_rank"] = values.count("attention.kv_lora_rank")
+        config["q_lora_rank"] = values.count("attention.q_lora_rank") if "attention.q_lora_rank" in values else None
+        whole = values.count("attention.key_length_mla", least=turned + 1)
+        config["qk_nope_head_dim"] = whole - turned
+        config["v_head_dim"] = values.count("attention.value_length_mla")
+        if scaling := config.get("rope_scaling"):
+            scaling["mscale"] = scaling["mscale_all_dim"] = float(str(np.float32(10 * values.number(_LOG))))
+
+
+class DeepseekV3(DeepseekV2):
+    """DeepSeek-V3, and GLM 4.7 Flash, which llama.cpp calls so, too."""
+
+    class_name = "DeepseekV3ForCausalLM"
+    model_types = ("deepseek_v3", "glm4_moe_lite")
+    bare = ROUTER_BIAS
+    constants = SIGMOID_ROUTER
+    fixed = {"attention_bias": False, "scoring_func": "sigmoid", "rope_interleave": True}
+    predicting = PREDICTING
+
+    def owns(self, values: Values) -> bool:
+        return super().owns(values) and values.equals("expert_gating_func", 2)
+
+    def check_groups(self, config: Config) -> None:
+        """llama.cpp chooses groups as V3 does."""
+
+
+FAMILY = GgufFamily((DeepseekV3(), DeepseekV2()))

@@ -1,0 +1,81 @@
+"""Mistral's models after Mixtral, and Pixtral's vision half."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from weightsmith._models.formats.gguf.architecture import Architecture, Contents, GgufFamily
+from weightsmith._models.formats.gguf.values import Config, Keys, Values
+from weightsmith._models.formats.gguf.vision import GELU_OR_SILU, VIT_LARGE, Images, VisionHalf, attention, gated
+
+_YARN = {"rope.scaling.yarn_log_multiplier": "mscale_all_dim", "attention.temperature_scale": "llama_4_scaling_beta"}
+"""Numbers of Ministral's YaRN, and how its queries grow with the position."""
+
+
+class Ministral3(Architecture):
+    """Ministral 3, whose RoPE is always YaRN's."""
+
+    name = "mistral3"
+    class_name = "Ministral3ForCausalLM"
+    model_types = ("ministral3",)
+    rotated = True
+
+    def put_rope(self, config: Config, keys: Keys) -> None:
+        rope = self.rope(config)
+        config.need("rope_type", rope["rope_type"], "yarn")
+        config.need("mscale", rope.get("mscale"), rope.get("mscale_all_dim"))
+        for name, setting in _YARN.items():
+            keys.f32(name, config.number(setting, None, rope))
+        super().put_rope(config, keys)
+
+    def take_rope(self, values: Values, config: dict[str, Any], contents: Contents) -> None:
+        super().take_rope(values, config, contents)
+        if (scaling := config.get("rope_scaling", {})) and scaling["rope_type"] == "yarn":
+            scaling |= {setting: values.float32(name) for name, setting in _YARN.items()}
+            scaling["mscale"] = scaling["mscale_all_dim"]
+
+
+class Pixtral(VisionHalf):
+    """Pixtral, as LLaVA's classes have it."""
+
+    model_type = "llava"
+    vision_type = "pixtral"
+    name = "pixtral"
+    blocks = "vision_tower.transformer.layers."
+    layer = {"ln1": "attention_norm", "ln2": "ffn_norm", **attention("attention", "o_proj"), **gated("feed_forward")}
+    ends = {
+        "v.patch_embd": "vision_tower.patch_conv",
+        "v.pre_ln": "vision_tower.ln_pre",
+        "mm.1": "multi_modal_projector.linear_1",
+        "mm.2": "multi_modal_projector.linear_2",
+    }
+    activations = GELU_OR_SILU
+    rotated = True
+    token = "[IMG_BREAK]"
+    defaults = {**VIT_LARGE, "image_size": 1024, "patch_size": 16, "hidden_act": "gelu", "layer_norm_eps": 1e-5}
+
+    def check(self, images: Images) -> None:
+        whole = images.whole
+        whole.need("vision_feature_layer", whole.get("vision_feature_layer", -2), -1)  # transformers' default is another
+        whole.need("vision_feature_select_strategy", whole.get("vision_feature_select_strategy", "default"), "full")
+        whole.need_all({"projector_hidden_act": "gelu"})
+
+
+class Mistral3Vision(Pixtral):
+    """Pixtral in Mistral Small 3.1 and later, where several patches become one row."""
+
+    model_type = "mistral3"
+    ends = {
+        **Pixtral.ends,
+        "mm.input_norm": "multi_modal_projector.norm",
+        "mm.patch_merger": "multi_modal_projector.patch_merger.merging_layer",
+    }
+
+    def check(self, images: Images) -> None:
+        images.whole.need_all({"vision_feature_layer": -1, "projector_hidden_act": "gelu"})
+
+    def keys_of(self, images: Images) -> dict[str, int | None]:
+        return {"vision.spatial_merge_size": images.whole.count("spatial_merge_size", 2)}
+
+
+FAMILY = GgufFamily((Ministral3(),), vision=(Pixtral(), Mistral3Vision()))

@@ -1,0 +1,85 @@
+"""Phi 2 and 3, and Phi 4, which is a Phi 3."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from weightsmith._models.formats.gguf.architecture import LAYER_NORM, UNTIED, Architecture, Contents, GgufFamily
+from weightsmith._models.formats.gguf.tensors import ATTENTION, ENDS, MLP_NORM
+from weightsmith._models.formats.gguf.values import Config, Floats, Keys, Values
+
+
+class Phi2(Architecture):
+    """Phi 1, 1.5 and 2."""
+
+    name = "phi2"
+    class_name = "PhiForCausalLM"
+    model_types = ("phi",)
+    layer = ATTENTION | {"attn_output": "self_attn.dense", "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"}
+    ends = {**ENDS, "output_norm": "model.final_layernorm"}
+    fixed = {**UNTIED, "qk_layernorm": False}
+    eps = LAYER_NORM
+    partial = 0.5
+    activation = "gelu_new"
+
+
+_FACTORS = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
+_ORIGINAL = "rope.scaling.original_context_length"
+
+
+class Phi3(Architecture):
+    """Phi 3, whose long versions divide frequencies by one list of numbers or another (LongRoPE)."""
+
+    name = "phi3"
+    class_name = "Phi3ForCausalLM"
+    model_types = ("phi3",)
+    layer = {
+        **{"attn_qkv": "self_attn.qkv_proj", "attn_output": "self_attn.o_proj", "attn_norm": "input_layernorm"},
+        **{"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj", **MLP_NORM},
+    }
+    partial = 1.0
+
+    def put_heads(self, config: Config, keys: Keys) -> None:
+        """llama.cpp infers it."""
+
+    def put_attention(self, config: Config, keys: Keys) -> None:
+        window = config.get("sliding_window")
+        keys.u32("attention.sliding_window", 0 if window is None else config.count("sliding_window"))
+
+    def put_rope(self, config: Config, keys: Keys) -> None:
+        rope = self.rope(config)
+        context = config.count("max_position_embeddings")
+        original = config.count("original_max_position_embeddings", context)
+        original = config.count("original_max_position_embeddings", original, rope)
+        keys.u32(_ORIGINAL, original)
+        if rope["rope_type"] not in ("default", "longrope", "su"):
+            config.need("rope_type", rope["rope_type"], "longrope")
+        if rope["rope_type"] == "default":
+            return
+        scale = context / original
+        factor = math.sqrt(1 + math.log(scale) / math.log(max(2, original))) if scale > 1 else 1.0
+        keys.f32("rope.scaling.attn_factor", factor)
+        for name in ("long", "short"):
+            keys.tensors[f"rope_factors_{name}.weight"] = config.numbers(f"{name}_factor", rope)
+
+    def take_heads(self, values: Values, config: dict[str, Any], default: int) -> int:
+        return default
+
+    def take_attention(self, values: Values, config: dict[str, Any]) -> None:
+        slides = "attention.sliding_window" in values
+        config["sliding_window"] = values.count("attention.sliding_window") if slides else None
+
+    def take_rope(self, values: Values, config: dict[str, Any], contents: Contents) -> None:
+        original = values.count(_ORIGINAL, config["max_position_embeddings"])
+        config["original_max_position_embeddings"] = original
+        if contents.factors.keys() >= set(_FACTORS.values()):
+            factors = {setting: _short(contents.factors[name]) for setting, name in _FACTORS.items()}
+            config["rope_scaling"] = {"type": "longrope", **factors}
+
+
+def _short(values: Floats) -> list[float]:
+    return [float(str(value)) for value in values]
+
+
+FAMILY = GgufFamily((Phi2(), Phi3()))

@@ -1,0 +1,64 @@
+"""Qwen 2 and 3, with and without experts."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from weightsmith._models.formats.gguf.architecture import Architecture, GgufFamily, GgufKey
+from weightsmith._models.formats.gguf.tensors import ATTENTION, EXPERTS, HEAD_NORMS, MLP, MLP_NORM, ROUTER, SHARED_EXPERT
+from weightsmith._models.formats.gguf.values import Config
+
+EXPERT_WIDTH = GgufKey("expert_feed_forward_length", "moe_intermediate_size")
+EXPERT_WIDTHS = (EXPERT_WIDTH, GgufKey("expert_shared_feed_forward_length", "shared_expert_intermediate_size"))
+ALL_SPARSE = {"mlp_only_layers": [], "decoder_sparse_step": 1}
+
+
+class Qwen2(Architecture):
+    """Qwen 2 and 2.5."""
+
+    name = "qwen2"
+    class_name = "Qwen2ForCausalLM"
+    model_types: ClassVar[tuple[str, ...]] = ("qwen2",)
+
+    def uses_window(self, config: Config) -> bool:
+        return bool(config.get("use_sliding_window", False))
+
+
+class Qwen2Moe(Qwen2):
+    """Qwen 1.5 and 2 with experts."""
+
+    name = "qwen2moe"
+    class_name = "Qwen2MoeForCausalLM"
+    model_types = ("qwen2_moe",)
+    layer = {**ATTENTION, **MLP_NORM, **ROUTER, **SHARED_EXPERT, **EXPERTS}
+    experts = "num_experts"
+    numbers = EXPERT_WIDTHS
+    fixed = {"norm_topk_prob": False, **ALL_SPARSE}
+
+
+class Qwen3(Architecture):
+    """Qwen 3."""
+
+    name = "qwen3"
+    class_name = "Qwen3ForCausalLM"
+    model_types = ("qwen3",)
+    layer = {**ATTENTION, **HEAD_NORMS, **MLP, **MLP_NORM}
+
+
+class Qwen3Moe(Architecture):
+    """Qwen 3 with experts."""
+
+    name = "qwen3moe"
+    class_name = "Qwen3MoeForCausalLM"
+    model_types = ("qwen3_moe",)
+    layer = {**ATTENTION, **HEAD_NORMS, **MLP_NORM, **ROUTER, **EXPERTS}
+    experts = "num_experts"
+    numbers = (EXPERT_WIDTH,)
+    fixed = {"norm_topk_prob": True, **ALL_SPARSE}
+
+    def check(self, config: Config) -> None:
+        config.need("norm_topk_prob", config.get("norm_topk_prob", False), True)  # transformers' default is False
+        super().check(config)
+
+
+FAMILY = GgufFamily((Qwen2(), Qwen2Moe(), Qwen3(), Qwen3Moe()))

@@ -1,0 +1,179 @@
+"""Qwen3-Next and Qwen3.5, most of whose layers have linear attention (gated delta nets)."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import numpy as np
+
+from weightsmith._models.formats.gguf.architecture import Architecture, Contents, GgufFamily, GgufKey
+from weightsmith._models.formats.gguf.architectures.qwen import ALL_SPARSE, EXPERT_WIDTHS
+from weightsmith._models.formats.gguf.ordered import HeadOrder
+from weightsmith._models.formats.gguf.tensors import (
+    ATTENTION,
+    EXPERTS,
+    HEAD_NORMS,
+    MLP,
+    NORM_BETWEEN,
+    ROUTER,
+    SHARED_EXPERT,
+    SplitPart,
+    SplitTensor,
+)
+from weightsmith._models.formats.gguf.values import Config, Keys, Values
+
+_LAYER = {
+    **{**ATTENTION, **HEAD_NORMS, **NORM_BETWEEN},
+    **{"ssm_conv1d": "linear_attn.conv1d", "ssm_norm": "linear_attn.norm", "ssm_out": "linear_attn.out_proj"},
+}
+_BARE = {"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"}
+_NUMBERS = (
+    GgufKey("ssm.conv_kernel", "linear_conv_kernel_dim"),
+    GgufKey("ssm.state_size", "linear_key_head_dim"),
+    GgufKey("ssm.group_count", "linear_num_key_heads"),
+    GgufKey("ssm.time_step_rank", "linear_num_value_heads"),
+)
+_SECTIONS = "rope.dimension_sections"
+
+
+class DeltaNet(Architecture):
+    """What both have."""
+
+    bare = _BARE
+    shift = 1.0
+    partial = 0.25
+    numbers: ClassVar[tuple[GgufKey, ...]] = _NUMBERS
+
+    def put_more(self, config: Config, keys: Keys) -> None:
+        size, heads = config.count("linear_key_head_dim"), config.count("linear_num_value_heads")
+        config.need("linear_value_head_dim", config.count("linear_value_head_dim"), size)
+        keys.u32("ssm.inner_size", size * heads)
+        every, layers = config.count("full_attention_interval", 4), config.count("num_hidden_layers")
+        types = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(layers)]
+        config.need("layer_types", config.get("layer_types") or types, types)
+        keys.u32("full_attention_interval", every)
+
+    def take_more(self, values: Values, config: dict[str, Any], contents: Contents) -> None:
+        inner, heads = values.count("ssm.inner_size"), config["linear_num_value_heads"]
+        if inner % heads:
+            raise values.wrong("ssm.inner_size", inner, f"and not a multiple of the {heads:,} value heads")
+        config["linear_value_head_dim"] = inner // heads
+        every = values.count("full_attention_interval", 4)
+        if isinstance(sections := values.get(_SECTIONS), np.ndarray):
+            config["rope_parameters"] = {
+                "rope_type": "default",
+                "rope_theta": config["rope_theta"],
+                "partial_rotary_factor": config.get("partial_rotary_factor", self.partial),
+                "mrope_section": sections.tolist()[:3],
+            }
+        layers = range(1, config["num_hidden_layers"] + 1)
+        config["layer_types"] = ["linear_attention" if i % every else "full_attention" for i in layers]
+
+
+def _key_head_rows(config: Config) -> tuple[int, int, int, int]:
+    """Rows of a key head in Qwen3-Next's `in_proj_qkvz`: of its query, its key, its values, and their gates."""
+    keys, values = _heads(config)
+    size, rows = config.count("linear_key_head_dim"), values // keys * config.count("linear_value_head_dim")
+    return size, size, rows, rows
+
+
+def _heads(config: Config) -> tuple[int, int]:
+    """Heads of keys and of values. Raises FormatError if they are not shared evenly."""
+    keys, values = config.count("linear_num_key_heads"), config.count("linear_num_value_heads")
+    if values % keys:
+        raise config.wrong("linear_num_value_heads", values, f"and not a multiple of the {keys:,} key heads")
+    return keys, values
+
+
+class Qwen3Next(DeltaNet):
+    """Qwen3-Next, whose projections are joined key head by key head."""
+
+    name = "qwen3next"
+    class_name = "Qwen3NextForCausalLM"
+    model_types = ("qwen3_next",)
+    layer = {**_LAYER, "ssm_ba": "linear_attn.in_proj_ba", **MLP, **ROUTER, **SHARED_EXPERT, **EXPERTS}
+    splits = (
+        SplitTensor(
+            "linear_attn.in_proj_qkvz.weight",
+            (
+                SplitPart("attn_qkv.weight", lambda config: _key_head_rows(config)[:3]),
+                SplitPart("attn_gate.weight", lambda config: _key_head_rows(config)[3:]),
+            ),
+            bands=True,
+            flat=True,
+        ),
+    )
+    experts = "num_experts"
+    numbers = (*_NUMBERS, *EXPERT_WIDTHS)
+    fixed = {"norm_topk_prob": True, **ALL_SPARSE}
+
+
+_APART = {
+    **{"attn_qkv": "linear_attn.in_proj_qkv", "attn_gate": "linear_attn.in_proj_z"},
+    **{"ssm_alpha": "linear_attn.in_proj_a", "ssm_beta": "linear_attn.in_proj_b"},
+}
+_WIDE = (".attn_gate.weight", ".ssm_out.weight", ".attn_qkv.weight", ".ssm_conv1d.weight")
+_NARROW = (".ssm_alpha.weight", ".ssm_beta.weight", ".ssm_a", ".ssm_dt.bias")
+
+
+class Qwen35(DeltaNet):
+    """Qwen 3.5, whose value heads llama.cpp has in another order."""
+
+    name = "qwen35"
+    class_name = "Qwen3_5ForCausalLM"
+    model_types = ("qwen3_5_text",)
+    layer = {**_LAYER, **_APART, **MLP}
+
+    def put_more(self, config: Config, keys: Keys) -> None:
+        super().put_more(config, keys)
+        put_sections(config, self.rope(config), self.turned(config), (11, 11, 10), keys)
+
+    def rope(self, config: Config) -> dict[str, Any]:
+        return without_sections(super().rope(config))
+
+    def order(self, name: str, config: Config) -> HeadOrder | None:
+        """As in `Architecture`.
+
+        >>> heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 1}
+        >>> config = Config({**heads, "linear_value_head_dim": 1})
+        >>> [Qwen35().order(f"blk.0.{name}", config).places.tolist() for name in ("ssm_a", "attn_qkv.weight")]
+        [[0, 2, 1, 3], [0, 1, 2, 3, 4, 6, 5, 7]]
+        """
+        if not name.endswith((*_WIDE, *_NARROW)):
+            return None
+        if config.count("linear_num_key_heads") == config.count("linear_num_value_heads"):
+            return None
+        keys, values = _heads(config)
+        width = config.count("linear_value_head_dim") if name.endswith(_WIDE) else 1
+        before = 2 * keys * config.count("linear_key_head_dim") if name.endswith(_WIDE[2:]) else 0  # queries and keys first
+        return HeadOrder(1 if name.endswith(".ssm_out.weight") else 0, before, keys, values, width)
+
+
+class Qwen35Moe(Qwen35):
+    """Qwen 3.5 with experts, which are published one by one, and by newer versions of transformers as one tensor."""
+
+    name = "qwen35moe"
+    class_name = "Qwen3_5MoeForCausalLM"
+    model_types = ("qwen3_5_moe_text",)
+    layer = {**_LAYER, **_APART, **ROUTER, **SHARED_EXPERT, **EXPERTS}
+    bare = {**_BARE, "ffn_down_exps.weight": "mlp.experts.down_proj"}
+    splits = (SplitTensor("mlp.experts.gate_up_proj", (SplitPart("ffn_gate_exps.weight"), SplitPart("ffn_up_exps.weight"))),)
+    experts = "num_experts"
+    numbers = (*_NUMBERS, *EXPERT_WIDTHS)
+
+
+def without_sections(rope: dict[str, Any]) -> dict[str, Any]:
+    """The settings of RoPE with the name that newer versions of transformers have for it."""
+    return {**rope, "rope_type": "default"} if rope["rope_type"] == "mrope" else rope
+
+
+def put_sections(config: Config, rope: dict[str, Any], turned: int, default: tuple[int, int, int], keys: Keys) -> None:
+    """How many pairs of a head RoPE turns by time, height and width. turned: numbers of a head that it turns."""
+    sections = rope.get("mrope_section") or [*default]
+    if not isinstance(sections, list) or len(sections) != 3 or not all(type(each) is int and each >= 0 for each in sections):
+        raise config.wrong("mrope_section", sections, "and not three whole numbers")
+    config.need("sum of mrope_section", sum(sections), turned // 2)
+    keys.put(_SECTIONS, "i32", [*sections, 0])
+
+
+FAMILY = GgufFamily((Qwen3Next(), Qwen35(), Qwen35Moe()))

@@ -1,0 +1,19 @@
+"""Seed-OSS."""
+
+from __future__ import annotations
+
+from weightsmith._models.formats.gguf.architecture import Architecture, GgufFamily
+from weightsmith._models.formats.gguf.tensors import ATTENTION, MLP, NORM_BETWEEN
+
+
+class SeedOss(Architecture):
+    """Seed-OSS."""
+
+    name = "seed_oss"
+    class_name = "SeedOssForCausalLM"
+    model_types = ("seed_oss",)
+    layer = {**ATTENTION, **MLP, **NORM_BETWEEN}
+    fixed = {"attention_out_bias": False, "mlp_bias": False}
+
+
+FAMILY = GgufFamily((SeedOss(),))

@@ -1,0 +1,19 @@
+"""StableLM 2 and 3."""
+
+from __future__ import annotations
+
+from weightsmith._models.formats.gguf.architecture import LAYER_NORM, UNTIED, Architecture, GgufFamily
+
+
+class StableLm(Architecture):
+    """StableLM."""
+
+    name = "stablelm"
+    class_name = "StableLmForCausalLM"
+    model_types = ("stablelm",)
+    fixed = {**UNTIED, "qk_layernorm": False}
+    eps = LAYER_NORM
+    partial = 0.25
+
+
+FAMILY = GgufFamily((StableLm(),))

@@ -1,0 +1,95 @@
+"""RoPE whose frequencies are scaled: settings of config.json, and what a GGUF file has of them.
+
+Of Llama 3's scaling, a GGUF file has the quotients of the frequencies alone; of YaRN and of linear scaling, the settings.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from weightsmith._base.errors import FormatError, Unsupported
+from weightsmith._base.files import DAMAGED, show
+from weightsmith._models.formats.gguf.values import Config, Floats, Keys, Values
+
+QUOTIENTS = "rope_freqs.weight"
+"""The tensor of a GGUF file by which frequencies are divided."""
+USE_ORIGINAL = "Use the original checkpoint."
+
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""What all of Meta's models with scaled frequencies have; a GGUF file has only the quotients that follow."""
+_YARN = {"rope.scaling.yarn_beta_fast": "beta_fast", "rope.scaling.yarn_beta_slow": "beta_slow"} | {
+    "rope.scaling.yarn_attn_factor": "attention_factor"
+}
+
+
+def put_scaling(config: Config, rope: Mapping[str, Any], keys: Keys) -> None:
+    """The keys of linear scaling and YaRN. Raises Unsupported for other types than these and the default."""
+    kind = rope["rope_type"]
+    if kind not in ("linear", "yarn"):
+        config.need("rope_type", kind, "default")
+        return
+    keys.put("rope.scaling.type", "str", kind)
+    keys.f32("rope.scaling.factor", config.number("factor", None, rope))
+    if kind == "yarn":
+        context = config.count("max_position_embeddings")
+        keys.u32("rope.scaling.original_context_length", config.count("original_max_position_embeddings", context, rope))
+        for name, setting in _YARN.items():
+            if rope.get(setting) is not None:
+                keys.f32(name, config.number(setting, None, rope))
+
+
+def put_quotients(config: Config, rope: Mapping[str, Any], head_dim: int, keys: Keys) -> None:
+    """The tensor of Llama 3's scaling."""
+    scaling = {name: config.number(name, default, rope) for name, default in {**_LLAMA3, "factor": 8.0}.items()}
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    if low >= high:
+        what = f"low_freq_factor {low:g} is not below high_freq_factor {high:g}"
+        raise FormatError(what, where="config.json", fix="repair it")
+    keys.tensors[QUOTIENTS] = llama3_quotients(head_dim, config.number("rope_theta", 10_000.0, rope), scaling)
+
+
+def take_scaling(values: Values, config: Mapping[str, Any], factors: Mapping[str, Floats]) -> dict[str, Any]:
+    """`rope_scaling` of config.json; {} if there is none. factors: tensors of the file by which frequencies are divided."""
+    if QUOTIENTS in factors:
+        return _take_quotients(config, factors[QUOTIENTS], values.where)
+    kind = values.get("rope.scaling.type")
+    kind = kind if isinstance(kind, str) else ""
+    if kind == "linear":
+        return {"rope_type": "linear", "factor": values.float32("rope.scaling.factor")}
+    if kind == "yarn":
+        scaling: dict[str, Any] = {"rope_type": "yarn", "factor": values.float32("rope.scaling.factor")}
+        scaling["original_max_position_embeddings"] = values.count("rope.scaling.original_context_length")
+        return scaling | {setting: values.float32(name) for name, setting in _YARN.items() if name in values}
+    if kind in ("", "none"):
+        return {}
+    raise Unsupported(f"RoPE scaling of the type {show(kind)}", where=values.where, fix=USE_ORIGINAL)
+
+
+def _take_quotients(config: Mapping[str, Any], quotients: Floats, where: str) -> dict[str, Any]:
+    """The settings of Llama 3's scaling, from the quotients that follow from them."""
+    head_dim = config["head_dim"]
+    if not quotients.size or quotients.size != head_dim // 2 or not np.isfinite(quotients).all():
+        what = f"{QUOTIENTS} has {quotients.size:,} numbers, or one that is not finite, for heads of {head_dim:,}"
+        raise FormatError(what, where=where, fix=DAMAGED)
+    scaling = {"rope_type": "llama3", "factor": float(str(quotients.max())), **_LLAMA3}
+    if not np.allclose(llama3_quotients(head_dim, config["rope_theta"], scaling), quotients, rtol=1e-5):
+        what = f"RoPE frequencies that are not scaled as Llama 3's ({QUOTIENTS})"
+        raise Unsupported(what, where=where, fix=USE_ORIGINAL)
+    return scaling
+
+
+def llama3_quotients(width: int, theta: float, scaling: Mapping[str, Any]) -> Floats:
+    """By what Llama 3's scaling divides each frequency of a head: float32 [width / 2].
+
+    High frequencies stay, low ones are divided by `factor`, and those between are interpolated (Meta's `apply_scaling`).
+    """
+    factor, low, high = float(scaling["factor"]), float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
+    context = float(scaling["original_max_position_embeddings"])
+    lengths = 2 * math.pi * theta ** (np.arange(0, width, 2, dtype=np.float64) / width)
+    smooth = (context / lengths - low) / (high - low)
+    between = 1 / ((1 - smooth) / factor + smooth)
+    return np.where(lengths < context / high, 1.0, np.where(lengths > context / low, factor, between)).astype(np.float32)

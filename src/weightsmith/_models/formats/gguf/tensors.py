@@ -1,0 +1,144 @@
+"""Names of tensors in GGUF files: those that architectures share, and tensors that llama.cpp stores in parts.
+
+llama.cpp stores weights as the Hub does, with these exceptions:
+
+* The rows of q and k of Llama and its relatives are reordered within each head, because its RoPE rotates neighbours: row
+  h·D + 2·i + j there is row h·D + j·D/2 + i of the Hub's.
+* The norms of Gemma and Nemotron are stored with the 1 added that their code adds when it runs.
+* The experts of a layer are one tensor of three dimensions, and other tensors are several (`SplitTensor`).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from weightsmith._models.formats.gguf.values import Config
+from weightsmith._models.structure.projections import MIXTRAL
+
+LAYERS = "model.layers."
+
+# llama.cpp's name of a module → the Hub's; of a layer, but for ENDS
+ENDS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+PROJECTIONS = {f"attn_{part}": f"self_attn.{part}_proj" for part in "qkv"} | {"attn_output": "self_attn.o_proj"}
+ATTENTION = PROJECTIONS | {"attn_norm": "input_layernorm"}
+HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+MLP = {f"ffn_{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")}
+UNGATED_MLP = {"ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+MLP_NORM = {"ffn_norm": "post_attention_layernorm"}
+NORM_BETWEEN = {"post_attention_norm": "post_attention_layernorm"}
+NORMS_AFTER = {**NORM_BETWEEN, "post_ffw_norm": "post_feedforward_layernorm"}
+NORMS_AROUND = {**NORMS_AFTER, "ffn_norm": "pre_feedforward_layernorm"}
+LLAMA_LAYER = {**ATTENTION, **MLP, **MLP_NORM}
+ROUTER = {"ffn_gate_inp": "mlp.gate"}
+EXPERTS = {f"ffn_{part}_exps": f"mlp.experts.{{}}.{part}_proj" for part in ("gate", "up", "down")}
+MIXTRAL_EXPERTS = {
+    f"ffn_{part}_exps": f"block_sparse_moe.experts.{{}}.{MIXTRAL[f'{part}_proj']}" for part in ("gate", "down", "up")
+}
+SHARED_EXPERT = {f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")} | {
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate"
+}
+SHARED_EXPERTS = {f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")}
+
+# tensors whose names are not a module's with `.weight` or `.bias`
+ROUTER_BIAS = {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
+
+
+@dataclass(frozen=True, slots=True)
+class SplitPart:
+    """A tensor of llama.cpp's that is a part of one of the Hub's.
+
+    name        in a layer, with its kind: `attn_k_b.weight`
+    rows        of each run of rows that it has of a band, by config.json; None: as many as the other parts have
+    transposed  whether it is stored as [columns, rows]
+    """
+
+    name: str
+    rows: Callable[[Config], tuple[int, ...]] | None = None
+    transposed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SplitTensor:
+    """A tensor of the Hub's that llama.cpp stores as several.
+
+    name     the Hub's, in a layer: `self_attn.kv_b_proj.weight`
+    parts    in the order of their rows
+    columns  the parts have all rows, and take turns with the columns
+    bands    a matrix is several bands, one after the other: a head each, or a row each
+    flat     a part is one matrix: the first run of rows of all bands, then the second, and so on; else a matrix for each band
+    """
+
+    name: str
+    parts: tuple[SplitPart, ...]
+    columns: bool = False
+    bands: bool = False
+    flat: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GgufPlace:
+    """A tensor of the Hub's layout in a GGUF file.
+
+    name    of the tensor in the GGUF file
+    expert  its number among the experts that are stored together; -1 for a tensor of its own
+    """
+
+    name: str
+    expert: int = -1
+
+
+_NUMBER = re.compile(r"(?:blk|model\.layers)\.(0|[1-9][0-9]{0,5})\.")
+
+
+def predicts(name: str, layers: float = math.inf) -> bool:
+    """Whether a tensor, under either name, belongs to a layer behind the `layers` of the model: it predicts several tokens.
+
+    layers  infinity if only the name tells
+
+    >>> predicts("blk.2.attn_q.weight", 2), predicts("model.layers.1.mlp.up_proj.weight", 2), predicts("mtp.fc.weight", 2)
+    (True, False, True)
+    """
+    match = _NUMBER.match(text_name(name))
+    return name.startswith(("mtp.", "model.mtp")) or (match is not None and int(match[1]) >= layers)
+
+
+def text_name(name: str) -> str:
+    """The name of a tensor in the language model alone; unchanged for one of other parts.
+
+    Files of embedding models have the names of the model without its head.
+
+    >>> text_name("model.language_model.layers.0.mlp.up_proj.weight"), text_name("language_model.lm_head.weight")
+    ('model.layers.0.mlp.up_proj.weight', 'lm_head.weight')
+    >>> text_name("layers.0.mlp.up_proj.weight")
+    'model.layers.0.mlp.up_proj.weight'
+    """
+    name = name.removeprefix("language_model.")
+    if name.startswith(("layers.", "embed_tokens.", "norm.")):
+        return f"model.{name}"
+    return name.replace("model.language_model.", "model.", 1).replace("model.text_model.", "model.", 1)
+
+
+def is_norm(name: str) -> bool:
+    """Whether a tensor of a GGUF file is the weight of a norm.
+
+    >>> is_norm("blk.0.attn_q_norm.weight"), is_norm("blk.0.attn_q.weight")
+    (True, False)
+    """
+    return name.endswith("_norm.weight")
+
+
+def is_decay(name: str) -> bool:
+    """Whether -exp of a tensor is stored in a GGUF file."""
+    return name.endswith(".ssm_a")
+
+
+def is_router(name: str) -> bool:
+    """Whether a tensor of a GGUF file is the weight of a router.
+
+    >>> is_router("blk.0.ffn_gate_inp_shexp.weight"), is_router("blk.0.ffn_gate.weight")
+    (True, False)
+    """
+    return ".ffn_gate_inp" in name
