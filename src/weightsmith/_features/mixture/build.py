@@ -29,7 +29,7 @@ from weightsmith._planning.planner.agreement import Model as Compared
 from weightsmith._planning.planner.agreement import tokenizer_disagreements
 from weightsmith._planning.planner.build import NOTHING, assemble_recipe, in_recipe, read_plan_request
 from weightsmith._planning.planner.companions import Companions, carried, held_files, lacking
-from weightsmith._planning.planner.dtypes import main_dtype
+from weightsmith._planning.planner.config import main_dtype
 from weightsmith._planning.planner.inputs import at, open_models
 from weightsmith._planning.planner.loading import question_of
 from weightsmith._planning.planner.prepared import PlanRequest, Prepared, Stage, Written

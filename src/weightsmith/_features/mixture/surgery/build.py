@@ -22,8 +22,7 @@ from weightsmith._models.checkpoint import Checkpoint, open_checkpoint
 from weightsmith._models.structure import analyse
 from weightsmith._models.structure.configs import EXPERT_COUNTS, sections, whole_numbers
 from weightsmith._planning.options import RecipeOptions
-from weightsmith._planning.planner.config import output_config
-from weightsmith._planning.planner.dtypes import DTypes
+from weightsmith._planning.planner.config import DTypes, output_config
 from weightsmith._planning.planner.inputs import at, open_models
 from weightsmith._planning.planner.loading import question_of
 from weightsmith._planning.planner.prepared import Prepared, model_input
