@@ -51,7 +51,8 @@ class Tour:
         assert on_disk == self.visit.recipe, f"{name}: the page says Saved, and the disk has another recipe"
         if self.page.locator(".ws-control").count():
             shown, said = values_shown(self.page), values_written(on_disk)
-            assert {key: shown[key] for key in said} == said, name
+            for key, value in said.items():  # a control shows four digits
+                assert shown[key] == pytest.approx(value, rel=1e-3), (name, key)
         self.visit.fine()
         if open_at:
             self.visit.step(open_at)
