@@ -23,21 +23,20 @@ from weightsmith._outputs.local.target import remove_checkpoint
 from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner import Prepared
 from weightsmith._reports.command import Command
-from weightsmith._reports.evaluate.opening import Asked, is_recipe, prepare_named
+from weightsmith._reports.evaluate.opening import Asked, is_recipe, prepare_named, work_folder
 from weightsmith._reports.evaluate.options import EvaluateSettings
-from weightsmith._reports.evaluate.working import work_folder
 
 
 def measured(
     asked: Mapping[str, Asked], command: Command, settings: EvaluateSettings, running: RunOptions
 ) -> tuple[float, ...]:
     """The number that a command finds for each model. Raises CommandFailed, and what writing a model raises."""
-    found = []
+    numbers = []
     for name, model in asked.items():
         with _folder_of(model, command, settings, running) as folder:
             status(f"measuring {name} by the command")
-            found.append(command.measured(folder))
-    return tuple(found)
+            numbers.append(command.measured(folder))
+    return tuple(numbers)
 
 
 @contextmanager

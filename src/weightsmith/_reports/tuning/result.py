@@ -1,4 +1,4 @@
-"""Result of a search: all trials, the best one, and its scores on held-out text."""
+"""Result of a search: all trials, the best one, and its scores on held-out text; in sentences, and as a page."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from weightsmith._base.report import Report, Reported
-from weightsmith._base.text import count
+from weightsmith._base.report import Code, Column, Curves, Facts, Report, Reported, Table
+from weightsmith._base.report.blocks import Block, Value
+from weightsmith._base.text import count, duration
 from weightsmith._planning.recipe import Scalar
 from weightsmith._reports.evaluate.values import Change, Score, mean_score, of_change, perplexity
 from weightsmith._reports.look.models import json_values
@@ -139,7 +140,7 @@ class Tuning(Reported):
         return found
 
     def report(self) -> Report:
-        from weightsmith._reports.tuning.report import tuning_report
+        from weightsmith._reports.tuning.result import tuning_report
 
         return tuning_report(self)
 
@@ -189,9 +190,9 @@ def total(scores: tuple[Score, ...]) -> Score:
     return scores[0] if len(scores) == 1 else mean_score(scores)
 
 
-def _compared(found: Tuning, name: str, change: Change) -> str:
-    own, other = total(found.judged["tuned"]).perplexity, total(found.judged[name]).perplexity
-    numbers = f"perplexity {perplexity(own)} against {perplexity(other)}"
+def _compared(tuning: Tuning, name: str, change: Change) -> str:
+    tuned, other = total(tuning.judged["tuned"]).perplexity, total(tuning.judged[name]).perplexity
+    numbers = f"perplexity {perplexity(tuned)} against {perplexity(other)}"
     if math.isnan(change.error):
         what = f"The tuned recipe is {of_change(change)} than the {name}, {numbers}."
         return f"{what} One row does not tell how much of it is noise."
@@ -199,3 +200,89 @@ def _compared(found: Tuning, name: str, change: Change) -> str:
         return f"On the report text, the tuned recipe is {of_change(change)} than the {name}: that may be noise ({numbers})."
     rows = f"better on {change.better:,} of {count(change.rows, 'row')}"
     return f"On the report text, the tuned recipe is {of_change(change)} than the {name}: {numbers}, {rows}."
+
+
+def tuning_report(tuning: Tuning) -> Report:
+    """Result of a search."""
+    failed = sum(bool(trial.error) for trial in tuning.trials)
+    facts: list[tuple[str, Value]] = [
+        ("recipe written", str(tuning.out)),
+        ("trials", f"{len(tuning.trials):,}, {len(tuning.losses):,} of them on all rows, {failed:,} invalid"),
+        ("of an earlier run", f"{tuning.resumed:,}"),
+        ("objective", tuning.objective),
+        ("rows to tune on", f"{tuning.rows[0]:,}; {tuning.few_rows:,} of them for every candidate"),
+        ("rows of the report", f"{tuning.rows[1]:,}"),
+        ("time", duration(tuning.seconds)),
+    ]
+    blocks: list[Block] = [Facts("Search", tuple(facts)), _judged(tuning)]
+    blocks += [_values(tuning), *_curve(tuning), _front(tuning), _trials(tuning), Code("The recipe", tuning.recipe)]
+    return Report(
+        f"{Path(tuning.out).name}: tuned on {', '.join(tuning.texts[:3])}", tuning.reading, tuple(blocks), tuning.to_json()
+    )
+
+
+def _judged(tuning: Tuning) -> Table:
+    """On the text of the report, against the tuned recipe."""
+    columns = (
+        Column("text"),
+        Column("recipe"),
+        Column("perplexity", "number", "exp of the mean loss of a token"),
+        Column("bits per byte", "number"),
+        Column(
+            "the tuned recipe", "text", "its perplexity against this one, with the standard error of the differences row by row"
+        ),
+        Column("rows", "count"),
+    )
+    rows: list[tuple[Value, ...]] = []
+    for i, text in [*enumerate(tuning.report_texts), *([] if len(tuning.report_texts) == 1 else [(-1, "all texts")])]:
+        for name, scores in tuning.judged.items():
+            score = total(scores) if i < 0 else scores[i]
+            change = None if name == "tuned" else tuning.against[name]
+            rows.append((text, name, score.perplexity, score.bits_per_byte, _change(change, i), score.rows))
+    return Table("On the report text", columns, tuple(rows), "Text that no candidate was chosen by, read once, at the end.")
+
+
+def _change(scores: tuple[Score, ...] | None, i: int) -> Value:
+    if scores is None:
+        return None
+    change = (total(scores) if i < 0 else scores[i]).change
+    return None if change is None else of_change(change)
+
+
+def _values(tuning: Tuning) -> Table:
+    rows = tuple(
+        (name, str(first) if isinstance(first, str | bool) else first, str(best) if isinstance(best, str | bool) else best)
+        for name, first, best in zip(tuning.names, tuning.start, tuning.values, strict=True)
+    )
+    return Table("Values", (Column("value"), Column("start", "number"), Column("tuned", "number")), rows)
+
+
+def _curve(tuning: Tuning) -> list[Block]:
+    best, now = list[float | None](), math.inf
+    for trial in tuning.trials:
+        if trial.number in tuning.losses:
+            now = min(now, tuning.objective_of(trial.number))
+        best.append(now if math.isfinite(now) else None)
+    if len(best) < 2:
+        return []
+    what = "KL" if tuning.objective == "kl" else "nats"
+    about = "The objective of the best candidate so far, on the rows to tune on."
+    return [Curves("Best so far", (("best", tuple(best)),), "trial", f"{what} for each token", about=about)]
+
+
+def _front(tuning: Tuning) -> Table:
+    columns = (Column("trial", "count"), Column("objective", "number"), *(Column(text, "number") for text in tuning.texts))
+    rows = tuple((number, tuning.objective_of(number), *tuning.losses[number]) for number in tuning.front)
+    about = "Candidates that no other beats on one text without losing on another: losses on the rows to tune on."
+    return Table("Pareto front over the texts", columns, rows, about)
+
+
+def _trials(tuning: Tuning) -> Table:
+    columns = (Column("trial", "count"), Column("objective", "number"), Column("outcome"), Column("values"))
+    rows: list[tuple[Value, ...]] = []
+    for trial in tuning.trials:
+        on_all = trial.number in tuning.losses
+        outcome = trial.error or ("all rows" if on_all else "few rows")
+        values = ", ".join(f"{value:g}" if isinstance(value, float) else str(value) for value in trial.values)
+        rows.append((trial.number, tuning.objective_of(trial.number) if on_all else None, outcome, values))
+    return Table("Trials", columns, tuple(rows), "Candidates that were not among the best on few rows were not scored on all.")

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -28,7 +28,6 @@ from weightsmith._base.installation import absent_packages
 from weightsmith._base.options import assignment, option_error
 from weightsmith._planning.recipe import Scalar, Tunable
 from weightsmith._reports.tuning.candidates import Values
-from weightsmith._reports.tuning.parabola import lowest
 
 Round = list[Values]
 """Candidates that are tried together."""
@@ -119,10 +118,10 @@ def _random(tunables: Sequence[Tunable], start: Values, seed: int) -> Iterator[V
         yield tuple(_drawn(each, rng) for each in tunables)
 
 
-def _drawn(each: Tunable, rng: np.random.Generator) -> Scalar:
-    if each.low is None or each.high is None:
-        return each.choices[int(rng.integers(len(each.choices)))]
-    return float(rng.uniform(each.low, each.high))
+def _drawn(tunable: Tunable, rng: np.random.Generator) -> Scalar:
+    if tunable.low is None or tunable.high is None:
+        return tunable.choices[int(rng.integers(len(tunable.choices)))]
+    return float(rng.uniform(tunable.low, tunable.high))
 
 
 def _grid(tunables: Sequence[Tunable], budget: int) -> Iterator[Values]:
@@ -292,25 +291,51 @@ def _by_curvature(steps: Sequence[tuple[Point, Point]], slope: Point) -> Point:
 
     steps  changes of the point, and of the slope
     """
-    left, shares = slope.copy(), list[float]()
+    direction, shares = slope.copy(), list[float]()
     for moved, changed in reversed(steps):
-        shares.append(float(moved @ left / (moved @ changed)))
-        left -= shares[-1] * changed
+        shares.append(float(moved @ direction / (moved @ changed)))
+        direction -= shares[-1] * changed
     if steps:
         moved, changed = steps[-1]
-        left *= moved @ changed / (changed @ changed)
+        direction *= moved @ changed / (changed @ changed)
     for (moved, changed), share in zip(steps, reversed(shares), strict=True):
-        left += moved * (share - changed @ left / (moved @ changed))
-    return left
+        direction += moved * (share - changed @ direction / (moved @ changed))
+    return direction
 
 
-def _unit(each: Tunable, value: Scalar) -> float:
-    assert each.low is not None
-    assert each.high is not None
-    return (float(value) - each.low) / (each.high - each.low)
+def _unit(number: Tunable, value: Scalar) -> float:
+    assert number.low is not None
+    assert number.high is not None
+    return (float(value) - number.low) / (number.high - number.low)
 
 
-def _in_range(each: Tunable, share: float) -> float:
-    assert each.low is not None
-    assert each.high is not None
-    return each.low + share * (each.high - each.low)
+def _in_range(number: Tunable, share: float) -> float:
+    assert number.low is not None
+    assert number.high is not None
+    return number.low + share * (number.high - number.low)
+
+
+def lowest(points: Mapping[float, float], low: float, high: float) -> float:
+    """The lowest point of the parabola through the three points around the lowest one, between two bounds.
+
+    points  value by place, one or more
+
+    Where there are fewer than three, or they do not curve upwards, the place of the lowest point.
+
+    >>> lowest({0.0: 1.25, 1.0: 0.25, 2.0: 1.25}, 0.0, 1.5)
+    1.0
+    >>> lowest({0.0: 3.0, 0.5: 2.0, 1.0: 1.0}, 0.0, 1.5)
+    1.0
+    """
+    places = sorted(points)
+    at = min(range(len(places)), key=lambda i: points[places[i]])
+    if len(places) < 3:
+        return places[at]
+    first = min(max(at - 1, 0), len(places) - 3)
+    x = np.array(places[first : first + 3])
+    y = np.array([points[each] for each in x])
+    slopes = np.diff(y) / np.diff(x)
+    curve = (slopes[1] - slopes[0]) / (x[2] - x[0])
+    if not curve > 1e-12:
+        return places[at]
+    return float(np.clip((x[0] + x[1]) / 2 - slopes[0] / (2 * curve), low, high))

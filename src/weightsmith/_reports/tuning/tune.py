@@ -38,10 +38,9 @@ from weightsmith._reports.command import Command, seconds_of
 from weightsmith._reports.evaluate.options import EvaluateSettings
 from weightsmith._reports.keywords import TuneKeywords
 from weightsmith._reports.tuning.candidates import Candidates, Values
-from weightsmith._reports.tuning.command_measure import CommandMeasure
 from weightsmith._reports.tuning.evolve import evolution
 from weightsmith._reports.tuning.journal import Journal, Trial
-from weightsmith._reports.tuning.measure import Measure
+from weightsmith._reports.tuning.measure import CommandMeasure, Measure
 from weightsmith._reports.tuning.options import TuneSettings
 from weightsmith._reports.tuning.result import Tuning, combined
 from weightsmith._reports.tuning.search import searcher
@@ -347,9 +346,9 @@ class _Search:
         self._reported.add(number)
         self._scored(trial, combined(self.measure.losses(trial), self.measure.objective) if trial.whole else None)
 
-    def _show(self, more: int) -> None:
+    def _show(self, trials: int) -> None:
         """more: trials of the round that are made."""
-        done = len(self.done) + more
+        done = len(self.done) + trials
         best = "" if self.best is None else f", best {self.measure.written(self.best[0])} in trial {self.best[1].number:,}"
         self.shown.show(Reading("tuning", done, self.settings.budget, None, f"trial {done:,}{best}"))
 
