@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from weightsmith._base.groups import grouped
-from weightsmith._models.structure.projections import JOINED
+from weightsmith._base.idioms import grouped
+from weightsmith._models.structure.fused import JOINED
 
 _ATTENTION = frozenset({"self_attn", "attention", "attn"})
 

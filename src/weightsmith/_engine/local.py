@@ -30,7 +30,7 @@ from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._plans import COPY, Gather, Plan, Product, Step
 from weightsmith.abc.job import Job
 from weightsmith.abc.output import Finished, Output
-from weightsmith.abc.product_targets import Target
+from weightsmith.abc.product import Target
 from weightsmith.abc.tensors import Tensors
 
 

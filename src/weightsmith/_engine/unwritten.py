@@ -10,8 +10,7 @@ from weightsmith._base.files import Extent
 from weightsmith._plans import Product
 from weightsmith.abc.job import Bytes
 from weightsmith.abc.output import Finished
-from weightsmith.abc.product import Arrays
-from weightsmith.abc.product_targets import Target
+from weightsmith.abc.product import Arrays, Target
 
 
 class DiscardedOutput:

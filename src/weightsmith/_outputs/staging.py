@@ -14,9 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from weightsmith._base.closing import Closing
 from weightsmith._base.errors import NOTHING_WRITTEN, Finding, StoreError
 from weightsmith._base.files import FULL
+from weightsmith._base.idioms import Closing
 from weightsmith._outputs.checksum import byte_view
 from weightsmith._outputs.local import disk
 from weightsmith._outputs.manifest import check_file_name, encode_manifest

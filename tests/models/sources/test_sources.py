@@ -26,9 +26,8 @@ from weightsmith._models.formats.plain import open_safetensors
 from weightsmith._models.lora import apply_adapter, open_adapter
 from weightsmith._models.sources import FileKind, Opened, Tensors
 from weightsmith._models.sources.adapted import Adapted, AdaptedTensor, Update
+from weightsmith._models.sources.composed import Selected, StateDict
 from weightsmith._models.sources.files import PlainFiles, SourceFile, unite
-from weightsmith._models.sources.memory import StateDict
-from weightsmith._models.sources.selected import Selected
 from weightsmith.abc.stored import StoredFormat, Wrapped
 from weightsmith.testing import SourceCase, SourceTests
 

@@ -18,7 +18,7 @@ from weightsmith._base.errors import Busy, CannotResume, Corrupt, NoSpace, Outpu
 from weightsmith._base.files import Extent
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._files.containers import make_layout
-from weightsmith._files.remote.files import RemoteFile
+from weightsmith._files.remote.folder import RemoteFile
 from weightsmith._outputs.bucket import lock, parts, uploads
 from weightsmith._outputs.bucket.client import md5_of
 from weightsmith._outputs.bucket.journal import read_state

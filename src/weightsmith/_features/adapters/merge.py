@@ -26,7 +26,7 @@ from weightsmith._base.errors import (
     nearest,
 )
 from weightsmith._base.files import same_bytes
-from weightsmith._base.groups import grouped
+from weightsmith._base.idioms import grouped
 from weightsmith._base.options import assignment, named, option_error
 from weightsmith._base.tensors import DType, TensorSpec
 from weightsmith._features.adapters.built import WEIGHT
@@ -40,8 +40,8 @@ from weightsmith._features.adapters.single_files import SingleFile, layer_of, st
 from weightsmith._files.containers import PEFT
 from weightsmith._methods.base import BaseRole
 from weightsmith._methods.jobs.requires import needs_torch
+from weightsmith._models.lora.config import transposed_of
 from weightsmith._models.lora.forms import as_matrix
-from weightsmith._models.lora.layouts import transposed_of
 from weightsmith._models.structure.vocabulary import is_vocabulary
 from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner.build import assemble_recipe

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 from weightsmith._base.errors import MismatchError, ShapeError, Unsupported, WeightsmithError, noting
-from weightsmith._base.groups import grouped
+from weightsmith._base.idioms import grouped
 from weightsmith._base.tensors import DTYPES, MAX_STACKED, TensorSpec
 from weightsmith._features.adapters.built import WEIGHT, Built, is_expert
 from weightsmith._features.adapters.cores import ZERO, Adapted, Space
@@ -22,7 +22,7 @@ from weightsmith._models.lora import Adapter, find_places, open_adapter
 from weightsmith._models.lora.adapter import Parameter, Stacked
 from weightsmith._models.lora.experts import WRAPPED
 from weightsmith._models.lora.forms import as_matrix
-from weightsmith._models.sources.memory import StateDict
+from weightsmith._models.sources.composed import StateDict
 from weightsmith._planning.planner.inputs import asking, at, is_adapter, open_models
 from weightsmith._planning.recipe import ModelRef
 from weightsmith._plans import Read, Step

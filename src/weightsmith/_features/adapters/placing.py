@@ -17,7 +17,7 @@ from weightsmith._base.errors import Unsupported
 from weightsmith._features.adapters.built import WEIGHT, Built, matched
 from weightsmith._features.adapters.factors import Form, Target
 from weightsmith._models.lora.adapter import PREFIX
-from weightsmith._models.lora.layouts import KNOWS_ORDER
+from weightsmith._models.lora.config import KNOWS_ORDER
 
 # ---- What PEFT calls the tensors of an adapter, and its adapter_config.json.
 

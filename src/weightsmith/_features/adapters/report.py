@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from weightsmith._base.errors import Finding
-from weightsmith._base.groups import grouped
+from weightsmith._base.idioms import grouped
 from weightsmith._base.report import Column, HeatMap, Table, heat_maps
 from weightsmith._base.report.blocks import Block, Mark
 from weightsmith._base.report.charts import heat_map, picture

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from weightsmith._base.errors import Finding, MismatchError
 from weightsmith._base.files import show
-from weightsmith._base.groups import grouped
+from weightsmith._base.idioms import grouped
 from weightsmith._base.tensors import DTYPES, DType, TensorSpec
 from weightsmith._features.adapters.cores import Adapted
 from weightsmith._files.containers import DIFFUSERS_LORA, KOHYA

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from weightsmith._base.errors import Finding, PlanError, Unsupported, WeightsmithError
-from weightsmith._base.groups import grouped
+from weightsmith._base.idioms import grouped
 from weightsmith._base.options import option_error
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._features.quantisation.options import QuantizeSettings

@@ -7,8 +7,7 @@ that is hardly used.
 from __future__ import annotations
 
 from weightsmith._models.tokenizers import Vocabulary
-from weightsmith._models.tokenizers.matching import Match, pieces_of
-from weightsmith._models.tokenizers.union import unused_row
+from weightsmith._models.tokenizers.matching import Match, pieces_of, unused_row
 
 
 def rows_of(token_match: Match, out: Vocabulary, model: Vocabulary, size: int) -> list[int]:

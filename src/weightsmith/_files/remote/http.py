@@ -19,10 +19,8 @@ from urllib.parse import urljoin, urlsplit
 
 from weightsmith._base.errors import CheckpointError, WeightsmithError, without_queries
 from weightsmith._base.files import show
-from weightsmith._files.remote.addresses import is_loopback
-from weightsmith._files.remote.environment import check_hub
-from weightsmith._files.remote.failures import lasting, no_panic, passes
-from weightsmith._files.remote.retries import Again
+from weightsmith._files.remote.addresses import check_hub, is_loopback
+from weightsmith._files.remote.retries import Again, lasting, no_panic, passes
 
 CHANGED_FIX = "Run again: the model is then planned as it is now. To be safe from changes, name a revision."
 

@@ -14,7 +14,7 @@ from functools import partial
 
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._models.formats.mlx import JOINED, STACKED
-from weightsmith._models.structure.projections import joined_sets
+from weightsmith._models.structure.fused import joined_sets
 
 
 @dataclass(frozen=True, slots=True)

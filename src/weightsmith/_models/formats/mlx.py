@@ -44,8 +44,8 @@ from weightsmith._models.formats.decoded import F32, QuantisedModel, Weight, ban
 from weightsmith._models.formats.matrices import MXFP4_GROUP, NVFP4_GROUP, SUFFIX, MatrixEncoding, powers_of_two
 from weightsmith._models.formats.reader_configs import adapt_to_mlx_lm
 from weightsmith._models.structure.configs import EXPERT_COUNTS, text_sections, whole_number
-from weightsmith._models.structure.projections import GATED
-from weightsmith._models.structure.projections import JOINED as JOINED_PROJECTIONS
+from weightsmith._models.structure.fused import GATED
+from weightsmith._models.structure.fused import JOINED as JOINED_PROJECTIONS
 from weightsmith._plans import JOIN, PLAIN, PlanDraft, Step
 from weightsmith.abc.stored import Bytes, Config, Encoding, Rows, Specs, StoredFormat, Writing
 from weightsmith.abc.tensors import Tensors

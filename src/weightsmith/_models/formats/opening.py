@@ -10,8 +10,7 @@ from typing import Any
 from weightsmith._base.errors import Finding, Unsupported
 from weightsmith._base.files import Opener, open_local, show
 from weightsmith._base.strict_json import parse_object, read_object
-from weightsmith._files.hf_folder import Weights, natural_key, no_weights, read_index
-from weightsmith._files.ranks import of_ranks
+from weightsmith._files.hf_folder import Weights, natural_key, no_weights, of_ranks, read_index
 from weightsmith._files.subfolders import within
 from weightsmith._models.formats import FORMATS, broken, each_format, formats
 from weightsmith._models.formats.config import (
@@ -22,8 +21,8 @@ from weightsmith._models.formats.config import (
     without_entries,
 )
 from weightsmith._models.formats.unread import are_plain, describe_codes
-from weightsmith.abc.files import FileKind, Index, Opened
 from weightsmith.abc.stored import Config, Specs, Wrapped
+from weightsmith.abc.tensors import FileKind, Index, Opened
 
 MAX_CONFIG_BYTES = 16 << 20
 

@@ -24,8 +24,8 @@ from weightsmith._files.pytorch import SUFFIXES, StoredView, read_pickle_header,
 from weightsmith._files.safetensors import Header, read_header
 from weightsmith._models.sources.files import FileTensors, PlainFiles, SourceFile, unite
 from weightsmith._plans import PLAIN
-from weightsmith.abc.files import FileKind, Index, Opened
 from weightsmith.abc.stored import Bytes, Encoding, Kind, Rows, StoredFormat
+from weightsmith.abc.tensors import FileKind, Index, Opened
 
 # ---- safetensors: one file, or shards with or without an index
 

@@ -23,10 +23,8 @@ from weightsmith._files.copied import is_tokenizer
 from weightsmith._models.card import CARD_NAME
 from weightsmith._models.checkpoint import Checkpoint, HubModel, ModelFolder, locate, open_place
 from weightsmith._models.formats.opening import open_file
+from weightsmith._models.lora.config import Layouts, Patterns, check_config
 from weightsmith._models.lora.forms import Pair
-from weightsmith._models.lora.keys import check_config
-from weightsmith._models.lora.layouts import Layouts
-from weightsmith._models.lora.patterns import Patterns
 from weightsmith._models.structure.configs import finite_number, whole_number
 
 if TYPE_CHECKING:

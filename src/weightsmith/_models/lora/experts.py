@@ -24,13 +24,13 @@ from itertools import count, permutations, takewhile
 
 from weightsmith._base.errors import Unsupported
 from weightsmith._base.files import show
-from weightsmith._base.groups import grouped
+from weightsmith._base.idioms import grouped
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.lora.adapter import Adapter, Parameter, Stacked
-from weightsmith._models.lora.layouts import transposed_of
+from weightsmith._models.lora.config import transposed_of
 from weightsmith._models.sources.adapted import Update
-from weightsmith._models.structure.projections import GATED, MIXTRAL
+from weightsmith._models.structure.fused import GATED, MIXTRAL
 
 Specs = Mapping[str, TensorSpec]
 

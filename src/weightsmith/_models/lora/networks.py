@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 
 from weightsmith._base.errors import Finding, Unsupported
-from weightsmith._base.groups import grouped
+from weightsmith._base.idioms import grouped
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._base.text import count
 from weightsmith._models.structure.fused import SubMatrix

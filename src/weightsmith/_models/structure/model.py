@@ -18,8 +18,7 @@ from typing import Any
 from weightsmith._base.errors import LayerError, UnknownName, nearest
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._models.structure.configs import sections, whole_numbers
-from weightsmith._models.structure.counts import INDEX
-from weightsmith._models.structure.stacks import TOWERS, Stack, StackKind, find_stacks, main_stack
+from weightsmith._models.structure.stacks import INDEX, TOWERS, Stack, StackKind, find_stacks, main_stack
 from weightsmith._models.structure.vocabulary import in_head
 
 # ---- Modules

@@ -7,28 +7,102 @@ and not guessed: the rule that splits text, and special tokens that are named in
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from weightsmith._base.errors import Unsupported
-from weightsmith._models.tokenizers.parts import (
-    BYTE_LEVEL,
-    FLAGS,
-    QWEN2_SPLIT,
-    Json,
-    bpe,
-    decoders,
-    first_prefix,
-    is_merge,
-    replace,
-    split,
-    template,
-    tokenizer_bytes,
-    ways,
-)
 from weightsmith._models.tokenizers.sentencepiece import SPACE, Kind, SentencePiece, read_sentencepiece
 from weightsmith._models.tokenizers.vocabulary import Vocabulary, json_object, main_file
+
+# ---- What parts of a tokenizer.json are made of, whatever file they come from
+
+
+Json = dict[str, Any]
+
+QWEN2_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+"""How Qwen 2 splits text: a regular expression."""
+
+FLAGS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+"""Flags that most added tokens have."""
+
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+
+
+# ---- parts
+
+
+def replace(pattern: Json, content: str) -> Json:
+    return {"type": "Replace", "pattern": pattern, "content": content}
+
+
+def split(*patterns: str, level: Json = BYTE_LEVEL) -> Json:
+    """The pre-tokenizer that splits a text by patterns in turn, and writes it in the characters of byte-level BPE."""
+    splits = [{"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False} for pattern in patterns]
+    return {"type": "Sequence", "pretokenizers": [*splits, level]}
+
+
+def bpe(vocab: Mapping[str, int], merges: Sequence[Any], **settings: Any) -> Json:
+    """A model of BPE."""
+    model = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None}
+    return model | {
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": False,
+        **settings,
+        "vocab": vocab,
+        "merges": merges,
+    }
+
+
+def ways(token: str, parts: Container[str]) -> list[tuple[str, str]]:
+    """The ways to put a token together from two parts."""
+    return [(token[:i], token[i:]) for i in range(1, len(token)) if token[:i] in parts and token[i:] in parts]
+
+
+def template(single: Sequence[tuple[str, int]], pair: Sequence[tuple[str, int]], ids: Mapping[str, int]) -> Json:
+    """The post-processor that puts special tokens around a text, and around two (`A` and `B`), each with its type."""
+
+    def entry(token: str, number: int) -> Json:
+        return {"Sequence" if token in ("A", "B") else "SpecialToken": {"id": token, "type_id": number}}
+
+    special = {token: {"id": token, "ids": [ids[token]], "tokens": [token]} for token, _ in single if token != "A"}
+    entries = {
+        "single": [entry(*token_and_type) for token_and_type in single],
+        "pair": [entry(*token_and_type) for token_and_type in pair],
+    }
+    return {"type": "TemplateProcessing", **entries, "special_tokens": special}
+
+
+def tokenizer_bytes(tokenizer: Json) -> bytes:
+    """A tokenizer.json. Without indentation, Python's JSON writer is ten times as fast, and takes half the memory."""
+    return json.dumps(tokenizer, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def decoders(*, prefixed: bool) -> list[Json]:
+    """What makes a text of SentencePiece's pieces. prefixed: without the space that is put before a text."""
+    steps = [replace({"String": SPACE}, " "), {"type": "ByteFallback"}, {"type": "Fuse"}]
+    return [*steps, *([{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefixed else [])]
+
+
+def is_merge(merge: Sequence[str], vocab: Mapping[str, int]) -> bool:
+    """Whether these are two tokens that give a third."""
+    return len(merge) == 2 and merge[0] in vocab and merge[1] in vocab and "".join(merge) in vocab
+
+
+def first_prefix() -> dict[str, Any]:
+    """The pre-tokenizer that puts a space before a text, but not after each special token in it.
+
+    It does so before spaces too, if they are marks by then: `Metaspace` by itself leaves out the prefix of a text that begins
+    with the mark, which SentencePiece and llama.cpp add. So the first one adds a plain space, and the second one marks it.
+    """
+
+    def metaspace(replacement: str, scheme: str) -> dict[str, Any]:
+        return {"type": "Metaspace", "replacement": replacement, "prepend_scheme": scheme, "split": False}
+
+    return {"type": "Sequence", "pretokenizers": [metaspace(" ", "first"), metaspace(SPACE, "never")]}
+
 
 NEVER = 1e4
 """Subtracted from the score of a unigram piece that no text gives: far below the sum of the scores of its characters."""

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from weightsmith._base.errors import StoreError
 from weightsmith._base.installation import install
-from weightsmith._files.remote.access import azure, azure_identity, azure_token
+from weightsmith._files.remote.stores import azure, azure_identity, azure_token
 from weightsmith._outputs.bucket.client import (
     AGAIN,
     TOKEN,

@@ -36,7 +36,7 @@ import numpy as np
 
 from weightsmith._base.errors import NOTHING_WRITTEN, Finding, StoreError
 from weightsmith._files.containers import Layout, make_layout
-from weightsmith._files.remote.spool import spool_folder
+from weightsmith._files.remote.ahead import spool_folder
 from weightsmith._outputs.bucket.client import UPLOADS, Bucket
 from weightsmith._outputs.bucket.contents import check_vacant, is_published, marked, open_bucket
 from weightsmith._outputs.bucket.journal import FollowedParts, State, read_state

@@ -17,9 +17,9 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 from weightsmith._base.errors import NOTHING_WRITTEN, StoreError, WeightsmithError, first_line, legible
 from weightsmith._base.installation import install
 from weightsmith._files.remote import retries
-from weightsmith._files.remote.access import allows_http
-from weightsmith._files.remote.environment import check_network
-from weightsmith._files.remote.failures import lasting, no_panic, passes
+from weightsmith._files.remote.addresses import check_network
+from weightsmith._files.remote.retries import lasting, no_panic, passes
+from weightsmith._files.remote.stores import allows_http
 
 UPLOADS = 8
 """Parts uploaded at a time, by one thread each."""

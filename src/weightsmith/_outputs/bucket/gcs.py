@@ -17,7 +17,7 @@ from xml.etree import ElementTree
 
 from weightsmith._base.errors import StoreError, legible
 from weightsmith._files.remote import retries
-from weightsmith._files.remote.access import GOOGLE_ENDPOINT, google_credentials, google_endpoint
+from weightsmith._files.remote.stores import GOOGLE_ENDPOINT, google_credentials, google_endpoint
 from weightsmith._outputs.bucket.client import (
     AGAIN,
     TOKEN,

@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 from weightsmith._base.errors import StoreError
-from weightsmith._files.remote.access import aws_endpoint, aws_region
+from weightsmith._files.remote.stores import aws_endpoint, aws_region
 from weightsmith._outputs.bucket.client import (
     AGAIN,
     TOKEN,

@@ -29,8 +29,8 @@ from functools import cached_property
 from weightsmith._base.errors import StoreError
 from weightsmith._base.files import Extent, RemoteBytes
 from weightsmith._files.containers import Layout
-from weightsmith._files.remote.files import RemoteFile
-from weightsmith._files.remote.spool import Spool, spool_folder
+from weightsmith._files.remote.ahead import Spool, spool_folder
+from weightsmith._files.remote.folder import RemoteFile
 from weightsmith._outputs.bucket.client import UPLOADS, Bucket, Run, etag_of, md5_of
 from weightsmith._outputs.bucket.journal import State
 from weightsmith._outputs.bucket.lock import LeaderLock, Lock

@@ -19,7 +19,7 @@ from weightsmith._base.tensors import TensorSpec
 from weightsmith._models.checkpoint import Checkpoint, locate, open_checkpoint
 from weightsmith._models.lora.forms import find_factors
 from weightsmith._models.structure import Structure, analyse
-from weightsmith._models.structure.task_heads import is_other_head, is_task_head
+from weightsmith._models.structure.vocabulary import is_other_head, is_task_head
 from weightsmith._planning.planner.loading import built_names, installed
 from weightsmith._planning.planner.patterns import is_pattern
 from weightsmith._planning.recipe import ModelRef, Recipe

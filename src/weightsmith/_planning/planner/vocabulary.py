@@ -32,7 +32,7 @@ from weightsmith._files.copied import is_tokenizer
 from weightsmith._files.subfolders import template_names
 from weightsmith._models.checkpoint import Checkpoint, check_links, open_checkpoint
 from weightsmith._models.structure import vocabulary
-from weightsmith._models.structure.counts import INDEX
+from weightsmith._models.structure.stacks import INDEX
 from weightsmith._models.tokenizers import (
     Alignment,
     RowRule,
@@ -54,8 +54,7 @@ from weightsmith._models.tokenizers.files import (
     template_of,
     with_added,
 )
-from weightsmith._models.tokenizers.matching import roles_of
-from weightsmith._models.tokenizers.union import Rows, is_marker, left_out
+from weightsmith._models.tokenizers.matching import Rows, is_marker, left_out, roles_of
 from weightsmith._models.tokenizers.vocabulary import MAX_FILE_BYTES, contents_of, digest_of
 from weightsmith._planning.planner.companions import CHOOSE_TOKENIZER, GENERATION, Companions, own_code
 from weightsmith._planning.planner.inputs import at, changed, find_model

@@ -26,7 +26,7 @@ from weightsmith._planning.planner.prepared import download, missing_files, stre
 from weightsmith._reports.auto.options import WriteSettings
 from weightsmith._reports.evaluate.opening import Named, Opened, name_of, opened, prepare_named
 from weightsmith._reports.keywords import WriteKeywords
-from weightsmith.abc.product_targets import WholeTensor
+from weightsmith.abc.product import WholeTensor
 
 if TYPE_CHECKING:
     from weightsmith._reports.auto.writer import Sampling

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from weightsmith._base.errors import NotFound, PlanError, Unsupported
 from weightsmith._base.files import is_folder
-from weightsmith._base.groups import grouped
+from weightsmith._base.idioms import grouped
 from weightsmith._base.report import Report, Reported
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._kernels.codecs import BLOCK

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsmith._base.errors import Finding, Unsupported
-from weightsmith._base.groups import grouped
+from weightsmith._base.idioms import grouped
 from weightsmith._base.options import lists_options, read_options
 from weightsmith._base.report import Report, Reported
 from weightsmith._base.report.blocks import finite_or_mark, written

@@ -12,7 +12,7 @@ from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
 
-from weightsmith._base.groups import grouped
+from weightsmith._base.idioms import grouped
 from weightsmith._base.report import Code, Column, Curves, Facts, Mark, Pictures, Report, Table, heat_maps
 from weightsmith._base.report.blocks import Block, Unit, Value, finite_or_mark, many, span_of, written
 from weightsmith._base.tensors import TensorSpec

@@ -41,8 +41,7 @@ from weightsmith._models.structure import Structure
 from weightsmith._plans import Plan, Step
 from weightsmith._plans.hashes import PartHashes
 from weightsmith._reports.evaluate.opening import Opened
-from weightsmith.abc.product import Arrays, Floats
-from weightsmith.abc.product_targets import Target, WholeTensor
+from weightsmith.abc.product import Arrays, Floats, Target, WholeTensor
 
 MEMORY_BYTES = 4 << 30
 """Limit of what is kept of a candidate for the next one, if the run has no limit: tensors take at most half of it."""

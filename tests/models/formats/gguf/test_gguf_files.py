@@ -32,8 +32,8 @@ from weightsmith._models.formats.gguf.header import read_gguf_header
 from weightsmith._models.formats.gguf.imatrix import of_sums, read_imatrix
 from weightsmith._models.formats.gguf.layout import BLOCKS, Value, encode_metadata, make_layout
 from weightsmith._models.formats.gguf.writing import TYPES
-from weightsmith._models.tokenizers.parts import BYTE_LEVEL as BYTE_LEVEL_SPLIT
-from weightsmith._models.tokenizers.parts import split
+from weightsmith._models.tokenizers.convert import BYTE_LEVEL as BYTE_LEVEL_SPLIT
+from weightsmith._models.tokenizers.convert import split
 from weightsmith._outputs.places import verify
 from weightsmith._planning.planner.reopen import reopen
 from weightsmith._plans import PlanDraft, Table, plan_from_json

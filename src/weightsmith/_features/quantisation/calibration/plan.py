@@ -10,7 +10,7 @@ from weightsmith._activations.model import TextRun, result_of, text_for
 from weightsmith._activations.rows import BUILT_IN, TOKENIZER
 from weightsmith._base.errors import ParameterError, PlanError, Unsupported, WeightsmithError
 from weightsmith._base.files import show
-from weightsmith._base.groups import grouped
+from weightsmith._base.idioms import grouped
 from weightsmith._base.options import assignment, named
 from weightsmith._features.quantisation.calibration.activations import ScalesWork, attention_of
 from weightsmith._features.quantisation.calibration.common import CalibratedWork

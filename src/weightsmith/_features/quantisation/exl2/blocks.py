@@ -16,7 +16,7 @@ from weightsmith._models.formats.exl2.layout import ROWS, Params, bits_of, group
 from weightsmith._models.formats.exl2.loader import OTHER_FORMATS
 from weightsmith._models.formats.exl2.writing import Exl2
 from weightsmith._models.structure import Structure
-from weightsmith._models.structure.projections import MIXTRAL, UNMIXTRAL
+from weightsmith._models.structure.fused import MIXTRAL, UNMIXTRAL
 
 BlockParams = Mapping[str, Params]
 """A setting for each linear layer of a block, by the module's role: q, k, v, o, or gate, up, down."""

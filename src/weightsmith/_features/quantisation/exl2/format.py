@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from weightsmith._base.errors import Finding, PlanError, WeightsmithError, as_plan_error
 from weightsmith._base.files import expand_user
-from weightsmith._base.groups import grouped
+from weightsmith._base.idioms import grouped
 from weightsmith._base.options import assignment, named, option_error
 from weightsmith._features.quantisation.base import Format
 from weightsmith._features.quantisation.calibration.plan import (

@@ -26,7 +26,7 @@ from weightsmith._base.errors import Finding, FormatError
 from weightsmith._base.files import show
 from weightsmith._models.formats.config import damaged, unsupported
 from weightsmith._models.formats.scaled import TENSOR, Scheme, Structure, read_block
-from weightsmith._models.lora.patterns import INSTRUCTIONS, MAX_PATTERNS, MAX_STEPS, compiled
+from weightsmith._models.lora.config import INSTRUCTIONS, MAX_PATTERNS, MAX_STEPS, compiled
 
 METHOD = "compressed-tensors"
 

@@ -34,7 +34,7 @@ from weightsmith._models.formats.gguf.values import Config
 from weightsmith._models.formats.gguf.writing import dequantise, from_llama_order, libgguf
 from weightsmith._models.sources.files import FileTensors, SourceFile, unite
 from weightsmith._models.tokenizers.files import json_bytes
-from weightsmith.abc.files import FileKind, Index, Opened
+from weightsmith.abc.tensors import FileKind, Index, Opened
 
 SUFFIX = ".gguf"
 CHUNK_ELEMENTS = 1 << 18

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from weightsmith._models.formats.gguf.values import Config
-from weightsmith._models.structure.projections import MIXTRAL
+from weightsmith._models.structure.fused import MIXTRAL
 
 LAYERS = "model.layers."
 

@@ -20,14 +20,10 @@ from weightsmith._models.formats.gguf.end_tokens import stops_of, with_ends
 from weightsmith._models.formats.gguf.layout import Value
 from weightsmith._models.formats.gguf.unsaid import recognised_name, unsaid
 from weightsmith._models.formats.gguf.values import token_id
-from weightsmith._models.tokenizers.files import json_bytes
-from weightsmith._models.tokenizers.parts import (
-    BYTES,
+from weightsmith._models.tokenizers.convert import (
     FLAGS,
     QWEN2_SPLIT,
     bpe,
-    byte_level,
-    byte_of,
     decoders,
     first_prefix,
     is_merge,
@@ -36,7 +32,9 @@ from weightsmith._models.tokenizers.parts import (
     template,
     ways,
 )
+from weightsmith._models.tokenizers.files import json_bytes
 from weightsmith._models.tokenizers.sentencepiece import SPACE, Kind, read_sentencepiece
+from weightsmith._models.tokenizers.vocabulary import BYTES, byte_level, byte_of
 
 T = TypeVar("T")
 
