@@ -4,7 +4,9 @@
 #   make demo      real fine-tunes of a real model, merged, loaded with transformers, measured: 3 minutes on two cores, then
 #                  2.4 GB in build/
 #   make test      every behaviour once: 4 minutes on two cores; the last line names what was left out, and how to run it
-#   make test-all  these, then the second ring: more formats, families and methods, whole processes, readers, servers, pages
+#   make test-all  these, then all others: `test-second` (more formats, families and methods, whole processes, readers, servers,
+#                  pages), `test-sweeps`, `dist` and `site`
+#   make test-second   the tests that `make test` leaves out, but for the sweeps
 #   make browser   Chromium for the tests of pages: says what it runs. Nothing else installs anything outside the clone
 #   make test-sweeps   stacks of every model type of transformers, as it loads them, every case of every method
 #   make test-gpu      the tests, with torch computing on an NVIDIA GPU what it computes on the CPU otherwise
@@ -66,6 +68,9 @@ test-second: $(VENV)/.test $(VENV)/.readers
 test-all:
 	$(MAKE) test
 	$(MAKE) test-second
+	$(MAKE) test-sweeps
+	$(MAKE) dist
+	$(MAKE) site
 
 browser: $(VENV)/.test
 	@scripts/browser.sh $(BIN)/python

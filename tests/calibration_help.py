@@ -14,6 +14,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from tests.made_once import made_once
 from tests.zoo import SIZES
 from weightsmith._activations.model import TextRun, result_of, text_for
 from weightsmith._activations.rows import rows_of, text_source
@@ -24,9 +25,9 @@ from weightsmith._execution.execute import execute
 from weightsmith._execution.options import RunOptions
 from weightsmith._execution.run import Merged
 from weightsmith._features.quantisation import quantised
-from weightsmith._features.quantisation.exl2 import blocks
-from weightsmith._features.quantisation.exl2.blocks import ATTENTION, MLP
 from weightsmith._features.quantisation.options import QuantizeSettings
+from weightsmith._models.formats.exl2 import blocks
+from weightsmith._models.formats.exl2.blocks import ATTENTION, MLP
 from weightsmith._outputs.staging import Staging
 from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner import Prepared, assemble
@@ -54,8 +55,14 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 
 def save_model(folder: Path, name: str = "llama", seed: int = 0) -> Path:
     """A random model with a tokenizer of bytes."""
+    config = CONFIGS[name]()
+
+    def make(kept: Path) -> None:
+        torch.manual_seed(seed)
+        transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(kept)
+
+    made_once(folder, __file__, (config.to_json_string(), seed), make)
     torch.manual_seed(seed)
-    transformers.AutoModelForCausalLM.from_config(CONFIGS[name]()).to(torch.bfloat16).save_pretrained(folder)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tests.made_once import made_once
+
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -300,15 +302,19 @@ def save_as(
     import torch
     import transformers
 
-    torch.manual_seed(seed)
-    model = getattr(transformers, model_class)(getattr(transformers, config_class)(**arguments))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn_like(parameter) * 0.1)
-        for buffer_name, buffer in model.named_buffers():
-            if buffer_name.endswith(("e_score_correction_bias", "expert_bias", "layer_scalar")):
-                buffer.copy_(torch.randn_like(buffer) * 0.1)
-    model.to(getattr(torch, dtype)).save_pretrained(folder)
+    def make(kept: Path) -> None:
+        torch.manual_seed(seed)
+        model = getattr(transformers, model_class)(getattr(transformers, config_class)(**arguments))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(torch.randn_like(parameter) * 0.1)
+            for buffer_name, buffer in model.named_buffers():
+                if buffer_name.endswith(("e_score_correction_bias", "expert_bias", "layer_scalar")):
+                    buffer.copy_(torch.randn_like(buffer) * 0.1)
+        model.to(getattr(torch, dtype)).save_pretrained(kept)
+
+    made_once(folder, __file__, (model_class, config_class, dict(arguments), seed, dtype), make)
+    torch.manual_seed(seed)  # what follows draws the same numbers, whether the model was kept or made
     return folder
 
 

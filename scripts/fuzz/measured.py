@@ -60,8 +60,8 @@ def _make_measurement() -> None:
     """`m`, a model, and the measurement of its blocks."""
     import weightsmith
     from tests.features.quantisation.test_exl2_format import write
-    from weightsmith._features.quantisation.exl2.format import prepare_model
-    from weightsmith._features.quantisation.exl2.measurement import Measured, measurement_json
+    from weightsmith._features.quantisation.exl2 import prepare_model
+    from weightsmith._models.formats.exl2.blocks import Measured, measurement_json
 
     write(Path("m"))
     blocks = prepare_model(weightsmith.plan({"merge_method": "passthrough", "models": [{"model": "m"}]})).blocks

@@ -13,7 +13,7 @@ import transformers
 
 from tests.calibration_help import CONFIGS, captured, changed, rows_for, save_model, settings, text_run
 from weightsmith._activations.running import PhaseProgress
-from weightsmith._features.quantisation.exl2.model import prepare_model
+from weightsmith._models.formats.exl2.model import prepare_model
 from weightsmith._planning.planner import prepare
 
 

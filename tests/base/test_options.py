@@ -24,12 +24,12 @@ from weightsmith._base.options.option import read_options
 from weightsmith._base.tensors import DTYPES, DType
 from weightsmith._execution.options import RunOptions
 from weightsmith._features.adapters.options import ExtractSettings
-from weightsmith._features.quantisation.exl2.blocks import HEAD
 from weightsmith._features.quantisation.formats import FORMATS
 from weightsmith._features.quantisation.options import QuantizeSettings
-from weightsmith._features.quantisation.unfused import PLAIN_HEAD
 from weightsmith._features.transplant.approximations import APPROXIMATIONS
 from weightsmith._features.transplant.options import TransplantSettings
+from weightsmith._models.formats.exl2.blocks import HEAD
+from weightsmith._models.formats.unfused import PLAIN_HEAD
 from weightsmith._planning.options import RecipeOptions
 from weightsmith._reports import keywords
 from weightsmith._reports.auto.options import AutoSettings, WriteSettings

@@ -169,6 +169,7 @@ def test_a_result_that_cannot_be_printed_is_said_on_stderr_with_a_code_of_its_ow
     assert not wrong
 
 
+@pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_stderr_that_cannot_be_written_stops_nothing(ran: dict[str, tuple[int, str, str]]) -> None:

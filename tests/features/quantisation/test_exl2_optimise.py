@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from weightsmith._base.errors import ParameterError
-from weightsmith._features.quantisation.exl2.optimise import Candidate, choose, solve
+from weightsmith._features.quantisation.optimise import Candidate, choose, solve
 
 
 def random_slots(n: int, options: int, seed: int) -> list[list[Candidate]]:

@@ -18,10 +18,10 @@ from weightsmith._activations.rows import rows_of, text_source
 from weightsmith._base.errors import FormatError, ParameterError, PlanError
 from weightsmith._execution.execute import execute
 from weightsmith._execution.options import RunOptions
-from weightsmith._features.quantisation.exl2 import blocks
 from weightsmith._features.quantisation.formats import followed
 from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._models.formats import find_encoding
+from weightsmith._models.formats.exl2 import blocks
 from weightsmith._models.formats.hessians import prepare
 from weightsmith._plans import plan_from_json
 

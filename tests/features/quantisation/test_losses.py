@@ -19,7 +19,7 @@ from weightsmith._engine.products import find_kind
 from weightsmith._execution.execute import execute
 from weightsmith._execution.options import RunOptions
 from weightsmith._features.quantisation.calibration import measured
-from weightsmith._features.quantisation.exl2.blocks import ATTENTION, MLP
+from weightsmith._models.formats.exl2.blocks import ATTENTION, MLP
 from weightsmith._plans import plan_from_json
 
 __all__ = ["few_options"]
@@ -103,7 +103,7 @@ def test_it_is_the_same_for_any_threads_and_for_experts(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("few_options")
 def test_rows_of_a_measurement_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their states are stored for all layers at once. The calibration that follows uses all rows."""
-    monkeypatch.setattr("weightsmith._features.quantisation.exl2.format.MEASURED_ROWS", 2)
+    monkeypatch.setattr("weightsmith._features.quantisation.exl2.MEASURED_ROWS", 2)
     with prepared_for(save_model(tmp_path / "m"), settings(tmp_path, uniform=False)) as prepared:
         assert {out.shape for p in prepared.plan.products for out in p.outs if "states" in out.name} == {(2, 16, 64)}
         merged = execute(prepared, tmp_path / "out", RunOptions(card=False))

@@ -12,7 +12,7 @@ import transformers
 
 from tests.calibration_help import captured, prepared_for, rows_for, save_model, settings
 from weightsmith._features.quantisation.calibration import scored
-from weightsmith._features.quantisation.exl2.optimise import Candidate, solve, solve_together
+from weightsmith._features.quantisation.optimise import Candidate, solve, solve_together
 from weightsmith._models.formats import find_encoding
 from weightsmith._plans.codec import has_type
 

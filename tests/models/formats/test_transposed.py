@@ -21,7 +21,7 @@ from weightsmith._app.api import run
 from weightsmith._base.errors import NonFinite, PlanError
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._models.formats import encodings, find_encoding
-from weightsmith._models.formats.transposed import half_scales
+from weightsmith._models.formats.matrices import half_scales
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 WRITTEN = {"gptq-8bit": "gptq-8-rounded", "gptq-4bit": "gptq-4-rounded", "awq-4bit": "awq-4-rounded"}

@@ -1,14 +1,16 @@
 """Formats of quantised checkpoints: each makes a draft of plain tensors one of stored codes.
 
-base.py      `Format`: the interface
+base.py      `Format`: the interface; targets
 formats.py   `FORMATS`: the list of all; those that need no data; `weightsmith quantize` and `dequantize`
 gguf.py      GGUF files
 mmproj.py    the vision half beside a GGUF file
-unfused.py   a step for each matrix and the head: what EXL2 and EXL3 share
 token_row.py the product of a row of the embedding, which a vision half may have
-exl2/        EXL2: settings for each block, measurement, whole models
-exl3/        EXL3: rates, whole models, matrices encoded for their inputs
+exl2.py      EXL2: settings for each block, from a measurement or without
+exl3.py      EXL3: a rate for each weight
+optimise.py  which candidate each block gets, for a size
 calibration/ products that quantise layer by layer, for what a text makes of their inputs
+
+What a stored format is, how its codes are chosen, and which models its programs load: `_models/formats`.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ from weightsmith._activations.rows import BUILT_IN
 from weightsmith._base.errors import Finding, FormatError, ParameterError, PlanError, WeightsmithError, undoing
 from weightsmith._base.files import expand_user
 from weightsmith._base.options import assignment, named, option_error, read_options
-from weightsmith._features.quantisation import gguf
-from weightsmith._features.quantisation.base import Format
+from weightsmith._features.quantisation import exl2, exl3, gguf
+from weightsmith._features.quantisation.base import Format, check_target, read_target
 from weightsmith._features.quantisation.calibration.plan import (
     CACHE_SETTINGS,
     CALIBRATION_SETTINGS,
@@ -27,10 +27,7 @@ from weightsmith._features.quantisation.calibration.plan import (
     without_measuring,
 )
 from weightsmith._features.quantisation.engines import check_engines, family_problems, unloaded
-from weightsmith._features.quantisation.exl2 import format as exl2
-from weightsmith._features.quantisation.exl3 import format as exl3
 from weightsmith._features.quantisation.options import QuantizeSettings
-from weightsmith._features.quantisation.target import check_target, read_target
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.formats import formats
 from weightsmith._planning.options import RecipeOptions

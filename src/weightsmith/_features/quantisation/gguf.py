@@ -32,10 +32,10 @@ from weightsmith._features.quantisation.calibration.plan import (
     Chain,
     unused,
 )
-from weightsmith._features.quantisation.exl2.optimise import solve_together
 from weightsmith._features.quantisation.gguf_files import files_of, keys_of_files, said_generation
 from weightsmith._features.quantisation.gguf_types import MIXTURES, Chosen, Mixture, Shape, read_types, type_of
 from weightsmith._features.quantisation.mmproj import TOKENIZER, UNUSED, ImageFile, left_out, vision_half
+from weightsmith._features.quantisation.optimise import solve_together
 from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._files.containers import GGUF
 from weightsmith._files.copied import is_read

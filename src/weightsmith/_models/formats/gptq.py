@@ -34,16 +34,17 @@ from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._models.formats.config import DAMAGED_CHECKPOINT, ending, plain_dtype, recogniser
 from weightsmith._models.formats.decoded import F32, Band, QuantisedModel, TransposedWeight, read_all, read_columns, reader
 from weightsmith._models.formats.hessians import CodesOf
-from weightsmith._models.formats.matrices import SUFFIX, maxima_of
-from weightsmith._models.formats.reader_configs import older_config
-from weightsmith._models.formats.transposed import (
+from weightsmith._models.formats.matrices import (
     GROUPS,
+    SUFFIX,
     TransposedEncoding,
     half_scales,
+    maxima_of,
     parts_of,
     transposed_codes,
     with_joined,
 )
+from weightsmith._models.formats.reader_configs import older_config
 from weightsmith._plans import PlanDraft
 from weightsmith.abc.product import Arrays
 from weightsmith.abc.stored import Encoding, Modules, Rows, StoredFormat, Writing, grouped_name, labelled

@@ -1,4 +1,5 @@
-"""The `quantised_layer` product: the weights of a layer, quantised for what enters it.
+"""Two products: `quantised_layer`, the weights of a layer quantised for what enters it, and `quantised_states`, what leaves the
+layer with them.
 
 Attention is quantised first, then the MLP for what it receives from the quantised attention. Inputs of both are those of
 unquantised weights in the module itself.
@@ -8,12 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from weightsmith._activations.sites import is_attention, site_of
+from weightsmith._activations.states import check, run
+from weightsmith._activations.work import LayerWork
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._features.quantisation.calibration import common
+from weightsmith._features.quantisation.calibration.common import split
 from weightsmith._models.formats import find_encoding
 from weightsmith.abc.product import Arrays
 from weightsmith.abc.stored import Unread
@@ -149,3 +154,42 @@ def _head(bench: ProductContext, work: QuantisedWork) -> Arrays:
 
 
 KIND = ProductKind(LAYER_BY_LAYER, compute=_compute, check=QuantisedWork.check, device=True)
+
+
+# ---- what leaves the layer
+
+
+@dataclass(frozen=True, slots=True)
+class QuantisedStatesWork(LayerWork):
+    """Settings of the product.
+
+    weights  the encoding of each quantised weight, by name
+    made     the product that makes them
+    """
+
+    weights: Mapping[str, str]
+    made: str
+
+    @property
+    def needs(self) -> set[str]:
+        """The products that the settings name."""
+        return {self.states, self.made}
+
+
+def _compute_states(bench: ProductContext) -> Arrays:
+    import torch
+
+    from weightsmith._files.mapped import release_pages
+
+    work = QuantisedStatesWork.of(bench.product)
+    specs = {step.out.name: step.out for step in bench.product.steps}
+    given = {}
+    for name, stored in split(work.weights, specs, bench.arrays(work.made)):
+        given[name] = torch.from_numpy(find_encoding(work.weights[name]).dequantise(stored, specs[name].shape))
+        for array in stored:
+            release_pages(array)
+    return run(bench, work, given)
+
+
+_check_states = partial(check, kind=QuantisedStatesWork)
+STATES = ProductKind(LAYER_BY_LAYER, compute=_compute_states, check=_check_states, device=True, transient=True)

@@ -1,4 +1,6 @@
-"""The `measured_layer` product: how much each candidate setting of each weight changes the model's predictions.
+"""What settings cost: two products.
+
+`measured_layer` has how much each candidate setting of each weight changes the model's predictions.
 
 With Δ the error of a weight, x the inputs of its layer and g the gradients of the predictions at its outputs (`gradients.py`),
 the predictions change by ½ E[(g · Δx)²] nats for each token. The errors of different output features are taken to be
@@ -8,11 +10,17 @@ independent, and the square of a gradient to be a token's part times a feature's
 
 and needs no forward pass of a quantised layer. The sum over i is estimated by the mean of `FEATURES` output features, drawn
 with probabilities s_i at equal steps; only these are quantised.
+
+`measured_blocks` has how much each option of a block changes what leaves the block: ExLlamaV2's measurement. For each option,
+the weights of the block are quantised for what enters them in the plain model, and the rows run through the block. The error is
+the mean over the rows of ‖y' - y‖ / ‖y‖, y with the residual stream that the block adds to. What leaves the plain block is held
+in memory: as much as the states of all rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,6 +29,9 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsmith._activations.gradients import LAST_FIRST
+from weightsmith._activations.sites import is_attention, site_of
+from weightsmith._activations.states import FORWARD
+from weightsmith._base.errors import ParameterError
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._features.quantisation.calibration import common
@@ -28,6 +39,12 @@ from weightsmith._models.formats import find_encoding
 from weightsmith.abc.product import Arrays, Floats
 
 if TYPE_CHECKING:
+    from concurrent.futures import ThreadPoolExecutor
+
+    from torch import Tensor
+
+    from weightsmith._activations.decoder.forward import Layer
+    from weightsmith._activations.running import LayerRows, NumberedRow
     from weightsmith._activations.sums import Inputs
 
 FEATURES = 128
@@ -138,3 +155,150 @@ def _energies(weight: Floats, hessian: Floats) -> npt.NDArray[np.float64]:
 
 
 KIND = ProductKind(LAST_FIRST, compute=_compute, check=MeasureWork.check, device=True)
+
+
+# ---- ExLlamaV2's measurement
+
+
+_QUANTISING = 0.3
+"""The share of a block's progress that its Hessians take."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksWork(common.CalibratedWork):
+    """Settings of the product.
+
+    blocks  the options of each block, by its key: the encoding of each of its weights, by name
+    """
+
+    blocks: Mapping[str, tuple[Mapping[str, str], ...]]
+
+    def encodings(self) -> Iterable[tuple[str, str]]:
+        """The names of the weights, and the encodings to try."""
+        return (each for options in self.blocks.values() for option in options for each in option.items())
+
+    def shapes(self, specs: Mapping[str, TensorSpec]) -> common.Shapes:
+        """The errors: [blocks, options]."""
+        return [("F64", (len(self.blocks), max(map(len, self.blocks.values()), default=0)))]
+
+    def problem(self) -> str:
+        """All options of a block have the same weights."""
+        every = self.blocks.values()
+        same = all(options and all(one and set(one) == set(options[0]) for one in options) for options in every)
+        return "" if same else "the options of a block are for other weights"
+
+
+def _compute_blocks(bench: ProductContext) -> Arrays:
+    from weightsmith._activations.running import layer_rows, workers
+
+    work = BlocksWork.of(bench.product)
+    errors = np.zeros(bench.product.outs[0].shape)
+    with layer_rows(bench, work, 0, 0.7) as rows:
+        for number, options in enumerate(work.blocks.values()):
+            first, share = number / len(work.blocks), 1 / len(work.blocks)
+            measuring = first + share * _QUANTISING
+            hessians = _hessians(rows, work.layer, options, (first, measuring))
+            with workers(bench.threads, rows.device) as pool, _block(rows.layer, options[0]) as plain:
+                errors[number, : len(options)] = _errors(plain, options, hessians, rows, pool, (measuring, first + share))
+    return [errors]
+
+
+def _hessians(
+    rows: LayerRows, layer: int, options: Sequence[Mapping[str, str]], span: tuple[float, float]
+) -> dict[str, common.Hessian]:
+    """The Hessian of each weight, ready for all its settings. Raises ParameterError if they take too much memory together."""
+    from weightsmith._activations.running import budget
+    from weightsmith._activations.sums import use_sums
+
+    limit = budget(rows.context)
+    weights = list(options[0])
+    widths = {site_of(name): int(rows.layer.linear(name).in_features) for name in weights}
+    nbytes = sum(4 * width**2 for width in widths.values())
+    if nbytes > limit:
+        what = f"the Hessians of layer {layer} take {nbytes:,} bytes, and the limit is {limit:,}"
+        fix = "use --measure proxy, which needs one at a time, or a larger --max-memory"
+        raise ParameterError(what, where=rows.base.label, fix=fix)
+    found: dict[str, common.Hessian] = {}
+    factors = common.Factors(limit)
+
+    def use(inputs: Inputs, site: str, finish: Callable[[str], Any]) -> None:
+        names = inputs.sites[site]
+        tried = [find_encoding(option[name]) for name in names for option in options]
+        with factors.hessian(inputs, site, finish, tried) as hessian:
+            found.update(dict.fromkeys(names, hessian))
+
+    use_sums(rows, weights, use, span=span)
+    return found
+
+
+class _Left(Exception):
+    """What leaves the attention is known; the rest of the layer need not run."""
+
+    def __init__(self, state: Tensor) -> None:
+        self.state = state
+
+
+def _leave(_module: object, args: tuple[Tensor, ...]) -> None:
+    raise _Left(args[0][0])
+
+
+@contextmanager
+def _block(layer: Layer, weights: Collection[str]) -> Iterator[dict[str, Floats]]:
+    """The plain weights of attention or MLP, which the layer has again at the end. It ends with the block meanwhile."""
+    hooks = [layer.before_mlp.register_forward_pre_hook(_leave)] if is_attention(next(iter(weights))) else []
+    plain = {name: layer.linear(name).weight.detach().cpu().numpy().copy() for name in weights}
+    try:
+        yield plain
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for name, weight in plain.items():
+            common.set_weight(layer, name, weight)
+
+
+def _run(layer: Layer, hidden: Tensor) -> Tensor:
+    """The output of the block for one row of the layer's input."""
+    import torch
+
+    with torch.no_grad():
+        try:
+            return layer(hidden)
+        except _Left as left:
+            return left.state
+
+
+def _errors(
+    weights: Mapping[str, Floats],
+    options: tuple[Mapping[str, str], ...],
+    hessians: Mapping[str, common.Hessian],
+    rows: LayerRows,
+    pool: ThreadPoolExecutor,
+    span: tuple[float, float],
+) -> list[float]:
+    """The error of each option. weights: the plain ones. Settings that follow each other are quantised once."""
+
+    def run(numbered: NumberedRow) -> Tensor:
+        return _run(rows.layer, numbered[1])
+
+    def error(pair: tuple[NumberedRow, Tensor]) -> float:
+        numbered, plain = pair
+        return float((run(numbered).clamp_(-65504, 65504) - plain).norm() / plain.norm())
+
+    def give(item: tuple[str, str]) -> None:
+        name, encoding = item
+        value = find_encoding(encoding)
+        arrays = value.quantise(weights[name], hessians[name], 1)
+        common.set_weight(rows.layer, name, value.dequantise(arrays, weights[name].shape))
+
+    share = (span[1] - span[0]) / (len(options) + 1)
+    plain = [out for some in rows.batches((span[0], span[0] + share)) for out in pool.map(run, some)]
+    found, current = [], dict[str, str]()
+    for number, option in enumerate(options, 1):
+        list(pool.map(give, [item for item in option.items() if current.get(item[0]) != item[1]]))
+        current = dict(option)
+        batches = rows.batches((span[0] + number * share, span[0] + (number + 1) * share))
+        found.append([e for some in batches for e in pool.map(error, [(row, plain[row[0]]) for row in some])])
+    return [float(np.mean(each)) for each in found]
+
+
+BLOCKS = ProductKind(FORWARD, compute=_compute_blocks, check=BlocksWork.check, device=True)

@@ -15,10 +15,8 @@ from weightsmith._base.options import assignment, named
 from weightsmith._features.quantisation.calibration.activations import ScalesWork, attention_of
 from weightsmith._features.quantisation.calibration.common import CalibratedWork
 from weightsmith._features.quantisation.calibration.float16 import LargestStateWork, collected
-from weightsmith._features.quantisation.calibration.layer import QuantisedWork
-from weightsmith._features.quantisation.calibration.measured import MeasureWork
-from weightsmith._features.quantisation.calibration.measured_blocks import BlocksWork
-from weightsmith._features.quantisation.calibration.quantised_states import QuantisedStatesWork
+from weightsmith._features.quantisation.calibration.layer import QuantisedStatesWork, QuantisedWork
+from weightsmith._features.quantisation.calibration.measured import BlocksWork, MeasureWork
 from weightsmith._features.quantisation.calibration.scored import ScoreWork, VocabularyWork, shape_of
 from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._models.formats import Encoding, find_cache, find_encoding

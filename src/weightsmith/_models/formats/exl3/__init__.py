@@ -1,6 +1,6 @@
 """EXL3, exllamav3's format.
 
-layout.py   the tensors of a linear layer, rates and codebooks
+layout.py   the tensors of a linear layer, rates and codebooks; the models that exllamav3 loads
 reading.py  weights as numbers
 writing.py  the encoding
 """

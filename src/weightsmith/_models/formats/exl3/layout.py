@@ -1,4 +1,4 @@
-"""EXL3's layout of a linear layer, as exllamav3 1.6.5 reads it. Pure.
+"""EXL3's layout of a linear layer, as exllamav3 1.6.5 reads it, and the models and the config.json that it loads. Pure.
 
     X.trellis    I16 [K / 16, N / 16, 16 · bits]   a stream of 256 · bits bits for each tile of 16 x 16 weights
     X.suh        F16 [K]                           scale of each input; older: X.su I16 [K / 16], a sign for each
@@ -15,6 +15,7 @@ K inputs and N outputs are padded to multiples of 128. With R the values of the 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -23,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsmith._base.tensors import DTYPES, TensorSpec
+from weightsmith._models.formats.reader_configs import window_difference
 
 Floats = npt.NDArray[np.float32]
 Halves = npt.NDArray[np.float16]
@@ -111,3 +113,67 @@ def config_entry(bits: float, head_bits: float, calibration: dict[str, int]) -> 
     described = {"quant_method": "exl3", "version": VERSION, "bits": round(bits, 4), "head_bits": head_bits}
     more = {"calibration": calibration} if calibration else {}
     return {**described, **more, "out_scales": "always", "codebook": MUL1}
+
+
+# ---- whole models as exllamav3 loads them
+
+
+_SILU, _TANH = {"hidden_act": "silu"}, {"hidden_act": "gelu_pytorch_tanh"}
+
+ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
+    "LlamaForCausalLM": _SILU,
+    "MistralForCausalLM": _SILU,
+    "Qwen2ForCausalLM": {},
+    "Qwen3ForCausalLM": _SILU,
+    "Gemma2ForCausalLM": _TANH,
+    "Phi3ForCausalLM": _SILU,
+    "MixtralForCausalLM": _SILU,
+    "Qwen3MoeForCausalLM": {**_SILU, "norm_topk_prob": True},
+}
+"""`architectures` of config.json for which names and layout have been checked, and what config.json must say where it says it.
+
+Of Gemma3ForCausalLM, exllamav3 1.6.5 looks for tensors with names that begin with a dot.
+"""
+
+_OTHER_NAMES = (
+    ("Gemma2ForCausalLM", "sliding_window_size", "sliding_window"),
+    ("Qwen3MoeForCausalLM", "num_experts", "num_local_experts"),
+)
+"""Architecture, the key that exllamav3 reads, and the key of transformers 5 with the same value."""
+
+
+def contradiction(config: Mapping[str, Any]) -> str:
+    """A key of config.json with a value that exllamav3 does not load, or "". The architecture is one of `ARCHITECTURES`.
+
+    >>> contradiction({"architectures": ["LlamaForCausalLM"], "hidden_act": "gelu"})
+    'hidden_act'
+    """
+    wanted = ARCHITECTURES[config["architectures"][0]]
+    return next((key for key, value in wanted.items() if config.get(key, value) != value), "")
+
+
+def differences(config: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Differences between exllamav3 and transformers that affect this model: (what, where, fix).
+
+    >>> differences({"architectures": ["LlamaForCausalLM"]})
+    []
+    """
+    return window_difference(config, f"exllamav3 {VERSION}")
+
+
+def loader_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json with the keys that exllamav3 1.6.5 reads beside those of transformers 5.
+
+    Gemma 2 gets `sliding_window_size`, without which all layers would have full attention. Qwen3-MoE gets `num_experts`.
+
+    >>> loader_config({"architectures": ["Gemma2ForCausalLM"], "sliding_window": 4096})["sliding_window_size"]
+    4096
+    >>> loader_config({"architectures": ["Qwen3MoeForCausalLM"], "num_local_experts": 8})["num_experts"]
+    8
+    """
+    found = dict(config)
+    architecture = config.get("architectures")
+    for wanted, key, other in _OTHER_NAMES:
+        if architecture == [wanted] and config.get(other) is not None:
+            found.setdefault(key, config[other])
+    return found

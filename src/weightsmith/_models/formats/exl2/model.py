@@ -12,15 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from weightsmith._base.errors import Finding, PlanError, Unsupported, as_plan_error
-from weightsmith._features.quantisation.exl2.blocks import HEAD, Sublayer, find_blocks, shape_problems
-from weightsmith._features.quantisation.unfused import (
-    PLAIN_HEAD,
-    check_architecture,
-    encoded,
-    renamed,
-    tokenizer_notes,
-    unfused_steps,
-)
+from weightsmith._models.formats.exl2.blocks import HEAD, Sublayer, find_blocks, shape_problems
 from weightsmith._models.formats.exl2.layout import Params
 from weightsmith._models.formats.exl2.loader import (
     ARCHITECTURES,
@@ -33,6 +25,14 @@ from weightsmith._models.formats.exl2.loader import (
     quantization_config,
 )
 from weightsmith._models.formats.exl2.writing import Exl2
+from weightsmith._models.formats.unfused import (
+    PLAIN_HEAD,
+    check_architecture,
+    encoded,
+    renamed,
+    tokenizer_notes,
+    unfused_steps,
+)
 from weightsmith._models.structure import analyse
 from weightsmith._models.structure.vocabulary import is_model_head
 from weightsmith._plans import Plan, PlanDraft, Step

@@ -16,7 +16,20 @@ from weightsmith._features.quantisation.base import Format
 from weightsmith._features.quantisation.calibration.plan import CALIBRATION_SETTINGS, Chain, calibrate, calibrates, unused
 from weightsmith._features.quantisation.engines import engine_findings
 from weightsmith._features.quantisation.options import QuantizeSettings
-from weightsmith._features.quantisation.unfused import (
+from weightsmith._models.formats.exl2.loader import OTHER_FORMATS
+from weightsmith._models.formats.exl3.layout import (
+    ARCHITECTURES,
+    BLOCK,
+    RATES,
+    VERSION,
+    Rate,
+    config_entry,
+    contradiction,
+    differences,
+    loader_config,
+)
+from weightsmith._models.formats.exl3.writing import Exl3
+from weightsmith._models.formats.unfused import (
     DEFAULT_HEAD_BITS,
     PLAIN_HEAD,
     check_architecture,
@@ -24,10 +37,6 @@ from weightsmith._features.quantisation.unfused import (
     tokenizer_notes,
     unfused_steps,
 )
-from weightsmith._models.formats.exl2.loader import OTHER_FORMATS
-from weightsmith._models.formats.exl3.layout import BLOCK, RATES, VERSION, Rate, config_entry
-from weightsmith._models.formats.exl3.loader import ARCHITECTURES, contradiction, differences, loader_config
-from weightsmith._models.formats.exl3.writing import Exl3
 from weightsmith._models.structure.vocabulary import is_model_head
 from weightsmith._planning.planner import Assembled
 from weightsmith._planning.planner.encode import encodable

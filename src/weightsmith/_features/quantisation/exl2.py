@@ -2,18 +2,23 @@
 
 Without data, the error of a setting is that of normally distributed weights. Blocks of a kind then have equal errors, and get
 equal settings but for what fills up the target.
+
+**A measurement** is a product for each layer, and gives the error of each option of each block. The square of an error is the
+loss that an option causes, in nats for each token: the sum of the losses of the block's weights. A full measurement computes
+ExLlamaV2's errors instead.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 
-from weightsmith._base.errors import Finding, PlanError, WeightsmithError, as_plan_error
+from weightsmith._base.errors import Finding, FormatError, PlanError, WeightsmithError, as_plan_error
 from weightsmith._base.files import expand_user
 from weightsmith._base.idioms import grouped
 from weightsmith._base.options import assignment, named, option_error
-from weightsmith._features.quantisation.base import Format
+from weightsmith._features.quantisation.base import Format, read_target
 from weightsmith._features.quantisation.calibration.plan import (
     CALIBRATION_SETTINGS,
     MEASURED_ROWS,
@@ -24,21 +29,20 @@ from weightsmith._features.quantisation.calibration.plan import (
     unused,
 )
 from weightsmith._features.quantisation.engines import engine_findings
-from weightsmith._features.quantisation.exl2.blocks import BlockParams, Sublayer
-from weightsmith._features.quantisation.exl2.measurement import (
+from weightsmith._features.quantisation.optimise import Candidate, choose
+from weightsmith._features.quantisation.options import QuantizeSettings
+from weightsmith._models.formats.exl2.blocks import (
+    LEAST_ERROR,
+    BlockParams,
     Measured,
-    errors_of,
+    Sublayer,
     measurement_json,
-    products_for,
     read_measurement,
 )
-from weightsmith._features.quantisation.exl2.model import Model, notes, prepare_model, store
-from weightsmith._features.quantisation.exl2.optimise import Candidate, choose
-from weightsmith._features.quantisation.options import QuantizeSettings
-from weightsmith._features.quantisation.target import read_target
-from weightsmith._features.quantisation.unfused import DEFAULT_HEAD_BITS
 from weightsmith._models.formats.exl2.layout import Params
 from weightsmith._models.formats.exl2.loader import ELSEWHERE
+from weightsmith._models.formats.exl2.model import Model, notes, prepare_model, store
+from weightsmith._models.formats.unfused import DEFAULT_HEAD_BITS
 from weightsmith._planning.planner import Assembled
 from weightsmith._plans import PlanDraft, Product
 from weightsmith.abc.product import Arrays
@@ -220,6 +224,54 @@ def _expected(blocks: Sequence[Sublayer]) -> list[Candidate]:
 def _squared_error(params: Params) -> float:
     parts = zip(params.bits, params.proportions, params.group_sizes, strict=True)
     return sum(share * _ERRORS[bits][size] ** 2 for bits, share, size in parts)
+
+
+# ---- the measurement
+
+
+def products_for(blocks: Sequence[Sublayer], chain: Chain, *, full: bool) -> tuple[Product, ...]:
+    """The products of a measurement."""
+    layers = {name: layer for layer in range(chain.layers) for name in chain.names(layer)}
+    own: dict[int, dict[str, tuple[Mapping[str, str], ...]]] = {layer: {} for layer in range(chain.layers)}
+    for block in blocks:
+        own[layers[next(iter(block.encodings[0]))]][block.key] = block.encodings
+    if full:
+        return chain.forward(lambda layer, states: [chain.errors(layer, states, own[layer])])
+    tried = {layer: dict(each for options in found.values() for each in _candidates(options)) for layer, found in own.items()}
+
+    def losses(layer: int, states: Product, gradients: Product, _leaving: Product) -> list[Product]:
+        return [chain.losses(layer, states, gradients, tried[layer])]
+
+    return chain.backward(losses, lambda layer: tuple(tried[layer]))
+
+
+def _candidates(options: Sequence[Mapping[str, str]]) -> list[tuple[str, tuple[str, ...]]]:
+    """The names of the weights of a block, and the encodings to try for each."""
+    return [(name, tuple(dict.fromkeys(option[name] for option in options))) for name in options[0]]
+
+
+def errors_of(blocks: Sequence[Sublayer], products: Iterable[tuple[Product, Arrays]]) -> list[tuple[Sublayer, list[Measured]]]:
+    """The error of every option. products: the measured layers, with their arrays. Raises FormatError if they are others."""
+    errors: dict[str, list[float]] = {}
+    losses: dict[tuple[str, str], float] = {}
+    for product, (array,) in products:
+        settings, rows = product.settings, array.tolist()
+        if product.op == "measured_blocks":
+            errors |= {key: [min(1.0, error) for error in row] for key, row in zip(settings["blocks"], rows, strict=True)}
+        else:
+            for (name, tried), row in zip(settings["candidates"].items(), rows, strict=True):
+                losses |= {(name, encoding): loss for encoding, loss in zip(tried, row, strict=False)}
+    found = []
+    for block in blocks:
+        options = [option.items() for option in block.encodings]
+        if all(losses.keys() >= option for option in options):
+            errors[block.key] = [math.sqrt(sum(losses[each] for each in option)) for option in options]
+        if len(errors.get(block.key, ())) < len(options):
+            what = "not a plan that can be run: it does not measure every weight"
+            raise FormatError(what, where="products", fix="make the plan again")
+        measured = zip(block.options, errors[block.key], strict=False)
+        found.append((block, [Measured(option, max(LEAST_ERROR, error)) for option, error in measured]))
+    return found
 
 
 FORMATS = (
