@@ -17,8 +17,7 @@ from weightsmith._files.safetensors import collector_paused
 from weightsmith._methods.jobs.requires import named_device
 from weightsmith._models.formats import installed_code
 from weightsmith._models.sources import Tensors
-from weightsmith._planning.recipe.nodes import Node
-from weightsmith._planning.recipe.yaml import read_yaml
+from weightsmith._planning.recipe.yaml import Node, read_yaml
 from weightsmith._plans import COPY, Plan
 from weightsmith._version import __version__
 

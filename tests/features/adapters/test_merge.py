@@ -18,7 +18,7 @@ from tests.models.lora.test_lora import DOWN, INNER, TOKENS, H, P, Q, adapter, b
 from weightsmith._base.errors import PlanError, WeightsmithError
 from weightsmith._engine.products import find_kind
 from weightsmith._features.adapters import combinations
-from weightsmith._features.adapters.merged_factors import MergedWork
+from weightsmith._features.adapters.cores import MergedWork
 
 torch = pytest.importorskip("torch")
 __all__ = ["cli"]

@@ -29,13 +29,12 @@ from weightsmith._base.errors import (
 )
 from weightsmith._base.tensors import BY_TORCH_NAME, DTYPE_NAMES, DTYPES, DType, TensorSpec
 from weightsmith._features.adapters.built import Built, built_of, guessed, needs_asking
-from weightsmith._features.adapters.changes import changes
 from weightsmith._features.adapters.factors import FactorWork
 from weightsmith._features.adapters.options import ExtractSettings
 from weightsmith._features.adapters.placing import Places
 from weightsmith._features.adapters.ranks import Spectrum, choose_ranks
 from weightsmith._features.adapters.report import Extraction, Matrix
-from weightsmith._features.adapters.select import Chosen, Piece, Weight, pair_tensors, select, settings_problems
+from weightsmith._features.adapters.select import Chosen, Piece, Weight, changes, pair_tensors, select, settings_problems
 from weightsmith._files.containers import PEFT
 from weightsmith._files.copied import is_read
 from weightsmith._methods.jobs.requires import needs_torch

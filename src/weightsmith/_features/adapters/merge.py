@@ -31,12 +31,10 @@ from weightsmith._base.options import assignment, named, option_error
 from weightsmith._base.tensors import DType, TensorSpec
 from weightsmith._features.adapters.built import WEIGHT
 from weightsmith._features.adapters.combinations import MAJORITIES, NAMES, ON_FACTORS, PREFIX, Combination, CombinationWork
-from weightsmith._features.adapters.cores import Adapted, CoreWork, Space, basis_steps, core_step, scales_step
-from weightsmith._features.adapters.merged_factors import MergedWork
+from weightsmith._features.adapters.cores import Adapted, CoreWork, MergedWork, Space, basis_steps, core_step, scales_step
 from weightsmith._features.adapters.opening import NAME_BASE, ZERO_ADAPTER, Opened, different_bases, parameters_of
-from weightsmith._features.adapters.placing import Places, norms_name
+from weightsmith._features.adapters.placing import Places, SingleFile, layer_of, norms_name, strangers
 from weightsmith._features.adapters.report import with_layer
-from weightsmith._features.adapters.single_files import SingleFile, layer_of, strangers
 from weightsmith._files.containers import PEFT
 from weightsmith._methods.base import BaseRole
 from weightsmith._methods.jobs.requires import needs_torch
@@ -47,7 +45,7 @@ from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner.build import assemble_recipe
 from weightsmith._planning.planner.prepared import Assembled, model_input
 from weightsmith._planning.recipe import Recipe
-from weightsmith._planning.recipe.values import Entry, Setting
+from weightsmith._planning.recipe.records import Entry, Setting
 from weightsmith._plans import CAST, COPY, PRODUCTS, PlanDraft, Product, Read, Step
 
 _SOURCES: Mapping[Space, str] = {

@@ -14,8 +14,7 @@ from weightsmith._base.tensors import DTYPES, MAX_STACKED, TensorSpec
 from weightsmith._features.adapters.built import WEIGHT, Built, is_expert
 from weightsmith._features.adapters.cores import ZERO, Adapted, Space
 from weightsmith._features.adapters.factors import Form, Target
-from weightsmith._features.adapters.placing import Places
-from weightsmith._features.adapters.single_files import check_files
+from weightsmith._features.adapters.placing import Places, check_files
 from weightsmith._methods.base import BaseRole
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.lora import Adapter, find_places, open_adapter

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 from weightsmith._base.errors import ShapeError, UnknownName, WeightsmithError, nearest
 from weightsmith._base.files import show
 from weightsmith._base.options import assignment, named, option_error
-from weightsmith._base.tensors import MAX_STACKED, TensorSpec
+from weightsmith._base.tensors import DTYPES, MAX_STACKED, TensorSpec
+from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._features.adapters.built import GROUP, WEIGHT, Built, Stack, find_stacks, group_of, is_expert
 from weightsmith._features.adapters.factors import Form, Target, prefers_exact
 from weightsmith._features.adapters.options import ExtractSettings
@@ -21,7 +22,8 @@ from weightsmith._models.structure.fused import COMPONENTS, fused_parts, role_of
 from weightsmith._models.structure.vocabulary import TIED_HEAD, is_embedding, is_head, is_vocabulary, ties
 from weightsmith._planning.planner.inputs import analyse_all
 from weightsmith._planning.planner.match import ModelNames, is_buffer
-from weightsmith._plans import Block
+from weightsmith._plans import Block, Product, Step
+from weightsmith.abc.product import Arrays
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,3 +319,25 @@ def settings_problems(settings: ExtractSettings) -> list[WeightsmithError]:
 
 VLLM_RANK = 512
 """The largest `--max-lora-rank` of vLLM."""
+
+
+# ---- The `changes` product: the largest change of each of some tensors, for those that are not decomposed
+
+
+NAME = "changes of other tensors"
+
+
+def changes(steps: Sequence[Step]) -> Product:
+    """The product. steps: of the differences."""
+    return Product(NAME, "changes", (TensorSpec(NAME, DTYPES["F32"], (len(steps),)),), {}, tuple(steps))
+
+
+def _compute(context: ProductContext) -> Arrays:
+    return [context.largest([step.out.name for step in context.product.steps])]
+
+
+def _check(product: Product) -> str:
+    return "" if product.outs == changes(product.steps).outs else "it has not one number for each tensor"
+
+
+KIND = ProductKind("comparing", compute=_compute, check=_check)

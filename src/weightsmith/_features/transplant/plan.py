@@ -24,7 +24,6 @@ from weightsmith._base.tensors import TensorSpec
 from weightsmith._features.transplant.approximations import APPROXIMATIONS, find_approximation
 from weightsmith._features.transplant.options import TransplantSettings
 from weightsmith._features.transplant.rows import RowWork, Table
-from weightsmith._features.transplant.whole_numbers import rows_of
 from weightsmith._files.copied import copied_files, is_tokenizer
 from weightsmith._files.subfolders import template_names
 from weightsmith._methods.jobs.requires import needs_torch
@@ -34,7 +33,7 @@ from weightsmith._models.structure.configs import count_of, number_of, text_sect
 from weightsmith._models.tokenizers import Vocabulary, read_vocabulary
 from weightsmith._models.tokenizers.convert import convert
 from weightsmith._models.tokenizers.files import settings_of
-from weightsmith._models.tokenizers.matching import WAYS, Match, match, pieces_of, roles_of, same_roles
+from weightsmith._models.tokenizers.matching import WAYS, Match, match, pieces_of, roles_of, same_roles, unused_row
 from weightsmith._models.tokenizers.vocabulary import MAX_FILE_BYTES, contents_of
 from weightsmith._planning import recipe as recipes
 from weightsmith._planning.options import RecipeOptions
@@ -417,3 +416,21 @@ def _geometry(model: _Side) -> tuple[int, float]:
         what = f"mp_rope needs an embedding whose width ({width}) is a multiple of twice the attention heads ({heads})"
         raise Unsupported(what, where=model.label, fix="use omp")
     return heads, base
+
+
+# ---- Rows of tables that hold whole numbers for each token, such as the experts that DeepSeek V4 routes it to
+
+
+def rows_of(token_match: Match, out: Vocabulary, model: Vocabulary, size: int) -> list[int]:
+    """The model's row for each id of the output.
+
+    token_match  rows of the tokens that both have
+    size   rows of the model
+    """
+    rows: list[int] = token_match.rows.tolist()
+    missing = [number for number, row in enumerate(rows) if row < 0]
+    texts = [out.key(out.tokens[number]) if number in out.tokens else b"" for number in missing]
+    unused = unused_row(model, size)
+    for number, pieces in zip(missing, pieces_of(texts, model, size), strict=True):
+        rows[number] = pieces[0] if pieces else unused
+    return rows

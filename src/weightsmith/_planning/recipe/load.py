@@ -26,13 +26,11 @@ from weightsmith._base.errors import (
 )
 from weightsmith._base.files import is_folder
 from weightsmith._base.redaction import redactor
-from weightsmith._planning.recipe.grammar import read_recipe
-from weightsmith._planning.recipe.moe_grammar import SURGERY, read_moe
-from weightsmith._planning.recipe.nodes import Document, Node, Pair, Scalar, describe, from_python, plain
+from weightsmith._planning.recipe.grammar import SURGERY, read_moe, read_recipe
 from weightsmith._planning.recipe.records import ModelRef, Recipe, Surgery, Upcycling
 from weightsmith._planning.recipe.tuning import Tunable, filled, spliced, tunables
 from weightsmith._planning.recipe.walk import Walker
-from weightsmith._planning.recipe.yaml import MAX_BYTES, read_yaml
+from weightsmith._planning.recipe.yaml import MAX_BYTES, Document, Node, Pair, Scalar, describe, from_python, plain, read_yaml
 
 Command = Literal["merge", "moe"]
 

@@ -13,9 +13,15 @@ from weightsmith._activations.packages import missing
 from weightsmith._base.errors import LayerError, PlanError, Unsupported, WeightsmithError
 from weightsmith._base.strict_json import texts
 from weightsmith._base.tensors import DType, TensorSpec
-from weightsmith._features.mixture.surgery.experts import ExpertLayer, Stacked, find_blocks
 from weightsmith._features.mixture.surgery.neurons import matching, neuron_tensors, read_matched
-from weightsmith._features.mixture.surgery.selection import ExpertGroup, ExpertSelection, Groups
+from weightsmith._features.mixture.surgery.selection import (
+    ExpertGroup,
+    ExpertLayer,
+    ExpertSelection,
+    Groups,
+    Stacked,
+    find_blocks,
+)
 from weightsmith._files.copied import left_out_findings
 from weightsmith._files.hf_folder import natural_key
 from weightsmith._models.checkpoint import Checkpoint, open_checkpoint
