@@ -189,11 +189,15 @@ class Mutant:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Tests that run together. kernels: `kept` from earlier runs, `compiled` anew, or `plain` Python, which takes less."""
+    """Tests that run together.
+
+    kernels  `kept` from earlier runs, `apart` from those of the user, `compiled` anew for this mutant, or `plain` Python, which
+             takes less
+    """
 
     tests: tuple[str, ...]
     marks: str
-    kernels: Literal["kept", "compiled", "plain"] = "kept"
+    kernels: Literal["kept", "apart", "compiled", "plain"] = "kept"
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,6 +322,8 @@ def _skipped(node: ast.AST) -> Iterator[int]:
 # ---- tests
 
 
+KEEPING = {"compiler", "identity", "internals", "jit"}
+"""Modules that decide which kernels are kept, and under which names."""
 QUICK = "not slow and not second and not sweep"
 """Marks of tests. What lives is to be caught by the first ring, which every change runs."""
 
@@ -326,7 +332,11 @@ def stages(file: Path, near: bool) -> Iterator[Stage]:
     """What a mutant of this module has to survive."""
     groups = list(tests_of(file))
     of_kernels = file.is_relative_to(PACKAGE / "_kernels")
-    kernels: Literal["kept", "compiled"] = "compiled" if of_kernels or file == PACKAGE / "_base" / "tensors.py" else "kept"
+    kernels: Literal["kept", "apart", "compiled"] = (
+        "apart" if of_kernels or file == PACKAGE / "_base" / "tensors.py" else "kept"
+    )
+    if of_kernels and file.stem in KEEPING:
+        kernels = "compiled"
     if of_kernels:
         yield Stage(("tests/kernels",), QUICK, "plain")
     yield Stage((str(file), *groups[0]), QUICK, kernels)
@@ -468,8 +478,8 @@ def _in_fork(there: Connection, copy: Path, stage: Stage, options: Sequence[str]
     if stage.kernels == "plain":
         os.environ["NUMBA_DISABLE_JIT"] = "1"
         options += ["-W", "ignore::RuntimeWarning"]
-    elif stage.kernels == "compiled":
-        os.environ["NUMBA_CACHE_DIR"] = str(copy / ".kernels")
+    elif stage.kernels in ("apart", "compiled"):
+        os.environ["NUMBA_CACHE_DIR"] = str(copy.parent / "kernels" if stage.kernels == "apart" else copy / ".kernels")
 
     import numba.core.config
     import pytest

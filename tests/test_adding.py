@@ -24,9 +24,8 @@ from tests.mini import write_checkpoint
 from tests.plugin_help import installed, package
 from weightsmith._base.errors import OutputExists, PlanError, StoreError, Unsupported
 from weightsmith._base.tensors import DTYPES, TensorSpec
-from weightsmith._engine.local import run
+from weightsmith._engine.local import DiscardedOutput, run
 from weightsmith._engine.resources import Resources, Workload
-from weightsmith._engine.unwritten import DiscardedOutput
 from weightsmith._execution.identity import work_identity
 from weightsmith._models.formats import Encoding, StoredFormat
 from weightsmith._planning.options import RecipeOptions

@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsmith._activations.rows import BUILT_IN
-from weightsmith._activations.sites import site_of
 from weightsmith._activations.statistic import keys_of
 from weightsmith._activations.statistics import find_statistic
 from weightsmith._activations.work import StatisticWork
@@ -52,6 +51,7 @@ from weightsmith._models.formats.gguf.tokenizer import READ
 from weightsmith._models.formats.gguf.values import Config
 from weightsmith._models.formats.gguf.vision import PROCESSOR
 from weightsmith._models.formats.gguf.writing import NEEDS_IMPORTANCES, PLAIN, PREFIX, TYPES, GgufEncoding, libgguf
+from weightsmith._models.structure.fused import site_of
 from weightsmith._models.structure.vocabulary import is_vocabulary
 from weightsmith._planning.planner import Assembled
 from weightsmith._planning.planner.companions import joined, lacking

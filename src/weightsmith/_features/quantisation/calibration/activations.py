@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from weightsmith._activations.sites import by_site
 from weightsmith._activations.states import FORWARD, made_beside
 from weightsmith._activations.work import LayerWork
 from weightsmith._base.errors import NonFinite, Unsupported, WeightsmithError
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._models.formats import find_cache, find_encoding
+from weightsmith._models.structure.fused import by_site
 from weightsmith._plans import Product
 from weightsmith.abc.product import Arrays, Floats
 from weightsmith.abc.stored import ActivationScale
@@ -103,13 +103,13 @@ class Cached:
         return keys, values
 
 
-def _compute(bench: ProductContext) -> Arrays:
+def _compute(context: ProductContext) -> Arrays:
     from weightsmith._activations.running import layer_rows
 
-    work, cached = ScalesWork.of(bench.product), Cached()
+    work, cached = ScalesWork.of(context.product), Cached()
     # With a cache, attention may round otherwise.
-    after = made_beside(bench, work) if work.weights and not work.attention else None
-    with layer_rows(bench, work, 0, 0.7 if after is None else 1) as rows:
+    after = made_beside(context, work) if work.weights and not work.attention else None
+    with layer_rows(context, work, 0, 0.7 if after is None else 1) as rows:
         if work.attention:
             rows = replace(rows, layer=rows.layer.with_cache(cached))
         inputs = _inputs(rows, work.weights, after)

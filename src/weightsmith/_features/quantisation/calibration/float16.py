@@ -45,11 +45,11 @@ class LargestStateWork(LayerWork):
         return "" if [(out.dtype.name, out.shape) for out in product.outs] == [("F32", (1,))] else "it has not one number"
 
 
-def _largest(bench: ProductContext) -> Arrays:
+def _largest(context: ProductContext) -> Arrays:
     from weightsmith._files.mapped import release_pages
 
-    work = LargestStateWork.of(bench.product)
-    [states] = bench.arrays(work.states)
+    work = LargestStateWork.of(context.product)
+    [states] = context.arrays(work.states)
     largest = np.float32(0)
     for row in states:
         largest = max(largest, np.abs(row).max())
@@ -146,8 +146,8 @@ def collected(measured: Sequence[Product], *, fixed: bool) -> list[Product]:
     return [Product(name, "largest_states", (out,), settings, (), (), tuple(product.name for product in measured))]
 
 
-def _collect(bench: ProductContext) -> Arrays:
-    found = [bench.arrays(name)[0] for name in bench.product.needs]
+def _collect(context: ProductContext) -> Arrays:
+    found = [context.arrays(name)[0] for name in context.product.needs]
     return [np.concatenate(found).astype(np.float32)]
 
 

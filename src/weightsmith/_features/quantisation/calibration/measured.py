@@ -29,13 +29,13 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsmith._activations.gradients import LAST_FIRST
-from weightsmith._activations.sites import is_attention, site_of
 from weightsmith._activations.states import FORWARD
 from weightsmith._base.errors import ParameterError
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._features.quantisation.calibration import common
 from weightsmith._models.formats import find_encoding
+from weightsmith._models.structure.fused import is_attention, site_of
 from weightsmith.abc.product import Arrays, Floats
 
 if TYPE_CHECKING:
@@ -75,17 +75,17 @@ class MeasureWork(common.CalibratedWork):
         return [("F64", (len(self.candidates), max(map(len, self.candidates.values()), default=0)))]
 
 
-def _compute(bench: ProductContext) -> Arrays:
+def _compute(context: ProductContext) -> Arrays:
     from weightsmith._activations.running import budget, layer_rows
     from weightsmith._activations.sums import Forward, use_sums
 
-    work = MeasureWork.of(bench.product)
-    _, norms, squares = bench.arrays(work.gradients)
-    losses = np.zeros(bench.product.outs[0].shape)
-    factors = common.Factors(budget(bench))
+    work = MeasureWork.of(context.product)
+    _, norms, squares = context.arrays(work.gradients)
+    losses = np.zeros(context.product.outs[0].shape)
+    factors = common.Factors(budget(context))
     places = {name: i for i, name in enumerate(work.candidates)}
     scales = {name: norms[i] for name, i in places.items()}
-    with layer_rows(bench, work, 0.3, 1, back=True) as rows:
+    with layer_rows(context, work, 0.3, 1, back=True) as rows:
         tokens = rows.states.shape[0] * rows.states.shape[1]
 
         def measure(inputs: Inputs, site: str, finish: Callable[[str], Any]) -> None:
@@ -188,17 +188,17 @@ class BlocksWork(common.CalibratedWork):
         return "" if same else "the options of a block are for other weights"
 
 
-def _compute_blocks(bench: ProductContext) -> Arrays:
+def _compute_blocks(context: ProductContext) -> Arrays:
     from weightsmith._activations.running import layer_rows, workers
 
-    work = BlocksWork.of(bench.product)
-    errors = np.zeros(bench.product.outs[0].shape)
-    with layer_rows(bench, work, 0, 0.7) as rows:
+    work = BlocksWork.of(context.product)
+    errors = np.zeros(context.product.outs[0].shape)
+    with layer_rows(context, work, 0, 0.7) as rows:
         for number, options in enumerate(work.blocks.values()):
             first, share = number / len(work.blocks), 1 / len(work.blocks)
             measuring = first + share * _QUANTISING
             hessians = _hessians(rows, work.layer, options, (first, measuring))
-            with workers(bench.threads, rows.device) as pool, _block(rows.layer, options[0]) as plain:
+            with workers(context.threads, rows.device) as pool, _block(rows.layer, options[0]) as plain:
                 errors[number, : len(options)] = _errors(plain, options, hessians, rows, pool, (measuring, first + share))
     return [errors]
 

@@ -116,17 +116,17 @@ def _error(part: Floats, encoding: Encoding, importances: Floats) -> Floats:
     return encoding.dequantise(blocks, part.shape) - part
 
 
-def _score_layer(bench: ProductContext) -> Arrays:
+def _score_layer(context: ProductContext) -> Arrays:
     import torch
 
     from weightsmith._activations.running import layer_rows, workers
     from weightsmith._activations.sums import Forward, Inputs
 
-    work = ScoreWork.of(bench.product)
-    leaving = bench.arrays(work.gradients)[0]
-    scores = np.zeros(bench.product.outs[0].shape, np.float32)
+    work = ScoreWork.of(context.product)
+    leaving = context.arrays(work.gradients)[0]
+    scores = np.zeros(context.product.outs[0].shape, np.float32)
     order = {name: i for i, name in enumerate(work.candidates)}
-    with layer_rows(bench, work, 0.3, 1, back=True) as rows:
+    with layer_rows(context, work, 0.3, 1, back=True) as rows:
         own = places(*rows.states.shape[:2])
         inputs = Inputs(rows, list(work.candidates), Forward(leaving=leaving))
         step = int(own[1]) if len(own) > 1 else 1
@@ -163,7 +163,7 @@ def _score_layer(bench: ProductContext) -> Arrays:
         partial: dict[tuple[str, int, int], tuple[npt.NDArray[np.int64], Floats]] = {}
         heights = {name: rows.layer.linear(name).weight.shape[0] for name in work.candidates}
         tasks = [(name, first) for name, height in heights.items() for first in range(0, height, ROWS_AT_ONCE)]
-        with workers(bench.threads, rows.device) as pool:
+        with workers(context.threads, rows.device) as pool:
             for done, _ in enumerate(pool.map(score, tasks), 1):
                 rows.progress(done / len(tasks))
         for name, first in tasks:  # in order, so that the sums do not depend on threads
@@ -174,29 +174,29 @@ def _score_layer(bench: ProductContext) -> Arrays:
     return [scores]
 
 
-def _score_vocabulary(bench: ProductContext) -> Arrays:
+def _score_vocabulary(context: ProductContext) -> Arrays:
     import torch
 
     from weightsmith._activations.running import decoder_of, rows_of_states, workers
 
-    work = VocabularyWork.of(bench.product)
-    rows = rows_of_states(bench, work, 0, 0, back=True)
+    work = VocabularyWork.of(context.product)
+    rows = rows_of_states(context, work, 0, 0, back=True)
     count, tokens, _ = rows.states.shape
     own = places(count, tokens)
-    specs = {step.out.name: step.out for step in bench.product.steps}
-    scores = np.zeros(bench.product.outs[0].shape, np.float32)
+    specs = {step.out.name: step.out for step in context.product.steps}
+    scores = np.zeros(context.product.outs[0].shape, np.float32)
     decoder, cap = decoder_of(work.base), decoder_of(work.base).logit_cap
     table = next(spec for spec in specs.values() if is_embedding(spec))
     head = next((spec for spec in specs.values() if is_model_head(spec)), table)
-    embedded, gradients = bench.arrays(work.embedded)[0], bench.arrays(work.gradients)[0]
+    embedded, gradients = context.arrays(work.embedded)[0], context.arrays(work.gradients)[0]
 
     def flat(states: Floats) -> Floats:
         return np.ascontiguousarray(states[:, own]).reshape(-1, states.shape[-1])
 
     if table.name in work.candidates:
-        ids = rows_of(work.text, bench.folder(work.base.model), table.shape[0], work.bos)[:, own].reshape(-1)
+        ids = rows_of(work.text, context.folder(work.base.model), table.shape[0], work.bos)[:, own].reshape(-1)
         used, which = np.unique(ids, return_inverse=True)
-        stored, entering, back = bench.rows(table.name, used.tolist()), flat(embedded), flat(gradients)
+        stored, entering, back = context.rows(table.name, used.tolist()), flat(embedded), flat(gradients)
         plain = stored[which]
         scale = float((entering * plain).sum(dtype=np.float64) / (plain * plain).sum(dtype=np.float64))  # Gemma has one
         for i, encoding in enumerate(work.candidates[table.name]):
@@ -205,10 +205,10 @@ def _score_vocabulary(bench: ProductContext) -> Arrays:
     if head.name not in work.candidates:
         return [scores]
     numbers = np.empty(head.shape, np.float32)
-    bench.fill({head.name: numbers})
+    context.fill({head.name: numbers})
     weight = torch.from_numpy(numbers).to(rows.device)
     draws = np.stack([np.random.default_rng([work.seed, row]).random((tokens,), np.float32)[own] for row in range(count)])
-    with decoder.final_norm(bench, rows.device) as norm, workers(bench.threads, rows.device) as pool, torch.no_grad():
+    with decoder.final_norm(context, rows.device) as norm, workers(context.threads, rows.device) as pool, torch.no_grad():
         final = torch.cat([norm(torch.from_numpy(np.array(rows.states[row])).to(rows.device))[own] for row in range(count)])
         drawn = torch.from_numpy(draws.reshape(-1)).to(rows.device)
 
