@@ -13,7 +13,7 @@ from weightsmith._activations.decoder import Base
 from weightsmith._base.errors import CheckpointError, Finding, PlanError, Unsupported, WeightsmithError, noting
 from weightsmith._base.files import expand_user, read_bounded
 from weightsmith._base.installation import package_version
-from weightsmith._features.mixture.assembly import Assembly, Dense, Donor, dense_parts
+from weightsmith._features.mixture.assembly import Assembly, Dense, Donor, Steps, check_transforms, dense_parts, sharded
 from weightsmith._features.mixture.checks import Checks, choose_layout
 from weightsmith._features.mixture.layouts.dense_config import config_of, semantics
 from weightsmith._features.mixture.routing.gates import MODES
