@@ -38,7 +38,7 @@ OWN = {
     "scored_layer": "weightsmith._features.quantisation.calibration.scored:LAYER",
     "scored_vocabulary": "weightsmith._features.quantisation.calibration.scored:VOCABULARY",
     "measured_blocks": "weightsmith._features.quantisation.calibration.measured:BLOCKS",
-    "token_row": "weightsmith._features.quantisation.token_row:KIND",
+    "token_row": "weightsmith._models.formats.gguf.mmproj:KIND",
     "factors": "weightsmith._features.adapters.factors:KIND",
     "changes": "weightsmith._features.adapters.select:KIND",
     "transplanted_rows": "weightsmith._features.transplant.rows:KIND",

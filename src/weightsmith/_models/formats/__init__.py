@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from functools import cache
 
 from weightsmith._base.errors import Finding, PluginError, UnknownName, nearest
-from weightsmith._base.plugins import Plugins
+from weightsmith._base.plugins import Plugins, installed
 from weightsmith.abc.stored import CacheEncoding
 from weightsmith.abc.stored import Encoding as Encoding
 from weightsmith.abc.stored import StoredFormat as StoredFormat
@@ -36,6 +36,9 @@ FORMATS = Plugins(
     StoredFormat,
     {name: f"weightsmith._models.formats.{name}:FORMAT" for name in NAMES},
 )
+
+GGUF_ARCHITECTURES = "weightsmith.gguf_architectures"
+"""Entry points of packages that bring architectures of GGUF files."""
 
 
 @cache
@@ -64,8 +67,13 @@ def broken() -> tuple[Finding, ...]:
 
 
 def installed_code() -> tuple[str, ...]:
-    """What identifies each format of an installed package: its code may change the bytes of an output."""
-    return tuple(FORMATS.identity(name) for name, each in _installed().items() if isinstance(each, StoredFormat))
+    """What identifies each format and GGUF architecture of an installed package: its code may change the bytes of an output."""
+    stored = [FORMATS.identity(name) for name, each in _installed().items() if isinstance(each, StoredFormat)]
+    if not installed(GGUF_ARCHITECTURES):  # most have none, and need not import those of weightsmith
+        return tuple(stored)
+    from weightsmith._models.formats.gguf.architectures import FAMILIES
+
+    return (*stored, *map(FAMILIES.identity, FAMILIES.brought))
 
 
 @cache
