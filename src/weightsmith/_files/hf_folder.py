@@ -119,7 +119,7 @@ _DIGITS = re.compile(r"[0-9]+")
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
+class FolderWeights:
     """The weight files of a folder.
 
     index    name of the index file that lists the shards, or None
@@ -150,7 +150,7 @@ def _sortable(part: str) -> str:
 
 def choose_weights(
     names: Iterable[str], where: str, suffixes: tuple[str, ...] = _SUFFIXES, first: Sequence[str] = _FIRST
-) -> Weights | None:
+) -> FolderWeights | None:
     """Which files of a format hold the model; None where there are none, or only those of an adapter.
 
     names     of all files, relative, `/` between folders
@@ -170,9 +170,9 @@ def choose_weights(
     weights = [n for n in top if n.lower().endswith(suffixes)]
     indexes = [n for n in top if n.lower().endswith(tuple(f"{suffix}{_INDEX}" for suffix in suffixes))]
 
-    def chosen(index: str | None, files: Collection[str]) -> Weights:
+    def chosen(index: str | None, files: Collection[str]) -> FolderWeights:
         _check_numbers_complete(files, where)
-        return Weights(index, tuple(files), tuple(n for n in weights if n not in files))
+        return FolderWeights(index, tuple(files), tuple(n for n in weights if n not in files))
 
     for single in first:
         if f"{single}{_INDEX}" in indexes:

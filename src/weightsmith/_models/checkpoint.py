@@ -28,7 +28,7 @@ from weightsmith._models.card import CARD_NAME
 from weightsmith._models.formats import opening
 from weightsmith._models.formats.config import SETTINGS_FILES, SETTINGS_METADATA
 from weightsmith._models.named import NamedTensors
-from weightsmith._models.sources import Opened, Tensors
+from weightsmith._models.sources import OpenedFiles, Tensors
 from weightsmith._models.sources.composed import Foldered
 from weightsmith._models.sources.files import sample_files
 from weightsmith._models.structure.configs import of_diffusers
@@ -440,7 +440,7 @@ def _open_folder(
 
 def _checkpoint(
     ref: str,
-    opened: Opened,
+    opened: OpenedFiles,
     folder: ModelFolder,
     inner: Mapping[str, Tensors] | None = None,
     *,

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from weightsmith._base.errors import Finding
 from weightsmith._base.files import Opener
-from weightsmith._files.hf_folder import Weights
+from weightsmith._files.hf_folder import FolderWeights
 
 
 class Tensors(Protocol):
@@ -159,7 +159,7 @@ Index = tuple[Path, Mapping[str, str]]
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class OpenedFiles:
     """Open weight files.
 
     source    their tensors
@@ -194,5 +194,5 @@ class FileKind:
     name: str
     suffixes: tuple[str, ...]
     indexes: tuple[str, ...]
-    choose: Callable[[Sequence[str], str], Weights | None]
-    open: Callable[[Sequence[Path], Index | None, str, Opener], Opened]
+    choose: Callable[[Sequence[str], str], FolderWeights | None]
+    open: Callable[[Sequence[Path], Index | None, str, Opener], OpenedFiles]

@@ -19,8 +19,8 @@ NAMES = ["a", "b", "ab", "a.b", "aa", "a.a.b", "ab.ab", "b-a", "a]b", "aab.b.a",
 MODULE = "model.layers.10.self_attn.q_proj"
 
 
-def made(numbers: Mapping[str, float]) -> patterns.Patterns:
-    return patterns.Patterns(numbers, "rank_pattern", "here")
+def made(numbers: Mapping[str, float]) -> patterns.ModulePatterns:
+    return patterns.ModulePatterns(numbers, "rank_pattern", "here")
 
 
 def peft(numbers: Mapping[str, float], name: str) -> float:

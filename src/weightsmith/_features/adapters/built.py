@@ -31,7 +31,7 @@ FUSES = ["MergeModulelist"], ["MergeModulelist", "Concatenate"]
 
 
 @dataclass(frozen=True)
-class Built:
+class BuiltModel:
     """A model's modules and tensors. See `_planning/planner/transformers_script.py` for the fields.
 
     names     tensor of the checkpoint → tensor of the model
@@ -50,7 +50,7 @@ class Built:
     unknown: str = ""
 
     @classmethod
-    def of_names(cls, kinds: Mapping[str, str], tensors: Mapping[str, tuple[int, ...]]) -> Built:
+    def of_names(cls, kinds: Mapping[str, str], tensors: Mapping[str, tuple[int, ...]]) -> BuiltModel:
         """The part of a model that adapters name. kinds: of modules, see `modules`; the others hold these, or tensors"""
         modules = dict.fromkeys((parent for name in (*kinds, *tensors) for parent in _parents(name)), "other")
         nothing = frozenset[str]()
@@ -117,7 +117,7 @@ def needs_asking(base: Checkpoint) -> bool:
     return unusual or not any(role_of(spec) == "linear" for spec in specs)
 
 
-def built_of(base: Checkpoint, began: Began = lambda _process: None) -> Built:
+def built_of(base: Checkpoint, began: Began = lambda _process: None) -> BuiltModel:
     """What transformers builds of a checkpoint; what names on disk suggest where it cannot be asked.
 
     Cost: 2 to 10 seconds, unless the same was asked before.
@@ -127,7 +127,7 @@ def built_of(base: Checkpoint, began: Began = lambda _process: None) -> Built:
         return guessed(base, answer["unknown"])
     if not answer["peft"]:
         return guessed(base, "PEFT is not installed")
-    return Built(
+    return BuiltModel(
         answer["modules"],
         {key: tuple(shape) for key, shape in answer["tensors"].items()},
         {name: key for name, (key, _) in answer["names"].items()},
@@ -139,7 +139,7 @@ def built_of(base: Checkpoint, began: Began = lambda _process: None) -> Built:
     )
 
 
-def guessed(base: Checkpoint, why: str) -> Built:
+def guessed(base: Checkpoint, why: str) -> BuiltModel:
     """The model whose modules are named as its tensors on disk are."""
     specs, config = base.specs, base.config
     stacks = find_stacks(specs, analyse(specs.values(), config), config)
@@ -161,7 +161,7 @@ def guessed(base: Checkpoint, why: str) -> Built:
         else:
             tied.append((embedding, "", ""))  # which modules share it is not known
     swapped = frozenset(stack.parameter.rpartition(".")[0] for stack in stacks.values() if stack.swapped)
-    return Built(modules, tensors, names, {}, tuple(tied), frozenset(), frozenset(), swapped, why)
+    return BuiltModel(modules, tensors, names, {}, tuple(tied), frozenset(), frozenset(), swapped, why)
 
 
 def _parents(name: str) -> Iterator[str]:
@@ -202,7 +202,7 @@ _ONE = re.compile(r"\.experts\.\d+\.[^.]+\.weight")
 
 
 @dataclass(frozen=True, slots=True)
-class Stack:
+class ExpertStack:
     """A parameter [experts, rows, cols] of experts with a gated MLP.
 
     parameter   as PEFT names it: `….mlp.experts.gate_up_proj`
@@ -240,9 +240,9 @@ def is_expert(name: str) -> bool:
     return _ONE.search(name) is not None
 
 
-def find_stacks(specs: Specs, structure: Structure, config: Mapping[str, Any] | None) -> dict[str, Stack]:
+def find_stacks(specs: Specs, structure: Structure, config: Mapping[str, Any] | None) -> dict[str, ExpertStack]:
     """tensor → its stack, for those whose shapes say which of their dimensions are inputs: gate and up are twice as wide."""
-    stacks: dict[str, Stack] = {}
+    stacks: dict[str, ExpertStack] = {}
     marked = not str((config or {}).get("model_type")).startswith(_UNMARKED)
     for spec in specs.values():
         owner, _, leaf = spec.name.removesuffix(".weight").rpartition(".")
@@ -258,6 +258,6 @@ def find_stacks(specs: Specs, structure: Structure, config: Mapping[str, Any] | 
             continue
         module = owner if owner.endswith("experts") else f"{owner}.experts"
         swapped = not direct and marked
-        stacks[spec.name] = Stack(f"{module}.gate_up_proj", not direct, swapped, (experts, rows, cols))
-        stacks[following.name] = Stack(f"{module}.down_proj", not direct, swapped, (others, out, inner))
+        stacks[spec.name] = ExpertStack(f"{module}.gate_up_proj", not direct, swapped, (experts, rows, cols))
+        stacks[following.name] = ExpertStack(f"{module}.down_proj", not direct, swapped, (others, out, inner))
     return stacks

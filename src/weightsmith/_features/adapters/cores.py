@@ -58,7 +58,7 @@ _NORM_ELEMENTS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Adapted:
+class AdaptedModule:
     """A module that adapters have factors of.
 
     name      of the module
@@ -187,7 +187,7 @@ class Adapted:
 class CoreWork(ProductSettings):
     """The settings of a `cores` product."""
 
-    modules: tuple[Adapted, ...]
+    modules: tuple[AdaptedModule, ...]
 
     def product(self, name: str, steps: Sequence[Step]) -> Product:
         """The product. steps: of the factors."""
@@ -199,28 +199,27 @@ class CoreWork(ProductSettings):
         return tuple(out for module in self.modules for out in module.outs())
 
     def problem(self, product: Product, shapes: Mapping[str, tuple[int, ...]]) -> str:
-        """See `ProductSettings`."""
         for module in self.modules:
             if problem := module.invalid or module.lacks(shapes, module.read):
                 return problem
         return "" if product.outs == self.outs else "its arrays are not those of its modules"
 
 
-def core_step(step: Step, module: Adapted, matrix: str, owner: Callable[[Read], int]) -> Step:
+def core_step(step: Step, module: AdaptedModule, matrix: str, owner: Callable[[Read], int]) -> Step:
     """The step of a merge of whole matrices, as one of core matrices. owner: the adapter that a read is of."""
     inputs = tuple(Read(PRODUCTS, module.core_of(matrix, owner(read))) for read in step.inputs)
     spec = TensorSpec(matrix, DTYPES["F32"], module.core)
     return Step(spec, step.op, inputs, step.base, step.settings, role=step.role, layer=step.layer)
 
 
-def scales_step(step: Step, module: Adapted, owner: Callable[[Read], int]) -> Step:
+def scales_step(step: Step, module: AdaptedModule, owner: Callable[[Read], int]) -> Step:
     """The step of a merge of whole matrices, as one of the scales of the base's rows, which are merged as norms are."""
     inputs = tuple(Read(PRODUCTS, module.scales_of(owner(read))) for read in step.inputs)
     spec = TensorSpec(module.scales, DTYPES["F32"], module.shape[:1])
     return Step(spec, step.op, inputs, step.base, step.settings, layer=step.layer)
 
 
-def basis_steps(module: Adapted) -> tuple[Step, ...]:
+def basis_steps(module: AdaptedModule) -> tuple[Step, ...]:
     """The steps of the bases."""
     bases = (out for matrix in module.matrices for out in module.bases(matrix))
     return tuple(Step(out, COPY, (Read(PRODUCTS, out.name),)) for out in bases)
@@ -255,7 +254,7 @@ def _core_matrices(context: ProductContext) -> Arrays:
     arrays = context.load(step.out.name for step in context.product.steps if step.out.name not in bases)
     reading = threading.Lock()  # one matrix of the base is in memory at a time
 
-    def factors(module: Adapted, owner: int, rank: int) -> tuple[Tensor, Tensor]:
+    def factors(module: AdaptedModule, owner: int, rank: int) -> tuple[Tensor, Tensor]:
         """[experts, rank, inputs] and [experts, outputs, rank]."""
         a, b = (torch.from_numpy(arrays[module.factor(part, owner)]).double() for part in "AB")
         count = max(1, module.experts)
@@ -266,7 +265,7 @@ def _core_matrices(context: ProductContext) -> Arrays:
         )
         return a.reshape(count, rank, -1), b
 
-    def scales(module: Adapted, pairs: Mapping[int, tuple[Tensor, Tensor]]) -> dict[int, Tensor]:
+    def scales(module: AdaptedModule, pairs: Mapping[int, tuple[Tensor, Tensor]]) -> dict[int, Tensor]:
         """The c of each adapter that is DoRA."""
         if not module.normed:
             return {}
@@ -278,7 +277,7 @@ def _core_matrices(context: ProductContext) -> Arrays:
         trained_norms = {i: torch.from_numpy(arrays[module.factor("norms", i)]).double() for i in module.normed}
         return {i: trained_norms[i] / torch.where(norms[i] > 0, norms[i], torch.ones_like(norms[i])) for i in module.normed}
 
-    def make(module: Adapted) -> list[npt.NDArray[np.float32]]:
+    def make(module: AdaptedModule) -> list[npt.NDArray[np.float32]]:
         pairs = {i: factors(module, i, rank) for i, rank in zip(module.owners, module.ranks, strict=True)}
         scaled = scales(module, pairs)
         results = list[npt.NDArray[np.float32]]()
@@ -294,7 +293,7 @@ def _core_matrices(context: ProductContext) -> Arrays:
         return [array for arrays in pool.map(make, work.modules) for array in arrays]
 
 
-def _cores(module: Adapted, factors: Sequence[tuple[Tensor, Tensor]]) -> list[npt.NDArray[np.float32]]:
+def _cores(module: AdaptedModule, factors: Sequence[tuple[Tensor, Tensor]]) -> list[npt.NDArray[np.float32]]:
     """Bases and core matrices of the adapters of one matrix, and the core matrix of zeros."""
     import torch
 
@@ -337,7 +336,7 @@ class MergedWork(ProductSettings):
     """
 
     cores: str
-    modules: tuple[Adapted, ...]
+    modules: tuple[AdaptedModule, ...]
     ranks: tuple[int, ...]
 
     def product(self, name: str, steps: Sequence[Step]) -> Product:
@@ -347,7 +346,6 @@ class MergedWork(ProductSettings):
         return Product(name, "merged_factors", tuple(outs), self.to_json(), tuple(steps), needs=(self.cores,))
 
     def problem(self, product: Product, shapes: Mapping[str, tuple[int, ...]]) -> str:
-        """See `ProductSettings`."""
         if len(self.modules) != len(self.ranks) or self.cores not in product.needs:
             return "it has not one rank for each module, or does not need its core matrices"
         for module, rank in zip(self.modules, self.ranks, strict=True):
@@ -377,7 +375,7 @@ def _merged_factors(context: ProductContext) -> Arrays:
         kept = [float(squares[:rank].sum()), float(squares.sum())]
         return torch.nn.functional.pad(a, (0, 0, 0, n_zeros)), torch.nn.functional.pad(b, (0, n_zeros)), kept
 
-    def as_dora(module: Adapted, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    def as_dora(module: AdaptedModule, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """B of the adapter, and the norms."""
         g = 1 + torch.from_numpy(arrays[module.scales]).double()
         if (small := (g.abs() < SMALLEST).nonzero()).numel():
@@ -387,7 +385,7 @@ def _merged_factors(context: ProductContext) -> Arrays:
             (norms,) = row_norms(context.load([module.base])[module.base], [(a, b)], g)
         return b / g[:, None], norms * g.sign()
 
-    def make(module: Adapted, rank: int) -> tuple[list[npt.NDArray[np.float32]], npt.NDArray[np.float64]]:
+    def make(module: AdaptedModule, rank: int) -> tuple[list[npt.NDArray[np.float32]], npt.NDArray[np.float64]]:
         a, b, kept = zip(*(decomposed(matrix, rank) for matrix in module.matrices), strict=True)
         factors = [torch.cat(a), torch.stack(b, 2).flatten(1)]
         if module.scaled:

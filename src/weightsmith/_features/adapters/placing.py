@@ -19,9 +19,9 @@ from weightsmith._base.errors import Finding, MismatchError, Unsupported
 from weightsmith._base.files import show
 from weightsmith._base.idioms import grouped
 from weightsmith._base.tensors import DTYPES, DType, TensorSpec
-from weightsmith._features.adapters.built import WEIGHT, Built, matched
-from weightsmith._features.adapters.cores import Adapted
-from weightsmith._features.adapters.factors import Form, Target
+from weightsmith._features.adapters.built import WEIGHT, BuiltModel, matched
+from weightsmith._features.adapters.cores import AdaptedModule
+from weightsmith._features.adapters.factors import FactorTarget, Form
 from weightsmith._files.containers import DIFFUSERS_LORA, KOHYA
 from weightsmith._models.lora import Adapter
 from weightsmith._models.lora.adapter import PREFIX, FileNames
@@ -112,7 +112,7 @@ class SingleFile:
         self._adapters = adapters
         self.container = KOHYA if _names(adapters[0]).flat else DIFFUSERS_LORA
 
-    def steps(self, draft: PlanDraft, module: Adapted, rank: int, dtype: DType) -> Iterator[Step]:
+    def steps(self, draft: PlanDraft, module: AdaptedModule, rank: int, dtype: DType) -> Iterator[Step]:
         """Steps of the factors of a module, and of its alpha."""
         adapter = self._adapters[module.owners[0]]
         names, factors, specs = _names(adapter).pairs[module.name], adapter.updates[module.name], adapter.checkpoint.specs
@@ -171,7 +171,7 @@ _LAYER = ".base_layer"
 
 
 @dataclass
-class Places:
+class AdapterPlaces:
     """Where everything goes.
 
     modules     with factors: name → the target
@@ -180,14 +180,14 @@ class Places:
     in_place    tensors of the model that are replaced
     """
 
-    built: Built
-    modules: dict[str, Target] = field(default_factory=dict)
-    parameters: dict[str, Target] = field(default_factory=dict)
+    built: BuiltModel
+    modules: dict[str, FactorTarget] = field(default_factory=dict)
+    parameters: dict[str, FactorTarget] = field(default_factory=dict)
     whole: dict[str, tuple[str, ...]] = field(default_factory=dict)
     in_place: list[str] = field(default_factory=list)
     _of_module: dict[str, list[str]] = field(default_factory=dict)  # module → its parameters with factors
 
-    def add_factors(self, target: Target) -> bool:
+    def add_factors(self, target: FactorTarget) -> bool:
         """Find the place of factors; False if the model has none for them."""
         built = self.built
         if target.experts:
@@ -212,7 +212,7 @@ class Places:
             self.modules[module] = target
         return True
 
-    def put_parameter(self, key: str, target: Target) -> None:
+    def put_parameter(self, key: str, target: FactorTarget) -> None:
         """Give a parameter factors."""
         self.parameters[key] = target
         self._of_module.setdefault(key.rpartition(".")[0], []).append(key)

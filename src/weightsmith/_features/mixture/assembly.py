@@ -188,7 +188,7 @@ class MatrixPlace:
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class DenseLayer:
     """One decoder layer.
 
     mlp   `gate` [I, H], `up` [I, H], `down` [H, I]; I: intermediate size, H: hidden size
@@ -210,7 +210,7 @@ class Dense:
 
     donor: Donor
     prefix: str
-    layers: tuple[Layer, ...]
+    layers: tuple[DenseLayer, ...]
     outside: tuple[str, ...]
     dropped: tuple[str, ...]
 
@@ -263,13 +263,13 @@ def dense_parts(donor: Donor) -> Dense | WeightsmithError:
             others = f" and {len(places) - MOST:,} more" if len(places) > MOST else ""
             fix = "name a model whose MLPs have these three"
             return ShapeError(what, where=donor.label, details=[f"it has {there}{others}"], fix=fix)
-        layers.append(Layer(whole, places))
+        layers.append(DenseLayer(whole, places))
     if not layers:
         return ShapeError("it has no decoder layers", where=donor.label, fix=_DECODER)
     return _uneven(donor, layers) or Dense(donor, stack.prefix, tuple(layers), tuple(outside), tuple(dropped))
 
 
-def _uneven(donor: Donor, layers: Sequence[Layer]) -> ShapeError | None:
+def _uneven(donor: Donor, layers: Sequence[DenseLayer]) -> ShapeError | None:
     """An error if MLPs differ in width: config.json has one number for all experts of all layers."""
     shape = layers[0].mlp["gate"].shape
     if len(shape) != 2:

@@ -129,7 +129,7 @@ Visit = Sequence[Extent]
 
 
 @dataclass(slots=True, eq=False)
-class Block:
+class FetchedBlock:
     """A run of bytes of a file.
 
     places  the visits that read it, by their numbers in the order of fetching; those to come
@@ -163,13 +163,13 @@ class Blocks:
     """
 
     def __init__(self, visits: Sequence[Visit]) -> None:
-        self.order: list[Block] = []
+        self.order: list[FetchedBlock] = []
         self.files = list(dict.fromkeys(_remote(extent) for visit in visits for extent in visit))
-        self._blocks: dict[tuple[str, str, int], list[Block]] = {}
+        self._blocks: dict[tuple[str, str, int], list[FetchedBlock]] = {}
         self._starts: dict[tuple[str, str, int], list[int]] = {}
         self._cut(visits)
         for visit in visits:
-            dues: dict[Block, int] = {}
+            dues: dict[FetchedBlock, int] = {}
             for extent in visit:
                 start, end = extent.offset, extent.offset + extent.nbytes
                 for block in self.of(_remote(extent), start, end):
@@ -179,7 +179,7 @@ class Blocks:
                 block.dues.append(due)
                 self.order.append(block)
 
-    def of(self, file: RemoteFile, start: int, end: int) -> list[Block]:
+    def of(self, file: RemoteFile, start: int, end: int) -> list[FetchedBlock]:
         """The blocks that have some of these bytes, in order."""
         blocks, starts = self._blocks.get(file.key, []), self._starts.get(file.key, [])
         first, last = max(0, bisect.bisect_right(starts, start) - 1), bisect.bisect_left(starts, end)
@@ -200,7 +200,7 @@ class Blocks:
                 else:
                     runs.append([start, end])
             cuts = [(at, min(at + BLOCK_BYTES, end)) for start, end in runs for at in range(start, end, BLOCK_BYTES)]
-            self._blocks[key] = [Block(files[key], start, end) for start, end in cuts]
+            self._blocks[key] = [FetchedBlock(files[key], start, end) for start, end in cuts]
             self._starts[key] = [start for start, _ in cuts]
 
 
@@ -237,7 +237,7 @@ class TransferEstimate:
 def estimate(visits: Sequence[Visit], cache_bytes: int = STREAM_CACHE_BYTES) -> TransferEstimate:
     """What travels for some visits. Cost: a few microseconds for each visit of a block."""
     blocks, ahead = Blocks(visits), _ahead(_slots(cache_bytes))
-    room, kept = _slots(cache_bytes) - ahead, set[Block]()
+    room, kept = _slots(cache_bytes) - ahead, set[FetchedBlock]()
     needed = network = requests = passes = 0
     for place, block in enumerate(blocks.order):
         nbytes = block.end - block.start
@@ -271,12 +271,12 @@ class ReadAhead:
         self._slots = _slots(cache_bytes)
         self._condition = threading.Condition()
         self._stop = threading.Event()
-        self._here: dict[Block, None] = {}
+        self._here: dict[FetchedBlock, None] = {}
         self._kept = 0
         self._pointer = 0  # into the order of fetching
         self._late: list[int] = []  # places before the pointer whose blocks were dropped
         self._frontier = -1  # the last place that was read
-        self._urgent: deque[Block] = deque()
+        self._urgent: deque[FetchedBlock] = deque()
         self._files: list[RemoteFile] = []
         self._threads: list[threading.Thread] = []
 
@@ -321,7 +321,7 @@ class ReadAhead:
 
     # ---- the engine's threads
 
-    def _read_block(self, block: Block, offset: int, out: memoryview) -> None:
+    def _read_block(self, block: FetchedBlock, offset: int, out: memoryview) -> None:
         with self._condition:
             block.pins += 1
             try:
@@ -343,7 +343,7 @@ class ReadAhead:
                 self._settle(block)
                 self._condition.notify_all()
 
-    def _want(self, block: Block) -> bool:
+    def _want(self, block: FetchedBlock) -> bool:
         """Have a block fetched before all others. False if there is no slot for it. Raises what fetching it raised."""
         if self._stop.is_set():
             raise CheckpointError("the run has ended", where=block.file.ranges.where)
@@ -365,7 +365,7 @@ class ReadAhead:
         with self._condition:
             self.fetched_bytes += len(out)
 
-    def _settle(self, block: Block) -> None:
+    def _settle(self, block: FetchedBlock) -> None:
         """Some bytes of a block were read: keep it, or give its slot back, if the last ones of a visit were among them."""
         while block.dues and block.read >= block.dues[0]:
             block.read -= block.dues.popleft()
@@ -381,7 +381,7 @@ class ReadAhead:
             else:
                 self._drop(block)
 
-    def _drop(self, block: Block) -> None:
+    def _drop(self, block: FetchedBlock) -> None:
         """Give back the slot of a block that is here."""
         self._spool.give_back(block.slot)
         self._kept -= block.kept
@@ -392,7 +392,7 @@ class ReadAhead:
 
     # ---- the connections
 
-    def _give_slot(self, block: Block, *, urgent: bool) -> bool:
+    def _give_slot(self, block: FetchedBlock, *, urgent: bool) -> bool:
         """Take a slot for a block, that of another one which is not being read if none is free; False if there is none."""
         grows = self._spool.slots < self._slots
         if not self._spool.has_free and not grows:
@@ -412,7 +412,7 @@ class ReadAhead:
         """A place so far behind the reads that it will not be read again: a pass was shorter than planned."""
         return self._frontier - 2 * _ahead(self._slots)
 
-    def _next(self) -> Block | None:
+    def _next(self) -> FetchedBlock | None:
         """The next block to fetch; None if there is nothing to fetch now."""
         if self._urgent:
             return self._urgent.popleft()
@@ -451,10 +451,10 @@ class ReadAhead:
                 self._arrived(block, failed)
                 self._condition.notify_all()
 
-    def _put(self, block: Block, at: int, piece: bytes) -> None:
+    def _put(self, block: FetchedBlock, at: int, piece: bytes) -> None:
         self._spool.write(block.slot, at - block.start, piece)
 
-    def _arrived(self, block: Block, failed: Exception | None) -> None:
+    def _arrived(self, block: FetchedBlock, failed: Exception | None) -> None:
         if failed is None:
             block.state = "here"
             self._here[block] = None

@@ -88,7 +88,7 @@ class RemoteFile:
         return FileState.of_remote(self)
 
     def read_at(self, offset: int, nbytes: int) -> bytes:
-        """See `RandomAccess`. What was read is remembered until `forget`."""
+        """What was read is remembered until `forget`."""
         end = min(offset + nbytes, self.nbytes)
         if end <= offset:
             return b""
@@ -114,7 +114,6 @@ class RemoteFile:
         self._parts.clear()
 
     def read_into(self, offset: int, out: memoryview) -> None:
-        """See `RemoteBytes`."""
         if not len(out):
             return
         if self.ahead is None:
@@ -123,7 +122,6 @@ class RemoteFile:
             self.ahead.read_into(self, offset, out)
 
     def check_unchanged(self) -> None:
-        """See `RemoteBytes`."""
         retry_request(self.ranges.check_unchanged, self.ranges.where)
 
 

@@ -57,7 +57,6 @@ class HttpFile:
         self._tags: dict[str, str] = {}
 
     def request(self, first: int, end: int) -> Iterator[bytes]:
-        """See `Ranges`."""
         resolved = self._resolved
         headers = {**self.headers, "Range": f"bytes={first}-{end - 1}"}
         with ask("GET", resolved or self.url, headers, self.url, self.where) as (response, hops):
@@ -83,12 +82,11 @@ class HttpFile:
                     return
 
     def check_parts(self) -> None:
-        """See `Ranges`."""
         if self._sent_whole:
             raise CheckpointError(NO_RANGES, where=self.where, fix=DOWNLOAD_FIX)
 
     def check_unchanged(self) -> None:
-        """See `Ranges`. A commit does not change; other files are asked about."""
+        """A commit does not change; other files are asked about."""
         if self.pinned[0]:
             return
         with ask("HEAD", self.url, self.headers, self.url, self.where) as (response, hops):

@@ -328,7 +328,6 @@ class StoreFile:
         self.version = self._tag = _quoted(tag)
 
     def request(self, first: int, end: int) -> Iterator[bytes]:
-        """See `Ranges`."""
         try:
             answer = self._store.get(self._name, first, end, self._tag)
             self._check(answer.meta)
@@ -352,10 +351,9 @@ class StoreFile:
             raise self._store.failure(error, self.where) from error
 
     def check_parts(self) -> None:
-        """See `Ranges`. Every store has them."""
+        """Every store has them."""
 
     def check_unchanged(self) -> None:
-        """See `Ranges`."""
         try:
             meta = self._store.head(self._name)
         except Exception as error:

@@ -10,7 +10,7 @@ from typing import Any
 from weightsmith._base.errors import Finding, Unsupported
 from weightsmith._base.files import Opener, open_local, show
 from weightsmith._base.strict_json import parse_object, read_object
-from weightsmith._files.hf_folder import Weights, natural_key, no_weights, of_ranks, read_index
+from weightsmith._files.hf_folder import FolderWeights, natural_key, no_weights, of_ranks, read_index
 from weightsmith._files.subfolders import within
 from weightsmith._models.formats import FORMATS, broken, each_format, formats
 from weightsmith._models.formats.config import (
@@ -22,7 +22,7 @@ from weightsmith._models.formats.config import (
 )
 from weightsmith._models.formats.unread import are_plain, describe_codes
 from weightsmith.abc.stored import Config, Specs, Wrapped
-from weightsmith.abc.tensors import FileKind, Index, Opened
+from weightsmith.abc.tensors import FileKind, Index, OpenedFiles
 
 MAX_CONFIG_BYTES = 16 << 20
 
@@ -65,12 +65,12 @@ class WeightFiles:
     index: Index | None
     ignored: tuple[str, ...]
 
-    def open(self, where: str, open_file: Opener = open_local) -> Opened:
+    def open(self, where: str, open_file: Opener = open_local) -> OpenedFiles:
         """Open them; see `FileKind.open`. where: the model as the user named it."""
         return self.kind.open(self.paths, self.index, where, open_file)
 
 
-def choose_kind(names: Collection[str], where: str) -> tuple[FileKind, Weights]:
+def choose_kind(names: Collection[str], where: str) -> tuple[FileKind, FolderWeights]:
     """The first kind with weights in the folder, and their files. Looks only at names.
 
     names  relative names of all files in the folder
@@ -115,7 +115,7 @@ def find_subfolders(folder: Path, names: Collection[str], folders: Sequence[str]
     return found
 
 
-def open_file(path: Path, where: str, opener: Opener = open_local) -> Opened:
+def open_file(path: Path, where: str, opener: Opener = open_local) -> OpenedFiles:
     """Open a single weight file. Raises Unsupported for an unknown suffix or a part of a model, else as `FileKind.open`."""
     if error := of_ranks([path.name], str(path.parent)):
         raise error
@@ -208,7 +208,7 @@ def complete_config(config: Config | None, folder: Path, names: Collection[str],
     return config
 
 
-def with_metadata(config: Config | None, opened: Opened, where: str) -> Config | None:
+def with_metadata(config: Config | None, opened: OpenedFiles, where: str) -> Config | None:
     """config.json; if it says nothing of a quantisation that the tensors have, with what the metadata of their files say.
 
     Raises FormatError if that is no JSON object.
@@ -228,7 +228,7 @@ def _is_quantised(config: Config, specs: Specs) -> bool:
     return not surely_plain(config, specs) and any(each.recognises(config, specs) for each in formats())
 
 
-def wrap(opened: Opened, config: Config | None, where: str) -> Wrapped:
+def wrap(opened: OpenedFiles, config: Config | None, where: str) -> Wrapped:
     """The tensors of a model, decoded by the first stored format that recognises them, else as stored. Without config.json it
     stays so."""
     source, described = opened.source, with_metadata(config, opened, where) or {}

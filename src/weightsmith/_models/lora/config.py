@@ -284,7 +284,7 @@ _DIFFERENT = re.compile(r"\\[^\W_dDwWsS]|\(\?(?!:)|\[:|\{,\d")
 """Syntax that RE2 and Python's `re` do not read alike: other escapes, flags, character classes, `{,2}`."""
 
 
-class Patterns:
+class ModulePatterns:
     """Numbers by pattern: the first pattern that fits a module's name decides."""
 
     def __init__(self, numbers: Mapping[str, float], key: str, where: str) -> None:

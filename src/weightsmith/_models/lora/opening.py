@@ -34,7 +34,7 @@ from weightsmith._models.lora.forms import (
     BASE_LAYER,
     DORA,
     Factored,
-    Pair,
+    FactorNames,
     find_factors,
     other_kind,
     split_factor,
@@ -52,7 +52,7 @@ METADATA_KEY = "lora_adapter_metadata"
 _SHOWN = 8
 _MOST_DIMENSIONS = 5  # of the kernel of a convolution over time, height and width
 _WAY_OUT = "merge it into its base with the program that made it, and use that model"
-_Parts = dict[str, tuple[str, Pair]]
+_Parts = dict[str, tuple[str, FactorNames]]
 
 
 def read_file(checkpoint: Checkpoint, path: Path) -> Adapter:
@@ -127,7 +127,7 @@ class _Scale:
         self._metadata = parse_object(text.encode(), METADATA_KEY, where, fix) if text else {}
         self._stated: dict[str, Scalings | None] = {}
 
-    def of(self, module: str, rank: int, pair: Pair) -> float | str:
+    def of(self, module: str, rank: int, pair: FactorNames) -> float | str:
         """The number; or what is wrong with it. Raises Unsupported if it is in no file."""
         network, inner = network_of(module, flat=self._flat)
         beginning = module.removesuffix(inner).removesuffix(".")

@@ -12,5 +12,5 @@ Test a source with a subclass of `weightsmith.testing.SourceTests`.
 from __future__ import annotations
 
 from weightsmith.abc.tensors import FileKind as FileKind
-from weightsmith.abc.tensors import Opened as Opened
+from weightsmith.abc.tensors import OpenedFiles as OpenedFiles
 from weightsmith.abc.tensors import Tensors as Tensors

@@ -4,7 +4,7 @@ Pure functions over JSON and bytes; the package `tokenizers` is not used. `vocab
 adds tokens to tokenizer.json and makes tables of rows, `files.py` writes the other files, chat templates among them.
 """
 
-from weightsmith._models.tokenizers.matching import Alignment as Alignment
+from weightsmith._models.tokenizers.matching import RowAlignment as RowAlignment
 from weightsmith._models.tokenizers.matching import RowRule as RowRule
 from weightsmith._models.tokenizers.matching import United as United
 from weightsmith._models.tokenizers.matching import align as align

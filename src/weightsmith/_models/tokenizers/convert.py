@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from weightsmith._base.errors import Unsupported
-from weightsmith._models.tokenizers.sentencepiece import SPACE, Kind, SentencePiece, read_sentencepiece
+from weightsmith._models.tokenizers.sentencepiece import SPACE, PieceKind, SentencePiece, read_sentencepiece
 from weightsmith._models.tokenizers.vocabulary import Vocabulary, json_object, main_file
 
 # ---- What parts of a tokenizer.json are made of, whatever file they come from
@@ -248,10 +248,10 @@ def _sentencepiece(
     first = prefix and settings.get("legacy") is False  # a space before the whole text only, not after each special token
     if model.bpe is None or not model.escape or model.suffix:
         raise _refused(vocabulary, name, "it is a SentencePiece model of words or characters, or writes spaces in another way")
-    defined = [piece.text for piece in model.pieces if piece.kind == Kind.USER_DEFINED]
+    defined = [piece.text for piece in model.pieces if piece.kind == PieceKind.USER_DEFINED]
     if prefix and any(SPACE in text for text in defined):
         raise _refused(vocabulary, name, "it adds a space before a text, and defines tokens of spaces")
-    if model.bpe and any(piece.kind == Kind.UNUSED for piece in model.pieces):
+    if model.bpe and any(piece.kind == PieceKind.UNUSED for piece in model.pieces):
         raise _refused(vocabulary, name, "it has pieces that are marked as unused")
     steps: list[Json] = []
     if model.charsmap:
@@ -285,13 +285,13 @@ def _pieces(model: SentencePiece) -> Json:
     """The model of a tokenizer.json with the pieces."""
     if not model.bpe:
         lowest = min(piece.score for piece in model.pieces) - NEVER
-        vocab = [[p.text, p.score if p.kind in (Kind.NORMAL, Kind.USER_DEFINED) else lowest] for p in model.pieces]
+        vocab = [[p.text, p.score if p.kind in (PieceKind.NORMAL, PieceKind.USER_DEFINED) else lowest] for p in model.pieces]
         return {"type": "Unigram", "unk_id": model.roles.get("unk"), "vocab": vocab, "byte_fallback": model.byte_fallback}
     # SentencePiece merges pairs of equal score from left to right. A longer piece before a shorter one does the same with runs
     # of spaces, whose pieces have equal scores in many models.
-    normal = [piece for piece in model.pieces if piece.kind == Kind.NORMAL]
+    normal = [piece for piece in model.pieces if piece.kind == PieceKind.NORMAL]
     ranked = sorted(normal, key=lambda piece: (-piece.score, -len(piece.text)))
-    unknown = next((piece.text for piece in model.pieces if piece.kind == Kind.UNKNOWN), None)
+    unknown = next((piece.text for piece in model.pieces if piece.kind == PieceKind.UNKNOWN), None)
     return bpe(
         model.ids,
         _merges([piece.text for piece in ranked]),

@@ -70,7 +70,7 @@ def match(
         numbers[:size] = np.arange(min(rows, size))
         ways[:size] = [1 if i in out.tokens else 5 for i in range(min(rows, size))]
         return Match(numbers, ways)
-    finder, padding = _Finder(out, model, roles, byte, prefix), unused_row(model, size)
+    finder, padding = _TokenFinder(out, model, roles, byte, prefix), unused_row(model, size)
     for i in range(rows):
         token = out.tokens.get(i)
         if token is None:
@@ -82,7 +82,7 @@ def match(
     return Match(numbers, ways)
 
 
-class _Finder:
+class _TokenFinder:
     """Finds the row of one token after another."""
 
     def __init__(self, out: Vocabulary, model: Vocabulary, roles: Mapping[str, str], byte: bool, prefix: bool) -> None:
@@ -318,7 +318,7 @@ class RowRule:
 
 
 @dataclass(frozen=True, slots=True)
-class Alignment:
+class RowAlignment:
     """The rows of the output, by model.
 
     rows      how many
@@ -343,10 +343,10 @@ def align(
     sizes: Sequence[int],
     base: int,
     rules: Sequence[RowRule] = (),
-) -> Alignment:
+) -> RowAlignment:
     """The tables for an output with a tokenizer and a number of rows.
 
-    labels names of the models, for `Alignment.sources`
+    labels names of the models, for `RowAlignment.sources`
     sizes  rows of each model's embedding: a token whose id is larger (a ghost) has no row
     base   index of the base
 
@@ -384,7 +384,7 @@ def align(
     counted |= {f"not in all: {labels[base]}": from_base, "not in all: mean": mean, "in no model": count == 0}
     sources = {name: int((which & used & ~ruled).sum()) for name, which in counted.items()}
     sources |= {"by 'tokens' of the recipe": int(ruled.sum()), "rows without a token": int((~used).sum())}
-    return Alignment(rows, tuple(model_rows), tuple(defaults), unused, {name: n for name, n in sources.items() if n})
+    return RowAlignment(rows, tuple(model_rows), tuple(defaults), unused, {name: n for name, n in sources.items() if n})
 
 
 def unused_row(model: Vocabulary, size: int) -> int:

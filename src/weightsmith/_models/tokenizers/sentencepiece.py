@@ -57,7 +57,7 @@ _BPE = 2
 _ROLES = {"unk": (40, 0), "bos": (41, 1), "eos": (42, 2), "pad": (43, -1)}  # field, default
 
 
-class Kind(IntEnum):
+class PieceKind(IntEnum):
     """Types of pieces."""
 
     NORMAL = 1
@@ -69,8 +69,8 @@ class Kind(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """A token. kind: its type, a `Kind`, or another number."""
+class VocabularyPiece:
+    """A token. kind: its type, a `PieceKind`, or another number."""
 
     text: str
     score: float
@@ -92,7 +92,7 @@ class SentencePiece:
     suffix         the mark of a space ends a word; it does not begin one
     """
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[VocabularyPiece, ...]
     bpe: bool | None
     byte_fallback: bool
     roles: Mapping[str, int]
@@ -113,7 +113,7 @@ class SentencePiece:
 
 def read_sentencepiece(data: bytes) -> SentencePiece:
     """The model in the bytes of a file. Raises ValueError if there is none."""
-    pieces: list[Piece] = []
+    pieces: list[VocabularyPiece] = []
     trainer: dict[int, int | memoryview] = {}
     normalizer: dict[int, int | memoryview] = {}
     for key, value in fields(memoryview(data)):
@@ -144,9 +144,9 @@ def read_sentencepiece(data: bytes) -> SentencePiece:
     )
 
 
-def _piece(data: memoryview) -> Piece:
+def _piece(data: memoryview) -> VocabularyPiece:
     inner = dict(fields(data))
-    text, score, kind = inner.get(1, memoryview(b"")), inner.get(2, memoryview(bytes(4))), inner.get(3, Kind.NORMAL)
+    text, score, kind = inner.get(1, memoryview(b"")), inner.get(2, memoryview(bytes(4))), inner.get(3, PieceKind.NORMAL)
     if isinstance(text, int):
         raise ValueError("a piece whose text is a number")
     if isinstance(score, int) or len(score) != 4 or not isinstance(kind, int):
@@ -154,7 +154,7 @@ def _piece(data: memoryview) -> Piece:
     (number,) = struct.unpack("<f", score)
     if not math.isfinite(number):
         raise ValueError("a piece whose score is not finite")
-    return Piece(bytes(text).decode(), number, kind)
+    return VocabularyPiece(bytes(text).decode(), number, kind)
 
 
 def _signed(value: int | memoryview) -> int:

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from weightsmith._base.errors import FormatError
 from weightsmith._base.files import read_bounded, show
 from weightsmith._base.strict_json import parse_object
-from weightsmith._models.tokenizers.sentencepiece import SPACE, Kind, read_sentencepiece
+from weightsmith._models.tokenizers.sentencepiece import SPACE, PieceKind, read_sentencepiece
 
 
 def _byte_characters() -> dict[str, int]:
@@ -350,9 +350,9 @@ def _sentencepiece(data: bytes, label: str, name: str) -> tuple[dict[str, int], 
     except ValueError as error:
         raise _wrong(label, name, "is not a SentencePiece model") from error
     added: dict[str, Added] = {
-        piece.text: {"id": number, "content": piece.text, "special": piece.kind == Kind.CONTROL}
+        piece.text: {"id": number, "content": piece.text, "special": piece.kind == PieceKind.CONTROL}
         for number, piece in enumerate(model.pieces)
-        if piece.kind in (Kind.CONTROL, Kind.USER_DEFINED) and piece.text
+        if piece.kind in (PieceKind.CONTROL, PieceKind.USER_DEFINED) and piece.text
     }
     return model.ids, "SentencePiece BPE" if model.bpe else "unigram", added
 

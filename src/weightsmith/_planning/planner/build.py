@@ -101,7 +101,7 @@ def _find_in(source: recipes.Source, options: RecipeOptions) -> Callable[[str], 
 
 
 def _folder_of(source: recipes.Source) -> Path:
-    if isinstance(source, recipes.Written):
+    if isinstance(source, recipes.WrittenRecipe):
         return source.folder
     on_disk = isinstance(source, os.PathLike) or (isinstance(source, str) and "\n" not in source)
     return Path(str(source)).parent if on_disk else Path()

@@ -34,7 +34,7 @@ from weightsmith._models.checkpoint import Checkpoint, check_links, open_checkpo
 from weightsmith._models.structure import vocabulary
 from weightsmith._models.structure.stacks import INDEX
 from weightsmith._models.tokenizers import (
-    Alignment,
+    RowAlignment,
     RowRule,
     United,
     Vocabulary,
@@ -98,7 +98,7 @@ class Aligned:
     labels: Sequence[str]
     configs: Sequence[Mapping[str, Any] | None]
     counts: Sequence[int]
-    alignment: Alignment | None
+    alignment: RowAlignment | None
     specs: list[Specs]
     where: str = "vocabulary"
     files: dict[str, bytes] = field(default_factory=dict)
@@ -133,7 +133,7 @@ class Aligned:
 class _Placer:
     """Turns reads into gathers. Equal tables are stored once."""
 
-    def __init__(self, aligned: Aligned, alignment: Alignment, counterpart: Callable[[str, int], str | None]) -> None:
+    def __init__(self, aligned: Aligned, alignment: RowAlignment, counterpart: Callable[[str, int], str | None]) -> None:
         self.models, self.counts = aligned.models, aligned.counts
         self.labels, self.configs, self.where = aligned.labels, aligned.configs, aligned.where
         self.alignment = alignment

@@ -19,7 +19,7 @@ from weightsmith._planning.recipe.load import Loaded as Loaded
 from weightsmith._planning.recipe.load import Source as Source
 from weightsmith._planning.recipe.load import StandardInput as StandardInput
 from weightsmith._planning.recipe.load import Template as Template
-from weightsmith._planning.recipe.load import Written as Written
+from weightsmith._planning.recipe.load import WrittenRecipe as WrittenRecipe
 from weightsmith._planning.recipe.load import copy_of as copy_of
 from weightsmith._planning.recipe.load import load as load
 from weightsmith._planning.recipe.load import load_recipe as load_recipe

@@ -36,7 +36,7 @@ from weightsmith._planning.recipe import ModelRef
 from weightsmith._planning.recipe.references import parse_reference
 from weightsmith._plans import COPY, Product, Read, Step
 from weightsmith._reports.look.models import (
-    Place,
+    LayerPlace,
     check_patterns,
     fetch_small,
     json_values,
@@ -173,7 +173,7 @@ class TensorStatistics:
     """
 
     name: str
-    place: Place
+    place: LayerPlace
     shape: tuple[int, ...]
     dtype: str
     elements: int

@@ -18,7 +18,7 @@ from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import Structure
 from weightsmith._models.structure.fused import fused_parts, role_of
 from weightsmith._models.structure.model import OUTSIDE as OUTSIDE
-from weightsmith._models.structure.model import Place as Place
+from weightsmith._models.structure.model import LayerPlace as LayerPlace
 from weightsmith._models.structure.model import place_of as place_of
 from weightsmith._models.structure.vocabulary import is_vocabulary
 from weightsmith._models.tokenizers.files import settings_of, template_of
@@ -80,7 +80,7 @@ class MatchedTensor:
     """
 
     step: Step
-    place: Place
+    place: LayerPlace
     rows: int
 
 
@@ -169,7 +169,7 @@ class HasPlace(Protocol):
     """Something in a tensor."""
 
     @property
-    def place(self) -> Place: ...
+    def place(self) -> LayerPlace: ...
 
 
 Item = TypeVar("Item", bound=HasPlace)

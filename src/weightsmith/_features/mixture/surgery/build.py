@@ -19,7 +19,7 @@ from weightsmith._features.mixture.surgery.selection import (
     ExpertLayer,
     ExpertSelection,
     Groups,
-    Stacked,
+    StackedTensor,
     find_blocks,
 )
 from weightsmith._files.copied import left_out_findings
@@ -227,7 +227,9 @@ class _Surgeon:
             steps.append(self._step(block.name(new, part), spec.shape, spec, inputs, group.shares))
         return steps
 
-    def _stacked(self, block: ExpertLayer, stacked: Stacked, groups: Groups, sources: Mapping[tuple[int, str], Read]) -> Step:
+    def _stacked(
+        self, block: ExpertLayer, stacked: StackedTensor, groups: Groups, sources: Mapping[tuple[int, str], Read]
+    ) -> Step:
         """A tensor of all experts. Adjacent experts that stay adjacent are copied as one piece."""
         spec, run = stacked.spec, stacked.run(block.experts)
         dtype = self._dtype(spec)

@@ -188,7 +188,6 @@ class NeuronOrders(ProductSettings):
         return tuple(order for pair in self.pairs for order in pair.orders)
 
     def problem(self, product: Product, shapes: Mapping[str, tuple[int, ...]]) -> str:
-        """See `ProductSettings`."""
         for pair in self.pairs:
             for first, second, axis, pattern in pair.matrices:
                 shape, places = shapes.get(first, ()), pair.neurons * (1 if pattern == "plain" else 2)

@@ -33,7 +33,7 @@ _PART_OF_BLOCK = re.compile(r"(experts|gate|router|moe\w*|(shared_)?experts?\w*)
 
 
 @dataclass(frozen=True, slots=True)
-class Stacked:
+class StackedTensor:
     """A tensor with an equal, contiguous run of elements for each expert.
 
     spec  [E, ...] or [1, E]
@@ -68,8 +68,8 @@ class ExpertLayer:
     layer: str
     experts: int
     separate: tuple[Mapping[str, TensorSpec], ...]
-    fused: tuple[Stacked, ...]
-    router: tuple[Stacked, ...]
+    fused: tuple[StackedTensor, ...]
+    router: tuple[StackedTensor, ...]
 
     def name(self, expert: int, part: str) -> str:
         """The name of a tensor of one expert."""
@@ -173,8 +173,8 @@ class _Finder:
         self._check_separate(prefix, separate)
         if self.n_problems > before:
             return None
-        stacks: list[Stacked] = []
-        router: list[Stacked] = []
+        stacks: list[StackedTensor] = []
+        router: list[StackedTensor] = []
         for spec in others:
             inner = spec.name.removeprefix(prefix)
             axis = next((k for k, size in enumerate(spec.shape[:2]) if size == n and set(spec.shape[:k]) <= {1}), None)
@@ -186,9 +186,9 @@ class _Finder:
             elif axis is None:
                 self.problem(f"there are {n} experts, but this tensor is {list(spec.shape)}", spec.name)
             elif _ROUTER.fullmatch(inner):
-                router.append(Stacked(spec, axis))
+                router.append(StackedTensor(spec, axis))
             else:
-                stacks.append(Stacked(spec, axis))
+                stacks.append(StackedTensor(spec, axis))
         rows = [stacked for stacked in router if _ROWS.fullmatch(stacked.spec.name.removeprefix(prefix))]
         if self.n_problems == before and len(rows) != 1:
             self.problem(f"the experts need one router, but {len(rows)} were found", f"{prefix}experts")
