@@ -24,7 +24,8 @@ from weightsmith._files.copied import MAX_COPIED_BYTES
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import Structure, analyse
 from weightsmith._models.structure.configs import count_of
-from weightsmith._models.structure.fused import role_of, site_of
+from weightsmith._models.structure.fused import role_of
+from weightsmith._models.structure.projections import site_of
 from weightsmith._models.structure.vocabulary import is_embedding, is_head
 from weightsmith._plans import CAST, COPY, FileRead, PlanDraft, Product, Read, Step
 from weightsmith._plans.statistics import StatisticRequest, TextSource

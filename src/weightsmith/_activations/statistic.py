@@ -10,7 +10,7 @@ from weightsmith._activations.states import FORWARD
 from weightsmith._activations.statistics import STATISTICS, find_statistic
 from weightsmith._activations.work import StatisticWork
 from weightsmith._engine.products import ProductContext, ProductKind
-from weightsmith._models.structure.fused import by_site
+from weightsmith._models.structure.projections import by_site
 from weightsmith._plans import Product
 from weightsmith.abc.product import Arrays, Statistic
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weightsmith._models.structure.fused import FUSED, MIXTRAL
+from weightsmith._models.structure.projections import FUSED, MIXTRAL
 
 
 class Expert(nn.Module):  # type: ignore[misc,unused-ignore]  # torch has no types for it

@@ -36,7 +36,7 @@ from weightsmith._files.copied import MAX_COPIED_BYTES
 from weightsmith._models.card import CARD_NAME, hub_id_of, read_card
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.formats import find_encoding
-from weightsmith._models.structure.fused import site_of
+from weightsmith._models.structure.projections import site_of
 from weightsmith._models.structure.vocabulary import is_vocabulary
 from weightsmith._planning.planner import Assembled
 from weightsmith._planning.planner.companions import joined, lacking

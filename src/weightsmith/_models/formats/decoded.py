@@ -30,7 +30,7 @@ from weightsmith._models.formats.config import (
     unsupported,
     without_entries,
 )
-from weightsmith._models.structure.fused import FUSED
+from weightsmith._models.structure.projections import FUSED
 from weightsmith.abc.stored import Config, Wrapped
 from weightsmith.abc.tensors import Tensors, byte_view, check_range, digest, spec_of
 

@@ -22,7 +22,7 @@ from weightsmith._base.errors import NonFinite, Unsupported, raised_at
 from weightsmith._base.files import show
 from weightsmith._base.tensors import DTYPES, DType, TensorSpec
 from weightsmith._models.formats.hessians import CodesOf, quantise_groups
-from weightsmith._models.structure.fused import FUSED
+from weightsmith._models.structure.projections import FUSED
 from weightsmith.abc.product import Arrays
 from weightsmith.abc.stored import (
     WHOLE,

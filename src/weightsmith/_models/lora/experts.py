@@ -30,7 +30,7 @@ from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.lora.adapter import Adapter, ExpertParameter, Stacked
 from weightsmith._models.lora.config import transposed_of
 from weightsmith._models.sources.adapted import Update
-from weightsmith._models.structure.fused import GATED, MIXTRAL
+from weightsmith._models.structure.projections import GATED, MIXTRAL
 
 Specs = Mapping[str, TensorSpec]
 

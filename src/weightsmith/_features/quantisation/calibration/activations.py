@@ -19,7 +19,7 @@ from weightsmith._base.errors import NonFinite, Unsupported, WeightsmithError
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._models.formats import find_cache, find_encoding
-from weightsmith._models.structure.fused import by_site
+from weightsmith._models.structure.projections import by_site
 from weightsmith._plans import Product
 from weightsmith.abc.product import Arrays, Floats
 from weightsmith.abc.stored import ActivationScale

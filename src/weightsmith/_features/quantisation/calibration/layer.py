@@ -19,7 +19,7 @@ from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._features.quantisation.calibration import common
 from weightsmith._features.quantisation.calibration.common import split
 from weightsmith._models.formats import find_encoding
-from weightsmith._models.structure.fused import is_attention, site_of
+from weightsmith._models.structure.projections import is_attention, site_of
 from weightsmith.abc.product import Arrays
 from weightsmith.abc.stored import Unread
 
