@@ -31,12 +31,12 @@ def measured(
     asked: Mapping[str, Asked], command: Command, settings: EvaluateSettings, running: RunOptions
 ) -> tuple[float, ...]:
     """The number that a command finds for each model. Raises CommandFailed, and what writing a model raises."""
-    found = []
+    numbers = []
     for name, model in asked.items():
         with _folder_of(model, command, settings, running) as folder:
             status(f"measuring {name} by the command")
-            found.append(command.measured(folder))
-    return tuple(found)
+            numbers.append(command.measured(folder))
+    return tuple(numbers)
 
 
 @contextmanager
