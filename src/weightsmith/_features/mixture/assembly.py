@@ -14,9 +14,9 @@ from weightsmith._files.hf_folder import natural_key
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import Structure, analyse
 from weightsmith._models.structure.fused import fused_parts
-from weightsmith._planning.planner.dtypes import main_dtype
+from weightsmith._planning.planner.config import main_dtype
 from weightsmith._planning.planner.match import is_buffer
-from weightsmith._planning.planner.prepared import Assembled, model_input
+from weightsmith._planning.planner.prepared import Prepared, model_input
 from weightsmith._planning.recipe import Expert, Recipe, Upcycling
 from weightsmith._plans import (
     CAST,
@@ -93,7 +93,7 @@ class Assembly:
         structure = analyse([step.out for step in steps.values()], checkpoint.config)
         return Donor(label, checkpoint, checkpoint.config or {}, steps, structure)
 
-    def merge(self, assembled: Assembled) -> Donor:
+    def merge(self, assembled: Prepared) -> Donor:
         """The donor for an inline merge: its models, settings and products are added to the draft."""
         plan = assembled.draft
         numbers = [self.add(checkpoint) for checkpoint in assembled.inputs]
