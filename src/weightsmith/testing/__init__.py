@@ -1,6 +1,7 @@
 """Shared pytest suites, one for each kind of plug-in. Subclass one, with a name that starts with `Test`."""
 
 from weightsmith.testing.formats import EncodingTests, StoredFormatTests
+from weightsmith.testing.histories import run_histories
 from weightsmith.testing.methods import MethodCase, MethodTests
 from weightsmith.testing.outputs import OutputCase, OutputTests
 from weightsmith.testing.products import ProductCase, ProductTests
@@ -17,4 +18,5 @@ __all__ = [
     "SourceCase",
     "SourceTests",
     "StoredFormatTests",
+    "run_histories",
 ]
