@@ -307,6 +307,7 @@ def test_a_model_can_be_split_for_one_format_and_fused_for_the_next(tmp_path: Pa
     assert "layer 0" in {product.name for product in quantise(phi3, tmp_path / "out", fused, name="w4a16").plan.products}
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.usefixtures("few_options")
 def test_a_run_resumes_after_its_measurement(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,6 +321,7 @@ def test_a_run_resumes_after_its_measurement(llama: Path, tmp_path: Path, monkey
     assert found == weights_of(quantise(llama, tmp_path / "b", given).out)
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.usefixtures("few_options")
 def test_a_measurement_is_resumed_for_other_bits(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

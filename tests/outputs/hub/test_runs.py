@@ -36,8 +36,6 @@ from weightsmith._outputs.staging import Staging
 from weightsmith._outputs.weight_files import FILLED, UPLOADS, StreamedFiles
 from weightsmith._planning.options import RecipeOptions
 
-pytestmark = pytest.mark.store
-
 __all__ = ["cli"]
 
 OUT = "hf://org/out"
