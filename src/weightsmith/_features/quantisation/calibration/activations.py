@@ -7,7 +7,7 @@ layer, for the same projection: few tokens of the text reach some of them, or no
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +58,18 @@ class ScalesWork(LayerWork):
         scale = find_encoding(self.encoding).inputs if self.weights else None
         inputs = () if scale is None else tuple(scale.out(weight) for weight in self.weights)
         return (*inputs, *(each.out(self.attention) for each in self.scales))
+
+    def problem(self, product: Product, shapes: Mapping[str, tuple[int, ...]]) -> str:
+        if problem := LayerWork.problem(self, product, shapes):
+            return problem
+        try:
+            if self.weights and find_encoding(self.encoding).inputs is None:
+                return f"there is no scale of activations for weights stored as {self.encoding}"
+        except WeightsmithError as error:
+            return error.finding.what
+        if bool(self.attention) != (find_cache(self.cache) is not None):
+            return "there is no such cache"
+        return "" if product.outs == self.outs else "its arrays are not those of its settings"
 
 
 def attention_of(names: Iterable[str]) -> str:
@@ -144,18 +156,4 @@ def _inputs(rows: LayerRows, weights: Sequence[str], after: Floats | None) -> di
     return {weight: shared[shared_site(site)] for site, own in by_site(weights).items() for weight in own}
 
 
-def _check(product: Product) -> str:
-    if problem := ScalesWork.check(product):
-        return problem
-    work = ScalesWork.of(product)
-    try:
-        if work.weights and find_encoding(work.encoding).inputs is None:
-            return f"there is no scale of activations for weights stored as {work.encoding}"
-    except WeightsmithError as error:
-        return error.finding.what
-    if bool(work.attention) != (find_cache(work.cache) is not None):
-        return "there is no such cache"
-    return "" if product.outs == work.outs else "its arrays are not those of its settings"
-
-
-KIND = ProductKind(FORWARD, compute=_compute, check=_check, device=True)
+KIND = ProductKind(FORWARD, compute=_compute, check=ScalesWork.check, device=True)

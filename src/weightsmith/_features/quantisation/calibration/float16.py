@@ -37,10 +37,8 @@ class LargestStateWork(LayerWork):
 
     refused_by: str
 
-    @classmethod
-    def check(cls, product: Product) -> str:
-        """Why the settings or arrays of a product are invalid, or ""."""
-        if problem := super(LargestStateWork, cls).check(product):
+    def problem(self, product: Product, shapes: Mapping[str, tuple[int, ...]]) -> str:
+        if problem := LayerWork.problem(self, product, shapes):
             return problem
         return "" if [(out.dtype.name, out.shape) for out in product.outs] == [("F32", (1,))] else "it has not one number"
 

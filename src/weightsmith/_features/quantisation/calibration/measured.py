@@ -35,7 +35,9 @@ from weightsmith._base.errors import ParameterError
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._features.quantisation.calibration import common
+from weightsmith._features.quantisation.calibration.common import CalibratedWork
 from weightsmith._models.formats import find_encoding
+from weightsmith._plans import Product
 from weightsmith.abc.product import Arrays, Floats
 
 if TYPE_CHECKING:
@@ -51,7 +53,7 @@ FEATURES = 128
 
 
 @dataclass(frozen=True, slots=True)
-class MeasureWork(common.CalibratedWork):
+class MeasureWork(CalibratedWork):
     """Settings of the product.
 
     gradients   the product of the layer's gradients, for the same weights in the same order
@@ -165,7 +167,7 @@ _QUANTISING = 0.3
 
 
 @dataclass(frozen=True, slots=True)
-class BlocksWork(common.CalibratedWork):
+class BlocksWork(CalibratedWork):
     """Settings of the product.
 
     blocks  the options of each block, by its key: the encoding of each of its weights, by name
@@ -181,11 +183,11 @@ class BlocksWork(common.CalibratedWork):
         """The errors: [blocks, options]."""
         return [("F64", (len(self.blocks), max(map(len, self.blocks.values()), default=0)))]
 
-    def problem(self) -> str:
+    def problem(self, product: Product, shapes: Mapping[str, tuple[int, ...]]) -> str:
         """All options of a block have the same weights."""
         every = self.blocks.values()
         same = all(options and all(one and set(one) == set(options[0]) for one in options) for options in every)
-        return "" if same else "the options of a block are for other weights"
+        return CalibratedWork.problem(self, product, shapes) if same else "the options of a block are for other weights"
 
 
 def _compute_blocks(bench: ProductContext) -> Arrays:

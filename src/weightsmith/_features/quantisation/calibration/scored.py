@@ -66,6 +66,23 @@ class ScoreWork(LayerWork):
         """The products that the settings name."""
         return {self.states, self.gradients}
 
+    def problem(self, product: Product, shapes: Mapping[str, tuple[int, ...]]) -> str:
+        if problem := LayerWork.problem(self, product, shapes):
+            return problem
+        specs = {step.out.name: step.out for step in product.steps}
+        for name, tried in self.candidates.items():
+            try:
+                encodings = [find_encoding(encoding) for encoding in tried]
+            except WeightsmithError as error:
+                return error.finding.what
+            if name not in specs or len(specs[name].shape) != 2 or not all(map(can_score, encodings)):
+                return "it has no step for a weight, or cannot score its encoding"
+            if any(encoding.refusal(specs[name]) for encoding in encodings):
+                return "the rows of a weight have no whole blocks"
+        sizes = len(self.candidates), max(map(len, self.candidates.values()), default=0)
+        arrays = [(out.dtype.name, out.shape[:2], len(out.shape)) for out in product.outs]
+        return "" if arrays == [("F32", sizes, 3)] else "its arrays are not those of its settings"
+
 
 @dataclass(frozen=True, slots=True)
 class VocabularyWork(ScoreWork):
@@ -87,6 +104,11 @@ class VocabularyWork(ScoreWork):
     def needs(self) -> set[str]:
         """The products that the settings name."""
         return {self.states, self.gradients, self.embedded}
+
+    def problem(self, product: Product, shapes: Mapping[str, tuple[int, ...]]) -> str:
+        if self.layer != self.base.layers or not any(is_embedding(step.out) for step in product.steps):
+            return "it has no step for the embedding"
+        return "its seed is negative" if self.seed < 0 else ScoreWork.problem(self, product, shapes)
 
 
 def places(rows: int, tokens: int) -> npt.NDArray[np.int64]:
@@ -247,34 +269,5 @@ def _score_vocabulary(bench: ProductContext) -> Arrays:
     return [scores]
 
 
-def _check_layer(product: Product) -> str:
-    return ScoreWork.check(product) or _check(product, ScoreWork.of(product))
-
-
-def _check_vocabulary(product: Product) -> str:
-    if problem := VocabularyWork.check(product):
-        return problem
-    work = VocabularyWork.of(product)
-    if work.layer != work.base.layers or not any(is_embedding(step.out) for step in product.steps):
-        return "it has no step for the embedding"
-    return "its seed is negative" if work.seed < 0 else _check(product, work)
-
-
-def _check(product: Product, work: ScoreWork) -> str:
-    specs = {step.out.name: step.out for step in product.steps}
-    for name, tried in work.candidates.items():
-        try:
-            encodings = [find_encoding(encoding) for encoding in tried]
-        except WeightsmithError as error:
-            return error.finding.what
-        if name not in specs or len(specs[name].shape) != 2 or not all(map(can_score, encodings)):
-            return "it has no step for a weight, or cannot score its encoding"
-        if any(encoding.refusal(specs[name]) for encoding in encodings):
-            return "the rows of a weight have no whole blocks"
-    made = [(out.dtype.name, out.shape[:2]) for out in product.outs]
-    wanted = len(work.candidates), max(map(len, work.candidates.values()), default=0)
-    return "" if made == [("F32", wanted)] and len(product.outs[0].shape) == 3 else "its arrays are not those of its settings"
-
-
-LAYER = ProductKind(LAST_FIRST, compute=_score_layer, check=_check_layer, device=True)
-VOCABULARY = ProductKind(LAST_FIRST, compute=_score_vocabulary, check=_check_vocabulary, device=True)
+LAYER = ProductKind(LAST_FIRST, compute=_score_layer, check=ScoreWork.check, device=True)
+VOCABULARY = ProductKind(LAST_FIRST, compute=_score_vocabulary, check=VocabularyWork.check, device=True)
