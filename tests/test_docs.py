@@ -646,7 +646,9 @@ def arrows() -> dict[str, set[str]]:
     for file in SOURCES:
         for module in imports(file):
             if (own := package_of(file)) and module.startswith("weightsmith.") and module != "weightsmith._version":
-                found[own].add(module.split(".")[1])
+                name = module.split(".")[1]
+                assert name in PACKAGES or own == "_app", f"{file} uses {module}, a public name"
+                found[own] |= {name} & {*PACKAGES} - {"plugin"}  # which names parts of the others
     return {package: others - {package} for package, others in found.items()}
 
 

@@ -38,13 +38,14 @@ def _entries(models: Sequence[str], *more: str) -> str:
 
 
 def _combine(models: Sequence[str], base: str) -> str:
-    return f"""# One model with the skills of several fine-tunes of one base: TIES, https://arxiv.org/abs/2306.01708
-merge_method: ties
+    return f"""# One model with the skills of several fine-tunes of one base: the mean of their changes, with a strength.
+# `weightsmith auto` measures this and other merges, and writes the best.
+merge_method: task_arithmetic
 base_model: {base}    # the model that all the others were tuned from
 models:
 {_entries(models, "parameters: {weight: 1.0}    # its share; the shares are divided by their sum")}parameters:
-  density: 0.5    # share of each model's changes that is kept, the largest; 1 keeps all
-  lambda: 1.0     # strength of the merged changes; less is closer to the base
+  normalize: true
+  lambda: 1.0     # strength: 1 is the plain mean. Compare 1.2 and 1.5 with `weightsmith eval`
 dtype: bfloat16
 """
 
@@ -101,7 +102,9 @@ experts:
 
 
 GOALS = {
-    "combine": Goal("one model with the skills of several fine-tunes of one base (ties)", 2, None, "needed", _combine),
+    "combine": Goal(
+        "one model with the skills of several fine-tunes of one base (task_arithmetic)", 2, None, "needed", _combine
+    ),
     "add": Goal("add what fine-tunes learnt to their base (task_arithmetic)", 1, None, "needed", _add),
     "blend": Goal("a model on the way from one to another (slerp)", 2, 2, "none", _blend),
     "average": Goal("the mean of fine-tunes, or of checkpoints of a run (linear)", 2, None, "none", _average),

@@ -112,7 +112,7 @@ def test_on_a_terminal_it_asks(work: Path) -> None:
     assert process.wait(60) == 0, text
     os.close(ours)
     written = (work / "recipe.yml").read_text()
-    assert "merge_method: ties\nbase_model: base " in written
+    assert "merge_method: task_arithmetic\nbase_model: base " in written
     assert written.count("- model:") == 2
 
 

@@ -13,7 +13,19 @@ from weightsmith._app.studio import draft
 from weightsmith._methods import NAMES, get
 from weightsmith._planning.recipe import load
 
-COMBINE = draft.begin("combine", "./base", ["./fr", "./de"])
+COMBINE = """# One model with the skills of several fine-tunes of one base: TIES
+merge_method: ties
+base_model: ./base    # the model that all the others were tuned from
+models:
+  - model: ./fr
+    parameters: {weight: 1.0}    # its share
+  - model: ./de
+    parameters: {weight: 1.0}    # its share
+parameters:
+  density: 0.5    # share of each model's changes that is kept, the largest; 1 keeps all
+  lambda: 1.0     # strength of the merged changes; less is closer to the base
+dtype: bfloat16
+"""
 WEIGHT = ("models", 0, "parameters", "weight")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from html import escape
 from typing import Any, Literal, Protocol, TypeVar
@@ -438,3 +438,33 @@ def _expert(name: str, layer: str) -> str:
 
 def _defined(value: float | Mark) -> float | Mark:
     return value if isinstance(value, Mark) or not math.isnan(value) else Mark.UNDEFINED
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What a report says, before anything renders it.
+
+    title    what it is about
+    summary  sentences; the first is the verdict, the others are notes
+    blocks   facts, tables, heat maps and curves, in the order in which they are shown
+    data     the result as JSON values
+    numbers  the three numbers that matter most: a name, and the number as it is written
+    models   the letters that stand for models, and their names
+    """
+
+    title: str
+    summary: tuple[str, ...]
+    blocks: tuple[Block, ...]
+    data: Mapping[str, Any] = field(default_factory=dict)
+    numbers: tuple[tuple[str, str], ...] = ()
+    models: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def verdict(self) -> str:
+        """The conclusion, in a sentence; "" without one."""
+        return self.summary[0] if self.summary else ""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Whatever else is to be said, in sentences."""
+        return self.summary[1:]

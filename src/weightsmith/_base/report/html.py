@@ -13,7 +13,7 @@ from functools import cache
 from html import escape
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from weightsmith._base.errors import NOTHING_WRITTEN, OutputExists, StoreError, printable
 from weightsmith._base.files import expand_user, real_path, write_whole
@@ -21,6 +21,7 @@ from weightsmith._base.redaction import redacted
 from weightsmith._base.report.blocks import (
     Block,
     Code,
+    Content,
     Curves,
     Facts,
     HeatMap,
@@ -36,9 +37,6 @@ from weightsmith._base.report.blocks import (
 from weightsmith._base.report.charts import curves, grid, legend, style
 from weightsmith._base.text import count, json_text
 from weightsmith._version import __version__
-
-if TYPE_CHECKING:
-    from weightsmith._base.report.report import Report
 
 GENERATOR = '<meta name="generator" content="weightsmith '
 """In the first lines of every page."""
@@ -63,7 +61,7 @@ _POLICY = "; ".join(
 )
 
 
-def to_html(report: Report) -> str:
+def to_html(report: Content) -> str:
     """A report as one HTML document: the verdict, three numbers, charts; the rest is folded.
 
     What it shows is escaped: names of tensors, tokens and files are hostile until then. Readable without its script; with it,
@@ -113,13 +111,13 @@ def to_html(report: Report) -> str:
     )
 
 
-def charts_html(report: Report) -> tuple[str, list[dict[str, Any]]]:
+def charts_html(report: Content) -> tuple[str, list[dict[str, Any]]]:
     """The heat maps and curves of a report as HTML, and the JSON of each, in order."""
     charts = [block for block in report.blocks if isinstance(block, HeatMap | Curves)]
     return "".join(_charts(report.blocks, charts)), [_plain_values(chart.to_json()) for chart in charts]
 
 
-def in_cell(report: Report) -> str:
+def in_cell(report: Content) -> str:
     """The page in a frame, for a cell of a notebook: as interactive as the file, and as much shut off.
 
     >>> from weightsmith._base.report import Facts, Report
@@ -159,7 +157,7 @@ def _identifier(block: Block, i: int) -> str:
     return f"{re.sub(r'[^a-z0-9]+', '-', name.lower()).strip('-') or 'part'}-{i + 1}"
 
 
-def _head(report: Report) -> Iterator[str]:
+def _head(report: Content) -> Iterator[str]:
     yield f"<h1>{safe(report.title)}</h1>"
     if report.summary:
         yield f'<p class="verdict">{safe(report.summary[0])}</p>'

@@ -4,45 +4,17 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from weightsmith._base.report import html, terminal
-from weightsmith._base.report.blocks import Block
+from weightsmith._base.report.blocks import Content
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """What a result says. `report()` of each result makes one.
-
-    title    what it is about
-    summary  sentences; the first is the verdict, the others are notes
-    blocks   facts, tables, heat maps and curves, in the order in which they are shown
-    data     the result as JSON values
-    numbers  the three numbers that matter most: a name, and the number as it is written
-    models   the letters that stand for models, and their names
-
-    Notebooks show a report as its page.
-    """
-
-    title: str
-    summary: tuple[str, ...]
-    blocks: tuple[Block, ...]
-    data: Mapping[str, Any] = field(default_factory=dict)
-    numbers: tuple[tuple[str, str], ...] = ()
-    models: tuple[tuple[str, str], ...] = ()
-
-    @property
-    def verdict(self) -> str:
-        """The conclusion, in a sentence; "" without one."""
-        return self.summary[0] if self.summary else ""
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Whatever else is to be said, in sentences."""
-        return self.summary[1:]
+class Report(Content):
+    """What a result says, and its four renderings. `report()` of each result makes one. Notebooks show it as its page."""
 
     def show(self, *, details: bool = False) -> None:
         """Print it on the terminal: facts, tables, heat maps as blocks, the verdict last.

@@ -56,6 +56,10 @@ Scored = Callable[[Trial, float | None], None]
 """Takes a trial and its objective, as the report has it; None if it was not scored on all rows."""
 
 
+def _unwatched(_trial: Trial, _loss: float | None) -> None:
+    """Nobody is told of a trial."""
+
+
 def tune(
     recipe: Source,
     out: str | os.PathLike[str],
@@ -64,7 +68,7 @@ def tune(
     report_text: GivenText = (),
     reference: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
     progress: bool | Meter = True,
-    on_trial: Scored = lambda _trial, _loss: None,
+    on_trial: Scored | None = None,
     **options: Unpack[TuneKeywords],
 ) -> Tuning:
     """Find the values of a recipe with which the merge predicts texts best, and write the recipe with them.
@@ -101,7 +105,7 @@ def tune(
         given = {**files.paths, "reference": [os.fspath(model) for model in models], **options}
         planning, texts, settings, running = read_options("tune", given, *kinds)
         with nullcontext(meter) if isinstance(progress, Meter) else meter as shown:
-            found = tuned(recipe, os.fspath(out), planning, texts, settings, running, shown, on_trial)
+            found = tuned(recipe, os.fspath(out), planning, texts, settings, running, shown, on_trial or _unwatched)
         return replace(found, texts=files.named(found.texts), report_texts=files.named(found.report_texts))
 
 
