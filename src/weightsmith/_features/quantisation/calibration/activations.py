@@ -57,7 +57,7 @@ class ScalesWork(LayerWork):
         """The scales: one for each weight, then those of keys and values."""
         scale = find_encoding(self.encoding).inputs if self.weights else None
         inputs = () if scale is None else tuple(scale.out(weight) for weight in self.weights)
-        return (*inputs, *(each.out(self.attention) for each in self.scales))
+        return (*inputs, *(cached.out(self.attention) for cached in self.scales))
 
     def problem(self, product: Product, shapes: Mapping[str, tuple[int, ...]]) -> str:
         if problem := LayerWork.problem(self, product, shapes):
@@ -109,19 +109,21 @@ class Cached:
 
     def update(self, keys: Tensor, values: Tensor, *_args: object, **_kwargs: object) -> tuple[Tensor, Tensor]:
         """Return them as they are. Infinity counts for NaN, whose maximum would depend on the order."""
-        found = [float(x.abs().amax().nan_to_num(np.inf)) for x in (keys, values)]
+        magnitudes = [float(x.abs().amax().nan_to_num(np.inf)) for x in (keys, values)]
         with self._lock:
-            self.largest = found if not self.largest else [max(pair) for pair in zip(self.largest, found, strict=True)]
+            self.largest = (
+                magnitudes if not self.largest else [max(pair) for pair in zip(self.largest, magnitudes, strict=True)]
+            )
         return keys, values
 
 
-def _compute(bench: ProductContext) -> Arrays:
+def _compute(context: ProductContext) -> Arrays:
     from weightsmith._activations.running import layer_rows
 
-    work, cached = ScalesWork.of(bench.product), Cached()
+    work, cached = ScalesWork.of(context.product), Cached()
     # With a cache, attention may round otherwise.
-    after = made_beside(bench, work) if work.weights and not work.attention else None
-    with layer_rows(bench, work, 0, 0.7 if after is None else 1) as rows:
+    after = made_beside(context, work) if work.weights and not work.attention else None
+    with layer_rows(context, work, 0, 0.7 if after is None else 1) as rows:
         if work.attention:
             rows = replace(rows, layer=rows.layer.with_cache(cached))
         inputs = _inputs(rows, work.weights, after)
@@ -135,7 +137,7 @@ def _compute(bench: ProductContext) -> Arrays:
         raise NonFinite(f"the keys or values of layer {work.layer} are NaN or infinite", where=work.base.label)
     scale = find_encoding(work.encoding).inputs if work.weights else None
     of_inputs = [] if scale is None else [scale.of(inputs[weight]) for weight in work.weights]
-    return [*of_inputs, *(each.of(largest) for each, largest in zip(work.scales, cached.largest, strict=False))]
+    return [*of_inputs, *(of_cache.of(largest) for of_cache, largest in zip(work.scales, cached.largest, strict=False))]
 
 
 def _inputs(rows: LayerRows, weights: Sequence[str], after: Floats | None) -> dict[str, float]:
@@ -143,17 +145,17 @@ def _inputs(rows: LayerRows, weights: Sequence[str], after: Floats | None) -> di
     from weightsmith._activations.statistics.maxima import STATISTIC as MAXIMA
     from weightsmith._activations.sums import Forward, use_sums
 
-    found: dict[str, float] = {}
+    largest_of: dict[str, float] = {}
 
     def keep(_inputs: Inputs, site: str, finish: Callable[[str], Any]) -> None:
         maxima = finish(site)
-        found[site] = 0.0 if maxima is None else float(maxima.max())  # None: no token reached it
+        largest_of[site] = 0.0 if maxima is None else float(maxima.max())  # None: no token reached it
 
     use_sums(rows, weights, keep, MAXIMA, forward=Forward(beside=after))
     shared: dict[str, float] = {}
-    for site, largest in found.items():
+    for site, largest in largest_of.items():
         shared[shared_site(site)] = max(largest, shared.get(shared_site(site), 0.0))
-    return {weight: shared[shared_site(site)] for site, own in by_site(weights).items() for weight in own}
+    return {weight: shared[shared_site(site)] for site, names in by_site(weights).items() for weight in names}
 
 
 KIND = ProductKind(FORWARD, compute=_compute, check=ScalesWork.check, device=True)

@@ -43,11 +43,11 @@ class LargestStateWork(LayerWork):
         return "" if [(out.dtype.name, out.shape) for out in product.outs] == [("F32", (1,))] else "it has not one number"
 
 
-def _largest(bench: ProductContext) -> Arrays:
+def _largest(context: ProductContext) -> Arrays:
     from weightsmith._files.mapped import release_pages
 
-    work = LargestStateWork.of(bench.product)
-    [states] = bench.arrays(work.states)
+    work = LargestStateWork.of(context.product)
+    [states] = context.arrays(work.states)
     largest = np.float32(0)
     for row in states:
         largest = max(largest, np.abs(row).max())
@@ -82,8 +82,8 @@ class LargestStates:
 
     def _summary(self) -> str:
         named = ", ".join(f"{x:.3g} behind layer {layer}" for layer, x in self._beyond[:8])
-        more = f", and {len(self._beyond) - 8} more layers" if len(self._beyond) > 8 else ""
-        return f"hidden states leave the range of float16, which holds {LARGEST:,.0f}: {named}{more}"
+        rest = f", and {len(self._beyond) - 8} more layers" if len(self._beyond) > 8 else ""
+        return f"hidden states leave the range of float16, which holds {LARGEST:,.0f}: {named}{rest}"
 
     def _fix(self) -> str:
         if self.fixed:
@@ -144,9 +144,9 @@ def collected(measured: Sequence[Product], *, fixed: bool) -> list[Product]:
     return [Product(name, "largest_states", (out,), settings, (), (), tuple(product.name for product in measured))]
 
 
-def _collect(bench: ProductContext) -> Arrays:
-    found = [bench.arrays(name)[0] for name in bench.product.needs]
-    return [np.concatenate(found).astype(np.float32)]
+def _collect(context: ProductContext) -> Arrays:
+    largest = [context.arrays(name)[0] for name in context.product.needs]
+    return [np.concatenate(largest).astype(np.float32)]
 
 
 def _report(product: Product, arrays: Arrays) -> LargestStates:

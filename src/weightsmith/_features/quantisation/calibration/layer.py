@@ -75,14 +75,14 @@ def stages(weights: Mapping[str, str]) -> list[dict[str, str]]:
     return [stage for stage in (first, rest) if stage]
 
 
-def _compute(bench: ProductContext) -> Arrays:
+def _compute(context: ProductContext) -> Arrays:
     from weightsmith._activations.running import layer_rows
 
-    work = QuantisedWork.of(bench.product)
+    work = QuantisedWork.of(context.product)
     if work.layer == work.base.layers:
-        return _head(bench, work)
+        return _head(context, work)
     quantised: dict[str, Arrays] = {}
-    with layer_rows(bench, work, 0, 0.7) as rows:
+    with layer_rows(context, work, 0, 0.7) as rows:
         parts = stages(work.weights)
         for number, stage in enumerate(parts):
             if number:
@@ -125,7 +125,7 @@ def _give(rows: LayerRows, stage: Mapping[str, str], quantised: Mapping[str, Arr
         list(pool.map(give, stage))
 
 
-def _head(bench: ProductContext, work: QuantisedWork) -> Arrays:
+def _head(context: ProductContext, work: QuantisedWork) -> Arrays:
     """Quantise the head for what leaves the final norm."""
     import torch
 
@@ -133,12 +133,12 @@ def _head(bench: ProductContext, work: QuantisedWork) -> Arrays:
     from weightsmith._activations.statistics.gram import STATISTIC as GRAM
     from weightsmith._activations.sums import Sums
 
-    rows = rows_of_states(bench, work, 0, 0)
+    rows = rows_of_states(context, work, 0, 0)
     [(name, setting)] = work.weights.items()
     encoding = find_encoding(setting)
-    n, k = next(step.out.shape for step in bench.product.steps if step.out.name == name)
+    n, k = next(step.out.shape for step in context.product.steps if step.out.name == name)
     sums = Sums(GRAM, {name: (n, k)}, rows.device)
-    with workers(bench.threads, rows.device) as pool, decoder_of(work.base).final_norm(bench, rows.device) as norm:
+    with workers(context.threads, rows.device) as pool, decoder_of(work.base).final_norm(context, rows.device) as norm:
 
         def run(numbered: NumberedRow) -> dict[str, tuple[Tensor, ...]]:
             row, hidden = numbered
@@ -149,10 +149,10 @@ def _head(bench: ProductContext, work: QuantisedWork) -> Arrays:
 
         for some in rows.batches():
             sums.add(list(pool.map(run, some)), pool)
-    weight = Unread((n, k), lambda array: bench.fill({name: array}))
+    weight = Unread((n, k), lambda array: context.fill({name: array}))
     with common.located(f"{name}, {work.base.label}"):
-        hessian = common.factorised(sums.finish(name), encoding.hessian, bench.threads)
-        return encoding.quantise(weight, hessian, bench.threads)
+        hessian = common.factorised(sums.finish(name), encoding.hessian, context.threads)
+        return encoding.quantise(weight, hessian, context.threads)
 
 
 KIND = ProductKind(LAYER_BY_LAYER, compute=_compute, check=QuantisedWork.check, device=True)
@@ -178,19 +178,19 @@ class QuantisedStatesWork(LayerWork):
         return {self.states, self.made}
 
 
-def _compute_states(bench: ProductContext) -> Arrays:
+def _compute_states(context: ProductContext) -> Arrays:
     import torch
 
     from weightsmith._files.mapped import release_pages
 
-    work = QuantisedStatesWork.of(bench.product)
-    specs = {step.out.name: step.out for step in bench.product.steps}
-    given = {}
-    for name, stored in split(work.weights, specs, bench.arrays(work.made)):
-        given[name] = torch.from_numpy(find_encoding(work.weights[name]).dequantise(stored, specs[name].shape))
+    work = QuantisedStatesWork.of(context.product)
+    specs = {step.out.name: step.out for step in context.product.steps}
+    dequantised = {}
+    for name, stored in split(work.weights, specs, context.arrays(work.made)):
+        dequantised[name] = torch.from_numpy(find_encoding(work.weights[name]).dequantise(stored, specs[name].shape))
         for array in stored:
             release_pages(array)
-    return run(bench, work, given)
+    return run(context, work, dequantised)
 
 
 _check_states = partial(check, kind=QuantisedStatesWork)

@@ -70,24 +70,24 @@ class MeasureWork(CalibratedWork):
 
     def encodings(self) -> Iterable[tuple[str, str]]:
         """The names of the weights, and the encodings to try."""
-        return ((name, each) for name, tried in self.candidates.items() for each in tried)
+        return ((name, encoding) for name, tried in self.candidates.items() for encoding in tried)
 
     def shapes(self, specs: Mapping[str, TensorSpec]) -> common.Shapes:
         """The losses: nats for each token, [weights, candidates]."""
         return [("F64", (len(self.candidates), max(map(len, self.candidates.values()), default=0)))]
 
 
-def _compute(bench: ProductContext) -> Arrays:
+def _compute(context: ProductContext) -> Arrays:
     from weightsmith._activations.running import budget, layer_rows
     from weightsmith._activations.sums import Forward, use_sums
 
-    work = MeasureWork.of(bench.product)
-    _, norms, squares = bench.arrays(work.gradients)
-    losses = np.zeros(bench.product.outs[0].shape)
-    factors = common.Factors(budget(bench))
+    work = MeasureWork.of(context.product)
+    _, norms, squares = context.arrays(work.gradients)
+    losses = np.zeros(context.product.outs[0].shape)
+    factors = common.Factors(budget(context))
     places = {name: i for i, name in enumerate(work.candidates)}
     scales = {name: norms[i] for name, i in places.items()}
-    with layer_rows(bench, work, 0.3, 1, back=True) as rows:
+    with layer_rows(context, work, 0.3, 1, back=True) as rows:
         tokens = rows.states.shape[0] * rows.states.shape[1]
 
         def measure(inputs: Inputs, site: str, finish: Callable[[str], Any]) -> None:
@@ -152,8 +152,8 @@ def _energies(weight: Floats, hessian: Floats) -> npt.NDArray[np.float64]:
 
     with torch.no_grad():
         product = (torch.from_numpy(weight) @ torch.from_numpy(hessian)).numpy()
-    found: npt.NDArray[np.float64] = (product.astype(np.float64) * weight).sum(1)
-    return found
+    energies: npt.NDArray[np.float64] = (product.astype(np.float64) * weight).sum(1)
+    return energies
 
 
 KIND = ProductKind(LAST_FIRST, compute=_compute, check=MeasureWork.check, device=True)
@@ -177,7 +177,7 @@ class BlocksWork(CalibratedWork):
 
     def encodings(self) -> Iterable[tuple[str, str]]:
         """The names of the weights, and the encodings to try."""
-        return (each for options in self.blocks.values() for option in options for each in option.items())
+        return (pair for options in self.blocks.values() for option in options for pair in option.items())
 
     def shapes(self, specs: Mapping[str, TensorSpec]) -> common.Shapes:
         """The errors: [blocks, options]."""
@@ -190,17 +190,17 @@ class BlocksWork(CalibratedWork):
         return CalibratedWork.problem(self, product, shapes) if same else "the options of a block are for other weights"
 
 
-def _compute_blocks(bench: ProductContext) -> Arrays:
+def _compute_blocks(context: ProductContext) -> Arrays:
     from weightsmith._activations.running import layer_rows, workers
 
-    work = BlocksWork.of(bench.product)
-    errors = np.zeros(bench.product.outs[0].shape)
-    with layer_rows(bench, work, 0, 0.7) as rows:
+    work = BlocksWork.of(context.product)
+    errors = np.zeros(context.product.outs[0].shape)
+    with layer_rows(context, work, 0, 0.7) as rows:
         for number, options in enumerate(work.blocks.values()):
             first, share = number / len(work.blocks), 1 / len(work.blocks)
             measuring = first + share * _QUANTISING
             hessians = _hessians(rows, work.layer, options, (first, measuring))
-            with workers(bench.threads, rows.device) as pool, _block(rows.layer, options[0]) as plain:
+            with workers(context.threads, rows.device) as pool, _block(rows.layer, options[0]) as plain:
                 errors[number, : len(options)] = _errors(plain, options, hessians, rows, pool, (measuring, first + share))
     return [errors]
 
@@ -220,17 +220,17 @@ def _hessians(
         what = f"the Hessians of layer {layer} take {nbytes:,} bytes, and the limit is {limit:,}"
         fix = "use --measure proxy, which needs one at a time, or a larger --max-memory"
         raise ParameterError(what, where=rows.base.label, fix=fix)
-    found: dict[str, common.Hessian] = {}
+    factored: dict[str, common.Hessian] = {}
     factors = common.Factors(limit)
 
     def use(inputs: Inputs, site: str, finish: Callable[[str], Any]) -> None:
         names = inputs.sites[site]
         tried = [find_encoding(option[name]) for name in names for option in options]
         with factors.hessian(inputs, site, finish, tried) as hessian:
-            found.update(dict.fromkeys(names, hessian))
+            factored.update(dict.fromkeys(names, hessian))
 
     use_sums(rows, weights, use, span=span)
-    return found
+    return factored
 
 
 class _Left(Exception):
@@ -294,13 +294,13 @@ def _errors(
 
     share = (span[1] - span[0]) / (len(options) + 1)
     plain = [out for some in rows.batches((span[0], span[0] + share)) for out in pool.map(run, some)]
-    found, current = [], dict[str, str]()
+    errors, current = [], dict[str, str]()
     for number, option in enumerate(options, 1):
         list(pool.map(give, [item for item in option.items() if current.get(item[0]) != item[1]]))
         current = dict(option)
         batches = rows.batches((span[0] + number * share, span[0] + (number + 1) * share))
-        found.append([e for some in batches for e in pool.map(error, [(row, plain[row[0]]) for row in some])])
-    return [float(np.mean(each)) for each in found]
+        errors.append([e for some in batches for e in pool.map(error, [(row, plain[row[0]]) for row in some])])
+    return [float(np.mean(of_rows)) for of_rows in errors]
 
 
 BLOCKS = ProductKind(FORWARD, compute=_compute_blocks, check=BlocksWork.check, device=True)

@@ -138,44 +138,44 @@ def _error(part: Floats, encoding: Encoding, importances: Floats) -> Floats:
     return encoding.dequantise(blocks, part.shape) - part
 
 
-def _score_layer(bench: ProductContext) -> Arrays:
+def _score_layer(context: ProductContext) -> Arrays:
     import torch
 
     from weightsmith._activations.running import layer_rows, workers
     from weightsmith._activations.sums import Forward, Inputs
 
-    work = ScoreWork.of(bench.product)
-    leaving = bench.arrays(work.gradients)[0]
-    scores = np.zeros(bench.product.outs[0].shape, np.float32)
+    work = ScoreWork.of(context.product)
+    leaving = context.arrays(work.gradients)[0]
+    scores = np.zeros(context.product.outs[0].shape, np.float32)
     order = {name: i for i, name in enumerate(work.candidates)}
-    with layer_rows(bench, work, 0.3, 1, back=True) as rows:
-        own = places(*rows.states.shape[:2])
+    with layer_rows(context, work, 0.3, 1, back=True) as rows:
+        scored_tokens = places(*rows.states.shape[:2])
         inputs = Inputs(rows, list(work.candidates), Forward(leaving=leaving))
-        step = int(own[1]) if len(own) > 1 else 1
+        step = int(scored_tokens[1]) if len(scored_tokens) > 1 else 1
 
         def sampled(numbered: NumberedRow) -> dict[str, tuple[Tensor, Tensor]]:
             # The tokens that reach an expert are fewer: as many of them as of all tokens.
             shared: dict[int, Tensor] = {}  # of weights with the same inputs
-            made = {}
+            sampled_inputs = {}
             for name, (x, g) in inputs.of(numbered).items():
-                made[name] = shared.setdefault(x.data_ptr(), x[::step].clone()), g[::step].clone()
-            return made
+                sampled_inputs[name] = shared.setdefault(x.data_ptr(), x[::step].clone()), g[::step].clone()
+            return sampled_inputs
 
         try:
-            found = [each for some in rows.each(sampled) for each in some]
+            samples = [sample for some in rows.each(sampled) for sample in some]
         finally:
             inputs.close()
 
         def score(task: tuple[str, int]) -> None:
             name, first = task
-            reached = [(row, *each[name]) for row, each in enumerate(found) if name in each and len(each[name][0])]
+            reached = [(row, *sample[name]) for row, sample in enumerate(samples) if name in sample and len(sample[name][0])]
             if not reached:  # nothing depends on it
                 return
             weight = rows.layer.linear(name).weight.detach().cpu().numpy()
             part = np.ascontiguousarray(weight[first : first + ROWS_AT_ONCE])
             x = torch.cat([x for _, x, _ in reached])
             g = torch.cat([g[:, first : first + len(part)] for _, _, g in reached])
-            at = np.concatenate([row * len(own) + np.arange(len(x)) for row, x, _ in reached])
+            at = np.concatenate([row * len(scored_tokens) + np.arange(len(x)) for row, x, _ in reached])
             importances = np.ascontiguousarray(x.square().mean(0).cpu().numpy(), np.float32)
             with located(f"{name}, {work.base.label}"), torch.no_grad():
                 for i, encoding in enumerate(work.candidates[name]):
@@ -185,7 +185,7 @@ def _score_layer(bench: ProductContext) -> Arrays:
         partial: dict[tuple[str, int, int], tuple[npt.NDArray[np.int64], Floats]] = {}
         heights = {name: rows.layer.linear(name).weight.shape[0] for name in work.candidates}
         tasks = [(name, first) for name, height in heights.items() for first in range(0, height, ROWS_AT_ONCE)]
-        with workers(bench.threads, rows.device) as pool:
+        with workers(context.threads, rows.device) as pool:
             for done, _ in enumerate(pool.map(score, tasks), 1):
                 rows.progress(done / len(tasks))
         for name, first in tasks:  # in order, so that the sums do not depend on threads
@@ -196,29 +196,29 @@ def _score_layer(bench: ProductContext) -> Arrays:
     return [scores]
 
 
-def _score_vocabulary(bench: ProductContext) -> Arrays:
+def _score_vocabulary(context: ProductContext) -> Arrays:
     import torch
 
     from weightsmith._activations.running import decoder_of, rows_of_states, workers
 
-    work = VocabularyWork.of(bench.product)
-    rows = rows_of_states(bench, work, 0, 0, back=True)
+    work = VocabularyWork.of(context.product)
+    rows = rows_of_states(context, work, 0, 0, back=True)
     count, tokens, _ = rows.states.shape
-    own = places(count, tokens)
-    specs = {step.out.name: step.out for step in bench.product.steps}
-    scores = np.zeros(bench.product.outs[0].shape, np.float32)
+    chosen = places(count, tokens)
+    specs = {step.out.name: step.out for step in context.product.steps}
+    scores = np.zeros(context.product.outs[0].shape, np.float32)
     decoder, cap = decoder_of(work.base), decoder_of(work.base).logit_cap
     table = next(spec for spec in specs.values() if is_embedding(spec))
     head = next((spec for spec in specs.values() if is_model_head(spec)), table)
-    embedded, gradients = bench.arrays(work.embedded)[0], bench.arrays(work.gradients)[0]
+    embedded, gradients = context.arrays(work.embedded)[0], context.arrays(work.gradients)[0]
 
     def flat(states: Floats) -> Floats:
-        return np.ascontiguousarray(states[:, own]).reshape(-1, states.shape[-1])
+        return np.ascontiguousarray(states[:, chosen]).reshape(-1, states.shape[-1])
 
     if table.name in work.candidates:
-        ids = rows_of(work.text, bench.folder(work.base.model), table.shape[0], work.bos)[:, own].reshape(-1)
+        ids = rows_of(work.text, context.folder(work.base.model), table.shape[0], work.bos)[:, chosen].reshape(-1)
         used, which = np.unique(ids, return_inverse=True)
-        stored, entering, back = bench.rows(table.name, used.tolist()), flat(embedded), flat(gradients)
+        stored, entering, back = context.rows(table.name, used.tolist()), flat(embedded), flat(gradients)
         plain = stored[which]
         scale = float((entering * plain).sum(dtype=np.float64) / (plain * plain).sum(dtype=np.float64))  # Gemma has one
         for i, encoding in enumerate(work.candidates[table.name]):
@@ -227,11 +227,15 @@ def _score_vocabulary(bench: ProductContext) -> Arrays:
     if head.name not in work.candidates:
         return [scores]
     numbers = np.empty(head.shape, np.float32)
-    bench.fill({head.name: numbers})
+    context.fill({head.name: numbers})
     weight = torch.from_numpy(numbers).to(rows.device)
-    draws = np.stack([np.random.default_rng([work.seed, row]).random((tokens,), np.float32)[own] for row in range(count)])
-    with decoder.final_norm(bench, rows.device) as norm, workers(bench.threads, rows.device) as pool, torch.no_grad():
-        final = torch.cat([norm(torch.from_numpy(np.array(rows.states[row])).to(rows.device))[own] for row in range(count)])
+    draws = np.stack(
+        [np.random.default_rng([work.seed, row]).random((tokens,), np.float32)[chosen] for row in range(count)]
+    )
+    with decoder.final_norm(context, rows.device) as norm, workers(context.threads, rows.device) as pool, torch.no_grad():
+        final = torch.cat(
+            [norm(torch.from_numpy(np.array(rows.states[row])).to(rows.device))[chosen] for row in range(count)]
+        )
         drawn = torch.from_numpy(draws.reshape(-1)).to(rows.device)
 
         def look(first: int) -> tuple[Tensor, Tensor]:
@@ -240,7 +244,7 @@ def _score_vocabulary(bench: ProductContext) -> Arrays:
             return label, log
 
         seen = list(pool.map(look, range(0, len(final), TOKENS_AT_ONCE)))
-        labels, logs = torch.cat([each[0] for each in seen]), torch.cat([each[1] for each in seen])
+        labels, logs = torch.cat([pair[0] for pair in seen]), torch.cat([pair[1] for pair in seen])
         tried = [find_encoding(name) for name in work.candidates[head.name]]
 
         def score(first: int) -> list[Floats]:
@@ -256,15 +260,15 @@ def _score_vocabulary(bench: ProductContext) -> Arrays:
             if slope is not None:
                 of_logits *= slope
             plain = np.ascontiguousarray(part.cpu().numpy())
-            found = []
+            sums = []
             for encoding in tried:
                 error = torch.from_numpy(_error(plain, encoding, NONE)).to(rows.device)
-                found.append(((of_logits @ error) * final).sum(1).cpu().numpy())
-            return found
+                sums.append(((of_logits @ error) * final).sum(1).cpu().numpy())
+            return sums
 
         place = list(work.candidates).index(head.name)
-        for done, found in enumerate(pool.map(score, range(0, len(weight), ROWS_AT_ONCE)), 1):
-            scores[place, : len(tried)] += np.stack(found)
+        for done, sums in enumerate(pool.map(score, range(0, len(weight), ROWS_AT_ONCE)), 1):
+            scores[place, : len(tried)] += np.stack(sums)
             rows.progress(min(1.0, done * ROWS_AT_ONCE / len(weight)))
     return [scores]
 
