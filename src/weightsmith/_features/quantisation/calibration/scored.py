@@ -229,13 +229,9 @@ def _score_vocabulary(context: ProductContext) -> Arrays:
     numbers = np.empty(head.shape, np.float32)
     context.fill({head.name: numbers})
     weight = torch.from_numpy(numbers).to(rows.device)
-    draws = np.stack(
-        [np.random.default_rng([work.seed, row]).random((tokens,), np.float32)[chosen] for row in range(count)]
-    )
+    draws = np.stack([np.random.default_rng([work.seed, row]).random((tokens,), np.float32)[chosen] for row in range(count)])
     with decoder.final_norm(context, rows.device) as norm, workers(context.threads, rows.device) as pool, torch.no_grad():
-        final = torch.cat(
-            [norm(torch.from_numpy(np.array(rows.states[row])).to(rows.device))[chosen] for row in range(count)]
-        )
+        final = torch.cat([norm(torch.from_numpy(np.array(rows.states[row])).to(rows.device))[chosen] for row in range(count)])
         drawn = torch.from_numpy(draws.reshape(-1)).to(rows.device)
 
         def look(first: int) -> tuple[Tensor, Tensor]:
