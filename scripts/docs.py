@@ -71,7 +71,7 @@ def pages() -> dict[Path, str]:
     found = {
         DOCS / "methods" / "README.md": methods_page(methods),
         DOCS / "api.md": api_page(),
-        DOCS / "moe-layouts.md": layouts_page([*map(LAYOUTS.get, LAYOUTS.own)]),
+        DOCS / "moe-layouts.md": layouts_page([*map(LAYOUTS.get, LAYOUTS.builtin)]),
         KEYWORDS: keywords_module(),
     }
     found[MAN] = man_page(get_command(make_app()))

@@ -117,8 +117,11 @@ BESIDE = {
     "_engine/products": ["activations/test_decoder.py", "methods/test_own_method.py", "methods/test_methods.py"],
     "_execution/progress.py": ["app/cli/test_progress.py", "app/test_python.py"],
     "_features/quantisation": ["app/test_quantize_commands.py", "planning/planner/test_quantize.py"],
-    "_features/quantisation/gguf.py": ["models/formats/gguf/test_gguf_files.py", "features/quantisation/test_importances.py"],
-    "_features/quantisation/gguf_types.py": ["models/formats/gguf/test_gguf_files.py"],
+    "_features/quantisation/weighed.py": [
+        "models/formats/gguf/test_gguf_files.py",
+        "features/quantisation/test_importances.py",
+        "features/quantisation/test_gguf_sizes.py",
+    ],
     "_planning/recipe": [
         "app/cli/test_messages.py",
         "app/cli/test_recipe_options.py",
@@ -189,11 +192,15 @@ class Mutant:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Tests that run together. kernels: `kept` from earlier runs, `compiled` anew, or `plain` Python, which takes less."""
+    """Tests that run together.
+
+    kernels  `kept` from earlier runs, `apart` from those of the user, `compiled` anew for this mutant, or `plain` Python, which
+             takes less
+    """
 
     tests: tuple[str, ...]
     marks: str
-    kernels: Literal["kept", "compiled", "plain"] = "kept"
+    kernels: Literal["kept", "apart", "compiled", "plain"] = "kept"
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,6 +325,8 @@ def _skipped(node: ast.AST) -> Iterator[int]:
 # ---- tests
 
 
+KEEPING = {"compiler", "identity", "internals", "jit"}
+"""Modules that decide which kernels are kept, and under which names."""
 QUICK = "not slow and not second and not sweep"
 """Marks of tests. What lives is to be caught by the first ring, which every change runs."""
 
@@ -326,7 +335,11 @@ def stages(file: Path, near: bool) -> Iterator[Stage]:
     """What a mutant of this module has to survive."""
     groups = list(tests_of(file))
     of_kernels = file.is_relative_to(PACKAGE / "_kernels")
-    kernels: Literal["kept", "compiled"] = "compiled" if of_kernels or file == PACKAGE / "_base" / "tensors.py" else "kept"
+    kernels: Literal["kept", "apart", "compiled"] = (
+        "apart" if of_kernels or file == PACKAGE / "_base" / "tensors.py" else "kept"
+    )
+    if of_kernels and file.stem in KEEPING:
+        kernels = "compiled"
     if of_kernels:
         yield Stage(("tests/kernels",), QUICK, "plain")
     yield Stage((str(file), *groups[0]), QUICK, kernels)
@@ -468,8 +481,8 @@ def _in_fork(there: Connection, copy: Path, stage: Stage, options: Sequence[str]
     if stage.kernels == "plain":
         os.environ["NUMBA_DISABLE_JIT"] = "1"
         options += ["-W", "ignore::RuntimeWarning"]
-    elif stage.kernels == "compiled":
-        os.environ["NUMBA_CACHE_DIR"] = str(copy / ".kernels")
+    elif stage.kernels in ("apart", "compiled"):
+        os.environ["NUMBA_CACHE_DIR"] = str(copy.parent / "kernels" if stage.kernels == "apart" else copy / ".kernels")
 
     import numba.core.config
     import pytest

@@ -1,20 +1,16 @@
 """Check the English of pages, help texts, messages and public docstrings.
 
-python scripts/prose.py            # what is wrong, a line each; status 1 if a file has more than scripts/prose_known.txt allows
-python scripts/prose.py --known    # write scripts/prose_known.txt anew, after sentences were improved
+python scripts/prose.py    # what is wrong, a line each; then the status is 1
 
 Two kinds of rules: phrases that read as translated, with what to write instead (`PHRASES`), and sentences of more than
-`MAX_WORDS` words. Code, in blocks and between backquotes, is not read. A file may keep what it had when the check began:
-prose_known.txt has the number for each file, which may only fall.
+`MAX_WORDS` words. Code, in blocks and between backquotes, is not read.
 """
 
 from __future__ import annotations
 
-import argparse
 import ast
 import re
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -22,7 +18,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "weightsmith"
-KNOWN = ROOT / "scripts" / "prose_known.txt"
 MAX_WORDS = 30
 
 PHRASES: dict[str, str] = {
@@ -216,33 +211,7 @@ def found() -> list[Problem]:
     return list(dict.fromkeys(problem for text in texts for problem in problems(text)))
 
 
-def over(all_problems: list[Problem], known: dict[str, int]) -> list[Problem]:
-    """The problems of files that have more of them than is known."""
-    counts = Counter(each.text.place for each in all_problems)
-    return [each for each in all_problems if counts[each.text.place] > known.get(each.text.place, 0)]
-
-
-def read_known() -> dict[str, int]:
-    """File → number of problems that it may have."""
-    rows = [line.split() for line in KNOWN.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")]
-    return {name: int(count) for count, name in rows}
-
-
-def main() -> None:
-    """Check, or write what is known."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--known", action="store_true", help="write the number of problems of each file")
-    args = parser.parse_args()
-    everything = found()
-    if args.known:
-        counts = Counter(each.text.place for each in everything)
-        rows = "".join(f"{count} {place}\n" for place, count in sorted(counts.items()))
-        KNOWN.write_text(f"# Number of problems that a file may keep: see prose.py.\n{rows}", encoding="utf-8")
-    wrong = over(everything, read_known())
-    for problem in wrong:
-        print(problem)
-    sys.exit(bool(wrong))
-
-
 if __name__ == "__main__":
-    main()
+    for problem in (problems_found := found()):
+        print(problem)
+    sys.exit(bool(problems_found))

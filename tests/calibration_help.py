@@ -18,9 +18,8 @@ from tests.made_once import made_once
 from tests.zoo import SIZES
 from weightsmith._activations.model import TextRun, result_of, text_for
 from weightsmith._activations.rows import rows_of, text_source
-from weightsmith._engine.local import run
+from weightsmith._engine.local import DiscardedOutput, run
 from weightsmith._engine.resources import Resources, Workload
-from weightsmith._engine.unwritten import DiscardedOutput
 from weightsmith._execution.execute import execute
 from weightsmith._execution.options import RunOptions
 from weightsmith._execution.run import Merged

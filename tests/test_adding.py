@@ -24,9 +24,8 @@ from tests.mini import write_checkpoint
 from tests.plugin_help import installed, package
 from weightsmith._base.errors import OutputExists, PlanError, StoreError, Unsupported
 from weightsmith._base.tensors import DTYPES, TensorSpec
-from weightsmith._engine.local import run
+from weightsmith._engine.local import DiscardedOutput, run
 from weightsmith._engine.resources import Resources, Workload
-from weightsmith._engine.unwritten import DiscardedOutput
 from weightsmith._execution.identity import work_identity
 from weightsmith._models.formats import Encoding, StoredFormat
 from weightsmith._planning.options import RecipeOptions
@@ -296,3 +295,37 @@ def test_an_expert_layout_of_an_installed_package(file_of: Text, tmp_path: Path)
         tail = ".".join(renamed.get(part, part) for part in tail.split("."))
         assert toy.pop(head + tail if found else name).tobytes() == tensor.tobytes()
     assert not toy
+
+
+def test_a_gguf_architecture_of_an_installed_package(file_of: Text, tmp_path: Path) -> None:
+    from tests.gguf_help import SENTENCEPIECE, stored, tokenizer_files
+    from tests.models.formats.gguf.test_gguf_files import llama
+
+    changes: dict[str, object] = {"residual_multiplier": 0.5, "sliding_window": 24}
+    source = llama(tmp_path / "llama", model_type="toy", architectures=["ToyForCausalLM"], **changes)
+    names = {"input_layernorm": "norm_1", "post_attention_layernorm": "norm_2", "self_attn": "attention", "q_proj": "query"}
+    names |= {"k_proj": "key", "v_proj": "value", "o_proj": "out", "gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
+    with weightsmith.open_checkpoint(source) as plain:
+        tensors = {".".join(names.get(part, part) for part in name.split(".")): plain.read(name) for name in plain.specs}
+        toy = write_checkpoint(tmp_path / "toy", tensors, plain.config)
+    for name, content in tokenizer_files(SENTENCEPIECE).items():
+        (toy / name).write_bytes(content)
+    text = file_of("adding-a-gguf-architecture.md")
+    with installed(tmp_path / "site", "toy = toy_gguf:FAMILY", group="gguf_architectures", toy_gguf=text):
+        weightsmith.quantize(toy, tmp_path / "q", "gguf-f32", progress=False)
+        assert stored(tmp_path / "q" / "model.gguf").keys() >= {"blk.0.attn_q.weight", "blk.1.ffn_down.weight"}
+        with weightsmith.open_checkpoint(tmp_path / "q") as back:
+            assert set(back.specs) == set(tensors)
+            for name, array in tensors.items():
+                assert np.array_equal(back.read(name), array.astype(np.float32)), name
+            assert back.config is not None
+            assert {**back.config, "residual_multiplier": 0.5, "sliding_window": 24} == back.config
+        write_checkpoint(tmp_path / "bias", tensors, {**(plain.config or {}), "mlp_bias": True})
+        for name, content in tokenizer_files(SENTENCEPIECE).items():
+            (tmp_path / "bias" / name).write_bytes(content)
+        with pytest.raises(PlanError, match=r"mlp_bias is True, and .* takes False for granted"):
+            weightsmith.quantize(tmp_path / "bias", tmp_path / "r", "gguf-f32", progress=False)
+    with pytest.raises(PlanError, match="no GGUF file can be written of a model of the type 'toy'"):
+        weightsmith.quantize(toy, tmp_path / "r", "gguf-f32", progress=False)
+    with pytest.raises(Unsupported, match="a GGUF file of the architecture 'toy'"):
+        weightsmith.open_checkpoint(tmp_path / "q")

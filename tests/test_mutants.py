@@ -25,10 +25,11 @@ def test_every_module_has_tests_that_a_mutant_has_to_survive() -> None:
     assert [str(module) for module in MODULES if not any(mutants.tests_of(module))] == []
 
 
-def test_mutants_of_kernels_run_as_plain_python_first_and_are_compiled_anew() -> None:
+def test_mutants_of_kernels_run_as_plain_python_first_and_are_kept_apart() -> None:
     for module, kernels in (
-        ("_kernels/select.py", ["plain", "compiled"]),
-        ("_base/tensors.py", ["compiled"]),
+        ("_kernels/select.py", ["plain", "apart"]),
+        ("_kernels/jit.py", ["plain", "compiled"]),
+        ("_base/tensors.py", ["apart"]),
         ("_engine/runner.py", ["kept"]),
     ):
         assert [stage.kernels for stage in mutants.stages(mutants.PACKAGE / module, True)] == kernels

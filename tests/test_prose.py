@@ -79,10 +79,3 @@ def test_messages_help_texts_and_public_docstrings_are_read() -> None:
     assert any(each.text == "Number of threads" for each in texts), "a help text"
     assert any("no such folder or file" in each.text for each in texts), "a message"
     assert any(each.text.startswith("Merge checkpoints into a new folder") for each in texts), "a docstring"
-
-
-def test_what_is_known_may_only_fall() -> None:
-    two = [*script().problems(script().Text("a.md", 1, "if not given, nothing but"))]
-    assert script().over(two, {"a.md": 2}) == []
-    assert script().over(two, {"a.md": 1}) == two
-    assert script().over(two, {}) == two

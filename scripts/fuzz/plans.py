@@ -24,9 +24,9 @@ def _use_plan(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
 
 
 def _use_products(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
-    from weightsmith._activations import given
+    from weightsmith._activations.states import GIVEN
 
-    object.__setattr__(given.KIND, "compute", lambda bench: bench.create())  # as if whoever runs the plan had the arrays
+    object.__setattr__(GIVEN, "compute", lambda context: context.create())  # as if whoever runs the plan had the arrays
     yield from _use_plan(file, rng)
 
 
@@ -82,9 +82,9 @@ def _make_products() -> None:
     import weightsmith
     from tests import vision_zoo
     from tests.calibration_help import save_model, settings
+    from weightsmith._activations.losses import scored
     from weightsmith._activations.model import input_of
     from weightsmith._activations.scored_rows import ScoredRows
-    from weightsmith._activations.scoring import scored
     from weightsmith._features.adapters.extract import prepare_extraction
     from weightsmith._features.adapters.options import ExtractSettings
     from weightsmith._features.mixture.build import prepare_moe

@@ -94,11 +94,11 @@ def mutate_conversations(rng: Rng, data: bytes) -> bytes:
 
 
 def _use_conversations(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
-    from weightsmith._activations import conversations
+    from weightsmith._activations import scored_rows
     from weightsmith._activations.rows import load_tokenizer, text_source
     from weightsmith._activations.scored_rows import Cutter
 
-    conversations.RENDERING_SECONDS = 2  # a template may loop for as long as it is let
+    scored_rows.RENDERING_SECONDS = 2  # a template may loop for as long as it is let
     names = {"bos_token": "a", "eos_token": "b"}
 
     def rows() -> Any:

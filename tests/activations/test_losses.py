@@ -12,16 +12,15 @@ import torch
 import transformers
 
 from tests.calibration_help import TEXT, TINY, changed, save_model
+from weightsmith._activations.losses import Known, scored
 from weightsmith._activations.model import input_of
 from weightsmith._activations.running import decoder_of
 from weightsmith._activations.scored_rows import UNSCORED, ScoredRows
-from weightsmith._activations.scoring import Known, scored
 from weightsmith._base.errors import CheckpointError, NonFinite
-from weightsmith._engine.local import run
+from weightsmith._engine.local import DiscardedOutput, run
 from weightsmith._engine.products import find_kind
 from weightsmith._engine.resources import Resources, Workload
 from weightsmith._engine.results import Results
-from weightsmith._engine.unwritten import DiscardedOutput
 from weightsmith._planning.planner import prepare
 from weightsmith._plans import PlanDraft
 

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from weightsmith._activations.conversations import conversations, rendered
 from weightsmith._activations.rows import text_source
-from weightsmith._activations.scored_rows import UNSCORED, Cutter, _bytes_of, together
+from weightsmith._activations.scored_rows import UNSCORED, Cutter, _bytes_of, conversations, rendered, together
 from weightsmith._base.errors import FormatError, ParameterError, Unsupported, WeightsmithError
 
 TEMPLATE = (
@@ -161,7 +160,7 @@ def test_answers_that_the_template_rewrites_later_are_counted(tmp_path: Path) ->
 def test_a_hostile_template_is_bounded_or_refused(
     template: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weightsmith._activations.conversations.RENDERING_SECONDS", 1)
+    monkeypatch.setattr("weightsmith._activations.scored_rows.RENDERING_SECONDS", 1)
     with pytest.raises(FormatError, match="the chat template failed: ") as caught:
         rows_of(talks(tmp_path / "t.jsonl", TALK), 64, template=template)
     assert why in str(caught.value)

@@ -370,7 +370,7 @@ def test_packages_that_are_missing_are_those_of_a_calibration(
     packages: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with prepare(models_of(tmp_path)) as prepared:
-        monkeypatch.setattr("weightsmith._activations.packages.find_spec", lambda name: None if name in packages else name)
+        monkeypatch.setattr("weightsmith._base.installation.find_spec", lambda name: None if name in packages else name)
         with pytest.raises(PlanError, match=rf"Run {re.escape(install('calibration'))}\.") as caught:
             requests_for(prepared, settings(tmp_path), ("gram",), 0)
     assert all(name in str(caught.value) for name in packages)

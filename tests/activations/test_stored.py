@@ -16,9 +16,8 @@ import weightsmith
 from tests.calibration_help import TEXT, save_model
 from tests.cli_help import Cli, cli
 from weightsmith._base.errors import PlanError
-from weightsmith._engine.local import run
+from weightsmith._engine.local import DiscardedOutput, run
 from weightsmith._engine.resources import Workload
-from weightsmith._engine.unwritten import DiscardedOutput
 from weightsmith._files.mapped import is_mapped
 from weightsmith._outputs.staging import Staging
 from weightsmith._planning.planner import prepare

@@ -18,9 +18,10 @@ from tests.mini import write_checkpoint
 from weightsmith._base.errors import NonFinite
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._engine.active import ActiveStep, LeafPass
-from weightsmith._engine.computed import Computed, SharedPasses
+from weightsmith._engine.computed import Computed
 from weightsmith._engine.local import open_merge
 from weightsmith._engine.resources import Resources
+from weightsmith._engine.schedule import Scheduler
 from weightsmith._engine.tiles import Cut
 from weightsmith._models.checkpoint import open_checkpoint
 from weightsmith._planning.options import RecipeOptions
@@ -177,14 +178,16 @@ class Counted(Job):
 def test_each_tile_of_a_pass_is_taken_once_and_in_order_where_the_job_wants_that(sequential: bool) -> None:
     job = Counted(sequential=sequential)
     step = Step(TensorSpec("w", DTYPES["F32"], (8,)), "linear", ())
-    leaf = LeafPass(ActiveStep(step), step, job, 0, [Cut(k, 1) for k in range(8)])
-    merge = SharedPasses(leaf)
+    leaf = LeafPass(ActiveStep(step), step, job, 0, [Cut(k, 1) for k in range(8)], applies=False)
+    scheduler = Scheduler()
+    scheduler.add(leaf)
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda _: merge.prepare(lambda task: job.count(task.tile)), range(4)))
+        list(pool.map(lambda _: scheduler.work(lambda task: job.count(task.tile)), range(4)))
+    assert scheduler.error is None
     assert job.finished == [[k * k for k in range(8)]] * 2
     assert sorted(job.taken) == [(number, k) for number in range(2) for k in range(8)]
     assert (job.most == 1) == sequential
-    assert leaf.number == 2
+    assert (leaf.number, leaf.job) == (2, job)  # it applies the tiles that are read
 
 
 def test_an_infinity_of_one_model_is_an_error_in_every_thread(folder: Path, tmp_path: Path) -> None:

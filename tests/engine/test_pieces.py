@@ -14,11 +14,11 @@ import pytest
 
 from tests.mini import Memory, as_bytes, write_checkpoint
 from weightsmith._base.tensors import DTYPES, TensorSpec
-from weightsmith._engine.buffers import Buffers
 from weightsmith._engine.local import Outcome, run
 from weightsmith._engine.reader import Reader
 from weightsmith._engine.resources import Resources, Workload
 from weightsmith._engine.results import Results
+from weightsmith._engine.tiles import Buffers
 from weightsmith._files.views import view_of
 from weightsmith._models.checkpoint import open_checkpoint
 from weightsmith._models.sources.memory import StateDict

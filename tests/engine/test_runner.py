@@ -14,11 +14,10 @@ import pytest
 
 from weightsmith._base.errors import Unsupported
 from weightsmith._base.tensors import DTYPES, TensorSpec
-from weightsmith._engine.local import Outcome, Run, run
+from weightsmith._engine.local import DiscardedOutput, Outcome, Run, run
 from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._engine.resources import Resources, Workload
 from weightsmith._engine.tile_work import Merger
-from weightsmith._engine.unwritten import DiscardedOutput
 from weightsmith._files.views import view_of
 from weightsmith._methods.jobs.combination import CombinationJob
 from weightsmith._models.sources.memory import StateDict
@@ -154,7 +153,7 @@ def products(monkeypatch: pytest.MonkeyPatch, compute: Any) -> tuple[Product, ..
     """x, then y, which needs x and is transient, then z, which needs y."""
     kind = ProductKind("counting", compute=compute, transient=True)
     monkeypatch.setattr("weightsmith._engine.product_graph.find_kind", lambda op: kind)
-    monkeypatch.setattr("weightsmith._engine.passes.find_kind", lambda op: kind)
+    monkeypatch.setattr("weightsmith._engine.local.find_kind", lambda op: kind)
 
     def of(name: str, needs: Sequence[str] = (), *, transient: bool = False) -> Product:
         return Product(name, "counting", (TensorSpec(name, DTYPES["I64"], (1,)),), {}, needs=tuple(needs), transient=transient)
@@ -242,7 +241,7 @@ def test_a_product_sees_the_tensors_it_asked_for(monkeypatch: pytest.MonkeyPatch
 
     kind = ProductKind("looking", compute=compute)
     monkeypatch.setattr("weightsmith._engine.product_graph.find_kind", lambda op: kind)
-    monkeypatch.setattr("weightsmith._engine.passes.find_kind", lambda op: kind)
+    monkeypatch.setattr("weightsmith._engine.local.find_kind", lambda op: kind)
     product = Product("p", "looking", (TensorSpec("p", DTYPES["I64"], (1,)),), {}, steps=(step,))
     plan = plan_of("linear", {"normalize": True}, (product,))
     go(plan, Kept(plan), steps=())

@@ -10,21 +10,21 @@ from typing import Any, Literal
 
 from weightsmith._activations.decoder import Base
 from weightsmith._activations.gradients import shapes_of as gradient_shapes
-from weightsmith._activations.packages import missing, package_version
 from weightsmith._activations.rows import TOKENIZER, rows_of, text_source
-from weightsmith._activations.sites import site_of
 from weightsmith._activations.statistic import shapes_of
 from weightsmith._activations.statistics import find_statistic
 from weightsmith._activations.work import EmbeddingWork, GradientWork, LayerWork, StatisticWork, Work
 from weightsmith._base.errors import NotFound, PlanError, Unsupported, WeightsmithError, as_plan_error, noting
 from weightsmith._base.files import read_bounded
 from weightsmith._base.groups import grouped
+from weightsmith._base.installation import absent_packages, package_version
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._engine.products import find_kind
 from weightsmith._files.copied import MAX_COPIED_BYTES
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import Structure, analyse
 from weightsmith._models.structure.configs import count_of
+from weightsmith._models.structure.projections import site_of
 from weightsmith._models.structure.roles import role_of
 from weightsmith._models.structure.vocabulary import is_embedding, is_head
 from weightsmith._plans import CAST, COPY, FileRead, PlanDraft, Product, Read, Step
@@ -116,7 +116,7 @@ def text_for(
 
     Raises PlanError: packages that are missing, a text that cannot be read or is too short, a model without a tokenizer.
     """
-    problems = missing(PACKAGES, "texts", "calibration", model.instead)
+    problems = absent_packages(PACKAGES, "texts", "calibration", model.instead)
     found = [] if model.structure.main is not None and model.config is not None else [_no_decoder(model)]
     text = TextSource("", "", 0, 0, 0)
     with noting(problems):

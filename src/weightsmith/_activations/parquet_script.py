@@ -1,7 +1,7 @@
 """The texts of a parquet file. `bounded_script.py` runs it for `rows.py`: the file as stdin, texts to stdout.
 
 A few bytes of parquet may stand for any number of rows, pages and columns, of any size, and pyarrow has no bound for what it
-decodes.
+decodes. It runs in a process of its own, and imports no other module of weightsmith. `rows.py` uses `text_of` too.
 
 Output: for each part of a text, its length in bytes as int32 and the UTF-8; 0 after the last part of a text, -1 after the
 last text.
@@ -9,11 +9,9 @@ last text.
 
 from __future__ import annotations
 
-import runpy
 import struct
 import sys
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any, BinaryIO
 
 DOING = "reading it"
@@ -24,7 +22,25 @@ MAX_COLUMNS = 100_000
 """The most columns, row groups and other list items in a footer, which takes a thousand times its size in memory."""
 
 
-_text_of = runpy.run_path(str(Path(__file__).with_name("fields.py")))["text_of"]
+_CONVERSATIONS = {"messages": "content", "conversations": "value"}
+"""Columns of turns, and what is said in a turn: of chat templates, and of ShareGPT."""
+
+
+def text_of(row: Mapping[str, Any]) -> str:
+    """The column `text`; or what is said in a conversation, a line for each turn; or all columns that are text.
+
+    >>> text_of({"id": "a1", "conversations": [{"from": "human", "value": "Hello"}, {"from": "gpt", "value": "Hi."}]})
+    'Hello\\nHi.'
+    >>> text_of({"prompt": "1 + 1 =", "completion": "2", "label": 1})
+    '1 + 1 = 2'
+    """
+    if isinstance(text := row.get("text"), str):
+        return text
+    for column, key in _CONVERSATIONS.items():
+        if isinstance(turns := row.get(column), list):
+            said = (turn.get(key, turn.get("content")) for turn in turns if isinstance(turn, dict))
+            return "\n".join(each for each in said if isinstance(each, str))
+    return " ".join(value for value in row.values() if isinstance(value, str))
 
 
 def load() -> Any:
@@ -47,7 +63,7 @@ def _texts(file: Any) -> Iterator[str]:
     for batch in file.iter_batches(BATCH_ROWS, use_threads=False):
         for number in range(batch.num_rows):
             [row] = batch.slice(number, 1).to_pylist()  # one by one: these take as much memory again
-            yield _text_of(row)
+            yield text_of(row)
 
 
 def _write(out: BinaryIO, text: str) -> None:

@@ -11,24 +11,27 @@ import contextlib
 import hashlib
 import io
 import itertools
+import json
 import os
 import struct
 from codecs import BOM_UTF8, getincrementaldecoder
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from weightsmith._activations.bounded import BoundedScript
-from weightsmith._activations.fields import text_of
-from weightsmith._activations.packages import missing
+from weightsmith._activations.parquet_script import text_of
 from weightsmith._base.errors import CheckpointError, FormatError, NotFound, ParameterError, Unsupported, first_line
 from weightsmith._base.files import expand_user, open_bounded, show
-from weightsmith._base.installation import install_package
+from weightsmith._base.installation import absent_packages, install_package
 from weightsmith._base.options import option_error
 from weightsmith._base.strict_json import MAX_MEMORY, JsonError, parse
 from weightsmith._base.text import status
@@ -284,7 +287,7 @@ _READERS = {".txt": lambda file, path: pieces(_decoded(file, path)), ".jsonl": _
 
 def load_tokenizer(path: Path) -> Any:
     """The tokenizer of a tokenizer.json. Raises NotFound, FormatError, and Unsupported without the package."""
-    if problems := missing(("tokenizers",), "texts", "calibration"):
+    if problems := absent_packages(("tokenizers",), "texts", "calibration"):
         raise problems[0]
     from tokenizers import Tokenizer
 
@@ -309,3 +312,68 @@ def encoded(tokenizer: Any, piece: str, where: str) -> Any:
     except Exception as error:  # tokenizers raises anything: no token for unknown text, half of a surrogate pair
         what = f"the tokenizer cannot encode the text: {first_line(error)}"
         raise FormatError(what, where=where, fix="use another text") from error
+
+
+GivenText = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+"""A file, a text, or several of them."""
+
+_SHOWN = 40
+
+
+@dataclass(frozen=True, slots=True)
+class TextFiles:
+    """The files of the texts of a call.
+
+    paths  of each argument
+    names  path → what results call it, for files that hold strings
+    """
+
+    paths: Mapping[str, list[str]]
+    names: Mapping[str, str]
+
+    def named(self, paths: Sequence[str]) -> tuple[str, ...]:
+        """What results call these files."""
+        return tuple(self.names.get(path, path) for path in paths)
+
+
+def is_text(given: str | os.PathLike[str]) -> bool:
+    r"""Whether it is a text itself, not the name of a file: it has a space or a line break, and no suffix of a text file.
+
+    >>> [is_text(given) for given in ("Hello, world.", "line\n", "my notes.txt", "notes.text", "built-in")]
+    [True, True, False, False, False]
+    """
+    if not isinstance(given, str) or given == BUILT_IN:
+        return False
+    if "\n" in given:
+        return True
+    return any(c.isspace() for c in given) and not given.endswith(SUFFIXES) and not os.path.lexists(given)
+
+
+@contextmanager
+def as_files(**given: GivenText) -> Iterator[TextFiles]:
+    """Files of the texts of a call. The strings of one argument are the documents of one text, a .jsonl file that is deleted
+    at the end."""
+    paths, names = dict[str, list[str]](), dict[str, str]()
+    with ExitStack() as stack:
+        for argument, value in given.items():
+            items = [value] if isinstance(value, str | os.PathLike) else list(value)
+            texts = [item for item in items if is_text(item)]
+            paths[argument] = [os.fspath(item) for item in items if not is_text(item)]
+            if texts:
+                folder = stack.enter_context(TemporaryDirectory(prefix="weightsmith-text-"))
+                path = Path(folder, f"{argument}.jsonl")
+                path.write_text("".join(f"{json.dumps(text)}\n" for text in texts), "utf-8")
+                paths[argument].append(str(path))
+                names[str(path)] = _name(str(texts[0]), len(texts))
+        yield TextFiles(paths, names)
+
+
+def _name(first: str, count: int) -> str:
+    """What results call the texts of an argument.
+
+    >>> _name("Hello,\\n world.", 3)
+    "'Hello, world.' and 2 more"
+    """
+    start = " ".join(first.split())
+    start = start if len(start) <= _SHOWN else f"{start[: _SHOWN - 3]}..."
+    return f"'{start}'" + (f" and {count - 1} more" if count > 1 else "")

@@ -1,13 +1,29 @@
-"""The `states` product: what enters the layer after one, from what enters that."""
+"""The products of states: what enters the first layer, what enters the layer after one, and what others compare them with.
+
+embedding       rows of tokens of a text, embedded
+embedded_rows   the same, of rows of tokens that another product holds
+states          what leaves a layer, from what enters it
+sampled_states  the first rows of what leaves a layer, kept to compare it with another model's
+given           arrays that whoever runs the plan has already, such as the tokens of a text
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from weightsmith._activations.work import LayerWork
+import numpy as np
+import numpy.typing as npt
+
+from weightsmith._activations.decoder import Base
+from weightsmith._activations.rows import BUILT_IN, TOKENIZER, rows_of
+from weightsmith._activations.work import EmbeddingWork, LayerWork
+from weightsmith._base.errors import CheckpointError
 from weightsmith._engine.products import ProductContext, ProductKind
-from weightsmith._plans import Product
+from weightsmith._models.structure.vocabulary import is_embedding
+from weightsmith._plans import FileRead, Product
+from weightsmith._plans.codec import has_type
 from weightsmith.abc.product import Arrays, Floats
 
 if TYPE_CHECKING:
@@ -18,6 +34,11 @@ if TYPE_CHECKING:
 FORWARD = "measuring layer by layer"
 """The progress of states and statistics."""
 
+_NO_EMBEDDING = "it has no step for an embedding"
+
+
+# ---- what leaves a layer
+
 
 def compute(context: ProductContext) -> Arrays:
     """Run a layer with the model's weights."""
@@ -26,23 +47,23 @@ def compute(context: ProductContext) -> Arrays:
 
 def made_beside(context: ProductContext, work: LayerWork) -> Floats | None:
     """An array for the states that leave a layer, if they are to be computed by its own weights, and nobody has."""
-    own = LayerWork(work.base, work.packages, work.layer, work.states).to_json()
+    settings = LayerWork(work.base, work.packages, work.layer, work.states).to_json()
 
     def same(product: Product) -> bool:
-        return product.op == "states" and product.settings == own and product.steps == context.product.steps
+        return product.op == "states" and product.settings == settings and product.steps == context.product.steps
 
-    found = context.also(same)
-    return None if found is None else found[0]
+    arrays = context.also(same)
+    return None if arrays is None else arrays[0]
 
 
-def run(context: ProductContext, work: LayerWork, given: Mapping[str, Tensor]) -> Arrays:
-    """Run a layer. given: weights to use instead of the model's, by name."""
+def run(context: ProductContext, work: LayerWork, weights: Mapping[str, Tensor]) -> Arrays:
+    """Run a layer. weights: to use instead of the model's, by name."""
     import torch
 
     from weightsmith._activations.running import layer_rows
 
     [after] = context.create()
-    with layer_rows(context, work, 0.7, 1, given=given) as rows:
+    with layer_rows(context, work, 0.7, 1, given=weights) as rows:
 
         def leaving(numbered: NumberedRow) -> Tensor:
             with torch.no_grad():
@@ -60,4 +81,86 @@ def check(product: Product, kind: type[LayerWork] = LayerWork) -> str:
     return "" if makes else "it does not make states"
 
 
-KIND = ProductKind(FORWARD, compute=compute, check=check, device=True, transient=True)
+STATES = ProductKind(FORWARD, compute=compute, check=check, device=True, transient=True)
+
+
+def _sample(context: ProductContext) -> Arrays:
+    rows = context.product.outs[0].shape[0]
+    return [np.array(context.arrays(LayerWork.of(context.product).states)[0][:rows])]
+
+
+SAMPLED_STATES = ProductKind(FORWARD, compute=_sample, check=check)
+
+
+# ---- what enters the first layer
+
+
+def embedded(context: ProductContext, base: Base, ids: npt.NDArray[np.int32]) -> Arrays:
+    """Embed rows of tokens, int32 [rows, tokens]: the states that enter the first layer."""
+    from weightsmith._activations.running import PhaseProgress, decoder_of
+    from weightsmith._files.mapped import release_pages
+
+    progress = PhaseProgress(context, base, 0, 0, 0)
+    [states] = context.create()
+    for row, hidden in enumerate(decoder_of(base).embedded(context, ids.tolist())):
+        states[row] = hidden.numpy()
+        progress(0)
+    release_pages(states)
+    return [states]
+
+
+def _embed_text(context: ProductContext) -> Arrays:
+    work = EmbeddingWork.of(context.product)
+    vocabulary = next(step.out.shape[0] for step in context.product.steps if is_embedding(step.out))
+    rows = rows_of(work.text, context.folder(work.base.model), vocabulary, work.bos)
+    return embedded(context, work.base, rows)
+
+
+def _check_embedding(product: Product) -> str:
+    if problem := EmbeddingWork.check(product):
+        return problem
+    work = EmbeddingWork.of(product)
+    if work.text.seed < 0:
+        return "its seed is negative"
+    shape = work.text.rows, work.text.tokens, work.base.hidden
+    if min(shape) < 1 or [(out.dtype.name, out.shape) for out in product.outs] != [("F32", shape)]:
+        return "its states are not those of its calibration text"
+    if FileRead(work.base.model, TOKENIZER, work.text.tokenizer) not in product.files:
+        return "it does not name the tokenizer's file"
+    return "" if any(is_embedding(step.out) for step in product.steps) else _NO_EMBEDDING
+
+
+def _reads(product: Product) -> list[Path]:
+    source = EmbeddingWork.of(product).text.source
+    return [] if source == BUILT_IN else [Path(source)]
+
+
+EMBEDDING = ProductKind(FORWARD, compute=_embed_text, check=_check_embedding, reads=_reads, transient=True)
+
+
+def _embed_rows(context: ProductContext) -> Arrays:
+    work = LayerWork.of(context.product)
+    return embedded(context, work.base, context.arrays(work.states)[0])
+
+
+def _check_embedded_rows(product: Product) -> str:
+    return check(product) or ("" if any(is_embedding(step.out) for step in product.steps) else _NO_EMBEDDING)
+
+
+EMBEDDED_ROWS = ProductKind(FORWARD, compute=_embed_rows, check=_check_embedded_rows, transient=True)
+
+
+# ---- arrays that are there
+
+
+def _absent(context: ProductContext) -> Arrays:
+    what = "this plan continues from arrays that only the command that made it has"
+    raise CheckpointError(what, where=f"product {context.product.name}", fix="run that command again: weightsmith eval")
+
+
+def _check_given(product: Product) -> str:
+    known = has_type(product.settings, Mapping[str, str]) and set(product.settings) == {"sha256"}
+    return "" if known else "its settings are not the hash of its arrays"
+
+
+GIVEN = ProductKind("reading arrays", compute=_absent, check=_check_given)

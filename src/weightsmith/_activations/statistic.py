@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from weightsmith._activations import gradients, states
-from weightsmith._activations.sites import by_site
 from weightsmith._activations.states import FORWARD
 from weightsmith._activations.statistics import STATISTICS, find_statistic
 from weightsmith._activations.work import StatisticWork
 from weightsmith._engine.products import ProductContext, ProductKind
+from weightsmith._models.structure.projections import by_site
 from weightsmith._plans import Product
 from weightsmith.abc.product import Arrays
 from weightsmith.abc.statistic import Statistic

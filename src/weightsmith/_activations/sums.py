@@ -20,9 +20,9 @@ from torch import Tensor
 
 from weightsmith._activations.decoder.forward import Layer
 from weightsmith._activations.running import LayerRows, NumberedRow, budget, processors, workers
-from weightsmith._activations.sites import by_site
 from weightsmith._activations.statistics.gram import STATISTIC as GRAM
 from weightsmith._files.mapped import release_pages
+from weightsmith._models.structure.projections import by_site
 from weightsmith.abc.product import Floats
 from weightsmith.abc.statistic import Statistic
 

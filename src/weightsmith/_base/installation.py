@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Sequence
 from functools import cache
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
+
+from weightsmith._base.errors import Unsupported, WeightsmithError
 
 PROGRAM = "weightsmith"
 
@@ -90,3 +94,27 @@ def installed_from() -> tuple[str, bool]:
     except (PackageNotFoundError, OSError, ValueError, KeyError, TypeError, AttributeError):
         pass
     return "", False
+
+
+def absent_packages(names: Sequence[str], whose: str, extra: str, instead: str = "") -> list[WeightsmithError]:
+    """An error if one of the packages is not installed.
+
+    whose    what requires them, in the plural
+    extra    of weightsmith, which installs them
+    instead  an alternative that does not: `; or use …`
+    """
+    absent = [name for name in names if find_spec(name) is None]
+    if not absent:
+        return []
+    what = f"{whose} require {' and '.join(absent)}, which {'is' if len(absent) == 1 else 'are'} not installed"
+    return [Unsupported(what, fix=f"run {install(extra)}{instead}")]
+
+
+def package_version(name: str) -> str:
+    """The version of a package; "" if it is not installed."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""

@@ -2,7 +2,7 @@
 
 A step becomes one `LeafPass`, or one for each of its pieces. It goes through the statistics passes of its job, then through
 the apply pass. A product that streams goes through its own passes over many steps (`ReductionPass`). Nothing here touches
-bytes or waits: the scheduler hands out the tiles, and `computed.py` those of the tensors that are read from it.
+bytes or waits: a scheduler hands out the tiles.
 """
 
 from __future__ import annotations
@@ -67,6 +67,9 @@ class ActivePass(ABC):
     @abstractmethod
     def complete(self) -> bool:
         """Called after the last pass. True if a whole step or product is complete with it."""
+
+    def free(self) -> None:  # noqa: B027  most hold nothing
+        """Let go of what it held, although waiting threads may still refer to it. Called when it is complete."""
 
 
 class TensorHash:
@@ -178,16 +181,20 @@ class LeafPass(ActivePass):
 
     leaf       the step that makes it: the tensor's, or a piece of it
     origin     index in the tensor of the leaf's first element
+    applies    whether the last pass is that which writes; False: it ends with the statistics, and keeps its job
     distances  of its grains: squared norms of out - base and of the base, float64 [grains, 2]; only if it has a base
     constants  a NaN or an infinity that all inputs share was found in the first pass
     """
 
-    def __init__(self, active: ActiveStep, leaf: Step, job: Job | None, origin: int, cuts: list[Cut]) -> None:
+    def __init__(
+        self, active: ActiveStep, leaf: Step, job: Job | None, origin: int, cuts: list[Cut], *, applies: bool = True
+    ) -> None:
         self.active = active
         self.leaf = leaf
         self.job = job
         self.origin = origin
         self.cuts = cuts
+        self.applies = applies
         self.grain = grain_elements(leaf.out.shape)
         self.distances = np.zeros((-(-leaf.out.size // self.grain) if leaf.base else 0, 2))
         self.resident_bytes = 0 if job is None else job.resident_bytes
@@ -227,11 +234,15 @@ class LeafPass(ActivePass):
             return False
         self.number += 1
         self._begin_pass()
-        return True
+        return self.phase != APPLY or self.applies
 
     def complete(self) -> bool:
         self.active.left -= 1
         return not self.active.left
+
+    def free(self) -> None:
+        if self.applies:
+            self.job = None
 
 
 class ReductionPass(ActivePass):

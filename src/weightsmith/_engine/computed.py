@@ -17,12 +17,13 @@ import numpy as np
 from weightsmith._base.files import Extent
 from weightsmith._base.tensors import DType, TensorSpec
 from weightsmith._engine.active import APPLY, ActiveStep, LeafPass, Task
-from weightsmith._engine.buffers import Buffers
 from weightsmith._engine.constants import Finite
 from weightsmith._engine.reader import Reader, Source
 from weightsmith._engine.resources import DEFAULTS, Resources
 from weightsmith._engine.results import Results
+from weightsmith._engine.schedule import Scheduler
 from weightsmith._engine.tile_work import Merger
+from weightsmith._engine.tiles import Buffers
 from weightsmith._files.hf_folder import natural_key
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._plans import COPY, Gather, Plan, Read, Step
@@ -63,7 +64,7 @@ class Computed:
         self.specs: Mapping[str, TensorSpec] = {name: step.out for name, step in self._steps.items()}
         self.paths: tuple[Path, ...] = tuple(dict.fromkeys(path for source in inputs for path in source.paths))
         self._lock = threading.Lock()
-        self._merges: OrderedDict[tuple[str, int], SharedPasses] = OrderedDict()
+        self._merges: OrderedDict[tuple[str, int], _Merge] = OrderedDict()
         self._threads = threading.local()
         self._closed = False
         self.set_run()
@@ -184,12 +185,12 @@ class Computed:
             low, high = max(a, place.start), min(b, place.start + place.size)
             out[(low - a) * width : (high - a) * width] = data[(low - place.start) * width : (high - place.start) * width]
 
-    def _merge(self, step: Step, number: int, origin: int) -> SharedPasses:
+    def _merge(self, step: Step, number: int, origin: int) -> _Merge:
         key, leaf = (step.out.name, number), step.leaves[number]
         with self._lock:
             if key not in self._merges:
-                made = LeafPass(ActiveStep(step), leaf, self._reader.job(leaf), origin, self._reader.cuts(leaf))
-                self._merges[key] = SharedPasses(made)
+                made = LeafPass(ActiveStep(step), leaf, self._reader.job(leaf), origin, self._reader.cuts(leaf), applies=False)
+                self._merges[key] = _Merge(made)
                 self._forget()
             self._merges.move_to_end(key)
             return self._merges[key]
@@ -235,47 +236,23 @@ class _Memory:
         self.made: tuple[LeafPass, int] | None = None
 
 
-class SharedPasses:
-    """The statistics passes of a leaf, whose tiles are shared among the threads that wait for them."""
+class _Merge:
+    """A leaf whose statistics are computed once, by all the threads that wait for them."""
 
     def __init__(self, leaf: LeafPass) -> None:
         self.leaf = leaf
-        self._condition = threading.Condition()
-        self._error: BaseException | None = None
+        self._scheduler = Scheduler()
+        if leaf.phase != APPLY:
+            self._scheduler.add(leaf)
 
     def prepare(self, work: Callable[[Task], Any]) -> None:
         """Take part in the statistics until they are finished. work: does one tile.
 
         An error in one thread is raised in all, now and later.
         """
-        while (task := self._take()) is not None:
-            try:
-                self._done(task, work(task))
-            except BaseException as error:
-                with self._condition:
-                    self._error = error
-                    self._condition.notify_all()
-                raise
-
-    def _take(self) -> Task | None:
-        """The next tile; waits while others have the last ones of a pass. None: all passes are finished."""
-        with self._condition:
-            while self._error is None:
-                if self.leaf.phase == APPLY:
-                    return None
-                if self.leaf.ready:
-                    return self.leaf.take()
-                self._condition.wait()
-            raise self._error
-
-    def _done(self, task: Task, result: Any) -> None:
-        with self._condition:
-            if self.leaf.enter(task, result):
-                self.leaf.finish_pass()
-                self.leaf.advance()
-                self._condition.notify_all()
-            elif self.leaf.in_order:
-                self._condition.notify_all()
+        self._scheduler.work(work)
+        if self._scheduler.error is not None:
+            raise self._scheduler.error
 
 
 def computed_source(source: Source) -> Computed | None:

@@ -1,35 +1,40 @@
 """Runs a plan on the threads of this machine.
 
 Each thread takes a tile from the scheduler and hands it to what the pass needs: `Copier`, `Merger` and `Encoder`, or the
-reduction of a product (`ProductGraph`). The compiled kernels and the reads and writes release the GIL.
+reduction of a product (`ProductGraph`). The compiled kernels and the reads and writes release the GIL. Bytes of files elsewhere
+are fetched ahead of the threads, in the order of `visits`.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from weightsmith._base.files import Extent
 from weightsmith._engine.active import APPLY, ActivePass, ActiveStep, LeafPass, ReductionPass, Task
-from weightsmith._engine.buffers import Buffers
-from weightsmith._engine.computed import Computed
+from weightsmith._engine.computed import Computed, inner_passes
 from weightsmith._engine.constants import Finite
-from weightsmith._engine.passes import visits
 from weightsmith._engine.product_graph import Computation, ProductGraph
+from weightsmith._engine.products import find_kind
 from weightsmith._engine.reader import Reader
 from weightsmith._engine.resources import DEFAULTS, WHOLE, Resources, Workload
 from weightsmith._engine.results import Results
 from weightsmith._engine.schedule import Scheduler
 from weightsmith._engine.tile_work import Copier, Encoder, Merger
-from weightsmith._engine.unwritten import DiscardedOutput, MemoryOutput
+from weightsmith._engine.tiles import Buffers
 from weightsmith._files.remote.ahead import ReadAhead
 from weightsmith._kernels.watch import is_compiling, leave
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._plans import COPY, Gather, Plan, Product, Step
-from weightsmith.abc.job import Job
+from weightsmith.abc.job import Bytes, Job
 from weightsmith.abc.output import Finished, Output
+from weightsmith.abc.product import Arrays
 from weightsmith.abc.product_targets import Target
 from weightsmith.abc.tensors import Tensors
 
@@ -209,11 +214,7 @@ class Run:
     def _work(self) -> None:
         """The loop of each thread."""
         buffers = Buffers()
-        try:
-            while (task := self._scheduler.next()) is not None:
-                self._scheduler.done(task, self._do(task, buffers))
-        except BaseException as error:
-            self._scheduler.fail(error)
+        self._scheduler.work(lambda task: self._do(task, buffers))
 
     def _do(self, task: Task, buffers: Buffers) -> Any:
         """Do the work of one tile. Returns its statistics, in a pass for these."""
@@ -324,3 +325,98 @@ def open_merge(
     source = Computed(plan, inputs, where, run(plan, inputs, DiscardedOutput(), resources, workload).results)
     source.set_run(resources, allow_nonfinite=allow_nonfinite)
     return source
+
+
+# ---- outputs that write no files
+
+
+class DiscardedOutput:
+    """Discards tensors. Products stay in memory."""
+
+    def location(self, name: str) -> tuple[int, int] | None:
+        """There is no file."""
+        return None
+
+    def write(self, name: str, start_byte: int, buffer: memoryview | Bytes) -> None:
+        """Nothing is kept."""
+
+    def equal(self, name: str, start_byte: int, extent: Extent) -> None:
+        """There is nothing to copy to."""
+
+    def finish(self, name: str, done: Finished) -> None:
+        """Nothing follows."""
+
+    def create(self, product: Product) -> None:
+        """There is no file."""
+
+    def keep(self, product: Product, arrays: Arrays) -> Arrays:
+        """Nothing is kept."""
+        return arrays
+
+    def forget(self, product: Product) -> None:
+        """Nothing was kept."""
+
+
+class MemoryOutput(DiscardedOutput):
+    """Hands the bytes of each tensor to its target."""
+
+    def __init__(self, targets: Mapping[str, Target]) -> None:
+        self._targets = targets
+
+    def write(self, name: str, start_byte: int, buffer: memoryview | Bytes) -> None:
+        """Hand over some bytes."""
+        self._targets[name].take(start_byte, np.frombuffer(buffer, np.uint8))
+
+
+# ---- what is read of files elsewhere
+
+
+STRIDE_BYTES = 4 << 20
+"""Of each input of a tensor in turn: its tiles are read in all inputs at once."""
+
+
+def whole_passes(products: Iterable[Product]) -> dict[str, int]:
+    """How often each product that streams reads all of its steps, and not a sample."""
+    made = {product.name: make(product) for product in products if (make := find_kind(product.op).reduce) is not None}
+    return {name: sum(not one.sampled(number) for number in range(one.passes())) for name, one in made.items()}
+
+
+def visits(reader: Reader, steps: Iterable[Step], products: Sequence[Product]) -> list[list[Extent]]:
+    """The parts of files elsewhere that steps and products read, in order: an entry for each pass over a matrix.
+
+    Without what products read that compute: they ask for what they need. Cost: a few microseconds for each 4 MiB.
+    """
+    inputs = [i for i, source in enumerate(reader.inputs) if not all(map(Path.is_file, source.paths))]
+    if not inputs:
+        return []
+    found = []
+    for product in products:
+        make = find_kind(product.op).reduce
+        if make is None:
+            continue
+        reduction = make(product)
+        leaves = list(reader.leaves_of(product))
+        for number in range(reduction.passes()):
+            found += [_visit(reader, leaf, inputs, sampled=reduction.sampled(number)) for leaf in leaves]
+    for step in steps:
+        for leaf in step.leaves:
+            if leaf.out.size and any(read.model in inputs for read in leaf.inputs):
+                times = 1 + reader.job_facts(leaf)[0] + inner_passes(reader, leaf)
+                found += [_visit(reader, leaf, inputs, sampled=False)] * times
+    return [visit for visit in found if visit]
+
+
+def _visit(reader: Reader, leaf: Step, inputs: Sequence[int], *, sampled: bool) -> list[Extent]:
+    """What one pass over a leaf reads."""
+    reads = [read for read in leaf.inputs if read.model in inputs]
+    if sampled:
+        matrix = reader.matrix(leaf)
+        places = [(place.start, min(place.size, matrix.grain)) for place in reader.cuts(leaf)]
+    else:
+        stride = STRIDE_BYTES // max([reader.dtype(read).itemsize for read in reads], default=1)
+        places = [(start, min(stride, leaf.out.size - start)) for start in range(0, leaf.out.size, stride)]
+    found: dict[tuple[int, Extent], None] = {}  # once for each read: of some tensors, every part is decoded from the whole
+    for first, size in places:
+        for i, read in enumerate(reads):
+            found |= dict.fromkeys((i, extent) for extent in reader.extents(read, first, size))
+    return [extent for _, extent in found]

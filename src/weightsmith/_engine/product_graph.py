@@ -17,14 +17,13 @@ import numpy as np
 from weightsmith._base.errors import WeightsmithError
 from weightsmith._base.heap import return_freed
 from weightsmith._engine.active import ReductionPass, Task
-from weightsmith._engine.buffers import Buffers
 from weightsmith._engine.constants import Finite
 from weightsmith._engine.products import find_kind
 from weightsmith._engine.reader import Reader
 from weightsmith._engine.resources import Resources, Workload
 from weightsmith._engine.results import Results
 from weightsmith._engine.schedule import Scheduler
-from weightsmith._engine.tiles import Cut
+from weightsmith._engine.tiles import Buffers, Cut
 from weightsmith._kernels.watch import leave
 from weightsmith._plans import Plan, Product, Step
 from weightsmith.abc.job import Matrix, Tile
@@ -134,7 +133,7 @@ class ProductGraph:
             if reduction.empty:
                 self.done(product, reduction.reduction.arrays())
             else:
-                self._scheduler.reduce(reduction)
+                self._scheduler.add(reduction)
 
     def _forget(self) -> None:
         """Remove products that are transient, or released, and that nothing unfinished needs."""

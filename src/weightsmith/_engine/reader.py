@@ -12,10 +12,9 @@ import numpy.typing as npt
 from weightsmith import _methods as methods
 from weightsmith._base.files import Extent, read_into
 from weightsmith._base.tensors import DType, grain_elements
-from weightsmith._engine.buffers import Buffers
 from weightsmith._engine.resources import DEFAULTS, Resources
 from weightsmith._engine.results import Results
-from weightsmith._engine.tiles import INPUTS_BYTES, TILE_BYTES, Cut, cut, tile_grains
+from weightsmith._engine.tiles import INPUTS_BYTES, TILE_BYTES, Buffers, Cut, cut, tile_grains
 from weightsmith._methods.jobs.operations import OPERATIONS
 from weightsmith._methods.jobs.requires import named_device
 from weightsmith._plans import COPY, PRODUCTS, Block, Gather, Plan, Product, Read, Step

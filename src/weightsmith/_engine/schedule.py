@@ -1,4 +1,7 @@
-"""Hands out the next tile: one pool of threads works on steps and products (`active.py`).
+"""Hands out the next tile: the driver of all passes (`active.py`).
+
+A run has one scheduler for its steps and products, whose threads are the pool of the run. A tensor that is computed when it is
+read (`computed.py`) has one for its statistics, whose threads are those that wait for them.
 
 Any thread may take any tile of a pass. Steps that have begun take priority over new ones, so few are active at a time; a new
 step begins only when no active one has a free tile. A step that needs products waits until they are finished.
@@ -11,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from weightsmith._engine.active import ActivePass, LeafPass, ReductionPass, Task
+from weightsmith._engine.active import ActivePass, LeafPass, Task
 from weightsmith._plans import Step
 
 RESIDENT_BYTES = 1 << 30
@@ -23,10 +26,10 @@ class Scheduler:
 
     def __init__(
         self,
-        steps: Iterable[tuple[Step, frozenset[str]]],
-        products: Iterable[str],
-        begin: Callable[[Step], Sequence[ActivePass]],
-        complete: Callable[[ActivePass], None],
+        steps: Iterable[tuple[Step, frozenset[str]]] = (),
+        products: Iterable[str] = (),
+        begin: Callable[[Step], Sequence[ActivePass]] = lambda step: (),
+        complete: Callable[[ActivePass], None] = lambda active: None,
         resident_bytes: int = RESIDENT_BYTES,
         *,
         in_order: bool = False,
@@ -87,11 +90,20 @@ class Scheduler:
             if isinstance(active, LeafPass):
                 yield active.active.step
 
-    def reduce(self, reduction: ReductionPass) -> None:
-        """Begin a reduction, before all else."""
+    def add(self, active: ActivePass) -> None:
+        """Begin a pass of no step, before all else."""
         with self._condition:
-            self._active.appendleft(reduction)
+            self._resident_bytes += active.resident_bytes
+            self._active.appendleft(active)
             self._condition.notify_all()
+
+    def work(self, do: Callable[[Task], Any]) -> None:
+        """Do tasks until there is none left, or something fails: the loop of each thread. do: returns a task's statistics."""
+        try:
+            while (task := self.next()) is not None:
+                self.done(task, do(task))
+        except BaseException as error:
+            self.fail(error)
 
     def next(self) -> Task | None:
         """The next task; waits for one; None when there is nothing left to do, or something failed."""
@@ -122,11 +134,10 @@ class Scheduler:
         return new
 
     def _remove(self, active: ActivePass) -> None:
-        """It is complete: free what its job held, although waiting threads may still refer to the pass."""
+        """It is complete."""
         self._active.remove(active)
         self._resident_bytes -= active.resident_bytes
-        if isinstance(active, LeafPass):
-            active.job = None
+        active.free()
         self._condition.notify_all()
 
     def done(self, task: Task, result: Any) -> None:

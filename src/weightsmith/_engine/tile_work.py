@@ -10,10 +10,9 @@ import numpy as np
 from weightsmith._base.errors import MismatchError, NonFinite
 from weightsmith._base.tensors import GRAIN_ELEMENTS, TensorSpec
 from weightsmith._engine.active import ActiveStep, Gathered, LeafPass
-from weightsmith._engine.buffers import Buffers
 from weightsmith._engine.constants import UNPUBLISHED, Constants, Finite
 from weightsmith._engine.reader import Reader
-from weightsmith._engine.tiles import Cut
+from weightsmith._engine.tiles import Buffers, Cut
 from weightsmith._kernels.codecs import decode, first_nonfinite
 from weightsmith._kernels.delta import distance
 from weightsmith._kernels.records import Encoded

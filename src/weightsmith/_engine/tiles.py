@@ -1,4 +1,4 @@
-"""How tensors are cut: runs of whole grains, short enough for the memory, the same result for any length."""
+"""How tensors are cut: runs of whole grains, short enough for the memory, the same result for any length; memory for one."""
 
 from __future__ import annotations
 
@@ -6,9 +6,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from weightsmith._base.errors import NOTHING_WRITTEN, ParameterError
 from weightsmith._base.tensors import DType
 from weightsmith._base.text import count
+from weightsmith._outputs.local.weight_file import PAGE_BYTES
+from weightsmith.abc.job import Bytes, Scratch
 
 TILE_BYTES = 1 << 20
 """Of each input. Long enough to make the cost of a call negligible, short enough to stay in the cache."""
@@ -92,3 +97,36 @@ def fit_resident_bytes(max_memory_bytes: int | None, threads: int, inputs: int, 
 def peak_memory_bytes(tile_bytes: int, threads: int, inputs: int, levels: int = 1) -> int:
     """What a run is expected to take at most, resident: a bound that does not know the model's size."""
     return PROCESS_BYTES + threads * (levels * KERNEL_BYTES + (inputs + 1) * tile_bytes)
+
+
+class Buffers:
+    """One thread's memory: raw tiles of the inputs, the encoded tile of the output, kernel scratch."""
+
+    def __init__(self) -> None:
+        self.scratch = Scratch()
+        self._held: dict[str, Bytes] = {}
+
+    def _at_least(self, use: str, nbytes: int) -> Bytes:
+        """Memory for one use, as long as it ever was."""
+        if use not in self._held or self._held[use].size < nbytes:
+            self._held[use] = np.empty(nbytes, np.uint8)
+        return self._held[use]
+
+    def raw(self, inputs: int, nbytes: int) -> Bytes:
+        """uint8 [inputs, >= nbytes], rows aligned to 64 bytes."""
+        width = -(-nbytes // 64) * 64
+        return self._at_least("raw", inputs * width)[: inputs * width].reshape(inputs, width)
+
+    def out(self, nbytes: int, offset: int) -> Bytes:
+        """uint8 [nbytes], at an address that equals `offset` (in its file) modulo a page, as direct writes want it."""
+        held = self._at_least("out", nbytes + PAGE_BYTES)
+        first = (offset - held.ctypes.data) % PAGE_BYTES
+        return held[first : first + nbytes]
+
+    def numbers(self, nbytes: int) -> Bytes:
+        """uint8 [nbytes]: a tile before it is encoded."""
+        return self._at_least("numbers", nbytes)[:nbytes]
+
+    def rows(self, count: int) -> npt.NDArray[np.float32]:
+        """float32 [count]: rows of such a tile, to be encoded."""
+        return self._at_least("rows", 4 * count)[: 4 * count].view(np.float32)

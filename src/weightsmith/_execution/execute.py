@@ -179,9 +179,8 @@ def _run_unwritten(
     options: RunOptions,
     progress: Callable[[Progress], None] | None = None,
 ) -> Outcome:
-    from weightsmith._engine.local import run
+    from weightsmith._engine.local import DiscardedOutput, run
     from weightsmith._engine.resources import Workload
-    from weightsmith._engine.unwritten import DiscardedOutput
 
     check_computable(prepared)
     if options.stream:

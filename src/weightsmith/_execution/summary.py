@@ -11,7 +11,7 @@ from weightsmith._base.groups import grouped
 from weightsmith._base.options import read_options
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._engine.computed import Computed
-from weightsmith._engine.passes import visits, whole_passes
+from weightsmith._engine.local import visits, whole_passes
 from weightsmith._engine.product_graph import most_bytes
 from weightsmith._engine.reader import Reader
 from weightsmith._engine.results import Results

@@ -72,9 +72,9 @@ give their mean. A base_model is an input like the others.""",
     use="""For many checkpoints of which a few may be bad: unlike the mean, it does not follow outliers. With two models it is
 their mean.""",
     passes="Two: inner products, then the result.",
-    source="Weiszfeld 1937, Sur le point pour lequel la somme des distances de n points donnés est minimum; "
-    "Vardi and Zhang 2000, The multivariate L1-median and associated data depth; "
-    "for models Pillutla et al. 2019, Robust Aggregation, https://arxiv.org/abs/1912.13445",
+    source="Weiszfeld 1937, Sur le point pour lequel la somme des distances de n points donnés est minimum. "
+    "Vardi and Zhang 2000, The multivariate L1-median and associated data depth. "
+    "For models Pillutla et al. 2019, Robust Aggregation, https://arxiv.org/abs/1912.13445",
     formula="out = argmin_m Σ |Wᵢ - m|, by m ← Σ Wᵢ/|Wᵢ - m| / Σ 1/|Wᵢ - m|",
     base="input",
     min_models=2,

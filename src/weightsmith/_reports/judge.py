@@ -44,8 +44,8 @@ class Judge:
 
     Code that a model brings is never run. Needs torch and transformers, and about 10 bytes of memory for each weight.
 
-    The weights are computed with in float32: many CPUs have no bf16 arithmetic and take ten times as long to imitate it, and
-    perplexities differ by some tenths of a percent at most.
+    It computes in float32: many CPUs have no bf16 arithmetic, and take ten times as long to imitate it. Perplexities differ by
+    some tenths of a percent at most.
     """
 
     def __init__(self, model: Any, tokenizer: Any) -> None:

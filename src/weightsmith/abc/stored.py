@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mmap
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -302,6 +302,88 @@ class Writing:
     adapt: Callable[[PlanDraft, Encoding], None] = lambda draft, encoding: None
 
 
+@dataclass(frozen=True, slots=True)
+class ModelOrigin:
+    """A model that an output is made from.
+
+    id    org/name on the Hub, or the name of its folder
+    card  front matter of its card
+    """
+
+    id: str
+    card: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """What is beside the weights of a draft.
+
+    origins  the models that it is made from
+    read     (names) → the contents of those of these files that the output has
+    donor    (name) → the contents of a file of the model whose files the output has; None: there is none
+    held     takes the names of files whose contents the output has in another form, such as keys of a header
+    """
+
+    origins: Sequence[ModelOrigin]
+    read: Callable[[Sequence[str]], Mapping[str, bytes]]
+    donor: Callable[[str], bytes | None]
+    held: Callable[[Iterable[str]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRequest:
+    """How a model is to be written.
+
+    settings     the options in `ModelFormat.settings`, by name
+    importances  of the columns of weights, measured on a text: float32, by the names that the weights have in the draft
+    types        of stored tensors, chosen for a size
+    """
+
+    settings: Mapping[str, Any]
+    importances: Mapping[str, Rows] = field(default_factory=dict)
+    types: Mapping[str, str] = field(default_factory=dict)
+
+
+class ModelFormat(ABC):
+    """A way to write a whole model that users can ask for: `--quantize gguf-q4_k_m`. It changes names, keys and files, too.
+
+    name      as users write it
+    summary   one line: what is stored, and how many bits a weight takes
+    readers   the programs that load it
+    program   the one whose names and types it has
+    settings  options that `prepare` reads, besides those of a measurement
+    measures  whether importances may be measured, and types chosen for a size
+    """
+
+    name: str
+    summary: str
+    readers: str
+    program: str
+    settings: frozenset[str]
+    measures: bool = False
+
+    @abstractmethod
+    def prepare(self, draft: PlanDraft, companions: ModelFiles, request: ModelRequest) -> Mapping[str, bytes]:
+        """Make a draft of plain tensors one of the format; return files to add to the output.
+
+        Reads headers and small files only, never tensor data. Raises PlanError, Unsupported and FormatError.
+        """
+
+    def weighed(self, config: Config | None, specs: Iterable[TensorSpec]) -> list[TensorSpec]:
+        """Those of some tensors of the draft whose columns may have importances. Raises Unsupported for another model."""
+        return []
+
+    def candidates(
+        self, config: Config | None, specs: Iterable[TensorSpec], request: ModelRequest
+    ) -> dict[str, tuple[str, ...]]:
+        """The encodings to try for each tensor of the draft whose type is not asked for."""
+        return {}
+
+    def stored_name(self, config: Config | None, weight: str) -> str:
+        """The name of the stored tensor that has a tensor of the draft."""
+        return weight
+
+
 Mark = Callable[[str, Specs], str]
 """(name of a stored tensor, all specs) → what it is quantised with; "" if it is not."""
 
@@ -321,7 +403,8 @@ class StoredFormat:
     read        decodes them: (stored tensors, config.json, the model as the user named it). Raises FormatError, Unsupported
     marks       ends of names of its tensors, by which a model is found to be quantised if config.json does not say so
     files       file formats of its own, which need no other
-    writes      what users can ask for
+    writes      encodings of weights that users can ask for
+    models      ways to write whole models that they can ask for; a function, because plans that write none need none
     unlisted    encodings without a setting that they cannot ask for
     caches      how programs that load what it writes can store keys and values
     parse       the encoding of a name with a setting: `exl2 4/g128`; None for other names. Raises ValueError for a setting that
@@ -335,6 +418,7 @@ class StoredFormat:
     marks: Mapping[str, Mark] = field(default_factory=dict)
     files: tuple[FileKind, ...] = ()
     writes: tuple[Writing, ...] = ()
+    models: Callable[[], tuple[ModelFormat, ...]] = lambda: ()
     unlisted: tuple[Encoding, ...] = ()
     caches: tuple[CacheEncoding, ...] = ()
     parse: Callable[[str], Encoding | None] = lambda name: None

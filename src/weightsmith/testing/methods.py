@@ -19,9 +19,8 @@ import numpy as np
 
 from weightsmith._base.errors import NonFinite
 from weightsmith._base.tensors import DTYPES
-from weightsmith._engine.local import run
+from weightsmith._engine.local import DiscardedOutput, run
 from weightsmith._engine.resources import Resources, Workload
-from weightsmith._engine.unwritten import DiscardedOutput
 from weightsmith._methods import NAMES
 from weightsmith._methods.base import Method
 from weightsmith._methods.user_files import at_hand

@@ -15,11 +15,10 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 
-from weightsmith._engine.local import run
+from weightsmith._engine.local import DiscardedOutput, run
 from weightsmith._engine.products import find_kind
 from weightsmith._engine.resources import Resources, Workload
 from weightsmith._engine.results import Results
-from weightsmith._engine.unwritten import DiscardedOutput
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._plans import Plan, plan_from_json
 

@@ -116,7 +116,7 @@ def test_paths_outside_are_refused(root: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_without_the_hub_only_folders_are_read(root: Path) -> None:
     places = Places.of([root / "models"], hub=False)
-    assert "without the hub" in problem(places, "org/name")
+    assert "without the Hub" in problem(places, "org/name")
     assert problem(places, str(root / "models" / "base")) == ""
 
 

@@ -18,10 +18,9 @@ from tests.activations.test_decoder import save_model
 from tests.zoo import SIZES
 from weightsmith._base.errors import PlanError
 from weightsmith._base.installation import install
-from weightsmith._engine.local import run
+from weightsmith._engine.local import DiscardedOutput, run
 from weightsmith._engine.products import find_kind
 from weightsmith._engine.resources import Resources, Workload
-from weightsmith._engine.unwritten import DiscardedOutput
 from weightsmith._features.mixture.build import prepare_moe
 from weightsmith._features.mixture.routing.gates import MODES, Sample
 from weightsmith._features.mixture.routing.gates.hidden import average, last, summed
@@ -372,6 +371,6 @@ def test_an_empty_prompt_is_the_bos_token_as_in_mergekit(models: Path, tmp_path:
 def test_packages_that_are_missing_are_those_of_a_mixture(monkeypatch: pytest.MonkeyPatch) -> None:
     from weightsmith._features.mixture.routing.product import missing_packages
 
-    monkeypatch.setattr("weightsmith._activations.packages.find_spec", lambda name: None)
+    monkeypatch.setattr("weightsmith._base.installation.find_spec", lambda name: None)
     [found] = missing_packages()
     assert found.finding.fix == f"Run {install('moe')}; or use gate_mode: random, which needs no hidden states."

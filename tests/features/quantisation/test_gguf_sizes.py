@@ -15,10 +15,10 @@ import weightsmith
 from tests.calibration_help import TEXT, prepared_for, quantise, save_model, settings
 from tests.cli_help import Cli, cli
 from weightsmith._base.errors import PlanError
-from weightsmith._features.quantisation import gguf
 from weightsmith._features.quantisation.calibration import scored
 from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._models.formats import find_encoding
+from weightsmith._models.formats.gguf import prepare
 from weightsmith._models.formats.gguf.header import read_gguf_header
 from weightsmith._models.formats.gguf.writing import TYPES
 
@@ -87,9 +87,9 @@ def test_every_weight_is_measured_once_with_types_that_fit(tmp_path: Path) -> No
     names = [name for each in tried for name in each]
     assert len(names) == len(set(names)) == 2 * (4 + 4 * 3) + 2
     assert {each for found in tried for own in found.values() for each in own} == {
-        f"gguf-{kind.lower()}" for kind in gguf._NARROW
+        f"gguf-{kind.lower()}" for kind in prepare._NARROW
     }
-    assert set(gguf._NARROW) | set(gguf._WIDE) <= set(TYPES)
+    assert set(prepare._NARROW) | set(prepare._WIDE) <= set(TYPES)
 
 
 @pytest.mark.parametrize(

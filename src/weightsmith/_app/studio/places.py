@@ -97,10 +97,10 @@ class Places:
 
     def _no_hub_model(self, ref: ModelRef) -> WeightsmithError | None:
         if not self.hub:
-            what = f"{ref.path} is not in the studio's folders, and the studio was started without the hub"
+            what = f"{ref.path} is not in the studio's folders, and the studio was started without the Hub"
             return NotFound(what, where=ref.where, fix="choose one of the models that the page lists")
         if not _HUB_ID.fullmatch(ref.path):
-            what = f"{ref.path} is neither a folder nor a hub id"
+            what = f"{ref.path} is neither a folder nor a Hub id"
             return NotFound(what, where=ref.where, fix="write org/name, or choose one of the models that the page lists")
         return None
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from weightsmith._activations.decoder import Base
-from weightsmith._activations.packages import package_version
 from weightsmith._base.errors import CheckpointError, Finding, PlanError, Unsupported, WeightsmithError, noting
 from weightsmith._base.files import expand_user, read_bounded
+from weightsmith._base.installation import package_version
 from weightsmith._features.mixture.assembly import Assembly, Dense, Donor, dense_parts
 from weightsmith._features.mixture.checks import Checks, choose_layout
 from weightsmith._features.mixture.layouts.dense_config import config_of, semantics

@@ -2,9 +2,7 @@
 
 base.py      `Format`: the interface; targets
 formats.py   `FORMATS`: the list of all; those that need no data; `weightsmith quantize` and `dequantize`
-gguf.py      GGUF files
-mmproj.py    the vision half beside a GGUF file
-token_row.py the product of a row of the embedding, which a vision half may have
+weighed.py   formats that plan whole models themselves, with importances and types from a measurement: GGUF
 exl2.py      EXL2: settings for each block, from a measurement or without
 exl3.py      EXL3: a rate for each weight
 optimise.py  which candidate each block gets, for a size

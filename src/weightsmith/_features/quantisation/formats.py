@@ -16,7 +16,7 @@ from weightsmith._activations.rows import BUILT_IN
 from weightsmith._base.errors import Finding, FormatError, ParameterError, PlanError, WeightsmithError, undoing
 from weightsmith._base.files import expand_user
 from weightsmith._base.options import assignment, named, option_error, read_options
-from weightsmith._features.quantisation import exl2, exl3, gguf
+from weightsmith._features.quantisation import exl2, exl3
 from weightsmith._features.quantisation.base import Format, check_target, read_target
 from weightsmith._features.quantisation.calibration.plan import (
     CACHE_SETTINGS,
@@ -28,6 +28,7 @@ from weightsmith._features.quantisation.calibration.plan import (
 )
 from weightsmith._features.quantisation.engines import check_engines, family_problems, unloaded
 from weightsmith._features.quantisation.options import QuantizeSettings
+from weightsmith._features.quantisation.weighed import format_of
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.formats import formats
 from weightsmith._planning.options import RecipeOptions
@@ -75,7 +76,8 @@ def _streamed(writing: Writing, *, caches: bool) -> Format:
 
 
 _STREAMED = [_streamed(writing, caches=bool(stored.caches)) for stored in formats() for writing in stored.writes]
-FORMATS: dict[str, Format] = {each.name: each for each in (*_STREAMED, *gguf.FORMATS, *exl2.FORMATS, *exl3.FORMATS)}
+_WHOLE = [format_of(each) for stored in formats() for each in stored.models()]
+FORMATS: dict[str, Format] = {each.name: each for each in (*_STREAMED, *_WHOLE, *exl2.FORMATS, *exl3.FORMATS)}
 """Every format, by name."""
 
 

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from functools import cache
 
 from weightsmith._base.errors import Finding, PluginError, UnknownName, nearest
-from weightsmith._base.plugins import Plugins
+from weightsmith._base.plugins import Plugins, installed
 from weightsmith.abc.stored import CacheEncoding
 from weightsmith.abc.stored import Encoding as Encoding
 from weightsmith.abc.stored import StoredFormat as StoredFormat
@@ -36,6 +36,9 @@ FORMATS = Plugins(
     StoredFormat,
     {name: f"weightsmith._models.formats.{name}:FORMAT" for name in NAMES},
 )
+
+GGUF_ARCHITECTURES = "weightsmith.gguf_architectures"
+"""Entry points of packages that bring architectures of GGUF files."""
 
 
 @cache
@@ -64,31 +67,34 @@ def broken() -> tuple[Finding, ...]:
 
 
 def installed_code() -> tuple[str, ...]:
-    """What identifies each format of an installed package: its code may change the bytes of an output."""
-    return tuple(
-        FORMATS.identity(name) for name, stored_format in _installed().items() if isinstance(stored_format, StoredFormat)
-    )
+    """What identifies each format and GGUF architecture of an installed package: its code may change the bytes of an output."""
+    stored = [FORMATS.identity(name) for name, loaded in _installed().items() if isinstance(loaded, StoredFormat)]
+    if not installed(GGUF_ARCHITECTURES):  # most have none, and need not import those of weightsmith
+        return tuple(stored)
+    from weightsmith._models.formats.gguf.architectures import FAMILIES
+
+    return (*stored, *map(FAMILIES.identity, FAMILIES.brought))
 
 
 @cache
 def _installed() -> dict[str, StoredFormat | Finding]:
     """The formats that installed packages bring, or why they cannot be used."""
-    installed: dict[str, StoredFormat | Finding] = {}
+    by_name: dict[str, StoredFormat | Finding] = {}
     if not FORMATS.brought:
-        return installed
+        return by_name
     taken = {encoding.name for loaded in _ours() for encoding in loaded.encodings}
     for name in FORMATS.brought:
         try:
-            loaded = installed[name] = FORMATS.get(name)
+            loaded = by_name[name] = FORMATS.get(name)
         except PluginError as error:
-            installed[name] = error.finding
+            by_name[name] = error.finding
             continue
         names = [encoding.name for encoding in loaded.encodings]
         if other := next((name for name in names if name in taken), ""):
             what = f"the stored format {name} has an encoding of another format: {other}"
-            installed[name] = Finding(what, FORMATS.source(name), fix="remove the package")
+            by_name[name] = Finding(what, FORMATS.source(name), fix="remove the package")
         taken.update(names)
-    return installed
+    return by_name
 
 
 def encodings() -> dict[str, Encoding]:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from weightsmith._base.groups import grouped
+
 ATTENTION = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "qkv": ("q", "k", "v"),
@@ -62,3 +64,26 @@ def joined_sets(names: Iterable[str]) -> list[list[str]]:
         parent, _, projection = name.removesuffix(".weight").rpartition(".")
         sets.setdefault((parent, JOINED.get(projection, projection)), []).append((_ORDER.get(projection, 0), name))
     return [[name for _, name in sorted(projection)] for projection in sets.values()]
+
+
+_ATTENTION = frozenset({"self_attn", "attention", "attn"})
+
+
+def site_of(weight: str) -> str:
+    """The input that a linear layer shares with others, by the name of its weight.
+
+    >>> site_of("model.layers.0.self_attn.k_proj.weight"), site_of("model.layers.0.mlp.down_proj.weight")
+    ('model.layers.0.self_attn.qkv', 'model.layers.0.mlp.down_proj')
+    """
+    owner, _, leaf = weight.removesuffix(".weight").rpartition(".")
+    return f"{owner}.{JOINED.get(leaf, leaf)}"
+
+
+def by_site(weights: Iterable[str]) -> dict[str, list[str]]:
+    """The weights of each input."""
+    return grouped((site_of(weight), weight) for weight in weights)
+
+
+def is_attention(weight: str) -> bool:
+    """Whether a weight of a layer is one of the attention's."""
+    return not _ATTENTION.isdisjoint(weight.split("."))

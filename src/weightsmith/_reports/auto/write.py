@@ -15,9 +15,8 @@ from weightsmith._activations.scored_rows import Cutter
 from weightsmith._base.errors import NOTHING_WRITTEN, OutputExists, ParameterError, PlanError, StoreError, Unsupported
 from weightsmith._base.files import expand_user, write_whole
 from weightsmith._base.options import lists_options, read_options
-from weightsmith._engine.local import run
+from weightsmith._engine.local import MemoryOutput, run
 from weightsmith._engine.resources import Workload
-from weightsmith._engine.unwritten import MemoryOutput
 from weightsmith._execution.options import RunOptions, resources_of
 from weightsmith._execution.progress import Meter, Reading, Silent, watched_meter
 from weightsmith._methods.jobs.requires import usable_device

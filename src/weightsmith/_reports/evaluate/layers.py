@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from weightsmith._activations.losses import Scored
 from weightsmith._activations.model import TextRun
 from weightsmith._activations.scored_rows import ScoredRows
-from weightsmith._activations.scoring import Scored
 from weightsmith._activations.work import LayerWork
 from weightsmith._plans import Product
 from weightsmith.abc.product import Arrays

@@ -10,10 +10,9 @@ from typing import Any, Unpack
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith._activations.given_texts import GivenText, as_files
-from weightsmith._activations.rows import TOKENS, text_source
+from weightsmith._activations.losses import Known, Scored, scored
+from weightsmith._activations.rows import TOKENS, GivenText, as_files, text_source
 from weightsmith._activations.scored_rows import MAX_ROWS, ScoredRows, together
-from weightsmith._activations.scoring import Known, Scored, scored
 from weightsmith._base.errors import ParameterError, PlanError, WeightsmithError
 from weightsmith._base.options import assignment, lists_options, option_error, read_options
 from weightsmith._base.options import named as named_option

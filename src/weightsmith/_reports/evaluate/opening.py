@@ -11,10 +11,10 @@ from typing import Any
 
 from weightsmith._activations.decoder import Base
 from weightsmith._activations.model import PACKAGES, TextModel, base_of, result_of
-from weightsmith._activations.packages import missing
 from weightsmith._activations.rows import TOKENIZER, load_tokenizer
 from weightsmith._activations.scored_rows import Cutter
 from weightsmith._base.errors import NotFound, PlanError, WeightsmithError
+from weightsmith._base.installation import absent_packages
 from weightsmith._base.tensors import DTYPES
 from weightsmith._execution.stages import check_computable
 from weightsmith._features.any_recipe import prepare_any
@@ -72,7 +72,7 @@ def prepare_named(model: Named) -> Prepared:
 
 def opened(name: str, prepared: Prepared) -> Opened:
     """A model with its tokenizer. Raises PlanError: a model that is not a decoder, or has no tokenizer."""
-    if problems := missing(PACKAGES, "evaluations", "calibration"):
+    if problems := absent_packages(PACKAGES, "evaluations", "calibration"):
         raise PlanError(problems)
     check_computable(prepared)
     plan = prepared.plan

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from weightsmith._activations.model import PACKAGES
-from weightsmith._activations.packages import missing
 from weightsmith._activations.rows import TOKENS, text_source
 from weightsmith._base.errors import Finding, PlanError, as_plan_error
+from weightsmith._base.installation import absent_packages
 from weightsmith._base.report.blocks import Block
 from weightsmith._base.text import markdown, markdown_table
 from weightsmith._execution.options import RunOptions
@@ -120,7 +120,7 @@ def evaluator(options: RunOptions, out: str | os.PathLike[str]) -> Evaluator | N
     if options.evaluate is None:
         return None
     check_options(out, options)
-    if problems := missing(PACKAGES, "evaluations", "calibration"):
+    if problems := absent_packages(PACKAGES, "evaluations", "calibration"):
         raise PlanError(problems)
     with as_plan_error():
         text_source(options.evaluate, None, TOKENS, 0, "evaluate")

@@ -169,9 +169,11 @@ def survey(
     passes  over the tensors, for the progress display
     tables  of the plan, for gathers
     """
-    from weightsmith._engine.local import run  # numba takes half a second to import; headers need none
+    from weightsmith._engine.local import (
+        DiscardedOutput,
+        run,  # numba takes half a second to import; headers need none
+    )
     from weightsmith._engine.resources import Resources, Workload
-    from weightsmith._engine.unwritten import DiscardedOutput
 
     download(models)
     settings = [Settings({}, tuple({} for _ in models))]

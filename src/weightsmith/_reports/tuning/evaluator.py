@@ -31,10 +31,9 @@ from weightsmith._activations.running import workers
 from weightsmith._activations.scored_rows import ScoredRows
 from weightsmith._base.errors import MismatchError, NonFinite, PlanError, WeightsmithError
 from weightsmith._base.tensors import TensorSpec
-from weightsmith._engine.local import run
+from weightsmith._engine.local import MemoryOutput, run
 from weightsmith._engine.resources import Resources, Workload
 from weightsmith._engine.results import Results
-from weightsmith._engine.unwritten import MemoryOutput
 from weightsmith._methods.jobs.requires import usable_device
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import Structure

@@ -23,8 +23,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith._activations.packages import missing
 from weightsmith._base.errors import PlanError
+from weightsmith._base.installation import absent_packages
 from weightsmith._base.options import assignment, option_error
 from weightsmith._planning.recipe import Scalar, Tunable
 from weightsmith._reports.tuning.candidates import Values
@@ -90,7 +90,7 @@ def searcher(name: str, tunables: Sequence[Tunable], start: Values, budget: int,
         return _Listed(_grid(tunables, budget))
     if name == "random":
         return _Listed(_random(tunables, start, seed))
-    if problems := missing(("cmaes",), "searches by CMA-ES", "tune"):
+    if problems := absent_packages(("cmaes",), "searches by CMA-ES", "tune"):
         raise PlanError(problems)
     return _Cma(tunables, start, budget, seed)
 

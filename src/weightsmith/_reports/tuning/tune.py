@@ -14,7 +14,7 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from weightsmith._activations.given_texts import GivenText, as_files
+from weightsmith._activations.rows import GivenText, as_files
 from weightsmith._base.errors import (
     NOTHING_WRITTEN,
     MethodError,

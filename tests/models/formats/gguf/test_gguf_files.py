@@ -23,20 +23,21 @@ from tests.llama_cpp import needs_llama_cpp
 from tests.mini import write_checkpoint
 from weightsmith._base.errors import Corrupt, FormatError, NonFinite, PlanError, StoreError, Unsupported
 from weightsmith._base.tensors import DTYPES, TensorSpec
-from weightsmith._features.quantisation.gguf import _importances_of
-from weightsmith._features.quantisation.gguf_types import MIXTURES, Shape, type_of
 from weightsmith._files.containers import GGUF
 from weightsmith._models.formats.gguf import tokenizer as gguf_tokenizer
 from weightsmith._models.formats.gguf.architectures import architecture_of_config, architectures, text_config
 from weightsmith._models.formats.gguf.header import read_gguf_header
 from weightsmith._models.formats.gguf.imatrix import of_sums, read_imatrix
 from weightsmith._models.formats.gguf.layout import BLOCKS, Value, encode_metadata, make_layout
+from weightsmith._models.formats.gguf.prepare import _Model
+from weightsmith._models.formats.gguf.types import MIXTURES, Shape, type_of
+from weightsmith._models.formats.gguf.values import GgufConfig
 from weightsmith._models.formats.gguf.writing import TYPES
 from weightsmith._models.tokenizers.parts import BYTE_LEVEL as BYTE_LEVEL_SPLIT
 from weightsmith._models.tokenizers.parts import split
 from weightsmith._outputs.places import verify
 from weightsmith._planning.planner.reopen import reopen
-from weightsmith._plans import PlanDraft, Table, plan_from_json
+from weightsmith._plans import Table, plan_from_json
 
 BF16 = DTYPES["BF16"].numpy
 NUMBERS = {mixture.name: mixture.number for mixture in MIXTURES}
@@ -1069,10 +1070,9 @@ def test_value_heads_in_another_order(tmp_path: Path, tokenizers: dict[str, Path
         wrong = write_gguf(tmp_path / "wrong.gguf", "qwen35", {**there, "blk.0.ssm_out.weight": (values, "F32")}, keys)
         with pytest.raises(FormatError, match="and not 32 for 4 value heads"):
             weightsmith.open_checkpoint(wrong)
-    family = architecture_of_config({"model_type": "qwen3_5_text"})
-    draft = PlanDraft.of(plan(passthrough(str(tmp_path / "a"))))
-    name = "model.layers.0.linear_attn.out_proj.weight"
-    (values,) = _importances_of(draft, family, {name: np.arange(32, dtype=np.float32)}).values()
+    settings = text_config(plan(passthrough(str(tmp_path / "a"))).config)
+    model = _Model(MIXTURES[0], architecture_of_config(settings), settings, GgufConfig(settings), ())
+    (values,) = model.placed({"model.layers.0.linear_attn.out_proj.weight": np.arange(32, dtype=np.float32)}).values()
     assert values.reshape(4, 8)[:, 0].tolist() == [0, 16, 8, 24]
     with_mtp = write_checkpoint(tmp_path / "m", mtp, config)
     (with_mtp / "tokenizer.json").write_bytes((tokenizers["gpt2"] / "tokenizer.json").read_bytes())

@@ -9,8 +9,9 @@ import gguf
 import pytest
 
 from weightsmith._models.card import read_card
+from weightsmith._models.formats.gguf.about import origin_keys, sampling_keys
 from weightsmith._models.formats.gguf.layout import Value
-from weightsmith._models.formats.gguf.metadata import Origin, origin_keys, sampling_keys
+from weightsmith.abc.stored import ModelOrigin
 
 CARDS = {
     "none": "",
@@ -48,19 +49,19 @@ def test_the_keys_are_those_of_gguf_py(name: str, card: str, tmp_path: Path) -> 
     expected = written_by_gguf_py(folder)
     for key in [key for key in expected if key.startswith("general.base_model.") and key.endswith(".version")]:
         del expected[key]
-    found = {key: value.value for key, value in origin_keys([Origin(name, read_card(folder))]).items()}
+    found = {key: value.value for key, value in origin_keys([ModelOrigin(name, read_card(folder))]).items()}
     found.pop("general.version", None)
     assert found == expected
 
 
 def test_a_hub_model_has_its_organization() -> None:
-    keys = origin_keys([Origin("microsoft/Phi-3-mini-4k-instruct")])
+    keys = origin_keys([ModelOrigin("microsoft/Phi-3-mini-4k-instruct")])
     assert keys["general.name"].value == "Phi 3 Mini 4k Instruct"
     assert keys["general.organization"].value == "Microsoft"
 
 
 def test_a_merge_is_made_from_its_models_and_has_the_licence_of_all() -> None:
-    a, b = Origin("org/a-model", {"license": "mit", "author": "A"}), Origin("b", {"license": "mit"})
+    a, b = ModelOrigin("org/a-model", {"license": "mit", "author": "A"}), ModelOrigin("b", {"license": "mit"})
     keys = {key: value.value for key, value in origin_keys([a, b]).items()}
     assert keys == {
         "general.name": "A Model + B",
@@ -71,12 +72,12 @@ def test_a_merge_is_made_from_its_models_and_has_the_licence_of_all() -> None:
         "general.base_model.0.repo_url": "https://huggingface.co/org/a-model",
         "general.base_model.1.name": "B",
     }
-    assert "general.license" not in origin_keys([a, Origin("c", {"license": "gpl-3.0"})])
+    assert "general.license" not in origin_keys([a, ModelOrigin("c", {"license": "gpl-3.0"})])
 
 
 def test_what_is_no_text_is_replaced() -> None:
     card = {"author": "a\ud800", "tags": ["\udcff", "x"], "base_model": "b\udcff"}
-    keys = {key: value.value for key, value in origin_keys([Origin("m\udcff", card)]).items()}
+    keys = {key: value.value for key, value in origin_keys([ModelOrigin("m\udcff", card)]).items()}
     assert (keys["general.name"], keys["general.author"]) == ("M?", "a?")
     assert (keys["general.tags"], keys["general.base_model.0.name"]) == (["?", "x"], "B?")
 

@@ -16,7 +16,7 @@ from tests import llama_cpp, zoo
 from tests.gguf_help import BYTE_LEVEL, tokenizer_files
 from tests.llama_cpp import needs_llama_cpp
 from weightsmith._base.errors import FormatError, PlanError, Unsupported
-from weightsmith._models.formats.gguf.pooling import pooling_keys
+from weightsmith._models.formats.gguf.about import pooling_keys
 
 MODULES = [
     {"type": f"sentence_transformers.models.{name}", "path": path}

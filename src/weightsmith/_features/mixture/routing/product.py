@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from weightsmith._activations.decoder import Base
-from weightsmith._activations.packages import missing
 from weightsmith._base.errors import (
     Finding,
     NonFinite,
@@ -21,6 +20,7 @@ from weightsmith._base.errors import (
     first_line,
     noting,
 )
+from weightsmith._base.installation import absent_packages
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._features.mixture.routing.gates import MODES, Rows, Sample
@@ -44,7 +44,7 @@ SAME = 1e-6
 
 def missing_packages() -> list[WeightsmithError]:
     """An error if torch or transformers is not installed."""
-    return missing(("torch", "transformers"), "hidden states", "moe", INSTEAD)
+    return absent_packages(("torch", "transformers"), "hidden states", "moe", INSTEAD)
 
 
 @dataclass(frozen=True, slots=True)

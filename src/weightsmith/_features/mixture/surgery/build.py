@@ -9,8 +9,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from weightsmith._activations.packages import missing
 from weightsmith._base.errors import LayerError, PlanError, Unsupported, WeightsmithError
+from weightsmith._base.installation import absent_packages
 from weightsmith._base.strict_json import texts
 from weightsmith._base.tensors import DType, TensorSpec
 from weightsmith._features.mixture.surgery.experts import ExpertLayer, Stacked, find_blocks
@@ -146,7 +146,9 @@ class _Surgeon:
             self.problems.append(Unsupported(what, where=block.scaled, fix="use prune_experts"))
         if self.matched:
             section = self.selection.section
-            packages = missing(("scipy",), "matched experts", "moe", "; or write match: false, which does not require it")
+            packages = absent_packages(
+                ("scipy",), "matched experts", "moe", "; or write match: false, which does not require it"
+            )
             self.problems += [at(problem, section.at("match")) for problem in packages]
             try:
                 neuron_tensors(block, 0, self.checkpoint.config or {})

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from weightsmith._activations.sites import by_site
 from weightsmith._activations.states import FORWARD, made_beside
 from weightsmith._activations.work import LayerWork
 from weightsmith._base.errors import NonFinite, Unsupported, WeightsmithError
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._models.formats import find_cache, find_encoding
+from weightsmith._models.structure.projections import by_site
 from weightsmith._plans import Product
 from weightsmith.abc.product import Arrays, Floats
 from weightsmith.abc.stored import ActivationScale

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from weightsmith._activations.sites import site_of
 from weightsmith._activations.work import LayerWork
 from weightsmith._base.errors import WeightsmithError
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._models.formats import Encoding, find_encoding, hessians
+from weightsmith._models.structure.projections import site_of
 from weightsmith._plans import Product
 from weightsmith.abc.product import Arrays, Floats
 from weightsmith.abc.stored import FactoredHessian, HessianForm

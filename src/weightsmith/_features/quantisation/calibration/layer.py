@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from weightsmith._activations.sites import is_attention, site_of
 from weightsmith._activations.states import check, run
 from weightsmith._activations.work import LayerWork
 from weightsmith._base.tensors import TensorSpec
@@ -20,6 +19,7 @@ from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._features.quantisation.calibration import common
 from weightsmith._features.quantisation.calibration.common import CalibratedWork, split
 from weightsmith._models.formats import find_encoding
+from weightsmith._models.structure.projections import is_attention, site_of
 from weightsmith._plans import Product
 from weightsmith.abc.product import Arrays
 from weightsmith.abc.stored import Unread

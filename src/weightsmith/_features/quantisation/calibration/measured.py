@@ -29,7 +29,6 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsmith._activations.gradients import LAST_FIRST
-from weightsmith._activations.sites import is_attention, site_of
 from weightsmith._activations.states import FORWARD
 from weightsmith._base.errors import ParameterError
 from weightsmith._base.tensors import TensorSpec
@@ -37,6 +36,7 @@ from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._features.quantisation.calibration import common
 from weightsmith._features.quantisation.calibration.common import CalibratedWork
 from weightsmith._models.formats import find_encoding
+from weightsmith._models.structure.projections import is_attention, site_of
 from weightsmith._plans import Product
 from weightsmith.abc.product import Arrays, Floats
 

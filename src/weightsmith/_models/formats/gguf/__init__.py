@@ -5,6 +5,10 @@ header.py       the header of a file, parsed and checked
 architecture.py what a kind of model has in both formats: tensors, keys from config.json, config.json from the keys
 architectures/  a file for each
 vision.py       the same of vision halves
+prepare.py      plans of GGUF files: `FORMATS`, as users ask for them
+mmproj.py       the file of a vision half
+types.py        which type llama.cpp gives each tensor
+about.py        keys that come from the files beside the weights
 tensors.py      names that architectures share, and tensors that llama.cpp stores in parts
 rope.py         RoPE whose frequencies are scaled
 tokenizer.py    the tokenizer's files from the keys, and the keys from the tokenizer's files
@@ -18,9 +22,17 @@ writing.py      the encodings: ggml's blocks of numbers, and llama.cpp's order o
 
 from __future__ import annotations
 
+from importlib import import_module
+
 from weightsmith._models.formats.gguf.cuts import find_cut
 from weightsmith._models.formats.gguf.reading import KIND
 from weightsmith._models.formats.gguf.writing import find
 from weightsmith.abc.stored import StoredFormat
 
-FORMAT = StoredFormat("gguf", "GGUF", files=(KIND,), parse=lambda name: find(name) or find_cut(name))
+FORMAT = StoredFormat(
+    "gguf",
+    "GGUF",
+    files=(KIND,),
+    models=lambda: tuple(import_module("weightsmith._models.formats.gguf.prepare").FORMATS),
+    parse=lambda name: find(name) or find_cut(name),
+)

@@ -5,7 +5,7 @@ config.json; and config.json from the keys. The keys say less than config.json: 
 as transformers' classes do by default. What a model has otherwise is rejected when a GGUF file of it is planned, because
 llama.cpp would compute something else.
 
-`Architecture` does what most have in common. A class of an architecture sets what is its own, and overrides a `put_…` that
+`GgufArchitecture` does what most have in common. A class of an architecture sets what is its own, and overrides a `put_…` that
 writes keys with the `take_…` that reads them.
 """
 
@@ -23,18 +23,18 @@ from weightsmith._base.files import DAMAGED, show
 from weightsmith._models.formats.gguf.layout import Value
 from weightsmith._models.formats.gguf.rope import USE_ORIGINAL, put_quotients, put_scaling, take_scaling
 from weightsmith._models.formats.gguf.tensors import ENDS, LAYERS, LLAMA_LAYER, GgufPlace, SplitTensor, is_norm, text_name
-from weightsmith._models.formats.gguf.values import Config, Floats, Keys, Values, token_id
+from weightsmith._models.formats.gguf.values import Floats, GgufConfig, GgufKeys, GgufValues, token_id
 
 if TYPE_CHECKING:
     from weightsmith._models.formats.gguf.ordered import HeadOrder
     from weightsmith._models.formats.gguf.vision import VisionHalf
 
 LAYER_NORM = ("attention.layer_norm_epsilon", "layer_norm_eps")
-"""`Architecture.eps` of models with layer norms."""
+"""`GgufArchitecture.eps` of models with layer norms."""
 UNTIED, TIED = {"tie_word_embeddings": False}, {"tie_word_embeddings": True}
 GELU = "gelu_pytorch_tanh"
 SIGMOID_ROUTER = {"expert_gating_func": 2}
-"""`Architecture.constants` of models whose routers' scores are sigmoids."""
+"""`GgufArchitecture.constants` of models whose routers' scores are sigmoids."""
 
 _MOST_LAYERS = 100_000
 _SIZES = {
@@ -68,7 +68,7 @@ class GgufKey:
     least: int = 1
     times: str = ""
 
-    def of(self, values: Values, name: str, number: Callable[[str, float | None], float]) -> int | float | bool:
+    def of(self, values: GgufValues, name: str, number: Callable[[str, float | None], float]) -> int | float | bool:
         """Its value, checked. name: in either format; number: how an f32 is taken."""
         if self.kind == "bool":
             return values.truth(name, self.default)
@@ -106,7 +106,7 @@ class Contents:
     factors: Mapping[str, Floats] = field(default_factory=dict)
 
 
-class Architecture:
+class GgufArchitecture:
     """A kind of model, under its names in both formats.
 
     name          of the GGUF file: `general.architecture`
@@ -159,7 +159,7 @@ class Architecture:
 
     # ---- which models
 
-    def owns(self, values: Values) -> bool:
+    def owns(self, values: GgufValues) -> bool:
         """Whether a GGUF file with its name is one of this class: several classes of transformers may have one name."""
         return ("expert_count" in values) == bool(self.experts)
 
@@ -177,7 +177,7 @@ class Architecture:
 
         Raises FormatError for values that are missing or no numbers, Unsupported for settings that llama.cpp does not know.
         """
-        config, keys = Config(settings), Keys()
+        config, keys = GgufConfig(settings), GgufKeys()
         if (layers := config.count("num_hidden_layers")) > _MOST_LAYERS:
             raise config.wrong("num_hidden_layers", layers, f"more than {_MOST_LAYERS:,}")
         self.put_sizes(config, keys)
@@ -198,7 +198,7 @@ class Architecture:
         values |= {"general.file_type": Value("u32", file_type), "general.quantization_version": Value("u32", 2)}
         return values, keys.tensors
 
-    def put_sizes(self, config: Config, keys: Keys) -> None:
+    def put_sizes(self, config: GgufConfig, keys: GgufKeys) -> None:
         """The numbers that most models have, and `numbers` and `constants`."""
         heads = config.count("num_attention_heads")
         for name, setting in _SIZES.items():
@@ -220,7 +220,7 @@ class Architecture:
         for name, constant in self.constants.items():
             keys.u32(name, constant)
 
-    def check(self, config: Config) -> None:
+    def check(self, config: GgufConfig) -> None:
         """Raise Unsupported for a setting that is another in llama.cpp's code."""
         config.need_all(self.fixed)
         config.need("use_bidirectional_attention", bool(config.get("use_bidirectional_attention")), False)
@@ -229,12 +229,12 @@ class Architecture:
         activation = self.activations.get(stated, stated) if isinstance(stated, str) else stated
         config.need(name, activation, self.activation)
 
-    def put_heads(self, config: Config, keys: Keys) -> None:
+    def put_heads(self, config: GgufConfig, keys: GgufKeys) -> None:
         """The width of a head."""
         keys.u32("attention.key_length", head_dim(config))
         keys.u32("attention.value_length", head_dim(config))
 
-    def put_attention(self, config: Config, keys: Keys) -> None:
+    def put_attention(self, config: GgufConfig, keys: GgufKeys) -> None:
         """The window of layers that slide. Raises Unsupported for one that llama.cpp would not use."""
         window = config.get("sliding_window")
         if self.windows is not None:
@@ -244,14 +244,14 @@ class Architecture:
             if not isinstance(window, int) or window < config.count("max_position_embeddings"):
                 config.need("sliding_window", window, None)
 
-    def uses_window(self, config: Config) -> bool:
+    def uses_window(self, config: GgufConfig) -> bool:
         """Whether a window that config.json states is used."""
         return bool(config.get("use_sliding_window", True))
 
-    def put_more(self, config: Config, keys: Keys) -> None:
+    def put_more(self, config: GgufConfig, keys: GgufKeys) -> None:
         """Keys that follow from several settings."""
 
-    def put_rope(self, config: Config, keys: Keys) -> None:
+    def put_rope(self, config: GgufConfig, keys: GgufKeys) -> None:
         """How frequencies are scaled. Raises Unsupported for a way that llama.cpp does not know."""
         rope = self.rope(config)
         if self.scaled and rope["rope_type"] == "llama3":
@@ -259,11 +259,11 @@ class Architecture:
         else:
             put_scaling(config, rope, keys)
 
-    def rope(self, config: Config) -> dict[str, Any]:
+    def rope(self, config: GgufConfig) -> dict[str, Any]:
         """The settings of RoPE in layers that attend to everything."""
         return config.rope()[0]
 
-    def turned(self, config: Config) -> int:
+    def turned(self, config: GgufConfig) -> int:
         """How many numbers of a head RoPE turns."""
         if not self.partial:
             return head_dim(config)
@@ -274,7 +274,7 @@ class Architecture:
             raise FormatError(what, where="config.json", fix="repair it")
         return int(share * head_dim(config))
 
-    def _put_windows(self, config: Config, windows: Windows, keys: Keys) -> None:
+    def _put_windows(self, config: GgufConfig, windows: Windows, keys: GgufKeys) -> None:
         layers = config.count("num_hidden_layers")
         slides = config.get("sliding_window") is not None or not windows.stated
         types = windows.layer_types(layers, slides=slides)
@@ -289,7 +289,7 @@ class Architecture:
             keys.put(_PATTERN, "bool", [each == "sliding_attention" for each in stated])
         self.check_local_rope(config)
 
-    def check_local_rope(self, config: Config) -> None:
+    def check_local_rope(self, config: GgufConfig) -> None:
         """Raise Unsupported if RoPE has another base in layers that slide."""
         full, local = config.rope()
         if local.get("rope_theta") is not None:
@@ -332,28 +332,28 @@ class Architecture:
                 config[f"{name}_token_id"] = token
         return config
 
-    def values(self, keys: Mapping[str, Any], where: str) -> Values:
+    def values(self, keys: Mapping[str, Any], where: str) -> GgufValues:
         """The keys of a file that are the architecture's own."""
-        return Values(keys, where, DAMAGED, f"{self.name}.")
+        return GgufValues(keys, where, DAMAGED, f"{self.name}.")
 
-    def predicted_layers(self, values: Values) -> int:
+    def predicted_layers(self, values: GgufValues) -> int:
         """The number of layers at the end of a GGUF file that predict several tokens at a time. Raises FormatError."""
         layers = values.count("nextn_predict_layers", 0, least=0)
         if layers >= values.count("block_count"):
             raise values.wrong("nextn_predict_layers", layers, "and there are no other layers")
         return layers
 
-    def take_sizes(self, values: Values, config: dict[str, Any]) -> None:
+    def take_sizes(self, values: GgufValues, config: dict[str, Any]) -> None:
         """The numbers that most models have."""
         for name, setting in _SIZES.items():
             if not (self.experts and setting == "intermediate_size" and name not in values):  # all MLPs are experts
                 self.take_size(values, config, name, setting)
 
-    def take_size(self, values: Values, config: dict[str, Any], name: str, setting: str) -> None:
+    def take_size(self, values: GgufValues, config: dict[str, Any], name: str, setting: str) -> None:
         """One of the numbers that most models have."""
         config[setting] = values.count(name)
 
-    def take_heads(self, values: Values, config: dict[str, Any], default: int) -> int:
+    def take_heads(self, values: GgufValues, config: dict[str, Any], default: int) -> int:
         """The width of a head, which it also returns. Raises Unsupported for widths that are not equal."""
         width = values.count("attention.key_length", default)
         if width != values.count("attention.value_length", width):
@@ -364,7 +364,7 @@ class Architecture:
     def take_tensors(self, config: dict[str, Any], contents: Contents, where: str) -> None:
         """Settings that say which tensors there are."""
 
-    def take_attention(self, values: Values, config: dict[str, Any]) -> None:
+    def take_attention(self, values: GgufValues, config: dict[str, Any]) -> None:
         """The window of layers that slide."""
         if self.windows is None:
             return
@@ -377,15 +377,15 @@ class Architecture:
         stated = None if pattern is None else [_layer_type(bool(each)) for each in pattern]
         config["layer_types"] = stated or self.windows.layer_types(layers, slides=slides)
 
-    def take_rope(self, values: Values, config: dict[str, Any], contents: Contents) -> None:
+    def take_rope(self, values: GgufValues, config: dict[str, Any], contents: Contents) -> None:
         """How frequencies are scaled."""
         if scaling := take_scaling(values, config, contents.factors):
             config["rope_scaling"] = scaling
 
-    def take_more(self, values: Values, config: dict[str, Any], contents: Contents) -> None:
+    def take_more(self, values: GgufValues, config: dict[str, Any], contents: Contents) -> None:
         """Settings from several keys."""
 
-    def _take_numbers(self, values: Values, config: dict[str, Any]) -> None:
+    def _take_numbers(self, values: GgufValues, config: dict[str, Any]) -> None:
         if self.experts:
             config[self.experts] = values.count("expert_count")
             config[self.experts_used] = values.count("expert_used_count")
@@ -468,7 +468,7 @@ class Architecture:
         """The number of heads whose rows are reordered in a tensor of a GGUF file; 0 if none are."""
         return {"attn_q": heads, "attn_k": kv_heads}.get(name.split(".")[-2], 0) if self.rotated else 0
 
-    def order(self, name: str, config: Config) -> HeadOrder | None:
+    def order(self, name: str, config: GgufConfig) -> HeadOrder | None:
         """The order of rows or columns of a tensor of a GGUF file; None if it is the Hub's."""
         return None
 
@@ -480,7 +480,7 @@ _BARE = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.([a-z_.0-9]+)")
 _EXPERT = re.compile(r"(\.experts\.)(0|[1-9][0-9]{0,5})(\.)")
 
 
-def head_dim(config: Config) -> int:
+def head_dim(config: GgufConfig) -> int:
     """The width of a head."""
     default = max(1, config.count("hidden_size") // config.count("num_attention_heads"))
     return config.count("head_dim", default)
@@ -490,7 +490,7 @@ def _key_of(names: Mapping[str, str], value: str) -> str | None:
     return next((name for name, each in names.items() if each == value), None)
 
 
-def _any_slides(config: Config) -> bool:
+def _any_slides(config: GgufConfig) -> bool:
     """Whether a layer of a model with a window uses it."""
     types = config.get("layer_types")
     if types is not None:
@@ -498,7 +498,7 @@ def _any_slides(config: Config) -> bool:
     return config.count("max_window_layers", 0, least=0) < config.count("num_hidden_layers")
 
 
-def as_many_kv_heads(config: Config) -> None:
+def as_many_kv_heads(config: GgufConfig) -> None:
     """Raise Unsupported unless each head of a query has one of keys."""
     heads = config.count("num_attention_heads")
     config.need("num_key_value_heads", config.count("num_key_value_heads", heads), heads)
@@ -520,5 +520,5 @@ class GgufFamily:
     vision         halves of models with images, which `mmproj.gguf` has
     """
 
-    architectures: tuple[Architecture, ...]
+    architectures: tuple[GgufArchitecture, ...]
     vision: tuple[VisionHalf, ...] = ()

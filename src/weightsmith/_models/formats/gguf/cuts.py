@@ -25,7 +25,7 @@ from weightsmith._base.tensors import DTYPES, DType, TensorSpec
 from weightsmith._models.formats.decoded import Weight, bands, read_all
 from weightsmith._models.formats.gguf.layout import MAX_DIMENSIONS
 from weightsmith._models.formats.gguf.tensors import LAYERS, SplitTensor
-from weightsmith._models.formats.gguf.values import Config
+from weightsmith._models.formats.gguf.values import GgufConfig
 from weightsmith._models.formats.gguf.writing import NEEDS_IMPORTANCES, PREFIX, TYPES, encode_matrix
 from weightsmith.abc.stored import WHOLE, Bytes, Encoding, Importances, Kind, Rows
 from weightsmith.abc.tensors import Tensors
@@ -63,12 +63,12 @@ class Piece:
 Pieces = tuple[Piece, ...]
 
 
-def pieces_of(split: SplitTensor, config: Config, shape: tuple[int, ...]) -> tuple[int, tuple[Pieces, ...]]:
+def pieces_of(split: SplitTensor, config: GgufConfig, shape: tuple[int, ...]) -> tuple[int, tuple[Pieces, ...]]:
     """The rows of a band, and what each part of a cut takes of it. shape: of the Hub's tensor. Raises FormatError.
 
     >>> from weightsmith._models.formats.gguf.tensors import SplitPart
     >>> halves = SplitTensor("input_linear.weight", (SplitPart("ffn_gate_exps.weight"), SplitPart("ffn_up_exps.weight")))
-    >>> height, pieces = pieces_of(halves, Config({}), (4, 6, 8))
+    >>> height, pieces = pieces_of(halves, GgufConfig({}), (4, 6, 8))
     >>> height, *(str(piece) for part in pieces for piece in part)
     (6, '[0-3]', '[3-6]')
     """
@@ -283,7 +283,7 @@ class CutWeight(Weight):
 
 
 def cut_weight(
-    split: SplitTensor, layer: str, specs: Mapping[str, TensorSpec], config: Config, natural_dtype: DType, where: str
+    split: SplitTensor, layer: str, specs: Mapping[str, TensorSpec], config: GgufConfig, natural_dtype: DType, where: str
 ) -> CutWeight:
     """A tensor of the Hub, from those of its parts.
 

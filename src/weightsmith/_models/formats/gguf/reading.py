@@ -23,14 +23,14 @@ from weightsmith._base.files import DAMAGED, Extent, Opener, open_local, show
 from weightsmith._base.tensors import DTYPES, DType, TensorSpec
 from weightsmith._files.hf_folder import Weights, natural_key
 from weightsmith._models.formats.decoded import DecodedTensors, Weight
-from weightsmith._models.formats.gguf.architecture import Architecture, Contents
+from weightsmith._models.formats.gguf.architecture import Contents, GgufArchitecture
 from weightsmith._models.formats.gguf.architectures import architecture_of_keys
 from weightsmith._models.formats.gguf.cuts import cut_weight
 from weightsmith._models.formats.gguf.header import SMALL, GgufHeader, GgufTensor, read_gguf_header
 from weightsmith._models.formats.gguf.ordered import ordered_weight
 from weightsmith._models.formats.gguf.tensors import is_decay, predicts
 from weightsmith._models.formats.gguf.tokenizer import tokenizer_files
-from weightsmith._models.formats.gguf.values import Config
+from weightsmith._models.formats.gguf.values import GgufConfig
 from weightsmith._models.formats.gguf.writing import dequantise, from_llama_order, libgguf
 from weightsmith._models.sources.files import FileTensors, SourceFile, unite
 from weightsmith._models.tokenizers.files import json_bytes
@@ -221,9 +221,9 @@ def open_files(paths: Sequence[Path], index: Index | None, where: str, open_file
     decoded = f"GGUF, mostly {blocks.most_common(1)[0][0]}" if blocks else ""
     whole = GgufTensors(stored, files, where, dtype)
     cuts = list(dict.fromkeys(found for name in whole.specs if (found := architecture.part_of(name)) is not None))
-    weights: list[Weight] = [cut_weight(cut, layer, whole.specs, Config(config), dtype, where) for cut, layer in cuts]
+    weights: list[Weight] = [cut_weight(cut, layer, whole.specs, GgufConfig(config), dtype, where) for cut, layer in cuts]
     for spec in whole.specs.values():
-        if (order := architecture.order(spec.name, Config(config))) is not None:
+        if (order := architecture.order(spec.name, GgufConfig(config))) is not None:
             weights.append(ordered_weight(spec, str(architecture.hub_name(spec.name)), order, dtype, where))
     source = GgufMovedTensors(whole, weights, where) if weights else whole
     return Opened(source, notes=tuple(notes), files=made, decoded=decoded)
@@ -236,14 +236,14 @@ def _dtype(tensors: Iterable[GgufTensor]) -> DType:
 
 
 def _tensors(
-    path: Path, header: GgufHeader, architecture: Architecture, config: Mapping[str, Any], layers: float
+    path: Path, header: GgufHeader, architecture: GgufArchitecture, config: Mapping[str, Any], layers: float
 ) -> list[StoredBlocks]:
     """The tensors of one file under the Hub's names. layers: those behind them are left out."""
     found: list[StoredBlocks] = []
     for tensor in header.tensors:
         if tensor.name in SMALL or predicts(tensor.name, layers):
             continue
-        moved = architecture.part_of(tensor.name) is not None or architecture.order(tensor.name, Config(config)) is not None
+        moved = architecture.part_of(tensor.name) is not None or architecture.order(tensor.name, GgufConfig(config)) is not None
         name = tensor.name if moved else architecture.hub_name(tensor.name)
         if name is None:
             what = f"tensor {show(tensor.name)} does not belong to a model of the family {architecture.model_types[0]}"

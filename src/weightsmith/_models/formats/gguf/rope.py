@@ -13,7 +13,7 @@ import numpy as np
 
 from weightsmith._base.errors import FormatError, Unsupported
 from weightsmith._base.files import DAMAGED, show
-from weightsmith._models.formats.gguf.values import Config, Floats, Keys, Values
+from weightsmith._models.formats.gguf.values import Floats, GgufConfig, GgufKeys, GgufValues
 
 QUOTIENTS = "rope_freqs.weight"
 """The tensor of a GGUF file by which frequencies are divided."""
@@ -26,7 +26,7 @@ _YARN = {"rope.scaling.yarn_beta_fast": "beta_fast", "rope.scaling.yarn_beta_slo
 }
 
 
-def put_scaling(config: Config, rope: Mapping[str, Any], keys: Keys) -> None:
+def put_scaling(config: GgufConfig, rope: Mapping[str, Any], keys: GgufKeys) -> None:
     """The keys of linear scaling and YaRN. Raises Unsupported for other types than these and the default."""
     kind = rope["rope_type"]
     if kind not in ("linear", "yarn"):
@@ -42,7 +42,7 @@ def put_scaling(config: Config, rope: Mapping[str, Any], keys: Keys) -> None:
                 keys.f32(name, config.number(setting, None, rope))
 
 
-def put_quotients(config: Config, rope: Mapping[str, Any], head_dim: int, keys: Keys) -> None:
+def put_quotients(config: GgufConfig, rope: Mapping[str, Any], head_dim: int, keys: GgufKeys) -> None:
     """The tensor of Llama 3's scaling."""
     scaling = {name: config.number(name, default, rope) for name, default in {**_LLAMA3, "factor": 8.0}.items()}
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
@@ -52,7 +52,7 @@ def put_quotients(config: Config, rope: Mapping[str, Any], head_dim: int, keys: 
     keys.tensors[QUOTIENTS] = llama3_quotients(head_dim, config.number("rope_theta", 10_000.0, rope), scaling)
 
 
-def take_scaling(values: Values, config: Mapping[str, Any], factors: Mapping[str, Floats]) -> dict[str, Any]:
+def take_scaling(values: GgufValues, config: Mapping[str, Any], factors: Mapping[str, Floats]) -> dict[str, Any]:
     """`rope_scaling` of config.json; {} if there is none. factors: tensors of the file by which frequencies are divided."""
     if QUOTIENTS in factors:
         return _take_quotients(config, factors[QUOTIENTS], values.where)

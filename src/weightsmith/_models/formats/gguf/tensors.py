@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from weightsmith._models.formats.gguf.values import Config
+from weightsmith._models.formats.gguf.values import GgufConfig
 from weightsmith._models.structure.projections import MIXTRAL
 
 LAYERS = "model.layers."
@@ -56,7 +56,7 @@ class SplitPart:
     """
 
     name: str
-    rows: Callable[[Config], tuple[int, ...]] | None = None
+    rows: Callable[[GgufConfig], tuple[int, ...]] | None = None
     transposed: bool = False
 
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from weightsmith._base.errors import Finding, FormatError, Unsupported
 from weightsmith._base.files import DAMAGED, show
 from weightsmith._base.strict_json import parse_object
-from weightsmith._models.formats.gguf.architecture import Architecture
+from weightsmith._models.formats.gguf.architecture import GgufArchitecture
 from weightsmith._models.formats.gguf.chat_templates import template_keys
 from weightsmith._models.formats.gguf.end_tokens import stops_of, with_ends
 from weightsmith._models.formats.gguf.layout import Value
@@ -115,7 +115,9 @@ _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad
 # ---- reading
 
 
-def tokenizer_files(keys: Mapping[str, Any], architecture: Architecture, where: str) -> tuple[dict[str, bytes], list[Finding]]:
+def tokenizer_files(
+    keys: Mapping[str, Any], architecture: GgufArchitecture, where: str
+) -> tuple[dict[str, bytes], list[Finding]]:
     """tokenizer.json, tokenizer_config.json and generation_config.json of a GGUF file, and warnings.
 
     Equal in effect to what transformers makes of the same file. Raises FormatError for tokens and merges that contradict each
@@ -228,7 +230,9 @@ def _listed(keys: Mapping[str, Any], vocab: Mapping[str, int], where: str) -> li
     return merges
 
 
-def _sentencepiece(keys: Mapping[str, Any], tokens: Sequence[str], architecture: Architecture, where: str) -> dict[str, Any]:
+def _sentencepiece(
+    keys: Mapping[str, Any], tokens: Sequence[str], architecture: GgufArchitecture, where: str
+) -> dict[str, Any]:
     """The parts of a tokenizer.json with SentencePiece's BPE."""
     scores = _numbers(keys, "scores", 0.0, tokens, where)
     gemma = architecture.name.startswith("gemma")
@@ -284,7 +288,7 @@ def _chat_template(keys: Mapping[str, Any]) -> Any:
 
 
 def tokenizer_keys(
-    files: Mapping[str, bytes], config: Mapping[str, Any], architecture: Architecture, rows: int, name: str
+    files: Mapping[str, bytes], config: Mapping[str, Any], architecture: GgufArchitecture, rows: int, name: str
 ) -> tuple[dict[str, Value], list[Finding]]:
     """The keys of a GGUF file that describe the tokenizer, and the model's name, by which llama.cpp splits text; and warnings.
 
@@ -350,7 +354,7 @@ def tokenizer_keys(
 def _piece_values(
     tokenizer: Mapping[str, Any],
     sentencepiece: bytes | None,
-    architecture: Architecture,
+    architecture: GgufArchitecture,
     tokens: Sequence[str],
     types: Sequence[int],
     merges: Sequence[tuple[str, str]],
@@ -371,7 +375,7 @@ def _merge_values(merges: Iterable[tuple[str, str]]) -> dict[str, Value]:
 
 
 def _tokens_and_types(
-    vocab: Mapping[str, Any], added: Sequence[Mapping[str, Any]], architecture: Architecture, rows: int, *, pieces: bool
+    vocab: Mapping[str, Any], added: Sequence[Mapping[str, Any]], architecture: GgufArchitecture, rows: int, *, pieces: bool
 ) -> tuple[list[str], list[int]]:
     """The token of each row, and its type."""
     tokens = [f"[PAD{i}]" for i in range(rows)]
@@ -460,7 +464,7 @@ def _pairs(merges: object) -> list[tuple[str, str]]:
     return found
 
 
-def _pre_name(splitter: object, architecture: Architecture, *, whole: bool) -> str:
+def _pre_name(splitter: object, architecture: GgufArchitecture, *, whole: bool) -> str:
     """llama.cpp's name for how text is split, and whether a word is looked up whole before it is merged.
 
     Raises Unsupported if it has none that is known.

@@ -18,7 +18,7 @@ _MOST = 1 << 31
 _OTHER = "llama.cpp would compute something else. Store the model in another format, such as fp8-dynamic."
 
 
-class Values:
+class GgufValues:
     """Values of one file, checked as they are taken: of config.json, or the keys that begin with `prefix`."""
 
     def __init__(self, values: Mapping[str, Any], where: str = "config.json", fix: str = "repair it", prefix: str = "") -> None:
@@ -81,7 +81,7 @@ class Values:
         return isinstance(value, np.ndarray) or value != 0
 
 
-class Config(Values):
+class GgufConfig(GgufValues):
     """config.json of one model."""
 
     def numbers(self, name: str, within: Mapping[str, Any]) -> Floats:
@@ -115,7 +115,7 @@ class Config(Values):
             self.need(name, self.get(name, value), value)
 
 
-class Keys:
+class GgufKeys:
     """Keys of a GGUF file that is written, in their order, and tensors that exist in GGUF files alone.
 
     Names are without the architecture.

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 from weightsmith._base.errors import Unsupported
 from weightsmith._base.files import show
 from weightsmith._models.formats.gguf.layout import Value
-from weightsmith._models.formats.gguf.values import Config
+from weightsmith._models.formats.gguf.values import GgufConfig
 
 PROCESSOR = ("preprocessor_config.json", "processor_config.json")
 """Files that say how images are prepared. The later one wins."""
@@ -47,9 +47,9 @@ class Images:
     processor  the files of `PROCESSOR`, merged
     """
 
-    whole: Config
-    vision: Config
-    processor: Config
+    whole: GgufConfig
+    vision: GgufConfig
+    processor: GgufConfig
 
 
 def attention(module: str, out: str) -> dict[str, str]:
@@ -121,8 +121,8 @@ class VisionHalf:
             if isinstance(sides := vision.get(name), list) and sides and all(each == sides[0] for each in sides):
                 vision[name] = sides[0]
         prefix = "vision_config."
-        settings = Config({f"{prefix}{name}": value for name, value in vision.items()}, prefix=prefix)
-        return Images(Config(config), settings, Config(processor, where=PROCESSOR[0]))
+        settings = GgufConfig({f"{prefix}{name}": value for name, value in vision.items()}, prefix=prefix)
+        return Images(GgufConfig(config), settings, GgufConfig(processor, where=PROCESSOR[0]))
 
     def keys(self, images: Images, width: int, file_type: int) -> dict[str, Value]:
         """The keys of a `mmproj.gguf`.
@@ -203,7 +203,7 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 3e38
 
 
-def _three(processor: Config, name: str) -> list[float]:
+def _three(processor: GgufConfig, name: str) -> list[float]:
     """A number for each colour. Raises Unsupported where they are missing."""
     numbers = processor.get(name)
     if numbers is None:

@@ -7,14 +7,17 @@ To add an architecture, add a file with a `FAMILY`, and its name to `NAMES`; or 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from weightsmith._base.errors import FormatError, Unsupported
 from weightsmith._base.files import DAMAGED, show
 from weightsmith._base.plugins import Plugins
-from weightsmith._models.formats.gguf.architecture import Architecture, GgufFamily
-from weightsmith._models.formats.gguf.values import Values
-from weightsmith._models.formats.gguf.vision import VisionHalf
+from weightsmith._models.formats import GGUF_ARCHITECTURES
+from weightsmith._models.formats.gguf.architecture import GgufArchitecture, GgufFamily
+from weightsmith._models.formats.gguf.values import GgufValues
+
+if TYPE_CHECKING:
+    from weightsmith._models.formats.gguf.vision import VisionHalf
 
 NAMES = (
     "llama", "mistral", "qwen", "qwen_next", "qwen_vl", "gemma", "phi", "deepseek", "glm", "gpt_oss", "granite", "olmo",
@@ -25,7 +28,7 @@ NAMES = (
 
 FAMILIES = Plugins(
     "GGUF architecture",
-    "weightsmith.gguf_architectures",
+    GGUF_ARCHITECTURES,
     GgufFamily,
     {name: f"weightsmith._models.formats.gguf.architectures.{name}:FAMILY" for name in NAMES},
 )
@@ -34,17 +37,17 @@ _SEVERAL_PARTS = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embe
 """What config.json of a model of several parts says beside its `text_config`."""
 
 
-def architectures() -> tuple[Architecture, ...]:
+def architectures() -> tuple[GgufArchitecture, ...]:
     """Every architecture: weightsmith's, then those of installed packages. Raises PluginError for one that does not work."""
     return tuple(architecture for family in FAMILIES for architecture in family.architectures)
 
 
-def find_architecture(model_type: object) -> Architecture | None:
+def find_architecture(model_type: object) -> GgufArchitecture | None:
     """The architecture of a model_type in config.json; None if no GGUF file is written of it."""
     return next((each for each in architectures() if model_type in each.model_types), None)
 
 
-def architecture_of_config(config: Mapping[str, Any]) -> Architecture:
+def architecture_of_config(config: Mapping[str, Any]) -> GgufArchitecture:
     """The architecture of a model. config: from `text_config`. Raises Unsupported for one that cannot be written."""
     model_type = config.get("model_type")
     if architecture := find_architecture(model_type):
@@ -54,7 +57,7 @@ def architecture_of_config(config: Mapping[str, Any]) -> Architecture:
     raise Unsupported(f"no GGUF file can be written of a model of the type {show(model_type)}", where="config.json", fix=fix)
 
 
-def architecture_of_keys(keys: Mapping[str, Any], where: str) -> Architecture:
+def architecture_of_keys(keys: Mapping[str, Any], where: str) -> GgufArchitecture:
     """The architecture of a GGUF file. Raises Unsupported for one that is not read, FormatError if it is not stated."""
     name = keys.get("general.architecture")
     if not isinstance(name, str):
@@ -63,7 +66,7 @@ def architecture_of_keys(keys: Mapping[str, Any], where: str) -> Architecture:
     alike = [each for each in readable if each.name == name]
     if architecture := next((each for each in alike if each.owns(each.values(keys, where))), None):
         return architecture
-    with_experts = "expert_count" in Values(keys, where, DAMAGED, f"{name}.")
+    with_experts = "expert_count" in GgufValues(keys, where, DAMAGED, f"{name}.")
     what = f"a GGUF file of the architecture {show(name)}{' with experts' if with_experts else ''}"
     known = ", ".join(dict.fromkeys(each.name for each in readable))
     raise Unsupported(what, where=where, fix=f"Use the model's original checkpoint. GGUF files of these are read: {known}.")

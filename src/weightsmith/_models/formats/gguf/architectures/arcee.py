@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from weightsmith._models.formats.gguf.architecture import Architecture, GgufFamily
+from weightsmith._models.formats.gguf.architecture import GgufArchitecture, GgufFamily
 from weightsmith._models.formats.gguf.tensors import ATTENTION, MLP_NORM, UNGATED_MLP
 
 
-class Arcee(Architecture):
+class Arcee(GgufArchitecture):
     """AFM."""
 
     name = "arcee"

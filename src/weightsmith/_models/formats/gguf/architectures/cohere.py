@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from weightsmith._models.formats.gguf.architecture import LAYER_NORM, TIED, Architecture, GgufFamily, GgufKey, Windows
+from weightsmith._models.formats.gguf.architecture import LAYER_NORM, TIED, GgufArchitecture, GgufFamily, GgufKey, Windows
 from weightsmith._models.formats.gguf.tensors import ATTENTION, HEAD_NORMS, MLP
-from weightsmith._models.formats.gguf.values import Config
+from weightsmith._models.formats.gguf.values import GgufConfig
 
 
-class Cohere(Architecture):
+class Cohere(GgufArchitecture):
     """Command R and R+; heads are normalised in models of 64 layers and more."""
 
     name = "command-r"
@@ -18,12 +18,12 @@ class Cohere(Architecture):
     fixed = {**TIED, "attention_bias": False}
     eps = LAYER_NORM
 
-    def check(self, config: Config) -> None:
+    def check(self, config: GgufConfig) -> None:
         super().check(config)
         config.need("use_qk_norm", bool(config.get("use_qk_norm")), config.count("num_hidden_layers") >= 64)
 
 
-class Cohere2(Architecture):
+class Cohere2(GgufArchitecture):
     """Command R7B and A, three of four layers of which have a window."""
 
     name = "cohere2"

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from weightsmith._models.formats.gguf.architecture import SIGMOID_ROUTER, Architecture, Contents, GgufFamily, GgufKey
+from weightsmith._models.formats.gguf.architecture import SIGMOID_ROUTER, Contents, GgufArchitecture, GgufFamily, GgufKey
 from weightsmith._models.formats.gguf.tensors import (
     EXPERTS,
     MLP,
@@ -21,7 +21,7 @@ from weightsmith._models.formats.gguf.tensors import (
     SplitPart,
     SplitTensor,
 )
-from weightsmith._models.formats.gguf.values import Config, Keys, Values
+from weightsmith._models.formats.gguf.values import GgufConfig, GgufKeys, GgufValues
 
 EXPERT_NUMBERS = (
     GgufKey("expert_feed_forward_length", "moe_intermediate_size"),
@@ -32,12 +32,12 @@ EXPERT_NUMBERS = (
     GgufKey("expert_group_count", "n_group", default=1),
     GgufKey("expert_group_used_count", "topk_group", default=1),
 )
-"""`Architecture.numbers` of models that have DeepSeek's experts."""
+"""`GgufArchitecture.numbers` of models that have DeepSeek's experts."""
 PREDICTING = "num_nextn_predict_layers"
 _LOG = "rope.scaling.yarn_log_multiplier"
 
 
-class DeepseekV2(Architecture):
+class DeepseekV2(GgufArchitecture):
     """DeepSeek-V2, and the base of V3."""
 
     name = "deepseek2"
@@ -64,16 +64,16 @@ class DeepseekV2(Architecture):
     constants = {"expert_gating_func": 1}
     fixed = {"attention_bias": False, "scoring_func": "softmax", "norm_topk_prob": False}
 
-    def check(self, config: Config) -> None:
+    def check(self, config: GgufConfig) -> None:
         super().check(config)
         self.check_groups(config)
 
-    def check_groups(self, config: Config) -> None:
+    def check_groups(self, config: GgufConfig) -> None:
         """llama.cpp chooses groups by their two best experts, as DeepSeek-V3 does; V2 by the best one."""
         groups = config.count("n_group", 1)
         config.need("topk_method", "greedy" if groups == 1 else config.get("topk_method"), "greedy")
 
-    def put_heads(self, config: Config, keys: Keys) -> None:
+    def put_heads(self, config: GgufConfig, keys: GgufKeys) -> None:
         heads, rank, turned = (config.count(name) for name in ("num_attention_heads", "kv_lora_rank", "qk_rope_head_dim"))
         config.need("num_key_value_heads", config.count("num_key_value_heads", heads), heads)
         layers, tokens = config.count("num_hidden_layers"), config.count("vocab_size")
@@ -95,10 +95,10 @@ class DeepseekV2(Architecture):
             config.need("mscale", rope.get("mscale"), rope.get("mscale_all_dim"))
             keys.f32(_LOG, 0.1 * config.number("mscale_all_dim", None, rope))
 
-    def take_heads(self, values: Values, config: dict[str, Any], default: int) -> int:
+    def take_heads(self, values: GgufValues, config: dict[str, Any], default: int) -> int:
         return default
 
-    def take_more(self, values: Values, config: dict[str, Any], contents: Contents) -> None:
+    def take_more(self, values: GgufValues, config: dict[str, Any], contents: Contents) -> None:
         config["num_key_value_heads"] = config["num_attention_heads"]
         turned = config["qk_rope_head_dim"] = config["head_dim"] = values.count("rope.dimension_count")
         config["kv_lora_rank"] = values.count("attention.kv_lora_rank")
@@ -120,10 +120,10 @@ class DeepseekV3(DeepseekV2):
     fixed = {"attention_bias": False, "scoring_func": "sigmoid", "rope_interleave": True}
     predicting = PREDICTING
 
-    def owns(self, values: Values) -> bool:
+    def owns(self, values: GgufValues) -> bool:
         return super().owns(values) and values.equals("expert_gating_func", 2)
 
-    def check_groups(self, config: Config) -> None:
+    def check_groups(self, config: GgufConfig) -> None:
         """llama.cpp chooses groups as V3 does."""
 
 

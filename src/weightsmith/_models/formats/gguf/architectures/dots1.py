@@ -5,7 +5,7 @@ from __future__ import annotations
 from weightsmith._models.formats.gguf.architecture import (
     SIGMOID_ROUTER,
     UNTIED,
-    Architecture,
+    GgufArchitecture,
     GgufFamily,
     as_many_kv_heads,
 )
@@ -20,10 +20,10 @@ from weightsmith._models.formats.gguf.tensors import (
     ROUTER_BIAS,
     SHARED_EXPERTS,
 )
-from weightsmith._models.formats.gguf.values import Config
+from weightsmith._models.formats.gguf.values import GgufConfig
 
 
-class Dots1(Architecture):
+class Dots1(GgufArchitecture):
     """dots.llm1."""
 
     name = "dots1"
@@ -36,7 +36,7 @@ class Dots1(Architecture):
     constants = SIGMOID_ROUTER
     fixed = {**UNTIED, "attention_bias": False}
 
-    def check(self, config: Config) -> None:
+    def check(self, config: GgufConfig) -> None:
         super().check(config)
         as_many_kv_heads(config)
 

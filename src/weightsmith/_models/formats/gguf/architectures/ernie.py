@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from weightsmith._models.formats.gguf.architecture import Architecture, GgufFamily, GgufKey
+from weightsmith._models.formats.gguf.architecture import GgufArchitecture, GgufFamily, GgufKey
 from weightsmith._models.formats.gguf.tensors import ATTENTION, EXPERTS, MLP, MLP_NORM, ROUTER, SHARED_EXPERTS
-from weightsmith._models.formats.gguf.values import Config
+from weightsmith._models.formats.gguf.values import GgufConfig
 
 
-class Ernie(Architecture):
+class Ernie(GgufArchitecture):
     """Ernie 4.5."""
 
     name = "ernie4_5"
@@ -16,7 +16,7 @@ class Ernie(Architecture):
     fixed = {"use_bias": False}
 
 
-class ErnieMoe(Architecture):
+class ErnieMoe(GgufArchitecture):
     """Ernie 4.5 with experts, behind the first layers."""
 
     name = "ernie4_5-moe"
@@ -35,7 +35,7 @@ class ErnieMoe(Architecture):
     constants = {"interleave_moe_layer_step": 1}
     fixed = {"use_bias": False, "moe_layer_interval": 1}
 
-    def check(self, config: Config) -> None:
+    def check(self, config: GgufConfig) -> None:
         super().check(config)
         last = config.count("num_hidden_layers") - 1
         stated = config.get("moe_layer_end_index", -1)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from weightsmith._models.formats.gguf.architecture import Architecture, GgufFamily, Windows
+from weightsmith._models.formats.gguf.architecture import GgufArchitecture, GgufFamily, Windows
 from weightsmith._models.formats.gguf.tensors import HEAD_NORMS, MLP, NORMS_AFTER, PROJECTIONS
-from weightsmith._models.formats.gguf.values import Config
+from weightsmith._models.formats.gguf.values import GgufConfig
 
 
-class Exaone4(Architecture):
+class Exaone4(GgufArchitecture):
     """EXAONE 4; only the larger of the two sizes, with 64 layers, has a window."""
 
     name = "exaone4"
@@ -17,7 +17,7 @@ class Exaone4(Architecture):
     windows = Windows(4, stated=True)
     scaled = True
 
-    def check(self, config: Config) -> None:
+    def check(self, config: GgufConfig) -> None:
         super().check(config)
         window, large = config.get("sliding_window"), config.count("num_hidden_layers") == 64
         config.need("sliding_window", window, (4096 if window is None else window) if large else None)

@@ -13,19 +13,19 @@ from weightsmith._base.errors import Unsupported
 from weightsmith._models.formats.gguf.architecture import (
     GELU,
     TIED,
-    Architecture,
     Contents,
+    GgufArchitecture,
     GgufFamily,
     Windows,
     head_dim,
 )
 from weightsmith._models.formats.gguf.rope import QUOTIENTS, USE_ORIGINAL
 from weightsmith._models.formats.gguf.tensors import ATTENTION, ENDS, HEAD_NORMS, MLP, NORMS_AROUND
-from weightsmith._models.formats.gguf.values import Config, Keys, Values
+from weightsmith._models.formats.gguf.values import GgufConfig, GgufKeys, GgufValues
 from weightsmith._models.formats.gguf.vision import SIGLIP, TANH_ONLY, Images, VisionHalf
 
 
-class Gemma(Architecture):
+class Gemma(GgufArchitecture):
     """The first Gemma."""
 
     name = "gemma"
@@ -40,7 +40,7 @@ class Gemma(Architecture):
 _LOCAL_BASE = 10_000.0
 
 
-class Gemma2(Architecture):
+class Gemma2(GgufArchitecture):
     """Gemma 2, every second layer of which has a window."""
 
     name = "gemma2"
@@ -53,28 +53,28 @@ class Gemma2(Architecture):
     largest: ClassVar[int] = 46
     """Layers of the 27B model, whose attention is scaled by the mean width of a head, and not by the width."""
 
-    def put_attention(self, config: Config, keys: Keys) -> None:
+    def put_attention(self, config: GgufConfig, keys: GgufKeys) -> None:
         super().put_attention(config, keys)
         layers, width = config.count("num_hidden_layers"), config.count("hidden_size")
         scalar = self._query_scalar(layers, width, config.count("num_attention_heads")) or head_dim(config)
         config.need("query_pre_attn_scalar", config.number("query_pre_attn_scalar", 256), float(scalar))
         self.put_caps(config, keys)
 
-    def put_caps(self, config: Config, keys: Keys) -> None:
+    def put_caps(self, config: GgufConfig, keys: GgufKeys) -> None:
         """How large scores and logits may be."""
         keys.f32("attn_logit_softcapping", config.number("attn_logit_softcapping", 50.0))
         keys.f32("final_logit_softcapping", config.number("final_logit_softcapping", 30.0))
 
-    def check_local_rope(self, config: Config) -> None:
+    def check_local_rope(self, config: GgufConfig) -> None:
         """Gemma 3's layers with a window have a base of their own."""
 
-    def take_attention(self, values: Values, config: dict[str, Any]) -> None:
+    def take_attention(self, values: GgufValues, config: dict[str, Any]) -> None:
         super().take_attention(values, config)
         scalar = self._query_scalar(config["num_hidden_layers"], config["hidden_size"], config["num_attention_heads"])
         config |= {"hidden_activation": GELU, "query_pre_attn_scalar": scalar or config["head_dim"]}
         self.take_caps(values, config)
 
-    def take_caps(self, values: Values, config: dict[str, Any]) -> None:
+    def take_caps(self, values: GgufValues, config: dict[str, Any]) -> None:
         """How large scores and logits may be."""
         config["attn_logit_softcapping"] = values.float32("attn_logit_softcapping", 50.0)
         config["final_logit_softcapping"] = values.float32("final_logit_softcapping", 30.0)
@@ -100,13 +100,13 @@ class Gemma3(Gemma2):
         sizes = {"max_position_embeddings": 131_072, "vocab_size": 262_208}
         return {**heads, **sizes, "rope_theta": 1e6, "tie_word_embeddings": True, **config}
 
-    def put_caps(self, config: Config, keys: Keys) -> None:
+    def put_caps(self, config: GgufConfig, keys: GgufKeys) -> None:
         config.need("attn_logit_softcapping", config.get("attn_logit_softcapping"), None)
         if config.get("final_logit_softcapping") is not None:
             keys.f32("final_logit_softcapping", config.number("final_logit_softcapping"))
         keys.f32("rope.freq_base_swa", config.number("rope_theta", _LOCAL_BASE, config.rope()[1]))
 
-    def take_caps(self, values: Values, config: dict[str, Any]) -> None:
+    def take_caps(self, values: GgufValues, config: dict[str, Any]) -> None:
         config["rope_local_base_freq"] = values.float32("rope.freq_base_swa", _LOCAL_BASE)
         if "final_logit_softcapping" in values:
             config["final_logit_softcapping"] = values.float32("final_logit_softcapping")
@@ -116,7 +116,7 @@ _STILL = 1e30
 """By which frequencies are divided so that nothing turns."""
 
 
-class Gemma4(Architecture):
+class Gemma4(GgufArchitecture):
     """Gemma 4: layers that attend to everything have wider heads, and fewer of keys and values.
 
     Transformers writes what is different in them to `per_layer_config`; published files say `global_head_dim` and
@@ -148,16 +148,16 @@ class Gemma4(Architecture):
     windows = Windows(6, stated=True)
     tokenizer = "gemma4"
 
-    def owns(self, values: Values) -> bool:
+    def owns(self, values: GgufValues) -> bool:
         return True  # with experts or without
 
-    def put_heads(self, config: Config, keys: Keys) -> None:
+    def put_heads(self, config: GgufConfig, keys: GgufKeys) -> None:
         """In `put_more`: they are of two kinds."""
 
-    def check_local_rope(self, config: Config) -> None:
+    def check_local_rope(self, config: GgufConfig) -> None:
         """Layers with a window have a base of their own."""
 
-    def put_more(self, config: Config, keys: Keys) -> None:
+    def put_more(self, config: GgufConfig, keys: GgufKeys) -> None:
         layers, slides = config.count("num_hidden_layers"), _slides(config)
         wide, kv_heads = _global(config, "head_dim", 512), _global(config, "num_key_value_heads", 0)
         narrow = config.count("head_dim", 256)
@@ -191,20 +191,20 @@ class Gemma4(Architecture):
         turned = int(wide * config.number("partial_rotary_factor", 1.0, rope) / 2)
         keys.tensors[QUOTIENTS] = np.array([1.0] * turned + [_STILL] * (wide // 2 - turned), np.float32)
 
-    def put_rope(self, config: Config, keys: Keys) -> None:
+    def put_rope(self, config: GgufConfig, keys: GgufKeys) -> None:
         """In `put_more`."""
 
-    def take_size(self, values: Values, config: dict[str, Any], name: str, setting: str) -> None:
+    def take_size(self, values: GgufValues, config: dict[str, Any], name: str, setting: str) -> None:
         if setting not in ("num_key_value_heads", "intermediate_size"):  # the others are in `take_more`: one for each layer
             super().take_size(values, config, name, setting)
 
-    def take_heads(self, values: Values, config: dict[str, Any], default: int) -> int:
+    def take_heads(self, values: GgufValues, config: dict[str, Any], default: int) -> int:
         return default
 
-    def take_rope(self, values: Values, config: dict[str, Any], contents: Contents) -> None:
+    def take_rope(self, values: GgufValues, config: dict[str, Any], contents: Contents) -> None:
         super().take_rope(values, config, replace(contents, factors={}))
 
-    def take_more(self, values: Values, config: dict[str, Any], contents: Contents) -> None:
+    def take_more(self, values: GgufValues, config: dict[str, Any], contents: Contents) -> None:
         layers, shapes = config["num_hidden_layers"], contents.shapes
         wide, config["head_dim"] = values.count("attention.key_length"), values.count("attention.key_length_swa")
         config["global_head_dim"] = wide
@@ -228,7 +228,7 @@ class Gemma4(Architecture):
         local = {"rope_type": "default", "rope_theta": values.float32("rope.freq_base_swa", _LOCAL_BASE)}
         config["rope_parameters"] = {"full_attention": full, "sliding_attention": local}
 
-    def _take_layers(self, values: Values, config: dict[str, Any]) -> tuple[int, bool]:
+    def _take_layers(self, values: GgufValues, config: dict[str, Any]) -> tuple[int, bool]:
         """Set the heads of keys, of which the file has a number for each layer; width of MLPs, whether some are wider."""
         layers = config["num_hidden_layers"]
         slides = [each == "sliding_attention" for each in config["layer_types"]]
@@ -245,7 +245,7 @@ class Gemma4(Architecture):
         return widths[0], widths == double and shared > 0
 
 
-def _slides(config: Config) -> list[bool]:
+def _slides(config: GgufConfig) -> list[bool]:
     """Whether each layer attends to a window alone."""
     layers = config.count("num_hidden_layers")
     types = config.get("layer_types") or Windows(6).layer_types(layers, slides=True)
@@ -254,7 +254,7 @@ def _slides(config: Config) -> list[bool]:
     return [each == "sliding_attention" for each in types]
 
 
-def _global(config: Config, name: str, default: int) -> int:
+def _global(config: GgufConfig, name: str, default: int) -> int:
     """A number of the layers that attend to everything; `default`, which may be 0, where config.json does not say it."""
     per_layer: Any = config.get("per_layer_config")
     if not isinstance(per_layer, dict):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from weightsmith._models.formats.gguf.architecture import SIGMOID_ROUTER, Architecture, Contents, GgufFamily
+from weightsmith._models.formats.gguf.architecture import SIGMOID_ROUTER, Contents, GgufArchitecture, GgufFamily
 from weightsmith._models.formats.gguf.architectures.deepseek import EXPERT_NUMBERS, PREDICTING
 from weightsmith._models.formats.gguf.tensors import (
     ATTENTION,
@@ -18,7 +18,7 @@ from weightsmith._models.formats.gguf.tensors import (
 )
 
 
-class Glm4(Architecture):
+class Glm4(GgufArchitecture):
     """GLM 4."""
 
     name = "glm4"
@@ -31,7 +31,7 @@ class Glm4(Architecture):
     partial = 0.5
 
 
-class Glm4Moe(Architecture):
+class Glm4Moe(GgufArchitecture):
     """GLM 4.5, 4.6 and 4.7; biases and norms of heads are there or not."""
 
     name = "glm4moe"

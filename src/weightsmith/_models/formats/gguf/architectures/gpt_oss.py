@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from weightsmith._models.formats.gguf.architecture import Architecture, Contents, GgufFamily, GgufKey, Windows
+from weightsmith._models.formats.gguf.architecture import Contents, GgufArchitecture, GgufFamily, GgufKey, Windows
 from weightsmith._models.formats.gguf.tensors import ATTENTION, NORM_BETWEEN, SplitPart, SplitTensor
-from weightsmith._models.formats.gguf.values import Values
+from weightsmith._models.formats.gguf.values import GgufValues
 
 
-class GptOss(Architecture):
+class GptOss(GgufArchitecture):
     """gpt-oss."""
 
     name = "gpt-oss"
@@ -36,7 +36,7 @@ class GptOss(Architecture):
     fixed = {"attention_bias": True, "swiglu_limit": 7.0, "swiglu_alpha": 1.702}
     windows = Windows(2)
 
-    def take_more(self, values: Values, config: dict[str, Any], contents: Contents) -> None:
+    def take_more(self, values: GgufValues, config: dict[str, Any], contents: Contents) -> None:
         if scaling := config.get("rope_scaling"):
             scaling["truncate"] = False  # as published; the GGUF file does not say it
 

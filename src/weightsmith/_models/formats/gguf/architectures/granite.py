@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from weightsmith._models.formats.gguf.architecture import Architecture, GgufFamily, GgufKey
+from weightsmith._models.formats.gguf.architecture import GgufArchitecture, GgufFamily, GgufKey
 from weightsmith._models.formats.gguf.tensors import ATTENTION, MLP_NORM, SplitPart, SplitTensor
-from weightsmith._models.formats.gguf.values import Values
+from weightsmith._models.formats.gguf.values import GgufValues
 
 _NUMBERS = (
     GgufKey("attention.scale", "attention_multiplier", "f32", 1.0),
@@ -17,7 +17,7 @@ _NUMBERS = (
 _SHARED_WIDTH = "expert_shared_feed_forward_length"
 
 
-class Granite(Architecture):
+class Granite(GgufArchitecture):
     """Granite 3 and 4 without experts."""
 
     name = "granite"
@@ -53,7 +53,7 @@ class GraniteMoeShared(GraniteMoe):
     model_types = ("granitemoeshared",)
     numbers = (*_NUMBERS, GgufKey(_SHARED_WIDTH, "shared_intermediate_size"))
 
-    def owns(self, values: Values) -> bool:
+    def owns(self, values: GgufValues) -> bool:
         return super().owns(values) and _SHARED_WIDTH in values
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from weightsmith._models.formats.gguf.architecture import Architecture, GgufFamily, head_dim
+from weightsmith._models.formats.gguf.architecture import GgufArchitecture, GgufFamily, head_dim
 from weightsmith._models.formats.gguf.tensors import LLAMA_LAYER
-from weightsmith._models.formats.gguf.values import Config
+from weightsmith._models.formats.gguf.values import GgufConfig
 
 
-class HunyuanDense(Architecture):
+class HunyuanDense(GgufArchitecture):
     """Hunyuan without experts, whose RoPE has another base instead of scaled frequencies."""
 
     name = "hunyuan-dense"
@@ -18,7 +18,7 @@ class HunyuanDense(Architecture):
     layer = LLAMA_LAYER | {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
     fixed = {"attention_bias": False, "mlp_bias": False}
 
-    def rope(self, config: Config) -> dict[str, Any]:
+    def rope(self, config: GgufConfig) -> dict[str, Any]:
         rope = super().rope(config)
         if rope["rope_type"] != "dynamic" or rope.get("alpha") is None:
             return rope

@@ -8,15 +8,15 @@ from typing import Any, ClassVar
 import numpy as np
 
 from weightsmith._base.files import show
-from weightsmith._models.formats.gguf.architecture import SIGMOID_ROUTER, Architecture, Contents, GgufFamily, GgufKey
-from weightsmith._models.formats.gguf.values import Config, Keys, Values
+from weightsmith._models.formats.gguf.architecture import SIGMOID_ROUTER, Contents, GgufArchitecture, GgufFamily, GgufKey
+from weightsmith._models.formats.gguf.values import GgufConfig, GgufKeys, GgufValues
 
 CONVOLUTION, ATTENTION = "conv", "full_attention"
 _HEADS = "attention.head_count_kv"
 _MLP = {"ffn_gate": "feed_forward.w1", "ffn_down": "feed_forward.w2", "ffn_up": "feed_forward.w3"}
 
 
-class Lfm2(Architecture):
+class Lfm2(GgufArchitecture):
     """LFM2."""
 
     name = "lfm2"
@@ -39,7 +39,7 @@ class Lfm2(Architecture):
         renamed = {} if config.get("intermediate_size") is not None else {"intermediate_size": config.get("block_ff_dim")}
         return {"rope_theta": 1e6, **config, **renamed}
 
-    def put_more(self, config: Config, keys: Keys) -> None:
+    def put_more(self, config: GgufConfig, keys: GgufKeys) -> None:
         layers, heads = config.count("num_hidden_layers"), config.count("num_attention_heads")
         types, kv_heads = config.get("layer_types"), config.count("num_key_value_heads", heads)
         if types is None and isinstance(attends := config.get("full_attn_idxs"), list):
@@ -55,11 +55,11 @@ class Lfm2(Architecture):
             unit = config.count("block_multiple_of")
             keys.u32("feed_forward_length", -(-width // unit) * unit)
 
-    def take_size(self, values: Values, config: dict[str, Any], name: str, setting: str) -> None:
+    def take_size(self, values: GgufValues, config: dict[str, Any], name: str, setting: str) -> None:
         if name != _HEADS:  # one for each layer
             super().take_size(values, config, name, setting)
 
-    def take_more(self, values: Values, config: dict[str, Any], contents: Contents) -> None:
+    def take_more(self, values: GgufValues, config: dict[str, Any], contents: Contents) -> None:
         heads, layers = values.get(_HEADS), config["num_hidden_layers"]
         if not isinstance(heads, np.ndarray) or heads.shape != (layers,) or heads.dtype.kind not in "iu" or not heads.any():
             raise values.wrong(_HEADS, show(heads), f"and not a whole number for each of {layers:,} layers")

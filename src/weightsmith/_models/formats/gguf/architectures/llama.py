@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from weightsmith._models.formats.gguf.architecture import Architecture, Contents, GgufFamily, all_or_none
+from weightsmith._models.formats.gguf.architecture import Contents, GgufArchitecture, GgufFamily, all_or_none
 from weightsmith._models.formats.gguf.tensors import ATTENTION, MIXTRAL_EXPERTS, MLP_NORM
-from weightsmith._models.formats.gguf.values import Config, Keys
+from weightsmith._models.formats.gguf.values import GgufConfig, GgufKeys
 
 
-class Llama(Architecture):
+class Llama(GgufArchitecture):
     """Llama, and Mistral's first models, which llama.cpp calls so, too."""
 
     name = "llama"
@@ -18,7 +18,7 @@ class Llama(Architecture):
     rotated = True
     scaled = True
 
-    def put_heads(self, config: Config, keys: Keys) -> None:
+    def put_heads(self, config: GgufConfig, keys: GgufKeys) -> None:
         if config.get("head_dim") is not None:
             super().put_heads(config, keys)
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from weightsmith._models.formats.gguf.architecture import Architecture, Contents, GgufFamily
-from weightsmith._models.formats.gguf.values import Config, Keys, Values
+from weightsmith._models.formats.gguf.architecture import Contents, GgufArchitecture, GgufFamily
+from weightsmith._models.formats.gguf.values import GgufConfig, GgufKeys, GgufValues
 from weightsmith._models.formats.gguf.vision import GELU_OR_SILU, VIT_LARGE, Images, VisionHalf, attention, gated
 
 _YARN = {"rope.scaling.yarn_log_multiplier": "mscale_all_dim", "attention.temperature_scale": "llama_4_scaling_beta"}
 """Numbers of Ministral's YaRN, and how its queries grow with the position."""
 
 
-class Ministral3(Architecture):
+class Ministral3(GgufArchitecture):
     """Ministral 3, whose RoPE is always YaRN's."""
 
     name = "mistral3"
@@ -20,7 +20,7 @@ class Ministral3(Architecture):
     model_types = ("ministral3",)
     rotated = True
 
-    def put_rope(self, config: Config, keys: Keys) -> None:
+    def put_rope(self, config: GgufConfig, keys: GgufKeys) -> None:
         rope = self.rope(config)
         config.need("rope_type", rope["rope_type"], "yarn")
         config.need("mscale", rope.get("mscale"), rope.get("mscale_all_dim"))
@@ -28,7 +28,7 @@ class Ministral3(Architecture):
             keys.f32(name, config.number(setting, None, rope))
         super().put_rope(config, keys)
 
-    def take_rope(self, values: Values, config: dict[str, Any], contents: Contents) -> None:
+    def take_rope(self, values: GgufValues, config: dict[str, Any], contents: Contents) -> None:
         super().take_rope(values, config, contents)
         if (scaling := config.get("rope_scaling", {})) and scaling["rope_type"] == "yarn":
             scaling |= {setting: values.float32(name) for name, setting in _YARN.items()}

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from weightsmith._models.formats.gguf.architecture import UNTIED, Architecture, GgufFamily
+from weightsmith._models.formats.gguf.architecture import UNTIED, GgufArchitecture, GgufFamily
 from weightsmith._models.formats.gguf.tensors import ATTENTION, MLP_NORM, UNGATED_MLP
 
 
-class Nemotron(Architecture):
+class Nemotron(GgufArchitecture):
     """Nemotron, and Minitron."""
 
     name = "nemotron"

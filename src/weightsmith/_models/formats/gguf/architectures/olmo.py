@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weightsmith._models.formats.gguf.architecture import UNTIED, Architecture, GgufFamily, Windows, as_many_kv_heads
+from weightsmith._models.formats.gguf.architecture import UNTIED, GgufArchitecture, GgufFamily, Windows, as_many_kv_heads
 from weightsmith._models.formats.gguf.tensors import (
     ATTENTION,
     EXPERTS,
@@ -13,10 +13,10 @@ from weightsmith._models.formats.gguf.tensors import (
     PROJECTIONS,
     ROUTER,
 )
-from weightsmith._models.formats.gguf.values import Config, Values
+from weightsmith._models.formats.gguf.values import GgufConfig, GgufValues
 
 
-class Olmo2(Architecture):
+class Olmo2(GgufArchitecture):
     """OLMo 2."""
 
     name = "olmo2"
@@ -33,11 +33,11 @@ class Olmo3(Olmo2):
     model_types = ("olmo3",)
     windows = Windows(4, stated=True)
 
-    def owns(self, values: Values) -> bool:
+    def owns(self, values: GgufValues) -> bool:
         return super().owns(values) and "attention.sliding_window" in values
 
 
-class Olmoe(Architecture):
+class Olmoe(GgufArchitecture):
     """OLMoE."""
 
     name = "olmoe"
@@ -47,7 +47,7 @@ class Olmoe(Architecture):
     experts = "num_experts"
     fixed = {**UNTIED, "norm_topk_prob": False, "clip_qkv": None}
 
-    def check(self, config: Config) -> None:
+    def check(self, config: GgufConfig) -> None:
         super().check(config)
         as_many_kv_heads(config)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from weightsmith._models.formats.gguf.architecture import LAYER_NORM, UNTIED, Architecture, Contents, GgufFamily
+from weightsmith._models.formats.gguf.architecture import LAYER_NORM, UNTIED, Contents, GgufArchitecture, GgufFamily
 from weightsmith._models.formats.gguf.tensors import ATTENTION, ENDS, MLP_NORM
-from weightsmith._models.formats.gguf.values import Config, Floats, Keys, Values
+from weightsmith._models.formats.gguf.values import Floats, GgufConfig, GgufKeys, GgufValues
 
 
-class Phi2(Architecture):
+class Phi2(GgufArchitecture):
     """Phi 1, 1.5 and 2."""
 
     name = "phi2"
@@ -28,7 +28,7 @@ _FACTORS = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_fa
 _ORIGINAL = "rope.scaling.original_context_length"
 
 
-class Phi3(Architecture):
+class Phi3(GgufArchitecture):
     """Phi 3, whose long versions divide frequencies by one list of numbers or another (LongRoPE)."""
 
     name = "phi3"
@@ -40,14 +40,14 @@ class Phi3(Architecture):
     }
     partial = 1.0
 
-    def put_heads(self, config: Config, keys: Keys) -> None:
+    def put_heads(self, config: GgufConfig, keys: GgufKeys) -> None:
         """llama.cpp infers it."""
 
-    def put_attention(self, config: Config, keys: Keys) -> None:
+    def put_attention(self, config: GgufConfig, keys: GgufKeys) -> None:
         window = config.get("sliding_window")
         keys.u32("attention.sliding_window", 0 if window is None else config.count("sliding_window"))
 
-    def put_rope(self, config: Config, keys: Keys) -> None:
+    def put_rope(self, config: GgufConfig, keys: GgufKeys) -> None:
         rope = self.rope(config)
         context = config.count("max_position_embeddings")
         original = config.count("original_max_position_embeddings", context)
@@ -63,14 +63,14 @@ class Phi3(Architecture):
         for name in ("long", "short"):
             keys.tensors[f"rope_factors_{name}.weight"] = config.numbers(f"{name}_factor", rope)
 
-    def take_heads(self, values: Values, config: dict[str, Any], default: int) -> int:
+    def take_heads(self, values: GgufValues, config: dict[str, Any], default: int) -> int:
         return default
 
-    def take_attention(self, values: Values, config: dict[str, Any]) -> None:
+    def take_attention(self, values: GgufValues, config: dict[str, Any]) -> None:
         slides = "attention.sliding_window" in values
         config["sliding_window"] = values.count("attention.sliding_window") if slides else None
 
-    def take_rope(self, values: Values, config: dict[str, Any], contents: Contents) -> None:
+    def take_rope(self, values: GgufValues, config: dict[str, Any], contents: Contents) -> None:
         original = values.count(_ORIGINAL, config["max_position_embeddings"])
         config["original_max_position_embeddings"] = original
         if contents.factors.keys() >= set(_FACTORS.values()):

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from weightsmith._models.formats.gguf.architecture import Architecture, GgufFamily, GgufKey
+from weightsmith._models.formats.gguf.architecture import GgufArchitecture, GgufFamily, GgufKey
 from weightsmith._models.formats.gguf.tensors import ATTENTION, EXPERTS, HEAD_NORMS, MLP, MLP_NORM, ROUTER, SHARED_EXPERT
-from weightsmith._models.formats.gguf.values import Config
+from weightsmith._models.formats.gguf.values import GgufConfig
 
 EXPERT_WIDTH = GgufKey("expert_feed_forward_length", "moe_intermediate_size")
 EXPERT_WIDTHS = (EXPERT_WIDTH, GgufKey("expert_shared_feed_forward_length", "shared_expert_intermediate_size"))
 ALL_SPARSE = {"mlp_only_layers": [], "decoder_sparse_step": 1}
 
 
-class Qwen2(Architecture):
+class Qwen2(GgufArchitecture):
     """Qwen 2 and 2.5."""
 
     name = "qwen2"
     class_name = "Qwen2ForCausalLM"
     model_types: ClassVar[tuple[str, ...]] = ("qwen2",)
 
-    def uses_window(self, config: Config) -> bool:
+    def uses_window(self, config: GgufConfig) -> bool:
         return bool(config.get("use_sliding_window", False))
 
 
@@ -36,7 +36,7 @@ class Qwen2Moe(Qwen2):
     fixed = {"norm_topk_prob": False, **ALL_SPARSE}
 
 
-class Qwen3(Architecture):
+class Qwen3(GgufArchitecture):
     """Qwen 3."""
 
     name = "qwen3"
@@ -45,7 +45,7 @@ class Qwen3(Architecture):
     layer = {**ATTENTION, **HEAD_NORMS, **MLP, **MLP_NORM}
 
 
-class Qwen3Moe(Architecture):
+class Qwen3Moe(GgufArchitecture):
     """Qwen 3 with experts."""
 
     name = "qwen3moe"
@@ -56,7 +56,7 @@ class Qwen3Moe(Architecture):
     numbers = (EXPERT_WIDTH,)
     fixed = {"norm_topk_prob": True, **ALL_SPARSE}
 
-    def check(self, config: Config) -> None:
+    def check(self, config: GgufConfig) -> None:
         config.need("norm_topk_prob", config.get("norm_topk_prob", False), True)  # transformers' default is False
         super().check(config)
 

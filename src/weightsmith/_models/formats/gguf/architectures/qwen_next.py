@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from weightsmith._models.formats.gguf.architecture import Architecture, Contents, GgufFamily, GgufKey
+from weightsmith._models.formats.gguf.architecture import Contents, GgufArchitecture, GgufFamily, GgufKey
 from weightsmith._models.formats.gguf.architectures.qwen import ALL_SPARSE, EXPERT_WIDTHS
 from weightsmith._models.formats.gguf.ordered import HeadOrder
 from weightsmith._models.formats.gguf.tensors import (
@@ -20,7 +20,7 @@ from weightsmith._models.formats.gguf.tensors import (
     SplitPart,
     SplitTensor,
 )
-from weightsmith._models.formats.gguf.values import Config, Keys, Values
+from weightsmith._models.formats.gguf.values import GgufConfig, GgufKeys, GgufValues
 
 _LAYER = {
     **{**ATTENTION, **HEAD_NORMS, **NORM_BETWEEN},
@@ -36,7 +36,7 @@ _NUMBERS = (
 _SECTIONS = "rope.dimension_sections"
 
 
-class DeltaNet(Architecture):
+class DeltaNet(GgufArchitecture):
     """What both have."""
 
     bare = _BARE
@@ -44,7 +44,7 @@ class DeltaNet(Architecture):
     partial = 0.25
     numbers: ClassVar[tuple[GgufKey, ...]] = _NUMBERS
 
-    def put_more(self, config: Config, keys: Keys) -> None:
+    def put_more(self, config: GgufConfig, keys: GgufKeys) -> None:
         size, heads = config.count("linear_key_head_dim"), config.count("linear_num_value_heads")
         config.need("linear_value_head_dim", config.count("linear_value_head_dim"), size)
         keys.u32("ssm.inner_size", size * heads)
@@ -53,7 +53,7 @@ class DeltaNet(Architecture):
         config.need("layer_types", config.get("layer_types") or types, types)
         keys.u32("full_attention_interval", every)
 
-    def take_more(self, values: Values, config: dict[str, Any], contents: Contents) -> None:
+    def take_more(self, values: GgufValues, config: dict[str, Any], contents: Contents) -> None:
         inner, heads = values.count("ssm.inner_size"), config["linear_num_value_heads"]
         if inner % heads:
             raise values.wrong("ssm.inner_size", inner, f"and not a multiple of the {heads:,} value heads")
@@ -70,14 +70,14 @@ class DeltaNet(Architecture):
         config["layer_types"] = ["linear_attention" if i % every else "full_attention" for i in layers]
 
 
-def _key_head_rows(config: Config) -> tuple[int, int, int, int]:
+def _key_head_rows(config: GgufConfig) -> tuple[int, int, int, int]:
     """Rows of a key head in Qwen3-Next's `in_proj_qkvz`: of its query, its key, its values, and their gates."""
     keys, values = _heads(config)
     size, rows = config.count("linear_key_head_dim"), values // keys * config.count("linear_value_head_dim")
     return size, size, rows, rows
 
 
-def _heads(config: Config) -> tuple[int, int]:
+def _heads(config: GgufConfig) -> tuple[int, int]:
     """Heads of keys and of values. Raises FormatError if they are not shared evenly."""
     keys, values = config.count("linear_num_key_heads"), config.count("linear_num_value_heads")
     if values % keys:
@@ -124,18 +124,18 @@ class Qwen35(DeltaNet):
     model_types = ("qwen3_5_text",)
     layer = {**_LAYER, **_APART, **MLP}
 
-    def put_more(self, config: Config, keys: Keys) -> None:
+    def put_more(self, config: GgufConfig, keys: GgufKeys) -> None:
         super().put_more(config, keys)
         put_sections(config, self.rope(config), self.turned(config), (11, 11, 10), keys)
 
-    def rope(self, config: Config) -> dict[str, Any]:
+    def rope(self, config: GgufConfig) -> dict[str, Any]:
         return without_sections(super().rope(config))
 
-    def order(self, name: str, config: Config) -> HeadOrder | None:
-        """As in `Architecture`.
+    def order(self, name: str, config: GgufConfig) -> HeadOrder | None:
+        """As in `GgufArchitecture`.
 
         >>> heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 1}
-        >>> config = Config({**heads, "linear_value_head_dim": 1})
+        >>> config = GgufConfig({**heads, "linear_value_head_dim": 1})
         >>> [Qwen35().order(f"blk.0.{name}", config).places.tolist() for name in ("ssm_a", "attn_qkv.weight")]
         [[0, 2, 1, 3], [0, 1, 2, 3, 4, 6, 5, 7]]
         """
@@ -167,7 +167,7 @@ def without_sections(rope: dict[str, Any]) -> dict[str, Any]:
     return {**rope, "rope_type": "default"} if rope["rope_type"] == "mrope" else rope
 
 
-def put_sections(config: Config, rope: dict[str, Any], turned: int, default: tuple[int, int, int], keys: Keys) -> None:
+def put_sections(config: GgufConfig, rope: dict[str, Any], turned: int, default: tuple[int, int, int], keys: GgufKeys) -> None:
     """How many pairs of a head RoPE turns by time, height and width. turned: numbers of a head that it turns."""
     sections = rope.get("mrope_section") or [*default]
     if not isinstance(sections, list) or len(sections) != 3 or not all(type(each) is int and each >= 0 for each in sections):

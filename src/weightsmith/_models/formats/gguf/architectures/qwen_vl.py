@@ -7,7 +7,7 @@ from typing import Any
 from weightsmith._models.formats.gguf.architecture import GgufFamily
 from weightsmith._models.formats.gguf.architectures.qwen import Qwen2
 from weightsmith._models.formats.gguf.architectures.qwen_next import put_sections, without_sections
-from weightsmith._models.formats.gguf.values import Config, Keys
+from weightsmith._models.formats.gguf.values import GgufConfig, GgufKeys
 from weightsmith._models.formats.gguf.vision import MOST, TWO_LAYERS, Images, VisionHalf, gated
 
 
@@ -19,10 +19,10 @@ class Qwen2Vl(Qwen2):
     model_types = ("qwen2_vl_text", "qwen2_5_vl_text", "qwen2_vl", "qwen2_5_vl")
     readable = False
 
-    def put_more(self, config: Config, keys: Keys) -> None:
+    def put_more(self, config: GgufConfig, keys: GgufKeys) -> None:
         put_sections(config, self.rope(config), self.turned(config), (16, 24, 24), keys)
 
-    def rope(self, config: Config) -> dict[str, Any]:
+    def rope(self, config: GgufConfig) -> dict[str, Any]:
         return without_sections(super().rope(config))
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from weightsmith._models.formats.gguf.architecture import Architecture, GgufFamily
+from weightsmith._models.formats.gguf.architecture import GgufArchitecture, GgufFamily
 from weightsmith._models.formats.gguf.tensors import ATTENTION, MLP, NORM_BETWEEN
 
 
-class SeedOss(Architecture):
+class SeedOss(GgufArchitecture):
     """Seed-OSS."""
 
     name = "seed_oss"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from weightsmith._models.formats.gguf.architecture import GELU, Architecture, GgufFamily
-from weightsmith._models.formats.gguf.values import Config
+from weightsmith._models.formats.gguf.architecture import GELU, GgufArchitecture, GgufFamily
+from weightsmith._models.formats.gguf.values import GgufConfig
 from weightsmith._models.formats.gguf.vision import SIGLIP, TANH_ONLY, Images, VisionHalf
 
 
-class SmolLm3(Architecture):
+class SmolLm3(GgufArchitecture):
     """SmolLM3, every fourth layer of which has no RoPE."""
 
     name = "smollm3"
@@ -16,7 +16,7 @@ class SmolLm3(Architecture):
     rotated = True
     fixed = {"no_rope_layer_interval": 4}
 
-    def check(self, config: Config) -> None:
+    def check(self, config: GgufConfig) -> None:
         super().check(config)
         expected = [int((i + 1) % 4 != 0) for i in range(config.count("num_hidden_layers"))]
         config.need("no_rope_layers", config.get("no_rope_layers", expected), expected)

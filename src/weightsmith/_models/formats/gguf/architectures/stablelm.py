@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from weightsmith._models.formats.gguf.architecture import LAYER_NORM, UNTIED, Architecture, GgufFamily
+from weightsmith._models.formats.gguf.architecture import LAYER_NORM, UNTIED, GgufArchitecture, GgufFamily
 
 
-class StableLm(Architecture):
+class StableLm(GgufArchitecture):
     """StableLM."""
 
     name = "stablelm"

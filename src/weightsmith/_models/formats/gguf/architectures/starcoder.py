@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from weightsmith._models.formats.gguf.architecture import GELU, Architecture, GgufFamily
+from weightsmith._models.formats.gguf.architecture import GELU, GgufArchitecture, GgufFamily
 from weightsmith._models.formats.gguf.tensors import ATTENTION, MLP_NORM
 
 
-class StarCoder2(Architecture):
+class StarCoder2(GgufArchitecture):
     """StarCoder 2."""
 
     name = "starcoder2"

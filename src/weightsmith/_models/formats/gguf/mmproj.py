@@ -11,17 +11,19 @@ from weightsmith._base.files import show
 from weightsmith._base.options import named
 from weightsmith._base.strict_json import parse_object
 from weightsmith._base.tensors import DTYPES, TensorSpec
-from weightsmith._features.quantisation.gguf_types import MIXTURES
-from weightsmith._features.quantisation.token_row import TokenRow
 from weightsmith._models.formats.gguf.architectures import find_vision
 from weightsmith._models.formats.gguf.layout import encode_metadata
+from weightsmith._models.formats.gguf.types import MIXTURES
 from weightsmith._models.formats.gguf.vision import PROCESSOR, VisionHalf
 from weightsmith._models.formats.gguf.writing import PLAIN, TYPES, GgufEncoding
 from weightsmith._plans import COPY, PRODUCTS, PlanDraft, Product, Read, Step, arrays_of, needs_of
+from weightsmith._plans.forms import ProductSettings
+from weightsmith.abc.product import Arrays, ProductContext, ProductKind
 
 TOKENIZER = ("tokenizer_config.json", "tokenizer.json")
 """Files that list added tokens."""
 UNUSED = "llama.cpp does not use it"
+_ROW = "token_row"
 _TOKEN = "v.token_embd.img_break"
 _REPAIR = "repair it, or download it again"
 
@@ -117,6 +119,38 @@ def _stored(half: VisionHalf, step: Step, names: Sequence[str], heads: int, plai
 
 
 # ---- the row of a token
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRow(ProductSettings):
+    """The settings of the product `token_row`: one row of the embedding, as the output has it.
+
+    row  its number
+    """
+
+    row: int
+
+    def product(self, name: str, embedding: Step, needs: tuple[str, ...]) -> Product:
+        """The product. needs: the products of the embedding. Its array, float32 [columns], has its name."""
+        outs = (TensorSpec(name, DTYPES["F32"], embedding.out.shape[1:]),)
+        return Product(name, _ROW, outs, self.to_json(), (embedding,), needs=needs)
+
+    def problem(self, product: Product, shapes: Mapping[str, tuple[int, ...]]) -> str:
+        if len(shapes) != 1:
+            return "it is of one tensor"
+        [shape] = shapes.values()
+        if len(shape) != 2 or not 0 <= self.row < shape[0]:
+            return f"there is no row {self.row:,}"
+        fits = [(out.dtype.name, out.shape) for out in product.outs] == [("F32", shape[1:])]
+        return "" if fits else "its array is not a row of its tensor"
+
+
+def _compute(context: ProductContext) -> Arrays:
+    [embedding] = context.product.steps
+    return [context.rows(embedding.out.name, [TokenRow.of(context.product).row])[0]]
+
+
+KIND = ProductKind("reading the row of a token", compute=_compute, check=TokenRow.check)
 
 
 def _row(draft: PlanDraft, embedding: Step, row: int) -> Product:

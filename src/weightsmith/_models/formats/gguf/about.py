@@ -1,0 +1,255 @@
+"""The keys of a GGUF file that come from the files beside the weights: model card, generation_config.json, tokenizer, pooling.
+
+Name, author, licence and the models that it is made from are as llama.cpp's converter derives them, from the model card and the
+name of the model. It also guesses version and size from the name; these keys are left out, because the guesses are often wrong.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from weightsmith._base.errors import Finding, FormatError, Unsupported
+from weightsmith._base.files import show
+from weightsmith._base.strict_json import JsonError, parse
+from weightsmith._models.formats.gguf.architecture import GgufArchitecture
+from weightsmith._models.formats.gguf.chat_templates import NAMED_TEMPLATE
+from weightsmith._models.formats.gguf.layout import Value, ValueType
+from weightsmith._models.formats.gguf.tokenizer import READ, tokenizer_keys
+from weightsmith._models.tokenizers.files import settings_in
+from weightsmith._plans import PlanDraft
+from weightsmith.abc.stored import ModelFiles, ModelOrigin
+
+GENERATION = "generation_config.json"
+
+
+def keys_of_files(
+    draft: PlanDraft, companions: ModelFiles, config: Mapping[str, Any], architecture: GgufArchitecture, rows: int
+) -> tuple[dict[str, Value], list[Finding]]:
+    """The keys that come from the files beside the weights, and warnings. rows: of the embedding."""
+    templates = [name for name in dict.fromkeys([*draft.carried, *draft.files]) if NAMED_TEMPLATE.fullmatch(name)]
+    files = companions.read((*READ, GENERATION, MODULES, *templates))
+    keys = origin_keys(companions.origins)
+    name = str(keys["general.name"].value) if "general.name" in keys else ""  # a folder may be called "-"
+    tokenizer, warnings = tokenizer_keys(files, config, architecture, rows, name)
+    pooling, others = pooling_keys(files.get(MODULES), architecture.name, companions.donor)
+    sampling = sampling_keys(settings_in(files[GENERATION])) if GENERATION in files else {}
+    return {**keys, **sampling, **pooling, **tokenizer}, [*warnings, *others]
+
+
+def said_generation(draft: PlanDraft, companions: ModelFiles, about: Mapping[str, Value]) -> list[str]:
+    """generation_config.json, if it says nothing but what the keys and config.json say."""
+    config, made_by = draft.config or {}, ("_from_model_config", "transformers_version")
+    ends = [about[key].value for end in ("eos", "eot", "eom") if (key := f"tokenizer.ggml.{end}_token_id") in about]
+
+    def known(key: str, value: object) -> bool:
+        if key == "eos_token_id" and isinstance(value, list):
+            return all(stop in ends for stop in value)
+        return key in made_by or is_said(key) or config.get(key) == value
+
+    settings = {name: settings_in(data) for name, data in companions.read((GENERATION,)).items()}
+    return [name for name, values in settings.items() if all(known(key, value) for key, value in values.items())]
+
+
+# ---- where a model comes from, and how tokens are chosen
+
+
+_HUB = "https://huggingface.co/"
+_HUB_PAGE = re.compile(r"https?://huggingface\.co/([^/]+/[^/]+)")
+_UNCHANGED = re.compile(r"v\d+(\.\d+)*|\d.*", re.ASCII)
+"""Words of a name that are versions or sizes."""
+
+_TEXTS: Mapping[str, tuple[str, ...]] = {
+    "author": ("author", "model_author", "model_creator"),
+    "version": ("version", "model_version"),
+    "organization": ("organization", "model_organization"),
+    "description": ("description", "model_description"),
+    "source.url": ("url", "model_url"),
+    "source.doi": ("doi", "model_doi"),
+    "source.repo_url": ("repo_url", "model_repo_url"),
+}
+"""Keys of a GGUF file, and those of model cards that say the same."""
+_LICENCE = {"license": "license", "license.name": "license_name", "license.link": "license_link"}
+_LISTS = {"tags": ("tags", "pipeline_tag"), "languages": ("languages", "language")}
+_OF_BASES = ("name", "author", "version", "organization", "description", "url", "doi", "uuid", "repo_url")
+_SAMPLING: Mapping[str, tuple[str, ValueType]] = {
+    **{name: (name, "f32") for name in ("top_p", "min_p", "xtc_probability", "xtc_threshold", "penalty_repeat")},
+    **{name: (name, "f32") for name in ("mirostat_tau", "mirostat_eta")},
+    **{name: (name, "i32") for name in ("top_k", "penalty_last_n", "mirostat")},
+    "temperature": ("temp", "f32"),
+}
+"""Settings of generation_config.json, and llama.cpp's names and types of them."""
+_MOST = 1e30  # NaN and infinities are not below
+
+
+def title_of(name: str) -> str:
+    """A model's name as a title.
+
+    >>> title_of("llama-3.1-8b-instruct"), title_of("Phi-3-mini-4k-instruct")
+    ('Llama 3.1 8b Instruct', 'Phi 3 Mini 4k Instruct')
+    """
+    words = name.replace("-", " ").split()
+    return " ".join(word.title() if word.islower() and not _UNCHANGED.fullmatch(word) else word for word in words)
+
+
+def _name_of(origin: ModelOrigin) -> str:
+    """A model's name as a title: of its card, else made from its id."""
+    stated = _text(origin.card, ("name", "model_name"))
+    return stated or title_of(origin.id.rpartition("/")[2] if _is_hub_id(origin.id) else origin.id)
+
+
+def origin_keys(origins: Sequence[ModelOrigin]) -> dict[str, Value]:
+    """The keys for a conversion of one model, or for a merge of several: a merge has the licence that all of them have."""
+    values: dict[str, str | list[str]] = {"name": " + ".join(dict.fromkeys(_name_of(origin) for origin in origins))}
+    licences = {tuple(_text(origin.card, (here,)) for here in _LICENCE.values()) for origin in origins}
+    if len(licences) == 1:
+        values |= dict(zip(_LICENCE, licences.pop(), strict=True))
+    if len(origins) == 1:
+        card = origins[0].card
+        values |= {there: _text(card, names) for there, names in _TEXTS.items()}
+        if not values["organization"] and _is_hub_id(origins[0].id):
+            values["organization"] = title_of(origins[0].id.partition("/")[0])
+        values |= {there: [each for name in names for each in _texts_of(card.get(name))] for there, names in _LISTS.items()}
+        bases = [_base(each) for each in _first_list(card, ("base_model", "base_models", "base_model_sources"))]
+    else:
+        bases = [_base(origin.id) for origin in origins]
+    found = {f"general.{name}": _value(value) for name, value in values.items() if value}
+    return found | _base_keys(bases)
+
+
+def _base_keys(bases: Sequence[Mapping[str, str]]) -> dict[str, Value]:
+    if not bases:
+        return {}
+    values = {"general.base_model.count": Value("u32", len(bases))}
+    for number, base in enumerate(bases):
+        values |= {f"general.base_model.{number}.{name}": _value(base[name]) for name in _OF_BASES if base.get(name)}
+    return values
+
+
+def _value(value: str | list[str]) -> Value:
+    """Text as a value. Names of folders and cards may hold what no UTF-8 can: it is replaced."""
+    texts = [text.encode(errors="replace").decode() for text in ([value] if isinstance(value, str) else value)]
+    return Value("str", texts[0] if isinstance(value, str) else texts)
+
+
+def _base(named: object) -> dict[str, str]:
+    """What is known of a model from its id, its page, or an entry of a card."""
+    if isinstance(named, dict):
+        return {str(name): text for name, text in named.items() if isinstance(text, str)}
+    text = str(named)
+    page = _HUB_PAGE.fullmatch(text)
+    if text.startswith(("http://", "https://", "ssh://")) and page is None:
+        return {"repo_url": text}
+    hub_id = text if page is None else page[1]
+    if not _is_hub_id(hub_id):
+        return {"name": title_of(hub_id)}
+    organization, _, name = hub_id.partition("/")
+    known = {"name": title_of(name), "organization": title_of(organization)}
+    return known | {"repo_url": text if page is not None else f"{_HUB}{hub_id}"}
+
+
+def sampling_keys(generation: Mapping[str, Any]) -> dict[str, Value]:
+    """The keys for settings of generation_config.json by which llama.cpp chooses tokens, unless a user says otherwise."""
+    found = {}
+    for here, (there, kind) in _SAMPLING.items():
+        value = generation.get(here)
+        if kind == "i32" and type(value) is int and abs(value) < 1 << 31:
+            found[f"general.sampling.{there}"] = Value(kind, value)
+        elif kind == "f32" and isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _MOST:
+            found[f"general.sampling.{there}"] = Value(kind, float(value))
+    return found
+
+
+def is_said(setting: str) -> bool:
+    """Whether a setting of generation_config.json is in `sampling_keys`."""
+    return setting in _SAMPLING
+
+
+def _is_hub_id(name: str) -> bool:
+    return name.count("/") == 1 and not name.startswith((".", "/")) and " " not in name
+
+
+def _text(card: Mapping[str, Any], names: Iterable[str]) -> str:
+    """The first of some values of a card, as text; "" if it has none."""
+    for name in names:
+        if listed := _texts_of(card.get(name)):
+            return ",".join(listed)
+    return ""
+
+
+def _first_list(card: Mapping[str, Any], names: Iterable[str]) -> list[object]:
+    value = next((card[name] for name in names if name in card), None)
+    listed = value if isinstance(value, list) else [value]
+    return [each for each in listed if isinstance(each, dict) or (isinstance(each, str) and each)]
+
+
+def _texts_of(value: object) -> list[str]:
+    """The texts of a value that is one text or several."""
+    return [each for each in (value if isinstance(value, list) else [value]) if isinstance(each, str) and each]
+
+
+# ---- how an embedding model makes one vector of a text: modules of sentence-transformers
+
+
+MODULES = "modules.json"
+
+_MODULE_FOLDER = re.compile(r"\w[\w.-]*", re.ASCII)
+_MODE_PREFIX = "pooling_mode_"
+_MODES = {"mean_tokens": 1, "cls_token": 2, "lasttoken": 3}
+"""Names of modes, behind `_MODE_PREFIX`, and llama.cpp's numbers."""
+_ALSO = {"mean": "mean_tokens", "cls": "cls_token"}
+_OTHER_FORMAT = "choose another format, such as fp8-dynamic"
+_DONE = ("Transformer", "Pooling", "Normalize")
+"""Modules that llama.cpp has: it normalises vectors unless told otherwise."""
+
+
+def pooling_keys(
+    modules: bytes | None, architecture: str, read: Callable[[str], bytes | None]
+) -> tuple[dict[str, Value], list[Finding]]:
+    """The key that says how tokens are pooled, and a warning for modules that a GGUF file does not have.
+
+    modules  the contents of modules.json; None: the model is no embedding model
+    read     gives the contents of a file of the model's folder, by its name
+
+    Raises FormatError for a damaged modules.json, Unsupported for a way to pool that llama.cpp does not know.
+    """
+    values: dict[str, Value] = {}
+    others: list[str] = []
+    warnings: list[Finding] = []
+    for module in _modules(modules):
+        kind, path = str(module.get("type", "")).rpartition(".")[2], module.get("path")
+        if kind == "Pooling" and isinstance(path, str) and _MODULE_FOLDER.fullmatch(path):
+            where = f"{path}/config.json"
+            if (data := read(where)) is None:
+                what = f"{MODULES} names the module {show(path)}, which is missing: the file does not say how tokens are pooled"
+                warnings.append(Finding(what, where, fix="download the folder, or name the way to pool when you run the model"))
+            else:
+                values[f"{architecture}.pooling_type"] = Value("u32", _pooling(settings_in(data), where))
+        elif kind not in _DONE:
+            others.append(kind)
+    if others:
+        what = f"the file holds the model without its modules {', '.join(map(show, others))}: llama.cpp gives other vectors"
+        warnings.append(Finding(what, MODULES, fix=_OTHER_FORMAT))
+    return values, warnings
+
+
+def _modules(modules: bytes | None) -> list[Mapping[str, Any]]:
+    try:
+        value = [] if modules is None else parse(modules, max_memory=1 << 24)
+    except JsonError as error:
+        raise FormatError(f"it {error}", where=MODULES, fix="repair it, or download it again") from error
+    return [module for module in value if isinstance(module, dict)] if isinstance(value, list) else []
+
+
+def _pooling(settings: Mapping[str, Any], where: str) -> int:
+    """llama.cpp's number for how a module pools. Raises Unsupported."""
+    stated = settings.get("pooling_mode")
+    modes = [
+        name.removeprefix(_MODE_PREFIX) for name, value in settings.items() if name.startswith(_MODE_PREFIX) and value is True
+    ]
+    modes = [_ALSO.get(stated, stated)] if isinstance(stated, str) else modes
+    if len(modes) != 1 or modes[0] not in _MODES:
+        what = f"its tokens are pooled by {' and '.join(map(show, modes)) or 'no known mode'}, and llama.cpp knows "
+        raise Unsupported(what + ", ".join(_MODES), where=where, fix=_OTHER_FORMAT)
+    return _MODES[modes[0]]

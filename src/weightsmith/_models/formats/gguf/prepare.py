@@ -1,0 +1,529 @@
+"""Plans of GGUF files: tensors under llama.cpp's names, in its types, and the keys that describe the model."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from weightsmith._base.errors import Finding, FormatError, PlanError, Unsupported, WeightsmithError, noting
+from weightsmith._base.files import show
+from weightsmith._base.groups import grouped
+from weightsmith._base.options import named, option_error
+from weightsmith._base.tensors import DTYPES, TensorSpec
+from weightsmith._files.containers import GGUF
+from weightsmith._files.copied import is_read
+from weightsmith._models.formats.gguf.about import MODULES, keys_of_files, said_generation
+from weightsmith._models.formats.gguf.architecture import GgufArchitecture
+from weightsmith._models.formats.gguf.architectures import architecture_of_config, text_config
+from weightsmith._models.formats.gguf.chat_templates import NAMED_TEMPLATE
+from weightsmith._models.formats.gguf.cuts import CutEncoding, Pieces, part_shape, pieces_of
+from weightsmith._models.formats.gguf.imatrix import RUN, imatrix_bytes, read_imatrix, with_defaults
+from weightsmith._models.formats.gguf.layout import Value, encode_metadata
+from weightsmith._models.formats.gguf.mmproj import TOKENIZER, UNUSED, ImageFile, left_out, vision_half
+from weightsmith._models.formats.gguf.ordered import HeadOrder
+from weightsmith._models.formats.gguf.tensors import SplitTensor, is_decay, is_router, predicts, text_name
+from weightsmith._models.formats.gguf.tokenizer import READ
+from weightsmith._models.formats.gguf.types import MIXTURES, Chosen, Mixture, Shape, read_types, type_of
+from weightsmith._models.formats.gguf.values import Floats, GgufConfig
+from weightsmith._models.formats.gguf.vision import PROCESSOR
+from weightsmith._models.formats.gguf.writing import NEEDS_IMPORTANCES, PLAIN, PREFIX, TYPES, GgufEncoding, libgguf
+from weightsmith._plans import CAST, COPY, FILL, JOIN, Block, Dropped, Gather, PlanDraft, Settings, Step, Table
+from weightsmith.abc.stored import ModelFiles, ModelFormat, ModelRequest
+
+_NAMED = "names are llama.cpp's: blk.0.attn_q.weight, blk.0.ffn_down.weight, token_embd.weight, output.weight"
+_HEAD_IS_EMBEDDING = "the head is the embedding"
+"""Why a tied head that is stored too is left out: not all architectures of llama.cpp would load it."""
+_PREDICTS = "a layer that predicts several tokens at a time is not written"
+_OTHER_PART = "llama.cpp reads the parts for images and sounds from a file of their own"
+_OF_OTHER_PARTS = re.compile(r"^(model\.)?(vision|audio|image|multi_modal|mm_|visual|connector|embed_vision|embed_audio)")
+"""How the names of tensors begin that do not belong to the language model."""
+_V = re.compile(r"blk\.([0-9]+)\.attn_(?:v|qkv)\.weight")
+
+_WIDE = ("Q2_K", "Q3_K", "IQ4_XS", "Q4_K", "Q5_K", "Q6_K", "Q8_0")
+_NARROW = ("IQ4_NL", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
+"""The types that a measurement tries: for rows of whole blocks of 256, and for others."""
+
+Importances = Mapping[str, Floats]
+"""Of the columns of tensors, under llama.cpp's names."""
+
+
+class GgufFormat(ModelFormat):
+    """A mixture of types, as users ask for it."""
+
+    program = "llama.cpp"
+    readers = "llama.cpp, Ollama, LM Studio"
+
+    def __init__(self, mixture: Mixture) -> None:
+        bits = TYPES[mixture.default].itemsize * 8 / TYPES[mixture.default].block
+        about = f"{bits:g} bits a weight" if mixture.default == mixture.name else f"{bits:g}+ bits a weight"
+        self.mixture = mixture
+        self.name = f"gguf-{mixture.name.lower()}"
+        self.summary = f"one GGUF file, {about}"
+        self.measures = mixture.default not in ("F32", "F16", "BF16", "Q8_0")
+        self.settings = frozenset({"tensor_types", "mmproj", *(["imatrix"] if self.measures else [])})
+
+    def prepare(self, draft: PlanDraft, companions: ModelFiles, request: ModelRequest) -> Mapping[str, bytes]:
+        chosen, settings = _chosen(request), text_config(draft.config)
+        model = _Model(self.mixture, architecture_of_config(settings), settings, GgufConfig(settings), chosen)
+        importances: Importances = model.placed(request.importances)
+        if (imatrix := request.settings.get("imatrix")) is not None:
+            importances = read_imatrix(imatrix)
+        _prepare(model, draft, companions, importances, mmproj=bool(request.settings["mmproj"]))
+        return {"imatrix.dat": imatrix_bytes(importances)} if request.importances else {}
+
+    def weighed(self, config: Mapping[str, Any] | None, specs: Iterable[TensorSpec]) -> list[TensorSpec]:
+        architecture = architecture_of_config(text_config(config))
+        placed = [(spec, architecture.place(spec.name)) for spec in specs if len(spec.shape) == 2]
+        weights = [(spec, place.name) for spec, place in placed if place is not None and place.name.endswith(".weight")]
+        return [spec for spec, name in weights if not is_router(name)]
+
+    def candidates(
+        self, config: Mapping[str, Any] | None, specs: Iterable[TensorSpec], request: ModelRequest
+    ) -> dict[str, tuple[str, ...]]:
+        libgguf()  # decodes what is tried
+        settings, chosen = text_config(config), _chosen(request)
+        architecture = architecture_of_config(settings)
+        tied = _is_tied_head if settings.get("tie_word_embeddings") else lambda name: False
+        candidates = {}
+        for spec in specs:
+            place = architecture.place(spec.name)
+            if place is None or tied(spec.name) or any(pattern.search(place.name) for pattern, _ in chosen):
+                continue
+            types = _WIDE if spec.shape[-1] % 256 == 0 else _NARROW if spec.shape[-1] % 32 == 0 else ()
+            if types:
+                candidates[spec.name] = tuple(f"{PREFIX}{each.lower()}" for each in types)
+        return candidates
+
+    def stored_name(self, config: Mapping[str, Any] | None, weight: str) -> str:
+        place = architecture_of_config(text_config(config)).place(weight)
+        return "" if place is None else place.name
+
+
+FORMATS = tuple(map(GgufFormat, MIXTURES))
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """What is asked for: a mixture of types, with the types that are chosen tensor by tensor; and the language model."""
+
+    mixture: Mixture
+    architecture: GgufArchitecture
+    settings: Mapping[str, Any]
+    config: GgufConfig
+    chosen: Chosen
+
+    def placed(self, measured: Mapping[str, Floats]) -> Importances:
+        """Importances under llama.cpp's names, in its order, those of a layer's experts in one.
+
+        measured  under the Hub's names
+        """
+        parts = dict[str, dict[int, Floats]]()
+        for name, values in measured.items():
+            if place := self.architecture.place(name):
+                order = self.architecture.order(place.name, self.config)
+                turns = order is not None and order.axis == 1 and order.size == values.size  # `_in_order` rejects another size
+                moved = values[order.places] if order is not None and turns else values
+                parts.setdefault(place.name, {})[place.expert] = moved
+        return {name: np.concatenate([experts[i] for i in sorted(experts)]) for name, experts in parts.items()}
+
+
+def _chosen(request: ModelRequest) -> Chosen:
+    """The types that are asked for by name; the user's win. Raises PlanError."""
+    types, problems = read_types(request.settings["tensor_types"])
+    if problems:
+        raise PlanError([option_error("tensor_types", each) for each in problems])
+    return [*((re.compile(f"{re.escape(name)}$"), kind) for name, kind in request.types.items()), *types]
+
+
+def _is_tied_head(name: str) -> bool:
+    return text_name(name) == "lm_head.weight"
+
+
+# ---- the draft
+
+
+def _prepare(model: _Model, draft: PlanDraft, companions: ModelFiles, importances: Importances, *, mmproj: bool) -> None:
+    keys, factors = model.architecture.keys(model.settings, model.mixture.number)
+    parts = _parts(model, draft)
+    stored = _stored_as(parts.text, model)
+    types = _types(model, stored, _shape(model, stored, keys, weighted=bool(importances)))
+    complete, defaults = _complete(importances, stored)
+    steps, problems = list[Step](), _unmatched(model, stored)
+    for each, kinds in zip(stored, types, strict=True):
+        with noting(problems):
+            steps.append(_encoded(each, kinds, complete, model, draft))
+    if problems:
+        raise PlanError(problems)
+    embedding = next(each.step for each in stored if each.specs[0].name == "token_embd.weight")
+    about, findings = keys_of_files(draft, companions, model.settings, model.architecture, embedding.out.shape[0])
+    vision, warnings = _vision(model, draft, companions, embedding, parts.others) if mmproj else (ImageFile(), [])
+    constants, numbers = _constants(factors, len(draft.settings))
+    dropped = [*parts.dropped, *_dropped(parts.predict, _PREDICTS)]
+    dropped += _dropped(vision.unused, UNUSED) if vision.header else _dropped(parts.others, _OTHER_PART)
+    draft.steps, draft.settings = [*steps, *constants, *vision.steps], [*draft.settings, *numbers]
+    draft.products += vision.products
+    draft.dropped += dropped
+    draft.container, draft.header, draft.mmproj = GGUF, encode_metadata(keys | about), vision.header
+    _keep_files(model, draft, companions, about)
+    draft.warnings += [*_unused(importances, stored), *defaults, *_left_out(dropped), *warnings, *findings]
+    draft.warnings += [*_changed(steps, model.chosen), *_fallen_back(model, steps)]
+
+
+def _shape(model: _Model, stored: Sequence[_Stored], keys: Mapping[str, Value], *, weighted: bool) -> Shape:
+    """What the rules of types look at."""
+    names = _names(stored)
+    stated: dict[str, Any] = {name.removeprefix(f"{model.architecture.name}."): value.value for name, value in keys.items()}
+    layers, heads = model.config.count("num_hidden_layers"), model.config.count("num_attention_heads")
+    kv_heads = stated["attention.head_count_kv"]
+    kv_heads = kv_heads[0] if isinstance(kv_heads, list) else kv_heads
+    return Shape(
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        experts=stated.get("expert_count", 0),
+        tied="output.weight" not in names,
+        weighted=weighted,
+        big=model.architecture.name == "llama" and layers == 80 and heads != kv_heads,
+        attention=tuple(sorted(int(match[1]) for name in names if (match := _V.fullmatch(name)))),
+    )
+
+
+def _types(model: _Model, stored: Sequence[_Stored], shape: Shape) -> list[list[str]]:
+    """The types of each tensor, or of its parts. Raises Unsupported if libgguf is missing and needed."""
+    from weightsmith._kernels.ggml import ENCODED
+
+    types = [[type_of(model.mixture, spec, shape, model.chosen) for spec in each.specs] for each in stored]
+    if not ENCODED.issuperset({each for kinds in types for each in kinds} - {*PLAIN}):
+        libgguf()
+    return types
+
+
+def _names(stored: Iterable[_Stored]) -> list[str]:
+    return [spec.name for each in stored for spec in each.specs]
+
+
+def _unmatched(model: _Model, stored: Iterable[_Stored]) -> list[WeightsmithError]:
+    """Types that are asked for of no tensor."""
+    names = _names(stored)
+    return [
+        option_error("tensor_types", f"no tensor of this model has a name that matches {pattern.pattern}", _NAMED)
+        for pattern, _ in model.chosen
+        if not any(pattern.search(name) for name in names)
+    ]
+
+
+def _keep_files(model: _Model, draft: PlanDraft, companions: ModelFiles, about: Mapping[str, Value]) -> None:
+    """Leave out of the draft the files whose contents are in the keys, and those that only transformers reads."""
+    said = {"config.json", *READ, *said_generation(draft, companions, about), *filter(NAMED_TEMPLATE.fullmatch, draft.carried)}
+    said |= {*(PROCESSOR if draft.mmproj else ())}
+    if f"{model.architecture.name}.pooling_type" in about:
+        said |= {MODULES, *(name for name in draft.carried if name.endswith("_Pooling/config.json"))}
+    copied = [name for name in draft.carried if not is_read(name) and not name.endswith(".py") and "/" not in name]
+    companions.held({*copied, "config.json", *said.intersection((*draft.carried, *draft.files))})
+    draft.carried, draft.files = copied, {}
+
+
+# ---- warnings
+
+
+def _changed(steps: Sequence[Step], chosen: Chosen) -> list[Finding]:
+    """Tensors that have another type than was asked for, because of their shape."""
+    changed: dict[tuple[str, str], list[str]] = {}
+    for out in (out for step in steps for out in step.stored):
+        asked = next((kind for pattern, kind in reversed(chosen) if pattern.search(out.name)), out.dtype.name)
+        if out.dtype.name != asked:
+            changed.setdefault((asked, out.dtype.name), []).append(out.name)
+    fix = "choose a type whose blocks fit; vectors, norms and routers are always F32"
+    return [
+        Finding(f"stored as {kind}, not as {asked}: {len(names):,} tensors", names[0], fix=fix)
+        for (asked, kind), names in changed.items()
+    ]
+
+
+def _fallen_back(model: _Model, steps: Sequence[Step]) -> list[Finding]:
+    """Matrices whose rows have no whole blocks of the format's types, and what they are stored as instead."""
+    outs = [out for step in steps for out in step.stored if len(out.shape) > 1 and out.dtype.name != "F32"]
+    block = TYPES[model.mixture.default].block
+    unfit = [out for out in outs if out.shape[-1] % block and out.dtype.block < block]
+    fallen = [out for out in unfit if not any(pattern.search(out.name) for pattern, _ in model.chosen)]
+    findings = []
+    for kind, alike in grouped((out.dtype.name, out) for out in fallen).items():
+        widths = ", ".join(f"{width:,}" for width in sorted({out.shape[-1] for out in alike})[:4])
+        what = f"{len(alike):,} of {len(outs):,} matrices are stored as {kind}: {widths} columns are no multiple of {block}"
+        fix = "choose a format without blocks, such as fp8-dynamic, or accept a larger file"
+        if kind not in PLAIN:
+            fix = "choose a format whose blocks are shorter, such as gguf-q4_0, or accept a larger file"
+        findings.append(Finding(what, alike[0].name, fix=fix))
+    return findings
+
+
+def _left_out(dropped: Sequence[Dropped]) -> list[Finding]:
+    """A stored head that transformers would use, if it differs from the embedding; layers that predict."""
+    what = "it is left out: config.json ties the head to the embedding"
+    fix = "set tie_word_embeddings to false in the input's config.json if the two differ"
+    findings = [Finding(what, each.tensor, fix=fix) for each in dropped if each.reason == _HEAD_IS_EMBEDDING]
+    if predict := [each.tensor for each in dropped if each.reason == _PREDICTS]:
+        what = f"{len(predict):,} tensors are left out: layers that predict several tokens at a time"
+        findings.append(Finding(what, predict[0], fix="use the model as it is: it works without them"))
+    return findings
+
+
+# ---- the parts of a model
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """The steps of a model.
+
+    text     of the language model
+    others   of parts for images and sounds
+    predict  of layers that predict several tokens
+    dropped  input tensors of others: what llama.cpp computes
+    """
+
+    text: Sequence[Step]
+    others: Sequence[Step]
+    predict: Sequence[Step]
+    dropped: Sequence[Dropped]
+
+
+def _parts(model: _Model, draft: PlanDraft) -> _Parts:
+    several = not {"text_config", "vision_config"}.isdisjoint(draft.config or {})
+    architecture, layers = model.architecture, math.inf
+    if architecture.predicting and model.config.count(architecture.predicting, 0, least=0):
+        layers = model.config.count("num_hidden_layers")
+    dropped, kept = _without_doubles(draft.steps, model.config)
+    text, others, predict = list[Step](), list[Step](), list[Step]()
+    for step in kept:
+        name = step.out.name
+        if predicts(name, layers):
+            predict.append(step)
+        elif several and not architecture.knows(name) and _OF_OTHER_PARTS.search(name):
+            others.append(step)
+        else:
+            text.append(step)
+    return _Parts(text, others, predict, dropped)
+
+
+def _without_doubles(steps: Sequence[Step], config: GgufConfig) -> tuple[list[Dropped], list[Step]]:
+    """The steps without what llama.cpp computes: a tied head that is stored twice, and frequencies of RoPE."""
+    dropped, kept = list[Dropped](), []
+    for step in steps:
+        if _is_tied_head(step.out.name) and config.get("tie_word_embeddings"):
+            dropped += _dropped([step], _HEAD_IS_EMBEDDING)
+        elif step.out.name.endswith(".rotary_emb.inv_freq"):
+            dropped += _dropped([step], "llama.cpp computes it")
+        else:
+            kept.append(step)
+    return list(dict.fromkeys(dropped)), kept
+
+
+def _dropped(steps: Iterable[Step], reason: str) -> list[Dropped]:
+    """The input tensors of steps that are left out."""
+    return [Dropped(read.model, read.tensor, reason) for step in steps for read in step.reads if read.model >= 0]
+
+
+def _vision(
+    model: _Model, draft: PlanDraft, companions: ModelFiles, embedding: Step, steps: Sequence[Step]
+) -> tuple[ImageFile, list[Finding]]:
+    """The file for images, and the warning if there is none. steps: of parts for images and sounds."""
+    if not steps:
+        return ImageFile(), []
+    try:
+        vision = vision_half(draft, embedding, steps, companions.read((*PROCESSOR, *TOKENIZER)), model.mixture.name)
+    except Unsupported as error:
+        return ImageFile(), [left_out(error, len(steps))]
+    if vision is not None:
+        return vision, []
+    what = f"{len(steps):,} tensors are left out: the file holds the language model alone"
+    fix = "make a mmproj file for images with llama.cpp's convert_hf_to_gguf.py --mmproj, of the model in the Hub's layout"
+    return ImageFile(), [Finding(what, steps[0].out.name, fix=fix)]
+
+
+# ---- tensors
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A step, and what llama.cpp stores of it.
+
+    specs   under llama.cpp's names: the tensor, or its parts
+    height  rows of a band, of a tensor in parts
+    parts   what each part is of a band; (): the tensor is stored as one
+    flat    see `SplitTensor`
+    """
+
+    step: Step
+    specs: list[TensorSpec]
+    height: int = 0
+    parts: tuple[Pieces, ...] = ()
+    flat: bool = False
+
+
+def _stored_as(steps: Sequence[Step], model: _Model) -> list[_Stored]:
+    """The steps, those of the experts of a layer as one. Raises PlanError with every tensor that llama.cpp has not."""
+    stored: dict[str, list[_Stored]] = {}
+    together: dict[str, dict[int, Step]] = {}
+    unknown: list[WeightsmithError] = []
+    for step in steps:
+        place = model.architecture.place(step.out.name)
+        if split := model.architecture.split_of(step.out.name):
+            stored[step.out.name] = _in_parts(step, *split, model.config)
+        elif place is None:
+            what = f"llama.cpp knows no such tensor in a model of the type {model.architecture.model_types[0]}"
+            unknown.append(Unsupported(what, where=step.out.name, fix="choose another format, such as fp8-dynamic"))
+        else:
+            stored.setdefault(place.name, [_Stored(step, [replace(step.out, name=place.name)])])
+            if place.expert >= 0:
+                together.setdefault(place.name, {})[place.expert] = step
+    if unknown:
+        raise PlanError(unknown)
+    stored |= {name: [_joined(name, experts)] for name, experts in together.items()}
+    if "token_embd.weight" not in stored:
+        raise Unsupported("the model has no embedding", where="model.embed_tokens.weight", fix="choose another format")
+    return [each for parts in stored.values() for each in parts]
+
+
+def _joined(name: str, experts: Mapping[int, Step]) -> _Stored:
+    """The experts of a layer as one. name: llama.cpp's. Raises Unsupported for experts that differ, or do not follow."""
+    ordered = [experts[i] for i in sorted(experts)]
+    outs = [step.out for step in ordered]
+    if sorted(experts) != list(range(len(experts))) or len({(out.shape, out.dtype) for out in outs}) > 1:
+        what = f"its experts are numbered {show(sorted(experts))}, or have unequal shapes"
+        raise Unsupported(what, where=outs[0].name, fix="choose another format")
+    whole = re.sub(r"\.experts\.\d+\.", ".experts.", outs[0].name)
+    spec = TensorSpec(whole, outs[0].dtype, (len(outs), *outs[0].shape))
+    pieces = tuple(leaf for step in ordered for leaf in step.leaves)
+    joined = Step(spec, JOIN, (), pieces=pieces, role=ordered[0].role, layer=ordered[0].layer)
+    return _Stored(joined, [replace(spec, name=name)])
+
+
+def _in_parts(step: Step, split: SplitTensor, layer: str, config: GgufConfig) -> list[_Stored]:
+    """A step of a tensor that llama.cpp stores in parts, or a step for each of them if a merge makes them one by one.
+
+    Raises FormatError, and Unsupported for a merge of other matrices.
+    """
+    height, parts = pieces_of(split, config, step.out.shape)
+    names = [f"blk.{layer}.{part.name}" for part in split.parts]
+    shapes = [part_shape(pieces, height, step.out.shape, flat=split.flat) for pieces in parts]
+    specs = [TensorSpec(name, step.out.dtype, shape) for name, shape in zip(names, shapes, strict=True)]
+    rows = [math.prod(piece.out.shape[:-1]) for piece in step.pieces]
+    if not any(each % height for each in rows):
+        return [_Stored(step, specs, height, parts, split.flat)]
+    count = len(parts)
+    moved = split.flat or any(piece.step > 1 or piece.transposed for pieces in parts for piece in pieces)
+    if moved or rows != [piece.rows for pieces in parts for piece in pieces] * (len(rows) // count):
+        what = "llama.cpp stores it in parts that the merge does not compute one by one"
+        raise Unsupported(what, where=step.out.name, fix=f"merge without {named('quantize')}, then quantise the result")
+    outs = [replace(spec, name=f"{step.out.name}.{i}") for i, spec in enumerate(specs)]
+    return [_Stored(replace(step, out=out, pieces=step.pieces[i::count]), [specs[i]]) for i, out in enumerate(outs)]
+
+
+def _in_order(step: Step, order: HeadOrder | None, draft: PlanDraft) -> Step:
+    """The step with its rows or columns in the order that llama.cpp wants.
+
+    Raises Unsupported for a step that computes, FormatError for a tensor of another size than config.json says.
+    """
+    if order is None:
+        return step
+    if (size := step.out.shape[order.axis]) != order.size:
+        kind = ("rows", "columns")[order.axis]
+        what = f"it has {size:,} {kind}, and {order.size:,} with the {order.values:,} value heads of config.json"
+        raise FormatError(what, where=step.out.name, fix="repair linear_num_value_heads and the other linear_… in config.json")
+    if step.op not in (COPY, CAST):
+        what = "llama.cpp has the value heads of this tensor in another order, in which a merge would have other numbers"
+        fix = f"merge without {named('quantize')}, then quantise the result"
+        raise Unsupported(what, where=step.out.name, fix=fix)
+    rows, cols = step.out.shape[0], step.out.size // step.out.shape[0]
+    draft.tables.append(Table.of(order.places))
+    view = Gather(len(draft.tables) - 1, Block(0, rows, cols, cols), order.axis)
+    return replace(step, inputs=tuple(replace(read, view=view) for read in step.inputs))
+
+
+def _encoded(stored: _Stored, kinds: Sequence[str], importances: Importances, model: _Model, draft: PlanDraft) -> Step:
+    """The step of a tensor that is stored as one of these types, or in parts of these. Raises FormatError, Unsupported."""
+    spec, dtypes = stored.specs[0], [TYPES[kind] for kind in kinds]
+    architecture, config = model.architecture, model.config
+    step = _in_order(stored.step, architecture.order(spec.name, config), draft)
+    encoding: GgufEncoding | CutEncoding
+    if stored.parts:
+        encoding = CutEncoding(stored.height, tuple(zip(dtypes, stored.parts, strict=True)), stored.flat)
+    else:
+        heads = config.count("num_attention_heads")
+        turned = architecture.rotated_heads(spec.name, heads, config.count("num_key_value_heads", heads))
+        head_rows, decays = spec.shape[0] // turned if turned else 0, is_decay(spec.name)
+        encoding = GgufEncoding(dtypes[0], head_rows, architecture.shift_of(spec.name), decays)
+    tables, weighted = list[Floats](), -1
+    for each, kind in zip(stored.specs, kinds, strict=True):
+        values = _importances(importances, each, kind, model.mixture) if TYPES[kind].block > 1 else None
+        matrices = each.shape[0] if len(each.shape) == 3 else 1
+        tables.append(np.zeros(each.shape[-1] * matrices, np.float32) if values is None else values)
+    if any(table.any() for table in tables):
+        weighted = len(draft.tables)
+        draft.tables.append(Table(np.concatenate(tables).astype("<f4").tobytes()))
+    outs = encoding.outs(step.out)
+    named_outs = tuple(replace(out, name=each.name) for out, each in zip(outs, stored.specs, strict=True))
+    return replace(step, encoding=encoding.name, stored=named_outs, weighted=weighted)
+
+
+def _constants(factors: Mapping[str, Floats], first: int) -> tuple[list[Step], list[Settings]]:
+    """Steps for vectors that no model has, because transformers computes them from config.json; and their settings."""
+    steps: list[Step] = []
+    settings: list[Settings] = []
+    for name, values in factors.items():
+        pieces: list[Step] = []
+        for i, value in enumerate(values.tolist()):
+            pieces.append(Step(TensorSpec(f"{name}[{i}]", DTYPES["F32"], (1,)), FILL, (), settings=first + len(settings)))
+            settings.append(Settings({"value": value}, ()))
+        spec = TensorSpec(name, DTYPES["F32"], (len(values),))
+        steps.append(Step(spec, JOIN, (), pieces=tuple(pieces), encoding=GgufEncoding(DTYPES["F32"]).name, stored=(spec,)))
+    return steps, settings
+
+
+# ---- importances
+
+
+def _importances(importances: Importances, spec: TensorSpec, kind: str, mixture: Mixture) -> Floats | None:
+    """The importances of a tensor's columns, of each of its matrices; None if there are none."""
+    values = importances.get(spec.name)
+    matrices = spec.shape[0] if len(spec.shape) == 3 else 1
+    ends = spec.name in ("token_embd.weight", "output.weight")
+    if values is not None and values.size != spec.shape[-1] * matrices:
+        if spec.name != "token_embd.weight":
+            what = f"the importance matrix has {values.size:,} numbers for it, and it has {spec.shape[-1] * matrices:,} columns"
+            raise FormatError(what, where=spec.name, fix="use the importance matrix of this model")
+        values = None
+    tiny = kind in (*NEEDS_IMPORTANCES, "IQ2_S", "IQ3_XXS") or (kind == "Q2_K" and mixture.name == "Q2_K_S")
+    if values is None and tiny and not ends:
+        what = f"it would be stored as {kind}, which gives garbage without importances"
+        fix = "write --calibration built-in, give an importance matrix that has this tensor (--imatrix FILE), or use more bits"
+        raise Unsupported(what, where=spec.name, fix=fix)
+    return values
+
+
+def _complete(importances: Importances, stored: Iterable[_Stored]) -> tuple[Importances, list[Finding]]:
+    """The importances with 1 for columns that have none, and the warning that counts these."""
+    complete, counts = dict(importances), dict[str, int]()
+    for spec in (spec for each in stored for spec in each.specs):
+        values = importances.get(spec.name)
+        if values is not None and len(spec.shape) > 1 and values.size % spec.shape[-1] == 0:  # `_importances` rejects others
+            complete[spec.name], missing = with_defaults(values, spec.shape[-1])
+            counts |= {spec.name: missing} if missing else {}
+    if not counts:
+        return importances, []
+    what = f"{sum(counts.values()):,} runs of {RUN} columns, in {len(counts):,} tensors, have no importances: they count as 1"
+    fix = "use a longer text, or one that reaches every expert"
+    return complete, [Finding(what, next(iter(counts)), fix=fix)]
+
+
+def _unused(importances: Importances, stored: Iterable[_Stored]) -> list[Finding]:
+    """A warning if none of the importances is of a tensor of this model."""
+    if not importances or not importances.keys().isdisjoint(_names(stored)):
+        return []
+    what = f"no name in the importance matrix is of a tensor of this model; the first is {show(next(iter(importances)))}"
+    return [Finding(what, "imatrix", fix="use the importance matrix of this model")]
