@@ -152,8 +152,6 @@ def tables(nbytes: float) -> None:
 class Inline:
     """A worker in this process, which notes the processor seconds of its shares."""
 
-    here = "here"
-
     def __init__(self) -> None:
         self.seconds: list[float] = []
         self.begun = 0.0
@@ -173,7 +171,7 @@ class Inline:
 
     def answers(self, seconds: float) -> list[tuple[Share, Answer]]:
         share, began = self._shares.popleft(), time.process_time()
-        answer = do(self._order, share, self.here)
+        answer = do(self._order, share)
         self.seconds.append(time.process_time() - began)
         return [(share, pickle.loads(answer))]
 

@@ -1,7 +1,8 @@
 """Walk the two-minute path of docs/studio.md in Chromium, on the models of `make demo`, and take its pictures.
 
 python scripts/studio_tour.py          the pictures of docs/images
-python scripts/studio_tour.py --all    every step at 1440, 1024 and 390 pixels, light and dark, in docs/images/studio
+python scripts/studio_tour.py --all    every step at 1440, 1024 and 390 pixels, light and dark, in docs/images/studio;
+                                       --all 390: at this width alone
 """
 
 from __future__ import annotations
@@ -102,11 +103,12 @@ def main() -> None:
 
     if not MODELS.is_dir():
         raise SystemExit("the models are not there -> run make demo first")
-    every = "--all" in sys.argv[1:]
+    every, widths = "--all" in sys.argv[1:], {int(word) for word in sys.argv[1:] if word.isdecimal()}
     target = ROOT / "docs" / "images" / ("studio" if every else "")
     target.mkdir(parents=True, exist_ok=True)
     program = next(filter(None, map(shutil.which, ("chromium", "chromium-headless-shell", "google-chrome"))), None)
     sizes = [(1440, 900), (1024, 768), (390, 844)] if every else [(1440, 900)]
+    sizes = [size for size in sizes if not widths or size[0] in widths]
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
         for width, height in sizes:

@@ -15,159 +15,63 @@ import threading
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from pathlib import Path
-from typing import ClassVar
 from urllib.parse import parse_qs, quote, unquote
 
 import pytest
 
 from tests.readers import installed
-from weightsmith._outputs.bucket.client import Head, Missing, NoConditions, Object, Run, etag_of, md5_of
-from weightsmith._outputs.bucket.prefix import Prefix
 
 
 class MemoryBucket:
-    """`outputs.bucket.client.Bucket` in memory, with the behaviour of S3. All buckets of one name are one.
+    """A bucket in memory: obstore's own. Every bucket is this one while the fixture `memory` is in use.
 
-    before  called with the name of each method, before it does anything
+    before  called with the operation and the key of each request
+    calls   these, in order
     """
 
-    stores: ClassVar[dict[str, MemoryBucket]] = {}
+    def __init__(self) -> None:
+        self._obstore = pytest.importorskip("obstore")
+        self.store = self._obstore.store.MemoryStore()
+        self.before: Callable[[str, str], object] = lambda operation, key: None
+        self.calls: list[tuple[str, str]] = []
+        self.hostile = ""
 
-    @classmethod
-    def open(cls, address: Prefix) -> MemoryBucket:
-        """In place of `open_bucket`."""
-        return cls(address.bucket)
+    def asked(self, operation: str, key: str) -> None:
+        self.before(operation, key)
+        self.calls.append((operation, key))
+        if operation == "a list" and self.hostile:  # as obstore does for what is in a real store
+            raise self._obstore.exceptions.InvalidPathError(f"Encountered object with invalid path: {self.hostile}")
 
-    def __new__(cls, name: str) -> MemoryBucket:
-        return cls.stores.setdefault(name, super().__new__(cls))
+    @property
+    def objects(self) -> dict[str, bytes]:
+        pages = self._obstore.list(self.store)
+        return {each["path"]: self.get(each["path"]) for page in pages for each in page}
 
-    def __init__(self, name: str) -> None:
-        if not hasattr(self, "objects"):
-            self.name = name
-            self.objects: dict[str, tuple[bytes, str, float]] = {}
-            self.pending: dict[str, tuple[str, str, dict[int, bytes]]] = {}
-            self.conditions = True
-            self.equal_parts = False
-            self.replaces = True
-            self.begun = 0
-            self.now = 0.0
-            self.calls: list[str] = []
-            self.before = lambda call: None
-            self._lock = threading.RLock()
+    def get(self, key: str) -> bytes:
+        return bytes(self._obstore.get(self.store, key).bytes())
 
-    def _call(self, name: str) -> None:
-        self.before(name)
-        self.calls.append(name)
-
-    def _set(self, key: str, data: bytes, token: str = "") -> str:
-        self.objects[key] = bytes(data), token, self.now
-        return tag(data)
-
-    def read(self, key: str, max_bytes: int) -> Object | None:
-        self._call("read")
-        if key not in self.objects:
-            return None
-        data, _, written = self.objects[key]
-        return Object(data, tag(data), self.now - written)
-
-    def read_range(self, key: str, start: int, nbytes: int) -> bytes:
-        self._call("read_range")
-        return self.objects[key][0][start : start + nbytes]
-
-    def put(self, key: str, data: bytes, token: str = "") -> str:
-        self._call("put")
-        return self._set(key, data, token)
-
-    def create(self, key: str, data: bytes) -> str | None:
-        with self._lock:
-            self._call("create")
-            if not self.conditions:
-                raise NoConditions("501")
-            return None if key in self.objects else self._set(key, data)
-
-    def replace(self, key: str, data: bytes, etag: str) -> str | None:
-        with self._lock:
-            self._call("replace")
-            if not self.replaces:
-                raise NoConditions("501")
-            return self._set(key, data) if key in self.objects and tag(self.objects[key][0]) == etag else None
-
-    def head(self, key: str) -> Head | None:
-        self._call("head")
-        if key not in self.objects:
-            return None
-        data, token, _ = self.objects[key]
-        return Head(len(data), token)
+    def put(self, key: str, data: bytes) -> None:
+        """As another program does."""
+        try:
+            self._obstore.put(self.store, key, data)
+        except ValueError:
+            self.hostile = key
 
     def delete(self, key: str) -> None:
-        self._call("delete")
-        self.objects.pop(key, None)
-
-    def names(self, prefix: str) -> Iterator[tuple[str, int]]:
-        self._call("names")
-        yield from ((key, len(self.objects[key][0])) for key in sorted(self.objects) if key.startswith(prefix))
-
-    def folders(self, prefix: str) -> Iterator[str]:
-        inside = [key[len(prefix) :] for key in self.objects if key.startswith(prefix)]
-        yield from sorted({prefix + rest.partition("/")[0] + "/" for rest in inside if "/" in rest})
-
-    def begin(self, key: str, token: str) -> str:
-        self._call("begin")
-        self.begun += 1
-        upload = f"upload-{self.begun}"
-        self.pending[upload] = key, token, {}
-        return upload
-
-    def upload(self, key: str, upload: str, number: int, data: bytes, md5: bytes) -> str:
-        self._call("upload")
-        if upload not in self.pending:
-            raise Missing("NoSuchUpload")
-        assert md5_of(data) == md5
-        self.pending[upload][2][number] = bytes(data)
-        return tag(data)
-
-    def copy(self, key: str, upload: str, number: int, run: Run, nbytes: int, md5: bytes) -> str:
-        self._call("copy")
-        data, _, _ = MemoryBucket(run.bucket).objects.get(run.key, (b"", "", 0.0))
-        if tag(data) != run.etag:
-            return ""
-        self.pending[upload][2][number] = data[run.start : run.start + nbytes]
-        return tag(self.pending[upload][2][number])
-
-    def parts(self, key: str, upload: str) -> dict[int, tuple[str, int]] | None:
-        self._call("parts")
-        if upload not in self.pending:
-            return None
-        return {number: (tag(data), len(data)) for number, data in [*self.pending[upload][2].items()]}
-
-    def complete(self, key: str, upload: str, etags: Sequence[str]) -> bool:
-        self._call("complete")
-        if upload not in self.pending:
-            return False
-        own, token, parts = self.pending.pop(upload)
-        assert own == key
-        listed = [parts[i] for i in range(1, len(etags) + 1)]  # others are left out
-        assert [*map(tag, listed)] == [*etags]
-        assert not self.equal_parts or len({*map(len, listed[:-1])}) < 2
-        self._set(key, b"".join(listed), token)
-        return True
-
-    def abort(self, key: str, upload: str) -> None:
-        self._call("abort")
-        self.pending.pop(upload, None)
+        self._obstore.delete(self.store, key)
 
     def contents(self, prefix: str) -> dict[str, bytes]:
         """The objects under a prefix, by relative name."""
-        return {k[len(prefix) + 1 :]: v[0] for k, v in sorted(self.objects.items()) if k.startswith(f"{prefix}/")}
+        return {key[len(prefix) + 1 :]: data for key, data in sorted(self.objects.items()) if key.startswith(f"{prefix}/")}
 
-
-def tag(data: bytes) -> str:
-    return etag_of(md5_of(data))
+    def sent(self) -> list[str]:
+        """Keys of the files that were put."""
+        return [key for operation, key in self.calls if operation == "a file"]
 
 
 # ---- real servers
@@ -510,64 +414,50 @@ class _Front:
 class GoogleFront(_Front):
     """Google's two APIs at one address: objects of fake-gcs-server; uploads in parts, which are those of S3, of moto.
 
-    What moto has completed is stored in fake-gcs-server, with its metadata.
+    fake-gcs-server writes objects by Google's JSON API alone, and obstore by that of S3. What moto has completed is stored in
+    fake-gcs-server, with its metadata.
     """
 
     def __init__(self, fake: int, moto: int) -> None:
         self.fake, self.moto = fake, moto
-        self.tokens: dict[str, str] = {}
+        self.marks: dict[str, str] = {}
         front = self
 
         class Handler(_Handler):
             def answer(self) -> None:
-                place, _, query = self.path.partition("?")
+                place, mark, query = self.path.partition("?")
                 fields = parse_qs(query, keep_blank_values=True)
                 body = self.body()
+                bucket, _, key = unquote(place).lstrip("/").partition("/")
+                if not place.startswith(("/storage/", "/upload/", "/batch")):
+                    self.path = f"/{bucket}/{quote(key, safe='/')}{mark}{query}"
                 if "uploads" not in fields and "uploadId" not in fields:
+                    if self.command == "PUT" and not place.startswith(("/storage/", "/upload/")):
+                        token, condition = self.headers["x-goog-meta-weightsmith"], self.headers["x-goog-if-generation-match"]
+                        status, data = front.insert(bucket, key, body, token or "", condition)
+                        return self.send(status, [("ETag", '"' + str(len(body)) + '"')], b"" if status < 300 else data)
                     return self.send(*self.pass_on(front.fake, body))
                 status, headers, data = self.pass_on(front.moto, body)
                 if status == 200 and self.command == "POST":
                     if "uploads" in fields:
                         upload = data.partition(b"<UploadId>")[2].partition(b"</UploadId>")[0].decode()
-                        front.tokens[upload] = self.headers["x-goog-meta-weightsmith"]
+                        front.marks[upload] = self.headers["x-goog-meta-weightsmith"]
                     else:
-                        bucket, _, key = unquote(place).lstrip("/").partition("/")
-                        whole = ask(front.moto, "GET", place, b"", {})[1]
-                        front.insert(bucket, key, whole, front.tokens[fields["uploadId"][0]])
+                        whole = ask(front.moto, "GET", self.path.partition("?")[0], b"", {})[1]
+                        assert front.insert(bucket, key, whole, front.marks[fields["uploadId"][0]])[0] == 200
                 self.send(status, headers, data)
 
         super().__init__(Handler)
 
-    def insert(self, bucket: str, key: str, data: bytes, token: str = "") -> None:
-        about = json.dumps({"name": key, "metadata": {"weightsmith": token} if token else {}}).encode()
+    def insert(self, bucket: str, key: str, data: bytes, mark: str = "", condition: str | None = None) -> tuple[int, bytes]:
+        about = json.dumps({"name": key, "metadata": {"weightsmith": mark} if mark else {}}).encode()
         body = (
             b"--border\r\nContent-Type: application/json\r\n\r\n" + about + b"\r\n--border\r\nContent-Type: x/y\r\n\r\n" + data
         )
         kind = {"Content-Type": "multipart/related; boundary=border"}
         place = f"/upload/storage/v1/b/{bucket}/o?uploadType=multipart"
-        status, answer = ask(self.fake, "POST", place, body + b"\r\n--border--\r\n", kind)
-        assert status == 200, answer
-
-
-class EqualParts(_Front):
-    """Passes requests on to a server of S3, and completes no upload whose parts, but the last, are of different sizes."""
-
-    def __init__(self, port: int) -> None:
-        sizes: dict[str, dict[int, int]] = {}
-
-        class Handler(_Handler):
-            def answer(self) -> None:
-                fields, body = parse_qs(self.path.partition("?")[2]), self.body()
-                (upload,), (number,) = fields.get("uploadId", [""]), fields.get("partNumber", ["0"])
-                if self.command == "PUT" and upload:
-                    sizes.setdefault(upload, {})[int(number)] = len(body)
-                if self.command == "POST" and upload:
-                    own = sizes[upload]
-                    if len({own[i] for i in own if i < max(own)} | {max(own.values())}) > 1 < len(own):
-                        return self.send(400, [], b"<Error><Code>InvalidPart</Code></Error>")
-                self.send(*self.pass_on(port, body))
-
-        super().__init__(Handler)
+        place += "" if condition is None else f"&ifGenerationMatch={condition}"
+        return ask(self.fake, "POST", place, body + b"\r\n--border--\r\n", kind)
 
 
 # ---- faults

@@ -27,7 +27,7 @@ from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._engine.local import DiscardedOutput, run
 from weightsmith._engine.resources import Resources, Workload
 from weightsmith._execution.identity import work_identity
-from weightsmith._models.formats import Encoding, StoredFormat
+from weightsmith._models.formats import Encoding, StoredFormat, installed_code
 from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner import prepare
 from weightsmith._plans import Product
@@ -257,7 +257,7 @@ class TestThePagesOutput(OutputTests):
             with zipfile.ZipFile(path, "a") as archive:
                 archive.writestr(name, data)
 
-        return OutputCase(lambda: zip_output.place(f"zip://{path}"), contents, put)
+        return OutputCase(lambda: zip_output.target(f"zip://{path}"), contents, put)
 
 
 def test_an_output_of_an_installed_package(file_of: Text, tmp_path: Path) -> None:
@@ -313,6 +313,7 @@ def test_a_gguf_architecture_of_an_installed_package(file_of: Text, tmp_path: Pa
     text = file_of("adding-a-gguf-architecture.md")
     with installed(tmp_path / "site", "toy = toy_gguf:FAMILY", group="gguf_architectures", toy_gguf=text):
         weightsmith.quantize(toy, tmp_path / "q", "gguf-f32", progress=False)
+        assert any("brought 1.0" in code for code in installed_code()), "other code is other work"
         assert stored(tmp_path / "q" / "model.gguf").keys() >= {"blk.0.attn_q.weight", "blk.1.ffn_down.weight"}
         with weightsmith.open_checkpoint(tmp_path / "q") as back:
             assert set(back.specs) == set(tensors)

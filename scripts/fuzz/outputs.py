@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from scripts.fuzz.kind import LINEAR, Kind, Rng, merge
 from scripts.fuzz.models import make_models
-from scripts.fuzz.mutators import mutate_checksummed, mutate_journal
+from scripts.fuzz.mutators import mutate_checksummed, mutate_journal, mutate_json
 
 
 def _use_manifest(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
@@ -34,14 +35,15 @@ def _use_journal(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
 
 
 def _unfinished_upload() -> Any:
-    """A bucket in memory with the unfinished work of a small checkpoint, the same each time."""
+    """A bucket in memory with the unfinished work of a small checkpoint, the same each time; and what finishes it."""
     from tests.bucket_help import MemoryBucket
     from tests.output_help import NAMES, layout, open_staging, put
-    from weightsmith._outputs.bucket import backend, parts
+    from weightsmith._outputs import bucket
 
-    MemoryBucket.stores.clear()
-    backend.open_bucket = MemoryBucket.open  # type: ignore[assignment]
-    parts.PART_BYTES = 200
+    for folder in Path().glob(".out-*"):
+        shutil.rmtree(folder)
+    memory = MemoryBucket()
+    bucket.open_store = lambda *_: (memory.store, "the memory")
 
     def build(names: Sequence[str], *, publish: bool) -> None:
         with open_staging("s3://bkt/models/out", layout(), "plan", facts={"seed": "1"}) as opened:
@@ -49,28 +51,28 @@ def _unfinished_upload() -> Any:
             if publish:
                 opened.publish({})
             else:
-                opened.backend.weights.drain()
+                opened.weights.drain(None)
 
     build(NAMES[:4], publish=False)
-    return MemoryBucket("bkt"), lambda: build(NAMES, publish=True)
+    return memory, lambda: build(NAMES, publish=True)
 
 
-_UPLOAD_JOURNAL = "models/.out.weightsmith-staging/journal"
+_CLAIM = "models/.out.weightsmith-staging/claim"
 
 
-def _make_bucket_journal() -> None:
-    bucket, _ = _unfinished_upload()
-    Path("bucket-journal").write_bytes(bucket.objects[_UPLOAD_JOURNAL][0])
+def _make_claim() -> None:
+    memory, _ = _unfinished_upload()
+    Path("claim").write_bytes(memory.get(_CLAIM))
 
 
-def _use_bucket_journal(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
+def _use_claim(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
     def run() -> None:
         from tests.output_help import BY_NAME, data, layout
 
-        bucket, finish = _unfinished_upload()
-        bucket.put(_UPLOAD_JOURNAL, Path(file).read_bytes())
+        memory, finish = _unfinished_upload()
+        memory.put(_CLAIM, Path(file).read_bytes())
         finish()
-        found = bucket.contents("models/out")
+        found = memory.contents("models/out")
         for name in BY_NAME:
             shard, offset, nbytes = layout().places[name]
             assert found[layout().shards[shard].name][offset : offset + nbytes] == data(name).tobytes(), name
@@ -103,5 +105,5 @@ _JOURNAL = ".out.weightsmith-staging/journal"
 KINDS = {
     "manifest": Kind(_make_manifest, ("made/weightsmith.json",), mutate_checksummed, _use_manifest),
     "journal": Kind(make_models, (_JOURNAL,), mutate_journal, _use_journal, _interrupt),
-    "bucket-journal": Kind(_make_bucket_journal, ("bucket-journal",), mutate_journal, _use_bucket_journal),
+    "bucket-claim": Kind(_make_claim, ("claim",), mutate_json, _use_claim),
 }

@@ -20,7 +20,7 @@ from weightsmith._base.errors import PlanError
 from weightsmith._base.text import is_terminal
 from weightsmith._execution import progress as meters
 from weightsmith._models.checkpoint import locate
-from weightsmith._outputs.bucket.prefix import parse_prefix
+from weightsmith._outputs.bucket import parse_bucket_address
 from weightsmith._outputs.hub.address import parse_hub_address
 
 
@@ -272,7 +272,7 @@ def test_modules_are_merged_as_their_state_dicts(recipe: dict[str, Any]) -> None
 
 
 def test_the_address_of_an_output_is_opened_like_its_text() -> None:
-    for text, parse in (("hf://org/merged@v2", parse_hub_address), ("s3://bucket/merged", parse_prefix)):
+    for text, parse in (("hf://org/merged@v2", parse_hub_address), ("s3://bucket/merged", parse_bucket_address)):
         address = parse(text)
         assert os.fspath(address) == str(address) == text
         assert locate(address) == locate(text)

@@ -99,6 +99,7 @@ print(strict_json._memory(data), status("VmHWM") - before + len(data))
 """
 
 
+@pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="no /proc")
 @pytest.mark.parametrize(

@@ -163,8 +163,12 @@ def calls_one_that_does(x: float) -> Any:
     return names_an_object(x)
 
 
-def test_what_cannot_be_told_apart_has_no_digest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_told_apart_has_no_digest() -> None:
     assert [one.digest({}) for one in (names_a_module, names_an_object, calls_one_that_does)] == ["", "", ""]
+
+
+@compiled
+def test_a_function_that_numba_compiles_by_itself_is_told_by_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
     before = calls_njitted.digest({})
     monkeypatch.setattr(sys.modules[__name__], "njitted", numba.njit(lambda x: x + 1))
     assert before != calls_njitted.digest({}) != ""

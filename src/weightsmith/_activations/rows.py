@@ -74,12 +74,18 @@ def text_source(path: str | None, rows: int | None, tokens: int | None, seed: in
     if path is None or path == BUILT_IN:
         digest = hashlib.sha256(b"\0".join(text.encode() for text in _built_in())).hexdigest()
         return TextSource(BUILT_IN, digest, rows or 0, tokens or TOKENS, seed)
+    if is_text(path):
+        # A plan names its texts, so that it can be run again, on another day.
+        what = f"it is a text itself, and the name of a file is needed: {show(path)}"
+        fix = (
+            "save the text in a .txt file, and name that; only weightsmith.evaluate and weightsmith.tune take texts themselves"
+        )
+        raise option_error(option, what, fix) if option else ParameterError(what, fix=fix)
     file = expand_user(path).absolute()
     if file.suffix not in _READERS:
         what = f"the text {show(path)} is of an unknown kind"
-        fix = (
-            f"use a file that ends in {', '.join(SUFFIXES)}, or {BUILT_IN}; in Python, a text itself has a space or line break"
-        )
+        itself = "; in Python, a text itself has a space or line break" if option == "text" else ""
+        fix = f"use a file that ends in {', '.join(SUFFIXES)}, or {BUILT_IN}{itself}"
         raise option_error(option, what, fix) if option else ParameterError(what, fix=fix)
     if file.suffix == ".parquet" and find_spec("pyarrow") is None:
         what = "a parquet file needs pyarrow, which is not installed"

@@ -340,9 +340,6 @@ class DiscardedOutput:
     def write(self, name: str, start_byte: int, buffer: memoryview | Bytes) -> None:
         """Nothing is kept."""
 
-    def equal(self, name: str, start_byte: int, extent: Extent) -> None:
-        """There is nothing to copy to."""
-
     def finish(self, name: str, done: Finished) -> None:
         """Nothing follows."""
 

@@ -102,7 +102,6 @@ class Copier:
         out = self._encoder.memory(leaf, place, buffers)
         self._reader.fill(source, place.start, out)
         self._finite.check_copied(leaf.leaf, place, out, encoded=leaf.active.encoded)
-        self._offer(leaf, place.start, out.size)
         written = self._encoder.write(leaf, place, out, buffers, copied=self._share(leaf, place.start, out.size))
         measure(self._reader, leaf, place, out[None], out, buffers)
         if others:
@@ -152,14 +151,6 @@ class Copier:
         if fd not in self._sharing:
             self._sharing[fd] = copies_by_reference(fd)
         return self._sharing[fd]
-
-    def _offer(self, leaf: LeafPass, first: int, nbytes: int) -> None:
-        """Tell the output where bytes of the first input are, if they are a run of a remote file."""
-        width, read = leaf.leaf.out.dtype.itemsize, leaf.leaf.inputs[0]
-        if not leaf.active.encoded and not isinstance(read.view, Gather):
-            extents = self._reader.extents(read, first, nbytes // width)
-            if len(extents) == 1 and extents[0].nbytes == nbytes:
-                self._output.equal(leaf.active.step.out.name, (leaf.origin + first) * width, extents[0])
 
 
 class Encoder:

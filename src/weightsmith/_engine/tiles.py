@@ -12,7 +12,7 @@ import numpy.typing as npt
 from weightsmith._base.errors import NOTHING_WRITTEN, ParameterError
 from weightsmith._base.tensors import DType
 from weightsmith._base.text import count
-from weightsmith._outputs.local.weight_file import PAGE_BYTES
+from weightsmith._outputs.weight_files import PAGE_BYTES
 from weightsmith.abc.job import Bytes, Scratch
 
 TILE_BYTES = 1 << 20

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from weightsmith._base.errors import Finding, ParameterError
@@ -34,7 +35,6 @@ from weightsmith._planning.planner.loading import Check
 from weightsmith._planning.planner.prepared import Prepared, download, missing_files, stream
 from weightsmith._plans import Product, Step
 from weightsmith._plans.parts import label, part_of
-from weightsmith.abc.output import Place
 
 if TYPE_CHECKING:
     from weightsmith._engine.local import Outcome, Progress
@@ -100,21 +100,24 @@ def execute_part(
     callbacks: Callbacks = NO_CALLBACKS,
     *,
     helping: str = "",
+    products: Mapping[str, str] = MappingProxyType({}),
 ) -> PartDone:
     """Run one part of a prepared plan, in parallel with other processes; see `run`.
 
-    helping  label of the part if it is done for a driver: not `label(part)` for a second process that does the same part
+    helping   label of the part if it is done for a driver: not `label(part)` for a second process that does the same part
+    products  checksums of those that the driver has
     """
     from weightsmith._engine.results import Results
 
-    place = _check_part(prepared, out, options, bool(helping))
+    _check_part(prepared, out, options, bool(helping))
     plan = prepared.plan
-    steps = part_of(plan, *part, place.together(plan.layout))
-    with staged(prepared, RunRequest(out, options, callbacks), helping or label(part), steps, bool(helping)) as (staging, run):
-        if products := plan.products_for(steps):
+    steps = part_of(plan, *part)
+    request = RunRequest(out, options, callbacks)
+    with staged(prepared, request, helping or label(part), steps, products if helping else None) as (staging, run):
+        if needed := plan.products_for(steps):
             with staging.only_process(callbacks.waiting):  # other processes reuse these products
-                results = kept_products(plan, staging, wanted=products)
-                run(steps=(), products=products, results=results)
+                results = kept_products(plan, staging, wanted=needed)
+                run(steps=(), products=needed, results=results)
         else:
             results = Results(plan)
         done = finished_steps(plan, staging, results, options.allow_nonfinite, steps)
@@ -125,10 +128,12 @@ def execute_part(
         return PartDone(staging.hand_over(), helped)
 
 
-def execute_products(prepared: Prepared, out: str | os.PathLike[str], options: RunOptions) -> PartDone:
+def execute_products(
+    prepared: Prepared, out: str | os.PathLike[str], options: RunOptions, products: Mapping[str, str]
+) -> PartDone:
     """Compute the products of a prepared plan for a driver, before other processes do its parts."""
     _check_part(prepared, out, options, helping=True)
-    with staged(prepared, RunRequest(out, options), PRODUCTS_LABEL, (), helping=True) as (staging, run):
+    with staged(prepared, RunRequest(out, options), PRODUCTS_LABEL, (), products) as (staging, run):
         with staging.only_process():
             outcome = run(steps=(), results=kept_products(prepared.plan, staging))
         for model in prepared.inputs:
@@ -137,8 +142,8 @@ def execute_products(prepared: Prepared, out: str | os.PathLike[str], options: R
         return PartDone(staging.hand_over(), helped)
 
 
-def _check_part(prepared: Prepared, out: str | os.PathLike[str], options: RunOptions, helping: bool) -> Place:
-    place = check_options(out, options, part=not helping)
+def _check_part(prepared: Prepared, out: str | os.PathLike[str], options: RunOptions, helping: bool) -> None:
+    check_options(out, options, part=not helping)
     if not options.resume:
         fix = "run once without a part and with --no-resume (resume=False), or remove the staging folder"
         raise ParameterError("a part cannot discard the work of other parts", fix=fix)
@@ -147,7 +152,6 @@ def _check_part(prepared: Prepared, out: str | os.PathLike[str], options: RunOpt
     if prepared.plan.then is not None:
         raise ParameterError("a plan that begins with a measurement has no parts", fix="run the whole plan")
     check_computable(prepared)
-    return place
 
 
 # ---- computations that write nothing

@@ -22,7 +22,7 @@ from weightsmith._planning.recipe.yaml import read_yaml
 from weightsmith._plans import COPY, Plan
 from weightsmith._version import __version__
 
-ROOTS = ("_engine", "_models.checkpoint", "_outputs.staging", "_outputs.local", "_outputs.bucket.parts")
+ROOTS = ("_engine", "_models.checkpoint", "_outputs.staging", "_outputs.local")
 """What determines the bytes of an output, given the plan and the inputs, with all that it imports: the engine, how inputs are
 opened, how bytes are written and taken over, and which bytes an uploaded part has."""
 OUTSIDE = ("_reports", "_execution", "_app", "testing")

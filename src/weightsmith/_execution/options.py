@@ -116,6 +116,17 @@ class RunOptions:
         setting=True,
         brief=(),
     )
+    staging: str | None = option(
+        None,
+        "--staging FOLDER",
+        "Keep files for a bucket or the Hub here until they are uploaded",
+        more="The default is the current folder. The disk needs room for a few weight files.",
+        path=True,
+        commands=RUNNING,
+        group="Resources",
+        setting=True,
+        brief=(),
+    )
     evaluate: str | None = option(
         None,
         "--evaluate FILE",

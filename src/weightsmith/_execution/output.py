@@ -10,10 +10,14 @@ from weightsmith._base.errors import NOTHING_WRITTEN, OutputExists, ParameterErr
 from weightsmith._base.files import expand_user
 from weightsmith._base.options import named
 from weightsmith._execution.options import RunOptions
+from weightsmith._outputs.journal import read_journal
+from weightsmith._outputs.local.area import staging_folder
+from weightsmith._outputs.local.claim import JOURNAL
 from weightsmith._outputs.local.unfinished import remove_published
 from weightsmith._outputs.places import place_of
+from weightsmith._outputs.staging import staged_path
 from weightsmith._plans import Plan
-from weightsmith.abc.output import Place
+from weightsmith.abc.output import Target
 
 PAGE_NAME = "report.html"
 """The page of a run, in its output."""
@@ -22,18 +26,19 @@ PAGE_NAME = "report.html"
 def check_output(out: str | os.PathLike[str], plan: Plan, options: RunOptions, protected: Sequence[Path]) -> None:
     """Raise StoreError if the output cannot be written there, before work that takes time.
 
-    Removes only what a run has left that died after it had published this output, a local folder.
+    Removes only what a run has left that died after it had published this output.
     """
-    place = place_of(out)
+    target = place_of(out)
     try:
-        place.check_free(overwrite=options.overwrite, protected=protected, reads=models_read(plan))
+        path = staged_path(target, options.staging)
+        notes = read_journal(staging_folder(path) / JOURNAL).notes if options.resume else {}
+        target.check_free(overwrite=options.overwrite, protected=protected, reads=models_read(plan), notes=notes)
     except OutputExists:
-        if place.capabilities.publication == "rename":
-            remove_published(place.local)
+        remove_published(staged_path(target, options.staging), target)
         raise
 
 
-def check_options(out: str | os.PathLike[str], options: RunOptions, *, part: bool = False) -> Place:
+def check_options(out: str | os.PathLike[str], options: RunOptions, *, part: bool = False) -> Target:
     """The place of an output. Raises ParameterError for options that it does not have.
 
     part  the run does a part of a plan, for no driver
@@ -43,10 +48,10 @@ def check_options(out: str | os.PathLike[str], options: RunOptions, *, part: boo
         from weightsmith._base.report import check_page
 
         check_page(beside)
-    is_folder = place.capabilities.publication == "rename"
-    if options.ray is not None and not place.capabilities.parts:
+    is_folder = place.publication == "rename"
+    if options.ray is not None and not place.parts:
         _refuse("one process uploads weight files to the Hub", "write to a bucket or a shared folder, or leave --ray out")
-    if part and not place.capabilities.shared_locks:
+    if part and not is_folder:
         _refuse("parts of a plan share a local folder", "run the whole plan, with --ray on several machines")
     if options.push is not None and not is_folder:
         _refuse("--push uploads a local folder", "write to a folder, or leave --push out")
@@ -54,7 +59,7 @@ def check_options(out: str | os.PathLike[str], options: RunOptions, *, part: boo
         _refuse("--evaluate reads the result before it is published", "write to a folder, or leave --evaluate out")
     if options.keep_stages and not is_folder:
         _refuse("results of stages are kept in local folders", "write to a folder, or leave --keep-stages out")
-    if options.commit_message is not None and options.push is None and place.capabilities.publication != "commit":
+    if options.commit_message is not None and options.push is None and place.publication != "commit":
         what = "there is no commit: the output is not on the Hub"
         fix = "write to hf://org/name, add --push org/name, or leave --commit-message out"
         raise ParameterError(what, where="commit_message", fix=fix, state=NOTHING_WRITTEN)

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from weightsmith._base.errors import NOTHING_WRITTEN, Finding, PlanError, WeightsmithError
+from weightsmith._base.files import expand_user
 from weightsmith._base.report import Report, Reported
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._base.text import duration, size
@@ -31,7 +32,7 @@ from weightsmith._outputs.places import open_output
 from weightsmith._planning.planner.loading import Check
 from weightsmith._planning.planner.prepared import Prepared, download, missing_files, stream
 from weightsmith._plans import Plan, Product, Step
-from weightsmith.abc.output import Address, OutputSpec
+from weightsmith.abc.output import OutputSpec, Target
 from weightsmith.abc.product import ProductReport
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ class Merged(NamedTensors, Reported):
     distances      tensor → squared norms of its delta and of its base, for those that have one
     """
 
-    out: Path | Address
+    out: Path | Target
     plan: Plan
     resumed: int
     read_bytes: int
@@ -190,12 +191,13 @@ class Following:
 
 @dataclass(frozen=True, slots=True)
 class Helped:
-    """What other processes did for a run: number of steps that an earlier run had finished, and bytes as in `Merged`."""
+    """What other processes did for a run: number of steps that an earlier run had finished, bytes as in `Merged`, warnings."""
 
     resumed: int = 0
     read_bytes: int = 0
     written_bytes: int = 0
     fetched_bytes: int = 0
+    warnings: tuple[Finding, ...] = ()
 
     def __add__(self, other: Helped) -> Helped:
         return Helped(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
@@ -275,7 +277,7 @@ def run_plan(
             raise
         reports = {**reports_of(plan.products, results), **following.reports}
         distance = distance_by_layer(plan, outcome.distances)
-        found = [*unknown, *staging.warnings]
+        found = [*unknown, *staging.warnings, *helped.warnings]
         found += [_disagreement(plan, step) for step in plan.steps if outcome.finished[step.out.name].differing]
         found += copied(outcome.finished)
         found += [finding for report in reports.values() for finding in report.warnings(RECIPE_NAME)]
@@ -322,13 +324,17 @@ def run_plan(
 
 @contextmanager
 def staged(
-    prepared: Prepared, request: RunRequest, part: str = "", steps: Iterable[Step] | None = None, helping: bool = False
+    prepared: Prepared,
+    request: RunRequest,
+    part: str = "",
+    steps: Iterable[Step] | None = None,
+    helping: Mapping[str, str] | None = None,
 ) -> Iterator[tuple[Staging, Callable[..., Outcome]]]:
     """Download, then open the output: its staging, and `engine.local.run` for a workload of the plan.
 
     part     its label
     steps    of the part: what an earlier run has finished of them is taken over; None: of all
-    helping  see `OutputSpec`
+    helping  the part is done for a driver, which has these checksums of products
     """
     from weightsmith._engine.local import run
     from weightsmith._engine.resources import Workload
@@ -345,9 +351,11 @@ def staged(
         work_identity(plan, inputs, options.device),
         part=part,
         names=None if steps is None else {out.name for step in steps for out in step.outs},
-        helping=helping,
+        helping=helping is not None,
+        products=helping or {},
         facts=facts(plan, inputs, options.device),
         resume=options.resume,
+        folder=None if options.staging is None else expand_user(options.staging).absolute(),
         overwrite=options.overwrite,
         protected=protected_paths(prepared),
         reads=models_read(plan),
@@ -370,7 +378,7 @@ def staged(
                 resources,
                 workload,
                 progress=callbacks.progress,
-                in_order=staging.capabilities.in_order,
+                in_order=staging.target.streams,
                 abandon=staging.abandon,
             )
 

@@ -71,7 +71,7 @@ def stages_written(
         return
     if prepared.reopen is None or any(stage.reopen is None for stage in wanted):
         raise ParameterError("a plan that was made before has no results of stages to keep", fix="merge the recipe itself")
-    if helpers is not None and place.capabilities.publication != "rename":
+    if helpers is not None and place.publication != "rename":
         what = f"the result of {wanted[0].label} must be written first, to a folder that other machines do not see"
         fix = "merge it alone into the bucket, and name its address in the recipe; or leave --ray out"
         raise ParameterError(what, where="--ray", fix=fix, state=NOTHING_WRITTEN)

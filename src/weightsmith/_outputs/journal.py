@@ -11,7 +11,7 @@ import errno
 import json
 import os
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
@@ -44,8 +44,7 @@ class Entries:
     tensors       finished tensors by name
     products      checksums of finished products by name
     published     (device, inode) of the folder that was about to be renamed to its final name, or None
-    notes         what an output elsewhere needs to resume, by key: see `FolderBackend.note`
-    others        lines of other kinds
+    notes         what a target needs to resume, by key: see `Notes`
     lines         number of readable lines
     """
 
@@ -56,7 +55,6 @@ class Entries:
     products: dict[str, str] = field(default_factory=dict)
     published: tuple[int, int] | None = None
     notes: dict[str, Any] = field(default_factory=dict)
-    others: list[Any] = field(default_factory=list)
     lines: int = 0
 
 
@@ -104,8 +102,6 @@ def read_lines(data: bytes, names: Collection[str] | None = None) -> Entries:
                 found.published = (device, inode)
             case ["note", str(key), value]:
                 found.notes[key] = value
-            case _:
-                found.others.append(entry)
     return found
 
 
@@ -210,6 +206,29 @@ class Journal:
                 self._torn = False
                 return
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # Linux writes part of the line if only that fits
+
+
+class Notes(MutableMapping[str, Any]):
+    """JSON values that the next run gets if this one is interrupted. What is entered is in the journal at once. Thread-safe."""
+
+    def __init__(self, values: Mapping[str, Any], journal: Journal) -> None:
+        self._values, self._journal = dict(values), journal
+
+    def __getitem__(self, key: str) -> Any:
+        return self._values[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._journal.note(key, value)
+        self._values[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        self[key] = None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(list(self._values))
+
+    def __len__(self) -> int:
+        return len(self._values)
 
 
 # may this run resume the work?

@@ -9,35 +9,35 @@ from pathlib import Path
 from weightsmith._base.errors import NOTHING_WRITTEN, NotFound, StoreError, UnknownName
 from weightsmith._base.files import is_folder
 from weightsmith._base.plugins import Plugins
-from weightsmith._outputs.local.place import LocalFolder
+from weightsmith._outputs.local.place import LocalTarget
 from weightsmith._outputs.local.target import is_address
 from weightsmith._outputs.local.unfinished import find_folders
 from weightsmith._outputs.staging import Staging
-from weightsmith.abc.output import OutputScheme, OutputSpec, Place, Progress, Unfinished, Verified
+from weightsmith.abc.output import OutputScheme, OutputSpec, Progress, Target, Unfinished, Verified
 
 SCHEMES = Plugins(
     "scheme of outputs",
     "weightsmith.outputs",
     OutputScheme,
     {
-        "hf": "weightsmith._outputs.hub.place:SCHEME",
-        "s3": "weightsmith._outputs.bucket.place:SCHEME",
-        "gs": "weightsmith._outputs.bucket.place:SCHEME",
-        "az": "weightsmith._outputs.bucket.place:SCHEME",
+        "hf": "weightsmith._outputs.hub.target:SCHEME",
+        "s3": "weightsmith._outputs.bucket:SCHEME",
+        "gs": "weightsmith._outputs.bucket:SCHEME",
+        "az": "weightsmith._outputs.bucket:SCHEME",
     },
 )
 """The places of outputs by the scheme of their addresses, imported when an output has one."""
 
 
-def place_of(out: str | os.PathLike[str]) -> Place:
-    """The place of an output. Reads nothing.
+def place_of(out: str | os.PathLike[str]) -> Target:
+    """The target of an output. Reads nothing.
 
     Raises StoreError (PushFailed) for an address that no output can have; a local path is checked when it is used.
 
     >>> [place_of(out).name for out in ("models/merged", "s3://bucket/models/merged", "hf://org/merged@v2")]
     ['merged', 'merged', 'merged']
     """
-    return scheme_of(str(out)).place(str(out)) if is_address(out) else LocalFolder(os.fspath(out))
+    return scheme_of(str(out)).target(str(out)) if is_address(out) else LocalTarget(os.fspath(out))
 
 
 def scheme_of(address: str) -> OutputScheme:
@@ -54,7 +54,7 @@ def scheme_of(address: str) -> OutputScheme:
 
 def open_output(out: str | os.PathLike[str], spec: OutputSpec) -> Staging:
     """Open an output that is to be built: see `Staging.open`."""
-    return Staging.open(place_of(out).backend(spec), spec)
+    return Staging.open(place_of(out), spec)
 
 
 def verify(folder: str | os.PathLike[str], *, threads: int = 2, progress: Progress | None = None) -> Verified:

@@ -23,9 +23,8 @@ from weightsmith._files.containers.safetensors import PT_METADATA, make_layout
 from weightsmith._files.views import TILE_BYTES, View, pieces, view_of
 from weightsmith._outputs.checksum import GrainHasher, grain_bytes, hash_bytes
 from weightsmith._outputs.local import disk
-from weightsmith._outputs.local.area import staging_folder
-from weightsmith._outputs.local.backend import staged_plan
-from weightsmith._outputs.local.place import LocalFolder
+from weightsmith._outputs.local.area import staged_plan, staging_folder
+from weightsmith._outputs.local.place import LocalTarget
 from weightsmith._outputs.local.target import absolute
 from weightsmith._outputs.staging import Staging
 from weightsmith.abc.output import Finished, OutputSpec
@@ -165,7 +164,7 @@ def save_model(
         raise CannotResume(what, where=str(staging_folder(absolute(folder))), fix=fix, state=NOTHING_WRITTEN)
     plan = _PLAN + hash_bytes(b"".join(shard.header for shard in layout.shards))
     spec = OutputSpec(layout, plan, resume=False, overwrite=overwrite)
-    staging = Staging.open(LocalFolder(os.fspath(folder)).backend(spec), spec)
+    staging = Staging.open(LocalTarget(os.fspath(folder)), spec)
     tile = np.empty(TILE_BYTES, np.uint8)
     try:
         for view in views:

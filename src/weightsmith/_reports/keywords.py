@@ -61,6 +61,7 @@ class RunKeywords(TypedDict, total=False):
     keep_stages: bool
     stream: bool
     stream_cache_bytes: int | str
+    staging: str | os.PathLike[str] | None
     evaluate: str | os.PathLike[str] | None
     push: str | None
     public: bool

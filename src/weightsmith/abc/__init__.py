@@ -8,7 +8,7 @@
     statistic.py      Statistic: a sum over the tokens of a text for each linear layer
     layout.py         ExpertLayout: how an architecture stores a mixture of experts
     approximation.py  Approximation: how the rows of missing tokens are made
-    output.py         OutputScheme, Place and OutputBackend: somewhere to write to
+    output.py         OutputScheme and Target: somewhere to write to
 
 A package brings one with an entry point: `weightsmith.methods`, `.formats`, `.products`, `.statistics`, `.layouts`,
 `.approximations` or `.outputs` (`_base/plugins.py`). The pages docs/adding-*.md have an example of each, and

@@ -1,29 +1,28 @@
 """The interfaces of outputs.
 
-`Output`         what the engine writes to
-`Place`          where an output can be: it makes the backend of an output, and knows the names that follow from an address
-`OutputScheme`   the places whose addresses begin with `scheme://`
-`OutputBackend`  keeps the bytes and the record of unfinished work, and publishes them; `outputs.staging` is built on it
+`Output`        what the engine writes to
+`Target`        where an output goes: it receives finished files, and makes them visible. `outputs.staging` does all else
+`OutputScheme`  the targets whose addresses begin with `scheme://`
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
+
+from weightsmith._base.errors import Finding, StoreError
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
     from typing_extensions import Buffer
 
-    from weightsmith._base.errors import Finding
-    from weightsmith._base.files import Extent
     from weightsmith._files.containers import Layout
     from weightsmith._plans import Product
-    from weightsmith._plans.parts import Together
 
     BytesLike = Buffer | npt.NDArray[np.generic]  # before Python 3.12, numpy's types do not say that arrays are buffers
 
@@ -54,13 +53,13 @@ class Built(NamedTuple):
     """What a process that built a part has finished, for the process that publishes.
 
     tensors   by name, also those that an earlier run had finished
-    products  their checksums by name, of all that are in the staging folder
-    groups    in a bucket, ETags of the parts of uploads: see `bucket.parts.GroupKey`
+    products  their checksums by name, of all that were computed
+    files     that it has put where the output goes, and what `Target.put` says of each
     """
 
     tensors: Mapping[str, Finished]
     products: Mapping[str, str]
-    groups: Mapping[tuple[str, int, int, int], tuple[str, ...]]
+    files: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +79,6 @@ class Output(Protocol):
     def write(self, name: str, start_byte: int, buffer: memoryview | npt.NDArray[np.uint8]) -> None:
         """Write a C-contiguous buffer at a byte of a tensor."""
 
-    def equal(self, name: str, start_byte: int, extent: Extent) -> None:
-        """These bytes of a tensor, which are about to be written, are a run of a file elsewhere: a store may copy that."""
-
     def finish(self, name: str, done: Finished) -> None:
         """All bytes of a tensor are written."""
 
@@ -97,26 +93,6 @@ class Output(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Capabilities:
-    """What a backend can do.
-
-    in_order      it holds a few weight files at a time, so tensors must be written about in the order of the layout; False:
-                  bytes of any tensor at any time
-    copies        it copies runs of bytes of objects on its server: see `Output.equal`
-    publication   files appear by one "rename" or one "commit", or by "requests" in an order in which no loader takes part of
-                  them for a model, and which the next run completes
-    parts         other processes can build parts of a plan, for the process that publishes
-    shared_locks  its lock can be shared and waited for, so that processes can build parts before one that publishes is there
-    """
-
-    in_order: bool
-    copies: bool
-    publication: Literal["rename", "commit", "requests"]
-    parts: bool
-    shared_locks: bool
-
-
-@dataclass(frozen=True, slots=True)
 class OutputSpec:
     """What is built, and how.
 
@@ -126,8 +102,10 @@ class OutputSpec:
                part cannot publish, and always resumes; "": build everything
     names      the tensors that this process builds; None: all
     helping    the part is built for a process that is in `Staging.shared`: nothing is prepared, even if no lock is seen
+    products   checksums of products that other processes have finished, and that `Target.fetch` gets
     facts      what the plan was made from, by the user's names for it, to tell the user what has changed
     resume     False discards what an earlier run left
+    folder     where work is kept until it is uploaded, for an output that is not a folder; None: the current folder
     overwrite  `publish` may replace an output that weightsmith wrote
     protected  every file and folder that the run reads: never replaced
     reads      the models that the run reads, as the user names them: never replaced
@@ -143,8 +121,10 @@ class OutputSpec:
     part: str = ""
     names: Collection[str] | None = None
     helping: bool = False
+    products: Mapping[str, str] = field(default_factory=dict)
     facts: Mapping[str, str] = field(default_factory=dict)
     resume: bool = True
+    folder: Path | None = None
     overwrite: bool = False
     protected: Sequence[Path] = ()
     reads: Sequence[str] = ()
@@ -176,188 +156,128 @@ class Verified:
     extra: tuple[str, ...]
 
 
-class Address(Protocol):
-    """An output that is not a local folder. `str` and `os.fspath` give its address."""
+class FilesGone(StoreError):
+    """Files that were put are gone. names: of these files, which the next run makes again."""
 
-    def __fspath__(self) -> str: ...
+    names: Sequence[str] = ()
+
+
+class Target(ABC):
+    """Where an output goes. It receives finished files, and makes them visible as a whole. `str` gives its path or address.
+
+    A process that builds an output calls `check_free`, `connect`, `put` for each weight file if `streams`, and `publish`.
+
+    streams      weight files are put as soon as they are finished, and then removed from this machine; False: all files stay
+                 in the staging folder, for `publish`
+    publication  files appear by one "rename" or one "commit", or by "requests" in an order in which no loader takes part of
+                 them for a model, and which the next run completes
+    parts        other processes can build parts of a plan, for the process that publishes
+    warnings     what the user should know
+    """
+
+    streams: ClassVar[bool] = True
+    publication: ClassVar[Literal["rename", "commit", "requests"]] = "requests"
+    parts: ClassVar[bool] = False
+    warnings: tuple[Finding, ...] = ()
+
+    # its address
+
+    @abstractmethod
+    def __str__(self) -> str: ...
+
+    def __fspath__(self) -> str:
+        return str(self)
 
     @property
-    def name(self) -> str:
-        """The name of the model: the last part of the address."""
-
-
-class Place(Protocol):
-    """Where an output can be. `str` gives its path or address; `outputs.places.place_of` finds it."""
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """The capabilities of its backend."""
-
-    @property
+    @abstractmethod
     def name(self) -> str:
         """The name of the model: the last part of the path or address."""
 
     @property
     def spec(self) -> str:
         """The model on the Hub, as `--push` takes it: org/name[@branch]; "" elsewhere."""
+        return ""
 
     @property
     def url(self) -> str:
         """The page of the model; "" where it has none."""
+        return ""
 
     @property
     def absolute(self) -> str:
-        """The address, or the absolute path: the same place for a process in another folder."""
+        """The address, or the absolute path: the same target for a process in another folder."""
+        return str(self)
 
     @property
     def local(self) -> Path:
         """A path on this machine that no other output has: the output itself, or a name in the current folder."""
+        return Path.cwd() / f"{self.name}-{hashlib.sha256(str(self).encode()).hexdigest()[:8]}"
 
-    def backend(self, spec: OutputSpec) -> OutputBackend:
-        """The backend of an output here. Changes nothing."""
+    # what is there
 
-    def check_free(self, *, overwrite: bool, protected: Sequence[Path], reads: Sequence[str]) -> None:
-        """Raise as `Staging.open` will if the output cannot be written. Changes nothing."""
+    @abstractmethod
+    def check_free(self, *, overwrite: bool, protected: Sequence[Path], reads: Sequence[str], notes: Mapping[str, Any]) -> None:
+        """Raise OutputExists, or StoreError, if the output cannot be written. Changes nothing.
 
-    def together(self, layout: Layout) -> Together:
-        """Sets of tensors, each of which one process must build."""
+        protected  every file and folder that the run reads
+        reads      the models that the run reads, as the user names them
+        notes      of an earlier run, which this one resumes: see `connect`
+        """
 
+    @abstractmethod
     def verify(self, *, threads: int, progress: Progress | None) -> Verified:
-        """See `outputs.places.verify`."""
+        """Compare every byte with the manifest; see `outputs.places.verify`."""
 
+    def recover(self, notes: Mapping[str, Any]) -> bool:
+        """True if the run with these notes has published its output. What it could not clean up is removed."""
+        return False
 
-class Followed(Protocol):
-    """Follows the journals of parts while other processes write them."""
+    # finished files
 
-    def look(self, parts: Iterable[str]) -> set[str]:
-        """Tensors of these parts (labels) that were finished since the last call. They may be seen some seconds late."""
+    def connect(self, spec: OutputSpec, notes: MutableMapping[str, Any], files: Mapping[str, Any]) -> Collection[str]:
+        """Prepare for `put` and `publish`. Returns the names of those files that an earlier run has put and that are gone.
 
+        notes  JSON values that the next run gets, if this one is interrupted. What is entered is on the disk at once
+        files  that an earlier run has put, with what `put` returned
 
-class WeightFiles(Protocol):
-    """The weight files of an output under construction. Thread-safe for different tensors, or parts of one."""
-
-    def location(self, name: str) -> tuple[int, int] | None:
-        """Open file and byte offset of a tensor; None if its bytes go to no file."""
-
-    def write(self, name: str, start_byte: int, view: memoryview) -> None:
-        """Write a 1-D view of bytes into a tensor, inside its bounds. Raises OSError, StoreError."""
-
-    def equal(self, name: str, start_byte: int, extent: Extent) -> None:
-        """See `Output.equal`. Called only if the backend can copy."""
-
-    def drain(self, progress: Progress | None) -> None:
-        """Wait until everything that was finished is stored where it belongs. Nothing may be written afterwards."""
-
-    def problems(self) -> list[str]:
-        """Why the files cannot be published."""
-
-    def abandon(self) -> None:
-        """Wake threads that wait in `write` or `location`: the run has failed."""
-
-
-class OutputBackend(Protocol):
-    """Keeps bytes, products and the journal of one output under construction, and makes it visible.
-
-    out       path or address of the output
-    folder    where unfinished work is, for messages
-    disk      a folder of this machine, on whose disk work is kept
-    weights   its weight files; raises ValueError before `open` and after `close`
-    warnings  what the user should know
-    kept      for messages: what remains of the work, and how to resume it
-    is_open   False once it is published, closed or discarded
-
-    Methods may raise OSError for the disk of this machine: `Staging` handles these.
-    """
+        Raises OutputExists, Busy, StoreError.
+        """
+        return ()
 
     @property
-    def capabilities(self) -> Capabilities: ...
-    @property
-    def out(self) -> Path | Address: ...
-    @property
-    def folder(self) -> Path | str: ...
-    @property
-    def disk(self) -> Path: ...
-    @property
-    def weights(self) -> WeightFiles: ...
-    @property
-    def warnings(self) -> tuple[Finding, ...]: ...
-    @property
-    def kept(self) -> str: ...
-    @property
-    def is_open(self) -> bool: ...
+    def holds_back(self) -> bool:
+        """Weight files are put at the end only, because the output replaces another one. Known after `connect`."""
+        return False
 
-    def open(self) -> None:
-        """Take the lock, find what an interrupted run has finished, and prepare everything else.
+    def put(self, name: str, file: Path) -> Any:
+        """Put a finished weight file, which no loader may take for a model yet: a JSON value, for the run that resumes."""
+        raise NotImplementedError
 
-        Raises OutputExists, CannotResume (for work of another plan), NoSpace, Busy, StoreError. Nothing is written then.
+    @abstractmethod
+    def publish(self, content: Path, files: Mapping[str, Any], *, fsync: bool) -> None:
+        """Make the output visible: the files that are put, and those in a folder, with index and manifest.
+
+        fsync  False does not wait until the bytes are on the local disk
         """
 
-    @property
-    def records(self) -> dict[str, Finished]:
-        """The finished tensors by name. A snapshot."""
+    def discard(self, notes: Mapping[str, Any]) -> None:  # noqa: B027  optional
+        """Remove what a run with these notes has put. Nothing that is visible as a model is touched."""
 
-    @property
-    def products(self) -> dict[str, str]:
-        """The checksums of the finished products by name. A snapshot."""
+    def close(self) -> None:  # noqa: B027  optional
+        """End what `connect` began. May be called twice, and without it."""
 
-    @property
-    def holds_work(self) -> bool:
-        """`open` has found a finished tensor or product."""
+    # other processes, if `parts` and `streams`
 
-    def finish(self, name: str, done: Finished) -> None:
-        """Record that all bytes of a tensor are written."""
+    def make_way(self) -> None:  # noqa: B027  optional
+        """Other processes begin to put files: what the output replaces cannot stay longer."""
 
-    def redo(self, names: Collection[str]) -> bool:
-        """These finished tensors are computed again. True if others, which are stored with them, must be too."""
+    def share(self, name: str, file: Path) -> None:
+        """Give a finished product to the other processes."""
+        raise NotImplementedError
 
-    def reread(self, names: Collection[str], threads: int, progress: Progress | None) -> None:
-        """Of these finished tensors, keep those whose stored bytes have the right checksum."""
-
-    def product(self, product: Product) -> Arrays | None:
-        """The arrays of a finished product; None if there are none."""
-
-    def create(self, product: Product) -> Arrays | None:
-        """See `Output.create`."""
-
-    def keep(self, product: Product, arrays: Arrays) -> Arrays:
-        """See `Output.keep`."""
-
-    def forget(self, product: Product) -> None:
-        """See `Output.forget`."""
-
-    # other processes, if `capabilities.parts`
-
-    def only_process(self, waiting: Callable[[], None] | None) -> AbstractContextManager[None]:
-        """See `Staging.only_process`."""
-
-    def shared(self) -> AbstractContextManager[None]:
-        """See `Staging.shared`."""
-
-    def hand_over(self) -> Built:
-        """See `Staging.hand_over`."""
-
-    def adopt(self, built: Built) -> None:
-        """See `Staging.adopt`."""
-
-    def followed(self) -> Followed:
-        """See `Staging.followed`."""
-
-    # the end
-
-    def add_file(self, name: str, data: BytesLike | Path) -> None:
-        """Add a file that is not a weight, under a name that `check_file_name` accepts."""
-
-    def publish(self, manifest: Callable[[Mapping[str, OtherFile]], bytes], *, fsync: bool) -> Path | Address:
-        """Make the output visible, which is complete: its path or address. What cannot be cleaned up goes to `warnings`.
-
-        manifest  its bytes, of the sizes and checksums of all files that are not weights
-        """
-
-    def discard(self) -> None:
-        """Remove the unfinished work. The output is not touched."""
-
-    def close(self) -> None:
-        """Close files, end threads and release the lock; work stays. May be called twice, and after a failed `open`."""
+    def fetch(self, name: str, file: Path) -> None:
+        """Get a product that another process has shared. Raises StoreError."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,7 +293,7 @@ class Unfinished:
     remove   remove it, or finish the publishing that was cut off. Raises Busy while a process works on it, StoreError
     """
 
-    out: Path | Address
+    out: Path | Target
     folder: Path | str
     tensors: int
     nbytes: int
@@ -386,9 +306,9 @@ class Unfinished:
 class OutputScheme:
     """Outputs whose addresses begin with `scheme://`.
 
-    place       the place that an address names. Reads nothing. Raises StoreError for one that no output can have
+    target      the target that an address names. Reads nothing. Raises StoreError for one that no output can have
     unfinished  the work of interrupted runs at an address, or below it. Changes nothing
     """
 
-    place: Callable[[str], Place]
+    target: Callable[[str], Target]
     unfinished: Callable[[str], Iterable[Unfinished]] = lambda where: ()

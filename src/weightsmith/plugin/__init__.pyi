@@ -38,7 +38,6 @@ from weightsmith._execution.progress import Reading as Reading
 from weightsmith._execution.progress import how_far as how_far
 
 # outputs
-from weightsmith._files.containers import Layout as Layout
 from weightsmith._files.copied import is_weights as is_weights
 from weightsmith._files.hf_folder import choose_weights as choose_weights
 from weightsmith._methods import find_method as find_method
@@ -75,9 +74,6 @@ from weightsmith._models.sources.files import SourceFile as SourceFile
 from weightsmith._models.sources.files import unite as unite
 from weightsmith._models.tokenizers.files import CHAT_TEMPLATES as CHAT_TEMPLATES
 from weightsmith._outputs.compare import compare as compare
-from weightsmith._outputs.journal import Journal as Journal
-from weightsmith._outputs.local.backend import FolderBackend as FolderBackend
-from weightsmith._outputs.local.rename import Rename as Rename
 from weightsmith._outputs.local.target import check_out as check_out
 from weightsmith._outputs.manifest import MANIFEST_NAME as MANIFEST_NAME
 from weightsmith._outputs.manifest import decode_manifest as decode_manifest

@@ -25,7 +25,7 @@ STAGED = ".out.weightsmith-staging"
 def home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The cache of this user."""
     folder = tmp_path_factory.mktemp("cache")
-    monkeypatch.setattr("weightsmith._reports.evaluate.working.cache_home", lambda: folder)
+    monkeypatch.setattr("weightsmith._reports.evaluate.opening.cache_home", lambda: folder)
     return folder
 
 

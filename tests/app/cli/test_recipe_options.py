@@ -18,6 +18,7 @@ __all__ = ["cli", "work"]
 # ---- standard input
 
 
+@pytest.mark.process
 @pytest.mark.slow
 def test_a_recipe_comes_from_standard_input(work: Path) -> None:
     ran = run_process("merge", "-", "out", "--quiet", cwd=work, input=LINEAR)

@@ -181,6 +181,7 @@ def test_a_stderr_that_cannot_be_written_stops_nothing(ran: dict[str, tuple[int,
     assert not wrong
 
 
+@pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments", [["--help"], ["--version"], ["merge", "--help"], pytest.param(["quantize", "--list"], marks=pytest.mark.slow)]

@@ -8,7 +8,7 @@ import pytest
 
 from tests.app.studio.models import make
 from tests.plan_help import model
-from weightsmith._app.studio.places import Found, Places, reference
+from weightsmith._app.studio.places import ListedModel, Places, reference
 from weightsmith._base.errors import NotFound, ParameterError, StoreError
 from weightsmith._planning.recipe import ModelRef
 from weightsmith._planning.recipe.references import parse_reference
@@ -32,10 +32,10 @@ def problem(places: Places, name: str) -> str:
 def test_what_the_folders_hold(root: Path) -> None:
     models = root / "models"
     assert Places.of([models], root / "out").models() == (
-        Found(f"{models}/adapters/py", True),
-        Found(f"{models}/base", False),
-        Found(f"{models}/de", False),
-        Found(f"{models}/fr", False),
+        ListedModel(f"{models}/adapters/py", True),
+        ListedModel(f"{models}/base", False),
+        ListedModel(f"{models}/de", False),
+        ListedModel(f"{models}/fr", False),
     )
 
 

@@ -33,7 +33,7 @@ from weightsmith._methods import NAMES, all_methods
 from weightsmith._methods.base import FAMILIES
 from weightsmith._reports.look.preview import GroupPreview, Preview
 from weightsmith._reports.look.preview import Kept as Survives
-from weightsmith._reports.look.surveys import NonFinite
+from weightsmith._reports.look.surveys import NonFiniteCounts
 
 HOSTILE = "<img src=x onerror=alert(1)>\x1b[2J\"'${alert(1)}{{constructor}}"
 SECONDS = 60.0
@@ -537,7 +537,7 @@ def test_two_runs_side_by_side(root: Path, session: Session) -> None:
 def test_hostile_names_stay_text(root: Path, session: Session) -> None:
     text = f"merge_method: linear\nmodels:\n- model: {HOSTILE!r}\n- modle: '{HOSTILE[:20]}'\n"
     kept = Survives(1.0, 0.5, 0.1, 0.1, 0.1, 0.5)
-    group = GroupPreview(HOSTILE, 1, 10, 1, 1.0, 1.0, (kept,), (NonFinite(),) * 3)
+    group = GroupPreview(HOSTILE, 1, 10, 1, 1.0, 1.0, (kept,), (NonFiniteCounts(),) * 3)
     plan: Any = type("P", (), {"recipe": HOSTILE})()
     found = Preview(HOSTILE, HOSTILE, (HOSTILE,), 1, 10, (group,), (group,), group, (), (), (), plan)
     run = Run(1, "try", 1.0, HOSTILE, HOSTILE, numbers={HOSTILE: HOSTILE})

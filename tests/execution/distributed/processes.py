@@ -19,22 +19,21 @@ from tests.execution.distributed.threads import Answering
 from weightsmith._execution.distributed.work import Answer, Lost, Order, Share
 
 PART_BYTES = 20_000
-WORK = f"""
+WORK = """
 import os, pickle, sys, time
-from weightsmith._outputs.bucket import parts, uploads
+from weightsmith._outputs.bucket import BucketTarget
 from weightsmith._execution.distributed.work import do
-parts.PART_BYTES, uploads.SAVE_SECONDS = {PART_BYTES}, 0.0
-upload = uploads.Uploads._upload
-def slow(self, each):
+put = BucketTarget.put
+def slow(self, name, file):
     time.sleep(float(os.environ["SLOW"]))
-    upload(self, each)
-uploads.Uploads._upload = slow
+    return put(self, name, file)
+BucketTarget.put = slow
 answers = os.fdopen(os.dup(1), "wb")
 os.dup2(2, 1)
 try:
     while True:
         order, share = pickle.load(sys.stdin.buffer)
-        answers.write(do(order, share, str(os.getpid())))
+        answers.write(do(order, share))
         answers.flush()
 except (EOFError, BrokenPipeError):  # the driver was killed
     os._exit(0)

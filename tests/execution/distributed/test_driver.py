@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -22,19 +23,19 @@ from tests.output_help import open_staging
 from weightsmith._base.errors import Busy, CheckpointError, NonFinite, ParameterError, StoreError, WeightsmithError, WorkerLost
 from weightsmith._execution import execute as execution
 from weightsmith._execution.distributed import driver
-from weightsmith._execution.distributed.driver import edges, is_portable, part_count, share_out
+from weightsmith._execution.distributed.driver import few_files, is_portable, part_count, share_out
 from weightsmith._execution.distributed.work import Share
 from weightsmith._execution.options import RunOptions
 from weightsmith._execution.run import NO_CALLBACKS, Callbacks, Merged
 from weightsmith._features.any_recipe import prepare_any
 from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._outputs.local import disk
-from weightsmith._outputs.local.area import staging_folder
-from weightsmith._outputs.local.backend import staged_plan
+from weightsmith._outputs.local.area import staged_plan, staging_folder
 from weightsmith._outputs.local.locks import is_held
 from weightsmith._outputs.staging import Staging
 from weightsmith._planning.options import RecipeOptions
-from weightsmith.abc.output import OutputBackend, OutputSpec
+from weightsmith._plans.parts import parts_of as plan_parts
+from weightsmith.abc.output import OutputSpec, Target
 
 TIES = {
     "merge_method": "ties",
@@ -43,6 +44,8 @@ TIES = {
     "parameters": {"density": 0.3},
     "dtype": "bfloat16",
 }
+SHARD = 500_000
+"""So that there are more files than workers: each makes whole ones."""
 MODEL_WIDE = TIES | {"parameters": {"density": 0.3, "scope": "model"}}
 
 
@@ -57,7 +60,7 @@ def here(linked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
 
 def merge(workers: Threads, recipe: Any = TIES, callbacks: Callbacks = NO_CALLBACKS, **options: Any) -> Merged:
     """A merge whose parts these workers do."""
-    with prepare_any(recipe, RecipeOptions(), QuantizeSettings()) as prepared:
+    with prepare_any(recipe, RecipeOptions(max_shard_bytes=SHARD), QuantizeSettings()) as prepared:
         try:
             return execution.execute(
                 prepared,
@@ -77,7 +80,7 @@ def parts_of(workers: Threads) -> list[tuple[int, int] | None]:
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", [TIES, MODEL_WIDE], ids=["tensor", "model"])
 def test_the_bytes_are_those_of_one_process(here: Path, recipe: Any) -> None:
-    alone = weightsmith.merge(recipe, "whole", progress=False)
+    alone = weightsmith.merge(recipe, "whole", progress=False, max_shard_bytes=SHARD)
     workers = Threads(3)
     merged = merge(workers, recipe=recipe)
     assert files(here / "out") == files(here / "whole")
@@ -111,7 +114,7 @@ def test_products_are_made_by_one_worker_and_the_parts_that_need_them_wait(here:
 
 @pytest.mark.slow
 def test_a_part_of_a_lost_worker_is_done_again_and_keeps_what_was_finished(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    weightsmith.merge(TIES, "whole", progress=False)
+    weightsmith.merge(TIES, "whole", progress=False, max_shard_bytes=SHARD)
     finished: list[str] = []
     plain = Staging.finish
 
@@ -142,19 +145,19 @@ def test_workers_that_are_lost_again_and_again_are_an_error(here: Path) -> None:
     assert "run again to resume" in str(caught.value)
     merged = merge(Threads(2))
     assert merged.resumed > 0
-    weightsmith.merge(TIES, "whole", progress=False)
+    weightsmith.merge(TIES, "whole", progress=False, max_shard_bytes=SHARD)
     assert files(here / "out") == files(here / "whole")
 
 
 @pytest.mark.slow
 def test_a_part_whose_lock_a_lost_worker_still_holds_waits_for_it(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As when a machine is cut off from the cluster, but not from the shared folder."""
-    weightsmith.merge(TIES, "whole", progress=False)
+    weightsmith.merge(TIES, "whole", progress=False, max_shard_bytes=SHARD)
     lost = threading.Event()
     plain, shares = Staging.open.__func__, []  # type: ignore[attr-defined]
 
-    def opened(cls: type, backend: OutputBackend, spec: OutputSpec) -> Staging:
-        staging: Staging = plain(cls, backend, spec)
+    def opened(cls: type, target: Target, spec: OutputSpec) -> Staging:
+        staging: Staging = plain(cls, target, spec)
         if spec.part.startswith("1-of") and not shares:
             shares.append(staging)  # it keeps the lock
             raise Died
@@ -184,7 +187,7 @@ def test_a_lock_that_stays_is_an_error(here: Path, monkeypatch: pytest.MonkeyPat
     def order() -> Any:
         return workers.orders[-1]
 
-    with prepare_any(TIES, RecipeOptions(), QuantizeSettings()) as prepared:
+    with prepare_any(TIES, RecipeOptions(max_shard_bytes=SHARD), QuantizeSettings()) as prepared:
         with pytest.raises(Busy, match="another process is doing part 1 of"):
             merge(workers)
         for staging in held:
@@ -195,9 +198,9 @@ def test_a_lock_that_stays_is_an_error(here: Path, monkeypatch: pytest.MonkeyPat
 def test_a_slow_part_is_done_by_a_second_worker_and_the_first_answer_counts(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    weightsmith.merge(TIES, "whole", progress=False)
+    weightsmith.merge(TIES, "whole", progress=False, max_shard_bytes=SHARD)
     monkeypatch.setattr(driver, "SLOW_SECONDS", 0.2)
-    monkeypatch.setattr("weightsmith._outputs.local.backend.ATTACH_SECONDS", 1)  # the first worker finds nothing
+    monkeypatch.setattr("weightsmith._outputs.staging.ATTACH_SECONDS", 1)  # the first worker finds nothing
     go_on = threading.Event()
 
     def before(share: Share) -> None:
@@ -226,7 +229,7 @@ def test_what_torch_may_round_otherwise_has_no_second_worker(here: Path) -> None
         False: TIES | {"merge_method": "tsv_m", "parameters": {}, "models": [{"model": "./b"}, {"model": "./c"}]},
     }
     for expected, recipe in recipes.items():
-        with prepare_any(recipe, RecipeOptions(), QuantizeSettings()) as prepared:
+        with prepare_any(recipe, RecipeOptions(max_shard_bytes=SHARD), QuantizeSettings()) as prepared:
             assert is_portable(prepared) == expected
 
 
@@ -237,7 +240,7 @@ def test_the_error_of_a_worker_is_that_of_one_process(here: Path) -> None:
     write_checkpoint(here / "e", {"model.layers.0.mlp.up_proj.weight": np.ones_like(bad)}, CONFIG)
     recipe = {"merge_method": "linear", "models": [{"model": f"./{m}", "parameters": {"weight": 1}} for m in "de"]}
     with pytest.raises(NonFinite) as alone:
-        weightsmith.merge(recipe, "whole", progress=False)
+        weightsmith.merge(recipe, "whole", progress=False, max_shard_bytes=SHARD)
     with pytest.raises(NonFinite) as caught:
         merge(Threads(2), recipe=recipe)
     assert str(caught.value) == str(alone.value)
@@ -255,9 +258,9 @@ def test_ctrl_c_ends_the_workers_and_leaves_work_that_resumes_in_one_process(her
         merge(workers, callbacks=Callbacks(progress))
     assert workers.stopped
     assert not is_held(staging_folder(here / "out"))
-    merged = weightsmith.merge(TIES, "out", progress=False)
+    merged = weightsmith.merge(TIES, "out", progress=False, max_shard_bytes=SHARD)
     assert 0 < merged.resumed
-    weightsmith.merge(TIES, "whole", progress=False)
+    weightsmith.merge(TIES, "whole", progress=False, max_shard_bytes=SHARD)
     assert files(here / "out") == files(here / "whole")
 
 
@@ -315,7 +318,7 @@ def test_locks_that_other_machines_do_not_see_are_an_error_before_a_tensor_is_wr
 def test_a_worker_that_does_not_see_the_folder_is_an_error(
     here: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weightsmith._outputs.local.backend.ATTACH_SECONDS", 0.2)
+    monkeypatch.setattr("weightsmith._outputs.staging.ATTACH_SECONDS", 0.2)
     own_disk = tmp_path_factory.mktemp("other")
     workers = Threads(1)
     begin = workers.begin
@@ -325,42 +328,11 @@ def test_a_worker_that_does_not_see_the_folder_is_an_error(
     assert not list(own_disk.iterdir())
 
 
-@pytest.mark.slow
-def test_tensors_at_the_edges_of_parts_are_read_again_when_other_machines_wrote_them(
-    here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    weightsmith.merge(TIES, "whole", progress=False)
-    damaged: list[str] = []
-    check = driver.Driver.check_edges
-
-    def damage(self: driver.Driver, threads: int) -> None:
-        damaged.append(min(edges(self.plan, self._owner)))
-        self.staging.write(damaged[-1], 0, bytes(4))
-        check(self, threads)
-
-    monkeypatch.setattr(driver.Driver, "check_edges", damage)
-    merge(Threads(2, machine="elsewhere"))
-    assert len(damaged) == 1
-    assert files(here / "out") == files(here / "whole")
-
-
-def test_edges_are_the_tensors_near_another_part_or_a_header(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = weightsmith.plan(TIES)
-    names = [spec.name for shard in plan.layout.shards for spec in shard.tensors]
-    owner = {name: 1 if i < 4 else 2 for i, name in enumerate(names)}
-    monkeypatch.setattr(driver, "EDGE_BYTES", 1)
-    assert edges(plan, owner) == {names[0], names[3], names[4]}
-    monkeypatch.setattr(driver, "EDGE_BYTES", 1 << 30)
-    assert edges(plan, owner) == set(names)
-    monkeypatch.setattr(driver, "EDGE_BYTES", 1)
-    assert edges(plan, dict.fromkeys(names, 1)) == {names[0]}
-
-
 def test_parts_are_not_smaller_than_they_need_be(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = weightsmith.plan(TIES)
+    plan = weightsmith.plan(TIES, max_shard_bytes=SHARD)
     assert part_count(plan, 1) == 1
     assert part_count(plan, 2) == 8
-    assert part_count(plan, 100) == len(plan.steps)
+    assert part_count(plan, 100) == len(plan.layout.shards)
     monkeypatch.setattr(driver, "PART_BYTES", 256 << 20)
     assert part_count(plan, 2) == 2
 
@@ -377,3 +349,25 @@ def test_no_resume_discards_what_was_there(here: Path) -> None:
 def interrupt(now: weightsmith.Progress) -> None:
     if now.tensors:
         raise KeyboardInterrupt
+
+
+def test_a_part_is_a_set_of_whole_files(here: Path) -> None:
+    plan = weightsmith.plan(TIES, max_shard_bytes=SHARD)
+    files_of = [{plan.layout.places[step.out.name].shard for step in steps} for steps in plan_parts(plan, 4)]
+    assert sum(map(len, files_of)) == len(set().union(*files_of)) == len(plan.layout.shards)
+    assert all(files_of)
+
+
+@pytest.mark.slow
+def test_one_file_has_one_worker_and_the_others_are_said_to_have_no_work(here: Path) -> None:
+    workers = Threads(3)
+    with prepare_any(TIES, RecipeOptions(), QuantizeSettings()) as prepared:
+        running, helpers = RunOptions(fsync=False, threads=1), partial(share_out, workers=workers)
+        merged = execution.execute(prepared, "out", running, helpers=helpers)
+        workers.join()
+    assert len(workers.started) == 1
+    (warning,) = [each for each in merged.warnings if "had work" in each.what]
+    assert "1 worker of 3" in warning.what
+    size = re.search(r"--max-shard-size (\d+)MB", warning.fix)
+    assert size is not None
+    assert few_files(weightsmith.plan(TIES, max_shard_bytes=int(size[1]) * 1_000_000), 3) == ()

@@ -19,7 +19,6 @@ from weightsmith._execution.distributed.driver import share_out
 from weightsmith._execution.options import RunOptions
 from weightsmith._features.adapters.extract import prepare_extraction
 from weightsmith._features.adapters.options import ExtractSettings
-from weightsmith._outputs.bucket import parts
 from weightsmith._planning.planner import Prepared
 
 pytest.importorskip("torch")
@@ -58,7 +57,6 @@ CASES: dict[str, Callable[[], Prepared]] = {
 def here(tmp_path: Path, memory: MemoryBucket, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(driver, "PART_BYTES", 2000)
-    monkeypatch.setattr(parts, "PART_BYTES", 2000)
     yield tmp_path
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")], "the measurement is removed"
 
@@ -81,4 +79,3 @@ def test_the_bytes_are_those_of_one_process(here: Path, memory: MemoryBucket, ca
         assert {share.part for share in workers.started} - {None}
     assert tree(here / "shared") == tree(here / "alone")
     assert memory.contents("x") == tree(here / "alone")
-    assert memory.pending == {}

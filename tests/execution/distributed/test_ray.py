@@ -23,7 +23,6 @@ from tests.outputs.bucket.conftest import front, moto, new_server, ports, spool
 from weightsmith._base.errors import NonFinite, ParameterError
 from weightsmith._base.installation import install
 from weightsmith._execution.distributed import on_ray
-from weightsmith._outputs.bucket import parts
 from weightsmith._outputs.local.area import staging_folder
 from weightsmith._outputs.local.locks import is_held
 
@@ -39,6 +38,7 @@ models:
 parameters: {scope: model}
 dtype: bfloat16
 """
+SHARD = 500_000
 SLOW = """
 import time
 from weightsmith._engine import local
@@ -47,10 +47,6 @@ def slow(self, *arguments):
     time.sleep(0.3)
     return plain(self, *arguments)
 local.Run._do = slow
-"""
-SMALL_PARTS = """
-from weightsmith._outputs.bucket import parts, uploads
-parts.PART_BYTES, uploads.SAVE_SECONDS = 200_000, 0.0
 """
 
 
@@ -67,7 +63,7 @@ def two_machines(folder: Path) -> Iterator[Any]:
     pytest.importorskip("ray", reason="needs ray")
     from ray.cluster_utils import Cluster
 
-    (folder / "sitecustomize.py").write_text(SLOW + SMALL_PARTS)
+    (folder / "sitecustomize.py").write_text(SLOW)
     paths = [str(folder), str(Path(weightsmith.__file__).parents[1]), str(Path(__file__).parents[3])]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(paths))
@@ -99,9 +95,8 @@ def processes_of(machine: Any, title: bytes) -> list[int]:
 
 
 @pytest.fixture
-def store(moto: Server, monkeypatch: pytest.MonkeyPatch) -> Server:
+def store(moto: Server) -> Server:
     """A bucket that machines which are started later find in their environment."""
-    monkeypatch.setattr(parts, "PART_BYTES", 200_000)
     return moto
 
 
@@ -182,7 +177,7 @@ def test_a_client_s_address_is_refused(here: Path) -> None:
 def test_two_machines_write_to_a_bucket_and_one_dies(
     here: Path, store: Server, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    weightsmith.merge("ties.yml", "out", progress=False)
+    weightsmith.merge("ties.yml", "out", progress=False, max_shard_bytes=SHARD)
     with two_machines(tmp_path_factory.mktemp("slow")) as cluster:
         merge_while_one_dies(cluster, f"s3://{store.bucket}/x/out", monkeypatch)
     assert store.contents("x") == {f"out/{name}": data for name, data in tree(here / "out").items()}
@@ -213,7 +208,7 @@ def merge_while_one_dies(cluster: Any, out: str, monkeypatch: pytest.MonkeyPatch
                         os.kill(process, signal.SIGKILL)
                     return
 
-    merged = weightsmith.merge("ties.yml", out, progress=progress, ray=cluster.address)
+    merged = weightsmith.merge("ties.yml", out, progress=progress, ray=cluster.address, max_shard_bytes=SHARD)
     assert killed
     assert lost
     return merged
@@ -252,7 +247,7 @@ def test_an_error_of_a_worker_and_ctrl_c_are_those_of_one_process(here: Path, cl
 def test_one_of_two_machines_dies_half_way_and_the_bytes_are_the_same(
     here: Path, cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    weightsmith.merge("ties.yml", "whole", progress=False)
+    weightsmith.merge("ties.yml", "whole", progress=False, max_shard_bytes=SHARD)
     merged = merge_while_one_dies(cluster, "out", monkeypatch)
     assert merged.resumed == 0
     assert files(here / "out") == files(here / "whole")

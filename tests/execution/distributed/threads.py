@@ -17,8 +17,6 @@ class Died(BaseException):
 class Answering:
     """The part of `distributed.work.Workers` that all workers of tests have in common: a number of slots, and answers."""
 
-    here = "here"
-
     def __init__(self, slots: int) -> None:
         self.started: list[Share] = []
         self._slots = slots
@@ -38,14 +36,12 @@ class Threads(Answering):
     """See `distributed.work.Workers`.
 
     before   called in the worker's thread before it begins; what it raises ends the worker
-    machine  the name of theirs
     started, stopped   shares, in order
     """
 
-    def __init__(self, slots: int, before: Callable[[Share], None] = lambda share: None, machine: str = Answering.here) -> None:
+    def __init__(self, slots: int, before: Callable[[Share], None] = lambda share: None) -> None:
         super().__init__(slots)
         self.before = before
-        self.machine = machine
         self.orders: list[Order] = []
         self.stopped: list[Share] = []
         self.threads: list[threading.Thread] = []
@@ -61,7 +57,7 @@ class Threads(Answering):
     def _work(self, order: Order, share: Share) -> None:
         try:
             self.before(share)
-            answer: Answer = pickle.loads(do(order, share, self.machine))
+            answer: Answer = pickle.loads(do(order, share))
         except Died:
             answer = Lost("killed")
         if share not in self.stopped:

@@ -202,6 +202,7 @@ def llamas(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [zoo.save("llama", folder / f"m{k}", k) for k in range(3)]
 
 
+@pytest.mark.matrix("*-linear", "one-ties")
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["linear", "ties"])
 @pytest.mark.parametrize("how", ["one", "sharded", "nested", "turned"])

@@ -245,6 +245,7 @@ DEFAULT = "ties della sce tsv_m model_stock localize_and_stitch arcee_fusion cab
 SAMPLE = [pytest.param(name, marks=() if name in DEFAULT else pytest.mark.sweep) for name in MERGED]
 
 
+@pytest.mark.matrix("model_stock", "sce", "tsv_m", "ties")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLE)
 def test_a_merge_of_fused_models_is_the_fused_merge(name: str, models: Path, tmp_path: Path) -> None:

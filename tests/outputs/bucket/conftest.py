@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,7 +25,7 @@ from tests.bucket_help import (
     environment_of,
     serving,
 )
-from weightsmith._outputs.bucket import backend, contents, unfinished
+from weightsmith._outputs import bucket
 
 
 @pytest.fixture(autouse=True)
@@ -38,13 +39,20 @@ def spool(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture
-def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[MemoryBucket]:
-    """The bucket `bkt` in memory."""
-    MemoryBucket.stores.clear()
-    for module in (backend, contents, unfinished):
-        monkeypatch.setattr(module, "open_bucket", MemoryBucket.open)
-    yield MemoryBucket("bkt")
-    MemoryBucket.stores.clear()
+def memory(monkeypatch: pytest.MonkeyPatch) -> MemoryBucket:
+    """A bucket in memory, in place of any other."""
+    memory, plain = MemoryBucket(), bucket.Bucket._ask
+
+    def ask(self: bucket.Bucket, operation: str, key: str, request: Callable[[], Any], patience: Any = None) -> Any:
+        def counted() -> Any:
+            memory.asked(operation, key)
+            return request()
+
+        return plain(self, operation, key, counted, patience)
+
+    monkeypatch.setattr(bucket, "open_store", lambda *_: (memory.store, "the memory"))
+    monkeypatch.setattr(bucket.Bucket, "_ask", ask)
+    return memory
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.fake_hub import FakeHub
-from weightsmith._outputs.hub.place import hub_place
+from weightsmith._outputs.hub.target import hub_target
 from weightsmith.testing import OutputCase, OutputTests
 
 
@@ -16,7 +16,7 @@ class TestHub(OutputTests):
     def case(self, hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OutputCase:
         monkeypatch.chdir(tmp_path)
         return OutputCase(
-            lambda: hub_place("hf://org/out"),
+            lambda: hub_target("hf://org/out"),
             lambda: hub.pushed.get("org/out", {}),
             lambda name, data: hub.put("org/out", {name: data}),
         )

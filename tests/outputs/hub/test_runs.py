@@ -30,10 +30,10 @@ from weightsmith._execution.run import Callbacks
 from weightsmith._features.any_recipe import assemble_merge
 from weightsmith._outputs.hub import repository
 from weightsmith._outputs.hub.address import parse_hub_address
-from weightsmith._outputs.hub.files import FILLED, UPLOADS, StreamedUploads
 from weightsmith._outputs.hub.repository import Content, HubRepository
-from weightsmith._outputs.local.backend import FolderBackend
-from weightsmith._outputs.local.place import LocalFolder
+from weightsmith._outputs.local.place import LocalTarget
+from weightsmith._outputs.staging import Staging
+from weightsmith._outputs.weight_files import FILLED, UPLOADS, StreamedFiles
 from weightsmith._planning.options import RecipeOptions
 
 pytestmark = pytest.mark.store
@@ -54,7 +54,7 @@ def run(case: str = "ties", out: str = OUT, **more: Any) -> weightsmith.Merged:
 def local(here: Path, case: str = "ties", repo: str = "org/out", **more: Any) -> dict[str, bytes]:
     """The files of the same run into a folder. repo: the model on the Hub that its card names."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LocalFolder, "spec", repo)
+        patch.setattr(LocalTarget, "spec", repo)
         run(case, str(here / "out"), **more)
     return tree(here / "out")
 
@@ -510,11 +510,11 @@ def test_a_commit_whose_answer_was_lost_is_found_under_one_of_someone_else(here:
 def test_killed_after_its_commit_and_then_changed_by_someone_else_it_is_not_said_that_nothing_was_committed(
     here: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def killed(self: FolderBackend) -> None:
+    def killed(self: Staging, fsync: bool) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(FolderBackend, "discard", killed)
+        patch.setattr(Staging, "_clean_up", killed)
         with pytest.raises(KeyboardInterrupt):
             run("linear")
     model = hub.written["org/out"]
@@ -715,7 +715,7 @@ def test_other_commands_and_streamed_models(here: Path, hub: FakeHub, kind: str,
     for name in MODELS:
         hub.put(f"org/{name}", tree(here / name))
     weights = [{"model": f"hf://org/{name}", "parameters": {"weight": 0.5}} for name in ("a", "b")]
-    monkeypatch.setattr(LocalFolder, "spec", "org/out")
+    monkeypatch.setattr(LocalTarget, "spec", "org/out")
     for out in (OUT, str(here / "out")):
         if kind == "streamed":
             recipe = {"merge_method": "linear", "models": weights}
@@ -797,13 +797,13 @@ def test_many_faults_make_nothing_wrong(here: Path, hub: FakeHub) -> None:
 def test_a_file_whose_last_tensors_end_at_the_same_moment_is_uploaded_once(
     here: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    offer = StreamedUploads._offer
+    offer = StreamedFiles._offer
 
-    def late(self: StreamedUploads, number: int) -> None:
+    def late(self: StreamedFiles, number: int) -> None:
         time.sleep(0.05)
         offer(self, number)
 
-    monkeypatch.setattr(StreamedUploads, "_offer", late)
+    monkeypatch.setattr(StreamedFiles, "_offer", late)
     run("linear", threads=4)
     assert hub.pushed == {"org/out": local(here, "linear")}
     assert len(uploads(hub)) == len(set(uploads(hub)))
@@ -814,11 +814,11 @@ def test_a_file_whose_last_tensors_end_at_the_same_moment_is_uploaded_once(
 def test_killed_after_its_commit_a_run_with_fewer_files_leaves_none_of_them(
     here: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch, overwrite: bool
 ) -> None:
-    def killed(self: FolderBackend) -> None:
+    def killed(self: Staging, fsync: bool) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(FolderBackend, "discard", killed)
+        patch.setattr(Staging, "_clean_up", killed)
         with pytest.raises(KeyboardInterrupt):
             run("linear", report="hf://org/out/report.html")
     assert len(hub.written["org/out"].commits) == 2
@@ -830,10 +830,10 @@ def test_killed_after_its_commit_a_run_with_fewer_files_leaves_none_of_them(
 def test_a_folder_that_cannot_be_removed_after_the_commit_is_named(
     here: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def denied(self: FolderBackend) -> None:
+    def denied(self: Staging) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(FolderBackend, "discard", denied)
+    monkeypatch.setattr(Staging, "_remove", denied)
     (left,) = run("linear").warnings
     assert "published and complete, but cleaning up failed: Permission denied" in left.what
     assert left.where == str(staging(here)[0])

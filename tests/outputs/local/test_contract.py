@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from tests.output_help import tree
-from weightsmith._outputs.local.place import LocalFolder
+from weightsmith._outputs.local.place import LocalTarget
 from weightsmith.testing import OutputCase, OutputTests
 
 
-class TestLocalFolder(OutputTests):
+class TestLocalTarget(OutputTests):
     @pytest.fixture
     def case(self, tmp_path: Path) -> OutputCase:
         out = tmp_path / "out"
@@ -20,4 +20,4 @@ class TestLocalFolder(OutputTests):
             out.mkdir(exist_ok=True)
             (out / name).write_bytes(data)
 
-        return OutputCase(lambda: LocalFolder(str(out)), lambda: tree(out), put)
+        return OutputCase(lambda: LocalTarget(str(out)), lambda: tree(out), put)

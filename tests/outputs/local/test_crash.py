@@ -15,7 +15,8 @@ import pytest
 from tests.output_help import NAMES, build, layout, open_staging, put, tree
 from weightsmith._base.errors import OutputExists
 from weightsmith._outputs.local import disk
-from weightsmith._outputs.local.area import StagingArea, staging_folder
+from weightsmith._outputs.local.area import staging_folder
+from weightsmith._outputs.local.place import LocalTarget
 from weightsmith._outputs.places import verify
 
 pytestmark = pytest.mark.process
@@ -152,7 +153,7 @@ def test_a_publish_that_was_cut_off_before_the_rename_only_has_to_be_called_agai
 
     with pytest.MonkeyPatch.context() as patch, open_staging(out, layout(), "plan") as staging:
         put(staging)
-        patch.setattr(StagingArea, "rename", cut)
+        patch.setattr(LocalTarget, "publish", cut)
         with pytest.raises(Cut):
             staging.publish({})
     with open_staging(out, layout(), "plan") as staging:

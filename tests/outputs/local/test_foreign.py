@@ -18,8 +18,7 @@ from weightsmith._base.errors import CannotResume, Finding, StoreError
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._outputs.journal import Journal
 from weightsmith._outputs.local import disk, target
-from weightsmith._outputs.local.area import StagingArea, staging_folder
-from weightsmith._outputs.local.backend import staged_plan
+from weightsmith._outputs.local.area import StagingArea, staged_plan, staging_folder
 from weightsmith._outputs.local.products import product_path, read_product, write_product
 from weightsmith._outputs.places import verify
 from weightsmith._outputs.save import save_model

@@ -20,12 +20,11 @@ from weightsmith._base.errors import Busy, CannotResume, OutputExists, StoreErro
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._files.containers import make_layout
 from weightsmith._outputs.local import disk
-from weightsmith._outputs.local.area import staging_folder
-from weightsmith._outputs.local.backend import FolderBackend, staged_plan
+from weightsmith._outputs.local.area import staged_plan, staging_folder
 from weightsmith._outputs.local.locks import Locks
-from weightsmith._outputs.local.weight_file import Weights
 from weightsmith._outputs.places import verify
 from weightsmith._outputs.staging import Staging
+from weightsmith._outputs.weight_files import StagedFiles
 from weightsmith._plans import Product
 from weightsmith.abc.output import Finished
 
@@ -119,7 +118,7 @@ def test_an_empty_folder_at_the_final_name_is_fine(out: Path, fsync: bool) -> No
 def test_a_folder_made_meanwhile_is_not_replaced_and_the_work_is_kept(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with open_staging(out, layout(), "plan") as staging:
         put(staging)
-        monkeypatch.setattr("weightsmith._outputs.local.backend.check_vacant", lambda *_, **__: None)  # lost the race
+        monkeypatch.setattr("weightsmith._outputs.local.place.check_vacant", lambda *_, **__: None)  # lost the race
         out.mkdir()
         (out / "theirs").write_text("x")
         with pytest.raises(OutputExists, match="meanwhile"):
@@ -643,7 +642,7 @@ def test_a_name_that_is_not_text_is_refused_at_the_start(tmp_path: Path) -> None
 def test_interrupted_at_any_line_of_letting_go(out: Path) -> None:
     import inspect
 
-    letting_go = (Locks.close, Staging.close, FolderBackend.close, FolderBackend.close_files, Weights.close)
+    letting_go = (Locks.close, Staging.close, Staging._close_files, StagedFiles.close)
     codes = {inspect.unwrap(f).__code__ for f in letting_go}
     count = wanted = 0
 
@@ -699,7 +698,7 @@ def test_closing_twice_after_an_interrupted_close_is_fine(out: Path, monkeypatch
 
 @pytest.mark.slow
 def test_parts_enter_a_folder_that_is_shared_and_no_other_run(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weightsmith._outputs.local.backend.ATTACH_SECONDS", 0.1)
+    monkeypatch.setattr("weightsmith._outputs.staging.ATTACH_SECONDS", 0.1)
     with open_staging(out, layout(), "plan") as staging:
         with pytest.raises(Busy):
             open_staging(out, layout(), "plan", part="1-of-2")
@@ -713,7 +712,7 @@ def test_parts_enter_a_folder_that_is_shared_and_no_other_run(out: Path, monkeyp
 
 
 def test_a_part_that_stays_keeps_the_folder_from_being_taken_back(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weightsmith._outputs.local.backend.ATTACH_SECONDS", 0.1)
+    monkeypatch.setattr("weightsmith._outputs.staging.ATTACH_SECONDS", 0.1)
     with open_staging(out, layout(), "plan") as staging, ExitStack() as stack:
         with pytest.raises(Busy, match="still doing a part of it"), staging.shared():
             stack.enter_context(open_staging(out, layout(), "plan", part="1-of-2"))

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightsmith._outputs.local.weight_file import PAGE_BYTES, WeightFile
+from weightsmith._outputs.weight_files import PAGE_BYTES, WeightFile
 
 FILE_BYTES = 10 * PAGE_BYTES
 

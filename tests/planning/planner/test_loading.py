@@ -312,6 +312,7 @@ def ask_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "ask_script", lambda text, _began: transformers_script.compare(*json.loads(text)[1:]))
 
 
+@pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.loading
 def test_a_stack_that_transformers_loads_and_one_of_an_unknown_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,6 +117,12 @@ def test_every_problem_of_the_texts_is_reported_at_once_where_it_is() -> None:
     assert any(each.startswith("models[1].text: the text has") for each in found)
 
 
+def test_a_text_in_place_of_its_file_says_to_save_it() -> None:
+    (found,) = refused(recipe(a="Hello, this is a text.", b=short("b")))
+    assert found.startswith("models[0].text: it is a text itself, and the name of a file is needed: 'Hello, this is a text.'")
+    assert "Save the text in a .txt file" in found
+
+
 def test_a_text_that_is_not_there_is_one_error() -> None:
     (one,) = refused(recipe(text="nowhere.txt"))
     assert "nowhere.txt" in one

@@ -21,8 +21,7 @@ from weightsmith._base.errors import MismatchError, NonFinite, OutputExists, Par
 from weightsmith._planning.planner import Prepared
 from weightsmith._plans import Plan
 from weightsmith._reports.auto import auto as module
-from weightsmith._reports.auto.choice import Choice
-from weightsmith._reports.auto.pool import Pool
+from weightsmith._reports.auto.pool import Choice, Pool
 from weightsmith._reports.auto.result import Auto
 from weightsmith._reports.tuning.evaluator import Evaluator
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from weightsmith._reports.auto.choice import RowScores, choose, difference, is_better, score, too_far
+from weightsmith._reports.auto.pool import RowScores, choose, difference, is_better, score, too_far
 
 TOKENS = np.full(12, 100.0)
 NOISE = np.random.default_rng(0).standard_normal((3, 12))

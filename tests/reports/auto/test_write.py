@@ -17,7 +17,7 @@ from tests.cli_help import Cli, cli
 from weightsmith._base.errors import OutputExists, ParameterError, PlanError, StoreError
 from weightsmith._execution.progress import Silent
 from weightsmith._reports.auto.options import WriteSettings
-from weightsmith._reports.auto.writer import Sampling, draw
+from weightsmith._reports.auto.write import Sampling, draw
 from weightsmith._reports.evaluate.opening import opened, prepare_named
 
 __all__ = ["cli"]

@@ -26,8 +26,8 @@ from tests.cli_help import Cli, cli, run_process
 from weightsmith._base.errors import CannotResume, NonFinite, ParameterError, PlanError, StoreError
 from weightsmith._outputs.staging import Staging
 from weightsmith._plans import Product
-from weightsmith._reports.evaluate import working
-from weightsmith._reports.evaluate.pages import evaluation_report
+from weightsmith._reports.evaluate import opening
+from weightsmith._reports.evaluate.values import evaluation_report
 from weightsmith.abc.product import Arrays
 
 __all__ = ["cli"]
@@ -61,7 +61,7 @@ def work(made: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, m
     for path in made.iterdir():
         (tmp_path / path.name).symlink_to(path)
     home = tmp_path_factory.mktemp("cache")
-    monkeypatch.setattr(working, "cache_home", lambda: home)
+    monkeypatch.setattr(opening, "cache_home", lambda: home)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -78,7 +78,7 @@ def perplexity(folder: Path, text: str, tokens: int) -> float:
 def left(folder: Path) -> list[str]:
     """Unfinished work, none of which may be in this folder."""
     assert not list(folder.glob(".evaluation*"))
-    return [path.name for path in working.evaluations_folder().glob(".evaluation*")]
+    return [path.name for path in opening.evaluations_folder().glob(".evaluation*")]
 
 
 @pytest.mark.slow
@@ -163,7 +163,7 @@ def test_what_was_compared_with_a_reference_is_not_kept_if_its_files_change(
         weightsmith.evaluate("b2", "b3", **asked)
     shutil.rmtree(refused.value.finding.where)
     found = weightsmith.evaluate("b2", "b3", **asked)
-    for path in working.evaluations_folder().glob(".evaluation-*"):
+    for path in opening.evaluations_folder().glob(".evaluation-*"):
         shutil.rmtree(path)
     assert found.to_json() == weightsmith.evaluate("b2", "b3", **asked).to_json()
 
@@ -237,7 +237,7 @@ def test_a_folder_in_which_nothing_can_be_written_names_the_option_for_another(
     work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     soup = {"merge_method": "linear", "models": [{"model": work / name} for name in "ab"], "parameters": {"weight": 1}}
-    monkeypatch.setattr(working, "cache_home", lambda: Path("/proc"))
+    monkeypatch.setattr(opening, "cache_home", lambda: Path("/proc"))
     with pytest.raises(StoreError) as caught:
         weightsmith.evaluate(work / "a", text=work / "t.txt", progress=False)
     assert caught.value.finding.fix == "Choose another folder for unfinished work with --work (work)."
@@ -450,7 +450,7 @@ def test_a_run_killed_by_its_command_is_run_again_and_leaves_nothing(work: Path,
         "import os, pathlib\nif not pathlib.Path('was').exists():\n    open('was', 'w'); os.kill(os.getppid(), 9)\nprint(7)"
     )
     before = {path.name for path in work.iterdir()}
-    folder = working.evaluations_folder()
+    folder = opening.evaluations_folder()
     asked = ("eval", "ties.yml", "--command", f"{shlex.quote(sys.executable)} -I -S once.py {{model}}", "--json")
     assert run_process(*asked, cwd=work).code == -signal.SIGKILL
     [model] = folder.iterdir()
@@ -466,11 +466,11 @@ def test_without_a_home_a_folder_must_be_named(work: Path, monkeypatch: pytest.M
     def homeless() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
-    monkeypatch.setattr(working, "cache_home", homeless)
+    monkeypatch.setattr(opening, "cache_home", homeless)
     with pytest.raises(StoreError, match="no folder for unfinished work") as refused:
-        working.evaluations_folder()
+        opening.evaluations_folder()
     assert "--work" in str(refused.value)
-    assert list(working.find_evaluations()) == []
+    assert list(opening.find_evaluations()) == []
 
 
 @pytest.mark.slow

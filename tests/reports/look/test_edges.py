@@ -20,7 +20,7 @@ from weightsmith._base.report import HeatMap, Mark, to_html
 from weightsmith._base.report.charts import heat_map
 from weightsmith._reports.look.difference import TensorDifference
 from weightsmith._reports.look.reports import comparison_report, difference_report, inspection_report, preview_report
-from weightsmith._reports.look.surveys import NonFinite
+from weightsmith._reports.look.surveys import NonFiniteCounts
 
 __all__ = ["cli"]
 
@@ -160,7 +160,7 @@ def same(mine: float, true: float, **tolerance: float) -> bool:
 @pytest.mark.parametrize("case", CASES)
 def test_a_tensor_as_the_oracle_has_it(found: weightsmith.Difference, case: str) -> None:
     mine, (a, b) = tensor_of(found, case), (x.astype(np.float64) for x in CASES[case])
-    counts = tuple(NonFinite.of(int(np.isnan(x).sum()), int(np.isinf(x).sum())) for x in (a, b))
+    counts = tuple(NonFiniteCounts.of(int(np.isnan(x).sum()), int(np.isinf(x).sum())) for x in (a, b))
     differs = (a != b) & ~(np.isnan(a) & np.isnan(b))
     assert mine.nonfinite == counts
     assert mine.changed == int(differs.sum())
@@ -350,8 +350,8 @@ def test_task_vectors_are_compared_in_the_finite_tensors(folders: tuple[Path, Pa
     grams = np.zeros((2, 2))
     for case, (x, y) in CASES.items():
         (own,) = (tensor for tensor in mine.tensors if tensor.name == NAMES[case])
-        counts = tuple(NonFinite.of(int(np.isnan(t).sum()), int(np.isinf(t).sum())) for t in (x, y))
-        assert own.nonfinite == (*counts, NonFinite())
+        counts = tuple(NonFiniteCounts.of(int(np.isnan(t).sum()), int(np.isinf(t).sum())) for t in (x, y))
+        assert own.nonfinite == (*counts, NonFiniteCounts())
         undefined = any(counts) or case in ("a delta beyond float32", "squares beyond float64")
         assert own.measured == (not undefined)
         if undefined:

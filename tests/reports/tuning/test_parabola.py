@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from weightsmith._reports.tuning.parabola import lowest
+from weightsmith._reports.tuning.search import lowest
 
 
 @pytest.mark.parametrize(

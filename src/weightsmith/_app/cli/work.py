@@ -212,8 +212,6 @@ def interrupted(out: str) -> str:
         place = place_of(out)
     except WeightsmithError:  # no output can have this address, and nobody had looked at it yet
         return nothing
-    if place.capabilities.publication == "requests":
-        return f"Interrupted. Uploaded parts are kept at {out}{resume}"
     target = place.local
     folder = staging_folder(target)
     if not folder.exists():  # the result of another recipe, that this one uses, may be there

@@ -95,8 +95,8 @@ class Checked:
             return f"The recipe has {count(self.errors, 'problem')}."
         waiting = [note.finding.what == _NO_BASE_YET for note in self.notes if note.level == "open"]
         models = len(waiting) - sum(waiting)
-        wanted = [*(["a base"] if any(waiting) else []), *([count(models, "more model")] if models else [])]
-        return f"Choose {' and '.join(wanted)}." if wanted else ""
+        missing = [*(["a base"] if any(waiting) else []), *([count(models, "more model")] if models else [])]
+        return f"Choose {' and '.join(missing)}." if missing else ""
 
 
 def check(text: str, places: Places) -> Checked:
@@ -136,12 +136,12 @@ def allowed(text: str, places: Places) -> str:
     recipe, refs, refused = loaded.recipe, list(loaded.models), list[WeightsmithError]()
     if isinstance(recipe, Recipe):
         every = [recipe, *(stage for stage in recipe.stages.values() if stage is not None)]
-        refused += [problem for each in every for problem in _other_files(each, places)]
-        used = [ref for each in every for ref in each.references]
-        made = [
+        refused += [problem for one in every for problem in _other_files(one, places)]
+        used = [ref for one in every for ref in one.references]
+        results = [
             ref for ref in used if ref.path in recipe.stages
         ]  # by other recipes of the text; adapters may be applied to them
-        refs += [*(ref for ref in used if ref not in made), *(ref.lora for ref in made if ref.lora is not None)]
+        refs += [*(ref for ref in used if ref not in results), *(ref.lora for ref in results if ref.lora is not None)]
     open_places = {ref.where: problem for ref in refs if (problem := _unchosen(ref))}
     refused += [*open_places.values()]
     refused += [problem for ref in dict.fromkeys(refs) if _unchosen(ref) is None and (problem := places.check(ref))]
@@ -203,8 +203,8 @@ def _entries(recipe: Recipe) -> Iterator[Input]:
 def _note(level: Level, code: str, finding: Finding, text: str) -> Note:
     match = re.match(r"<text>:(\d+):(\d+)", finding.where)
     line, column = (int(match[1]), int(match[2])) if match else (0, 0)
-    own = said(finding)
-    return Note(level, code, line, column, own.finding, tuple(excerpt(finding.where, _NAME, text)), own.mends)
+    words = said(finding)
+    return Note(level, code, line, column, words.finding, tuple(excerpt(finding.where, _NAME, text)), words.mends)
 
 
 def first_finding(error: WeightsmithError) -> Finding:
@@ -214,8 +214,8 @@ def first_finding(error: WeightsmithError) -> Finding:
 
 def model_allowed(name: str, places: Places) -> str:
     """A single model that may be read. Raises PlanError."""
-    found = parse_reference(name, "")
-    problem = places.check(found) if isinstance(found, ModelRef) else found
+    reference = parse_reference(name, "")
+    problem = places.check(reference) if isinstance(reference, ModelRef) else reference
     if problem is not None:
         raise PlanError([problem])
     return name
@@ -269,22 +269,9 @@ _IN_PLACE: Mapping[str, tuple[str, Mend]] = {
 
 COMMANDS = frozenset(
     (
-        *(
-            "auto",
-            "clean",
-            "demo",
-            "dequantize",
-            "diff",
-            "doctor",
-            "eval",
-            "extract-lora",
-            "init",
-            "inspect",
-            "merge",
-            "methods",
-        ),
-        *("moe", "plan", "preview", "quantize", "run", "schema", "statistics", "studio", "transplant-tokenizer", "tune"),
-        *("verify", "write"),
+        *("auto", "clean", "demo", "dequantize", "diff", "doctor", "eval", "extract-lora", "help", "init", "inspect"),
+        *("merge", "methods", "moe", "plan", "preview", "quantize", "run", "schema", "statistics", "studio"),
+        *("transplant-tokenizer", "tune", "verify", "write"),
     )
 )
 """Of the command line."""
@@ -310,7 +297,7 @@ def said(finding: Finding) -> Said:
          mends=(Mend(control='overwrite', label='Replace it', value=''),))
     """
     where = "" if _OPTION.match(finding.where) else _without_options(finding.where)
-    own = replace(
+    plain = replace(
         finding,
         what=_without_options(finding.what),
         where=where,
@@ -319,7 +306,7 @@ def said(finding: Finding) -> Said:
     )
     fix = _OWN_FILE.sub("your text", finding.fix)
     if not is_for_terminals(fix):
-        return Said(replace(own, fix=fix))
+        return Said(replace(plain, fix=fix))
     parts, mends = list[str](), list[Mend]()
     for clause in _BETWEEN.split(fix.rstrip(".")):
         if not is_for_terminals(clause):
@@ -331,9 +318,9 @@ def said(finding: Finding) -> Said:
             value = re.search(rf"{name} (\d+)", clause)
             if "{}" not in mend.label or value is not None:
                 parts.append(words)
-                given = value[1] if value else ""
-                mends.append(Mend(mend.control, mend.label.format(given), given))
-    return Said(replace(own, fix=", or ".join(parts)), tuple(mends))
+                number = value[1] if value else ""
+                mends.append(Mend(mend.control, mend.label.format(number), number))
+    return Said(replace(plain, fix=", or ".join(parts)), tuple(mends))
 
 
 def is_for_terminals(text: str) -> bool:
@@ -351,5 +338,5 @@ def _without_options(text: str) -> str:
     >>> _without_options("--report-text (report_text) is for texts")
     'report text is for texts'
     """
-    named = _SPELT.sub(lambda found: (found[3] or found[4]).replace("_", " ").replace("-", " ") + (found[2] or ""), text)
+    named = _SPELT.sub(lambda match: (match[3] or match[4]).replace("_", " ").replace("-", " ") + (match[2] or ""), text)
     return _OWN_FILE.sub("your text", named)

@@ -123,8 +123,8 @@ def read(text: str) -> Draft:
         return Draft(method.name, base, held=f"Sliders are for up to {MAX_MODELS} models. Edit this one as text.")
     entries = [(i, entry) for i, entry in enumerate(recipe.models) if str(entry.model) != NO_MODEL]
     others = tuple(str(entry.model) for _, entry in entries if str(entry.model) != base)
-    own = [(i, entry) for i, entry in entries if method.base == "input" or str(entry.model) != base]
-    controls = [control for i, entry in own for control in _of_model(method, recipe, i, entry)]
+    mixed = [(i, entry) for i, entry in entries if method.base == "input" or str(entry.model) != base]
+    controls = [control for i, entry in mixed for control in _of_model(method, recipe, i, entry)]
     shared = [p for p in method.parameters if p.scope == "tensor" and not p.ignored]
     controls += [_control(p, ("parameters", p.name), "", recipe.parameters, {}) for p in shared]
     return Draft(method.name, base, others, tuple(controls))
@@ -147,12 +147,12 @@ def _of_model(method: Method, recipe: Recipe, i: int, entry: Input) -> Iterator[
             yield _control(p, path, str(entry.model), entry.parameters, recipe.parameters)
 
 
-def _control(p: Parameter, path: Path, model: str, own: Parameters, shared: Parameters) -> Control:
-    setting = own.get(p.name) or shared.get(p.name)
+def _control(p: Parameter, path: Path, model: str, of_model: Parameters, shared: Parameters) -> Control:
+    setting = of_model.get(p.name) or shared.get(p.name)
     parts = _parts(p, setting)
     value, held = (p.default, "") if setting is None or parts else _shown(p, setting)
     every = value if isinstance(value, tuple) else (value, *(number for _, number in parts))
-    numbers = [float(each) for each in every if isinstance(each, int | float)]
+    numbers = [float(item) for item in every if isinstance(item, int | float)]
     low = p.minimum if p.minimum is not None else min([0.0, *numbers])
     high = p.maximum if p.maximum is not None else max([_WIDE, *numbers])
     main = bool(p.scope == "model" or p.required or setting is not None or p.name == "lambda")
@@ -165,18 +165,18 @@ def _parts(p: Parameter, setting: Setting | None) -> tuple[tuple[str, float], ..
         return ()
     if len(setting.entries) == 1 and setting.entries[0].filter in (None, "*"):
         return ()
-    found = [
+    pairs = [
         (entry.filter or "", numeric(entry.value)) for entry in setting.entries if isinstance(entry.value, str | int | float)
     ]
-    numbers = tuple((name, float(number)) for name, number in found if number is not None)
+    numbers = tuple((name, float(number)) for name, number in pairs if number is not None)
     return numbers if len(numbers) == len(setting.entries) else ()
 
 
 def _blocks(text: str) -> Iterator[Block]:
     """The slices of a recipe."""
     slices = edits.at(edits.parsed(as_text(text)), _SLICES)
-    for i, each in enumerate(slices if isinstance(slices, list) else []):
-        sources = edits.at(each, ("sources",))
+    for i, entry in enumerate(slices if isinstance(slices, list) else []):
+        sources = edits.at(entry, ("sources",))
         words = []
         for source in sources if isinstance(sources, list) else []:
             layers = edits.at(source, ("layer_range",))
@@ -260,10 +260,10 @@ def _set(text: str, edit: Mapping[str, Any]) -> str:
     if not isinstance(path, list) or not all(isinstance(step, str | int) for step in path) or not _is_value(value):
         return text
     controls = read(text).controls
-    found = next((one for one in controls if one.path == tuple(path) and one.model == model), None)
+    control = next((one for one in controls if one.path == tuple(path) and one.model == model), None)
     # The models may have been moved since, in another tab.
-    found = found or next((one for one in controls if one.model == model and path and one.name == path[-1]), None)
-    return text if found is None else edits.put(text, found.path, value)
+    control = control or next((one for one in controls if one.model == model and path and one.name == path[-1]), None)
+    return text if control is None else edits.put(text, control.path, value)
 
 
 def control_at(text: str, path: object, model: object) -> Control | None:
@@ -293,8 +293,8 @@ def _moved_model(text: str, edit: Mapping[str, Any]) -> str:
     name, other = edit["name"], edit.get("before", edit.get("after"))
     if name not in names or other not in names or name == other:
         return text
-    start, beside = names.index(name), names.index(other)
-    end = beside + ("after" in edit) - (start < beside)
+    start, neighbour = names.index(name), names.index(other)
+    end = neighbour + ("after" in edit) - (start < neighbour)
     return edits.moved(text, ("models",), start, end)
 
 
@@ -309,9 +309,9 @@ def _with_method(text: str, name: str, on_base: Callable[[str, str], str]) -> st
     entries = recipe.get("models") or []
     base = recipe.get("base_model")
     for i, entry in enumerate(entries):
-        own = edits.at(entry, ("parameters",))
+        parameters = edits.at(entry, ("parameters",))
         known = _names(kind, "model") if kind.base == "input" or _name(entry) != base else set()
-        for key in own if isinstance(own, Mapping) else ():
+        for key in parameters if isinstance(parameters, Mapping) else ():
             if key not in known:
                 text = edits.removed(text, ("models", i, "parameters", key))
     shared = recipe.get("parameters")
@@ -412,7 +412,7 @@ def _first_value(p: Parameter) -> Any:
 
 def _is_value(value: object) -> bool:
     """What a control can write: a scalar, numbers, or numbers by filter."""
-    if isinstance(value, list) and value and all(isinstance(each, dict) for each in value):
+    if isinstance(value, list) and value and all(isinstance(part, dict) for part in value):
         return len(value) <= MAX_PARTS and all(map(_is_part, value))
     if isinstance(value, list):
         return 1 < len(value) <= MAX_CURVE_POINTS and all(isinstance(n, int | float) and math.isfinite(n) for n in value)

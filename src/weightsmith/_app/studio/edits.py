@@ -107,22 +107,22 @@ def merged(base: str, current: str, mine: str) -> str:
         return mine
     if mine == base:
         return current
-    old, theirs, own = (text.splitlines(keepends=True) for text in (base, current, mine))
-    start = _common(old, theirs, own)
-    end = _common(old[start:][::-1], theirs[start:][::-1], own[start:][::-1])
+    old, theirs, mine_lines = (text.splitlines(keepends=True) for text in (base, current, mine))
+    start = _common(old, theirs, mine_lines)
+    end = _common(old[start:][::-1], theirs[start:][::-1], mine_lines[start:][::-1])
     head, tail = old[:start], old[len(old) - end :]
-    old, theirs, own = (lines[start : len(lines) - end] for lines in (old, theirs, own))
-    if len(old) * max(len(theirs), len(own)) > _MAX_LINE_PAIRS:
+    old, theirs, mine_lines = (lines[start : len(lines) - end] for lines in (old, theirs, mine_lines))
+    if len(old) * max(len(theirs), len(mine_lines)) > _MAX_LINE_PAIRS:
         return mine
-    ours = [op for op in SequenceMatcher(None, old, own, autojunk=False).get_opcodes() if op[0] != "equal"]
+    ours = [op for op in SequenceMatcher(None, old, mine_lines, autojunk=False).get_opcodes() if op[0] != "equal"]
     other = [op for op in SequenceMatcher(None, old, theirs, autojunk=False).get_opcodes() if op[0] != "equal"]
     kept = [(i, j, theirs[a:b]) for _, i, j, a, b in other if not any(_touch(i, j, k, n) for _, k, n, _, _ in ours)]
-    hunks = sorted([*kept, *((i, j, own[a:b]) for _, i, j, a, b in ours)], key=lambda hunk: hunk[:2])
-    found, done = list[str](), 0
+    hunks = sorted([*kept, *((i, j, mine_lines[a:b]) for _, i, j, a, b in ours)], key=lambda hunk: hunk[:2])
+    merged_lines, done = list[str](), 0
     for i, j, lines in hunks:
-        found += [*old[done:i], *lines]
+        merged_lines += [*old[done:i], *lines]
         done = j
-    return "".join([*head, *found, *old[done:], *tail])
+    return "".join([*head, *merged_lines, *old[done:], *tail])
 
 
 def _common(*texts: Sequence[str]) -> int:
@@ -137,14 +137,14 @@ def _touch(i: int, j: int, k: int, n: int) -> bool:
 # ---- values
 
 
-def _checked(text: str, wanted: Any, edit: Callable[[], str | None]) -> str:
+def _checked(text: str, values: Any, edit: Callable[[], str | None]) -> str:
     try:
         new = edit()
-        if new is not None and yaml.safe_load(new) == wanted:
+        if new is not None and yaml.safe_load(new) == values:
             return new
     except (yaml.YAMLError, RecursionError, ValueError):
         pass
-    return yaml.safe_dump(wanted, sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
 
 def _put(tree: Any, path: Path, value: Any) -> Any:
@@ -153,7 +153,7 @@ def _put(tree: Any, path: Path, value: Any) -> Any:
         return value
     step, *rest = path
     if isinstance(step, int):
-        return [_put(each, tuple(rest), value) if i == step else each for i, each in enumerate(tree)]
+        return [_put(item, tuple(rest), value) if i == step else item for i, item in enumerate(tree)]
     inner = dict(tree or {})
     return inner | {step: _put(inner.get(step), tuple(rest), value)}
 
@@ -161,7 +161,7 @@ def _put(tree: Any, path: Path, value: Any) -> Any:
 def _without(tree: Any, path: Path) -> Any:
     step, *rest = path
     if isinstance(tree, list):
-        return [_without(each, tuple(rest)) if i == step else each for i, each in enumerate(tree) if rest or i != step]
+        return [_without(item, tuple(rest)) if i == step else item for i, item in enumerate(tree) if rest or i != step]
     return {k: _without(v, tuple(rest)) if k == step and rest else v for k, v in tree.items() if rest or k != step}
 
 
@@ -171,7 +171,7 @@ def _rounded(value: Any) -> Any:
         return float(f"{value:.6g}")
     if isinstance(value, list | tuple):
         return [*map(_rounded, value)]
-    return {key: _rounded(each) for key, each in value.items()} if isinstance(value, Mapping) else value
+    return {key: _rounded(item) for key, item in value.items()} if isinstance(value, Mapping) else value
 
 
 def _flow(value: Any) -> str:
@@ -216,8 +216,8 @@ def _end(text: str, node: Any) -> int:
 
 def _line_end(text: str, index: int) -> int:
     """Behind the end of the line."""
-    found = text.find("\n", index)
-    return len(text) if found < 0 else found + 1
+    end = text.find("\n", index)
+    return len(text) if end < 0 else end + 1
 
 
 def _spliced(text: str, path: Path, written: str) -> str | None:

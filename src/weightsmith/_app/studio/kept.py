@@ -139,7 +139,7 @@ class Kept:
         return json.dumps({"version": self.version, "text": self.text, "taken": self.taken})
 
     def _runs_json(self) -> str:
-        return json.dumps([asdict(each) for each in self.runs])
+        return json.dumps([asdict(run) for run in self.runs])
 
     def _check_free(self) -> None:
         """Raise Busy if another studio has the folder. What the disk refuses is for `flush` to say."""
@@ -168,10 +168,10 @@ class Kept:
         """A temporary folder, deleted at the end of the block."""
         self._open()
         try:
-            made = tempfile.TemporaryDirectory(prefix=TEXT_FOLDER, dir=self.folder)
+            folder = tempfile.TemporaryDirectory(prefix=TEXT_FOLDER, dir=self.folder)
         except OSError as error:
             raise _refused(error, self.folder) from error
-        with made as name:
+        with folder as name:
             yield Path(name)
 
     def close(self) -> None:
@@ -209,20 +209,20 @@ class Kept:
         self._loaded = True
 
     def _load(self) -> None:
-        found = self._read(_RECIPE)
-        if isinstance(found, dict) and isinstance(found.get("text"), str) and isinstance(found.get("version"), int):
-            self.text, self.version = found["text"], found["version"]
-            taken = found.get("taken")
+        recipe = self._read(_RECIPE)
+        if isinstance(recipe, dict) and isinstance(recipe.get("text"), str) and isinstance(recipe.get("version"), int):
+            self.text, self.version = recipe["text"], recipe["version"]
+            taken = recipe.get("taken")
             if isinstance(taken, dict) and all(isinstance(number, int) for number in taken.values()):
                 self.taken = taken
         listed = self._read(_RUNS)
         running = self._read(_RUNNING)
         if isinstance(running, dict) and all(isinstance(title, str) for title in running.values()):
             self.interrupted = running
-        for left in self.folder.glob(f"{TEXT_FOLDER}*"):  # of searches that were killed
-            shutil.rmtree(left, ignore_errors=True)
-        for each in listed if isinstance(listed, list) else []:
-            if (run := _decoded(each)) is not None:
+        for leftover in self.folder.glob(f"{TEXT_FOLDER}*"):  # of searches that were killed
+            shutil.rmtree(leftover, ignore_errors=True)
+        for run_json in listed if isinstance(listed, list) else []:
+            if (run := _decoded(run_json)) is not None:
                 self.runs.append(run)
 
     def _read(self, name: str) -> Any:
@@ -250,13 +250,13 @@ def _decoded(value: object) -> Run | None:
     """A run from JSON; None for one of another version."""
     if not isinstance(value, dict) or set(value) != {*_FIELDS, "numbers"} or not isinstance(value["numbers"], dict):
         return None
-    given: dict[str, Any] = {
+    values: dict[str, Any] = {
         name: float(value[name]) if kind is float and type(value[name]) is int else value[name]
         for name, kind in _FIELDS.items()
     }
-    fits = all(type(given[name]) is kind for name, kind in _FIELDS.items())
+    fits = all(type(values[name]) is kind for name, kind in _FIELDS.items())
     fits = fits and all(isinstance(text, str) for text in value["numbers"].values())
-    return Run(**given, numbers=value["numbers"]) if fits else None
+    return Run(**values, numbers=value["numbers"]) if fits else None
 
 
 def _refused(error: OSError, path: Path) -> StoreError:

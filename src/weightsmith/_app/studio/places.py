@@ -28,7 +28,7 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,99}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ListedModel:
     """A model or an adapter in one of the folders. ref: as a recipe names it."""
 
     ref: str
@@ -61,12 +61,12 @@ class Places:
         """
         if out is not None and "://" in os.fspath(out):
             raise ParameterError("results of the studio are written to a local folder", where="--out", fix="name a folder")
-        found = [_existing(folder) for folder in folders]
+        readable = [_existing(folder) for folder in folders]
         with _of_folder():
             written = check_out(real_path(expand_user(RESULTS if out is None else out).absolute()) / _ANY).parent
-        if not any(written.is_relative_to(folder) for folder in found):
-            found.append(written)
-        return cls(tuple(found), written, hub)
+        if not any(written.is_relative_to(folder) for folder in readable):
+            readable.append(written)
+        return cls(tuple(readable), written, hub)
 
     def check(self, ref: ModelRef) -> WeightsmithError | None:
         """Why a model of a recipe may not be read; None if it may. Whether it exists is for the planner to find out."""
@@ -118,21 +118,21 @@ class Places:
 
     def on_base(self, models: Iterable[str], base: str) -> list[str]:
         """The models as a merge names them: an adapter is applied to the base."""
-        adapters = {found.ref for found in self.models() if found.adapter}
+        adapters = {known.ref for known in self.models() if known.adapter}
         plain = [model.rpartition("+")[2] if model.rpartition("+")[2] in adapters else model for model in models]
         return [f"{base}+{model}" if model in adapters and base else model for model in plain]
 
-    def models(self) -> tuple[Found, ...]:
+    def models(self) -> tuple[ListedModel, ...]:
         """The models and adapters in the folders, by path; at most `MAX_FOUND`."""
-        found: dict[str, Found] = {}
+        by_ref: dict[str, ListedModel] = {}
         for folder in self.folders:
             for path, adapter in _walk(folder):
                 if self.holds(path):
                     ref = reference(path)
-                    found.setdefault(ref, Found(ref, adapter))
-                if len(found) >= MAX_FOUND:
+                    by_ref.setdefault(ref, ListedModel(ref, adapter))
+                if len(by_ref) >= MAX_FOUND:
                     break
-        return tuple(found[ref] for ref in sorted(found))
+        return tuple(by_ref[ref] for ref in sorted(by_ref))
 
 
 _ANY = "name"
@@ -197,9 +197,9 @@ def _existing(folder: str | os.PathLike[str]) -> Path:
 
 def _walk(folder: Path) -> Iterator[tuple[Path, bool]]:
     """Folders that hold weights, and GGUF files; an adapter or not. Folders inside a model are not searched."""
-    left, seen = [(folder, 0)], 0
-    while left and seen < MAX_FOLDERS:
-        place, depth = left.pop(0)
+    queue, seen = [(folder, 0)], 0
+    while queue and seen < MAX_FOLDERS:
+        place, depth = queue.pop(0)
         seen += 1
         try:
             names = sorted(entry.name for entry in os.scandir(place))
@@ -213,4 +213,4 @@ def _walk(folder: Path) -> Iterator[tuple[Path, bool]]:
             yield from ((place / name, False) for name in names if name.endswith(".gguf"))
             if depth < DEPTH:
                 inner = (place / name for name in names if not name.startswith("."))
-                left += [(path, depth + 1) for path in inner if path.is_dir() and not path.is_symlink()]
+                queue += [(path, depth + 1) for path in inner if path.is_dir() and not path.is_symlink()]

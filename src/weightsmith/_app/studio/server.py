@@ -90,7 +90,7 @@ class Guard:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope.get("headers", ())}
         host, origin = headers.get("host", ""), headers.get("origin", "")
         cookie = f"weightsmith-{host.rpartition(':')[2]}"  # a browser sends cookies to all ports of a host
-        given = parse_qs(scope.get("query_string", b"").decode("latin-1")).get("token", [""])[0]
+        asked_token = parse_qs(scope.get("query_string", b"").decode("latin-1")).get("token", [""])[0]
         if scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})
         elif not self._is_own(host):
@@ -101,7 +101,7 @@ class Guard:
             await _refuse(send, 403, "This page is not for other sites.")
         elif scope["method"] == "POST" and not headers.get("content-type", "").startswith("application/json"):
             await _refuse(send, 415, "The studio takes JSON. Nothing is uploaded to it.")
-        elif self.token and self._is_token(given):
+        elif self.token and self._is_token(asked_token):
             await _refuse(
                 send, 303, "", location="/", **{"set-cookie": f"{cookie}={self.token}; HttpOnly; SameSite=Strict; Path=/"}
             )
@@ -117,8 +117,8 @@ class Guard:
         except ValueError:
             return False
 
-    def _is_token(self, given: str) -> bool:
-        return hmac.compare_digest(given.encode(), self.token.encode())
+    def _is_token(self, token: str) -> bool:
+        return hmac.compare_digest(token.encode(), self.token.encode())
 
 
 def _cookie(header: str, name: str) -> str:
@@ -130,19 +130,19 @@ def _cookie(header: str, name: str) -> str:
 def _with_headers(send: Send) -> Send:
     async def answer(message: Message) -> None:
         if message["type"] == "http.response.start":
-            given = {name for name, _ in message.get("headers", ())}
+            names = {name for name, _ in message.get("headers", ())}
             ancestors = "https://huggingface.co" if os.environ.get("SPACE_HOST") else "'none'"
-            own = {"content-security-policy": POLICY.replace("{ancestors}", ancestors), **_HEADERS}
-            more = [(name.encode(), value.encode()) for name, value in own.items() if name.encode() not in given]
-            message = {**message, "headers": [*message.get("headers", ()), *more]}
+            standard = {"content-security-policy": POLICY.replace("{ancestors}", ancestors), **_HEADERS}
+            added = [(name.encode(), value.encode()) for name, value in standard.items() if name.encode() not in names]
+            message = {**message, "headers": [*message.get("headers", ()), *added]}
         await send(message)
 
     return answer
 
 
 async def _refuse(send: Send, status: int, why: str, **headers: str) -> None:
-    own = {"content-type": "text/plain; charset=utf-8", **_HEADERS, **headers}
-    encoded = [(name.encode(), value.encode()) for name, value in own.items()]
+    fields = {"content-type": "text/plain; charset=utf-8", **_HEADERS, **headers}
+    encoded = [(name.encode(), value.encode()) for name, value in fields.items()]
     await send({"type": "http.response.start", "status": status, "headers": encoded})
     await send({"type": "http.response.body", "body": why.encode()})
 
@@ -192,12 +192,12 @@ def application(session: Session, ended: Callable[[], bool], *, names: Collectio
         return JSONResponse({"methods": listed_methods(), "families": FAMILIES, "goals": goals})
 
     async def report_of(request: Request) -> Response:
-        found = await asyncio.to_thread(session.kept.report, request.path_params["number"])
+        html = await asyncio.to_thread(session.kept.report, request.path_params["number"])
         headers = {"content-security-policy": _REPORT_POLICY}
         return (
             Response("This run has no report.", 404)
-            if found is None
-            else Response(found, media_type="text/html", headers=headers)
+            if html is None
+            else Response(html, media_type="text/html", headers=headers)
         )
 
     async def events(request: Request) -> Response:
@@ -223,15 +223,15 @@ def application(session: Session, ended: Callable[[], bool], *, names: Collectio
             if len(body) > MAX_BYTES:
                 return Response("too much", 413)
         try:
-            given = parse_json(body)
-            if not isinstance(given, dict):
+            request_json = parse_json(body)
+            if not isinstance(request_json, dict):
                 raise ParameterError("the request is not a JSON object")
-            found = await asyncio.to_thread(action, session, given)
+            answer = await asyncio.to_thread(action, session, request_json)
         except WeightsmithError as error:
             return JSONResponse({"problem": show.error(error), "kind": type(error).__name__}, 409)
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
             return JSONResponse({"problem": show.error(ParameterError(f"the page sent something wrong: {error!r}"))}, 400)
-        return JSONResponse(found)
+        return JSONResponse(answer)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -249,66 +249,66 @@ def application(session: Session, ended: Callable[[], bool], *, names: Collectio
     return Guard(Starlette(routes=routes, lifespan=lifespan), names, token)
 
 
-def _texts(given: object, most: int) -> list[str]:
-    if not isinstance(given, list) or len(given) > most or not all(isinstance(each, str) for each in given):
+def _texts(names: object, most: int) -> list[str]:
+    if not isinstance(names, list) or len(names) > most or not all(isinstance(name, str) for name in names):
         raise ParameterError(f"not a list of up to {most} names")
-    return given
+    return names
 
 
-def _edit(session: Session, given: Mapping[str, Any]) -> dict[str, Any]:
-    changes, number = given["changes"], given["number"]
-    if not isinstance(changes, list) or len(changes) > 1000 or not all(isinstance(each, dict) for each in changes):
+def _edit(session: Session, request: Mapping[str, Any]) -> dict[str, Any]:
+    changes, number = request["changes"], request["number"]
+    if not isinstance(changes, list) or len(changes) > 1000 or not all(isinstance(change, dict) for change in changes):
         raise ParameterError("not a list of edits")
-    return {"number": number, "document": session.edit(str(given["tab"])[:40], int(number), changes)}
+    return {"number": number, "document": session.edit(str(request["tab"])[:40], int(number), changes)}
 
 
-def _merge(session: Session, given: Mapping[str, Any]) -> dict[str, Any]:
-    options = {"overwrite": given.get("overwrite") is True, "again": given.get("again") is True}
-    return {"work": session.start(int(given["version"]), str(given["name"]), **options)}
+def _merge(session: Session, request: Mapping[str, Any]) -> dict[str, Any]:
+    options = {"overwrite": request.get("overwrite") is True, "again": request.get("again") is True}
+    return {"work": session.start(int(request["version"]), str(request["name"]), **options)}
 
 
-def _cancel(session: Session, given: Mapping[str, Any]) -> dict[str, Any]:
+def _cancel(session: Session, request: Mapping[str, Any]) -> dict[str, Any]:
     session.work.cancel()
     return {}
 
 
-def _try(session: Session, given: Mapping[str, Any]) -> dict[str, Any]:
-    models, recipe = _texts(given["models"], 12), session.recipe(int(given["version"]))
-    session.tasks.ask(recipe, models, str(given["prompt"]), str(given["text"]), int(given["new_tokens"]))
+def _try(session: Session, request: Mapping[str, Any]) -> dict[str, Any]:
+    models, recipe = _texts(request["models"], 12), session.recipe(int(request["version"]))
+    session.tasks.ask(recipe, models, str(request["prompt"]), str(request["text"]), int(request["new_tokens"]))
     return {}
 
 
-def _sweep(session: Session, given: Mapping[str, Any]) -> dict[str, Any]:
-    values = [float(value) for value in given["values"]]
-    asked = str(given["prompt"]), str(given["text"])
-    session.tasks.sweep(session.recipe(int(given["version"])), given["path"], str(given["model"]), values, *asked)
+def _sweep(session: Session, request: Mapping[str, Any]) -> dict[str, Any]:
+    values = [float(value) for value in request["values"]]
+    asked = str(request["prompt"]), str(request["text"])
+    session.tasks.sweep(session.recipe(int(request["version"])), request["path"], str(request["model"]), values, *asked)
     return {}
 
 
-def _tune(session: Session, given: Mapping[str, Any]) -> dict[str, Any]:
-    ranges = [(list(path), str(model), float(low), float(high)) for path, model, low, high in given["ranges"]]
-    recipe = session.recipe(int(given["version"]))
-    session.tasks.tune(recipe, ranges, str(given["text"]), int(given["budget"]), _row_tokens(given))
+def _tune(session: Session, request: Mapping[str, Any]) -> dict[str, Any]:
+    ranges = [(list(path), str(model), float(low), float(high)) for path, model, low, high in request["ranges"]]
+    recipe = session.recipe(int(request["version"]))
+    session.tasks.tune(recipe, ranges, str(request["text"]), int(request["budget"]), _row_tokens(request))
     return {}
 
 
-def _row_tokens(given: Mapping[str, Any]) -> int | None:
+def _row_tokens(request: Mapping[str, Any]) -> int | None:
     """Tokens in each row of a text; None: as the model suits."""
-    tokens = given.get("tokens")
+    tokens = request.get("tokens")
     return None if tokens is None else int(tokens)
 
 
-def _example(session: Session, given: Mapping[str, Any]) -> dict[str, Any]:
+def _example(session: Session, request: Mapping[str, Any]) -> dict[str, Any]:
     session.example()
     return {}
 
 
-def _look(session: Session, given: Mapping[str, Any]) -> dict[str, Any]:
-    session.tasks.look(session.text, _texts(given["models"], 26))
+def _look(session: Session, request: Mapping[str, Any]) -> dict[str, Any]:
+    session.tasks.look(session.text, _texts(request["models"], 26))
     return {}
 
 
-def _stop(session: Session, given: Mapping[str, Any]) -> dict[str, Any]:
+def _stop(session: Session, request: Mapping[str, Any]) -> dict[str, Any]:
     session.tasks.stop()
     return {}
 
@@ -317,16 +317,16 @@ _ACTIONS: Mapping[str, Callable[[Session, Mapping[str, Any]], dict[str, Any]]] =
     "edit": _edit,
     "merge": _merge,
     "cancel": _cancel,
-    "name": lambda session, given: session.about_name(str(given["name"])),
+    "name": lambda session, request: session.about_name(str(request["name"])),
     "try": _try,
     "sweep": _sweep,
     "tune": _tune,
-    "fit": lambda session, given: session.fit(str(given["text"]), _row_tokens(given)),
+    "fit": lambda session, request: session.fit(str(request["text"]), _row_tokens(request)),
     "example": _example,
     "look": _look,
     "stop": _stop,
-    "two": lambda session, given: {"html": session.compare_runs(int(given["first"]), int(given["second"]))},
-    "hub": lambda session, given: session.card(str(given["name"])[:1000]),
+    "two": lambda session, request: {"html": session.compare_runs(int(request["first"]), int(request["second"]))},
+    "hub": lambda session, request: session.card(str(request["name"])[:1000]),
 }
 
 
@@ -377,14 +377,14 @@ def _listen(host: str, port: int | None) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     problem: OSError | None = None
     for number in range(7860, 7960) if port is None else [port]:
-        found = socket.socket(family)
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening = socket.socket(family)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            found.bind((host, number))
-            found.listen(128)  # the address is printed before the first request is taken
-            return found
+            listening.bind((host, number))
+            listening.listen(128)  # the address is printed before the first request is taken
+            return listening
         except (OSError, OverflowError) as error:
-            found.close()
+            listening.close()
             problem = error if isinstance(error, OSError) else OSError(0, str(error))
     where = host if port is None else f"{host}:{port}"
     why = (problem.strerror or str(problem)) if problem else ""

@@ -122,8 +122,8 @@ class Session:
                 if changed:
                     self._publish()
                     self._changed.notify_all()
-            found: dict[str, Any] = self.board.get("document")
-            return found
+            document: dict[str, Any] = self.board.get("document")
+            return document
 
     def _stored(self, store: Callable[[], None]) -> None:
         """Store something on disk. If that fails, it stays in memory, and the page says why until it is on the disk."""
@@ -169,8 +169,8 @@ class Session:
     def _publish(self) -> None:
         """Put the document on the board."""
         text = self.kept.text
-        found = draft.read(text) if text.strip() else draft.Draft()
-        about = {"version": self.kept.version, "text": text, "draft": asdict(found)}
+        shown = draft.read(text) if text.strip() else draft.Draft()
+        about = {"version": self.kept.version, "text": text, "draft": asdict(shown)}
         self.board.put("document", about | {"undo": len(self._back), "redo": len(self._ahead)})
 
     # ---- what follows from the recipe
@@ -197,19 +197,19 @@ class Session:
 
     def _check(self, version: int, text: str) -> bool:
         """Show the problems of a recipe. Whether it has none."""
-        found = check(text, self.places) if text.strip() else Checked(())
-        marks = [[note.line, note.level] for note in found.notes if note.line and note.level != "open"]
-        html = show.notes(found) if text.strip() else ""
-        facts: dict[str, Any] = {"version": version, "html": html, "marks": marks, "good": found.plan is not None}
-        facts["reason"] = found.reason if text.strip() else "Choose a base and models."
-        if found.plan is not None:
+        checked = check(text, self.places) if text.strip() else Checked(())
+        marks = [[note.line, note.level] for note in checked.notes if note.line and note.level != "open"]
+        html = show.notes(checked) if text.strip() else ""
+        facts: dict[str, Any] = {"version": version, "html": html, "marks": marks, "good": checked.plan is not None}
+        facts["reason"] = checked.reason if text.strip() else "Choose a base and models."
+        if checked.plan is not None:
             facts["costs"] = [
-                ["size", size(found.file_bytes)],
-                ["memory", size(found.memory_bytes)],
-                *self._time(found.plan.made.name, found.file_bytes),
+                ["size", size(checked.file_bytes)],
+                ["memory", size(checked.memory_bytes)],
+                *self._time(checked.plan.made.name, checked.file_bytes),
             ]
         self.board.put("notes", facts)
-        return found.plan is not None
+        return checked.plan is not None
 
     def _time(self, name: str, nbytes: int) -> list[list[str]]:
         """The estimated time of a merge, from the last one with the same method."""
@@ -228,14 +228,14 @@ class Session:
                 raise Cancelled
 
         try:
-            found = preview(allowed(text, self.places), stream=True, progress=progress)
+            result = preview(allowed(text, self.places), stream=True, progress=progress)
         except KeyboardInterrupt:
             return
         except WeightsmithError as error:
             self._show_preview(version, show.error(error))
             return
-        self._show_preview(version, *show.preview(found), _survives(found))
-        self.add_run("preview", found.method, text, time.monotonic() - began, show.preview_numbers(found))
+        self._show_preview(version, *show.preview(result), _survives(result))
+        self.add_run("preview", result.method, text, time.monotonic() - began, show.preview_numbers(result))
 
     def _show_preview(
         self, version: int, html: str, charts: Sequence[Any] = (), survives: Mapping[str, Any] = MappingProxyType({})
@@ -251,17 +251,17 @@ class Session:
         except OSError:
             return
         self._show_models(listed)
-        for i, found in enumerate(listed):
+        for i, model in enumerate(listed):
             if self._closed:
                 return
-            if found.ref not in self._facts:
-                self._facts[found.ref] = self._fact(found.ref)
+            if model.ref not in self._facts:
+                self._facts[model.ref] = self._fact(model.ref)
                 if i % 8 == 7:
                     self._show_models(listed)
         self._show_models(listed)
 
     def _show_models(self, listed: Sequence[Any]) -> None:
-        cards = [{"ref": found.ref, "adapter": found.adapter, **self._facts.get(found.ref, {})} for found in listed]
+        cards = [{"ref": model.ref, "adapter": model.adapter, **self._facts.get(model.ref, {})} for model in listed]
         self.board.put("models", cards)
 
     def _fact(self, name: str) -> dict[str, Any]:
@@ -399,15 +399,15 @@ class Session:
         return show.two_runs(known[first], known[second])
 
 
-def _survives(found: Preview) -> dict[str, list[float | None]]:
+def _survives(result: Preview) -> dict[str, list[float | None]]:
     """For each model of the recipe, the share that survives in each layer."""
-    layers = [layer for layer in found.layers if layer.name.rpartition(".")[2].isdigit()]
+    layers = [layer for layer in result.layers if layer.name.rpartition(".")[2].isdigit()]
 
     def share(layer: Any, i: int) -> float | None:
         kept = layer.models[i]
         return None if kept is None or kept.survives != kept.survives else round(min(1.0, max(0.0, kept.survives)), 4)
 
-    return {name: [share(layer, i) for layer in layers] for i, name in enumerate(found.names)}
+    return {name: [share(layer, i) for layer in layers] for i, name in enumerate(result.names)}
 
 
 def _command(run: Run) -> str:

@@ -49,14 +49,14 @@ def notes(checked: Checked) -> str:
     return f"{head}{_listed(checked.notes)}"
 
 
-def _listed(found: Sequence[Note]) -> str:
-    items = "".join(map(_note, found[:_SHOWN]))
-    more = f"<p>… and {len(found) - _SHOWN:,} more.</p>" if len(found) > _SHOWN else ""
-    return f"<ul class='ws-notes'>{items}</ul>{more}"
+def _listed(problems: Sequence[Note]) -> str:
+    items = "".join(map(_note, problems[:_SHOWN]))
+    rest = f"<p>… and {len(problems) - _SHOWN:,} more.</p>" if len(problems) > _SHOWN else ""
+    return f"<ul class='ws-notes'>{items}</ul>{rest}"
 
 
 def _note(note: Note) -> str:
-    found = note.finding
+    finding = note.finding
     place = (
         f'<button type="button" data-line={note.line}>{safe(note.where)}</button>'
         if note.line
@@ -64,12 +64,12 @@ def _note(note: Note) -> str:
         if note.where
         else ""
     )
-    parts = [f'<li class="ws-{note.level}">{place} {safe(found.what)}']
+    parts = [f'<li class="ws-{note.level}">{place} {safe(finding.what)}']
     if note.excerpt:
         parts.append(f"<pre>{safe_lines(note.excerpt)}</pre>")
-    parts += [f'<div class="ws-detail">{safe(line)}</div>' for line in found.details[:6]]
-    if found.fix:
-        parts.append(f'<div class="ws-fix">→ {safe(found.fix)}</div>')
+    parts += [f'<div class="ws-detail">{safe(line)}</div>' for line in finding.details[:6]]
+    if finding.fix:
+        parts.append(f'<div class="ws-fix">→ {safe(finding.fix)}</div>')
     parts += map(_mend, note.mends)
     return "".join([*parts, "</li>"])
 
@@ -123,9 +123,9 @@ def hint(text: str) -> str:
 
 def marked(text: str) -> str:
     """Running text of a method's documentation: code between backquotes, and links."""
-    found = safe(" ".join(text.split()))
-    found = re.sub(r"`([^`]+)`", r"<code>\1</code>", found)
-    return re.sub(r"https://[^\s,;)]+", r'<a href="\g<0>" target="_blank" rel="noreferrer">\g<0></a>', found)
+    html = safe(" ".join(text.split()))
+    html = re.sub(r"`([^`]+)`", r"<code>\1</code>", html)
+    return re.sub(r"https://[^\s,;)]+", r'<a href="\g<0>" target="_blank" rel="noreferrer">\g<0></a>', html)
 
 
 def about(method: Method) -> str:
@@ -146,42 +146,42 @@ def about(method: Method) -> str:
     )
 
 
-def card(found: Inspection) -> dict[str, Any]:
+def card(inspection: Inspection) -> dict[str, Any]:
     """What a model is, for its card."""
-    layers = sum(stack.layers for stack in found.stacks)
+    layers = sum(stack.layers for stack in inspection.stacks)
     return {
-        "kind": found.architecture or ("adapter" if found.adapter else "no config.json"),
-        "parameters": many(found.elements),
+        "kind": inspection.architecture or ("adapter" if inspection.adapter else "no config.json"),
+        "parameters": many(inspection.elements),
         "layers": layers,
-        "dtype": "/".join(amount.name for amount in found.dtypes[:3]),
-        "bytes": size(sum(nbytes for _, nbytes in found.files)),
-        "licence": found.licence,
-        "quantised": found.quantised,
+        "dtype": "/".join(amount.name for amount in inspection.dtypes[:3]),
+        "bytes": size(sum(nbytes for _, nbytes in inspection.files)),
+        "licence": inspection.licence,
+        "quantised": inspection.quantised,
     }
 
 
-def preview(found: Preview) -> tuple[str, list[dict[str, Any]]]:
+def preview(result: Preview) -> tuple[str, list[dict[str, Any]]]:
     """What a merge will do: what survives of each model, warnings, heat maps and curves by layer; and the charts as JSON."""
-    html, charts = found.report().charts()
-    warnings = "".join(f'<li class="ws-warning">{safe(sentence(finding.what))}</li>' for finding in found.warnings)
-    share = written(finite_or_mark(found.total.share), "share")
-    moved = f"<p class='ws-verdict'>The merge is <b>{share}</b> away from its base, {named(found.base)}.</p>"
-    sample = f"<p class='ws-soft'>From a sample of {found.looked_at / max(1, found.elements):.1%} of the weights.</p>"
-    return f"{moved}{_bars(found)}<ul class='ws-notes'>{warnings}</ul>{html}{sample}", charts
+    html, charts = result.report().charts()
+    warnings = "".join(f'<li class="ws-warning">{safe(sentence(finding.what))}</li>' for finding in result.warnings)
+    share = written(finite_or_mark(result.total.share), "share")
+    moved = f"<p class='ws-verdict'>The merge is <b>{share}</b> away from its base, {named(result.base)}.</p>"
+    sample = f"<p class='ws-soft'>From a sample of {result.looked_at / max(1, result.elements):.1%} of the weights.</p>"
+    return f"{moved}{_bars(result)}<ul class='ws-notes'>{warnings}</ul>{html}{sample}", charts
 
 
-def preview_numbers(found: Preview) -> dict[str, str]:
+def preview_numbers(result: Preview) -> dict[str, str]:
     """The numbers of a preview, by name."""
-    numbers = {"distance from the base": written(finite_or_mark(found.total.share), "share")}
-    for name, kept in zip(found.names, found.total.models, strict=True):
+    numbers = {"distance from the base": written(finite_or_mark(result.total.share), "share")}
+    for name, kept in zip(result.names, result.total.models, strict=True):
         if kept is not None and not math.isnan(kept.survives):
             numbers[f"survives of {name}"] = written(kept.survives, "share")
     return numbers
 
 
-def _bars(found: Preview) -> str:
+def _bars(result: Preview) -> str:
     rows = []
-    for letter, name, kept in zip("ABCDEFGHIJKLMNOPQRSTUVWXYZ", found.names, found.total.models, strict=False):
+    for letter, name, kept in zip("ABCDEFGHIJKLMNOPQRSTUVWXYZ", result.names, result.total.models, strict=False):
         if kept is None or math.isnan(kept.survives):
             why = "does not differ from the base" if kept is not None and kept.norm == 0 else "cannot be measured"
             rows.append(f"<tr><th scope=row><b>{letter}</b> {named(name)}</th><td colspan=2>{why}</td></tr>")
@@ -195,30 +195,30 @@ def _bars(found: Preview) -> str:
     return f"<table class='ws-bars'><tbody>{''.join(rows)}</tbody></table>"
 
 
-def status(found: Status) -> str:
+def status(now: Status) -> str:
     """How far a merge is."""
-    if found.state == "idle":
+    if now.state == "idle":
         return ""
-    name = safe(found.out.name if found.out else "")
-    if found.state == "running":
-        reading = found.reading
-        words = [found.doing]
+    name = safe(now.out.name if now.out else "")
+    if now.state == "running":
+        reading = now.reading
+        words = [now.doing]
         share = 0.0
         if reading is not None:
             share = reading.share
-            words += how_far(reading, found.speed, found.left)
+            words += how_far(reading, now.speed, now.seconds_left)
         bar = f"<div class='ws-bar ws-run' role='progressbar' aria-label='progress' aria-valuenow='{100 * share:.0f}'>"
         bar += f"<i style='width:{100 * share:.1f}%'></i></div>"
         return f"<div class='ws-status'><p><b>{name}</b> {safe(' · '.join(words))}</p>{bar}</div>"
-    if found.state == "cancelled":
+    if now.state == "cancelled":
         return f"<p class='ws-warn'>Cancelled. Finished tensors of <b>{name}</b> are kept: press Resume.</p>"
-    if found.state == "interrupted":
-        if found.out is not None and unfinished(found.out):
+    if now.state == "interrupted":
+        if now.out is not None and unfinished(now.out):
             return f"<p class='ws-warn'><b>{name}</b> was interrupted. Finished tensors are kept: press Resume.</p>"
         return f"<p class='ws-warn'><b>{name}</b> was interrupted before a tensor was finished: press Merge again.</p>"
-    if found.state == "failed":
+    if now.state == "failed":
         return f"<p class='ws-bad'><b>{name}</b> was not merged. {_mend(Mend('why', 'Why?'))}</p>"
-    merged = found.merged
+    merged = now.merged
     assert merged is not None
     words = [count(len(merged.plan.steps), "tensor"), duration(merged.seconds)]
     words += [f"{merged.resumed:,} by an earlier run"] if merged.resumed else []
@@ -228,14 +228,14 @@ def status(found: Status) -> str:
     return f"{done}<ul class='ws-notes'>{warnings}</ul>"
 
 
-def samples(found: Sequence[Sample], prompt: str) -> str:
+def samples(results: Sequence[Sample], prompt: str) -> str:
     """What models wrote, and how well they predict."""
-    if not found:
+    if not results:
         return ""
-    known = [sample.perplexity for sample in found if sample.perplexity is not None]
+    known = [sample.perplexity for sample in results if sample.perplexity is not None]
     best = min(known, default=None)
     rows = []
-    for sample in found:
+    for sample in results:
         if sample.problem:
             cells = f"<td colspan=2 class='ws-error'>{safe(sample.problem)}</td>"
             rows.append(f"<tr><th scope=row>{named(sample.model)}</th>{cells}</tr>")
@@ -254,9 +254,9 @@ def _text(said: str) -> str:
     return escape("".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in said))
 
 
-def sample_numbers(found: Sequence[Sample]) -> dict[str, str]:
+def sample_numbers(samples: Sequence[Sample]) -> dict[str, str]:
     """The perplexities of models, by name."""
-    return {f"perplexity of {each.model}": f"{each.perplexity:.4g}" for each in found if each.perplexity is not None}
+    return {f"perplexity of {sample.model}": f"{sample.perplexity:.4g}" for sample in samples if sample.perplexity is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +274,7 @@ class Swept:
     """One value of a sweep: its preview, and what the merge did with a prompt and a text."""
 
     value: float
-    found: Preview
+    preview: Preview
     sample: Sample | None
 
 
@@ -283,12 +283,12 @@ def sweep(name: str, rows: Sequence[Swept], prompt: str) -> str:
     if not rows:
         return ""
     known = [row.sample.perplexity for row in rows if row.sample is not None and row.sample.perplexity is not None]
-    shares = [row.found.total.share for row in rows if math.isfinite(row.found.total.share)]
+    shares = [row.preview.total.share for row in rows if math.isfinite(row.preview.total.share)]
     cards = []
     for row in rows:
-        share, most = row.found.total.share, max(shares, default=0.0) or 1.0
+        share, most = row.preview.total.share, max(shares, default=0.0) or 1.0
         lines = [_small("distance", share / most if math.isfinite(share) else 0.0, written(finite_or_mark(share), "share"))]
-        for model, kept in zip(row.found.names, row.found.total.models, strict=True):
+        for model, kept in zip(row.preview.names, row.preview.total.models, strict=True):
             if kept is not None and not math.isnan(kept.survives):
                 lines.append(_small(f"survives of {model}", kept.survives, f"{kept.survives:.1%}"))
         said = ""
@@ -316,13 +316,13 @@ def trials(names: Sequence[str], rows: Sequence[tuple[int, Sequence[Any], float 
 
     rows  number, values and loss of each, in nats for a token
     """
-    scored = sorted((loss, number, own) for number, own, loss in rows if loss is not None)
+    scored = sorted((loss, number, values) for number, values, loss in rows if loss is not None)
     if not scored:
         return ""
     heads = "".join(f"<th>{_parameter(name)}</th>" for name in names)
     lines = []
-    for loss, number, found in scored[:_SHOWN]:
-        cells = "".join(f"<td>{value:.4g}</td>" for value in found)
+    for loss, number, row in scored[:_SHOWN]:
+        cells = "".join(f"<td>{value:.4g}</td>" for value in row)
         lines.append(f"<tr><td>{number}</td><td class='ws-n'>{written(loss)}</td>{cells}</tr>")
     head = f"<thead><tr><th>trial</th><th>loss, nats per token</th>{heads}</tr></thead>"
     about = f"<p class='ws-soft'>{count(len(rows), 'trial')}, {len(scored):,} of them scored on all rows.</p>"
@@ -335,11 +335,11 @@ def _parameter(name: str) -> str:
     return f"{safe(what)}{of}{named(model)}" if of else safe(name)
 
 
-def verdict(found: Report) -> str:
+def verdict(report: Report) -> str:
     """What a report says first."""
-    lines = "".join(f"<li>{safe(sentence)}</li>" for sentence in found.summary[1:])
-    numbers = "".join(f"<div><dt>{safe(name)}</dt><dd>{safe(number)}</dd></div>" for name, number in found.numbers)
-    first = safe(found.summary[0] if found.summary else found.title)
+    lines = "".join(f"<li>{safe(sentence)}</li>" for sentence in report.summary[1:])
+    numbers = "".join(f"<div><dt>{safe(name)}</dt><dd>{safe(number)}</dd></div>" for name, number in report.numbers)
+    first = safe(report.summary[0] if report.summary else report.title)
     return f"<p class='ws-verdict'>{first}</p><dl>{numbers}</dl><ul>{lines}</ul>"
 
 

@@ -151,19 +151,19 @@ class Tasks:
             raise PageError("there is nothing to try it on", Mend("prompt", "Write a prompt"))
 
         def work() -> None:
-            began, found = time.monotonic(), list[show.Sample]()
+            began, samples = time.monotonic(), list[show.Sample]()
             steps: list[tuple[str, Callable[[], show.Sample]]] = [
                 (MERGE, lambda: tried(recipe, self.places, asked)),
                 *((name, lambda name=name: next(compare([name], self.places, asked))) for name in models),
             ]
             for name, step in steps:
-                self.show("try", f"running {name}", show.samples(found, prompt))
+                self.show("try", f"running {name}", show.samples(samples, prompt))
                 if self._stop.is_set():
                     break
-                found.append(step())
-            html = show.samples(found, prompt)
-            numbers = show.sample_numbers(found)
-            if found:
+                samples.append(step())
+            html = show.samples(samples, prompt)
+            numbers = show.sample_numbers(samples)
+            if samples:
                 self._add("try", draft.read(recipe).method, recipe, time.monotonic() - began, numbers)
             self.show("try", "", html, running=False)
 
@@ -191,13 +191,13 @@ class Tasks:
 
         def work() -> None:
             began, rows = time.monotonic(), list[show.Swept]()
-            for value, each in zip(values, texts, strict=True):
+            for value, text_of in zip(values, texts, strict=True):
                 self.show("sweep", f"{name} = {value:g}", show.sweep(name, rows, prompt))
                 if self._stop.is_set():
                     break
-                found = preview(allowed(each, self.places), stream=True, progress=self.stop_if_asked)
-                sample = tried(each, self.places, asked) if runs else None
-                rows.append(show.Swept(value, found, sample))
+                result = preview(allowed(text_of, self.places), stream=True, progress=self.stop_if_asked)
+                sample = tried(text_of, self.places, asked) if runs else None
+                rows.append(show.Swept(value, result, sample))
             if rows:
                 numbers = {"values": ", ".join(f"{row.value:g}" for row in rows)}
                 self._add("sweep", name, recipe, time.monotonic() - began, numbers)
@@ -248,13 +248,13 @@ class Tasks:
             raise PageError(what, Mend("text", "Write a text"), fix="choose parameters, and write a text")
         asked, names = recipe, list[str]()
         for path, model, low, high in ranges:
-            found = draft.control_at(recipe, path, model)
-            if found is None or found.kind not in ("float", "int") or not low < high:
+            control = draft.control_at(recipe, path, model)
+            if control is None or control.kind not in ("float", "int") or not low < high:
                 raise ParameterError(
                     "this parameter cannot be tuned", where=f"{path}, {low:g} to {high:g}", fix="write a range"
                 )
-            asked = edits.put(asked, found.path, {"tune": [low, high]})
-            names.append(f"{found.name} of {model}" if model else found.name)
+            asked = edits.put(asked, control.path, {"tune": [low, high]})
+            names.append(f"{control.name} of {model}" if model else control.name)
 
         too_short = _too_short(self.fit(recipe, text, tokens))
         if too_short is not None:
@@ -266,10 +266,10 @@ class Tasks:
                 (folder / TEXT_FILE).write_text(text, encoding="utf-8")
                 shown = _Trials(self, names)
                 options: dict[str, Any] = {"budget": budget, "progress": shown, "on_trial": shown.add}
-                found = tune(asked, folder / "tuned.yml", text=folder / TEXT_FILE, tokens=tokens, **options)
-                page = found.report()
-            numbers = {f"perplexity of the {name}": f"{score.perplexity:.4g}" for name, score in found.totals.items()}
-            number = self._add("tune", ", ".join(names), found.recipe, time.monotonic() - began, numbers, page.to_html())
+                tuning = tune(asked, folder / "tuned.yml", text=folder / TEXT_FILE, tokens=tokens, **options)
+                page = tuning.report()
+            numbers = {f"perplexity of the {name}": f"{score.perplexity:.4g}" for name, score in tuning.totals.items()}
+            number = self._add("tune", ", ".join(names), tuning.recipe, time.monotonic() - began, numbers, page.to_html())
             html = show.verdict(page) + show.trials(names, shown.rows)
             self.show("tune", "", html, running=False, report=number)
 
@@ -285,16 +285,16 @@ class Tasks:
             began = time.monotonic()
             self.show("look", f"reading {', '.join(every)}", "")
             if len(every) > 2:
-                found = diff(*every[1:], base=every[0], progress=self.stop_if_asked).report()
+                report = diff(*every[1:], base=every[0], progress=self.stop_if_asked).report()
             elif len(every) == 2:
-                found = diff(every[0], every[1], progress=self.stop_if_asked).report()
+                report = diff(every[0], every[1], progress=self.stop_if_asked).report()
             else:
-                found = inspect(every[0], stats=True, progress=False).report()
-            run = self._add("look", ", ".join(every), recipe, time.monotonic() - began, dict(found.numbers), found.to_html())
-            self.show("look", "", show.verdict(found), running=False, report=run)
-            if len(every) == 2 and found.summary:
+                report = inspect(every[0], stats=True, progress=False).report()
+            run = self._add("look", ", ".join(every), recipe, time.monotonic() - began, dict(report.numbers), report.to_html())
+            self.show("look", "", show.verdict(report), running=False, report=run)
+            if len(every) == 2 and report.summary:
                 verdicts = self.board.get("verdicts") or {}
-                self.board.put("verdicts", {**verdicts, every[0]: {**verdicts.get(every[0], {}), every[1]: found.summary[0]}})
+                self.board.put("verdicts", {**verdicts, every[0]: {**verdicts.get(every[0], {}), every[1]: report.summary[0]}})
 
         self._begin("look", work, ", ".join(every))
 
@@ -328,15 +328,15 @@ class Tasks:
         self.board.put("task", {"kind": kind, "running": running, "doing": doing, "html": html, "report": report})
 
 
-def _too_short(found: Fit) -> PageError | None:
+def _too_short(fit: Fit) -> PageError | None:
     """Why a text cannot be tuned on; None if it can."""
-    if found.enough:
+    if fit.enough:
         return None
-    what = f"the text has {count(found.rows, 'row')} of {found.tokens:,} tokens, and {found.needed} are needed"
-    if not found.shorter:
+    what = f"the text has {count(fit.rows, 'row')} of {fit.tokens:,} tokens, and {fit.needed} are needed"
+    if not fit.shorter:
         return PageError(what, Mend("text", "Write more"), fix="write a longer text")
-    label = f"Use rows of {found.shorter} tokens"
-    return PageError(what, Mend("tokens", label, str(found.shorter)), fix="write a longer text, or use shorter rows")
+    label = f"Use rows of {fit.shorter} tokens"
+    return PageError(what, Mend("tokens", label, str(fit.shorter)), fix="write a longer text, or use shorter rows")
 
 
 class _Trials(Meter):

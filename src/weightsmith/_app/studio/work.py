@@ -53,7 +53,7 @@ class Status:
     out      its folder; None before the first one
     doing    what is being done
     reading  the last look at the work; None if there is nothing to measure
-    speed, left   bytes a second, and seconds; None while unknown
+    speed, seconds_left   bytes a second, and seconds; None while unknown
     problem  why it failed
     merged   the result
 
@@ -66,7 +66,7 @@ class Status:
     doing: str = ""
     reading: Reading | None = None
     speed: float | None = None
-    left: float | None = None
+    seconds_left: float | None = None
     problem: Exception | None = None
     merged: Merged | None = None
 
@@ -100,8 +100,8 @@ class Work:
                 raise Busy("a merge is running", where=str(self._status.out), fix="wait until it is done, or cancel it")
             self._cancel.clear()
             started = self._status = Status("running", self._status.number + 1, out, "planning")
-        given = (recipe, out, overwrite, resume)
-        self._thread = threading.Thread(target=self._run, args=given, name="weightsmith-studio", daemon=True)
+        arguments = (recipe, out, overwrite, resume)
+        self._thread = threading.Thread(target=self._run, args=arguments, name="weightsmith-studio", daemon=True)
         self._thread.start()
         return started
 
@@ -153,8 +153,8 @@ class _Watching(Meter):
     def show(self, reading: Reading) -> None:
         """Keep it. Called about ten times a second."""
         self._stop_if_asked()
-        speed, left = self._rates.take(reading)
-        self._update(doing=reading.label, reading=reading, speed=speed, left=left)
+        speed, seconds = self._rates.take(reading)
+        self._update(doing=reading.label, reading=reading, speed=speed, seconds_left=seconds)
 
     def say(self, text: str) -> None:
         """Keep it."""

@@ -1,11 +1,11 @@
 """Gives out the parts of a plan, and puts together what was done.
 
-The driver holds the staging folder, shared, or the lock of an output in a bucket, as long as workers are in it, so that no
+The driver holds the staging folder, shared, or the claim of an output in a bucket, as long as workers are in it, so that no
 other run can take it. It alone decides what is done again:
 
 * A part whose worker was lost is done by another one, which keeps the finished tensors whose checksums are right. In a folder,
   the lock of the part keeps it out until the lost worker, if it still runs somewhere, has really ended. In a bucket, both may
-  upload: see `outputs.bucket.backend`.
+  put the same files: the driver compares what is there with what was reported, before it publishes.
 * A part that takes long when no other part waits is done by a second worker too, and the first answer counts. Both write the
   same bytes to the same places, and each has a journal of its own. This is not so where torch computes whole matrices, which
   another machine may round differently, and not for products: these have one worker.
@@ -18,28 +18,28 @@ import os
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from weightsmith._base.errors import Busy, WorkerLost
+from weightsmith._base.errors import Busy, Finding, WorkerLost
 from weightsmith._base.options import named
+from weightsmith._base.text import count
 from weightsmith._engine.local import Progress
 from weightsmith._engine.reader import Reader
 from weightsmith._engine.results import Results
 from weightsmith._execution.distributed.work import Answer, Done, Failed, Lost, Order, Share, Workers
 from weightsmith._execution.identity import facts, work_identity
 from weightsmith._execution.options import RunOptions
-from weightsmith._execution.run import Callbacks, Helped, RunRequest
+from weightsmith._execution.run import Helped, RunRequest, finished_steps, kept_products
 from weightsmith._files.collector import collector_paused
 from weightsmith._files.containers import GGUF
 from weightsmith._methods.jobs.requires import named_device
 from weightsmith._outputs.places import place_of
 from weightsmith._planning.planner import Prepared
 from weightsmith._plans import COPY, Plan
-from weightsmith._plans.parts import Together, parts_of, units_of
+from weightsmith._plans.parts import parts_of, units_of
 
 if TYPE_CHECKING:
     from weightsmith._outputs.staging import Staging
@@ -58,8 +58,6 @@ SLOW_SECONDS = 10.0
 """And at least so long."""
 LOOK_SECONDS = 1.0
 """Between two looks at the journals of running parts, for the progress: hundreds of files, perhaps on a network file system."""
-EDGE_BYTES = 4 << 20
-"""Tensors of two parts that are less than that apart may be in one page of a network file system's cache."""
 
 
 def share_out(prepared: Prepared, staging: Staging, request: RunRequest, *, workers: Workers) -> Helped:
@@ -69,13 +67,12 @@ def share_out(prepared: Prepared, staging: Staging, request: RunRequest, *, work
     raise. All workers have ended then, and what they finished can be resumed.
     """
     workers.begin(_order(prepared, request.out, request.options))
-    driver = Driver(prepared, staging, place_of(request.out).together(prepared.plan.layout), workers, request.callbacks)
+    driver = Driver(prepared, staging, workers, request)
     with staging.shared():
         try:
             driver.go()
         finally:
             driver.stop()
-    driver.check_edges(request.options.threads or 2)
     return driver.helped
 
 
@@ -107,15 +104,17 @@ class _State:
 class Driver:
     """The shares of one plan: which wait, which run, what was done."""
 
-    def __init__(
-        self, prepared: Prepared, staging: Staging, together: Together, workers: Workers, callbacks: Callbacks
-    ) -> None:
-        plan = prepared.plan
-        self.plan, self.staging, self.workers, self.callbacks = plan, staging, workers, callbacks
-        self.helped = Helped()
-        self.n = part_count(plan, workers.slots(), together)
-        parts = dict(enumerate(parts_of(plan, self.n, together), 1))
-        self._owner = {out.name: k for k, steps in parts.items() for step in steps for out in step.outs}
+    def __init__(self, prepared: Prepared, staging: Staging, workers: Workers, request: RunRequest) -> None:
+        plan, allow_nonfinite = prepared.plan, request.options.allow_nonfinite
+        self.plan, self.staging, self.workers, self.callbacks = plan, staging, workers, request.callbacks
+        slots = workers.slots()
+        self.helped = Helped(warnings=few_files(plan, slots))
+        self.n = part_count(plan, slots)
+        parts = dict(enumerate(parts_of(plan, self.n), 1))
+        if staging.target.streams:  # a worker on another machine does not see what an earlier run has finished
+            done = finished_steps(plan, staging, kept_products(plan, staging), allow_nonfinite)
+            for k in [k for k, steps in parts.items() if all(step.out.name in done for step in steps)]:
+                self.helped += Helped(len(parts.pop(k)))
         later = {k for k, steps in parts.items() if any(plan.needs(step) for step in steps)}
         first = [Share((k, self.n)) for k, steps in parts.items() if steps and k not in later]
         self._ready = deque([*([Share(None)] if plan.products else []), *first])
@@ -123,7 +122,6 @@ class Driver:
         self._states: dict[Share, _State] = {}
         self._running: set[Share] = set()
         self._durations: list[float] = []
-        self._machines: set[str] = set()
         self._second_is_safe = is_portable(prepared)
         self._uncounted = {step.outs[0].name: step.nbytes for step in plan.steps}
         self._total_tensors, self._total_bytes, self._counted_bytes = len(self._uncounted), sum(self._uncounted.values()), 0
@@ -144,15 +142,6 @@ class Driver:
             self._running.discard(share)
             self.workers.stop(share)
 
-    def check_edges(self, threads: int) -> None:
-        """Read again what one machine may have damaged of another's work: see `EDGE_BYTES`. The caller makes it again.
-
-        A client of a network file system may write a whole page of its cache, in which bytes that another machine has written
-        meanwhile are old: of another part, or of a file's first tensors, after the header. On one machine there is one cache.
-        """
-        if self._machines - {self.workers.here}:
-            self.staging.reread(edges(self.plan, self._owner) & self.staging.finished, threads)
-
     # ---- starting
 
     def _start(self) -> None:
@@ -172,7 +161,7 @@ class Driver:
     def _run(self, share: Share) -> None:
         self._state(share).began = time.monotonic()
         self._running.add(share)
-        self.workers.start(share)
+        self.workers.start(replace(share, products=self.staging.products))
 
     def _state(self, share: Share) -> _State:
         return self._states.setdefault(share, _State())
@@ -194,9 +183,8 @@ class Driver:
         self._running.discard(share)
         state = self._state(share)
         match answer:
-            case Done(part, machine):
+            case Done(part):
                 self._durations.append(time.monotonic() - state.began)
-                self._machines.add(machine)
                 self.staging.adopt(part.built)
                 self._count(part.built.tensors)
                 self.helped += part.helped
@@ -259,12 +247,26 @@ class Driver:
             self._counted_bytes += self._uncounted.pop(name, 0)
 
 
-def part_count(plan: Plan, slots: int, together: Together = ()) -> int:
-    """How many parts a plan is divided into for so many workers at once; one for a single worker. together: see `parts_of`."""
+def part_count(plan: Plan, slots: int) -> int:
+    """How many parts a plan is divided into for so many workers at once; one for a single worker."""
     if slots == 1:  # if it is lost, the next one keeps what it has finished; at the end of a part its threads wait
         return 1
     wanted = min(PARTS_PER_SLOT * slots, max(slots, -(-plan.nbytes // PART_BYTES)))
-    return max(1, min(wanted, len(units_of(plan, together))))
+    return max(1, min(wanted, len(units_of(plan))))
+
+
+def few_files(plan: Plan, slots: int) -> tuple[Finding, ...]:
+    """The warning that not all workers have work, for a file is made by one of them."""
+    units = len(units_of(plan))
+    if units >= slots:
+        return ()
+    what = f"{count(units, 'worker')} of {slots} had work: each makes whole weight files, and there are {units}"
+    smaller = max(1_000_000, plan.nbytes // (2 * slots))
+    return (
+        Finding(
+            what, named("ray"), (), f"make smaller files, which feed all workers: --max-shard-size {smaller // 1_000_000}MB"
+        ),
+    )
 
 
 def is_portable(prepared: Prepared) -> bool:
@@ -280,20 +282,3 @@ def is_portable(prepared: Prepared) -> bool:
             if leaf.op != COPY and leaf.out.size and key not in known:
                 known[key] = reader.job(leaf).portable
     return all(known.values())
-
-
-def edges(plan: Plan, owner: Mapping[str, int]) -> set[str]:
-    """The tensors within `EDGE_BYTES` of a place where the bytes of one part follow those of another, or a header.
-
-    owner: tensor → part. The driver writes the headers.
-    """
-    found: set[str] = set()
-    for shard in plan.layout.shards:
-        placed = [(spec.name, plan.layout.places[spec.name]) for spec in shard.tensors]
-        for i in range(len(placed)):
-            at = placed[i][1].offset
-            if i == 0 or owner[placed[i - 1][0]] != owner[placed[i][0]]:
-                before = takewhile(lambda own: at - own[1].offset - own[1].nbytes < EDGE_BYTES, reversed(placed[:i]))  # noqa: B023
-                after = takewhile(lambda own: own[1].offset - at < EDGE_BYTES, placed[i:])  # noqa: B023
-                found.update(name for name, _ in (*before, *after))
-    return found

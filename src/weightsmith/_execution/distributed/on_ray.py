@@ -83,11 +83,6 @@ class RayWorkers:
                 for share in list(workers._running):
                     workers.stop(share)
 
-    @property
-    def here(self) -> str:
-        """See `Workers`."""
-        return _machine(self._ray)
-
     def begin(self, order: Order) -> None:
         """See `Workers`. A machine gets the order from the first one that has it."""
         self.slots()
@@ -203,9 +198,4 @@ def _set(name: str, value: str | None) -> None:
 
 def _do(order: Order, share: Share) -> bytes:
     """`do`, in a process of Ray's."""
-    return do(order, share, _machine(import_module("ray")))
-
-
-def _machine(ray: Any) -> str:
-    """Ray's name for this machine. Two machines may have one host name."""
-    return str(ray.get_runtime_context().get_node_id())
+    return do(order, share)

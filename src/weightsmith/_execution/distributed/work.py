@@ -12,7 +12,7 @@ import pickle
 import socket
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -53,10 +53,15 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one worker does: part k of n, or the products of all parts (None). second: of two workers that do the same part."""
+    """What one worker does: part k of n, or the products of all parts (None).
+
+    second    of two workers that do the same part
+    products  checksums of those that are made
+    """
 
     part: tuple[int, int] | None
     second: bool = False
+    products: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @property
     def label(self) -> str:
@@ -69,10 +74,9 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A share is done. machine: of the worker, as `Workers.here` names machines."""
+    """A share is done."""
 
     part: PartDone
-    machine: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +99,6 @@ Answer = Done | Failed | Lost
 class Workers(Protocol):
     """Processes that do shares, each by `do`."""
 
-    @property
-    def here(self) -> str:
-        """The name of the driver's machine; no two machines have the same. It changes nothing but which bytes are checked."""
-
     def begin(self, order: Order) -> None:
         """What the shares that are started from now on belong to."""
 
@@ -115,18 +115,18 @@ class Workers(Protocol):
         """End a running share's process, if it has not ended. It gives no answer."""
 
 
-def do(order: Order, share: Share, machine: str) -> bytes:
-    """Do a share in this process; its answer, `Done` or `Failed`, pickled. machine: the name of this one."""
+def do(order: Order, share: Share) -> bytes:
+    """Do a share in this process; its answer, `Done` or `Failed`, pickled."""
     try:
         if not is_address(order.out) or Path(order.folder).is_dir():
             os.chdir(order.folder)
         prepared = _reopened(order)
         _check_same(order, prepared)
         if share.part is None:
-            found = execute_products(prepared, order.out, order.options)
+            found = execute_products(prepared, order.out, order.options, share.products)
         else:
-            found = execute_part(prepared, order.out, share.part, order.options, helping=share.label)
-        return pickle.dumps(Done(found, machine))
+            found = execute_part(prepared, order.out, share.part, order.options, helping=share.label, products=share.products)
+        return pickle.dumps(Done(found))
     except Exception as error:
         return pickle.dumps(Failed(_portable(error)))
 

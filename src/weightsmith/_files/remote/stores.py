@@ -86,8 +86,7 @@ class Store:
     def failure(self, error: Exception, where: str) -> Exception:
         """What an exception of obstore means."""
         known = self._obstore.exceptions
-        stated = re.search(r"status(?: code)?:? ([0-9]{3})\b", str(error))  # of a list, whose errors are all of one type
-        status = int(stated[1]) if stated is not None else 0
+        status = status_of(error)
         if isinstance(error, known.PreconditionError | known.NotModifiedError):
             return CheckpointError("the object has changed since it was first read", where=where, fix=CHANGED_FIX)
         if isinstance(error, known.NotFoundError | FileNotFoundError) or status == 404:
@@ -157,6 +156,12 @@ class StoreFile:
             what = f"the object has changed since it was first read: {then} then, {now} now"
             raise CheckpointError(what, where=self.where, fix=CHANGED_FIX)
         self._tag = self._tag or tag  # a list may lack what the object's answers have
+
+
+def status_of(error: Exception) -> int:
+    """The status in the text of an exception of obstore, whose errors of lists are all of one type; 0 without one."""
+    found = re.search(r"(?:status(?: code)?:?|non-2xx status code:) ([0-9]{3})\b", str(error))
+    return int(found[1]) if found is not None else 0
 
 
 def _quoted(tag: str) -> str:

@@ -14,7 +14,7 @@ from functools import partial
 
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._models.formats.mlx import JOINED, STACKED
-from weightsmith._models.structure.projections import joined_sets
+from weightsmith._models.structure.projections import joined_sets, role_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,7 +321,7 @@ def _is_expert(name: str) -> bool:
 
 
 def _is_down(name: str) -> bool:
-    return name.split(".")[-2:][0] in ("down_proj", "w2", "output_linear")
+    return role_of(name.removesuffix(".weight")) == "down"
 
 
 def _partly(experts: Sequence[TensorSpec], plain: Iterable[TensorSpec]) -> list[str]:

@@ -44,7 +44,7 @@ from weightsmith._models.formats.decoded import F32, QuantisedModel, Weight, ban
 from weightsmith._models.formats.matrices import MXFP4_GROUP, NVFP4_GROUP, SUFFIX, MatrixEncoding, powers_of_two
 from weightsmith._models.formats.reader_configs import adapt_to_mlx_lm
 from weightsmith._models.structure.configs import EXPERT_COUNTS, text_sections, whole_number
-from weightsmith._models.structure.projections import GATED
+from weightsmith._models.structure.projections import BEFORE_DOWN, MIXTRAL
 from weightsmith._models.structure.projections import JOINED as JOINED_PROJECTIONS
 from weightsmith._plans import JOIN, PLAIN, PlanDraft, Step
 from weightsmith.abc.stored import Bytes, Config, Encoding, Rows, Specs, StoredFormat, Writing
@@ -76,7 +76,7 @@ not among them: if their experts are stacked, mlx-lm does not convert other tens
 
 _READ: Mapping[str, Mapping[str, str]] = {
     **{model_type: {} for model_type in ("glm4_moe", "olmoe", "qwen2_moe", *STACKED)},
-    "mixtral": {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"},
+    "mixtral": MIXTRAL,
 }
 """Values of `model_type` whose stacked experts are read, with projections that have other names. Nothing else in their files
 from mlx-lm differs from those of transformers.
@@ -212,7 +212,6 @@ _OTHER_TOWERS = ("vision", "visual", "audio", "speech", "image")
 """Parts of names of modules with hidden states of other sizes."""
 _OTHER_WIDTHS = ("attention_hidden_size", "word_embed_proj_dim", "embedding_size", "embedding_dim")
 """Keys of config.json that say that inputs of some modules are not the hidden state, which they then are no check of."""
-_DOWN = {down: (gate, up) for gate, up, down in GATED.values()} | {"w2": ("w1", "w3")}
 _DEFAULTS: Mapping[str, Any] = {"group_size": 64, "bits": 4}
 """Of MLX's layers, where a module's own settings leave something out."""
 _FIX = "Repair the settings of the modules in config.json: mlx_lm.convert and mlx_vlm.convert write them."
@@ -304,7 +303,7 @@ def _known_inputs(name: str, widths: Mapping[str, Width], hidden: int) -> Iterat
         sibling = widths.get(f"{parent}.{other}")
         if sibling is not None and JOINED_PROJECTIONS[other] == joined:
             yield sibling.inputs, f"{show(sibling.name)} has {sibling.inputs:,}"
-    for before in _DOWN.get(leaf, ()):
+    for before in BEFORE_DOWN.get(leaf, ()):
         if (sibling := widths.get(f"{parent}.{before}")) is not None:
             yield sibling.outputs, f"{show(sibling.name)} has {sibling.outputs:,} outputs"
 

@@ -1,14 +1,15 @@
-"""The projections of a decoder layer by their names: which have the same input, which some models store as one matrix.
+"""The projections of a decoder layer by their names: their roles, which have the same input, which are stored as one matrix.
 
-    q, k, v   of the attention            q_proj, k_proj, v_proj; wq, wk, wv; query, key, value; …
-    gate, up  of a gated MLP or expert    gate_proj, up_proj; w1, w3 (Mixtral's); gate_linear, up_linear; …
+    q, k, v, o      of the attention            q_proj, k_proj, v_proj, o_proj; wq, wk, wv; query, key, value; …
+    gate, up, down  of a gated MLP or expert    gate_proj, up_proj, down_proj; w1, w3, w2 (Mixtral's); gate_linear, up_linear; …
 
-A new spelling is one line here. (llama.cpp's names are in `formats/gguf/tensors.py`.)
+A new spelling is one line here, for every stored format. (llama.cpp's names of the roles are in `formats/gguf/tensors.py`.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Literal
 
 from weightsmith._base.groups import grouped
 
@@ -40,15 +41,41 @@ MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 UNMIXTRAL = {there: here for here, there in MIXTRAL.items()}
 """The usual names of Mixtral's."""
 
+Role = Literal["q", "k", "v", "o", "gate", "up", "down"]
+"""What a projection does, also the beginning of its usual name: `q_proj`."""
+
+_META, _MIXTRAL = ("wq", "wk", "wv"), ("w1", "w3", "w2")
+_ATTENTION_ROLES: tuple[Role, ...] = ("q", "k", "v")
+_MLP_ROLES: tuple[Role, ...] = ("gate", "up", "down")
+_ROLES: Mapping[str, Role] = {
+    **{name: role for names in (*ATTENTION.values(), _META) for role, name in zip(_ATTENTION_ROLES, names, strict=True)},
+    "o_proj": "o",
+    **{name: role for names in (*GATED.values(), _MIXTRAL) for role, name in zip(_MLP_ROLES, names, strict=True)},
+}
+"""Name of a module in its parent → what it does."""
+
+BEFORE_DOWN = {down: (gate, up) for gate, up, down in (*GATED.values(), _MIXTRAL)}
+"""Projections whose outputs enter another."""
+
 _LATENT = ("q_a_proj", "kv_a_proj_with_mqa")
 """DeepSeek's: the attention's input enters both."""
 
 JOINED = {
-    **dict.fromkeys([name for names in ATTENTION.values() for name in names] + ["wq", "wk", "wv"], "qkv"),
+    **dict.fromkeys([name for names in ATTENTION.values() for name in names] + [*_META], "qkv"),
     **dict.fromkeys([name for gate, up, _ in GATED.values() for name in (gate, up)] + ["w1", "w3"], "gate_up"),
     **dict.fromkeys(_LATENT, "qkv_a"),
 }
 """Projection → the input that it shares with others, or the matrix that engines join them into."""
+
+
+def role_of(module: str) -> Role | None:
+    """What a module of a layer does, by the last component of its name; None for one that is no projection.
+
+    >>> role_of("model.layers.0.self_attn.q_proj"), role_of("block_sparse_moe.experts.3.w2"), role_of("model.norm")
+    ('q', 'down', None)
+    """
+    return _ROLES.get(module.rpartition(".")[2])
+
 
 _ORDER = {name: i for i, name in enumerate(JOINED)}
 

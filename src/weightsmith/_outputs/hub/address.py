@@ -10,12 +10,10 @@ from urllib.parse import quote
 
 from weightsmith._base.errors import NOTHING_WRITTEN, PushFailed, legible
 from weightsmith._outputs.local.target import absolute
-from weightsmith.abc.output import Capabilities
 
 SCHEME = "hf://"
 MAIN = "main"
 _BRANCH = re.compile(r"(?!-|/|refs/)(?!.*(\.\.|//|@\{|/\.|\.lock(/|$)))[^\s~^:?*\[\\\x00-\x1f\x7f]{1,200}(?<![/.])")
-CAPABILITIES = Capabilities(in_order=True, copies=False, publication="commit", parts=False, shared_locks=False)
 _COMMIT = re.compile("[0-9a-f]{40,64}")
 
 
@@ -33,7 +31,6 @@ class HubAddress:
 
     repo: str
     branch: str = MAIN
-    capabilities = CAPABILITIES
 
     @property
     def name(self) -> str:

@@ -17,15 +17,16 @@ The final name never shows an incomplete output. If publishing was cut off, the 
 from __future__ import annotations
 
 import errno
+import os
 import stat
 from pathlib import Path
 
-from weightsmith._base.errors import NOTHING_WRITTEN, Finding, OutputExists, StoreError
-from weightsmith._outputs.journal import Entries
+from weightsmith._base.errors import NOTHING_WRITTEN, Finding, StoreError
+from weightsmith._outputs.journal import Entries, read_journal
 from weightsmith._outputs.local import disk
 from weightsmith._outputs.local.claim import CONTENT, JOURNAL, LOCK, OLD, PARTS, PRODUCTS, SPACE, check_content
 from weightsmith._outputs.local.locks import Locks
-from weightsmith._outputs.local.target import remove_checkpoint
+from weightsmith._outputs.local.target import check_out, remove_checkpoint
 from weightsmith._outputs.manifest import MANIFEST_NAME
 
 STAGING_SUFFIX = ".weightsmith-staging"
@@ -91,31 +92,6 @@ class StagingArea:
             what = f"an interrupted overwrite of {self.out} left the replaced checkpoint here, and a new folder has its name"
             raise StoreError(what, where=str(old), fix="move one of the two away and run again")
 
-    def rename(self, *, overwrite: bool) -> None:
-        """Give the content its final name. With `overwrite`, the checkpoint there is moved into the staging folder."""
-        try:
-            self.content.rename(self.out)  # fails if there is a folder with anything in it
-            return
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
-            if not overwrite:
-                raise OutputExists(
-                    "the output folder was created by another program meanwhile",
-                    where=str(self.out),
-                    fix="move it away and run again: all that is left to do is the rename",
-                    state=f"Everything is finished in {self.folder}",
-                ) from None
-        if disk.exchange(self.content, self.out):
-            return
-        old = self.folder / OLD
-        self.out.rename(old)
-        try:
-            self.content.rename(self.out)
-        except OSError:
-            old.rename(self.out)
-            raise
-
     # removing
 
     def remove_replaced(self) -> None:
@@ -172,3 +148,8 @@ def _identity(path: Path) -> tuple[int, int] | None:
     if not stat.S_ISDIR(about.st_mode) or not (path / MANIFEST_NAME).exists():
         return None
     return about.st_dev, about.st_ino
+
+
+def staged_plan(out: str | os.PathLike[str]) -> str:
+    """The plan hash of interrupted work for this output folder, "" if there is none."""
+    return read_journal(staging_folder(check_out(out)) / JOURNAL).plan

@@ -15,6 +15,8 @@ from weightsmith._base.files import file_kind
 from weightsmith._outputs.journal import Entries, read_journal
 
 LOCK, JOURNAL, SPACE, CONTENT, OLD, PRODUCTS, PARTS = "lock", "journal", "space", "content", "old", "products", "parts"
+ADDRESS = "address"
+"""Key of a note: the address of the output, if it is no local folder."""
 OWNER = "process "
 """Start of the text in our locks."""
 

@@ -1,28 +1,34 @@
-"""A local folder as an output."""
+"""A local folder as the target of an output: a rename makes it visible."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import errno
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from weightsmith._outputs.local.rename import CAPABILITIES
+from weightsmith._base.errors import OutputExists
+from weightsmith._outputs.local import disk
+from weightsmith._outputs.local.claim import OLD
 from weightsmith._outputs.local.target import absolute, check_out, check_vacant
+from weightsmith.abc.output import Target
 
 if TYPE_CHECKING:
-    from weightsmith._files.containers import Layout
-    from weightsmith._plans.parts import Together
-    from weightsmith.abc.output import OutputBackend, OutputSpec, Progress, Verified
+    from weightsmith.abc.output import OutputSpec, Progress, Verified
 
 
-@dataclass(frozen=True, slots=True)
-class LocalFolder:
+class LocalTarget(Target):
     """A local folder. path: as the user wrote it; it may not be one that can be written."""
 
-    path: str
-    capabilities = CAPABILITIES
-    spec = url = ""
+    streams, publication, parts = False, "rename", True
+
+    def __init__(self, path: str) -> None:
+        """Change nothing on disk."""
+        self.path = path
+        self._overwrite = False
+
+    def __str__(self) -> str:
+        return self.path
 
     @property
     def name(self) -> str:
@@ -39,27 +45,40 @@ class LocalFolder:
         """The absolute path."""
         return absolute(self.path)
 
-    def backend(self, spec: OutputSpec) -> OutputBackend:
-        """Raises StoreError if no output can have this path."""
-        from weightsmith._outputs.local.backend import FolderBackend
-        from weightsmith._outputs.local.rename import Rename
-
-        out = check_out(self.path)
-        return FolderBackend(out, spec, Rename(out))
-
-    def check_free(self, *, overwrite: bool, protected: Sequence[Path], reads: Sequence[str]) -> None:
-        """See `Place.check_free`."""
+    def check_free(self, *, overwrite: bool, protected: Sequence[Path], reads: Sequence[str], notes: Mapping[str, Any]) -> None:
         check_vacant(check_out(self.path), overwrite=overwrite, protected=protected)
 
-    def together(self, layout: Layout) -> Together:
-        """Any process may build any tensor."""
-        return ()
-
     def verify(self, *, threads: int, progress: Progress | None) -> Verified:
-        """See `Place.verify`."""
         from weightsmith._outputs.local.verify import verify_folder
 
         return verify_folder(self.path, threads=threads, progress=progress)
 
-    def __str__(self) -> str:
-        return self.path
+    def connect(self, spec: OutputSpec, notes: MutableMapping[str, Any], files: Mapping[str, Any]) -> Collection[str]:
+        self._overwrite = spec.overwrite
+        return ()
+
+    def publish(self, content: Path, files: Mapping[str, Any], *, fsync: bool) -> None:
+        """Give a folder the final name. With `overwrite`, the checkpoint there takes its place, or that of `old` beside it."""
+        out = self.local
+        try:
+            content.rename(out)  # fails if there is a folder with anything in it
+            return
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            if not self._overwrite:
+                raise OutputExists(
+                    "the output folder was created by another program meanwhile",
+                    where=str(out),
+                    fix="move it away and run again: all that is left to do is the rename",
+                    state=f"Everything is finished in {content.parent}",
+                ) from None
+        if disk.exchange(content, out):
+            return
+        old = content.parent / OLD
+        out.rename(old)
+        try:
+            content.rename(out)
+        except OSError:
+            old.rename(out)
+            raise

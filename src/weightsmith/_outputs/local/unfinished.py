@@ -12,8 +12,8 @@ from weightsmith._base.errors import StoreError
 from weightsmith._outputs.journal import read_journal
 from weightsmith._outputs.local import locks
 from weightsmith._outputs.local.area import STAGING_SUFFIX, StagingArea
-from weightsmith._outputs.local.claim import JOURNAL, LOCK, check_kinds
-from weightsmith.abc.output import Unfinished
+from weightsmith._outputs.local.claim import ADDRESS, JOURNAL, LOCK, check_kinds
+from weightsmith.abc.output import Target, Unfinished
 
 
 def find_folders(parent: Path) -> Iterator[Unfinished]:
@@ -40,22 +40,33 @@ def find_folders(parent: Path) -> Iterator[Unfinished]:
 def remove_work(out: Path) -> None:
     """Remove the staging folder of an output, or finish the publishing that was cut off in it.
 
-    Raises Busy while a process works in it, StoreError for a folder that is not ours, or that holds a checkpoint replaced by an
-    interrupted --overwrite.
+    What it has put elsewhere is removed too. Raises Busy while a process works in it, StoreError for a folder that is not ours,
+    or that holds a checkpoint replaced by an interrupted --overwrite.
     """
     area = StagingArea(out)
     with closing(area.locks):
-        area.recover(area.locks.take())
+        entries = area.locks.take()
+        area.recover(entries)
         if area.locks.held:
+            if address := entries.notes.get(ADDRESS):
+                from weightsmith._outputs.places import place_of  # which imports this module
+
+                place_of(str(address)).discard(entries.notes)
             area.remove()
 
 
-def remove_published(out: Path) -> None:
-    """Remove the staging folder of a run that died after it had published this output; leave any other work."""
+def remove_published(out: Path, target: Target | None = None) -> None:
+    """Remove the staging folder of a run that died after it had published this output; leave any other work.
+
+    target  of the output; None: the folder
+    """
     area = StagingArea(out)
     with suppress(StoreError, OSError):
         entries = read_journal(area.folder / JOURNAL)
-        if area.folder.is_dir() and (entries.lines == 0 or area.is_published(entries)):  # the journal is removed last
+        if not area.folder.is_dir():
+            return
+        is_published = area.is_published(entries) or (target is not None and target.recover(entries.notes))
+        if entries.lines == 0 or is_published:  # the journal is removed last
             remove_work(out)
 
 

@@ -137,7 +137,7 @@ UPCYCLING = Level(
         Key("shared_experts", list_of(EXPERT), "Experts that every token goes through, where the architecture has them."),
         Key("architecture", TEXT, "Of the output; by default the first that can hold these models."),
         Key("gate_mode", choice(GATE_MODES), "How router weights are made; router_input by default."),
-        Key("prompt_tokens", count(), "Cut the text files of prompts into rows of so many tokens, and not into paragraphs."),
+        Key("prompt_tokens", count(), "Cut the text files of prompts into rows of so many tokens instead of paragraphs."),
         Key("router_scale", number(0), "Factor on all router weights; 1 by default."),
         Key(
             "virtual_groups",

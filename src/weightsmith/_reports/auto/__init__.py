@@ -1,10 +1,8 @@
 """A merge that is chosen by measuring: `weightsmith auto`; and text that a model writes by itself: `weightsmith write`.
 
-writer.py     tokens drawn from a model's own predictions
-write.py      `write`: a model, named as in a recipe, writes a text file
+write.py      `write`: a model, named as in a recipe, writes a text file: tokens drawn from its own predictions
 texts.py      the two texts of each fine-tune: for statistics, and held back
-choice.py     parabolas, paired errors, the choice and its guard: numbers alone
-pool.py       candidates as recipes, and their scores
+pool.py       candidates as recipes, their scores, and the choice by parabolas and paired errors
 auto.py       `auto`: the stages
-result.py     what was found, in sentences; page.py as a page
+result.py     the result, in sentences and as a page
 """

@@ -39,9 +39,19 @@ from weightsmith._features.any_recipe import prepare_any
 from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._features.statistics import prepare_statistics
 from weightsmith._planning.options import RecipeOptions
-from weightsmith._reports.auto.choice import RowScores, Scores, choose, difference, score, strength, too_far
 from weightsmith._reports.auto.options import AutoSettings
-from weightsmith._reports.auto.pool import Journal, Models, Pool
+from weightsmith._reports.auto.pool import (
+    Journal,
+    Models,
+    Pool,
+    RowScores,
+    Scores,
+    choose,
+    difference,
+    score,
+    strength,
+    too_far,
+)
 from weightsmith._reports.auto.result import Auto, CandidateScore, FineTune
 from weightsmith._reports.auto.texts import TextPair, cut, row_tokens, write_own
 from weightsmith._reports.evaluate.opening import Opened, opened, prepare_named

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any, Unpack
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from weightsmith._activations.running import workers
 from weightsmith._activations.scored_rows import Cutter
-from weightsmith._base.errors import NOTHING_WRITTEN, OutputExists, ParameterError, PlanError, StoreError, Unsupported
+from weightsmith._base.errors import (
+    NOTHING_WRITTEN,
+    NonFinite,
+    OutputExists,
+    ParameterError,
+    PlanError,
+    StoreError,
+    Unsupported,
+    first_line,
+)
 from weightsmith._base.files import expand_user, write_whole
 from weightsmith._base.options import lists_options, read_options
 from weightsmith._engine.local import MemoryOutput, run
@@ -26,9 +39,6 @@ from weightsmith._reports.auto.options import WriteSettings
 from weightsmith._reports.evaluate.opening import Named, Opened, name_of, opened, prepare_named
 from weightsmith._reports.keywords import WriteKeywords
 from weightsmith.abc.product_targets import WholeTensor
-
-if TYPE_CHECKING:
-    from weightsmith._reports.auto.writer import Sampling
 
 NEWLINES = ("\n", "\n\n")
 """Starts beside the tokens that begin and end texts: each makes a model begin in another way."""
@@ -100,7 +110,7 @@ Draw = Callable[[WriteSettings, Meter], list[str]]
 
 def writer(name: str, prepared: Prepared, running: RunOptions) -> Draw:
     """A model in memory, as a function that draws texts. Raises PlanError."""
-    from weightsmith._reports.auto.writer import draw
+    from weightsmith._reports.auto.write import draw
 
     if running.stream:
         stream(prepared.inputs)
@@ -175,7 +185,7 @@ def _module(one: Opened, running: RunOptions, device: str) -> Any:
 
 
 def _sampling(one: Opened, settings: WriteSettings) -> Sampling:
-    from weightsmith._reports.auto.writer import Sampling
+    from weightsmith._reports.auto.write import Sampling
 
     starts = tuple(dict.fromkeys(_starts(one.cutter, settings.start)))
     longest = max(map(len, starts))
@@ -208,3 +218,114 @@ def _starts(cutter: Cutter, given: tuple[str, ...]) -> Iterator[tuple[int, ...]]
     for text in NEWLINES:
         if ids := encode(text):
             yield (*before, *ids)
+
+
+ROWS_TOGETHER = 16
+"""Rows that run together: a step reads all weights once for them. The same for any number of threads."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How a text is drawn.
+
+    starts       tokens that rows begin with, in turn; they are not part of the text
+    rows         number of rows
+    tokens       drawn for each row
+    temperature  divisor of the logits
+    seed         of the random numbers
+    """
+
+    starts: tuple[tuple[int, ...], ...]
+    rows: int
+    tokens: int
+    temperature: float
+    seed: int
+
+
+def draw(
+    module: Any, sampling: Sampling, threads: int, device: str, progress: Callable[[int, int], None], where: str
+) -> list[list[int]]:
+    """The drawn tokens of each row, without its start.
+
+    module    transformers' causal language model, on the device; its generation settings are removed
+    progress  called with tokens done and in all, on any thread
+    where     the model, for errors
+
+    Raises NonFinite for predictions that are NaN; Unsupported if transformers cannot generate with the module.
+    Memory: the module's, and keys and values of `ROWS_TOGETHER` rows for each thread.
+    """
+    from transformers import GenerationConfig
+
+    module.generation_config = GenerationConfig()  # the model's own would end a row at its end of text, or forbid tokens
+    groups = _groups(sampling)
+    done = itertools.count(1)
+    total = len(groups) * sampling.tokens
+
+    def run(rows: Sequence[int]) -> list[list[int]]:
+        starts = [sampling.starts[row % len(sampling.starts)] for row in rows]
+        choose = _Choose(rows, sampling, lambda: progress(min(total, next(done)), total), where)
+        with torch.inference_mode():
+            drawn = _generated(module, torch.tensor(starts, device=device), sampling.tokens, choose, where)
+        found: list[list[int]] = drawn[:, len(starts[0]) :].tolist()
+        return found
+
+    by_row = dict[int, list[int]]()
+    with workers(threads, device) as pool:
+        for rows, drawn in zip(groups, pool.map(run, groups), strict=True):
+            by_row |= zip(rows, drawn, strict=True)
+    return [by_row[row] for row in range(sampling.rows)]
+
+
+def _groups(sampling: Sampling) -> list[list[int]]:
+    """Rows that run together: those whose starts are equally long, so that none is padded."""
+    by_length: dict[int, list[int]] = {}
+    for row in range(sampling.rows):
+        by_length.setdefault(len(sampling.starts[row % len(sampling.starts)]), []).append(row)
+    return [rows[at : at + ROWS_TOGETHER] for rows in by_length.values() for at in range(0, len(rows), ROWS_TOGETHER)]
+
+
+def _generated(module: Any, ids: Tensor, tokens: int, choose: _Choose, where: str) -> Tensor:
+    """ids with so many tokens more. transformers' own loop, which knows the caches of all architectures."""
+    from transformers import GenerationConfig, LogitsProcessorList
+
+    settings = GenerationConfig(max_new_tokens=tokens, do_sample=False, pad_token_id=0, use_cache=True)
+    try:
+        found: Tensor = module.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            generation_config=settings,
+            logits_processor=LogitsProcessorList([choose]),
+        )
+    except NonFinite:
+        raise
+    except (AttributeError, NotImplementedError, TypeError, ValueError) as error:
+        what = f"transformers cannot generate text with this model: {first_line(error)}"
+        raise Unsupported(what, where=where, fix="give a text of your own") from error
+    return found
+
+
+class _Choose:
+    """Draws a token for each row, and leaves it alone to transformers' greedy choice.
+
+    transformers' own sampling uses one random state for all threads.
+    """
+
+    def __init__(self, rows: Sequence[int], sampling: Sampling, step: Callable[[], None], where: str) -> None:
+        keys = [np.array([sampling.seed, row], np.uint64) for row in rows]
+        self._uniform = np.stack([np.random.Generator(np.random.Philox(key=key)).random(sampling.tokens) for key in keys])
+        self._temperature, self._step, self._where = sampling.temperature, step, where
+        self._at = 0
+
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+        shares = torch.softmax(scores.double() / self._temperature, 1).cumsum(1)
+        ends = shares[:, -1:]
+        if not bool(torch.isfinite(ends).all()):
+            raise NonFinite(
+                "the prediction of the next token is NaN", where=self._where, fix="check the model: weightsmith inspect"
+            )
+        uniform = torch.from_numpy(self._uniform[:, self._at, None].copy()).to(scores.device)
+        self._at += 1
+        self._step()
+        # The first token whose share of the whole reaches beyond the number. Rounding may leave the last share below 1.
+        tokens = torch.searchsorted(shares, uniform * ends, right=True).clamp(max=scores.shape[1] - 1)
+        return torch.full_like(scores, -torch.inf).scatter(1, tokens, 0.0)

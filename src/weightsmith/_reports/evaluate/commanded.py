@@ -23,9 +23,8 @@ from weightsmith._outputs.local.target import remove_checkpoint
 from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner import Prepared
 from weightsmith._reports.command import Command
-from weightsmith._reports.evaluate.opening import Asked, is_recipe, prepare_named
+from weightsmith._reports.evaluate.opening import Asked, is_recipe, prepare_named, work_folder
 from weightsmith._reports.evaluate.options import EvaluateSettings
-from weightsmith._reports.evaluate.working import work_folder
 
 
 def measured(

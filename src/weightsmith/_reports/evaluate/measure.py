@@ -36,10 +36,10 @@ from weightsmith._reports.evaluate.opening import (
     name_of,
     opened,
     prepare_named,
+    work_folder,
 )
 from weightsmith._reports.evaluate.options import EvaluateSettings
 from weightsmith._reports.evaluate.values import Evaluation, Numbers, RowLosses, score_of
-from weightsmith._reports.evaluate.working import work_folder
 from weightsmith._reports.keywords import EvaluateKeywords
 from weightsmith._reports.look.surveys import Watching
 from weightsmith.abc.product import Arrays

@@ -1,11 +1,13 @@
-"""A model, or a recipe whose result need not be written, with what cuts its texts into tokens."""
+"""A model, or a recipe whose result need not be written, with what cuts its texts into tokens; where unfinished work is."""
 
 from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,9 @@ from weightsmith._activations.decoder import Base
 from weightsmith._activations.model import PACKAGES, TextModel, base_of, result_of
 from weightsmith._activations.rows import TOKENIZER, load_tokenizer
 from weightsmith._activations.scored_rows import Cutter
-from weightsmith._base.errors import NotFound, PlanError, WeightsmithError
-from weightsmith._base.installation import absent_packages
+from weightsmith._base.errors import NOTHING_WRITTEN, NotFound, PlanError, StoreError, WeightsmithError
+from weightsmith._base.installation import absent_packages, cache_home
+from weightsmith._base.options import named
 from weightsmith._base.tensors import DTYPES
 from weightsmith._execution.stages import check_computable
 from weightsmith._features.any_recipe import prepare_any
@@ -22,9 +25,14 @@ from weightsmith._features.quantisation.formats import prepare_copy
 from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._models.structure.configs import count_of
 from weightsmith._models.tokenizers.files import TEMPLATE_FILE, settings_in, settings_of, template_of
+from weightsmith._outputs.local.target import remove_checkpoint
+from weightsmith._outputs.manifest import MANIFEST_NAME
+from weightsmith._outputs.places import find_unfinished
 from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner import Prepared
 from weightsmith._plans import PlanDraft
+from weightsmith._reports.evaluate.options import EvaluateSettings
+from weightsmith.abc.output import Unfinished
 
 Named = str | os.PathLike[str] | Mapping[str, Any]
 """A model as a recipe names it; or a recipe: the path of a YAML file, or a mapping."""
@@ -134,3 +142,51 @@ def check_families(bases: Sequence[Base]) -> None:
             problems += error.problems
     if problems:
         raise PlanError(problems)
+
+
+_OUTPUT = ("choose another output folder", "write to another disk")
+
+
+PREFIX = "evaluation-"
+
+
+def evaluations_folder() -> Path:
+    """Where evaluations keep their unfinished work unless the user names a folder. Raises StoreError without a home."""
+    try:
+        return cache_home() / "evaluations"
+    except RuntimeError as error:
+        what, fix = f"no folder for unfinished work: {error}", f"name one with {named('work')}"
+        raise StoreError(what, where="evaluate", fix=fix, state=NOTHING_WRITTEN) from error
+
+
+def find_evaluations() -> Iterator[Unfinished]:
+    """What interrupted evaluations have left in `evaluations_folder`: unfinished work, and models for a killed command.
+
+    Raises StoreError.
+    """
+    try:
+        folder = evaluations_folder()
+    except StoreError:  # without a home, they had to name a folder
+        return
+    if not folder.is_dir():
+        return
+    yield from find_unfinished(str(folder))
+    for path in sorted(folder.glob(f"{PREFIX}*")):
+        if (path / MANIFEST_NAME).is_file():
+            why = "a model for the command of an evaluation: remove it yourself, if none is running"
+            nbytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+            yield Unfinished(path, path, 0, nbytes, path.stat().st_mtime, why, partial(remove_checkpoint, path))
+
+
+@contextmanager
+def work_folder(settings: EvaluateSettings, name: str) -> Iterator[Path]:
+    """The folder of this name for unfinished work. A StoreError of the block says how to choose another place for it."""
+    try:
+        yield (Path(settings.work) if settings.work else evaluations_folder()) / f"{PREFIX}{name}"
+    except StoreError as error:
+        own = "choose another folder for unfinished work" + ("" if settings.work else f" with {named('work')}")
+        fix = error.finding.fix
+        for text in _OUTPUT:
+            fix = fix.replace(text, own).replace(text.capitalize(), own.capitalize())
+        error.finding = replace(error.finding, fix=fix)
+        raise

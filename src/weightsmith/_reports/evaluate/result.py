@@ -22,8 +22,7 @@ from weightsmith._reports.evaluate.layers import worst_layers
 from weightsmith._reports.evaluate.measure import evaluation
 from weightsmith._reports.evaluate.opening import Asked
 from weightsmith._reports.evaluate.options import EvaluateSettings
-from weightsmith._reports.evaluate.pages import layer_blocks, score_table
-from weightsmith._reports.evaluate.values import Evaluation, of_change, perplexity
+from weightsmith._reports.evaluate.values import Evaluation, layer_blocks, of_change, perplexity, score_table
 from weightsmith._reports.look.surveys import Watching
 
 RESULT = "the result"

@@ -25,7 +25,7 @@ from weightsmith._plans import Product, Step
 from weightsmith._reports.look.differences import WIDTH, Floats, analyse_sketch, measured, sparse_signs
 from weightsmith._reports.look.models import Place, by_layer_and_part, is_floating, json_values, match, opened
 from weightsmith._reports.look.surveys import (
-    NonFinite,
+    NonFiniteCounts,
     Survey,
     Watching,
     added,
@@ -110,15 +110,15 @@ class Alignments(Survey):
         return self._sample(matrix, tile) if number == 0 else self._compare(matrix, tile)
 
     def _sample(self, matrix: Matrix, tile: Tile) -> _Sampled:
-        scratch, found = tile.scratch, []
+        scratch, bins = tile.scratch, []
         rows = scratch.rows(2, matrix.codes, matrix.out_code)
         for i in range(1, 1 + self._k):
             counts = scratch.counts(HIGH_BINS)
             scores = Scores(tile.raw, matrix.codes, i, _NO_FACTORS, matrix.cols, rows, scratch.bits)
             count_high(scores, tile.size, counts)
             used = np.flatnonzero(counts)
-            found.append((used, counts[used]))
-        return _Sampled(matrix.name, found)
+            bins.append((used, counts[used]))
+        return _Sampled(matrix.name, bins)
 
     def _compare(self, matrix: Matrix, tile: Tile) -> _Part:
         i, pairs = self.row[matrix.name], self._products.shape[1]
@@ -139,8 +139,8 @@ class Alignments(Survey):
     def take(self, number: int, result: _Sampled | _Part) -> None:
         if isinstance(result, _Sampled):
             held = self._bins.setdefault(result.name, np.zeros((self._k, HIGH_BINS), np.int64))
-            for own, (used, counts) in zip(held, result.bins, strict=True):
-                own[used] += counts
+            for held_bins, (used, counts) in zip(held, result.bins, strict=True):
+                held_bins[used] += counts
             return
         i = self.row[result.name]
         self._products[i] = added(self._products[i], result.products)
@@ -155,9 +155,9 @@ class Alignments(Survey):
     def end(self, number: int) -> None:
         if number == 0:
             for name, bins in self._bins.items():
-                for i, own in enumerate(bins):
-                    rank = max(1, round(LARGE_SHARE * int(own.sum())))
-                    self._limits[self.row[name], i] = int(find_bin(own, rank)[0]) << 16
+                for i, counts in enumerate(bins):
+                    rank = max(1, round(LARGE_SHARE * int(counts.sum())))
+                    self._limits[self.row[name], i] = int(find_bin(counts, rank)[0]) << 16
             self._bins.clear()
             return
         for name in list(self._sketches):
@@ -168,8 +168,8 @@ class Alignments(Survey):
         bases = [analyse_sketch(s, cols).basis[:, :DIRECTIONS] if np.isfinite(s).all() and s.any() else None for s in sketches]
         for at, (p, q) in enumerate(combinations_with_replacement(bases, 2)):
             if p is not None and q is not None:
-                found = np.minimum(1, np.linalg.svd(p.astype(np.float64).T @ q.astype(np.float64), compute_uv=False))
-                self._cosines[i, at, : len(found)] = found
+                cosines = np.minimum(1, np.linalg.svd(p.astype(np.float64).T @ q.astype(np.float64), compute_uv=False))
+                self._cosines[i, at, : len(cosines)] = cosines
 
 
 def _problem(steps: Sequence[Step]) -> str:
@@ -222,7 +222,7 @@ class Alignment:
     conflicts: int
     overlaps: tuple[float, ...]
     subspaces: tuple[float, ...]
-    nonfinite: tuple[NonFinite, ...]
+    nonfinite: tuple[NonFiniteCounts, ...]
 
     @property
     def conflict_share(self) -> float:
@@ -231,9 +231,9 @@ class Alignment:
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values."""
-        found = asdict(self) | {"conflict_share": self.conflict_share}
-        place = found.pop("place")
-        return found | (place or {})
+        values = asdict(self) | {"conflict_share": self.conflict_share}
+        place = values.pop("place")
+        return values | (place or {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +248,7 @@ class _Sums:
     conflicts: int
     large: npt.NDArray[np.int64]
     spans: npt.NDArray[np.float64]
-    nonfinite: tuple[NonFinite, ...]
+    nonfinite: tuple[NonFiniteCounts, ...]
 
     @property
     def measured(self) -> bool:
@@ -290,7 +290,7 @@ class Comparison(Reported):
         return tuple(_read(self))
 
     def table(self, by: Literal["tensor", "layer", "part"] = "tensor") -> list[dict[str, Any]]:
-        """A row for each tensor, layer or part, for pandas: `pandas.DataFrame(found.table())`.
+        """A row for each tensor, layer or part, for pandas: `pandas.DataFrame(comparison.table())`.
 
         Columns: name, tensors, elements, conflict_share; `norm MODEL` of each model; `cosine A, B`, `overlap A, B` and
         `subspace A, B` of each pair. They are as in `tensors`; nan for what is undefined.
@@ -299,14 +299,14 @@ class Comparison(Reported):
         if by not in groups:
             raise ParameterError(f"by must be one of {', '.join(groups)}{nearest(str(by), groups)}, not {by!r}")
         pairs = [f"{self.names[i]}, {self.names[j]}" for i, j in self.pairs]
-        found = []
+        rows = []
         for one in groups[by]:
             row = {"name": one.name, "tensors": one.tensors, "elements": one.elements, "conflict_share": one.conflict_share}
             row |= {f"norm {name}": norm for name, norm in zip(self.names, one.norms, strict=True)}
             for what, values in (("cosine", one.cosines), ("overlap", one.overlaps), ("subspace", one.subspaces)):
                 row |= {f"{what} {pair}": value for pair, value in zip(pairs, values, strict=True)}
-            found.append(row)
-        return found
+            rows.append(row)
+        return rows
 
     def report(self) -> Report:
         from weightsmith._reports.look.reports import comparison_report
@@ -339,20 +339,20 @@ def compare(
 ) -> Comparison:
     """The task vectors of some models; see `weightsmith.diff`."""
     with opened(base, *models, stream=stream) as checkpoints:
-        found = match(checkpoints, tensors)
-        chosen = [each for each in found.matrices if is_floating(each.step, checkpoints)]
+        matching = match(checkpoints, tensors)
+        chosen = [matched for matched in matching.matrices if is_floating(matched.step, checkpoints)]
         rows = measured("alignments", alignments, chosen, checkpoints, threads=threads, progress=progress)
-        sums = [_sums(each.place, each.step, *arrays) for each, arrays in rows]
-        lacking = [name for names in found.missing for name in names]
-        missing = dict.fromkeys([*lacking, *(name for name, _ in found.different)])
+        sums = [_sums(matched.place, matched.step, *arrays) for matched, arrays in rows]
+        lacking = [name for names in matching.missing for name in names]
+        missing = dict.fromkeys([*lacking, *(name for name, _ in matching.different)])
         refs = [checkpoint.ref for checkpoint in checkpoints]
     layers, parts = by_layer_and_part(sums)
     return Comparison(
         refs[0],
         tuple(refs[1:]),
-        tuple(_aligned(own.name, [own], len(models), own.place) for own in sums),
-        tuple(_aligned(name, own, len(models)) for name, own in layers.items()),
-        tuple(_aligned(name, own, len(models)) for name, own in parts.items()),
+        tuple(_aligned(group.name, [group], len(models), group.place) for group in sums),
+        tuple(_aligned(name, group, len(models)) for name, group in layers.items()),
+        tuple(_aligned(name, group, len(models)) for name, group in parts.items()),
         _aligned("all", sums, len(models)),
         tuple(missing),
         tuple(tensors),
@@ -382,10 +382,10 @@ def _sums(
 
 
 def _aligned(name: str, every: Sequence[_Sums], k: int, place: Place | None = None) -> Alignment:
-    sums = [own for own in every if own.measured]
-    gram = np.sum([own.gram for own in sums], axis=0) if sums else np.zeros((k, k))
-    large = np.sum([own.large for own in sums], axis=0) if sums else np.zeros((k, k), np.int64)
-    spans = np.concatenate([own.spans for own in sums]) if sums else np.empty((0, k * (k - 1) // 2))
+    sums = [one for one in every if one.measured]
+    gram = np.sum([one.gram for one in sums], axis=0) if sums else np.zeros((k, k))
+    large = np.sum([one.large for one in sums], axis=0) if sums else np.zeros((k, k), np.int64)
+    spans = np.concatenate([one.spans for one in sums]) if sums else np.empty((0, k * (k - 1) // 2))
     norms = np.sqrt(np.diag(gram)) if sums else np.full(k, np.nan)
     pairs = list(combinations(range(k), 2))
     known = np.isfinite(spans)
@@ -395,15 +395,15 @@ def _aligned(name: str, every: Sequence[_Sums], k: int, place: Place | None = No
         name,
         place,
         len(every),
-        sum(own.elements for own in every),
+        sum(one.elements for one in every),
         len(sums),
         tuple(norms.tolist()),
         tuple(_quotient(float(gram[i, j]), float(norms[i]), float(norms[j])) for i, j in pairs),
-        sum(own.shared for own in sums),
-        sum(own.conflicts for own in sums),
+        sum(one.shared for one in sums),
+        sum(one.conflicts for one in sums),
         tuple(int(large[i, j]) / n if (n := int(min(large[i, i], large[j, j]))) else math.nan for i, j in pairs),
         tuple(means.tolist()),
-        tuple(together(own.nonfinite[i] for own in every) for i in range(1 + k)),
+        tuple(together(one.nonfinite[i] for one in every) for i in range(1 + k)),
     )
 
 
@@ -421,31 +421,31 @@ def letters(count: int) -> list[str]:
     return [chr(65 + i) if i < 26 else f"M{i + 1}" for i in range(count)]
 
 
-def _read(found: Comparison) -> list[str]:
-    names, total = letters(len(found.names)), found.total
-    texts = sentences(["The base", *names], [(tensor.name, tensor.nonfinite) for tensor in found.tensors])
-    if not found.tensors:
-        texts.append(f"The models have no {'such tensor' if found.chosen else 'tensor'} in common that can be compared.")
+def _read(comparison: Comparison) -> list[str]:
+    names, total = letters(len(comparison.names)), comparison.total
+    texts = sentences(["The base", *names], [(tensor.name, tensor.nonfinite) for tensor in comparison.tensors])
+    if not comparison.tensors:
+        texts.append(f"The models have no {'such tensor' if comparison.chosen else 'tensor'} in common that can be compared.")
     elif not total.measured:
         texts.append("No norm and no cosine is defined.")
     elif total.measured < total.tensors:
         left_out = total.tensors - total.measured
         texts.append(f"All numbers of several tensors leave {count(left_out, 'tensor')} out, which cannot be measured.")
-    texts += _read_measured(found, names)
-    if found.missing:
-        lacking = f"{count(len(found.missing), 'tensor')} that some models lack or have in another shape"
-        texts.append(f"Not compared: {lacking}, such as {found.missing[0]}.")
-    if found.chosen:
-        texts.append(f"Only tensors that match {', '.join(map(repr, found.chosen))} were compared.")
+    texts += _read_measured(comparison, names)
+    if comparison.missing:
+        lacking = f"{count(len(comparison.missing), 'tensor')} that some models lack or have in another shape"
+        texts.append(f"Not compared: {lacking}, such as {comparison.missing[0]}.")
+    if comparison.chosen:
+        texts.append(f"Only tensors that match {', '.join(map(repr, comparison.chosen))} were compared.")
     return texts
 
 
-def _read_measured(found: Comparison, names: Sequence[str]) -> list[str]:
-    total, texts = found.total, []
+def _read_measured(comparison: Comparison, names: Sequence[str]) -> list[str]:
+    total, texts = comparison.total, []
     same = [names[i] for i, norm in enumerate(total.norms) if norm == 0]
     if same:
         texts.append(f"{', '.join(same)}: no difference from the base.")
-    of_pairs = zip(found.pairs, total.cosines, strict=True)
+    of_pairs = zip(comparison.pairs, total.cosines, strict=True)
     pairs = [(names[i], names[j], cosine) for (i, j), cosine in of_pairs if math.isfinite(cosine)]
     alike = [f"{a} and {b} (cosine {cosine:.2f})" for a, b, cosine in pairs if cosine >= ALIKE]
     opposed = [f"{a} and {b} (cosine {cosine:.2f})" for a, b, cosine in pairs if cosine <= OPPOSED]

@@ -15,7 +15,7 @@ from weightsmith._reports.look.comparison import Comparison, compare
 from weightsmith._reports.look.difference import Difference, Leading, MovedRow, TensorDifference, read_difference
 from weightsmith._reports.look.differences import VALUES, differences, measured
 from weightsmith._reports.look.models import (
-    Matched,
+    MatchedTensor,
     compare_files,
     fetch_small,
     is_merge,
@@ -100,17 +100,17 @@ def _differ(a: Name, b: Name, tensors: Sequence[str], threads: int | None, progr
         seen: dict[str, Vocabulary] = {}
         vocabularies = vocabulary_of(first, seen), vocabulary_of(second, seen)
         files = compare_files(first, second, vocabularies)
-        found = match(models, tensors)
-        rows = measured("differences", differences, found.matrices, models, threads=threads, progress=progress, passes=2)
+        matching = match(models, tensors)
+        rows = measured("differences", differences, matching.matrices, models, threads=threads, progress=progress, passes=2)
         tensors_and_rows = [_tensor(matched, arrays, models) for matched, arrays in rows]
         difference = Difference(
             (first.ref, second.ref),
             files,
             tuple(tensor for tensor, _ in tensors_and_rows),
-            found.missing[0],
-            found.strange[0],
-            found.different,
-            _moved([own for _, own in tensors_and_rows], vocabularies),
+            matching.missing[0],
+            matching.strange[0],
+            matching.different,
+            _moved([tensor_rows for _, tensor_rows in tensors_and_rows], vocabularies),
             (first.decoded, second.decoded),
             lineage(second) if is_merge(second) else None,
             tuple(tensors),
@@ -121,7 +121,7 @@ def _differ(a: Name, b: Name, tensors: Sequence[str], threads: int | None, progr
 _Rows = tuple[str, tuple[tuple[int, float], ...]]
 
 
-def _tensor(matched: Matched, arrays: Arrays, models: Sequence[Checkpoint]) -> tuple[TensorDifference, _Rows]:
+def _tensor(matched: MatchedTensor, arrays: Arrays, models: Sequence[Checkpoint]) -> tuple[TensorDifference, _Rows]:
     sums, nonfinite, values, upper, rank, moved, powers = arrays
     aa, ad, dd, changed, largest, noise, bb, ab = sums.tolist()
     in_a, in_b = of_rows(nonfinite)
@@ -179,5 +179,5 @@ def _cosine(aa: float, ad: float, dd: float, bb: float, ab: float) -> float:
 def _moved(rows: Iterable[_Rows], vocabularies: tuple[Vocabulary | None, Vocabulary | None]) -> tuple[MovedRow, ...]:
     known = vocabularies[1] or vocabularies[0]
     tokens = {} if known is None else known.tokens
-    found = [MovedRow(name, row, tokens.get(row, ""), math.sqrt(share)) for name, own in rows for row, share in own]
-    return tuple(sorted(found, key=lambda row: -row.share))
+    moved = [MovedRow(name, row, tokens.get(row, ""), math.sqrt(share)) for name, shares in rows for row, share in shares]
+    return tuple(sorted(moved, key=lambda row: -row.share))

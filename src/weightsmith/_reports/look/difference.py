@@ -16,7 +16,7 @@ from weightsmith._execution.distance import share_of
 from weightsmith._models.structure.vocabulary import EMBEDDINGS, HEADS
 from weightsmith._reports.look.differences import WIDTH
 from weightsmith._reports.look.models import NAMES_ONLY, FileDifference, Place, by_layer_and_part, json_values
-from weightsmith._reports.look.surveys import NonFinite, mark_of, sentences, together
+from weightsmith._reports.look.surveys import NonFiniteCounts, mark_of, sentences, together
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class TensorDifference:
     noise: float
     linear: bool
     leading: Leading | None
-    nonfinite: tuple[NonFinite, NonFinite] = (NonFinite(), NonFinite())
+    nonfinite: tuple[NonFiniteCounts, NonFiniteCounts] = (NonFiniteCounts(), NonFiniteCounts())
     common_rows: int = 0
     magnitudes: tuple[int, ...] = ()
 
@@ -136,7 +136,7 @@ class GroupDifference:
     ranks: tuple[int, int, int] | None
     full: int
     high: int
-    nonfinite: tuple[NonFinite, NonFinite]
+    nonfinite: tuple[NonFiniteCounts, NonFiniteCounts]
 
     @property
     def share(self) -> float:
@@ -197,12 +197,12 @@ class Difference(Reported):
     @cached_property
     def layers(self) -> tuple[GroupDifference, ...]:
         """Each layer, in order, then what is outside."""
-        return tuple(_group(name, own) for name, own in by_layer_and_part(self.tensors)[0].items())
+        return tuple(_group(name, tensors) for name, tensors in by_layer_and_part(self.tensors)[0].items())
 
     @cached_property
     def parts(self) -> tuple[GroupDifference, ...]:
         """Each part over all layers: `self_attn.q_proj`."""
-        return tuple(_group(name, own) for name, own in by_layer_and_part(self.tensors)[1].items())
+        return tuple(_group(name, tensors) for name, tensors in by_layer_and_part(self.tensors)[1].items())
 
     @cached_property
     def total(self) -> GroupDifference:
@@ -234,39 +234,39 @@ class Difference(Reported):
 
 def _tensor_json(tensor: TensorDifference) -> dict[str, Any]:
     place = tensor.place
-    found = {"name": tensor.name, "stack": place.stack, "layer": place.layer, "part": place.part, "shape": list(tensor.shape)}
-    found |= {"dtypes": list(tensor.dtypes), "elements": tensor.elements}
-    found |= {
+    values = {"name": tensor.name, "stack": place.stack, "layer": place.layer, "part": place.part, "shape": list(tensor.shape)}
+    values |= {"dtypes": list(tensor.dtypes), "elements": tensor.elements}
+    values |= {
         "delta_norm": tensor.delta,
         "a_norm": tensor.a,
         "b_norm": tensor.b,
         "share": tensor.share,
         "cosine": tensor.cosine,
     }
-    found |= {"changed": tensor.changed, "largest": tensor.largest, "rounding_noise": tensor.noise}
-    found["nonfinite"] = _nonfinite_json(tensor.nonfinite)
-    found["magnitudes"] = list(tensor.magnitudes)
+    values |= {"changed": tensor.changed, "largest": tensor.largest, "rounding_noise": tensor.noise}
+    values["nonfinite"] = _nonfinite_json(tensor.nonfinite)
+    values["magnitudes"] = list(tensor.magnitudes)
     if tensor.leading is not None:
         leading, full = tensor.leading, None if tensor.rank is Mark.HIGH else tensor.rank is Mark.FULL
-        found["singular_values"] = {"values": list(leading.values), "upper": list(leading.upper), "rank": leading.rank}
-        found["full_rank"] = full
-        found["stable_rank"] = tensor.stable_rank
-    return found
+        values["singular_values"] = {"values": list(leading.values), "upper": list(leading.upper), "rank": leading.rank}
+        values["full_rank"] = full
+        values["stable_rank"] = tensor.stable_rank
+    return values
 
 
 def _group_json(group: GroupDifference) -> dict[str, Any]:
-    found = asdict(group) | {"nonfinite": _nonfinite_json(group.nonfinite)}
-    return {**found, "share": group.share, "changed_share": group.changed_share}
+    values = asdict(group) | {"nonfinite": _nonfinite_json(group.nonfinite)}
+    return {**values, "share": group.share, "changed_share": group.changed_share}
 
 
-def _nonfinite_json(found: tuple[NonFinite, NonFinite]) -> dict[str, Any]:
-    return {name: own.to_json() for name, own in zip("ab", found, strict=True)}
+def _nonfinite_json(counts: tuple[NonFiniteCounts, NonFiniteCounts]) -> dict[str, Any]:
+    return {name: count.to_json() for name, count in zip("ab", counts, strict=True)}
 
 
 def _group(name: str, tensors: Sequence[TensorDifference]) -> GroupDifference:
-    own = [tensor for tensor in tensors if tensor.measured]
-    delta, a, b = (_norm([getattr(tensor, what) for tensor in own]) for what in ("delta", "a", "b"))
-    products = math.fsum(tensor.cosine * tensor.a * tensor.b for tensor in own if tensor.a and tensor.b)
+    measured = [tensor for tensor in tensors if tensor.measured]
+    delta, a, b = (_norm([getattr(tensor, what) for tensor in measured]) for what in ("delta", "a", "b"))
+    products = math.fsum(tensor.cosine * tensor.a * tensor.b for tensor in measured if tensor.a and tensor.b)
     ranks = [tensor.rank for tensor in tensors]
     low = [rank for rank in ranks if not isinstance(rank, Mark)]
     return GroupDifference(
@@ -277,7 +277,7 @@ def _group(name: str, tensors: Sequence[TensorDifference]) -> GroupDifference:
         a,
         (1.0 if delta == 0 else max(-1.0, min(1.0, products / a / b))) if a > 0 and b > 0 else math.nan,
         sum(tensor.changed for tensor in tensors),
-        len(own),
+        len(measured),
         (min(low), median_low(low), max(low)) if low else None,
         ranks.count(Mark.FULL),
         ranks.count(Mark.HIGH),
@@ -306,54 +306,54 @@ FLAT = 2.0
 """The largest singular value of white noise [m, n] is 1/√m + 1/√n of its norm; up to so much of that counts as white."""
 
 
-def read_difference(found: Difference) -> tuple[str, ...]:
+def read_difference(difference: Difference) -> tuple[str, ...]:
     """The sentences, the most telling first."""
-    changed = [tensor for tensor in found.tensors if tensor.changed]
-    sentences = [*_unmeasured(found), *_kind(found, changed), *_vocabulary(found, changed), *_files(found)]
-    short = [tensor for tensor in found.tensors if tensor.common_rows]
+    changed = [tensor for tensor in difference.tensors if tensor.changed]
+    sentences = [*_unmeasured(difference), *_kind(difference, changed), *_vocabulary(difference, changed), *_files(difference)]
+    short = [tensor for tensor in difference.tensors if tensor.common_rows]
     if short:
         sentences.append(f"Compared in the rows that both have, the first {short[0].common_rows:,}: {_names(short)}.")
-    if found.chosen:
-        sentences.append(f"Only tensors that match {_list([repr(glob) for glob in found.chosen])} were compared.")
-    if found.only_a or found.only_b or found.different:
+    if difference.chosen:
+        sentences.append(f"Only tensors that match {_list([repr(glob) for glob in difference.chosen])} were compared.")
+    if difference.only_a or difference.only_b or difference.different:
         counts = (
-            (len(found.only_a), "that only A has"),
-            (len(found.only_b), "that only B has"),
-            (len(found.different), "with another shape in B"),
+            (len(difference.only_a), "that only A has"),
+            (len(difference.only_b), "that only B has"),
+            (len(difference.different), "with another shape in B"),
         )
         sentences.append(f"Not compared: {_counted(counts, 'tensor')}.")
-    if found.merged_of is not None:
-        made_of = f" of {', '.join(found.merged_of)}" if found.merged_of else ""
+    if difference.merged_of is not None:
+        made_of = f" of {', '.join(difference.merged_of)}" if difference.merged_of else ""
         sentences.append(f"The card of B says that it is a merge{made_of}.")
     return tuple(sentences)
 
 
-def _unmeasured(found: Difference) -> list[str]:
+def _unmeasured(difference: Difference) -> list[str]:
     """NaN and infinities in each model, and what is left out of norms and cosines."""
-    texts = sentences("AB", [(tensor.name, tensor.nonfinite) for tensor in found.tensors])
-    left_out = [tensor for tensor in found.tensors if not tensor.measured]
+    texts = sentences("AB", [(tensor.name, tensor.nonfinite) for tensor in difference.tensors])
+    left_out = [tensor for tensor in difference.tensors if not tensor.measured]
     beyond = [tensor for tensor in left_out if not any(tensor.nonfinite)]
     if beyond:
         texts.append(f"Too large or too small to be measured: {count(len(beyond), 'tensor')}, the first {beyond[0].name}.")
-    if left_out and len(left_out) == len(found.tensors):
+    if left_out and len(left_out) == len(difference.tensors):
         texts.append("No norm and no cosine is defined.")
     elif left_out:
         texts.append(f"Norms and cosines of several tensors leave {'it' if len(left_out) == 1 else 'them'} out.")
     return texts
 
 
-def _kind(found: Difference, changed: Sequence[TensorDifference]) -> list[str]:
-    if not found.tensors:
-        return [f"The models have no {'such tensor' if found.chosen else 'tensor'} in common that can be compared."]
+def _kind(difference: Difference, changed: Sequence[TensorDifference]) -> list[str]:
+    if not difference.tensors:
+        return [f"The models have no {'such tensor' if difference.chosen else 'tensor'} in common that can be compared."]
     if not changed:
-        part = bool(found.chosen) or any(tensor.common_rows for tensor in found.tensors)
+        part = bool(difference.chosen) or any(tensor.common_rows for tensor in difference.tensors)
         return [f"The same weights: every tensor that {'was compared' if part else 'both have'} is equal in every element."]
     changed = [tensor for tensor in changed if tensor.measured]
     if not changed:
         return []
     matrices = [tensor for tensor in changed if tensor.linear]
-    where = _where(found, changed)
-    for quantised, name in zip(found.quantised, ("A", "B"), strict=True):
+    where = _where(difference, changed)
+    for quantised, name in zip(difference.quantised, ("A", "B"), strict=True):
         if quantised:
             share = _share(changed)
             size = f" of {_percent(share)}" if math.isfinite(share) else ""
@@ -362,7 +362,7 @@ def _kind(found: Difference, changed: Sequence[TensorDifference]) -> list[str]:
     signal = [tensor.leading.rank for tensor in low if tensor.leading is not None and tensor.leading.rank]
     if matrices and len(low) >= MOST * len(matrices) and signal:
         ranks = f"about {round(median(signal))}" if max(signal) - min(signal) > 0 else str(signal[0])
-        where = _where(found, [tensor for tensor in low if tensor.rank])
+        where = _where(difference, [tensor for tensor in low if tensor.rank])
         text = f"A change of low rank, as LoRA makes it, or a merge of such models: rank {ranks} in {where}"
         noise = math.sqrt(sum(t.noise**2 for t in matrices)) / math.sqrt(sum(t.delta**2 for t in matrices))
         rounding = f", stored with rounding errors of {_percent(min(1.0, noise))} of its size" if noise > 0.1 else ""
@@ -370,9 +370,10 @@ def _kind(found: Difference, changed: Sequence[TensorDifference]) -> list[str]:
         return [f"{text}{rounding}.", *([f"Not of low rank, or no linear layer: {_names(others)}."] if others else [])]
     if matrices and len(low) >= MOST * len(matrices):
         return [
-            f"Rounding, not training: nothing but what storing the weights in another dtype changes, in {_where(found, low)}."
+            "Rounding, not training: nothing but what storing the weights in another dtype changes, "
+            f"in {_where(difference, low)}."
         ]
-    if matrices and not low and _is_rounding(found, matrices):
+    if matrices and not low and _is_rounding(difference, matrices):
         return [
             f"White noise, as rounding makes it: about {_percent(median(t.share for t in matrices))} in {where}, and no "
             "norm differs. B may be quantised and dequantised again, or A may be."
@@ -382,10 +383,10 @@ def _kind(found: Difference, changed: Sequence[TensorDifference]) -> list[str]:
     share, moved = sum(t.changed for t in changed) / sum(t.elements for t in changed), _share(changed)
     by = f", by {_percent(moved)} in norm" if math.isfinite(moved) else ", from zero"
     differ = f"{_percent(share)} of the elements of these tensors differ{by}."
-    cosine = found.total.cosine
+    cosine = difference.total.cosine
     unlike = ", as between models of which neither was made from the other" if cosine < KIN else ""
-    made = ", as full fine-tuning makes it" if cosine >= KIN else unlike
-    return [f"A change of {_ranks(matrices)}{made}: {where}; {differ}"]
+    as_tuned = ", as full fine-tuning makes it" if cosine >= KIN else unlike
+    return [f"A change of {_ranks(matrices)}{as_tuned}: {where}; {differ}"]
 
 
 def _ranks(matrices: Sequence[TensorDifference]) -> str:
@@ -407,13 +408,13 @@ def _ranks(matrices: Sequence[TensorDifference]) -> str:
     return f"mixed ranks ({_counted(counts, 'weight')})"
 
 
-def _is_rounding(found: Difference, matrices: Sequence[TensorDifference]) -> bool:
+def _is_rounding(difference: Difference, matrices: Sequence[TensorDifference]) -> bool:
     if not all(tensor.share <= COARSE and tensor.rank in (Mark.FULL, Mark.HIGH) for tensor in matrices):
         return False
     shares = [tensor.share for tensor in matrices]
     middle = median(shares)
     alike = sum(abs(share - middle) <= ALIKE * middle for share in shares) >= MOST * len(shares)
-    norms = any(tensor.changed for tensor in found.tensors if len(tensor.shape) == 1)
+    norms = any(tensor.changed for tensor in difference.tensors if len(tensor.shape) == 1)
     white = 0
     for tensor in matrices:
         edge = sum(1 / math.sqrt(side) for side in tensor.shape) * tensor.delta
@@ -426,18 +427,18 @@ def _share(tensors: Sequence[TensorDifference]) -> float:
     return math.sqrt(sum(tensor.delta**2 for tensor in tensors)) / a if a else math.inf
 
 
-def _where(found: Difference, changed: Sequence[TensorDifference]) -> str:
+def _where(difference: Difference, changed: Sequence[TensorDifference]) -> str:
     """`self_attn.q_proj and v_proj of layers 12 to 23`."""
     inside = [tensor for tensor in changed if tensor.place.stack]
     if not inside:
         return _names(changed)
     texts = []
     for stack in dict.fromkeys(tensor.place.stack for tensor in inside):
-        own = [tensor for tensor in inside if tensor.place.stack == stack]
-        every = [tensor for tensor in found.tensors if tensor.place.stack == stack]
-        layers, all_layers = {t.place.layer for t in own}, {t.place.layer for t in every}
+        changed_here = [tensor for tensor in inside if tensor.place.stack == stack]
+        every = [tensor for tensor in difference.tensors if tensor.place.stack == stack]
+        layers, all_layers = {t.place.layer for t in changed_here}, {t.place.layer for t in every}
         linear = {t.place.part for t in every if t.linear or len(t.shape) == 2}
-        parts = list(dict.fromkeys(t.place.part for t in own))
+        parts = list(dict.fromkeys(t.place.part for t in changed_here))
         what = _list(parts)
         if set(parts) == linear:
             what = "all linear layers"
@@ -447,7 +448,7 @@ def _where(found: Difference, changed: Sequence[TensorDifference]) -> str:
         name = "" if len({t.place.stack for t in inside}) == 1 else f" of {stack.rstrip('.')}"
         there = sum(t.place.part in parts and t.place.layer in layers for t in every)
         some = (
-            f"{len(own):,} of the {there:,} tensors of " if len(own) < there else ""
+            f"{len(changed_here):,} of the {there:,} tensors of " if len(changed_here) < there else ""
         )  # some experts, some parts of some layers
         texts.append(f"{some}{what} of {where}{name}")
     outside = [tensor for tensor in changed if not tensor.place.stack]
@@ -460,8 +461,8 @@ def in_layers(numbers: Iterable[int]) -> str:
     >>> in_layers([29]), in_layers([0, 1])
     ('layer 29', 'layers 0 to 1')
     """
-    found = list(numbers)
-    return f"layer{'s' if len(found) > 1 else ''} {ranges(found)}"
+    layers = list(numbers)
+    return f"layer{'s' if len(layers) > 1 else ''} {ranges(layers)}"
 
 
 def ranges(numbers: Iterable[int]) -> str:
@@ -488,10 +489,11 @@ def _list(names: Sequence[str], most: int = 8) -> str:
     return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"
 
 
-def _vocabulary(found: Difference, changed: Sequence[TensorDifference]) -> list[str]:
+def _vocabulary(difference: Difference, changed: Sequence[TensorDifference]) -> list[str]:
     """Of the embedding and the head, if anything else differs."""
     names = {
-        name: [t for t in found.tensors if not t.place.stack and t.place.part.split(".")[-1] in names] for name, names in _KINDS
+        name: [t for t in difference.tensors if not t.place.stack and t.place.part.split(".")[-1] in names]
+        for name, names in _KINDS
     }
     texts = []
     for name, tensors in names.items():
@@ -503,8 +505,8 @@ def _vocabulary(found: Difference, changed: Sequence[TensorDifference]) -> list[
 _KINDS = (("embedding", EMBEDDINGS), ("head", HEADS))
 
 
-def _files(found: Difference) -> list[str]:
-    files = found.files
+def _files(difference: Difference) -> list[str]:
+    files = difference.files
     keys = [change.key for change in files.config if change.key.split(".")[-1] not in NAMES_ONLY]
     texts = [f"config.json differs in {_list(keys)}."] if keys else []
     tokenizer = files.tokenizer

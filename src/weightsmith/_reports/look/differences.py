@@ -23,7 +23,7 @@ from weightsmith._kernels.differences import DIFFERENCE_SUMS, Sketch, difference
 from weightsmith._kernels.records import Encoded, Inputs
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._plans import Product, Step
-from weightsmith._reports.look.models import Matched
+from weightsmith._reports.look.models import MatchedTensor
 from weightsmith._reports.look.surveys import (
     POWERS,
     Survey,
@@ -111,15 +111,15 @@ class Sketched:
         energy      its squared norm
         noise       the energy that rounding adds, by the dtype
         """
-        found, width = self.squares, len(self.squares)
+        squares, width = self.squares, len(self.squares)
         edge = NOISE_MARGIN * noise / width * (1 + math.sqrt(width / rows)) ** 2
-        rank = int((found > max(edge, TINY * float(found[0]))).sum())
+        rank = int((squares > max(edge, TINY * float(squares[0]))).sum())
         if rank >= min(rows, cols):
             return min(rows, cols)
-        if rank > width // 2 and cols > width and (rank == width or GAP**2 * found[rank] > found[rank - 1]):
+        if rank > width // 2 and cols > width and (rank == width or GAP**2 * squares[rank] > squares[rank - 1]):
             return -1
-        left = float(found[rank:].sum()) * width / max(1, width - rank)  # the basis of the signal is a part of the sketch too
-        return rank if left <= NOISE_MARGIN * noise + 1e-3 * energy else -1
+        rest = float(squares[rank:].sum()) * width / max(1, width - rank)  # the basis of the signal is a part of the sketch too
+        return rank if rest <= NOISE_MARGIN * noise + 1e-3 * energy else -1
 
 
 def analyse_sketch(sketch: Floats, cols: int) -> Sketched:
@@ -213,10 +213,10 @@ class Differences(Survey):
         if basis is None:
             return None
         first, count = tile.start // matrix.cols, tile.size // matrix.cols
-        found = np.zeros((basis.shape[1], matrix.cols), np.float32)
+        projected = np.zeros((basis.shape[1], matrix.cols), np.float32)
         rows = tile.scratch.rows(5, matrix.codes, matrix.out_code, matrix.cols)
-        project(tile.raw, matrix.codes, count, matrix.cols, basis[first : first + count], found, rows)
-        return _Projected(matrix.name, found)
+        project(tile.raw, matrix.codes, count, matrix.cols, basis[first : first + count], projected, rows)
+        return _Projected(matrix.name, projected)
 
     def _compare(self, matrix: Matrix, tile: Tile) -> _Part:
         grains, sums = tile.grains(matrix.grain), np.zeros(DIFFERENCE_SUMS + 2)
@@ -230,36 +230,38 @@ class Differences(Survey):
         signs, shifts = sparse_signs(matrix.cols) if sketched else _NO_SIGNS
         sketch = np.zeros((tile.size // row, min(WIDTH, matrix.cols)), np.float32) if sketched else _NO_SKETCH
         rows = tile.scratch.rows(2, matrix.codes, matrix.out_code, row)
-        found = np.empty((grains, DIFFERENCE_SUMS))
+        grain_sums = np.empty((grains, DIFFERENCE_SUMS))
         lanes = np.empty((3, LANES))
         folded = Sketch(signs, shifts, sketch)
-        difference(Inputs(tile.raw, matrix.codes), tile.size, row, matrix.grain, found, folded, rows, lanes)
+        difference(Inputs(tile.raw, matrix.codes), tile.size, row, matrix.grain, grain_sums, folded, rows, lanes)
         with np.errstate(invalid="ignore"):
-            more = np.stack([found[:, 0] + 2 * found[:, 1] + found[:, 2], found[:, 0] + found[:, 1]], axis=1)
-        nonfinite, finite = None, np.isfinite(found[:, :3]).all()
-        if not finite or (more[:, 0] < _CANCELLED * found[:, 0]).any():
+            products = np.stack(
+                [grain_sums[:, 0] + 2 * grain_sums[:, 1] + grain_sums[:, 2], grain_sums[:, 0] + grain_sums[:, 1]], axis=1
+            )
+        nonfinite, finite = None, np.isfinite(grain_sums[:, :3]).all()
+        if not finite or (products[:, 0] < _CANCELLED * grain_sums[:, 0]).any():
             (a, b), starts = decoded(matrix, tile), np.arange(0, tile.size, matrix.grain)
             if not finite:
                 nonfinite = counted(np.stack([a, b]))
-                found[:, 3] = np.add.reduceat(differs(a, b), starts, dtype=np.int64)
+                grain_sums[:, 3] = np.add.reduceat(differs(a, b), starts, dtype=np.int64)
             with np.errstate(invalid="ignore", over="ignore"):
                 wide = b.astype(np.float64)
-                more = np.stack([np.add.reduceat(wide * each, starts) for each in (wide, a)], axis=1)
+                products = np.stack([np.add.reduceat(wide * factor, starts) for factor in (wide, a)], axis=1)
         sample = sampled(matrix, tile, 1)
         with np.errstate(invalid="ignore", over="ignore"):
             powers = magnitudes(sample - sampled(matrix, tile, 0))
-        moved = self._rows_moved(matrix, tile) if matrix.role == "vocabulary" and found[:, 3].any() else None
+        moved = self._rows_moved(matrix, tile) if matrix.role == "vocabulary" and grain_sums[:, 3].any() else None
         noise = rounding_noise(sample[np.isfinite(sample)])
-        return _Part(matrix.name, tile.start, np.hstack([found, more]), noise, sketch, moved, nonfinite, powers)
+        return _Part(matrix.name, tile.start, np.hstack([grain_sums, products]), noise, sketch, moved, nonfinite, powers)
 
     @staticmethod
     def _rows_moved(matrix: Matrix, tile: Tile) -> npt.NDArray[np.float64]:
         count = tile.size // matrix.cols
-        found = np.empty((count, 2))
+        squares = np.empty((count, 2))
         rows, sums = tile.scratch.rows(2, matrix.codes, matrix.out_code), tile.scratch.sums(2)
         a, b = matrix.codes.tolist()
-        distance(Encoded(tile.raw[0], a), Encoded(tile.raw[1], b), tile.size, matrix.cols, found, rows, sums)
-        return found
+        distance(Encoded(tile.raw[0], a), Encoded(tile.raw[1], b), tile.size, matrix.cols, squares, rows, sums)
+        return squares
 
     def take(self, number: int, result: _Part | _Projected | None) -> None:
         if isinstance(result, _Part):
@@ -270,8 +272,8 @@ class Differences(Survey):
 
     def _take_part(self, part: _Part) -> None:
         i = self.row[part.name]
-        sums, own = self._sums[i], [0, 1, 2, 3, DIFFERENCE_SUMS + 1, DIFFERENCE_SUMS + 2]
-        sums[own] = added(sums[own], part.sums[:, [0, 1, 2, 3, 5, 6]])
+        sums, columns = self._sums[i], [0, 1, 2, 3, DIFFERENCE_SUMS + 1, DIFFERENCE_SUMS + 2]
+        sums[columns] = added(sums[columns], part.sums[:, [0, 1, 2, 3, 5, 6]])
         sums[4] = max(sums[4], float(part.sums[:, 4].max(initial=0)))
         self._noises[i].append(part.noise)
         if part.nonfinite is not None:
@@ -313,31 +315,31 @@ class Differences(Survey):
             self._rank[i] = 0 if energy == 0 else np.nan
             return
         rows, cols = self.specs[i].shape
-        found = analyse_sketch(sketch, cols)
-        self._upper[i], self._bases[name] = found.upper, found.basis
-        self._rank[i] = found.rank(rows, cols, energy, noise * rows * cols)
+        sketched = analyse_sketch(sketch, cols)
+        self._upper[i], self._bases[name] = sketched.upper, sketched.basis
+        self._rank[i] = sketched.rank(rows, cols, energy, noise * rows * cols)
 
 
 def measured(
     what: str,
     product: Callable[[str, Sequence[Step]], Product],
-    matrices: Sequence[Matched],
+    matrices: Sequence[MatchedTensor],
     models: Sequence[Checkpoint],
     *,
     threads: int | None,
     progress: Watching,
     passes: int = 1,
-) -> list[tuple[Matched, Arrays]]:
+) -> list[tuple[MatchedTensor, Arrays]]:
     """Each matrix with its own row of the arrays of a product, which is computed layer by layer, in memory."""
     products = [product(f"{what} of {name}", steps) for name, steps in _batches([(m.place.group, m.step) for m in matrices])]
     if not products:
         return []
     outcome = survey("diff", models, products, threads=threads, progress=progress, doing="comparing", passes=passes)
-    found: dict[str, Arrays] = {}
-    for each in products:
-        arrays = outcome.results.arrays(each.name)
-        found |= {step.out.name: [array[i] for array in arrays] for i, step in enumerate(each.steps)}
-    return [(matched, found[matched.step.out.name]) for matched in matrices]
+    arrays_of: dict[str, Arrays] = {}
+    for streamed in products:
+        arrays = outcome.results.arrays(streamed.name)
+        arrays_of |= {step.out.name: [array[i] for array in arrays] for i, step in enumerate(streamed.steps)}
+    return [(matched, arrays_of[matched.step.out.name]) for matched in matrices]
 
 
 def _batches(steps: Sequence[tuple[str, Step]]) -> Iterator[tuple[str, list[Step]]]:

@@ -49,7 +49,7 @@ from weightsmith._reports.look.models import (
 )
 from weightsmith._reports.look.surveys import (
     POWERS,
-    NonFinite,
+    NonFiniteCounts,
     Survey,
     Watching,
     added,
@@ -102,18 +102,18 @@ class Statistics(Survey):
     def statistics(self, number: int, matrix: Matrix, tile: Tile) -> _Part:
         matrices = len(matrix.shape) == 2
         row = matrix.cols if matrices else BLOCK
-        found, squares = np.empty((tile.grains(matrix.grain), STATISTICS)), np.zeros(-(-tile.size // row) + 1)
+        sums, squares = np.empty((tile.grains(matrix.grain), STATISTICS)), np.zeros(-(-tile.size // row) + 1)
         rows = tile.scratch.rows(1, matrix.codes, matrix.out_code, row)
         data = Encoded(tile.raw[0], int(matrix.codes[0]))
-        statistics(data, tile.size, row, matrix.grain, found, squares, rows, np.empty((2, LANES)))
+        statistics(data, tile.size, row, matrix.grain, sums, squares, rows, np.empty((2, LANES)))
         squares = squares[: tile.size // row] if matrices else squares[:0]
-        return _Part(matrix.name, tile.start // row, found, squares, magnitudes(sampled(matrix, tile, 0)))
+        return _Part(matrix.name, tile.start // row, sums, squares, magnitudes(sampled(matrix, tile, 0)))
 
     def take(self, number: int, result: _Part) -> None:
         i = self.row[result.name]
-        sums, more = self._sums[i], result.sums
-        low, high = min(sums[2], more[:, 2].min()), max(sums[3], more[:, 3].max())
-        sums[:] = added(sums, more)
+        sums, part_sums = self._sums[i], result.sums
+        low, high = min(sums[2], part_sums[:, 2].min()), max(sums[3], part_sums[:, 3].max())
+        sums[:] = added(sums, part_sums)
         sums[2], sums[3] = low, high
         self._spread[i] = added(self._spread[i], np.stack([np.sqrt(result.squares), result.squares], axis=1))
         self._magnitudes[i] += result.magnitudes
@@ -189,9 +189,9 @@ class TensorStatistics:
     magnitudes: tuple[int, ...] = ()
 
     @property
-    def nonfinite(self) -> NonFinite:
+    def nonfinite(self) -> NonFiniteCounts:
         """NaN and infinities."""
-        return NonFinite.of(self.nans, self.infinities)
+        return NonFiniteCounts.of(self.nans, self.infinities)
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,13 +271,13 @@ class Inspection(Reported):
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values; null for what is undefined."""
-        found = asdict(self)
-        found["tensors"] = [{"name": s.name, "dtype": s.dtype.name, "shape": list(s.shape)} for s in self.tensors]
-        found["files"] = [{"name": name, "bytes": nbytes} for name, nbytes in self.files]
-        found["experts"] = {"routed": self.experts[0], "active": self.experts[1]}
+        values = asdict(self)
+        values["tensors"] = [{"name": s.name, "dtype": s.dtype.name, "shape": list(s.shape)} for s in self.tensors]
+        values["files"] = [{"name": name, "bytes": nbytes} for name, nbytes in self.files]
+        values["experts"] = {"routed": self.experts[0], "active": self.experts[1]}
         if self.adapter is not None:
-            found["adapter"]["ranks"] = {str(rank): modules for rank, modules in self.adapter.ranks.items()}
-        return json_values(**found)
+            values["adapter"]["ranks"] = {str(rank): modules for rank, modules in self.adapter.ranks.items()}
+        return json_values(**values)
 
 
 def inspect(
@@ -375,13 +375,16 @@ def _inspection(
 
 def _first(sections: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> int:
     """The first whole number among some keys; 0 if there is none."""
-    found = (whole_number(section.get(key)) for section in sections for key in keys)
-    return next((number for number in found if number is not None and number > 0), 0)
+    numbers = (whole_number(section.get(key)) for section in sections for key in keys)
+    return next((number for number in numbers if number is not None and number > 0), 0)
 
 
 def _amounts(specs: Sequence[TensorSpec], names: Sequence[str]) -> tuple[Amount, ...]:
-    found = grouped(zip(names, specs, strict=True))
-    return tuple(Amount(name, len(own), sum(s.size for s in own), sum(s.nbytes for s in own)) for name, own in found.items())
+    by_name = grouped(zip(names, specs, strict=True))
+    return tuple(
+        Amount(name, len(members), sum(s.size for s in members), sum(s.nbytes for s in members))
+        for name, members in by_name.items()
+    )
 
 
 def _stored(model: Checkpoint, names: Sequence[str]) -> list[TensorSpec]:
@@ -402,10 +405,12 @@ def _files(model: Checkpoint) -> tuple[tuple[str, int], ...]:
 
 
 def _tokenizer(model: Checkpoint, rows: int) -> TokenizerFacts | None:
-    found = vocabulary_of(model, {})
-    if found is None:
+    vocabulary = vocabulary_of(model, {})
+    if vocabulary is None:
         return None
-    return TokenizerFacts(found.family, len(found.ids), len(found.added), rows, bool(template_of(model.folder, model.files)))
+    return TokenizerFacts(
+        vocabulary.family, len(vocabulary.ids), len(vocabulary.added), rows, bool(template_of(model.folder, model.files))
+    )
 
 
 def _adapter_facts(adapter: Adapter) -> AdapterFacts:
@@ -432,7 +437,7 @@ def _measure(
     product = statistics_product(name, [Step(spec, COPY, (Read(0, spec.name),)) for spec in chosen])
     outcome = survey("inspect", [model], [product], threads=threads, progress=progress, doing="measuring")
     sums, rows, spread, powers = outcome.results.arrays(name)
-    found = []
+    measured = []
     for i, spec in enumerate(chosen):
         total, squares, low, high, *counts = sums[i].tolist()
         zeros, nans, infinities = map(int, counts)
@@ -440,7 +445,7 @@ def _measure(
         mean = total / n if n and math.isfinite(squares) else math.nan
         deviation = 0.0 if low == high else math.sqrt(max(0.0, squares / n - mean**2)) if math.isfinite(mean) else math.nan
         count = spec.shape[0] if len(spec.shape) == 2 else 0
-        found.append(
+        measured.append(
             TensorStatistics(
                 spec.name,
                 place_of(structure, spec.name),
@@ -459,4 +464,4 @@ def _measure(
                 tuple(powers[i].tolist()),
             )
         )
-    return tuple(found)
+    return tuple(measured)

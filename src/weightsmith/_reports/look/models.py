@@ -42,11 +42,11 @@ def opened(*names: str | os.PathLike[str], stream: bool) -> Iterator[tuple[Check
     problems: list[WeightsmithError] = []
     refs: list[ModelRef] = []
     for name in names:
-        found = parse_reference(os.fspath(name), "")
-        if isinstance(found, ModelRef):
-            refs.append(found)
+        reference = parse_reference(os.fspath(name), "")
+        if isinstance(reference, ModelRef):
+            refs.append(reference)
         else:
-            problems.append(found)
+            problems.append(reference)
     with ExitStack() as stack:
         checkpoints, unopened = open_models(refs, stack, plain=True)  # a look writes no weights, and shows the note
         problems += unopened
@@ -72,7 +72,7 @@ def check_patterns(patterns: Sequence[str], names: Sequence[str], where: str) ->
 
 
 @dataclass(frozen=True, slots=True)
-class Matched:
+class MatchedTensor:
     """A logical matrix that several models have.
 
     step   its reads: of each model in order. Its name and role are those in the first
@@ -96,7 +96,7 @@ class Matching:
     structure  of the first model
     """
 
-    matrices: tuple[Matched, ...]
+    matrices: tuple[MatchedTensor, ...]
     missing: tuple[tuple[str, ...], ...]
     strange: tuple[tuple[str, ...], ...]
     different: tuple[tuple[str, tuple[str, ...]], ...]
@@ -108,16 +108,16 @@ def match(models: Sequence[Checkpoint], patterns: Sequence[str] = ()) -> Matchin
     first, *others = models
     check_patterns(patterns, list(first.specs), first.ref)
     structures = [structure for structure in analyse_all(models) if structure is not None]
-    own = structures[0]
+    first_structure = structures[0]
     theirs_and_own = zip(others, structures[1:], strict=True)
-    found = [ModelNames(structure, other.specs, own, first.specs).all() for other, structure in theirs_and_own]
-    missing: list[list[str]] = [[] for _ in found]
+    names_of = [ModelNames(structure, other.specs, first_structure, first.specs).all() for other, structure in theirs_and_own]
+    missing: list[list[str]] = [[] for _ in names_of]
     different: list[tuple[str, tuple[str, ...]]] = []
-    matrices: list[Matched] = []
+    matrices: list[MatchedTensor] = []
     for spec in first.specs.values():
         if not matches(spec.name, patterns):
             continue
-        theirs = [names.get(spec.name) for names in found]
+        theirs = [names.get(spec.name) for names in names_of]
         for lacking, name in zip(missing, theirs, strict=True):
             lacking += [spec.name] if name is None else []
         if any(name is None for name in theirs):
@@ -128,19 +128,19 @@ def match(models: Sequence[Checkpoint], patterns: Sequence[str] = ()) -> Matchin
             different.append((spec.name, tuple(f"{list(s.shape)} {s.dtype}" for s in specs)))
             continue
         if spec.size:
-            matrices += _matrices(specs, rows if len({s.shape for s in specs}) > 1 else 0, first, own)
+            matrices += _matrices(specs, rows if len({s.shape for s in specs}) > 1 else 0, first, first_structure)
     strange = [
         tuple(mine for theirs, mine in names.items() if theirs not in first.specs and matches(mine, patterns))
-        for names in found
+        for names in names_of
     ]
-    return Matching(tuple(matrices), tuple(map(tuple, missing)), tuple(strange), tuple(different), own)
+    return Matching(tuple(matrices), tuple(map(tuple, missing)), tuple(strange), tuple(different), first_structure)
 
 
 def _comparable(specs: Sequence[TensorSpec]) -> bool:
     return all(spec.dtype.floating for spec in specs) or len({spec.dtype for spec in specs}) == 1
 
 
-def _matrices(specs: Sequence[TensorSpec], rows: int, first: Checkpoint, structure: Structure) -> Iterator[Matched]:
+def _matrices(specs: Sequence[TensorSpec], rows: int, first: Checkpoint, structure: Structure) -> Iterator[MatchedTensor]:
     """The logical matrices of a tensor; its expert and fused matrices each by itself."""
     floating = all(s.dtype.floating for s in specs)
     spec = replace(specs[0], dtype=DTYPES["BF16"]) if floating else specs[0]  # rows are float32, unless an input is F64
@@ -158,7 +158,7 @@ def _matrices(specs: Sequence[TensorSpec], rows: int, first: Checkpoint, structu
             if leaf.out.name == spec.name
             else replace(place_of(structure, leaf.out.name), stack=place.stack, layer=place.layer)
         )
-        yield Matched(replace(leaf, role=role), at, rows)
+        yield MatchedTensor(replace(leaf, role=role), at, rows)
 
 
 def is_floating(step: Step, models: Sequence[Checkpoint]) -> bool:
@@ -166,23 +166,23 @@ def is_floating(step: Step, models: Sequence[Checkpoint]) -> bool:
     return all(models[read.model].specs[read.tensor].dtype.floating for read in step.inputs)
 
 
-class Placed(Protocol):
+class HasPlace(Protocol):
     """Something in a tensor."""
 
     @property
     def place(self) -> Place: ...
 
 
-Found = TypeVar("Found", bound=Placed)
+Item = TypeVar("Item", bound=HasPlace)
 
 
-def by_layer_and_part(found: Iterable[Found]) -> tuple[dict[str, list[Found]], dict[str, list[Found]]]:
+def by_layer_and_part(items: Iterable[Item]) -> tuple[dict[str, list[Item]], dict[str, list[Item]]]:
     """The tensors of each layer, and of each part across all layers, in order of first appearance."""
-    layers: dict[str, list[Found]] = {}
-    parts: dict[str, list[Found]] = {}
-    for each in found:
-        layers.setdefault(each.place.group, []).append(each)
-        parts.setdefault(each.place.part, []).append(each)
+    layers: dict[str, list[Item]] = {}
+    parts: dict[str, list[Item]] = {}
+    for item in items:
+        layers.setdefault(item.place.group, []).append(item)
+        parts.setdefault(item.place.part, []).append(item)
     return layers, parts
 
 
@@ -196,8 +196,8 @@ def finite(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {key: finite(each) for key, each in value.items()}
-    return [finite(each) for each in value] if isinstance(value, list | tuple) else value
+        return {key: finite(item) for key, item in value.items()}
+    return [finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 GENERATION = "generation_config.json"
@@ -245,8 +245,8 @@ class FileDifference:
 
 def fetch_small(model: Checkpoint) -> None:
     """Download the files of a Hub model that are read here."""
-    wanted = [name for name in model.files if is_tokenizer(name) or name in (GENERATION, CARD_NAME, *TEMPLATES)]
-    model.fetch([*wanted, CARD_NAME])
+    small = [name for name in model.files if is_tokenizer(name) or name in (GENERATION, CARD_NAME, *TEMPLATES)]
+    model.fetch([*small, CARD_NAME])
 
 
 def compare_files(a: Checkpoint, b: Checkpoint, vocabularies: tuple[Vocabulary | None, Vocabulary | None]) -> FileDifference:
@@ -283,15 +283,15 @@ def _compare_tokenizers(a: Vocabulary | None, b: Vocabulary | None) -> Tokenizer
 def lineage(model: Checkpoint) -> tuple[str, ...]:
     """The models that a model was made from, as its card says."""
     named = read_card(model.folder).get("base_model") if not model.alone else None
-    found = named if isinstance(named, list) else [named]
-    return tuple(name for name in found if isinstance(name, str) and name)
+    names = named if isinstance(named, list) else [named]
+    return tuple(name for name in names if isinstance(name, str) and name)
 
 
 def licence(model: Checkpoint) -> str:
     """The licence that a model's card names; "" if none."""
     card = {} if model.alone else read_card(model.folder)
-    found = card.get("license_name") or card.get("license")
-    return found if isinstance(found, str) else ""
+    name = card.get("license_name") or card.get("license")
+    return name if isinstance(name, str) else ""
 
 
 def is_merge(model: Checkpoint) -> bool:

@@ -39,7 +39,7 @@ from weightsmith._reports.keywords import PlanKeywords
 from weightsmith._reports.look.difference import in_layers
 from weightsmith._reports.look.models import Place, by_layer_and_part, json_values, place_of
 from weightsmith._reports.look.sampling import merging_leaves, sample, survivals
-from weightsmith._reports.look.surveys import NonFinite, Watching, of_rows, sentences, survey, together
+from weightsmith._reports.look.surveys import NonFiniteCounts, Watching, of_rows, sentences, survey, together
 
 if TYPE_CHECKING:
     from weightsmith._planning.planner import Prepared
@@ -93,7 +93,7 @@ class GroupPreview:
     delta: float
     base: float
     models: tuple[Kept | None, ...]
-    nonfinite: tuple[NonFinite, ...]
+    nonfinite: tuple[NonFiniteCounts, ...]
 
     @property
     def share(self) -> float:
@@ -263,7 +263,7 @@ def _compared(leaf: Step, merged: Read) -> Step:
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _Matrix:
     """Of one matrix. weight: elements for each that was looked at; sums, squares, groups: see `survivals`; models: indices."""
 
     place: Place
@@ -273,7 +273,7 @@ class _Found:
     squares: npt.NDArray[np.float64]
     groups: float
     models: tuple[int, ...]
-    nonfinite: tuple[NonFinite, ...]
+    nonfinite: tuple[NonFiniteCounts, ...]
 
     @property
     def measured(self) -> bool:
@@ -295,56 +295,58 @@ def _preview(
     base = max(dict.fromkeys(bases), key=bases.count)
     used = dict.fromkeys(read.model for step in looked.steps for read in step.inputs[2:])
     names = [model for model in range(merged) if model in used]
-    found, stops = [], []
+    matrices, stops = [], []
     for i, step in enumerate(looked.steps):
-        size, own = looked.sizes[step.out.name], tuple(names.index(read.model) for read in step.inputs[2:])
+        size, models = looked.sizes[step.out.name], tuple(names.index(read.model) for read in step.inputs[2:])
         place = place_of(structure, step.out.name)
         in_all = of_rows(nonfinite[i, : len(step.inputs)])
-        if any(each.nans + each.infinities != constants[i] for each in in_all):
+        if any(item.nans + item.infinities != constants[i] for item in in_all):
             stops.append(step.out.name)
         else:  # a merge copies constants; the preview has computed with them
             in_all = (in_all[0], in_all[0], *in_all[2:])
-        by_model = dict(zip(own, in_all[2:], strict=True))
-        held = (*in_all[:2], *(by_model.get(model, NonFinite()) for model in range(len(names))))
-        found.append(_Found(place, size, size / step.out.size, sums[i], squares[i], float(counts[i]), own, held))
-    by_place = grouped((each.place, each) for each in found)
-    layers, parts = by_layer_and_part(found)
+        by_model = dict(zip(models, in_all[2:], strict=True))
+        held = (*in_all[:2], *(by_model.get(model, NonFiniteCounts()) for model in range(len(names))))
+        matrices.append(_Matrix(place, size, size / step.out.size, sums[i], squares[i], float(counts[i]), models, held))
+    by_place = grouped((item.place, item) for item in matrices)
+    layers, parts = by_layer_and_part(matrices)
     return Preview(
         plan.made.name,
         plan.models[base].ref,
         tuple(plan.models[model].ref for model in names),
         sum(step.out.size for step in looked.steps),
         sum(looked.sizes.values()),
-        tuple(_group(name, own, len(names)) for name, own in layers.items()),
-        tuple(_group(name, own, len(names)) for name, own in parts.items()),
-        _group("all", found, len(names)),
-        tuple((place, _group(f"{place.group}.{place.part}", own, len(names))) for place, own in by_place.items()),
+        tuple(_group(name, members, len(names)) for name, members in layers.items()),
+        tuple(_group(name, members, len(names)) for name, members in parts.items()),
+        _group("all", matrices, len(names)),
+        tuple((place, _group(f"{place.group}.{place.part}", members, len(names))) for place, members in by_place.items()),
         looked.left_out,
         tuple(stops),
         plan,
     )
 
 
-def _group(name: str, found: Sequence[_Found], models: int) -> GroupPreview:
-    own = [f for f in found if f.measured]
-    delta, base = (math.sqrt(sum(f.weight * float(f.sums[0, column]) for f in own)) if own else math.nan for column in (0, 1))
-    kept = tuple(_kept(found, model) for model in range(models))
-    nonfinite = tuple(together(f.nonfinite[i] for f in found) for i in range(2 + models))
-    return GroupPreview(name, len(found), sum(f.size for f in found), len(own), delta, base, kept, nonfinite)
+def _group(name: str, matrices: Sequence[_Matrix], models: int) -> GroupPreview:
+    measured = [f for f in matrices if f.measured]
+    delta, base = (
+        math.sqrt(sum(f.weight * float(f.sums[0, column]) for f in measured)) if measured else math.nan for column in (0, 1)
+    )
+    kept = tuple(_kept(matrices, model) for model in range(models))
+    nonfinite = tuple(together(f.nonfinite[i] for f in matrices) for i in range(2 + models))
+    return GroupPreview(name, len(matrices), sum(f.size for f in matrices), len(measured), delta, base, kept, nonfinite)
 
 
-def _kept(found: Sequence[_Found], model: int) -> Kept | None:
-    own = [(f, k) for f in found for k, other in enumerate(f.models) if other == model]
-    if not own:
+def _kept(matrices: Sequence[_Matrix], model: int) -> Kept | None:
+    pairs = [(f, k) for f in matrices for k, other in enumerate(f.models) if other == model]
+    if not pairs:
         return None
-    own = [(f, k) for f, k in own if f.measured]
-    if not own:
+    pairs = [(f, k) for f, k in pairs if f.measured]
+    if not pairs:
         return Kept(math.nan, math.nan, 0.0, math.nan, math.nan, math.nan)
-    energy, kept, used, against, dropped, apart = sum(f.weight * f.sums[1 + k] for f, k in own).tolist()
+    energy, kept, used, against, dropped, apart = sum(f.weight * f.sums[1 + k] for f, k in pairs).tolist()
     if not energy:
         return Kept(math.nan if used else 0.0, math.nan, 0.0, math.nan, math.nan, math.nan)
     share = kept / energy
-    variance = sum(_variance(f, k, share) for f, k in own)
+    variance = sum(_variance(f, k, share) for f, k in pairs)
     return Kept(
         math.sqrt(energy),
         share,
@@ -355,48 +357,50 @@ def _kept(found: Sequence[_Found], model: int) -> Kept | None:
     )
 
 
-def _variance(found: _Found, k: int, share: float) -> float:
+def _variance(matrix: _Matrix, k: int, share: float) -> float:
     """Of the sum of kept - share · energy over a whole matrix, from that over its sampled groups (a ratio estimator's)."""
-    n = found.groups
-    if n < 2 or found.weight <= 1:
+    n = matrix.groups
+    if n < 2 or matrix.weight <= 1:
         return 0.0
-    energy, kept = found.sums[1 + k, 0], found.sums[1 + k, 1]
-    of_kept, of_both, of_energy = found.squares[k]
+    energy, kept = matrix.sums[1 + k, 0], matrix.sums[1 + k, 1]
+    of_kept, of_both, of_energy = matrix.squares[k]
     rest = kept - share * energy
     spread = max(0.0, of_kept - 2 * share * of_both + share**2 * of_energy - rest**2 / n) / (n - 1)
-    return float(found.weight**2 * n * spread * (1 - 1 / found.weight))
+    return float(matrix.weight**2 * n * spread * (1 - 1 / matrix.weight))
 
 
-def _warn(found: Preview) -> list[Finding]:
+def _warn(preview: Preview) -> list[Finding]:
     texts = []
-    if found.stops:
-        held = sentences([found.base, "the merge", *found.names], [(group.name, group.nonfinite) for _, group in found.cells])
+    if preview.stops:
+        held = sentences(
+            [preview.base, "the merge", *preview.names], [(group.name, group.nonfinite) for _, group in preview.cells]
+        )
         texts += [text.rstrip(".") for text in held]
-        texts.append(f"the merge will stop with an error at {found.stops[0]}; the numbers leave such tensors out")
-    for i, name in enumerate(found.names):
+        texts.append(f"the merge will stop with an error at {preview.stops[0]}; the numbers leave such tensors out")
+    for i, name in enumerate(preview.names):
         lost: dict[int, float] = {}
-        for number, group in enumerate(found.layers):
+        for number, group in enumerate(preview.layers):
             kept = group.models[i]
             if kept is not None and kept.survives < LOST:
                 lost[number] = kept.survives
-        whole = found.total.models[i]
+        whole = preview.total.models[i]
         if whole is not None and whole.norm == 0:
-            texts.append(f"{name} does not differ from {found.base} in anything that is merged")
+            texts.append(f"{name} does not differ from {preview.base} in anything that is merged")
         elif lost and whole is not None:
-            every = len(lost) == len(found.layers)
+            every = len(lost) == len(preview.layers)
             mean = 1 - (whole.survives if every else sum(lost.values()) / len(lost))
-            where = "" if every else f" in {_layers(found, lost)}"
+            where = "" if every else f" in {_layers(preview, lost)}"
             texts.append(f"{name} loses {mean:.0%} of the energy of its delta{where}")
-    norms = [kept.norm for kept in found.total.models if kept is not None and math.isfinite(kept.norm)]
-    if norms and found.total.delta > FAR * max(norms) > 0:
-        times = found.total.delta / max(norms)
-        texts.append(f"the merge moves {times:.1f} times as far from {found.base} as the model that moves furthest")
+    norms = [kept.norm for kept in preview.total.models if kept is not None and math.isfinite(kept.norm)]
+    if norms and preview.total.delta > FAR * max(norms) > 0:
+        times = preview.total.delta / max(norms)
+        texts.append(f"the merge moves {times:.1f} times as far from {preview.base} as the model that moves furthest")
     return [Finding(text) for text in texts]
 
 
-def _layers(found: Preview, numbers: Sequence[int] | dict[int, float]) -> str:
+def _layers(preview: Preview, numbers: Sequence[int] | dict[int, float]) -> str:
     """`layers 0 to 5`, or the names of what is not a layer."""
-    names = [found.layers[number].name for number in numbers]
+    names = [preview.layers[number].name for number in numbers]
     stacks: dict[str, list[int]] = {}
     others = []
     for name in names:
@@ -405,5 +409,5 @@ def _layers(found: Preview, numbers: Sequence[int] | dict[int, float]) -> str:
             stacks.setdefault(prefix, []).append(int(last))
         else:
             others.append(name)
-    texts = [f"{in_layers(own)}{f' of {prefix}' if len(stacks) > 1 else ''}" for prefix, own in stacks.items()]
+    texts = [f"{in_layers(numbers_of)}{f' of {prefix}' if len(stacks) > 1 else ''}" for prefix, numbers_of in stacks.items()]
     return " and ".join([*texts, *others])

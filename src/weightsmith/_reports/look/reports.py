@@ -40,38 +40,39 @@ _name = attrgetter("name")
 _LEFT_OUT = "Norms and cosines are of the tensors without NaN and infinities."
 
 
-def difference_report(found: Difference) -> Report:
+def difference_report(difference: Difference) -> Report:
     """What a model differs in from another."""
-    a, b = found.names
-    total = found.total
+    a, b = difference.names
+    total = difference.total
     blocks: list[Block] = []
-    if found.total.changed or any(found.total.nonfinite):
-        placed = [(tensor.place, tensor) for tensor in found.tensors]
+    if difference.total.changed or any(difference.total.nonfinite):
+        placed = [(tensor.place, tensor) for tensor in difference.tensors]
         about = "Frobenius norm of B - A over that of A, of all matrices of a part in a layer together."
         moved = "How far the weights moved"
         blocks += heat_maps(moved, placed, _together, "share", about, scale="log", detail=_TENSORS, name=_name)
         about = "The singular values of the delta above the rounding noise. The middle one, where there are several matrices."
         blocks += heat_maps("Rank of the deltas", placed, _middle_rank, "count", about, detail=_TENSORS, name=_name)
-        blocks += _by_layer(found.layers)
-        blocks += _spectra(found.tensors)
-    blocks.append(_models(found))
-    if found.total.changed or any(found.total.nonfinite):
-        blocks += [_groups("Parts", "part", [found.total, *found.parts])]
-        blocks += [replace(_groups("Layers", "layer", found.layers), name=_LAYERS)]
-        tensors = _table("Tensors", _DIFFERENCE, found.tensors, name=_TENSORS)
-        blocks.append(replace(tensors, pictures=tuple(map(_pictures, found.tensors))))
-    if found.moved:
+        blocks += _by_layer(difference.layers)
+        blocks += _spectra(difference.tensors)
+    blocks.append(_models(difference))
+    if difference.total.changed or any(difference.total.nonfinite):
+        blocks += [_groups("Parts", "part", [difference.total, *difference.parts])]
+        blocks += [replace(_groups("Layers", "layer", difference.layers), name=_LAYERS)]
+        tensors = _table("Tensors", _DIFFERENCE, difference.tensors, name=_TENSORS)
+        blocks.append(replace(tensors, pictures=tuple(map(_pictures, difference.tensors))))
+    if difference.moved:
         columns = Column("tensor"), Column("row", "count"), Column("token"), Column("moved", "share", "‖delta‖ / ‖row of A‖")
         rows = tuple(
-            (row.tensor, row.row, _quoted(row.token) if row.token else "", finite_or_mark(row.share)) for row in found.moved
+            (row.tensor, row.row, _quoted(row.token) if row.token else "", finite_or_mark(row.share))
+            for row in difference.moved
         )
         blocks.append(Table("Rows that moved most", columns, rows))
-    blocks += _files(found.files)
-    for title, names in ((f"Only in {a}", found.only_a), (f"Only in {b}", found.only_b)):
+    blocks += _files(difference.files)
+    for title, names in ((f"Only in {a}", difference.only_a), (f"Only in {b}", difference.only_b)):
         if names:
             blocks.append(Table(title, (Column("tensor"),), tuple((name,) for name in names)))
-    if found.different:
-        specs = tuple((name, *each) for name, each in found.different)
+    if difference.different:
+        specs = tuple((name, *specs_of) for name, specs_of in difference.different)
         blocks.append(Table("Not comparable", (Column("tensor"), Column("A"), Column("B")), specs))
     blocks.append(Code("Reproduce", shlex.join(["weightsmith", "diff", a, b])))
     numbers = (
@@ -79,19 +80,19 @@ def difference_report(found: Difference) -> Report:
         ("elements that differ", written(total.changed_share, "share")),
         (f"cosine of A and B{_of_measured(total)}", written(total.cosine, "cosine")),
     )
-    title, models = f"{b}, compared with {a}", tuple(zip("AB", found.names, strict=True))
-    return Report(title, found.reading, tuple(blocks), found.to_json(), numbers, models)
+    title, models = f"{b}, compared with {a}", tuple(zip("AB", difference.names, strict=True))
+    return Report(title, difference.reading, tuple(blocks), difference.to_json(), numbers, models)
 
 
-def comparison_report(found: Comparison) -> Report:
+def comparison_report(comparison: Comparison) -> Report:
     """The task vectors of several models, side by side."""
-    names = letters(len(found.names))
-    pairs = [f"{names[i]} and {names[j]}" for i, j in found.pairs]
+    names = letters(len(comparison.names))
+    pairs = [f"{names[i]} and {names[j]}" for i, j in comparison.pairs]
     blocks: list[Block] = []
-    placed = [(tensor.place, tensor) for tensor in found.tensors if tensor.place is not None]
+    placed = [(tensor.place, tensor) for tensor in comparison.tensors if tensor.place is not None]
     about = "Share of the elements that two or more models change in which their signs differ."
     blocks += heat_maps("Conflicts of signs", placed, _conflicts, "share", about, detail=_TENSORS, span=(0.0, 1.0), name=_name)
-    span = span_of([cosine for tensor in found.tensors for cosine in tensor.cosines[:PAIRS]], "diverging")
+    span = span_of([cosine for tensor in comparison.tensors for cosine in tensor.cosines[:PAIRS]], "diverging")
     for k, pair in enumerate(pairs[:PAIRS]):
         about = "Cosine of the deltas of the two models. The middle one, where there are several matrices."
         blocks += heat_maps(
@@ -106,12 +107,12 @@ def comparison_report(found: Comparison) -> Report:
             group="Cosines of the deltas",
             name=_name,
         )
-    by_layer = [layer for layer in found.layers if layer.name != OUTSIDE]
+    by_layer = [layer for layer in comparison.layers if layer.name != OUTSIDE]
     if by_layer:
         lines = tuple((pair, tuple(layer.cosines[k] for layer in by_layer)) for k, pair in enumerate(pairs[:PAIRS]))
         blocks.append(Curves("Cosines by layer", lines, "layer", "cosine", first=0))
-    blocks.append(Facts("Models", (("base", found.base), *zip(names, found.names, strict=True))))
-    total, longest = found.total, max(found.total.norms)
+    blocks.append(Facts("Models", (("base", comparison.base), *zip(names, comparison.names, strict=True))))
+    total, longest = comparison.total, max(comparison.total.norms)
     lengths = tuple(
         (name, norm, norm / longest if longest else Mark.UNDEFINED) for name, norm in zip(names, total.norms, strict=True)
     )
@@ -124,7 +125,11 @@ def comparison_report(found: Comparison) -> Report:
     )
     rows = tuple((pair, total.cosines[k], total.overlaps[k], total.subspaces[k]) for k, pair in enumerate(pairs))
     blocks.append(Table("Pairs", columns, rows))
-    tables = (("Parts", found.parts, ""), ("Layers", found.layers, _LAYERS), ("Tensors", found.tensors, _TENSORS))
+    tables = (
+        ("Parts", comparison.parts, ""),
+        ("Layers", comparison.layers, _LAYERS),
+        ("Tensors", comparison.tensors, _TENSORS),
+    )
     for title, groups, name in tables:
         heads = (
             Column(title.lower()[:-1]),
@@ -136,9 +141,9 @@ def comparison_report(found: Comparison) -> Report:
         )
         places = tuple((_place(g.place) if g.place else ("", "")) for g in groups) if name == _TENSORS else ()
         blocks.append(Table(title, heads, values, name=name, places=places))
-    if found.missing:
-        blocks.append(Table("Not in all models", (Column("tensor"),), tuple((name,) for name in found.missing)))
-    blocks.append(Code("Reproduce", shlex.join(["weightsmith", "diff", "--base", found.base, *found.names])))
+    if comparison.missing:
+        blocks.append(Table("Not in all models", (Column("tensor"),), tuple((name,) for name in comparison.missing)))
+    blocks.append(Code("Reproduce", shlex.join(["weightsmith", "diff", "--base", comparison.base, *comparison.names])))
     known = [(abs(cosine), pair, cosine) for pair, cosine in zip(pairs, total.cosines, strict=True) if math.isfinite(cosine)]
     _, pair, cosine = max(known, default=(0.0, "the models", math.nan))
     overlaps = [overlap for overlap in total.overlaps if math.isfinite(overlap)]
@@ -147,59 +152,63 @@ def comparison_report(found: Comparison) -> Report:
         ("signs in conflict", written(total.conflict_share, "share")),
         ("largest elements in common", written(max(overlaps, default=math.nan), "share")),
     )
-    models = (("base", found.base), *zip(names, found.names, strict=True))
-    title = f"Task vectors of {len(found.names)} models"
-    return Report(title, found.reading, tuple(blocks), found.to_json(), numbers, models)
+    models = (("base", comparison.base), *zip(names, comparison.names, strict=True))
+    title = f"Task vectors of {len(comparison.names)} models"
+    return Report(title, comparison.reading, tuple(blocks), comparison.to_json(), numbers, models)
 
 
-def preview_report(found: Preview, costs: Mapping[str, int] = MappingProxyType({})) -> Report:
+def preview_report(preview: Preview, costs: Mapping[str, int] = MappingProxyType({})) -> Report:
     """What a merge will do to its models. costs: bytes and threads of the merge, by name."""
-    names = letters(len(found.names))
-    sampled = f"{written(found.looked_at / max(1, found.elements), 'share')} of {many(found.elements)} elements"
-    facts: list[tuple[str, Value]] = [("method", found.method), ("base", found.base), *zip(names, found.names, strict=True)]
+    names = letters(len(preview.names))
+    sampled = f"{written(preview.looked_at / max(1, preview.elements), 'share')} of {many(preview.elements)} elements"
+    facts: list[tuple[str, Value]] = [
+        ("method", preview.method),
+        ("base", preview.base),
+        *zip(names, preview.names, strict=True),
+    ]
     facts.append(("sample", sampled))
-    facts += [("not sampled", count(len(found.left_out), "tensor"))] if found.left_out else []
+    facts += [("not sampled", count(len(preview.left_out), "tensor"))] if preview.left_out else []
     facts += [(_COSTS[name], f"{n:,}" if name == "threads" else size(n)) for name, n in costs.items()]
     blocks: list[Block] = []
     about = "Frobenius norm of merge - base over that of the base."
-    blocks += heat_maps("Distance from the base", found.cells, _distance, "share", about, scale="log", detail="cells")
+    blocks += heat_maps("Distance from the base", preview.cells, _distance, "share", about, scale="log", detail="cells")
     group, about = "What survives of the models", "Share of the energy of each model's delta that is in the merge."
     for i, name in enumerate(names[:PAIRS]):
         title, of_model = f"What survives of {name}", partial(_survives, i)
-        blocks += heat_maps(title, found.cells, of_model, "share", about, detail="cells", span=(0.0, 1.0), group=group)
-    by_layer = [layer for layer in found.layers if layer.name != OUTSIDE]
+        blocks += heat_maps(title, preview.cells, of_model, "share", about, detail="cells", span=(0.0, 1.0), group=group)
+    by_layer = [layer for layer in preview.layers if layer.name != OUTSIDE]
     if by_layer:
         lines = tuple((name, tuple(_number(_survives(i, [g])) for g in by_layer)) for i, name in enumerate(names[:PAIRS]))
         blocks.append(Curves("What survives, by layer", lines, "layer", "share of the energy", "share", first=0))
-    blocks += [Facts("The merge", tuple(facts)), _survival(found, names)]
-    every = [group for _, group in found.cells]
-    places = tuple(_place(place) for place, _ in found.cells)
-    blocks += [_kept("Parts", found.parts, names), replace(_kept("Layers", found.layers, names), name=_LAYERS)]
+    blocks += [Facts("The merge", tuple(facts)), _survival(preview, names)]
+    every = [group for _, group in preview.cells]
+    places = tuple(_place(place) for place, _ in preview.cells)
+    blocks += [_kept("Parts", preview.parts, names), replace(_kept("Layers", preview.layers, names), name=_LAYERS)]
     blocks.append(replace(_kept("Parts of layers", every, names), name="cells", places=places))
-    if found.plan.recipe:
-        blocks.append(Code("Recipe", found.plan.recipe))
-    share = written(finite_or_mark(found.total.share), "share")
-    kept = [k.survives for k in found.total.models if k is not None and math.isfinite(k.survives)]
-    verdict, warnings = f"The merge is {share} away from its base", [f"{finding.what}." for finding in found.warnings]
+    if preview.plan.recipe:
+        blocks.append(Code("Recipe", preview.plan.recipe))
+    share = written(finite_or_mark(preview.total.share), "share")
+    kept = [k.survives for k in preview.total.models if k is not None and math.isfinite(k.survives)]
+    verdict, warnings = f"The merge is {share} away from its base", [f"{finding.what}." for finding in preview.warnings]
     numbers = [("distance from the base", share)]
     if kept:
         low, high = (written(value, "share") for value in (min(kept), max(kept)))
         survives = low if low == high else f"{low} to {high}"
         verdict += f", and keeps {survives} of the energy of {'its model' if len(kept) == 1 else 'each model'}'s delta"
         numbers.append(("energy that survives", survives))
-    against = [k.against for k in found.total.models if k is not None and math.isfinite(k.against)]
+    against = [k.against for k in preview.total.models if k is not None and math.isfinite(k.against)]
     numbers += [("signs turned over, at most", written(max(against), "share"))] if against else []
-    summary = [*warnings, f"{verdict}."] if found.stops else [f"{verdict}.", *warnings]
-    models = (("base", found.base), *zip(names, found.names, strict=True))
-    title, data = f"Preview of a merge with {found.method}", found.to_json() | {"merge": dict(costs)}
+    summary = [*warnings, f"{verdict}."] if preview.stops else [f"{verdict}.", *warnings]
+    models = (("base", preview.base), *zip(names, preview.names, strict=True))
+    title, data = f"Preview of a merge with {preview.method}", preview.to_json() | {"merge": dict(costs)}
     return Report(title, tuple(summary), tuple(blocks), data, tuple(numbers), models)
 
 
-def inspection_report(found: Inspection) -> Report:
+def inspection_report(inspection: Inspection) -> Report:
     """What a model is."""
     blocks: list[Block] = []
-    facts: list[Block] = [_facts(found), _amounts("Parts", found.parts), _amounts("Dtypes", found.dtypes)]
-    statistics = found.statistics
+    facts: list[Block] = [_facts(inspection), _amounts("Parts", inspection.parts), _amounts("Dtypes", inspection.dtypes)]
+    statistics = inspection.statistics
     if statistics is not None:
         placed = [(tensor.place, tensor) for tensor in statistics]
         about = "Of the elements of a part in a layer."
@@ -215,20 +224,20 @@ def inspection_report(found: Inspection) -> Report:
         blocks.append(replace(tensors, pictures=tuple(Pictures((), *shares(one.magnitudes)) for one in statistics)))
     else:
         blocks += facts
-        specs = tuple((spec.name, spec.dtype.name, _shape(spec), spec.size) for spec in found.tensors)
+        specs = tuple((spec.name, spec.dtype.name, _shape(spec), spec.size) for spec in inspection.tensors)
         heads = Column("tensor"), Column("dtype"), Column("shape"), Column("elements", "count")
         blocks.append(Table("Tensors", heads, specs, name=_TENSORS))
     stats = ["--stats"] if statistics is not None else []
-    blocks.append(Code("Reproduce", shlex.join(["weightsmith", "inspect", found.name, *stats])))
-    dtypes = ", ".join(amount.name for amount in sorted(found.dtypes, key=lambda amount: -amount.nbytes)[:3])
-    what = found.architecture or ("A LoRA adapter" if found.adapter is not None else "A model without config.json")
-    summary = [f"{what} of {many(found.elements)} parameters in {count(len(found.tensors), 'tensor')}, {dtypes}."]
+    blocks.append(Code("Reproduce", shlex.join(["weightsmith", "inspect", inspection.name, *stats])))
+    dtypes = ", ".join(amount.name for amount in sorted(inspection.dtypes, key=lambda amount: -amount.nbytes)[:3])
+    what = inspection.architecture or ("A LoRA adapter" if inspection.adapter is not None else "A model without config.json")
+    summary = [f"{what} of {many(inspection.elements)} parameters in {count(len(inspection.tensors), 'tensor')}, {dtypes}."]
     held = together(one.nonfinite for one in statistics or ())
     summary = [f"The weights have {held}.", *summary] if held else summary
-    numbers = [("parameters", many(found.elements)), ("weight files", size(sum(nbytes for _, nbytes in found.files)))]
-    layers = sum(stack.layers for stack in found.stacks)
+    numbers = [("parameters", many(inspection.elements)), ("weight files", size(sum(nbytes for _, nbytes in inspection.files)))]
+    layers = sum(stack.layers for stack in inspection.stacks)
     numbers += [("layers", f"{layers:,}")] if layers else []
-    return Report(found.name, (*summary, *found.notes), tuple(blocks), found.to_json(), tuple(numbers))
+    return Report(inspection.name, (*summary, *inspection.notes), tuple(blocks), inspection.to_json(), tuple(numbers))
 
 
 def _pictures(tensor: TensorDifference) -> Pictures:
@@ -238,7 +247,7 @@ def _pictures(tensor: TensorDifference) -> Pictures:
 def _together(tensors: Sequence[TensorDifference]) -> float | Mark:
     if not any(tensor.changed for tensor in tensors):
         return Mark.SAME
-    mark = mark_of(each for tensor in tensors for each in tensor.nonfinite)
+    mark = mark_of(counts for tensor in tensors for counts in tensor.nonfinite)
     return mark or finite_or_mark(
         share_of(*(math.hypot(*norms) for norms in zip(*((t.delta, t.a) for t in tensors), strict=True)))
     )
@@ -247,7 +256,7 @@ def _together(tensors: Sequence[TensorDifference]) -> float | Mark:
 def _middle_rank(tensors: Sequence[TensorDifference]) -> float | Mark:
     """The middle one of several; one that is not known is higher than those that are, and a full one is the highest."""
     changed = [tensor for tensor in tensors if tensor.changed]
-    mark = mark_of(each for tensor in changed for each in tensor.nonfinite)
+    mark = mark_of(counts for tensor in changed for counts in tensor.nonfinite)
     if mark is not None and any(tensor.linear for tensor in changed):
         return mark
     order = (Mark.HIGH, Mark.FULL)
@@ -278,12 +287,15 @@ def _peak(tensors: Sequence[TensorStatistics]) -> float | Mark:
 
 
 def _conflicts(tensors: Sequence[Alignment]) -> float | Mark:
-    mark, shared = mark_of(each for tensor in tensors for each in tensor.nonfinite), sum(tensor.shared for tensor in tensors)
+    mark, shared = (
+        mark_of(counts for tensor in tensors for counts in tensor.nonfinite),
+        sum(tensor.shared for tensor in tensors),
+    )
     return mark or (sum(tensor.conflicts for tensor in tensors) / shared if shared else Mark.NOTHING)
 
 
 def _cosine(pair: int, tensors: Sequence[Alignment]) -> float | Mark:
-    mark = mark_of(each for tensor in tensors for each in tensor.nonfinite)
+    mark = mark_of(counts for tensor in tensors for counts in tensor.nonfinite)
     known = sorted(tensor.cosines[pair] for tensor in tensors if math.isfinite(tensor.cosines[pair]))
     return mark or (known[(len(known) - 1) // 2] if known else Mark.NOTHING)
 
@@ -317,7 +329,7 @@ def _kept(title: str, groups: Sequence[GroupPreview], names: Sequence[str]) -> T
     return Table(title, columns, rows, "Columns of models: the share of the energy of the delta that survives.")
 
 
-def _survival(found: Preview, names: Sequence[str]) -> Table:
+def _survival(preview: Preview, names: Sequence[str]) -> Table:
     columns = (
         Column("model"),
         Column("survives", "share", "of the energy of its delta"),
@@ -328,7 +340,7 @@ def _survival(found: Preview, names: Sequence[str]) -> Table:
         Column("delta", "number", "norm of the model's delta"),
     )
     rows: list[tuple[Value, ...]] = []
-    for name, kept in zip(names, found.total.models, strict=True):
+    for name, kept in zip(names, preview.total.models, strict=True):
         if kept is not None and kept.norm == 0:
             rows.append((name, *[Mark.SAME] * 5, 0.0))
         elif kept is not None:
@@ -336,9 +348,9 @@ def _survival(found: Preview, names: Sequence[str]) -> Table:
     return Table("What survives of the models", columns, tuple(rows))
 
 
-def _models(found: Difference) -> Facts:
-    total, facts = found.total, []
-    for which, name, quantised in zip("AB", found.names, found.quantised, strict=True):
+def _models(difference: Difference) -> Facts:
+    total, facts = difference.total, []
+    for which, name, quantised in zip("AB", difference.names, difference.quantised, strict=True):
         facts.append((which, f"{name} ({quantised}, decoded)" if quantised else name))
     facts += [
         ("matrices", f"{total.tensors:,}, {total.elements:,} elements"),
@@ -346,11 +358,11 @@ def _models(found: Difference) -> Facts:
         ("‖B - A‖ / ‖A‖", f"{written(finite_or_mark(total.share), 'number')}{_of_measured(total)}"),
         ("cosine", f"{written(total.cosine, 'cosine')}{_of_measured(total)}"),
     ]
-    for name, own in zip("AB", total.nonfinite, strict=True):
-        if own:
-            facts.append((f"not finite in {name}", str(own)))
-    if found.merged_of is not None:
-        facts.append(("merge of", ", ".join(found.merged_of) or "models that its card does not name"))
+    for name, counts in zip("AB", total.nonfinite, strict=True):
+        if counts:
+            facts.append((f"not finite in {name}", str(counts)))
+    if difference.merged_of is not None:
+        facts.append(("merge of", ", ".join(difference.merged_of) or "models that its card does not name"))
     return Facts("Models", tuple(facts))
 
 
@@ -410,11 +422,11 @@ def _place(place: Place) -> tuple[str, str]:
 
 
 def _files(files: FileDifference) -> list[Table | Facts | Code]:
-    found: list[Table | Facts | Code] = []
+    blocks: list[Table | Facts | Code] = []
     for title, changed in (("config.json", files.config), ("generation_config.json", files.generation)):
         if changed:
             rows = tuple((change.key, _setting(change.old), _setting(change.new)) for change in changed)
-            found.append(Table(title, (Column("key"), Column("A"), Column("B")), rows))
+            blocks.append(Table(title, (Column("key"), Column("A"), Column("B")), rows))
     tokenizer = files.tokenizer
     if tokenizer is not None and not tokenizer.same:
         facts: tuple[tuple[str, Value], ...] = (
@@ -423,11 +435,11 @@ def _files(files: FileDifference) -> list[Table | Facts | Code]:
             ("only in A", _some([*map(_quoted, tokenizer.removed)], 20)),
             ("only in B", _some([*map(_quoted, tokenizer.added)], 20)),
         )
-        found.append(Facts("Tokenizer", facts))
+        blocks.append(Facts("Tokenizer", facts))
     if files.templates is not None:
         for which, template in zip("AB", files.templates, strict=True):
-            found.append(Code(f"Chat template of {which}", template or "none"))
-    return found
+            blocks.append(Code(f"Chat template of {which}", template or "none"))
+    return blocks
 
 
 def _setting(value: Any) -> str:
@@ -441,36 +453,39 @@ def _quoted(token: str) -> str:
 
 
 def _some(names: Sequence[str], shown: int) -> str:
-    more = f" and {len(names) - shown:,} more" if len(names) > shown else ""
-    return f"{', '.join(names[:shown])}{more}" or "none"
+    rest = f" and {len(names) - shown:,} more" if len(names) > shown else ""
+    return f"{', '.join(names[:shown])}{rest}" or "none"
 
 
-def _facts(found: Inspection) -> Facts:
-    kind = f" ({found.model_type})" if found.model_type else ""
-    nbytes = size(sum(nbytes for _, nbytes in found.files))
+def _facts(inspection: Inspection) -> Facts:
+    kind = f" ({inspection.model_type})" if inspection.model_type else ""
+    nbytes = size(sum(nbytes for _, nbytes in inspection.files))
     facts: list[tuple[str, Value]] = [
-        ("model", f"{found.architecture}{kind}" or "no config.json"),
-        ("revision", found.revision),
-        ("weights", f"{found.elements:,} parameters in {count(len(found.tensors), 'tensor')}"),
-        ("files", f"{nbytes} in {count(len(found.files), 'file')}: {_some([name for name, _ in found.files], 4)}"),
-        ("quantised", found.quantised),
-        *(("layers", f"{count(s.layers, 'layer')}: {s.prefix}0 to {s.layers - 1}") for s in found.stacks),
-        ("experts", f"{found.experts[0]:,}, of which each token uses {found.experts[1]:,}" if found.experts[0] else ""),
+        ("model", f"{inspection.architecture}{kind}" or "no config.json"),
+        ("revision", inspection.revision),
+        ("weights", f"{inspection.elements:,} parameters in {count(len(inspection.tensors), 'tensor')}"),
+        ("files", f"{nbytes} in {count(len(inspection.files), 'file')}: {_some([name for name, _ in inspection.files], 4)}"),
+        ("quantised", inspection.quantised),
+        *(("layers", f"{count(s.layers, 'layer')}: {s.prefix}0 to {s.layers - 1}") for s in inspection.stacks),
+        (
+            "experts",
+            f"{inspection.experts[0]:,}, of which each token uses {inspection.experts[1]:,}" if inspection.experts[0] else "",
+        ),
     ]
-    if found.tokenizer is not None:
-        tokens, template = found.tokenizer, "with" if found.tokenizer.chat_template else "without"
+    if inspection.tokenizer is not None:
+        tokens, template = inspection.tokenizer, "with" if inspection.tokenizer.chat_template else "without"
         rows = f"; the embedding has {tokens.rows:,} rows" if tokens.rows else ""
         text = f"{tokens.tokens:,} ({tokens.family}, {tokens.added:,} added), {template} a chat template{rows}"
         facts.append(("tokens", text))
-    if found.tied is not None:
-        facts.append(("head", "the embedding (tied)" if found.tied else "a separate matrix"))
-    if found.adapter is not None:
-        ranks = ", ".join(f"rank {rank} in {count(n, 'module')}" for rank, n in found.adapter.ranks.items())
-        facts.append(("adapter", f"LoRA for {found.adapter.base or 'an unnamed model'}: {ranks}"))
-        facts.append(("modules", ", ".join(found.adapter.modules)))
-        facts.append(("saved whole", ", ".join(found.adapter.replaced)))
-    facts.append(("context", f"{found.context:,} positions" if found.context else ""))
-    facts += [("licence", found.licence), ("from", ", ".join(found.lineage))]
+    if inspection.tied is not None:
+        facts.append(("head", "the embedding (tied)" if inspection.tied else "a separate matrix"))
+    if inspection.adapter is not None:
+        ranks = ", ".join(f"rank {rank} in {count(n, 'module')}" for rank, n in inspection.adapter.ranks.items())
+        facts.append(("adapter", f"LoRA for {inspection.adapter.base or 'an unnamed model'}: {ranks}"))
+        facts.append(("modules", ", ".join(inspection.adapter.modules)))
+        facts.append(("saved whole", ", ".join(inspection.adapter.replaced)))
+    facts.append(("context", f"{inspection.context:,} positions" if inspection.context else ""))
+    facts += [("licence", inspection.licence), ("from", ", ".join(inspection.lineage))]
     return Facts("Model", tuple((name, value) for name, value in facts if value))
 
 
@@ -486,13 +501,13 @@ def _layers(statistics: Sequence[TensorStatistics]) -> Table:
     names = "norm", "lowest", "highest", "zeros", "NaN", "infinite", "outlier rows"
     units: tuple[Unit, ...] = ("number", "number", "number", "share", "count", "count", "count")
     rows = []
-    for name, own in by_layer_and_part(statistics)[0].items():
-        known = [s for s in own if s.nans + s.infinities < s.elements]
+    for name, members in by_layer_and_part(statistics)[0].items():
+        known = [s for s in members if s.nans + s.infinities < s.elements]
         norm = math.hypot(*(s.norm for s in known)) if known else math.nan
         low, high = min((s.low for s in known), default=math.nan), max((s.high for s in known), default=math.nan)
-        zeros = sum(s.zeros for s in own) / sum(s.elements for s in own)
-        nans, infinities = sum(s.nans for s in own), sum(s.infinities for s in own)
-        rows.append((name, norm, low, high, zeros, nans, infinities, sum(len(s.outliers) for s in own)))
+        zeros = sum(s.zeros for s in members) / sum(s.elements for s in members)
+        nans, infinities = sum(s.nans for s in members), sum(s.infinities for s in members)
+        rows.append((name, norm, low, high, zeros, nans, infinities, sum(len(s.outliers) for s in members)))
     columns = Column("layer"), *(Column(name, unit) for name, unit in zip(names, units, strict=True))
     about = "Norms and extremes are of the finite elements." if any(s.nonfinite for s in statistics) else ""
     return Table("Layers", columns, tuple(rows), about)
@@ -501,19 +516,19 @@ def _layers(statistics: Sequence[TensorStatistics]) -> Table:
 # ---- columns
 
 
-def _shape(found: TensorSpec | TensorDifference | TensorStatistics) -> str:
-    return " x ".join(map(str, found.shape))
+def _shape(tensor: TensorSpec | TensorDifference | TensorStatistics) -> str:
+    return " x ".join(map(str, tensor.shape))
 
 
 _NAME: _Field = (Column("tensor"), attrgetter("name"))
 _MOVED: tuple[_Field, ...] = (
-    (Column("changed", "share", "share of elements that differ"), lambda found: finite_or_mark(found.changed_share)),
+    (Column("changed", "share", "share of elements that differ"), lambda group: finite_or_mark(group.changed_share)),
     (Column("delta / A", "share", "Frobenius norm of B - A over that of A"), _moved),
-    (Column("cosine", "cosine", "between A and B as vectors"), lambda found: _mark(found) or found.cosine),
+    (Column("cosine", "cosine", "between A and B as vectors"), lambda group: _mark(group) or group.cosine),
 )
 _NONFINITE: tuple[_Field, ...] = (
-    (Column("NaN", "count", "elements of A and B"), lambda found: sum(own.nans for own in found.nonfinite)),
-    (Column("infinite", "count", "elements of A and B"), lambda found: sum(own.infinities for own in found.nonfinite)),
+    (Column("NaN", "count", "elements of A and B"), lambda group: sum(counts.nans for counts in group.nonfinite)),
+    (Column("infinite", "count", "elements of A and B"), lambda group: sum(counts.infinities for counts in group.nonfinite)),
 )
 _GROUP: tuple[_Field, ...] = (
     *_MOVED,
@@ -531,7 +546,7 @@ _DIFFERENCE: tuple[_Field, ...] = (
     _NAME,
     *_MOVED,
     (Column("rank", "count", "of the delta, above the rounding noise"), attrgetter("rank")),
-    (Column("largest", "number", "the largest magnitude of the delta"), lambda found: _mark(found) or found.largest),
+    (Column("largest", "number", "the largest magnitude of the delta"), lambda group: _mark(group) or group.largest),
     (Column("shape"), _shape),
     *_NONFINITE,
     (

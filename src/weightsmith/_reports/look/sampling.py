@@ -164,26 +164,26 @@ class Survivals(Survey):
     def statistics(self, number: int, matrix: Matrix, tile: Tile) -> _Part:
         row = min(matrix.cols, matrix.grain)
         group = max(1, GROUP_ELEMENTS // row) * row
-        found = np.empty((-(-tile.size // group), len(matrix.codes) - 1, SURVIVAL))
-        survival(tile.raw, matrix.codes, tile.size, group, found, tile.scratch.rows(3, matrix.codes, matrix.out_code))
-        if np.isfinite(found).all():
-            return _Part(matrix.name, found, None, 0)
+        sums = np.empty((-(-tile.size // group), len(matrix.codes) - 1, SURVIVAL))
+        survival(tile.raw, matrix.codes, tile.size, group, sums, tile.scratch.rows(3, matrix.codes, matrix.out_code))
+        if np.isfinite(sums).all():
+            return _Part(matrix.name, sums, None, 0)
         numbers = decoded(matrix, tile)
         base, models = numbers[0], numbers[2:]
         same = ~np.isfinite(base) & ~np.logical_or.reduce([differs(base, model) for model in models])
-        return _Part(matrix.name, found, counted(numbers), int(same.sum()))
+        return _Part(matrix.name, sums, counted(numbers), int(same.sum()))
 
     def take(self, number: int, result: _Part) -> None:
         sums, squares, groups, nonfinite, constants = self.found
-        i, found, k = self.row[result.name], result.sums, result.sums.shape[1] - 1
+        i, result_sums, k = self.row[result.name], result.sums, result.sums.shape[1] - 1
         if result.nonfinite is not None:
             nonfinite[i, : 2 + k] += result.nonfinite
-        sums[i, : 1 + k] = added(sums[i, : 1 + k], found)
-        energy, kept = found[:, 1:, 0], found[:, 1:, 1]
+        sums[i, : 1 + k] = added(sums[i, : 1 + k], result_sums)
+        energy, kept = result_sums[:, 1:, 0], result_sums[:, 1:, 1]
         with np.errstate(invalid="ignore", over="ignore"):
             products = np.stack([kept * kept, kept * energy, energy * energy], axis=2)
         squares[i, :k] = added(squares[i, :k], products)
-        groups[i] += len(found)
+        groups[i] += len(result_sums)
         constants[i] += result.constants
 
 

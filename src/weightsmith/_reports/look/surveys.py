@@ -51,10 +51,10 @@ def survey_kind(
 ) -> ProductKind:
     """The kind of a survey. product: makes it of its steps; problem: what is wrong with some steps, or ""."""
 
-    def check(found: Product) -> str:
-        if wrong := problem(found.steps):
+    def check(checked: Product) -> str:
+        if wrong := problem(checked.steps):
             return wrong
-        return "" if found.outs == product(found.name, found.steps).outs else "its arrays are not those of its steps"
+        return "" if checked.outs == product(checked.name, checked.steps).outs else "its arrays are not those of its steps"
 
     return ProductKind(doing, reduce=reduce, check=check)
 
@@ -101,9 +101,9 @@ SAMPLE = 1024
 
 def sampled(matrix: Matrix, tile: Tile, number: int) -> npt.NDArray[np.float32]:
     """The first elements of a tile, at most `SAMPLE`. number: of the input."""
-    found = np.empty(min(tile.size, SAMPLE), np.float32)
-    decode(tile.raw[number], int(matrix.codes[number]), 0, found.size, found)
-    return found
+    numbers = np.empty(min(tile.size, SAMPLE), np.float32)
+    decode(tile.raw[number], int(matrix.codes[number]), 0, numbers.size, numbers)
+    return numbers
 
 
 def magnitudes(numbers: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
@@ -153,7 +153,7 @@ def keep_largest(held: npt.NDArray[np.float64], first: int, values: npt.NDArray[
 
 
 def survey(
-    made: str,
+    name: str,
     models: Sequence[Checkpoint],
     products: Sequence[Product],
     *,
@@ -178,7 +178,7 @@ def survey(
     download(models)
     settings = [Settings({}, tuple({} for _ in models))]
     inputs = [ModelInput(model.ref, model.revision, model.identity) for model in models]
-    draft = PlanDraft(Made(made), inputs, [], settings, list(products), list(tables))
+    draft = PlanDraft(Made(name), inputs, [], settings, list(products), list(tables))
     go = partial(
         run, draft.finish(stored=False), models, DiscardedOutput(), Resources(threads or 0), Workload(allow_nonfinite=True)
     )
@@ -200,12 +200,12 @@ def _show(shown: Meter, now: Progress, doing: str, total_bytes: int) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class NonFinite:
+class NonFiniteCounts:
     """How many elements are NaN, how many are infinite, and how many tensors have such elements.
 
-    >>> NonFinite.of(1, 0) + NonFinite.of(0, 3) + NonFinite.of(2, 5)
-    NonFinite(nans=3, nan_tensors=2, infinities=8, infinite_tensors=2)
-    >>> bool(NonFinite.of(0, 0))
+    >>> NonFiniteCounts.of(1, 0) + NonFiniteCounts.of(0, 3) + NonFiniteCounts.of(2, 5)
+    NonFiniteCounts(nans=3, nan_tensors=2, infinities=8, infinite_tensors=2)
+    >>> bool(NonFiniteCounts.of(0, 0))
     False
     """
 
@@ -215,12 +215,12 @@ class NonFinite:
     infinite_tensors: int = 0
 
     @classmethod
-    def of(cls, nans: int, infinities: int) -> NonFinite:
+    def of(cls, nans: int, infinities: int) -> NonFiniteCounts:
         """The counts of one tensor."""
         return cls(nans, int(nans > 0), infinities, int(infinities > 0))
 
-    def __add__(self, other: NonFinite) -> NonFinite:
-        return NonFinite(
+    def __add__(self, other: NonFiniteCounts) -> NonFiniteCounts:
+        return NonFiniteCounts(
             self.nans + other.nans,
             self.nan_tensors + other.nan_tensors,
             self.infinities + other.infinities,
@@ -232,22 +232,24 @@ class NonFinite:
 
     def __str__(self) -> str:
         """`NaN in 1 element of 1 tensor and infinities in 3 elements of 2 tensors`."""
-        found = ((self.nans, self.nan_tensors, "NaN"), (self.infinities, self.infinite_tensors, "infinities"))
-        return " and ".join(f"{what} in {count(n, 'element')} of {count(tensors, 'tensor')}" for n, tensors, what in found if n)
+        counts = ((self.nans, self.nan_tensors, "NaN"), (self.infinities, self.infinite_tensors, "infinities"))
+        return " and ".join(
+            f"{what} in {count(n, 'element')} of {count(tensors, 'tensor')}" for n, tensors, what in counts if n
+        )
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values."""
         return asdict(self)
 
 
-def together(found: Iterable[NonFinite]) -> NonFinite:
+def together(counts: Iterable[NonFiniteCounts]) -> NonFiniteCounts:
     """The sum."""
-    return sum(found, NonFinite())
+    return sum(counts, NonFiniteCounts())
 
 
-def mark_of(found: Iterable[NonFinite]) -> Mark | None:
+def mark_of(counts: Iterable[NonFiniteCounts]) -> Mark | None:
     """The mark of what holds such elements; None if nothing does."""
-    total = together(found)
+    total = together(counts)
     if not total:
         return None
     return Mark.BOTH if total.nans and total.infinities else Mark.NAN if total.nans else Mark.INFINITE
@@ -255,10 +257,10 @@ def mark_of(found: Iterable[NonFinite]) -> Mark | None:
 
 def decoded(matrix: Matrix, tile: Tile) -> npt.NDArray[Any]:
     """A tile's numbers, float32 or float64 [inputs, size]. For the rare tile that is looked at a second time."""
-    found = np.empty((len(matrix.codes), tile.size), tile.scratch.rows(1, matrix.codes, matrix.out_code).dtype)
-    for raw, code, row in zip(tile.raw, matrix.codes.tolist(), found, strict=True):
+    numbers = np.empty((len(matrix.codes), tile.size), tile.scratch.rows(1, matrix.codes, matrix.out_code).dtype)
+    for raw, code, row in zip(tile.raw, matrix.codes.tolist(), numbers, strict=True):
         decode(raw, code, 0, tile.size, row)
-    return found
+    return numbers
 
 
 def counted(numbers: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
@@ -271,26 +273,26 @@ def counted(numbers: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
     return np.stack([np.isnan(numbers).sum(1), np.isinf(numbers).sum(1)], axis=1)
 
 
-def of_rows(counts: npt.NDArray[Any]) -> tuple[NonFinite, ...]:
+def of_rows(counts: npt.NDArray[Any]) -> tuple[NonFiniteCounts, ...]:
     """Of each input of one tensor, from its `counted` sums."""
-    return tuple(NonFinite.of(int(nans), int(infinities)) for nans, infinities in counts.tolist())
+    return tuple(NonFiniteCounts.of(int(nans), int(infinities)) for nans, infinities in counts.tolist())
 
 
 def differs(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
     """Where two arrays differ; NaN is equal to NaN, and an infinity to itself."""
-    found: npt.NDArray[np.bool_] = (a != b) & ~(np.isnan(a) & np.isnan(b))
-    return found
+    apart: npt.NDArray[np.bool_] = (a != b) & ~(np.isnan(a) & np.isnan(b))
+    return apart
 
 
-def sentences(names: Sequence[str], found: Sequence[tuple[str, Sequence[NonFinite]]]) -> list[str]:
+def sentences(names: Sequence[str], tensors: Sequence[tuple[str, Sequence[NonFiniteCounts]]]) -> list[str]:
     """Which model has such elements, and in how many tensors.
 
     names  of the models
-    found  names of tensors, and what they hold in each model
+    tensors  names of tensors, and what they hold in counts model
     """
     texts = []
     for i, name in enumerate(names):
-        own = [(tensor, each[i]) for tensor, each in found if each[i]]
-        if own:
-            texts.append(f"{name} has {together(each for _, each in own)}, the first {own[0][0]}.")
+        affected = [(tensor, counts[i]) for tensor, counts in tensors if counts[i]]
+        if affected:
+            texts.append(f"{name} has {together(counts for _, counts in affected)}, the first {affected[0][0]}.")
     return texts

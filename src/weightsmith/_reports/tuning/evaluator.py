@@ -1,9 +1,7 @@
 """How well candidates of one recipe predict rows of text. No candidate is written.
 
-Its tensors are merged into memory as float32 numbers, rounded as they would be stored, and the rows run through its layers.
-What the last candidate had in common is kept: tensors whose reads and parameters are the same, thresholds that weights do not
-change, and the states before the first layer that has another tensor. If the model does not fit the budget, one layer at a time
-is held.
+Its tensors are merged into memory (`merged_weights.py`), and the rows run through its layers. The states before the first layer
+that has another tensor than the last candidate are kept. If the model does not fit the budget, one layer at a time is held.
 
 A loss depends on the candidate, on its row and on the dtype of products alone: not on threads, on other rows, or on what was
 kept.
@@ -13,9 +11,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -24,24 +21,19 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from weightsmith._activations.decoder import Arithmetic, Base, WeightSource
+from weightsmith._activations.decoder import Arithmetic, Base
 from weightsmith._activations.decoder.forward import Decoder, Layer, build, gradients_at
 from weightsmith._activations.losses import LOGITS_AT_ONCE, TOKENS_AT_ONCE
 from weightsmith._activations.running import workers
 from weightsmith._activations.scored_rows import ScoredRows
 from weightsmith._base.errors import MismatchError, NonFinite, PlanError, WeightsmithError
-from weightsmith._base.tensors import TensorSpec
-from weightsmith._engine.local import MemoryOutput, run
-from weightsmith._engine.resources import Resources, Workload
-from weightsmith._engine.results import Results
+from weightsmith._engine.resources import Resources
 from weightsmith._methods.jobs.requires import usable_device
-from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import Structure
 from weightsmith._plans import Plan, Step
-from weightsmith._plans.hashes import PartHashes
 from weightsmith._reports.evaluate.opening import Opened
-from weightsmith.abc.product import Arrays, Floats
-from weightsmith.abc.product_targets import Target, WholeTensor
+from weightsmith._reports.tuning.merged_weights import Candidate, MergedWeights
+from weightsmith.abc.product import Floats
 
 MEMORY_BYTES = 4 << 30
 """Limit of what is kept of a candidate for the next one, if the run has no limit: tensors take at most half of it."""
@@ -53,7 +45,7 @@ one processor busy, and few enough that a quarter of the rows keeps several busy
 GPU_BATCH_TOKENS = 1024
 """The same on a GPU, which one thread feeds."""
 
-_Found = TypeVar("_Found")
+_Value = TypeVar("_Value")
 _Head = Callable[..., Tensor]
 
 _NEITHER = ("dtype", "torch_dtype", "transformers_version", "_name_or_path")
@@ -90,43 +82,6 @@ class Rows:
         return cls(scored.sha256, scored)
 
 
-@dataclass(frozen=True, eq=False)
-class Candidate:
-    """A merge that is not written.
-
-    tensors  hashes of its tensors, by name: equal ones have equal bytes
-    hashes   of all its parts
-    """
-
-    plan: Plan
-    inputs: Sequence[Checkpoint]
-    tensors: Mapping[str, str]
-    hashes: PartHashes
-
-    @classmethod
-    def of(cls, plan: Plan, inputs: Sequence[Checkpoint]) -> Candidate:
-        """From a plan and its open models."""
-        hashes = PartHashes(plan)
-        return cls(plan, inputs, hashes.tensors(), hashes)
-
-
-class _Weights:
-    """The weights of a candidate, for the decoder. take: merges tensors that are missing."""
-
-    def __init__(self, specs: Mapping[str, TensorSpec], take: Callable[[Sequence[str]], Mapping[str, Tensor]]) -> None:
-        self.specs = specs
-        self._take = take
-
-    def fill(self, arrays: Mapping[str, Floats]) -> None:
-        for name, tensor in self._take(list(arrays)).items():
-            arrays[name][...] = tensor.cpu().numpy()
-
-    def rows(self, name: str, numbers: Sequence[int]) -> Floats:
-        tensor = self._take([name])[name]
-        found: Floats = tensor[torch.tensor(numbers, device=tensor.device)].cpu().numpy()
-        return found
-
-
 class Evaluator:
     """Scores candidates of one recipe.
 
@@ -151,25 +106,23 @@ class Evaluator:
         """
         self.base = replace(one.base, arithmetic=arithmetic)
         self.device = usable_device(resources.device)
-        self._resources, self._allow_nonfinite = resources, allow_nonfinite
-        self._specs = {step.out.name: step.out for step in one.model.steps}
+        self._threads = resources.workers
+        specs = {step.out.name: step.out for step in one.model.steps}
+        self._weights = MergedWeights(specs, resources, self.device, budget // 2, allow_nonfinite=allow_nonfinite)
         self._config = one.prepared.plan.config
         self._parts = _parts(one.model.structure, one.base, one.model.steps)
         self._decoder = _build(self.base)
-        nbytes = sum(spec.size for spec in self._specs.values()) * 4
-        self._holds_model = nbytes <= budget // 2
-        self._states_budget = budget - (nbytes if self._holds_model else 0)
-        self._weights = dict[str, Tensor]()
-        self._made_from = dict[str, str]()
-        self._spare = dict[str, Tensor]()
-        self._products = dict[str, Arrays]()
-        self._memory = dict[object, dict[object, Any]]()
+        self._states_budget = budget - (self._weights.nbytes if self._weights.holds_model else 0)
         self._states = dict[str, dict[int, tuple[str, Tensor]]]()
+
+    def merged(self, candidate: Candidate, names: Sequence[str]) -> dict[str, Floats]:
+        """Some tensors of a candidate, with its own dtypes; nothing is kept."""
+        return self._weights.merged(candidate, names)
 
     @property
     def holds_model(self) -> bool:
         """Whether all tensors of a candidate are held at once."""
-        return self._holds_model
+        return self._weights.holds_model
 
     def multiply_in(self, arithmetic: Arithmetic) -> None:
         """Let linear layers multiply in another dtype from now on."""
@@ -181,7 +134,7 @@ class Evaluator:
     def fits(self, plan: Plan) -> bool:
         """Whether a plan's model can be scored: same tensors and settings, ignoring dtypes."""
         shapes = {step.out.name: step.out.shape for step in plan.steps}
-        if shapes != {name: spec.shape for name, spec in self._specs.items()}:
+        if shapes != {name: spec.shape for name, spec in self._weights.specs.items()}:
             return False
         return plan.config == self._config or _settings(plan.config) == _settings(self._config)
 
@@ -195,17 +148,13 @@ class Evaluator:
         Raises NonFinite and other errors of merges; MismatchError for a candidate with other tensors than the first one.
         """
         with self._loaded(candidate):
-            states = self._forward(candidate, rows, keep=keep)
-            names = list(dict.fromkeys(self._decoder.head_weights.values()))
-            given = self._take(candidate, names)
-            return self._score(self._source(candidate, ()), given, rows, states, reference)
+            return self._score(rows, self._forward(candidate, rows, keep=keep), reference)
 
     def reference(self, candidate: Candidate, rows: Sequence[Rows]) -> Reference:
         """Run a model on these rows, to compare others with it."""
         with self._loaded(candidate):
-            states = {own.name: self._forward(candidate, own, keep=False) for own in rows}
-            names = list(dict.fromkeys(self._decoder.head_weights.values()))
-            weights = {name: tensor.clone() for name, tensor in self._take(candidate, names).items()}
+            states = {part.name: self._forward(candidate, part, keep=False) for part in rows}
+            weights = {name: tensor.clone() for name, tensor in self._head_weights().items()}
         return Reference(_build(self.base), weights, states)
 
     def gradients(
@@ -220,19 +169,14 @@ class Evaluator:
         """
         layers, ids = self.base.layers, rows.scored.ids
         with self._loaded(candidate):
-            names = list(dict.fromkeys(self._decoder.head_weights.values()))
-            states = self._forward(candidate, rows, keep=True)
-            source, given = self._source(candidate, ()), self._take(candidate, names)
-            leaving, outside = self._pull_head(source, given, rows, states, shares, reference)
+            leaving, outside = self._pull_head(rows, self._forward(candidate, rows, keep=True), shares, reference)
             for i in reversed(range(layers)):
                 states = self._forward(candidate, rows, keep=True, last=i)
-                given, source = self._take(candidate, self._parts[i]), self._source(candidate, self._parts[i])
-                with self._decoder.layer(i, source, ids.shape[1], self.device, given) as layer:
-                    leaving, found = self._pull(layer, states, leaving)
-                yield found
-            source = self._source(candidate, self._parts[layers])
-            vocabulary = max(self._specs[name].shape[0] for name in names)
-            inner = self._decoder.pull_embedded(source, ids.tolist(), leaving, vocabulary)
+                with self._layer(i, ids.shape[1]) as layer:
+                    leaving, gradients = self._pull(layer, states, leaving)
+                yield gradients
+            vocabulary = max(self._weights.specs[name].shape[0] for name in self._decoder.head_weights.values())
+            inner = self._decoder.pull_embedded(self._weights, ids.tolist(), leaving, vocabulary)
             for name, gradient in inner.items():
                 outside[name] = outside[name].cpu() + gradient if name in outside else gradient
             yield outside
@@ -241,73 +185,66 @@ class Evaluator:
         for parameter in layer.weights.values():
             parameter.requires_grad_(True)
         size = self._batch_rows(states.shape[1])
-        entering, sums = list[Tensor](), {name: torch.zeros_like(each) for name, each in layer.weights.items()}
-        for own, found in self._in_order(layer.pull, states.split(size), leaving.split(size)):
-            entering.append(own)
-            for name, part in found.items():
+        entering, sums = list[Tensor](), {name: torch.zeros_like(weight) for name, weight in layer.weights.items()}
+        for batch, gradients in self._in_order(layer.pull, states.split(size), leaving.split(size)):
+            entering.append(batch)
+            for name, part in gradients.items():
                 sums[name] += part
         return torch.cat(entering), sums
 
-    def _in_order(self, function: Callable[..., _Found], *values: Sequence[object]) -> Iterator[_Found]:
+    def _in_order(self, function: Callable[..., _Value], *arguments: Sequence[object]) -> Iterator[_Value]:
         """Results of a function, computed by all threads and held for as many values as there are threads."""
-        with workers(self._resources.workers, self.device) as pool:
-            left = zip(*values, strict=True)
-            while some := list(islice(left, self._resources.workers)):
-                yield from pool.map(lambda each: function(*each), some)
+        with workers(self._threads, self.device) as pool:
+            calls = zip(*arguments, strict=True)
+            while some := list(islice(calls, self._threads)):
+                yield from pool.map(lambda call: function(*call), some)
 
     def _pull_head(
-        self,
-        source: WeightSource,
-        given: Mapping[str, Tensor],
-        rows: Rows,
-        states: Tensor,
-        shares: Numbers,
-        reference: Reference | None,
+        self, rows: Rows, states: Tensor, shares: Numbers, reference: Reference | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The gradients of the last layer's output, and of the weights of the head."""
         leaving = torch.zeros_like(states)
-        with self._decoder.head(source, self.device, given) as head, _head_of(reference, source, self.device) as other:
+        with self._head() as head, self._reference_head(reference) as reference_head:
             weights = self._decoder.head_parameters
             for _, parameter in weights:
                 parameter.requires_grad_(True)
 
             def pull(row: int) -> list[Tensor]:
                 sums = [torch.zeros_like(parameter) for _, parameter in weights]
-                for places, expected, targets in self._predicted(rows, row, given, reference, other):
+                for places, expected, targets in self._predicted(rows, row, reference, reference_head):
                     with torch.enable_grad():
                         entering = states[row, places].detach().requires_grad_()
                         logs = head(entering).log_softmax(1)
                         loss = _nats(logs, targets) if expected is None else _divergence(logs, expected)
-                        wanted = [entering, *(parameter for _, parameter in weights)]
-                        own, *parts = gradients_at(loss * float(shares[row]), wanted)
-                    leaving[row, places] = own
+                        at = [entering, *(parameter for _, parameter in weights)]
+                        leaving[row, places], *parts = gradients_at(loss * float(shares[row]), at)
                     for total, part in zip(sums, parts, strict=True):
                         total += part
                 return sums
 
-            found = {name: torch.zeros_like(parameter) for name, parameter in weights}
+            gradients = {name: torch.zeros_like(parameter) for name, parameter in weights}
             for sums in self._in_order(pull, range(len(rows.scored.ids))):
                 for (name, _), part in zip(weights, sums, strict=True):
-                    found[name] += part
-        return leaving, found
+                    gradients[name] += part
+        return leaving, gradients
 
     def _predicted(
-        self, rows: Rows, row: int, given: Mapping[str, Tensor], reference: Reference | None, other: _Head | None
+        self, rows: Rows, row: int, reference: Reference | None, reference_head: _Head | None
     ) -> Iterator[tuple[npt.NDArray[np.intp], Tensor | None, Tensor]]:
         """Yield pieces of a row: positions, the reference's predictions of the next tokens, and these tokens."""
-        vocabulary = max(tensor.shape[0] for tensor in given.values())
+        vocabulary = max(self._weights.specs[name].shape[0] for name in self._decoder.head_weights.values())
         at_once = max(1, min(TOKENS_AT_ONCE, LOGITS_AT_ONCE // vocabulary))
         scored = np.flatnonzero(rows.scored.nbytes[row] >= 0)
         for start in range(0, len(scored), at_once):
-            own = scored[start : start + at_once]
-            targets = torch.from_numpy(rows.scored.ids[row, own].astype(np.int64)).to(self.device)
+            tokens = scored[start : start + at_once]
+            targets = torch.from_numpy(rows.scored.ids[row, tokens].astype(np.int64)).to(self.device)
             expected = None
-            if other is not None and reference is not None:
+            if reference_head is not None and reference is not None:
                 with torch.no_grad():
-                    expected = other(reference.states[rows.name][row, own - 1]).log_softmax(1)
-            yield own - 1, expected, targets
+                    expected = reference_head(reference.states[rows.name][row, tokens - 1]).log_softmax(1)
+            yield tokens - 1, expected, targets
 
-    # ---- tensors
+    # ---- the model
 
     @contextmanager
     def _loaded(self, candidate: Candidate) -> Iterator[None]:
@@ -315,74 +252,31 @@ class Evaluator:
         if not self.fits(candidate.plan):
             what = "its tensors or its config.json are not those of the recipe at its start values"
             raise MismatchError(what, where=self.base.label, fix="let all choices be models of one shape and dtype")
-        hashes = candidate.tensors
-        for name in [name for name, made in self._made_from.items() if hashes[name] != made]:
-            self._spare[name] = self._weights.pop(name)  # filled again: freed and new memory would leave gaps between the two
-            del self._made_from[name]
+        self._weights.use(candidate)
         try:
             with torch.no_grad():
-                if self._holds_model:
-                    self._make(candidate, list(hashes))
+                if self.holds_model:
+                    self._weights.take(list(candidate.tensors))
                 yield
         except BaseException:
             self._decoder = _build(self.base)
             raise
 
-    def _make(self, candidate: Candidate, names: Sequence[str]) -> None:
-        """Merge the tensors that are missing."""
-        missing = [name for name in names if name not in self._weights]
-        if not missing:
-            return
-        arrays = {name: self._array(name) for name in missing}
-        self._merge(candidate, arrays, self._products)
-        for name, array in arrays.items():
-            self._weights[name] = torch.from_numpy(array).to(self.device)
-            self._made_from[name] = candidate.tensors[name]
+    def _layer(self, number: int, tokens: int) -> AbstractContextManager[Layer]:
+        """A layer of the candidate, for rows of so many tokens."""
+        weights = self._weights.take(self._parts[number])
+        return self._decoder.layer(number, self._weights, tokens, self.device, weights)
 
-    def merged(self, candidate: Candidate, names: Sequence[str]) -> dict[str, npt.NDArray[np.float32]]:
-        """Some tensors of a candidate, with its own dtypes; nothing is kept."""
-        arrays = {name: np.empty(self._specs[name].shape, np.float32) for name in names}
-        if arrays:
-            self._merge(candidate, arrays, {})
-        return arrays
+    def _head_weights(self) -> dict[str, Tensor]:
+        return self._weights.take(list(dict.fromkeys(self._decoder.head_weights.values())))
 
-    def _merge(self, candidate: Candidate, arrays: Mapping[str, npt.NDArray[np.float32]], known: dict[str, Arrays]) -> None:
-        """Fill arrays with tensors of a candidate. known: arrays of products by their hash, in; those that were needed, out."""
-        plan = candidate.plan
-        steps = [step for step in plan.steps if step.out.name in arrays]
-        results, products = Results(plan), plan.products_for(steps)
-        hashes = {product.name: candidate.hashes.product(product.name) for product in products}
-        for product in products:
-            if hashes[product.name] in known:
-                results.put(product, known[hashes[product.name]])
-        targets: dict[str, Target] = {step.out.name: WholeTensor(step.out, arrays[step.out.name]) for step in steps}
-        folders = [model.folder for model in candidate.inputs]
-        work = Workload(steps, products, None, results, folders, self._allow_nonfinite, memory=self._memory)
-        run(plan, candidate.inputs, MemoryOutput(targets), self._resources, work)
-        if products:
-            kept = {hashes[each.name]: results.arrays(each.name) for each in products if results.finished(each.name)}
-            known.clear()
-            known.update(kept)
+    def _head(self, arithmetic: Arithmetic = "float32") -> AbstractContextManager[_Head]:
+        return self._decoder.head(self._weights, self.device, self._head_weights(), arithmetic)
 
-    def _array(self, name: str) -> npt.NDArray[np.float32]:
-        """Memory for a tensor: that of the last candidate's, if the whole model is held."""
-        spare = self._spare.pop(name, None)
-        if spare is None or not self._holds_model or spare.device.type != "cpu":
-            return np.empty(self._specs[name].shape, np.float32)
-        found: npt.NDArray[np.float32] = spare.numpy()
-        return found
-
-    def _take(self, candidate: Candidate, names: Sequence[str]) -> dict[str, Tensor]:
-        """Some tensors. Where the model does not fit, all others are dropped."""
-        if not self._holds_model:
-            for name in [name for name in self._weights if name not in names]:
-                del self._weights[name], self._made_from[name]
-        self._make(candidate, names)
-        return {name: self._weights[name] for name in names}
-
-    def _source(self, candidate: Candidate, names: Sequence[str]) -> WeightSource:
-        """Some tensors of a candidate, for the decoder."""
-        return _Weights({name: self._specs[name] for name in names}, partial(self._take, candidate))
+    def _reference_head(self, reference: Reference | None) -> AbstractContextManager[_Head | None]:
+        if reference is None:
+            return nullcontext()
+        return reference.decoder.head(self._weights, self.device, reference.weights)
 
     # ---- the forward pass
 
@@ -399,19 +293,16 @@ class Evaluator:
             del kept[i]
         first = max((i for i in kept if i <= layers), default=-1)
         if first < 0:
-            source = self._source(candidate, self._parts[-1])
-            found = [row.to(self.device) for row in self._decoder.embedded(source, ids.tolist())]
-            states, first = torch.stack(found), 0
+            embedded = [row.to(self.device) for row in self._decoder.embedded(self._weights, ids.tolist())]
+            states, first = torch.stack(embedded), 0
             if keep:
                 self._keep(rows.name, 0, chain[0], states)
         else:
             states = kept[first][1]
-        with workers(self._resources.workers, self.device) as pool:
+        with workers(self._threads, self.device) as pool:
             size = self._batch_rows(ids.shape[1])
             for i in range(first, layers):
-                given = self._take(candidate, self._parts[i])
-                source = self._source(candidate, self._parts[i])
-                with self._decoder.layer(i, source, ids.shape[1], self.device, given) as layer:
+                with self._layer(i, ids.shape[1]) as layer:
                     states = torch.cat(list(pool.map(layer.batch, states.split(size))))
                 if keep:
                     self._keep(rows.name, i + 1, chain[i + 1], states)
@@ -424,35 +315,30 @@ class Evaluator:
     def _keep(self, name: str, layer: int, made: str, states: Tensor) -> None:
         """Keep the states that enter a layer, if they fit: of all layers, or of every second, third, …"""
         nbytes = states.numel() * 4
-        others = sum(tensor.numel() * 4 for own, found in self._states.items() if own != name for _, tensor in found.values())
+        others = sum(each.numel() * 4 for rows, kept in self._states.items() if rows != name for _, each in kept.values())
         places = max(0, self._states_budget - others) // nbytes
         if places >= 2 and layer % -(-(self.base.layers + 1) // places) == 0:
             self._states[name][layer] = made, states
 
-    def _score(
-        self, source: WeightSource, given: Mapping[str, Tensor], rows: Rows, states: Tensor, reference: Reference | None
-    ) -> tuple[Numbers, Numbers | None]:
+    def _score(self, rows: Rows, states: Tensor, reference: Reference | None) -> tuple[Numbers, Numbers | None]:
         nats = np.zeros(len(rows.scored.ids))
         divergences = None if reference is None else np.zeros(len(nats))
         narrow = self.base.arithmetic if reference is None else "float32"  # a divergence is small beside what rounding does
-        with (
-            self._decoder.head(source, self.device, given, narrow) as head,
-            _head_of(reference, source, self.device) as other,
-        ):
+        with self._head(narrow) as head, self._reference_head(reference) as reference_head:
 
             def measure(row: int) -> None:
                 with torch.no_grad():
-                    for places, expected, targets in self._predicted(rows, row, given, reference, other):
+                    for places, expected, targets in self._predicted(rows, row, reference, reference_head):
                         logs = head(states[row, places], targets).log_softmax(1)
                         nats[row] += float(_nats(logs, targets))
                         if divergences is not None and expected is not None:
                             divergences[row] += float(_divergence(logs, expected))
 
-            with workers(self._resources.workers, self.device) as pool:
+            with workers(self._threads, self.device) as pool:
                 list(pool.map(measure, range(len(nats))))
-        for found in (nats, divergences):
-            if found is not None and not np.isfinite(found).all():
-                row = int(np.flatnonzero(~np.isfinite(found))[0])
+        for sums in (nats, divergences):
+            if sums is not None and not np.isfinite(sums).all():
+                row = int(np.flatnonzero(~np.isfinite(sums))[0])
                 raise NonFinite(f"the prediction is NaN or infinite in row {row} of the text", where=self.base.label)
         return nats, divergences
 
@@ -482,23 +368,14 @@ def _parts(structure: Structure, base: Base, steps: Sequence[Step]) -> list[list
     """The tensors of each layer, and of what is outside the layers."""
     parts: list[list[str]] = [[] for _ in range(base.layers + 1)]
     for step in steps:
-        found = structure.locate(step.out.name)
-        is_main = found is not None and found[0] == structure.main
-        parts[found[1] if is_main and found is not None else base.layers].append(step.out.name)
+        place = structure.locate(step.out.name)
+        is_main = place is not None and place[0] == structure.main
+        parts[place[1] if is_main and place is not None else base.layers].append(step.out.name)
     return parts
 
 
 def _build(base: Base) -> Decoder:
-    found = build(base, {})
-    if isinstance(found, WeightsmithError):
-        raise PlanError([found])
-    return found
-
-
-@contextmanager
-def _head_of(reference: Reference | None, source: WeightSource, device: str) -> Iterator[_Head | None]:
-    if reference is None:
-        yield None
-    else:
-        with reference.decoder.head(source, device, reference.weights) as head:
-            yield head
+    decoder = build(base, {})
+    if isinstance(decoder, WeightsmithError):
+        raise PlanError([decoder])
+    return decoder

@@ -1,14 +1,20 @@
-"""How well a candidate predicts texts: the losses of their rows, and their slopes; how good the best one is on other text."""
+"""How well a candidate predicts texts: the losses of their rows, and their slopes; how good the best one is on other text.
+
+Slopes: one backward pass gives the gradients at all tensors. What a number does to the tensors is the difference of two merges,
+in float32: exact where they are linear in the number, as for weights of `linear`, `task_arithmetic` and, between changes of
+sign, `ties`. Numbers that change different tensors share a merge, so that weights of 30 layers take as many merges as models.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from weightsmith._activations.decoder import Arithmetic
 from weightsmith._activations.decoder.forward import has_bfloat16
@@ -19,15 +25,16 @@ from weightsmith._execution.progress import Meter
 from weightsmith._methods.jobs.requires import usable_device
 from weightsmith._planning.planner import Prepared
 from weightsmith._planning.planner.prepared import download, missing_files
+from weightsmith._planning.recipe import Scalar, Tunable
 from weightsmith._reports.evaluate.opening import Opened, opened, prepare_named
 from weightsmith._reports.evaluate.options import EvaluateSettings
 from weightsmith._reports.evaluate.values import RowLosses, score_of
 from weightsmith._reports.tuning.candidates import Candidates, Values
-from weightsmith._reports.tuning.evaluator import MEMORY_BYTES, Candidate, Evaluator, Reference, Rows
+from weightsmith._reports.tuning.evaluator import MEMORY_BYTES, Evaluator, Reference, Rows
 from weightsmith._reports.tuning.journal import Trial
+from weightsmith._reports.tuning.merged_weights import Candidate
 from weightsmith._reports.tuning.options import TuneSettings
 from weightsmith._reports.tuning.result import Judged, combined
-from weightsmith._reports.tuning.slopes import Slopes
 from weightsmith._reports.tuning.texts import part, read_texts, stages
 
 PROMOTED = 4
@@ -291,3 +298,85 @@ def _by_text(nats: np.ndarray, texts: Sequence[ScoredRows]) -> Iterator[RowLosse
         nbytes = np.where(rows.nbytes >= 0, rows.nbytes, 0).sum(1).astype(np.float64)
         yield RowLosses(own, _tokens(rows), nbytes, None, None, rows.sha256)
         start += len(rows.ids)
+
+
+STEP = 1 / 64
+"""How far a number is moved, as a share of its range."""
+
+
+class Slopes:
+    """Finds the slopes of the numbers of one recipe.
+
+    candidates  of the recipe, with float32 as the dtype of the output: a small step would be lost in the rounding to bfloat16
+    numbers     places of the values that are moved
+    """
+
+    def __init__(self, candidates: Candidates, evaluator: Evaluator, numbers: Sequence[int]) -> None:
+        self._candidates, self._evaluator, self._numbers = candidates, evaluator, numbers
+        self._chosen: tuple[Scalar, ...] = ()
+        self._touched = dict[int, frozenset[str]]()
+
+    def of(self, values: Sequence[Scalar], gradients: Iterable[Mapping[str, Tensor]]) -> list[float]:
+        """The slope of the loss for each of `numbers`, by one unit of it.
+
+        gradients  of the loss with respect to the tensors at these values, in parts of the model
+        """
+        still = self._candidate(values)
+        self._learn(values, still)
+        groups = [(group, self._candidate(_moved(self._tunables, values, group))) for group in self._groups()]
+        slopes = dict.fromkeys(self._numbers, 0.0)
+        for some in gradients:
+            known = [name for name in some if name in still.tensors]
+            changes = [[name for name in known if moved.tensors[name] != still.tensors[name]] for _, moved in groups]
+            before = self._evaluator.merged(still, [name for name in known if any(name in names for names in changes)])
+            for (group, moved), names in zip(groups, changes, strict=True):
+                after = self._evaluator.merged(moved, names)
+                for name in names:
+                    k = next(k for k in group if name in self._touched[k])
+                    change = (after[name] - before[name]).astype("f8")
+                    slopes[k] += float((some[name].cpu().numpy() * change).sum()) / _step(self._tunables[k], values[k])
+        return [slopes[k] for k in self._numbers]
+
+    @property
+    def _tunables(self) -> Sequence[Tunable]:
+        return self._candidates.tunables
+
+    def _candidate(self, values: Sequence[Scalar]) -> Candidate:
+        prepared = self._candidates.prepare(tuple(values))
+        return Candidate.of(prepared.plan, prepared.inputs)
+
+    def _learn(self, values: Sequence[Scalar], still: Candidate) -> None:
+        """Find the tensors that each number changes, once for each method and set of models."""
+        chosen = tuple(value for i, value in enumerate(values) if i not in self._numbers)
+        if self._touched and chosen == self._chosen:
+            return
+        self._chosen = chosen
+        for k in self._numbers:
+            moved = self._candidate(_moved(self._tunables, values, [k])).tensors
+            self._touched[k] = frozenset(name for name, before in still.tensors.items() if moved[name] != before)
+
+    def _groups(self) -> list[list[int]]:
+        """Group the numbers so that no two of a group change the same tensor."""
+        groups: list[tuple[list[int], set[str]]] = []
+        for k in self._numbers:
+            touched = self._touched[k]
+            for group, names in groups:
+                if names.isdisjoint(touched):
+                    group.append(k)
+                    names |= touched
+                    break
+            else:
+                groups.append(([k], set(touched)))
+        return [group for group, _ in groups]
+
+
+def _moved(tunables: Sequence[Tunable], values: Sequence[Scalar], numbers: Sequence[int]) -> list[Scalar]:
+    return [float(v) + _step(tunables[i], v) if i in numbers else v for i, v in enumerate(values)]
+
+
+def _step(number: Tunable, value: Scalar) -> float:
+    """Inwards."""
+    assert number.low is not None
+    assert number.high is not None
+    step = STEP * (number.high - number.low)
+    return step if float(value) + step <= number.high else -step

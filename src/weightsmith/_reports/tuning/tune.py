@@ -38,10 +38,9 @@ from weightsmith._reports.command import Command, seconds_of
 from weightsmith._reports.evaluate.options import EvaluateSettings
 from weightsmith._reports.keywords import TuneKeywords
 from weightsmith._reports.tuning.candidates import Candidates, Values
-from weightsmith._reports.tuning.command_measure import CommandMeasure
 from weightsmith._reports.tuning.evolve import evolution
 from weightsmith._reports.tuning.journal import Journal, Trial
-from weightsmith._reports.tuning.measure import Measure
+from weightsmith._reports.tuning.measure import CommandMeasure, Measure
 from weightsmith._reports.tuning.options import TuneSettings
 from weightsmith._reports.tuning.result import Tuning, combined
 from weightsmith._reports.tuning.search import searcher

@@ -515,6 +515,7 @@ def fp8_model(folder: Path, seed: int, entry: Mapping[str, Any] = DEEPSEEK) -> t
     return folder / "fp8", folder / "plain"
 
 
+@pytest.mark.matrix("linear-*")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "entry"), [("linear", compressed("channel")), ("ties", DEEPSEEK)], ids=["linear-channels", "ties-blocks"]

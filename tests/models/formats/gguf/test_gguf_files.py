@@ -543,6 +543,7 @@ def test_types_that_need_importances(model: Path, tokenizers: dict[str, Path]) -
 # ---- tensors that llama.cpp stores in parts
 
 
+@pytest.mark.matrix("passthrough-*", "ties-gpt-oss")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", IN_PARTS)
 @pytest.mark.parametrize("kind", ["ties", "passthrough"])

@@ -134,6 +134,11 @@ def test_names_are_the_same_in_both_directions() -> None:
     assert Llama().place("model.layers.0.mlp.gate.weight") is None
 
 
+def test_what_an_architecture_does_is_in_two_classes() -> None:
+    """Its own, and `GgufArchitecture`; or one between them."""
+    assert [type(each).__name__ for each in architectures() if len(type(each).__mro__) > 4] == []
+
+
 def test_a_split_file_is_one_model_whichever_part_is_named(tmp_path: Path) -> None:
     tensors = llama()
     paths = [tmp_path / f"m-0000{k}-of-00002.gguf" for k in (1, 2)]

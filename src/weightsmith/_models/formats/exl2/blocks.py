@@ -21,7 +21,7 @@ from weightsmith._models.formats.exl2.loader import OTHER_FORMATS
 from weightsmith._models.formats.exl2.writing import Exl2
 from weightsmith._models.structure import Structure
 from weightsmith._models.structure.configs import finite_number
-from weightsmith._models.structure.projections import MIXTRAL, UNMIXTRAL
+from weightsmith._models.structure.projections import MIXTRAL, role_of
 
 BlockParams = Mapping[str, Params]
 """A setting for each linear layer of a block, by the module's role: q, k, v, o, or gate, up, down."""
@@ -95,13 +95,13 @@ MLP = _options(("gate", "up", "down"), _MLP)
 HEAD = {bits: params(text) for bits, text in _HEAD.items()}
 """The setting of a quantised head for each value of `head_bits`."""
 
-_IN_ATTENTION = re.compile(r"self_attn\.([qkvo])_proj\.weight")
-_IN_MLP = re.compile(r"mlp\.(?:experts\.\d+\.)?(gate|up|down)_proj\.weight")
+_IN_ATTENTION = re.compile(r"self_attn\.([qkvo]_proj)\.weight")
+_IN_MLP = re.compile(r"mlp\.(?:experts\.\d+\.)?((?:gate|up|down)_proj)\.weight")
 _IN_EXPERT = re.compile(r"block_sparse_moe\.experts\.\d+\.(w[123])\.weight")
 
 _NAMES = {
-    "self_attn": {"q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "o_proj"},
-    "mlp": {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"},
+    "self_attn": {role: f"{role}_proj" for role in "qkvo"},
+    "mlp": {role: f"{role}_proj" for role in ("gate", "up", "down")},
     "block_sparse_moe": {role: MIXTRAL[f"{role}_proj"] for role in ("gate", "up", "down")},
 }
 """Roles by the names of measurement.json."""
@@ -164,7 +164,7 @@ def find_blocks(specs: Sequence[TensorSpec], structure: Structure) -> tuple[Subl
         layer = spec.name.removesuffix(f".{suffix}")
         for pattern, module in ((_IN_ATTENTION, "self_attn"), (_IN_MLP, "mlp"), (_IN_EXPERT, "mlp")):
             if match := pattern.fullmatch(suffix):
-                role = UNMIXTRAL.get(match[1], match[1]).removesuffix("_proj")
+                role = str(role_of(match[1]))
                 by_block.setdefault(f"{layer}.{module}", {}).setdefault(role, []).append(spec)
                 if ".experts." in suffix:
                     mixtures.add(f"{layer}.{module}")

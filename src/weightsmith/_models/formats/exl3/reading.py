@@ -17,6 +17,7 @@ from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._models.formats.config import plain_dtype
 from weightsmith._models.formats.decoded import F32, QuantisedModel, Weight, join_projections, read_all, read_columns, reader
 from weightsmith._models.formats.exl3.layout import BLOCK, CODEBOOKS, Rate, padded_size, values_of
+from weightsmith._models.structure.projections import role_of
 from weightsmith.abc.tensors import Tensors
 
 READ_INPUTS = 4096
@@ -161,17 +162,18 @@ def _named_sizes(config: Mapping[str, Any], module: str) -> tuple[int | None, in
     hidden, inner = size("hidden_size"), size("intermediate_size")
     if "experts" in module.split("."):
         inner = size("moe_intermediate_size") or inner
-    leaf = module.rpartition(".")[2]
-    if leaf in ("q_proj", "o_proj"):
-        sizes = heads(_HEADS[0]), hidden
-        return sizes if leaf == "q_proj" else (sizes[1], sizes[0])
-    if leaf in ("k_proj", "v_proj"):
-        return heads(_HEADS[1]) or heads(_HEADS[0]), hidden
-    if leaf in ("gate_proj", "up_proj", "w1", "w3"):
-        return inner, hidden
-    if leaf in ("down_proj", "w2"):
-        return hidden, inner
-    return (size("vocab_size"), hidden) if leaf == "lm_head" else (None, None)
+    match role_of(module):
+        case "q":
+            return heads(_HEADS[0]), hidden
+        case "o":
+            return hidden, heads(_HEADS[0])
+        case "k" | "v":
+            return heads(_HEADS[1]) or heads(_HEADS[0]), hidden
+        case "gate" | "up":
+            return inner, hidden
+        case "down":
+            return hidden, inner
+    return (size("vocab_size"), hidden) if module.rpartition(".")[2] == "lm_head" else (None, None)
 
 
 def _plain_size(model: QuantisedModel, padded: int, sizes: set[int], size: int | None, name: str) -> int:

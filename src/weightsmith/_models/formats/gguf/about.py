@@ -110,12 +110,12 @@ def origin_keys(origins: Sequence[ModelOrigin]) -> dict[str, Value]:
         values |= {there: _text(card, names) for there, names in _TEXTS.items()}
         if not values["organization"] and _is_hub_id(origins[0].id):
             values["organization"] = title_of(origins[0].id.partition("/")[0])
-        values |= {there: [each for name in names for each in _texts_of(card.get(name))] for there, names in _LISTS.items()}
-        bases = [_base(each) for each in _first_list(card, ("base_model", "base_models", "base_model_sources"))]
+        values |= {there: [text for name in names for text in _texts_of(card.get(name))] for there, names in _LISTS.items()}
+        bases = [_base(text) for text in _first_list(card, ("base_model", "base_models", "base_model_sources"))]
     else:
         bases = [_base(origin.id) for origin in origins]
-    found = {f"general.{name}": _value(value) for name, value in values.items() if value}
-    return found | _base_keys(bases)
+    keys = {f"general.{name}": _value(value) for name, value in values.items() if value}
+    return keys | _base_keys(bases)
 
 
 def _base_keys(bases: Sequence[Mapping[str, str]]) -> dict[str, Value]:
@@ -151,14 +151,14 @@ def _base(named: object) -> dict[str, str]:
 
 def sampling_keys(generation: Mapping[str, Any]) -> dict[str, Value]:
     """The keys for settings of generation_config.json by which llama.cpp chooses tokens, unless a user says otherwise."""
-    found = {}
+    keys = {}
     for here, (there, kind) in _SAMPLING.items():
         value = generation.get(here)
         if kind == "i32" and type(value) is int and abs(value) < 1 << 31:
-            found[f"general.sampling.{there}"] = Value(kind, value)
+            keys[f"general.sampling.{there}"] = Value(kind, value)
         elif kind == "f32" and isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _MOST:
-            found[f"general.sampling.{there}"] = Value(kind, float(value))
-    return found
+            keys[f"general.sampling.{there}"] = Value(kind, float(value))
+    return keys
 
 
 def is_said(setting: str) -> bool:
@@ -181,12 +181,12 @@ def _text(card: Mapping[str, Any], names: Iterable[str]) -> str:
 def _first_list(card: Mapping[str, Any], names: Iterable[str]) -> list[object]:
     value = next((card[name] for name in names if name in card), None)
     listed = value if isinstance(value, list) else [value]
-    return [each for each in listed if isinstance(each, dict) or (isinstance(each, str) and each)]
+    return [entry for entry in listed if isinstance(entry, dict) or (isinstance(entry, str) and entry)]
 
 
 def _texts_of(value: object) -> list[str]:
     """The texts of a value that is one text or several."""
-    return [each for each in (value if isinstance(value, list) else [value]) if isinstance(each, str) and each]
+    return [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str) and text]
 
 
 # ---- how an embedding model makes one vector of a text: modules of sentence-transformers

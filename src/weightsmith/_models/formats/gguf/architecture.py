@@ -279,14 +279,16 @@ class GgufArchitecture:
         slides = config.get("sliding_window") is not None or not windows.stated
         types = windows.layer_types(layers, slides=slides)
         stated = config.get("layer_types") or types
-        if not isinstance(stated, list) or not all(each in ("sliding_attention", "full_attention") for each in stated):
+        if not isinstance(stated, list) or not all(
+            layer_type in ("sliding_attention", "full_attention") for layer_type in stated
+        ):
             raise config.wrong("layer_types", stated, "and not a list of sliding_attention and full_attention")
         if not windows.stated or len(stated) != layers:
             config.need("layer_types", stated, types)
         if slides:
             keys.u32("attention.sliding_window", config.count("sliding_window", 4096))
         if slides and windows.stated:
-            keys.put(_PATTERN, "bool", [each == "sliding_attention" for each in stated])
+            keys.put(_PATTERN, "bool", [layer_type == "sliding_attention" for layer_type in stated])
         self.check_local_rope(config)
 
     def check_local_rope(self, config: GgufConfig) -> None:
@@ -374,7 +376,7 @@ class GgufArchitecture:
         pattern = values.get(_PATTERN) if self.windows.stated else None
         if pattern is not None and (not isinstance(pattern, np.ndarray) or pattern.shape != (layers,)):
             raise values.wrong(_PATTERN, pattern, f"and not a truth value for each of {layers:,} layers")
-        stated = None if pattern is None else [_layer_type(bool(each)) for each in pattern]
+        stated = None if pattern is None else [_layer_type(bool(slides_there)) for slides_there in pattern]
         config["layer_types"] = stated or self.windows.layer_types(layers, slides=slides)
 
     def take_rope(self, values: GgufValues, config: dict[str, Any], contents: Contents) -> None:
@@ -389,7 +391,9 @@ class GgufArchitecture:
         if self.experts:
             config[self.experts] = values.count("expert_count")
             config[self.experts_used] = values.count("expert_used_count")
-        config |= {each.setting: each.of(values, each.name, values.float32) for each in self.numbers if not each.times}
+        config |= {
+            number.setting: number.of(values, number.name, values.float32) for number in self.numbers if not number.times
+        }
         for name, constant in self.constants.items():
             if name in values and not values.equals(name, constant):
                 what = f"{self.name}.{name} is {show(values.get(name))}, which config.json cannot say"
@@ -437,7 +441,7 @@ class GgufArchitecture:
     def split_of(self, name: str) -> tuple[SplitTensor, str] | None:
         """How a tensor of the Hub's layout is split, and its layer number; None if it is stored whole."""
         match = _HUB_BARE.fullmatch(text_name(name))
-        split = next((each for each in self.splits if match is not None and each.name == match[2]), None)
+        split = next((tensor for tensor in self.splits if match is not None and tensor.name == match[2]), None)
         return None if split is None or match is None else (split, match[1])
 
     def part_of(self, name: str) -> tuple[SplitTensor, str] | None:
@@ -445,7 +449,7 @@ class GgufArchitecture:
         match = _BARE.fullmatch(name)
         if match is None or "{}" in self.layer.get(match[2].removesuffix(".weight"), ""):  # experts are read one by one
             return None
-        split = next((each for each in self.splits if match[2] in [part.name for part in each.parts]), None)
+        split = next((tensor for tensor in self.splits if match[2] in [part.name for part in tensor.parts]), None)
         return None if split is None else (split, match[1])
 
     def knows(self, name: str) -> bool:
@@ -487,7 +491,7 @@ def head_dim(config: GgufConfig) -> int:
 
 
 def _key_of(names: Mapping[str, str], value: str) -> str | None:
-    return next((name for name, each in names.items() if each == value), None)
+    return next((name for name, known in names.items() if known == value), None)
 
 
 def _any_slides(config: GgufConfig) -> bool:

@@ -80,19 +80,19 @@ def pieces_of(split: SplitTensor, config: GgufConfig, shape: tuple[int, ...]) ->
     sizes = stated or [(height,) if split.columns else (height // count,)] * count
     height = height if split.columns else sum(map(sum, sizes))
     if math.prod(shape[:-1]) % height:
-        rows = " + ".join(str(size) for own in sizes for size in own)
+        rows = " + ".join(str(size) for sizes_of_part in sizes for size in sizes_of_part)
         what = f"its {math.prod(shape[:-1]):,} rows are not {rows}, once or several times"
         raise FormatError(what, where=split.name, fix="repair config.json, or download the model again")
     if split.columns:
         return height, tuple((Piece(0, height, i, count, part.transposed),) for i, part in enumerate(split.parts))
-    found, end = list[Pieces](), 0
-    for own, part in zip(sizes, split.parts, strict=True):
+    all_pieces, end = list[Pieces](), 0
+    for sizes_of_part, part in zip(sizes, split.parts, strict=True):
         pieces = []
-        for size in own:
+        for size in sizes_of_part:
             pieces.append(Piece(end, end + size, transposed=part.transposed))
             end += size
-        found.append(tuple(pieces))
-    return height, tuple(found)
+        all_pieces.append(tuple(pieces))
+    return height, tuple(all_pieces)
 
 
 def part_shape(pieces: Pieces, height: int, shape: tuple[int, ...], *, flat: bool) -> tuple[int, ...]:
@@ -202,18 +202,19 @@ class CutEncoding(Encoding):
 
         numbers  the importances of each part after the other, zeros for a part without; empty if all are without
         """
-        found = rows.reshape(-1, self.height, rows.shape[-1])
+        bands_of_rows = rows.reshape(-1, self.height, rows.shape[-1])
         first, at = first_row // self.height, 0
         for (dtype, pieces), out, size in zip(self.parts, outs, self._columns(spec), strict=True):
             weights, start = numbers[at : at + size].reshape(-1, pieces[0].shape(spec.shape[-1])[1]), 0
             at += size
             for piece in pieces:
-                part = np.ascontiguousarray(piece.of(found))
+                part = np.ascontiguousarray(piece.of(bands_of_rows))
                 nbytes = part[0].size // dtype.block * dtype.itemsize
                 for i, matrix in enumerate(part):
-                    own = weights[(first + i) % len(weights)] if weights.size else None
-                    own = None if own is None or not (own.any() or dtype.name in NEEDS_IMPORTANCES) else own
-                    encode_matrix(spec, dtype, matrix, out[start + i * nbytes : start + (i + 1) * nbytes], own)
+                    importances = weights[(first + i) % len(weights)] if weights.size else None
+                    if importances is not None and not (importances.any() or dtype.name in NEEDS_IMPORTANCES):
+                        importances = None
+                    encode_matrix(spec, dtype, matrix, out[start + i * nbytes : start + (i + 1) * nbytes], importances)
                 start += len(part) * nbytes
 
 
@@ -234,12 +235,12 @@ def find_cut(name: str) -> CutEncoding | None:
         return None
     parts = []
     for text in re.split(r",(?=[a-z])", match[3]):
-        found = _PART.fullmatch(text)
-        dtype = None if found is None else TYPES.get(found[1].upper())
-        pieces = [] if found is None else [_PIECE.fullmatch(each) for each in re.split(r"\+(?=\[)", found[2])]
-        if dtype is None or not all(each is not None and int(each[1]) < int(each[2]) for each in pieces):
+        part = _PART.fullmatch(text)
+        dtype = None if part is None else TYPES.get(part[1].upper())
+        pieces = [] if part is None else [_PIECE.fullmatch(piece) for piece in re.split(r"\+(?=\[)", part[2])]
+        if dtype is None or not all(piece is not None and int(piece[1]) < int(piece[2]) for piece in pieces):
             return None
-        parts.append((dtype, tuple(_piece(each) for each in pieces if each is not None)))
+        parts.append((dtype, tuple(_piece(piece) for piece in pieces if piece is not None)))
     encoding = CutEncoding(int(match[1]), tuple(parts), bool(match[2]))
     moved = any(piece.step > 1 or piece.transposed for _, pieces in parts for piece in pieces)
     several = any(len(pieces) > 1 for _, pieces in parts)
@@ -293,10 +294,10 @@ def cut_weight(
     """
     name = f"{LAYERS}{layer}.{split.name}"
     stored = tuple(f"blk.{layer}.{part.name}" for part in split.parts)
-    if missing := [each for each in stored if each not in specs]:
+    if missing := [part for part in stored if part not in specs]:
         what = f"tensor {show(missing[0])} is missing, and there are other parts of {show(name)}"
         raise FormatError(what, where=where, fix=DAMAGED)
-    shapes = [specs[each].shape for each in stored]
+    shapes = [specs[part].shape for part in stored]
     try:
         shape = _whole_shape(split, shapes)
         height, parts = pieces_of(split, config, shape)
@@ -304,7 +305,7 @@ def cut_weight(
     except (FormatError, ValueError):
         fits = False
     if not fits:
-        what = f"the parts of {show(name)} have the shapes {', '.join(str(list(each)) for each in shapes)}"
+        what = f"the parts of {show(name)} have the shapes {', '.join(str(list(part)) for part in shapes)}"
         raise FormatError(what, where=where, fix=DAMAGED)
     return CutWeight(TensorSpec(name, DTYPES["F32"], shape), stored, natural_dtype, height, parts)
 
@@ -316,7 +317,7 @@ def _whole_shape(split: SplitTensor, shapes: Sequence[tuple[int, ...]]) -> tuple
     turned = [(*s[:-2], s[-1], s[-2]) if part.transposed else s for part, s in zip(split.parts, shapes, strict=True)]
     *before, rows, cols = turned[0]
     if split.columns:
-        cols = sum(each[-1] for each in turned)
+        cols = sum(shape[-1] for shape in turned)
     else:
-        rows = sum(each[-2] for each in turned)
+        rows = sum(shape[-2] for shape in turned)
     return (math.prod(before) * rows, cols) if split.bands else (*before, rows, cols)

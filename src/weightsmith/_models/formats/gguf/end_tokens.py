@@ -55,17 +55,17 @@ def with_ends(
     if "eos" not in complete and stops:
         complete["eos"] = stops[0]
     ends = {complete.get(key) for key in ("eos", "eot", "eom")}
-    left = [number for number in stops if number not in ends and tokens[number] not in _ENDS]
+    unplaced = [number for number in stops if number not in ends and tokens[number] not in _ENDS]
     places = ["eot", "eom"] if _TURN_ENDS.isdisjoint(tokens) else ["eom", "eot"]  # llama.cpp finds an end of turns by its text
-    for key in [key for key in places if key not in complete][: len(left)]:
-        complete[key] = left.pop(0)
-    return complete, _unsaid(left, tokens)
+    for key in [key for key in places if key not in complete][: len(unplaced)]:
+        complete[key] = unplaced.pop(0)
+    return complete, _unsaid(unplaced, tokens)
 
 
-def _unsaid(left: Sequence[int], tokens: Sequence[str]) -> list[Finding]:
-    if not left:
+def _unsaid(unplaced: Sequence[int], tokens: Sequence[str]) -> list[Finding]:
+    if not unplaced:
         return []
-    texts = ", ".join(show(tokens[number]) for number in left)
+    texts = ", ".join(show(tokens[number]) for number in unplaced)
     what = f"llama.cpp does not stop at {texts}, as transformers does: a GGUF file names three tokens that end a generation"
     return [Finding(what, "eos_token_id", fix="name it when you run the model: a reverse prompt, or stop in a request")]
 

@@ -84,12 +84,12 @@ def check_keys(data: bytes, where: Path) -> None:
     """Check what `encode_metadata` returned, or should have. where: for messages. Raises FormatError and Unsupported."""
     reader = _Reader(_InMemory(data), where)
     keys = reader.keys(reader.unpack("Q")[0])
-    if reader.left():
-        raise reader.wrong(f"after its keys follow {reader.left():,} more bytes")
+    if reader.remaining():
+        raise reader.wrong(f"after its keys follow {reader.remaining():,} more bytes")
     if keys.get("general.alignment", ALIGNMENT) != ALIGNMENT:
         raise reader.wrong(f"general.alignment is {show(keys['general.alignment'])}, and files are written with {ALIGNMENT}")
-    if own := next((key for key in keys if key.startswith("split.")), ""):
-        raise reader.wrong(f"the key {show(own)} belongs to the layout of the files")
+    if split := next((key for key in keys if key.startswith("split.")), ""):
+        raise reader.wrong(f"the key {show(split)} belongs to the layout of the files")
 
 
 class _InMemory:
@@ -115,7 +115,7 @@ class _Reader:
     def header(self) -> GgufHeader:
         self._check_start()
         tensors_count, keys_count = self.unpack("QQ")
-        if tensors_count > self.left() // 24:
+        if tensors_count > self.remaining() // 24:
             raise self.wrong(f"{tensors_count:,} tensors do not fit into the file")
         keys = self.keys(keys_count)
         tensors = self._tensors(tensors_count, self._alignment(keys))
@@ -222,11 +222,11 @@ class _Reader:
         if kind == "array":
             raise Unsupported(f"the value of {show(key)} is a list of lists", where=str(self.path), fix=DAMAGED)
         if kind == "str":
-            if count > min(MAX_STRINGS, self.left() // 8):
+            if count > min(MAX_STRINGS, self.remaining() // 8):
                 raise self.wrong(f"the value of {show(key)} is a list of {count:,} texts, which do not fit into the file")
             return self.texts(key, count)
         width = struct.calcsize(FORMATS[kind])
-        if count > self.left() // width:
+        if count > self.remaining() // width:
             raise self.wrong(f"the value of {show(key)} is a list of {count:,} numbers, which do not fit into the file")
         self.need(count * width)
         array = np.frombuffer(self.data, f"<{FORMATS[kind]}", count, self.at)
@@ -235,21 +235,21 @@ class _Reader:
 
     def texts(self, key: str, count: int) -> list[str]:
         """As `text`, many times: half a million calls of it would take a second."""
-        found: list[str] = []
+        texts: list[str] = []
         for _ in range(count):
             if self.at + 8 > len(self.data):
                 self.need(8)
             begin = self.at + 8
             end = begin + int.from_bytes(self.data[self.at : begin], "little")
             if end > len(self.data):
-                found.append(self.text(f"a text in {show(key)}", MAX_HEADER_BYTES))
+                texts.append(self.text(f"a text in {show(key)}", MAX_HEADER_BYTES))
                 continue
             try:
-                found.append(self.data[begin:end].decode())
+                texts.append(self.data[begin:end].decode())
             except UnicodeDecodeError:
                 raise self.wrong(f"a text in {show(key)} is not valid UTF-8: {show(self.data[begin:end])}") from None
             self.at = end
-        return found
+        return texts
 
     def kind(self, key: str) -> str:
         (number,) = self.unpack("I")
@@ -259,7 +259,7 @@ class _Reader:
 
     def text(self, what: str, most: int) -> str:
         (length,) = self.unpack("Q")
-        if length > min(most, self.left()):
+        if length > min(most, self.remaining()):
             raise self.wrong(f"{what} has {length:,} bytes, which do not fit into the file or are more than {most:,}")
         self.need(length)
         data = self.data[self.at : self.at + length]
@@ -272,11 +272,11 @@ class _Reader:
     def unpack(self, layout: str) -> tuple[Any, ...]:
         size = struct.calcsize(f"<{layout}")
         self.need(size)
-        found = struct.unpack_from(f"<{layout}", self.data, self.at)
+        numbers = struct.unpack_from(f"<{layout}", self.data, self.at)
         self.at += size
-        return found
+        return numbers
 
-    def left(self) -> int:
+    def remaining(self) -> int:
         """Bytes of the file after those that were read."""
         return self.nbytes - self.at
 

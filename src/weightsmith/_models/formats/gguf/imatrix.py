@@ -40,14 +40,14 @@ def read_imatrix(path: str | os.PathLike[str]) -> dict[str, Floats]:
     place = expand_user(path)
     with open_regular(place) as file:
         start = file.read(4)
-    found = _of_gguf(place) if start == MAGIC else _of_numbers(place)
-    if not found:
+    importances = _of_gguf(place) if start == MAGIC else _of_numbers(place)
+    if not importances:
         raise FormatError("an importance matrix without tensors", where=str(place), fix=_FIX)
-    for name, values in found.items():
+    for name, values in importances.items():
         if not are_importances(values):
             what = f"importances of {show(name)} are negative, or no finite numbers up to {LARGEST:g}"
             raise FormatError(what, where=str(place), fix=_FIX)
-    return found
+    return importances
 
 
 def are_importances(values: Floats) -> bool:
@@ -64,12 +64,12 @@ def of_sums(sums: Mapping[str, Floats], counts: Mapping[str, Floats]) -> dict[st
     >>> of_sums({"w": np.float32([[2, 4], [0, 0]])}, {"w": np.float32([2, 0])})["w"]
     array([1., 2., 1., 1.], dtype=float32)
     """
-    found = {}
+    importances = {}
     for name, values in sums.items():
         number = counts[name].reshape(-1, 1)
         mean = values.reshape(len(number), -1) / np.where(number > 0, number, 1).astype(np.float32)
-        found[name] = np.where(number > 0, mean, np.float32(1)).astype(np.float32).reshape(-1)
-    return found
+        importances[name] = np.where(number > 0, mean, np.float32(1)).astype(np.float32).reshape(-1)
+    return importances
 
 
 def with_defaults(values: Floats, cols: int) -> tuple[Floats, int]:
@@ -107,15 +107,15 @@ def _of_gguf(path: Path) -> dict[str, Floats]:
     total = sum(tensor.nbytes for tensor in header.tensors)
     if total > MAX_BYTES:
         raise FormatError(f"{total:,} bytes of importances", where=str(path), fix=_FIX)
-    found: dict[str, dict[str, Floats]] = {_SUMS: {}, _COUNTS: {}}
+    by_end: dict[str, dict[str, Floats]] = {_SUMS: {}, _COUNTS: {}}
     with open_regular(path) as file:
         for tensor in header.tensors:
-            for end, values in found.items():
+            for end, values in by_end.items():
                 if tensor.name.endswith(end):
                     values[tensor.name.removesuffix(end)] = _values(file.fileno(), tensor, path)
-    sums, counts = found[_SUMS], found[_COUNTS]
-    for name, own in sums.items():
-        if name not in counts or own.size % counts[name].size:
+    sums, counts = by_end[_SUMS], by_end[_COUNTS]
+    for name, squares in sums.items():
+        if name not in counts or squares.size % counts[name].size:
             raise FormatError(f"{show(name)} has sums, but no counts that fit", where=str(path), fix=_FIX)
     return of_sums(sums, counts)
 
@@ -141,7 +141,7 @@ def _of_numbers(path: Path) -> dict[str, Floats]:
             raise FormatError(f"no importance matrix: {value:,} at byte {at - 4:,}", where=str(path), fix=_FIX)
         return int(value)
 
-    found = {}
+    importances = {}
     for _ in range(number(len(data) // 12)):
         length = number(min(_MAX_NAME_BYTES, len(data) - at))
         name = data[at : at + length].decode(errors="replace")
@@ -150,5 +150,5 @@ def _of_numbers(path: Path) -> dict[str, Floats]:
         count = number((len(data) - at - 4) // 4)
         values = np.frombuffer(data, "<f4", count, at).astype(np.float32)
         at += 4 * count
-        found[name] = values / np.float32(calls) if calls else values
-    return found
+        importances[name] = values / np.float32(calls) if calls else values
+    return importances

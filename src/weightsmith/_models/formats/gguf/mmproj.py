@@ -61,29 +61,29 @@ def vision_half(
     if half is None:
         return None
     plain = mixture if mixture in PLAIN else "F16"
-    number = next(each.number for each in MIXTURES if each.name == plain)
+    number = next(known.number for known in MIXTURES if known.name == plain)
     images = half.images(config, _processor(files))
     keys = half.keys(images, embedding.out.shape[-1], number)
     places = {step.out.name: half.names(step.out.name) for step in steps}
-    if unknown := [name for name, found in places.items() if found is None]:
+    if unknown := [name for name, names in places.items() if names is None]:
         raise Unsupported(f"llama.cpp knows no such tensor in the vision half of {half.model_type}", where=unknown[0])
-    known = {name: found for name, found in places.items() if found is not None}
+    known = {name: names for name, names in places.items() if names is not None}
     layers = half.size(images, "block_count")
-    _check_layers(layers, {name.split(".")[2] for found in known.values() for name in found if name.startswith("v.blk.")})
+    _check_layers(layers, {name.split(".")[2] for names in known.values() for name in names if name.startswith("v.blk.")})
     heads = half.size(images, "attention.head_count")
-    made = [_stored(half, step, known[step.out.name], heads, plain) for step in steps if known[step.out.name]]
+    stored = [_stored(half, step, known[step.out.name], heads, plain) for step in steps if known[step.out.name]]
     products: list[Product] = []
     if half.token:
         product = _row(draft, embedding, _token_id(files, half.token))
         products.append(product)
-        made.append(_copied(product, embedding.settings))
-    return ImageFile(made, products, [step for step in steps if not known[step.out.name]], encode_metadata(keys))
+        stored.append(_copied(product, embedding.settings))
+    return ImageFile(stored, products, [step for step in steps if not known[step.out.name]], encode_metadata(keys))
 
 
-def _check_layers(layers: int, found: Collection[str]) -> None:
+def _check_layers(layers: int, numbers: Collection[str]) -> None:
     """Raise Unsupported unless there are tensors of each layer."""
-    if len(found) != layers or found != {str(i) for i in range(layers)}:
-        what = f"its vision_config has {layers:,} layers, and its tensors are of {len(found):,}"
+    if len(numbers) != layers or numbers != {str(i) for i in range(layers)}:
+        what = f"its vision_config has {layers:,} layers, and its tensors are of {len(numbers):,}"
         raise Unsupported(what, where="config.json", fix="repair config.json")
 
 
@@ -91,9 +91,9 @@ def _processor(files: Mapping[str, bytes]) -> dict[str, Any]:
     """The files that say how images are prepared, as one. Raises FormatError for one that is no JSON object."""
     whole: dict[str, Any] = {}
     for name in PROCESSOR:
-        own = _object(files, name)
-        inner = own.get("image_processor")
-        whole |= own | (inner if isinstance(inner, dict) else {})
+        settings = _object(files, name)
+        inner = settings.get("image_processor")
+        whole |= settings | (inner if isinstance(inner, dict) else {})
     return whole
 
 

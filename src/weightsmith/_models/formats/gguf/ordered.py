@@ -49,15 +49,15 @@ class OrderedWeight(Weight):
     order: HeadOrder
 
     def decode(self, stored: Tensors, first: int, values: npt.NDArray[np.float32]) -> None:
-        found, rows = np.argsort(self.order.places), self.spec.shape[0]
+        stored_at, rows = np.argsort(self.order.places), self.spec.shape[0]
         cols = self.spec.size // rows
         for row, end, skip, target in bands(first, values, cols):
             if self.order.axis == 1:
-                whole = self._read(stored, row * cols, end * cols).reshape(-1, cols)[:, found]
+                whole = self._read(stored, row * cols, end * cols).reshape(-1, cols)[:, stored_at]
             else:
-                own = found[row:end]
-                starts = [0, *(np.flatnonzero(np.diff(own) != 1) + 1).tolist(), len(own)]
-                runs = [(int(own[a]) * cols, (int(own[b - 1]) + 1) * cols) for a, b in pairwise(starts)]
+                places = stored_at[row:end]
+                starts = [0, *(np.flatnonzero(np.diff(places) != 1) + 1).tolist(), len(places)]
+                runs = [(int(places[a]) * cols, (int(places[b - 1]) + 1) * cols) for a, b in pairwise(starts)]
                 whole = np.concatenate([self._read(stored, a, b) for a, b in runs])
             target[:] = whole.reshape(-1)[skip : skip + target.size]
 

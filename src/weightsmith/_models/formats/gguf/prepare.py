@@ -96,7 +96,7 @@ class GgufFormat(ModelFormat):
                 continue
             types = _WIDE if spec.shape[-1] % 256 == 0 else _NARROW if spec.shape[-1] % 32 == 0 else ()
             if types:
-                candidates[spec.name] = tuple(f"{PREFIX}{each.lower()}" for each in types)
+                candidates[spec.name] = tuple(f"{PREFIX}{kind.lower()}" for kind in types)
         return candidates
 
     def stored_name(self, config: Mapping[str, Any] | None, weight: str) -> str:
@@ -136,7 +136,7 @@ def _chosen(request: ModelRequest) -> Chosen:
     """The types that are asked for by name; the user's win. Raises PlanError."""
     types, problems = read_types(request.settings["tensor_types"])
     if problems:
-        raise PlanError([option_error("tensor_types", each) for each in problems])
+        raise PlanError([option_error("tensor_types", problem) for problem in problems])
     return [*((re.compile(f"{re.escape(name)}$"), kind) for name, kind in request.types.items()), *types]
 
 
@@ -154,12 +154,12 @@ def _prepare(model: _Model, draft: PlanDraft, companions: ModelFiles, importance
     types = _types(model, stored, _shape(model, stored, keys, weighted=bool(importances)))
     complete, defaults = _complete(importances, stored)
     steps, problems = list[Step](), _unmatched(model, stored)
-    for each, kinds in zip(stored, types, strict=True):
+    for tensor, kinds in zip(stored, types, strict=True):
         with noting(problems):
-            steps.append(_encoded(each, kinds, complete, model, draft))
+            steps.append(_encoded(tensor, kinds, complete, model, draft))
     if problems:
         raise PlanError(problems)
-    embedding = next(each.step for each in stored if each.specs[0].name == "token_embd.weight")
+    embedding = next(tensor.step for tensor in stored if tensor.specs[0].name == "token_embd.weight")
     about, findings = keys_of_files(draft, companions, model.settings, model.architecture, embedding.out.shape[0])
     vision, warnings = _vision(model, draft, companions, embedding, parts.others) if mmproj else (ImageFile(), [])
     constants, numbers = _constants(factors, len(draft.settings))
@@ -197,14 +197,14 @@ def _types(model: _Model, stored: Sequence[_Stored], shape: Shape) -> list[list[
     """The types of each tensor, or of its parts. Raises Unsupported if libgguf is missing and needed."""
     from weightsmith._kernels.ggml import ENCODED
 
-    types = [[type_of(model.mixture, spec, shape, model.chosen) for spec in each.specs] for each in stored]
-    if not ENCODED.issuperset({each for kinds in types for each in kinds} - {*PLAIN}):
+    types = [[type_of(model.mixture, spec, shape, model.chosen) for spec in tensor.specs] for tensor in stored]
+    if not ENCODED.issuperset({kind for kinds in types for kind in kinds} - {*PLAIN}):
         libgguf()
     return types
 
 
 def _names(stored: Iterable[_Stored]) -> list[str]:
-    return [spec.name for each in stored for spec in each.specs]
+    return [spec.name for tensor in stored for spec in tensor.specs]
 
 
 def _unmatched(model: _Model, stored: Iterable[_Stored]) -> list[WeightsmithError]:
@@ -266,8 +266,8 @@ def _left_out(dropped: Sequence[Dropped]) -> list[Finding]:
     """A stored head that transformers would use, if it differs from the embedding; layers that predict."""
     what = "it is left out: config.json ties the head to the embedding"
     fix = "set tie_word_embeddings to false in the input's config.json if the two differ"
-    findings = [Finding(what, each.tensor, fix=fix) for each in dropped if each.reason == _HEAD_IS_EMBEDDING]
-    if predict := [each.tensor for each in dropped if each.reason == _PREDICTS]:
+    findings = [Finding(what, head.tensor, fix=fix) for head in dropped if head.reason == _HEAD_IS_EMBEDDING]
+    if predict := [layer.tensor for layer in dropped if layer.reason == _PREDICTS]:
         what = f"{len(predict):,} tensors are left out: layers that predict several tokens at a time"
         findings.append(Finding(what, predict[0], fix="use the model as it is: it works without them"))
     return findings
@@ -386,7 +386,7 @@ def _stored_as(steps: Sequence[Step], model: _Model) -> list[_Stored]:
     stored |= {name: [_joined(name, experts)] for name, experts in together.items()}
     if "token_embd.weight" not in stored:
         raise Unsupported("the model has no embedding", where="model.embed_tokens.weight", fix="choose another format")
-    return [each for parts in stored.values() for each in parts]
+    return [tensor for parts in stored.values() for tensor in parts]
 
 
 def _joined(name: str, experts: Mapping[int, Step]) -> _Stored:
@@ -413,7 +413,7 @@ def _in_parts(step: Step, split: SplitTensor, layer: str, config: GgufConfig) ->
     shapes = [part_shape(pieces, height, step.out.shape, flat=split.flat) for pieces in parts]
     specs = [TensorSpec(name, step.out.dtype, shape) for name, shape in zip(names, shapes, strict=True)]
     rows = [math.prod(piece.out.shape[:-1]) for piece in step.pieces]
-    if not any(each % height for each in rows):
+    if not any(count_of_rows % height for count_of_rows in rows):
         return [_Stored(step, specs, height, parts, split.flat)]
     count = len(parts)
     moved = split.flat or any(piece.step > 1 or piece.transposed for pieces in parts for piece in pieces)
@@ -459,15 +459,15 @@ def _encoded(stored: _Stored, kinds: Sequence[str], importances: Importances, mo
         head_rows, decays = spec.shape[0] // turned if turned else 0, is_decay(spec.name)
         encoding = GgufEncoding(dtypes[0], head_rows, architecture.shift_of(spec.name), decays)
     tables, weighted = list[Floats](), -1
-    for each, kind in zip(stored.specs, kinds, strict=True):
-        values = _importances(importances, each, kind, model.mixture) if TYPES[kind].block > 1 else None
-        matrices = each.shape[0] if len(each.shape) == 3 else 1
-        tables.append(np.zeros(each.shape[-1] * matrices, np.float32) if values is None else values)
+    for part, kind in zip(stored.specs, kinds, strict=True):
+        values = _importances(importances, part, kind, model.mixture) if TYPES[kind].block > 1 else None
+        matrices = part.shape[0] if len(part.shape) == 3 else 1
+        tables.append(np.zeros(part.shape[-1] * matrices, np.float32) if values is None else values)
     if any(table.any() for table in tables):
         weighted = len(draft.tables)
         draft.tables.append(Table(np.concatenate(tables).astype("<f4").tobytes()))
     outs = encoding.outs(step.out)
-    named_outs = tuple(replace(out, name=each.name) for out, each in zip(outs, stored.specs, strict=True))
+    named_outs = tuple(replace(out, name=part.name) for out, part in zip(outs, stored.specs, strict=True))
     return replace(step, encoding=encoding.name, stored=named_outs, weighted=weighted)
 
 
@@ -509,7 +509,7 @@ def _importances(importances: Importances, spec: TensorSpec, kind: str, mixture:
 def _complete(importances: Importances, stored: Iterable[_Stored]) -> tuple[Importances, list[Finding]]:
     """The importances with 1 for columns that have none, and the warning that counts these."""
     complete, counts = dict(importances), dict[str, int]()
-    for spec in (spec for each in stored for spec in each.specs):
+    for spec in (spec for tensor in stored for spec in tensor.specs):
         values = importances.get(spec.name)
         if values is not None and len(spec.shape) > 1 and values.size % spec.shape[-1] == 0:  # `_importances` rejects others
             complete[spec.name], missing = with_defaults(values, spec.shape[-1])

@@ -116,11 +116,11 @@ class GgufTensors(FileTensors[StoredBlocks]):
         unit = math.lcm(tensor.head_rows * cols or 1, tensor.stored.block)  # elements that are decoded together
         at = start_byte // width // unit * unit
         while at * width < end:
-            wanted = -(-(-(-end // width) - at) // unit) * unit
-            count = min(wanted, max(unit, CHUNK_ELEMENTS // unit * unit))
+            needed = -(-(-(-end // width) - at) // unit) * unit
+            count = min(needed, max(unit, CHUNK_ELEMENTS // unit * unit))
             first, last = max(start_byte, at * width), min(end, (at + count) * width)
-            found = self._decoded(tensor, at, count, cols).view(np.uint8)
-            target[first - start_byte : last - start_byte] = found[first - at * width : last - at * width]
+            values = self._decoded(tensor, at, count, cols).view(np.uint8)
+            target[first - start_byte : last - start_byte] = values[first - at * width : last - at * width]
             at += count
 
     def _decoded(self, tensor: StoredBlocks, first: int, count: int, cols: int) -> npt.NDArray[Any]:
@@ -212,21 +212,21 @@ def open_files(paths: Sequence[Path], index: Index | None, where: str, open_file
     layers = config["num_hidden_layers"] if predicted else math.inf
     stored = unite((_tensors(path, header, architecture, config, layers) for path, header in headers.items()), paths[0].parent)
     files = [SourceFile(path, header.state, header.digest) for path, header in headers.items()]
-    made, notes = tokenizer_files(first.keys, architecture, where)
+    other_files, notes = tokenizer_files(first.keys, architecture, where)
     if several := [name for name in tensors if predicts(name, layers)]:
         what = f"{len(several):,} tensors are left out: layers that predict several tokens at a time"
         notes = [*notes, Finding(what, several[0], fix="use the model as it is: it works without them")]
-    made["config.json"] = json_bytes(config)
+    other_files["config.json"] = json_bytes(config)
     blocks = Counter(tensor.dtype.name for tensor in tensors.values() if tensor.dtype.block > 1)
     decoded = f"GGUF, mostly {blocks.most_common(1)[0][0]}" if blocks else ""
     whole = GgufTensors(stored, files, where, dtype)
-    cuts = list(dict.fromkeys(found for name in whole.specs if (found := architecture.part_of(name)) is not None))
+    cuts = list(dict.fromkeys(split for name in whole.specs if (split := architecture.part_of(name)) is not None))
     weights: list[Weight] = [cut_weight(cut, layer, whole.specs, GgufConfig(config), dtype, where) for cut, layer in cuts]
     for spec in whole.specs.values():
         if (order := architecture.order(spec.name, GgufConfig(config))) is not None:
             weights.append(ordered_weight(spec, str(architecture.hub_name(spec.name)), order, dtype, where))
     source = GgufMovedTensors(whole, weights, where) if weights else whole
-    return Opened(source, notes=tuple(notes), files=made, decoded=decoded)
+    return Opened(source, notes=tuple(notes), files=other_files, decoded=decoded)
 
 
 def _dtype(tensors: Iterable[GgufTensor]) -> DType:
@@ -239,7 +239,7 @@ def _tensors(
     path: Path, header: GgufHeader, architecture: GgufArchitecture, config: Mapping[str, Any], layers: float
 ) -> list[StoredBlocks]:
     """The tensors of one file under the Hub's names. layers: those behind them are left out."""
-    found: list[StoredBlocks] = []
+    stored: list[StoredBlocks] = []
     for tensor in header.tensors:
         if tensor.name in SMALL or predicts(tensor.name, layers):
             continue
@@ -249,7 +249,7 @@ def _tensors(
             what = f"tensor {show(tensor.name)} does not belong to a model of the family {architecture.model_types[0]}"
             raise Unsupported(what, where=str(path), fix="Use the model's original checkpoint.")
         if "{}" in name:
-            found += _experts(path, tensor, name, int(config.get(architecture.experts) or 0))
+            stored += _experts(path, tensor, name, int(config.get(architecture.experts) or 0))
             continue
         heads = architecture.rotated_heads(tensor.name, config["num_attention_heads"], config["num_key_value_heads"])
         if heads and tensor.shape[0] % (2 * heads):
@@ -260,8 +260,8 @@ def _tensors(
         head_rows = tensor.shape[0] // heads if heads else 0
         shape = architecture.hub_shape(tensor.name, tensor.shape)
         spec = TensorSpec(name, dtype, shape)
-        found.append(StoredBlocks(spec, path, tensor.offset, tensor.dtype, head_rows, shift, decays))
-    return found
+        stored.append(StoredBlocks(spec, path, tensor.offset, tensor.dtype, head_rows, shift, decays))
+    return stored
 
 
 def _experts(path: Path, tensor: GgufTensor, name: str, experts: int) -> Iterator[StoredBlocks]:

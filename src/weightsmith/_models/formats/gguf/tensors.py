@@ -12,20 +12,26 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from weightsmith._models.formats.gguf.values import GgufConfig
-from weightsmith._models.structure.projections import MIXTRAL
+from weightsmith._models.structure.projections import MIXTRAL, Role
 
 LAYERS = "model.layers."
 
+ROLES: Mapping[Role, str] = {
+    **{"q": "attn_q", "k": "attn_k", "v": "attn_v", "o": "attn_output"},
+    **{"gate": "ffn_gate", "up": "ffn_up", "down": "ffn_down"},
+}
+"""llama.cpp's name of each projection."""
+
 # llama.cpp's name of a module → the Hub's; of a layer, but for ENDS
 ENDS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-PROJECTIONS = {f"attn_{part}": f"self_attn.{part}_proj" for part in "qkv"} | {"attn_output": "self_attn.o_proj"}
+PROJECTIONS = {ROLES[role]: f"self_attn.{role}_proj" for role in ROLES if role in "qkvo"}
 ATTENTION = PROJECTIONS | {"attn_norm": "input_layernorm"}
 HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
-MLP = {f"ffn_{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")}
+MLP = {ROLES[role]: f"mlp.{role}_proj" for role in ROLES if role not in "qkvo"}
 UNGATED_MLP = {"ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
 MLP_NORM = {"ffn_norm": "post_attention_layernorm"}
 NORM_BETWEEN = {"post_attention_norm": "post_attention_layernorm"}
@@ -33,14 +39,13 @@ NORMS_AFTER = {**NORM_BETWEEN, "post_ffw_norm": "post_feedforward_layernorm"}
 NORMS_AROUND = {**NORMS_AFTER, "ffn_norm": "pre_feedforward_layernorm"}
 LLAMA_LAYER = {**ATTENTION, **MLP, **MLP_NORM}
 ROUTER = {"ffn_gate_inp": "mlp.gate"}
-EXPERTS = {f"ffn_{part}_exps": f"mlp.experts.{{}}.{part}_proj" for part in ("gate", "up", "down")}
-MIXTRAL_EXPERTS = {
-    f"ffn_{part}_exps": f"block_sparse_moe.experts.{{}}.{MIXTRAL[f'{part}_proj']}" for part in ("gate", "down", "up")
-}
-SHARED_EXPERT = {f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")} | {
+_MLP_ROLES: tuple[Role, ...] = ("gate", "up", "down")
+EXPERTS = {f"{ROLES[role]}_exps": f"mlp.experts.{{}}.{role}_proj" for role in _MLP_ROLES}
+MIXTRAL_EXPERTS = {f"{ROLES[role]}_exps": f"block_sparse_moe.experts.{{}}.{MIXTRAL[f'{role}_proj']}" for role in _MLP_ROLES}
+SHARED_EXPERT = {f"{ROLES[role]}_shexp": f"mlp.shared_expert.{role}_proj" for role in _MLP_ROLES} | {
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate"
 }
-SHARED_EXPERTS = {f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")}
+SHARED_EXPERTS = {f"{ROLES[role]}_shexp": f"mlp.shared_experts.{role}_proj" for role in _MLP_ROLES}
 
 # tensors whose names are not a module's with `.weight` or `.bias`
 ROUTER_BIAS = {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}

@@ -180,11 +180,11 @@ def _setting(keys: Mapping[str, Any], name: str, default: T, where: str) -> T:
 def _numbers(keys: Mapping[str, Any], name: str, default: float, tokens: Sequence[str], where: str) -> list[Any]:
     """A number for each token."""
     values = keys.get(f"tokenizer.ggml.{name}")
-    found = [default] * len(tokens) if values is None else getattr(values, "tolist", list)()
-    if len(found) != len(tokens):
-        what = f"tokenizer.ggml.{name} has {len(found):,} numbers for {len(tokens):,} tokens"
+    numbers = [default] * len(tokens) if values is None else getattr(values, "tolist", list)()
+    if len(numbers) != len(tokens):
+        what = f"tokenizer.ggml.{name} has {len(numbers):,} numbers for {len(tokens):,} tokens"
         raise FormatError(what, where=where, fix=DAMAGED)
-    return found
+    return numbers
 
 
 def _added(tokens: Sequence[str], types: Sequence[int], marked: set[str | None]) -> list[dict[str, Any]]:
@@ -265,20 +265,20 @@ def _sentencepiece(
 
 def _merges(numbers: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
     """The merges that a vocabulary with scores implies, best first: every way to put a token together from two others."""
-    found: list[tuple[float, int, int, str, str]] = []
+    merges: list[tuple[float, int, int, str, str]] = []
     for token, i in numbers.items():
         pairs = sorted(ways(token, numbers), key=lambda pair: (numbers[pair[0]], numbers[pair[1]]))
-        found += [(scores[i], len(left), len(right), left, right) for left, right in pairs]
-    found.sort(key=lambda merge: merge[:3], reverse=True)
-    return [merge[3:] for merge in found]
+        merges += [(scores[i], len(first), len(second), first, second) for first, second in pairs]
+    merges.sort(key=lambda merge: merge[:3], reverse=True)
+    return [merge[3:] for merge in merges]
 
 
 def _chat_template(keys: Mapping[str, Any]) -> Any:
     """The chat template, or a list of several with names; None if there is none."""
     prefix = "tokenizer.chat_template"
     templates = [{"name": "default", "template": keys[prefix]}] if isinstance(keys.get(prefix), str) else []
-    more = keys.get(f"{prefix}s")
-    for name in more if isinstance(more, list) else ():
+    named_templates = keys.get(f"{prefix}s")
+    for name in named_templates if isinstance(named_templates, list) else ():
         if isinstance(keys.get(f"{prefix}.{name}"), str):
             templates.append({"name": name, "template": keys[f"{prefix}.{name}"]})
     return templates[0]["template"] if len(templates) == 1 else templates or None
@@ -398,10 +398,10 @@ def _tokens_and_types(
 
 def _unmerged(tokens: Sequence[str], types: Sequence[int], merges: Sequence[tuple[str, str]]) -> str:
     """A word that is a token and that no merge makes, as text; "" if there is none."""
-    made = {left + right for left, right in merges}
+    merged = {first + second for first, second in merges}
     for token, kind in zip(tokens, types, strict=True):
         word = token.removeprefix("\u0120")
-        if kind == Kind.NORMAL and len(token) > 1 and word.isascii() and word.isalpha() and token not in made:
+        if kind == Kind.NORMAL and len(token) > 1 and word.isascii() and word.isalpha() and token not in merged:
             return token.replace("\u0120", " ")
     return ""
 
@@ -441,7 +441,7 @@ def _special_ids(
 ) -> dict[str, int]:
     """The tokens of special meaning: as tokenizer_config.json names them, else as config.json numbers them."""
     numbers = {**vocab, **{entry["content"]: entry["id"] for entry in added}}
-    found: dict[str, int] = {}
+    special: dict[str, int] = {}
     for name, key in _SPECIAL.items():
         token = settings.get(name)
         token = token.get("content") if isinstance(token, dict) else token
@@ -449,19 +449,19 @@ def _special_ids(
         number = config.get(f"{name}_id") if number is None else number
         number = number[0] if isinstance(number, list) and number else number
         if type(number) is int and 0 <= number < rows:
-            found[key] = number
-    return found
+            special[key] = number
+    return special
 
 
 def _pairs(merges: object) -> list[tuple[str, str]]:
     """The merges, in whichever of the two forms of tokenizer.json."""
-    found = []
+    pairs = []
     for merge in _list(merges):
         pair = merge.split(" ") if isinstance(merge, str) else merge
         if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(part, str) for part in pair):
             raise FormatError(f"the merge {show(merge)} is not two tokens", where="tokenizer.json", fix="download it again")
-        found.append((pair[0], pair[1]))
-    return found
+        pairs.append((pair[0], pair[1]))
+    return pairs
 
 
 def _pre_name(splitter: object, architecture: GgufArchitecture, *, whole: bool) -> str:
@@ -486,8 +486,8 @@ def _split_name(splitter: object) -> str:
             return "gpt-2"
         if len(before) == 1 and whole and before[0].get("type") == "Digits" and before[0].get("individual_digits"):
             return "smollm"
-        found = [each.get("pattern") if each.get("type") == "Split" else None for each in before]
-        patterns = tuple(str(each.get("Regex")) for each in found if isinstance(each, dict))
+        stated = [part.get("pattern") if part.get("type") == "Split" else None for part in before]
+        patterns = tuple(str(pattern.get("Regex")) for pattern in stated if isinstance(pattern, dict))
         if not whole and len(patterns) == len(before) and patterns in _SPLITS:
             return _SPLITS[patterns]
     raise _unknown(f"it splits text by {show(splitter)}")
@@ -509,24 +509,26 @@ def _scores(
     sentencepiece: bytes | None, tokens: Sequence[str], types: Sequence[int], merges: Sequence[tuple[str, str]]
 ) -> list[float]:
     """The scores by which llama.cpp merges, highest first: SentencePiece's, or else the order of the merges."""
-    own: dict[str, float] = {}
+    stated: dict[str, float] = {}
     if sentencepiece is not None:
         try:
-            own = {piece.text: piece.score for piece in read_sentencepiece(sentencepiece).pieces}
+            stated = {piece.text: piece.score for piece in read_sentencepiece(sentencepiece).pieces}
         except ValueError as error:
             what = f"not a SentencePiece model: {show(str(error))}"
             raise FormatError(what, where="tokenizer.model", fix="download it again") from error
     ranks: dict[str, int] = {}
-    if not own:
-        for rank, (left, right) in enumerate(merges):
-            ranks.setdefault(left + right, rank)
-    found = []
+    if not stated:
+        for rank, (first, second) in enumerate(merges):
+            ranks.setdefault(first + second, rank)
+    scores = []
     for token, kind in zip(tokens, types, strict=True):
         if kind in (Kind.NORMAL, Kind.BYTE):
-            found.append(own.get(token, 0.0) if own else 0.0 if kind == Kind.BYTE else -float(ranks.get(token, len(merges))))
+            scores.append(
+                stated.get(token, 0.0) if stated else 0.0 if kind == Kind.BYTE else -float(ranks.get(token, len(merges)))
+            )
         else:
-            found.append(own.get(token, _ADDED_SCORE) if kind != Kind.UNUSED else -10_000.0)
-    return found
+            scores.append(stated.get(token, _ADDED_SCORE) if kind != Kind.UNUSED else -10_000.0)
+    return scores
 
 
 def _with_last(special: Mapping[str, int], processor: object, tokens: Sequence[str]) -> dict[str, int]:
@@ -545,11 +547,11 @@ def _with_last(special: Mapping[str, int], processor: object, tokens: Sequence[s
 def _singles(processor: object) -> list[object]:
     """What post-processors put around a text, in order; None for the text."""
     listed = [processor] if isinstance(processor, dict) else []
-    found: list[object] = []
+    singles: list[object] = []
     for one in [*listed, *(_list(processor.get("processors")) if isinstance(processor, dict) else [])]:
         single = _list(one.get("single")) if isinstance(one, dict) else []
-        found = [each.get("SpecialToken") if isinstance(each, dict) else None for each in single] or found
-    return found if len(found) > 1 else []
+        singles = [part.get("SpecialToken") if isinstance(part, dict) else None for part in single] or singles
+    return singles if len(singles) > 1 else []
 
 
 def _adds(processor: object, name: str, special: Mapping[str, int], tokens: Sequence[str]) -> bool:

@@ -31,8 +31,8 @@ class Mixture:
 
 
 MIXTURES = tuple(
-    Mixture(*each)
-    for each in (
+    Mixture(*mixture)
+    for mixture in (
         ("F32", 0, "F32"),
         ("F16", 1, "F16"),
         ("BF16", 32, "BF16"),
@@ -124,7 +124,7 @@ def read_types(texts: Iterable[str]) -> tuple[Chosen, list[str]]:
     >>> [(pattern.pattern, kind) for pattern, kind in read_types(["ffn_down=q6_k"])[0]]
     [('ffn_down', 'Q6_K')]
     """
-    found, problems = list[tuple[re.Pattern[str], str]](), list[str]()
+    types, problems = list[tuple[re.Pattern[str], str]](), list[str]()
     for text in texts:
         pattern, equals, kind = text.rpartition("=")
         if not equals or not pattern:
@@ -133,10 +133,10 @@ def read_types(texts: Iterable[str]) -> tuple[Chosen, list[str]]:
             problems.append(f"'{kind}' is no type of GGUF{nearest(kind.upper(), TYPES)}; the types are {', '.join(TYPES)}")
         else:
             try:
-                found.append((re.compile(pattern), kind.upper()))
+                types.append((re.compile(pattern), kind.upper()))
             except re.error as error:
                 problems.append(f"'{pattern}' is not a regular expression: {error}")
-    return found, problems
+    return types, problems
 
 
 def type_of(mixture: Mixture, spec: TensorSpec, shape: Shape, chosen: Chosen = ()) -> str:
@@ -210,8 +210,8 @@ def _by_rule(mix: str, default: str, name: str, cols: int, shape: Shape) -> str:
     if part == "attn_output":
         if eight:
             return "Q5_K" if mix in _OF_EIGHT else default
-        more = {"Q2_K": "Q3_K", "IQ3_XXS": "IQ3_S", "Q3_K_M": "Q4_K", "Q3_K_L": "Q5_K", "IQ3_M": "Q4_K"}
-        return more.get(mix, default)
+        finer = {"Q2_K": "Q3_K", "IQ3_XXS": "IQ3_S", "Q3_K_M": "Q4_K", "Q3_K_L": "Q5_K", "IQ3_M": "Q4_K"}
+        return finer.get(mix, default)
     if part.startswith(("ffn_gate", "ffn_up")) and mix == "IQ3_XS" and n // 8 <= i < 7 * n // 8:
         return "IQ3_XXS"
     return default
@@ -247,23 +247,23 @@ def _of_v(mix: str, default: str, i: int, n: int, shape: Shape) -> str:
 
 
 def _of_down(mix: str, default: str, i: int, n: int, shape: Shape) -> str:
-    early = i < n // 8
+    in_first_eighth = i < n // 8
     if mix == "Q2_K":
         return "Q3_K"
     if mix == "Q2_K_S":
-        return "Q4_K" if early else default
+        return "Q4_K" if in_first_eighth else default
     if mix == "IQ3_XXS" and not shape.weighted:
-        return "Q4_K" if early else "Q3_K"
+        return "Q4_K" if in_first_eighth else "Q3_K"
     if mix == "Q3_K_M":
         return "Q5_K" if i < n // 16 else "Q4_K"
     if mix == "IQ3_M":
-        return "Q4_K" if early or (shape.experts == 8 and _more_bits(i, n)) else default
+        return "Q4_K" if in_first_eighth or (shape.experts == 8 and _more_bits(i, n)) else default
     if mix == "Q3_K_L":
         return "Q5_K"
     if mix in ("Q4_K_M", "Q5_K_M"):
         return "Q6_K" if _more_bits(i, n) else default
-    if early and ((mix in _IQ4 and not shape.weighted) or mix == "Q4_K_S"):
+    if in_first_eighth and ((mix in _IQ4 and not shape.weighted) or mix == "Q4_K_S"):
         return "Q5_K"
-    if early and shape.weighted:
+    if in_first_eighth and shape.weighted:
         return {"Q4_0": "Q4_1", "Q5_0": "Q5_1"}.get(mix, default)
     return default

@@ -78,8 +78,8 @@ def _flag_examples(added: Sequence[Mapping[str, Any]], *, phi3: bool) -> Iterato
     for flag, text in (("rstrip", "{} a"), ("lstrip", "a {}"), ("single_word", "a{}a")):
         tokens = [entry["content"] for entry in added if entry.get(flag) and not (flag == "rstrip" and phi3)]
         if tokens:
-            more = f" of {len(tokens):,} tokens" if len(tokens) > 1 else ""
-            yield f"{show(text.format(tokens[0]))} ({flag}{more})"
+            count = f" of {len(tokens):,} tokens" if len(tokens) > 1 else ""
+            yield f"{show(text.format(tokens[0]))} ({flag}{count})"
 
 
 def _prefix_examples(tokenizer: Mapping[str, Any], added: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -112,7 +112,7 @@ def _normalisers(normaliser: object) -> Iterator[Mapping[str, Any]]:
     if isinstance(normaliser, dict):
         listed = normaliser.get("normalizers")
         if normaliser.get("type") == "Sequence" and isinstance(listed, list):
-            for each in listed:
-                yield from _normalisers(each)
+            for step in listed:
+                yield from _normalisers(step)
         else:
             yield normaliser

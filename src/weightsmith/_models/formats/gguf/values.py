@@ -29,9 +29,9 @@ class GgufValues:
         value = (self._values if within is None else within).get(self._prefix + name)
         return default if value is None else value
 
-    def wrong(self, name: str, value: object, wanted: str) -> FormatError:
+    def wrong(self, name: str, value: object, expected: str) -> FormatError:
         """The error of a value that is not `wanted`."""
-        return FormatError(f"{self._prefix}{name} is {show(value)}, {wanted}", where=self.where, fix=self._fix)
+        return FormatError(f"{self._prefix}{name} is {show(value)}, {expected}", where=self.where, fix=self._fix)
 
     def count(self, name: str, default: float | None = None, within: Mapping[str, Any] | None = None, *, least: int = 1) -> int:
         """A number from `least` to 2^31."""
@@ -62,7 +62,7 @@ class GgufValues:
             return [self.count(name)] * layers
         if value.shape != (layers,):
             raise self.wrong(name, value, f"and not a whole number for each of {layers:,} layers")
-        return [self.count(name, within={self._prefix + name: each}) for each in value.tolist()]
+        return [self.count(name, within={self._prefix + name: number}) for number in value.tolist()]
 
     def equals(self, name: str, number: int) -> bool:
         """Whether a value is this whole number."""
@@ -93,20 +93,20 @@ class GgufConfig(GgufValues):
 
     def rope(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """The settings of RoPE in layers that attend to everything, and in those that slide, in one form."""
-        given = self._values.get("rope_parameters") or self._values.get("rope_scaling") or {}
-        given = given if isinstance(given, dict) else {}
-        full = given.get("full_attention", given if "sliding_attention" not in given else {})
-        slides = given.get("sliding_attention", {})
+        settings = self._values.get("rope_parameters") or self._values.get("rope_scaling") or {}
+        settings = settings if isinstance(settings, dict) else {}
+        full = settings.get("full_attention", settings if "sliding_attention" not in settings else {})
+        slides = settings.get("sliding_attention", {})
         full, slides = (dict(x) if isinstance(x, dict) else {} for x in (full, slides))
         full.setdefault("rope_theta", self._values.get("rope_theta"))
         full["rope_type"] = full.get("rope_type") or full.get("type") or "default"
         slides.setdefault("rope_theta", self._values.get("rope_local_base_freq"))
         return full, slides
 
-    def need(self, name: str, found: object, expected: object) -> None:
+    def need(self, name: str, stated: object, expected: object) -> None:
         """Raise Unsupported if a setting is not what llama.cpp takes for granted."""
-        if found != expected:
-            what = f"{name} is {show(found)}, and llama.cpp takes {show(expected)} for granted"
+        if stated != expected:
+            what = f"{name} is {show(stated)}, and llama.cpp takes {show(expected)} for granted"
             raise Unsupported(what, where="config.json", fix=_OTHER)
 
     def need_all(self, fixed: Mapping[str, Any]) -> None:

@@ -118,7 +118,7 @@ class VisionHalf:
         """Read the settings of a vision half. config: all of config.json; processor: the files of `PROCESSOR`, merged."""
         vision = {**self.defaults, **config["vision_config"]}
         for name in ("image_size", "patch_size"):
-            if isinstance(sides := vision.get(name), list) and sides and all(each == sides[0] for each in sides):
+            if isinstance(sides := vision.get(name), list) and sides and all(side == sides[0] for side in sides):
                 vision[name] = sides[0]
         prefix = "vision_config."
         settings = GgufConfig({f"{prefix}{name}": value for name, value in vision.items()}, prefix=prefix)
@@ -179,7 +179,7 @@ class VisionHalf:
         names = [stored for stored, hub in self.bare.items() if hub == name]
         if not names and kind in ("weight", "bias"):
             names = [f"{stored}.{kind}" for stored, hub in modules.items() if hub == module]
-        return tuple(each.replace("{}", number) for each in names) or None
+        return tuple(stored.replace("{}", number) for stored in names) or None
 
     def type_of(self, name: str, dimensions: int, plain: str) -> str:
         """The type of a tensor. name: in the file; plain: F32, F16 or BF16, which most matrices have.
@@ -211,4 +211,4 @@ def _three(processor: GgufConfig, name: str) -> list[float]:
         raise Unsupported(what, where=PROCESSOR[0], fix=fix)
     if not isinstance(numbers, list) or len(numbers) != 3 or not all(map(_is_number, numbers)):
         raise processor.wrong(name, numbers, "and not three numbers")
-    return [float(each) for each in numbers]
+    return [float(number) for number in numbers]

@@ -247,11 +247,11 @@ _lock = threading.Lock()
 def libgguf(where: str = "") -> ModuleType:
     """The package that knows ggml's blocks. Raises Unsupported where it is not installed."""
     try:
-        import libgguf as found
+        import libgguf as library
     except ImportError:
         what = "the package libgguf, which encodes and decodes ggml's types of blocks, is not installed"
         raise Unsupported(what, where=where, fix=f"run {install('gguf')}") from None
-    module: ModuleType = found
+    module: ModuleType = library
     return module
 
 
@@ -268,13 +268,13 @@ def quantise(dtype: DType, rows: Rows, out: Bytes, importances: Rows | None) -> 
     if dtype.name in ENCODED and np.isfinite(rows.max()) and np.isfinite(rows.min()):
         encode_blocks(dtype.name, rows.reshape(-1), _NONE if importances is None else importances, out)
         return
-    found, number = libgguf(), TYPE_IDS[dtype.name]
+    library, number = libgguf(), TYPE_IDS[dtype.name]
     if dtype.name not in _ready:
         with _lock:
             ones = np.ones(dtype.block, np.float32)
-            found.quantize_rows_into_raw(number, ones, bytearray(dtype.itemsize), 1, dtype.block, ones)
+            library.quantize_rows_into_raw(number, ones, bytearray(dtype.itemsize), 1, dtype.block, ones)
             _ready.add(dtype.name)
-    found.quantize_rows_into_raw(number, rows, out, len(rows), rows.shape[1], importances)
+    library.quantize_rows_into_raw(number, rows, out, len(rows), rows.shape[1], importances)
 
 
 def dequantise(dtype: DType, blocks: Bytes, count: int) -> Rows:

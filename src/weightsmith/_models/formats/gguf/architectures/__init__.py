@@ -44,7 +44,7 @@ def architectures() -> tuple[GgufArchitecture, ...]:
 
 def find_architecture(model_type: object) -> GgufArchitecture | None:
     """The architecture of a model_type in config.json; None if no GGUF file is written of it."""
-    return next((each for each in architectures() if model_type in each.model_types), None)
+    return next((architecture for architecture in architectures() if model_type in architecture.model_types), None)
 
 
 def architecture_of_config(config: Mapping[str, Any]) -> GgufArchitecture:
@@ -52,7 +52,7 @@ def architecture_of_config(config: Mapping[str, Any]) -> GgufArchitecture:
     model_type = config.get("model_type")
     if architecture := find_architecture(model_type):
         return architecture
-    known = ", ".join(name for each in architectures() for name in each.model_types)
+    known = ", ".join(name for architecture in architectures() for name in architecture.model_types)
     fix = f"choose another format; GGUF files are written of these: {known}"
     raise Unsupported(f"no GGUF file can be written of a model of the type {show(model_type)}", where="config.json", fix=fix)
 
@@ -62,13 +62,13 @@ def architecture_of_keys(keys: Mapping[str, Any], where: str) -> GgufArchitectur
     name = keys.get("general.architecture")
     if not isinstance(name, str):
         raise FormatError(f"general.architecture is {show(name)}, and not a name", where=where, fix=DAMAGED)
-    readable = [each for each in architectures() if each.readable]
-    alike = [each for each in readable if each.name == name]
-    if architecture := next((each for each in alike if each.owns(each.values(keys, where))), None):
+    readable = [candidate for candidate in architectures() if candidate.readable]
+    alike = [candidate for candidate in readable if candidate.name == name]
+    if architecture := next((candidate for candidate in alike if candidate.owns(candidate.values(keys, where))), None):
         return architecture
     with_experts = "expert_count" in GgufValues(keys, where, DAMAGED, f"{name}.")
     what = f"a GGUF file of the architecture {show(name)}{' with experts' if with_experts else ''}"
-    known = ", ".join(dict.fromkeys(each.name for each in readable))
+    known = ", ".join(dict.fromkeys(candidate.name for candidate in readable))
     raise Unsupported(what, where=where, fix=f"Use the model's original checkpoint. GGUF files of these are read: {known}.")
 
 

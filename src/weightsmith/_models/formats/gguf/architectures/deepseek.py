@@ -78,7 +78,7 @@ class DeepseekV2(GgufArchitecture):
         config.need("num_key_value_heads", config.count("num_key_value_heads", heads), heads)
         layers, tokens = config.count("num_hidden_layers"), config.count("vocab_size")
         light = layers in (26, 27) or (layers, tokens) == (48, 128_256)  # so llama.cpp knows that queries have no such vector
-        stated, expected = ("none" if each else "a number" for each in (config.get("q_lora_rank") is None, light))
+        stated, expected = ("none" if is_absent else "a number" for is_absent in (config.get("q_lora_rank") is None, light))
         config.need("q_lora_rank", stated, expected)
         keys.u32("vocab_size", tokens)
         keys.u32("attention.head_count_kv", 1)

@@ -166,7 +166,7 @@ class Gemma4(GgufArchitecture):
             keys.u32(f"attention.{name}_length_swa", narrow)
         local_heads = config.count("num_key_value_heads", config.count("num_attention_heads"))
         if kv_heads:
-            keys.put("attention.head_count_kv", "i32", [local_heads if each else kv_heads for each in slides])
+            keys.put("attention.head_count_kv", "i32", [local_heads if is_local else kv_heads for is_local in slides])
         keys.u32("rope.dimension_count", wide)
         keys.u32("rope.dimension_count_swa", narrow)
         rope, local_rope = config.rope()
@@ -231,9 +231,9 @@ class Gemma4(GgufArchitecture):
     def _take_layers(self, values: GgufValues, config: dict[str, Any]) -> tuple[int, bool]:
         """Set the heads of keys, of which the file has a number for each layer; width of MLPs, whether some are wider."""
         layers = config["num_hidden_layers"]
-        slides = [each == "sliding_attention" for each in config["layer_types"]]
+        slides = [kind == "sliding_attention" for kind in config["layer_types"]]
         heads = values.by_layer("attention.head_count_kv", layers)
-        local, full = ({n for n, each in zip(heads, slides, strict=True) if each == is_local} for is_local in (True, False))
+        local, full = ({n for n, kind in zip(heads, slides, strict=True) if kind == is_local} for is_local in (True, False))
         shared = config["num_kv_shared_layers"] = values.count("attention.shared_kv_layers", 0, least=0)
         widths = values.by_layer("feed_forward_length", layers)
         double = [widths[0] * (1 if i < layers - shared else 2) for i in range(layers)]
@@ -251,7 +251,7 @@ def _slides(config: GgufConfig) -> list[bool]:
     types = config.get("layer_types") or Windows(6).layer_types(layers, slides=True)
     if not isinstance(types, list) or len(types) != layers:
         raise config.wrong("layer_types", types, f"and not one for each of {layers:,} layers")
-    return [each == "sliding_attention" for each in types]
+    return [kind == "sliding_attention" for kind in types]
 
 
 def _global(config: GgufConfig, name: str, default: int) -> int:
@@ -264,7 +264,7 @@ def _global(config: GgufConfig, name: str, default: int) -> int:
         for i, slides in enumerate(_slides(config))
         if not slides and isinstance(settings := per_layer.get(str(i)), dict)
     ]
-    if any(each != stated[0] for each in stated):
+    if any(number != stated[0] for number in stated):
         raise config.wrong("per_layer_config", per_layer, f"and not one {name} for all layers that attend to everything")
     return config.count(name, default, {name: stated[0] if stated else None}, least=0)
 

@@ -47,7 +47,7 @@ class Glm4Moe(GgufArchitecture):
 
     def take_tensors(self, config: dict[str, Any], contents: Contents, where: str) -> None:
         for setting, name in {"attention_bias": "attn_q.bias", "use_qk_norm": "attn_q_norm.weight"}.items():
-            config[setting] = any(each.endswith(f".{name}") for each in contents.shapes)
+            config[setting] = any(stored.endswith(f".{name}") for stored in contents.shapes)
 
 
 FAMILY = GgufFamily((Glm4(), Glm4Moe()))

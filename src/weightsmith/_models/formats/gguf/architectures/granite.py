@@ -24,10 +24,10 @@ class Granite(GgufArchitecture):
     class_name = "GraniteForCausalLM"
     model_types = ("granite",)
     rotated = True
-    numbers: ClassVar[tuple[GgufKey, ...]] = _NUMBERS
+    numbers = _NUMBERS
 
 
-class GraniteMoe(Granite):
+class GraniteMoe(GgufArchitecture):
     """Granite with experts, whose gates and other rows are one tensor."""
 
     name = "granitemoe"
@@ -43,7 +43,9 @@ class GraniteMoe(Granite):
         ),
         SplitTensor("shared_mlp.input_linear.weight", (SplitPart("ffn_gate_shexp.weight"), SplitPart("ffn_up_shexp.weight"))),
     )
+    rotated = True
     experts = "num_local_experts"
+    numbers: ClassVar[tuple[GgufKey, ...]] = _NUMBERS
 
 
 class GraniteMoeShared(GraniteMoe):

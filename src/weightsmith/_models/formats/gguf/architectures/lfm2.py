@@ -44,9 +44,9 @@ class Lfm2(GgufArchitecture):
         types, kv_heads = config.get("layer_types"), config.count("num_key_value_heads", heads)
         if types is None and isinstance(attends := config.get("full_attn_idxs"), list):
             types = [ATTENTION if i in attends else CONVOLUTION for i in range(layers)]
-        if not isinstance(types, list) or len(types) != layers or not all(each in (CONVOLUTION, ATTENTION) for each in types):
+        if not isinstance(types, list) or len(types) != layers or not all(kind in (CONVOLUTION, ATTENTION) for kind in types):
             raise config.wrong("layer_types", types, f"and not {CONVOLUTION} or {ATTENTION} for each of {layers:,} layers")
-        keys.put(_HEADS, "i32", [kv_heads if each == ATTENTION else 0 for each in types])
+        keys.put(_HEADS, "i32", [kv_heads if kind == ATTENTION else 0 for kind in types])
         keys.u32("vocab_size", config.count("vocab_size"))
         if config.get("block_auto_adjust_ff_dim", False):
             width = 2 * config.count("intermediate_size") // 3
@@ -67,7 +67,7 @@ class Lfm2(GgufArchitecture):
         if not np.isin(heads, (0, most)).all():
             raise values.wrong(_HEADS, heads, "and not one number in all layers with attention")
         config["num_key_value_heads"] = most
-        config["layer_types"] = [ATTENTION if each else CONVOLUTION for each in heads.tolist()]
+        config["layer_types"] = [ATTENTION if count else CONVOLUTION for count in heads.tolist()]
         config["block_auto_adjust_ff_dim"] = False
 
 

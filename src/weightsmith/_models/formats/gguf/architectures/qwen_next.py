@@ -36,13 +36,26 @@ _NUMBERS = (
 _SECTIONS = "rope.dimension_sections"
 
 
+_WIDE = (".attn_gate.weight", ".ssm_out.weight", ".attn_qkv.weight", ".ssm_conv1d.weight")
+_NARROW = (".ssm_alpha.weight", ".ssm_beta.weight", ".ssm_a", ".ssm_dt.bias")
+
+
 class DeltaNet(GgufArchitecture):
-    """What both have."""
+    """What all have.
+
+    sections  how many pairs of a head RoPE turns by time, height and width, where config.json does not say it; (): it is plain
+    tiled     whether llama.cpp has the value heads in another order
+    """
 
     bare = _BARE
     shift = 1.0
     partial = 0.25
     numbers: ClassVar[tuple[GgufKey, ...]] = _NUMBERS
+    sections: ClassVar[tuple[int, ...]] = ()
+    tiled: ClassVar[bool] = False
+
+    def rope(self, config: GgufConfig) -> dict[str, Any]:
+        return without_sections(super().rope(config)) if self.sections else super().rope(config)
 
     def put_more(self, config: GgufConfig, keys: GgufKeys) -> None:
         size, heads = config.count("linear_key_head_dim"), config.count("linear_num_value_heads")
@@ -52,6 +65,8 @@ class DeltaNet(GgufArchitecture):
         types = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(layers)]
         config.need("layer_types", config.get("layer_types") or types, types)
         keys.u32("full_attention_interval", every)
+        if self.sections:
+            put_sections(config, self.rope(config), self.turned(config), self.sections, keys)
 
     def take_more(self, values: GgufValues, config: dict[str, Any], contents: Contents) -> None:
         inner, heads = values.count("ssm.inner_size"), config["linear_num_value_heads"]
@@ -68,6 +83,23 @@ class DeltaNet(GgufArchitecture):
             }
         layers = range(1, config["num_hidden_layers"] + 1)
         config["layer_types"] = ["linear_attention" if i % every else "full_attention" for i in layers]
+
+    def order(self, name: str, config: GgufConfig) -> HeadOrder | None:
+        """As in `GgufArchitecture`.
+
+        >>> heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 1}
+        >>> config = GgufConfig({**heads, "linear_value_head_dim": 1})
+        >>> [Qwen35().order(f"blk.0.{name}", config).places.tolist() for name in ("ssm_a", "attn_qkv.weight")]
+        [[0, 2, 1, 3], [0, 1, 2, 3, 4, 6, 5, 7]]
+        """
+        if not self.tiled or not name.endswith((*_WIDE, *_NARROW)):
+            return None
+        if config.count("linear_num_key_heads") == config.count("linear_num_value_heads"):
+            return None
+        keys, values = _heads(config)
+        width = config.count("linear_value_head_dim") if name.endswith(_WIDE) else 1
+        before = 2 * keys * config.count("linear_key_head_dim") if name.endswith(_WIDE[2:]) else 0  # queries and keys first
+        return HeadOrder(1 if name.endswith(".ssm_out.weight") else 0, before, keys, values, width)
 
 
 def _key_head_rows(config: GgufConfig) -> tuple[int, int, int, int]:
@@ -112,44 +144,21 @@ _APART = {
     **{"attn_qkv": "linear_attn.in_proj_qkv", "attn_gate": "linear_attn.in_proj_z"},
     **{"ssm_alpha": "linear_attn.in_proj_a", "ssm_beta": "linear_attn.in_proj_b"},
 }
-_WIDE = (".attn_gate.weight", ".ssm_out.weight", ".attn_qkv.weight", ".ssm_conv1d.weight")
-_NARROW = (".ssm_alpha.weight", ".ssm_beta.weight", ".ssm_a", ".ssm_dt.bias")
+_SECTIONS_35 = (11, 11, 10)
 
 
 class Qwen35(DeltaNet):
-    """Qwen 3.5, whose value heads llama.cpp has in another order."""
+    """Qwen 3.5."""
 
     name = "qwen35"
     class_name = "Qwen3_5ForCausalLM"
     model_types = ("qwen3_5_text",)
     layer = {**_LAYER, **_APART, **MLP}
-
-    def put_more(self, config: GgufConfig, keys: GgufKeys) -> None:
-        super().put_more(config, keys)
-        put_sections(config, self.rope(config), self.turned(config), (11, 11, 10), keys)
-
-    def rope(self, config: GgufConfig) -> dict[str, Any]:
-        return without_sections(super().rope(config))
-
-    def order(self, name: str, config: GgufConfig) -> HeadOrder | None:
-        """As in `GgufArchitecture`.
-
-        >>> heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 1}
-        >>> config = GgufConfig({**heads, "linear_value_head_dim": 1})
-        >>> [Qwen35().order(f"blk.0.{name}", config).places.tolist() for name in ("ssm_a", "attn_qkv.weight")]
-        [[0, 2, 1, 3], [0, 1, 2, 3, 4, 6, 5, 7]]
-        """
-        if not name.endswith((*_WIDE, *_NARROW)):
-            return None
-        if config.count("linear_num_key_heads") == config.count("linear_num_value_heads"):
-            return None
-        keys, values = _heads(config)
-        width = config.count("linear_value_head_dim") if name.endswith(_WIDE) else 1
-        before = 2 * keys * config.count("linear_key_head_dim") if name.endswith(_WIDE[2:]) else 0  # queries and keys first
-        return HeadOrder(1 if name.endswith(".ssm_out.weight") else 0, before, keys, values, width)
+    sections = _SECTIONS_35
+    tiled = True
 
 
-class Qwen35Moe(Qwen35):
+class Qwen35Moe(DeltaNet):
     """Qwen 3.5 with experts, which are published one by one, and by newer versions of transformers as one tensor."""
 
     name = "qwen35moe"
@@ -160,6 +169,8 @@ class Qwen35Moe(Qwen35):
     splits = (SplitTensor("mlp.experts.gate_up_proj", (SplitPart("ffn_gate_exps.weight"), SplitPart("ffn_up_exps.weight"))),)
     experts = "num_experts"
     numbers = (*_NUMBERS, *EXPERT_WIDTHS)
+    sections = _SECTIONS_35
+    tiled = True
 
 
 def without_sections(rope: dict[str, Any]) -> dict[str, Any]:
@@ -167,10 +178,10 @@ def without_sections(rope: dict[str, Any]) -> dict[str, Any]:
     return {**rope, "rope_type": "default"} if rope["rope_type"] == "mrope" else rope
 
 
-def put_sections(config: GgufConfig, rope: dict[str, Any], turned: int, default: tuple[int, int, int], keys: GgufKeys) -> None:
+def put_sections(config: GgufConfig, rope: dict[str, Any], turned: int, default: tuple[int, ...], keys: GgufKeys) -> None:
     """How many pairs of a head RoPE turns by time, height and width. turned: numbers of a head that it turns."""
     sections = rope.get("mrope_section") or [*default]
-    if not isinstance(sections, list) or len(sections) != 3 or not all(type(each) is int and each >= 0 for each in sections):
+    if not isinstance(sections, list) or len(sections) != 3 or not all(type(pairs) is int and pairs >= 0 for pairs in sections):
         raise config.wrong("mrope_section", sections, "and not three whole numbers")
     config.need("sum of mrope_section", sum(sections), turned // 2)
     keys.put(_SECTIONS, "i32", [*sections, 0])

@@ -67,7 +67,7 @@ class Qwen25VlVision(Qwen2VlVision):
         """The interval of the layers that attend to the whole image."""
         name = "fullatt_block_indexes"
         layers = images.vision.get(name)
-        if not isinstance(layers, list) or not layers or not all(type(each) is int and 0 <= each < MOST for each in layers):
+        if not isinstance(layers, list) or not layers or not all(type(layer) is int and 0 <= layer < MOST for layer in layers):
             raise images.vision.wrong(name, layers, "and not a list of layers")
         every = int(layers[0]) + 1
         images.vision.need(name, layers, [every * (i + 1) - 1 for i in range(len(layers))])

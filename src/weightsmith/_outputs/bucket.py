@@ -1,0 +1,792 @@
+"""A prefix in a bucket as the target of an output: S3, Google Cloud Storage and Azure, written with the package obstore.
+
+    models/
+      out/                              the files of the output
+      .out.weightsmith-staging/
+        claim                           names the run that builds the output, with its token; created if there is none
+        products/                       values that the processes of a cluster need before some tensors
+
+An object store has no rename. Weight files are put as soon as they are finished, and no loader takes them for a model, because
+config.json and the index come after all other files, and the manifest last. If publishing was cut off, the next run completes
+it. An output that is replaced stays as it is until every tensor of the new one is finished: see `BucketTarget.holds_back`.
+
+All objects of a run carry its token as metadata, and the checksum of their bytes. What has neither is not ours: it is neither
+overwritten nor deleted. Before each file, a run looks whether the claim still has its token: it stops once another run has
+taken the output over, which happens only if its user says so (`--no-resume`, `weightsmith clean`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from weightsmith._base.errors import (
+    NOTHING_WRITTEN,
+    Busy,
+    Finding,
+    NotFound,
+    OutputExists,
+    StoreError,
+    Unsupported,
+    WeightsmithError,
+    first_line,
+    legible,
+)
+from weightsmith._base.strict_json import JsonError, parse
+from weightsmith._files.remote import retries
+from weightsmith._files.remote.access import allows_http, settings
+from weightsmith._files.remote.addresses import Address, parse_address
+from weightsmith._files.remote.failures import lasting, no_panic, passes
+from weightsmith._files.remote.stores import obstore, status_of
+from weightsmith._outputs.compare import Read, check_ours, compare, differences
+from weightsmith._outputs.journal import read_journal
+from weightsmith._outputs.local.area import STAGING_SUFFIX, left_behind, staging_folder
+from weightsmith._outputs.local.claim import JOURNAL
+from weightsmith._outputs.local.target import absolute, is_address, occupied
+from weightsmith._outputs.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest, decode_manifest, hash_file, list_files
+from weightsmith.abc.output import FilesGone, OutputScheme, OutputSpec, Progress, Target, Unfinished, Verified
+
+MARK = "weightsmith"
+"""Key of the metadata of an object: the token of the run that has put it, and the checksum of its bytes."""
+ENTRANCES = ("config.json", "adapter_config.json")
+"""Files that loaders read first: put after all others, but for the manifest."""
+THREADS = 8
+"""Small requests at a time."""
+PART_BYTES = 8 << 20
+"""Of a file that is put in parts; more for a file of more than 9,000 of them, for stores take 10,000."""
+PARTS_AT_ONCE = 4
+"""Of each file, in memory."""
+_MOST_PARTS = 9_000
+_MOST_OBJECTS = 100_000
+_MAX_PREFIX_BYTES = 700  # of 1,024 of a key
+_MAX_CLAIM_BYTES = 1 << 16
+_TIMEOUTS = {"connect_timeout": "10s", "timeout": "120s"}
+_CREDENTIALS = (
+    "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; GOOGLE_APPLICATION_CREDENTIALS; or "
+    "AZURE_STORAGE_ACCOUNT_NAME and a key, token or identity: see docs/buckets.md"
+)
+_TOKEN, _REPLACED = "token", "replaced"
+"""Keys of notes: the token of the run; the ETags of the objects that its output replaces, once the first of them is deleted."""
+
+_Result = TypeVar("_Result")
+
+
+class Object(NamedTuple):
+    """An object in a list. etag: without quotes, which some lists leave out."""
+
+    nbytes: int
+    etag: str
+
+
+class SmallObject(NamedTuple):
+    """A small object. meta: for `Bucket.replace`."""
+
+    data: bytes
+    meta: Mapping[str, Any]
+
+
+class Passing(StoreError):
+    """The store does not answer, or not now: it may when it is asked again."""
+
+
+class Taken(StoreError):
+    """The condition of a write does not hold."""
+
+
+class Bucket:
+    """One bucket. Thread-safe. Every method raises StoreError if the store refuses, or does not answer.
+
+    Requests are repeated within a bound if they were throttled, cut off or answered with 5xx. Messages hold no keys or headers.
+    """
+
+    def __init__(self, scheme: str, name: str) -> None:
+        """Sends nothing. Raises StoreError without obstore, and for settings that cannot be used."""
+        self._shown = f"{scheme}://{name}"
+        try:
+            self._obstore = obstore(self._shown)
+        except Unsupported as error:
+            raise StoreError("a bucket needs the package obstore", where=self._shown, fix=error.finding.fix) from error
+        self._store, self._endpoint = open_store(self._obstore, scheme, self._shown)
+        self._patient, _ = open_store(self._obstore, scheme, self._shown, retries.PATIENCE.failures)
+
+    def names(self, prefix: str) -> dict[str, Object]:
+        """The objects below `prefix/`, by relative name; "" for the whole bucket. Raises StoreError if there are too many."""
+
+        def listed() -> dict[str, Object]:
+            found: dict[str, Object] = {}
+            start = len(prefix) + 1 if prefix else 0
+            for page in self._obstore.list(self._store, prefix or None):
+                found |= {each["path"][start:]: Object(each["size"], _tag(each)) for each in page}
+                if len(found) > _MOST_OBJECTS:
+                    fix = "choose another prefix"
+                    where = f"{self._shown}/{prefix}"
+                    raise StoreError(f"more than {_MOST_OBJECTS:,} objects", where=where, fix=fix, state=NOTHING_WRITTEN)
+            found.pop("", None)  # a folder, as consoles show it
+            return found
+
+        return self._ask("a list", prefix, listed)
+
+    def folders(self, prefix: str) -> list[str]:
+        """The prefixes directly below `prefix/`, without a slash at the end."""
+
+        def listed() -> list[str]:
+            answer = self._obstore.list_with_delimiter(self._store, prefix or None)
+            return [str(each).rstrip("/") for each in answer["common_prefixes"]]
+
+        return self._ask("a list", prefix, listed)
+
+    def mark(self, key: str) -> str | None:
+        """The mark of an object; "" if it has none, None if there is no such object."""
+
+        def asked() -> str | None:
+            try:
+                answer = self._obstore.get(self._store, key, options={"head": True})
+            except FileNotFoundError as error:
+                _check_missing(error)
+                return None
+            return str({name.lower(): value for name, value in answer.attributes.items()}.get(MARK, ""))
+
+        return self._ask("an object's state", key, asked)
+
+    def read(self, key: str, max_bytes: int) -> SmallObject | None:
+        """A small object; None if it is missing. Raises StoreError if it is longer."""
+
+        def asked() -> SmallObject | None:
+            try:
+                answer = self._obstore.get(self._store, key)
+                if answer.meta["size"] > max_bytes:
+                    what = f"more than the {max_bytes:,} bytes that are read"
+                    raise StoreError(what, where=f"{self._shown}/{key}", fix="remove it")
+                return SmallObject(bytes(answer.bytes()), answer.meta)
+            except FileNotFoundError as error:
+                _check_missing(error)
+                return None
+
+        return self._ask("an object", key, asked)
+
+    def read_range(self, key: str, start: int, nbytes: int) -> bytes:
+        """Some bytes of an object; fewer if it ends."""
+        return self._ask("an object", key, lambda: bytes(self._obstore.get_range(self._store, key, start=start, length=nbytes)))
+
+    def download(self, key: str, path: Path) -> None:
+        """Write an object into a file."""
+
+        def asked() -> None:
+            with path.open("wb") as file:
+                for piece in self._obstore.get(self._store, key).stream(min_chunk_size=1 << 20):
+                    file.write(bytes(piece))
+
+        self._ask("an object", key, asked)
+
+    def put_file(self, key: str, path: Path, mark: str) -> None:
+        """Write an object, in parts if it is large."""
+        nbytes = path.stat().st_size
+
+        def asked() -> None:
+            self._obstore.put(
+                self._patient,
+                key,
+                path,
+                attributes={MARK: mark},
+                use_multipart=nbytes > PART_BYTES,
+                chunk_size=max(PART_BYTES, -(-nbytes // _MOST_PARTS)),
+                max_concurrency=PARTS_AT_ONCE,
+            )
+
+        self._ask("a file", key, asked, retries.Patience(failures=1))  # parts are repeated by `_patient`
+
+    def put(self, key: str, data: bytes, mode: Any = "overwrite") -> None:
+        """Write a small object. mode: "create", or the version that it replaces: raises Taken if there is another."""
+        self._ask("a small object", key, lambda: self._obstore.put(self._store, key, data, mode=mode, use_multipart=False))
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Delete objects; they may be missing."""
+
+        def delete(key: str) -> None:
+            def asked() -> None:
+                with suppress(FileNotFoundError):
+                    self._obstore.delete(self._store, key)
+
+            self._ask("a deletion", key, asked)
+
+        with ThreadPoolExecutor(THREADS) as pool:
+            for _ in pool.map(delete, keys):
+                pass
+
+    def _ask(
+        self, operation: str, key: str, request: Callable[[], _Result], patience: retries.Patience | None = None
+    ) -> _Result:
+        """What a request returns; repeated while that may help."""
+
+        def once() -> _Result:
+            try:
+                with no_panic():
+                    return request()
+            except WeightsmithError:
+                raise
+            except Exception as error:
+                raise self._failed(error, operation, key) from error
+
+        return retries.retry(once, lambda error: isinstance(error, Passing), patience)
+
+    def _failed(self, error: Exception, operation: str, key: str) -> StoreError:
+        """What an exception of obstore means."""
+        known, where = self._obstore.exceptions, f"{self._shown}/{key}"
+        if isinstance(error, OSError) and error.filename:
+            return StoreError(f"a file of this machine cannot be read: {error.strerror}", where=str(error.filename or where))
+        if isinstance(error, known.AlreadyExistsError | known.PreconditionError):
+            return Taken("another program has written this object", where=where)
+        if isinstance(error, known.InvalidPathError) or type(error).__name__ == "InvalidPathError":
+            details = [legible(first_line(error), 200)]
+            what, fix = "an object is there whose name no output has", "choose another prefix"
+            return OutputExists(what, where=legible(where, 200), details=details, fix=fix, state=NOTHING_WRITTEN)
+        status = status_of(error)
+        if re.search(r"token request|169\.254\.|redential|Account must be specified", str(error)):
+            what = f"there are no usable credentials: {legible(first_line(error), 200)}"
+            return StoreError(what, where=where, fix=_CREDENTIALS)
+        if (isinstance(error, FileNotFoundError) and error.errno is None) or status == 404:
+            return StoreError(f"the store refused {operation}: no such bucket", where=where, fix="check the address")
+        if isinstance(error, known.PermissionDeniedError | known.UnauthenticatedError) or status in (401, 403):
+            what = f"the store refused {operation}: the keys may not do this"
+            fix = "check the keys, or the role, that the environment gives: see docs/buckets.md"
+            return StoreError(what, where=where, fix=fix)
+        if stays := lasting(error, self._endpoint):
+            return StoreError(f"the store cannot be reached: {stays.what}", where=where, fix=stays.fix)
+        why = legible(first_line(error), 200)
+        if status and not passes(status) and status >= 400:
+            fix = f"check {self._endpoint} and the keys that the environment gives: see docs/buckets.md"
+            return StoreError(f"the store refused {operation} ({status}): {why}", where=where, fix=fix)
+        fix = f"check the network and {self._endpoint}, and run again: what is uploaded is kept"
+        return Passing(f"the store does not answer {operation} as it should: {why}", where=where, fix=fix)
+
+
+def open_store(module: Any, scheme: str, address: str, attempts: int = 0) -> tuple[Any, str]:
+    """obstore's store, and what to check if it does not answer. Raises StoreError for settings that cannot be used.
+
+    attempts  that it makes besides the first, for each request; 0: `Bucket` makes them
+    """
+    endpoint, options = settings(scheme)
+    shown = f"the endpoint {endpoint}" if endpoint else "the address"
+    if endpoint and not endpoint.startswith("https://") and not allows_http(endpoint):
+        fix = "use https, or set AWS_ALLOW_HTTP=true if that network is safe"
+        raise StoreError("the endpoint of the store has no TLS", where=address, fix=fix)
+    if scheme == "s3":  # the store compares what arrives
+        options = {**options, "config": {**options.get("config", {}), "checksum_algorithm": "SHA256"}}
+    patience = retries.PATIENCE
+    wait = {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=patience.most_seconds), "base": 2}
+    try:
+        with no_panic():
+            store = module.store.from_url(
+                f"{address}/",
+                client_options={**_TIMEOUTS, "allow_http": allows_http(endpoint)},
+                retry_config={"max_retries": attempts, "backoff": wait, "retry_timeout": timedelta(minutes=5)},
+                **options,
+            )
+    except Exception as error:
+        no_account = "Account must be specified" in str(error)
+        fix = _CREDENTIALS if no_account else f"check {shown} and the keys that the environment gives: see docs/buckets.md"
+        raise StoreError(f"the store cannot be opened: {first_line(error)}", where=address, fix=fix) from error
+    return store, shown
+
+
+def _check_missing(error: FileNotFoundError) -> None:
+    """Raise what is no answer of the store, but a file of its settings that is missing."""
+    if error.errno is not None:
+        raise error
+
+
+def _tag(answer: Mapping[str, Any]) -> str:
+    return str(answer.get("e_tag") or "").strip('"')
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """The run that builds an output: the token of its objects, the work's identity, its process, and where its journal is."""
+
+    token: str
+    plan: str
+    process: int
+    host: str
+    folder: str
+
+    @property
+    def is_running(self) -> bool:
+        """Its process is on this machine, and is there. A process of another machine cannot be seen."""
+        if not self.is_here:
+            return False
+        try:
+            os.kill(self.process, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            pass
+        return True
+
+    @property
+    def is_here(self) -> bool:
+        """It was made on this machine."""
+        return self.host == socket.gethostname()
+
+    @property
+    def is_lost(self) -> bool:
+        """Nobody will resume it: it was made here, its process has ended, and its staging folder is gone."""
+        return self.is_here and not self.is_running and not Path(self.folder).exists()
+
+    def encode(self) -> bytes:
+        """Its bytes."""
+        values = (self.token, self.plan, self.process, self.host, self.folder)
+        return json.dumps(["weightsmith claim", *values]).encode()
+
+
+def decode_claim(data: bytes, where: str) -> Claim:
+    """The claim in these bytes. Raises StoreError for those of another program."""
+    with suppress(JsonError):
+        match parse(data):
+            case ["weightsmith claim", str(token), str(plan), int(process), str(host), str(folder)] if token and process > 0:
+                return Claim(token, plan, process, host, folder)
+    what = "this object is in the way: it has the name of unfinished work, and weightsmith did not write it"
+    raise StoreError(what, where=where, fix="remove it yourself, or choose another output", state=NOTHING_WRITTEN)
+
+
+class BucketTarget(Target):
+    """An output in a bucket, or a folder of outputs: the objects whose keys start with `prefix` and a slash.
+
+    scheme  of the store
+    prefix  without a slash at either end; "" for the whole bucket
+
+    >>> address = parse_bucket_address("s3://models/llama/merged/")
+    >>> str(address), address.name, address.staging
+    ('s3://models/llama/merged', 'merged', 'llama/.merged.weightsmith-staging')
+    """
+
+    publication, parts = "requests", True
+
+    def __init__(self, scheme: str, bucket: str, prefix: str) -> None:
+        """Sends nothing."""
+        self.scheme, self.bucket, self.prefix = scheme, bucket, prefix
+        self.warnings: tuple[Finding, ...] = ()
+        self._notes: MutableMapping[str, Any] = {}
+        self._token = ""
+        self._replaced: dict[str, str] = {}
+        self._has_way = self._helping = False
+        self._mutex = threading.Lock()
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{self.bucket}/{self.prefix}"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BucketTarget) and str(self) == str(other)
+
+    def __hash__(self) -> int:
+        return hash(str(self))
+
+    @property
+    def name(self) -> str:
+        """The last part of the prefix."""
+        return self.prefix.rpartition("/")[2]
+
+    @property
+    def local(self) -> Path:
+        """A name in the current folder, which no other address has."""
+        return absolute(super().local)
+
+    @property
+    def staging(self) -> str:
+        """The prefix of the claim and the products of unfinished work, next to the output."""
+        parent, slash, name = self.prefix.rpartition("/")
+        return f"{parent}{slash}.{name}{STAGING_SUFFIX}"
+
+    def key(self, name: str) -> str:
+        """The key of a file of the output."""
+        return f"{self.prefix}/{name}" if self.prefix else name
+
+    @property
+    def _claim_key(self) -> str:
+        return f"{self.staging}/claim"
+
+    def shown(self, key: str) -> str:
+        """A key of the bucket, for messages."""
+        return f"{self.scheme}://{self.bucket}/{key}"
+
+    @cached_property
+    def store(self) -> Bucket:
+        """The bucket."""
+        return Bucket(self.scheme, self.bucket)
+
+    # what is there
+
+    def check_free(self, *, overwrite: bool, protected: Sequence[Path], reads: Sequence[str], notes: Mapping[str, Any]) -> None:
+        """With `overwrite`, objects are replaced only if weightsmith's manifest, which is with them, lists all of them.
+
+        They must be what was written; tensors are compared by their sizes alone.
+        """
+        there = self.store.names(self.prefix)
+        if not there:
+            return
+        check_not_read(self, reads)
+        left = _still(notes.get(_REPLACED), there)
+        ours = left.keys() | self._put_by(self._tokens(notes), there)
+        others = [name for name in there if name not in ours]
+        if others and not overwrite:
+            fix = "choose another prefix, or replace this output with --overwrite (overwrite=True)"
+            raise occupied("the output already exists", self, fix, holds=others)
+        if others:
+            sizes, fix = (
+                {name: there[name].nbytes for name in others},
+                "choose another prefix, or remove these objects yourself",
+            )
+            check_ours(
+                self._manifest,
+                lambda manifest: [name for name in others if name not in manifest.names],
+                lambda manifest: differences(manifest, sizes, self._reader),
+                lambda why, lost: occupied(f"will not be overwritten: {why}", self, fix, lost=lost or others),
+            )
+        self._replaced = left | {name: there[name].etag for name in others}
+
+    def _tokens(self, notes: Mapping[str, Any]) -> set[str]:
+        """The tokens of unfinished work: that of these notes, and that of the claim. `connect` decides what becomes of it."""
+        claim = self._read_claim()
+        return {str(notes.get(_TOKEN) or ""), "" if claim is None else claim[0].token} - {""}
+
+    def _marks(self, names: Collection[str]) -> dict[str, str]:
+        """The marks of objects; "" for one that another program has written."""
+        with ThreadPoolExecutor(THREADS) as pool:
+            marks = pool.map(lambda name: self.store.mark(self.key(name)) or "", names)
+            return dict(zip(names, marks, strict=True))
+
+    def _put_by(self, tokens: Collection[str], there: Collection[str]) -> set[str]:
+        """The objects that runs with these tokens have put; those of a finished output are not of unfinished work."""
+        if not tokens:
+            return set()
+        put_by = {name: _token(mark) for name, mark in self._marks(there).items()}
+        return {name for name, token in put_by.items() if token in tokens and token != put_by.get(MANIFEST_NAME)}
+
+    def _manifest(self) -> Manifest:
+        """The manifest. Raises NotFound, and the errors of `decode_manifest`."""
+        found = self.store.read(self.key(MANIFEST_NAME), MAX_MANIFEST_BYTES)
+        where = self.shown(self.key(MANIFEST_NAME))
+        if found is None:
+            what = "there is no manifest, so nothing to compare with"
+            raise NotFound(what, where=where, fix="name a prefix that weightsmith wrote")
+        return decode_manifest(found.data, where)
+
+    @property
+    def _reader(self) -> Read:
+        return lambda name, start, nbytes: self.store.read_range(self.key(name), start, nbytes)
+
+    def verify(self, *, threads: int, progress: Progress | None) -> Verified:
+        manifest = self._manifest()
+        sizes = {name: each.nbytes for name, each in self.store.names(self.prefix).items()}
+        return compare(str(self), manifest, sizes, self._reader, progress)
+
+    def recover(self, notes: Mapping[str, Any]) -> bool:
+        token = notes.get(_TOKEN)
+        if not token or _token(self.store.mark(self.key(MANIFEST_NAME))) != token:
+            return False
+        self._remove_staging(str(token))
+        return True
+
+    # the claim
+
+    def _read_claim(self) -> tuple[Claim, Mapping[str, Any]] | None:
+        found = self.store.read(self._claim_key, _MAX_CLAIM_BYTES)
+        return None if found is None else (decode_claim(found.data, self.shown(self._claim_key)), found.meta)
+
+    def connect(self, spec: OutputSpec, notes: MutableMapping[str, Any], files: Mapping[str, Any]) -> Collection[str]:
+        self._notes, self._helping = notes, spec.helping
+        found = self._read_claim()
+        if spec.helping:
+            if found is None or found[0].plan != spec.plan_hash:
+                what = "another run has taken the unfinished work, or published it"
+                raise StoreError(what, where=str(self), fix="run again", state=NOTHING_WRITTEN)
+            self._token = found[0].token
+            return self._gone(files)
+        if found is not None and found[0].token == notes.get(_TOKEN):
+            self._token = found[0].token
+            return self._gone(files)
+        if found is not None:
+            self._check_may_take(found[0], spec)
+        self._token = notes[_TOKEN] = secrets.token_hex(16)
+        folder = (spec.folder or Path.cwd()) / staging_folder(self.local).name
+        claim = Claim(self._token, spec.plan_hash, os.getpid(), socket.gethostname(), str(folder))
+        self._create(claim, None if found is None else found[1])
+        if found is not None:
+            self._remove_files(found[0].token)
+        return tuple(files)
+
+    def _gone(self, files: Mapping[str, Any]) -> list[str]:
+        """Which of these files, with what `put` has returned, are not there as they were put."""
+        there = self.store.names(self.prefix) if files else {}
+        marks = self._marks(files)
+        return [name for name, value in files.items() if name not in there or self._stamp(there[name], marks[name]) != value]
+
+    def _stamp(self, found: Object, mark: str) -> list[Any]:
+        token, _, checksum = mark.partition(" ")
+        return [found.nbytes, checksum if token == self._token else ""]
+
+    def _check_may_take(self, claim: Claim, spec: OutputSpec) -> None:
+        """Raise Busy unless the run of a claim has ended, and this run may discard its work."""
+        if claim.is_lost or (not spec.resume and not claim.is_running):
+            return
+        where = f"{claim.folder} on {claim.host}"
+        if claim.is_running:
+            what, fix = (
+                f"process {claim.process} on {claim.host} is building this output now",
+                "wait until it has ended, or stop it",
+            )
+        else:
+            what = f"process {claim.process} on {claim.host} is building this output, or was interrupted"
+            fix = (
+                "wait if it runs; else run again there to resume, or discard its work with --no-resume (resume=False), or "
+                f"weightsmith clean {self} --yes"
+            )
+        raise Busy(what, where=str(self), details=[f"its work: {where}"], fix=fix, state=NOTHING_WRITTEN)
+
+    def _create(self, claim: Claim, before: Mapping[str, Any] | None) -> None:
+        """Write the claim, if there is none, or in place of one that this run may take over. Raises Busy."""
+        version = (
+            {} if before is None else {name: before[name] for name in ("e_tag", "version") if before.get(name) is not None}
+        )
+        data = claim.encode()
+        try:
+            self.store.put(self._claim_key, data, version or "create")
+        except Taken:
+            pass  # by ourselves, if the answer to the first attempt was lost
+        except StoreError as error:
+            cause = error.__cause__
+            if not isinstance(cause, NotImplementedError) and "NotImplemented" not in str(cause):
+                raise
+            self.store.put(self._claim_key, data)
+            what = "this store has no conditional writes, so nothing stops a second process from building the same output"
+            self.warnings = (Finding(what, str(self)),)
+        self._check_claim(Busy)
+
+    def _check_claim(self, kind: type[StoreError] = StoreError) -> None:
+        """Raise if another run has taken the output over."""
+        found = self._read_claim()
+        if found is None or found[0].token != self._token:
+            by = "" if found is None else f", process {found[0].process} on {found[0].host}"
+            what, fix = f"another run{by} has taken this output over", "wait until it has ended"
+            raise kind(what, where=str(self), fix=fix)
+
+    # finished files
+
+    @property
+    def holds_back(self) -> bool:
+        return bool(self._replaced)
+
+    def put(self, name: str, file: Path) -> Any:
+        self._check_claim()
+        self.make_way()
+        if not self._helping:  # the driver has made way
+            self._check_no_others([name])
+        value = self._put(name, file)
+        try:
+            self._check_claim()
+        except StoreError:  # the output was discarded or taken over meanwhile
+            if _token(self.store.mark(self.key(name))) == self._token:
+                self.store.delete([self.key(name)])
+            raise
+        return value
+
+    def _put(self, name: str, file: Path) -> list[Any]:
+        whole = hash_file(file)
+        self.store.put_file(self.key(name), file, f"{self._token} {whole.xxh3_128}")
+        return [whole.nbytes, whole.xxh3_128]
+
+    def _make_way(self) -> None:
+        if self._has_way or not self._replaced:
+            return
+        there = self.store.names(self.prefix)
+        self._check_no_others(there)
+        self._notes[_REPLACED] = self._replaced
+        indexes = [name for name in self._replaced if "/" not in name and name.endswith(".index.json")]
+        for name in (MANIFEST_NAME, *indexes, *ENTRANCES):
+            if name in self._replaced and name in there:
+                self.store.delete([self.key(name)])
+        self._has_way = True
+
+    def _check_no_others(self, names: Iterable[str]) -> None:
+        """Raise OutputExists if another program has written one of these objects meanwhile."""
+        there = self.store.names(self.prefix)
+        unknown = [name for name in names if name in there and self._replaced.get(name) != there[name].etag]
+        if others := [name for name, mark in self._marks(unknown).items() if _token(mark) != self._token]:
+            what, fix = "another program has written there meanwhile", "remove these objects, and run again"
+            error = occupied(what, self, fix, holds=sorted(others))
+            error.state = f"Everything is finished, and not published to {self}"
+            raise error
+
+    def publish(self, content: Path, files: Mapping[str, Any], *, fsync: bool) -> None:
+        """The other files, then the index and `config.json`, then the manifest."""
+        self._check_claim()
+        there = self.store.names(self.prefix)
+        self._check_no_others(there)
+        if gone := self._gone(files):
+            what, fix = (
+                f"{len(gone):,} of the uploaded files are gone, the first is {gone[0]}",
+                "run again: these are made again",
+            )
+            error = FilesGone(what, where=str(self), fix=fix)
+            error.names = gone
+            raise error
+        self.make_way()
+        names = list_files(content)
+        last = [name for name in names if name.endswith(".index.json") and "/" not in name]
+        last += [name for name in ENTRANCES if name in names]
+        with ThreadPoolExecutor(THREADS) as pool:
+            for _ in pool.map(lambda name: self._put(name, content / name), {*names} - {*last, MANIFEST_NAME}):
+                pass
+        new = {*names, *files}  # a loader that finds the new config.json must not find old weights with it
+        self.store.delete(self.key(name) for name in self._replaced if name not in new and name in there)
+        for name in last:
+            self._put(name, content / name)
+        self._check_claim()
+        self._put(MANIFEST_NAME, content / MANIFEST_NAME)
+        try:
+            self._remove_staging(self._token)
+        except StoreError as error:
+            self.warnings += (left_behind(error, str(self), f"run: weightsmith clean {self} --yes"),)
+
+    # removing
+
+    def discard(self, notes: Mapping[str, Any]) -> None:
+        token = notes.get(_TOKEN)
+        if token and not self.recover(notes):
+            self._remove_files(str(token))
+            self._remove_staging(str(token))
+
+    def _remove_files(self, token: str) -> None:
+        """Delete what a run has put, unless it is a finished output."""
+        names = self._put_by({token}, self.store.names(self.prefix))
+        self.store.delete(self.key(name) for name in names)
+
+    def _remove_staging(self, token: str) -> None:
+        """Delete the products and the claim of a run; what is not ours stays."""
+        folder = f"{self.staging}/products"
+        names = self.store.names(folder)
+        self.store.delete(f"{folder}/{name}" for name in names if _token(self.store.mark(f"{folder}/{name}")) == token)
+        found = self._read_claim()
+        if found is not None and found[0].token == token:
+            self.store.delete([self._claim_key])
+
+    # other processes
+
+    def make_way(self) -> None:
+        """Delete what makes the output that is replaced a model. From now on the next run completes the publication."""
+        with self._mutex:
+            self._make_way()
+
+    def share(self, name: str, file: Path) -> None:
+        self.store.put_file(f"{self.staging}/products/{name}", file, f"{self._token} {name}")
+
+    def fetch(self, name: str, file: Path) -> None:
+        self.store.download(f"{self.staging}/products/{name}", file)
+
+
+def _token(mark: str | None) -> str:
+    """The token in a mark."""
+    return (mark or "").partition(" ")[0]
+
+
+def _still(replaced: object, there: Mapping[str, Object]) -> dict[str, str]:
+    """Which of the objects that an interrupted publication replaces are there, as they were."""
+    if not isinstance(replaced, dict):
+        return {}
+    return {name: each.etag for name, each in there.items() if replaced.get(name) == each.etag}
+
+
+def check_not_read(address: BucketTarget, reads: Iterable[str]) -> None:
+    """Raise StoreError if the output is, contains, or lies in anything that the run reads."""
+    own = f"{address}/"
+    for read in reads:
+        for place in _addresses(read):
+            if f"{place}/".startswith(own) or own.startswith(f"{place}/"):
+                what = f"the run reads {place}, which would be lost"
+                raise StoreError(what, where=str(address), fix="choose another output", state=NOTHING_WRITTEN)
+
+
+def _addresses(read: str) -> Iterator[Address]:
+    """What a name of a model may address: a folder, in whose name is a `+`, or a model and its adapter."""
+    for text in (read, *read.split("+")):
+        if is_address(text):
+            with suppress(WeightsmithError):  # not an address as a whole
+                yield parse_address(text)
+
+
+def parse_bucket_address(text: str, *, folder: bool = False) -> BucketTarget:
+    """The prefix that an address names. folder: it may be a whole bucket.
+
+    Raises StoreError for one that no output can have, ParameterError for what no address may hold.
+    """
+    place = parse_address(text)
+    if not place.path and not folder:
+        raise _refused(text, "it is a whole bucket", f"write {place.scheme}://{place.host}/prefix")
+    if len(place.path.encode()) > _MAX_PREFIX_BYTES:
+        raise _refused(text, f"the prefix is longer than {_MAX_PREFIX_BYTES} bytes", "choose a shorter one")
+    return BucketTarget(place.scheme, place.host, place.path)
+
+
+def _refused(text: str, reason: str, fix: str) -> StoreError:
+    scheme, mark, rest = text.partition("?")[0].partition("://")
+    shown = scheme + mark + rest.rpartition("@")[2]  # no key or password in a message
+    return StoreError(f"cannot be the output: {reason}", where=shown, fix=fix, state=NOTHING_WRITTEN)
+
+
+# ---- unfinished work
+
+
+def find_unfinished(where: str) -> Iterator[Unfinished]:
+    """The unfinished work for this output, and for outputs directly under it. Nothing is changed."""
+    address = parse_bucket_address(where, folder=True)
+    prefixes = [address.prefix] if address.prefix else []
+    for prefix in address.store.folders(address.prefix):
+        parent, slash, name = prefix.rpartition("/")
+        if name.startswith(".") and name.endswith(STAGING_SUFFIX):
+            prefixes.append(f"{parent}{slash}{name[1:].removesuffix(STAGING_SUFFIX)}")
+    for prefix in prefixes:
+        if (found := _unfinished(BucketTarget(address.scheme, address.bucket, prefix))) is not None:
+            yield found
+
+
+def _unfinished(out: BucketTarget) -> Unfinished | None:
+    folder = out.shown(out.staging)
+    try:
+        found = out._read_claim()
+    except StoreError as error:
+        return Unfinished(out, folder, 0, 0, datetime.now().timestamp(), error.finding.what, lambda: None)
+    if found is None:
+        return None
+    claim, meta = found
+    there = out.store.names(out.prefix)
+    nbytes = sum(there[name].nbytes for name in out._put_by({claim.token}, there))
+    tensors = len(read_journal(Path(claim.folder) / JOURNAL).tensors) if claim.is_here and Path(claim.folder).is_dir() else 0
+    reason = "a process is working on it" if claim.is_running else ""
+    changed = meta["last_modified"].timestamp()
+    return Unfinished(out, folder, tensors, nbytes, changed, reason, partial(_remove, out, claim))
+
+
+def _remove(out: BucketTarget, claim: Claim) -> None:
+    """Remove what a run has put, and its claim. Raises Busy if a process of this machine works on it."""
+    from weightsmith._outputs.local.unfinished import remove_work
+
+    if claim.is_running:
+        raise Busy("a process is working on it", where=str(out), fix="wait until it has ended, or stop it")
+    out.discard({_TOKEN: claim.token})
+    folder = Path(claim.folder)
+    if claim.is_here and folder.is_dir():
+        remove_work(folder.parent / folder.name[1:].removesuffix(STAGING_SUFFIX))
+
+
+SCHEME = OutputScheme(parse_bucket_address, find_unfinished)
