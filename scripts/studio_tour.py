@@ -73,8 +73,8 @@ def walk(page: Any, take: Callable[[str], None]) -> None:
     previewed()
     take("models")
     step("mix")
-    page.get_by_label("density of ./models/fr: one value, by layer or by part").select_option("layer")
-    page.get_by_label("density of ./models/fr: shape").select_option("rising")
+    page.get_by_label("weight of ./models/fr: one value, by layer or by part").select_option("layer")
+    page.get_by_label("weight of ./models/fr: shape").select_option("rising")
     settled()
     page.locator(".ws-hit").first.focus()
     for _ in range(3):

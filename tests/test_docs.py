@@ -47,6 +47,8 @@ from weightsmith._methods import all_methods
 from weightsmith._planning import recipe as recipes
 from weightsmith._planning.planner import prepare
 
+pytestmark = pytest.mark.repository
+
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PROGRESS = re.compile(

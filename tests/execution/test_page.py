@@ -61,7 +61,7 @@ def test_a_report_has_the_distances_of_the_manifest_and_belongs_to_the_output(he
     moved = {one["name"]: one["delta_norm"] / one["base_norm"] for one in manifest["distance_from_base"]}
     layers = [share for name, share in moved.items() if name[-1].isdigit()]
     assert by_layer["series"][0]["values"] == pytest.approx(layers, rel=1e-3)
-    assert f"It is {written(merged.distance[0].share, 'share')} away from its base" in page
+    assert f" is {written(merged.distance[0].share, 'share')} away from its base" in page
     assert [len(row) for row in distances["values"]] == [LAYERS] * 2
     assert "merge_method: ties" in page
     card = (here / "out/README.md").read_text()
@@ -140,7 +140,7 @@ def test_infinite_constants_leave_the_distance_defined(here: Path) -> None:
     merged = weightsmith.merge("ties.yml", "out", report="out/report.html", fsync=False)
     assert 0 < merged.distance[0].share < 1
     page = (here / "out" / PAGE_NAME).read_text()
-    assert f"It is {written(merged.distance[0].share, 'share')} away from its base" in page
+    assert f" is {written(merged.distance[0].share, 'share')} away from its base" in page
     (distances, *_) = data_of(page)["charts"]
     assert distances["values"][distances["rows"].index("mlp.clip_max")][0] == "new"
     rows = dict(

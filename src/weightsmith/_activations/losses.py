@@ -85,8 +85,8 @@ class LossesWork(LayerWork):
         weights  shapes of those that are kept
         """
         kinds = {"losses": "F32"} | ({} if self.reference is None else {"divergences": "F32", "agreement": "U8"})
-        own = [TensorSpec(prefix + name, DTYPES[kind], rows) for name, kind in kinds.items()]
-        return (*own, *(TensorSpec(f"{prefix}kept {name}", DTYPES["F32"], weights[name]) for name in self.kept))
+        specs = [TensorSpec(prefix + name, DTYPES[kind], rows) for name, kind in kinds.items()]
+        return (*specs, *(TensorSpec(f"{prefix}kept {name}", DTYPES["F32"], weights[name]) for name in self.kept))
 
 
 def _compute(context: ProductContext) -> Arrays:
@@ -107,9 +107,9 @@ def _compute(context: ProductContext) -> Arrays:
         other, theirs = None, None
         if work.reference is not None:
             theirs, *weights = context.arrays(work.reference.product)
-            given = _tensors(dict(zip(work.reference.weights, weights, strict=True)))
+            weights_of_reference = _tensors(dict(zip(work.reference.weights, weights, strict=True)))
             base = replace(work.reference.base, label=f"the reference {work.reference.base.label}")  # a module of its own
-            other = stack.enter_context(decoder_of(base).head(context, device, given))
+            other = stack.enter_context(decoder_of(base).head(context, device, weights_of_reference))
         vocabulary = next(step.out.shape[0] for step in context.product.steps if is_vocabulary(step.out))
         at_once = max(1, min(TOKENS_AT_ONCE, LOGITS_AT_ONCE // vocabulary))
 
@@ -117,18 +117,18 @@ def _compute(context: ProductContext) -> Arrays:
             row, states = numbered
             places = np.flatnonzero(scored[row] >= 0)
             for start in range(0, len(places), at_once):
-                own = places[start : start + at_once]
-                logs = head(states[own - 1]).log_softmax(1)
-                targets = torch.from_numpy(ids[row, own].astype(np.int64)).to(device)
+                tokens = places[start : start + at_once]
+                logs = head(states[tokens - 1]).log_softmax(1)
+                targets = torch.from_numpy(ids[row, tokens].astype(np.int64)).to(device)
                 losses = -logs.gather(1, targets[:, None])[:, 0]
                 rows.check_finite(losses, "the prediction", row)
-                arrays[0][row, own] = losses.cpu().numpy()
+                arrays[0][row, tokens] = losses.cpu().numpy()
                 if other is not None and theirs is not None:
-                    expected = other(torch.from_numpy(np.array(theirs[row, own - 1])).to(device)).log_softmax(1)
-                    arrays[2][row, own] = (expected.argmax(1) == logs.argmax(1)).cpu().numpy()
-                    found = torch.nn.functional.kl_div(logs, expected, reduction="none", log_target=True).sum(1)
-                    rows.check_finite(found, "the divergence from the reference", row)
-                    arrays[1][row, own] = found.cpu().numpy()
+                    expected = other(torch.from_numpy(np.array(theirs[row, tokens - 1])).to(device)).log_softmax(1)
+                    arrays[2][row, tokens] = (expected.argmax(1) == logs.argmax(1)).cpu().numpy()
+                    divergence = torch.nn.functional.kl_div(logs, expected, reduction="none", log_target=True).sum(1)
+                    rows.check_finite(divergence, "the divergence from the reference", row)
+                    arrays[1][row, tokens] = divergence.cpu().numpy()
             if theirs is not None:
                 release_pages(theirs)
 
@@ -161,9 +161,9 @@ def _check(product: Product) -> str:
     shape = product.outs[0].shape if product.outs else ()
     if len(shape) != 2:
         return "its arrays are not those of its rows"
-    made = work.outs("", (shape[0], shape[1]), shapes)
-    wanted = [(out.dtype.name, out.shape) for out in made]
-    return "" if [(out.dtype.name, out.shape) for out in product.outs] == wanted else "its arrays are not those of its rows"
+    outs = work.outs("", (shape[0], shape[1]), shapes)
+    expected = [(out.dtype.name, out.shape) for out in outs]
+    return "" if [(out.dtype.name, out.shape) for out in product.outs] == expected else "its arrays are not those of its rows"
 
 
 KIND = ProductKind("predicting the text", compute=_compute, check=_check, device=True)

@@ -71,8 +71,8 @@ class TextModel:
     @property
     def bos(self) -> int | None:
         """The token that begins a text, by config.json."""
-        found = (self.config or {}).get("bos_token_id")
-        return found if type(found) is int else None
+        token = (self.config or {}).get("bos_token_id")
+        return token if type(token) is int else None
 
 
 def result_of(draft: PlanDraft, inputs: Sequence[Checkpoint], steps: Sequence[Step], instead: str = "") -> TextModel:
@@ -345,10 +345,10 @@ def statistic_products(models: Callable[[int], TextModel], requests: Iterable[St
 
     Raises PlanError; UnknownName for an unknown kind.
     """
-    found: list[Product] = []
+    products: list[Product] = []
     for (number, text), kinds in _kinds(requests).items():
-        found += _products(TextRun(models(number), text, prefix_of(number, text)), kinds)
-    return tuple(found)
+        products += _products(TextRun(models(number), text, prefix_of(number, text)), kinds)
+    return tuple(products)
 
 
 def merged_products(
@@ -374,8 +374,8 @@ def merged_products(
     states = [merge.embedding() for _, merge, _ in runs]
     products += states
     for layer in range(runs[0][1].layers):
-        for (run, _, own), entering in zip(runs, states, strict=True):
-            products += [run.statistic(kind, layer, entering, run.linear(layer)) for kind in own]
+        for (run, _, kinds), entering in zip(runs, states, strict=True):
+            products += [run.statistic(kind, layer, entering, run.linear(layer)) for kind in kinds]
         maker |= arrays_of(products)
         states = [merge.states(layer, entering) for (_, merge, _), entering in zip(runs, states, strict=True)]
         products += states
@@ -394,8 +394,8 @@ def _products(run: TextRun, kinds: Iterable[str]) -> tuple[Product, ...]:
     labels = list(dict.fromkeys(find_statistic(kind).labels for kind in deep))
 
     def back(layer: int, states: Product, gradients: Product, leaving: Product) -> list[Product]:
-        own = [kind for kind in deep if gradients.name.endswith(f"{OF_LABELS[find_statistic(kind).labels]} {layer}")]
-        return [run.statistic(kind, layer, states, run.linear(layer), leaving) for kind in own]
+        measured_kinds = [kind for kind in deep if gradients.name.endswith(f"{OF_LABELS[find_statistic(kind).labels]} {layer}")]
+        return [run.statistic(kind, layer, states, run.linear(layer), leaving) for kind in measured_kinds]
 
     return run.backward(back, before=ahead, labels=labels) if deep else run.forward(ahead)
 
@@ -408,13 +408,13 @@ def linear_weights(model: TextModel) -> set[tuple[int, str]]:
 
 def measured_weights(products: Iterable[Product]) -> set[tuple[int, str]]:
     """Linear layers whose statistics the products hold: model index, name of the weight."""
-    found: set[tuple[int, str]] = set()
+    weights: set[tuple[int, str]] = set()
     for product in products:
         settings = product.settings
         if product.op in ("statistic", "stored_statistic"):
             model = settings["base"]["model"] if product.op == "statistic" else settings["model"]
-            found.update((model, weight) for weight in settings["weights"])
-    return found
+            weights.update((model, weight) for weight in settings["weights"])
+    return weights
 
 
 def array_name(request: StatisticRequest, weight: str) -> str:

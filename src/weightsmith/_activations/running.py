@@ -44,10 +44,10 @@ def decoder_of(base: Base) -> Decoder:
 
 @lru_cache(maxsize=1)
 def _decoder(text: str) -> Decoder:
-    found = build(Base(**json.loads(text)), {})
-    if isinstance(found, WeightsmithError):
-        raise PlanError([found])
-    return found
+    decoder = build(Base(**json.loads(text)), {})
+    if isinstance(decoder, WeightsmithError):
+        raise PlanError([decoder])
+    return decoder
 
 
 def device_of(context: ProductContext) -> str:
@@ -81,8 +81,8 @@ def processors(threads: int, device: str, pool: ThreadPoolExecutor) -> Iterator[
     if on_cpu(device):
         yield pool
         return
-    with ThreadPoolExecutor(threads) as own:
-        yield own
+    with ThreadPoolExecutor(threads) as others:
+        yield others
 
 
 class PhaseProgress:
@@ -137,9 +137,9 @@ class Rows:
         """Fill an array with what a function makes of each row. what: for `check_finite`."""
 
         def run(numbered: NumberedRow) -> None:
-            found = function(numbered)
-            self.check_finite(found, what, numbered[0])
-            array[numbered[0]] = found.cpu().numpy()
+            states_out = function(numbered)
+            self.check_finite(states_out, what, numbered[0])
+            array[numbered[0]] = states_out.cpu().numpy()
 
         for _ in self.each(run):
             release_pages(array)
@@ -163,10 +163,10 @@ class LayerRows(Rows):
     number: int
     layer: Layer
 
-    def keep(self, found: Tensor, array: Floats, row: int, what: str) -> None:
+    def keep(self, tensor: Tensor, array: Floats, row: int, what: str) -> None:
         """Put what was found for a row into an array [rows, tokens, hidden]. Raises NonFinite, with what it is of the layer."""
-        self.check_finite(found, f"{what} of layer {self.number}", row)
-        array[row] = found.cpu().numpy()
+        self.check_finite(tensor, f"{what} of layer {self.number}", row)
+        array[row] = tensor.cpu().numpy()
 
 
 def rows_of_states(context: ProductContext, work: LayerWork, first: float, last: float, *, back: bool = False) -> Rows:
@@ -188,10 +188,10 @@ def layer_rows(
     last: float,
     *,
     back: bool = False,
-    given: Mapping[str, Tensor] | None = None,
+    overrides: Mapping[str, Tensor] | None = None,
 ) -> Iterator[LayerRows]:
-    """A layer with the rows that enter it. given: weights to use instead of the model's, by name; else as `rows_of_states`."""
+    """A layer with the rows that enter it. overrides: weights in place of the model's, by name; else as `rows_of_states`."""
     rows = rows_of_states(context, work, first, last, back=back)
     decoder = decoder_of(work.base)
-    with decoder.layer(work.layer, context, rows.states.shape[1], rows.device, given) as layer:
+    with decoder.layer(work.layer, context, rows.states.shape[1], rows.device, overrides) as layer:
         yield LayerRows(rows.context, rows.base, rows.states, rows.device, rows.progress, work.layer, layer)

@@ -241,11 +241,11 @@ def rendered(
         raise problems[0]
     seconds = RENDERING_SECONDS + len(talks) // 100
     asked = {"template": template, "names": dict(names), "talks": talks}
-    with tempfile.TemporaryFile("w+") as given:
-        json.dump(asked, given)
-        given.seek(0)
+    with tempfile.TemporaryFile("w+") as stdin:
+        json.dump(asked, stdin)
+        stdin.seek(0)
         count = 0
-        with BoundedScript("template_script", "it", RENDERING_BYTES, seconds, given) as script:
+        with BoundedScript("template_script", "it", RENDERING_BYTES, seconds, stdin) as script:
             for line in script.out:
                 whole, answers, without = json.loads(line)
                 yield whole, answers, without

@@ -63,7 +63,7 @@ def run(context: ProductContext, work: LayerWork, weights: Mapping[str, Tensor])
     from weightsmith._activations.running import layer_rows
 
     [after] = context.create()
-    with layer_rows(context, work, 0.7, 1, given=weights) as rows:
+    with layer_rows(context, work, 0.7, 1, overrides=weights) as rows:
 
         def leaving(numbered: NumberedRow) -> Tensor:
             with torch.no_grad():

@@ -28,7 +28,7 @@ def shapes_of(
     statistic: Statistic, weights: Sequence[str], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, tuple[int, ...]]:
     """The shape of each array, by key. shapes: of the weights [N, K]."""
-    return {key: statistic.shape(*shapes[own[0]]) for key, own in keys_of(statistic, weights).items()}
+    return {key: statistic.shape(*shapes[sharing[0]]) for key, sharing in keys_of(statistic, weights).items()}
 
 
 def _compute(context: ProductContext) -> Arrays:
@@ -43,8 +43,8 @@ def _compute(context: ProductContext) -> Arrays:
 
     def keep(inputs: Inputs, site: str, finish: Callable[[str], Any]) -> None:
         for key in inputs.keys(site):
-            if (found := finish(key)) is not None:  # else no token reached it: zeros
-                places[key][...] = found
+            if (array := finish(key)) is not None:  # else no token reached it: zeros
+                places[key][...] = array
                 release_pages(places[key])
 
     leaving = context.arrays(work.gradients)[0] if statistic.gradients else None
@@ -66,8 +66,10 @@ def _check(product: Product) -> str:
     shapes = {step.out.name: step.out.shape for step in product.steps}
     if not all(len(shapes.get(weight, ())) == 2 for weight in work.weights):
         return "it has no step for a weight"
-    wanted = [("F32", shape) for shape in shapes_of(statistic, work.weights, shapes).values()]
-    return "" if [(out.dtype.name, out.shape) for out in product.outs] == wanted else "its arrays are not those of its weights"
+    expected = [("F32", shape) for shape in shapes_of(statistic, work.weights, shapes).values()]
+    return (
+        "" if [(out.dtype.name, out.shape) for out in product.outs] == expected else "its arrays are not those of its weights"
+    )
 
 
 def _installed(product: Product) -> str:

@@ -67,8 +67,8 @@ class ModelRecord:
     def of(cls, checkpoint: Checkpoint) -> ModelRecord:
         """Cost: reads the weight files."""
         weights = "" if checkpoint.missing else weights_hash(checkpoint)
-        own = checkpoint.identity, checkpoint.state, weights, config_hash(checkpoint)
-        return cls(checkpoint.ref, checkpoint.revision, *own)
+        identities = checkpoint.identity, checkpoint.state, weights, config_hash(checkpoint)
+        return cls(checkpoint.ref, checkpoint.revision, *identities)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,12 +120,12 @@ def read_stored(path: str) -> Stored:
     data = read_object(folder / RECORD, MAX_RECORD_BYTES, RECORD, _AGAIN)
     if data.pop("weightsmith_statistics", None) != 1 or not has_type(data, _Record):
         raise FormatError("not a record of statistics that this weightsmith reads", where=where, fix=_AGAIN)
-    found = decode_record(_Record, data, where)
+    record = decode_record(_Record, data, where)
     manifest = read_manifest(folder)
     known = manifest.files.get(RECORD)
     if known is None or known.xxh3_128 != xxhash.xxh3_128_hexdigest((folder / RECORD).read_bytes()):
         raise Corrupt(f"it is not as {MANIFEST_NAME} says", where=where, fix=_AGAIN)
-    return Stored(path, found.model, found.text, found.kinds, found.packages, manifest)
+    return Stored(path, record.model, record.text, record.kinds, record.packages, manifest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +200,7 @@ def stored_products(stored: Stored, model: TextModel, kinds: Collection[str]) ->
     Raises FormatError if an array is missing.
     """
     run = TextRun(model, stored.text, prefix_of(model.number, stored.text))
-    found = []
+    products = []
     for kind in kinds:
         for layer in range(run.layers):
             weights = run.linear(layer)
@@ -213,8 +213,8 @@ def stored_products(stored: Stored, model: TextModel, kinds: Collection[str]) ->
             checksums = {name: stored.manifest.tensors[name].checksum for name in arrays}
             settings = asdict(StoredWork(str(stored.path), model.number, kind, weights, checksums))
             name = f"{prefix_of(model.number, stored.text)}{kind} {layer}"
-            found.append(Product(name, "stored_statistic", outs, settings))
-    return tuple(found)
+            products.append(Product(name, "stored_statistic", outs, settings))
+    return tuple(products)
 
 
 @dataclass(frozen=True, slots=True)

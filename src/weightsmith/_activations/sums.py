@@ -49,8 +49,8 @@ class Outputs:
     def begin(self) -> dict[str, Tensor]:
         """The outputs of the row that this thread runs next, by weight."""
         self._found.outputs = {}
-        found: dict[str, Tensor] = self._found.outputs
-        return found
+        outputs: dict[str, Tensor] = self._found.outputs
+        return outputs
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -88,8 +88,10 @@ class Inputs:
         self.sites = by_site(weights)
         self._outputs = Outputs(rows.layer, () if leaving is None else weights)
         self._hooks = [
-            rows.layer.linear(own[0]).register_forward_pre_hook(lambda _module, args, site=site: self._note(site, args[0]))
-            for site, own in self.sites.items()
+            rows.layer.linear(weights_of_site[0]).register_forward_pre_hook(
+                lambda _module, args, site=site: self._note(site, args[0])
+            )
+            for site, weights_of_site in self.sites.items()
         ]
 
     @property
@@ -99,13 +101,13 @@ class Inputs:
 
     def keys(self, site: str) -> list[str]:
         """What the inputs of a site are given under: its own name, and those of weights with scales; with gradients, all."""
-        own = self.sites[site]
-        return own if self._leaving is not None else [site, *(weight for weight in own if weight in self._scales)]
+        weights = self.sites[site]
+        return weights if self._leaving is not None else [site, *(weight for weight in weights if weight in self._scales)]
 
     def shapes(self, site: str) -> dict[str, tuple[int, int]]:
         """The shape of the weight of each of the keys of a site."""
-        own = self.sites[site]
-        return {key: self._shape(key if key in own else own[0]) for key in self.keys(site)}
+        weights = self.sites[site]
+        return {key: self._shape(key if key in weights else weights[0]) for key in self.keys(site)}
 
     def _shape(self, weight: str) -> tuple[int, int]:
         linear = self._rows.layer.linear(weight)
@@ -126,25 +128,25 @@ class Inputs:
         Raises NonFinite.
         """
         row, hidden = numbered
-        found: dict[str, Tensor] = {}
-        self._found.inputs = found
+        inputs: dict[str, Tensor] = {}
+        self._found.inputs = inputs
         gradients = {} if self._leaving is None else self._gradients(row, hidden, self._leaving)
         if self._leaving is None:
             try:
                 with torch.no_grad():
-                    left = self._rows.layer(hidden)
+                    output = self._rows.layer(hidden)
                 if self._beside is not None:
-                    self._rows.keep(left, self._beside, row, "the output")
+                    self._rows.keep(output, self._beside, row, "the output")
             except _StopForward:
                 pass
-        for site, x in found.items():
+        for site, x in inputs.items():
             self._rows.check_finite(x, f"the input of {self.sites[site][0].removesuffix('.weight')}", row)
         if gradients:
-            weights = [(site, weight) for site in found for weight in self.sites[site] if weight in gradients]
-            return {weight: (found[site].detach(), gradients[weight]) for site, weight in weights}
-        return {site: (x,) for site, x in found.items()} | {
+            weights = [(site, weight) for site in inputs for weight in self.sites[site] if weight in gradients]
+            return {weight: (inputs[site].detach(), gradients[weight]) for site, weight in weights}
+        return {site: (x,) for site, x in inputs.items()} | {
             weight: (x * torch.from_numpy(self._scales[weight][row, : len(x)].copy()).to(x.device)[:, None],)
-            for site, x in found.items()
+            for site, x in inputs.items()
             for weight in self.sites[site]
             if weight in self._scales
         }
@@ -152,14 +154,14 @@ class Inputs:
     def _gradients(self, row: int, hidden: Tensor, leaving: Floats) -> dict[str, Tensor]:
         outputs = self._outputs.begin()
         with torch.enable_grad():
-            left = self._rows.layer(hidden.requires_grad_())
-            given = torch.from_numpy(np.array(leaving[row])).to(hidden.device)
+            output = self._rows.layer(hidden.requires_grad_())
+            gradients_leaving = torch.from_numpy(np.array(leaving[row])).to(hidden.device)
             entering = [] if self._beside is None else [hidden]
             asked = [*entering, *outputs.values()]
-            found = list(torch.autograd.grad(left, asked, given)) if asked else []
+            pulled = list(torch.autograd.grad(output, asked, gradients_leaving)) if asked else []
         if self._beside is not None:
-            self._rows.keep(found.pop(0), self._beside, row, "the gradient")
-        gradients = {weight: g.reshape(-1, g.shape[-1]) for weight, g in zip(outputs, found, strict=True)}
+            self._rows.keep(pulled.pop(0), self._beside, row, "the gradient")
+        gradients = {weight: g.reshape(-1, g.shape[-1]) for weight, g in zip(outputs, pulled, strict=True)}
         for weight, g in gradients.items():
             if len(g):
                 self._rows.check_finite(g, f"the gradient at the output of {weight.removesuffix('.weight')}", row)
@@ -216,8 +218,8 @@ class Sums:
         if not self.reached[key]:
             return None
         with torch.no_grad():
-            found = self._statistic.finish(total, self.reached[key], tokens)
-        return found.float().cpu().numpy()
+            array = self._statistic.finish(total, self.reached[key], tokens)
+        return array.float().cpu().numpy()
 
 
 def batches(sizes: Mapping[str, int], limit_bytes: int) -> list[list[str]]:
@@ -226,15 +228,15 @@ def batches(sizes: Mapping[str, int], limit_bytes: int) -> list[list[str]]:
     >>> batches({"q": 40, "o": 40, "down": 90}, 80)
     [['q', 'o'], ['down']]
     """
-    found: list[list[str]] = []
+    parts: list[list[str]] = []
     taken = 0
     for site, nbytes in sizes.items():
-        if not found or taken + nbytes > limit_bytes:
-            found.append([])
+        if not parts or taken + nbytes > limit_bytes:
+            parts.append([])
             taken = 0
-        found[-1].append(site)
+        parts[-1].append(site)
         taken += nbytes
-    return found
+    return parts
 
 
 def use_sums(
@@ -266,8 +268,8 @@ def use_sums(
     with workers(rows.context.threads, rows.device) as pool, processors(rows.context.threads, rows.device, pool) as others:
         for number, sites in enumerate(parts):
             first = span[0] + number * share
-            own = [weight for site in sites for weight in every.sites[site]]
-            inputs = Inputs(rows, own, replace(forward, beside=None) if number else forward)
+            weights_of_part = [weight for site in sites for weight in every.sites[site]]
+            inputs = Inputs(rows, weights_of_part, replace(forward, beside=None) if number else forward)
             sums = Sums(statistic, {k: s for site in sites for k, s in inputs.shapes(site).items()}, rows.device)
             try:
                 for some in rows.batches((first, first + share * ROWS_SHARE)):

@@ -95,9 +95,9 @@ class Computed:
         again = once = 0
         for leaf in self._step(name).leaves:
             reads = [self._read_bytes(read, leaf.out.size) for read in leaf.inputs[: 1 if leaf.op == COPY else None]]
-            each = sum(times for times, _ in reads)
-            again += each
-            once += self._reader.job_facts(leaf)[0] * each + sum(first for _, first in reads)
+            read_now = sum(times for times, _ in reads)
+            again += read_now
+            once += self._reader.job_facts(leaf)[0] * read_now + sum(first for _, first in reads)
         return again, once
 
     def statistics_passes(self, name: str) -> int:
@@ -137,8 +137,8 @@ class Computed:
     def extents(self, name: str, start_byte: int, nbytes: int) -> tuple[Extent, ...]:
         """All that the tensor is made of."""
         leaves = self._step(name).leaves
-        found = (self._reader.extents(read, 0, leaf.out.size) for leaf in leaves for read in leaf.inputs)
-        return tuple(part for parts in found for part in parts)
+        places = (self._reader.extents(read, 0, leaf.out.size) for leaf in leaves for read in leaf.inputs)
+        return tuple(part for parts in places for part in parts)
 
     def read_into(self, name: str, start_byte: int, out: Buffer) -> None:
         step = self._step(name)
@@ -189,8 +189,10 @@ class Computed:
         key, leaf = (step.out.name, number), step.leaves[number]
         with self._lock:
             if key not in self._merges:
-                made = LeafPass(ActiveStep(step), leaf, self._reader.job(leaf), origin, self._reader.cuts(leaf), applies=False)
-                self._merges[key] = _Merge(made)
+                leaf_pass = LeafPass(
+                    ActiveStep(step), leaf, self._reader.job(leaf), origin, self._reader.cuts(leaf), applies=False
+                )
+                self._merges[key] = _Merge(leaf_pass)
                 self._forget()
             self._merges.move_to_end(key)
             return self._merges[key]
@@ -222,10 +224,10 @@ class Computed:
         return out
 
     def _memory(self) -> _Memory:
-        found: _Memory | None = getattr(self._threads, "memory", None)
-        if found is None:
-            found = self._threads.memory = _Memory()
-        return found
+        memory: _Memory | None = getattr(self._threads, "memory", None)
+        if memory is None:
+            memory = self._threads.memory = _Memory()
+        return memory
 
 
 class _Memory:
@@ -257,8 +259,8 @@ class _Merge:
 
 def computed_source(source: Source) -> Computed | None:
     """The merge behind a checkpoint whose tensors are computed when they are read; None for any other source."""
-    found = source.source if isinstance(source, Checkpoint) else source
-    return found if isinstance(found, Computed) else None
+    inner = source.source if isinstance(source, Checkpoint) else source
+    return inner if isinstance(inner, Computed) else None
 
 
 def inner_passes(reader: Reader, leaf: Step) -> int:

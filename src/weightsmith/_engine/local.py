@@ -279,19 +279,19 @@ def run(
     steps, skip = plan.steps if workload.steps is None else workload.steps, workload.skip or {}
     results = Results(plan) if workload.results is None else workload.results
     reader = Reader(plan, inputs, results, resources)
-    left = [step for step in steps if step.out.name not in skip]
+    unfinished = [step for step in steps if step.out.name not in skip]
     skipped = [step for step in steps if step.out.name in skip]
-    wanted = plan.products if workload.products is None else workload.products
+    products = plan.products if workload.products is None else workload.products
     finished = len(skipped), sum(step.nbytes for step in skipped)
     began = time.monotonic()
-    to_make = [product for product in wanted if not results.finished(product.name)]
-    with ReadAhead(visits(reader, left, to_make), resources.cache_bytes) as ahead:
+    to_make = [product for product in products if not results.finished(product.name)]
+    with ReadAhead(visits(reader, unfinished, to_make), resources.cache_bytes) as ahead:
 
         def stop() -> None:
             ahead.stop()
             abandon()
 
-        task = Run(reader, left, wanted, output, resources, workload, abandon=stop, in_order=in_order)
+        task = Run(reader, unfinished, products, output, resources, workload, abandon=stop, in_order=in_order)
 
         def report() -> None:
             if progress is not None:
@@ -302,8 +302,8 @@ def run(
         report()
         task.release()
     done = {**skip, **task.finished}
-    made = {step.out.name: done[step.out.name] for step in steps}
-    return Outcome(task.read_bytes, task.total_bytes, made, results, ahead.fetched_bytes)
+    finished_tensors = {step.out.name: done[step.out.name] for step in steps}
+    return Outcome(task.read_bytes, task.total_bytes, finished_tensors, results, ahead.fetched_bytes)
 
 
 def open_merge(
@@ -374,8 +374,8 @@ STRIDE_BYTES = 4 << 20
 
 def whole_passes(products: Iterable[Product]) -> dict[str, int]:
     """How often each product that streams reads all of its steps, and not a sample."""
-    made = {product.name: make(product) for product in products if (make := find_kind(product.op).reduce) is not None}
-    return {name: sum(not one.sampled(number) for number in range(one.passes())) for name, one in made.items()}
+    reductions = {product.name: make(product) for product in products if (make := find_kind(product.op).reduce) is not None}
+    return {name: sum(not one.sampled(number) for number in range(one.passes())) for name, one in reductions.items()}
 
 
 def visits(reader: Reader, steps: Iterable[Step], products: Sequence[Product]) -> list[list[Extent]]:
@@ -386,7 +386,7 @@ def visits(reader: Reader, steps: Iterable[Step], products: Sequence[Product]) -
     inputs = [i for i, source in enumerate(reader.inputs) if not all(map(Path.is_file, source.paths))]
     if not inputs:
         return []
-    found = []
+    passes = []
     for product in products:
         make = find_kind(product.op).reduce
         if make is None:
@@ -394,13 +394,13 @@ def visits(reader: Reader, steps: Iterable[Step], products: Sequence[Product]) -
         reduction = make(product)
         leaves = list(reader.leaves_of(product))
         for number in range(reduction.passes()):
-            found += [_visit(reader, leaf, inputs, sampled=reduction.sampled(number)) for leaf in leaves]
+            passes += [_visit(reader, leaf, inputs, sampled=reduction.sampled(number)) for leaf in leaves]
     for step in steps:
         for leaf in step.leaves:
             if leaf.out.size and any(read.model in inputs for read in leaf.inputs):
                 times = 1 + reader.job_facts(leaf)[0] + inner_passes(reader, leaf)
-                found += [_visit(reader, leaf, inputs, sampled=False)] * times
-    return [visit for visit in found if visit]
+                passes += [_visit(reader, leaf, inputs, sampled=False)] * times
+    return [visit for visit in passes if visit]
 
 
 def _visit(reader: Reader, leaf: Step, inputs: Sequence[int], *, sampled: bool) -> list[Extent]:
@@ -412,8 +412,8 @@ def _visit(reader: Reader, leaf: Step, inputs: Sequence[int], *, sampled: bool) 
     else:
         stride = STRIDE_BYTES // max([reader.dtype(read).itemsize for read in reads], default=1)
         places = [(start, min(stride, leaf.out.size - start)) for start in range(0, leaf.out.size, stride)]
-    found: dict[tuple[int, Extent], None] = {}  # once for each read: of some tensors, every part is decoded from the whole
+    extents: dict[tuple[int, Extent], None] = {}  # once for each read: of some tensors, every part is decoded from the whole
     for first, size in places:
         for i, read in enumerate(reads):
-            found |= dict.fromkeys((i, extent) for extent in reader.extents(read, first, size))
-    return [extent for _, extent in found]
+            extents |= dict.fromkeys((i, extent) for extent in reader.extents(read, first, size))
+    return [extent for _, extent in extents]

@@ -170,13 +170,13 @@ class ProductGraph:
                 return  # another product has made it on the way
         if product.name in self._released and not self._scheduler.wait_for(self._reads_released):
             raise Cancelled
-        beside: dict[str, tuple[Product, Arrays]] = {}
-        found = compute(self.context(product, beside))
-        for each, arrays in ((product, found), *beside.values()):
-            self.done(each, arrays)
+        others: dict[str, tuple[Product, Arrays]] = {}
+        arrays_made = compute(self.context(product, others))
+        for made_product, arrays in ((product, arrays_made), *others.values()):
+            self.done(made_product, arrays)
 
-    def context(self, product: Product, beside: dict[str, tuple[Product, Arrays]]) -> ProductContext:
-        """The context in which a product is computed. beside: receives products made on the way, by name."""
+    def context(self, product: Product, others: dict[str, tuple[Product, Arrays]]) -> ProductContext:
+        """The context in which a product is computed. others: receives products made on the way, by name."""
         doing, resources = find_kind(product.op).doing, self._resources
         steps = {step.out.name: step for step in product.steps}
 
@@ -186,28 +186,29 @@ class ProductGraph:
 
         def make(targets: Mapping[str, Target]) -> None:
             check()
-            own = dict(targets)
+            pending = dict(targets)
             try:
-                self._make([steps[name] for name in own], own, check)
+                self._make([steps[name] for name in pending], pending, check)
             finally:
-                own.clear()  # a run is in reference cycles, which would keep whole matrices until the next garbage collection
+                pending.clear()  # a run is in reference cycles, which would keep whole matrices until garbage is collected
 
         def arrays(name: str) -> Arrays:
             assert name in product.needs, (product.name, name)
             return self._reader.results.arrays(name)
 
-        def created(made: Product) -> Arrays:
-            found = self._output.create(made)
-            return [np.zeros(out.shape, out.dtype.numpy) for out in made.outs] if found is None else found
+        def created(owner: Product) -> Arrays:
+            arrays = self._output.create(owner)
+            return [np.zeros(out.shape, out.dtype.numpy) for out in owner.outs] if arrays is None else arrays
 
-        def also(wanted: Callable[[Product], bool]) -> Arrays | None:
+        def also(condition: Callable[[Product], bool]) -> Arrays | None:
             with self._lock:
                 ready = [p for p in self.unmade.values() if p.name not in self._unbegun and p.name != product.name]
-            other = next((each for each in ready if find_kind(each.op).compute is not None and wanted(each)), None)
-            if other is None or other.name in beside:
+            computing = (p for p in ready if find_kind(p.op).compute is not None)
+            other = next((p for p in computing if condition(p)), None)
+            if other is None or other.name in others:
                 return None
             arrays = created(other)
-            beside[other.name] = other, arrays
+            others[other.name] = other, arrays
             return arrays
 
         def progress(done: int, total: int) -> None:
@@ -302,13 +303,13 @@ def _unmade(
 
     steps  what each needs
     """
-    wanted = {p.name for p in products if not _passes(p, released)} | {name for needs in steps for name in needs}
-    found = {}
+    needed = {p.name for p in products if not _passes(p, released)} | {name for needs in steps for name in needs}
+    unmade = {}
     for product in reversed(plan.products):
-        if product.name in wanted and not results.finished(product.name):
-            found[product.name] = product
-            wanted.update(product.needs)
-    return {p.name: p for p in plan.products if p.name in found}
+        if product.name in needed and not results.finished(product.name):
+            unmade[product.name] = product
+            needed.update(product.needs)
+    return {p.name: p for p in plan.products if p.name in unmade}
 
 
 def most_bytes(plan: Plan) -> int:
@@ -322,13 +323,13 @@ def most_bytes(plan: Plan) -> int:
     unbegun, queue, live, needed, most = dict(unmade), list[Product](), list[Product](), set[str](), 0
     while unbegun or queue:
         queue += [unbegun.pop(p.name) for p in list(unbegun.values()) if unmade.keys().isdisjoint(p.needs)]
-        product = min(queue, key=lambda each: released.isdisjoint(each.needs))
+        product = min(queue, key=lambda p: released.isdisjoint(p.needs))
         queue.remove(product)
         gone = {*released} if product.name in released else set[str]()
-        live = [each for each in live if each.name in needed or not _passes(each, gone)]
+        live = [p for p in live if p.name in needed or not _passes(p, gone)]
         del unmade[product.name]
         live.append(product)
-        most = max(most, sum(out.nbytes for each in live for out in each.outs))
+        most = max(most, sum(out.nbytes for p in live for out in p.outs))
         steps = [needs for needs in steps if not unmade.keys().isdisjoint(needs)]
         needed = {name for needs in (*(p.needs for p in unmade.values()), *steps) for name in needs}
     return most

@@ -104,13 +104,13 @@ class Reader:
 
     def _statistics(self, step: Step) -> dict[str, dict[int, npt.NDArray[Any]]]:
         """The statistics of a step's inputs, by kind and input; zeros while they are not made."""
-        found: dict[str, dict[int, npt.NDArray[Any]]] = {}
-        for each in step.statistics:
-            array, view = self.results.array_or_zeros(each.read.tensor), each.read.view
+        by_kind: dict[str, dict[int, npt.NDArray[Any]]] = {}
+        for statistic in step.statistics:
+            array, view = self.results.array_or_zeros(statistic.read.tensor), statistic.read.view
             if isinstance(view, Block):
                 array = array.reshape(-1)[view.offset : view.offset + view.rows * view.cols].reshape(-1, array.shape[-1])
-            found.setdefault(each.kind, {})[each.input] = array
-        return found
+            by_kind.setdefault(statistic.kind, {})[statistic.input] = array
+        return by_kind
 
     def job(self, step: Step) -> Job:
         """The job of a step that is not copied."""
@@ -157,8 +157,8 @@ class Reader:
             if view.axis == 0 and not isinstance(view.table, str):
                 runs = _runs(self._table(view))
             places = [((block.offset + top * block.cols) * width, (end - top) * block.cols * width) for top, end in runs]
-            found = [part for start, nbytes in places for part in source.extents(read.tensor, start, nbytes)]
-            return (*found, *(part for other in view.fallback for part in self.extents(other, 0, 0)))
+            parts = [part for start, nbytes in places for part in source.extents(read.tensor, start, nbytes)]
+            return (*parts, *(part for other in view.fallback for part in self.extents(other, 0, 0)))
         if view is None or view.whole_rows:
             return source.extents(read.tensor, (first + (0 if view is None else view.offset)) * width, size * width)
         return source.extents(read.tensor, view.offset * width, ((view.rows - 1) * view.stride + view.cols) * width)
@@ -299,13 +299,13 @@ def _runs(table: npt.NDArray[np.int32]) -> list[tuple[int, int]]:
 def _fill_block(source: Source, name: str, block: Block, first: int, out: Bytes, width: int) -> None:
     """Fill `out` with elements first … of a block whose rows do not follow each other."""
     cols, stride = block.cols, block.stride
-    wanted, done = len(out) // width, 0
-    while done < wanted:  # some rows at a time, with what lies between them
+    count, done = len(out) // width, 0
+    while done < count:  # some rows at a time, with what lies between them
         row, col = divmod(first + done, cols)
-        rows = min(-(-(col + wanted - done) // cols), max(1, TILE_BYTES // (stride * width)))
+        rows = min(-(-(col + count - done) // cols), max(1, TILE_BYTES // (stride * width)))
         span = np.empty((rows, stride * width), np.uint8)
         flat = span.reshape(-1)[: ((rows - 1) * stride + cols) * width]
         source.read_into(name, (block.offset + row * stride) * width, flat)
-        found = span[:, : cols * width].reshape(-1)[col * width :][: (wanted - done) * width]
-        out[done * width : done * width + len(found)] = found
-        done += len(found) // width
+        elements = span[:, : cols * width].reshape(-1)[col * width :][: (count - done) * width]
+        out[done * width : done * width + len(elements)] = elements
+        done += len(elements) // width

@@ -86,11 +86,11 @@ class Results:
         digest = xxhash.xxh3_128()
         for name in sorted(names):
             if name not in self._digests:
-                own = xxhash.xxh3_128()
+                hasher = xxhash.xxh3_128()
                 for out in self._products[name].outs:
-                    own.update(self._arrays[out.name].reshape(-1).view(np.uint8).data)
+                    hasher.update(self._arrays[out.name].reshape(-1).view(np.uint8).data)
                     release_pages(self._arrays[out.name])
-                self._digests[name] = own.digest()
+                self._digests[name] = hasher.digest()
             digest.update(name.encode() + b"\0" + self._digests[name])
         return digest.hexdigest() + unchecked
 

@@ -245,13 +245,13 @@ class Encoder:
             runs = [span(i, top + row, n) for i in range(len(step.outs))]
             views = [out[a - start :][:size] for out, (start, _), (a, size) in zip(outs, spans, runs, strict=True)]
             encoding.encode(spec, rows.reshape(n, cols), top + row, views, about)
-        made = len(outs) if top == 0 else rowed  # the first tile writes what belongs to the whole tensor
-        for stored, hashed, (start, _), data in list(zip(step.outs, active.hashes, spans, outs, strict=True))[:made]:
+        count_written = len(outs) if top == 0 else rowed  # the first tile writes what belongs to the whole tensor
+        for stored, hashed, (start, _), data in list(zip(step.outs, active.hashes, spans, outs, strict=True))[:count_written]:
             if stored.dtype.name == "F16" and not self._allow_nonfinite:
                 _check_stored(step, stored, start, data)
             self._output.write(stored.name, start, data)
             hashed.update(start, data)
-        return sum(size for _, size in spans[:made])
+        return sum(size for _, size in spans[:count_written])
 
     def _about(self, step: Step, encoding: Encoding) -> np.ndarray:
         """The numbers of the whole tensor that its encoding needs: from the plan, or from a product."""

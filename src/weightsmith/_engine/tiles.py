@@ -70,11 +70,11 @@ def fit_tile_bytes(max_memory_bytes: int | None, threads: int, inputs: int, leve
     >>> fit_tile_bytes(None, 2, 3) == TILE_BYTES, fit_tile_bytes(None, 2, 32) == TILE_BYTES // 4
     (True, True)
     """
-    wanted = max(MIN_TILE_BYTES, min(TILE_BYTES, INPUTS_BYTES // max(1, inputs)))
+    usual_bytes = max(MIN_TILE_BYTES, min(TILE_BYTES, INPUTS_BYTES // max(1, inputs)))
     if max_memory_bytes is None:
-        return wanted
-    left = max_memory_bytes - PROCESS_BYTES - threads * levels * KERNEL_BYTES
-    tile_bytes = left // (threads * (inputs + 1))
+        return usual_bytes
+    free_bytes = max_memory_bytes - PROCESS_BYTES - threads * levels * KERNEL_BYTES
+    tile_bytes = free_bytes // (threads * (inputs + 1))
     if tile_bytes < MIN_TILE_BYTES:
         needed = peak_memory_bytes(MIN_TILE_BYTES, threads, inputs, levels)
         raise ParameterError(
@@ -83,7 +83,7 @@ def fit_tile_bytes(max_memory_bytes: int | None, threads: int, inputs: int, leve
             fix=f"write --max-memory {math.ceil(needed / 1e6)}MB or more{', or fewer --threads' if threads > 1 else ''}",
             state=NOTHING_WRITTEN,
         )
-    return min(wanted, tile_bytes)
+    return min(usual_bytes, tile_bytes)
 
 
 def fit_resident_bytes(max_memory_bytes: int | None, threads: int, inputs: int, default: int, levels: int = 1) -> int:

@@ -74,7 +74,7 @@ def merge_report(
     known = bool(distance) and math.isfinite(distance[0].share)
     if known:
         share = written(distance[0].share, "share")
-        summary = [f"It is {share} away from its base, by the Frobenius norm of all weights.", *summary]
+        summary = [f"{name} is {share} away from its base, by the Frobenius norm of all weights.", *summary]
     numbers = [("distance from the base", written(distance[0].share, "share"))] if known else []
     numbers += [("tensors", f"{len(plan.steps):,}"), ("size", size(plan.nbytes))]
     refs = tuple((f"{i + 1}", model.ref) for i, model in enumerate(plan.models))

@@ -54,6 +54,7 @@ def test_numbers_are_those_of_transformers_on_the_folder(root: Path, places: Pla
     assert found.continuation == continuation
 
 
+@pytest.mark.matrix
 def test_an_adapter_is_compared_as_it_is_merged(root: Path, places: Places) -> None:
     base, adapter = root / "models" / "base", root / "models" / "adapters" / "py"
     plain, tuned = compare([str(base), f"{base}+{adapter}"], places, Asked("The", TEXT, 8))

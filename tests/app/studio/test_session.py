@@ -372,6 +372,7 @@ def test_a_sweep_previews_each_value(root: Path, session: Session) -> None:
             session.tasks.sweep(session.text, wrong, model, values, "", "")
 
 
+@pytest.mark.matrix
 @pytest.mark.skipif(not available() or find_spec("cmaes") is None, reason="needs torch, transformers and cmaes")
 def test_a_search_finds_what_the_command_finds(root: Path, session: Session) -> None:
     choice = random.Random(1)

@@ -7,6 +7,7 @@ than the page. Numbers are compared with those of the Python functions.
 from __future__ import annotations
 
 import json
+import random
 import re
 import resource
 from collections.abc import Callable
@@ -29,7 +30,8 @@ __all__ = ["browser"]
 pytestmark = pytest.mark.slow
 RUNS_MODELS = all(find_spec(name) is not None for name in ("torch", "transformers", "cmaes"))
 BASE, FRENCH, GERMAN = "./out/demo/base", "./out/demo/french", "./out/demo/german"
-TEXT = "The three most important things about this program are what it reads, what it writes and how fast it is. " * 12
+WORDS = random.Random(2).choices("what it reads and writes and how fast that is".split(), k=500)
+TEXT = "".join(f"{' '.join(WORDS[i : i + 10])}.\n" for i in range(0, 500, 10))
 
 
 class Tour:
@@ -49,7 +51,8 @@ class Tour:
         assert on_disk == self.visit.recipe, f"{name}: the page says Saved, and the disk has another recipe"
         if self.page.locator(".ws-control").count():
             shown, said = values_shown(self.page), values_written(on_disk)
-            assert {key: shown[key] for key in said} == said, name
+            for key, value in said.items():  # a control shows four digits
+                assert shown[key] == pytest.approx(value, rel=1e-3), (name, key)
         self.visit.fine()
         if open_at:
             self.visit.step(open_at)
@@ -142,7 +145,7 @@ def mixes(tour: Tour) -> None:
     number = page.locator(f".ws-control[data-model='{GERMAN}'][data-name=weight] input[type=number]")
     tour.mixed(lambda: [number.fill("0.4"), number.press("Enter")], "a number")
     assert values_written(visit.recipe)[GERMAN, "weight"] == 0.4
-    shape = f"density of {FRENCH}"
+    shape = f"weight of {FRENCH}"
     tour.mixed(lambda: page.get_by_label(f"{shape}: one value, by layer or by part").select_option("layer"), "by layer")
     tour.mixed(lambda: page.get_by_label(f"{shape}: shape").select_option("rising"), "a shape")
     tour.mixed(lambda: [page.locator(".ws-hit").first.focus(), page.keyboard.press("PageUp")], "a point of a curve")
@@ -159,9 +162,7 @@ def mixes(tour: Tour) -> None:
     visit.unfold()
     tour.mixed(lambda: page.fill("#text", f"# mine\n{visit.recipe}"), "write a comment")
     recipe = visit.recipe
-    tour.mixed(
-        lambda: page.fill("#text", recipe.replace("ties", "tise", 1) if "merge_method: ties" in recipe else ""), "a slip"
-    )
+    tour.mixed(lambda: page.fill("#text", re.sub(r"merge_method: \w+", "merge_method: tise", recipe)), "a slip")
     visit.has("#why", "1 problem")
     assert page.locator("#merge").is_disabled()
     tour.mixed(lambda: page.fill("#text", recipe), "mend it")
@@ -261,7 +262,8 @@ def tries(tour: Tour) -> None:
     visit.until("!document.querySelector('#tune-now').disabled")
     tour.took("a longer text")
     page.click("#tune-now")
-    page.locator("#tuned tbody tr").first.wait_for(timeout=180_000)
+    visit.until("document.querySelector('#tuned').childElementCount > 0")
+    assert page.locator("#tuned tbody tr").count(), page.inner_text("#tune")
     visit.until("document.querySelector('#tune .doing').textContent === ''")
     visit.until("document.querySelectorAll('#rows li[data-kind=tune]').length === 1")
     runs = json.loads((tour.out / ".studio/runs.json").read_text())

@@ -61,6 +61,7 @@ def here(tmp_path: Path, memory: MemoryBucket, monkeypatch: pytest.MonkeyPatch) 
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")], "the measurement is removed"
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_the_bytes_are_those_of_one_process(here: Path, memory: MemoryBucket, case: str) -> None:

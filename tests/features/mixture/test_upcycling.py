@@ -249,6 +249,7 @@ def test_bytes_do_not_depend_on_threads_or_memory(tmp_path: Path) -> None:
     assert (tmp_path / "other/model.safetensors").read_bytes() not in files
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_interrupted_work_goes_on(tmp_path: Path) -> None:
     source = recipe(dense(tmp_path / "a", BF16, inner=30_000), noise_scale=0.1, drop_fraction=0.5)

@@ -43,7 +43,7 @@ from weightsmith._execution.options import RunOptions
 from weightsmith._features.quantisation.calibration import layer
 from weightsmith._features.quantisation.calibration.common import split
 from weightsmith._features.quantisation.calibration.plan import without_measuring
-from weightsmith._features.quantisation.formats import followed
+from weightsmith._features.quantisation.formats import FOLLOW_UP
 from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._models.checkpoint import open_checkpoint
 from weightsmith._models.formats import find_encoding, hessians
@@ -307,6 +307,7 @@ def test_a_model_can_be_split_for_one_format_and_fused_for_the_next(tmp_path: Pa
     assert "layer 0" in {product.name for product in quantise(phi3, tmp_path / "out", fused, name="w4a16").plan.products}
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.usefixtures("few_options")
 def test_a_run_resumes_after_its_measurement(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,6 +321,7 @@ def test_a_run_resumes_after_its_measurement(llama: Path, tmp_path: Path, monkey
     assert found == weights_of(quantise(llama, tmp_path / "b", given).out)
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.usefixtures("few_options")
 def test_a_measurement_is_resumed_for_other_bits(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -525,11 +527,13 @@ def test_what_a_measurement_keeps_is_what_follows_from_it(op: str, llama: Path, 
 def test_what_follows_a_measurement_from_elsewhere_is_checked(llama: Path, tmp_path: Path) -> None:
     with prepared_for(llama, settings(tmp_path, uniform=False)) as prepared:
         with pytest.raises(FormatError, match="it does not measure every weight"):
-            followed(prepared, {})
-        then = dict(prepared.plan.then or {})
-        wrong = replace(prepared.plan, then=then | {"settings": then["settings"] | {"bits": None, "head_bits": 7}})
+            FOLLOW_UP.follow(prepared, {}, None, None)
+        then = prepared.plan.then
+        assert then is not None
+        changed = replace(then, settings={**then.settings, "bits": None, "head_bits": 7})
+        wrong = replace(prepared.plan, then=changed)
         with pytest.raises(PlanError, match=r"--head-bits \(head_bits\): must be one of .*, not 7"):
-            followed(replace(prepared, plan=wrong), {})
+            FOLLOW_UP.follow(prepared.with_plan(wrong), {}, None, None)
 
 
 @pytest.mark.slow

@@ -173,6 +173,7 @@ def test_it_loads_in_transformers(model: Path) -> None:
         np.testing.assert_array_equal(array.numpy(), expected[name])
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_a_merge_gives_the_same_bytes_as_merging_first(model: Path, tmp_path: Path) -> None:
     other = {name: (-array.astype(np.float32)).astype(array.dtype) * 2 for name, array in tensors_of("m").items()}
@@ -189,6 +190,7 @@ def test_a_merge_gives_the_same_bytes_as_merging_first(model: Path, tmp_path: Pa
     assert Path("direct/model.safetensors").read_bytes() == Path("q/model.safetensors").read_bytes()
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_interrupted_and_resumed_it_has_the_same_bytes(model: Path) -> None:
     def stop(progress: weightsmith.Progress) -> None:

@@ -337,6 +337,7 @@ def test_a_model_is_quantised_and_dequantised(model: Path, cli: Cli) -> None:
         np.testing.assert_array_equal(decoded[step.out.name], expected.astype(decoded[step.out.name].dtype), step.out.name)
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_a_merge_gives_the_same_bytes_as_merging_first(model: Path, tmp_path: Path) -> None:
     other = {name: (-array.astype(np.float32)).astype(array.dtype) * 2 for name, array in tensors_of("m").items()}
@@ -348,6 +349,7 @@ def test_a_merge_gives_the_same_bytes_as_merging_first(model: Path, tmp_path: Pa
     assert Path("direct/model.safetensors").read_bytes() == Path("q/model.safetensors").read_bytes()
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_interrupted_and_resumed_it_has_the_same_bytes(model: Path) -> None:
     def stop(progress: weightsmith.Progress) -> None:
@@ -407,6 +409,7 @@ def test_a_head_of_16_bits_is_float16_and_stored_once(tied: bool, model: Path) -
     assert found.config["tie_word_embeddings"] is tied
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_phi3_is_split_and_joined_again(model: Path) -> None:
     shapes = {

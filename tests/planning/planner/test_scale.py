@@ -106,6 +106,7 @@ def test_ten_thousand_tensors_of_a_terabyte_are_planned(tmp_path: Path) -> None:
     assert stacked["dropped"] == 25 * per_layer + 3
 
 
+@pytest.mark.process
 @pytest.mark.slow
 def test_work_grows_with_the_tensors(tmp_path: Path) -> None:
     def work(layers: int) -> int:

@@ -76,6 +76,7 @@ def test_a_merge_computes_what_a_merge_by_torch_does(kind: str, tmp_path: Path) 
     torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.reader
 @pytest.mark.parametrize("shard_bytes", [10**9, 20_000])
 def test_diffusers_loads_its_parts(shard_bytes: int, tmp_path: Path) -> None:
     torch, diffusers = pytest.importorskip("torch"), pytest.importorskip("diffusers")

@@ -309,6 +309,7 @@ SMALL = {
 }
 
 
+@pytest.mark.reader
 @pytest.mark.slow
 @pytest.mark.parametrize("name", GEMMA)
 @pytest.mark.parametrize("base", ["full", "bare"])

@@ -197,6 +197,7 @@ def test_the_number_of_recipes_and_their_depth_have_limits() -> None:
     assert problems(recipe(deep.replace("{merge_method: linear, models: [{model: ", "", 1).replace("}]}", "", 1))) == []
 
 
+@pytest.mark.process
 @pytest.mark.slow
 def test_many_recipes_that_each_use_all_before_them_are_read_in_time() -> None:
     recipes = [

@@ -160,6 +160,7 @@ def test_one_and_two_threads_choose_and_write_the_same(work: Path) -> None:
     assert Path("one/model.safetensors").read_bytes() == Path("two/model.safetensors").read_bytes()
 
 
+@pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.parametrize("stop", ["draw", "scores", "statistics"])
 def test_an_interrupted_call_is_resumed_with_the_same_result(stop: str, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,6 +205,7 @@ def _counting(function: Callable[..., Any], calls: list[object]) -> Callable[...
     return call
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_fine_tunes_far_from_their_base_get_the_mean_without_a_text(work: Path) -> None:
     for seed, name in enumerate("xy"):

@@ -111,6 +111,7 @@ def test_models_recipes_and_stored_codes_have_the_numbers_of_transformers(
     assert shown.rstrip().endswith(page.summary[-1])
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_an_interrupted_evaluation_resumes(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keep, kept = Staging.keep, list[str]()
@@ -294,6 +295,7 @@ def test_a_merge_and_a_quantised_model_are_evaluated_before_they_are_published(w
         assert file.read_bytes() == (work / "merged" / file.name).read_bytes()
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_an_evaluation_of_a_result_that_is_interrupted_resumes(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keep = Staging.keep

@@ -17,6 +17,8 @@ from weightsmith._base.errors import OutputExists, ParameterError, StoreError, W
 from weightsmith._reports.command import CommandFailed
 from weightsmith._reports.tuning.result import Tuning
 
+pytestmark = pytest.mark.process
+
 __all__ = ["cli"]
 
 SCRIPT = """import sys

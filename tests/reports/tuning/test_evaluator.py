@@ -77,6 +77,7 @@ def loss_of_merge(recipe: str) -> Any:
     return weightsmith.evaluate("merged", text="t.txt", tokens=32, rows=4, progress=False).totals[0]
 
 
+@pytest.mark.matrix("*-4294967296", "stages-0")
 @pytest.mark.slow
 @pytest.mark.parametrize("budget", [MEMORY_BYTES, 60_000, 0])
 @pytest.mark.parametrize("name", CASES)

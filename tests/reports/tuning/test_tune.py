@@ -249,6 +249,7 @@ def test_the_objective_is_what_is_made_small(work: Path, objective: str) -> None
     assert found.best == min(whole, key=found.objective_of)
 
 
+@pytest.mark.matrix("mean")
 @pytest.mark.slow
 @pytest.mark.parametrize("objective", ["mean", "worst", "kl"])
 def test_the_gradient_of_the_objective_is_followed_and_resumed(work: Path, objective: str) -> None:

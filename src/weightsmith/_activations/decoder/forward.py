@@ -85,7 +85,7 @@ class Decoder:
     def layer_bytes(self) -> list[int]:
         """Stored size of each layer's weights."""
         names = [[f"{self._base.prefix}{i}.{n}" for n, _ in layer.named_parameters()] for i, layer in enumerate(self._layers)]
-        return [sum(self._specs[name].nbytes for name in own) for own in names]
+        return [sum(self._specs[name].nbytes for name in layer_names) for layer_names in names]
 
     def embeddings(self, source: WeightSource, prompts: Sequence[Sequence[int]]) -> list[Tensor]:
         """The stored embeddings of the tokens of each prompt: float32 [tokens, hidden]."""
@@ -119,8 +119,8 @@ class Decoder:
         with torch.no_grad():
             place = self._embed(source, rows, "cpu")
             for ids in rows:
-                found = torch.tensor([[place[token] for token in ids]])
-                yield record(self._body, self._layers, input_ids=found)[0][0]
+                tokens = torch.tensor([[place[token] for token in ids]])
+                yield record(self._body, self._layers, input_ids=tokens)[0][0]
 
     def pull_embedded(
         self, source: WeightSource, rows: Sequence[Sequence[int]], leaving: Tensor, vocabulary: int
@@ -132,20 +132,20 @@ class Decoder:
         """
         with torch.no_grad():
             place = self._embed(source, rows, "cpu")
-        weights = {name: each for name, each in self._body.named_parameters() if not each.is_meta}
-        for each in weights.values():
-            each.requires_grad_(True)
+        weights = {name: parameter for name, parameter in self._body.named_parameters() if not parameter.is_meta}
+        for parameter in weights.values():
+            parameter.requires_grad_(True)
         try:
-            sums = [torch.zeros_like(each) for each in weights.values()]
+            sums = [torch.zeros_like(parameter) for parameter in weights.values()]
             for ids, gradient in zip(rows, leaving.cpu(), strict=True):
                 with torch.enable_grad():
-                    found = torch.tensor([[place[token] for token in ids]])
-                    entering = record(self._body, self._layers, input_ids=found)[0]
+                    tokens = torch.tensor([[place[token] for token in ids]])
+                    entering = record(self._body, self._layers, input_ids=tokens)[0]
                     for total, part in zip(sums, gradients_at(entering, [*weights.values()], gradient[None]), strict=True):
                         total += part
         finally:
-            for each in weights.values():
-                each.requires_grad_(False)
+            for parameter in weights.values():
+                parameter.requires_grad_(False)
         named = {self._name(name): total for name, total in zip(weights, sums, strict=True)}
         table = self._name(self._embedding)
         full = torch.zeros(vocabulary, named[table].shape[1])
@@ -154,16 +154,16 @@ class Decoder:
 
     @contextmanager
     def layer(
-        self, i: int, source: WeightSource, tokens: int, device: str = "cpu", given: Mapping[str, Tensor] | None = None
+        self, i: int, source: WeightSource, tokens: int, device: str = "cpu", overrides: Mapping[str, Tensor] | None = None
     ) -> Iterator[Layer]:
         """Layer i with its weights, for rows of so many tokens.
 
         source  supplies weights; matrices that transformers fuses may be stored one by one
-        given   weights to use instead of the source's, by name
+        overrides  weights to use instead of the source's, by name
 
         Raises ShapeError if its tensors are not those of the module.
         """
-        given = given or {}
+        overrides = overrides or {}
         layer, prefix = self._layers[i], f"{self._base.prefix}{i}."
         shapes = {name: spec.shape for name, spec in source.specs.items()}
         narrowing = source.specs.values() if self._base.arithmetic == "bfloat16" else ()
@@ -171,22 +171,24 @@ class Decoder:
         with _Weightless():
             names, replaced = unfuse(layer, prefix, shapes)
         try:
-            wanted = {names[name]: tuple(parameter.shape) for name, parameter in layer.named_parameters()}
-            if wrong := _wrong_shapes(wanted, shapes):
+            shapes_by_config = {names[name]: tuple(parameter.shape) for name, parameter in layer.named_parameters()}
+            if wrong := _wrong_shapes(shapes_by_config, shapes):
                 fix = f"check its config.json{self._base.instead}"
                 raise ShapeError(_MISMATCH, where=self._base.label, details=wrong, fix=fix)
             self._to(device)
             with torch.no_grad():
                 hidden = torch.zeros(1, tokens, self._base.hidden, device=device)
                 call = record(self._body, self._layers, inputs_embeds=hidden)[1][i]
-                with _loaded(layer, {name: own for name, own in names.items() if own not in given}, _Memory(source, device)):
-                    for name, own in names.items():
-                        if own in given:
-                            _register(layer, name, given[own].to(device))
+                with _loaded(
+                    layer, {name: stored for name, stored in names.items() if stored not in overrides}, _Memory(source, device)
+                ):
+                    for name, stored in names.items():
+                        if stored in overrides:
+                            _register(layer, name, overrides[stored].to(device))
                     linear = {names[f"{n}.weight"]: m for n, m in layer.named_modules() if isinstance(m, nn.Linear)}
-                    weights = {own: layer.get_parameter(name) for name, own in names.items()}
-                    for own in narrow & linear.keys():
-                        linear[own].forward = _Bfloat16(linear[own])
+                    weights = {stored: layer.get_parameter(name) for name, stored in names.items()}
+                    for stored in narrow & linear.keys():
+                        linear[stored].forward = _Bfloat16(linear[stored])
                     yield Layer(layer, linear, weights, *call, self._base.instead)
         finally:
             for module in layer.modules():
@@ -199,13 +201,13 @@ class Decoder:
         self,
         source: WeightSource,
         device: str = "cpu",
-        given: Mapping[str, Tensor] | None = None,
+        overrides: Mapping[str, Tensor] | None = None,
         arithmetic: Arithmetic = "float32",
     ) -> Iterator[Callable[..., Tensor]]:
         """The norm and the head: states, float32 [tokens, hidden] → logits, float32 [tokens, vocabulary]. Thread-safe.
 
         source  supplies weights, all that the head has
-        given   `head_weights` to use instead of the source's, by stored name
+        overrides  `head_weights` to use instead of the source's, by stored name
         arithmetic  dtype in which the head multiplies, whatever that of the layers. In bfloat16 it has no gradients. A second
                     argument of what this gives, int64 [tokens], then names the token of each state whose logit is found in
                     float32: the one whose loss is wanted. The others' rounding averages out in a softmax
@@ -214,42 +216,44 @@ class Decoder:
 
         Raises ShapeError if the tensors are not those of the module.
         """
-        names, ready = self.head_weights, given or {}
+        names, ready = self.head_weights, overrides or {}
         shapes = {name: tuple(tensor.shape) for name, tensor in ready.items()}
-        if given is None:
+        if overrides is None:
             shapes = {name: spec.shape for name, spec in source.specs.items()}
-        if wrong := _wrong_shapes({own: tuple(self._whole.get_parameter(name).shape) for name, own in names.items()}, shapes):
+        if wrong := _wrong_shapes(
+            {stored: tuple(self._whole.get_parameter(name).shape) for name, stored in names.items()}, shapes
+        ):
             raise ShapeError(_MISMATCH, where=self._base.label, details=wrong, fix=f"check its config.json{self._base.instead}")
         self._to(device)
-        with torch.no_grad(), _loaded(self._whole, names if given is None else {}, _Memory(source, device)):
-            for name, own in names.items() if given is not None else ():
-                _register(self._whole, name, ready[own].to(device))
+        with torch.no_grad(), _loaded(self._whole, names if overrides is None else {}, _Memory(source, device)):
+            for name, stored in names.items() if overrides is not None else ():
+                _register(self._whole, name, ready[stored].to(device))
             with _skipped(self._layers) as leave, _multiplying(self._whole.get_output_embeddings(), arithmetic) as exact:
 
                 def logits(states: Tensor, tokens: Tensor | None = None) -> Tensor:
                     exact(tokens)
                     with leave(states[None]):
-                        found: Tensor = self._whole(inputs_embeds=states[None], use_cache=False).logits[0]
-                    return found.float()
+                        scores: Tensor = self._whole(inputs_embeds=states[None], use_cache=False).logits[0]
+                    return scores.float()
 
                 yield logits
 
     @property
     def head_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Within `head`: its parameters, with the stored names of their weights. Tied ones are there twice."""
-        return [(own, self._whole.get_parameter(name)) for name, own in self.head_weights.items()]
+        return [(stored, self._whole.get_parameter(name)) for name, stored in self.head_weights.items()]
 
     def _find_head_weights(self) -> dict[str, str]:
         """The parameters outside the layers that logits depend on: names in transformers' module → the model's names."""
         table, head = self._body.get_input_embeddings(), self._whole.get_output_embeddings()
         layers, embedding = (self._name(name) for name in (f"{self._stack}.", self._embedding))
-        found = {}
+        names = {}
         for name, parameter in self._whole.named_parameters(remove_duplicate=False):
             if name.startswith(layers) or name == embedding:
                 continue
             is_tied = parameter is table.weight or (head is not None and parameter is head.weight and self._is_tied)
-            found[name] = embedding if is_tied else name
-        return found
+            names[name] = embedding if is_tied else name
+        return names
 
     @property
     def _is_tied(self) -> bool:
@@ -336,14 +340,14 @@ def build(base: Base, specs: Mapping[str, TensorSpec]) -> Decoder | WeightsmithE
         what = f"transformers cannot build a model of type '{model_type}': {first_line(error)}"
         return Unsupported(what, where=base.label, fix=f"check its config.json{base.instead}")
     text = whole.config.get_text_config()
-    for key, given in _FROM_ELSEWHERE.items():
+    for key, received in _FROM_ELSEWHERE.items():
         if number := getattr(text, key, None):
-            what = f"layers of '{model_type}' with {key} {number} also get {given}, and here they run one by one"
+            what = f"layers of '{model_type}' with {key} {number} also get {received}, and here they run one by one"
             return Unsupported(what, where=base.label, fix=f"choose what needs no text{base.instead}")
     embedding = next(name for name, parameter in body.named_parameters() if parameter is table)
-    wanted = {f"{owner}.{name}" if owner else name: tuple(p.shape) for name, p in body.named_parameters()}
+    shapes_by_config = {f"{owner}.{name}" if owner else name: tuple(p.shape) for name, p in body.named_parameters()}
     stored = {name: spec.shape for name, spec in specs.items()}
-    wrong = _wrong_shapes(wanted, stored) if specs else []
+    wrong = _wrong_shapes(shapes_by_config, stored) if specs else []
     if wrong or not isinstance(layers, nn.ModuleList) or len(layers) != base.layers:
         return ShapeError(_MISMATCH, where=base.label, details=wrong, fix=f"check its config.json{base.instead}")
     return Decoder(base, specs, whole, body, layers, embedding)
@@ -389,10 +393,10 @@ def _multiplying(head: Any, arithmetic: Arithmetic) -> Iterator[Callable[[Tensor
     Gives a function that takes the tokens, int64 [tokens], whose logits are found in float32 on this thread, each for its
     state; None: of no tokens.
     """
-    own = threading.local()
+    thread = threading.local()
 
     def exact(tokens: Tensor | None) -> None:
-        own.tokens = tokens
+        thread.tokens = tokens
 
     if arithmetic == "float32" or not isinstance(head, nn.Linear):
         yield exact
@@ -400,11 +404,11 @@ def _multiplying(head: Any, arithmetic: Arithmetic) -> Iterator[Callable[[Tensor
     multiply = _Bfloat16(head)
 
     def forward(x: Tensor) -> Tensor:
-        found, tokens = multiply(x), getattr(own, "tokens", None)
+        product, tokens = multiply(x), getattr(thread, "tokens", None)
         if tokens is not None:
             products = (x * head.weight[tokens]).sum(-1)
-            found[..., torch.arange(len(tokens)), tokens] = products if head.bias is None else products + head.bias[tokens]
-        return found
+            product[..., torch.arange(len(tokens)), tokens] = products if head.bias is None else products + head.bias[tokens]
+        return product
 
     head.forward = forward
     try:
@@ -422,11 +426,11 @@ def has_bfloat16() -> bool:
 _MISMATCH = "the tensors do not match the model that transformers builds from config.json"
 
 
-def _wrong_shapes(wanted: Mapping[str, tuple[int, ...]], stored: Mapping[str, tuple[int, ...]]) -> list[str]:
+def _wrong_shapes(by_config: Mapping[str, tuple[int, ...]], stored: Mapping[str, tuple[int, ...]]) -> list[str]:
     """The first five tensors that are missing or have another shape."""
     wrong = [
         f"{name}: {list(shape)} by its config.json, {list(stored[name]) if name in stored else 'missing'} in its files"
-        for name, shape in wanted.items()
+        for name, shape in by_config.items()
         if stored.get(name) != shape
     ]
     return wrong[:5]
@@ -442,8 +446,8 @@ class _Weightless(TorchFunctionMode):  # type: ignore[misc,unused-ignore]  # tor
     """Makes `torch.empty`, which torch layers use for their weights, allocate no memory. Buffers are not affected."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        more = {"device": "meta"} if func is torch.empty else {}
-        return func(*args, **{**(kwargs or {}), **more})
+        where = {"device": "meta"} if func is torch.empty else {}
+        return func(*args, **{**(kwargs or {}), **where})
 
 
 class _Recorded(Exception):
@@ -482,19 +486,19 @@ def record(body: Any, layers: nn.ModuleList, **inputs: Tensor) -> tuple[Tensor, 
 @contextmanager
 def _skipped(layers: nn.ModuleList) -> Iterator[Callable[[Tensor], contextlib.AbstractContextManager[None]]]:
     """Let a body run without its layers. Gives (what leaves the last layer, on this thread) → a context to run the body in."""
-    own = threading.local()
+    thread = threading.local()
 
     @contextmanager
     def leave(states: Tensor) -> Iterator[None]:
-        own.states = states
+        thread.states = states
         try:
             yield
         finally:
-            del own.states
+            del thread.states
 
     try:
         for layer in layers:
-            layer.forward = lambda *_args, **_kwargs: own.states
+            layer.forward = lambda *_args, **_kwargs: thread.states
         yield leave
     finally:
         for layer in layers:
@@ -529,15 +533,15 @@ class Layer:
     def __call__(self, hidden: Tensor) -> Tensor:
         """Run one row, float32 [tokens, hidden]. Thread-safe."""
         after = self.module(hidden[None], *self.args, **self.kwargs)
-        found: Tensor = (after if isinstance(after, Tensor) else after[0])[0]
-        return found
+        states: Tensor = (after if isinstance(after, Tensor) else after[0])[0]
+        return states
 
     def batch(self, hidden: Tensor) -> Tensor:
         """Run some rows, float32 [rows, tokens, hidden], without gradients. Thread-safe."""
         with torch.no_grad():
             after = self.module(hidden, *self.args, **self.kwargs)
-        found: Tensor = after if isinstance(after, Tensor) else after[0]
-        return found
+        states: Tensor = after if isinstance(after, Tensor) else after[0]
+        return states
 
     def pull(self, hidden: Tensor, leaving: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the gradients of the layer's input, [rows, tokens, hidden], and of its `weights`. Thread-safe.
@@ -547,8 +551,10 @@ class Layer:
         with torch.enable_grad():
             entering = hidden.detach().requires_grad_()
             after = self.module(entering, *self.args, **self.kwargs)
-            found = gradients_at(after if isinstance(after, Tensor) else after[0], [entering, *self.weights.values()], leaving)
-        return found[0], dict(zip(self.weights, found[1:], strict=True))
+            gradients = gradients_at(
+                after if isinstance(after, Tensor) else after[0], [entering, *self.weights.values()], leaving
+            )
+        return gradients[0], dict(zip(self.weights, gradients[1:], strict=True))
 
     def with_cache(self, cache: Any) -> Layer:
         """The same layer, which gives its keys and values to a cache: to `cache.update`, which returns what attention uses.
@@ -572,8 +578,8 @@ class Layer:
     @property
     def before_mlp(self) -> nn.Module:
         """The norm that gets the residual stream between attention and MLP."""
-        found: nn.Module = next(getattr(self.module, name) for name in _BEFORE_MLP if hasattr(self.module, name))
-        return found
+        norm: nn.Module = next(getattr(self.module, name) for name in _BEFORE_MLP if hasattr(self.module, name))
+        return norm
 
 
 class _Batch:
@@ -592,9 +598,9 @@ class _Batch:
         width = max(self.lengths)
         ids = torch.zeros(len(self._ids), width, dtype=torch.long)
         mask = torch.zeros_like(ids)
-        for row, own in enumerate(self._ids):
-            ids[row, : len(own)] = torch.tensor([place[token] for token in own])
-            mask[row, : len(own)] = 1
+        for row, row_ids in enumerate(self._ids):
+            ids[row, : len(row_ids)] = torch.tensor([place[token] for token in row_ids])
+            mask[row, : len(row_ids)] = 1
 
         ids, mask = ids.to(self._device), mask.to(self._device)
         self._hidden, self._calls = record(body, layers, input_ids=ids, attention_mask=mask)
@@ -640,9 +646,9 @@ class _Memory:
         self._source.fill({name: tensor.numpy() for name, tensor in staged.items()})
         if self._device == "cpu":
             return staged
-        found = {name: self._take(self._device, shape).copy_(staged[name]) for name, shape in shapes.items()}
+        moved = {name: self._take(self._device, shape).copy_(staged[name]) for name, shape in shapes.items()}
         self.free(staged.values())
-        return found
+        return moved
 
     def free(self, tensors: Iterable[Tensor]) -> None:
         """Release tensors for reuse."""
@@ -671,15 +677,15 @@ def _loaded(layer: nn.Module, names: Mapping[str, str], memory: _Memory) -> Iter
 
 def _assign(module: nn.Module, names: Mapping[str, str], memory: _Memory) -> None:
     """Load parameters in float32. names: the module's parameters → the model's tensors."""
-    made = memory.filled({stored: tuple(module.get_parameter(name).shape) for name, stored in names.items()})
+    tensors = memory.filled({stored: tuple(module.get_parameter(name).shape) for name, stored in names.items()})
     for name, stored in names.items():
-        _register(module, name, made[stored])
+        _register(module, name, tensors[stored])
 
 
 def gradients_at(of: Tensor, at: Sequence[Tensor], leaving: Tensor | None = None) -> list[Tensor]:
     """The gradients at some tensors; zeros at those that `of` does not depend on."""
-    found = torch.autograd.grad(of, at, leaving, allow_unused=True)
-    return [torch.zeros_like(x) if each is None else each for x, each in zip(at, found, strict=True)]
+    gradients = torch.autograd.grad(of, at, leaving, allow_unused=True)
+    return [torch.zeros_like(x) if gradient is None else gradient for x, gradient in zip(at, gradients, strict=True)]
 
 
 def _register(module: nn.Module, name: str, tensor: Tensor) -> None:

@@ -375,7 +375,8 @@ def legend(maps: Sequence[HeatMap]) -> str:
         kind = "d" if first.scale == "diverging" else "s"
         bar = "".join(f"<i class={kind}{step}></i>" for step in range(STEPS))
         low, high = limits_text(first).split(" to ")
-        parts.append(f'<span>{safe(low)}</span><span class="bar" aria-hidden="true">{bar}</span><span>{safe(high)}</span>')
+        ends = f'<span>{safe(low)}</span><span class="bar" aria-hidden="true">{bar}</span><span>{safe(high)}</span>'
+        parts.append(f'<span class="scale">{ends}</span>')
     for mark in dict.fromkeys(mark for heat in maps for mark in marks_of(heat)):
         parts.append(f'<span class="mark"><i class=m-{mark.key}></i>{safe(mark.meaning)}</span>')
     return f'<p class="legend">{"".join(parts)}</p>' if parts else ""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from weightsmith._base.options import assignment, named, option_error
 from weightsmith._features.quantisation.options import QuantizeSettings
-from weightsmith._planning.planner import Assembled
+from weightsmith._planning.planner import Prepared
 from weightsmith._plans import Product
 from weightsmith.abc.product import Arrays
 
@@ -35,9 +35,9 @@ class Format:
     name: str
     summary: str
     readers: str
-    apply: Callable[[Assembled, QuantizeSettings], None]
+    apply: Callable[[Prepared, QuantizeSettings], None]
     settings: frozenset[str] = frozenset()
-    follow: Callable[[Assembled, QuantizeSettings, Sequence[Product], Mapping[str, Arrays]], Mapping[str, bytes]] | None = None
+    follow: Callable[[Prepared, QuantizeSettings, Sequence[Product], Mapping[str, Arrays]], Mapping[str, bytes]] | None = None
 
 
 # ---- a divergence instead of a size

@@ -43,7 +43,7 @@ from weightsmith._models.formats.exl2.layout import Params
 from weightsmith._models.formats.exl2.loader import ELSEWHERE
 from weightsmith._models.formats.exl2.model import Model, notes, prepare_model, store
 from weightsmith._models.formats.unfused import DEFAULT_HEAD_BITS
-from weightsmith._planning.planner import Assembled
+from weightsmith._planning.planner import Prepared
 from weightsmith._plans import PlanDraft, Product
 from weightsmith.abc.product import Arrays
 
@@ -64,7 +64,7 @@ _ERRORS = {
 """Relative error of normally distributed weights, by bits and group size: measured, 512 rows of 512."""
 
 
-def apply(assembled: Assembled, settings: QuantizeSettings) -> None:
+def apply(assembled: Prepared, settings: QuantizeSettings) -> None:
     """Make the draft one of an EXL2 model. Raises PlanError with all problems."""
     _check(settings)
     draft = assembled.draft
@@ -82,7 +82,7 @@ def apply(assembled: Assembled, settings: QuantizeSettings) -> None:
 
 
 def follow(
-    assembled: Assembled, settings: QuantizeSettings, measured: Sequence[Product], arrays: Mapping[str, Arrays]
+    assembled: Prepared, settings: QuantizeSettings, measured: Sequence[Product], arrays: Mapping[str, Arrays]
 ) -> Mapping[str, bytes]:
     """Give the draft the settings that a measurement favours; measurement.json. Raises PlanError."""
     _check(settings)
@@ -93,9 +93,7 @@ def follow(
     return {"measurement.json": (json.dumps(measurement_json(errors), indent=1) + "\n").encode()}
 
 
-def _store(
-    assembled: Assembled, model: Model, settings: QuantizeSettings, target: float, params: Sequence[BlockParams]
-) -> None:
+def _store(assembled: Prepared, model: Model, settings: QuantizeSettings, target: float, params: Sequence[BlockParams]) -> None:
     """Make the draft one with a setting for each role of each block. target: bits for each weight."""
     draft = assembled.draft
     draft.warnings += _unfit(model, settings)

@@ -39,7 +39,7 @@ from weightsmith._models.formats.unfused import (
 )
 from weightsmith._models.structure.projections import Role, role_of
 from weightsmith._models.structure.vocabulary import is_model_head
-from weightsmith._planning.planner import Assembled
+from weightsmith._planning.planner import Prepared
 from weightsmith._planning.planner.encode import encodable
 from weightsmith._plans import PlanDraft
 
@@ -48,7 +48,7 @@ _FIRST: tuple[Role, ...] = ("v", "k", "o", "down", "q")
 """Projections that get more bits first: those with few weights, and those whose errors go straight to the residual stream."""
 
 
-def apply(assembled: Assembled, settings: QuantizeSettings) -> None:
+def apply(assembled: Prepared, settings: QuantizeSettings) -> None:
     """Make the draft one of an EXL3 model. Raises PlanError with all problems."""
     problems: list[WeightsmithError] = []
     if settings.bits is None:

@@ -69,10 +69,10 @@ class Models:
         """
         towards = _tsv_parameters(strength) if prior == "tsv_m" else {"lambda": strength}
         parameters = {"prior": prior, "prior_parameters": towards, "mu": PRIOR_PULL, "lambda": factor}
-        found = self._merge("regmean", parameters)
-        for model, text in zip(found["models"], texts, strict=True):
+        recipe = self._merge("regmean", parameters)
+        for model, text in zip(recipe["models"], texts, strict=True):
             model["text"] = text
-        return found
+        return recipe
 
     def _merge(self, method: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
         models: list[dict[str, Any]] = [{"model": name, "parameters": {"weight": 1}} for name in self.fine_tunes]
@@ -115,17 +115,17 @@ class Pool:
         Raises MismatchError for a model of another shape or with another tokenizer.
         """
         heads: dict[str, Any] = {}
-        own = list[RowScores]()
+        scores = list[RowScores]()
         self._references = []
         for name, parts, text in zip(names, self._parts, self._texts, strict=True):
             with prepare_named(name) as prepared:
                 self._check(name, prepared, parts, text)
                 candidate = Candidate.of(prepared.plan, prepared.inputs)
-                own.append(_joined([self._scored(candidate, rows, None, keep=True) for rows in parts]))
-                made = self._evaluator.reference(candidate, parts)
-            weights = {key: _shared(heads, tensor) for key, tensor in made.weights.items()}
-            self._references.append(Reference(made.decoder, weights, made.states))
-        return own
+                scores.append(_joined([self._scored(candidate, rows, None, keep=True) for rows in parts]))
+                reference = self._evaluator.reference(candidate, parts)
+            weights = {key: _shared(heads, tensor) for key, tensor in reference.weights.items()}
+            self._references.append(Reference(reference.decoder, weights, reference.states))
+        return scores
 
     def _check(self, name: str, prepared: Prepared, parts: Sequence[Rows], text: TextSource) -> None:
         what = ""
@@ -144,20 +144,20 @@ class Pool:
 
         Raises NonFinite, PlanError.
         """
-        parts = [own[:1] if few else own for own in self._parts]
-        key = self._journal.key(recipe, [rows.name for own in parts for rows in own])
-        wanted = [sum(len(rows.scored.ids) for rows in own) for own in parts]
+        parts = [rows_of_model[:1] if few else rows_of_model for rows_of_model in self._parts]
+        key = self._journal.key(recipe, [rows.name for rows_of_model in parts for rows in rows_of_model])
+        counts = [sum(len(rows.scored.ids) for rows in rows_of_model) for rows_of_model in parts]
         known = self._journal.scores.get(key)
-        if known is not None and [len(own.nats) for own in known] == wanted:
+        if known is not None and [len(rows_of_model.nats) for rows_of_model in known] == counts:
             return known
         with prepare_named(recipe) as prepared:
             candidate = Candidate.of(prepared.plan, prepared.inputs)
-            found = [
-                _joined([self._scored(candidate, rows, reference) for rows in own])
-                for own, reference in zip(parts, self._references, strict=True)
+            scored = [
+                _joined([self._scored(candidate, rows, reference) for rows in rows_of_model])
+                for rows_of_model, reference in zip(parts, self._references, strict=True)
             ]
-        self._journal.add(key, found)
-        return found
+        self._journal.add(key, scored)
+        return scored
 
     def _scored(self, candidate: Candidate, rows: Rows, reference: Reference | None, *, keep: bool = False) -> RowScores:
         nats, divergences = self._evaluator.losses(candidate, rows, reference, keep=keep)
@@ -177,7 +177,7 @@ def _parts(one: Opened, path: Path, tokens: int) -> list[Rows]:
 
 
 def _joined(parts: Sequence[RowScores]) -> RowScores:
-    return RowScores(*(np.concatenate([getattr(own, name) for own in parts]) for name in ("nats", "divergences", "tokens")))
+    return RowScores(*(np.concatenate([getattr(part, name) for part in parts]) for name in ("nats", "divergences", "tokens")))
 
 
 def _shared(known: dict[str, Any], tensor: Any) -> Any:
@@ -209,7 +209,7 @@ class Journal:
     def add(self, key: str, scores: Scores) -> None:
         """Keep scores, at once."""
         self.scores[key] = scores
-        values = [[own.nats.tolist(), own.divergences.tolist(), own.tokens.tolist()] for own in scores]
+        values = [[part.nats.tolist(), part.divergences.tolist(), part.tokens.tolist()] for part in scores]
         self._lines.append(json.dumps({"candidate": key, "scores": values}))
         self._save()
 
@@ -265,7 +265,7 @@ def score(scores: Scores, measure: str) -> float:
     >>> score([rows, rows], "nats")
     1.5
     """
-    return float(np.mean([getattr(own, measure).sum() / own.tokens.sum() for own in scores]))
+    return float(np.mean([getattr(part, measure).sum() / part.tokens.sum() for part in scores]))
 
 
 def difference(scores: Scores, other: Scores, measure: str) -> Mean:

@@ -53,24 +53,24 @@ def row_tokens(one: Opened) -> int:
     return min(TOKENS, max(2, one.positions // 2))
 
 
-def cut(one: Opened, name: str, given: str, folder: Path) -> TextPair:
+def cut(one: Opened, name: str, file: str, folder: Path) -> TextPair:
     """Cut a given text in two. Raises ParameterError for one that is too short, and as `Cutter.rows` does.
 
     Rows are taken evenly from the whole text, so that its end counts as its beginning does.
     """
     tokens = row_tokens(one)
-    rows = one.cutter.rows(text_source(given, None, tokens, 0, "text"), _MOST_READ)
+    rows = one.cutter.rows(text_source(file, None, tokens, 0, "text"), _MOST_READ)
     count = len(rows.ids)
     if count < 8:
         what = f"the text has {count:,} rows of {tokens:,} tokens, and 8 are needed: 6 for statistics, 2 to score candidates"
         raise ParameterError(
-            what, where=given, fix="give a longer text, or leave it out: the fine-tune writes its own", state=NOTHING_WRITTEN
+            what, where=file, fix="give a longer text, or leave it out: the fine-tune writes its own", state=NOTHING_WRITTEN
         )
     taken = np.unique(np.linspace(0, count - 1, min(count, STATISTICS_ROWS + HELD_ROWS)).round().astype(int))
     texts = [one.cutter.tokenizer.decode(rows.ids[k][rows.nbytes[k] >= 0].tolist(), skip_special_tokens=False) for k in taken]
     held = texts[3::4]
     measured = [text for i, text in enumerate(texts) if i % 4 != 3]
-    return _write(name, given, folder, measured, held)
+    return _write(name, file, folder, measured, held)
 
 
 def write_own(name: str, model: str, tokens: int, folder: Path, seed: int, running: RunOptions, shown: Meter) -> TextPair:
@@ -92,12 +92,12 @@ def _recorded(path: Path) -> str:
     return path.read_text("ascii", "replace")[:80] if path.is_file() else ""
 
 
-def _pair(name: str, given: str, folder: Path) -> TextPair:
-    return TextPair(name, given, folder / TEXTS / f"{name}.jsonl", folder / HELD_BACK / f"{name}.jsonl")
+def _pair(name: str, file: str, folder: Path) -> TextPair:
+    return TextPair(name, file, folder / TEXTS / f"{name}.jsonl", folder / HELD_BACK / f"{name}.jsonl")
 
 
-def _write(name: str, given: str, folder: Path, measured: Sequence[str], held: Sequence[str]) -> TextPair:
-    pair = _pair(name, given, folder)
+def _write(name: str, file: str, folder: Path, measured: Sequence[str], held: Sequence[str]) -> TextPair:
+    pair = _pair(name, file, folder)
     for path, texts in ((pair.statistics, measured), (pair.held, held)):
         path.parent.mkdir(exist_ok=True)
         lines = [json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts]

@@ -197,15 +197,15 @@ def _sampling(one: Opened, settings: WriteSettings) -> Sampling:
     return Sampling(starts, settings.rows, settings.tokens, settings.temperature, settings.seed)
 
 
-def _starts(cutter: Cutter, given: tuple[str, ...]) -> Iterator[tuple[int, ...]]:
+def _starts(cutter: Cutter, texts: tuple[str, ...]) -> Iterator[tuple[int, ...]]:
     """What rows begin with: the texts given, or else the tokens that begin and end texts, and line breaks."""
     before = cutter.before
 
     def encode(text: str) -> tuple[int, ...]:
         return tuple(cutter.tokenizer.encode(text, add_special_tokens=False).ids)
 
-    if given:
-        for text in given:
+    if texts:
+        for text in texts:
             yield (*before, *encode(text))
         return
     if before:

@@ -17,7 +17,7 @@ from weightsmith._base.text import status
 from weightsmith._execution.execute import execute
 from weightsmith._execution.identity import work_identity
 from weightsmith._execution.options import RunOptions
-from weightsmith._features.quantisation.formats import prepare_copy
+from weightsmith._features.any_recipe import prepare_copy
 from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._outputs.local.target import remove_checkpoint
 from weightsmith._planning.options import RecipeOptions
@@ -31,12 +31,12 @@ def measured(
     asked: Mapping[str, Asked], command: Command, settings: EvaluateSettings, running: RunOptions
 ) -> tuple[float, ...]:
     """The number that a command finds for each model. Raises CommandFailed, and what writing a model raises."""
-    found = []
+    numbers = []
     for name, model in asked.items():
         with _folder_of(model, command, settings, running) as folder:
             status(f"measuring {name} by the command")
-            found.append(command.measured(folder))
-    return tuple(found)
+            numbers.append(command.measured(folder))
+    return tuple(numbers)
 
 
 @contextmanager

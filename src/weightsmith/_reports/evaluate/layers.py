@@ -21,17 +21,17 @@ LayerErrors = tuple[float, ...]
 """‖own - reference's‖ / ‖reference's‖ of what leaves each layer, over the scored tokens of the sampled rows."""
 
 
-def with_samples(made: Scored) -> tuple[Product, ...]:
+def with_samples(scored: Scored) -> tuple[Product, ...]:
     """Its products, and after each layer one that keeps the first rows of what leaves it: the rest need not stay on disk."""
-    run, found, layers = made.run, list[Product](), itertools.count()
-    for product in made.products:
-        found.append(product)
+    run, products, layers = scored.run, list[Product](), itertools.count()
+    for product in scored.products:
+        products.append(product)
         if product.op == "states":
             layer = next(layers)
             kept = run.array(f"sample {layer}", "F32", (_rows(run), run.text.tokens, run.base.hidden))
             work = LayerWork(run.base, run.packages, layer, product.name)
-            found.append(run.product(kept.name, "sampled_states", (kept,), work, (), (product,)))
-    return tuple(found)
+            products.append(run.product(kept.name, "sampled_states", (kept,), work, (), (product,)))
+    return tuple(products)
 
 
 def _rows(run: TextRun) -> int:
@@ -39,14 +39,14 @@ def _rows(run: TextRun) -> int:
     return max(1, min(run.text.rows, SAMPLE_BYTES // row))
 
 
-def layer_errors(own: Mapping[str, Arrays], reference: Mapping[str, Arrays], rows: ScoredRows) -> LayerErrors | None:
+def layer_errors(arrays: Mapping[str, Arrays], reference: Mapping[str, Arrays], rows: ScoredRows) -> LayerErrors | None:
     """Error of each layer; None if the models' layers differ. Arrays are keyed by name, with those of `with_samples`."""
-    names = [name for name in own if name.startswith("sample ")]
+    names = [name for name in arrays if name.startswith("sample ")]
     if names != [name for name in reference if name.startswith("sample ")]:
         return None
-    found = []
+    errors = []
     for name in names:
-        [ours], [theirs] = own[name], reference[name]
+        [ours], [theirs] = arrays[name], reference[name]
         if ours.shape != theirs.shape:
             return None
         error = norm = 0.0
@@ -55,8 +55,8 @@ def layer_errors(own: Mapping[str, Arrays], reference: Mapping[str, Arrays], row
             wanted = other[is_scored].astype(np.float64)
             error += float(np.square(mine[is_scored] - wanted).sum())
             norm += float(np.square(wanted).sum())
-        found.append((error / norm) ** 0.5 if norm else 0.0)
-    return tuple(found)
+        errors.append((error / norm) ** 0.5 if norm else 0.0)
+    return tuple(errors)
 
 
 def worst_layers(errors: Sequence[float], most: int = 3) -> list[tuple[int, float, float]]:

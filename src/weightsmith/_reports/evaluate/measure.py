@@ -86,14 +86,14 @@ def evaluate(
 
 def named(models: Sequence[Named], reference: Named | None) -> dict[str, Named]:
     """Models by name, the reference first. Raises ParameterError for two recipes of one name."""
-    found = dict[str, Named]()
+    models_by_name = dict[str, Named]()
     for model in (*([] if reference is None else [reference]), *models):
         name = name_of(model)
-        if isinstance(model, Mapping) and found.setdefault(name, model) != model:
+        if isinstance(model, Mapping) and models_by_name.setdefault(name, model) != model:
             what = f"two recipes have the name '{name}'"
             raise ParameterError(what, fix="give each a name of its own: {'name': 'first', 'merge_method': …}")
-        found.setdefault(name, model)
-    return found
+        models_by_name.setdefault(name, model)
+    return models_by_name
 
 
 def evaluation(
@@ -222,7 +222,7 @@ def _computed(
     draft.made, draft.steps, draft.then = Made("evaluation"), [], None
     made.run.add_to(draft, made.products)
     plan = draft.finish()
-    prepared = replace(one.prepared, plan=plan, loading=None)
+    prepared = replace(one.prepared.with_plan(plan), loading=None)
     with (
         work_folder(settings, plan.hash[:12]) as folder,
         staged(prepared, RunRequest(folder, running, watching)) as (staging, run),

@@ -119,24 +119,24 @@ def _columns(score: Score) -> dict[str, Any]:
     }
 
 
-def score_of(own: RowLosses, baseline: RowLosses | None) -> Score:
+def score_of(losses: RowLosses, baseline: RowLosses | None) -> Score:
     """The score of a model on a text. baseline: None for the baseline itself."""
-    loss, tokens = Mean.of(own.nats, own.tokens), float(own.tokens.sum())
+    loss, tokens = Mean.of(losses.nats, losses.tokens), float(losses.tokens.sum())
     change = None
-    if baseline is not None and baseline.tokenized == own.tokenized:
-        less = Mean.of(own.nats - baseline.nats, own.tokens)
-        better = int((own.nats < baseline.nats).sum())
-        change = Change(1 - math.exp(less.value), math.exp(less.value) * less.error, better, len(own.nats))
-    nbytes = float(own.nbytes.sum())
+    if baseline is not None and baseline.tokenized == losses.tokenized:
+        less = Mean.of(losses.nats - baseline.nats, losses.tokens)
+        better = int((losses.nats < baseline.nats).sum())
+        change = Change(1 - math.exp(less.value), math.exp(less.value) * less.error, better, len(losses.nats))
+    nbytes = float(losses.nbytes.sum())
     return Score(
-        len(own.nats),
+        len(losses.nats),
         int(tokens),
         int(nbytes),
         loss,
         math.exp(min(loss.value, 700.0)),
-        float(own.nats.sum()) / math.log(2) / nbytes if nbytes else math.nan,
-        None if own.divergences is None else Mean.of(own.divergences, own.tokens),
-        None if own.agreements is None else float(own.agreements.sum()) / tokens,
+        float(losses.nats.sum()) / math.log(2) / nbytes if nbytes else math.nan,
+        None if losses.divergences is None else Mean.of(losses.divergences, losses.tokens),
+        None if losses.agreements is None else float(losses.agreements.sum()) / tokens,
         change,
     )
 
@@ -253,21 +253,21 @@ class Evaluation(Reported):
         )
 
 
-def _by_command(found: Evaluation, i: int) -> str:
-    (a, b), (first, own) = (found.models[0], found.models[i]), (found.measured[0], found.measured[i])
-    return f"The command finds {own:g} for {b} and {first:g} for {a}."
+def _by_command(evaluation: Evaluation, i: int) -> str:
+    (a, b), (first, measured) = (evaluation.models[0], evaluation.models[i]), (evaluation.measured[0], evaluation.measured[i])
+    return f"The command finds {measured:g} for {b} and {first:g} for {a}."
 
 
-def _compared(found: Evaluation, i: int) -> str:
+def _compared(evaluation: Evaluation, i: int) -> str:
     """A model and the baseline."""
-    base, own = found.totals[0], found.totals[i]
-    a, b = found.models[0], found.models[i]
-    change = own.change
+    base, other = evaluation.totals[0], evaluation.totals[i]
+    a, b = evaluation.models[0], evaluation.models[i]
+    change = other.change
     if change is None:
-        bits = f"{own.bits_per_byte:.4f} bits per byte against {base.bits_per_byte:.4f}"
+        bits = f"{other.bits_per_byte:.4f} bits per byte against {base.bits_per_byte:.4f}"
         return f"{b} and {a} cut the text into different tokens, so only bits per byte are compared: {bits}."
-    where = "this text" if len(found.texts) == 1 else "these texts"
-    numbers = f"perplexity {perplexity(own.perplexity)} against {perplexity(base.perplexity)}"
+    where = "this text" if len(evaluation.texts) == 1 else "these texts"
+    numbers = f"perplexity {perplexity(other.perplexity)} against {perplexity(base.perplexity)}"
     if not change.told_apart:
         if change.value == 0 and change.error == 0:
             return f"{b} and {a} predict {where} equally well."
@@ -302,36 +302,38 @@ def perplexity(value: float) -> str:
     return f"{value:,.0f}" if value >= 9999.5 else f"{value:.4g}"
 
 
-def evaluation_report(found: Evaluation) -> Report:
+def evaluation_report(evaluation: Evaluation) -> Report:
     """Models on texts."""
-    facts: list[tuple[str, Value]] = [("tokens in a row", f"{found.row_tokens:,}")] if found.texts else []
-    facts += [("reference", found.reference)] if found.reference is not None else []
-    facts += [("command", found.command[1])] if found.command else []
+    facts: list[tuple[str, Value]] = [("tokens in a row", f"{evaluation.row_tokens:,}")] if evaluation.texts else []
+    facts += [("reference", evaluation.reference)] if evaluation.reference is not None else []
+    facts += [("command", evaluation.command[1])] if evaluation.command else []
     blocks: list[Block] = [Facts("Settings", tuple(facts))]
-    if found.measured:
-        blocks.append(_command_table(found))
-    if len(found.texts) > 1:
+    if evaluation.measured:
+        blocks.append(_command_table(evaluation))
+    if len(evaluation.texts) > 1:
         about = "Means over the texts; of the perplexity the geometric one."
-        blocks.append(score_table("All texts", found, found.totals, about))
-    for number, text in enumerate(found.texts):
-        blocks.append(score_table(text, found, [own[number] for own in found.scores]))
-    blocks += layer_blocks(found)
-    texts = [word for text in found.texts for word in ("--text", text)]
-    reference = [] if found.reference is None else ["--reference", found.reference]
-    blocks.append(Code("Reproduce", shlex.join(["weightsmith", "eval", *found.models, *texts, *reference, *found.command])))
-    by = f"on {', '.join(found.texts[:3])}" if found.texts else "by a command"
-    title = f"{', '.join(found.models[:3])}{', …' if len(found.models) > 3 else ''} {by}"
-    return Report(title, found.reading, tuple(blocks), found.to_json())
+        blocks.append(score_table("All texts", evaluation, evaluation.totals, about))
+    for number, text in enumerate(evaluation.texts):
+        blocks.append(score_table(text, evaluation, [scores[number] for scores in evaluation.scores]))
+    blocks += layer_blocks(evaluation)
+    texts = [word for text in evaluation.texts for word in ("--text", text)]
+    reference = [] if evaluation.reference is None else ["--reference", evaluation.reference]
+    blocks.append(
+        Code("Reproduce", shlex.join(["weightsmith", "eval", *evaluation.models, *texts, *reference, *evaluation.command]))
+    )
+    by = f"on {', '.join(evaluation.texts[:3])}" if evaluation.texts else "by a command"
+    title = f"{', '.join(evaluation.models[:3])}{', …' if len(evaluation.models) > 3 else ''} {by}"
+    return Report(title, evaluation.reading, tuple(blocks), evaluation.to_json())
 
 
-def score_table(title: str, found: Evaluation, scores: Sequence[Score], about: str = "") -> Table:
+def score_table(title: str, evaluation: Evaluation, scores: Sequence[Score], about: str = "") -> Table:
     """The scores of all models on a text, or on all."""
     columns = [
         Column("model"),
         Column("perplexity", "number", "exp of the mean loss of a token"),
         Column("bits per byte", "number", "of the text: independent of the tokenizer"),
     ]
-    if found.reference is not None:
+    if evaluation.reference is not None:
         columns.append(Column("KL", "number", "divergence of the predictions from the reference's, nats for each token"))
         columns.append(Column("same top token", "share", "tokens where the most probable one is the reference's"))
     columns += [
@@ -340,18 +342,20 @@ def score_table(title: str, found: Evaluation, scores: Sequence[Score], about: s
         Column("±", "number", "standard error of the loss, over rows"),
         *(Column(name, "count") for name in ("rows", "tokens", "bytes")),
     ]
-    return Table(title, tuple(columns), tuple(_row(*own, found) for own in zip(found.models, scores, strict=True)), about)
+    return Table(
+        title, tuple(columns), tuple(_row(*pair, evaluation) for pair in zip(evaluation.models, scores, strict=True)), about
+    )
 
 
-def _command_table(found: Evaluation) -> Table:
+def _command_table(evaluation: Evaluation) -> Table:
     """The command's numbers, and their differences from the first model's."""
     columns = Column("model"), Column("number", "number"), Column("more than the first", "number")
-    first = found.measured[0]
-    rows = zip(found.models, found.measured, strict=True)
-    return Table("By the command", columns, tuple((name, own, own - first) for name, own in rows))
+    first = evaluation.measured[0]
+    rows = zip(evaluation.models, evaluation.measured, strict=True)
+    return Table("By the command", columns, tuple((name, number, number - first) for name, number in rows))
 
 
-def layer_blocks(found: Evaluation) -> list[Block]:
+def layer_blocks(evaluation: Evaluation) -> list[Block]:
     """The error of each layer's output, a table for each model that has them. With a name: terminals leave such tables out."""
     columns = (
         Column("layer"),
@@ -361,7 +365,7 @@ def layer_blocks(found: Evaluation) -> list[Block]:
     about = "The layers with the largest increase come first."
     return [
         Table(f"Layers of {model}", columns, _by_increase(errors), about, f"layers-{number}")
-        for number, (model, errors) in enumerate(zip(found.models, found.layers, strict=False))
+        for number, (model, errors) in enumerate(zip(evaluation.models, evaluation.layers, strict=False))
         if errors
     ]
 
@@ -370,9 +374,9 @@ def _by_increase(errors: Sequence[float]) -> tuple[tuple[Value, ...], ...]:
     return tuple((f"{layer}", error, grown) for layer, error, grown in worst_layers(errors, len(errors)))
 
 
-def _row(name: str, score: Score, found: Evaluation) -> tuple[Value, ...]:
+def _row(name: str, score: Score, evaluation: Evaluation) -> tuple[Value, ...]:
     change: Value = Mark.NOTHING if score.change is None else of_change(score.change)
     row: list[Value] = [name, score.perplexity, score.bits_per_byte]
-    if found.reference is not None:
+    if evaluation.reference is not None:
         row += [None if score.divergence is None else score.divergence.value, score.agreement]
     return (*row, change, score.loss.value, score.loss.error, score.rows, score.tokens, score.nbytes)

@@ -77,19 +77,19 @@ class Candidates(Closing):
         """The plan of a candidate; its models stay open. Raises PlanError."""
         written = self._template.fill(values, layout=False)
         for bound in reversed(self._bounds):
-            found = bound.replan(written)
-            if found is not None:
+            prepared = bound.replan(written)
+            if prepared is not None:
                 self._bounds.remove(bound)
                 self._bounds.append(bound)
-                return found
+                return prepared
         new = bind(written, self._options)
         self._bounds.append(new)
         if len(self._bounds) > OPEN:
             self._bounds.pop(0).close()
-        found = new.replan(written)
-        assert found is not None
-        check_computable(found)
-        return found
+        prepared = new.replan(written)
+        assert prepared is not None
+        check_computable(prepared)
+        return prepared
 
     def _check_ranges(self) -> None:
         """Raise PlanError for an end of a range, or a choice, that its parameter does not allow."""
@@ -113,10 +113,10 @@ class Candidates(Closing):
         self._bounds.clear()
 
 
-def _rounded(each: Tunable, whole: bool, value: Scalar) -> Scalar:
-    if each.low is None or each.high is None:
+def _rounded(tunable: Tunable, whole: bool, value: Scalar) -> Scalar:
+    if tunable.low is None or tunable.high is None:
         return value
     number = float(value)
     if whole:
-        return int(min(max(round(number), math.ceil(each.low)), math.floor(each.high)))
-    return min(max(float(f"{number:.{DIGITS}g}"), each.low), each.high)
+        return int(min(max(round(number), math.ceil(tunable.low)), math.floor(tunable.high)))
+    return min(max(float(f"{number:.{DIGITS}g}"), tunable.low), tunable.high)

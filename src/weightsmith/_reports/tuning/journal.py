@@ -60,13 +60,13 @@ class Trial:
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values."""
-        found: dict[str, Any] = {"trial": self.number, "values": list(self.values)}
+        line: dict[str, Any] = {"trial": self.number, "values": list(self.values)}
         if self.error:
-            return {**found, "error": self.error}
-        found["nats"] = [list(own) for own in self.nats]
+            return {**line, "error": self.error}
+        line["nats"] = [list(values) for values in self.nats]
         if self.divergences:
-            found["divergences"] = [list(own) for own in self.divergences]
-        return {**found, "slopes": list(self.slopes)} if self.slopes else found
+            line["divergences"] = [list(values) for values in self.divergences]
+        return {**line, "slopes": list(self.slopes)} if self.slopes else line
 
     @classmethod
     def of(cls, data: Mapping[str, Any], rows: Sequence[int], n_values: int) -> Trial:
@@ -85,14 +85,14 @@ class Trial:
         return cls(number, tuple(values), nats, divergences, tuple(slopes), error)
 
 
-def _numbers(found: object, rows: Sequence[int]) -> tuple[tuple[float | None, ...], ...]:
-    if not isinstance(found, list) or [len(own) if isinstance(own, list) else -1 for own in found] != list(rows):
+def _numbers(lists: object, rows: Sequence[int]) -> tuple[tuple[float | None, ...], ...]:
+    if not isinstance(lists, list) or [len(values) if isinstance(values, list) else -1 for values in lists] != list(rows):
         raise ValueError("its losses are not those of the rows")
-    for own in found:
-        for value in own:
+    for values in lists:
+        for value in values:
             if value is not None and not _is_finite(value):
                 raise ValueError("a loss is not a finite number")
-    return tuple(tuple(own) for own in found)
+    return tuple(tuple(values) for values in lists)
 
 
 def _is_finite(value: object) -> bool:

@@ -190,9 +190,9 @@ def total(scores: tuple[Score, ...]) -> Score:
     return scores[0] if len(scores) == 1 else mean_score(scores)
 
 
-def _compared(found: Tuning, name: str, change: Change) -> str:
-    own, other = total(found.judged["tuned"]).perplexity, total(found.judged[name]).perplexity
-    numbers = f"perplexity {perplexity(own)} against {perplexity(other)}"
+def _compared(tuning: Tuning, name: str, change: Change) -> str:
+    tuned, other = total(tuning.judged["tuned"]).perplexity, total(tuning.judged[name]).perplexity
+    numbers = f"perplexity {perplexity(tuned)} against {perplexity(other)}"
     if math.isnan(change.error):
         what = f"The tuned recipe is {of_change(change)} than the {name}, {numbers}."
         return f"{what} One row does not tell how much of it is noise."
@@ -202,26 +202,26 @@ def _compared(found: Tuning, name: str, change: Change) -> str:
     return f"On the report text, the tuned recipe is {of_change(change)} than the {name}: {numbers}, {rows}."
 
 
-def tuning_report(found: Tuning) -> Report:
+def tuning_report(tuning: Tuning) -> Report:
     """Result of a search."""
-    failed = sum(bool(trial.error) for trial in found.trials)
+    failed = sum(bool(trial.error) for trial in tuning.trials)
     facts: list[tuple[str, Value]] = [
-        ("recipe written", str(found.out)),
-        ("trials", f"{len(found.trials):,}, {len(found.losses):,} of them on all rows, {failed:,} invalid"),
-        ("of an earlier run", f"{found.resumed:,}"),
-        ("objective", found.objective),
-        ("rows to tune on", f"{found.rows[0]:,}; {found.few_rows:,} of them for every candidate"),
-        ("rows of the report", f"{found.rows[1]:,}"),
-        ("time", duration(found.seconds)),
+        ("recipe written", str(tuning.out)),
+        ("trials", f"{len(tuning.trials):,}, {len(tuning.losses):,} of them on all rows, {failed:,} invalid"),
+        ("of an earlier run", f"{tuning.resumed:,}"),
+        ("objective", tuning.objective),
+        ("rows to tune on", f"{tuning.rows[0]:,}; {tuning.few_rows:,} of them for every candidate"),
+        ("rows of the report", f"{tuning.rows[1]:,}"),
+        ("time", duration(tuning.seconds)),
     ]
-    blocks: list[Block] = [Facts("Search", tuple(facts)), _judged(found)]
-    blocks += [_values(found), *_curve(found), _front(found), _trials(found), Code("The recipe", found.recipe)]
+    blocks: list[Block] = [Facts("Search", tuple(facts)), _judged(tuning)]
+    blocks += [_values(tuning), *_curve(tuning), _front(tuning), _trials(tuning), Code("The recipe", tuning.recipe)]
     return Report(
-        f"{Path(found.out).name}: tuned on {', '.join(found.texts[:3])}", found.reading, tuple(blocks), found.to_json()
+        f"{Path(tuning.out).name}: tuned on {', '.join(tuning.texts[:3])}", tuning.reading, tuple(blocks), tuning.to_json()
     )
 
 
-def _judged(found: Tuning) -> Table:
+def _judged(tuning: Tuning) -> Table:
     """On the text of the report, against the tuned recipe."""
     columns = (
         Column("text"),
@@ -234,11 +234,11 @@ def _judged(found: Tuning) -> Table:
         Column("rows", "count"),
     )
     rows: list[tuple[Value, ...]] = []
-    for i, text in [*enumerate(found.report_texts), *([] if len(found.report_texts) == 1 else [(-1, "all texts")])]:
-        for name, scores in found.judged.items():
+    for i, text in [*enumerate(tuning.report_texts), *([] if len(tuning.report_texts) == 1 else [(-1, "all texts")])]:
+        for name, scores in tuning.judged.items():
             score = total(scores) if i < 0 else scores[i]
-            own = None if name == "tuned" else found.against[name]
-            rows.append((text, name, score.perplexity, score.bits_per_byte, _change(own, i), score.rows))
+            change = None if name == "tuned" else tuning.against[name]
+            rows.append((text, name, score.perplexity, score.bits_per_byte, _change(change, i), score.rows))
     return Table("On the report text", columns, tuple(rows), "Text that no candidate was chosen by, read once, at the end.")
 
 
@@ -249,40 +249,40 @@ def _change(scores: tuple[Score, ...] | None, i: int) -> Value:
     return None if change is None else of_change(change)
 
 
-def _values(found: Tuning) -> Table:
+def _values(tuning: Tuning) -> Table:
     rows = tuple(
-        (name, str(first) if isinstance(first, str | bool) else first, str(own) if isinstance(own, str | bool) else own)
-        for name, first, own in zip(found.names, found.start, found.values, strict=True)
+        (name, str(first) if isinstance(first, str | bool) else first, str(best) if isinstance(best, str | bool) else best)
+        for name, first, best in zip(tuning.names, tuning.start, tuning.values, strict=True)
     )
     return Table("Values", (Column("value"), Column("start", "number"), Column("tuned", "number")), rows)
 
 
-def _curve(found: Tuning) -> list[Block]:
+def _curve(tuning: Tuning) -> list[Block]:
     best, now = list[float | None](), math.inf
-    for trial in found.trials:
-        if trial.number in found.losses:
-            now = min(now, found.objective_of(trial.number))
+    for trial in tuning.trials:
+        if trial.number in tuning.losses:
+            now = min(now, tuning.objective_of(trial.number))
         best.append(now if math.isfinite(now) else None)
     if len(best) < 2:
         return []
-    what = "KL" if found.objective == "kl" else "nats"
+    what = "KL" if tuning.objective == "kl" else "nats"
     about = "The objective of the best candidate so far, on the rows to tune on."
     return [Curves("Best so far", (("best", tuple(best)),), "trial", f"{what} for each token", about=about)]
 
 
-def _front(found: Tuning) -> Table:
-    columns = (Column("trial", "count"), Column("objective", "number"), *(Column(text, "number") for text in found.texts))
-    rows = tuple((number, found.objective_of(number), *found.losses[number]) for number in found.front)
+def _front(tuning: Tuning) -> Table:
+    columns = (Column("trial", "count"), Column("objective", "number"), *(Column(text, "number") for text in tuning.texts))
+    rows = tuple((number, tuning.objective_of(number), *tuning.losses[number]) for number in tuning.front)
     about = "Candidates that no other beats on one text without losing on another: losses on the rows to tune on."
     return Table("Pareto front over the texts", columns, rows, about)
 
 
-def _trials(found: Tuning) -> Table:
+def _trials(tuning: Tuning) -> Table:
     columns = (Column("trial", "count"), Column("objective", "number"), Column("outcome"), Column("values"))
     rows: list[tuple[Value, ...]] = []
-    for trial in found.trials:
-        on_all = trial.number in found.losses
+    for trial in tuning.trials:
+        on_all = trial.number in tuning.losses
         outcome = trial.error or ("all rows" if on_all else "few rows")
         values = ", ".join(f"{value:g}" if isinstance(value, float) else str(value) for value in trial.values)
-        rows.append((trial.number, found.objective_of(trial.number) if on_all else None, outcome, values))
+        rows.append((trial.number, tuning.objective_of(trial.number) if on_all else None, outcome, values))
     return Table("Trials", columns, tuple(rows), "Candidates that were not among the best on few rows were not scored on all.")

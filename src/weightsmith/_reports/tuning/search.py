@@ -118,10 +118,10 @@ def _random(tunables: Sequence[Tunable], start: Values, seed: int) -> Iterator[V
         yield tuple(_drawn(each, rng) for each in tunables)
 
 
-def _drawn(each: Tunable, rng: np.random.Generator) -> Scalar:
-    if each.low is None or each.high is None:
-        return each.choices[int(rng.integers(len(each.choices)))]
-    return float(rng.uniform(each.low, each.high))
+def _drawn(tunable: Tunable, rng: np.random.Generator) -> Scalar:
+    if tunable.low is None or tunable.high is None:
+        return tunable.choices[int(rng.integers(len(tunable.choices)))]
+    return float(rng.uniform(tunable.low, tunable.high))
 
 
 def _grid(tunables: Sequence[Tunable], budget: int) -> Iterator[Values]:
@@ -291,28 +291,28 @@ def _by_curvature(steps: Sequence[tuple[Point, Point]], slope: Point) -> Point:
 
     steps  changes of the point, and of the slope
     """
-    left, shares = slope.copy(), list[float]()
+    direction, shares = slope.copy(), list[float]()
     for moved, changed in reversed(steps):
-        shares.append(float(moved @ left / (moved @ changed)))
-        left -= shares[-1] * changed
+        shares.append(float(moved @ direction / (moved @ changed)))
+        direction -= shares[-1] * changed
     if steps:
         moved, changed = steps[-1]
-        left *= moved @ changed / (changed @ changed)
+        direction *= moved @ changed / (changed @ changed)
     for (moved, changed), share in zip(steps, reversed(shares), strict=True):
-        left += moved * (share - changed @ left / (moved @ changed))
-    return left
+        direction += moved * (share - changed @ direction / (moved @ changed))
+    return direction
 
 
-def _unit(each: Tunable, value: Scalar) -> float:
-    assert each.low is not None
-    assert each.high is not None
-    return (float(value) - each.low) / (each.high - each.low)
+def _unit(number: Tunable, value: Scalar) -> float:
+    assert number.low is not None
+    assert number.high is not None
+    return (float(value) - number.low) / (number.high - number.low)
 
 
-def _in_range(each: Tunable, share: float) -> float:
-    assert each.low is not None
-    assert each.high is not None
-    return each.low + share * (each.high - each.low)
+def _in_range(number: Tunable, share: float) -> float:
+    assert number.low is not None
+    assert number.high is not None
+    return number.low + share * (number.high - number.low)
 
 
 def lowest(points: Mapping[float, float], low: float, high: float) -> float:

@@ -195,8 +195,8 @@ def _cut(
 
 def _scored_rows(cutter: Cutter, path: str, rows: int | None, most: int, width: int) -> tuple[ScoredRows, list[int]]:
     """The rows of a text, and the numbers of those with a token to score."""
-    found = cutter.rows(text_source(path, rows, width, 0, "text"), min(most, rows or MAX_ROWS))
-    return found, [i for i in range(len(found.ids)) if (found.nbytes[i] >= 0).any()]
+    scored = cutter.rows(text_source(path, rows, width, 0, "text"), min(most, rows or MAX_ROWS))
+    return scored, [i for i in range(len(scored.ids)) if (scored.nbytes[i] >= 0).any()]
 
 
 def _check_apart(

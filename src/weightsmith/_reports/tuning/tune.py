@@ -346,9 +346,9 @@ class _Search:
         self._reported.add(number)
         self._scored(trial, combined(self.measure.losses(trial), self.measure.objective) if trial.whole else None)
 
-    def _show(self, more: int) -> None:
+    def _show(self, trials: int) -> None:
         """more: trials of the round that are made."""
-        done = len(self.done) + more
+        done = len(self.done) + trials
         best = "" if self.best is None else f", best {self.measure.written(self.best[0])} in trial {self.best[1].number:,}"
         self.shown.show(Reading("tuning", done, self.settings.budget, None, f"trial {done:,}{best}"))
 

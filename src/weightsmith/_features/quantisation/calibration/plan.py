@@ -21,8 +21,8 @@ from weightsmith._features.quantisation.calibration.scored import ScoreWork, Voc
 from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._models.formats import Encoding, find_cache, find_encoding
 from weightsmith._models.formats.engines import find_engine
-from weightsmith._planning.planner import Assembled
-from weightsmith._plans import COPY, PRODUCTS, FileRead, PlanDraft, Product, Read, Step
+from weightsmith._planning.planner import Prepared
+from weightsmith._plans import COPY, PRODUCTS, FileRead, FollowUp, PlanDraft, Product, Read, Step
 from weightsmith.abc.stored import CacheEncoding
 
 NONE = "none"
@@ -71,7 +71,7 @@ def text_problems(encoding: Encoding, settings: QuantizeSettings) -> list[Weight
 
 
 def measure_activations(
-    plain: Assembled, draft: PlanDraft, encoding: Encoding, settings: QuantizeSettings, *, calibrates: bool = False
+    plain: Prepared, draft: PlanDraft, encoding: Encoding, settings: QuantizeSettings, *, calibrates: bool = False
 ) -> None:
     """Add to a quantised draft what a text says of activations, if it is to have that.
 
@@ -203,7 +203,7 @@ class Chain(TextRun):
 
     def __init__(
         self,
-        assembled: Assembled,
+        assembled: Prepared,
         settings: QuantizeSettings,
         steps: Sequence[Step] | None = None,
         most_rows: int | None = None,
@@ -231,7 +231,7 @@ class Chain(TextRun):
     def measure(self, draft: PlanDraft, products: Iterable[Product], format: str, settings: QuantizeSettings) -> None:
         """Add a measurement to a draft, from which `Format.follow` makes another plan."""
         self.add_to(draft, products)
-        draft.then = {"format": format, "settings": asdict(settings)}
+        draft.then = FollowUp("quantised", {"format": format, **asdict(settings)})
 
     @property
     def described(self) -> dict[str, object]:
