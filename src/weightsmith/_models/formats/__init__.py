@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from importlib import import_module
 
 from weightsmith._base.errors import Finding, PluginError, UnknownName, nearest
 from weightsmith._base.plugins import Plugins, installed
@@ -71,9 +72,8 @@ def installed_code() -> tuple[str, ...]:
     stored = [FORMATS.identity(name) for name, each in _installed().items() if isinstance(each, StoredFormat)]
     if not installed(GGUF_ARCHITECTURES):  # most have none, and need not import those of weightsmith
         return tuple(stored)
-    from weightsmith._models.formats.gguf.architectures import FAMILIES
-
-    return (*stored, *map(FAMILIES.identity, FAMILIES.brought))
+    families: Plugins[object] = import_module("weightsmith._models.formats.gguf.architectures").FAMILIES
+    return (*stored, *map(families.identity, families.brought))
 
 
 @cache
