@@ -37,7 +37,7 @@ from typer.main import get_command
 import weightsmith
 from weightsmith._app.cli.app import make_app
 from weightsmith._app.cli.configuration import settings
-from weightsmith._app.cli.exits import MEANINGS
+from weightsmith._app.cli.failures import MEANINGS
 from weightsmith._app.cli.help import HelpPage, Rows, overview, page_of
 from weightsmith._app.cli.mergekit_flags import FLAGS
 from weightsmith._base.options import Option, find_option, option_records, options_of

@@ -70,11 +70,9 @@ BESIDE = {
     "_kernels/ggml_fits.py": ["models/formats/gguf/test_blocks.py"],
     "_kernels/ggml_k.py": ["models/formats/gguf/test_blocks.py"],
     "_models/checkpoint.py": ["models/sources", "models/formats", "files/hub"],
-    "_app/cli/extract_lora.py": ["features/adapters"],
-    "_app/cli/moe.py": ["features/mixture"],
+    "_app/cli/convert.py": ["features/adapters", "app/test_quantize_commands.py"],
+    "_app/cli/merge.py": ["features/mixture", "execution/test_run.py", "app/cli/test_plan.py"],
     "_app/cli/options.py": ["base/test_options.py", "app/test_quantize_commands.py"],
-    "_app/cli/quantize.py": ["app/test_quantize_commands.py"],
-    "_app/cli/run.py": ["execution/test_run.py", "app/cli/test_plan.py"],
     "_base/citations.py": ["app/cli/test_methods.py", "execution/test_cards.py"],
     "_files/containers": ["outputs"],
     "_activations": [

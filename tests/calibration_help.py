@@ -23,13 +23,13 @@ from weightsmith._engine.resources import Resources, Workload
 from weightsmith._execution.execute import execute
 from weightsmith._execution.options import RunOptions
 from weightsmith._execution.run import Merged
-from weightsmith._features.quantisation import quantised
+from weightsmith._features.any_recipe import prepare_any
 from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._models.formats.exl2 import blocks
 from weightsmith._models.formats.exl2.blocks import ATTENTION, MLP
 from weightsmith._outputs.staging import Staging
 from weightsmith._planning.options import RecipeOptions
-from weightsmith._planning.planner import Prepared, assemble
+from weightsmith._planning.planner import Prepared
 from weightsmith._plans import PlanDraft, Product
 from weightsmith.abc.product import Arrays
 
@@ -118,7 +118,7 @@ def few_options(monkeypatch: pytest.MonkeyPatch) -> None:
 def prepared_for(source: Any, given: QuantizeSettings, name: str = "exl2", seed: int = 0) -> Prepared:
     """The plan of a quantised model. source: its folder, or a recipe."""
     recipe = source if isinstance(source, Mapping) else {"merge_method": "passthrough", "models": [{"model": str(source)}]}
-    return quantised(lambda: assemble(recipe, RecipeOptions(seed=seed)), name, given).finish()
+    return prepare_any(recipe, RecipeOptions(seed=seed, quantize=name), given)
 
 
 def quantise(source: Any, out: Path, given: QuantizeSettings, threads: int = 2, **more: Any) -> Merged:

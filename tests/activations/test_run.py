@@ -40,13 +40,13 @@ def test_states_are_those_of_transformers(tmp_path: Path, name: str) -> None:
     """Also where it fuses experts, or q, k and v, which the plan stores one by one."""
     folder, given = save_model(tmp_path / "m", name), settings(tmp_path)
     with prepare({"merge_method": "passthrough", "models": [{"model": str(folder)}]}) as prepared:
-        prepared = replace(prepared, plan=replace(prepared.plan, steps=tuple(prepare_model(prepared.plan).steps)))
+        prepared = prepared.with_plan(replace(prepared.plan, steps=tuple(prepare_model(prepared.plan).steps)))
         run = text_run(prepared, given)
         states = [run.embedding()]
         for i in range(run.layers):
             states.append(run.states(i, states[-1]))
         kept = [replace(each, transient=False) for each in states]
-        prepared = replace(prepared, plan=replace(prepared.plan, products=tuple(kept)))
+        prepared = prepared.with_plan(replace(prepared.plan, products=tuple(kept)))
         found = captured(prepared, kept).arrays
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     entering: list[torch.Tensor] = []
@@ -68,11 +68,11 @@ def test_gradients_are_those_of_the_whole_model(name: str, tmp_path: Path) -> No
     (folder / "config.json").write_text(json.dumps(config))
     changed(folder, o_proj=20, down_proj=20, w2=20, down=20, lm_head=20, embed_tokens=20)
     with prepare({"merge_method": "passthrough", "models": [{"model": str(folder)}]}) as prepared:
-        prepared = replace(prepared, plan=replace(prepared.plan, steps=tuple(prepare_model(prepared.plan).steps)))
+        prepared = prepared.with_plan(replace(prepared.plan, steps=tuple(prepare_model(prepared.plan).steps)))
         run = text_run(prepared, given)
         kept = [replace(each, transient=False) for each in run.backward(lambda *_: (), lambda layer: run.linear(layer))]
         kept.append(replace(run.gradients(0, kept[0], kept[-1]), transient=False))
-        prepared = replace(prepared, plan=replace(prepared.plan, products=tuple(kept)))
+        prepared = prepared.with_plan(replace(prepared.plan, products=tuple(kept)))
         found = captured(prepared, kept).arrays
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().requires_grad_(False)
     states: list[torch.Tensor] = []

@@ -60,7 +60,7 @@ def requests_for(prepared: Prepared, given: QuantizeSettings, kinds: Sequence[st
 
 def with_statistics(prepared: Prepared, requests: Sequence[StatisticRequest]) -> Prepared:
     products = statistic_products(lambda number: input_of(prepared.inputs, number), requests)
-    return replace(prepared, plan=replace(prepared.plan, products=products))
+    return prepared.with_plan(replace(prepared.plan, products=products))
 
 
 def computed(prepared: Prepared, threads: int = 2, memory: int | None = None) -> Found:
@@ -285,7 +285,7 @@ def test_a_merge_that_is_not_written_has_statistics(tmp_path: Path) -> None:
         text = text_for(merged, given.calibration, given.calibration_rows, given.calibration_tokens, 0)
         request = StatisticRequest("moments", 0, text)
         products = statistic_products(lambda number: merged, [request])
-        found = computed(replace(prepared, plan=replace(prepared.plan, products=products)))
+        found = computed(prepared.with_plan(replace(prepared.plan, products=products)))
     whole = Whole(tmp_path / "a", given)
     other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "b", dtype=torch.float64)
     for mine, theirs in zip(whole.model.parameters(), other.parameters(), strict=True):
@@ -316,7 +316,7 @@ def arrays_as_output(prepared: Prepared) -> Prepared:
     """The plan whose output is the arrays of its statistics."""
     outs = [out for product in prepared.plan.products if product.op == "statistic" for out in product.outs]
     steps = tuple(Step(out, COPY, (Read(PRODUCTS, out.name),)) for out in outs)
-    return replace(prepared, plan=replace(prepared.plan, steps=steps))
+    return prepared.with_plan(replace(prepared.plan, steps=steps))
 
 
 @pytest.mark.slow
@@ -403,7 +403,7 @@ def _settings(plan: dict[str, Any], name: str) -> dict[str, Any]:
         (lambda plan: _settings(plan, "moments 1").update(states="states 9"), "it does not need what its settings name"),
         (lambda plan: _settings(plan, "moments 1").update(weights=["model.norm.weight"]), "it has no step for a weight"),
         (lambda plan: _settings(plan, "moments 1")["weights"].clear(), "its arrays are not those of its weights"),
-        (lambda plan: _settings(plan, "moments 1").update(more=1), "its settings are not those of a text that runs"),
+        (lambda plan: _settings(plan, "moments 1").update(more=1), "its settings are not those of a statistic product"),
         (lambda plan: _settings(plan, "states 0")["text"].update(tokenizer="0"), "it does not name the tokenizer's file"),
     ],
 )

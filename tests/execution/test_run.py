@@ -25,7 +25,7 @@ import weightsmith
 from tests import plan_help
 from tests.cli_help import CONFIG, Cli
 from tests.mini import write_checkpoint
-from weightsmith._app.cli.run import parse_part
+from weightsmith._app.cli.merge import parse_part
 from weightsmith._base.errors import Busy, CheckpointError, FormatError, ParameterError, PlanError, StoreError, WeightsmithError
 from weightsmith._outputs.local.area import staging_folder
 from weightsmith._outputs.local.products import read_product, write_product

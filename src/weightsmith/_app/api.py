@@ -19,8 +19,7 @@ from weightsmith._execution.options import RunOptions
 from weightsmith._execution.progress import Meter, callbacks, watched_meter
 from weightsmith._execution.run import Callbacks, Merged
 from weightsmith._features.adapters.options import ExtractSettings
-from weightsmith._features.any_recipe import assemble_merge, prepare_any
-from weightsmith._features.quantisation import quantised
+from weightsmith._features.any_recipe import prepare_any
 from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._features.transplant.options import TransplantSettings
 from weightsmith._planning.options import RecipeOptions
@@ -81,7 +80,7 @@ def merge(
     planning, settings, running = read_options("merge", options, *_ALL)
 
     def prepare() -> Prepared:
-        return quantised(lambda: assemble_merge(recipe, planning), planning.quantize, settings).finish()
+        return prepare_any(recipe, planning, settings, command="merge")
 
     return _make(prepare, "merging", out, running, progress, rechecking)
 
@@ -103,12 +102,10 @@ def moe(
     addition to the engine's. A PlanError for the prompts or the base's config may be raised at that point. Nothing of this run
     is then left on disk; work of an earlier one is kept.
     """
-    from weightsmith._features.mixture.build import assemble_moe
-
     planning, settings, running = read_options("moe", options, *_ALL)
 
     def prepare() -> Prepared:
-        return quantised(lambda: assemble_moe(recipe, planning), planning.quantize, settings).finish()
+        return prepare_any(recipe, planning, settings, command="moe")
 
     return _make(prepare, "copying", out, running, progress, rechecking)
 
@@ -134,7 +131,7 @@ def quantize(
     >>> weightsmith.quantize("base", "base-fp8", "fp8-dynamic").plan.encodings  # doctest: +SKIP
     ('fp8-dynamic',)
     """
-    from weightsmith._features.quantisation.formats import prepare_copy
+    from weightsmith._features.any_recipe import prepare_copy
 
     planning, settings, running = read_options("quantize", {"format": format, **options}, *_ALL)
     return _make(lambda: prepare_copy(model, planning, settings), "quantising", out, running, progress, rechecking)
@@ -155,7 +152,7 @@ def dequantize(
 
     >>> weightsmith.dequantize("base-fp8", "plain").plan.config.get("quantization_config")  # doctest: +SKIP
     """
-    from weightsmith._features.quantisation.formats import prepare_copy
+    from weightsmith._features.any_recipe import prepare_copy
 
     planning, settings, running = read_options("dequantize", options, *_ALL)
     return _make(lambda: prepare_copy(model, planning, settings), "dequantising", out, running, progress, rechecking)

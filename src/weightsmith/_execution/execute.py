@@ -19,10 +19,10 @@ from weightsmith._execution.output import check_options
 from weightsmith._execution.run import (
     NO_CALLBACKS,
     Callbacks,
-    Following,
     Helped,
     Helpers,
     Merged,
+    Run,
     RunRequest,
     finished_steps,
     kept_products,
@@ -72,10 +72,10 @@ def execute(
         if helpers is not None or prepared.plan.then is not None or prepared.stages or missing_files(prepared.inputs):
             check.wait()
         ready, stages = stack.enter_context(stages_written(prepared, request, helpers))
-        following = Following(ready)
+        run = Run(ready, request, helpers=helpers, check=check)
         if ready.plan.then is not None:
-            following = stack.enter_context(measured(ready, request, found))
-        merged = run_plan(following, request, helpers=helpers, check=check)
+            run = stack.enter_context(measured(run, found))
+        merged = run_plan(run)
     found += [finding for stage in stages for finding in stage.warnings[len(stage.plan.warnings) :]]
     found += [] if options.keep_stages else without_stages(stages)
     kept = tuple(Path(str(stage.out)) for stage in stages) if options.keep_stages else ()

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
     from weightsmith._engine.local import Outcome, Progress
     from weightsmith._engine.results import Results
+    from weightsmith._outputs.hub.repository import HubRepository
     from weightsmith._outputs.staging import Staging
     from weightsmith.abc.output import Finished
     from weightsmith.abc.product import Arrays
@@ -169,27 +170,6 @@ MEASUREMENT = "measurement"
 
 
 @dataclass(frozen=True, slots=True)
-class Following:
-    """A plan to run, and what another one that was run first gives it.
-
-    arrays   of products that both have, by name
-    files    to add to the output
-    reports  besides those of the products
-    measurement  identity of the work that made the arrays, for the manifest
-    more     for the manifest
-    source   plan of the model that an evaluation compares the output with
-    """
-
-    prepared: Prepared
-    arrays: Mapping[str, Arrays] = field(default_factory=dict)
-    files: Mapping[str, bytes] = field(default_factory=dict)
-    reports: Mapping[str, ProductReport] = field(default_factory=dict)
-    measurement: str = ""
-    more: Mapping[str, Any] = field(default_factory=dict)
-    source: Prepared | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Helped:
     """What other processes did for a run: number of steps that an earlier run had finished, bytes as in `Merged`, warnings."""
 
@@ -208,6 +188,120 @@ class Helpers(Protocol):
 
     def __call__(self, prepared: Prepared, staging: Staging, request: RunRequest) -> Helped:
         """Have all parts done, in the staging folder that is open here. What remains undone, the caller does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A plan to run: where to and how, and what was computed or found before it.
+
+    arrays    of products that the plan that it follows from has too, by name
+    files     to add to the output
+    reports   besides those of the products
+    manifest  entries to add
+    reference  plan of the model that an evaluation compares the output with; None: the model that it was made from
+    helpers   other processes that do the parts; None: this one does all
+    check     of the output: nothing is published before it is done, and if it fails, the run ends at once
+    """
+
+    prepared: Prepared
+    request: RunRequest
+    arrays: Mapping[str, Arrays] = field(default_factory=dict)
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    reports: Mapping[str, ProductReport] = field(default_factory=dict)
+    manifest: Mapping[str, Any] = field(default_factory=dict)
+    reference: Prepared | None = None
+    helpers: Helpers | None = None
+    check: Check = field(default_factory=lambda: Check(None))
+
+    @property
+    def plan(self) -> Plan:
+        """The plan."""
+        return self.prepared.plan
+
+
+def run_plan(run: Run) -> Merged:
+    """Run a plan and publish its output: compute, describe, publish. See `execute`."""
+    options, callbacks = run.request.options, run.request.callbacks
+    place = check_options(run.request.out, options)
+    hub = None if options.push is None else _hub_of(options.push)
+    watched = _Watched(run.check, callbacks.progress)
+    request = replace(run.request, callbacks=replace(callbacks, progress=watched))
+    # With helpers, the process that does a part checks what an earlier run has finished of it.
+    with staged(run.prepared, request, steps=None if run.helpers is None else ()) as (staging, engine):
+        computed = _compute(run, staging, engine, watched)
+        described = _describe(run, staging, computed, place.name, place.spec if hub is None else hub.address.spec)
+        published, late = _publish(run, staging, computed, described)
+    if described.page is not None:
+        _page(run, place.name, computed, described).write(described.page)
+    url = place.url if hub is None else _push(hub, place.local, options, run.plan)
+    outcome, helped = computed.outcome, computed.helped
+    return Merged(
+        out=published,
+        plan=run.plan,
+        resumed=computed.resumed if run.helpers is None else helped.resumed,
+        read_bytes=outcome.read_bytes + helped.read_bytes,
+        written_bytes=outcome.written_bytes + helped.written_bytes,
+        seconds=time.monotonic() - run.request.began,
+        distance=computed.distance,
+        warnings=(*described.warnings, *late),
+        reports=described.reports,
+        url=url,
+        fetched_bytes=outcome.fetched_bytes + helped.fetched_bytes,
+        distances=outcome.distances,
+    )
+
+
+# ---- compute
+
+
+@dataclass(frozen=True, slots=True)
+class _Computed:
+    """All tensors of an output, in its staging folder.
+
+    resumed  number of steps that an earlier run had finished
+    warnings of the check, and of the data
+    """
+
+    outcome: Outcome
+    results: Results
+    helped: Helped
+    resumed: int
+    distance: tuple[Moved, ...]
+    warnings: tuple[Finding, ...]
+
+
+def _compute(run: Run, staging: Staging, engine: Callable[..., Outcome], watched: _Watched) -> _Computed:
+    """Make all products and tensors, or take over what an earlier run or other processes have made."""
+    from weightsmith._engine.constants import copied
+
+    plan, earlier, helped = run.plan, staging.holds_work, Helped()
+    try:
+        if run.helpers is not None:
+            for product in plan.products:
+                if product.name in run.arrays:
+                    staging.keep(product, run.arrays[product.name])
+            helped = run.helpers(run.prepared, staging, run.request)
+        results = kept_products(plan, staging, run.arrays)
+        done = finished_steps(plan, staging, results, run.request.options.allow_nonfinite)
+        outcome = engine(skip=done, results=results, release=True)
+        unknown = watched.wait()
+    except WeightsmithError as error:
+        _leave(error, run.check, staging, earlier=earlier)
+        raise
+    differing = [_disagreement(plan, step) for step in plan.steps if outcome.finished[step.out.name].differing]
+    warnings = (*unknown, *staging.warnings, *helped.warnings, *differing, *copied(outcome.finished))
+    distance = distance_by_layer(plan, outcome.distances)
+    return _Computed(outcome, results, helped, len(done), distance, warnings)
+
+
+def _leave(error: WeightsmithError, check: Check, staging: Staging, *, earlier: bool) -> None:
+    """Discard what a run that failed has made, unless it can be resumed, and say so in the error. earlier: an earlier run's."""
+    resumable = earlier or (not isinstance(error, PlanError) and bool(staging.products))
+    if (error.product or error is check.error) and not resumable:  # what fails first leaves nothing behind
+        staging.discard()
+        error.state = NOTHING_WRITTEN
+    elif error is check.error:
+        error.state = "Nothing was published; what an earlier run has finished is kept."
 
 
 class _Watched:
@@ -231,95 +325,81 @@ class _Watched:
         return self._check.wait()
 
 
-def run_plan(
-    following: Following,
-    request: RunRequest,
-    more: Mapping[str, Any] = MappingProxyType({}),
-    helpers: Helpers | None = None,
-    check: Check | None = None,
-) -> Merged:
-    """See `execute`.
+# ---- describe
 
-    more   for the manifest
-    check  of the output: nothing is published before it is done, and if it fails, the run ends at once
+
+@dataclass(frozen=True, slots=True)
+class _Described:
+    """What is said of an output.
+
+    warnings  the plan's, and those found since
+    manifest  entries besides the provenance
+    page      where a report is written outside the output
     """
-    from weightsmith._engine.constants import copied
-    from weightsmith._outputs.hub.push import check_push, push
 
-    prepared, out, options, callbacks = following.prepared, request.out, request.options, request.callbacks
-    plan, inputs = prepared.plan, prepared.inputs
-    place = check_options(out, options)
-    hub = check_push(options.push) if options.push is not None else None
-    check = Check(None) if check is None else check
-    watched = _Watched(check, callbacks.progress)
-    seen = replace(request, callbacks=replace(callbacks, progress=watched))
-    # With helpers, the process that does a part checks what an earlier run has finished of it.
-    with staged(prepared, seen, steps=None if helpers is None else ()) as (staging, run):
-        earlier = staging.holds_work
-        helped = Helped()
-        try:
-            if helpers is not None:
-                for product in plan.products:
-                    if product.name in following.arrays:
-                        staging.keep(product, following.arrays[product.name])
-                helped = helpers(prepared, staging, request)
-            results = kept_products(plan, staging, following.arrays)
-            done = finished_steps(plan, staging, results, options.allow_nonfinite)
-            outcome = run(skip=done, results=results, release=True)
-            unknown = watched.wait()
-        except WeightsmithError as error:
-            made = not isinstance(error, PlanError) and bool(staging.products)
-            if (error.product or error is check.error) and not earlier and not made:  # what fails first leaves nothing behind
-                staging.discard()
-                error.state = NOTHING_WRITTEN
-            elif error is check.error:
-                error.state = "Nothing was published; what an earlier run has finished is kept."
-            raise
-        reports = {**reports_of(plan.products, results), **following.reports}
-        distance = distance_by_layer(plan, outcome.distances)
-        found = [*unknown, *staging.warnings, *helped.warnings]
-        found += [_disagreement(plan, step) for step in plan.steps if outcome.finished[step.out.name].differing]
-        found += copied(outcome.finished)
-        found += [finding for report in reports.values() for finding in report.warnings(RECIPE_NAME)]
-        shown = [*plan.warnings, *found]
-        repo = place.spec if hub is None else hub.address.spec
-        files = partial(other_files, prepared, place.name, repo, outcome.distances, distance, found=shown)
-        beside = None if options.report is None else page_beside(out, options.report)
-        own = options if beside is None else replace(options, report=None)
-        early = {}
-        measured: dict[str, Any] = {MEASUREMENT: following.measurement} if following.measurement else {}
-        if callbacks.evaluating is not None:
-            early = {**files(reports={}, options=replace(own, card=False, report=None)), **following.files}
-            early.pop(CARD_NAME, None)
-            for name, data in early.items():
-                staging.add_file(name, data)
-            evaluated = callbacks.evaluating(plan, Path(staging.folder) / CONTENT, following.source)
-            reports[EVALUATION], measured[EVALUATION] = evaluated, evaluated.to_json()
-        for name, data in {**files(reports=reports, options=own), **following.files}.items():
-            if name not in early:
-                staging.add_file(name, data)
-        for model in inputs:
-            model.check_unchanged()
-        published = staging.publish({**provenance(plan, distance), **measured, **following.more, **more}, fsync=options.fsync)
-        found += [each for each in staging.warnings if each not in found]  # what could not be cleaned up
-    if beside is not None:
-        merge_report(plan, place.name, outcome.distances, distance, reports.values(), shown).write(beside)
-    message = options.commit_message or plan.made.title
-    url = place.url if hub is None else push(hub, place.local, public=options.public, message=message)
-    return Merged(
-        out=published,
-        plan=plan,
-        resumed=len(done) if helpers is None else helped.resumed,
-        read_bytes=outcome.read_bytes + helped.read_bytes,
-        written_bytes=outcome.written_bytes + helped.written_bytes,
-        seconds=time.monotonic() - request.began,
-        distance=distance,
-        warnings=(*plan.warnings, *found),
-        reports=reports,
-        url=url,
-        fetched_bytes=outcome.fetched_bytes + helped.fetched_bytes,
-        distances=outcome.distances,
-    )
+    reports: Mapping[str, ProductReport]
+    warnings: tuple[Finding, ...]
+    manifest: Mapping[str, Any]
+    page: str | None
+
+
+def _describe(run: Run, staging: Staging, computed: _Computed, name: str, repo: str) -> _Described:
+    """Evaluate the output, and add its files besides the weights. name, repo: see `other_files`."""
+    plan, options = run.plan, run.request.options
+    reports = {**reports_of(plan.products, computed.results), **run.reports}
+    warnings = (*plan.warnings, *computed.warnings, *(w for report in reports.values() for w in report.warnings(RECIPE_NAME)))
+    page = None if options.report is None else page_beside(run.request.out, options.report)
+    inside = options if page is None else replace(options, report=None)
+    files = partial(other_files, run.prepared, name, repo, computed.outcome.distances, computed.distance, found=warnings)
+    manifest, first = dict(run.manifest), dict[str, bytes | Path]()
+    if run.request.callbacks.evaluating is not None:  # it loads the model: all but the card and the reports must be there
+        first = {**files(reports={}, options=replace(inside, card=False, report=None)), **run.files}
+        first.pop(CARD_NAME, None)
+        for file, data in first.items():
+            staging.add_file(file, data)
+        evaluated = run.request.callbacks.evaluating(plan, Path(staging.folder) / CONTENT, run.reference)
+        reports[EVALUATION], manifest[EVALUATION] = evaluated, evaluated.to_json()
+    for file, data in {**files(reports=reports, options=inside), **run.files}.items():
+        if file not in first:
+            staging.add_file(file, data)
+    return _Described(reports, warnings, manifest, page)
+
+
+# ---- publish
+
+
+def _publish(run: Run, staging: Staging, computed: _Computed, described: _Described) -> tuple[Path | Target, list[Finding]]:
+    """Publish the output: where it is, and warnings of what could not be cleaned up.
+
+    Raises CheckpointError if an input has changed.
+    """
+    for model in run.prepared.inputs:
+        model.check_unchanged()
+    manifest = {**provenance(run.plan, computed.distance), **described.manifest}
+    published = staging.publish(manifest, fsync=run.request.options.fsync)
+    return published, [finding for finding in staging.warnings if finding not in described.warnings]
+
+
+def _page(run: Run, name: str, computed: _Computed, described: _Described) -> Report:
+    """The report of a run. name: of the output."""
+    from weightsmith._execution.page import merge_report
+
+    distances = computed.outcome.distances
+    return merge_report(run.plan, name, distances, computed.distance, described.reports.values(), described.warnings)
+
+
+def _hub_of(spec: str) -> HubRepository:
+    """Where the finished folder is uploaded to. Raises as `check_push`."""
+    from weightsmith._outputs.hub.push import check_push
+
+    return check_push(spec)
+
+
+def _push(hub: HubRepository, folder: Path, options: RunOptions, plan: Plan) -> str:
+    """Upload the finished folder: its address. Raises as `push`."""
+    from weightsmith._outputs.hub.push import push
+
+    return push(hub, folder, public=options.public, message=options.commit_message or plan.made.title)
 
 
 @contextmanager

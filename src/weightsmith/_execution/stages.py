@@ -6,10 +6,9 @@ import hashlib
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,15 +26,16 @@ from weightsmith._execution.options import resources_of
 from weightsmith._execution.output import check_options, check_output, sibling
 from weightsmith._execution.run import (
     MEASUREMENT,
-    Following,
     Helpers,
     Merged,
+    Run,
     RunRequest,
     kept_products,
     protected_paths,
     run_plan,
     staged,
 )
+from weightsmith._features.any_recipe import assemble_request, replan
 from weightsmith._outputs.journal import read_journal
 from weightsmith._outputs.local.area import left_behind, staging_folder
 from weightsmith._outputs.local.claim import JOURNAL
@@ -43,12 +43,13 @@ from weightsmith._outputs.local.target import remove_checkpoint
 from weightsmith._outputs.local.unfinished import remove_published, remove_work
 from weightsmith._outputs.manifest import read_manifest
 from weightsmith._outputs.places import verify
+from weightsmith._planning.follow_ups import follow_up_kind
 from weightsmith._planning.planner import Prepared
-from weightsmith._planning.planner.loading import Beside
+from weightsmith._planning.planner.loading import Began, Beside
 from weightsmith._plans import Made, PlanDraft
 
 if TYPE_CHECKING:
-    from weightsmith.abc.product import Arrays
+    pass
 
 STAGE = "stage"
 """Key of the manifest: whether a result was written only for another recipe."""
@@ -69,7 +70,7 @@ def stages_written(
     if not wanted:
         yield prepared, []
         return
-    if prepared.reopen is None or any(stage.reopen is None for stage in wanted):
+    if prepared.request is None or any(stage.request is None for stage in wanted):
         raise ParameterError("a plan that was made before has no results of stages to keep", fix="merge the recipe itself")
     if helpers is not None and place.publication != "rename":
         what = f"the result of {wanted[0].label} must be written first, to a folder that other machines do not see"
@@ -79,12 +80,12 @@ def stages_written(
     written: dict[str, Path] = {}
     made: list[Merged] = []
     for stage in wanted:
-        assert stage.reopen is not None
-        with stage.reopen(written) as own:
+        assert stage.request is not None
+        with assemble_request(stage.request, written).finish() as own:
             folder = stage_folder(out, stage.path)
             made.append(_stage(own, folder, request, helpers))
         written[stage.path] = folder
-    with prepared.reopen(written) as last:
+    with replan(prepared, written) as last:
         yield last, made
 
 
@@ -117,7 +118,7 @@ def _stage(prepared: Prepared, folder: Path, request: RunRequest, helpers: Helpe
             verify(folder, threads=resources_of(plan, options).workers, progress=callbacks.rechecking)
             remove_published(folder)
             return Merged(folder, plan, len(plan.steps), 0, 0, time.monotonic() - began, (), plan.warnings)
-    return run_plan(Following(prepared), RunRequest(folder, options, callbacks, began), more, helpers)
+    return run_plan(Run(prepared, RunRequest(folder, options, callbacks, began), manifest=more, helpers=helpers))
 
 
 def stage_folder(out: str | os.PathLike[str], path: str) -> Path:
@@ -145,15 +146,16 @@ def check_computable(prepared: Prepared) -> None:
 
 
 @contextmanager
-def measured(prepared: Prepared, request: RunRequest, left: list[Finding]) -> Iterator[Following]:
-    """Compute the products of a plan from which another one follows.
+def measured(run: Run, warnings: list[Finding]) -> Iterator[Run]:
+    """Compute the products of a plan from which another one follows: the run of that one.
 
-    left  warnings: what could not be removed at the end, when the output is published
+    warnings  gets those of what could not be removed at the end, when the output is published
     """
-    from weightsmith._execution.targets import check_target, followed_by_target
+    from weightsmith._execution.targets import check_target, search_target
 
+    prepared, request, kind = run.prepared, run.request, follow_up_kind(run.prepared)
     place, folder = check_options(request.out, request.options), sibling(request.out, ".measurement")
-    target = check_target(prepared, request.options)
+    target = check_target(prepared, kind.target(prepared), request.options)
     try:
         check_output(request.out, prepared.plan, request.options, protected_paths(prepared))
     except OutputExists:
@@ -163,26 +165,28 @@ def measured(prepared: Prepared, request: RunRequest, left: list[Finding]) -> It
     draft.made, draft.steps, draft.then = Made("measurement"), [], None  # it serves any number of bits, any mixture
     plan = draft.finish()
     with (
-        _asking(prepared) as built,
-        staged(replace(prepared, plan=plan), replace(request, out=folder)) as (staging, run),
+        _asking(kind.question(prepared)) as answer,
+        staged(prepared.with_plan(plan), replace(request, out=folder)) as (staging, engine),
     ):
-        results = kept_products(plan, staging)
-        found = run(results=results).results
-        arrays = {product.name: found.arrays(product.name) for product in plan.products if not product.transient}
+        results = engine(results=kept_products(plan, staging)).results
+        arrays = {product.name: results.arrays(product.name) for product in plan.products if not product.transient}
         try:
             if target is None:
-                following = _follow(prepared, arrays, built)
+                second = kind.follow(prepared, arrays, answer(), None)
+                following = replace(
+                    run, prepared=second.prepared, arrays=second.arrays, files=second.files, reports=second.reports
+                )
             else:
-                following = followed_by_target(target, prepared, arrays, staging, request)
+                following = search_target(target, run, kind, arrays, staging)
         except PlanError as error:
             if error.state == NOTHING_WRITTEN:
                 staging.discard()
             raise
-        yield replace(following, measurement=staging.plan_hash)
+        yield replace(following, manifest={**following.manifest, MEASUREMENT: staging.plan_hash})
         try:
             staging.discard()
         except (OSError, StoreError) as error:
-            left.append(left_behind(error, staging.folder))
+            warnings.append(left_behind(error, staging.folder))
 
 
 def _remove_used(measurement: Path, out: Path) -> None:
@@ -194,31 +198,11 @@ def _remove_used(measurement: Path, out: Path) -> None:
             remove_work(measurement)
 
 
-def _extracts(prepared: Prepared) -> bool:
-    from weightsmith._features.adapters.extract import FORMAT
-
-    return (prepared.plan.then or {}).get("format") == FORMAT
-
-
 @contextmanager
-def _asking(prepared: Prepared) -> Iterator[Callable[[], Any]]:
-    """While matrices are decomposed, transformers is asked what model it builds of the base of an adapter."""
-    if not _extracts(prepared):
+def _asking(question: Callable[[Began], Any] | None) -> Iterator[Callable[[], Any]]:
+    """Ask another process while products are computed. None: there is nothing to ask."""
+    if question is None:
         yield lambda: None
         return
-    from weightsmith._features.adapters.built import built_of
-
-    with Beside(partial(built_of, prepared.inputs[0])) as asked:
+    with Beside(question) as asked:
         yield asked.answer
-
-
-def _follow(prepared: Prepared, arrays: Mapping[str, Arrays], built: Callable[[], Any]) -> Following:
-    from weightsmith._features.adapters.extract import follow
-    from weightsmith._features.adapters.report import NAME
-    from weightsmith._features.quantisation.formats import followed
-
-    if _extracts(prepared):
-        plan, report = follow(prepared, arrays, built())
-        return Following(replace(prepared, plan=plan), arrays, reports={NAME: report})
-    following, files = followed(prepared, arrays)
-    return Following(following, files=files)

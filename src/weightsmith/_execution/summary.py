@@ -30,6 +30,7 @@ from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import analyse
 from weightsmith._models.structure.roles import role_of
 from weightsmith._models.structure.vocabulary import is_head, is_vocabulary
+from weightsmith._planning.follow_ups import follow_up_kind
 from weightsmith._planning.planner.encode import stored_plain
 from weightsmith._planning.planner.prepared import Prepared, stream
 from weightsmith._plans import PLAIN, PRODUCTS, Plan, Product, Read, Step
@@ -70,7 +71,7 @@ def summarise(prepared: Prepared, options: RunOptions) -> Summary:
         stream(inputs)
     reader, shown = Reader(plan, inputs, Results(plan)), by_weight(plan)
     reading = _Reading(prepared, reader)
-    steps = shown.steps if plan.then is None else _expected_steps(prepared)
+    steps = shown.steps if plan.then is None else follow_up_kind(prepared).expected(prepared)
     write_bytes = plan.layout.total_bytes
     return Summary(
         tensors=len(shown.steps),
@@ -160,12 +161,6 @@ def _ops(plan: Plan) -> tuple[OpFacts, ...]:
     steps_by_op = grouped((step.made_by, step) for step in plan.steps)
     facts = [OpFacts(op, len(steps), sum(step.nbytes for step in steps)) for op, steps in steps_by_op.items()]
     return tuple(sorted(facts, key=lambda op: -op.nbytes))
-
-
-def _expected_steps(prepared: Prepared) -> Sequence[Step]:
-    from weightsmith._features.quantisation.formats import expected_steps
-
-    return expected_steps(prepared)
 
 
 def _kinds(steps: Sequence[Step]) -> tuple[KindFacts, ...]:

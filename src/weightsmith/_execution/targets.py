@@ -12,7 +12,6 @@ import hashlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,9 +25,9 @@ from weightsmith._base.text import size, status
 from weightsmith._execution.identity import work_identity
 from weightsmith._execution.options import RunOptions
 from weightsmith._execution.output import sibling
-from weightsmith._execution.run import EVALUATION, Following, RunRequest, run_plan
-from weightsmith._features.quantisation.formats import followed, target_of, unquantised
+from weightsmith._execution.run import EVALUATION, Run, RunRequest, run_plan
 from weightsmith._outputs.local.target import remove_checkpoint
+from weightsmith._planning.follow_ups import FollowUpKind, SecondPlan
 from weightsmith._planning.planner import Prepared
 from weightsmith._plans import Product
 
@@ -60,72 +59,67 @@ class Trial:
     divergence: float
 
 
-def check_target(prepared: Prepared, options: RunOptions) -> float | None:
-    """The target of a plan that follows from a measurement; None if it has none.
+def check_target(prepared: Prepared, target: float | None, options: RunOptions) -> float | None:
+    """The target itself; None if there is none.
 
     Raises ParameterError without a text to evaluate on, or if the settings are chosen by the same text.
     """
-    target = _target(prepared)
     if target is None:
         return None
     if options.evaluate is None:
         fix = f"name a text that is not the calibration text: {named('evaluate')}"
         raise option_error("target", "the divergence is measured on a text, and none is named", fix)
     text = text_source(options.evaluate, None, TOKENS, 0, "evaluate").sha256
-    own = {EmbeddingWork.of(product).text.sha256 for product in prepared.plan.products if product.op == "embedding"}
-    if text in own:
+    if text in {EmbeddingWork.of(product).text.sha256 for product in prepared.plan.products if product.op == "embedding"}:
         fix = "name another text, which no setting was chosen by"
         raise option_error("evaluate", "the settings are chosen by this text, so a divergence on it is too low", fix)
     return target
 
 
-def _target(prepared: Prepared) -> float | None:
-    from weightsmith._features.adapters.extract import FORMAT
+def search_target(target: float, run: Run, kind: FollowUpKind, arrays: Mapping[str, Arrays], staging: Staging) -> Run:
+    """The run of the smallest size that meets a target.
 
-    return None if (prepared.plan.then or {}).get("format") in (None, FORMAT) else target_of(prepared)
-
-
-def followed_by_target(
-    target: float, prepared: Prepared, arrays: Mapping[str, Arrays], staging: Staging, request: RunRequest
-) -> Following:
-    """The plan of the smallest size that meets a target.
-
+    run      of the plan that was measured
     arrays   of the measurement
     staging  of the measurement: divergences are kept there for a run that resumes this one
 
     Raises Unsupported if no size meets it, with the divergence of the largest one.
     """
-    options, evaluating = request.options, request.callbacks.evaluating
+    options, evaluating = run.request.options, run.request.callbacks.evaluating
     assert evaluating is not None
-    plain = unquantised(prepared)
-    compared = replace(request.callbacks, evaluating=lambda plan, folder, _: evaluating(plan, folder, plain))
+    plain = kind.reference(run.prepared)
+    compared = replace(run.request.callbacks, evaluating=lambda plan, folder, _: evaluating(plan, folder, plain))
     text = text_source(str(options.evaluate), None, TOKENS, 0, "evaluate").sha256
     alone = replace(options, push=None, commit_message=None, report=None, card=False, keep_stages=False, ray=None)
     trying = replace(alone, fsync=False, overwrite=True)
 
-    def evaluated(asked: int) -> Trial:
-        own, files = followed(prepared, arrays, asked)
-        key = hashlib.sha256(f"{work_identity(own.plan, own.inputs, options.device)} {text}".encode()).hexdigest()
+    def sized(max_bytes: int) -> SecondPlan:
+        return kind.follow(run.prepared, arrays, None, max_bytes)
+
+    def evaluated(max_bytes: int) -> Trial:
+        second = sized(max_bytes)
+        prepared = second.prepared
+        key = hashlib.sha256(f"{work_identity(prepared.plan, prepared.inputs, options.device)} {text}".encode()).hexdigest()
         trial = Product(f"trial {key}", "trial", _DIVERGENCE, {})
         kept = staging.product(trial)
         if kept is None:
-            status(f"trying {size(_nbytes(own))}")
-            folder = sibling(request.out, f".trial-{key[:8]}")
-            made = run_plan(Following(own, files=files), RunRequest(folder, trying, compared, request.began))
-            kept = staging.keep(trial, [np.array([_divergence(made.reports[EVALUATION])])])
+            status(f"trying {size(_nbytes(prepared))}")
+            folder = sibling(run.request.out, f".trial-{key[:8]}")
+            merged = run_plan(Run(prepared, RunRequest(folder, trying, compared, run.request.began), files=second.files))
+            kept = staging.keep(trial, [np.array([_divergence(merged.reports[EVALUATION])])])
             remove_checkpoint(folder)
-        return Trial(asked, _nbytes(own), float(kept[0][0]))
+        return Trial(max_bytes, _nbytes(prepared), float(kept[0][0]))
 
-    trials = search(target, _nbytes(followed(prepared, arrays, 1)[0]), evaluated, partial(_most, prepared, arrays))
-    best = min((each for each in trials if each.divergence <= target), key=lambda each: each.nbytes, default=None)
+    trials = search(target, _nbytes(sized(1).prepared), evaluated, lambda: _most(sized(1 << 62).prepared))
+    best = min((trial for trial in trials if trial.divergence <= target), key=lambda trial: trial.nbytes, default=None)
     if best is None:
-        last = max(trials, key=lambda each: each.nbytes)
+        last = max(trials, key=lambda trial: trial.nbytes)
         what = f"KL is {last.divergence:.3g} on {options.evaluate} at the largest size, {size(last.nbytes)}, not {target:g}"
         fix = "ask for a larger KL, or choose a format with more bits, such as gguf-q8_0 or w8a16"
         raise Unsupported(what, where="target", fix=fix, state="Nothing was published; the measurement is kept.")
-    own, files = followed(prepared, arrays, best.asked)
-    more = {"target": {"kl": target, "trials": [asdict(each) for each in trials]}}
-    return Following(own, files=files, more=more, source=plain)
+    second = sized(best.asked)
+    manifest = {**run.manifest, "target": {"kl": target, "trials": [asdict(trial) for trial in trials]}}
+    return replace(run, prepared=second.prepared, files=second.files, manifest=manifest, reference=plain)
 
 
 def search(target: float, least: int, evaluated: Callable[[int], Trial], most: Callable[[], tuple[int, int]]) -> list[Trial]:
@@ -178,9 +172,9 @@ def _log(trial: Trial) -> float:
     return math.log(max(trial.divergence, 1e-9))
 
 
-def _most(prepared: Prepared, arrays: Mapping[str, Arrays]) -> tuple[int, int]:
-    plan = followed(prepared, arrays, 1 << 62)[0].plan
-    return plan.nbytes, sum(step.out.size for step in plan.steps)
+def _most(prepared: Prepared) -> tuple[int, int]:
+    """Bytes of the tensors, and the number of their weights, at the largest size."""
+    return prepared.plan.nbytes, sum(step.out.size for step in prepared.plan.steps)
 
 
 def _nbytes(prepared: Prepared) -> int:

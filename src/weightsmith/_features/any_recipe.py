@@ -1,52 +1,98 @@
-"""The plan of a recipe whose kind is not known: a merge of models or of adapters, or a mixture of experts."""
+"""The plan of any recipe: a merge of models or of adapters, or a mixture of experts; plain, or in a quantised format."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import os
+from dataclasses import replace
 
-from weightsmith._base.errors import WeightsmithError
+from weightsmith._base.errors import PlanError, undoing
 from weightsmith._base.options import find_option, named, option_error
-from weightsmith._features.quantisation import quantised
+from weightsmith._features.quantisation import format_problems, store_as
 from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._planning.options import RecipeOptions
-from weightsmith._planning.planner import Assembled, Prepared
-from weightsmith._planning.planner.build import assemble_recipe, assemble_source
+from weightsmith._planning.planner import Prepared
+from weightsmith._planning.planner.build import NOTHING, assemble_recipe, in_recipe, read_plan_request
 from weightsmith._planning.planner.inputs import is_adapter
-from weightsmith._planning.recipe import Recipe, Source, Surgery, Upcycling
+from weightsmith._planning.planner.prepared import PlanRequest, Written
+from weightsmith._planning.recipe import Command, Recipe, Source, copy_of
+from weightsmith._plans import Made
+from weightsmith._version import __version__
 
 
-def prepare_any(recipe: Source, options: RecipeOptions, settings: QuantizeSettings, *, check: bool = False) -> Prepared:
-    """The plan and open checkpoints of a recipe, of `merge` or `moe` depending on its keys; see `plan`.
+def prepare_any(
+    source: Source,
+    options: RecipeOptions,
+    settings: QuantizeSettings,
+    *,
+    command: Command | None = None,
+    check: bool = False,
+) -> Prepared:
+    """The plan and open checkpoints of a recipe; see `plan`.
 
-    check  ask transformers now whether it could load the output
+    command  `merge` or `moe`; None: its keys decide
+    check    ask transformers now whether it could load the output
+
+    Raises PlanError with all problems of the recipe, the models, and the format and its settings.
     """
+    return assemble_request(read_plan_request(source, command, options, settings)).finish(check=check)
 
-    def make(loaded: Recipe | Upcycling | Surgery, *more: Any, **places: Any) -> Assembled:
-        if isinstance(loaded, Recipe):
-            return _assemble_models(loaded, *more, **places)
+
+def assemble_request(request: PlanRequest, written: Written = NOTHING) -> Prepared:
+    """The draft of a plan. written: folders with results of other recipes, which it reads instead of computing them."""
+    name, settings = request.options.quantize, request.settings
+    settings = settings if isinstance(settings, QuantizeSettings) else QuantizeSettings()
+    problems = format_problems(name, settings)
+    with in_recipe(request.source):
+        try:
+            prepared = _assemble(request, written)
+        except PlanError as error:
+            if not problems:
+                raise
+            raise PlanError([*error.problems, *problems]) from error
+    with undoing(prepared.close):
+        if problems:
+            raise PlanError(problems)
+        store_as(prepared, name, settings)
+    prepared.request, prepared.source = request, request.source
+    return prepared
+
+
+def prepare_copy(model: str | os.PathLike[str], options: RecipeOptions, settings: QuantizeSettings) -> Prepared:
+    """Plan a copy of a model in the format `options.quantize`; None: with plain weights.
+
+    model  as in a recipe: a folder, a hub id, `base+adapter`
+
+    Raises PlanError with all problems.
+    """
+    prepared = assemble_request(read_plan_request(copy_of(model), "merge", options, settings))
+    made = Made("dequantize", f"Dequantised with weightsmith {__version__}.", relation="")
+    if options.quantize is not None:
+        title = f"Quantised with weightsmith {__version__} as `{options.quantize}`."
+        made = Made("quantize", title, relation="quantized", format=options.quantize)
+    prepared.draft.made = made
+    return prepared.finish()
+
+
+def replan(prepared: Prepared, written: Written) -> Prepared:
+    """The same plan, reading results of other recipes from folders. Warnings stay those of the first plan."""
+    assert prepared.request is not None
+    again = assemble_request(prepared.request, written)
+    again.draft.warnings = list(prepared.plan.warnings)
+    return again.finish()
+
+
+def _assemble(request: PlanRequest, written: Written) -> Prepared:
+    recipe = request.recipe
+    if not isinstance(recipe, Recipe):
         from weightsmith._features.mixture.build import assemble_mixture
 
-        return assemble_mixture(loaded, *more, **places)
-
-    return quantised(lambda: assemble_source(recipe, None, options, make), options.quantize, settings).finish(check=check)
-
-
-def assemble_merge(source: Source, options: RecipeOptions) -> Assembled:
-    """The draft of a recipe of `merge`, of models or of adapters. Raises PlanError with all problems."""
-    return assemble_source(source, "merge", options, _assemble_models)
-
-
-def _assemble_models(
-    recipe: Recipe, options: RecipeOptions, problems: Sequence[WeightsmithError] = (), **places: Any
-) -> Assembled:
-    """`planner.assemble_recipe`, also for a recipe whose models, but for the base, are local folders with adapters in them."""
+        return assemble_mixture(request, written)
     if recipe.models and all(is_adapter(each.model) for each in recipe.models):
         from weightsmith._features.adapters.merge import assemble_adapters
 
-        return assemble_adapters(recipe, options, problems, **places)
+        return assemble_adapters(request, written)
+    what, problems = "only for merging adapters, and the models of this recipe are not adapters", list(request.problems)
     for name in ("adapter_rank", "adapter_space"):
-        if getattr(options, name) != find_option(name).default:
-            what = "only for merging adapters, and the models of this recipe are not adapters"
-            problems = [*problems, option_error(name, what, f"leave out {named(name)}")]
-    return assemble_recipe(recipe, options, problems, **places)
+        if getattr(request.options, name) != find_option(name).default:
+            problems.append(option_error(name, what, f"leave out {named(name)}"))
+    return assemble_recipe(replace(request, problems=tuple(problems)), written)

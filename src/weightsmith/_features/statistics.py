@@ -12,7 +12,7 @@ from weightsmith._activations.stored import RECORD, ModelRecord, record_of
 from weightsmith._base.errors import PlanError, WeightsmithError, nearest, undoing
 from weightsmith._base.options import option_error
 from weightsmith._planning.options import RecipeOptions
-from weightsmith._planning.planner import Assembled, Prepared
+from weightsmith._planning.planner import Prepared
 from weightsmith._planning.planner.build import assemble
 from weightsmith._planning.recipe import copy_of
 from weightsmith._plans import COPY, PRODUCTS, Made, Product, Read, Settings, Step
@@ -50,7 +50,7 @@ def _kinds(settings: StatisticsSettings) -> tuple[tuple[str, ...], list[Weightsm
     ]
 
 
-def _fill(assembled: Assembled, text: str, kinds: tuple[str, ...], settings: StatisticsSettings) -> None:
+def _fill(assembled: Prepared, text: str, kinds: tuple[str, ...], settings: StatisticsSettings) -> None:
     draft, found = assembled.draft, input_of(assembled.inputs, 0)
     source = text_for(found, text, settings.rows, settings.tokens, settings.seed, option="")
     requests = [StatisticRequest(kind, 0, source) for kind in kinds]
@@ -64,7 +64,7 @@ def _fill(assembled: Assembled, text: str, kinds: tuple[str, ...], settings: Sta
     draft.recipe, draft.follows_recipe, draft.seed = "", False, settings.seed
     title = f"Statistics of {found.label} on {source.source}, made with weightsmith {__version__}."
     draft.made = Made("statistics", title, relation="")
-    assembled.origins, assembled.resolver, assembled.again, assembled.loading = {}, None, None, None
+    assembled.origins, assembled.resolver, assembled.request, assembled.loading = {}, None, None, None
 
 
 def _steps(product: Product, prefix: str) -> list[Step]:

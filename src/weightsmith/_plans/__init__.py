@@ -17,6 +17,7 @@ from weightsmith._plans.values import PRODUCTS as PRODUCTS
 from weightsmith._plans.values import Block as Block
 from weightsmith._plans.values import Dropped as Dropped
 from weightsmith._plans.values import FileRead as FileRead
+from weightsmith._plans.values import FollowUp as FollowUp
 from weightsmith._plans.values import Gather as Gather
 from weightsmith._plans.values import Made as Made
 from weightsmith._plans.values import ModelInput as ModelInput

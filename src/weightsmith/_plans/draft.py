@@ -15,6 +15,7 @@ from weightsmith._plans.values import (
     PRODUCTS,
     Block,
     Dropped,
+    FollowUp,
     Gather,
     Made,
     ModelInput,
@@ -65,7 +66,7 @@ class PlanDraft:
     warnings: list[Finding] = field(default_factory=list)
     recipe: str = ""
     follows_recipe: bool = True
-    then: Mapping[str, Any] | None = None
+    then: FollowUp | None = None
     _finished: bool = False
 
     @classmethod

@@ -336,6 +336,18 @@ class Dropped:
 
 
 @dataclass(frozen=True, slots=True)
+class FollowUp:
+    """The plan that follows from the products of another one, of which nothing else is run then.
+
+    kind      one of `weightsmith._planning.follow_ups.KINDS`
+    settings  JSON values: everything that the second plan depends on, besides the first plan and the arrays of its products
+    """
+
+    kind: str
+    settings: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
 class OwnCode:
     """The user's file that defines the merge method.
 
@@ -397,7 +409,7 @@ class Plan:
     warnings         for the user
     recipe           the recipe's text, unchanged
     follows_recipe   False: `recipe` holds the settings of a command instead, and is not written as a file
-    then             the format and the settings of the plan that follows from the products; nothing else of this plan is run
+    then             the plan that follows from the products, if there is one; nothing else of this plan is run
     """
 
     made: Made
@@ -422,7 +434,7 @@ class Plan:
     warnings: tuple[Finding, ...] = field(default=())
     recipe: str = ""
     follows_recipe: bool = field(default=True, metadata=OMITTED)
-    then: Mapping[str, Any] | None = field(default=None, metadata=OMITTED)
+    then: FollowUp | None = field(default=None, metadata=OMITTED)
 
     @cached_property
     def layout(self) -> Layout:

@@ -78,7 +78,7 @@ from weightsmith._outputs.local.target import check_out as check_out
 from weightsmith._outputs.manifest import MANIFEST_NAME as MANIFEST_NAME
 from weightsmith._outputs.manifest import decode_manifest as decode_manifest
 from weightsmith._outputs.manifest import list_files as list_files
-from weightsmith._planning.planner.patterns import is_pattern as is_pattern
+from weightsmith._planning.planner.inputs import is_pattern as is_pattern
 from weightsmith._planning.recipe import Input as Input
 from weightsmith._planning.recipe import ModelRef as ModelRef
 from weightsmith._planning.recipe import Parameters as Parameters

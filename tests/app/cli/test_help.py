@@ -13,9 +13,8 @@ from typer.main import get_command
 import weightsmith
 from tests.app.cli import snapshots
 from tests.cli_help import Cli, cli, run_process
-from weightsmith._app.cli import exits
 from weightsmith._app.cli.app import make_app
-from weightsmith._app.cli.exits import Exit
+from weightsmith._app.cli.failures import MEANINGS, Exit
 from weightsmith._app.cli.help import page_of
 from weightsmith._base.options import GROUPS
 
@@ -71,9 +70,9 @@ def test_the_help_names_every_command_and_every_exit_code(cli: Cli) -> None:
     commands = ran.out[ran.out.index("Make a model:") : ran.out.index("Options:")]
     assert tuple(re.findall(r"^  ([\w-]+) ", commands, re.M)) == COMMANDS
     assert all(len(line) <= 80 for line in ran.out.splitlines())
-    for code, meaning in exits.MEANINGS.items():
+    for code, meaning in MEANINGS.items():
         assert re.search(rf"^ +{code:d} +{re.escape(meaning)}$", ran.out, re.M)
-    assert set(exits.MEANINGS) == set(Exit)
+    assert set(MEANINGS) == set(Exit)
 
 
 @pytest.mark.slow

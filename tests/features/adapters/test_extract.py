@@ -524,7 +524,8 @@ def test_a_plan_runs_from_its_json_and_is_checked(tmp_path: Path, cli: Cli) -> N
     assert tensors_of(tmp_path / "a").keys() == tensors_of(direct.out).keys()
     data = json.loads(ran.out)
     for change, words in [
-        ({"then": {"format": "peft", "settings": {"out_dtype": "bfloat16"}}}, "not a plan that can be run"),
+        ({"then": {"kind": "lora", "settings": {"out_dtype": "bfloat16"}}}, "not a plan that can be run"),
+        ({"then": {"kind": "loar", "settings": {}}}, "there is no kind of plan in two runs 'loar'"),
         ({"then": data["then"] | {"settings": data["then"]["settings"] | {"out_dtype": "int8"}}}, "not a plan that can be run"),
     ]:
         with pytest.raises(WeightsmithError, match=words):

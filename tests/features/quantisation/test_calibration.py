@@ -43,7 +43,7 @@ from weightsmith._execution.options import RunOptions
 from weightsmith._features.quantisation.calibration import layer
 from weightsmith._features.quantisation.calibration.common import split
 from weightsmith._features.quantisation.calibration.plan import without_measuring
-from weightsmith._features.quantisation.formats import followed
+from weightsmith._features.quantisation.formats import FOLLOW_UP
 from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._models.checkpoint import open_checkpoint
 from weightsmith._models.formats import find_encoding, hessians
@@ -487,7 +487,10 @@ def _layer(plan: dict[str, Any]) -> dict[str, Any]:
         (lambda plan: _embedding(plan)["text"].update(seed=-1), "its seed is negative"),
         (lambda plan: _embedding(plan)["base"].update(hidden=1), "its states are not those of its calibration text"),
         (lambda plan: _embedding(plan)["base"].update(model=7), "it does not name the tokenizer's file"),
-        (lambda plan: _layer(plan)["base"].update(arithmetic="float64"), "its settings are not those of a text"),
+        (
+            lambda plan: _layer(plan)["base"].update(arithmetic="float64"),
+            "not those of a quantised_layer product",
+        ),
         (lambda plan: _layer(plan).update(layer=99), "there is no layer 99"),
         (lambda plan: _made(plan, "embedding").pop("transient"), "the arrays of 'embedding' are transient"),
         (
@@ -524,11 +527,13 @@ def test_what_a_measurement_keeps_is_what_follows_from_it(op: str, llama: Path, 
 def test_what_follows_a_measurement_from_elsewhere_is_checked(llama: Path, tmp_path: Path) -> None:
     with prepared_for(llama, settings(tmp_path, uniform=False)) as prepared:
         with pytest.raises(FormatError, match="it does not measure every weight"):
-            followed(prepared, {})
-        then = dict(prepared.plan.then or {})
-        wrong = replace(prepared.plan, then=then | {"settings": then["settings"] | {"bits": None, "head_bits": 7}})
+            FOLLOW_UP.follow(prepared, {}, None, None)
+        then = prepared.plan.then
+        assert then is not None
+        changed = replace(then, settings={**then.settings, "bits": None, "head_bits": 7})
+        wrong = replace(prepared.plan, then=changed)
         with pytest.raises(PlanError, match=r"--head-bits \(head_bits\): must be one of .*, not 7"):
-            followed(replace(prepared, plan=wrong), {})
+            FOLLOW_UP.follow(prepared.with_plan(wrong), {}, None, None)
 
 
 @pytest.mark.slow

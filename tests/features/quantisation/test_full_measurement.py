@@ -18,7 +18,7 @@ from weightsmith._activations.rows import rows_of, text_source
 from weightsmith._base.errors import FormatError, ParameterError, PlanError
 from weightsmith._execution.execute import execute
 from weightsmith._execution.options import RunOptions
-from weightsmith._features.quantisation.formats import followed
+from weightsmith._features.quantisation.formats import FOLLOW_UP
 from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._models.formats import find_encoding
 from weightsmith._models.formats.exl2 import blocks
@@ -114,8 +114,9 @@ def test_a_plan_from_elsewhere_is_checked(change: Any, words: str, tmp_path: Pat
 def test_what_it_cannot_do_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save_model(tmp_path / "m")
     with prepared_for(folder, full(tmp_path)) as prepared:
+        zeros = {p.name: [np.zeros((2, 2))] for p in prepared.plan.products if p.op == "measured_blocks"}
         with pytest.raises(FormatError, match="it does not measure every weight"):
-            followed(prepared, {p.name: [np.zeros((2, 2))] for p in prepared.plan.products if p.op == "measured_blocks"})
+            FOLLOW_UP.follow(prepared, zeros, None, None)
         monkeypatch.setattr(running, "budget", lambda context: 30_000)
         with pytest.raises(ParameterError, match=r"the Hessians of layer 0 take .* and the limit is") as caught:
             execute(prepared, tmp_path / "out", RunOptions())

@@ -42,6 +42,7 @@ def divergence(out: str) -> float:
     return score.divergence.value
 
 
+@pytest.mark.matrix("gguf-q4_k_m")
 @pytest.mark.slow
 @pytest.mark.parametrize("format", ["gguf-q4_k_m", "exl2"])
 def test_the_divergence_that_is_measured_meets_the_target(format: str, folder: Path) -> None:
@@ -70,6 +71,7 @@ def test_a_target_out_of_reach_is_one_error_with_the_best(folder: Path) -> None:
     assert "measurement" in " ".join(path.name for path in folder.iterdir())
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_a_search_goes_on_with_what_was_tried(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = made("whole", "kl=1e-4")
@@ -77,11 +79,11 @@ def test_a_search_goes_on_with_what_was_tried(folder: Path, monkeypatch: pytest.
     before = {path.name for path in folder.iterdir()}
     evaluated, run_plan = list[str](), targets.run_plan
 
-    def first_only(following: Any, asked: Any) -> Any:
+    def first_only(run: Any) -> Any:
         if evaluated:
             raise KeyboardInterrupt
-        evaluated.append(str(asked.out))
-        return run_plan(following, asked)
+        evaluated.append(str(run.request.out))
+        return run_plan(run)
 
     monkeypatch.setattr(targets, "run_plan", first_only)
     with pytest.raises(KeyboardInterrupt):
@@ -91,7 +93,7 @@ def test_a_search_goes_on_with_what_was_tried(folder: Path, monkeypatch: pytest.
     monkeypatch.setattr(
         targets,
         "run_plan",
-        lambda following, asked: (again.append(str(asked.out)), run_plan(following, asked))[1],
+        lambda run: (again.append(str(run.request.out)), run_plan(run))[1],
     )
     resumed = made("out", "kl=1e-4")
     assert evaluated[0] not in again

@@ -27,7 +27,8 @@ from weightsmith._execution.execute import execute
 from weightsmith._execution.options import RunOptions
 from weightsmith._execution.output import check_options
 from weightsmith._execution.run import Callbacks
-from weightsmith._features.any_recipe import assemble_merge
+from weightsmith._features.any_recipe import prepare_any
+from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._outputs.hub import repository
 from weightsmith._outputs.hub.address import parse_hub_address
 from weightsmith._outputs.hub.repository import Content, HubRepository
@@ -166,7 +167,7 @@ def test_the_upload_of_the_last_files_is_shown(here: Path, hub: FakeHub) -> None
         seen.append((done, total))
         shown.set()
 
-    with assemble_merge(RECIPES["linear"][1], RecipeOptions(max_shard_bytes=SHARD)).finish() as prepared:
+    with prepare_any(RECIPES["linear"][1], RecipeOptions(max_shard_bytes=SHARD), QuantizeSettings()) as prepared:
         shards = prepared.plan.layout.shards
 
         def hold(request: Seen) -> Fault:  # the last file, until its upload is shown

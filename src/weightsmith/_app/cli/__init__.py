@@ -1,9 +1,13 @@
 """The command line: parses arguments, calls the Python API and prints results. Makes no decisions.
 
     app.py             the commands together
-    merge.py moe.py quantize.py extract_lora.py transplant_tokenizer.py inspect.py diff.py preview.py plan.py run.py verify.py
-    studio.py methods.py schema.py init.py clean.py doctor.py demo.py
-                       one command each, quantize.py two
+    merge.py           merge, moe, run
+    convert.py         extract-lora, quantize, dequantize, transplant-tokenizer
+    look.py            inspect, diff, preview, verify
+    score.py           eval, tune, auto, write, statistics
+    methods.py         methods, schema
+    plan.py studio.py init.py clean.py doctor.py demo.py
+                       one command each
     presets/           the recipes of the papers
     options.py         shared arguments, and flags made from the records of the features' `options.py`
     configuration.py   what a user sets once, in a file or in the environment
@@ -11,7 +15,7 @@
     mergekit_flags.py  mergekit's flags: accepted, passed on or refused
     answers.py         other programs' commands and options: what to type here
     help.py manual.py  help pages, and the man page
-    failures.py exits.py    errors to messages and exit codes
+    failures.py        errors to messages and exit codes
 
 numpy, numba, yaml and the rest are imported inside the commands, so that `--help` answers at once.
 """
@@ -78,8 +82,7 @@ def _run(app: Typer) -> int:
     except ResultLost as error:
         return tell_lost(error)
     except TyperException as error:
-        from weightsmith._app.cli.exits import Exit
-        from weightsmith._app.cli.failures import print_json
+        from weightsmith._app.cli.failures import Exit, print_json
         from weightsmith._app.cli.help import is_overview, misuse
         from weightsmith._base.text import RED, diagnostic
 

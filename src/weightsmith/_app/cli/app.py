@@ -29,7 +29,13 @@ COMMANDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """The heading of each command in `weightsmith --help`, and what else typer is told of it. In the order of the help."""
 
-_PLACES = {"dequantize": "quantize:dequantize", "eval": "eval:evaluate", "help": "app:help_"}
+_PLACES = {
+    **{name: f"merge:{name}" for name in ("moe", "run")},
+    **{name: f"convert:{name}" for name in ("quantize", "dequantize", "extract-lora", "transplant-tokenizer")},
+    **{name: f"look:{name}" for name in ("inspect", "diff", "preview", "verify")},
+    **{name: f"score:{name}" for name in ("tune", "auto", "write", "statistics")},
+    **{"eval": "score:evaluate", "schema": "methods:schema", "help": "app:help_"},
+}
 """Module and function of commands; of all others both have the command's name."""
 
 

@@ -15,8 +15,7 @@ import typer
 
 from weightsmith._app.cli import options
 from weightsmith._app.cli.configuration import FILE, in_force, user_file
-from weightsmith._app.cli.exits import Exit
-from weightsmith._app.cli.failures import failures
+from weightsmith._app.cli.failures import Exit, failures
 from weightsmith._base.errors import printable
 from weightsmith._base.installation import reinstall
 from weightsmith._base.text import show_fact, show_json, size, status_line

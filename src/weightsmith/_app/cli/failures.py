@@ -8,10 +8,10 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from enum import IntEnum
 
 import typer
 
-from weightsmith._app.cli.exits import Exit
 from weightsmith._base.errors import (
     MAX_MESSAGE,
     NOTHING_WRITTEN,
@@ -169,3 +169,33 @@ def _debug() -> None:
     if _debugging():
         lines = traceback.format_exc().rstrip().split("\n")
         note("\n".join(f"| {printable(line)}" for line in lines))  # what an error says may have lines that look like ours
+
+
+# ---- exit codes: one table for the program, the help text and the docs
+
+
+class Exit(IntEnum):
+    """The exit codes; `MEANINGS` describes them."""
+
+    DONE = 0
+    PROBLEMS = 1
+    USAGE = 2
+    OUTPUT = 3
+    DAMAGED = 4
+    INPUT_FAILED = 5
+    UNEXPECTED = 70
+    INTERRUPTED = 130
+    NO_READER = 141
+
+
+MEANINGS = {
+    Exit.DONE: "done",
+    Exit.PROBLEMS: "the recipe or the models have problems; nothing was written",
+    Exit.USAGE: "invalid command line",
+    Exit.OUTPUT: "the output cannot be written or checked, or the result not printed",
+    Exit.DAMAGED: "verify found damage",
+    Exit.INPUT_FAILED: "an input or a worker failed during the run; finished work is kept",
+    Exit.UNEXPECTED: "unexpected error; --verbose shows the traceback",
+    Exit.INTERRUPTED: "interrupted; run the same command again to resume",
+    Exit.NO_READER: "broken pipe (for example | head)",
+}

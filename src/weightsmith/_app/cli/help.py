@@ -270,7 +270,7 @@ def page_of(command: Any, name: str, *, brief: bool = False) -> HelpPage:
 
 def overview(group: Any, name: str) -> HelpPage:
     """The help of the program: what to run first, and all commands in groups."""
-    from weightsmith._app.cli.exits import MEANINGS
+    from weightsmith._app.cli.failures import MEANINGS
 
     shown = [(own, command) for own, command in group.commands.items() if not command.hidden]
     commands = grouped((command.rich_help_panel, (own, _parts(command.help)[0])) for own, command in shown)

@@ -1,15 +1,26 @@
-"""`weightsmith merge`."""
+"""`weightsmith merge`, `moe` and `run`: what makes a model of several."""
 
 from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 from weightsmith._app.cli import options
+from weightsmith._app.cli.failures import wrote
 from weightsmith._app.cli.mergekit_flags import answer
-from weightsmith._app.cli.work import show_warnings, working
+from weightsmith._app.cli.plan import show_plan
+from weightsmith._app.cli.work import Work, show_warnings, working
+from weightsmith._base.text import result, say, show_json, show_table, warn
 from weightsmith._execution.options import RunOptions
 from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._planning.options import RecipeOptions
+
+if TYPE_CHECKING:
+    from weightsmith._features.mixture.routing.report import RoutingReport
+    from weightsmith._planning.planner import Prepared
 
 
 @options.expand
@@ -34,10 +45,147 @@ def merge(
     options.check_order(recipe, out)
     with working("reading the recipe and the models' headers", out=out, quiet=quiet, as_json=as_json) as work:
         answer(context, quiet=quiet)
-        from weightsmith._features.any_recipe import assemble_merge
-        from weightsmith._features.quantisation import quantised
+        from weightsmith._features.any_recipe import prepare_any
 
-        source = options.recipe_source(recipe)
-        with quantised(lambda: assemble_merge(source, planning), planning.quantize, settings).finish() as prepared:
+        with prepare_any(options.recipe_source(recipe), planning, settings, command="merge") as prepared:
             show_warnings(prepared)
             work.make(prepared, running, "merging")
+
+
+# ---- weightsmith moe
+
+
+ROUTER = "router"
+"""The product whose report says where tokens go."""
+
+
+@options.expand
+def moe(
+    context: typer.Context,
+    recipe: options.Recipe,
+    planning: RecipeOptions,
+    settings: QuantizeSettings,
+    running: RunOptions,
+    out: options.OutOrPlan = "",
+    plan_only: options.PlanOnly = False,
+    routing_only: Annotated[bool, typer.Option("--routing", help="Show the routing of the prompts; write nothing.")] = False,
+    quiet: options.Quiet = False,
+    as_json: options.Json = False,
+) -> None:
+    """Make a mixture of experts as RECIPE describes.
+
+    OUT is created only when complete. If interrupted, run the same command again to resume.
+
+    Examples:
+        weightsmith moe experts.yml mixture
+        weightsmith moe experts.yml --routing
+    """
+    options.check_out(out, plan=plan_only, routing=routing_only)
+    options.check_order(recipe, out)
+    with working("reading the recipe and the models' headers", out=out, quiet=quiet, as_json=as_json) as work:
+        answer(context, quiet=quiet)
+        from weightsmith._features.any_recipe import prepare_any
+
+        source = options.recipe_source(recipe)
+        planning = replace(planning, routing_report=True) if routing_only else planning
+        with prepare_any(source, planning, settings, command="moe", check=plan_only) as prepared:
+            show_warnings(prepared)
+            if plan_only:
+                show_plan(prepared, running, as_json=as_json)
+            elif routing_only:
+                _route(prepared, recipe, running, work)
+            else:
+                merged = work.make(prepared, running, "copying")
+                report = cast("RoutingReport | None", merged.reports.get(ROUTER))
+                if report is not None and report.routing is not None and work.shows:
+                    show_table(*report.routing.table(), right=set(range(1, len(report.routing.experts) + 3)))
+
+
+def _route(prepared: Prepared, recipe: str, running: RunOptions, work: Work) -> None:
+    """Compute the router weights alone, and show the routing."""
+    if all(product.name != ROUTER for product in prepared.plan.products):
+        raise typer.BadParameter("this recipe makes no router weights.", param_hint="--routing")
+    from weightsmith._execution.execute import make_product
+
+    with work.running("computing") as watching:
+        report = cast("RoutingReport | None", make_product(prepared, ROUTER, running, watching.progress))
+    for finding in () if report is None else report.warnings(recipe):
+        warn(finding)
+    _show_routing(report, as_json=work.as_json)
+
+
+def _show_routing(report: RoutingReport | None, *, as_json: bool) -> None:
+    if as_json:
+        routing = None if report is None or report.routing is None else report.routing.to_json()
+        show_json(routing)
+    elif report is None or report.routing is None:
+        result("the recipe has no prompts, so there is nothing to route")
+    else:
+        show_table(*report.routing.table(), right=set(range(1, len(report.routing.experts) + 3)))
+        result()
+        show_table(*report.routing.by_layer(), right=set(range(len(report.routing.groups) + 1)))
+
+
+# ---- weightsmith run
+
+
+def parse_part(text: str) -> tuple[int, int]:
+    """Part and number of parts, from `2/4`.
+
+    >>> parse_part("2/4")
+    (2, 4)
+    """
+    match = re.fullmatch(r"([1-9]\d{0,5})/([1-9]\d{0,5})", text.strip(), re.ASCII)
+    if match is None or int(match[1]) > int(match[2]):
+        raise typer.BadParameter(f"{text!r} is not a part: write 2/4 for the second of four.")
+    return int(match[1]), int(match[2])
+
+
+@options.expand
+def run(
+    plan: Annotated[str, typer.Argument(metavar="PLAN", help="Plan, as `weightsmith plan RECIPE --json` prints it.")],
+    out: options.Out,
+    running: RunOptions,
+    part: Annotated[
+        str,
+        typer.Option(
+            "--part",
+            metavar="K/N",
+            show_default=False,
+            help="Run part K of N and publish nothing; for several processes.",
+        ),
+    ] = "",
+    allow_code: Annotated[
+        bool, typer.Option("--allow-code", help="Allow the plan's merge method to run a Python file.")
+    ] = False,
+    quiet: options.Quiet = False,
+    as_json: options.Json = False,
+) -> None:
+    """Run PLAN, or one part of it, and write OUT.
+
+    The output is identical to that of the recipe. The models must be those that the plan was made for. When all parts are
+    done, run the same command without --part to finish.
+
+    Examples:
+        weightsmith run plan.json merged
+        weightsmith run plan.json merged --part 2/4
+    """
+    chosen = parse_part(part) if part else None
+    if chosen and running.push:
+        raise typer.BadParameter("a part publishes nothing: give it to the run without --part.", param_hint="--push")
+    if chosen and running.ray is not None:
+        raise typer.BadParameter("a cluster does all parts: leave out --part.", param_hint="--ray")
+    with working("reading the plan and the models' headers", out=out, quiet=quiet, as_json=as_json) as work:
+        from weightsmith._execution.execute import execute_part
+        from weightsmith._planning.planner.reopen import load_plan, reopen
+
+        with reopen(load_plan(plan), allow_code=allow_code) as prepared:
+            if chosen is None:
+                show_warnings(prepared)
+                work.make(prepared, running, "running")
+                return
+            with work.running("running") as watching:
+                execute_part(prepared, out, chosen, running, watching)
+            wrote(f"Part {chosen[0]} of {chosen[1]} is done.")
+            if not quiet:
+                say(f"part {chosen[0]} of {chosen[1]} is done; without --part the same command publishes when all are")

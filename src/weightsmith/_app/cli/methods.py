@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -128,3 +128,34 @@ def _show(method: Method) -> None:
 def _lines(text: str) -> str:
     """Text that has lines, each of them printable."""
     return "\n".join(map(printable, text.split("\n")))
+
+
+# ---- weightsmith schema
+
+
+def schema(
+    command: Annotated[
+        Literal["recipe", "moe"],
+        typer.Argument(metavar="recipe|moe", help="Recipes of `weightsmith merge`, or of `weightsmith moe`."),
+    ] = "recipe",
+    moe: Annotated[bool, typer.Option("--moe", help="The same as `weightsmith schema moe`.")] = False,
+) -> None:
+    """Print the JSON Schema of recipes.
+
+    Editors complete and check recipes with it: save it to a file, and begin a recipe with the comment
+    `# yaml-language-server: $schema=FILE`. It includes the methods of installed packages.
+
+    Examples:
+        weightsmith schema > recipe.schema.json
+        weightsmith schema moe > moe.schema.json
+    """
+    with failures():
+        from weightsmith._methods import all_methods, installed_methods
+        from weightsmith._planning.recipe.schema import moe_schema
+        from weightsmith._planning.recipe.schema import schema as merge_schema
+
+        installed, broken = installed_methods()
+        for error in broken:
+            warn(error.finding)
+        make = moe_schema if moe or command == "moe" else merge_schema
+        show_json(make((*all_methods(), *installed)), indent=2)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fnmatch
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -154,7 +153,7 @@ def _show_output(plan: Plan, summary: Summary) -> None:
         fact("output", f"{tensors}, {size(summary.out_bytes)}, in {files}")
         return
     fact("measured", "first: that decides how weights are stored, the sizes and config.json")
-    target = ((plan.then or {}).get("settings") or {}).get("target")
+    target = None if plan.then is None else plan.then.settings.get("target")
     if target is not None:
         most = str(target).rpartition("=")[2]
         fact("target", f"then sizes are tried until KL on the text of --evaluate is at most {most}")
@@ -277,7 +276,7 @@ def short(value: Any, length: int = 60) -> str:
 def _explain(prepared: Prepared, pattern: str, *, as_json: bool) -> None:
     from weightsmith._features.quantisation.calibration.weights import by_weight
 
-    prepared = replace(prepared, plan=by_weight(prepared.plan))
+    prepared = prepared.with_plan(by_weight(prepared.plan))
     arrays = {out.name: step.out.name for step in prepared.plan.steps for out in step.outs}
     names = [step.out.name for step in prepared.plan.steps]
     found = [pattern] if pattern in names else [arrays[pattern]] if pattern in arrays else fnmatch.filter(names, pattern)
@@ -358,7 +357,7 @@ def _notes(plan: Plan, step: Step) -> Iterator[str]:
     from weightsmith._plans import PLAIN
 
     if plan.then is not None:
-        yield f"the model is measured first, for {plan.then['format']}: that decides how this is stored"
+        yield f"the model is measured first, for {plan.made.format}: that decides how this is stored"
     if step.out.name in calibrated_weights(plan):
         yield CALIBRATED
     if step.encoding != PLAIN:

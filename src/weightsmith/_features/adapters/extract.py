@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,7 @@ from weightsmith._features.adapters.factors import FactorWork
 from weightsmith._features.adapters.options import ExtractSettings
 from weightsmith._features.adapters.placing import Places
 from weightsmith._features.adapters.ranks import Spectrum, choose_ranks
-from weightsmith._features.adapters.report import Extraction, Matrix
+from weightsmith._features.adapters.report import NAME, Extraction, Matrix
 from weightsmith._features.adapters.select import Chosen, Piece, Weight, pair_tensors, select, settings_problems
 from weightsmith._files.containers import PEFT
 from weightsmith._files.copied import is_read
@@ -42,19 +43,17 @@ from weightsmith._methods.jobs.requires import needs_torch
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import Structure, analyse
 from weightsmith._models.structure.vocabulary import TIED_HEAD, is_vocabulary
+from weightsmith._planning.follow_ups import FollowUpKind, SecondPlan
 from weightsmith._planning.planner import Prepared
 from weightsmith._planning.planner.inputs import find_model, open_models
 from weightsmith._planning.planner.match import is_buffer
 from weightsmith._planning.planner.prepared import model_input
 from weightsmith._planning.recipe import ModelRef
 from weightsmith._planning.recipe.references import parse_reference
-from weightsmith._plans import CAST, COPY, JOIN, PRODUCTS, Block, Made, Plan, PlanDraft, Product, Read, Settings, Step
+from weightsmith._plans import CAST, COPY, JOIN, PRODUCTS, Block, FollowUp, Made, Plan, PlanDraft, Product, Read, Settings, Step
 from weightsmith._plans.codec import has_type
 from weightsmith._version import __version__
 from weightsmith.abc.product import Arrays
-
-FORMAT = "peft"
-"""`Plan.then["format"]` of a plan that an adapter follows from."""
 
 COMMAND = "extract-lora"
 
@@ -66,7 +65,7 @@ Musco and Musco 2015, https://arxiv.org/abs/1504.05477."""
 
 @dataclass(frozen=True, slots=True)
 class Following:
-    """What the plan of the adapter depends on, besides products: `Plan.then["settings"]`.
+    """What the plan of the adapter depends on, besides products: `FollowUp.settings`.
 
     out_dtype  of the factors, as torch calls it
     left_out   tensors that have no place in the adapter, and why
@@ -116,7 +115,7 @@ def prepare_extraction(
             raise PlanError([MismatchError(what, where=f"{known[_TUNED].where}: {finetuned}", fix=fix)])
         structure = analyse(models[0].specs.values(), models[0].config)
         stack.pop_all()
-        return Prepared(plan, tuple(models), structure)
+        return Prepared.of_plan(plan, tuple(models), structure)
 
 
 def _measuring_plan(base: Checkpoint, tuned: Checkpoint, settings: ExtractSettings) -> PlanDraft:
@@ -144,7 +143,7 @@ def _measuring_plan(base: Checkpoint, tuned: Checkpoint, settings: ExtractSettin
         products=[*_factor_products(selection, analyse(base.specs.values(), base.config), settings)],
         container=PEFT,
         warnings=list(_warnings(models, strange)),
-        then={"format": FORMAT, "settings": asdict(following)},
+        then=FollowUp("lora", asdict(following)),
     )
     draft.products += [changes([_difference(Piece(pair)) for pair in compared])] if compared else []
     return draft
@@ -227,7 +226,7 @@ def follow(prepared: Prepared, arrays: Mapping[str, Arrays], built: Built | None
     did not make.
     """
     plan = prepared.plan
-    settings: Any = (plan.then or {}).get("settings")
+    settings: Any = None if plan.then is None else plan.then.settings
     if not has_type(settings, Following) or len(plan.models) != 2 or settings["out_dtype"] not in DTYPE_NAMES:
         raise FormatError("not a plan that can be run", where="then", fix="make the plan again")
     following = Following(**settings)
@@ -271,6 +270,15 @@ def follow(prepared: Prepared, arrays: Mapping[str, Arrays], built: Built | None
     draft.carried = [name for name in tuned.files if is_read(name) and name != "config.json"] if grown else []
     draft.recipe, draft.follows_recipe = _command(plan, following), False
     return draft.finish(), report
+
+
+def _second(prepared: Prepared, arrays: Mapping[str, Arrays], built: Any, _max_bytes: int | None) -> SecondPlan:
+    plan, report = follow(prepared, arrays, built)
+    return SecondPlan(prepared.with_plan(plan), arrays, reports={NAME: report})
+
+
+FOLLOW_UP = FollowUpKind(_second, question=lambda prepared: partial(built_of, prepared.inputs[_BASE]))
+"""An adapter, whose ranks follow from singular values. `FollowUp.settings`: the fields of `Following`."""
 
 
 class _Adapter:

@@ -44,8 +44,8 @@ from weightsmith._models.lora.forms import as_matrix
 from weightsmith._models.lora.layouts import transposed_of
 from weightsmith._models.structure.vocabulary import is_vocabulary
 from weightsmith._planning.options import RecipeOptions
-from weightsmith._planning.planner.build import assemble_recipe
-from weightsmith._planning.planner.prepared import Assembled, model_input
+from weightsmith._planning.planner.build import NOTHING, assemble_recipe
+from weightsmith._planning.planner.prepared import PlanRequest, Prepared, Written, model_input
 from weightsmith._planning.recipe import Recipe
 from weightsmith._planning.recipe.values import Entry, Setting
 from weightsmith._plans import CAST, COPY, PRODUCTS, PlanDraft, Product, Read, Step
@@ -112,11 +112,11 @@ def _plain(setting: Setting | None) -> object:
     return entries[0].value if len(entries) == 1 and entries[0].filter is None else None
 
 
-def assemble_adapters(
-    recipe: Recipe, options: RecipeOptions, problems: Sequence[WeightsmithError] = (), **places: Any
-) -> Assembled:
+def assemble_adapters(request: PlanRequest, written: Written = NOTHING) -> Prepared:
     """`planner.assemble_recipe` for a recipe whose models are adapters."""
-    all_problems = [*problems, *_refusals(recipe, options)]
+    recipe, options = request.recipe, request.options
+    assert isinstance(recipe, Recipe)
+    all_problems = [*request.problems, *_refusals(recipe, options)]
     if missing := needs_torch():
         all_problems.append(ParameterError(missing.replace("this method", "a merge of adapters")))
     space = cast("Space", options.adapter_space)
@@ -133,7 +133,7 @@ def assemble_adapters(
         recipe = replace(recipe, base_model=ZERO_ADAPTER)
     rank = options.adapter_rank or 0 if space == "compressed" else 0
     opened = Opened(space, rank, method if combination is not None else "", role)
-    assembled = assemble_recipe(recipe, options, all_problems, opening=opened, **places)
+    assembled = assemble_recipe(replace(request, recipe=recipe, problems=tuple(all_problems)), written, opened)
     try:
         _rewrite(assembled.draft, opened, options.adapter_rank, combination)
     except WeightsmithError as error:

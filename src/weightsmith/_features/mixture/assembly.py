@@ -14,7 +14,7 @@ from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import Structure, analyse
 from weightsmith._models.structure.fused import fused_parts
 from weightsmith._planning.planner.match import is_buffer
-from weightsmith._planning.planner.prepared import Assembled, model_input
+from weightsmith._planning.planner.prepared import Prepared, model_input
 from weightsmith._plans import CAST, COPY, JOIN, PRODUCTS, Block, Gather, Made, Parameters, PlanDraft, Read, Settings, Step
 
 
@@ -74,7 +74,7 @@ class Assembly:
         structure = analyse([step.out for step in steps.values()], checkpoint.config)
         return Donor(label, checkpoint, checkpoint.config or {}, steps, structure)
 
-    def merge(self, assembled: Assembled) -> Donor:
+    def merge(self, assembled: Prepared) -> Donor:
         """The donor for an inline merge: its models, settings and products are added to the draft."""
         plan = assembled.draft
         numbers = [self.add(checkpoint) for checkpoint in assembled.inputs]

@@ -27,12 +27,12 @@ from weightsmith._planning import recipe as recipes
 from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner.agreement import Model as Compared
 from weightsmith._planning.planner.agreement import tokenizer_disagreements
-from weightsmith._planning.planner.build import NOTHING, assemble_recipe, assemble_source
+from weightsmith._planning.planner.build import NOTHING, assemble_recipe, in_recipe, read_plan_request
 from weightsmith._planning.planner.companions import Companions, carried, held_files, lacking
-from weightsmith._planning.planner.dtypes import main_dtype
+from weightsmith._planning.planner.config import main_dtype
 from weightsmith._planning.planner.inputs import at, open_models
 from weightsmith._planning.planner.loading import question_of
-from weightsmith._planning.planner.prepared import Assembled, Prepared, Stage, Written
+from weightsmith._planning.planner.prepared import PlanRequest, Prepared, Stage, Written
 from weightsmith._planning.recipe import Expert, ModelRef, Recipe, Surgery, Upcycling
 from weightsmith._plans import Dropped, FileRead, Made, Product, Step
 from weightsmith._version import __version__
@@ -49,57 +49,41 @@ def prepare_moe(
 
     Raises PlanError with all problems. No tensor data is read.
     """
-    return assemble_moe(source, options).finish()
+    request = read_plan_request(source, "moe", options)
+    with in_recipe(request.source):
+        return assemble_mixture(request).finish()
 
 
-def assemble_moe(source: recipes.Source, options: RecipeOptions) -> Assembled:
-    """The draft of `prepare_moe`."""
-    return assemble_source(source, "moe", options, assemble_mixture)
+def assemble_mixture(request: PlanRequest, written: Written = NOTHING) -> Prepared:
+    """The draft of a mixture whose recipe has been read; see `prepare_moe`.
 
-
-def assemble_mixture(
-    recipe: Upcycling | Surgery,
-    options: RecipeOptions,
-    problems: Sequence[WeightsmithError],
-    *,
-    folder: Path,
-    written: Written = NOTHING,
-) -> Assembled:
-    """The draft of a parsed recipe; see `prepare_moe`.
-
-    problems  found while parsing it
-    folder    base for relative paths of text files, saliency files and user code
-    written   folders with results of recipes that its merges read, by `Stage.path`
+    written  folders with results of recipes that its merges read, by `Stage.path`
     """
+    recipe = request.recipe
     if isinstance(recipe, Surgery):
-        return assemble_surgery(recipe, options, problems, folder=folder)
+        return assemble_surgery(recipe, request.options, request.problems, folder=request.folder)
+    assert isinstance(recipe, Upcycling)
     with ExitStack() as stack:
-        assembled = _Builder(recipe, problems, options, folder, written).assemble(stack)
+        prepared = _Builder(recipe, request, written).assemble(stack)
         stack.pop_all()
-        return assembled
+        return prepared
 
 
 class _Builder:
-    def __init__(
-        self,
-        recipe: Upcycling,
-        problems: Sequence[WeightsmithError],
-        options: RecipeOptions,
-        folder: Path,
-        written: Written,
-    ) -> None:
+    def __init__(self, recipe: Upcycling, request: PlanRequest, written: Written) -> None:
+        options = request.options
         self.recipe = recipe
-        self.checks = Checks(recipe, folder, problems, lenient=options.lenient)
+        self.checks = Checks(recipe, request.folder, request.problems, lenient=options.lenient)
         self.problems, self.warnings = self.checks.problems, self.checks.warnings
         self.options = options
         self.asked = options.out_dtype or recipe.dtype
-        self.folder = folder
+        self.folder = request.folder
         self.written = written
         self.stages: list[Stage] = []
         self.assembly = Assembly(Made("moe"))
         self.named: list[Path] = []
 
-    def assemble(self, stack: ExitStack) -> Assembled:
+    def assemble(self, stack: ExitStack) -> Prepared:
         base, *experts = self._models(stack)
         checks = self.checks
         checks.check_recipe()
@@ -163,7 +147,7 @@ class _Builder:
                 draft, base_donor.config, specs, base_donor.structure, base_donor.label, where=self.recipe.filename
             )
         inputs = self.assembly.inputs
-        return Assembled(draft, inputs, base_donor.structure, named=self.named, stages=self.stages, loading=loading)
+        return Prepared(draft, inputs, base_donor.structure, named=self.named, stages=self.stages, loading=loading)
 
     def _companions(self, dense: Sequence[Dense]) -> Companions:
         """What the base lacks of tokenizer, chat template and generation_config.json, from the other models in their order."""
@@ -266,7 +250,7 @@ class _Builder:
         """The parts of an inline merge."""
         options = replace(self.options, out_dtype=self.asked)
         try:
-            assembled = assemble_recipe(recipe, options, folder=self.folder, written=self.written)
+            assembled = assemble_recipe(PlanRequest(recipe, options, folder=self.folder), self.written)
             stack.callback(assembled.close)
             assembled.check()
         except PlanError as error:

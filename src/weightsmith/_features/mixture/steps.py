@@ -9,7 +9,7 @@ from weightsmith._base.errors import ParameterError, WeightsmithError
 from weightsmith._base.tensors import DTYPES, DType, TensorSpec
 from weightsmith._features.mixture.assembly import Assembly, Dense, MatrixPlace, take
 from weightsmith._files.hf_folder import natural_key
-from weightsmith._planning.planner.dtypes import main_dtype
+from weightsmith._planning.planner.config import main_dtype
 from weightsmith._planning.recipe import Expert, Recipe, Upcycling
 from weightsmith._plans import COPY, FILL, JOIN, PERTURB, PRODUCTS, Block, Read, Step
 from weightsmith.abc.layout import ExpertLayout, Facts

@@ -13,19 +13,31 @@ What a stored format is, how its codes are chosen, and which models its programs
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from weightsmith._base.errors import WeightsmithError
 from weightsmith._features.quantisation.options import QuantizeSettings
 
 if TYPE_CHECKING:  # the options of this package are imported with it, by every command
-    from weightsmith._planning.planner import Assembled
+    from weightsmith._planning.planner import Prepared
 
 
-def quantised(assemble: Callable[[], Assembled], name: str | None, settings: QuantizeSettings) -> Assembled:
-    """`formats.in_format`. Formats are imported if one is asked for: a plain merge needs none."""
+def format_problems(name: str | None, settings: QuantizeSettings) -> list[WeightsmithError]:
+    """The problems of a format's name and settings, before anything is opened. Formats are imported if one is asked for."""
     if name is None and not settings.given:
-        return assemble()
-    from weightsmith._features.quantisation.formats import in_format
+        return []
+    from weightsmith._features.quantisation.formats import problems_of
 
-    return in_format(assemble, name, settings)
+    return problems_of(name, settings)
+
+
+def store_as(prepared: Prepared, name: str | None, settings: QuantizeSettings) -> None:
+    """Change a draft of plain tensors to one in the format `name`; None: leave it.
+
+    Raises PlanError as `Format.apply`.
+    """
+    if name is None:
+        return
+    from weightsmith._features.quantisation.formats import apply_format
+
+    apply_format(prepared, name, settings)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from weightsmith._base.options import assignment, named, option_error
 from weightsmith._features.quantisation.options import QuantizeSettings
-from weightsmith._planning.planner import Assembled
+from weightsmith._planning.planner import Prepared
 from weightsmith._plans import Product
 from weightsmith.abc.product import Arrays
 
@@ -35,9 +35,9 @@ class Format:
     name: str
     summary: str
     readers: str
-    apply: Callable[[Assembled, QuantizeSettings], None]
+    apply: Callable[[Prepared, QuantizeSettings], None]
     settings: frozenset[str] = frozenset()
-    follow: Callable[[Assembled, QuantizeSettings, Sequence[Product], Mapping[str, Arrays]], Mapping[str, bytes]] | None = None
+    follow: Callable[[Prepared, QuantizeSettings, Sequence[Product], Mapping[str, Arrays]], Mapping[str, bytes]] | None = None
 
 
 # ---- a divergence instead of a size
@@ -54,9 +54,9 @@ def read_target(settings: QuantizeSettings) -> float | None:
     """
     if settings.target is None:
         return None
-    found = _KL.fullmatch(settings.target.strip())
+    match = _KL.fullmatch(settings.target.strip())
     try:
-        value = float(found[1]) if found else math.nan
+        value = float(match[1]) if match else math.nan
     except ValueError:
         value = math.nan
     if not 0 < value < math.inf:
@@ -68,8 +68,8 @@ def read_target(settings: QuantizeSettings) -> float | None:
 def check_target(settings: QuantizeSettings) -> float | None:
     """`read_target`, for settings that a user gives. Raises ParameterError for a target beside a size or bits, too."""
     value = read_target(settings)
-    beside = [name for name in ("bits", "size_bytes") if getattr(settings, name) is not None]
-    if value is not None and beside:
+    contradicting = [name for name in ("bits", "size_bytes") if getattr(settings, name) is not None]
+    if value is not None and contradicting:
         what = "the size follows from the target"
-        raise option_error("target", what, f"leave out {named(*beside)} or {named('target')}")
+        raise option_error("target", what, f"leave out {named(*contradicting)} or {named('target')}")
     return value

@@ -43,7 +43,7 @@ from weightsmith._models.formats.exl2.layout import Params
 from weightsmith._models.formats.exl2.loader import ELSEWHERE
 from weightsmith._models.formats.exl2.model import Model, notes, prepare_model, store
 from weightsmith._models.formats.unfused import DEFAULT_HEAD_BITS
-from weightsmith._planning.planner import Assembled
+from weightsmith._planning.planner import Prepared
 from weightsmith._plans import PlanDraft, Product
 from weightsmith.abc.product import Arrays
 
@@ -64,7 +64,7 @@ _ERRORS = {
 """Relative error of normally distributed weights, by bits and group size: measured, 512 rows of 512."""
 
 
-def apply(assembled: Assembled, settings: QuantizeSettings) -> None:
+def apply(assembled: Prepared, settings: QuantizeSettings) -> None:
     """Make the draft one of an EXL2 model. Raises PlanError with all problems."""
     _check(settings)
     draft = assembled.draft
@@ -82,7 +82,7 @@ def apply(assembled: Assembled, settings: QuantizeSettings) -> None:
 
 
 def follow(
-    assembled: Assembled, settings: QuantizeSettings, measured: Sequence[Product], arrays: Mapping[str, Arrays]
+    assembled: Prepared, settings: QuantizeSettings, measured: Sequence[Product], arrays: Mapping[str, Arrays]
 ) -> Mapping[str, bytes]:
     """Give the draft the settings that a measurement favours; measurement.json. Raises PlanError."""
     _check(settings)
@@ -93,9 +93,7 @@ def follow(
     return {"measurement.json": (json.dumps(measurement_json(errors), indent=1) + "\n").encode()}
 
 
-def _store(
-    assembled: Assembled, model: Model, settings: QuantizeSettings, target: float, params: Sequence[BlockParams]
-) -> None:
+def _store(assembled: Prepared, model: Model, settings: QuantizeSettings, target: float, params: Sequence[BlockParams]) -> None:
     """Make the draft one with a setting for each role of each block. target: bits for each weight."""
     draft = assembled.draft
     draft.warnings += _unfit(model, settings)
@@ -232,12 +230,15 @@ def _squared_error(params: Params) -> float:
 def products_for(blocks: Sequence[Sublayer], chain: Chain, *, full: bool) -> tuple[Product, ...]:
     """The products of a measurement."""
     layers = {name: layer for layer in range(chain.layers) for name in chain.names(layer)}
-    own: dict[int, dict[str, tuple[Mapping[str, str], ...]]] = {layer: {} for layer in range(chain.layers)}
+    of_layer: dict[int, dict[str, tuple[Mapping[str, str], ...]]] = {layer: {} for layer in range(chain.layers)}
     for block in blocks:
-        own[layers[next(iter(block.encodings[0]))]][block.key] = block.encodings
+        of_layer[layers[next(iter(block.encodings[0]))]][block.key] = block.encodings
     if full:
-        return chain.forward(lambda layer, states: [chain.errors(layer, states, own[layer])])
-    tried = {layer: dict(each for options in found.values() for each in _candidates(options)) for layer, found in own.items()}
+        return chain.forward(lambda layer, states: [chain.errors(layer, states, of_layer[layer])])
+    tried = {
+        layer: dict(pair for options in by_block.values() for pair in _candidates(options))
+        for layer, by_block in of_layer.items()
+    }
 
     def losses(layer: int, states: Product, gradients: Product, _leaving: Product) -> list[Product]:
         return [chain.losses(layer, states, gradients, tried[layer])]
@@ -261,17 +262,17 @@ def errors_of(blocks: Sequence[Sublayer], products: Iterable[tuple[Product, Arra
         else:
             for (name, tried), row in zip(settings["candidates"].items(), rows, strict=True):
                 losses |= {(name, encoding): loss for encoding, loss in zip(tried, row, strict=False)}
-    found = []
+    measured_blocks = []
     for block in blocks:
         options = [option.items() for option in block.encodings]
         if all(losses.keys() >= option for option in options):
-            errors[block.key] = [math.sqrt(sum(losses[each] for each in option)) for option in options]
+            errors[block.key] = [math.sqrt(sum(losses[pair] for pair in option)) for option in options]
         if len(errors.get(block.key, ())) < len(options):
             what = "not a plan that can be run: it does not measure every weight"
             raise FormatError(what, where="products", fix="make the plan again")
         measured = zip(block.options, errors[block.key], strict=False)
-        found.append((block, [Measured(option, max(LEAST_ERROR, error)) for option, error in measured]))
-    return found
+        measured_blocks.append((block, [Measured(option, max(LEAST_ERROR, error)) for option, error in measured]))
+    return measured_blocks
 
 
 FORMATS = (

@@ -7,13 +7,12 @@ a text beside the weights.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from weightsmith._activations.rows import BUILT_IN
-from weightsmith._base.errors import Finding, FormatError, ParameterError, PlanError, WeightsmithError, undoing
+from weightsmith._base.errors import Finding, FormatError, ParameterError, PlanError, WeightsmithError
 from weightsmith._base.files import expand_user
 from weightsmith._base.options import assignment, named, option_error, read_options
 from weightsmith._features.quantisation import exl2, exl3
@@ -31,13 +30,11 @@ from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._features.quantisation.weighed import format_of
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.formats import formats
-from weightsmith._planning.options import RecipeOptions
-from weightsmith._planning.planner import Assembled, Prepared, build
+from weightsmith._planning.follow_ups import FollowUpKind, SecondPlan
+from weightsmith._planning.planner import Prepared
 from weightsmith._planning.planner.encode import encodable, quantise
-from weightsmith._planning.recipe import copy_of
-from weightsmith._plans import Made, PlanDraft, Step
+from weightsmith._plans import PlanDraft, Step
 from weightsmith._plans.codec import has_type
-from weightsmith._version import __version__
 from weightsmith.abc.product import Arrays
 from weightsmith.abc.stored import Writing
 
@@ -51,7 +48,7 @@ def _streamed(writing: Writing, *, caches: bool) -> Format:
     groups, default = tuple(writing.encodings), next(iter(writing.encodings.values()))
     calibrates = default.hessian != "no"
 
-    def apply(assembled: Assembled, settings: QuantizeSettings) -> None:
+    def apply(assembled: Prepared, settings: QuantizeSettings) -> None:
         group_size = settings.group_size
         if group_size is not None and group_size not in groups:
             what = f"{writing.name} has groups of {', '.join(map(str, sorted(groups)))}, not of {group_size}"
@@ -70,9 +67,9 @@ def _streamed(writing: Writing, *, caches: bool) -> Format:
         measure_activations(plain, draft, encoding, settings, calibrates=has_text)
         writing.adapt(draft, encoding)
 
-    more = CACHE_SETTINGS if caches else CALIBRATION_SETTINGS if calibrates else frozenset[str]()
+    text_settings = CACHE_SETTINGS if caches else CALIBRATION_SETTINGS if calibrates else frozenset[str]()
     sizes = frozenset({"group_size"}) if len(groups) > 1 else frozenset[str]()
-    return Format(writing.name, writing.summary, writing.readers, apply, sizes | more)
+    return Format(writing.name, writing.summary, writing.readers, apply, sizes | text_settings)
 
 
 _STREAMED = [_streamed(writing, caches=bool(stored.caches)) for stored in formats() for writing in stored.writes]
@@ -81,125 +78,79 @@ FORMATS: dict[str, Format] = {each.name: each for each in (*_STREAMED, *_WHOLE, 
 """Every format, by name."""
 
 
-def prepare_copy(model: str | os.PathLike[str], options: RecipeOptions, settings: QuantizeSettings) -> Prepared:
-    """Plan a copy of a model in the format `options.quantize`; None: with plain weights.
-
-    model  as in a recipe: a folder, a hub id, `base+adapter`
-
-    Raises PlanError with all problems.
-    """
-    assembled = in_format(lambda: build.assemble(copy_of(model), options), options.quantize, settings)
-    made = Made("dequantize", f"Dequantised with weightsmith {__version__}.", relation="")
-    if options.quantize is not None:
-        title = f"Quantised with weightsmith {__version__} as `{options.quantize}`."
-        made = Made("quantize", title, relation="quantized", format=options.quantize)
-    assembled.draft.made = made
-    return assembled.finish()
+def apply_format(prepared: Prepared, name: str, settings: QuantizeSettings) -> None:
+    """Change a draft of plain tensors to one in the format `name`. Raises as `Format.apply`."""
+    draft = prepared.draft
+    draft.warnings += family_problems(name, draft.config, settings)
+    FORMATS[name].apply(prepared, settings)
+    prepared.draft.made = replace(prepared.draft.made, format=name)
+    prepared.draft.warnings += _decoded(prepared.inputs, name)
+    prepared.named += _files(settings)
 
 
-def in_format(assemble: Callable[[], Assembled], name: str | None, settings: QuantizeSettings) -> Assembled:
-    """What `assemble` returns, its draft in the format `name`; unchanged if that is None.
-
-    Raises PlanError with the problems of `assemble`, and those of the format's name and settings; then as `Format.apply`.
-    """
-    problems = _problems(name, settings)
-    try:
-        assembled = assemble()
-    except PlanError as error:
-        if not problems:
-            raise
-        raise PlanError([*error.problems, *problems], error.source) from error
-    with undoing(assembled.close):
-        if problems:
-            raise PlanError(problems)
-        if name is None:
-            return assembled
-        assembled.draft.warnings += family_problems(name, assembled.draft.config, settings)
-        FORMATS[name].apply(assembled, settings)
-    draft, before = assembled.draft, assembled.again
-    draft.made = replace(draft.made, format=name)
-    draft.warnings += _decoded(assembled.inputs, name)
-    assembled.again = None if before is None else lambda written: in_format(lambda: before(written), name, settings)
-    assembled.named += _files(settings)
-    return assembled
+def _follow(prepared: Prepared, arrays: Mapping[str, Arrays], _answer: object, max_bytes: int | None) -> SecondPlan:
+    measuring, settings = _following(prepared)
+    if max_bytes is not None:
+        settings = replace(settings, size_bytes=max_bytes)
+    second = prepared.draft_again()
+    assert measuring.follow is not None
+    files = measuring.follow(second, settings, without_measuring(second.draft), arrays)
+    second.named += _files(settings)
+    return SecondPlan(second.finish(), files=files)
 
 
-def expected_steps(prepared: Prepared) -> list[Step]:
-    """About the steps of the plan that follows from one with `Plan.then`: as if nothing were measured; [] if that cannot be."""
-    then = dict(prepared.plan.then or {})
-    settings = replace(
-        QuantizeSettings(**then["settings"]),
-        calibration=NONE,
-        calibration_rows=None,
-        calibration_tokens=None,
-        calibration_dtype=None,
-        measure=None,
-    )
+def _expected_steps(prepared: Prepared) -> list[Step]:
+    """As if nothing were measured."""
+    measuring, settings = _following(prepared)
     if settings.target is not None:  # nothing is known of the size
         return []
-    assembled = Assembled.of(prepared)
-    without_measuring(assembled.draft)
+    text = dict.fromkeys(("calibration_rows", "calibration_tokens", "calibration_dtype", "measure"))
+    second = prepared.draft_again()
+    without_measuring(second.draft)
     try:
-        FORMATS[then["format"]].apply(assembled, settings)
+        measuring.apply(second, replace(settings, calibration=NONE, **text))  # type: ignore[arg-type]
     except PlanError:
         return []
-    return assembled.draft.steps
+    return second.draft.steps
 
 
-def followed(
-    prepared: Prepared, arrays: Mapping[str, Arrays], size_bytes: int | None = None
-) -> tuple[Prepared, Mapping[str, bytes]]:
-    """The plan that follows from the products of one with `Plan.then`, and files to add to the output.
-
-    arrays      of the products, by name
-    size_bytes  of the weight files, if the settings have a target instead of a size: the next size that the format can have
-
-    Raises PlanError; FormatError for a plan that no format of ours made.
-    """
-    made, settings = _following(prepared)
-    if size_bytes is not None:
-        settings = replace(settings, size_bytes=size_bytes)
-    assert made.follow is not None
-    assembled = Assembled.of(prepared)
-    files = made.follow(assembled, settings, without_measuring(assembled.draft), arrays)
-    assembled.named += _files(settings)
-    return assembled.finish(), files
-
-
-def target_of(prepared: Prepared) -> float | None:
-    """The largest divergence of the result of a plan with `Plan.then`; None if it has no target. Raises as `followed`."""
+def _target(prepared: Prepared) -> float | None:
     try:
         return read_target(_following(prepared)[1])
     except ParameterError as error:
         raise FormatError(error.finding.what, where="then", fix="make the plan again") from error
 
 
-def unquantised(prepared: Prepared) -> Prepared:
-    """The plan of the plain tensors of one with `Plan.then`."""
-    assembled = Assembled.of(prepared)
-    without_measuring(assembled.draft)
-    return assembled.finish()
+def _unquantised(prepared: Prepared) -> Prepared:
+    plain = prepared.draft_again()
+    without_measuring(plain.draft)
+    return plain.finish()
+
+
+FOLLOW_UP = FollowUpKind(_follow, expected=_expected_steps, target=_target, reference=_unquantised)
+"""A format whose settings follow from a measurement. `FollowUp.settings`: `format`, and the fields of `QuantizeSettings`."""
 
 
 def _following(prepared: Prepared) -> tuple[Format, QuantizeSettings]:
-    """The format and the settings of `Plan.then`. Raises FormatError for a plan that no format of ours made."""
-    then = dict(prepared.plan.then or {})
-    name, given = then.get("format"), then.get("settings") or {}
-    made = FORMATS[name] if isinstance(name, str) and name in FORMATS else None
-    if made is None or made.follow is None or not has_type(given, QuantizeSettings):
+    """The format and the settings that follow. Raises FormatError for a plan that no format of ours made."""
+    values = dict(prepared.plan.then.settings) if prepared.plan.then is not None else {}
+    name = values.pop("format", None)
+    measuring = FORMATS[name] if isinstance(name, str) and name in FORMATS else None
+    if measuring is None or measuring.follow is None or not has_type(values, QuantizeSettings):
         raise FormatError("not a plan that can be run: no format of ours measures so", where="then", fix="make the plan again")
-    (settings,) = read_options("run", given, QuantizeSettings)
-    return made, settings
+    (settings,) = read_options("run", values, QuantizeSettings)
+    return measuring, settings
 
 
-def _problems(name: str | None, settings: QuantizeSettings) -> list[WeightsmithError]:
+def problems_of(name: str | None, settings: QuantizeSettings) -> list[WeightsmithError]:
+    """The problems of a format's name and settings."""
     if name is None:
         if not settings.given:
             return []
         fix = f"add {assignment('quantize', _first_that_reads(settings.given[0]))} or another"
         return [ParameterError("needs a quantised format that reads it", where=named(*settings.given), fix=fix)]
     known = FORMATS[name].settings
-    unread = [each for each in settings.given if each not in known and each != "engine"]
+    unread = [name for name in settings.given if name not in known and name != "engine"]
     if not unread:
         try:
             check_target(settings)
@@ -211,7 +162,7 @@ def _problems(name: str | None, settings: QuantizeSettings) -> list[WeightsmithE
 
 
 def _first_that_reads(setting: str) -> str:
-    return next((each.name for each in FORMATS.values() if setting in each.settings), next(iter(FORMATS)))
+    return next((known.name for known in FORMATS.values() if setting in known.settings), next(iter(FORMATS)))
 
 
 def _files(settings: QuantizeSettings) -> list[Path]:

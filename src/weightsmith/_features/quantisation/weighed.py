@@ -38,9 +38,8 @@ from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.formats import find_encoding
 from weightsmith._models.structure.projections import site_of
 from weightsmith._models.structure.vocabulary import is_vocabulary
-from weightsmith._planning.planner import Assembled
-from weightsmith._planning.planner.companions import joined, lacking
-from weightsmith._planning.planner.subfolders import drop_subfolders
+from weightsmith._planning.planner import Prepared
+from weightsmith._planning.planner.companions import drop_subfolders, joined, lacking
 from weightsmith._plans import PlanDraft, Product, Step
 from weightsmith.abc.product import Arrays, Floats
 from weightsmith.abc.stored import ModelFiles, ModelFormat, ModelOrigin, ModelRequest
@@ -59,7 +58,7 @@ def format_of(model_format: ModelFormat) -> Format:
     )
 
 
-def _apply(model_format: ModelFormat, assembled: Assembled, settings: QuantizeSettings) -> None:
+def _apply(model_format: ModelFormat, assembled: Prepared, settings: QuantizeSettings) -> None:
     """Make the draft one of the format. Raises PlanError."""
     sized = settings.size_bytes is not None or settings.target is not None
     if sized and settings.calibration is None:
@@ -112,7 +111,7 @@ def _check(settings: QuantizeSettings, *, sized: bool, measures: bool) -> None:
 
 def _follow(
     model_format: ModelFormat,
-    assembled: Assembled,
+    assembled: Prepared,
     settings: QuantizeSettings,
     measured: Sequence[Product],
     arrays: Mapping[str, Arrays],
@@ -145,7 +144,7 @@ def _request(model_format: ModelFormat, settings: QuantizeSettings) -> ModelRequ
     return ModelRequest({name: getattr(settings, name) for name in model_format.settings})
 
 
-def _prepare(model_format: ModelFormat, assembled: Assembled, request: ModelRequest) -> Mapping[str, bytes]:
+def _prepare(model_format: ModelFormat, assembled: Prepared, request: ModelRequest) -> Mapping[str, bytes]:
     """`ModelFormat.prepare` of a draft, which then lists what the output lacks."""
     draft, held = assembled.draft, set[str]()
     origins = [_origin(checkpoint) for checkpoint in assembled.inputs]
@@ -179,7 +178,7 @@ def _problems_of_a_plan() -> Iterator[None]:
 # ---- what is beside the weights
 
 
-def _files_of(assembled: Assembled, names: Sequence[str]) -> dict[str, bytes]:
+def _files_of(assembled: Prepared, names: Sequence[str]) -> dict[str, bytes]:
     """Those of some files that the output has."""
     draft = assembled.draft
     donor = assembled.inputs[draft.donor]
@@ -189,7 +188,7 @@ def _files_of(assembled: Assembled, names: Sequence[str]) -> dict[str, bytes]:
     return {name: read_bounded(donor.folder / name, MAX_COPIED_BYTES) for name in carried} | written
 
 
-def _file_of_donor(assembled: Assembled, name: str) -> bytes | None:
+def _file_of_donor(assembled: Prepared, name: str) -> bytes | None:
     donor = assembled.inputs[assembled.draft.donor]
     donor.fetch([name])
     path = donor.folder / name

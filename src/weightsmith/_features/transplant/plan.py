@@ -38,11 +38,10 @@ from weightsmith._models.tokenizers.matching import WAYS, Match, match, pieces_o
 from weightsmith._models.tokenizers.vocabulary import MAX_FILE_BYTES, contents_of
 from weightsmith._planning import recipe as recipes
 from weightsmith._planning.options import RecipeOptions
-from weightsmith._planning.planner import Prepared
 from weightsmith._planning.planner.build import assemble_recipe
 from weightsmith._planning.planner.companions import held_files, joined, lacking
 from weightsmith._planning.planner.inputs import open_models
-from weightsmith._planning.planner.prepared import Assembled, model_input
+from weightsmith._planning.planner.prepared import PlanRequest, Prepared, model_input
 from weightsmith._planning.recipe import ModelRef
 from weightsmith._planning.recipe.references import parse_reference
 from weightsmith._plans import PRODUCTS, Block, Gather, Made, PlanDraft, Read, Step
@@ -153,7 +152,7 @@ def _check_donor(donor: _Side, approximation: Approximation, settings: Transplan
         raise PlanError([Unsupported(what, where=donor.label, fix=fix)])
 
 
-def _copy(model: str | os.PathLike[str], donor: str | os.PathLike[str], rows: int, settings: TransplantSettings) -> Assembled:
+def _copy(model: str | os.PathLike[str], donor: str | os.PathLike[str], rows: int, settings: TransplantSettings) -> Prepared:
     """The draft of the recipe that copies the model with the donor's tokenizer. rows: of the output; 0: one for each id."""
     source = parse_reference(os.fspath(donor), "DONOR")  # a folder may have the name of a word of the recipe, such as `base`
     if not isinstance(source, ModelRef):
@@ -163,13 +162,13 @@ def _copy(model: str | os.PathLike[str], donor: str | os.PathLike[str], rows: in
         raise PlanError(list(loaded.problems))
     asked = replace(loaded.recipe, tokenizer=replace(loaded.recipe.tokenizer, source=source, rows=rows))
     options = RecipeOptions(seed=settings.seed, max_shard_bytes=settings.max_shard_bytes)
-    return assemble_recipe(asked, options, loaded.problems)
+    return assemble_recipe(PlanRequest(asked, options, problems=tuple(loaded.problems)))
 
 
 class _Transplant:
     """One call of `prepare_transplant`."""
 
-    def __init__(self, assembled: Assembled, donor: _Side, settings: TransplantSettings, approximation: Approximation) -> None:
+    def __init__(self, assembled: Prepared, donor: _Side, settings: TransplantSettings, approximation: Approximation) -> None:
         self.assembled, self.donor, self.settings, self.approximation = assembled, donor, settings, approximation
         self.model, seen = _Side.of(assembled.inputs[_MODEL]), dict[str, Vocabulary]()
         self.model_vocabulary, self.out = self.model.read(seen), donor.read(seen)

@@ -1,21 +1,16 @@
 """From a recipe and the headers of its models to a Plan, with every problem found before a byte of tensor data is read.
 
 segments.py    `models`, `slices` and `modules` in one form: runs of output layers, their inputs, and the modules that they make
-parameters.py  what each parameter is for each tensor and model, and where the recipe says so
-audit.py       parameters that are unknown, misplaced, wrong or missing, whatever the models hold
-patterns.py    the folders that a pattern such as `./run/checkpoint-*` matches
-inputs.py      the models, opened, and which of them gives config and tokenizer
+parameters.py  what each parameter is for each tensor and model, where the recipe says so, and which are wrong
+inputs.py      the models, opened, also those that a pattern such as `./run/checkpoint-*` matches; which gives config, tokenizer
 match.py       which tensor of each model feeds which output tensor, whatever the prefixes
 vocabulary.py  the tokenizer of the output, and the rows of its embeddings; companions.py has the other files beside the weights
-dtypes.py      the dtype of each output tensor
-mismatch.py    tensors that do not go together
-unused.py      tensors that files hold although the model never uses them
 account.py     used, or left out for a reason: no tensor is lost
 decide.py      what a tensor is to the method, which products it waits for, and its pieces if it holds several matrices
 statistics.py  what the method knows of the models from a text: products, and what each step reads of them
 outputs.py     the steps
-config.py      config.json of the output, and which layer of the donor describes each of its layers
-agreement.py   what models disagree on though their tensors have equal shapes
+config.py      config.json of the output, which layer of the donor describes each of its layers, and the dtypes of tensors
+agreement.py   what models disagree on though their tensors have equal shapes, and tensors that do not go together
 encode.py      which tensors are quantised, and what config.json lists as ignored
 loading.py     whether transformers could load the output; answers.py keeps what it said
 merges.py      puts these together: request, models opened, tensors matched, draft assembled
@@ -27,6 +22,5 @@ state_dicts.py the same for models in memory, without a recipe
 
 from weightsmith._planning.planner.build import assemble as assemble
 from weightsmith._planning.planner.build import prepare as prepare
-from weightsmith._planning.planner.prepared import Assembled as Assembled
 from weightsmith._planning.planner.prepared import Prepared as Prepared
 from weightsmith._plans import Plan as Plan

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -34,7 +34,7 @@ from weightsmith._planning.planner.merges import (
     open_request,
     read_request,
 )
-from weightsmith._planning.planner.prepared import Assembled, Prepared, Stage, Written, code_files
+from weightsmith._planning.planner.prepared import PlanRequest, Prepared, Stage, Written, code_files
 from weightsmith._planning.recipe import ModelRef, Recipe
 from weightsmith._plans import Plan
 
@@ -47,39 +47,41 @@ def prepare(
     *,
     check: bool = False,
 ) -> Prepared:
-    """Read a recipe and its models' headers and plan the merge.
+    """Read a recipe of models and their headers, and plan the merge.
 
     source  path of a YAML file, YAML text (with a newline), a mapping, or a list of mappings
-    check   ask transformers now whether it could load the output; see `Assembled.finish`
+    check   ask transformers now whether it could load the output; see `Prepared.finish`
 
     Raises PlanError with all problems. No tensor data is read. Cost: headers, and about 20 µs a tensor.
     """
     return assemble(source, options).finish(check=check)
 
 
-def assemble(source: recipes.Source, options: RecipeOptions) -> Assembled:
+def assemble(source: recipes.Source, options: RecipeOptions) -> Prepared:
     """The draft of `prepare`."""
-    return assemble_source(source, "merge", options, assemble_recipe)
+    request = read_plan_request(source, "merge", options)
+    with in_recipe(request.source):
+        return assemble_recipe(request)
 
 
-def assemble_source(
-    source: recipes.Source, command: recipes.Command | None, options: RecipeOptions, make: Callable[..., Assembled]
-) -> Assembled:
-    """Read a recipe and make the draft of its plan. make: `assemble_recipe`, or a function with its parameters.
-
-    Raises PlanError. It holds the text of the recipe, and all missing models even if nothing else of the recipe can be read.
-    """
+def read_plan_request(
+    source: recipes.Source, command: recipes.Command | None, options: RecipeOptions, settings: object = None
+) -> PlanRequest:
+    """Read a recipe. Raises PlanError, with all missing models even if nothing else of the recipe can be read."""
     loaded = _load(source, command, options)
+    with in_recipe(loaded.source):
+        recipe = _recipe_of(loaded, _find_in(source, options))
+    return PlanRequest(recipe, options, loaded.source, _folder_of(source), tuple(loaded.problems), settings)
+
+
+@contextmanager
+def in_recipe(source: tuple[str, str]) -> Iterator[None]:
+    """Give errors of a plan the text of the recipe, whose lines they show."""
     try:
-        again = partial(
-            make, _recipe_of(loaded, _find_in(source, options)), options, loaded.problems, folder=_folder_of(source)
-        )
-        assembled = again()
+        yield
     except PlanError as error:
-        error.source = loaded.source
+        error.source = source
         raise
-    assembled.source, assembled.again = loaded.source, lambda written: again(written=written)
-    return assembled
 
 
 def _load(source: recipes.Source, command: recipes.Command | None, options: RecipeOptions) -> recipes.Loaded:
@@ -107,27 +109,18 @@ def _folder_of(source: recipes.Source) -> Path:
     return Path(str(source)).parent if on_disk else Path()
 
 
-def assemble_recipe(
-    recipe: Recipe,
-    options: RecipeOptions,
-    problems: Sequence[WeightsmithError] = (),
-    *,
-    folder: Path = Path(),
-    written: Written = NOTHING,
-    opening: Opening = open_models,
-) -> Assembled:
-    """The draft of a recipe that has been read; first, the plans of those whose results it reads. See `prepare`.
+def assemble_recipe(request: PlanRequest, written: Written = NOTHING, opening: Opening = open_models) -> Prepared:
+    """The draft of a merge whose recipe has been read; first, the plans of the recipes whose results it reads. See `prepare`.
 
-    problems  found while it was read
-    folder    that paths of the recipe's own code start from
-    written   folders with results of other recipes
-    opening   opens the models
+    written  folders with results of other recipes
+    opening  opens the models
     """
     with ExitStack() as stack, collector_paused():
-        bound = _bound(recipe, options, problems, folder, written, opening, stack)
-        assembled = bound.assemble(bound.request)
+        bound = _bound(request, written, opening, stack)
+        prepared = bound.assemble(bound.request)
+        prepared.request, prepared.source = request, request.source
         stack.pop_all()
-        return assembled
+        return prepared
 
 
 def bind(
@@ -143,17 +136,12 @@ def bind(
     >>> with bind("ties.yml") as bound:  # doctest: +SKIP
     ...     plans = [bound.plan({"parameters.density": density}) for density in (0.2, 0.5, 0.8)]
     """
-    loaded = _load(source, "merge", options)
-    try:
-        recipe = _recipe_of(loaded, _find_in(source, options))
-        with ExitStack() as stack, collector_paused():
-            bound = _bound(recipe, options, loaded.problems, _folder_of(source), NOTHING, open_models, stack)
-            if bound.request.method is None:  # no value of a parameter mends that: this raises, with all problems
-                bound.assemble(bound.request)
-            return replace(bound, source=source, stack=stack.pop_all())
-    except PlanError as error:
-        error.source = loaded.source
-        raise
+    asked = read_plan_request(source, "merge", options)
+    with in_recipe(asked.source), ExitStack() as stack, collector_paused():
+        bound = _bound(asked, NOTHING, open_models, stack)
+        if bound.request.method is None:  # no value of a parameter mends that: this raises, with all problems
+            bound.assemble(bound.request)
+        return replace(bound, source=source, stack=stack.pop_all())
 
 
 def parameter_problems(source: recipes.Source, options: RecipeOptions) -> tuple[WeightsmithError, ...]:
@@ -202,23 +190,19 @@ class Bound(Closing):
         Raises PlanError.
         """
         loaded = _load(source, "merge", self.request.options)
-        try:
-            with collector_paused():
-                request = self._request(loaded, self.request.options)
-                if request is None:
-                    return None
-                assembled = self.assemble(request)
-                return assembled.prepared(assembled.draft.finish())
-        except PlanError as error:
-            error.source = loaded.source
-            raise
+        with in_recipe(loaded.source), collector_paused():
+            request = self._request(loaded, self.request.options)
+            if request is None:
+                return None
+            prepared = self.assemble(request)
+            return prepared.with_plan(prepared.draft.finish())
 
     def _request(self, loaded: recipes.Loaded, options: RecipeOptions) -> Request | None:
         problems = [*loaded.problems, *self.stages.problems]
         request = read_request(_recipe_of(loaded, self.find_method), options, problems, self.find_method, self.request.folder)
         return request if request.matching == self.request.matching else None
 
-    def assemble(self, request: Request) -> Assembled:
+    def assemble(self, request: Request) -> Prepared:
         """The draft of a request with the same models."""
         return self.stages.join(assemble_matched(request, self.opened, self.matched))
 
@@ -228,20 +212,14 @@ class Bound(Closing):
             self.stack.close()
 
 
-def _bound(
-    recipe: Recipe,
-    options: RecipeOptions,
-    problems: Sequence[WeightsmithError],
-    folder: Path,
-    written: Written,
-    opening: Opening,
-    stack: ExitStack,
-) -> Bound:
-    """The recipe with its models; `stack` closes them."""
-    find = partial(methods.find, folder=folder, allow_code=options.allow_code)
-    stages = _Stages(recipe, find, folder, options, written)
+def _bound(asked: PlanRequest, written: Written, opening: Opening, stack: ExitStack) -> Bound:
+    """A merge with its models; `stack` closes them."""
+    recipe, options = asked.recipe, asked.options
+    assert isinstance(recipe, Recipe)
+    find = partial(methods.find, folder=asked.folder, allow_code=options.allow_code)
+    stages = _Stages(recipe, find, asked, written)
     stages.prepare(stack)
-    request = read_request(recipe, options, [*problems, *stages.problems], find, folder)
+    request = read_request(recipe, options, [*asked.problems, *stages.problems], find, asked.folder)
     opened = open_request(request, stack, stages.results, opening)
     return Bound(request, opened, match(request, opened, stack), stages, find)
 
@@ -253,18 +231,11 @@ class _Stages:
     problems  of all of them
     """
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        find_method: Callable[[str], Method],
-        folder: Path,
-        options: RecipeOptions,
-        written: Written,
-    ) -> None:
+    def __init__(self, recipe: Recipe, find_method: Callable[[str], Method], asked: PlanRequest, written: Written) -> None:
         self.problems: list[WeightsmithError] = []
         self.results: dict[str, Checkpoint | None] = dict.fromkeys(recipe.stages)
-        self._recipe, self._find, self._folder, self._written = recipe, find_method, folder, written
-        self._options = replace(options, out_dtype=None, quantize=None, check_loading=False)
+        self._recipe, self._find, self._folder, self._written = recipe, find_method, asked.folder, written
+        self._options = replace(asked.options, out_dtype=None, quantize=None, check_loading=False)
         self._refs = _in_order(recipe)
         users = [recipe, *(recipe.stages[ref.path] for ref in self._refs)]
         self._adapted = {ref.path for user in users if user is not None for ref in user.references if ref.lora is not None}
@@ -300,14 +271,13 @@ class _Stages:
         self._lacking.append(missing)
         path, label = ref.path, ref.path if ref.path == recipe.name else str(ref)
         stage = Stage.of(path, label, plan, assembled.inputs, self._stages)
-        again = partial(assemble_recipe, recipe, self._options, folder=self._folder)
         why = "an adapter is applied to it" if path in self._adapted else stage.why
-        stage = replace(stage, why=why, reopen=lambda written: again(written=written).finish())
+        stage = replace(stage, why=why, request=PlanRequest(recipe, self._options, folder=self._folder))
         result = self.results[path] = stage.result()
         stack.callback(result.close)
         self._stages.append(stage)
 
-    def join(self, assembled: Assembled) -> Assembled:
+    def join(self, assembled: Prepared) -> Prepared:
         """Add all that is known of these to the draft of the result."""
         if self._stages:
             draft = assembled.draft

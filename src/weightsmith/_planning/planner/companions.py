@@ -7,19 +7,22 @@ those of other models that the output lacks are listed in the plan.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from weightsmith._base.errors import Finding, MismatchError
 from weightsmith._base.files import read_bounded, show
+from weightsmith._base.tensors import TensorSpec
+from weightsmith._base.text import count
+from weightsmith._files.containers import Naming
 from weightsmith._files.copied import holds_tokens, is_tokenizer
 from weightsmith._files.subfolders import TEMPLATES
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.tokenizers import Vocabulary, read_vocabulary
 from weightsmith._models.tokenizers.files import TEMPLATE_FILE, settings_in, settings_of, templates_of, with_template
 from weightsmith._models.tokenizers.vocabulary import MAX_FILE_BYTES
-from weightsmith._plans import PlanDraft
+from weightsmith._plans import Dropped, PlanDraft
 
 GENERATION = "generation_config.json"
 
@@ -223,3 +226,54 @@ def joined(listed: Iterable[Mapping[str, Sequence[str]]], held: Collection[str] 
         for label, files in each.items():
             found.setdefault(label, {}).update(dict.fromkeys(name for name in files if name not in held))
     return {label: tuple(files) for label, files in found.items() if files}
+
+
+# ---- subfolders with weights of their own
+
+
+_ABSENT = "its subfolder is not in the output"
+
+
+def without_foreign(
+    specs: Sequence[Mapping[str, TensorSpec]], inputs: Sequence[Checkpoint], donor: Checkpoint
+) -> list[Mapping[str, TensorSpec]]:
+    """The tensors of each model, without those in subfolders that the donor does not have."""
+    found: list[Mapping[str, TensorSpec]] = []
+    for own, checkpoint in zip(specs, inputs, strict=True):
+        names = set(_foreign(checkpoint, donor))
+        found.append({name: spec for name, spec in own.items() if name not in names} if names else own)
+    return found
+
+
+def foreign(inputs: Iterable[Checkpoint], donor: Checkpoint) -> list[Dropped]:
+    """The tensors that `without_foreign` leaves out."""
+    return [Dropped(i, name, _ABSENT) for i, each in enumerate(inputs) for name in _foreign(each, donor)]
+
+
+def foreign_findings(inputs: Sequence[Checkpoint], labels: Sequence[str], donor: int) -> Iterator[Finding]:
+    """Warnings of subfolders with weights that the donor does not have."""
+    for label, checkpoint in zip(labels, inputs, strict=True):
+        if inner := [folder for folder in checkpoint.subfolders if folder not in inputs[donor].subfolders]:
+            what = f"left out with its weights: {', '.join(inner)}, which {labels[donor]} does not have"
+            yield Finding(
+                what, label, fix="merge models with the same modules, or list first the one whose modules the output has"
+            )
+
+
+def drop_subfolders(draft: PlanDraft, reader: str) -> None:
+    """Leave the weights of subfolders out of the output, with a warning. reader: of the output, which reads none."""
+    naming = draft.naming
+    if not naming.folders:
+        return
+    inner = [step for step in draft.steps if naming.folder_of(step.out.name)]
+    draft.steps = [step for step in draft.steps if not naming.folder_of(step.out.name)]
+    draft.dropped += [Dropped(r.model, r.tensor, _ABSENT) for step in inner for r in step.reads if r.model >= 0]
+    draft.naming = Naming(naming.stem, naming.metadata)
+    listed = ", ".join(naming.folders)
+    what = f"left out, {count(len(inner), 'tensor')}: {reader} computes what comes out of the transformer, without {listed}"
+    draft.warn(what, listed, "apply these modules to its output yourself, or choose another format")
+
+
+def _foreign(checkpoint: Checkpoint, donor: Checkpoint) -> list[str]:
+    others = Naming(folders=tuple(folder for folder in checkpoint.subfolders if folder not in donor.subfolders))
+    return [name for name in checkpoint.specs if others.folder_of(name)] if others.folders else []

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Mapping, Sequence
+import re
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
-from weightsmith._base.errors import LayerError, ShapeError
-from weightsmith._base.tensors import DType, TensorSpec
+from weightsmith._base.errors import Finding, LayerError, ShapeError
+from weightsmith._base.tensors import DType, TensorSpec, promote
 from weightsmith._models.structure import Stack, Structure, resize_config, vocabulary
-from weightsmith._models.structure.configs import of_diffusers, replace_value, sections
+from weightsmith._models.structure.configs import of_diffusers, replace_value, sections, whole_number
 from weightsmith._models.structure.perlayer import Remap, is_per_layer
 from weightsmith._models.structure.rules import rules_for
-from weightsmith._planning.planner.dtypes import main_dtype
-from weightsmith._planning.planner.match import Models, is_buffer
-from weightsmith._planning.planner.unused import used_in
+from weightsmith._planning.planner.match import ModelNames, Models, is_buffer
+from weightsmith._plans import Read
 
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 
@@ -186,3 +187,115 @@ class Counterparts:
 
 def _per_layer(name: str, value: Any, n_layers: int) -> bool:
     return isinstance(value, list | str) and is_per_layer(name, value, Remap(tuple(range(n_layers)), n_layers))
+
+
+# ---- tensors that files hold although the model never uses them
+
+
+NEVER_USED = "its layer uses the keys and values of an earlier one"
+
+_OWN_KEYS = re.compile(r"^self_attn\.(k_proj|v_proj|k_norm|v_norm)\.")
+_PARTS = {"self_attn.q_proj.weight", "per_layer_input_gate.weight"}
+
+
+def shares_keys(names: ModelNames, config: Mapping[str, Any] | None, prefix: str, layer: int) -> bool | None:
+    """Whether a layer uses the keys and values of an earlier one; None if the model has no config.json.
+
+    prefix  the donor's, of the layer's stack
+    """
+    if config is None:
+        return None
+    stack = next((s for s in names.structure.stacks if names.paired[s.prefix] == prefix), None)
+    section = config if stack is None else stack.section(config)
+    sharing = whole_number(section.get("num_kv_shared_layers")) or 0
+    return layer >= names.depth.get(prefix, 0) - sharing
+
+
+def is_unused(models: Models, prefix: str, suffix: str, layers: Sequence[tuple[int, int]]) -> bool:
+    """True for a tensor that no model with it uses. Not all models store it.
+
+    prefix, suffix  of its name: the donor's stack, and what follows the number of the layer
+    layers          each model that feeds it, and the layer in it
+
+    A file without config.json is taken to share as another model visibly does.
+    """
+    if not _OWN_KEYS.match(suffix):
+        return False
+    stored = [(m, layer) for m, layer in layers if suffix in models.names[m].layers.get(prefix, {}).get(layer, {})]
+    said = [shares_keys(models.names[model], models.configs[model], prefix, layer) for model, layer in stored]
+    if None in said and not any(_lacks_keys(models.names[model], prefix, layer) for model, layer in layers):
+        return False
+    return False not in said
+
+
+def _lacks_keys(names: ModelNames, prefix: str, layer: int) -> bool:
+    """True if a Gemma with inputs for each layer has queries and no keys from a layer on."""
+    tables = [names.layers.get(prefix, {}).get(i, {}) for i in range(layer, names.depth.get(prefix, 0))]
+    return layer > 0 and all(_PARTS <= table.keys() and not any(map(_OWN_KEYS.match, table)) for table in tables)
+
+
+def used_in(models: Models, model: int, prefix: str, layer: int) -> dict[str, str]:
+    """The tensors of a layer that its model uses: name inside the layer → the model's own name."""
+    names = models.names[model]
+    table = names.layers.get(prefix, {}).get(layer, {})
+    if not shares_keys(names, models.configs[model], prefix, layer):
+        return table
+    return {suffix: own for suffix, own in table.items() if not _OWN_KEYS.match(suffix)}
+
+
+# ---- the dtype of each output tensor
+
+
+def main_dtype(specs: Iterable[TensorSpec]) -> DType | None:
+    """The floating dtype that most bytes have; None when there is none."""
+    nbytes: Counter[str] = Counter()  # by name: a DType takes far longer to hash
+    specs = list(specs)
+    found = {spec.dtype.name: spec.dtype for spec in specs if spec.dtype.floating}
+    if len(found) > 1:
+        for spec in specs:
+            nbytes[spec.dtype.name] += spec.nbytes
+    return max(found.values(), key=lambda d: nbytes[d.name]) if found else None
+
+
+class DTypes:
+    """The asked dtype, else the smallest that holds all inputs. Counts the tensors that stay wider than asked.
+
+    asked   of the recipe or the caller; None: none
+    models  the tensors of each, in the dtypes that it keeps them in: not those of what an adapter adds to them
+    """
+
+    def __init__(self, asked: DType | None, models: Sequence[Mapping[str, TensorSpec]]) -> None:
+        self.asked = asked
+        self._models = models
+        self._main: dict[int, DType | None] = {}
+        self._wide: list[str] = []
+
+    def of(self, inputs: Sequence[Read]) -> DType:
+        """The dtype of the tensor merged from these."""
+        specs = [self._models[i.model][i.tensor] for i in inputs]
+        dtype = specs[0].dtype
+        for spec in specs:
+            if spec.dtype is not dtype:
+                dtype = promote(dtype, spec.dtype)
+        if self.asked is None or self.asked is dtype:
+            return dtype
+        # A tensor that is float32 in every model, though a model's other weights are 16-bit, is so on purpose (router
+        # biases, state-space decays): a cast to the asked dtype would change how the model routes.
+        if dtype.name == "F32" and self.asked.itemsize < 4 and all(s.dtype.name == "F32" for s in specs):
+            if any((self._main_of(i.model) or dtype).itemsize < 4 for i in inputs):
+                self._wide.append(inputs[0].tensor)
+                return dtype
+        return self.asked
+
+    def _main_of(self, model: int) -> DType | None:
+        if model not in self._main:
+            self._main[model] = main_dtype(self._models[model].values())
+        return self._main[model]
+
+    def findings(self) -> list[Finding]:
+        """What the user should know."""
+        n = len(self._wide)
+        if not n:
+            return []
+        kept = "1 tensor stays" if n == 1 else f"{n:,} tensors stay"
+        return [Finding(f"{kept} F32 and not {self.asked}: the models store them so among 16-bit weights", self._wide[0])]

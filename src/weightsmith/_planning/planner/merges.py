@@ -29,31 +29,27 @@ from weightsmith._models.structure.resize import LAYERS_UNSPECIFIED
 from weightsmith._models.tokenizers.vocabulary import FILES
 from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner.account import Account
-from weightsmith._planning.planner.agreement import Model, compared, disagreements, of_different_architectures
-from weightsmith._planning.planner.audit import Audit
-from weightsmith._planning.planner.companions import carried, held_files, lacking
-from weightsmith._planning.planner.config import output_config
+from weightsmith._planning.planner.agreement import Model, compared, disagreements, of_different_architectures, of_vocabularies
+from weightsmith._planning.planner.companions import carried, foreign, foreign_findings, held_files, lacking, without_foreign
+from weightsmith._planning.planner.config import DTypes, output_config
 from weightsmith._planning.planner.decide import decide, factor_problems
-from weightsmith._planning.planner.dtypes import DTypes
 from weightsmith._planning.planner.inputs import (
     analyse_all,
     at,
     choose_classifier,
     choose_donor,
+    match_patterns,
     missing_models,
     number_models,
     open_models,
 )
 from weightsmith._planning.planner.loading import Question, question_of
 from weightsmith._planning.planner.match import ModelNames, Models
-from weightsmith._planning.planner.mismatch import of_vocabularies
 from weightsmith._planning.planner.outputs import Outputs, takes_head
-from weightsmith._planning.planner.parameters import Resolver
-from weightsmith._planning.planner.patterns import match_patterns
-from weightsmith._planning.planner.prepared import Assembled, code_files, model_input
+from weightsmith._planning.planner.parameters import Audit, Resolver
+from weightsmith._planning.planner.prepared import Prepared, code_files, model_input
 from weightsmith._planning.planner.segments import Placement, Placer, Region, SegmentMaker
 from weightsmith._planning.planner.statistics import Measured, measure
-from weightsmith._planning.planner.subfolders import foreign, foreign_findings, without_foreign
 from weightsmith._planning.planner.vocabulary import Aligned, VocabularyPlanner, lost_tokens
 from weightsmith._planning.recipe import ModelRef, Recipe
 from weightsmith._plans import Made, PlanDraft, Step
@@ -284,7 +280,7 @@ def _in_model_order(steps: Sequence[Step], stored: Mapping[str, TensorSpec]) -> 
     return sorted(steps, key=lambda step: natural_key(step.out.name))
 
 
-def assemble_matched(request: Request, opened: Opened, matched: Matched) -> Assembled:
+def assemble_matched(request: Request, opened: Opened, matched: Matched) -> Prepared:
     """The draft of the output. Raises PlanError with all problems of the recipe, the models and their tensors."""
     return _Assembler(request, opened, matched).assemble()
 
@@ -302,7 +298,7 @@ class _Assembler:
         self.warnings = [*request.warnings, *opened.warnings, *matched.warnings]
         self.warnings += [note for checkpoint in self.inputs for note in checkpoint.notes]
 
-    def assemble(self) -> Assembled:
+    def assemble(self) -> Prepared:
         request, opened, aligned, method = self.request, self.opened, self.matched.aligned, self.request.method
         placer = Placer(self.recipe, self.labels, self.matched.names, self.shape)
         placements = placer.place(request.regions)
@@ -367,7 +363,7 @@ class _Assembler:
         draft.lacking = lacking(zip(self.labels, (c.files for c in self.inputs), strict=True), held_files(draft, donor.folder))
         named = [*code_files(draft), *aligned.named, *measured.files]
         loading = self._loading(draft, donor, outputs)
-        return Assembled(draft, self.inputs, self.shape, outputs.origins, resolver, named, loading=loading)
+        return Prepared(draft, self.inputs, self.shape, outputs.origins, resolver, named, loading=loading)
 
     def _measured(self, method: Method, steps: Sequence[Step], resolver: Resolver) -> Measured:
         """The steps with what the method knows of the models from a text."""

@@ -15,15 +15,13 @@ from weightsmith._models.structure.fused import fused_parts
 from weightsmith._models.structure.roles import role_of
 from weightsmith._models.structure.task_heads import is_other_head, is_task_head
 from weightsmith._planning.planner.account import UNREAD, Account
-from weightsmith._planning.planner.config import Counterparts
+from weightsmith._planning.planner.agreement import Mismatches
+from weightsmith._planning.planner.config import NEVER_USED, Counterparts, DTypes, is_unused
 from weightsmith._planning.planner.decide import operation, split_fused
-from weightsmith._planning.planner.dtypes import DTypes
 from weightsmith._planning.planner.inputs import at
 from weightsmith._planning.planner.match import Models, home_module, is_buffer
-from weightsmith._planning.planner.mismatch import Mismatches
 from weightsmith._planning.planner.parameters import Resolver
 from weightsmith._planning.planner.segments import Placement, Segment, SegmentInput
-from weightsmith._planning.planner.unused import NEVER_USED, is_unused
 from weightsmith._plans import CAST, COPY, Read, Settings, Step
 
 Specs = Mapping[str, TensorSpec]

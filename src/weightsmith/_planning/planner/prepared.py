@@ -1,4 +1,4 @@
-"""What planning gives: a draft with the open models that it reads, and then a plan with them.
+"""What planning gives: a plan, first a draft, with the open models that it reads; and what it was made from.
 
 A recipe whose result is a model of another is a `Stage`. A result that is not written is a source of tensors that computes what
 is read (`engine.computed`), so several recipes are one plan: nothing but the last result is stored.
@@ -7,21 +7,23 @@ is read (`engine.computed`), so several recipes are one plan: nothing but the la
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from weightsmith._base.closing import Closing
-from weightsmith._base.errors import UnknownName, nearest
+from weightsmith._base.errors import UnknownName, WeightsmithError, nearest
 from weightsmith._base.files import expand_user, read_bounded
 from weightsmith._files.copied import MAX_COPIED_BYTES
 from weightsmith._models.checkpoint import Checkpoint, ModelFolder
 from weightsmith._models.structure import Structure
 from weightsmith._outputs.manifest import check_file_name
+from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner.loading import Check, Question
 from weightsmith._planning.planner.outputs import Origins
 from weightsmith._planning.planner.parameters import Origin, Resolver
+from weightsmith._planning.recipe import Recipe, Surgery, Upcycling
 from weightsmith._plans import ModelInput, Plan, PlanDraft
 
 if TYPE_CHECKING:
@@ -37,27 +39,99 @@ Written = Mapping[str, Path]
 
 
 @dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """What a plan is made from: a recipe that was read, and the values of its options. The same request gives the same plan.
+
+    recipe    of a merge or of a mixture
+    source    name and text of the recipe, ("", "") if it has no lines
+    folder    that paths in the recipe start from
+    problems  found while it was read
+    settings  of the format that `options.quantize` names
+    """
+
+    recipe: Recipe | Upcycling | Surgery
+    options: RecipeOptions
+    source: tuple[str, str] = ("", "")
+    folder: Path = Path()
+    problems: tuple[WeightsmithError, ...] = ()
+    settings: object = None
+
+
+@dataclass(slots=True)
 class Prepared(Closing):
-    """A plan and the open checkpoints it reads from; close it, or use it as a context manager.
+    """A plan and the open models that it reads: first a draft, which features change in place, then finished.
+
+    Close it, or use it as a context manager.
 
     structure  of the donor
     named      other files that the recipe or the settings name: code of a merge method, prompts, saliency, a measurement
-    source     name and text of the recipe, ("", "") if it has no lines
     stages     the other recipes whose results it reads, each after those whose results it reads itself
-    reopen     plans again, with the results of some stages in folders
     loading    what transformers is to be asked of the output before it is published; None: nothing
+    request    what it was made from, to plan it again when a stage is written; None for a plan that was made before
+    source     name and text of the recipe, ("", "") if it has no lines
     """
 
-    plan: Plan
-    inputs: tuple[Checkpoint, ...]
+    draft: PlanDraft
+    inputs: Sequence[Checkpoint]
     structure: Structure
     origins: Origins = field(default_factory=dict)
     resolver: Resolver | None = None
-    named: tuple[Path, ...] = ()
-    source: tuple[str, str] = ("", "")
-    stages: tuple[Stage, ...] = ()
-    reopen: Callable[[Written], Prepared] | None = None
+    named: list[Path] = field(default_factory=list)
+    stages: list[Stage] = field(default_factory=list)
     loading: Question | None = None
+    request: PlanRequest | None = None
+    source: tuple[str, str] = ("", "")
+    _plan: Plan | None = None
+
+    @property
+    def plan(self) -> Plan:
+        """The finished plan."""
+        assert self._plan is not None, "the plan is not finished"
+        return self._plan
+
+    @classmethod
+    def of_plan(
+        cls,
+        plan: Plan,
+        inputs: Sequence[Checkpoint],
+        structure: Structure,
+        named: Iterable[Path] = (),
+        stages: Iterable[Stage] = (),
+    ) -> Self:
+        """A plan that is finished, with its models."""
+        return cls(PlanDraft.of(plan), inputs, structure, named=list(named), stages=list(stages), _plan=plan)
+
+    def with_plan(self, plan: Plan) -> Self:
+        """Another finished plan of the same models."""
+        return replace(self, _plan=plan)
+
+    def draft_again(self) -> Self:
+        """The beginning of another plan of the same models."""
+        draft = PlanDraft.of(self.plan)
+        return replace(self, draft=draft, named=[*self.named], stages=[*self.stages], request=None, _plan=None)
+
+    def check(self) -> None:
+        """Ask `loading` now, and add its warnings. Raises PlanError if transformers could not load the output."""
+        if self.loading is not None:
+            with Check(self.loading, self.source) as check:
+                self.draft.warnings += check.wait()
+            self.loading = None
+
+    def finish(self, *, check: bool = False) -> Self:
+        """Make the plan of the draft. The models are closed if it is invalid.
+
+        check  see `check`; else whoever runs the plan asks
+
+        Raises PlanError, and StoreError for tensors that cannot be stored.
+        """
+        try:
+            if check:
+                self.check()
+            self._plan = self.draft.finish()
+        except BaseException:
+            self.close()
+            raise
+        return self
 
     def explain(self, tensor: str) -> list[Origin]:
         """The value of every parameter of one output tensor, and where the recipe says so; [] for one that is copied.
@@ -79,90 +153,6 @@ class Prepared(Closing):
             checkpoint.close()
 
 
-@dataclass(slots=True)
-class Assembled:
-    """The draft of a plan and the open checkpoints it reads from: `Prepared` before it is finished.
-
-    Features change it in place. again: assembles it again, with the results of some stages in folders. The other fields are
-    those of `Prepared`.
-    """
-
-    draft: PlanDraft
-    inputs: Sequence[Checkpoint]
-    structure: Structure
-    origins: Origins = field(default_factory=dict)
-    resolver: Resolver | None = None
-    named: list[Path] = field(default_factory=list)
-    source: tuple[str, str] = ("", "")
-    stages: list[Stage] = field(default_factory=list)
-    again: Callable[[Written], Assembled] | None = None
-    loading: Question | None = None
-
-    @classmethod
-    def of(cls, prepared: Prepared) -> Assembled:
-        """The beginning of another plan of the same models."""
-        return cls(
-            PlanDraft.of(prepared.plan),
-            prepared.inputs,
-            prepared.structure,
-            prepared.origins,
-            prepared.resolver,
-            list(prepared.named),
-            prepared.source,
-            list(prepared.stages),
-            loading=prepared.loading,
-        )
-
-    def check(self) -> None:
-        """Ask `loading` now, and add its warnings. Raises PlanError if transformers could not load the output."""
-        if self.loading is not None:
-            with Check(self.loading, self.source) as check:
-                self.draft.warnings += check.wait()
-            self.loading = None
-
-    def finish(self, *, check: bool = False) -> Prepared:
-        """The plan with its models, which are closed if it is invalid.
-
-        check  see `check`; else whoever runs the plan asks
-
-        Raises PlanError, and StoreError for tensors that cannot be stored.
-        """
-        try:
-            if check:
-                self.check()
-            plan = self.draft.finish()
-        except BaseException:
-            self.close()
-            raise
-        return self.prepared(plan)
-
-    def prepared(self, plan: Plan) -> Prepared:
-        """A finished plan of the draft with its models."""
-        return Prepared(
-            plan,
-            tuple(self.inputs),
-            self.structure,
-            self.origins,
-            self.resolver,
-            tuple(self.named),
-            self.source,
-            tuple(self.stages),
-            None if self.again is None else self._finish_again,
-            self.loading,
-        )
-
-    def _finish_again(self, written: Written) -> Prepared:
-        assert self.again is not None
-        made = self.again(written)
-        made.draft.warnings = self.draft.warnings
-        return made.finish()
-
-    def close(self) -> None:
-        """Close the checkpoints."""
-        for checkpoint in self.inputs:
-            checkpoint.close()
-
-
 @dataclass(frozen=True, slots=True)
 class Stage:
     """A recipe whose result is a model of another.
@@ -174,7 +164,7 @@ class Stage:
     reads   tiles that are read for one of its tiles
     depth   results that are computed for it, each for the next
     why     why it must be written before it can be read; "" if it need not be
-    reopen  plans it again, with the results of other stages in folders
+    request  what it is made from; None for a plan that was made before
     """
 
     path: str
@@ -184,7 +174,7 @@ class Stage:
     reads: int
     depth: int
     why: str = ""
-    reopen: Callable[[Written], Prepared] | None = None
+    request: PlanRequest | None = None
 
     @classmethod
     def of(cls, path: str, label: str, plan: Plan, inputs: Sequence[Checkpoint], others: Sequence[Stage]) -> Stage:

@@ -102,7 +102,7 @@ def reopen(plan: Plan, *, allow_code: bool = False) -> Prepared:
         stack.pop_all()
         named = [path for stage in stages for path in code_files(stage.plan)]
         named += [*code_files(plan), *_files(plan, inputs)]
-        return Prepared(plan, tuple(inputs), structure, named=tuple(named), stages=tuple(stages))
+        return Prepared.of_plan(plan, tuple(inputs), structure, named, stages)
 
 
 def _files(plan: Plan, inputs: list[Checkpoint]) -> list[Path]:

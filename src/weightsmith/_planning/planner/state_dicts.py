@@ -27,8 +27,8 @@ from weightsmith._models.structure import analyse
 from weightsmith._models.structure.fused import fused_parts
 from weightsmith._models.structure.roles import role_of
 from weightsmith._planning.options import output_dtype
+from weightsmith._planning.planner.config import DTypes
 from weightsmith._planning.planner.decide import decide, factor_problems, operation, split_fused
-from weightsmith._planning.planner.dtypes import DTypes
 from weightsmith._planning.planner.merges import made_by
 from weightsmith._planning.planner.parameters import coerce, taking_part, without
 from weightsmith._planning.planner.segments import wanted_models

@@ -17,7 +17,7 @@ from weightsmith._base.text import status
 from weightsmith._execution.execute import execute
 from weightsmith._execution.identity import work_identity
 from weightsmith._execution.options import RunOptions
-from weightsmith._features.quantisation.formats import prepare_copy
+from weightsmith._features.any_recipe import prepare_copy
 from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._outputs.local.target import remove_checkpoint
 from weightsmith._planning.options import RecipeOptions

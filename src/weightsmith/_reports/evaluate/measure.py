@@ -222,7 +222,7 @@ def _computed(
     draft.made, draft.steps, draft.then = Made("evaluation"), [], None
     made.run.add_to(draft, made.products)
     plan = draft.finish()
-    prepared = replace(one.prepared, plan=plan, loading=None)
+    prepared = replace(one.prepared.with_plan(plan), loading=None)
     with (
         work_folder(settings, plan.hash[:12]) as folder,
         staged(prepared, RunRequest(folder, running, watching)) as (staging, run),

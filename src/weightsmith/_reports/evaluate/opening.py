@@ -20,8 +20,7 @@ from weightsmith._base.installation import absent_packages, cache_home
 from weightsmith._base.options import named
 from weightsmith._base.tensors import DTYPES
 from weightsmith._execution.stages import check_computable
-from weightsmith._features.any_recipe import prepare_any
-from weightsmith._features.quantisation.formats import prepare_copy
+from weightsmith._features.any_recipe import prepare_any, prepare_copy
 from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._models.structure.configs import count_of
 from weightsmith._models.tokenizers.files import TEMPLATE_FILE, settings_in, settings_of, template_of

@@ -22,11 +22,10 @@ from weightsmith._models.checkpoint import Checkpoint, open_checkpoint
 from weightsmith._models.structure import analyse
 from weightsmith._models.structure.configs import EXPERT_COUNTS, sections, whole_numbers
 from weightsmith._planning.options import RecipeOptions
-from weightsmith._planning.planner.config import output_config
-from weightsmith._planning.planner.dtypes import DTypes
+from weightsmith._planning.planner.config import DTypes, output_config
 from weightsmith._planning.planner.inputs import at, open_models
 from weightsmith._planning.planner.loading import question_of
-from weightsmith._planning.planner.prepared import Assembled, model_input
+from weightsmith._planning.planner.prepared import Prepared, model_input
 from weightsmith._planning.recipe import Surgery
 from weightsmith._plans import CAST, COPY, JOIN, Block, Dropped, Made, PlanDraft, Read, Settings, Step
 from weightsmith._version import __version__
@@ -49,7 +48,7 @@ def assemble_surgery(
     problems: Sequence[WeightsmithError] = (),
     *,
     folder: Path = Path(),
-) -> Assembled:
+) -> Prepared:
     """The draft of a parsed recipe.
 
     problems  found while parsing it
@@ -168,7 +167,7 @@ class _Surgeon:
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
-    def assemble(self, config: dict[str, Any], max_shard_bytes: int) -> Assembled:
+    def assemble(self, config: dict[str, Any], max_shard_bytes: int) -> Prepared:
         steps: list[Step] = []
         moved: set[str] = set()
         for block in self.blocks:
@@ -195,7 +194,7 @@ class _Surgeon:
         draft.max_shard_bytes, draft.recipe = max_shard_bytes, self.recipe.text
         draft.warnings += [*self.dtypes.findings(), *left_out_findings(checkpoint.left_out, checkpoint.ref)]
         named = [self.selection.saliency_path] if self.selection.saliency_path is not None else []
-        return Assembled(draft, [checkpoint], structure, named=named)
+        return Prepared(draft, [checkpoint], structure, named=named)
 
     def _sources(self, block: ExpertLayer, groups: Groups) -> dict[tuple[int, str], Read]:
         """Reads that replace the model's tensors for experts with matched neurons, by expert and key."""

@@ -299,16 +299,8 @@ def tokenizer_keys(
 
     Raises Unsupported for a tokenizer that llama.cpp does not know, FormatError for damaged files.
     """
-    if "tokenizer.json" not in files:
-        fix = (
-            "put the tokenizer.json into the model's folder (transformers: AutoTokenizer.from_pretrained(…).save_pretrained(…))"
-        )
-        raise Unsupported("no tokenizer.json, and a GGUF file contains its tokenizer", where="tokenizer", fix=fix)
-    tokenizer = _object(files, "tokenizer.json")
+    tokenizer, model = _bpe_of(files)
     settings = _object(files, "tokenizer_config.json")
-    model = tokenizer.get("model")
-    if not isinstance(model, dict) or model.get("type", "BPE") != "BPE" or not isinstance(model.get("vocab"), dict):
-        raise _unknown(f"a model of the type {show(model.get('type') if isinstance(model, dict) else model)}")
     added = [
         t for t in _list(tokenizer.get("added_tokens")) if isinstance(t, dict) and _is_token(t.get("id"), t.get("content"))
     ]
@@ -349,6 +341,20 @@ def tokenizer_keys(
     values |= {"general.name": Value("str", name)} if name else {}
     warnings += unsaid(tokenizer, added, name, pieces=pieces, merged=merged)
     return values | template_keys(files, settings, _object(files, "chat_template.json")), warnings
+
+
+def _bpe_of(files: Mapping[str, bytes]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """tokenizer.json, and its model. Raises Unsupported for one that is not BPE's."""
+    if "tokenizer.json" not in files:
+        fix = (
+            "put the tokenizer.json into the model's folder (transformers: AutoTokenizer.from_pretrained(…).save_pretrained(…))"
+        )
+        raise Unsupported("no tokenizer.json, and a GGUF file contains its tokenizer", where="tokenizer", fix=fix)
+    tokenizer = _object(files, "tokenizer.json")
+    model = tokenizer.get("model")
+    if not isinstance(model, dict) or model.get("type", "BPE") != "BPE" or not isinstance(model.get("vocab"), dict):
+        raise _unknown(f"a model of the type {show(model.get('type') if isinstance(model, dict) else model)}")
+    return tokenizer, model
 
 
 def _piece_values(

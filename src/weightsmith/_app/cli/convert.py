@@ -1,0 +1,224 @@
+"""`weightsmith extract-lora`, `quantize`, `dequantize` and `transplant-tokenizer`: what changes one model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, cast
+
+import typer
+
+from weightsmith._app.cli import options
+from weightsmith._app.cli.plan import show_plan
+from weightsmith._app.cli.work import show_warnings, working
+from weightsmith._base.text import count, result, say, show_json, show_table
+from weightsmith._execution.options import RunOptions
+from weightsmith._features.adapters.options import ExtractSettings
+from weightsmith._features.quantisation.options import QuantizeSettings
+from weightsmith._features.transplant.options import TransplantSettings
+from weightsmith._planning.options import RecipeOptions
+
+if TYPE_CHECKING:
+    from weightsmith._execution.run import Merged
+    from weightsmith._features.adapters.report import Extraction
+    from weightsmith._features.transplant.report import Transplant
+    from weightsmith._plans import Plan
+
+
+@options.expand
+def extract_lora(
+    finetuned: Annotated[str, typer.Argument(metavar="FINETUNED", help="Fine-tune: a folder, Hub id or base+adapter.")],
+    base: Annotated[str, typer.Argument(metavar="BASE", help="Base of the fine-tune: a folder or Hub id.")],
+    settings: ExtractSettings,
+    running: RunOptions,
+    out: options.OutOrPlan = "",
+    plan_only: Annotated[
+        bool, typer.Option("--plan", help="Show the matrices to decompose and compare; compute and write nothing.")
+    ] = False,
+    quiet: options.Quiet = False,
+    as_json: options.Json = False,
+) -> None:
+    """Extract a LoRA adapter of FINETUNED into OUT.
+
+    PEFT loads the adapter, and BASE+OUT names the model with it in a recipe. OUT is created only when complete. If
+    interrupted, run the same command again to resume; decompositions are reused for other ranks.
+
+    Examples:
+        weightsmith extract-lora ./tuned org/base ./adapter --max-rank 16
+        weightsmith extract-lora ./tuned org/base ./adapter --energy 0.95
+    """
+    options.check_out(out, plan=plan_only)
+    with working("reading the models' headers", out=out, quiet=quiet, as_json=as_json) as work:
+        from weightsmith._features.adapters.extract import prepare_extraction
+        from weightsmith._features.adapters.report import NAME
+
+        with prepare_extraction(finetuned, base, settings) as prepared:
+            show_warnings(prepared)
+            if plan_only:
+                _show_plan(prepared.plan, as_json=as_json)
+                return
+
+            def show(merged: Merged) -> None:
+                head, rows = cast("Extraction", merged.reports[NAME]).table()
+                show_table(head, rows, right=set(range(1, len(head))))
+                result()
+
+            work.make(prepared, running, "storing", show)
+
+
+def _show_plan(plan: Plan, *, as_json: bool) -> None:
+    if as_json:
+        show_json(plan.to_json(), exact=True)
+        return
+    from weightsmith._features.adapters.factors import FactorWork
+
+    rows, parameters = [], 0
+    for product in plan.products:
+        if product.op != "factors":
+            continue
+        shapes = {step.out.name: step.out.shape for step in product.steps}
+        for target in FactorWork.of(product).targets:
+            rows_, cols = shapes[target.matrices[0]]
+            parameters += target.rank * (rows_ + cols) * max(1, target.experts)
+            size = f"{target.experts} x {rows_} x {cols}" if target.experts else f"{rows_} x {cols}"
+            rows.append((target.module, size, str(target.rank), "exact" if target.exact else "randomised"))
+    show_table(("module", "matrix", "largest rank", "decomposition"), rows, right={1, 2})
+    compared = sum(len(product.steps) for product in plan.products if product.op == "changes")
+    result(f"factors of at most {parameters:,} parameters; {count(compared, 'other tensor')} compared")
+
+
+# ---- weightsmith quantize, dequantize
+
+
+def _list(asked: bool) -> None:
+    if asked:
+        from weightsmith._features.quantisation.formats import FORMATS
+
+        show_table(("format", "", "read by"), [(each.name, each.summary, each.readers) for each in FORMATS.values()])
+        raise typer.Exit
+
+
+@options.expand
+def quantize(
+    model: options.Model,
+    planning: RecipeOptions,
+    settings: QuantizeSettings,
+    running: RunOptions,
+    out: options.OutOrPlan = "",
+    plan_only: options.PlanOnly = False,
+    list_formats: Annotated[
+        bool,
+        typer.Option("--list", callback=_list, is_eager=True, help="List the formats and their readers, and exit."),
+    ] = False,
+    quiet: options.Quiet = False,
+    as_json: options.Json = False,
+) -> None:
+    """Store MODEL in a quantised format, in OUT.
+
+    A flag that the format does not read is an error. A quantised model is dequantised first. OUT is created only when
+    complete. If interrupted, run the same command again to resume.
+
+    Examples:
+        weightsmith quantize ./model ./model-fp8 --format fp8-dynamic
+        weightsmith quantize org/model ./model-q4 --format gguf-q4_k_m
+    """
+    _copy(model, out, planning, settings, running, "quantising", plan_only=plan_only, quiet=quiet, as_json=as_json)
+
+
+@options.expand
+def dequantize(
+    model: options.Model,
+    planning: RecipeOptions,
+    running: RunOptions,
+    out: options.OutOrPlan = "",
+    plan_only: options.PlanOnly = False,
+    quiet: options.Quiet = False,
+    as_json: options.Json = False,
+) -> None:
+    """Convert MODEL to unquantised weights, in OUT.
+
+    MODEL may be stored in any format that weightsmith reads. OUT is created only when complete. If interrupted, run the same
+    command again to resume.
+
+    Examples:
+        weightsmith dequantize ./model-gptq ./plain
+        weightsmith dequantize model.gguf ./plain --out-dtype bfloat16
+    """
+    _copy(model, out, planning, QuantizeSettings(), running, "dequantising", plan_only=plan_only, quiet=quiet, as_json=as_json)
+
+
+def _copy(
+    model: str,
+    out: str,
+    planning: RecipeOptions,
+    settings: QuantizeSettings,
+    running: RunOptions,
+    doing: str,
+    *,
+    plan_only: bool,
+    quiet: bool,
+    as_json: bool,
+) -> None:
+    options.check_out(out, plan=plan_only)
+    with working("reading the model's headers", out=out, quiet=quiet, as_json=as_json) as work:
+        from weightsmith._features.any_recipe import prepare_copy
+
+        with prepare_copy(model, planning, settings) as prepared:
+            show_warnings(prepared)
+            if plan_only:
+                show_plan(prepared, running, as_json=as_json)
+            else:
+                work.make(prepared, running, doing)
+
+
+# ---- weightsmith transplant-tokenizer
+
+
+@options.expand
+def transplant_tokenizer(
+    model: options.Model,
+    donor: Annotated[
+        str, typer.Argument(metavar="DONOR", help="Model with the new tokenizer, or a folder with a tokenizer alone.")
+    ],
+    settings: TransplantSettings,
+    running: RunOptions,
+    out: options.OutOrPlan = "",
+    plan_only: Annotated[
+        bool, typer.Option("--plan", help="Show the sources of the token rows; compute and write nothing.")
+    ] = False,
+    quiet: options.Quiet = False,
+    as_json: options.Json = False,
+) -> None:
+    """Give MODEL the tokenizer of DONOR, in OUT.
+
+    Shared tokens keep the model's rows; rows of missing tokens are approximated. OUT is created only when complete. If
+    interrupted, run the same command again to resume.
+
+    Examples:
+        weightsmith transplant-tokenizer ./model org/donor ./out
+        weightsmith transplant-tokenizer ./model org/donor --plan
+    """
+    options.check_out(out, plan=plan_only)
+    with working("reading the models' headers and tokenizers", out=out, quiet=quiet, as_json=as_json) as work:
+        from weightsmith._features.transplant.plan import prepare_transplant
+        from weightsmith._features.transplant.rows import NAME
+
+        with prepare_transplant(model, donor, settings) as prepared:
+            show_warnings(prepared)
+            if plan_only:
+                _show_rows(prepared.plan, as_json=as_json)
+                return
+            merged = work.make(prepared, running, "copying")
+            if NAME in merged.reports and work.shows:
+                report = cast("Transplant", merged.reports[NAME])
+                say(report.summary())
+                head, rows = report.table()
+                if rows:
+                    show_table(head, rows, right={1, 3})
+
+
+def _show_rows(plan: Plan, *, as_json: bool) -> None:
+    if as_json:
+        show_json(plan.to_json(), exact=True)
+        return
+    found = plan.vocabulary or {}
+    show_table(("tokens", ""), [(how, f"{n:,}") for how, n in found.get("sources", {}).items()], right={1})
+    result(f"{found.get('rows', 0):,} rows; the model has {found.get('rows_before', 0):,}")

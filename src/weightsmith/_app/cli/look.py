@@ -1,0 +1,184 @@
+"""`weightsmith inspect`, `diff`, `preview` and `verify`: what looks at models, before and after."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated, Any
+
+import typer
+
+from weightsmith._app.cli import options
+from weightsmith._app.cli.failures import failures
+from weightsmith._app.cli.work import show_warnings, working
+from weightsmith._base.errors import printable
+from weightsmith._base.text import count, note, say, show_json, size, status_line
+from weightsmith._execution.options import RunOptions
+from weightsmith._features.quantisation.options import QuantizeSettings
+from weightsmith._planning.options import RecipeOptions
+
+
+@options.expand
+def inspect(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder, weight file, Hub id, base+adapter or adapter.")],
+    running: RunOptions,
+    tensors: Annotated[
+        list[str] | None, typer.Argument(metavar="[GLOB]...", help="Only tensors whose names match.", show_default=False)
+    ] = None,
+    stats: Annotated[
+        bool, typer.Option("--stats", help="Read the tensors; show norms, extremes, zeros, NaN and outlier rows.")
+    ] = False,
+    report: options.PageFile = None,
+    quiet: options.Quiet = False,
+    as_json: options.Json = False,
+) -> None:
+    """Describe a model or an adapter.
+
+    Layers, parameters, dtypes, vocabulary, quantisation, licence. Reads headers only, unless --stats is given; those of Hub
+    models by byte range.
+
+    Examples:
+        weightsmith inspect org/model
+        weightsmith inspect ./merged --stats
+    """
+    with working("reading the model's headers", quiet=quiet, as_json=as_json, page=report) as work:
+        from weightsmith._execution.progress import meter
+        from weightsmith._reports.look.inspect import inspect as look
+
+        with meter(quiet=quiet or not stats) as shown:
+            found = look(
+                model, tensors=tensors or (), stats=stats, threads=running.threads, stream=running.stream, progress=shown
+            )
+        work.present(found.report(), details=bool(tensors))
+
+
+# ---- weightsmith diff
+
+
+@options.expand
+def diff(
+    models: Annotated[list[str], typer.Argument(metavar="A B...", help="Folders, weight files, Hub ids or base+adapter.")],
+    running: RunOptions,
+    base: Annotated[
+        str | None,
+        typer.Option("--base", metavar="BASE", help="Compare the task vectors of two or more models: their deltas from BASE."),
+    ] = None,
+    tensors: Annotated[
+        list[str] | None,
+        typer.Option("--tensors", metavar="GLOB", help="Show tensors whose names match, one row each (repeatable)."),
+    ] = None,
+    report: options.PageFile = None,
+    quiet: options.Quiet = False,
+    as_json: options.Json = False,
+) -> None:
+    """Compare two models, or the task vectors of several.
+
+    Compares weights, config, tokenizer and chat template, and summarises the differences. For each part and layer: the share
+    of elements that differ, the norm of the delta relative to A, the cosine of A and B, and the rank of the deltas.
+
+    With --base, compares the task vectors of two or more models in pairs: cosines, sign conflicts, shared largest elements,
+    shared leading directions.
+
+    Examples:
+        weightsmith diff ./base ./tuned
+        weightsmith diff --base ./base ./french ./german --report diff.html
+    """
+    # Each thread decomposes small matrices of its own: BLAS's threads would only wait for each other.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    with working("reading the models' headers", quiet=quiet, as_json=as_json, page=report) as work:
+        from weightsmith._execution.progress import meter
+        from weightsmith._reports.look.diff import diff as compare
+
+        with meter(quiet=quiet) as shown:
+            how: dict[str, Any] = {} if base is None else {"base": base}
+            how |= {"tensors": tensors or (), "threads": running.threads, "stream": running.stream, "progress": shown}
+            found = compare(*models, **how)
+        work.present(found.report(), details=bool(tensors))
+
+
+# ---- weightsmith preview
+
+
+@options.expand
+def preview(
+    recipe: options.Recipe,
+    planning: RecipeOptions,
+    running: RunOptions,
+    full: Annotated[bool, typer.Option("--full", help="Compute the whole merge instead of a sample; write nothing.")] = False,
+    report: options.PageFile = None,
+    quiet: options.Quiet = False,
+    as_json: options.Json = False,
+) -> None:
+    """Predict the effect of RECIPE on its models.
+
+    Merges a sample of each tensor, in seconds, and writes nothing. Shows what survives of each model, by part and by layer:
+    energy, flipped signs and dropped elements; and the distance from the base, and the cost of merging.
+
+    Examples:
+        weightsmith preview ties.yml
+        weightsmith preview ties.yml --report preview.html
+    """
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # see diff.py
+    with working("reading the recipe and the models' headers", quiet=quiet, as_json=as_json, page=report) as work:
+        from weightsmith._execution.progress import meter
+        from weightsmith._execution.summary import summarise
+        from weightsmith._features.any_recipe import prepare_any
+        from weightsmith._reports.look.preview import preview_of
+
+        with prepare_any(options.recipe_source(recipe), planning, QuantizeSettings(), check=True) as prepared:
+            show_warnings(prepared)
+            summary = summarise(prepared, running)
+            with meter(quiet=quiet) as shown:
+                found = preview_of(prepared, full=full, threads=running.threads, progress=shown)
+            costs = {
+                "read_bytes_at_most": summary.read_bytes,
+                "write_bytes": summary.write_bytes,
+                "peak_memory_bytes": summary.memory.peak_bytes,
+                "threads": summary.memory.threads,
+            }
+            work.present(found.report(costs))
+
+
+# ---- weightsmith verify
+
+
+def verify(
+    out: Annotated[str, typer.Argument(metavar="OUT", help="Folder or address that weightsmith wrote.")],
+    threads: Annotated[int, typer.Option("--threads", metavar="N", min=1, help="Number of threads that read.")] = 2,
+    quiet: options.Quiet = False,
+    as_json: options.Json = False,
+) -> None:
+    """Check every byte of OUT against its checksums.
+
+    Names each damaged tensor and file. Requires nothing but OUT.
+
+    Examples:
+        weightsmith verify merged
+        weightsmith verify s3://bucket/merged --threads 8
+    """
+    with failures(checking=True, as_json=as_json), status_line("reading the manifest", quiet=quiet or as_json):
+        from weightsmith._execution.progress import Reading, meter
+        from weightsmith._outputs.places import verify as check
+
+        with meter(quiet=quiet) as shown:
+            report = check(
+                out,
+                threads=threads,
+                progress=lambda done, total: shown.show(Reading("verifying", done, total, done)),
+            )
+        if report.extra and not quiet:
+            note(f"not part of this checkpoint, and not checked: {printable(', '.join(report.extra))}")
+        if as_json:
+            facts = {
+                "folder": str(report.folder),
+                "plan": report.plan,
+                "tensors": report.tensors,
+                "files": report.files,
+                "bytes": report.nbytes,
+                "extra": list(report.extra),
+            }
+            show_json(facts)
+        elif not quiet:
+            say(
+                f"{printable(str(report.folder))}: OK, {count(report.tensors, 'tensor')} and "
+                f"{count(report.files, 'other file')} match their checksums ({size(report.nbytes)})"
+            )

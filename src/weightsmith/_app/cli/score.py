@@ -1,0 +1,210 @@
+"""`weightsmith eval`, `tune`, `auto`, `write` and `statistics`: what reads texts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from weightsmith._activations.options import StatisticsSettings
+from weightsmith._app.cli import options
+from weightsmith._app.cli.failures import wrote
+from weightsmith._app.cli.work import show_warnings, tuning_interrupted, working
+from weightsmith._base.errors import printable
+from weightsmith._base.text import count, say, show_json
+from weightsmith._execution.options import RunOptions
+from weightsmith._planning.options import RecipeOptions
+from weightsmith._reports.auto.options import AutoSettings, WriteSettings
+from weightsmith._reports.evaluate.options import EvaluateSettings
+from weightsmith._reports.tuning.options import TuneSettings
+
+
+@options.expand
+def evaluate(
+    models: Annotated[
+        list[str],
+        typer.Argument(metavar="MODEL...", help="Folders, Hub ids, base+adapter, or recipes (.yml), which are not merged."),
+    ],
+    settings: EvaluateSettings,
+    running: RunOptions,
+    reference: Annotated[
+        str | None,
+        typer.Option(
+            "--reference", metavar="MODEL", help="Compare the predictions with those of MODEL: KL divergence, agreement."
+        ),
+    ] = None,
+    report: options.PageFile = None,
+    quiet: options.Quiet = False,
+    as_json: options.Json = False,
+) -> None:
+    """Measure how well models predict texts.
+
+    Shows perplexity and bits per byte, and the difference from the first model with its standard error over rows. Models are
+    read as they are stored, layer by layer. The result of a recipe is computed, and not written. If interrupted, run the same
+    command again to resume.
+
+    In a jsonl file with `messages`, the assistant's answers are scored, in the model's chat template.
+
+    Examples:
+        weightsmith eval ./base ./tuned ties.yml --text french.txt
+        weightsmith eval ./tuned --text chats.jsonl --reference ./base
+    """
+    doing = "reading the models' headers"
+    with working(doing, quiet=quiet, as_json=as_json, page=report, resumes=True) as work:
+        from weightsmith._execution.progress import meter
+        from weightsmith._reports.evaluate.measure import evaluation, named
+
+        with meter(quiet=quiet) as shown:
+            found = evaluation(named(models, reference), reference is not None, settings, running, shown)
+        work.present(found.report())
+
+
+# ---- weightsmith tune
+
+
+@options.expand
+def tune(
+    recipe: Annotated[
+        str, typer.Argument(metavar="RECIPE", help="Recipe with values to tune, a YAML file; - for standard input.")
+    ],
+    out: Annotated[str, typer.Argument(metavar="OUT", help="Recipe to write, OUT.yml.")],
+    planning: RecipeOptions,
+    texts: EvaluateSettings,
+    settings: TuneSettings,
+    running: RunOptions,
+    report: Annotated[
+        Path | None,
+        typer.Option(
+            "--report", metavar="FILE", help="HTML page about the search.", show_default="OUT.html", rich_help_panel="Output"
+        ),
+    ] = None,
+    quiet: options.Quiet = False,
+    as_json: options.Json = False,
+) -> None:
+    """Find the values of a recipe that suit a text best.
+
+    Give at least one --text, or a --command. Write {tune: [0, 1]} in place of a number, or {choice: [ties, dare_ties]} in
+    place of another value. Candidates are merged in memory, not written. OUT is the recipe with the best values; its page
+    says whether the gain holds on other text. Trials are kept beside it: if interrupted, run the same command again to
+    resume.
+
+    Examples:
+        weightsmith tune recipe.yml tuned.yml --text mine.txt --budget 200
+        weightsmith tune r.yml best.yml --text a.txt --report-text b.txt --time 30m
+    """
+    page = report or Path(out).with_suffix(".html")
+    with working(
+        "reading the models' headers", out=out, quiet=quiet, as_json=as_json, page=page, told=tuning_interrupted
+    ) as work:
+        from weightsmith._execution.progress import meter
+        from weightsmith._reports.tuning.tune import tuned
+
+        with meter(quiet=quiet) as shown:
+            found = tuned(options.recipe_source(recipe), out, planning, texts, settings, running, shown)
+        wrote(f"The recipe is complete: {printable(str(found.out))}")
+        work.present(found.report())
+        if work.shows:
+            say(f"Recipe written: {printable(str(found.out))}")
+
+
+# ---- weightsmith auto
+
+
+@options.expand
+def auto(
+    models: Annotated[
+        list[str],
+        typer.Argument(metavar="BASE MODEL...", help="Base, then its fine-tunes: folders, Hub ids or base+adapter."),
+    ],
+    out: Annotated[str, typer.Argument(metavar="OUT", help="Folder to create.")],
+    settings: AutoSettings,
+    running: RunOptions,
+    quiet: options.Quiet = False,
+    as_json: options.Json = False,
+) -> None:
+    """Find a good merge of fine-tunes by measuring, and write it.
+
+    Candidates are scored on held-back text: of yours, one for each fine-tune, or of their own, which the fine-tunes write
+    first. The best is written if it beats the plain mean by more than noise; otherwise the mean is. OUT/recipe.yml repeats the
+    merge. Texts, scores and a page are kept in OUT.auto: if interrupted, run the same command again to resume.
+
+    Examples:
+        weightsmith auto ./base ./fr ./de merged
+        weightsmith auto ./base ./fr ./de merged --text fr=fr.txt --text de=de.txt
+    """
+    base, *fine_tunes = models
+    with working("reading the models' headers", out=out, quiet=quiet, as_json=as_json) as work:
+        from weightsmith._execution.progress import meter
+        from weightsmith._reports.auto.auto import find_merge
+        from weightsmith._reports.auto.pool import Models
+
+        with meter(quiet=quiet) as shown:
+            result = find_merge(Models(base, tuple(fine_tunes)), out, settings, running, shown)
+        wrote(f"The output is complete: {printable(str(result.out))}")
+        work.present(result.report())
+
+
+# ---- weightsmith write
+
+
+@options.expand
+def write(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder, Hub id, base+adapter, or a recipe (.yml).")],
+    out: Annotated[str, typer.Argument(metavar="OUT", help="Text to write, OUT.jsonl.")],
+    settings: WriteSettings,
+    running: RunOptions,
+    quiet: options.Quiet = False,
+    as_json: options.Json = False,
+) -> None:
+    """Let MODEL write text by itself, as a text for statistics, calibration or tuning.
+
+    Tokens are drawn from the model's predictions, beginning with a start token. A fine-tune writes text of its domain if its
+    training was long enough: look at the file before you use it. The model is in memory as float32.
+
+    Examples:
+        weightsmith write ./fr fr.jsonl
+        weightsmith write ./base+./adapter own.jsonl --rows 40 --seed 1
+    """
+    with working("reading the model's headers", out=out, quiet=quiet, as_json=as_json) as work:
+        from weightsmith._execution.progress import meter
+        from weightsmith._reports.auto.write import written
+
+        with meter(quiet=quiet) as shown:
+            found = written(model, out, settings, running, shown)
+        wrote(f"The text is complete: {printable(str(found.out))}")
+        if as_json:
+            show_json(found.to_json())
+        elif work.shows:
+            say(f"{count(found.rows, 'row')} written: {printable(str(found.out))}")
+
+
+# ---- weightsmith statistics
+
+
+@options.expand
+def statistics(
+    model: options.Model,
+    text: Annotated[str, typer.Argument(metavar="TEXT", help="A txt, jsonl or parquet file, or built-in.")],
+    out: options.Out,
+    settings: StatisticsSettings,
+    running: RunOptions,
+    quiet: options.Quiet = False,
+    as_json: options.Json = False,
+) -> None:
+    """Measure MODEL on TEXT for merges, and write OUT.
+
+    A recipe names OUT in place of the text: the model is then not measured again. OUT is created only when complete. If
+    interrupted, run the same command again to resume.
+
+    Examples:
+        weightsmith statistics fr fr.txt fr-stats
+        weightsmith statistics fr fr.txt fr-stats --kind fisher --rows 64
+    """
+    with working("reading the model's headers and the text", out=out, quiet=quiet, as_json=as_json) as work:
+        from weightsmith._features.statistics import prepare_statistics
+
+        with prepare_statistics(model, text, settings) as prepared:
+            show_warnings(prepared)
+            work.make(prepared, replace(running, card=False), "measuring")
