@@ -120,7 +120,7 @@ class RunOptions:
         None,
         "--staging FOLDER",
         "Keep files for a bucket or the Hub here until they are uploaded",
-        more="The default is the current folder. The disk needs room for a few weight files.",
+        more="The default is the current folder. A few weight files are there at a time.",
         path=True,
         commands=RUNNING,
         group="Resources",

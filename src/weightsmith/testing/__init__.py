@@ -2,6 +2,7 @@
 
 from weightsmith.testing.encodings import EncodingTests
 from weightsmith.testing.formats import StoredFormatTests
+from weightsmith.testing.histories import run_histories
 from weightsmith.testing.methods import MethodCase, MethodTests
 from weightsmith.testing.outputs import OutputCase, OutputTests
 from weightsmith.testing.products import ProductCase, ProductTests
@@ -18,4 +19,5 @@ __all__ = [
     "SourceCase",
     "SourceTests",
     "StoredFormatTests",
+    "run_histories",
 ]

@@ -10,7 +10,7 @@ class TestMyStore(OutputTests):
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,7 +32,7 @@ _SPECS = [
     TensorSpec("z", DTYPES["BF16"], (30, 8)),
 ]
 _NAMING = Naming("diffusion_pytorch_model", folders=("inner",))
-_NAMES = tuple(spec.name for spec in _SPECS)
+NAMES = tuple(spec.name for spec in _SPECS)
 _PRODUCT = Product("sums", "sums", (TensorSpec("sums.0", DTYPES["F32"], (3,)),), {})
 
 
@@ -43,20 +43,22 @@ class OutputCase:
     target  where nothing is; the same one each time
     files  the files that are visible there, by relative name
     put    write a file there, as another program does; given its relative name
+    fails  a context in which the n-th change from now on raises this, for `run_histories`; None: there is no such way
     """
 
     target: Callable[[], Target]
     files: Callable[[], Mapping[str, bytes]]
     put: Callable[[str, bytes], object]
+    fails: Callable[[int, BaseException], AbstractContextManager[object]] | None = None
 
 
 class OutputTests:
     """The tests. A subclass defines a fixture `case`, an `OutputCase`; pytest does not collect this class itself."""
 
     def test_what_is_written_in_any_order_is_published(self, case: OutputCase) -> None:
-        names = _NAMES if case.target().streams else _NAMES[::-1]
+        names = NAMES if case.target().streams else NAMES[::-1]
         with _open(case) as staging:
-            _put(staging, names)
+            write_tensors(staging, names)
             staging.add_file("config.json", b"{}")
             staging.publish({"recipe": "none"})
             assert not staging.is_open
@@ -65,24 +67,24 @@ class OutputTests:
     def test_nothing_is_visible_before_it_is_published(self, case: OutputCase) -> None:
         before = _visible(case)
         with _open(case) as staging:
-            _put(staging)
+            write_tensors(staging)
             staging.add_file("config.json", b"{}")
             assert _visible(case) == before
         assert _visible(case) == before
 
     def test_interrupted_work_is_resumed(self, case: OutputCase) -> None:
         with _open(case) as staging:
-            _put(staging, ["a", "b"])
+            write_tensors(staging, ["a", "b"])
         with _open(case) as staging:
             assert staging.finished <= {"a", "b"}
-            _put(staging)
+            write_tensors(staging)
             staging.publish({})
         _check(case)
 
     def test_work_of_another_plan_is_not_mixed(self, case: OutputCase) -> None:
         with _open(case) as staging:
             staging.keep(_PRODUCT, [np.ones(3, np.float32)])
-            _put(staging, seed=1)
+            write_tensors(staging, seed=1)
         with _open(case) as staging:  # some backends keep less than was finished
             held = staging.holds_work
         if held:
@@ -91,7 +93,7 @@ class OutputTests:
         with _open(case, plan_hash="other", resume=False) as staging:
             assert not staging.finished
             assert not staging.products
-            _put(staging)
+            write_tensors(staging)
             staging.publish({})
         _check(case)
 
@@ -112,7 +114,7 @@ class OutputTests:
     def test_an_output_that_is_not_complete_is_not_published(self, case: OutputCase) -> None:
         before = _visible(case)
         with _open(case) as staging:
-            _put(staging, ["a", "b", "empty"])
+            write_tensors(staging, ["a", "b", "empty"])
             with _raises(StoreError):
                 staging.publish({})
         assert _visible(case) == before
@@ -155,7 +157,7 @@ class OutputTests:
 
     def test_files_that_others_write_meanwhile_are_kept(self, case: OutputCase) -> None:
         with _open(case) as staging:
-            _put(staging)
+            write_tensors(staging)
             case.put("notes.txt", b"mine")
             with _raises(StoreError):
                 staging.publish({})
@@ -179,7 +181,7 @@ class OutputTests:
 
     def test_discarded_work_is_gone(self, case: OutputCase) -> None:
         with _open(case) as staging:
-            _put(staging, ["a", "b"])
+            write_tensors(staging, ["a", "b"])
             staging.discard()
         with _open(case, plan_hash="other") as staging:
             assert not staging.finished
@@ -205,25 +207,27 @@ def _visible(case: OutputCase) -> dict[str, bytes]:
     return {name: data for name, data in files.items() if not name.endswith(".safetensors")}
 
 
-def _layout() -> Layout:
+def layout_of_tests() -> Layout:
+    """Three small files, one in a subfolder."""
     return make_layout(_SPECS, 600, naming=_NAMING)
 
 
 def _open(case: OutputCase, *, plan_hash: str = "plan", resume: bool = True, overwrite: bool = False) -> Staging:
-    spec = OutputSpec(_layout(), plan_hash, resume=resume, overwrite=overwrite, message="a model")
+    spec = OutputSpec(layout_of_tests(), plan_hash, resume=resume, overwrite=overwrite, message="a model")
     return Staging.open(case.target(), spec)
 
 
-def _data(spec: TensorSpec, seed: int = 0) -> np.ndarray:
+def tensor_data(spec: TensorSpec, seed: int = 0) -> np.ndarray:
+    """The bytes of a tensor."""
     return np.random.default_rng([seed, *spec.name.encode()]).integers(0, 256, spec.nbytes, dtype=np.uint8)
 
 
-def _put(staging: Staging, names: Iterable[str] = _NAMES, seed: int = 0) -> None:
+def write_tensors(staging: Staging, names: Iterable[str] = NAMES, seed: int = 0) -> None:
     """Write and finish those of these tensors that are not finished, each from its second half on."""
     specs = {spec.name: spec for spec in _SPECS}
     for name in names:
         if name not in staging.finished:
-            raw = _data(specs[name], seed)
+            raw = tensor_data(specs[name], seed)
             staging.write(name, raw.size // 2, raw[raw.size // 2 :])
             staging.write(name, 0, raw[: raw.size // 2])
             staging.finish(name, Finished(combine(hash_grains(raw, grain_bytes(specs[name])))))
@@ -238,7 +242,7 @@ def _build(
     files: Mapping[str, bytes] = {},
 ) -> None:
     with _open(case, plan_hash=plan_hash, overwrite=overwrite) as staging:
-        _put(staging, seed=seed)
+        write_tensors(staging, seed=seed)
         for name, data in files.items():
             staging.add_file(name, data)
         staging.publish({})
@@ -246,7 +250,7 @@ def _build(
 
 def _check(case: OutputCase, extra: Mapping[str, bytes] = {}) -> None:
     """The visible files are those of the layout, with the right bytes, and `verify` finds nothing wrong."""
-    layout, found = _layout(), case.files()
+    layout, found = layout_of_tests(), case.files()
     index = set() if layout.index is None else {layout.index_name}
     assert {*found} - {".gitattributes"} == {MANIFEST_NAME, *index, *extra, *(shard.name for shard in layout.shards)}
     assert {name: found[name] for name in extra} == dict(extra)
@@ -254,6 +258,6 @@ def _check(case: OutputCase, extra: Mapping[str, bytes] = {}) -> None:
         assert found[shard.name].startswith(shard.header)
         for spec in shard.tensors:
             place = layout.places[spec.name]
-            assert found[shard.name][place.offset : place.offset + place.nbytes] == _data(spec).tobytes()
+            assert found[shard.name][place.offset : place.offset + place.nbytes] == tensor_data(spec).tobytes()
     verified = case.target().verify(threads=1, progress=None)
     assert (verified.tensors, verified.extra) == (len(_SPECS), ())

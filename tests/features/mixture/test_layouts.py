@@ -67,6 +67,7 @@ def pairs() -> Iterator[Any]:
             seen.add(name)
 
 
+@pytest.mark.matrix("mixtral-*", "*-tied", "deepseek_v3-*", "*-window")
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "name", "tied"), list(pairs()))
 def test_equals_the_dense_model(layout: ExpertLayout, name: str, tied: bool, models: Models, tmp_path: Path) -> None:
@@ -322,6 +323,7 @@ def without_theta(config: dict[str, Any]) -> None:
     del config["rope_parameters"]["rope_theta"]
 
 
+@pytest.mark.matrix("mixtral-*", "deepseek_v3-*", "*-without_theta")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "name", "edit"),

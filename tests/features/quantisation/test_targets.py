@@ -42,6 +42,7 @@ def divergence(out: str) -> float:
     return score.divergence.value
 
 
+@pytest.mark.matrix("gguf-q4_k_m")
 @pytest.mark.slow
 @pytest.mark.parametrize("format", ["gguf-q4_k_m", "exl2"])
 def test_the_divergence_that_is_measured_meets_the_target(format: str, folder: Path) -> None:
@@ -70,6 +71,7 @@ def test_a_target_out_of_reach_is_one_error_with_the_best(folder: Path) -> None:
     assert "measurement" in " ".join(path.name for path in folder.iterdir())
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_a_search_goes_on_with_what_was_tried(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = made("whole", "kl=1e-4")

@@ -78,6 +78,7 @@ def served(models: list[dict[str, bytes]]) -> dict[str, bytes]:
     return {f"m{k}/{name}": data for k, files in enumerate(models) for name, data in files.items()}
 
 
+@pytest.mark.matrix("linear", "model_ties", "mixture")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_bytes_are_those_of_a_local_merge_in_spite_of_faults(
@@ -253,6 +254,7 @@ def command(hub: FakeHub, home: Path, *args: object, **env: str) -> Ran:
     return forked_cli(*args, env=hub.environment(home) | env, cwd=home)
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize("address", ["org/m{}", "hf://org/m{}@main"])
 def test_a_hub_model_is_streamed(address: str, hub: FakeHub, tmp_path: Path) -> None:

@@ -47,6 +47,7 @@ def test_the_sample_is_of_models() -> None:
     assert SAMPLE <= zoo.ZOO.keys()
 
 
+@pytest.mark.matrix("llama", "mixtral", "t5", "gemma3-vl")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", some(zoo.ZOO))
 def test_the_mean_of_two_models_loads_and_is_the_mean(name: str, tmp_path: Path) -> None:
