@@ -15,7 +15,7 @@ Types:
 
 Blocks in pages that are otherwise written by hand, between `<!-- NAME:begin -->` and `<!-- NAME:end -->`:
     docs/recipe.md            the tables of `weightsmith._planning.recipe.grammar` and the methods' parameters
-    docs/moe.md, docs/moe-surgery.md   the tables of `weightsmith._planning.recipe.moe_grammar`
+    docs/moe.md, docs/moe-surgery.md   the tables of `weightsmith._planning.recipe.grammar`
     docs/configuration.md     the settings
     docs/cli.md               the options of each command, the exit codes, mergekit's flags
     docs/quantize.md          which program loads which format
@@ -52,9 +52,8 @@ from weightsmith._methods.steps import PARAMETERS as STEPS
 from weightsmith._models.formats.engines import ENGINES, SUPPORT, Support, find_support, formats_of
 from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.recipe import HARMLESS, RETIRED
-from weightsmith._planning.recipe.grammar import LEVELS
+from weightsmith._planning.recipe.grammar import LEVELS, MOE_LEVELS
 from weightsmith._planning.recipe.kinds import NO_EFFECT, NOT_IN_MIXTURES, Key, Level
-from weightsmith._planning.recipe.moe_grammar import MOE_LEVELS
 from weightsmith.abc.layout import ATTENTION_BIASES, QK_NORMS, QKV_BIASES, ExpertLayout
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from weightsmith._models.structure.counts import is_count_key
+from weightsmith._models.structure.stacks import is_count_key
 
 LAYERS = 4
 Specs = dict[str, tuple[str, tuple[int, ...]]]

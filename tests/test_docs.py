@@ -586,8 +586,7 @@ def test_a_block_that_no_page_has_or_two_have_or_nothing_makes_is_an_error(pages
 
 
 def test_every_key_of_every_recipe_is_in_a_table_of_the_reference() -> None:
-    from weightsmith._planning.recipe.grammar import LEVELS
-    from weightsmith._planning.recipe.moe_grammar import MOE_LEVELS
+    from weightsmith._planning.recipe.grammar import LEVELS, MOE_LEVELS
 
     text = "".join((ROOT / "docs" / name).read_text() for name in docs_script().WITH_BLOCKS)
     for level in (*LEVELS, *MOE_LEVELS):

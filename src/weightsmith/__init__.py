@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from weightsmith._base.exports import public_names
+from weightsmith._base.plugins import public_names
 from weightsmith._version import __version__ as __version__
 
 __all__, __getattr__ = public_names(__name__, __file__, globals())

@@ -27,8 +27,7 @@ from weightsmith._models.checkpoint import open_checkpoint
 from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner import assemble
 from weightsmith._plans import Made
-from weightsmith.abc.product import Cancelled
-from weightsmith.abc.product_targets import SomeRows
+from weightsmith.abc.product import Cancelled, SomeRows
 
 SLIDING = {"sliding_window": 4}
 CONFIGS: dict[str, Any] = {

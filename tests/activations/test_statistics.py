@@ -403,7 +403,7 @@ def _settings(plan: dict[str, Any], name: str) -> dict[str, Any]:
         (lambda plan: _settings(plan, "moments 1").update(states="states 9"), "it does not need what its settings name"),
         (lambda plan: _settings(plan, "moments 1").update(weights=["model.norm.weight"]), "it has no step for a weight"),
         (lambda plan: _settings(plan, "moments 1")["weights"].clear(), "its arrays are not those of its weights"),
-        (lambda plan: _settings(plan, "moments 1").update(more=1), "its settings are not those of a text that runs"),
+        (lambda plan: _settings(plan, "moments 1").update(more=1), "its settings are not those of a statistic product"),
         (lambda plan: _settings(plan, "states 0")["text"].update(tokenizer="0"), "it does not name the tokenizer's file"),
     ],
 )

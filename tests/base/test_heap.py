@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from weightsmith._base import heap
+from weightsmith._base import process as heap
 
 pytestmark = pytest.mark.process
 
@@ -52,7 +52,7 @@ def test_threads_of_the_command_share_limit_malloc_arenas() -> None:
 
 PINNED = """
 from pathlib import Path
-from weightsmith._base.heap import return_freed
+from weightsmith._base.process import return_freed
 
 def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1])

@@ -21,7 +21,7 @@ from weightsmith._engine.results import Results
 from weightsmith._engine.tiles import Buffers
 from weightsmith._files.views import view_of
 from weightsmith._models.checkpoint import open_checkpoint
-from weightsmith._models.sources.memory import StateDict
+from weightsmith._models.sources.composed import StateDict
 from weightsmith._outputs.checksum import combine, grain_bytes, hash_grains
 from weightsmith._plans import Block, Gather, Made, ModelInput, Plan, Read, Settings, Step, Table, plan_from_json
 

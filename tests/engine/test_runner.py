@@ -20,7 +20,7 @@ from weightsmith._engine.resources import Resources, Workload
 from weightsmith._engine.tile_work import Merger
 from weightsmith._files.views import view_of
 from weightsmith._methods.jobs.combination import CombinationJob
-from weightsmith._models.sources.memory import StateDict
+from weightsmith._models.sources.composed import StateDict
 from weightsmith._plans import Made, ModelInput, Plan, Product, Read, Settings, Step
 from weightsmith.abc import product as base
 from weightsmith.abc.output import Finished

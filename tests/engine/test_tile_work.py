@@ -21,7 +21,7 @@ from weightsmith._engine.tile_work import Copier, Encoder, Merger
 from weightsmith._engine.tiles import Buffers
 from weightsmith._files.views import view_of
 from weightsmith._models.formats import find_encoding
-from weightsmith._models.sources.memory import StateDict
+from weightsmith._models.sources.composed import StateDict
 from weightsmith._outputs.checksum import combine, grain_bytes, hash_grains
 from weightsmith._plans import COPY, PLAIN, Made, ModelInput, Plan, Read, Settings, Step
 

@@ -241,7 +241,7 @@ def test_the_program_is_its_version_and_its_code(tmp_path: Path, monkeypatch: py
             "_features/mixture/routing/gates/hidden.py",
             "_methods/ties.py",
             "_models/formats/gguf/writing.py",
-            "_features/quantisation/exl2/matrix.py",
+            "_models/formats/exl2/blocks.py",
         ):
             (package / name).write_text((package / name).read_text() + "\n# another\n")
             before, second = second, digest()

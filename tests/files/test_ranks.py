@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from weightsmith._base.errors import Unsupported, WeightsmithError
-from weightsmith._files.ranks import of_ranks
+from weightsmith._files.hf_folder import of_ranks
 from weightsmith._models.checkpoint import open_checkpoint
 
 LAYOUTS = {

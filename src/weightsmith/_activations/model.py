@@ -16,7 +16,7 @@ from weightsmith._activations.statistics import find_statistic
 from weightsmith._activations.work import EmbeddingWork, GradientWork, LayerWork, StatisticWork, Work
 from weightsmith._base.errors import NotFound, PlanError, Unsupported, WeightsmithError, as_plan_error, noting
 from weightsmith._base.files import read_bounded
-from weightsmith._base.groups import grouped
+from weightsmith._base.idioms import grouped
 from weightsmith._base.installation import absent_packages, package_version
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._engine.products import find_kind
@@ -24,8 +24,8 @@ from weightsmith._files.copied import MAX_COPIED_BYTES
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import Structure, analyse
 from weightsmith._models.structure.configs import count_of
+from weightsmith._models.structure.fused import role_of
 from weightsmith._models.structure.projections import site_of
-from weightsmith._models.structure.roles import role_of
 from weightsmith._models.structure.vocabulary import is_embedding, is_head
 from weightsmith._plans import CAST, COPY, FileRead, PlanDraft, Product, Read, Step
 from weightsmith._plans.statistics import StatisticRequest, TextSource

@@ -35,7 +35,7 @@ from weightsmith._base.installation import absent_packages, install_package
 from weightsmith._base.options import option_error
 from weightsmith._base.strict_json import MAX_MEMORY, JsonError, parse
 from weightsmith._base.text import status
-from weightsmith._files.remote.failures import no_panic
+from weightsmith._files.remote.retries import no_panic
 from weightsmith._plans.statistics import TextSource
 
 TOKENIZER = "tokenizer.json"

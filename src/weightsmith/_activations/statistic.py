@@ -12,8 +12,7 @@ from weightsmith._activations.work import StatisticWork
 from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._models.structure.projections import by_site
 from weightsmith._plans import Product
-from weightsmith.abc.product import Arrays
-from weightsmith.abc.statistic import Statistic
+from weightsmith.abc.product import Arrays, Statistic
 
 if TYPE_CHECKING:
     from weightsmith._activations.sums import Inputs

@@ -23,8 +23,7 @@ from weightsmith._activations.running import LayerRows, NumberedRow, budget, pro
 from weightsmith._activations.statistics.gram import STATISTIC as GRAM
 from weightsmith._files.mapped import release_pages
 from weightsmith._models.structure.projections import by_site
-from weightsmith.abc.product import Floats
-from weightsmith.abc.statistic import Statistic
+from weightsmith.abc.product import Floats, Statistic
 
 ROWS_SHARE = 0.4
 """The share of the progress of `use_sums` that running the rows takes; using the sums takes the rest."""

@@ -1,19 +1,18 @@
-"""Settings of the products of a text that runs through a model, as records and as JSON values."""
+"""Settings of the products of a text that runs through a model."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Self
+from dataclasses import dataclass
 
 from weightsmith._activations.decoder import Base
 from weightsmith._plans import Product
-from weightsmith._plans.codec import decode, has_type
+from weightsmith._plans.forms import ProductSettings
 from weightsmith._plans.statistics import TextSource
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class Work(ProductSettings):
     """What every product depends on.
 
     base      the model
@@ -23,19 +22,8 @@ class Work:
     base: Base
     packages: Mapping[str, str]
 
-    def to_json(self) -> dict[str, Any]:
-        """To the settings of a product."""
-        return asdict(self)
-
-    @classmethod
-    def of(cls, product: Product) -> Self:
-        """From the settings of a product. Raises FormatError."""
-        return decode(cls, product.settings, f"product {product.name}")
-
-    @classmethod
-    def check(cls, product: Product) -> str:
-        """Why the settings of a product are invalid, or ""."""
-        return "" if has_type(product.settings, cls) else "its settings are not those of a text that runs through a model"
+    def problem(self, product: Product, shapes: Mapping[str, tuple[int, ...]]) -> str:
+        return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,15 +56,10 @@ class LayerWork(Work):
         """The products that the settings name."""
         return {self.states}
 
-    @classmethod
-    def check(cls, product: Product) -> str:
-        """Why the settings of a product are invalid, or ""."""
-        if not has_type(product.settings, cls):
-            return "its settings are not those of a text that runs through a model"
-        work = cls.of(product)
-        if not 0 <= work.layer < work.base.layers + cls.HEAD:
-            return f"there is no layer {work.layer}"
-        return "" if work.needs <= set(product.needs) else "it does not need what its settings name"
+    def problem(self, product: Product, shapes: Mapping[str, tuple[int, ...]]) -> str:
+        if not 0 <= self.layer < self.base.layers + self.HEAD:
+            return f"there is no layer {self.layer}"
+        return "" if self.needs <= set(product.needs) else "it does not need what its settings name"
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,8 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith._models.tokenizers.parts import BYTE_LEVEL, CHARACTERS, FLAGS, bpe
+from weightsmith._models.tokenizers.convert import BYTE_LEVEL, FLAGS, bpe
+from weightsmith._models.tokenizers.vocabulary import CHARACTERS
 from weightsmith._outputs.save import save_file
 
 WIDTH, HIDDEN, LAYERS, HEADS, KEY_HEADS = 128, 352, 6, 4, 2

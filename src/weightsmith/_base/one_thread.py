@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from weightsmith._base.heap import return_large_blocks
+from weightsmith._base.process import return_large_blocks
 
 Tensor = Any  # torch is optional, so mypy cannot use its type
 

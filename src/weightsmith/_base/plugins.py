@@ -9,14 +9,15 @@ A module is imported when its plug-in is first used. A package cannot replace a 
 from __future__ import annotations
 
 import hashlib
+import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from weightsmith._base.errors import PluginError, UnknownName, nearest
 
@@ -118,3 +119,25 @@ def _load(noun: str, point: EntryPoint) -> object:
     except Exception as error:
         what = f"the {noun} {point.name} cannot be loaded: {type(error).__name__}: {error}"
         raise PluginError(what, where=package_of(point), fix="reinstall or update the package") from error
+
+
+# ---- Public names that are imported when they are first used: a package lists them in its `__init__.pyi`
+
+
+def public_names(package: str, init: str, namespace: dict[str, Any]) -> tuple[list[str], Callable[[str], Any]]:
+    """The names that `__init__.pyi` beside `init` lists, sorted, and the package's `__getattr__` for them.
+
+    package    its name, for errors
+    init       its `__file__`
+    namespace  its `globals()`: a name that was used once is found there
+    """
+    listed = Path(init).with_suffix(".pyi").read_text("utf-8")
+    homes = {name: module for module, name in re.findall(r"^from (\S+) import (\w+) as", listed, re.MULTILINE)}
+
+    def find(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module '{package}' has no attribute '{name}'")
+        namespace[name] = value = getattr(import_module(homes[name]), name)
+        return value
+
+    return sorted(homes), find

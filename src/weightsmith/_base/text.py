@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from weightsmith._base.errors import Finding, printable, with_excerpt
+from weightsmith._base.process import replace_streams
 from weightsmith._base.redaction import redacted, redacted_values, redactor
-from weightsmith._base.streams import replace_streams
 
 BOLD, RED, YELLOW = "1", "1;31", "33"
 

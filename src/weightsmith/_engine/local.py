@@ -34,8 +34,7 @@ from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._plans import COPY, Gather, Plan, Product, Step
 from weightsmith.abc.job import Bytes, Job
 from weightsmith.abc.output import Finished, Output
-from weightsmith.abc.product import Arrays
-from weightsmith.abc.product_targets import Target
+from weightsmith.abc.product import Arrays, Target
 from weightsmith.abc.tensors import Tensors
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from weightsmith._base.errors import WeightsmithError
-from weightsmith._base.heap import return_freed
+from weightsmith._base.process import return_freed
 from weightsmith._engine.active import ReductionPass, Task
 from weightsmith._engine.constants import Finite
 from weightsmith._engine.products import find_kind
@@ -28,8 +28,7 @@ from weightsmith._kernels.watch import leave
 from weightsmith._plans import Plan, Product, Step
 from weightsmith.abc.job import Matrix, Tile
 from weightsmith.abc.output import Output
-from weightsmith.abc.product import Arrays, Cancelled, ProductContext
-from weightsmith.abc.product_targets import Target
+from weightsmith.abc.product import Arrays, Cancelled, ProductContext, Target
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,12 +13,11 @@ from pathlib import Path
 from weightsmith import _methods as methods
 from weightsmith._base.installation import is_release
 from weightsmith._engine.products import KINDS, find_kind
-from weightsmith._files.collector import collector_paused
+from weightsmith._files.safetensors import collector_paused
 from weightsmith._methods.jobs.requires import named_device
 from weightsmith._models.formats import installed_code
 from weightsmith._models.sources import Tensors
-from weightsmith._planning.recipe.nodes import Node
-from weightsmith._planning.recipe.yaml import read_yaml
+from weightsmith._planning.recipe.yaml import Node, read_yaml
 from weightsmith._plans import COPY, Plan
 from weightsmith._version import __version__
 

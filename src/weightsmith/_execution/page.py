@@ -15,7 +15,7 @@ from weightsmith._engine.products import ProductReport
 from weightsmith._execution.distance import Moved, share_of
 from weightsmith._execution.output import PAGE_NAME as PAGE_NAME
 from weightsmith._models.structure import analyse
-from weightsmith._models.structure.model import OUTSIDE, Place, place_of
+from weightsmith._models.structure.model import OUTSIDE, LayerPlace, place_of
 from weightsmith._plans import PLAIN, Plan
 
 _TENSORS = "tensors"
@@ -91,7 +91,7 @@ def report_files(report: Report) -> dict[str, bytes]:
     return files
 
 
-def _moved_maps(places: Mapping[str, Place], squares: Squares) -> list[HeatMap]:
+def _moved_maps(places: Mapping[str, LayerPlace], squares: Squares) -> list[HeatMap]:
     """Distance of each part of each layer from the base: a heat map for each stack."""
     about = "Frobenius norm of merged - base over that of the base, of all tensors of a part in a layer together."
     placed = [(place, name) for name, place in places.items()]
@@ -128,7 +128,7 @@ def _facts(plan: Plan) -> Facts:
     return Facts("What was made", tuple((name, value) for name, value in facts if value))
 
 
-def _tensors(plan: Plan, places: Mapping[str, Place], squares: Squares) -> Table:
+def _tensors(plan: Plan, places: Mapping[str, LayerPlace], squares: Squares) -> Table:
     columns = (
         Column("tensor"),
         Column("made by"),

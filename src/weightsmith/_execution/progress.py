@@ -12,8 +12,8 @@ from html import escape
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from weightsmith._base.closing import Closing
 from weightsmith._base.errors import printable
+from weightsmith._base.idioms import Closing
 from weightsmith._base.text import count, duration, end_status, is_terminal, note, size
 
 if TYPE_CHECKING:

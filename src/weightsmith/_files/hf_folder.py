@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import re
+import shlex
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,96 @@ from weightsmith._base.errors import FormatError, NotFound, Unsupported
 from weightsmith._base.files import show
 from weightsmith._base.strict_json import read_object
 from weightsmith._files.copied import WEIGHTS, is_weights
+
+# ---- Checkpoints of distributed training: each file holds what one process had of every tensor, so none of them is a model
+
+
+_SHOWN = 3
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """How a program stores the parts of a model.
+
+    pattern  of the end of a file's path, in lower case
+    what     for messages
+    command  that makes a model of it: `{folder}` is the folder with the files, `{parent}` the one above it
+    """
+
+    pattern: str
+    what: str
+    command: str
+
+    def matches(self, path: str) -> bool:
+        """Whether a file is one of its files."""
+        return re.fullmatch(rf"(?:.*/)?(?:{self.pattern})", path.lower(), re.ASCII) is not None
+
+
+_DCP = "python -m torch.distributed.checkpoint.format_utils dcp_to_torch {folder} MODEL.pt"
+_LAYOUTS = (
+    _Layout(
+        r"(?:\w*zero_pp_rank_\d+|mp_rank_\d+)_\w*states\.pt",
+        "a DeepSpeed checkpoint",
+        "python {parent}/zero_to_fp32.py {parent} OUT --safe_serialization",
+    ),
+    _Layout(
+        r"\w*model_world_size_(?:[2-9]|[1-9]\d+)_rank_\d+\.pt",
+        "an FSDP checkpoint of verl, with a file for each process",
+        "python -m verl.model_merger merge --backend fsdp --local_dir {folder} --target_dir OUT",
+    ),
+    _Layout(
+        r"(?<=fsdp_\d/)(?:\.metadata|\w+\.distcp)",
+        "an FSDP checkpoint of accelerate or transformers, which is sharded",
+        "accelerate merge-weights {folder} OUT",
+    ),
+    _Layout(
+        r"mp_rank_\d+(?:_\d+)*/(?:model_optim_rng|model_rng|distrib_optim)\.pt",
+        "a Megatron checkpoint, with slices of each tensor (AutoBridge of Megatron-Bridge converts it)",
+        "AutoBridge.from_hf_pretrained(ITS_BASE).export_ckpt({folder}, OUT)",
+    ),
+    _Layout(r"\.metadata|\w+\.distcp", "a distributed checkpoint of PyTorch (DCP)", _DCP),
+)
+_RANK = re.compile(r"(.*[_-])?rank[_-]?(\d+)((?:[_-]part[_-]\d+)?\.(?:safetensors|pt|pth|bin))", re.ASCII)
+_OTHERS = _Layout("", "a checkpoint with a file for each process", "")
+
+
+def of_ranks(names: Iterable[str], where: str) -> Unsupported | None:
+    """The error for files of single processes; None if none of these is one.
+
+    names  of files, relative, `/` between folders
+    where  the folder or repository
+
+    >>> print(of_ranks(["model_world_size_2_rank_0.pt", "model_world_size_2_rank_1.pt"], "c").finding)
+    c: an FSDP checkpoint of verl, with a file for each process: no file holds the model
+      'model_world_size_2_rank_0.pt', 'model_world_size_2_rank_1.pt'
+      -> Make a model of all its files first: `python -m verl.model_merger merge --backend fsdp --local_dir c --target_dir OUT`.
+    """
+    listed = sorted(names)
+    for layout in _LAYOUTS:
+        if files_of_layout := [name for name in listed if layout.matches(f"{where}/{name}")]:
+            return _error(layout, files_of_layout, where)
+    ranks: dict[tuple[str, str], dict[str, str]] = {}
+    for name in listed:
+        if match := _RANK.fullmatch(name.lower()):
+            ranks.setdefault((match[1] or "", match[3]), {})[match[2].lstrip("0")] = name
+    for files in ranks.values():
+        if {"", "1"} <= files.keys():  # one file alone may be an adapter whose name states its rank
+            return _error(_OTHERS, list(files.values()), where)
+    return None
+
+
+def _error(layout: _Layout, files: list[str], where: str) -> Unsupported:
+    inner = files[0].rpartition("/")[0]
+    folder = f"{where}/{inner}" if inner else where
+    parent = folder.rpartition("/")[0] or "."
+    fix = "Use the model that it was made from, or one that the program which wrote it exports."
+    if layout.command:
+        command = layout.command.format(folder=shlex.quote(folder), parent=shlex.quote(parent))
+        fix = f"Make a model of all its files first: `{command}`"
+    others = f", … ({len(files):,} in all)" if len(files) > _SHOWN else ""
+    details = (", ".join(map(show, files[:_SHOWN])) + others,)
+    return Unsupported(f"{layout.what}: no file holds the model", where=where, details=details, fix=fix)
+
 
 MAX_INDEX_BYTES = 100_000_000  # an index of 100,000 tensors takes 10 MB
 
@@ -28,7 +119,7 @@ _DIGITS = re.compile(r"[0-9]+")
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
+class FolderWeights:
     """The weight files of a folder.
 
     index    name of the index file that lists the shards, or None
@@ -59,7 +150,7 @@ def _sortable(part: str) -> str:
 
 def choose_weights(
     names: Iterable[str], where: str, suffixes: tuple[str, ...] = _SUFFIXES, first: Sequence[str] = _FIRST
-) -> Weights | None:
+) -> FolderWeights | None:
     """Which files of a format hold the model; None where there are none, or only those of an adapter.
 
     names     of all files, relative, `/` between folders
@@ -79,9 +170,9 @@ def choose_weights(
     weights = [n for n in top if n.lower().endswith(suffixes)]
     indexes = [n for n in top if n.lower().endswith(tuple(f"{suffix}{_INDEX}" for suffix in suffixes))]
 
-    def chosen(index: str | None, files: Collection[str]) -> Weights:
+    def chosen(index: str | None, files: Collection[str]) -> FolderWeights:
         _check_numbers_complete(files, where)
-        return Weights(index, tuple(files), tuple(n for n in weights if n not in files))
+        return FolderWeights(index, tuple(files), tuple(n for n in weights if n not in files))
 
     for single in first:
         if f"{single}{_INDEX}" in indexes:

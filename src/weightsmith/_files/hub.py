@@ -18,10 +18,10 @@ from typing import Any
 from weightsmith._base.errors import CheckpointError, Finding, NotFound, without_queries
 from weightsmith._base.files import show
 from weightsmith._base.redaction import know
-from weightsmith._files.remote.environment import check_hub
-from weightsmith._files.remote.failures import lasting, no_panic, passes
-from weightsmith._files.remote.files import ModelFiles, RemoteFile, read_starts
+from weightsmith._files.remote.addresses import check_hub
+from weightsmith._files.remote.folder import ModelFiles, RemoteFile, read_starts
 from weightsmith._files.remote.http import HttpFile
+from weightsmith._files.remote.retries import lasting, no_panic, passes
 from weightsmith._files.subfolders import list_names
 
 UPLOAD_SECONDS = 300.0  # for an answer to what changes a repository: the hub hashes and moves files before it answers

@@ -42,8 +42,7 @@ def fisher(
     ] = 0.01,
     lambda_: Lambda = 1.0,
 ) -> Job:
-    from weightsmith._methods.jobs.combination import sum_of_deltas
-    from weightsmith._methods.jobs.shares import SharesJob
+    from weightsmith._methods.jobs.combination import SharesJob, sum_of_deltas
 
     known = matrix.statistics.get(KIND)
     if known is None:

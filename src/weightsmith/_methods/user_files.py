@@ -32,18 +32,18 @@ METHODS: Plugins[object] = Plugins("merge method", "weightsmith.methods", object
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedMethod:
     """A method that is not one of weightsmith's: its record, and where it comes from."""
 
     method: Method
     code: OwnCode
 
 
-_loaded: dict[str, Loaded] = {}
+_loaded: dict[str, LoadedMethod] = {}
 _modules: dict[tuple[str, str], dict[str, Any]] = {}
 
 
-def loaded(name: str) -> Loaded | None:
+def loaded(name: str) -> LoadedMethod | None:
     """The loaded method that goes by this name in a plan."""
     return _loaded.get(name)
 
@@ -121,7 +121,7 @@ def _enter(method_like: object, code: OwnCode, source: str) -> Method:
     """The record of what was found under a name, known to the registry from now on."""
     planned = f"{code.name}@{code.sha256[:16]}"
     method = _record(method_like, code.name, planned, source)
-    _loaded[planned] = Loaded(method, code)
+    _loaded[planned] = LoadedMethod(method, code)
     return method
 
 
@@ -180,7 +180,7 @@ def at_hand(function: object) -> Iterator[Method]:
     number = 1
     name = called
     while (
-        _loaded.setdefault(name, mine := Loaded(_record(function, called, name, "the caller"), OwnCode(called, "", "")))
+        _loaded.setdefault(name, mine := LoadedMethod(_record(function, called, name, "the caller"), OwnCode(called, "", "")))
         is not mine
     ):
         number += 1

@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, final
 
-from weightsmith._base.closing import Closing
 from weightsmith._base.errors import CheckpointError, Finding, NotFound, ParameterError, nearest_names
 from weightsmith._base.files import exists, expand_user, open_local, real_path, show
+from weightsmith._base.idioms import Closing
 from weightsmith._base.tensors import DType, TensorSpec
 from weightsmith._base.text import status
 from weightsmith._files import subfolders
@@ -28,9 +28,9 @@ from weightsmith._models.card import CARD_NAME
 from weightsmith._models.formats import opening
 from weightsmith._models.formats.config import SETTINGS_FILES, SETTINGS_METADATA
 from weightsmith._models.named import NamedTensors
-from weightsmith._models.sources import Opened, Tensors
+from weightsmith._models.sources import OpenedFiles, Tensors
+from weightsmith._models.sources.composed import Foldered
 from weightsmith._models.sources.files import sample_files
-from weightsmith._models.sources.foldered import Foldered
 from weightsmith._models.structure.configs import of_diffusers
 from weightsmith.abc.stored import Wrapped
 from weightsmith.abc.tensors import read
@@ -440,7 +440,7 @@ def _open_folder(
 
 def _checkpoint(
     ref: str,
-    opened: Opened,
+    opened: OpenedFiles,
     folder: ModelFolder,
     inner: Mapping[str, Tensors] | None = None,
     *,

@@ -46,10 +46,9 @@ from weightsmith._base.errors import (
 )
 from weightsmith._base.strict_json import JsonError, parse
 from weightsmith._files.remote import retries
-from weightsmith._files.remote.access import allows_http, settings
 from weightsmith._files.remote.addresses import Address, parse_address
-from weightsmith._files.remote.failures import lasting, no_panic, passes
-from weightsmith._files.remote.stores import obstore, status_of
+from weightsmith._files.remote.retries import lasting, no_panic, passes
+from weightsmith._files.remote.stores import allows_http, obstore, settings, status_of
 from weightsmith._outputs.compare import Read, check_ours, compare, differences
 from weightsmith._outputs.journal import read_journal
 from weightsmith._outputs.local.area import STAGING_SUFFIX, left_behind, staging_folder

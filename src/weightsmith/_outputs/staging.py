@@ -16,10 +16,10 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from weightsmith._base.closing import Closing
 from weightsmith._base.errors import NOTHING_WRITTEN, Busy, Finding, NoSpace, StoreError
 from weightsmith._base.files import FULL, expand_user
-from weightsmith._files.remote.spool import spool_folder
+from weightsmith._base.idioms import Closing
+from weightsmith._files.remote.ahead import spool_folder
 from weightsmith._outputs.checksum import byte_view
 from weightsmith._outputs.journal import Entries, Journal, Notes, is_resumable, layout_hash
 from weightsmith._outputs.local import disk

@@ -1,11 +1,10 @@
 """The interfaces of everything that can be added. Public: plug-ins import them from here.
 
-    tensors.py        Tensors: what tensors are read from; RandomSource and others are built on it
-    files.py          FileKind: a format of weight files
+    tensors.py        Tensors: what tensors are read from; FileKind: a format of weight files
     stored.py         StoredFormat and Encoding: a stored format, and how its rows become bytes
     job.py            Job: what a merge method does with one matrix, tile by tile
     product.py        ProductKind: a value that steps depend on; what it is computed from
-    statistic.py      Statistic: a sum over the tokens of a text for each linear layer
+                      Statistic: a sum over the tokens of a text for each linear layer
     layout.py         ExpertLayout: how an architecture stores a mixture of experts
     approximation.py  Approximation: how the rows of missing tokens are made
     output.py         OutputScheme and Target: somewhere to write to

@@ -18,9 +18,8 @@ import numpy.typing as npt
 from weightsmith._base.errors import Finding
 from weightsmith._base.tensors import DTYPES, DType, TensorSpec
 from weightsmith._plans import PlanDraft
-from weightsmith.abc.files import FileKind
 from weightsmith.abc.product import Arrays
-from weightsmith.abc.tensors import Tensors
+from weightsmith.abc.tensors import FileKind, Tensors
 
 Config = Mapping[str, Any]
 Specs = Mapping[str, TensorSpec]

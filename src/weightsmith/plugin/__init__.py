@@ -7,7 +7,7 @@ on top of weightsmith (docs/adding-a-program.md) need this package alone.
 
 from __future__ import annotations
 
-from weightsmith._base.exports import public_names
+from weightsmith._base.plugins import public_names
 
 __all__, __getattr__ = public_names(__name__, __file__, globals())
 

@@ -1,7 +1,6 @@
 """Shared pytest suites, one for each kind of plug-in. Subclass one, with a name that starts with `Test`."""
 
-from weightsmith.testing.encodings import EncodingTests
-from weightsmith.testing.formats import StoredFormatTests
+from weightsmith.testing.formats import EncodingTests, StoredFormatTests
 from weightsmith.testing.histories import run_histories
 from weightsmith.testing.methods import MethodCase, MethodTests
 from weightsmith.testing.outputs import OutputCase, OutputTests

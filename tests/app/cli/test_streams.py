@@ -211,7 +211,7 @@ def test_an_error_keeps_its_code_if_its_json_cannot_be_printed(tmp_path: Path) -
 def test_numbers_of_closed_streams_are_given_to_no_file() -> None:
     code = (
         "import os\nfor n in (0, 1, 2): os.close(n)\nimport sys\nsys.stdin = sys.stdout = sys.stderr = None\n"
-        "sys.__stdout__ = sys.__stderr__ = None\nfrom weightsmith._base.streams import replace_streams\nreplace_streams()\n"
+        "sys.__stdout__ = sys.__stderr__ = None\nfrom weightsmith._base.process import replace_streams\nreplace_streams()\n"
         "fd = os.open('/dev/null', os.O_RDONLY)\nprint('dropped', file=sys.stderr, flush=True)\n"
         "os._exit(0 if fd > 2 else 1)"
     )

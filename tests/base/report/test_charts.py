@@ -15,7 +15,7 @@ import pytest
 from weightsmith._base.report import Column, Curves, HeatMap, Mark, Report, Table, heat_maps, to_html
 from weightsmith._base.report.blocks import Scale, span_of
 from weightsmith._base.report.charts import PATTERNS, STEPS, colour, grid, heat_map, legend, scaled, step_of
-from weightsmith._models.structure.model import Place
+from weightsmith._models.structure.model import LayerPlace
 
 # ---- colours: sRGB to linear light; deuteranopia after Machado, Oliveira and Fernandes 2009, severity 1; CIELAB.
 
@@ -134,7 +134,7 @@ def test_no_cell_where_nothing_is() -> None:
 
 
 def test_maps_of_several_stacks_have_one_scale_and_draw_it() -> None:
-    places = [Place(stack, i, "up") for stack in ("text.", "vision.") for i in range(2)]
+    places = [LayerPlace(stack, i, "up") for stack in ("text.", "vision.") for i in range(2)]
     values = dict(zip(places, (0.1, 0.2, 0.7, 0.9), strict=True))
     found = heat_maps("Moved", [(p, values[p]) for p in places], lambda own: own[0], "share", "about")
     assert [one.span for one in found] == [(0.1, 0.9)] * 2
@@ -156,8 +156,8 @@ def test_experts_are_one_row_that_unfolds() -> None:
         def __init__(self, layer: int, expert: int) -> None:
             self.name, self.share = f"layers.{layer}.mlp.experts.{expert}.up.weight", float(10 * layer + expert)
 
-    items = [(Place("layers.", layer, "mlp.experts.up"), Tensor(layer, e)) for layer in range(2) for e in (10, 2, 0)]
-    router = [(Place("layers.", layer, "mlp.gate"), Tensor(layer, 0)) for layer in range(2)]
+    items = [(LayerPlace("layers.", layer, "mlp.experts.up"), Tensor(layer, e)) for layer in range(2) for e in (10, 2, 0)]
+    router = [(LayerPlace("layers.", layer, "mlp.gate"), Tensor(layer, 0)) for layer in range(2)]
     (found,) = heat_maps("M", items + router, lambda own: max(t.share for t in own), "number", "", name=lambda t: t.name)
     assert (found.rows, found.columns, found.prefix) == (("mlp.experts.up", "mlp.gate"), ("0", "1"), "layers.")
     assert found.values[0] == (10.0, 20.0)

@@ -215,7 +215,7 @@ def parameters(method: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Of each model and of all: such that the method does something."""
     if method.startswith("peft_"):
         name = method.removeprefix("peft_")
-        return [{"weight": w} for w in WEIGHTS], {"density": 0.5} if combinations.Combination(name).prunes() else {}
+        return [{"weight": w} for w in WEIGHTS], {"density": 0.5} if combinations.PeftCombination(name).prunes() else {}
     known = {p.name: p for p in get(method).parameters}
     own = [{"weight": weight} for weight in WEIGHTS] if "weight" in known else [{}, {}, {}]
     return own, {name: value for name, value in VALUES.items() if name in known}

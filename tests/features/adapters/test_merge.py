@@ -18,7 +18,7 @@ from tests.models.lora.test_lora import DOWN, INNER, TOKENS, H, P, Q, adapter, b
 from weightsmith._base.errors import PlanError, WeightsmithError
 from weightsmith._engine.products import find_kind
 from weightsmith._features.adapters import combinations
-from weightsmith._features.adapters.merged_factors import MergedWork
+from weightsmith._features.adapters.cores import MergedWork
 
 torch = pytest.importorskip("torch")
 __all__ = ["cli"]
@@ -219,7 +219,7 @@ def test_peft_s_combinations_are_what_peft_computes(tmp_path: Path) -> None:
                 names, list(weights), label, combination_type=name, density=density, majority_sign_method=majority, svd_rank=5
             )
             want = module.get_delta_weight(label).numpy()
-            shared = {"density": density} if combinations.Combination(name).prunes() else {}
+            shared = {"density": density} if combinations.PeftCombination(name).prunes() else {}
             shared |= {"majority_sign_method": majority} if "ties" in name else {}
             what = recipe(paths, f"peft_{name}", weights, **shared)
             out = merge(what, tmp_path / label, adapter_rank=5)

@@ -16,9 +16,9 @@ from tests.features.adapters.test_extract import applied, config_of, extract, re
 from tests.models.lora.test_lora import P as PREFIX
 from tests.models.lora.test_lora import Q, base, base_tensors, normal
 from tests.sampling import sampled
-from weightsmith._features.adapters.built import Built, matched
-from weightsmith._features.adapters.factors import Target
-from weightsmith._features.adapters.placing import Places
+from weightsmith._features.adapters.built import BuiltModel, matched
+from weightsmith._features.adapters.factors import FactorTarget
+from weightsmith._features.adapters.placing import AdapterPlaces
 from weightsmith._planning.planner import loading, transformers_script
 
 pytest.importorskip("torch")
@@ -168,7 +168,7 @@ def test_transformers_is_asked_beside_the_run(tmp_path: Path) -> None:
 # ---- places
 
 
-def built(**more: Any) -> Built:
+def built(**more: Any) -> BuiltModel:
     """Two layers of a model with experts, a norm, and a head that is the embedding."""
     tensors = {"emb.weight": (8, 4), "head.weight": (8, 4), "norm.weight": (4,), "cls": (4,)}
     for i in (0, 1):
@@ -187,14 +187,14 @@ def built(**more: Any) -> Built:
         "refused": frozenset(),
         "rows": frozenset(),
     }
-    return Built(**fields | more)
+    return BuiltModel(**fields | more)
 
 
-def places(model: Built, *wanted: str) -> Places:
-    found = Places(model)
-    assert found.add_factors(Target("l.0.q", "linear", 2, True))
+def places(model: BuiltModel, *wanted: str) -> AdapterPlaces:
+    found = AdapterPlaces(model)
+    assert found.add_factors(FactorTarget("l.0.q", "linear", 2, True))
     for name in ("down_proj", "gate_up_proj"):
-        assert found.add_factors(Target(f"l.1.experts.{name}", "linear", 2, True, 2))
+        assert found.add_factors(FactorTarget(f"l.1.experts.{name}", "linear", 2, True, 2))
     found.add_whole(wanted, model.tensors)
     return found
 
@@ -212,16 +212,16 @@ def test_names_in_the_file() -> None:
 
 
 def test_modules_that_peft_does_not_take() -> None:
-    redirected = Places(built(redirected=frozenset({"q"})))
-    assert redirected.add_factors(Target("l.0.q", "linear", 2, True))
+    redirected = AdapterPlaces(built(redirected=frozenset({"q"})))
+    assert redirected.add_factors(FactorTarget("l.0.q", "linear", 2, True))
     assert (redirected.modules, list(redirected.parameters)) == ({}, ["l.0.q.weight"])
     assert redirected.factors("l.0.q.weight")[0] == f"{PREFIX}l.0.q.lora_A.weight"
-    assert not Places(built(refused=frozenset({"q"}))).add_factors(Target("l.0.q", "linear", 2, True))
-    assert not Places(built()).add_factors(Target("l.9.q", "linear", 2, True))
-    assert not Places(built()).add_factors(Target("l.0.q", "transposed", 2, True))
+    assert not AdapterPlaces(built(refused=frozenset({"q"}))).add_factors(FactorTarget("l.0.q", "linear", 2, True))
+    assert not AdapterPlaces(built()).add_factors(FactorTarget("l.9.q", "linear", 2, True))
+    assert not AdapterPlaces(built()).add_factors(FactorTarget("l.0.q", "transposed", 2, True))
     three = built(tied=(("emb.weight", "head.weight", "l.0.q.weight"),))
-    assert not Places(three).add_factors(Target("l.0.q", "linear", 2, True))
-    assert Places(built()).add_factors(Target("lm_head", "linear", 2, True))  # the head has another name here
+    assert not AdapterPlaces(three).add_factors(FactorTarget("l.0.q", "linear", 2, True))
+    assert AdapterPlaces(built()).add_factors(FactorTarget("lm_head", "linear", 2, True))  # the head has another name here
 
 
 def test_modules_whose_names_end_alike_are_saved_in_place() -> None:

@@ -22,10 +22,10 @@ from weightsmith._engine.local import DiscardedOutput, run
 from weightsmith._engine.products import find_kind
 from weightsmith._engine.resources import Resources, Workload
 from weightsmith._features.mixture.build import prepare_moe
-from weightsmith._features.mixture.routing.gates import MODES, Sample
+from weightsmith._features.mixture.routing.gates import MODES, PromptSample
 from weightsmith._features.mixture.routing.gates.hidden import average, last, summed
 from weightsmith._features.mixture.routing.gates.router_input import discriminant
-from weightsmith._features.mixture.routing.prompts import MAX_BYTES, Texts, Tokens, paragraphs
+from weightsmith._features.mixture.routing.prompts import MAX_BYTES, ExpertTexts, Tokens, paragraphs
 from weightsmith._features.mixture.routing.report import RoutingReport
 from weightsmith._planning.recipe import GATE_MODES
 
@@ -51,7 +51,7 @@ def test_every_mode_of_the_grammar_is_there() -> None:
 
 def test_hidden_is_the_mean_of_the_last_tokens_less_that_of_the_negative_prompts() -> None:
     positive, negative = some(3, 7, 1, seed=1), some(2, 5, seed=2)
-    rows = last([Sample(positive, negative), Sample(positive, [])], 2).numpy()
+    rows = last([PromptSample(positive, negative), PromptSample(positive, [])], 2).numpy()
     mean = np.mean([p[-1].double().numpy() for p in positive], 0)
     other = np.mean([p[-1].double().numpy() for p in negative], 0)
     np.testing.assert_allclose(rows, unit(np.stack([mean - other, mean])), rtol=1e-12)
@@ -59,19 +59,19 @@ def test_hidden_is_the_mean_of_the_last_tokens_less_that_of_the_negative_prompts
 
 def test_hidden_avg_counts_each_prompt_once_and_no_padding() -> None:
     positive = some(3, 7, 1, seed=1)
-    rows = average([Sample(positive, [])], 1).numpy()
+    rows = average([PromptSample(positive, [])], 1).numpy()
     expected = unit(np.mean([p.double().numpy().mean(0) for p in positive], 0))
     np.testing.assert_allclose(rows[0], expected, rtol=1e-12)
 
 
 def test_cheap_embed_normalises_before_and_after_the_negative_prompts() -> None:
     positive, negative = some(3, 7, seed=1), some(2, 5, seed=2)
-    rows = summed([Sample(positive, negative), Sample(positive, [])], 2).numpy()
+    rows = summed([PromptSample(positive, negative), PromptSample(positive, [])], 2).numpy()
     a, b = (unit(torch.cat(p).double().sum(0).numpy()) for p in (positive, negative))
     np.testing.assert_allclose(rows, np.stack([unit(a - b), a]), rtol=1e-12)
 
 
-def overlapping(apart: float, seed: int = 0) -> list[Sample]:
+def overlapping(apart: float, seed: int = 0) -> list[PromptSample]:
     """Three experts, 8 prompts each, told apart in two of 16 directions; all of them share a long common vector."""
     common = torch.zeros(16)
     common[0] = 20.0
@@ -82,11 +82,11 @@ def overlapping(apart: float, seed: int = 0) -> list[Sample]:
         tokens = some(*[25] * 8, seed=10 * seed + e, shift=shift, width=16)
         for prompt in tokens:
             prompt[:, 7:9] *= 30  # loud directions that say nothing
-        samples.append(Sample(tokens, []))
+        samples.append(PromptSample(tokens, []))
     return samples
 
 
-def right(rows: torch.Tensor, samples: list[Sample]) -> float:
+def right(rows: torch.Tensor, samples: list[PromptSample]) -> float:
     """Share of tokens whose expert has the largest logit."""
     hits = [(torch.cat(list(s.positive)).double() @ rows.T).argmax(1) == e for e, s in enumerate(samples)]
     return torch.cat(hits).double().mean().item()
@@ -128,7 +128,7 @@ def test_router_input_is_as_sure_as_it_is_right() -> None:
 
 def test_router_input_turns_away_from_negative_prompts() -> None:
     samples = overlapping(2.5)
-    against = Sample(samples[0].positive, samples[1].positive)
+    against = PromptSample(samples[0].positive, samples[1].positive)
     plain, turned = discriminant(samples, 3), discriminant([against, *samples[1:]], 3)
     token = torch.cat(list(samples[1].positive)).double().mean(0)
     assert unit(turned.numpy())[0] @ token.numpy() < unit(plain.numpy())[0] @ token.numpy()
@@ -137,20 +137,20 @@ def test_router_input_turns_away_from_negative_prompts() -> None:
 def test_router_input_rows_sum_to_zero_also_with_negative_prompts() -> None:
     """What all experts' rows have in common adds the same to all logits, and routes nothing."""
     samples = overlapping(2.5)
-    against = Sample(samples[0].positive, samples[1].positive)
+    against = PromptSample(samples[0].positive, samples[1].positive)
     rows = discriminant([against, *samples[1:]], 3)
     assert float(rows.sum(0).abs().max()) < 1e-9 * float(rows.abs().max())
 
 
 def test_a_shared_expert_does_not_change_the_routed_ones_and_without_prompts_it_is_zero() -> None:
     samples = overlapping(2.5)
-    rows = discriminant([*samples, Sample([], [])], 3)
+    rows = discriminant([*samples, PromptSample([], [])], 3)
     torch.testing.assert_close(rows[:3], discriminant(samples, 3))
     assert not rows[3].any()
 
 
 def test_one_short_prompt_for_each_expert_will_do() -> None:
-    rows = discriminant([Sample(some(n, seed=n, shift=n), []) for n in (1, 2, 3)], 3)
+    rows = discriminant([PromptSample(some(n, seed=n, shift=n), []) for n in (1, 2, 3)], 3)
     assert torch.isfinite(rows).all()
 
 
@@ -167,7 +167,7 @@ def tokenizer() -> Any:
 
 
 def test_what_stands_before_every_text_is_known_and_not_counted() -> None:
-    texts = Texts(positive=("w0 w1",), negative=("w2",), whole={"positive": "w3 w4 w5", "held_out": "w6"})
+    texts = ExpertTexts(positive=("w0 w1",), negative=("w2",), whole={"positive": "w3 w4 w5", "held_out": "w6"})
     tokens = Tokens(tokenizer(), plain=False)
     rows = tokens.rows(texts, 2)
     assert (rows.positive, tokens.start) == (((1, 4, 5), (1, 7, 8), (1, 9)), 1)
@@ -175,7 +175,7 @@ def test_what_stands_before_every_text_is_known_and_not_counted() -> None:
 
 
 def test_as_in_mergekit_an_empty_prompt_is_the_first_token_alone() -> None:
-    texts = Texts(positive=("", "w0"), negative=("",))
+    texts = ExpertTexts(positive=("", "w0"), negative=("",))
     rows = Tokens(tokenizer(), plain=True).rows(texts, None)
     assert (rows.positive, rows.negative) == (((1,), (1, 4)), ((1,),))
     rows = Tokens(tokenizer(), plain=False).rows(texts, None)
@@ -188,7 +188,7 @@ def test_a_tokenizer_without_a_prefix_of_its_own_gets_none() -> None:
 
     other.bos_token_id, other.bos_token = 1, "<s>"  # type: ignore[attr-defined]
     tokens = Tokens(other, plain=False)
-    assert (tokens.rows(Texts(positive=("b",)), None).positive, tokens.start) == (((0, 98),), 0)
+    assert (tokens.rows(ExpertTexts(positive=("b",)), None).positive, tokens.start) == (((0, 98),), 0)
 
 
 def test_paragraphs_are_between_blank_lines() -> None:

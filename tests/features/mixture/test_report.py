@@ -17,31 +17,31 @@ from tests.features.mixture.test_gates import models, recipe_of, told
 from weightsmith._app.api import moe
 from weightsmith._app.cli.mergekit_flags import MOE_FLAGS
 from weightsmith._base.report.charts import heat_map, picture
-from weightsmith._features.mixture.routing.report import Group, Routing, runs
+from weightsmith._features.mixture.routing.report import PromptGroup, Routing, runs
 
 __all__ = ["cli", "models"]
 
 
-def report_of(logits: list[list[float]], group: Group) -> Routing:
+def report_of(logits: list[list[float]], group: PromptGroup) -> Routing:
     found = Routing.zeros(("a", "b", "c"), 2, (group,), 1)
     found.count(0, 0, np.array(logits))
     return found
 
 
 def test_tokens_go_to_the_largest_logits_and_of_equal_ones_to_the_first() -> None:
-    report = report_of([[3, 1, 2], [0, 5, 4], [1, 1, 1], [0, -1, 2]], Group(2, False, 4))
+    report = report_of([[3, 1, 2], [0, 5, 4], [1, 1, 1], [0, -1, 2]], PromptGroup(2, False, 4))
     np.testing.assert_array_equal(report.first[0, 0], [0.5, 0.25, 0.25])
     np.testing.assert_array_equal(report.sent[0, 0], [0.75, 0.5, 0.75])
     np.testing.assert_array_equal(report.of_own_expert(report.sent), [[0.75]])
 
 
 def test_an_expert_that_gets_all_and_one_that_gets_nothing_are_warned_of() -> None:
-    found = report_of([[3, 2, 1]] * 10, Group(2, False, 10)).warnings("r.yml")
+    found = report_of([[3, 2, 1]] * 10, PromptGroup(2, False, 10)).warnings("r.yml")
     assert [f.what for f in found] == [
         "expert 0 a comes first for nearly all tokens of all prompts in layer 0",
         "expert 2 c gets nothing of its own prompts in layer 0",
     ]
-    assert report_of([[1, 2, 3], [2, 1, 3], [3, 2, 1]] * 3, Group(2, False, 9)).warnings("r.yml") == []
+    assert report_of([[1, 2, 3], [2, 1, 3], [3, 2, 1]] * 3, PromptGroup(2, False, 9)).warnings("r.yml") == []
 
 
 def test_runs_of_layers() -> None:
@@ -49,7 +49,7 @@ def test_runs_of_layers() -> None:
 
 
 def test_the_picture_is_xml_with_a_cell_for_each_layer_and_expert_and_names_do_not_break_it() -> None:
-    found = Routing.zeros(("<a&b>", "c"), 1, (Group(0, False, 1), Group(1, False, 1)), 3)
+    found = Routing.zeros(("<a&b>", "c"), 1, (PromptGroup(0, False, 1), PromptGroup(1, False, 1)), 3)
     found.count(1, 0, np.array([[2.0, 1.0]]))
     root = ElementTree.fromstring(picture(heat_map(found.by_expert())))
     cells = [e for e in root.iter("{http://www.w3.org/2000/svg}rect") if len(e)]

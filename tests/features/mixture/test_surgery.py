@@ -24,8 +24,8 @@ from weightsmith._engine.results import Results
 from weightsmith._features.mixture.build import prepare_moe
 from weightsmith._features.mixture.surgery import neurons
 from weightsmith._features.mixture.surgery.build import with_experts
-from weightsmith._features.mixture.surgery.experts import find_blocks
 from weightsmith._features.mixture.surgery.neurons import NeuronTensor, places_of, read_matched
+from weightsmith._features.mixture.surgery.selection import find_blocks
 from weightsmith._models.checkpoint import open_checkpoint
 from weightsmith._plans import Made, Plan, Product
 

@@ -487,7 +487,10 @@ def _layer(plan: dict[str, Any]) -> dict[str, Any]:
         (lambda plan: _embedding(plan)["text"].update(seed=-1), "its seed is negative"),
         (lambda plan: _embedding(plan)["base"].update(hidden=1), "its states are not those of its calibration text"),
         (lambda plan: _embedding(plan)["base"].update(model=7), "it does not name the tokenizer's file"),
-        (lambda plan: _layer(plan)["base"].update(arithmetic="float64"), "its settings are not those of a text"),
+        (
+            lambda plan: _layer(plan)["base"].update(arithmetic="float64"),
+            "not those of a quantised_layer product",
+        ),
         (lambda plan: _layer(plan).update(layer=99), "there is no layer 99"),
         (lambda plan: _made(plan, "embedding").pop("transient"), "the arrays of 'embedding' are transient"),
         (

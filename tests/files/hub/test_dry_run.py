@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save
 from tests.cli_help import Ran
 from tests.fake_hub import COMMIT, FakeHub, Files, cache, environment, serve, silent
 from tests.fork_help import forked_cli
-from weightsmith._files.remote import files
+from weightsmith._files.remote import folder as files
 
 WEIGHTS = "model.safetensors"
 CONFIG = json.dumps({"model_type": "llama", "num_hidden_layers": 1, "architectures": ["LlamaForCausalLM"]}).encode()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from weightsmith._files.remote import access
+from weightsmith._files.remote import stores as access
 
 HOST = "https://acc.blob.core.windows.net"
 EMULATED = "devstoreaccount1"

@@ -13,7 +13,7 @@ from weightsmith._base.errors import CheckpointError, NoSpace
 from weightsmith._base.files import Extent
 from weightsmith._files.remote import ahead
 from weightsmith._files.remote.ahead import Blocks, ReadAhead, estimate
-from weightsmith._files.remote.files import RemoteFile
+from weightsmith._files.remote.folder import RemoteFile
 from weightsmith._files.remote.retries import Again
 
 KIB = 1 << 10
@@ -223,7 +223,7 @@ def test_stopping_wakes_whoever_waits() -> None:
 
 
 def test_a_slot_is_not_given_away_while_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    from weightsmith._files.remote.spool import Spool
+    from weightsmith._files.remote.ahead import Spool
 
     monkeypatch.setattr(ahead, "CONNECTIONS", 1)
     monkeypatch.setattr(ahead, "AHEAD_BLOCKS", 0)
@@ -251,7 +251,7 @@ def test_a_slot_is_not_given_away_while_it_is_read(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_full_disk_slows_and_does_not_stop(monkeypatch: pytest.MonkeyPatch) -> None:
-    from weightsmith._files.remote.spool import Spool
+    from weightsmith._files.remote.ahead import Spool
 
     written = Spool.write
     taken: set[int] = set()

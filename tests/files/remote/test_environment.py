@@ -8,8 +8,8 @@ import pytest
 
 from tests.cli_help import LINEAR, make_models, run_process
 from weightsmith._base.errors import ParameterError
-from weightsmith._files.remote.access import settings
-from weightsmith._files.remote.environment import check_hub, check_network
+from weightsmith._files.remote.addresses import check_hub, check_network
+from weightsmith._files.remote.stores import settings
 
 
 @pytest.mark.parametrize("name", ["HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "ALL_PROXY", "HF_ENDPOINT"])

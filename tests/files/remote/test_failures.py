@@ -14,8 +14,7 @@ import pytest
 
 from weightsmith._base.errors import CheckpointError, StoreError
 from weightsmith._files.remote import retries
-from weightsmith._files.remote.failures import Panicked, causes, lasting, no_panic, passes
-from weightsmith._files.remote.retries import Again
+from weightsmith._files.remote.retries import Again, Panicked, causes, lasting, no_panic, passes
 from weightsmith._outputs.bucket import Bucket, Passing
 
 

@@ -16,7 +16,7 @@ import weightsmith
 from tests.files.remote.servers import model, serve, write
 from weightsmith._base.errors import CheckpointError, FormatError, NotFound, WeightsmithError
 from weightsmith._base.files import Extent
-from weightsmith._files.remote.files import HEAD_BYTES
+from weightsmith._files.remote.folder import HEAD_BYTES
 
 
 def at(prefix: str, files: dict[str, bytes]) -> dict[str, bytes]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from weightsmith._base.errors import NoSpace, StoreError
-from weightsmith._files.remote.spool import Spool, spool_folder
+from weightsmith._files.remote.ahead import Spool, spool_folder
 
 
 def read(spool: Spool, slot: int, offset: int, nbytes: int) -> bytes:

@@ -19,7 +19,7 @@ from tests.files.remote.servers import model, serve, write
 from tests.fork_help import forked_cli
 from weightsmith._base.errors import CheckpointError, PlanError
 from weightsmith._files.remote import ahead
-from weightsmith._files.remote.files import HEAD_BYTES
+from weightsmith._files.remote.folder import HEAD_BYTES
 
 WEIGHTS = "model.safetensors"
 LAYERS = 8

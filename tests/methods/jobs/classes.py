@@ -15,14 +15,12 @@ from tests.cases.case import fine_tunes
 from weightsmith._base.tensors import DTYPES, grain_elements
 from weightsmith._engine.tiles import Cut, cut
 from weightsmith._kernels.elementwise import merge_clipped
-from weightsmith._methods.jobs.axes import Axes
-from weightsmith._methods.jobs.combination import ColumnJob, CombinationJob, GramJob, RowJob
+from weightsmith._methods.jobs.combination import ColumnJob, CombinationJob, GramJob, RowJob, SharesJob
 from weightsmith._methods.jobs.elementwise import ActiveJob, ElementwiseJob, FusionJob, SceJob
 from weightsmith._methods.jobs.matrix import MatrixJob, mean
 from weightsmith._methods.jobs.operations import FillJob, PerturbedJob
-from weightsmith._methods.jobs.shares import SharesJob
 from weightsmith._methods.jobs.steps import ColumnsJob, ScaledJob, SpectrumJob
-from weightsmith._methods.jobs.task_vectors import TaskVectorJob
+from weightsmith._methods.jobs.task_vectors import Axes, TaskVectorJob
 from weightsmith.abc.job import Job, Matrix, Scratch, Tile
 
 BF16 = DTYPES["BF16"]

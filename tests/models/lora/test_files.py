@@ -14,7 +14,7 @@ import weightsmith
 from tests.mini import write_checkpoint
 from tests.models.lora.test_lora import CONFIG, H, P, Q, adapter, baked, base, factors, normal, refusal
 from weightsmith._base.errors import PlanError, ShapeError
-from weightsmith._models.lora.files import METADATA_KEY
+from weightsmith._models.lora.opening import METADATA_KEY
 
 Arrays = dict[str, np.ndarray]
 

@@ -12,7 +12,8 @@ from safetensors.numpy import load_file
 
 from tests.models.lora.test_lora import H, P, Q, adapter, baked, base, factors, normal, refusal
 from weightsmith._base.errors import FormatError, Unsupported
-from weightsmith._models.lora import keys, open_adapter
+from weightsmith._models.lora import config as keys
+from weightsmith._models.lora import open_adapter
 
 LISTS = {"used": keys.USED, "without effect": keys.WITHOUT_EFFECT, "not applied": frozenset(keys.NOT_APPLIED)}
 KINDS = {"converted": keys.CONVERTED_KINDS, "merged": keys.MERGED_KINDS, "unmerged": keys.UNMERGED_KINDS}

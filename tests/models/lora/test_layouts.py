@@ -13,7 +13,7 @@ from tests.mini import as_bytes, write_checkpoint
 from tests.models.lora.test_experts import CONFIG, MLP, TARGETS, E, R, W, apart, delta, fused, stacked
 from tests.models.lora.test_lora import H, P, adapter, baked, normal, refusal
 from weightsmith._base.errors import FormatError, Unsupported
-from weightsmith._models.lora.layouts import INPUTS_FIRST, transposed_of
+from weightsmith._models.lora.config import INPUTS_FIRST, transposed_of
 
 GATED = ("gate_proj", "up_proj", "down_proj")
 GROUPED, RANK_MAJOR = "grouped_by_expert", "rank_major"

@@ -12,15 +12,15 @@ import pytest
 from tests.work import steps
 from weightsmith._base.errors import FormatError
 from weightsmith._base.files import show
-from weightsmith._models.lora import patterns
+from weightsmith._models.lora import config as patterns
 
 PARTS = r"a b ab . \. \- [ab] [^a] [a-c] (a|b) (ab|a)* (?:a|) a? b+ b*? a{1,2} a{2} ^ $ \w \d - ] { {} | ( )".split()
 NAMES = ["a", "b", "ab", "a.b", "aa", "a.a.b", "ab.ab", "b-a", "a]b", "aab.b.a", "a{", "{}", "7.a"]
 MODULE = "model.layers.10.self_attn.q_proj"
 
 
-def made(numbers: Mapping[str, float]) -> patterns.Patterns:
-    return patterns.Patterns(numbers, "rank_pattern", "here")
+def made(numbers: Mapping[str, float]) -> patterns.ModulePatterns:
+    return patterns.ModulePatterns(numbers, "rank_pattern", "here")
 
 
 def peft(numbers: Mapping[str, float], name: str) -> float:

@@ -20,15 +20,14 @@ from tests.plugin_help import installed
 from weightsmith._base.errors import CheckpointError, FormatError, Unsupported
 from weightsmith._base.files import FileState, Opener, StoredTensor
 from weightsmith._base.tensors import DTYPES, DType, TensorSpec
-from weightsmith._files.hf_folder import Weights
+from weightsmith._files.hf_folder import FolderWeights
 from weightsmith._files.views import view_of
 from weightsmith._models.formats.plain import open_safetensors
 from weightsmith._models.lora import apply_adapter, open_adapter
-from weightsmith._models.sources import FileKind, Opened, Tensors
+from weightsmith._models.sources import FileKind, OpenedFiles, Tensors
 from weightsmith._models.sources.adapted import Adapted, AdaptedTensor, Update
+from weightsmith._models.sources.composed import Selected, StateDict
 from weightsmith._models.sources.files import PlainFiles, SourceFile, unite
-from weightsmith._models.sources.memory import StateDict
-from weightsmith._models.sources.selected import Selected
 from weightsmith.abc.stored import StoredFormat, Wrapped
 from weightsmith.testing import SourceCase, SourceTests
 
@@ -194,7 +193,7 @@ def test_what_a_changed_file_has_different() -> None:
 # A file format and an encoding, as others add them.
 
 
-def open_raw(paths: Sequence[Path], index: Any, where: str, open_file: Opener) -> Opened:
+def open_raw(paths: Sequence[Path], index: Any, where: str, open_file: Opener) -> OpenedFiles:
     """Files `NAME.raw` that hold one vector of float32 each; an index says nothing more."""
     tables, files = [], []
     for path in paths:
@@ -204,13 +203,13 @@ def open_raw(paths: Sequence[Path], index: Any, where: str, open_file: Opener) -
             raise FormatError("not a whole number of float32", where=str(path))
         tables.append([StoredTensor(TensorSpec(path.stem, DTYPES["F32"], (state.nbytes // 4,)), path, 0)])
         files.append(SourceFile(path, state, ""))
-    return Opened(PlainFiles(unite(tables, paths[0].parent, index), files, where), {"kind": "raw"})
+    return OpenedFiles(PlainFiles(unite(tables, paths[0].parent, index), files, where), {"kind": "raw"})
 
 
-def choose_raw(names: Sequence[str], where: str) -> Weights | None:
+def choose_raw(names: Sequence[str], where: str) -> FolderWeights | None:
     index = "model.raw.index.json" if "model.raw.index.json" in names else None
     files = tuple(sorted(name for name in names if name.endswith(".raw")))
-    return Weights(index, () if index else files, files if index else ()) if files else None
+    return FolderWeights(index, () if index else files, files if index else ()) if files else None
 
 
 RAW = FileKind("raw", (".raw",), ("*.raw.index.json",), choose_raw, open_raw)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from weightsmith._models.structure.task_heads import class_of, labels_matrix, set_class
+from weightsmith._models.structure.vocabulary import class_of, labels_matrix, set_class
 
 TASKS = {"SEQ_CLS": "SEQUENCE_CLASSIFICATION", "TOKEN_CLS": "TOKEN_CLASSIFICATION", "QUESTION_ANS": "QUESTION_ANSWERING"}
 

@@ -144,7 +144,7 @@ def test_a_mapping_that_holds_itself_is_refused() -> None:
 
 
 def test_a_mapping_of_too_many_values_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weightsmith._planning.recipe.nodes.MAX_NODES", 10)
+    monkeypatch.setattr("weightsmith._planning.recipe.yaml.MAX_NODES", 10)
     _, (problem,) = load({"a": [1] * 5, "b": [1] * 5})
     assert str(problem) == "b[2]: a recipe of more than 10 values is refused"
 

@@ -12,11 +12,10 @@ from tests import plan_help
 from tests.cli_help import Cli, cli
 from weightsmith._base.errors import PlanError
 from weightsmith._methods import all_methods
-from weightsmith._planning.recipe import Recipe, Written, load, read_template
-from weightsmith._planning.recipe.nodes import Document, plain
+from weightsmith._planning.recipe import Recipe, WrittenRecipe, load, read_template
 from weightsmith._planning.recipe.schema import schema
 from weightsmith._planning.recipe.tuning import in_yaml
-from weightsmith._planning.recipe.yaml import read_yaml
+from weightsmith._planning.recipe.yaml import Document, plain, read_yaml
 
 __all__ = ["cli"]
 
@@ -43,8 +42,8 @@ parameters:
 """
 
 
-def values_of(documents: Written | Sequence[Document]) -> list[Any]:
-    found = documents.documents if isinstance(documents, Written) else documents
+def values_of(documents: WrittenRecipe | Sequence[Document]) -> list[Any]:
+    found = documents.documents if isinstance(documents, WrittenRecipe) else documents
     return [plain(document.root) for document in found if document.root is not None]
 
 

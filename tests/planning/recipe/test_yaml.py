@@ -8,8 +8,7 @@ import pytest
 import yaml
 
 from weightsmith._base.errors import SyntaxProblem
-from weightsmith._planning.recipe.nodes import MAX_NODES, plain
-from weightsmith._planning.recipe.yaml import MAX_BYTES, read_yaml
+from weightsmith._planning.recipe.yaml import MAX_BYTES, MAX_NODES, plain, read_yaml
 
 
 def problems(text: str) -> list[str]:

@@ -7,7 +7,7 @@ To add one, add a file with a `STATISTIC` and its name to `NAMES`; or a package 
 from __future__ import annotations
 
 from weightsmith._base.plugins import Plugins
-from weightsmith.abc.statistic import Statistic
+from weightsmith.abc.product import Statistic
 
 NAMES = ("gram", "second_moments", "moments", "magnitudes", "maxima", "fisher", "slopes")
 

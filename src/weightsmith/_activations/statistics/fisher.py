@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from weightsmith.abc.statistic import Statistic
+from weightsmith.abc.product import Statistic
 
 
 def _add(total: Any, part: slice, x: Any, g: Any) -> None:

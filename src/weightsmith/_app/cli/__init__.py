@@ -53,7 +53,7 @@ def main() -> None:
         if sys.argv[1:2] and sys.argv[1] in WORKING and not _SILENT & {*sys.argv}:
             begin_status("starting")  # before anything is imported, which takes seconds on a busy machine
         from weightsmith._app.cli.app import make_app
-        from weightsmith._base.heap import limit_malloc_arenas
+        from weightsmith._base.process import limit_malloc_arenas
 
         limit_malloc_arenas()
         code = _run(make_app(sys.argv[1:]))
@@ -71,7 +71,7 @@ def _run(app: Typer) -> int:
     from typer import TyperException
 
     from weightsmith._app.cli.failures import forget_written, tell_lost
-    from weightsmith._base.streams import ResultLost
+    from weightsmith._base.process import ResultLost
     from weightsmith._base.text import note
 
     forget_written()

@@ -109,7 +109,7 @@ def _memory() -> tuple[int | None, int | None]:
 
 def _hub() -> dict[str, Any]:
     """Whether the Hub answers. Asked in a thread of its own, as looking up a name has no timeout."""
-    from weightsmith._files.remote.environment import check_hub
+    from weightsmith._files.remote.addresses import check_hub
 
     check_hub()
     from huggingface_hub import constants, get_token

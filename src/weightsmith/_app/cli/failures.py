@@ -27,10 +27,10 @@ from weightsmith._base.errors import (
     printable,
     report,
 )
-from weightsmith._base.streams import ResultLost
+from weightsmith._base.process import ResultLost
 from weightsmith._base.text import RED, diagnostic, note, show_json
-from weightsmith._files.remote.environment import check_hub
-from weightsmith._files.remote.failures import no_panic
+from weightsmith._files.remote.addresses import check_hub
+from weightsmith._files.remote.retries import no_panic
 
 DEBUG = "WEIGHTSMITH_DEBUG"
 

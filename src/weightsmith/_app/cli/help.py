@@ -21,7 +21,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from weightsmith._app.cli import answers
 from weightsmith._base.errors import Finding, nearest
-from weightsmith._base.groups import grouped
+from weightsmith._base.idioms import grouped
 from weightsmith._base.options import GROUPS
 
 MAX_WIDTH = 100

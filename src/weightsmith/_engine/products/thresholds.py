@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsmith._kernels.select import HIGH_BINS, Scores, count_high
-from weightsmith._methods.jobs.selection import Counted, Counts, Search, count_patterns, kept_ranks
+from weightsmith._methods.jobs.selection import Counted, Counts, ThresholdSearch, count_patterns, kept_ranks
 from weightsmith._plans import Product
 from weightsmith._plans.codec import has_type
 from weightsmith.abc.job import Matrix, Tile
@@ -33,7 +33,7 @@ class Thresholds(StreamingReduction):
     def __init__(self, product: Product) -> None:
         wanted: Sequence[tuple[int, float, float]] = product.settings["wanted"]
         self._sizes = dict(zip(product.models, product.settings["sizes"], strict=True))
-        self.searches: dict[tuple[int, int], Search] = {}
+        self.searches: dict[tuple[int, int], ThresholdSearch] = {}
         self._limits: list[tuple[int, int, int]] = []
         for k, density, gamma in wanted:
             model = product.models[k]
@@ -41,7 +41,7 @@ class Thresholds(StreamingReduction):
             self._limits.append((model, end, first))
             for rank in (end, first):
                 if 0 < rank < self._sizes[model]:
-                    self.searches[model, rank] = Search(rank)
+                    self.searches[model, rank] = ThresholdSearch(rank)
 
     def arrays(self) -> Arrays:
         limits = [

@@ -33,8 +33,8 @@ from weightsmith._execution.distributed.work import Answer, Done, Failed, Lost, 
 from weightsmith._execution.identity import facts, work_identity
 from weightsmith._execution.options import RunOptions
 from weightsmith._execution.run import Helped, RunRequest, finished_steps, kept_products
-from weightsmith._files.collector import collector_paused
 from weightsmith._files.containers import GGUF
+from weightsmith._files.safetensors import collector_paused
 from weightsmith._methods.jobs.requires import named_device
 from weightsmith._outputs.places import place_of
 from weightsmith._planning.planner import Prepared

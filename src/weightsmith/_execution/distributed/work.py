@@ -21,7 +21,7 @@ from weightsmith._base.options import named
 from weightsmith._execution.execute import PRODUCTS_LABEL, PartDone, execute_part, execute_products
 from weightsmith._execution.identity import facts, work_identity
 from weightsmith._execution.options import RunOptions
-from weightsmith._files.collector import collector_paused
+from weightsmith._files.safetensors import collector_paused
 from weightsmith._outputs.journal import changes
 from weightsmith._outputs.local.target import is_address
 from weightsmith._planning.planner.prepared import Prepared, download, missing_files, stream

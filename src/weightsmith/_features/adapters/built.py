@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from weightsmith._base.groups import grouped
+from weightsmith._base.idioms import grouped
 from weightsmith._base.tensors import MAX_STACKED, TensorSpec
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import Structure, analyse
+from weightsmith._models.structure.fused import role_of
 from weightsmith._models.structure.projections import GATED
-from weightsmith._models.structure.roles import role_of
 from weightsmith._models.structure.vocabulary import TIED_HEAD, is_embedding, is_head, ties
 from weightsmith._planning.planner.loading import Began, describe
 from weightsmith._plans import Block
@@ -32,7 +32,7 @@ FUSES = ["MergeModulelist"], ["MergeModulelist", "Concatenate"]
 
 
 @dataclass(frozen=True)
-class Built:
+class BuiltModel:
     """A model's modules and tensors. See `_planning/planner/transformers_script.py` for the fields.
 
     names     tensor of the checkpoint → tensor of the model
@@ -51,7 +51,7 @@ class Built:
     unknown: str = ""
 
     @classmethod
-    def of_names(cls, kinds: Mapping[str, str], tensors: Mapping[str, tuple[int, ...]]) -> Built:
+    def of_names(cls, kinds: Mapping[str, str], tensors: Mapping[str, tuple[int, ...]]) -> BuiltModel:
         """The part of a model that adapters name. kinds: of modules, see `modules`; the others hold these, or tensors"""
         modules = dict.fromkeys((parent for name in (*kinds, *tensors) for parent in _parents(name)), "other")
         nothing = frozenset[str]()
@@ -118,7 +118,7 @@ def needs_asking(base: Checkpoint) -> bool:
     return unusual or not any(role_of(spec) == "linear" for spec in specs)
 
 
-def built_of(base: Checkpoint, began: Began = lambda _process: None) -> Built:
+def built_of(base: Checkpoint, began: Began = lambda _process: None) -> BuiltModel:
     """What transformers builds of a checkpoint; what names on disk suggest where it cannot be asked.
 
     Cost: 2 to 10 seconds, unless the same was asked before.
@@ -128,7 +128,7 @@ def built_of(base: Checkpoint, began: Began = lambda _process: None) -> Built:
         return guessed(base, answer["unknown"])
     if not answer["peft"]:
         return guessed(base, "PEFT is not installed")
-    return Built(
+    return BuiltModel(
         answer["modules"],
         {key: tuple(shape) for key, shape in answer["tensors"].items()},
         {name: key for name, (key, _) in answer["names"].items()},
@@ -140,7 +140,7 @@ def built_of(base: Checkpoint, began: Began = lambda _process: None) -> Built:
     )
 
 
-def guessed(base: Checkpoint, why: str) -> Built:
+def guessed(base: Checkpoint, why: str) -> BuiltModel:
     """The model whose modules are named as its tensors on disk are."""
     specs, config = base.specs, base.config
     stacks = find_stacks(specs, analyse(specs.values(), config), config)
@@ -162,7 +162,7 @@ def guessed(base: Checkpoint, why: str) -> Built:
         else:
             tied.append((embedding, "", ""))  # which modules share it is not known
     swapped = frozenset(stack.parameter.rpartition(".")[0] for stack in stacks.values() if stack.swapped)
-    return Built(modules, tensors, names, {}, tuple(tied), frozenset(), frozenset(), swapped, why)
+    return BuiltModel(modules, tensors, names, {}, tuple(tied), frozenset(), frozenset(), swapped, why)
 
 
 def _parents(name: str) -> Iterator[str]:
@@ -203,7 +203,7 @@ _ONE = re.compile(r"\.experts\.\d+\.[^.]+\.weight")
 
 
 @dataclass(frozen=True, slots=True)
-class Stack:
+class ExpertStack:
     """A parameter [experts, rows, cols] of experts with a gated MLP.
 
     parameter   as PEFT names it: `….mlp.experts.gate_up_proj`
@@ -241,9 +241,9 @@ def is_expert(name: str) -> bool:
     return _ONE.search(name) is not None
 
 
-def find_stacks(specs: Specs, structure: Structure, config: Mapping[str, Any] | None) -> dict[str, Stack]:
+def find_stacks(specs: Specs, structure: Structure, config: Mapping[str, Any] | None) -> dict[str, ExpertStack]:
     """tensor → its stack, for those whose shapes say which of their dimensions are inputs: gate and up are twice as wide."""
-    stacks: dict[str, Stack] = {}
+    stacks: dict[str, ExpertStack] = {}
     marked = not str((config or {}).get("model_type")).startswith(_UNMARKED)
     for spec in specs.values():
         owner, _, leaf = spec.name.removesuffix(".weight").rpartition(".")
@@ -259,6 +259,6 @@ def find_stacks(specs: Specs, structure: Structure, config: Mapping[str, Any] | 
             continue
         module = owner if owner.endswith("experts") else f"{owner}.experts"
         swapped = not direct and marked
-        stacks[spec.name] = Stack(f"{module}.gate_up_proj", not direct, swapped, (experts, rows, cols))
-        stacks[following.name] = Stack(f"{module}.down_proj", not direct, swapped, (others, out, inner))
+        stacks[spec.name] = ExpertStack(f"{module}.gate_up_proj", not direct, swapped, (experts, rows, cols))
+        stacks[following.name] = ExpertStack(f"{module}.down_proj", not direct, swapped, (others, out, inner))
     return stacks

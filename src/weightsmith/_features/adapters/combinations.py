@@ -26,7 +26,7 @@ import xxhash
 
 from weightsmith._base.one_thread import one_thread
 from weightsmith._engine.products import ProductContext, ProductKind
-from weightsmith._features.adapters.cores import Adapted
+from weightsmith._features.adapters.cores import AdaptedModule
 from weightsmith._features.adapters.factors import decompose, prefers_exact
 from weightsmith._plans import Product, Step
 from weightsmith._plans.forms import ProductSettings
@@ -46,7 +46,7 @@ MAJORITIES = ("total", "frequency")
 
 
 @dataclass(frozen=True, slots=True)
-class Combination:
+class PeftCombination:
     """A combination as a recipe names it.
 
     density   share of the elements that are kept; 1 for those that keep all
@@ -76,8 +76,8 @@ class CombinationWork(ProductSettings):
     ranks    of the result for each module
     """
 
-    combination: Combination
-    modules: tuple[Adapted, ...]
+    combination: PeftCombination
+    modules: tuple[AdaptedModule, ...]
     weights: tuple[tuple[float, ...], ...]
     ranks: tuple[int, ...]
     seed: int
@@ -88,7 +88,6 @@ class CombinationWork(ProductSettings):
         return Product(name, "combination", tuple(outs), self.to_json(), tuple(steps))
 
     def problem(self, product: Product, shapes: Mapping[str, tuple[int, ...]]) -> str:
-        """See `ProductSettings`."""
         kind = self.combination
         if kind.name not in NAMES or not 0 <= kind.density <= 1:
             return f"unknown combination {kind}"
@@ -107,7 +106,7 @@ class CombinationWork(ProductSettings):
 
 
 def combine(
-    combination: Combination,
+    combination: PeftCombination,
     factors: Sequence[tuple[Matrix, Matrix]],
     scalings: Sequence[float],
     weights: Sequence[float],
@@ -147,7 +146,7 @@ def _padded(a: npt.NDArray[Any], b: npt.NDArray[Any], rank: int) -> tuple[Matrix
 
 
 def _merged(
-    combination: Combination, kind: str, tensors: Sequence[Matrix], weights: Sequence[float], seed: Callable[[int], int]
+    combination: PeftCombination, kind: str, tensors: Sequence[Matrix], weights: Sequence[float], seed: Callable[[int], int]
 ) -> Matrix:
     density = combination.density
     if kind in ("ties", "magnitude_prune") and density < 1:
@@ -181,7 +180,7 @@ def _compute(context: ProductContext) -> Arrays:
     work = CombinationWork.of(context.product)
     arrays = context.load(step.out.name for step in context.product.steps)
 
-    def make(module: Adapted, weights: Sequence[float], rank: int) -> list[npt.NDArray[Any]]:
+    def make(module: AdaptedModule, weights: Sequence[float], rank: int) -> list[npt.NDArray[Any]]:
         def seed(i: int, part: str) -> int:
             return xxhash.xxh64_intdigest(f"{work.seed} {module.owners[i]} {part} {module.name}".encode())
 

@@ -36,6 +36,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from weightsmith._base.errors import MismatchError
 from weightsmith._base.one_thread import one_thread
 from weightsmith._base.tensors import DTYPES, MAX_STACKED, TensorSpec
 from weightsmith._engine.products import ProductContext, ProductKind
@@ -57,7 +58,7 @@ _NORM_ELEMENTS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Adapted:
+class AdaptedModule:
     """A module that adapters have factors of.
 
     name      of the module
@@ -186,7 +187,7 @@ class Adapted:
 class CoreWork(ProductSettings):
     """The settings of a `cores` product."""
 
-    modules: tuple[Adapted, ...]
+    modules: tuple[AdaptedModule, ...]
 
     def product(self, name: str, steps: Sequence[Step]) -> Product:
         """The product. steps: of the factors."""
@@ -198,28 +199,27 @@ class CoreWork(ProductSettings):
         return tuple(out for module in self.modules for out in module.outs())
 
     def problem(self, product: Product, shapes: Mapping[str, tuple[int, ...]]) -> str:
-        """See `ProductSettings`."""
         for module in self.modules:
             if problem := module.invalid or module.lacks(shapes, module.read):
                 return problem
         return "" if product.outs == self.outs else "its arrays are not those of its modules"
 
 
-def core_step(step: Step, module: Adapted, matrix: str, owner: Callable[[Read], int]) -> Step:
+def core_step(step: Step, module: AdaptedModule, matrix: str, owner: Callable[[Read], int]) -> Step:
     """The step of a merge of whole matrices, as one of core matrices. owner: the adapter that a read is of."""
     inputs = tuple(Read(PRODUCTS, module.core_of(matrix, owner(read))) for read in step.inputs)
     spec = TensorSpec(matrix, DTYPES["F32"], module.core)
     return Step(spec, step.op, inputs, step.base, step.settings, role=step.role, layer=step.layer)
 
 
-def scales_step(step: Step, module: Adapted, owner: Callable[[Read], int]) -> Step:
+def scales_step(step: Step, module: AdaptedModule, owner: Callable[[Read], int]) -> Step:
     """The step of a merge of whole matrices, as one of the scales of the base's rows, which are merged as norms are."""
     inputs = tuple(Read(PRODUCTS, module.scales_of(owner(read))) for read in step.inputs)
     spec = TensorSpec(module.scales, DTYPES["F32"], module.shape[:1])
     return Step(spec, step.op, inputs, step.base, step.settings, layer=step.layer)
 
 
-def basis_steps(module: Adapted) -> tuple[Step, ...]:
+def basis_steps(module: AdaptedModule) -> tuple[Step, ...]:
     """The steps of the bases."""
     bases = (out for matrix in module.matrices for out in module.bases(matrix))
     return tuple(Step(out, COPY, (Read(PRODUCTS, out.name),)) for out in bases)
@@ -246,7 +246,7 @@ def row_norms(
     return norms
 
 
-def _compute(context: ProductContext) -> Arrays:
+def _core_matrices(context: ProductContext) -> Arrays:
     import torch
 
     work = CoreWork.of(context.product)
@@ -254,7 +254,7 @@ def _compute(context: ProductContext) -> Arrays:
     arrays = context.load(step.out.name for step in context.product.steps if step.out.name not in bases)
     reading = threading.Lock()  # one matrix of the base is in memory at a time
 
-    def factors(module: Adapted, owner: int, rank: int) -> tuple[Tensor, Tensor]:
+    def factors(module: AdaptedModule, owner: int, rank: int) -> tuple[Tensor, Tensor]:
         """[experts, rank, inputs] and [experts, outputs, rank]."""
         a, b = (torch.from_numpy(arrays[module.factor(part, owner)]).double() for part in "AB")
         count = max(1, module.experts)
@@ -265,7 +265,7 @@ def _compute(context: ProductContext) -> Arrays:
         )
         return a.reshape(count, rank, -1), b
 
-    def scales(module: Adapted, pairs: Mapping[int, tuple[Tensor, Tensor]]) -> dict[int, Tensor]:
+    def scales(module: AdaptedModule, pairs: Mapping[int, tuple[Tensor, Tensor]]) -> dict[int, Tensor]:
         """The c of each adapter that is DoRA."""
         if not module.normed:
             return {}
@@ -277,7 +277,7 @@ def _compute(context: ProductContext) -> Arrays:
         trained_norms = {i: torch.from_numpy(arrays[module.factor("norms", i)]).double() for i in module.normed}
         return {i: trained_norms[i] / torch.where(norms[i] > 0, norms[i], torch.ones_like(norms[i])) for i in module.normed}
 
-    def make(module: Adapted) -> list[npt.NDArray[np.float32]]:
+    def make(module: AdaptedModule) -> list[npt.NDArray[np.float32]]:
         pairs = {i: factors(module, i, rank) for i, rank in zip(module.owners, module.ranks, strict=True)}
         scaled = scales(module, pairs)
         results = list[npt.NDArray[np.float32]]()
@@ -293,7 +293,7 @@ def _compute(context: ProductContext) -> Arrays:
         return [array for arrays in pool.map(make, work.modules) for array in arrays]
 
 
-def _cores(module: Adapted, factors: Sequence[tuple[Tensor, Tensor]]) -> list[npt.NDArray[np.float32]]:
+def _cores(module: AdaptedModule, factors: Sequence[tuple[Tensor, Tensor]]) -> list[npt.NDArray[np.float32]]:
     """Bases and core matrices of the adapters of one matrix, and the core matrix of zeros."""
     import torch
 
@@ -316,4 +316,85 @@ def stored(matrix: Any) -> npt.NDArray[np.float32]:
     return np.ascontiguousarray(matrix.float().numpy())
 
 
-KIND = ProductKind("finding shared bases", compute=_compute, check=CoreWork.check)
+CORES = ProductKind("finding shared bases", compute=_core_matrices, check=CoreWork.check)
+
+
+# ---- The `merged_factors` product: factors of what a merge has made of core matrices (`cores.py`), for one layer
+
+
+SMALLEST = 1e-3
+"""Share of a row of the base that DoRA keeps at least."""
+
+
+@dataclass(frozen=True, slots=True)
+class MergedWork(ProductSettings):
+    """The settings of a `merged_factors` product.
+
+    cores    the product of the core matrices
+    modules  of that product
+    ranks    of the factors of each
+    """
+
+    cores: str
+    modules: tuple[AdaptedModule, ...]
+    ranks: tuple[int, ...]
+
+    def product(self, name: str, steps: Sequence[Step]) -> Product:
+        """The product. steps: of the merged core matrices, named as the matrices, of U and V, and of scales and base."""
+        outs = [out for module, rank in zip(self.modules, self.ranks, strict=True) for out in module.factor_specs(rank)]
+        outs.append(TensorSpec(f"{name}: kept", DTYPES["F64"], (len(self.modules), 2)))
+        return Product(name, "merged_factors", tuple(outs), self.to_json(), tuple(steps), needs=(self.cores,))
+
+    def problem(self, product: Product, shapes: Mapping[str, tuple[int, ...]]) -> str:
+        if len(self.modules) != len(self.ranks) or self.cores not in product.needs:
+            return "it has not one rank for each module, or does not need its core matrices"
+        for module, rank in zip(self.modules, self.ranks, strict=True):
+            if problem := module.invalid or module.lacks(shapes, module.merged):
+                return problem
+            if not 0 < rank <= min(module.shape):
+                return f"it has no steps for {rank:,} ranks of {module.name!r}"
+        return "" if product.outs == self.product(product.name, ()).outs else "its arrays are not those of its modules"
+
+
+def _merged_factors(context: ProductContext) -> Arrays:
+    import torch
+
+    work = MergedWork.of(context.product)
+    bases = {module.base for module in work.modules}
+    arrays = context.load(step.out.name for step in context.product.steps if step.out.name not in bases)
+    reading = threading.Lock()  # one matrix of the base is in memory at a time
+
+    def decomposed(matrix: str, rank: int) -> tuple[Tensor, Tensor, list[float]]:
+        u, core = (torch.from_numpy(arrays[name]).double() for name in (f"{matrix}: U", matrix))
+        left, values, right = thin_svd(core)
+        squares, scale = values.square(), values[:rank].sqrt()
+        a, b = scale[:, None] * right[:rank], u @ (left[:, :rank] * scale)
+        if f"{matrix}: V" in arrays:
+            a = a @ torch.from_numpy(arrays[f"{matrix}: V"]).double().T
+        n_zeros = rank - len(a)
+        kept = [float(squares[:rank].sum()), float(squares.sum())]
+        return torch.nn.functional.pad(a, (0, 0, 0, n_zeros)), torch.nn.functional.pad(b, (0, n_zeros)), kept
+
+    def as_dora(module: AdaptedModule, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """B of the adapter, and the norms."""
+        g = 1 + torch.from_numpy(arrays[module.scales]).double()
+        if (small := (g.abs() < SMALLEST).nonzero()).numel():
+            what = f"row {int(small[0])} of the base would be scaled to {float(g[small[0]]):.2g} of what it is, and DoRA cannot"
+            raise MismatchError(what, where=module.name, fix="use smaller weights, or merge models: BASE+ADAPTER")
+        with reading:
+            (norms,) = row_norms(context.load([module.base])[module.base], [(a, b)], g)
+        return b / g[:, None], norms * g.sign()
+
+    def make(module: AdaptedModule, rank: int) -> tuple[list[npt.NDArray[np.float32]], npt.NDArray[np.float64]]:
+        a, b, kept = zip(*(decomposed(matrix, rank) for matrix in module.matrices), strict=True)
+        factors = [torch.cat(a), torch.stack(b, 2).flatten(1)]
+        if module.scaled:
+            factors = [a[0], *as_dora(module, a[0], b[0])]
+        return [stored(factor) for factor in factors], np.sum(kept, axis=0)
+
+    with one_thread(), ThreadPoolExecutor(context.threads) as pool:
+        results = list(pool.map(make, work.modules, work.ranks))
+    return [*(array for arrays, _ in results for array in arrays), np.array([shares for _, shares in results])]
+
+
+MERGED_FACTORS = ProductKind("decomposing merged adapters", compute=_merged_factors, check=MergedWork.check)

@@ -29,14 +29,21 @@ from weightsmith._base.errors import (
     as_plan_error,
 )
 from weightsmith._base.tensors import BY_TORCH_NAME, DTYPE_NAMES, DTYPES, DType, TensorSpec
-from weightsmith._features.adapters.built import Built, built_of, guessed, needs_asking
-from weightsmith._features.adapters.changes import changes
+from weightsmith._features.adapters.built import BuiltModel, built_of, guessed, needs_asking
 from weightsmith._features.adapters.factors import FactorWork
 from weightsmith._features.adapters.options import ExtractSettings
-from weightsmith._features.adapters.placing import Places
+from weightsmith._features.adapters.placing import AdapterPlaces
 from weightsmith._features.adapters.ranks import Spectrum, choose_ranks
-from weightsmith._features.adapters.report import NAME, Extraction, Matrix
-from weightsmith._features.adapters.select import Chosen, Piece, Weight, pair_tensors, select, settings_problems
+from weightsmith._features.adapters.report import NAME, AdapterMatrix, Extraction
+from weightsmith._features.adapters.select import (
+    Chosen,
+    TargetPiece,
+    TargetWeight,
+    changes,
+    pair_tensors,
+    select,
+    settings_problems,
+)
 from weightsmith._files.containers import PEFT
 from weightsmith._files.copied import is_read
 from weightsmith._methods.jobs.requires import needs_torch
@@ -64,7 +71,7 @@ Musco and Musco 2015, https://arxiv.org/abs/1504.05477."""
 
 
 @dataclass(frozen=True, slots=True)
-class Following:
+class ExtractionSettings:
     """What the plan of the adapter depends on, besides products: `FollowUp.settings`.
 
     out_dtype  of the factors, as torch calls it
@@ -127,7 +134,7 @@ def _measuring_plan(base: Checkpoint, tuned: Checkpoint, settings: ExtractSettin
         fix = "change include, exclude or save_modules" if settings.include or settings.exclude else "name a language model"
         raise ParameterError(what, where=tuned.ref, fix=fix)
     compared = [*selection.whole, *(pair for pair, _ in selection.left_out)]
-    following = Following(
+    following = ExtractionSettings(
         out_dtype=(settings.out_dtype or _dtype(tuned, selection)).torch,
         layout=settings.layout,
         energy=settings.energy,
@@ -145,7 +152,7 @@ def _measuring_plan(base: Checkpoint, tuned: Checkpoint, settings: ExtractSettin
         warnings=list(_warnings(models, strange)),
         then=FollowUp("lora", asdict(following)),
     )
-    draft.products += [changes([_difference(Piece(pair)) for pair in compared])] if compared else []
+    draft.products += [changes([_difference(TargetPiece(pair)) for pair in compared])] if compared else []
     return draft
 
 
@@ -166,7 +173,7 @@ def _warnings(models: Sequence[Checkpoint], strange: Sequence[str]) -> Iterator[
         yield Finding(what, strange[0])
 
 
-def _difference(piece: Piece) -> Step:
+def _difference(piece: TargetPiece) -> Step:
     """The step of the difference; of vocabularies of different sizes, of the fine-tune's tensor, which differs in any case."""
     pair, name = piece.pair, piece.pair.spec.name
     if pair.grown:
@@ -176,13 +183,13 @@ def _difference(piece: Piece) -> Step:
     return Step(TensorSpec(name, DTYPES["F32"], piece.shape), "linear", (tuned, base))
 
 
-def _tuned(piece: Piece, name: str) -> Step:
+def _tuned(piece: TargetPiece, name: str) -> Step:
     """The step of the fine-tune's matrix."""
     read = Read(_TUNED, piece.pair.tuned.name, piece.block) if piece.chosen else Read(_BASE, piece.pair.base, piece.block)
     return Step(replace(piece.pair.tuned, name=name, shape=piece.shape), COPY, (read,))
 
 
-def _matrix_steps(weight: Weight) -> Iterator[Step]:
+def _matrix_steps(weight: TargetWeight) -> Iterator[Step]:
     """The steps for each matrix of a target: its difference, and the matrix of the fine-tune."""
     for name, pieces in zip(weight.target.matrices, weight.matrices, strict=True):
         yield _joined(name, [_difference(piece) for piece in pieces])
@@ -199,7 +206,7 @@ def _joined(name: str, pieces: Sequence[Step]) -> Step:
 
 
 def _factor_products(selection: Chosen, structure: Structure, settings: ExtractSettings) -> Iterator[Product]:
-    layers: dict[str, list[Weight]] = {}
+    layers: dict[str, list[TargetWeight]] = {}
     for weight in selection.factors:
         place = structure.locate(weight.pair.spec.name)
         layers.setdefault("other modules" if place is None else f"{place[0].prefix}{place[1]}", []).append(weight)
@@ -216,7 +223,7 @@ def _factor_products(selection: Chosen, structure: Structure, settings: ExtractS
 # ---- the second plan
 
 
-def follow(prepared: Prepared, arrays: Mapping[str, Arrays], built: Built | None = None) -> tuple[Plan, Extraction]:
+def follow(prepared: Prepared, arrays: Mapping[str, Arrays], built: BuiltModel | None = None) -> tuple[Plan, Extraction]:
     """The plan of the adapter, and the report.
 
     arrays  of the products of the first plan, by name
@@ -227,9 +234,9 @@ def follow(prepared: Prepared, arrays: Mapping[str, Arrays], built: Built | None
     """
     plan = prepared.plan
     settings: Any = None if plan.then is None else plan.then.settings
-    if not has_type(settings, Following) or len(plan.models) != 2 or settings["out_dtype"] not in DTYPE_NAMES:
+    if not has_type(settings, ExtractionSettings) or len(plan.models) != 2 or settings["out_dtype"] not in DTYPE_NAMES:
         raise FormatError("not a plan that can be run", where="then", fix="make the plan again")
-    following = Following(**settings)
+    following = ExtractionSettings(**settings)
     matrices = list(_matrices(plan, arrays))
     with as_plan_error(ParameterError):
         ranks = choose_ranks(
@@ -278,16 +285,16 @@ def _second(prepared: Prepared, arrays: Mapping[str, Arrays], built: Any, _max_b
 
 
 FOLLOW_UP = FollowUpKind(_second, question=lambda prepared: partial(built_of, prepared.inputs[_BASE]))
-"""An adapter, whose ranks follow from singular values. `FollowUp.settings`: the fields of `Following`."""
+"""An adapter, whose ranks follow from singular values. `FollowUp.settings`: the fields of `ExtractionSettings`."""
 
 
 class _Adapter:
     """The adapter that follows: places in the model for what was decomposed and for what differs."""
 
-    def __init__(self, prepared: Prepared, built: Built, following: Following) -> None:
+    def __init__(self, prepared: Prepared, built: BuiltModel, following: ExtractionSettings) -> None:
         self.inputs, self.built, self.following = prepared.inputs, built, following
-        self.places = Places(built)
-        self.ranked: dict[str, Matrix] = {}
+        self.places = AdapterPlaces(built)
+        self.ranked: dict[str, AdapterMatrix] = {}
         self._reads: dict[str, tuple[Read, ...]] = {}  # tensor of the model → what the fine-tune has there
         listed = (prepared.inputs[_BASE].config or {}).get("architectures")
         self._causal = isinstance(listed, list) and any("CausalLM" in str(name) for name in listed)
@@ -295,7 +302,7 @@ class _Adapter:
             step.out.name: step for product in prepared.plan.products if product.op == "factors" for step in product.steps
         }
 
-    def add_factors(self, matrices: Sequence[Matrix]) -> list[Matrix]:
+    def add_factors(self, matrices: Sequence[AdapterMatrix]) -> list[AdapterMatrix]:
         """Place the factors; returns the matrices that have a place. The others are saved whole."""
         lost = set[str]()
         for target in {matrix.target.module: matrix.target for matrix in matrices if matrix.rank}.values():
@@ -386,7 +393,7 @@ class _Adapter:
         first, dtype = model.specs[reads[0].tensor], model.natural_dtype(reads[0].tensor)
         return TensorSpec(key, dtype, self.built.tensors[key] if len(reads) > 1 else first.shape)
 
-    def factor_steps(self, matrix: Matrix) -> Iterator[Step]:
+    def factor_steps(self, matrix: AdapterMatrix) -> Iterator[Step]:
         """A and B with the first `rank` of their rows and columns."""
         dtype = BY_TORCH_NAME[self.following.out_dtype]
         target, rank, count = matrix.target, matrix.rank, max(1, matrix.target.experts)
@@ -410,7 +417,7 @@ class _Adapter:
             pieces.append(Step(TensorSpec(read.tensor, out.dtype, spec.shape), op, (replace(read, view=None),)))
         return replace(pieces[0], out=out) if len(pieces) == 1 else Step(out, JOIN, (), pieces=tuple(pieces))
 
-    def config(self, matrices: Sequence[Matrix]) -> dict[str, Any]:
+    def config(self, matrices: Sequence[AdapterMatrix]) -> dict[str, Any]:
         """adapter_config.json."""
         base, places = self.inputs[_BASE], self.places
         return places.config(
@@ -424,7 +431,7 @@ class _Adapter:
         )
 
 
-def _matrices(plan: Plan, arrays: Mapping[str, Arrays]) -> Iterator[Matrix]:
+def _matrices(plan: Plan, arrays: Mapping[str, Arrays]) -> Iterator[AdapterMatrix]:
     for product in plan.products:
         if product.op != "factors":
             continue
@@ -438,10 +445,10 @@ def _matrices(plan: Plan, arrays: Mapping[str, Arrays]) -> Iterator[Matrix]:
             ):
                 *known, intruders = facts_of_matrix
                 spectrum = Spectrum(rows, cols, singular_values, *known)
-                yield Matrix(name.removesuffix(".weight"), target, spectrum, 0, int(intruders))
+                yield AdapterMatrix(name.removesuffix(".weight"), target, spectrum, 0, int(intruders))
 
 
-def _check_something_differs(prepared: Prepared, matrices: Sequence[Matrix], differing: Sequence[str]) -> None:
+def _check_something_differs(prepared: Prepared, matrices: Sequence[AdapterMatrix], differing: Sequence[str]) -> None:
     if any(matrix.rank for matrix in matrices):
         return
     tuned, base = prepared.inputs[_TUNED].ref, prepared.inputs[_BASE].ref
@@ -459,7 +466,7 @@ def _check_something_differs(prepared: Prepared, matrices: Sequence[Matrix], dif
     raise PlanError([error])
 
 
-def _command(plan: Plan, following: Following) -> str:
+def _command(plan: Plan, following: ExtractionSettings) -> str:
     """The settings, for the card."""
     base, tuned = (model.ref for model in plan.models)
     chosen = {key: value for key, value in asdict(following).items() if value not in (None, 0.0) and key != "left_out"}

@@ -74,7 +74,7 @@ Form = Literal["linear", "transposed", "embedding"]
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class FactorTarget:
     """A module whose weight becomes factors.
 
     module   its name; of experts that are one parameter, the parameter's
@@ -129,7 +129,7 @@ class FactorWork(ProductSettings):
     intruders  what intruder dimensions of the fine-tune are multiplied with before its difference is decomposed
     """
 
-    targets: tuple[Target, ...]
+    targets: tuple[FactorTarget, ...]
     spread: bool
     before: int
     total: int
@@ -142,7 +142,6 @@ class FactorWork(ProductSettings):
         return Product(name, "factors", outs, self.to_json(), steps)
 
     def problem(self, product: Product, shapes: Mapping[str, tuple[int, ...]]) -> str:
-        """See `ProductSettings`."""
         if not 0 <= self.intruders <= 1:
             return f"its intruder dimensions are scaled by {self.intruders:g}, not by 0 to 1"
         for target in self.targets:
@@ -159,7 +158,7 @@ class FactorWork(ProductSettings):
 
 
 @dataclass(frozen=True, slots=True)
-class Factors:
+class Decomposed:
     """A difference ≈ left @ right, its singular values, and facts about it.
 
     left    float32 [rows, rank]
@@ -186,7 +185,7 @@ def prefers_exact(rank: int, rows: int, cols: int) -> bool:
     return 2 * width >= short or (short <= FEW and 6 * width >= short)
 
 
-def decompose(delta: Floats, rank: int, seed: int, *, exact: bool, spread: bool = True, device: str = "cpu") -> Factors:
+def decompose(delta: Floats, rank: int, seed: int, *, exact: bool, spread: bool = True, device: str = "cpu") -> Decomposed:
     """The factors of a matrix. delta: float32 [rows, cols], finite; rank: at most the shorter side.
 
     Cost of a randomised decomposition: in float32, about three products of the matrix with rank + `OVERSAMPLING` columns for
@@ -198,7 +197,7 @@ def decompose(delta: Floats, rank: int, seed: int, *, exact: bool, spread: bool 
     energy = sum(float(rows.double().square().sum()) for rows in matrix.split(max(1, (1 << 20) // delta.shape[1])))
     if energy == 0:  # no decomposition is needed
         rows, cols = delta.shape
-        return Factors(np.zeros((rows, rank), np.float32), np.zeros((rank, cols), np.float32), np.zeros(rank), 0.0, 0.0)
+        return Decomposed(np.zeros((rows, rank), np.float32), np.zeros((rank, cols), np.float32), np.zeros(rank), 0.0, 0.0)
     if exact:
         left, values, right = thin_svd(matrix.double(), rank)
         bound = 0.0
@@ -210,7 +209,7 @@ def decompose(delta: Floats, rank: int, seed: int, *, exact: bool, spread: bool 
     scale = values.sqrt() if spread else torch.ones_like(values)
     left, right = left * scale, right * (values / torch.where(scale > 0, scale, torch.ones_like(scale)))[:, None]
     f32, f64 = torch.float32, torch.float64
-    return Factors(_numpy(left, f32), _numpy(right, f32), _numpy(values, f64), energy, bound)
+    return Decomposed(_numpy(left, f32), _numpy(right, f32), _numpy(values, f64), energy, bound)
 
 
 def _blocks(rank: int, rows: int, cols: int) -> tuple[int, int]:
@@ -346,7 +345,7 @@ def _compute(context: ProductContext) -> Arrays:
     threads = max(1, min(context.threads if device == "cpu" else 1, limit // largest))
     reading, done = threading.Lock(), [work.before]
 
-    def make(target: Target) -> list[npt.NDArray[Any]]:
+    def make(target: FactorTarget) -> list[npt.NDArray[Any]]:
         factors = [matrix(target, name) for name in target.matrices]
         if not target.experts:
             return factors[0]
@@ -354,7 +353,7 @@ def _compute(context: ProductContext) -> Arrays:
         rows = np.stack([row.reshape(-1) for row in a])
         return [rows, np.stack(b, axis=2).reshape(len(b[0]), -1), np.stack(values), np.stack(facts)]
 
-    def matrix(target: Target, name: str) -> list[npt.NDArray[Any]]:
+    def matrix(target: FactorTarget, name: str) -> list[npt.NDArray[Any]]:
         spec = specs[name]
         with reading:  # one matrix is read while others are decomposed
             context.progress(done[0], work.total)
@@ -385,7 +384,7 @@ def _transposed(matrix: Floats) -> Floats:
     return np.ascontiguousarray(matrix.T)
 
 
-def _work_bytes(target: Target, rows: int, cols: int) -> int:
+def _work_bytes(target: FactorTarget, rows: int, cols: int) -> int:
     """What the decomposition of a matrix holds."""
     short = min(rows, cols)
     if target.exact:

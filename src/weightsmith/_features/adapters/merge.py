@@ -26,28 +26,26 @@ from weightsmith._base.errors import (
     nearest,
 )
 from weightsmith._base.files import same_bytes
-from weightsmith._base.groups import grouped
+from weightsmith._base.idioms import grouped
 from weightsmith._base.options import assignment, named, option_error
 from weightsmith._base.tensors import DType, TensorSpec
 from weightsmith._features.adapters.built import WEIGHT
-from weightsmith._features.adapters.combinations import MAJORITIES, NAMES, ON_FACTORS, PREFIX, Combination, CombinationWork
-from weightsmith._features.adapters.cores import Adapted, CoreWork, Space, basis_steps, core_step, scales_step
-from weightsmith._features.adapters.merged_factors import MergedWork
-from weightsmith._features.adapters.opening import NAME_BASE, ZERO_ADAPTER, Opened, different_bases, parameters_of
-from weightsmith._features.adapters.placing import Places, norms_name
+from weightsmith._features.adapters.combinations import MAJORITIES, NAMES, ON_FACTORS, PREFIX, CombinationWork, PeftCombination
+from weightsmith._features.adapters.cores import AdaptedModule, CoreWork, MergedWork, Space, basis_steps, core_step, scales_step
+from weightsmith._features.adapters.opening import NAME_BASE, ZERO_ADAPTER, OpenedAdapters, different_bases, parameters_of
+from weightsmith._features.adapters.placing import AdapterPlaces, SingleFile, layer_of, norms_name, strangers
 from weightsmith._features.adapters.report import with_layer
-from weightsmith._features.adapters.single_files import SingleFile, layer_of, strangers
 from weightsmith._files.containers import PEFT
 from weightsmith._methods.base import BaseRole
 from weightsmith._methods.jobs.requires import needs_torch
+from weightsmith._models.lora.config import transposed_of
 from weightsmith._models.lora.forms import as_matrix
-from weightsmith._models.lora.layouts import transposed_of
 from weightsmith._models.structure.vocabulary import is_vocabulary
 from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner.build import NOTHING, assemble_recipe
 from weightsmith._planning.planner.prepared import PlanRequest, Prepared, Written, model_input
 from weightsmith._planning.recipe import Recipe
-from weightsmith._planning.recipe.values import Entry, Setting
+from weightsmith._planning.recipe.records import Entry, Setting
 from weightsmith._plans import CAST, COPY, PRODUCTS, PlanDraft, Product, Read, Step
 
 _SOURCES: Mapping[Space, str] = {
@@ -60,7 +58,7 @@ _WEIGHTS_OFF = 1e-6
 """How far weights that add up to 1 may be off."""
 
 
-def _combination(recipe: Recipe, problems: list[WeightsmithError]) -> tuple[Recipe, Combination | None]:
+def _combination(recipe: Recipe, problems: list[WeightsmithError]) -> tuple[Recipe, PeftCombination | None]:
     """PEFT's combination that a recipe names, and the recipe as a weighted sum."""
     name = recipe.merge_method.removeprefix(PREFIX)
     if name == recipe.merge_method:
@@ -70,7 +68,7 @@ def _combination(recipe: Recipe, problems: list[WeightsmithError]) -> tuple[Reci
         what = f"PEFT has no combination {name!r}{nearest(name, NAMES)}"
         problems.append(UnknownName(what, where=recipe.at("merge_method"), fix=fix))
         name = "svd"
-    parameters, combination = dict(recipe.parameters), Combination(name)
+    parameters, combination = dict(recipe.parameters), PeftCombination(name)
     if combination.prunes():
         density = _plain(parameters.pop("density", None))
         if isinstance(density, bool) or not isinstance(density, int | float) or not 0 < density <= 1:
@@ -132,7 +130,7 @@ def assemble_adapters(request: PlanRequest, written: Written = NOTHING) -> Prepa
     if recipe.base_model is None and role == "required":
         recipe = replace(recipe, base_model=ZERO_ADAPTER)
     rank = options.adapter_rank or 0 if space == "compressed" else 0
-    opened = Opened(space, rank, method if combination is not None else "", role)
+    opened = OpenedAdapters(space, rank, method if combination is not None else "", role)
     assembled = assemble_recipe(replace(request, recipe=recipe, problems=tuple(all_problems)), written, opened)
     try:
         _rewrite(assembled.draft, opened, options.adapter_rank, combination)
@@ -159,7 +157,7 @@ def _refusals(recipe: Recipe, options: RecipeOptions) -> Iterator[WeightsmithErr
         yield Unsupported("an adapter is not quantised", where="quantize", fix="leave it out")
 
 
-def _rewrite(draft: PlanDraft, opened: Opened, rank: int | None, combination: Combination | None) -> None:
+def _rewrite(draft: PlanDraft, opened: OpenedAdapters, rank: int | None, combination: PeftCombination | None) -> None:
     """The draft of a merge of differences, as one of factors. Raises PlanError."""
     if draft.products:
         what = f"{draft.made.name} looks at the whole model before it merges, which merges of adapters cannot do"
@@ -216,7 +214,7 @@ def _rewrite(draft: PlanDraft, opened: Opened, rank: int | None, combination: Co
     draft.warnings = [w for w in draft.warnings if "no config.json" not in w.what] + list(_notes(opened))
 
 
-def _ranks(opened: Opened, rank: int | None, combination: Combination | None) -> dict[str, int]:
+def _ranks(opened: OpenedAdapters, rank: int | None, combination: PeftCombination | None) -> dict[str, int]:
     """The rank of each module's factors. All experts have the same, as PEFT and vLLM stack them."""
     ranks: dict[str, int] = {}
     for name, module in opened.modules.items():
@@ -243,7 +241,7 @@ def _check_sums(draft: PlanDraft, whole: Sequence[Step]) -> None:
                 raise ParameterError(what, where=step.out.name, fix=fix)
 
 
-def _weights(draft: PlanDraft, step: Step, module: Adapted) -> tuple[float, ...]:
+def _weights(draft: PlanDraft, step: Step, module: AdaptedModule) -> tuple[float, ...]:
     """The weights of the adapters that have factors for a module."""
     whole = step.pieces[0] if step.pieces else step
     settings = draft.settings[whole.settings].models
@@ -251,12 +249,12 @@ def _weights(draft: PlanDraft, step: Step, module: Adapted) -> tuple[float, ...]
     return tuple(known.get(owner, 0.0) for owner in module.owners)
 
 
-def _tokenizer(opened: Opened) -> tuple[str, ...]:
+def _tokenizer(opened: OpenedAdapters) -> tuple[str, ...]:
     """The files of the first adapter's tokenizer, if tensors with a row for each token are merged."""
     return opened.adapters[0].checkpoint.files if any(map(is_vocabulary, opened.whole.values())) else ()
 
 
-def _notes(opened: Opened) -> Iterator[Finding]:
+def _notes(opened: OpenedAdapters) -> Iterator[Finding]:
     for checkpoint in opened.inputs:
         yield from checkpoint.notes
     yield from strangers(opened.adapters)
@@ -278,7 +276,7 @@ def _layer(matrix: str) -> str:
     return f"{place.stack}{place.layer}" if place.stack else layer_of(matrix) or "other modules"
 
 
-def _factors(opened: Opened, module: Adapted) -> Iterator[Step]:
+def _factors(opened: OpenedAdapters, module: AdaptedModule) -> Iterator[Step]:
     """Steps of A and B, and of DoRA's norms, of all adapters that have them."""
     for owner in module.owners:
         adapter = opened.adapters[owner]
@@ -293,7 +291,7 @@ def _factors(opened: Opened, module: Adapted) -> Iterator[Step]:
             yield Step(replace(spec, name=module.factor(part, owner), shape=as_matrix(spec.shape)), COPY, (Read(owner, name),))
 
 
-def _base_step(opened: Opened, module: Adapted) -> Step:
+def _base_step(opened: OpenedAdapters, module: AdaptedModule) -> Step:
     """The step of the base's matrix."""
     assert opened.base is not None
     name = opened.places[module.name]
@@ -305,7 +303,7 @@ def _unfused(step: Step) -> Step:
     return replace(step.pieces[0], out=step.out) if step.pieces else step
 
 
-def _whole_step(opened: Opened, places: Places, step: Step, method: str) -> Step:
+def _whole_step(opened: OpenedAdapters, places: AdapterPlaces, step: Step, method: str) -> Step:
     """The step of a tensor that is saved whole, which reads the adapters, and the base."""
 
     def moved(part: Step) -> Step:
@@ -315,14 +313,14 @@ def _whole_step(opened: Opened, places: Places, step: Step, method: str) -> Step
     return replace(moved(step), out=replace(step.out, name=places.saved(step.out.name)))
 
 
-def _stored(places: Places, module: Adapted, rank: int, dtype: DType) -> Iterator[Step]:
+def _stored(places: AdapterPlaces, module: AdaptedModule, rank: int, dtype: DType) -> Iterator[Step]:
     """Steps of the factors, and of DoRA's norms, as PEFT names them."""
     names = [*places.factors(places.name_of(module.name)), norms_name(module.name)]
     for name, spec in zip(names, module.factor_specs(rank), strict=False):
         yield Step(TensorSpec(name, dtype, spec.shape), COPY if dtype.name == "F32" else CAST, (Read(PRODUCTS, spec.name),))
 
 
-def _config(opened: Opened, places: Places, ranks: Mapping[str, int]) -> dict[str, Any]:
+def _config(opened: OpenedAdapters, places: AdapterPlaces, ranks: Mapping[str, int]) -> dict[str, Any]:
     configs = [adapter.checkpoint.config or {} for adapter in opened.adapters]
     named = next((config for config in configs if config.get("base_model_name_or_path")), configs[0])
     written = places.config(

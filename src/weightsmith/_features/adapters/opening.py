@@ -9,20 +9,19 @@ from dataclasses import replace
 from functools import partial
 
 from weightsmith._base.errors import MismatchError, ShapeError, Unsupported, WeightsmithError, noting
-from weightsmith._base.groups import grouped
+from weightsmith._base.idioms import grouped
 from weightsmith._base.tensors import DTYPES, MAX_STACKED, TensorSpec
-from weightsmith._features.adapters.built import WEIGHT, Built, is_expert
-from weightsmith._features.adapters.cores import ZERO, Adapted, Space
-from weightsmith._features.adapters.factors import Form, Target
-from weightsmith._features.adapters.placing import Places
-from weightsmith._features.adapters.single_files import check_files
+from weightsmith._features.adapters.built import WEIGHT, BuiltModel, is_expert
+from weightsmith._features.adapters.cores import ZERO, AdaptedModule, Space
+from weightsmith._features.adapters.factors import FactorTarget, Form
+from weightsmith._features.adapters.placing import AdapterPlaces, check_files
 from weightsmith._methods.base import BaseRole
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.lora import Adapter, find_places, open_adapter
-from weightsmith._models.lora.adapter import Parameter, Stacked
+from weightsmith._models.lora.adapter import ExpertParameter, Stacked
 from weightsmith._models.lora.experts import WRAPPED
 from weightsmith._models.lora.forms import as_matrix
-from weightsmith._models.sources.memory import StateDict
+from weightsmith._models.sources.composed import StateDict
 from weightsmith._planning.planner.inputs import asking, at, is_adapter, open_models
 from weightsmith._planning.recipe import ModelRef
 from weightsmith._plans import Read, Step
@@ -37,10 +36,10 @@ NAME_BASE = "base_model: the model that the adapters were trained on"
 _QUANTISED = re.compile(r"(-unsloth)?-bnb-4bit$")
 
 
-class Opened:
+class OpenedAdapters:
     """Opens adapters for the planner, as models of the differences: it sees names and shapes alone.
 
-    space, rank  of the merge; see `Adapted`
+    space, rank  of the merge; see `AdaptedModule`
     combination  of PEFT's, as the recipe names it; ""
     name_base    what to do if the base is needed. To some methods it would be one more input
     adapters     in the planner's order, without the base
@@ -59,15 +58,14 @@ class Opened:
         self.base: Checkpoint | None = None
         self.base_name = ""
         self.places: dict[str, str] = {}
-        self.modules: Mapping[str, Adapted] = {}
-        self.matrices: dict[str, Adapted] = {}
+        self.modules: Mapping[str, AdaptedModule] = {}
+        self.matrices: dict[str, AdaptedModule] = {}
         self.whole: dict[str, TensorSpec] = {}
         self.zeros = 0
 
     def __call__(
         self, refs: Sequence[ModelRef], stack: ExitStack, results: Mapping[str, Checkpoint | None], plain: bool
     ) -> tuple[list[Checkpoint | None], list[WeightsmithError]]:
-        """See `planner.merges.Opening`."""
         problems: list[WeightsmithError] = []
         for ref in refs:
             if ref == ZERO_ADAPTER:
@@ -118,7 +116,7 @@ class Opened:
         }
         self.matrices = {matrix: module for module in self.modules.values() for matrix in module.matrices}
 
-    def _check_norms(self, modules: Mapping[str, Adapted]) -> None:
+    def _check_norms(self, modules: Mapping[str, AdaptedModule]) -> None:
         """Whether the norms of DoRA can be computed."""
         normed = next(module for module in modules.values() if module.normed)
         where = self.adapters[normed.normed[0]].checkpoint.ref
@@ -154,7 +152,7 @@ class Opened:
         """The models of the plan: the adapters, and the base if the recipe names it."""
         return (*(adapter.checkpoint for adapter in self.adapters), *([] if self.base is None else [self.base]))
 
-    def find_places(self, ranks: Mapping[str, int]) -> Places:
+    def find_places(self, ranks: Mapping[str, int]) -> AdapterPlaces:
         """Where the result has everything: where the adapters have it. ranks: of the modules"""
         weights = frozenset[str]().union(*(adapter.weights for adapter in self.adapters))
         forms: dict[str, Form] = {}
@@ -168,9 +166,9 @@ class Opened:
             return WRAPPED[:-1].index(last) if self.modules[name].experts and last in WRAPPED[:-1] else len(WRAPPED)
 
         tensors = {name if self.modules[name].experts else f"{name}{WEIGHT}": name for name in sorted(forms, key=order)}
-        places = Places(Built.of_names(forms, {**dict.fromkeys(tensors, ()), **dict.fromkeys(self.whole, ())}))
+        places = AdapterPlaces(BuiltModel.of_names(forms, {**dict.fromkeys(tensors, ()), **dict.fromkeys(self.whole, ())}))
         for key, name in tensors.items():
-            target = Target(name, forms[name], ranks[name], exact=True, experts=self.modules[name].experts)
+            target = FactorTarget(name, forms[name], ranks[name], exact=True, experts=self.modules[name].experts)
             if target.experts or name in weights:
                 places.put_parameter(key, target)
             else:
@@ -218,7 +216,7 @@ class _Specs(StateDict):
 # ---- What the adapters have factors of, and what they save whole.
 
 
-def find_modules(adapters: Sequence[Adapter]) -> dict[str, Adapted]:
+def find_modules(adapters: Sequence[Adapter]) -> dict[str, AdaptedModule]:
     """The modules, and parameters of experts, that the adapters have factors of.
 
     Raises MismatchError and ShapeError for adapters of bases of different shapes, Unsupported for experts in an unknown order.
@@ -251,7 +249,7 @@ def find_modules(adapters: Sequence[Adapter]) -> dict[str, Adapted]:
     return modules
 
 
-def whole_tensors(adapters: Sequence[Adapter], modules: Mapping[str, Adapted]) -> dict[str, TensorSpec]:
+def whole_tensors(adapters: Sequence[Adapter], modules: Mapping[str, AdaptedModule]) -> dict[str, TensorSpec]:
     """The tensors that any adapter saves whole, as the first of them has them, by the names that models have for them.
 
     Raises ShapeError for different shapes, Unsupported for a tensor that another adapter has factors of.
@@ -309,15 +307,15 @@ def _last(name: str) -> str:
     return _QUANTISED.sub("", name.rstrip("/").rpartition("/")[2].casefold())
 
 
-def _of_linears(adapter: Adapter, number: int) -> Iterator[Adapted]:
+def _of_linears(adapter: Adapter, number: int) -> Iterator[AdaptedModule]:
     specs = adapter.checkpoint.specs
     for module, factors in adapter.updates.items():
         rank, inputs = as_matrix(specs[factors.a].shape)
         normed = (number,) if factors.magnitude else ()
-        yield Adapted(module, (specs[factors.b].shape[0], inputs), (number,), (rank,), (factors.scaling,), normed=normed)
+        yield AdaptedModule(module, (specs[factors.b].shape[0], inputs), (number,), (rank,), (factors.scaling,), normed=normed)
 
 
-def _of_parameters(adapter: Adapter, number: int) -> Iterator[Adapted]:
+def _of_parameters(adapter: Adapter, number: int) -> Iterator[AdaptedModule]:
     specs = adapter.checkpoint.specs
     for name, (parameter, level) in parameters_of(adapter).items():
         (stacked, inputs), outputs = specs[level.a].shape, specs[level.b].shape[0]
@@ -327,12 +325,12 @@ def _of_parameters(adapter: Adapter, number: int) -> Iterator[Adapted]:
             raise ShapeError(what, where=f"{adapter.checkpoint.ref}: {name}", fix="save it again with PEFT")
         grouped_by = (number,) if parameter.grouped else ()
         scaling = (parameter.scaling,)
-        yield Adapted(name, (outputs, inputs), (number,), (parameter.rank,), scaling, experts=experts, grouped=grouped_by)
+        yield AdaptedModule(name, (outputs, inputs), (number,), (parameter.rank,), scaling, experts=experts, grouped=grouped_by)
 
 
-def parameters_of(adapter: Adapter) -> dict[str, tuple[Parameter, Stacked]]:
+def parameters_of(adapter: Adapter) -> dict[str, tuple[ExpertParameter, Stacked]]:
     """The parameters of experts that an adapter has factors of, in full, and these. Raises Unsupported if it is not known."""
-    parameters: dict[str, tuple[Parameter, Stacked]] = {}
+    parameters: dict[str, tuple[ExpertParameter, Stacked]] = {}
     for module, levels in adapter.stacked.items():
         known = {parameter.name: parameter for parameter in adapter.parameters[module]}
         names = [name for name in WRAPPED if name in known] if len(known) > 1 else list(known)

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from weightsmith._base.errors import Finding
-from weightsmith._base.groups import grouped
+from weightsmith._base.idioms import grouped
 from weightsmith._base.report import Column, HeatMap, Table, heat_maps
 from weightsmith._base.report.blocks import Block, Mark
 from weightsmith._base.report.charts import heat_map, picture
 from weightsmith._base.text import markdown_table
-from weightsmith._features.adapters.factors import Target
+from weightsmith._features.adapters.factors import FactorTarget
 from weightsmith._features.adapters.ranks import Spectrum
-from weightsmith._models.structure.model import Place
+from weightsmith._models.structure.model import LayerPlace
 
 NAME = "extraction"
 """Key of the report in `Merged.reports`."""
@@ -33,7 +33,7 @@ _NUMBERED = re.compile(r"(?P<stack>.*?\.)(?P<layer>\d{1,5})\.(?P<part>.+)")
 
 
 @dataclass(frozen=True, slots=True)
-class Matrix:
+class AdapterMatrix:
     """A matrix that became factors of a rank; 0: it is not in the adapter.
 
     name       of its module; of one of several experts in a parameter, with its number: `….experts.down_proj[3]`
@@ -41,7 +41,7 @@ class Matrix:
     """
 
     name: str
-    target: Target
+    target: FactorTarget
     spectrum: Spectrum
     rank: int
     intruders: int = 0
@@ -63,7 +63,7 @@ class Extraction:
     unknown   why the names were not checked with transformers; ""
     """
 
-    matrices: tuple[Matrix, ...]
+    matrices: tuple[AdapterMatrix, ...]
     whole: tuple[str, ...]
     left_out: Mapping[str, str]
     in_place: tuple[str, ...] = ()
@@ -151,13 +151,13 @@ class Extraction:
         return heat_maps(title, items, _signal_kept, "share", about, span=span)
 
 
-def _signal_kept(matrices: Sequence[Matrix]) -> float | Mark:
+def _signal_kept(matrices: Sequence[AdapterMatrix]) -> float | Mark:
     kept = _shares(matrices)["signal_kept"]
     differ = any(matrix.spectrum.energy for matrix in matrices)
     return kept if kept is not None else Mark.NOTHING if differ else Mark.SAME
 
 
-def _shares(matrices: Sequence[Matrix]) -> dict[str, float | None]:
+def _shares(matrices: Sequence[AdapterMatrix]) -> dict[str, float | None]:
     """The shares for several matrices together; None where nothing differs."""
     energy = sum(m.spectrum.energy for m in matrices)
     signal = sum(m.spectrum.signal for m in matrices)
@@ -171,7 +171,7 @@ def _shares(matrices: Sequence[Matrix]) -> dict[str, float | None]:
     }
 
 
-def _row(kind: str, matrices: Sequence[Matrix]) -> tuple[str, ...]:
+def _row(kind: str, matrices: Sequence[AdapterMatrix]) -> tuple[str, ...]:
     shares = _shares(matrices)
     energy = sum(m.spectrum.energy for m in matrices)
     noise = sum(m.spectrum.energy * m.spectrum.noise_share for m in matrices)
@@ -186,7 +186,7 @@ def _row(kind: str, matrices: Sequence[Matrix]) -> tuple[str, ...]:
     )
 
 
-def _least(matrix: Matrix) -> str:
+def _least(matrix: AdapterMatrix) -> str:
     """The share of the signal that it keeps, and the number of its layer, if it is in one."""
     place = with_layer(matrix.name)
     return f"{_percent(matrix.spectrum.signal_kept(matrix.rank))}{f', {place.layer}' if place.stack else ''}"
@@ -196,12 +196,12 @@ def _percent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.1f} %"
 
 
-def _ranks(matrices: Sequence[Matrix]) -> str:
+def _ranks(matrices: Sequence[AdapterMatrix]) -> str:
     ranks = {matrix.rank for matrix in matrices}
     return str(*ranks) if len(ranks) == 1 else f"{min(ranks)} to {max(ranks)}"
 
 
-def with_layer(module: str) -> Place:
+def with_layer(module: str) -> LayerPlace:
     """By the first number in a name; a part is named without the others.
 
     >>> placed("model.layers.3.mlp.experts.2.up_proj"), placed("lm_head")
@@ -209,6 +209,6 @@ def with_layer(module: str) -> Place:
     """
     match = _NUMBERED.fullmatch(module)
     if match is None:
-        return Place("", 0, module.rpartition(".")[2])
+        return LayerPlace("", 0, module.rpartition(".")[2])
     part = ".".join(part for part in match["part"].split(".") if not part.isdigit())
-    return Place(match["stack"], int(match["layer"]), part)
+    return LayerPlace(match["stack"], int(match["layer"]), part)

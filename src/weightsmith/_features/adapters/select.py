@@ -11,22 +11,23 @@ from dataclasses import dataclass, field, replace
 from weightsmith._base.errors import ShapeError, UnknownName, WeightsmithError, nearest
 from weightsmith._base.files import show
 from weightsmith._base.options import assignment, named, option_error
-from weightsmith._base.tensors import MAX_STACKED, TensorSpec
-from weightsmith._features.adapters.built import GROUP, WEIGHT, Built, Stack, find_stacks, group_of, is_expert
-from weightsmith._features.adapters.factors import Form, Target, prefers_exact
+from weightsmith._base.tensors import DTYPES, MAX_STACKED, TensorSpec
+from weightsmith._engine.products import ProductContext, ProductKind
+from weightsmith._features.adapters.built import GROUP, WEIGHT, BuiltModel, ExpertStack, find_stacks, group_of, is_expert
+from weightsmith._features.adapters.factors import FactorTarget, Form, prefers_exact
 from weightsmith._features.adapters.options import ExtractSettings
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import Structure, analyse
-from weightsmith._models.structure.fused import fused_parts
-from weightsmith._models.structure.roles import COMPONENTS, role_of
+from weightsmith._models.structure.fused import COMPONENTS, fused_parts, role_of
 from weightsmith._models.structure.vocabulary import TIED_HEAD, is_embedding, is_head, is_vocabulary, ties
 from weightsmith._planning.planner.inputs import analyse_all
 from weightsmith._planning.planner.match import ModelNames, is_buffer
-from weightsmith._plans import Block
+from weightsmith._plans import Block, Product, Step
+from weightsmith.abc.product import Arrays
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class TensorPair:
     """A tensor of the base and its counterpart in the fine-tune.
 
     spec   of the base, under the name that the adapter uses
@@ -45,13 +46,13 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TargetPiece:
     """A tensor, or a block of it.
 
     chosen  False: its difference is taken for zero
     """
 
-    pair: Pair
+    pair: TensorPair
     block: Block | None = None
     chosen: bool = True
 
@@ -62,17 +63,17 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Weight:
+class TargetWeight:
     """A tensor, or several, that become factors.
 
     matrices  of each matrix of the target the pieces that it is made of, one above the other
     """
 
-    target: Target
-    matrices: tuple[tuple[Piece, ...], ...]
+    target: FactorTarget
+    matrices: tuple[tuple[TargetPiece, ...], ...]
 
     @property
-    def pair(self) -> Pair:
+    def pair(self) -> TensorPair:
         """The first of its tensors."""
         return self.matrices[0][0].pair
 
@@ -91,12 +92,12 @@ class Chosen:
     left_out  tensors that have no place in the adapter, and why: a warning if they differ
     """
 
-    factors: list[Weight] = field(default_factory=list)
-    whole: list[Pair] = field(default_factory=list)
-    left_out: list[tuple[Pair, str]] = field(default_factory=list)
+    factors: list[TargetWeight] = field(default_factory=list)
+    whole: list[TensorPair] = field(default_factory=list)
+    left_out: list[tuple[TensorPair, str]] = field(default_factory=list)
 
 
-def pair_tensors(base: Checkpoint, tuned: Checkpoint) -> tuple[list[Pair], list[str]]:
+def pair_tensors(base: Checkpoint, tuned: Checkpoint) -> tuple[list[TensorPair], list[str]]:
     """All tensors of floating numbers with their counterparts, and the names of those that only the fine-tune has.
 
     Raises ShapeError with everything of the base that the fine-tune does not have, or in another shape.
@@ -107,7 +108,7 @@ def pair_tensors(base: Checkpoint, tuned: Checkpoint) -> tuple[list[Pair], list[
     assert tuned_structure is not None
     tuned_names = ModelNames(tuned_structure, tuned.specs, base_structure, base.specs).all()
     embedding = next((name for name in tuned_names if name in base.specs and is_embedding(base.specs[name])), "")
-    pairs: list[Pair] = []
+    pairs: list[TensorPair] = []
     problems: list[str] = []
     for spec in base.specs.values():
         if is_buffer(spec) or not spec.dtype.floating:
@@ -118,7 +119,7 @@ def pair_tensors(base: Checkpoint, tuned: Checkpoint) -> tuple[list[Pair], list[
         if name is None:
             problems.append(f"{spec.name}: the fine-tune has no such tensor{nearest(spec.name, tuned.specs)}")
             continue
-        pair = Pair(spec, spec.name, tuned.specs[name])
+        pair = TensorPair(spec, spec.name, tuned.specs[name])
         if pair.grown and not (is_vocabulary(spec) and pair.tuned.shape[1:] == spec.shape[1:]):
             problems.append(f"{spec.name}: {list(spec.shape)} in the base, and {list(pair.tuned.shape)} in the fine-tune")
         pairs.append(pair)
@@ -127,7 +128,7 @@ def pair_tensors(base: Checkpoint, tuned: Checkpoint) -> tuple[list[Pair], list[
         head = next((name for name in strange if is_head(replace(tuned.specs[tuned_names[name]], name=name))), "")
         strange = [name for name in strange if name != head]
         source = tuned.specs[tuned_names[head] if head else tuned_names[embedding]]
-        pairs.append(Pair(replace(base.specs[embedding], name=head or TIED_HEAD), embedding, source))
+        pairs.append(TensorPair(replace(base.specs[embedding], name=head or TIED_HEAD), embedding, source))
     problems += [
         f"{name}: the base has no such layer" for name in strange if tuned_structure.locate(tuned_names[name]) is not None
     ]
@@ -144,7 +145,7 @@ def _unequal(base: Checkpoint, tuned: Checkpoint, problems: Sequence[str]) -> Sh
     return ShapeError(what, where=tuned.ref, details=[*details, *problems], fix=fix)
 
 
-def select(pairs: Sequence[Pair], settings: ExtractSettings, base: Checkpoint, built: Built | None = None) -> Chosen:
+def select(pairs: Sequence[TensorPair], settings: ExtractSettings, base: Checkpoint, built: BuiltModel | None = None) -> Chosen:
     """Sort the tensors by what becomes of them.
 
     built  the model that transformers builds, where names do not tell (`built.needs_asking`)
@@ -159,9 +160,9 @@ def select(pairs: Sequence[Pair], settings: ExtractSettings, base: Checkpoint, b
     stacks = find_stacks(base.specs, structure, base.config) if built is None else _stacks(base, structure, built)
     selection = Chosen()
 
-    def target(module: str, form: Form, shape: tuple[int, ...], experts: int = 0, group: str = "") -> Target:
+    def target(module: str, form: Form, shape: tuple[int, ...], experts: int = 0, group: str = "") -> FactorTarget:
         rank = min(settings.max_rank, *shape)
-        return Target(module, form, rank, settings.exact or prefers_exact(rank, *shape), experts, group)
+        return FactorTarget(module, form, rank, settings.exact or prefers_exact(rank, *shape), experts, group)
 
     joined = _joined(pairs, chosen - saved, built, target) if built is not None and settings.layout == "peft" else {}
     for pair in pairs:
@@ -176,15 +177,15 @@ def select(pairs: Sequence[Pair], settings: ExtractSettings, base: Checkpoint, b
         form = None if module in saved else _form(pair, settings, built, transposed=transposed)
         if form is not None:
             group = GROUP if is_expert(pair.spec.name) else ""
-            selection.factors.append(Weight(target(module, form, pair.spec.shape, group=group), ((Piece(pair),),)))
+            selection.factors.append(TargetWeight(target(module, form, pair.spec.shape, group=group), ((TargetPiece(pair),),)))
         elif stack is not None and module not in saved and settings.layout == "peft":
             form = "transposed" if stack.swapped else "linear"
             parameter = target(stack.parameter, form, stack.shape[1:], stack.shape[0], group_of(stack.parameter))
-            selection.factors.append(Weight(parameter, tuple((Piece(pair, block),) for block in stack.blocks)))
+            selection.factors.append(TargetWeight(parameter, tuple((TargetPiece(pair, block),) for block in stack.blocks)))
         elif stack is not None and module not in saved and not stack.transposed and ".experts." in pair.spec.name:
             for part in fused_parts(pair.spec, base.specs, structure, base.config):
                 parameter = target(part.name.removesuffix(WEIGHT), "linear", part.shape, group=GROUP)
-                selection.factors.append(Weight(parameter, ((Piece(pair, part.block),),)))
+                selection.factors.append(TargetWeight(parameter, ((TargetPiece(pair, part.block),),)))
         elif why := _refusal(module, settings, saved):
             selection.left_out.append((pair, why))
         else:
@@ -192,43 +193,45 @@ def select(pairs: Sequence[Pair], settings: ExtractSettings, base: Checkpoint, b
     return selection
 
 
-def _stacks(base: Checkpoint, structure: Structure, built: Built) -> dict[str, Stack]:
+def _stacks(base: Checkpoint, structure: Structure, built: BuiltModel) -> dict[str, ExpertStack]:
     """The parameters of all experts in the model that transformers builds, which the base stores as they are."""
-    stacks: dict[str, Stack] = {}
+    stacks: dict[str, ExpertStack] = {}
     for spec in base.specs.values():
         key = built.names.get(spec.name, "")
         if not key or built.tensors[key] != spec.shape or len(spec.shape) != 3 or min(spec.shape) < 2:
             continue
         if (structure.experts(spec) > 1 or "expert" in key) and spec.shape[0] <= MAX_STACKED:
             swapped = key.rpartition(".")[0] in built.rows
-            stacks[spec.name] = Stack(key, swapped, swapped, (spec.shape[0], spec.shape[1], spec.shape[2]))
+            stacks[spec.name] = ExpertStack(key, swapped, swapped, (spec.shape[0], spec.shape[1], spec.shape[2]))
     return stacks
 
 
-def _joined(pairs: Sequence[Pair], chosen: Iterable[str], built: Built, target: Callable[..., Target]) -> dict[str, Weight]:
+def _joined(
+    pairs: Sequence[TensorPair], chosen: Iterable[str], built: BuiltModel, target: Callable[..., FactorTarget]
+) -> dict[str, TargetWeight]:
     """Tensor → the parameter of all experts that transformers makes of it and of others."""
     of, listed = {pair.spec.name: pair for pair in pairs}, set(chosen)
-    weights: dict[str, Weight] = {}
+    weights: dict[str, TargetWeight] = {}
     for key, sources in built.sources.items():
         parts = [of[name] for name in sources if name in of]
         if not built.fused(key) or len(parts) < len(sources) or not any(module_of(pair) in listed for pair in parts):
             continue
         experts, rows, cols = built.tensors[key]
         per_expert = len(parts) // experts
-        pieces = [Piece(pair, chosen=module_of(pair) in listed) for pair in parts]
+        pieces = [TargetPiece(pair, chosen=module_of(pair) in listed) for pair in parts]
         matrices = tuple(tuple(pieces[e * per_expert : (e + 1) * per_expert]) for e in range(experts))
-        weight = Weight(target(key, "linear", (rows, cols), experts, group_of(key)), matrices)
+        weight = TargetWeight(target(key, "linear", (rows, cols), experts, group_of(key)), matrices)
         weights |= dict.fromkeys(sources, weight)
     return weights
 
 
-def module_of(pair: Pair) -> str:
+def module_of(pair: TensorPair) -> str:
     """The module of a tensor: its name without the last component. A parameter of all experts counts as a module."""
     name = pair.spec.name
     return name if len(pair.spec.shape) == 3 and not name.endswith(WEIGHT) else name.rpartition(".")[0]
 
 
-def _form(pair: Pair, settings: ExtractSettings, built: Built | None, *, transposed: bool) -> Form | None:
+def _form(pair: TensorPair, settings: ExtractSettings, built: BuiltModel | None, *, transposed: bool) -> Form | None:
     """How the weight becomes factors; None if it does not."""
     spec = pair.spec
     if not spec.name.endswith(WEIGHT) or pair.grown:
@@ -240,7 +243,7 @@ def _form(pair: Pair, settings: ExtractSettings, built: Built | None, *, transpo
     return "embedding" if is_embedding(spec) else "linear"
 
 
-def _is_linear(pair: Pair, built: Built | None) -> bool:
+def _is_linear(pair: TensorPair, built: BuiltModel | None) -> bool:
     spec = pair.spec
     if built is None:
         return role_of(spec) == "linear"
@@ -256,7 +259,7 @@ def _refusal(module: str, settings: ExtractSettings, saved: Iterable[str]) -> st
     return "--skip-undecomposable" if settings.skip_undecomposable and module not in saved else ""
 
 
-def _is_transposed(pairs: Sequence[Pair]) -> bool:
+def _is_transposed(pairs: Sequence[TensorPair]) -> bool:
     """The weights of linear layers are [inputs, outputs], as GPT-2's are: biases are as long as their rows."""
     shapes = {pair.spec.name: pair.spec.shape for pair in pairs}
     sides: Counter[int] = Counter()
@@ -318,3 +321,25 @@ def settings_problems(settings: ExtractSettings) -> list[WeightsmithError]:
 
 VLLM_RANK = 512
 """The largest `--max-lora-rank` of vLLM."""
+
+
+# ---- The `changes` product: the largest change of each of some tensors, for those that are not decomposed
+
+
+NAME = "changes of other tensors"
+
+
+def changes(steps: Sequence[Step]) -> Product:
+    """The product. steps: of the differences."""
+    return Product(NAME, "changes", (TensorSpec(NAME, DTYPES["F32"], (len(steps),)),), {}, tuple(steps))
+
+
+def _compute(context: ProductContext) -> Arrays:
+    return [context.largest([step.out.name for step in context.product.steps])]
+
+
+def _check(product: Product) -> str:
+    return "" if product.outs == changes(product.steps).outs else "it has not one number for each tensor"
+
+
+KIND = ProductKind("comparing", compute=_compute, check=_check)

@@ -13,13 +13,12 @@ from weightsmith._activations.decoder import Base
 from weightsmith._base.errors import CheckpointError, Finding, PlanError, Unsupported, WeightsmithError, noting
 from weightsmith._base.files import expand_user, read_bounded
 from weightsmith._base.installation import package_version
-from weightsmith._features.mixture.assembly import Assembly, Dense, Donor, dense_parts
+from weightsmith._features.mixture.assembly import Assembly, Dense, Donor, Steps, check_transforms, dense_parts, sharded
 from weightsmith._features.mixture.checks import Checks, choose_layout
 from weightsmith._features.mixture.layouts.dense_config import config_of, semantics
 from weightsmith._features.mixture.routing.gates import MODES
 from weightsmith._features.mixture.routing.product import INSTEAD, GatedExpert, Gating, uses_states
-from weightsmith._features.mixture.routing.prompts import Texts
-from weightsmith._features.mixture.steps import Steps, check_transforms, sharded
+from weightsmith._features.mixture.routing.prompts import ExpertTexts
 from weightsmith._features.mixture.surgery.build import assemble_surgery
 from weightsmith._files.copied import MAX_COPIED_BYTES, left_out_findings
 from weightsmith._models.checkpoint import Checkpoint
@@ -164,7 +163,7 @@ class _Builder:
         return companions
 
     def _add_router(
-        self, mode: str, steps: Steps, gated: Sequence[Expert], texts: Sequence[Texts], tokenizer: Checkpoint
+        self, mode: str, steps: Steps, gated: Sequence[Expert], texts: Sequence[ExpertTexts], tokenizer: Checkpoint
     ) -> None:
         """Add the router product. It reads the base's tensors if the gate mode needs hidden states or the embedding.
 
@@ -179,7 +178,8 @@ class _Builder:
         gating = Gating(
             mode=mode,
             experts=tuple(
-                GatedExpert(str(e.model), e.section.where, t if seen else Texts()) for e, t in zip(gated, texts, strict=False)
+                GatedExpert(str(e.model), e.section.where, t if seen else ExpertTexts())
+                for e, t in zip(gated, texts, strict=False)
             ),
             routed=routed,
             base=Base(base.donor.label, number, config, base.prefix, len(base.layers), base.hidden, INSTEAD),

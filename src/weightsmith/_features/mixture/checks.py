@@ -15,7 +15,7 @@ from weightsmith._features.mixture.layouts import LAYOUTS
 from weightsmith._features.mixture.layouts.dense_config import neutral_factors, rope_scaling, rotary_share, semantics
 from weightsmith._features.mixture.routing.gates import MODES
 from weightsmith._features.mixture.routing.product import missing_packages
-from weightsmith._features.mixture.routing.prompts import Texts, read_texts
+from weightsmith._features.mixture.routing.prompts import ExpertTexts, read_texts
 from weightsmith._models.structure.vocabulary import is_embedding
 from weightsmith._planning.recipe import Expert, Upcycling
 from weightsmith.abc.layout import ExpertLayout
@@ -52,7 +52,7 @@ class Checks:
             fix = "write a number above 0, or remove it"
             self.problems.append(ParameterError(what, where=recipe.section.at("router_scale"), fix=fix))
 
-    def read_texts(self) -> list[Texts]:
+    def read_texts(self) -> list[ExpertTexts]:
         """The prompts of every expert, shared ones last."""
         texts = []
         for expert in (*self.recipe.experts, *self.recipe.shared_experts):
@@ -61,7 +61,7 @@ class Checks:
             self.problems += problems
         return texts
 
-    def check_prompts(self, mode: str, texts: Sequence[Texts]) -> None:
+    def check_prompts(self, mode: str, texts: Sequence[ExpertTexts]) -> None:
         """Check that every expert has prompts of its own if the gate mode needs them."""
         recipe = self.recipe
         if MODES[mode].needs == "nothing":
@@ -81,7 +81,7 @@ class Checks:
                 fix = "give each expert different prompts, or write gate_mode: random"
                 self._lenient(ParameterError(what, where=expert.section.where, fix=f"{fix}{_AS_WARNING}"))
 
-    def warn_of_silent(self, texts: Sequence[Texts]) -> None:
+    def warn_of_silent(self, texts: Sequence[ExpertTexts]) -> None:
         """Warn about shared experts that have a gate but no prompts for it."""
         for expert, texts_of_expert in zip(self.recipe.shared_experts, texts, strict=True):
             if not texts_of_expert.has_prompts:

@@ -54,9 +54,9 @@ def read_target(settings: QuantizeSettings) -> float | None:
     """
     if settings.target is None:
         return None
-    found = _KL.fullmatch(settings.target.strip())
+    match = _KL.fullmatch(settings.target.strip())
     try:
-        value = float(found[1]) if found else math.nan
+        value = float(match[1]) if match else math.nan
     except ValueError:
         value = math.nan
     if not 0 < value < math.inf:
@@ -68,8 +68,8 @@ def read_target(settings: QuantizeSettings) -> float | None:
 def check_target(settings: QuantizeSettings) -> float | None:
     """`read_target`, for settings that a user gives. Raises ParameterError for a target beside a size or bits, too."""
     value = read_target(settings)
-    beside = [name for name in ("bits", "size_bytes") if getattr(settings, name) is not None]
-    if value is not None and beside:
+    contradicting = [name for name in ("bits", "size_bytes") if getattr(settings, name) is not None]
+    if value is not None and contradicting:
         what = "the size follows from the target"
-        raise option_error("target", what, f"leave out {named(*beside)} or {named('target')}")
+        raise option_error("target", what, f"leave out {named(*contradicting)} or {named('target')}")
     return value

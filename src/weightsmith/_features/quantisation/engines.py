@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from weightsmith._base.errors import Finding, PlanError, Unsupported, WeightsmithError
-from weightsmith._base.groups import grouped
+from weightsmith._base.idioms import grouped
 from weightsmith._base.options import option_error
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._features.quantisation.options import QuantizeSettings
@@ -33,7 +33,7 @@ def unloaded(format: str, settings: QuantizeSettings) -> list[WeightsmithError]:
     loads = ", ".join(formats_of(engine.name)) or "no format that weightsmith writes"
     what, fix = f"{engine.release} does not load {format}, only {loads}", ""
     if others := engines_of(format):
-        fix = f"choose another format, or a program that loads {format}: {', '.join(each.name for each in others)}"
+        fix = f"choose another format, or a program that loads {format}: {', '.join(other.name for other in others)}"
     return [option_error("engine", what, fix)]
 
 
@@ -57,8 +57,8 @@ def check_engines(draft: PlanDraft, encoding: str, format: str, settings: Quanti
     plain = [step.out for step in draft.steps if step.encoding != encoding]
 
     def instead(engine: Engine) -> str:
-        found = _fitting(engine, [*stored, *plain], draft, len(stored))
-        return f"choose {', '.join(found)} for {engine.title}" if found else ""
+        fitting = _fitting(engine, [*stored, *plain], draft, len(stored))
+        return f"choose {', '.join(fitting)} for {engine.title}" if fitting else ""
 
     draft.warnings += _reported(_refused(format, stored, plain, family_of(draft)), format, settings, instead)
 
@@ -84,19 +84,19 @@ def _refused(format: str, stored: Sequence[TensorSpec], plain: Sequence[TensorSp
 
 def _reported(refused: _Refusals, format: str, settings: QuantizeSettings, instead: Callable[[Engine], str]) -> list[Finding]:
     """Warnings, one for each reason, or none if a program is named. Raises PlanError with the reasons of that program."""
-    asked = [each for each in refused if settings.engine in (None, each[0].name)]
+    asked = [refusal for refusal in refused if settings.engine in (None, refusal[0].name)]
     by_reason = grouped(
         ((reason, names[0] if names else "model_type in config.json"), (engine, names)) for engine, reason, names in asked
     )
-    found = []
-    for (reason, where), own in by_reason.items():
-        who, refusing = " and ".join(engine.release for engine, _ in own), [engine for engine, _ in own]
-        others = [each.title for each in engines_of(format) if each not in refusing]
+    findings = []
+    for (reason, where), refusals in by_reason.items():
+        who, refusing = " and ".join(engine.release for engine, _ in refusals), [engine for engine, _ in refusals]
+        others = [other.title for other in engines_of(format) if other not in refusing]
         ways = [*filter(None, map(instead, refusing)), *([f"use {' or '.join(others)}"] if others else [])]
-        found.append(Finding(f"{who} {reason}{_count(own[0][1])}", where, fix="; or ".join(dict.fromkeys(ways))))
-    if settings.engine is not None and found:
-        raise PlanError([Unsupported(each.what, where=each.where, fix=each.fix) for each in found])
-    return found
+        findings.append(Finding(f"{who} {reason}{_count(refusals[0][1])}", where, fix="; or ".join(dict.fromkeys(ways))))
+    if settings.engine is not None and findings:
+        raise PlanError([Unsupported(finding.what, where=finding.where, fix=finding.fix) for finding in findings])
+    return findings
 
 
 def _count(names: Sequence[str]) -> str:
@@ -105,13 +105,13 @@ def _count(names: Sequence[str]) -> str:
 
 def _fitting(engine: Engine, specs: Sequence[TensorSpec], draft: PlanDraft, least: int) -> list[str]:
     """Formats in which the program runs this model, each with at least this many weights."""
-    found = []
-    for writing in (each for stored_format in formats() for each in stored_format.writes):
+    chosen = []
+    for writing in (writing for stored_format in formats() for writing in stored_format.writes):
         support = find_support(engine.name, writing.name)
         for group, encoding in writing.encodings.items() if support is not None else ():
             names = set(encodable(draft, encoding.name))
             stored, plain = [s for s in specs if s.name in names], [s for s in specs if s.name not in names]
             if support and len(stored) >= least and not objections(support, writing.name, stored, plain, family_of(draft)):
-                found.append(writing.name if encoding.name == writing.name else f"{writing.name} --group-size {group}")
+                chosen.append(writing.name if encoding.name == writing.name else f"{writing.name} --group-size {group}")
                 break
-    return found
+    return chosen

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from weightsmith._base.errors import Finding, FormatError, PlanError, WeightsmithError, as_plan_error
 from weightsmith._base.files import expand_user
-from weightsmith._base.groups import grouped
+from weightsmith._base.idioms import grouped
 from weightsmith._base.options import assignment, named, option_error
 from weightsmith._features.quantisation.base import Format, read_target
 from weightsmith._features.quantisation.calibration.plan import (
@@ -230,12 +230,15 @@ def _squared_error(params: Params) -> float:
 def products_for(blocks: Sequence[Sublayer], chain: Chain, *, full: bool) -> tuple[Product, ...]:
     """The products of a measurement."""
     layers = {name: layer for layer in range(chain.layers) for name in chain.names(layer)}
-    own: dict[int, dict[str, tuple[Mapping[str, str], ...]]] = {layer: {} for layer in range(chain.layers)}
+    of_layer: dict[int, dict[str, tuple[Mapping[str, str], ...]]] = {layer: {} for layer in range(chain.layers)}
     for block in blocks:
-        own[layers[next(iter(block.encodings[0]))]][block.key] = block.encodings
+        of_layer[layers[next(iter(block.encodings[0]))]][block.key] = block.encodings
     if full:
-        return chain.forward(lambda layer, states: [chain.errors(layer, states, own[layer])])
-    tried = {layer: dict(each for options in found.values() for each in _candidates(options)) for layer, found in own.items()}
+        return chain.forward(lambda layer, states: [chain.errors(layer, states, of_layer[layer])])
+    tried = {
+        layer: dict(pair for options in by_block.values() for pair in _candidates(options))
+        for layer, by_block in of_layer.items()
+    }
 
     def losses(layer: int, states: Product, gradients: Product, _leaving: Product) -> list[Product]:
         return [chain.losses(layer, states, gradients, tried[layer])]
@@ -259,17 +262,17 @@ def errors_of(blocks: Sequence[Sublayer], products: Iterable[tuple[Product, Arra
         else:
             for (name, tried), row in zip(settings["candidates"].items(), rows, strict=True):
                 losses |= {(name, encoding): loss for encoding, loss in zip(tried, row, strict=False)}
-    found = []
+    measured_blocks = []
     for block in blocks:
         options = [option.items() for option in block.encodings]
         if all(losses.keys() >= option for option in options):
-            errors[block.key] = [math.sqrt(sum(losses[each] for each in option)) for option in options]
+            errors[block.key] = [math.sqrt(sum(losses[pair] for pair in option)) for option in options]
         if len(errors.get(block.key, ())) < len(options):
             what = "not a plan that can be run: it does not measure every weight"
             raise FormatError(what, where="products", fix="make the plan again")
         measured = zip(block.options, errors[block.key], strict=False)
-        found.append((block, [Measured(option, max(LEAST_ERROR, error)) for option, error in measured]))
-    return found
+        measured_blocks.append((block, [Measured(option, max(LEAST_ERROR, error)) for option, error in measured]))
+    return measured_blocks
 
 
 FORMATS = (

@@ -63,8 +63,8 @@ def apply(assembled: Prepared, settings: QuantizeSettings) -> None:
     tied = _prepare(draft)
     steps = list(draft.steps)
     rates = _rates(draft, settings.bits)
-    if found := engine_findings("exl3", [step.out for step in steps if step.out.name in rates], settings, OTHER_FORMATS):
-        raise PlanError([Unsupported(each.what, where=each.where, fix=each.fix) for each in found])
+    if findings := engine_findings("exl3", [step.out for step in steps if step.out.name in rates], settings, OTHER_FORMATS):
+        raise PlanError([Unsupported(finding.what, where=finding.where, fix=finding.fix) for finding in findings])
     head_bits = settings.head_bits or DEFAULT_HEAD_BITS
     chain = Chain(assembled, settings, steps) if calibrates(settings) else None
     calibration = {} if chain is None else {"rows": chain.text.rows, "cols": chain.text.tokens}
@@ -78,8 +78,8 @@ def _prepare(draft: PlanDraft) -> bool:
     architecture = check_architecture(draft.config, ARCHITECTURES, "EXL3", OTHER_FORMATS)
     config = draft.config or {}
     if key := contradiction(config):
-        wanted = ARCHITECTURES[architecture][key]
-        what = f"exllamav3 {VERSION} loads {architecture} with {key} {wanted!r}, not {config[key]!r}"
+        expected = ARCHITECTURES[architecture][key]
+        what = f"exllamav3 {VERSION} loads {architecture} with {key} {expected!r}, not {config[key]!r}"
         raise PlanError([Unsupported(what, where="config.json", fix=OTHER_FORMATS)])
     steps, tied = unfused_steps(draft)
     if not any(is_model_head(step.out) for step in steps):

@@ -67,9 +67,9 @@ def _streamed(writing: Writing, *, caches: bool) -> Format:
         measure_activations(plain, draft, encoding, settings, calibrates=has_text)
         writing.adapt(draft, encoding)
 
-    more = CACHE_SETTINGS if caches else CALIBRATION_SETTINGS if calibrates else frozenset[str]()
+    text_settings = CACHE_SETTINGS if caches else CALIBRATION_SETTINGS if calibrates else frozenset[str]()
     sizes = frozenset({"group_size"}) if len(groups) > 1 else frozenset[str]()
-    return Format(writing.name, writing.summary, writing.readers, apply, sizes | more)
+    return Format(writing.name, writing.summary, writing.readers, apply, sizes | text_settings)
 
 
 _STREAMED = [_streamed(writing, caches=bool(stored.caches)) for stored in formats() for writing in stored.writes]
@@ -150,7 +150,7 @@ def problems_of(name: str | None, settings: QuantizeSettings) -> list[Weightsmit
         fix = f"add {assignment('quantize', _first_that_reads(settings.given[0]))} or another"
         return [ParameterError("needs a quantised format that reads it", where=named(*settings.given), fix=fix)]
     known = FORMATS[name].settings
-    unread = [each for each in settings.given if each not in known and each != "engine"]
+    unread = [name for name in settings.given if name not in known and name != "engine"]
     if not unread:
         try:
             check_target(settings)
@@ -162,7 +162,7 @@ def problems_of(name: str | None, settings: QuantizeSettings) -> list[Weightsmit
 
 
 def _first_that_reads(setting: str) -> str:
-    return next((each.name for each in FORMATS.values() if setting in each.settings), next(iter(FORMATS)))
+    return next((known.name for known in FORMATS.values() if setting in known.settings), next(iter(FORMATS)))
 
 
 def _files(settings: QuantizeSettings) -> list[Path]:

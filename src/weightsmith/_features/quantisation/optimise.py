@@ -89,17 +89,17 @@ def solve_together(
     (0, 1, 0)
     """
     width, tokens = max(map(len, bits)), scores[0].shape[1]
-    costs = np.array([[*own, *[own[-1]] * (width - len(own))] for own in bits], np.int64)
-    usable = np.array([[k < len(own) for k in range(width)] for own in bits])
+    costs = np.array([[*candidates, *[candidates[-1]] * (width - len(candidates))] for candidates in bits], np.int64)
+    usable = np.array([[k < len(candidates) for k in range(width)] for candidates in bits])
     whole = np.zeros((len(bits), width, tokens), np.float32)
-    for block, own in enumerate(scores):
-        whole[block, : len(own)] = own
+    for block, candidates in enumerate(scores):
+        whole[block, : len(candidates)] = candidates
     flat = whole.reshape(-1, tokens)
     gram = (flat @ flat.T).astype(np.float64) / tokens
     own_losses = np.where(usable, 0.5 * gram.diagonal().reshape(usable.shape), np.inf)
     slots = [
-        [Candidate(*each) for each in zip(own, losses.tolist(), strict=False)]
-        for own, losses in zip(bits, own_losses, strict=True)
+        [Candidate(*pair) for pair in zip(candidates, losses.tolist(), strict=False)]
+        for candidates, losses in zip(bits, own_losses, strict=True)
     ]
     rows = np.arange(len(bits))
     best, least = solve(slots, budget), np.inf
@@ -167,13 +167,13 @@ def _exchange_together(
     gains = together - together[now] + 0.5 * (gram[every, every] - 2 * gram[every, now] + gram[now, now])
     moves = np.flatnonzero(usable.ravel() & (every != now))
     loss = float(gram[np.ix_(at, at)].sum()) / 2
-    found, least = None, -1e-9 * loss
+    exchange, least = None, -1e-9 * loss
     fitting = moves[extra[moves] <= slack]
     if len(fitting) and gains[fitting].min() < least:
         move = int(fitting[gains[fitting].argmin()])
-        found, least = [divmod(move, width)], float(gains[move])
+        exchange, least = [divmod(move, width)], float(gains[move])
     if not len(moves):
-        return found
+        return exchange
     old = now[moves]
     products = gram[np.ix_(moves, moves)] - gram[np.ix_(moves, old)] - gram[np.ix_(old, moves)] + gram[np.ix_(old, old)]
     pairs = gains[moves][:, None] + gains[moves] + products
@@ -181,7 +181,7 @@ def _exchange_together(
     first, second = divmod(int(pairs.argmin()), len(moves))
     if pairs[first, second] < least:
         return [divmod(int(moves[first]), width), divmod(int(moves[second]), width)]
-    return found
+    return exchange
 
 
 def _lagrangian(bits: npt.NDArray[np.int64], losses: npt.NDArray[np.float64], budget: int) -> npt.NDArray[np.int64]:
@@ -198,8 +198,8 @@ def _lagrangian(bits: npt.NDArray[np.int64], losses: npt.NDArray[np.float64], bu
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (middle, high) if bits[rows, best(middle)].sum() > budget else (low, middle)
-    found = best(high)
-    return found if bits[rows, found].sum() <= budget else bits.argmin(1)
+    choice = best(high)
+    return choice if bits[rows, choice].sum() <= budget else bits.argmin(1)
 
 
 def _exchange(
@@ -223,12 +223,12 @@ def _exchange(
         elif move // width != first // width and (second < 0 or gains[move] < gains[second]):
             second = move
         best.append((first, second))
-    found, least = None, -1e-12 * float(losses[rows, choice].sum())
+    best_moves, least = None, -1e-12 * float(losses[rows, choice].sum())
     for a in np.flatnonzero(costs <= slack - min(sorted_costs)).tolist():
         at = bisect_right(sorted_costs, slack - int(costs[a])) - 1
         for b in best[at] if at >= 0 else ():
             if b >= 0 and (b // width != a // width) and gains[a] + gains[b] < least:
-                found, least = [divmod(a, width), divmod(b, width)], gains[a] + gains[b]
+                best_moves, least = [divmod(a, width), divmod(b, width)], gains[a] + gains[b]
         if costs[a] <= slack and gains[a] < least:
-            found, least = [divmod(a, width)], gains[a]
-    return found
+            best_moves, least = [divmod(a, width)], gains[a]
+    return best_moves

@@ -18,7 +18,7 @@ from weightsmith._activations.statistics import find_statistic
 from weightsmith._activations.work import StatisticWork
 from weightsmith._base.errors import PlanError, WeightsmithError
 from weightsmith._base.files import read_bounded
-from weightsmith._base.groups import grouped
+from weightsmith._base.idioms import grouped
 from weightsmith._base.options import named, option_error
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._features.quantisation.base import Format

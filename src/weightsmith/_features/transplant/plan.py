@@ -23,8 +23,7 @@ from weightsmith._base.options import option_error
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._features.transplant.approximations import APPROXIMATIONS, find_approximation
 from weightsmith._features.transplant.options import TransplantSettings
-from weightsmith._features.transplant.rows import RowWork, Table
-from weightsmith._features.transplant.whole_numbers import rows_of
+from weightsmith._features.transplant.rows import RowTable, RowWork
 from weightsmith._files.copied import copied_files, is_tokenizer
 from weightsmith._files.subfolders import template_names
 from weightsmith._methods.jobs.requires import needs_torch
@@ -34,7 +33,7 @@ from weightsmith._models.structure.configs import count_of, number_of, text_sect
 from weightsmith._models.tokenizers import Vocabulary, read_vocabulary
 from weightsmith._models.tokenizers.convert import convert
 from weightsmith._models.tokenizers.files import settings_of
-from weightsmith._models.tokenizers.matching import WAYS, Match, match, pieces_of, roles_of, same_roles
+from weightsmith._models.tokenizers.matching import WAYS, Match, match, pieces_of, roles_of, same_roles, unused_row
 from weightsmith._models.tokenizers.vocabulary import MAX_FILE_BYTES, contents_of
 from weightsmith._planning import recipe as recipes
 from weightsmith._planning.options import RecipeOptions
@@ -230,7 +229,7 @@ class _Transplant:
         spec = self.specs.get(step.out.name)
         return spec is not None and len(step.inputs) == 1 and vocabulary.has_tokens(spec, self.size)
 
-    def _table(self, step: Step, matches: Mapping[str, Match]) -> Table:
+    def _table(self, step: Step, matches: Mapping[str, Match]) -> RowTable:
         spec = self.specs[step.out.name]
         head = vocabulary.is_head(spec) and not self.model.ties
         kind = "bias" if 1 in spec.shape or len(spec.shape) == 1 else "head" if head else "embedding"
@@ -242,7 +241,7 @@ class _Transplant:
             range(n) if self.settings.magikarp and kind != "bias" else token_match.missing[token_match.missing < n].tolist()
         )
         model_rows = [row if row < height else -1 for row in token_match.rows[:n].tolist()]
-        return Table(
+        return RowTable(
             name=spec.name,
             kind=kind,
             cols=(spec.size // height, 0 if theirs is None else theirs.shape[1]),
@@ -271,7 +270,7 @@ class _Transplant:
             raise Unsupported(what, where=self.donor.label, fix="name a language model")
         return candidates[0]
 
-    def _reading(self, table: Table) -> Iterator[Step]:
+    def _reading(self, table: RowTable) -> Iterator[Step]:
         """The steps that the product reads a table with."""
         theirs = self._counterpart(table.kind)
         donor = None if theirs is None else (_DONOR, theirs)
@@ -279,7 +278,7 @@ class _Transplant:
 
     # ---- the product
 
-    def _work(self, tables: Sequence[Table], token_match: Match) -> RowWork:
+    def _work(self, tables: Sequence[RowTable], token_match: Match) -> RowWork:
         settings, missing = self.settings, sorted({number for table in tables for number in table.missing})
         texts = {number: self.out.key(self.out.tokens[number]) for number in missing if number in self.out.tokens}
         pieces: dict[str, tuple[int, ...]] = {}
@@ -378,7 +377,7 @@ _SOURCE = "Tokens that both have keep the rows of the model; missing tokens: "
 _DESCRIBED = {"missing": "approximated", "no token": "rows without a token"}
 
 
-def _gathered(step: Step, table: Table, draft: PlanDraft) -> Step:
+def _gathered(step: Step, table: RowTable, draft: PlanDraft) -> Step:
     """The step with its rows in the order of the output. draft: gets the tables."""
     height, cols, n = table.sizes[0], table.cols[0], len(table.missing)
     approximated = dict.fromkeys(table.missing)
@@ -416,3 +415,21 @@ def _geometry(model: _Side) -> tuple[int, float]:
         what = f"mp_rope needs an embedding whose width ({width}) is a multiple of twice the attention heads ({heads})"
         raise Unsupported(what, where=model.label, fix="use omp")
     return heads, base
+
+
+# ---- Rows of tables that hold whole numbers for each token, such as the experts that DeepSeek V4 routes it to
+
+
+def rows_of(token_match: Match, out: Vocabulary, model: Vocabulary, size: int) -> list[int]:
+    """The model's row for each id of the output.
+
+    token_match  rows of the tokens that both have
+    size   rows of the model
+    """
+    rows: list[int] = token_match.rows.tolist()
+    missing = [number for number, row in enumerate(rows) if row < 0]
+    texts = [out.key(out.tokens[number]) if number in out.tokens else b"" for number in missing]
+    unused = unused_row(model, size)
+    for number, pieces in zip(missing, pieces_of(texts, model, size), strict=True):
+        rows[number] = pieces[0] if pieces else unused
+    return rows

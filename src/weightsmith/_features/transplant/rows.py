@@ -39,7 +39,7 @@ SIDES: tuple[Side, ...] = ("model", "donor")
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class RowTable:
     """One table.
 
     name     the model's tensor
@@ -128,7 +128,7 @@ class RowWork(ProductSettings):
     noise: float
     scale: float
     magikarp: bool
-    tables: tuple[Table, ...]
+    tables: tuple[RowTable, ...]
     shared: tuple[int, ...]
     pieces: Mapping[str, tuple[int, ...]]
     unused: tuple[tuple[int, ...], tuple[int, ...]]
@@ -142,7 +142,6 @@ class RowWork(ProductSettings):
         return Product(NAME, OP, outs, self.to_json(), tuple(steps))
 
     def problem(self, product: Product, shapes: Mapping[str, tuple[int, ...]]) -> str:
-        """See `ProductSettings`."""
         if self.approximation not in APPROXIMATIONS or not self.tables or self.choices.k < 1:
             return f"there is no approximation {self.approximation!r} of {len(self.tables)} tables with k = {self.choices.k}"
         for table in self.tables:
@@ -157,16 +156,14 @@ class RowWork(ProductSettings):
 class ContextTables:
     """`Tables` of one table of a product."""
 
-    def __init__(self, context: ProductContext, table: Table) -> None:
+    def __init__(self, context: ProductContext, table: RowTable) -> None:
         self._context, self._table = context, table
 
     def chunks(self, side: Side) -> Iterator[tuple[int, Floats]]:
-        """See `Tables`."""
         for name, first, _ in self._table.chunks(side):
             yield first, self._context.load([name])[name]
 
     def rows(self, side: Side, numbers: Sequence[int] | Numbers) -> Floats:
-        """See `Tables`."""
         asked = np.asarray(numbers, np.int64)
         order = np.argsort(asked, kind="stable")
         ascending = asked[order]
@@ -196,7 +193,7 @@ def _compute(context: ProductContext) -> Arrays:
 def _make(
     context: ProductContext,
     work: RowWork,
-    table: Table,
+    table: RowTable,
     poor: tuple[frozenset[int], frozenset[int]] | None,
     rows: npt.NDArray[Any],
     errors: Floats,

@@ -20,12 +20,103 @@ from typing import TYPE_CHECKING
 from weightsmith._base.errors import CheckpointError, StoreError
 from weightsmith._base.files import Extent
 from weightsmith._files.remote import STREAM_CACHE_BYTES
-from weightsmith._files.remote.files import RemoteFile
+from weightsmith._files.remote.folder import RemoteFile
 from weightsmith._files.remote.retries import Stopped, fetch, fetch_into
-from weightsmith._files.remote.spool import Spool, spool_folder
 
 if TYPE_CHECKING:
     from types import TracebackType
+
+
+import os
+import tempfile
+from pathlib import Path
+
+from weightsmith._base.errors import NoSpace
+from weightsmith._base.files import FULL, read_all, write_all
+from weightsmith._files.remote.addresses import check_hub
+
+# ---- Where bytes wait that were fetched, or are to be uploaded: slots in a nameless file
+
+
+def spool_folder() -> Path:
+    """Where the spool's file is: huggingface_hub's cache, which is on a large disk, else where temporary files are."""
+    check_hub()
+    from huggingface_hub import constants
+
+    folder = Path(constants.HF_HUB_CACHE).expanduser()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return Path(tempfile.gettempdir())
+    return folder if os.access(folder, os.W_OK) else Path(tempfile.gettempdir())
+
+
+class Spool:
+    """Slots of equal size in a file without a name, which is gone when the process ends, however it ends. Thread-safe.
+
+    slots  that were taken, also those that are free again: the size of the file
+
+    The descriptor is closed when nothing refers to the spool: a thread that is late must never write to another file that
+    has taken its number.
+    """
+
+    def __init__(self, slot_bytes: int, folder: Path) -> None:
+        """Raises StoreError if no file can be made in the folder."""
+        self.slots = 0
+        self._slot_bytes = slot_bytes
+        self._folder = folder
+        self._free: list[int] = []
+        self._lock = threading.Lock()
+        try:
+            with tempfile.TemporaryFile(prefix="weightsmith-", dir=folder) as file:
+                self._fd = os.dup(file.fileno())
+        except OSError as error:
+            raise self._failure(error) from error
+
+    def __del__(self) -> None:
+        if hasattr(self, "_fd"):
+            os.close(self._fd)
+
+    @property
+    def has_free(self) -> bool:
+        """A slot can be taken without the file getting larger."""
+        return bool(self._free)
+
+    def take(self) -> int:
+        """A slot, with any contents."""
+        with self._lock:
+            if self._free:
+                return self._free.pop()
+            self.slots += 1
+            return self.slots - 1
+
+    def give_back(self, slot: int) -> None:
+        """Nothing needs the contents of a slot any more."""
+        with self._lock:
+            self._free.append(slot)
+
+    def write(self, slot: int, offset: int, data: bytes | memoryview) -> None:
+        """Write bytes into a slot. Raises StoreError, NoSpace if the disk is full."""
+        try:
+            write_all(self._fd, memoryview(data), slot * self._slot_bytes + offset)
+        except OSError as error:
+            raise self._failure(error) from error
+
+    def read(self, slot: int, offset: int, out: memoryview) -> None:
+        """Fill `out` from a slot. Raises StoreError."""
+        try:
+            n = read_all(self._fd, out, slot * self._slot_bytes + offset)
+        except OSError as error:
+            raise self._failure(error) from error
+        if n < len(out):
+            what = "the temporary cache file is shorter than what was written to it"
+            raise StoreError(what, where=str(self._folder), fix="run again")
+
+    def _failure(self, error: OSError) -> StoreError:
+        what = f"cannot use the temporary cache file for streamed data: {error.strerror or error}"
+        fix = "free space there, or name another folder in HF_HUB_CACHE"
+        return (NoSpace if error.errno in FULL else StoreError)(what, where=str(self._folder), fix=fix)
+
 
 BLOCK_BYTES = 8 << 20
 CONNECTIONS = 16
@@ -38,7 +129,7 @@ Visit = Sequence[Extent]
 
 
 @dataclass(slots=True, eq=False)
-class Block:
+class FetchedBlock:
     """A run of bytes of a file.
 
     places  the visits that read it, by their numbers in the order of fetching; those to come
@@ -72,13 +163,13 @@ class Blocks:
     """
 
     def __init__(self, visits: Sequence[Visit]) -> None:
-        self.order: list[Block] = []
+        self.order: list[FetchedBlock] = []
         self.files = list(dict.fromkeys(_remote(extent) for visit in visits for extent in visit))
-        self._blocks: dict[tuple[str, str, int], list[Block]] = {}
+        self._blocks: dict[tuple[str, str, int], list[FetchedBlock]] = {}
         self._starts: dict[tuple[str, str, int], list[int]] = {}
         self._cut(visits)
         for visit in visits:
-            dues: dict[Block, int] = {}
+            dues: dict[FetchedBlock, int] = {}
             for extent in visit:
                 start, end = extent.offset, extent.offset + extent.nbytes
                 for block in self.of(_remote(extent), start, end):
@@ -88,7 +179,7 @@ class Blocks:
                 block.dues.append(due)
                 self.order.append(block)
 
-    def of(self, file: RemoteFile, start: int, end: int) -> list[Block]:
+    def of(self, file: RemoteFile, start: int, end: int) -> list[FetchedBlock]:
         """The blocks that have some of these bytes, in order."""
         blocks, starts = self._blocks.get(file.key, []), self._starts.get(file.key, [])
         first, last = max(0, bisect.bisect_right(starts, start) - 1), bisect.bisect_left(starts, end)
@@ -109,7 +200,7 @@ class Blocks:
                 else:
                     runs.append([start, end])
             cuts = [(at, min(at + BLOCK_BYTES, end)) for start, end in runs for at in range(start, end, BLOCK_BYTES)]
-            self._blocks[key] = [Block(files[key], start, end) for start, end in cuts]
+            self._blocks[key] = [FetchedBlock(files[key], start, end) for start, end in cuts]
             self._starts[key] = [start for start, _ in cuts]
 
 
@@ -146,7 +237,7 @@ class TransferEstimate:
 def estimate(visits: Sequence[Visit], cache_bytes: int = STREAM_CACHE_BYTES) -> TransferEstimate:
     """What travels for some visits. Cost: a few microseconds for each visit of a block."""
     blocks, ahead = Blocks(visits), _ahead(_slots(cache_bytes))
-    room, kept = _slots(cache_bytes) - ahead, set[Block]()
+    room, kept = _slots(cache_bytes) - ahead, set[FetchedBlock]()
     needed = network = requests = passes = 0
     for place, block in enumerate(blocks.order):
         nbytes = block.end - block.start
@@ -180,12 +271,12 @@ class ReadAhead:
         self._slots = _slots(cache_bytes)
         self._condition = threading.Condition()
         self._stop = threading.Event()
-        self._here: dict[Block, None] = {}
+        self._here: dict[FetchedBlock, None] = {}
         self._kept = 0
         self._pointer = 0  # into the order of fetching
         self._late: list[int] = []  # places before the pointer whose blocks were dropped
         self._frontier = -1  # the last place that was read
-        self._urgent: deque[Block] = deque()
+        self._urgent: deque[FetchedBlock] = deque()
         self._files: list[RemoteFile] = []
         self._threads: list[threading.Thread] = []
 
@@ -230,7 +321,7 @@ class ReadAhead:
 
     # ---- the engine's threads
 
-    def _read_block(self, block: Block, offset: int, out: memoryview) -> None:
+    def _read_block(self, block: FetchedBlock, offset: int, out: memoryview) -> None:
         with self._condition:
             block.pins += 1
             try:
@@ -252,7 +343,7 @@ class ReadAhead:
                 self._settle(block)
                 self._condition.notify_all()
 
-    def _want(self, block: Block) -> bool:
+    def _want(self, block: FetchedBlock) -> bool:
         """Have a block fetched before all others. False if there is no slot for it. Raises what fetching it raised."""
         if self._stop.is_set():
             raise CheckpointError("the run has ended", where=block.file.ranges.where)
@@ -274,7 +365,7 @@ class ReadAhead:
         with self._condition:
             self.fetched_bytes += len(out)
 
-    def _settle(self, block: Block) -> None:
+    def _settle(self, block: FetchedBlock) -> None:
         """Some bytes of a block were read: keep it, or give its slot back, if the last ones of a visit were among them."""
         while block.dues and block.read >= block.dues[0]:
             block.read -= block.dues.popleft()
@@ -290,7 +381,7 @@ class ReadAhead:
             else:
                 self._drop(block)
 
-    def _drop(self, block: Block) -> None:
+    def _drop(self, block: FetchedBlock) -> None:
         """Give back the slot of a block that is here."""
         self._spool.give_back(block.slot)
         self._kept -= block.kept
@@ -301,7 +392,7 @@ class ReadAhead:
 
     # ---- the connections
 
-    def _give_slot(self, block: Block, *, urgent: bool) -> bool:
+    def _give_slot(self, block: FetchedBlock, *, urgent: bool) -> bool:
         """Take a slot for a block, that of another one which is not being read if none is free; False if there is none."""
         grows = self._spool.slots < self._slots
         if not self._spool.has_free and not grows:
@@ -321,7 +412,7 @@ class ReadAhead:
         """A place so far behind the reads that it will not be read again: a pass was shorter than planned."""
         return self._frontier - 2 * _ahead(self._slots)
 
-    def _next(self) -> Block | None:
+    def _next(self) -> FetchedBlock | None:
         """The next block to fetch; None if there is nothing to fetch now."""
         if self._urgent:
             return self._urgent.popleft()
@@ -360,10 +451,10 @@ class ReadAhead:
                 self._arrived(block, failed)
                 self._condition.notify_all()
 
-    def _put(self, block: Block, at: int, piece: bytes) -> None:
+    def _put(self, block: FetchedBlock, at: int, piece: bytes) -> None:
         self._spool.write(block.slot, at - block.start, piece)
 
-    def _arrived(self, block: Block, failed: Exception | None) -> None:
+    def _arrived(self, block: FetchedBlock, failed: Exception | None) -> None:
         if failed is None:
             block.state = "here"
             self._here[block] = None

@@ -19,10 +19,8 @@ from urllib.parse import urljoin, urlsplit
 
 from weightsmith._base.errors import CheckpointError, WeightsmithError, without_queries
 from weightsmith._base.files import show
-from weightsmith._files.remote.addresses import is_loopback
-from weightsmith._files.remote.environment import check_hub
-from weightsmith._files.remote.failures import lasting, no_panic, passes
-from weightsmith._files.remote.retries import Again
+from weightsmith._files.remote.addresses import check_hub, is_loopback
+from weightsmith._files.remote.retries import Again, lasting, no_panic, passes
 
 CHANGED_FIX = "Run again: the model is then planned as it is now. To be safe from changes, name a revision."
 
@@ -59,7 +57,6 @@ class HttpFile:
         self._tags: dict[str, str] = {}
 
     def request(self, first: int, end: int) -> Iterator[bytes]:
-        """See `Ranges`."""
         resolved = self._resolved
         headers = {**self.headers, "Range": f"bytes={first}-{end - 1}"}
         with ask("GET", resolved or self.url, headers, self.url, self.where) as (response, hops):
@@ -85,12 +82,11 @@ class HttpFile:
                     return
 
     def check_parts(self) -> None:
-        """See `Ranges`."""
         if self._sent_whole:
             raise CheckpointError(NO_RANGES, where=self.where, fix=DOWNLOAD_FIX)
 
     def check_unchanged(self) -> None:
-        """See `Ranges`. A commit does not change; other files are asked about."""
+        """A commit does not change; other files are asked about."""
         if self.pinned[0]:
             return
         with ask("HEAD", self.url, self.headers, self.url, self.where) as (response, hops):

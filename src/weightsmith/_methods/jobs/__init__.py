@@ -1,6 +1,6 @@
 """Jobs: each merges one logical matrix, tile by tile, with given parameters.
 
 `abc/job.py` defines the interface. Methods use `combination.py` (weighted sums, with coefficients for the whole, a row or a
-column, some from inner products: `sphere.py`), `task_vectors.py` (with `axes.py` and `selection.py`), `elementwise.py` and
+column, some from inner products, or of each element), `task_vectors.py` (with `selection.py`), `elementwise.py` and
 `matrix.py` (with `decompose.py`); `steps.py` wraps any of them. `operations.py` has the jobs of steps that are no merges.
 """

@@ -7,17 +7,72 @@ statistics pass, a small float64 function from the Gram matrix to coefficients, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from weightsmith._kernels.combine import LANES, combine, combine_columns, combine_rows, gram, gram_columns, gram_rows
+from weightsmith._kernels.matrix import copy_rows
 from weightsmith._kernels.records import Encoded, Inputs
+from weightsmith._methods.jobs.matrix import write_with
 from weightsmith.abc.job import Bytes, Job, Matrix, Tile
 
+# ---- Means of directions, computed from the angles between them
+
+
 Vector = npt.NDArray[np.float64]
+
+
+def unit_vectors(gram: Vector) -> tuple[Vector, Vector]:
+    """Norms [k] of the vectors, and cosines [k, k] between them. A zero vector has cosine 0, even with itself."""
+    norms = np.sqrt(np.diagonal(gram))
+    inverse = np.where(norms > 0, 1.0 / np.where(norms > 0, norms, 1.0), 0.0)
+    return norms, np.clip(gram * inverse * inverse[:, None], -1.0, 1.0)
+
+
+def length(cosines: Vector, coefficients: Vector) -> float:
+    """The length of a combination of the unit vectors."""
+    square = float((coefficients * (cosines * coefficients).sum(axis=1)).sum())
+    return math.sqrt(max(square, 0.0))
+
+
+def mean_direction(cosines: Vector, weights: Vector, least: float) -> Vector | None:
+    """The direction of Σ wᵢ uᵢ; None if its length is at most `least`, or NaN."""
+    size = length(cosines, weights)
+    return weights / size if size > least else None
+
+
+def karcher_steps(cosines: Vector, shares: Vector, direction: Vector, steps: int, tol: float) -> Vector:
+    """At most `steps` iterations u ← exp_u(Σ shareᵢ log_u(uᵢ)) from `direction` u to the Karcher mean of the unit vectors.
+
+    Stops before a step of length `tol` or less. A vector opposite to u has no unique shortest path and is ignored.
+
+    Nearly parallel vectors are safe: coefficients depend on an angle only through θ / sin θ = 1 + θ²/6 + …, so they are as
+    accurate as the cosines. Only the length of a step, used as stopping criterion, loses digits (1e-8 remain).
+    """
+    for _ in range(steps):
+        along = np.clip((cosines * direction).sum(axis=1), -1.0, 1.0)
+        pulls = shares * np.array([angle_over_sine(float(c)) for c in along])
+        step = pulls - (pulls * along).sum() * direction
+        size = length(cosines, step)
+        if size <= tol:
+            break
+        direction = math.cos(size) * direction + (math.sin(size) / size) * step
+        direction = direction / length(cosines, direction)
+    return direction
+
+
+def angle_over_sine(cosine: float) -> float:
+    """θ / sin θ for cos θ = cosine: 1 at θ = 0, and 0 where it grows without bound, at θ = π."""
+    if cosine < -1.0 + 1e-12:
+        return 0.0
+    theta = math.acos(cosine)
+    return theta / math.sin(theta) if theta > 0 else 1.0
+
+
 Solve = Callable[[Vector], Vector]
 """Gram matrix, float64 [k, k] → coefficients, float64 [inputs]; of rows and columns [vectors, k, k] → [vectors, inputs]."""
 
@@ -150,3 +205,55 @@ class ColumnJob(Job):
         rows, sums = tile.scratch.rows(1, m.codes, m.out_code), tile.scratch.sums(1)
         inputs, encoded = Inputs(tile.raw, m.codes), Encoded(out, m.out_code)
         combine_columns(inputs, self.coefficients, tile.size, m.cols, encoded, rows, sums)
+
+
+# ---- Means of the deltas, in which each element of each model has a share of its own
+
+
+class SharesJob(Job):
+    """base + factor · Σ wᵢ sᵢ δᵢ / Σ sᵢ, element by element; the mean of wᵢδᵢ where all shares are 0.
+
+    shares  float32 [rows, cols] of each delta, not negative; may be mapped from a file
+    weight  wᵢ, one for each delta
+    floor   the least share, of the mean of all shares
+
+    Computed in float64.
+    """
+
+    def __init__(
+        self, matrix: Matrix, shares: Sequence[npt.NDArray[Any]], weight: Sequence[float], floor: float, factor: float
+    ) -> None:
+        super().__init__(matrix)
+        self._shares = [share.reshape(-1) for share in shares]
+        self._weight = np.asarray(weight, np.float64)
+        self._floor, self._factor = floor, factor
+        self._least = 0.0
+        self._base = np.array([1.0] + [0.0] * len(shares))
+
+    def passes(self) -> int:
+        return 1
+
+    def statistics(self, number: int, tile: Tile) -> list[float]:
+        """The sums of the shares of each grain."""
+        m, end = self.matrix, tile.start + tile.size
+        starts = range(tile.start, end, m.grain)
+        return [float(share[a : min(a + m.grain, end)].sum(dtype=np.float64)) for a in starts for share in self._shares]
+
+    def finish_pass(self, number: int, results: list[Any]) -> None:
+        total = np.cumsum(np.concatenate(results))[-1]  # adds sequentially
+        self._least = self._floor * float(total) / (len(self._shares) * self.matrix.size)
+
+    def apply(self, tile: Tile, out: Bytes) -> None:
+        m = self.matrix
+        rows = tile.scratch.rows(1, m.codes, m.out_code)
+        deltas = np.empty((len(self._shares), tile.size), rows.dtype)
+        copy_rows(tile.raw, m.codes, tile.size, 0, True, deltas, rows)
+        update, mean, total = np.zeros(tile.size), np.zeros(tile.size), np.zeros(tile.size)
+        with np.errstate(all="ignore"):  # NaN and infinity are reported by the tiles, or allowed
+            for share, weight, delta in zip(self._shares, self._weight, deltas, strict=True):
+                least_share = np.maximum(share[tile.start : tile.start + tile.size], self._least, dtype=np.float64)
+                total += least_share
+                update += (weight * least_share) * delta
+                mean += weight * delta
+            update = self._factor * np.where(total > 0, update / total, mean / len(deltas))
+        write_with(m, tile, out, self._base, update)

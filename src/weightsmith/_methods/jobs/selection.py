@@ -45,7 +45,7 @@ MAX_WINDOW = 1 << 21
 
 
 @dataclass(slots=True)
-class Search:
+class ThresholdSearch:
     """The search for one k-th largest element.
 
     rank    k, from 1
@@ -107,7 +107,7 @@ def count_patterns(
     matrix: Matrix,
     tile: Tile,
     what: int,
-    searches: Sequence[Search],
+    searches: Sequence[ThresholdSearch],
     factors: npt.NDArray[np.float64],
     rows: npt.NDArray[Any],
 ) -> list[Counts]:
@@ -219,7 +219,7 @@ class Selection:
         factors: Callable[[Tile], npt.NDArray[np.float64]] | None = None,
     ) -> None:
         self.matrix = matrix
-        self.searches = {key: Search(rank) for key, rank in ranks.items()}
+        self.searches = {key: ThresholdSearch(rank) for key, rank in ranks.items()}
         self._factors = factors
         self._lock = threading.Lock()
         self._counted: dict[Key, Counted] = {}  # of the current pass
@@ -278,7 +278,7 @@ class Selection:
         m, scratch = self.matrix, tile.scratch
         rows = scratch.rows(2, m.codes, m.out_code)
         factors = self._row_factors(tile)
-        together: dict[int, list[tuple[Key, Search]]] = {}  # grouped by score, which is computed once
+        together: dict[int, list[tuple[Key, ThresholdSearch]]] = {}  # grouped by score, which is computed once
         for key, search in self.searches.items():
             if (kind == "sure" and not search.missed) or (kind == "ties" and not search.unknown):
                 continue
@@ -291,7 +291,7 @@ class Selection:
                 for (key, search), counts in zip(searches, counts_of_search, strict=True):
                     self._counted.setdefault(key, Counted(search.first, search.end, m.size, MAX_WINDOW)).add(counts)
 
-    def _guess(self, key: Key, search: Search, tile: Tile, factors: npt.NDArray[np.float64]) -> None:
+    def _guess(self, key: Key, search: ThresholdSearch, tile: Tile, factors: npt.NDArray[np.float64]) -> None:
         """Estimate the window of the k-th largest from the first tile to arrive."""
         with self._lock:
             if search.first >= 0:
@@ -317,7 +317,7 @@ class Selection:
                 with self._lock:
                     np.add(search.high, counts, out=search.high)
 
-    def _find(self, key: Key, search: Search, counted: Counted) -> None:
+    def _find(self, key: Key, search: ThresholdSearch, counted: Counted) -> None:
         """Find the k-th largest among the patterns of a window, if it is there, and the tile of its last tie."""
         if not search.find(counted):
             return
@@ -329,7 +329,7 @@ class Selection:
             search.unknown = True
             search.first, search.end = search.threshold, search.threshold + 1
 
-    def _find_tie(self, key: Key, search: Search, counted: Counted) -> None:
+    def _find_tie(self, key: Key, search: ThresholdSearch, counted: Counted) -> None:
         """Find the tile of the last of the first `quota` elements equal to the threshold."""
         quota = search.quota
         for tile in sorted(counted.tiles, key=lambda counts: counts.start):

@@ -49,13 +49,13 @@ def formats() -> tuple[StoredFormat, ...]:
     >>> [each.name for each in formats()][:3]
     ['plain', 'compressed_tensors', 'fp8']
     """
-    return (*_ours(), *(each for each in _installed().values() if isinstance(each, StoredFormat)))
+    return (*_ours(), *(stored_format for stored_format in _installed().values() if isinstance(stored_format, StoredFormat)))
 
 
 def each_format() -> Iterator[StoredFormat]:
     """As `formats`, each imported when it is reached: most models are stored by the first."""
     yield from map(FORMATS.get, FORMATS.builtin)
-    yield from (each for each in _installed().values() if isinstance(each, StoredFormat))
+    yield from (stored_format for stored_format in _installed().values() if isinstance(stored_format, StoredFormat))
 
 
 def _ours() -> tuple[StoredFormat, ...]:
@@ -64,12 +64,12 @@ def _ours() -> tuple[StoredFormat, ...]:
 
 def broken() -> tuple[Finding, ...]:
     """Why formats of installed packages cannot be used."""
-    return tuple(each for each in _installed().values() if isinstance(each, Finding))
+    return tuple(problem for problem in _installed().values() if isinstance(problem, Finding))
 
 
 def installed_code() -> tuple[str, ...]:
     """What identifies each format and GGUF architecture of an installed package: its code may change the bytes of an output."""
-    stored = [FORMATS.identity(name) for name, each in _installed().items() if isinstance(each, StoredFormat)]
+    stored = [FORMATS.identity(name) for name, loaded in _installed().items() if isinstance(loaded, StoredFormat)]
     if not installed(GGUF_ARCHITECTURES):  # most have none, and need not import those of weightsmith
         return tuple(stored)
     families: Plugins[object] = import_module("weightsmith._models.formats.gguf.architectures").FAMILIES
@@ -79,22 +79,22 @@ def installed_code() -> tuple[str, ...]:
 @cache
 def _installed() -> dict[str, StoredFormat | Finding]:
     """The formats that installed packages bring, or why they cannot be used."""
-    found: dict[str, StoredFormat | Finding] = {}
+    by_name: dict[str, StoredFormat | Finding] = {}
     if not FORMATS.brought:
-        return found
-    taken = {encoding.name for each in _ours() for encoding in each.encodings}
+        return by_name
+    taken = {encoding.name for loaded in _ours() for encoding in loaded.encodings}
     for name in FORMATS.brought:
         try:
-            each = found[name] = FORMATS.get(name)
+            loaded = by_name[name] = FORMATS.get(name)
         except PluginError as error:
-            found[name] = error.finding
+            by_name[name] = error.finding
             continue
-        names = [encoding.name for encoding in each.encodings]
+        names = [encoding.name for encoding in loaded.encodings]
         if other := next((name for name in names if name in taken), ""):
             what = f"the stored format {name} has an encoding of another format: {other}"
-            found[name] = Finding(what, FORMATS.source(name), fix="remove the package")
+            by_name[name] = Finding(what, FORMATS.source(name), fix="remove the package")
         taken.update(names)
-    return found
+    return by_name
 
 
 def encodings() -> dict[str, Encoding]:
@@ -103,7 +103,7 @@ def encodings() -> dict[str, Encoding]:
     >>> list(encodings())[:4]
     ['plain', 'fp8-dynamic', 'fp8-static', 'fp8-block']
     """
-    return {encoding.name: encoding for each in formats() for encoding in each.encodings}
+    return {encoding.name: encoding for stored_format in formats() for encoding in stored_format.encodings}
 
 
 def find_cache(name: str) -> CacheEncoding | None:
@@ -118,14 +118,14 @@ def find_encoding(name: str) -> Encoding:
     (5, 4)
     """
     try:
-        for each in each_format():
-            named = next((encoding for encoding in each.encodings if encoding.name == name), None)
-            if (found := named or each.parse(name)) is not None:
-                return found
+        for stored_format in each_format():
+            named = next((encoding for encoding in stored_format.encodings if encoding.name == name), None)
+            if (encoding_of_name := named or stored_format.parse(name)) is not None:
+                return encoding_of_name
     except ValueError:
         family, _, setting = name.partition(" ")
         raise UnknownName(f"encoding '{family}' has no setting '{setting}'") from None
     known = encodings()
-    details = tuple(f"{each.where}: {each.what}" for each in broken())
+    details = tuple(f"{problem.where}: {problem.what}" for problem in broken())
     fix = f"write one of {', '.join(known)}"
     raise UnknownName(f"unknown encoding '{name}'{nearest(name, known)}", details=details, fix=fix)

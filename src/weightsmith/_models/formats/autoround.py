@@ -49,13 +49,13 @@ def is_codes(spec: TensorSpec) -> bool:
 def read_entry(entry: Mapping[str, Any], place: str, where: str) -> tuple[list[Scheme], list[Finding]]:
     """How weights in a layout of compressed-tensors are stored; see `scaled.read_scaled`."""
     kind = entry.get("data_type")
-    found = next((schemes for name, schemes in _SCHEMES.items() if isinstance(kind, str) and kind.startswith(name)), None)
-    if found is None:
+    kinds = next((schemes for name, schemes in _SCHEMES.items() if isinstance(kind, str) and kind.startswith(name)), None)
+    if kinds is None:
         raise unsupported(f"AutoRound's weights with data_type {show(kind)} are not read, only {', '.join(_SCHEMES)}", where)
     if kind == "fp" and isinstance(block := entry.get("group_size"), Sequence):
         blocks = read_block(block, "group_size", where)
         return [Scheme("float8", "F8_E4M3", blocks, scales=FLOATS, suffixes=("_scale_inv", "_scale"))], []
-    return found, []
+    return kinds, []
 
 
 def _weights(model: QuantisedModel) -> list[gptq.GptqWeight] | list[awq.AwqWeight]:

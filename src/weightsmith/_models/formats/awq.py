@@ -80,14 +80,14 @@ def weights(model: QuantisedModel) -> list[AwqWeight]:
     for key in ("version", "checkpoint_format", "format"):
         model.setting(key, "gemm", ("gemm", "GEMM"))
     model.setting("bits" if "bits" in model.entry else "w_bit", 4, (4,))
-    group_size, found = model.group_size("group_size" if "group_size" in model.entry else "q_group_size"), []
+    group_size, read_weights = model.group_size("group_size" if "group_size" in model.entry else "q_group_size"), []
     for module in model.modules(".qweight"):
         codes = model.part(f"{module}.qweight", ("I32",), (None, None))
         inputs, words = codes.shape
         groups = 1 if group_size < 0 else -(-inputs // group_size)
         scales = model.part(f"{module}.scales", ("F16", "BF16", "F32"), (groups, 8 * words))
         zeros = model.part(f"{module}.qzeros", ("I32",), (groups, words))
-        found.append(
+        read_weights.append(
             AwqWeight(
                 spec=TensorSpec(f"{module}.weight", F32, (8 * words, inputs)),
                 stored=(codes.name, zeros.name, scales.name),
@@ -96,7 +96,7 @@ def weights(model: QuantisedModel) -> list[AwqWeight]:
                 group_size=inputs if group_size < 0 else group_size,
             )
         )
-    return found
+    return read_weights
 
 
 # ---- writing

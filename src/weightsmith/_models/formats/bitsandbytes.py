@@ -60,12 +60,12 @@ class FourBit(Weight):
     def _scales(self, stored: Tensors, start: int, end: int) -> npt.NDArray[np.float32]:
         """float32: the scales of blocks start … end."""
         name = self.spec.name
-        found = read_all(stored, f"{name}.absmax", start, end)
+        maxima = read_all(stored, f"{name}.absmax", start, end)
         if self.nested is None:
-            return found
+            return maxima
         block, offset = self.nested
         scales = read_all(stored, f"{name}.nested_absmax", start // block, -(-end // block))
-        values = read_all(stored, f"{name}.nested_quant_map")[found]
+        values = read_all(stored, f"{name}.nested_quant_map")[maxima]
         with np.errstate(all="ignore"):  # NaN and infinities are the caller's to refuse
             result: npt.NDArray[np.float32] = values * scales[np.arange(start, end) // block - start // block]
             result += np.float32(offset)
@@ -98,13 +98,13 @@ def is_state(spec: TensorSpec) -> bool:
 
 def weights(model: QuantisedModel) -> list[Weight]:
     dtype = plain_dtype(model.config, DTYPES["F16"])
-    found: list[Weight] = []
+    read_weights: list[Weight] = []
     for name in model.specs:
         if _STATE in name:
-            found.append(_four_bit(model, name))
+            read_weights.append(_four_bit(model, name))
         elif name.endswith(".SCB"):
-            found.append(_eight_bit(model, name.removesuffix(".SCB"), dtype))
-    return found
+            read_weights.append(_eight_bit(model, name.removesuffix(".SCB"), dtype))
+    return read_weights
 
 
 def _eight_bit(model: QuantisedModel, module: str, dtype: DType) -> EightBit:
@@ -121,8 +121,8 @@ def _four_bit(model: QuantisedModel, name: str) -> FourBit:
     weight_name, _, kind = name.partition(_STATE)
     state = read_json(model.stored, name, model.where, "the shapes of bitsandbytes weights")
 
-    def bad(key: str, value: object, wanted: str) -> FormatError:
-        return model.damaged(f"{key} in {show(name)} is {show(value)}, not {wanted}")
+    def bad(key: str, value: object, expected: str) -> FormatError:
+        return model.damaged(f"{key} in {show(name)} is {show(value)}, not {expected}")
 
     def block_of(key: str) -> int:
         value = state.get(key)
@@ -139,8 +139,8 @@ def _four_bit(model: QuantisedModel, name: str) -> FourBit:
     size = math.prod(shape)
     codes = specs.get(weight_name)
     if codes is None or codes.dtype.name not in _BYTES or codes.nbytes != -(-size // 2):
-        found = "is missing" if codes is None else f"{list(codes.shape)} {codes.dtype} has {codes.nbytes:,} bytes"
-        what = f"tensor {show(weight_name)} {found}, and a weight {shape} of 4-bit codes needs {-(-size // 2):,} bytes"
+        stored_codes = "is missing" if codes is None else f"{list(codes.shape)} {codes.dtype} has {codes.nbytes:,} bytes"
+        what = f"tensor {show(weight_name)} {stored_codes}, and a weight {shape} of 4-bit codes needs {-(-size // 2):,} bytes"
         raise model.damaged(what)
     table = model.part(f"{weight_name}.quant_map", ("F32",), (16,))
     blocks = -(-size // block)

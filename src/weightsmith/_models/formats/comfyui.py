@@ -94,36 +94,36 @@ def read(stored: Tensors, config: Config, where: str) -> Wrapped:
 
 def _modules(model: QuantisedModel) -> dict[str, _Settings]:
     """The modules with codes, and what the file says of each."""
-    found: dict[str, _Settings] = {}
+    by_module: dict[str, _Settings] = {}
     layers = model.entry.get("layers", {})
     if not isinstance(layers, Mapping):
         raise model.damaged(f"layers in _quantization_metadata is {show(layers)}, not an object")
     for name, settings in layers.items():
-        found[_module_of(model, name)] = _settings(model, name, settings)
+        by_module[_module_of(model, name)] = _settings(model, name, settings)
     for name in model.specs:
         if name.endswith(_SETTINGS):
             settings = read_json(model.stored, name, model.where, "the formats of ComfyUI's weights")
-            found[name.removesuffix(_SETTINGS)] = _settings(model, name, settings)
+            by_module[name.removesuffix(_SETTINGS)] = _settings(model, name, settings)
         elif name.endswith(_OLD_SCALE):
-            found.setdefault(name.removesuffix(_OLD_SCALE), _Settings())
-    return found
+            by_module.setdefault(name.removesuffix(_OLD_SCALE), _Settings())
+    return by_module
 
 
 def _module_of(model: QuantisedModel, layer: str) -> str:
     """The module that the metadata names, under the name that the tensors have."""
     names = [layer, *(prefix + layer for prefix in _PREFIXES), *(layer.removeprefix(prefix) for prefix in _PREFIXES)]
-    found = next((name for name in names if name + _WEIGHT in model.specs), None)
-    if found is None:
+    module = next((name for name in names if name + _WEIGHT in model.specs), None)
+    if module is None:
         raise model.damaged(f"_quantization_metadata names {show(layer)}, and there is no tensor {show(layer + _WEIGHT)}")
-    return found
+    return module
 
 
-def _settings(model: QuantisedModel, name: str, given: object) -> _Settings:
+def _settings(model: QuantisedModel, name: str, stated: object) -> _Settings:
     """Settings of a weight from their JSON, each known. name: of their tensor, or of the layer in the metadata."""
-    if not isinstance(given, Mapping):
-        raise model.damaged(f"the settings of {show(name)} are {show(given)}, not an object")
-    nested = given.get("params")
-    values = {**nested, **given} if isinstance(nested, Mapping) else given
+    if not isinstance(stated, Mapping):
+        raise model.damaged(f"the settings of {show(name)} are {show(stated)}, not an object")
+    nested = stated.get("params")
+    values = {**nested, **stated} if isinstance(nested, Mapping) else stated
     for key, value in values.items():
         if key not in (*_READ_KEYS, *_HARMLESS_KEYS) and value not in (None, False):
             what = f"ComfyUI's weights with {show(key)} {show(value)} are not read: it may change the numbers"

@@ -62,8 +62,8 @@ def method_of(config: Mapping[str, Any]) -> str:
     >>> method_of({"text_config": {"quantization_config": {"quant_method": "gptq"}}}), method_of({"quantization": {"bits": 4}})
     ('gptq', '')
     """
-    found = [entry.get("quant_method") for _, entry in config_entries(config)]
-    return next((method for method in found if isinstance(method, str)), "")
+    methods = [entry.get("quant_method") for _, entry in config_entries(config)]
+    return next((method for method in methods if isinstance(method, str)), "")
 
 
 def damaged(what: str, where: str) -> FormatError:
@@ -124,7 +124,7 @@ def plain_dtype(config: Mapping[str, Any], default: DType = DTYPES["BF16"]) -> D
     parts = [config, *(value for value in config.values() if isinstance(value, Mapping))]
     for part in parts:
         for key in ("dtype", "torch_dtype"):
-            found = BY_TORCH_NAME.get(value) if isinstance(value := part.get(key), str) else None
-            if found is not None and found.name in _WEIGHT_DTYPES:
-                return found
+            dtype = BY_TORCH_NAME.get(value) if isinstance(value := part.get(key), str) else None
+            if dtype is not None and dtype.name in _WEIGHT_DTYPES:
+                return dtype
     return default

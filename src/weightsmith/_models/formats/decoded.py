@@ -20,7 +20,7 @@ from weightsmith._base.files import Extent, show
 from weightsmith._base.strict_json import parse_object
 from weightsmith._base.tensors import DTYPES, DType, TensorSpec
 from weightsmith._files.hf_folder import natural_key
-from weightsmith._files.strided import gather
+from weightsmith._files.views import gather
 from weightsmith._models.formats.config import (
     DAMAGED_CHECKPOINT,
     config_entries,
@@ -59,7 +59,6 @@ class Weight(ABC):
 
     @property
     def preferred_rows(self) -> int:
-        """See `Tensors.preferred_rows`."""
         return 1
 
     @abstractmethod
@@ -97,22 +96,22 @@ def join_projections(weights: Sequence[Weight]) -> list[Weight]:
     Parts are joined where all are there, with the same inputs.
     """
     by_name = {weight.spec.name: weight for weight in weights}
-    found, used = [], set()
+    joined, used = [], set()
     for name in by_name:
         head, _, leaf = name.removesuffix(".weight").rpartition(".")
         for whole, leaves in FUSED.items():
-            names = [f"{head}.{each}.weight" for each in leaves]
-            if leaf != leaves[0] or not all(each in by_name for each in names):
+            names = [f"{head}.{part_name}.weight" for part_name in leaves]
+            if leaf != leaves[0] or not all(part_name in by_name for part_name in names):
                 continue
-            parts = tuple(by_name[each] for each in names)
+            parts = tuple(by_name[part_name] for part_name in names)
             if len({part.spec.shape[1] for part in parts}) == 1:
                 shape = sum(part.spec.shape[0] for part in parts), parts[0].spec.shape[1]
-                tensors = tuple(each for part in parts for each in part.stored)
-                found.append(
+                tensors = tuple(part_name for part in parts for part_name in part.stored)
+                joined.append(
                     JoinedWeight(TensorSpec(f"{head}.{whole}.weight", F32, shape), tensors, parts[0].natural_dtype, parts)
                 )
                 used.update(names)
-    return [*found, *(weight for name, weight in by_name.items() if name not in used)]
+    return [*joined, *(weight for name, weight in by_name.items() if name not in used)]
 
 
 class DecodedTensors:
@@ -166,7 +165,8 @@ class DecodedTensors:
         weight, stored = self._weight(name), self._stored
         if weight is None:
             return stored.extents(self._prefix + name, start_byte, nbytes)
-        return tuple(part for each in weight.stored for part in stored.extents(each, 0, stored.specs[each].nbytes))
+        specs = [stored.specs[stored_name] for stored_name in weight.stored]
+        return tuple(extent for spec in specs for extent in stored.extents(spec.name, 0, spec.nbytes))
 
     def preferred_rows(self, name: str) -> int:
         weight = self._weight(name)
@@ -250,8 +250,8 @@ class QuantisedModel:
         if spec.dtype.name not in dtypes:
             raise self.unsupported(f"tensor {show(name)} is {spec.dtype}, and only {', '.join(dtypes)} are read")
         if len(spec.shape) != len(shape) or any(n is not None and n != m for n, m in zip(shape, spec.shape, strict=True)):
-            wanted = str(["any" if n is None else n for n in shape]).replace("'", "")
-            what = f"tensor {show(name)} is {list(spec.shape)}, and the other tensors of its weight require {wanted}"
+            expected = str(["any" if n is None else n for n in shape]).replace("'", "")
+            what = f"tensor {show(name)} is {list(spec.shape)}, and the other tensors of its weight require {expected}"
             raise self.damaged(what)
         return spec
 
@@ -298,19 +298,19 @@ def _check_complete(specs: Mapping[str, TensorSpec], weights: Sequence[Weight], 
     A plain model may have its own X.scales or X.biases: they count as parts only if they are integers, if there are other parts
     of X, or if the last component of X is also the name of a module whose weight is decoded.
     """
-    left: dict[str, list[TensorSpec]] = {}
+    unread: dict[str, list[TensorSpec]] = {}
     for name, spec in specs.items():
         if name.endswith(".weight") and spec.dtype.name[0] in "IU":
             what = f"tensor {show(name)} is {spec.dtype}, the codes of a quantised weight, and its scales are missing"
             raise damaged(what, where)
         module, dot, suffix = name.rpartition(".")
         if dot + suffix in parts and f"{module}.weight" not in specs:
-            left.setdefault(module, []).append(spec)
+            unread.setdefault(module, []).append(spec)
     quantised = {weight.spec.name.split(".")[-2:][0] for weight in weights}
-    for module, found in left.items():
-        first = found[0]
-        own = first.name.endswith((".scales", ".biases")) and first.dtype.name[0] not in "IU"
-        if not own or len(found) > 1 or module.rpartition(".")[2] in quantised:
+    for module, of_module in unread.items():
+        first = of_module[0]
+        is_scale = first.name.endswith((".scales", ".biases")) and first.dtype.name[0] not in "IU"
+        if not is_scale or len(of_module) > 1 or module.rpartition(".")[2] in quantised:
             what = f"tensor {show(first.name)} is part of a quantised weight, and {show(module + parts[0])} is missing"
             raise damaged(what, where)
 

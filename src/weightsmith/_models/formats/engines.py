@@ -72,7 +72,7 @@ ENGINES = (
     Engine("mlx-lm", "mlx-lm", "0.32.2", _MLX_FAMILIES),
 )
 
-ENGINE_NAMES = tuple(each.name for each in ENGINES)
+ENGINE_NAMES = tuple(engine.name for engine in ENGINES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +224,7 @@ SUPPORT = (
         "mlx-lm",
         ("mlx-8bit", "mlx-4bit"),
         "mlx_lm/utils.py",
-        "experts of " + ", ".join(f"`{each}`" for each in sorted(_MLX_EXPERTS)) + "; also LM Studio, which contains it",
+        "experts of " + ", ".join(f"`{family}`" for family in sorted(_MLX_EXPERTS)) + "; also LM Studio, which contains it",
         mixtures=_MLX_EXPERTS,
     ),
     Support("mlx-lm", ("awq-4bit",), "mlx_lm/utils.py", "in float16; also LM Studio, which contains it", experts=_UNREAD),
@@ -233,7 +233,7 @@ SUPPORT = (
 
 def find_engine(name: str) -> Engine:
     """The program of this name, one of `ENGINE_NAMES`."""
-    return next(each for each in ENGINES if each.name == name)
+    return next(engine for engine in ENGINES if engine.name == name)
 
 
 def find_support(engine: str, format: str) -> Support | None:
@@ -243,7 +243,7 @@ def find_support(engine: str, format: str) -> Support | None:
     (True, ('gguf',))
     """
     names = {format, format.partition("-")[0]} if format.startswith("gguf-") else {format}
-    return next((each for each in SUPPORT if each.engine == engine and not names.isdisjoint(each.formats)), None)
+    return next((support for support in SUPPORT if support.engine == engine and not names.isdisjoint(support.formats)), None)
 
 
 def engines_of(format: str) -> tuple[Engine, ...]:
@@ -252,7 +252,7 @@ def engines_of(format: str) -> tuple[Engine, ...]:
     >>> [each.name for each in engines_of("mxfp4")]
     ['transformers', 'vllm']
     """
-    return tuple(each for each in ENGINES if find_support(each.name, format) is not None)
+    return tuple(engine for engine in ENGINES if find_support(engine.name, format) is not None)
 
 
 def formats_of(engine: str) -> tuple[str, ...]:
@@ -261,7 +261,7 @@ def formats_of(engine: str) -> tuple[str, ...]:
     >>> formats_of("exllamav2")
     ('exl2', 'gptq-4bit')
     """
-    return tuple(name for each in SUPPORT if each.engine == engine for name in each.formats)
+    return tuple(name for support in SUPPORT if support.engine == engine for name in support.formats)
 
 
 def objections(
@@ -274,7 +274,7 @@ def objections(
     plain   all other tensors
     family  `model_type` of config.json
     """
-    found: dict[str, list[str]] = {}
+    by_reason: dict[str, list[str]] = {}
     experts = [spec for spec in stored if _is_expert(spec.name)]
     if support.experts and experts:
         return {f"{support.experts} {format}": [spec.name for spec in experts]}
@@ -282,29 +282,29 @@ def objections(
         return {f"does not load experts of {family} stored as {format}": [spec.name for spec in experts]}
     if support.alike and (mixed := _partly(experts, plain)):
         what = f"needs all projections of an expert in one format, and some are not stored as {format}"
-        found[what] = mixed
+        by_reason[what] = mixed
     for spec in experts:
         outputs, inputs = spec.shape
         hidden, inner = (outputs, inputs) if _is_down(spec.name) else (inputs, outputs)
         for size, name, multiple in ((hidden, "hidden", support.hidden), (inner, "intermediate", support.inner)):
             if size % multiple:
                 what = f"needs experts whose {name} size is a multiple of {multiple}, not {size:,}"
-                found.setdefault(what, []).append(spec.name)
+                by_reason.setdefault(what, []).append(spec.name)
     for reason, spec in _unfit_mlps(support, stored):
-        found.setdefault(reason, []).append(spec.name)
+        by_reason.setdefault(reason, []).append(spec.name)
     shapes = {spec.name: spec.shape for spec in stored}
     for names in joined_sets(shapes):
         rows, width = [shapes[name][0] for name in names], shapes[names[0]][1]
-        if len(names) > 1 and not _is_expert(names[0]) and any(each % support.parts for each in rows[:-1]):
-            sizes = ", ".join(f"{each:,}" for each in rows)
+        if len(names) > 1 and not _is_expert(names[0]) and any(outputs % support.parts for outputs in rows[:-1]):
+            sizes = ", ".join(f"{outputs:,}" for outputs in rows)
             what = f"joins weights, and needs parts with a multiple of {support.parts} outputs, not {sizes}"
-            found.setdefault(what, []).extend(names)
+            by_reason.setdefault(what, []).extend(names)
         tiles = support.tiles
         if tiles and not any(sum(rows) % high == 0 and width % wide == 0 for high, wide in tiles):
-            wanted = " or ".join(f"{high} by {wide}" for high, wide in tiles)
-            what = f"needs matrices that are a multiple of {wanted} (outputs by inputs)"
-            found.setdefault(what, []).extend(names)
-    return found
+            sizes_of_tiles = " or ".join(f"{high} by {wide}" for high, wide in tiles)
+            what = f"needs matrices that are a multiple of {sizes_of_tiles} (outputs by inputs)"
+            by_reason.setdefault(what, []).extend(names)
+    return by_reason
 
 
 def _unfit_mlps(support: Support, stored: Sequence[TensorSpec]) -> Iterator[tuple[str, TensorSpec]]:

@@ -77,13 +77,13 @@ class GptqWeight(TransposedWeight):
         """[inputs]: the group of each. A g_idx of zeros counts as none, as in ExLlama: old tools wrote it without desc_act."""
         if len(self.stored) == 4:
             name = self.stored[3]
-            found: npt.NDArray[np.int64] = read_all(stored, name).astype(np.int64)
-            low, high = int(found.min()), int(found.max())
+            index: npt.NDArray[np.int64] = read_all(stored, name).astype(np.int64)
+            low, high = int(index.min()), int(index.max())
             if low < 0 or high >= self.groups:
                 what = f"tensor {show(name)} holds groups {low:,} to {high:,}, and the weight has {self.groups:,}"
                 raise FormatError(what, fix=DAMAGED_CHECKPOINT)
-            if high > 0 or -(-found.size // self.group_size) != self.groups:
-                return found
+            if high > 0 or -(-index.size // self.group_size) != self.groups:
+                return index
         return TransposedWeight.groups_of_inputs(self, stored)
 
     def band(self, stored: Tensors, outputs: slice) -> Band:
@@ -123,7 +123,7 @@ def packed_weights(model: QuantisedModel, zero_minus: int, allowed: Sequence[int
 
     mixed  modules may have other bits and group sizes than the entry of config.json says
     """
-    found, bits, group_size = [], model.setting("bits", None, allowed), model.group_size()
+    read_weights, bits, group_size = [], model.setting("bits", None, allowed), model.group_size()
     for module in model.modules(".qweight"):
         shape = _shape(model, module, [bits, *allowed] if mixed else [bits], group_size)
         scales = model.part(f"{module}.scales", ("F16", "BF16", "F32"), (shape.groups, shape.outputs))
@@ -131,7 +131,7 @@ def packed_weights(model: QuantisedModel, zero_minus: int, allowed: Sequence[int
             model.part(f"{module}.g_idx", ("I32",), (shape.inputs,))
         zeros = model.part(f"{module}.qzeros", ("I32",), (shape.groups, -(-shape.outputs * shape.bits // 32)))
         index = [f"{module}.g_idx"] if f"{module}.g_idx" in model.specs else []
-        found.append(
+        read_weights.append(
             GptqWeight(
                 spec=TensorSpec(f"{module}.weight", F32, (shape.outputs, shape.inputs)),
                 stored=(f"{module}.qweight", zeros.name, scales.name, *index),
@@ -142,7 +142,7 @@ def packed_weights(model: QuantisedModel, zero_minus: int, allowed: Sequence[int
                 group_size=shape.group_size,
             )
         )
-    return found
+    return read_weights
 
 
 class _Shape(NamedTuple):
@@ -155,26 +155,26 @@ class _Shape(NamedTuple):
 
 def _shape(model: QuantisedModel, module: str, bits: Sequence[int], group_size: int) -> _Shape:
     """What the shapes of a weight's tensors say. bits: the first are config.json's; if there are others, so may group sizes."""
-    specs, mixed, own = model.specs, len(bits) > 1, bits[0]
+    specs, mixed, width = model.specs, len(bits) > 1, bits[0]
     rows, outputs = model.part(f"{module}.qweight", ("I32",), (None, None)).shape
     indexed = f"{module}.g_idx" in specs
     if mixed and not indexed:
         words = model.part(f"{module}.qzeros", ("I32",), (None, None)).shape[1]
         fitting = dict.fromkeys(b for b in bits if -(-outputs * b // 32) == words)
         if len(fitting) > 1:
-            found = " or ".join(map(str, fitting))
-            raise model.unsupported(f"the bits of {show(module)} cannot be told: with {outputs} outputs they may be {found}")
-        own = next(iter(fitting), own)
-    inputs = model.part(f"{module}.g_idx", ("I32",), (None,)).shape[0] if indexed else rows * 32 // own
+            possible = " or ".join(map(str, fitting))
+            raise model.unsupported(f"the bits of {show(module)} cannot be told: with {outputs} outputs they may be {possible}")
+        width = next(iter(fitting), width)
+    inputs = model.part(f"{module}.g_idx", ("I32",), (None,)).shape[0] if indexed else rows * 32 // width
     if indexed:
-        own = next((b for b in bits if -(-inputs * b // 32) == rows), own)
-    model.part(f"{module}.qweight", ("I32",), (-(-inputs * own // 32), outputs))
+        width = next((b for b in bits if -(-inputs * b // 32) == rows), width)
+    model.part(f"{module}.qweight", ("I32",), (-(-inputs * width // 32), outputs))
     groups, group_size = (1, inputs) if group_size < 0 else (-(-inputs // group_size), group_size)
     if mixed and f"{module}.scales" in specs and (count := (*specs[f"{module}.scales"].shape, 0)[0]) not in (0, groups):
         if not indexed and inputs % count:
             raise model.damaged(f"{show(f'{module}.scales')} has {count:,} groups, which do not divide {inputs:,} inputs")
         groups, group_size = count, -(-inputs // count)
-    return _Shape(inputs, outputs, own, groups, group_size)
+    return _Shape(inputs, outputs, width, groups, group_size)
 
 
 # ---- writing

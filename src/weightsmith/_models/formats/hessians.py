@@ -133,8 +133,8 @@ def _invert(lower: Tensor, threads: int) -> None:
 
     def invert(block: slice) -> None:
         with one_thread():
-            own = torch.eye(block.stop - block.start, dtype=torch.float64)
-            lower[block, block] = torch.linalg.solve_triangular(lower[block, block].contiguous(), own, upper=False)
+            identity = torch.eye(block.stop - block.start, dtype=torch.float64)
+            lower[block, block] = torch.linalg.solve_triangular(lower[block, block].contiguous(), identity, upper=False)
 
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(invert, blocks))
@@ -143,8 +143,8 @@ def _invert(lower: Tensor, threads: int) -> None:
 
             def substitute(block: slice, column: slice = column, below: Tensor = below) -> None:
                 with one_thread():
-                    left = lower[block, column.stop : block.stop]
-                    lower[block, column] = (left @ below[: block.stop - column.stop]).neg_()
+                    row = lower[block, column.stop : block.stop]
+                    lower[block, column] = (row @ below[: block.stop - column.stop]).neg_()
 
             list(pool.map(substitute, [block for block in blocks if block.start >= column.stop]))
 
@@ -260,12 +260,12 @@ def rounded(
         first, end = begin, begin + sum(group.rows for group in run)
         for group in run:
             last = first + group.rows
-            rows, own = w[first:last], errors[first - begin : last - begin]
+            rows, caused = w[first:last], errors[first - begin : last - begin]
             codes = np.empty(rows.shape, np.uint8)
             block = factor[first:last, first:last].contiguous().numpy()
-            quantise_rows(rows.numpy(), *scales_of(number, rows.numpy()), group.bits, half, block, codes, own.numpy())
+            quantise_rows(rows.numpy(), *scales_of(number, rows.numpy()), group.bits, half, block, codes, caused.numpy())
             yield codes
-            _pass_on(own, factor[first:last, last:end], w[last:end])
+            _pass_on(caused, factor[first:last, last:end], w[last:end])
             first, number = last, number + 1
         _pass_on(errors[: end - begin], factor[begin:end, end:], w[end:])
         begin = end

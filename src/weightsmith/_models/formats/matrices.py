@@ -283,11 +283,11 @@ def parts_of(modules: Sequence[str], others: Sequence[str]) -> list[str]:
     >>> parts_of(["model.layers.1.mlp.gate"], ["model.layers.0.mlp.gate_proj"])
     ['model.layers.1.mlp.gate']
     """
-    found: dict[str, None] = {}
+    parts: dict[str, None] = {}
     for name in dict.fromkeys(re.sub(r"(?<=\.experts)\..*", "", name) for name in modules):
         short = re.split(r"\.\d+\.", name)[-1]
-        found[name if any(short in other for other in others) else short] = None
-    return list(found)
+        parts[name if any(short in other for other in others) else short] = None
+    return list(parts)
 
 
 def with_joined(modules: Sequence[str]) -> list[str]:
@@ -298,8 +298,8 @@ def with_joined(modules: Sequence[str]) -> list[str]:
     """
     names = dict.fromkeys(modules)
     for name in modules:
-        head, _, own = name.rpartition(".")
+        head, _, leaf = name.rpartition(".")
         for fused, parts in FUSED.items():
-            if own == parts[0] and all(f"{head}.{part}" in names for part in parts):
+            if leaf == parts[0] and all(f"{head}.{part}" in names for part in parts):
                 names[f"{head}.{fused}"] = None
     return list(names)

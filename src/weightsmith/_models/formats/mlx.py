@@ -125,10 +125,10 @@ class MlxWeight(Weight):
 
         return np.arange(1 << self.bits, dtype=np.float32) if self.mode == "affine" else TABLES[f"float{self.bits}"]
 
-    def _scales(self, found: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
-        if self.mode.startswith("mx"):
-            return powers_of_two(found)
-        return (found.view(DTYPES["F8_E4M3"].numpy) if self.mode == "nvfp4" else found).astype(np.float32)
+    def _scales(self, scales: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+        if self.mode in ("mxfp4", "mxfp8"):
+            return powers_of_two(scales)
+        return (scales.view(DTYPES["F8_E4M3"].numpy) if self.mode == "nvfp4" else scales).astype(np.float32)
 
 
 def recognises(config: Config, specs: Specs) -> bool:
@@ -145,10 +145,10 @@ def is_quantised(name: str, specs: Mapping[str, TensorSpec]) -> bool:
 
 def weights(model: QuantisedModel) -> list[MlxWeight]:
     modules = [name.removesuffix(".scales") for name in model.specs if is_quantised(name, model.specs)]
-    own = own_settings(model)
-    found = [weight for module in modules for weight in _weights(model, module, own.get(module, model.entry))]
-    check_widths(model, map(_width, found))
-    return found
+    settings_of = own_settings(model)
+    read_weights = [weight for module in modules for weight in _weights(model, module, settings_of.get(module, model.entry))]
+    check_widths(model, map(_width, read_weights))
+    return read_weights
 
 
 def _width(weight: MlxWeight) -> Width:
@@ -220,7 +220,7 @@ _FIX = "Repair the settings of the modules in config.json: mlx_lm.convert and ml
 def own_settings(model: QuantisedModel) -> dict[str, Mapping[str, Any]]:
     """The settings of modules that have their own. Raises FormatError for settings of no module, and for two of one."""
     modules = {name.rpartition(".")[0] for name in model.specs}
-    found: dict[str, Mapping[str, Any]] = {}
+    by_module: dict[str, Mapping[str, Any]] = {}
     names: dict[str, str] | None = None
     for key, value in model.entry.items():
         if not isinstance(value, Mapping):
@@ -229,12 +229,12 @@ def own_settings(model: QuantisedModel) -> dict[str, Mapping[str, Any]]:
             names = _unwrapped(modules)
         module = key if key in modules else (names or {}).get(_unwrap(key), "")
         settings = {**_DEFAULTS, **value}
-        if module and found.setdefault(module, settings) != settings:
+        if module and by_module.setdefault(module, settings) != settings:
             raise FormatError(f"config.json has two settings of the module {show(module)}", where=model.where, fix=_FIX)
         if not module and not _equal(settings, model.entry):
             what = f"config.json has settings of the module {show(key)}, and the model has no such module"
             raise FormatError(what, where=model.where, fix=_FIX)
-    return found
+    return by_module
 
 
 def _equal(settings: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
@@ -257,11 +257,11 @@ def _unwrap(name: str) -> str:
 
 def _unwrapped(modules: Iterable[str]) -> dict[str, str]:
     """Name without wrappers → module; without names that are those of several modules."""
-    found: dict[str, str] = {}
+    by_name: dict[str, str] = {}
     for module in modules:
         name = _unwrap(module)
-        found[name] = "" if name in found else module
-    return found
+        by_name[name] = "" if name in by_name else module
+    return by_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,14 +390,15 @@ def _stack_experts(draft: PlanDraft, encoding: Encoding) -> None:
         if match := _EXPERT.fullmatch(step.out.name):
             stacks.setdefault((match[1], match[3]), {})[int(match[2])] = step
     joined: dict[str, Step | None] = {}
-    for (prefix, projection), own in stacks.items():
-        ordered = [own[number] for number in sorted(own)]
+    for (prefix, projection), of_projection in stacks.items():
+        ordered = [of_projection[number] for number in sorted(of_projection)]
         alike = {(step.encoding, step.out.shape, step.out.dtype) for step in ordered}
-        if sorted(own) == list(range(len(own))) and len(alike) == 1 and ordered[0].encoding == encoding.name:
+        complete = sorted(of_projection) == list(range(len(of_projection)))
+        if complete and len(alike) == 1 and ordered[0].encoding == encoding.name:
             name = f"{prefix}{STACK}.{projection}.weight"
             joined[ordered[0].out.name] = _joined(name, ordered, encoding)
             joined |= dict.fromkeys(step.out.name for step in ordered[1:])
-    draft.steps = [found for step in draft.steps if (found := joined.get(step.out.name, step)) is not None]
+    draft.steps = [stack for step in draft.steps if (stack := joined.get(step.out.name, step)) is not None]
 
 
 def _joined(name: str, ordered: list[Step], encoding: Encoding) -> Step:

@@ -44,18 +44,18 @@ class ExpertsWeight(Weight):
         rows = self.preferred_rows
         for top, end, skip, target in bands(first, values, outputs, rows, rows):
             expert, begin = divmod(top, inputs)
-            own = slice(expert * outputs, (expert + 1) * outputs)
+            of_expert = slice(expert * outputs, (expert + 1) * outputs)
             some = slice(begin // 2, (begin + end - top) // 2)
             groups = slice(begin // MXFP4_GROUP, (begin + end - top) // MXFP4_GROUP)
-            pairs = _PAIRS[read_columns(stored, self.stored[0], inputs // 2, own, some)]
-            powers = read_columns(stored, self.stored[1], inputs // MXFP4_GROUP, own, groups).astype(np.int32) - 127
+            pairs = _PAIRS[read_columns(stored, self.stored[0], inputs // 2, of_expert, some)]
+            powers = read_columns(stored, self.stored[1], inputs // MXFP4_GROUP, of_expert, groups).astype(np.int32) - 127
             with np.errstate(over="ignore"):  # an infinity is the caller's to refuse
-                found = np.ldexp(pairs.reshape(outputs, -1, MXFP4_GROUP), powers[:, :, None])
-            target[:] = np.ascontiguousarray(found.reshape(outputs, -1).T).reshape(-1)[skip : skip + target.size]
+                numbers = np.ldexp(pairs.reshape(outputs, -1, MXFP4_GROUP), powers[:, :, None])
+            target[:] = np.ascontiguousarray(numbers.reshape(outputs, -1).T).reshape(-1)[skip : skip + target.size]
 
 
 def _weights(model: QuantisedModel) -> list[Weight]:
-    found: list[Weight] = []
+    read_weights: list[Weight] = []
     dtype = plain_dtype(model.config)
     for name in dict.fromkeys([*model.modules(BLOCKS), *model.modules(SCALES)]):
         blocks = model.part(name + BLOCKS, ("U8",), (None, None, None, MXFP4_GROUP // 2))
@@ -64,8 +64,8 @@ def _weights(model: QuantisedModel) -> list[Weight]:
             raise model.damaged(f"tensor {show(blocks.name)} is empty")
         experts, outputs, groups, _ = blocks.shape
         spec = TensorSpec(name, F32, (experts, groups * MXFP4_GROUP, outputs))
-        found.append(ExpertsWeight(spec, (name + BLOCKS, name + SCALES), dtype))
-    return found
+        read_weights.append(ExpertsWeight(spec, (name + BLOCKS, name + SCALES), dtype))
+    return read_weights
 
 
 def _mark(name: str, specs: Specs) -> str:

@@ -10,8 +10,7 @@ from typing import Any
 from weightsmith._base.errors import Finding, Unsupported
 from weightsmith._base.files import Opener, open_local, show
 from weightsmith._base.strict_json import parse_object, read_object
-from weightsmith._files.hf_folder import Weights, natural_key, no_weights, read_index
-from weightsmith._files.ranks import of_ranks
+from weightsmith._files.hf_folder import FolderWeights, natural_key, no_weights, of_ranks, read_index
 from weightsmith._files.subfolders import within
 from weightsmith._models.formats import FORMATS, broken, each_format, formats
 from weightsmith._models.formats.config import (
@@ -22,8 +21,8 @@ from weightsmith._models.formats.config import (
     without_entries,
 )
 from weightsmith._models.formats.unread import are_plain, describe_codes
-from weightsmith.abc.files import FileKind, Index, Opened
 from weightsmith.abc.stored import Config, Specs, Wrapped
+from weightsmith.abc.tensors import FileKind, Index, OpenedFiles
 
 MAX_CONFIG_BYTES = 16 << 20
 
@@ -34,7 +33,7 @@ _PLAIN_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
 
 def kinds() -> Iterator[FileKind]:
     """File formats, in order of preference if a folder holds several."""
-    return (kind for each in each_format() for kind in each.files)
+    return (kind for stored_format in each_format() for kind in stored_format.files)
 
 
 def surely_plain(config: Config | None, specs: Specs) -> bool:
@@ -66,12 +65,12 @@ class WeightFiles:
     index: Index | None
     ignored: tuple[str, ...]
 
-    def open(self, where: str, open_file: Opener = open_local) -> Opened:
+    def open(self, where: str, open_file: Opener = open_local) -> OpenedFiles:
         """Open them; see `FileKind.open`. where: the model as the user named it."""
         return self.kind.open(self.paths, self.index, where, open_file)
 
 
-def choose_kind(names: Collection[str], where: str) -> tuple[FileKind, Weights]:
+def choose_kind(names: Collection[str], where: str) -> tuple[FileKind, FolderWeights]:
     """The first kind with weights in the folder, and their files. Looks only at names.
 
     names  relative names of all files in the folder
@@ -108,15 +107,15 @@ def find_subfolders(folder: Path, names: Collection[str], folders: Sequence[str]
 
     Raises as `find_weights`, also for weights that are not read, such as those of an adapter.
     """
-    found = {}
+    subfolders = {}
     for inner in folders:
-        own = [name.removeprefix(f"{inner}/") for name in names if within(name, (inner,))]
-        if any(name.lower().endswith(suffixes()) for name in own):
-            found[inner] = find_weights(folder / inner, own, f"{where}/{inner}")
-    return found
+        inside = [name.removeprefix(f"{inner}/") for name in names if within(name, (inner,))]
+        if any(name.lower().endswith(suffixes()) for name in inside):
+            subfolders[inner] = find_weights(folder / inner, inside, f"{where}/{inner}")
+    return subfolders
 
 
-def open_file(path: Path, where: str, opener: Opener = open_local) -> Opened:
+def open_file(path: Path, where: str, opener: Opener = open_local) -> OpenedFiles:
     """Open a single weight file. Raises Unsupported for an unknown suffix or a part of a model, else as `FileKind.open`."""
     if error := of_ranks([path.name], str(path.parent)):
         raise error
@@ -154,7 +153,7 @@ def describe_quantisation(config: Mapping[str, Any] | None, specs: Specs) -> str
         return f"{show(method)}{bits} ({where} in config.json)"
     if surely_plain(config, specs):
         return None
-    marks = [mark for each in formats() for mark in each.marks.items()]
+    marks = [mark for stored_format in formats() for mark in stored_format.marks.items()]
     suffixes = tuple(suffix for suffix, _ in marks)
     for name in specs:
         if name.endswith(suffixes):
@@ -200,16 +199,16 @@ def complete_config(config: Config | None, folder: Path, names: Collection[str],
     for name, method in SETTINGS_FILES.items():
         if name not in names or not _is_quantised({**config, "quantization_config": {"quant_method": method}}, specs):
             continue
-        found = read_config(folder / name)
-        inner = found.get("quantization")
-        entry = inner if isinstance(inner, Mapping) else found
+        settings = read_config(folder / name)
+        inner = settings.get("quantization")
+        entry = inner if isinstance(inner, Mapping) else settings
         whole = {**config, "quantization_config": {**entry, "quant_method": entry.get("quant_method") or method}}
         if _is_quantised(whole, specs):
             return whole
     return config
 
 
-def with_metadata(config: Config | None, opened: Opened, where: str) -> Config | None:
+def with_metadata(config: Config | None, opened: OpenedFiles, where: str) -> Config | None:
     """config.json; if it says nothing of a quantisation that the tensors have, with what the metadata of their files say.
 
     Raises FormatError if that is no JSON object.
@@ -226,17 +225,17 @@ def with_metadata(config: Config | None, opened: Opened, where: str) -> Config |
 
 def _is_quantised(config: Config, specs: Specs) -> bool:
     """A stored format recognises the model."""
-    return not surely_plain(config, specs) and any(each.recognises(config, specs) for each in formats())
+    return not surely_plain(config, specs) and any(stored_format.recognises(config, specs) for stored_format in formats())
 
 
-def wrap(opened: Opened, config: Config | None, where: str) -> Wrapped:
+def wrap(opened: OpenedFiles, config: Config | None, where: str) -> Wrapped:
     """The tensors of a model, decoded by the first stored format that recognises them, else as stored. Without config.json it
     stays so."""
     source, described = opened.source, with_metadata(config, opened, where) or {}
     if surely_plain(described, source.specs):
         return Wrapped(source, config)
-    for each in formats():
-        if each.recognises(described, source.specs):
-            found = each.read(source, described, where)
-            return replace(found, kind=each.title, config=None if config is None else found.config)
+    for stored_format in formats():
+        if stored_format.recognises(described, source.specs):
+            wrapped = stored_format.read(source, described, where)
+            return replace(wrapped, kind=stored_format.title, config=None if config is None else wrapped.config)
     return Wrapped(source, config, broken() if config_entries(config or {}) else ())

@@ -19,18 +19,18 @@ from weightsmith._base.errors import NonFinite, Unsupported
 from weightsmith._base.files import Extent, Opener, open_local, show
 from weightsmith._base.tensors import DTYPES, DType, TensorSpec
 from weightsmith._files.copied import TRAINING
-from weightsmith._files.hf_folder import Weights, choose_weights
+from weightsmith._files.hf_folder import FolderWeights, choose_weights
 from weightsmith._files.pytorch import SUFFIXES, StoredView, read_pickle_header, read_view
 from weightsmith._files.safetensors import Header, read_header
 from weightsmith._models.sources.files import FileTensors, PlainFiles, SourceFile, unite
 from weightsmith._plans import PLAIN
-from weightsmith.abc.files import FileKind, Index, Opened
 from weightsmith.abc.stored import Bytes, Encoding, Kind, Rows, StoredFormat
+from weightsmith.abc.tensors import FileKind, Index, OpenedFiles
 
 # ---- safetensors: one file, or shards with or without an index
 
 
-def open_safetensors(paths: Sequence[Path], index: Index | None, where: str, open_file: Opener = open_local) -> Opened:
+def open_safetensors(paths: Sequence[Path], index: Index | None, where: str, open_file: Opener = open_local) -> OpenedFiles:
     """The tensors of safetensors files; paths in natural order. Reads and checks only headers.
 
     `metadata` is the files' `__metadata__` without keys on which files disagree. Raises as `read_header` and `unite`.
@@ -38,7 +38,7 @@ def open_safetensors(paths: Sequence[Path], index: Index | None, where: str, ope
     headers = {path: read_header(path, open_file) for path in paths}
     stored = unite((header.tensors for header in headers.values()), paths[0].parent, index)
     files = [SourceFile(path, header.state, header.digest) for path, header in headers.items()]
-    return Opened(PlainFiles(stored, files, where), _common_metadata(headers.values()))
+    return OpenedFiles(PlainFiles(stored, files, where), _common_metadata(headers.values()))
 
 
 def _common_metadata(headers: Iterable[Header]) -> dict[str, str]:
@@ -87,7 +87,7 @@ class StoredViews(FileTensors[StoredView]):
         read_view(partial(self._files.read, tensor.file, tensor.spec.name), tensor, start_byte, out)
 
 
-def choose_pytorch(names: Sequence[str], where: str) -> Weights | None:
+def choose_pytorch(names: Sequence[str], where: str) -> FolderWeights | None:
     """The PyTorch files that hold the model, or None. Optimizer states and similar files are not weights.
 
     Raises Unsupported for Meta's `consolidated.00.pth`, `.01.pth`, …, which hold slices of each tensor, else as
@@ -103,7 +103,7 @@ def choose_pytorch(names: Sequence[str], where: str) -> Weights | None:
     return chosen
 
 
-def open_pytorch(paths: Sequence[Path], index: Index | None, where: str, open_file: Opener = open_local) -> Opened:
+def open_pytorch(paths: Sequence[Path], index: Index | None, where: str, open_file: Opener = open_local) -> OpenedFiles:
     """The tensors of PyTorch files; paths in natural order. Reads and checks only pickles and zip directories.
 
     Raises as `read_pickle_header` and `unite`.
@@ -112,7 +112,7 @@ def open_pytorch(paths: Sequence[Path], index: Index | None, where: str, open_fi
     stored = unite((header.tensors for header in headers.values()), paths[0].parent, index)
     files = [SourceFile(path, header.state, header.digest) for path, header in headers.items()]
     notes = tuple(note for header in headers.values() for note in header.notes)
-    return Opened(StoredViews(stored, files, where), notes=notes)
+    return OpenedFiles(StoredViews(stored, files, where), notes=notes)
 
 
 # ---- writing

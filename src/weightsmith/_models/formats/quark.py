@@ -45,8 +45,8 @@ def read_entry(entry: Mapping[str, Any], place: str, where: str) -> tuple[list[S
     if isinstance(export, Mapping):
         setting(export, "weight_format", "real_quantized", ("real_quantized",), where)
     algorithms = entry.get("algo_config")
-    for each in algorithms if isinstance(algorithms, list) else [algorithms]:
-        if isinstance(each, Mapping) and (rotation := next((key for key in _ROTATIONS if each.get(key)), "")):
+    for algorithm in algorithms if isinstance(algorithms, list) else [algorithms]:
+        if isinstance(algorithm, Mapping) and (rotation := next((key for key in _ROTATIONS if algorithm.get(key)), "")):
             raise unsupported(f"Quark's weights with algo_config.{rotation} are not read: their inputs are rotated", where)
     return [_scheme(label, weights, where) for label, weights in _weights(entry, where)], []
 
@@ -55,8 +55,8 @@ def _weights(entry: Mapping[str, Any], where: str) -> Iterator[tuple[str, object
     """The settings of weights, each with its place in the entry."""
     settings: dict[str, object] = {"global_quant_config": entry.get("global_quant_config")}
     for key in ("layer_quant_config", "layer_type_quant_config"):
-        if isinstance(own := entry.get(key), Mapping):
-            settings |= {f"{key}.{name}": value for name, value in own.items()}
+        if isinstance(section := entry.get(key), Mapping):
+            settings |= {f"{key}.{name}": value for name, value in section.items()}
     for label, value in settings.items():
         if isinstance(value, Mapping) and value.get("bias") is not None:
             raise unsupported(f"Quark's quantised biases are not read ({show(label)})", where)
@@ -67,9 +67,9 @@ def _weights(entry: Mapping[str, Any], where: str) -> Iterator[tuple[str, object
 def _scheme(label: str, weights: object, where: str) -> Scheme:
     if not isinstance(weights, Mapping):
         raise unsupported(f"Quark's weights in several stages are not read ({show(label)})", where)
-    found = _SCHEMES.get((str(weights.get("dtype")), str(weights.get("qscheme"))))
-    if found is None:
-        kinds = ", ".join(f"{dtype} {scheme}" for dtype, scheme in _SCHEMES)
+    scheme = _SCHEMES.get((str(weights.get("dtype")), str(weights.get("qscheme"))))
+    if scheme is None:
+        kinds = ", ".join(f"{dtype} {kind}" for dtype, kind in _SCHEMES)
         what = f"Quark's weights with dtype {show(weights.get('dtype'))} {show(weights.get('qscheme'))} are not read"
         raise unsupported(f"{what}, only {kinds} ({show(label)})", where)
     required: dict[str, dict[str, object]] = {
@@ -80,7 +80,7 @@ def _scheme(label: str, weights: object, where: str) -> Scheme:
         setting(weights, key, None, (value,), where)
     if weights["qscheme"] == "per_channel":
         setting(weights, "ch_axis", 0, (0,), where)
-    return found
+    return scheme
 
 
 _READ = read_scaled(read_entry, unused=(f"weight{ZEROS}",))

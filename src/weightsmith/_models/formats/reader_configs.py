@@ -27,13 +27,13 @@ def older_config(config: Mapping[str, Any], scaling_key: str = "rope_type") -> d
     >>> older_config({"model_type": "qwen3_moe", "num_local_experts": 8})["num_experts"]
     8
     """
-    found = dict(config)
+    older = dict(config)
     if isinstance(config.get("text_config"), Mapping):
-        found["text_config"] = older_config(config["text_config"], scaling_key)
+        older["text_config"] = older_config(config["text_config"], scaling_key)
     for key, value in {**_rope(config, scaling_key), **_layers(config)}.items():
-        if found.get(key) is None:
-            found[key] = value  # None as well: some models of mlx-lm require the key
-    return found
+        if older.get(key) is None:
+            older[key] = value  # None as well: some models of mlx-lm require the key
+    return older
 
 
 def _rope(config: Mapping[str, Any], scaling_key: str) -> dict[str, Any]:
@@ -43,31 +43,31 @@ def _rope(config: Mapping[str, Any], scaling_key: str) -> dict[str, Any]:
         return {}
     full, sliding = rope.get("full_attention"), rope.get("sliding_attention")
     main = full if isinstance(full, Mapping) else rope
-    found = {key: main[key] for key in ("rope_theta", "partial_rotary_factor") if key in main}
+    older = {key: main[key] for key in ("rope_theta", "partial_rotary_factor") if key in main}
     if isinstance(full, Mapping) and isinstance(sliding, Mapping) and "rope_theta" in sliding:
-        found["rope_local_base_freq"] = sliding["rope_theta"]
+        older["rope_local_base_freq"] = sliding["rope_theta"]
     if config.get("model_type") == "gpt_neox":
         names = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
-        found |= {name: found[key] for key, name in names.items() if key in found}
+        older |= {name: older[key] for key, name in names.items() if key in older}
     kind = main.get("rope_type", main.get("type"))
-    found["rope_scaling"] = None
+    older["rope_scaling"] = None
     if kind not in (None, "default"):
         rest = {key: value for key, value in main.items() if key not in _DROPPED}
-        found["rope_scaling"] = {scaling_key: kind, **rest}
+        older["rope_scaling"] = {scaling_key: kind, **rest}
         if kind == "longrope" and "original_max_position_embeddings" in main:  # ExLlamaV2 asserts that it is there
-            found["original_max_position_embeddings"] = main["original_max_position_embeddings"]
-    return found
+            older["original_max_position_embeddings"] = main["original_max_position_embeddings"]
+    return older
 
 
 def _layers(config: Mapping[str, Any]) -> dict[str, Any]:
     """The older keys for the pattern of full attention and the number of experts."""
-    found = {}
+    older = {}
     kinds = config.get("layer_types")
     if isinstance(kinds, list) and "sliding_attention" in kinds and (pattern := full_attention_every(kinds)) is not None:
-        found["sliding_window_pattern"] = pattern
+        older["sliding_window_pattern"] = pattern
     if str(config.get("model_type")).startswith("qwen") and "num_local_experts" in config:
-        found["num_experts"] = config["num_local_experts"]
-    return found
+        older["num_experts"] = config["num_local_experts"]
+    return older
 
 
 def full_attention_every(kinds: Sequence[Any]) -> int | None:

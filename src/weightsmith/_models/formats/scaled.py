@@ -110,15 +110,15 @@ class Scheme:
         (rows, cols), name, codes = spec.shape, spec.name, DTYPES[self.codes]
         high, wide = self.block_of(rows, cols)
         grid = -(-rows // high), -(-cols // wide)
-        found = [
+        specs = [
             TensorSpec(name + (PACKED if self.packed else ""), codes, (rows, cols * self.bits // (8 * codes.itemsize))),
             TensorSpec(name + self.suffixes[0], DTYPES[scale], (1,) if self.block == TENSOR else grid),
         ]
         if self.shaped:
-            found.append(TensorSpec(name + SHAPE, DTYPES["I64"], (2,)))
+            specs.append(TensorSpec(name + SHAPE, DTYPES["I64"], (2,)))
         if self.divided:
-            found.append(TensorSpec(name + DIVISOR, DTYPES["F32"], (1,)))
-        return tuple(found)
+            specs.append(TensorSpec(name + DIVISOR, DTYPES["F32"], (1,)))
+        return tuple(specs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,8 +258,8 @@ def read_scaled(
         choose = partial(_chosen, stored, groups(entry, where))
         weights = [_weight(spec, specs, schemes, dtype, where, choose) for spec in codes]
         if not weights:
-            wanted = " or ".join(dict.fromkeys(scheme.codes for scheme in schemes))
-            what = f"{place} in config.json says that the weights are quantised, and no tensor is {wanted}"
+            expected = " or ".join(dict.fromkeys(scheme.codes for scheme in schemes))
+            what = f"{place} in config.json says that the weights are quantised, and no tensor is {expected}"
             raise FormatError(what, where=where, fix=f"Remove {place} from config.json, if the weights are plain numbers.")
         foreign = [name for name in specs if name.rpartition(".")[2] in unused]
         dropped = [name for name in specs if name.rpartition(".")[2] in _UNUSED or name.endswith("_proj_activation_scale")]
@@ -298,16 +298,16 @@ def _weight(
     fitting = [scheme for scheme in schemes if (scheme.packed, scheme.codes) == (packed, spec.dtype.name)]
     stacked = len(spec.shape) == 3 and not packed
     if not fitting or not (len(spec.shape) == 2 or stacked):
-        wanted = ", ".join(dict.fromkeys(scheme.codes for scheme in schemes if scheme.packed == packed))
+        expected = ", ".join(dict.fromkeys(scheme.codes for scheme in schemes if scheme.packed == packed))
         what = f"tensor {show(spec.name)} is {list(spec.shape)} {spec.dtype}; "
-        what += f"only matrices of {wanted} are read as codes" if wanted else "config.json says nothing of such codes"
+        what += f"only matrices of {expected} are read as codes" if expected else "config.json says nothing of such codes"
         raise unsupported(what, where)
     module = name.removesuffix(".weight")
     names = [(module if suffix[0] == "." else name) + suffix for scheme in fitting for suffix in scheme.suffixes]
-    scale = next((specs[each] for each in names if each in specs), None)
+    scale = next((specs[scale_name] for scale_name in names if scale_name in specs), None)
     if scale is None:
-        wanted = " or ".join(map(show, dict.fromkeys(names)))
-        raise damaged(f"tensor {show(spec.name)} is {spec.dtype}, and has no scale {wanted}", where)
+        expected = " or ".join(map(show, dict.fromkeys(names)))
+        raise damaged(f"tensor {show(spec.name)} is {spec.dtype}, and has no scale {expected}", where)
     dtypes = tuple(dict.fromkeys(dtype for scheme in fitting for dtype in scheme.scales))
     if scale.dtype.name not in dtypes:
         raise unsupported(f"scale {show(scale.name)} is {scale.dtype}, and only {', '.join(dtypes)} are read", where)
@@ -316,25 +316,25 @@ def _weight(
     candidates: dict[ScaledWeight, list[str]] = {}
     for scheme in fitting:
         candidates.setdefault(_described(name, spec, scale.name, scheme, dtype), []).append(scheme.group)
-    found = choose({made: groups for made, groups in candidates.items() if scale.shape in _spellings(made.grid)})
-    if len(found) != 1:
-        raise _no_choice(spec, scale, candidates, found, where)
-    _check_part(found[0].extent, _INTEGERS, [(2,)], specs, spec, where)
-    for factor in (found[0].divisor, found[0].factor):
+    choices = choose({weight: groups for weight, groups in candidates.items() if scale.shape in _spellings(weight.grid)})
+    if len(choices) != 1:
+        raise _no_choice(spec, scale, candidates, choices, where)
+    _check_part(choices[0].extent, _INTEGERS, [(2,)], specs, spec, where)
+    for factor in (choices[0].divisor, choices[0].factor):
         _check_part(factor, ("F32",), [(1,), ()], specs, spec, where)
-    words = -(-found[0].spec.shape[0] * found[0].bits // 32)
-    _check_part(found[0].zeros, ("I32",), [(words, found[0].grid[1])], specs, spec, where)
-    return found[0]
+    words = -(-choices[0].spec.shape[0] * choices[0].bits // 32)
+    _check_part(choices[0].zeros, ("I32",), [(words, choices[0].grid[1])], specs, spec, where)
+    return choices[0]
 
 
 def _no_choice(
-    spec: TensorSpec, scale: TensorSpec, candidates: Candidates, found: Sequence[ScaledWeight], where: str
+    spec: TensorSpec, scale: TensorSpec, candidates: Candidates, choices: Sequence[ScaledWeight], where: str
 ) -> FormatError:
-    """The error of scales that fit no scheme, or several. found: what is left of the candidates."""
-    grids = " or ".join(str(list(grid)) for grid in dict.fromkeys(made.grid for made in candidates))
+    """The error of scales that fit no scheme, or several. choices: what is left of the candidates."""
+    grids = " or ".join(str(list(grid)) for grid in dict.fromkeys(weight.grid for weight in candidates))
     problem = f"and its blocks need {grids or 'none'}"
-    if found:
-        fits = " and ".join(f"{made.kind} in blocks of {list(made.block)}" for made in found)
+    if choices:
+        fits = " and ".join(f"{weight.kind} in blocks of {list(weight.block)}" for weight in choices)
         problem = f"which fits {fits}, and nothing tells which it is"
     return damaged(f"scale {show(scale.name)} of {show(spec.name)} {list(spec.shape)} is {list(scale.shape)}, {problem}", where)
 
@@ -342,22 +342,22 @@ def _no_choice(
 def _chosen(stored: Tensors, group_of: Callable[[str], str], candidates: Candidates) -> Sequence[ScaledWeight]:
     """What a weight is, if its scales leave a choice: by the other tensors that it needs, by its stored shape, and if that is
     not on this disk, by the group of its module."""
-    found = list(candidates)
-    if len(found) < 2:
-        return found
-    complete = [made for made in found if _is_complete(made, stored.specs)]
+    weights = list(candidates)
+    if len(weights) < 2:
+        return weights
+    complete = [weight for weight in weights if _is_complete(weight, stored.specs)]
     if len(complete) == 1:
         return complete
-    left = complete or found
-    if (shape := _stored_shape(stored, left[0].extent)) is not None:
-        return [made for made in left if list(made.spec.shape) == shape] or left
-    group = group_of(left[0].spec.name.removesuffix(".weight"))
-    return [made for made in left if group and group in candidates[made]] or left
+    fitting = complete or weights
+    if (shape := _stored_shape(stored, fitting[0].extent)) is not None:
+        return [weight for weight in fitting if list(weight.spec.shape) == shape] or fitting
+    group = group_of(fitting[0].spec.name.removesuffix(".weight"))
+    return [weight for weight in fitting if group and group in candidates[weight]] or fitting
 
 
-def _is_complete(made: ScaledWeight, specs: Specs) -> bool:
+def _is_complete(weight: ScaledWeight, specs: Specs) -> bool:
     """All tensors that the weight consists of are there, and no zero points beside them."""
-    return all(name in specs for name in made.stored) and (made.spec.name + ZEROS in specs) == bool(made.zeros)
+    return all(name in specs for name in weight.stored) and (weight.spec.name + ZEROS in specs) == bool(weight.zeros)
 
 
 def _stored_shape(stored: Tensors, name: str) -> list[int] | None:
@@ -365,8 +365,8 @@ def _stored_shape(stored: Tensors, name: str) -> list[int] | None:
     spec = stored.specs.get(name)
     if spec is None or spec.shape != (2,) or spec.dtype.name not in _INTEGERS or stored.extents(name, 0, spec.nbytes):
         return None
-    found = read_if_here(stored, name)
-    return None if found is None else [int(n) for n in found]
+    shape = read_if_here(stored, name)
+    return None if shape is None else [int(n) for n in shape]
 
 
 def _stacked(spec: TensorSpec, scale: TensorSpec, schemes: Sequence[Scheme], dtype: DType, where: str) -> ScaledWeight:
@@ -396,9 +396,9 @@ def _check_part(
     part = specs.get(name)
     if not name or (part is not None and part.dtype.name in dtypes and part.shape in shapes):
         return
-    found = "missing" if part is None else f"{list(part.shape)} {part.dtype}"
+    stored_part = "missing" if part is None else f"{list(part.shape)} {part.dtype}"
     needed = f"{list(shapes[0])} {dtypes[0]}"
-    raise damaged(f"{show(name)} is {found}, and the codes {show(codes.name)} need it to be {needed}", where)
+    raise damaged(f"{show(name)} is {stored_part}, and the codes {show(codes.name)} need it to be {needed}", where)
 
 
 def _described(name: str, spec: TensorSpec, scale: str, scheme: Scheme, dtype: DType) -> ScaledWeight:

@@ -46,8 +46,8 @@ def describe_codes(specs: Specs) -> str | None:
         if _is_integer_weight(spec):
             return f"{spec.dtype} codes in an unknown layout (tensor {show(spec.name)})"
     for codes, scale in _pairs(specs):
-        beside = f"beside {show(scale.name)} {scale.dtype} {list(scale.shape)}"
-        return f"{codes.dtype} codes in an unknown layout, {beside} (tensor {show(codes.name)})"
+        scale_text = f"beside {show(scale.name)} {scale.dtype} {list(scale.shape)}"
+        return f"{codes.dtype} codes in an unknown layout, {scale_text} (tensor {show(codes.name)})"
     return None
 
 
@@ -135,5 +135,5 @@ def _is_scale(name: str, stem: str, codes: TensorSpec) -> bool:
     rest = name.removeprefix(stem).lower()
     if any(word in rest for word in _HARMLESS_WORDS):
         return False
-    beside = stem == codes.name or not rest.startswith("_") or not stem
-    return (beside and codes.dtype.name in _FLOAT8) or any(word in rest for word in _SCALE_WORDS)
+    belongs = stem == codes.name or not rest.startswith("_") or not stem
+    return (belongs and codes.dtype.name in _FLOAT8) or any(word in rest for word in _SCALE_WORDS)

@@ -23,10 +23,8 @@ from weightsmith._files.copied import is_tokenizer
 from weightsmith._models.card import CARD_NAME
 from weightsmith._models.checkpoint import Checkpoint, HubModel, ModelFolder, locate, open_place
 from weightsmith._models.formats.opening import open_file
-from weightsmith._models.lora.forms import Pair
-from weightsmith._models.lora.keys import check_config
-from weightsmith._models.lora.layouts import Layouts
-from weightsmith._models.lora.patterns import Patterns
+from weightsmith._models.lora.config import Layouts, ModulePatterns, check_config
+from weightsmith._models.lora.forms import FactorNames
 from weightsmith._models.structure.configs import finite_number, whole_number
 
 if TYPE_CHECKING:
@@ -79,7 +77,7 @@ class Stacked:
 
 
 @dataclass(frozen=True, slots=True)
-class Parameter:
+class ExpertParameter:
     """A parameter that factors of experts may belong to, and what the config says of these.
 
     name     after the module's
@@ -102,7 +100,7 @@ class FileNames:
     """
 
     flat: bool
-    pairs: Mapping[str, Pair]
+    pairs: Mapping[str, FactorNames]
     alphas: Set[str]
 
 
@@ -126,7 +124,7 @@ class Adapter:
     replacements: Mapping[str, str] = field(default_factory=dict)
     transposed: bool = False
     stacked: Mapping[str, tuple[Stacked, ...]] = field(default_factory=dict)
-    parameters: Mapping[str, tuple[Parameter, ...]] = field(default_factory=dict)
+    parameters: Mapping[str, tuple[ExpertParameter, ...]] = field(default_factory=dict)
     weights: Set[str] = frozenset()
     saved: Set[str] = frozenset()
     file: FileNames | None = None
@@ -286,12 +284,14 @@ def _of_parameters(module: str, targets: Iterable[tuple[str, str]], *, plain: bo
     return any(not plain if name == "weight" or not end else f".{module}".endswith(f".{end}") for end, name in targets)
 
 
-def _parameters(module: str, targets: Iterable[tuple[str, str]], scalings: Scalings, layouts: Layouts) -> Iterator[Parameter]:
+def _parameters(
+    module: str, targets: Iterable[tuple[str, str]], scalings: Scalings, layouts: Layouts
+) -> Iterator[ExpertParameter]:
     for end, name in targets:
         if not end or f".{module}".endswith(f".{end}"):
             full = f"{module}.{name}"
             layouts.check(module, name)
-            yield Parameter(name, scalings.rank(full), scalings.of(full), layouts.grouped(name))
+            yield ExpertParameter(name, scalings.rank(full), scalings.of(full), layouts.grouped(name))
 
 
 def _magnitude_problem(
@@ -340,9 +340,9 @@ class Scalings:
             raise FormatError(f"{key} is {show(value)}, not a finite number", where=self._where, fix=_REPAIR)
         return float(alpha)
 
-    def _patterns(self, config: Mapping[str, Any], key: str, number: Callable[[str, object], float]) -> Patterns:
+    def _patterns(self, config: Mapping[str, Any], key: str, number: Callable[[str, object], float]) -> ModulePatterns:
         value = config.get(key) or {}
         if not isinstance(value, dict):
             raise FormatError(f"{key} is {show(value)}, not an object", where=self._where, fix=_REPAIR)
         numbers = {text: number(f"{key} of {show(text)}", stated) for text, stated in value.items()}
-        return Patterns(numbers, key, self._where)
+        return ModulePatterns(numbers, key, self._where)

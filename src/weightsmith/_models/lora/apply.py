@@ -13,7 +13,7 @@ from typing import Any
 
 from weightsmith._base.errors import Finding, ShapeError, nearest
 from weightsmith._base.files import same_bytes, show
-from weightsmith._base.groups import grouped
+from weightsmith._base.idioms import grouped
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._base.text import count
 from weightsmith._models.checkpoint import Checkpoint, ModelFolder
@@ -26,8 +26,18 @@ from weightsmith._models.structure import analyse
 from weightsmith._models.structure.configs import replace_value
 from weightsmith._models.structure.fused import SubMatrix, fused_names, fused_parts
 from weightsmith._models.structure.projections import UNMIXTRAL
-from weightsmith._models.structure.task_heads import class_of, is_other_head, is_task_head, labels_matrix, set_class
-from weightsmith._models.structure.vocabulary import is_embedding, is_head, is_vocabulary, tie_flag, untie
+from weightsmith._models.structure.vocabulary import (
+    class_of,
+    is_embedding,
+    is_head,
+    is_other_head,
+    is_task_head,
+    is_vocabulary,
+    labels_matrix,
+    set_class,
+    tie_flag,
+    untie,
+)
 
 _SHOWN = 8  # problems that a message lists
 _BEGINNINGS = 100  # of names that are tried; models have up to ten

@@ -24,11 +24,11 @@ from itertools import count, permutations, takewhile
 
 from weightsmith._base.errors import Unsupported
 from weightsmith._base.files import show
-from weightsmith._base.groups import grouped
+from weightsmith._base.idioms import grouped
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._models.checkpoint import Checkpoint
-from weightsmith._models.lora.adapter import Adapter, Parameter, Stacked
-from weightsmith._models.lora.layouts import transposed_of
+from weightsmith._models.lora.adapter import Adapter, ExpertParameter, Stacked
+from weightsmith._models.lora.config import transposed_of
 from weightsmith._models.sources.adapted import Update
 from weightsmith._models.structure.projections import GATED, MIXTRAL
 
@@ -59,7 +59,9 @@ class ExpertPlace:
         shapes = (self.experts * rank, inputs), (outputs, rank * self.experts)
         return (specs[factors.a].shape, specs[factors.b].shape) == shapes
 
-    def updates(self, base: Specs, factors: Stacked, parameter: Parameter, *, transposed: bool) -> Iterator[tuple[str, Update]]:
+    def updates(
+        self, base: Specs, factors: Stacked, parameter: ExpertParameter, *, transposed: bool
+    ) -> Iterator[tuple[str, Update]]:
         """What is added to which tensor."""
         for e in range(self.experts):
             one = Update(
@@ -134,7 +136,7 @@ def _apart(module: str, parameter: str, expert: int) -> Iterator[tuple[str, ...]
         yield tuple(f"{mixtral}.{expert}.{MIXTRAL[name]}.weight" for name in halves)
 
 
-Assignment = list[tuple[ExpertPlace, Parameter, Stacked]]
+Assignment = list[tuple[ExpertPlace, ExpertParameter, Stacked]]
 
 
 def match_stacked(
@@ -211,7 +213,7 @@ def _first(ways: Sequence[Assignment]) -> Assignment:
 
 
 def _ways(
-    specs: Specs, levels: Sequence[Stacked], places: Sequence[tuple[ExpertPlace, Parameter]], *, transposed: bool
+    specs: Specs, levels: Sequence[Stacked], places: Sequence[tuple[ExpertPlace, ExpertParameter]], *, transposed: bool
 ) -> Iterator[Assignment]:
     """The ways to give each of a module's factors a parameter of its own, of the right shape."""
     for chosen in permutations(places, len(levels)):

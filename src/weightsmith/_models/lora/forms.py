@@ -16,7 +16,7 @@ from weightsmith._base.text import count
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class FactorNames:
     """How the factors of a module are named: its name, and one of two endings. The update of its weight is B @ A.
 
     a, b       endings of A [rank, inputs] and B [outputs, rank]
@@ -29,15 +29,15 @@ class Pair:
 
 
 PAIRS = (
-    Pair(".lora_A.weight", ".lora_B.weight"),  # PEFT, diffusers, AI Toolkit
-    Pair(".lora_A.default.weight", ".lora_B.default.weight"),  # PEFT, while it trains
-    Pair(".lora_embedding_A", ".lora_embedding_B", embedding=True),
-    Pair(".lora_embedding_A.default", ".lora_embedding_B.default", embedding=True),
-    Pair(".lora_down.weight", ".lora_up.weight"),  # kohya's scripts, musubi-tuner
-    Pair(".lora.down.weight", ".lora.up.weight"),  # diffusers, with to_q.lora.down
-    Pair(".lora_linear_layer.down.weight", ".lora_linear_layer.up.weight"),  # diffusers, text encoders
-    Pair("_lora.down.weight", "_lora.up.weight"),  # diffusers until 2023: attn1.processor.to_q_lora.down
-    Pair(".lora_A", ".lora_B"),  # genmo's Mochi
+    FactorNames(".lora_A.weight", ".lora_B.weight"),  # PEFT, diffusers, AI Toolkit
+    FactorNames(".lora_A.default.weight", ".lora_B.default.weight"),  # PEFT, while it trains
+    FactorNames(".lora_embedding_A", ".lora_embedding_B", embedding=True),
+    FactorNames(".lora_embedding_A.default", ".lora_embedding_B.default", embedding=True),
+    FactorNames(".lora_down.weight", ".lora_up.weight"),  # kohya's scripts, musubi-tuner
+    FactorNames(".lora.down.weight", ".lora.up.weight"),  # diffusers, with to_q.lora.down
+    FactorNames(".lora_linear_layer.down.weight", ".lora_linear_layer.up.weight"),  # diffusers, text encoders
+    FactorNames("_lora.down.weight", "_lora.up.weight"),  # diffusers until 2023: attn1.processor.to_q_lora.down
+    FactorNames(".lora_A", ".lora_B"),  # genmo's Mochi
 )
 
 ALPHA = ".alpha"
@@ -114,7 +114,7 @@ def as_matrix(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (shape[0], math.prod(shape[1:])) if len(shape) > 2 else shape
 
 
-def split_factor(name: str) -> tuple[str, str, Pair] | None:
+def split_factor(name: str) -> tuple[str, str, FactorNames] | None:
     """The module of a factor, `A` or `B`, and how it is named; None for another tensor.
 
     >>> split_factor("lora_unet_mid_block_attn.lora_up.weight")[:2], split_factor("model.norm.weight")

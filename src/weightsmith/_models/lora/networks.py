@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 
 from weightsmith._base.errors import Finding, Unsupported
-from weightsmith._base.groups import grouped
+from weightsmith._base.idioms import grouped
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._base.text import count
 from weightsmith._models.structure.fused import SubMatrix
@@ -94,7 +94,7 @@ def network_of(module: str, *, flat: bool) -> tuple[Network, str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class NetworkPlaces:
     """Where the modules of a file are in a model.
 
     names  module → the tensor of its weight; or a name that the model does not have
@@ -107,7 +107,7 @@ class Places:
     notes: tuple[Finding, ...]
 
 
-def find_places(modules: Mapping[str, Shape], base: Specs, ref: str, name: str, *, flat: bool) -> Places:
+def find_places(modules: Mapping[str, Shape], base: Specs, ref: str, name: str, *, flat: bool) -> NetworkPlaces:
     """Find the modules of a file in a model.
 
     modules    → outputs and inputs, of convolutions with their kernel
@@ -132,7 +132,7 @@ def find_places(modules: Mapping[str, Shape], base: Specs, ref: str, name: str, 
         if network in pools:
             names[module] = pools[network].find(tensors) or f"{tensors}.weight"
             parts |= pools[network].part(names[module])
-    return Places(names, parts, notes)
+    return NetworkPlaces(names, parts, notes)
 
 
 def _left_out(network: Network, modules: int, ref: str, name: str) -> Finding:

@@ -2,9 +2,8 @@
 
 files.py    tensors stored as plain bytes in files
 adapted.py  a source with a LoRA adapter applied
-selected.py some tensors of a source, under other names
-foldered.py the sources of a folder and of its subfolders, as one
-memory.py   state dicts; `_files/views.py` streams the bytes of a tensor in memory
+composed.py some tensors of a source, under other names; a folder and its subfolders, as one; state dicts. `_files/views.py`
+            streams the bytes of a tensor in memory
 
 A new file format is part of a stored format (`abc.stored.StoredFormat`): safetensors' and PyTorch's are in `formats/plain.py`.
 Test a source with a subclass of `weightsmith.testing.SourceTests`.
@@ -12,6 +11,6 @@ Test a source with a subclass of `weightsmith.testing.SourceTests`.
 
 from __future__ import annotations
 
-from weightsmith.abc.files import FileKind as FileKind
-from weightsmith.abc.files import Opened as Opened
+from weightsmith.abc.tensors import FileKind as FileKind
+from weightsmith.abc.tensors import OpenedFiles as OpenedFiles
 from weightsmith.abc.tensors import Tensors as Tensors

@@ -1,12 +1,11 @@
 """Finds the layer stacks of a model from its tensor names, shapes and config.json, without a list of architectures.
 
     configs.py  traverses config.json
-    counts.py   the words of names; which keys of config.json hold a number of layers, and of which stack
-    stacks.py   which prefixes are stacks of layers
+    stacks.py   which prefixes are stacks of layers; which keys of config.json hold a number of layers, and of which stack
     model.py    `analyse` -> `Structure`: locate, rename, module_of, experts; modules (text decoder, vision tower ...)
-    vocabulary.py  embeddings and heads: names and tying
-    roles.py    how methods treat a tensor
-    fused.py    tensors that hold several matrices
+    vocabulary.py  embeddings and heads: names and tying; heads of classifiers
+    projections.py  the roles of projections, by their names
+    fused.py    how methods treat a tensor; tensors that hold several matrices
     perlayer.py lists and maps of config.json with one entry per layer
     rules.py    numbers of config.json that determine the kind of each layer (`first_k_dense_replace`)
     resize.py   `resize_config`: config.json after layers were dropped, repeated or reordered

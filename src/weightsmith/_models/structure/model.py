@@ -18,8 +18,7 @@ from typing import Any
 from weightsmith._base.errors import LayerError, UnknownName, nearest
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._models.structure.configs import sections, whole_numbers
-from weightsmith._models.structure.counts import INDEX
-from weightsmith._models.structure.stacks import TOWERS, Stack, StackKind, find_stacks, main_stack
+from weightsmith._models.structure.stacks import INDEX, TOWERS, Stack, StackKind, find_stacks, main_stack
 from weightsmith._models.structure.vocabulary import in_head
 
 # ---- Modules
@@ -34,7 +33,7 @@ _TEXT_PROJECTOR = re.compile(r"projector|multi_?modal|^(mm|vision|visual|image|i
 
 
 @dataclass(frozen=True, slots=True)
-class Modules:
+class Partition:
     """The modules of a model: `roots` maps dotted prefixes to modules; other tensors are assigned by name.
 
     names    module names in model order
@@ -94,7 +93,7 @@ def _root_of(stack: Stack, others: Sequence[Stack]) -> str:
     return ".".join(names[: min(shared + 1, len(names) - 1)])
 
 
-def find_modules(stacks: Sequence[Stack], main: Stack | None, loose: Iterable[str]) -> Modules:
+def find_modules(stacks: Sequence[Stack], main: Stack | None, loose: Iterable[str]) -> Partition:
     """The modules of a model, from its stacks and the names of the tensors outside them.
 
     >>> text = Stack("model.language_model.layers.", 2, "", "decoder")
@@ -107,7 +106,7 @@ def find_modules(stacks: Sequence[Stack], main: Stack | None, loose: Iterable[st
     """
     primary = [stack for stack in stacks if stack.kind != "other"]
     if len({stack.kind for stack in primary}) < 2:
-        return Modules((WHOLE,), {}, WHOLE, WHOLE, False, {"default": WHOLE})
+        return Partition((WHOLE,), {}, WHOLE, WHOLE, False, {"default": WHOLE})
     roots: dict[str, str] = {}
     kinds: dict[str, StackKind] = {}
     for stack in primary:
@@ -121,15 +120,15 @@ def find_modules(stacks: Sequence[Stack], main: Stack | None, loose: Iterable[st
         text = roots[_root_of(main, [other for other in primary if other.kind != main.kind])]
     text_roots = frozenset(root for root, name in roots.items() if name in text_modules)
     role = "multi_modal_projector" if towers else "shared"
-    draft = Modules((*kinds, role), roots, text, role, towers, {}, text_roots)
+    draft = Partition((*kinds, role), roots, text, role, towers, {}, text_roots)
     # A module may consist of a stack only (a resampler), without loose tensors.
     rest = _containers(draft, (*loose, *(stack.prefix + "x" for stack in stacks)))
     rest_name = rest[0] if len(rest) == 1 and rest[0] not in kinds else role
     names = (*kinds, *([rest_name] if rest else []))
-    return Modules(names, roots, text, rest_name, towers, _aliases(names, kinds, text, rest_name, role), text_roots)
+    return Partition(names, roots, text, rest_name, towers, _aliases(names, kinds, text, rest_name, role), text_roots)
 
 
-def _containers(draft: Modules, loose: Iterable[str]) -> list[str]:
+def _containers(draft: Partition, loose: Iterable[str]) -> list[str]:
     """The sub-modules of the rest: `model.visual.merger`, `shared`."""
     containers: dict[str, None] = {}
     for name in loose:
@@ -182,7 +181,7 @@ class Structure:
     aliases: Mapping[str, str]
     signatures: Mapping[str, tuple[int, ...]]
     tapered: frozenset[str]
-    _partition: Modules
+    _partition: Partition
     _expert_counts: frozenset[int]
     _by_prefix: Mapping[str, Stack] = field(repr=False)
 
@@ -342,7 +341,7 @@ _NUMBER = re.compile(r"\.\d+(?=\.)")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class LayerPlace:
     """Where a tensor is.
 
     stack   prefix of its stack, `model.layers.`; "" outside the layers
@@ -360,7 +359,7 @@ class Place:
         return f"{self.stack}{self.layer}" if self.stack else OUTSIDE
 
 
-def place_of(structure: Structure, name: str) -> Place:
+def place_of(structure: Structure, name: str) -> LayerPlace:
     """The place of a tensor.
 
     >>> from weightsmith._models.structure import analyse
@@ -372,8 +371,8 @@ def place_of(structure: Structure, name: str) -> Place:
     """
     position = structure.locate(name) or structure.extra(name)
     if position is None:
-        return Place("", -1, _NUMBER.sub("", name.removeprefix("model.").removesuffix(".weight")))
+        return LayerPlace("", -1, _NUMBER.sub("", name.removeprefix("model.").removesuffix(".weight")))
     stack, layer = position
     layer += stack.n_layers if structure.locate(name) is None else 0
     suffix = (structure.suffix(name) or "").removesuffix(".weight")
-    return Place(stack.prefix, layer, _NUMBER.sub("", f".{suffix}").removeprefix("."))
+    return LayerPlace(stack.prefix, layer, _NUMBER.sub("", f".{suffix}").removeprefix("."))

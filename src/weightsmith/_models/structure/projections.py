@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
-from weightsmith._base.groups import grouped
+from weightsmith._base.idioms import grouped
 
 ATTENTION = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),

@@ -13,7 +13,6 @@ from typing import Any
 
 from weightsmith._base.errors import LayerError, UnknownName, nearest
 from weightsmith._models.structure.configs import MAX_DEPTH, Path, section_at, sections, whole_number, whole_numbers
-from weightsmith._models.structure.counts import INDEX, find_counts, is_count_key, multiples, words
 from weightsmith._models.structure.model import Structure
 from weightsmith._models.structure.perlayer import (
     Remap,
@@ -29,7 +28,7 @@ from weightsmith._models.structure.perlayer import (
     move_stages,
 )
 from weightsmith._models.structure.rules import rules_for
-from weightsmith._models.structure.stacks import TOWERS, Stack
+from weightsmith._models.structure.stacks import INDEX, TOWERS, Stack, find_counts, is_count_key, multiples, words
 
 Explained = list[tuple[Hashable, ...]]
 """Kinds of the old layers, one tuple per list or number of the config that distinguishes layers."""

@@ -238,7 +238,7 @@ class PeriodOffset(Rule):
 
 
 @dataclass(frozen=True, slots=True)
-class Sparse(Rule):
+class SparseStep(Rule):
     """Every `decoder_sparse_step`-th layer has experts unless `mlp_only_layers` names it."""
 
     key: str = "decoder_sparse_step"
@@ -367,7 +367,7 @@ _RULES: tuple[Rule, ...] = (
     Period("interleave_moe_layer_step", "sparse", "dense", 1, ("moe_layers",), "moe_layers", numbers=True),
     PeriodOffset("attn_layer_period", "attn_layer_offset", "attention"),
     PeriodOffset("expert_layer_period", "expert_layer_offset", "expert", ("mlp_layer_types",)),
-    Sparse(),
+    SparseStep(),
     MoeSpan(),
     Cycle("block_types"),
     Cycle("sliding_window_pattern"),

@@ -7,28 +7,102 @@ and not guessed: the rule that splits text, and special tokens that are named in
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from weightsmith._base.errors import Unsupported
-from weightsmith._models.tokenizers.parts import (
-    BYTE_LEVEL,
-    FLAGS,
-    QWEN2_SPLIT,
-    Json,
-    bpe,
-    decoders,
-    first_prefix,
-    is_merge,
-    replace,
-    split,
-    template,
-    tokenizer_bytes,
-    ways,
-)
-from weightsmith._models.tokenizers.sentencepiece import SPACE, Kind, SentencePiece, read_sentencepiece
+from weightsmith._models.tokenizers.sentencepiece import SPACE, PieceKind, SentencePiece, read_sentencepiece
 from weightsmith._models.tokenizers.vocabulary import Vocabulary, json_object, main_file
+
+# ---- What parts of a tokenizer.json are made of, whatever file they come from
+
+
+Json = dict[str, Any]
+
+QWEN2_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+"""How Qwen 2 splits text: a regular expression."""
+
+FLAGS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+"""Flags that most added tokens have."""
+
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+
+
+# ---- parts
+
+
+def replace(pattern: Json, content: str) -> Json:
+    return {"type": "Replace", "pattern": pattern, "content": content}
+
+
+def split(*patterns: str, level: Json = BYTE_LEVEL) -> Json:
+    """The pre-tokenizer that splits a text by patterns in turn, and writes it in the characters of byte-level BPE."""
+    splits = [{"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False} for pattern in patterns]
+    return {"type": "Sequence", "pretokenizers": [*splits, level]}
+
+
+def bpe(vocab: Mapping[str, int], merges: Sequence[Any], **settings: Any) -> Json:
+    """A model of BPE."""
+    model = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None}
+    return model | {
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": False,
+        **settings,
+        "vocab": vocab,
+        "merges": merges,
+    }
+
+
+def ways(token: str, parts: Container[str]) -> list[tuple[str, str]]:
+    """The ways to put a token together from two parts."""
+    return [(token[:i], token[i:]) for i in range(1, len(token)) if token[:i] in parts and token[i:] in parts]
+
+
+def template(single: Sequence[tuple[str, int]], pair: Sequence[tuple[str, int]], ids: Mapping[str, int]) -> Json:
+    """The post-processor that puts special tokens around a text, and around two (`A` and `B`), each with its type."""
+
+    def entry(token: str, number: int) -> Json:
+        return {"Sequence" if token in ("A", "B") else "SpecialToken": {"id": token, "type_id": number}}
+
+    special = {token: {"id": token, "ids": [ids[token]], "tokens": [token]} for token, _ in single if token != "A"}
+    entries = {
+        "single": [entry(*token_and_type) for token_and_type in single],
+        "pair": [entry(*token_and_type) for token_and_type in pair],
+    }
+    return {"type": "TemplateProcessing", **entries, "special_tokens": special}
+
+
+def tokenizer_bytes(tokenizer: Json) -> bytes:
+    """A tokenizer.json. Without indentation, Python's JSON writer is ten times as fast, and takes half the memory."""
+    return json.dumps(tokenizer, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def decoders(*, prefixed: bool) -> list[Json]:
+    """What makes a text of SentencePiece's pieces. prefixed: without the space that is put before a text."""
+    steps = [replace({"String": SPACE}, " "), {"type": "ByteFallback"}, {"type": "Fuse"}]
+    return [*steps, *([{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefixed else [])]
+
+
+def is_merge(merge: Sequence[str], vocab: Mapping[str, int]) -> bool:
+    """Whether these are two tokens that give a third."""
+    return len(merge) == 2 and merge[0] in vocab and merge[1] in vocab and "".join(merge) in vocab
+
+
+def first_prefix() -> dict[str, Any]:
+    """The pre-tokenizer that puts a space before a text, but not after each special token in it.
+
+    It does so before spaces too, if they are marks by then: `Metaspace` by itself leaves out the prefix of a text that begins
+    with the mark, which SentencePiece and llama.cpp add. So the first one adds a plain space, and the second one marks it.
+    """
+
+    def metaspace(replacement: str, scheme: str) -> dict[str, Any]:
+        return {"type": "Metaspace", "replacement": replacement, "prepend_scheme": scheme, "split": False}
+
+    return {"type": "Sequence", "pretokenizers": [metaspace(" ", "first"), metaspace(SPACE, "never")]}
+
 
 NEVER = 1e4
 """Subtracted from the score of a unigram piece that no text gives: far below the sum of the scores of its characters."""
@@ -174,10 +248,10 @@ def _sentencepiece(
     first = prefix and settings.get("legacy") is False  # a space before the whole text only, not after each special token
     if model.bpe is None or not model.escape or model.suffix:
         raise _refused(vocabulary, name, "it is a SentencePiece model of words or characters, or writes spaces in another way")
-    defined = [piece.text for piece in model.pieces if piece.kind == Kind.USER_DEFINED]
+    defined = [piece.text for piece in model.pieces if piece.kind == PieceKind.USER_DEFINED]
     if prefix and any(SPACE in text for text in defined):
         raise _refused(vocabulary, name, "it adds a space before a text, and defines tokens of spaces")
-    if model.bpe and any(piece.kind == Kind.UNUSED for piece in model.pieces):
+    if model.bpe and any(piece.kind == PieceKind.UNUSED for piece in model.pieces):
         raise _refused(vocabulary, name, "it has pieces that are marked as unused")
     steps: list[Json] = []
     if model.charsmap:
@@ -211,13 +285,13 @@ def _pieces(model: SentencePiece) -> Json:
     """The model of a tokenizer.json with the pieces."""
     if not model.bpe:
         lowest = min(piece.score for piece in model.pieces) - NEVER
-        vocab = [[p.text, p.score if p.kind in (Kind.NORMAL, Kind.USER_DEFINED) else lowest] for p in model.pieces]
+        vocab = [[p.text, p.score if p.kind in (PieceKind.NORMAL, PieceKind.USER_DEFINED) else lowest] for p in model.pieces]
         return {"type": "Unigram", "unk_id": model.roles.get("unk"), "vocab": vocab, "byte_fallback": model.byte_fallback}
     # SentencePiece merges pairs of equal score from left to right. A longer piece before a shorter one does the same with runs
     # of spaces, whose pieces have equal scores in many models.
-    normal = [piece for piece in model.pieces if piece.kind == Kind.NORMAL]
+    normal = [piece for piece in model.pieces if piece.kind == PieceKind.NORMAL]
     ranked = sorted(normal, key=lambda piece: (-piece.score, -len(piece.text)))
-    unknown = next((piece.text for piece in model.pieces if piece.kind == Kind.UNKNOWN), None)
+    unknown = next((piece.text for piece in model.pieces if piece.kind == PieceKind.UNKNOWN), None)
     return bpe(
         model.ids,
         _merges([piece.text for piece in ranked]),

@@ -7,11 +7,48 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 
-from weightsmith._files.protobuf import fields
+# ---- Protocol buffers: the fields of a message, which is as much of the format as a SentencePiece model needs
+
+
+def fields(data: memoryview) -> Iterator[tuple[int, int | memoryview]]:
+    """Number and value of each field of a message: an integer, or the bytes of a fixed or stated length.
+
+    Raises ValueError for bytes that are no message.
+
+    >>> for number, value in fields(memoryview(bytes([8, 172, 2, 18, 1, 97]))):
+    ...     print(number, value if isinstance(value, int) else bytes(value))
+    1 300
+    2 b'a'
+    """
+    at = 0
+    while at < len(data):
+        tag, at = _varint(data, at)
+        kind = tag & 7
+        if kind == 0:
+            value, at = _varint(data, at)
+            yield tag >> 3, value
+            continue
+        length, at = _varint(data, at) if kind == 2 else ({1: 8, 5: 4}.get(kind, -1), at)
+        if length < 0 or at + length > len(data):
+            raise ValueError(f"a field of the type {kind} that does not fit")
+        yield tag >> 3, data[at : at + length]
+        at += length
+
+
+def _varint(data: memoryview, at: int) -> tuple[int, int]:
+    """The number that begins at a byte, seven bits in each, and the place behind it."""
+    value = 0
+    for shift, byte in zip(range(0, 70, 7), data[at:], strict=False):
+        value |= (byte & 0x7F) << shift
+        at += 1
+        if byte < 0x80:
+            return value, at
+    raise ValueError("a number that does not end, or has more than 64 bits")
+
 
 SPACE = "\u2581"
 """Stands for a space in pieces."""
@@ -20,7 +57,7 @@ _BPE = 2
 _ROLES = {"unk": (40, 0), "bos": (41, 1), "eos": (42, 2), "pad": (43, -1)}  # field, default
 
 
-class Kind(IntEnum):
+class PieceKind(IntEnum):
     """Types of pieces."""
 
     NORMAL = 1
@@ -32,8 +69,8 @@ class Kind(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """A token. kind: its type, a `Kind`, or another number."""
+class VocabularyPiece:
+    """A token. kind: its type, a `PieceKind`, or another number."""
 
     text: str
     score: float
@@ -55,7 +92,7 @@ class SentencePiece:
     suffix         the mark of a space ends a word; it does not begin one
     """
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[VocabularyPiece, ...]
     bpe: bool | None
     byte_fallback: bool
     roles: Mapping[str, int]
@@ -76,7 +113,7 @@ class SentencePiece:
 
 def read_sentencepiece(data: bytes) -> SentencePiece:
     """The model in the bytes of a file. Raises ValueError if there is none."""
-    pieces: list[Piece] = []
+    pieces: list[VocabularyPiece] = []
     trainer: dict[int, int | memoryview] = {}
     normalizer: dict[int, int | memoryview] = {}
     for key, value in fields(memoryview(data)):
@@ -107,9 +144,9 @@ def read_sentencepiece(data: bytes) -> SentencePiece:
     )
 
 
-def _piece(data: memoryview) -> Piece:
+def _piece(data: memoryview) -> VocabularyPiece:
     inner = dict(fields(data))
-    text, score, kind = inner.get(1, memoryview(b"")), inner.get(2, memoryview(bytes(4))), inner.get(3, Kind.NORMAL)
+    text, score, kind = inner.get(1, memoryview(b"")), inner.get(2, memoryview(bytes(4))), inner.get(3, PieceKind.NORMAL)
     if isinstance(text, int):
         raise ValueError("a piece whose text is a number")
     if isinstance(score, int) or len(score) != 4 or not isinstance(kind, int):
@@ -117,7 +154,7 @@ def _piece(data: memoryview) -> Piece:
     (number,) = struct.unpack("<f", score)
     if not math.isfinite(number):
         raise ValueError("a piece whose score is not finite")
-    return Piece(bytes(text).decode(), number, kind)
+    return VocabularyPiece(bytes(text).decode(), number, kind)
 
 
 def _signed(value: int | memoryview) -> int:

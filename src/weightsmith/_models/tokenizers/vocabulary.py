@@ -18,8 +18,36 @@ from typing import Any, Literal
 from weightsmith._base.errors import FormatError
 from weightsmith._base.files import read_bounded, show
 from weightsmith._base.strict_json import parse_object
-from weightsmith._models.tokenizers.parts import BYTES, byte_level, byte_of
-from weightsmith._models.tokenizers.sentencepiece import SPACE, Kind, read_sentencepiece
+from weightsmith._models.tokenizers.sentencepiece import SPACE, PieceKind, read_sentencepiece
+
+
+def _byte_characters() -> dict[str, int]:
+    """The character that byte-level BPE writes for each byte: itself if it is visible in Latin-1, else one from 256 on."""
+    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in set(visible)]
+    return {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
+
+
+BYTES = _byte_characters()
+"""Character → byte."""
+CHARACTERS = {byte: character for character, byte in BYTES.items()}
+"""Byte → character."""
+
+
+def byte_level(data: bytes) -> str:
+    """Some bytes as byte-level BPE writes them."""
+    return "".join(map(CHARACTERS.__getitem__, data))
+
+
+def byte_of(token: str) -> bytes | None:
+    """The byte that `<0x41>` stands for; None for any other token."""
+    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        try:
+            return bytes([int(token[3:5], 16)])
+        except ValueError:
+            pass
+    return None
+
 
 Family = Literal["byte-level BPE", "BPE", "SentencePiece BPE", "unigram", "WordPiece", "unknown"]
 
@@ -322,9 +350,9 @@ def _sentencepiece(data: bytes, label: str, name: str) -> tuple[dict[str, int], 
     except ValueError as error:
         raise _wrong(label, name, "is not a SentencePiece model") from error
     added: dict[str, Added] = {
-        piece.text: {"id": number, "content": piece.text, "special": piece.kind == Kind.CONTROL}
+        piece.text: {"id": number, "content": piece.text, "special": piece.kind == PieceKind.CONTROL}
         for number, piece in enumerate(model.pieces)
-        if piece.kind in (Kind.CONTROL, Kind.USER_DEFINED) and piece.text
+        if piece.kind in (PieceKind.CONTROL, PieceKind.USER_DEFINED) and piece.text
     }
     return model.ids, "SentencePiece BPE" if model.bpe else "unigram", added
 

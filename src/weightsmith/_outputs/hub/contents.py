@@ -8,7 +8,7 @@ from functools import cache
 from weightsmith._base.errors import NOTHING_WRITTEN, NotFound, PushFailed
 from weightsmith._files.hub import UNKNOWN, open_repository
 from weightsmith._files.remote.addresses import is_address
-from weightsmith._files.remote.files import RemoteFile
+from weightsmith._files.remote.folder import RemoteFile
 from weightsmith._outputs.compare import check_ours, compare
 from weightsmith._outputs.hub.address import MAIN, SCHEME, HubAddress, is_hub_address
 from weightsmith._outputs.hub.repository import Content, HubRepository

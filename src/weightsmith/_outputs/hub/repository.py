@@ -19,9 +19,8 @@ from urllib.parse import urlsplit
 
 from weightsmith._base.errors import NOTHING_WRITTEN, PushFailed, first_line
 from weightsmith._files.hub import bound_requests
-from weightsmith._files.remote.environment import check_hub
-from weightsmith._files.remote.failures import causes, lasting, no_panic, passes
-from weightsmith._files.remote.retries import Patience, retry
+from weightsmith._files.remote.addresses import check_hub
+from weightsmith._files.remote.retries import Patience, causes, lasting, no_panic, passes, retry
 from weightsmith._outputs.hub.address import MAIN, HubAddress
 from weightsmith._outputs.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest, decode_manifest
 

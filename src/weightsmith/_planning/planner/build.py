@@ -12,10 +12,10 @@ from types import MappingProxyType
 from typing import Any
 
 from weightsmith import _methods as methods
-from weightsmith._base.closing import Closing
 from weightsmith._base.errors import Finding, ParameterError, PlanError, WeightsmithError
 from weightsmith._base.files import exists, expand_user, is_folder
-from weightsmith._files.collector import collector_paused
+from weightsmith._base.idioms import Closing
+from weightsmith._files.safetensors import collector_paused
 from weightsmith._methods.base import Method
 from weightsmith._models.checkpoint import Checkpoint, open_checkpoint
 from weightsmith._planning import recipe as recipes
@@ -103,7 +103,7 @@ def _find_in(source: recipes.Source, options: RecipeOptions) -> Callable[[str], 
 
 
 def _folder_of(source: recipes.Source) -> Path:
-    if isinstance(source, recipes.Written):
+    if isinstance(source, recipes.WrittenRecipe):
         return source.folder
     on_disk = isinstance(source, os.PathLike) or (isinstance(source, str) and "\n" not in source)
     return Path(str(source)).parent if on_disk else Path()

@@ -9,8 +9,7 @@ from weightsmith._base.errors import Unsupported, WeightsmithError
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._methods.base import Method
 from weightsmith._models.lora.forms import find_factors
-from weightsmith._models.structure.fused import SubMatrix
-from weightsmith._models.structure.roles import role_of
+from weightsmith._models.structure.fused import SubMatrix, role_of
 from weightsmith._plans import CAST, COPY, JOIN, Block, Product, Settings, Step
 
 

@@ -25,7 +25,7 @@ from weightsmith._models.checkpoint import Checkpoint, locate, open_checkpoint
 from weightsmith._models.formats.opening import choose_kind, suffixes
 from weightsmith._models.lora.forms import find_factors
 from weightsmith._models.structure import Structure, analyse
-from weightsmith._models.structure.task_heads import is_other_head, is_task_head
+from weightsmith._models.structure.vocabulary import is_other_head, is_task_head
 from weightsmith._planning.planner.loading import built_names, installed
 from weightsmith._planning.recipe import SCHEDULED, Input, ModelRef, Recipe, Schedule, Slice
 

@@ -25,8 +25,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from weightsmith._base.closing import Closing
 from weightsmith._base.errors import Finding, LayerError, PlanError
+from weightsmith._base.idioms import Closing
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import Structure

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from weightsmith._base.closing import Closing
 from weightsmith._base.errors import UnknownName, WeightsmithError, nearest
 from weightsmith._base.files import expand_user, read_bounded
+from weightsmith._base.idioms import Closing
 from weightsmith._files.copied import MAX_COPIED_BYTES
 from weightsmith._models.checkpoint import Checkpoint, ModelFolder
 from weightsmith._models.structure import Structure

@@ -16,9 +16,9 @@ from weightsmith._base.files import show
 from weightsmith._base.strict_json import read_object
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._engine.products import find_kind
-from weightsmith._files.collector import collector_paused
 from weightsmith._files.containers import GGUF
 from weightsmith._files.copied import is_read
+from weightsmith._files.safetensors import collector_paused
 from weightsmith._methods import user_files
 from weightsmith._methods.base import Parameter
 from weightsmith._models.checkpoint import Checkpoint, HubModel, locate, open_checkpoint

@@ -32,9 +32,9 @@ from weightsmith._files.copied import is_tokenizer
 from weightsmith._files.subfolders import template_names
 from weightsmith._models.checkpoint import Checkpoint, check_links, open_checkpoint
 from weightsmith._models.structure import vocabulary
-from weightsmith._models.structure.counts import INDEX
+from weightsmith._models.structure.stacks import INDEX
 from weightsmith._models.tokenizers import (
-    Alignment,
+    RowAlignment,
     RowRule,
     United,
     Vocabulary,
@@ -54,8 +54,7 @@ from weightsmith._models.tokenizers.files import (
     template_of,
     with_added,
 )
-from weightsmith._models.tokenizers.matching import roles_of
-from weightsmith._models.tokenizers.union import Rows, is_marker, left_out
+from weightsmith._models.tokenizers.matching import Rows, is_marker, left_out, roles_of
 from weightsmith._models.tokenizers.vocabulary import MAX_FILE_BYTES, contents_of, digest_of
 from weightsmith._planning.planner.companions import CHOOSE_TOKENIZER, GENERATION, Companions, own_code
 from weightsmith._planning.planner.inputs import at, changed, find_model
@@ -99,7 +98,7 @@ class Aligned:
     labels: Sequence[str]
     configs: Sequence[Mapping[str, Any] | None]
     counts: Sequence[int]
-    alignment: Alignment | None
+    alignment: RowAlignment | None
     specs: list[Specs]
     where: str = "vocabulary"
     files: dict[str, bytes] = field(default_factory=dict)
@@ -134,7 +133,7 @@ class Aligned:
 class _Placer:
     """Turns reads into gathers. Equal tables are stored once."""
 
-    def __init__(self, aligned: Aligned, alignment: Alignment, counterpart: Callable[[str, int], str | None]) -> None:
+    def __init__(self, aligned: Aligned, alignment: RowAlignment, counterpart: Callable[[str, int], str | None]) -> None:
         self.models, self.counts = aligned.models, aligned.counts
         self.labels, self.configs, self.where = aligned.labels, aligned.configs, aligned.where
         self.alignment = alignment

@@ -2,49 +2,50 @@
 
     text ─ yaml.py ─▶ Node tree ─ walk.py ─▶ Recipe + every problem
 
-    kinds.py                                               the form of the grammar: Kind, Key, Level
-    single.py references.py parameters.py                  kinds of values: how each is read, its JSON Schema, its words
-    grammar.py moe_grammar.py                              the keys of each mapping; lists of numbers
-    misuse.py                                              what to say of keys that no mapping has
-    tuning.py                                              values to tune, in place of others
-    schema.py                                              the JSON Schema of it all
+    kinds.py                     the form of the grammar: Kind, Key, Level; kinds of single values: how each is read, its words
+    references.py parameters.py  models, texts and tokenizers; parameters of methods
+    grammar.py                   the keys of each mapping, of merges and of mixtures
+    walk.py                      reads a tree by the grammar, and knows what to say of keys that no mapping has
+    records.py                   what a recipe becomes; gradients
+    tuning.py                    values to tune, in place of others
+    schema.py                    the JSON Schema of it all
 
 A wrong value does not stop reading: all problems are reported at once, each with file, line and column.
 """
 
+from weightsmith._planning.recipe.grammar import GATE_MODES as GATE_MODES
 from weightsmith._planning.recipe.load import Command as Command
 from weightsmith._planning.recipe.load import Loaded as Loaded
 from weightsmith._planning.recipe.load import Source as Source
 from weightsmith._planning.recipe.load import StandardInput as StandardInput
 from weightsmith._planning.recipe.load import Template as Template
-from weightsmith._planning.recipe.load import Written as Written
+from weightsmith._planning.recipe.load import WrittenRecipe as WrittenRecipe
 from weightsmith._planning.recipe.load import copy_of as copy_of
 from weightsmith._planning.recipe.load import load as load
 from weightsmith._planning.recipe.load import load_recipe as load_recipe
 from weightsmith._planning.recipe.load import parse as parse
 from weightsmith._planning.recipe.load import read_template as read_template
-from weightsmith._planning.recipe.misuse import HARMLESS as HARMLESS
-from weightsmith._planning.recipe.misuse import OPTIONS as OPTIONS
-from weightsmith._planning.recipe.misuse import RETIRED as RETIRED
-from weightsmith._planning.recipe.moe_grammar import GATE_MODES as GATE_MODES
-from weightsmith._planning.recipe.nodes import Scalar as Scalar
+from weightsmith._planning.recipe.records import SCHEDULED as SCHEDULED
+from weightsmith._planning.recipe.records import Entry as Entry
 from weightsmith._planning.recipe.records import Expert as Expert
 from weightsmith._planning.recipe.records import Input as Input
 from weightsmith._planning.recipe.records import ModelRef as ModelRef
 from weightsmith._planning.recipe.records import Module as Module
 from weightsmith._planning.recipe.records import Parameters as Parameters
 from weightsmith._planning.recipe.records import Recipe as Recipe
+from weightsmith._planning.recipe.records import Schedule as Schedule
 from weightsmith._planning.recipe.records import Section as Section
+from weightsmith._planning.recipe.records import Setting as Setting
 from weightsmith._planning.recipe.records import Slice as Slice
 from weightsmith._planning.recipe.records import Surgery as Surgery
 from weightsmith._planning.recipe.records import TextRef as TextRef
 from weightsmith._planning.recipe.records import Tokenizer as Tokenizer
 from weightsmith._planning.recipe.records import TokenRule as TokenRule
 from weightsmith._planning.recipe.records import Upcycling as Upcycling
+from weightsmith._planning.recipe.records import gradient as gradient
+from weightsmith._planning.recipe.records import numeric as numeric
 from weightsmith._planning.recipe.tuning import Tunable as Tunable
-from weightsmith._planning.recipe.values import SCHEDULED as SCHEDULED
-from weightsmith._planning.recipe.values import Entry as Entry
-from weightsmith._planning.recipe.values import Schedule as Schedule
-from weightsmith._planning.recipe.values import Setting as Setting
-from weightsmith._planning.recipe.values import gradient as gradient
-from weightsmith._planning.recipe.values import numeric as numeric
+from weightsmith._planning.recipe.walk import HARMLESS as HARMLESS
+from weightsmith._planning.recipe.walk import OPTIONS as OPTIONS
+from weightsmith._planning.recipe.walk import RETIRED as RETIRED
+from weightsmith._planning.recipe.yaml import Scalar as Scalar

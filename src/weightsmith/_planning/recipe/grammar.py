@@ -8,15 +8,54 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+from typing import Any
 
-from weightsmith._planning.recipe.kinds import UNUSED, Key, Kind, Level, Walk, list_of, section
-from weightsmith._planning.recipe.nodes import Node, Pair, plain
+from weightsmith._base.errors import ParameterError
+from weightsmith._planning.recipe.kinds import (
+    DTYPE,
+    FLAG,
+    LAYER_RANGE,
+    METHOD_NAME,
+    TEXT,
+    TEXTS,
+    UNUSED,
+    Key,
+    Kind,
+    Level,
+    Schema,
+    Walk,
+    choice,
+    count,
+    list_of,
+    list_schema,
+    number,
+    section,
+)
 from weightsmith._planning.recipe.parameters import CONDITION, MODEL_PARAMETERS, PARAMETERS, SCHEDULE
-from weightsmith._planning.recipe.records import Input, ModelRef, Module, Recipe, Section, Slice, Tokenizer
-from weightsmith._planning.recipe.references import MEASURED_ON, MODEL, PATH, REFERENCE, TEXT_FILE
-from weightsmith._planning.recipe.single import DTYPE, LAYER_RANGE, METHOD_NAME, TEXT
-from weightsmith._planning.recipe.tokenizers import LEVELS as TOKENIZER_LEVELS
-from weightsmith._planning.recipe.tokenizers import SOURCE_OF_TOKENIZER, TOKENIZER
+from weightsmith._planning.recipe.records import (
+    Expert,
+    Input,
+    ModelRef,
+    Module,
+    Recipe,
+    Section,
+    Slice,
+    Surgery,
+    Tokenizer,
+    Upcycling,
+)
+from weightsmith._planning.recipe.references import LEVELS as TOKENIZER_LEVELS
+from weightsmith._planning.recipe.references import (
+    MEASURED_ON,
+    MODEL,
+    PATH,
+    REFERENCE,
+    SOURCE_OF_TOKENIZER,
+    TEXT_FILE,
+    TOKENIZER,
+)
+from weightsmith._planning.recipe.yaml import Node, Pair, float_of, plain
 
 MAX_RECIPE_DEPTH = 8
 """Recipes inside recipes. Named recipes, one after the other, have no such limit."""
@@ -191,3 +230,210 @@ def read_recipe(root: Node, text: str, walk: Walk) -> Recipe | None:
     values |= {"measured": values.get("text"), "text": text}  # `Recipe.text` is the recipe itself
     fields = {**values, "filename": walk.filename, "findings": tuple(walk.findings)}
     return Recipe(**fields, positions=positions, stages=walk.stages)
+
+
+# ---- The grammar of `weightsmith moe`, like `grammar.py`, and what its recipes become
+
+
+# ---- The kinds of lists of numbers: which experts, in which groups, with which weights; perhaps layer by layer.
+
+_EXAMPLES = {1: "[0, 2, 5]", 2: "[[0, 3], [1, 2]]"}
+
+
+def _lists(depth: int, *, whole: bool) -> tuple[Kind, Kind]:
+    """The kind of numbers in `depth` levels of lists, none of them empty; and that of a mapping of layers to these.
+
+    whole  expert numbers, from 0 on; else any finite numbers
+    """
+    example = f"Write {_EXAMPLES[depth]}."
+
+    def number(node: Node, key: Key, walk: Walk) -> float | None:
+        value = node.value
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(float_of(value)):
+            if not whole or (value == int(value) and value >= 0):
+                return int(value) if whole else float(value)
+        what = "whole numbers from 0 on" if whole else "finite numbers"
+        fix = "Write numbers from 0 on." if whole else ""
+        walk.wrong(node, key, what, fix, ParameterError)
+        return None
+
+    def listed(node: Node, key: Key, walk: Walk, levels: int = depth) -> Any:
+        if levels == 0:
+            return number(node, key, walk)
+        if not isinstance(node.value, tuple):
+            what = "a list of numbers" if levels == 1 else "a list of lists of numbers"
+            walk.wrong(node, key, what, example)
+            return None
+        if not node.value:
+            what = f"a group in {key.name!r} is empty" if levels < depth else f"{key.name!r} is empty"
+            walk.problem(what, node.where, example)
+            return None
+        read = [listed(item, key, walk, levels - 1) for item in node.value]
+        return None if None in read else tuple(read)
+
+    def by_layer(pair: Pair, key: Key, walk: Walk) -> dict[str, Any] | None:
+        value = pair.value.value
+        if not isinstance(value, dict) or not value:
+            fix = f"Write each layer under its number: {{0: {_EXAMPLES[depth]}}}."
+            walk.wrong(pair.value, key, "a mapping of layers", fix)
+            return None
+        lists = {layer: listed(inner.value, key, walk) for layer, inner in value.items()}
+        return None if None in lists.values() else lists
+
+    schema: Schema = {"type": "integer", "minimum": 0} if whole else {"type": "number"}
+    for _ in range(depth):
+        schema = list_schema(schema)
+    layers = {"type": "object", "additionalProperties": schema, "minProperties": 1}
+    words = f"a list of {'lists of ' * (depth - 1)}{'expert numbers' if whole else 'numbers'}"
+    every = Kind(lambda pair, key, walk: listed(pair.value, key, walk), schema, words)
+    return every, Kind(by_layer, layers, f"layers, each with {words}")
+
+
+EXPERTS, EXPERTS_BY_LAYER = _lists(1, whole=True)
+GROUPS, GROUPS_BY_LAYER = _lists(2, whole=True)
+WEIGHTS, WEIGHTS_BY_LAYER = _lists(2, whole=False)
+
+
+def _model_or_merge(pair: Pair, key: Key, walk: Walk) -> ModelRef | Recipe | None:
+    model: ModelRef | None = MODEL_OR_RECIPE.read(pair, key, walk)
+    return model and (walk.stages.get(model.path) or model)
+
+
+MODEL_OR_MERGE = Kind(_model_or_merge, MODEL_OR_RECIPE.schema, MODEL_OR_RECIPE.words)
+
+# ---- dense models in, a mixture of experts out
+
+GATE_MODES = ("router_input", "hidden", "hidden_avg", "hidden_last", "cheap_embed", "random", "uniform_random")
+"""How router weights are made; the first is used when none is named."""
+
+
+def _expert(section: Section) -> tuple[Expert, ...]:
+    """The experts of an entry: one for each copy."""
+    values = dict(section.values)
+    copies: int = values.pop("copies", 1)
+    return (Expert(values.pop("source_model"), section, **values),) * copies
+
+
+EXPERT = Level(
+    "expert",
+    "in an entry of 'experts'",
+    "One expert: a dense model whose MLP it gets, and the prompts it is for.",
+    (
+        Key("source_model", MODEL_OR_MERGE, "The model whose MLP becomes the expert, or a recipe of a merge.", required=True),
+        Key("positive_prompts", TEXTS, "What the expert is for: its router weights come from these."),
+        Key("negative_prompts", TEXTS, "What it is not for."),
+        Key(
+            "prompts_file",
+            TEXT,
+            "Text file of further positive prompts: one a paragraph, or cut by `prompt_tokens`. A relative path starts at the "
+            "recipe's folder.",
+        ),
+        Key("held_out_file", TEXT, "Text file in the same format, used only for the routing report."),
+        Key("noise_scale", number(0), "Standard deviation of normal noise added to its weights."),
+        Key("noise_fraction", number(0, 1), "Share of its weights, at random, that get noise; 1 by default."),
+        Key(
+            "drop_fraction",
+            number(0, 1),
+            "Drop-Upcycling: share of its neurons, chosen at random, that are redrawn from a normal distribution like theirs.",
+        ),
+        Key("residual_scale", number(), "Factor on its down projection, after the noise."),
+        Key(
+            "copies", count(maximum=1024), "Number of experts to create from this entry, each with its own noise; 1 by default."
+        ),
+    ),
+    make=_expert,
+)
+
+UPCYCLING = Level(
+    "upcycling",
+    "at the top level",
+    "A mixture of experts built from dense models.",
+    (
+        Key(
+            "base_model",
+            MODEL_OR_MERGE,
+            "Attention, norms, embeddings and tokenizer: a model, or a recipe of a merge.",
+            required=True,
+        ),
+        Key("experts", list_of(EXPERT), "The experts, in the order of the router's rows.", required=True),
+        Key("shared_experts", list_of(EXPERT), "Experts that every token goes through, where the architecture has them."),
+        Key("architecture", TEXT, "Of the output; by default the first that can hold these models."),
+        Key("gate_mode", choice(GATE_MODES), "How router weights are made; router_input by default."),
+        Key("prompt_tokens", count(), "Cut the text files of prompts into rows of so many tokens instead of paragraphs."),
+        Key("router_scale", number(0), "Factor on all router weights; 1 by default."),
+        Key(
+            "virtual_groups",
+            count(),
+            "Cut each MLP into so many experts, which the router chooses together; `experts_per_token` is a multiple of it.",
+        ),
+        Key("experts_per_token", count(), "Experts that each token is sent to; 2 by default, 1 of one."),
+        Key("dtype", DTYPE, "Dtype of the output; the base's by default."),
+        Key("name", TEXT, "A label; without effect."),
+    ),
+)
+
+# ---- a smaller mixture out of a mixture
+
+ROUTERS = ("first", "mean")
+"""Which router row a merged expert gets; the first is used when none is named."""
+
+PRUNE = Level(
+    "prune_experts",
+    "in 'prune_experts'",
+    "The experts to keep. They are renumbered in this order.",
+    (
+        Key("keep", EXPERTS, "The experts that stay, the same in every layer: `[0, 2, 5]`."),
+        Key("keep_by_layer", EXPERTS_BY_LAYER, "Layer to the experts that stay there, as many in each layer."),
+        Key("saliency", TEXT, "JSON file, layer to one number for each expert: those with the largest stay."),
+        Key("experts", count(), "With `saliency`: how many stay in each layer."),
+    ),
+    one_of=("keep", "keep_by_layer", "saliency"),
+)
+
+MERGE = Level(
+    "merge_experts",
+    "in 'merge_experts'",
+    "Which experts are averaged into one. Groups become the new experts, in this order.",
+    (
+        Key("groups", GROUPS, "The groups, the same in every layer: `[[0, 3], [1, 2]]`. Each expert is in one."),
+        Key("groups_by_layer", GROUPS_BY_LAYER, "Layer to its groups, as many in each layer."),
+        Key("weights", WEIGHTS, "A weight for each expert of each of the `groups`; equal ones by default."),
+        Key("weights_by_layer", WEIGHTS_BY_LAYER, "The same for `groups_by_layer`."),
+        Key("match", FLAG, "Reorder the neurons of each expert to match the group's first; false by default."),
+        Key("router", choice(ROUTERS), "Router row of a merged expert: its group's `first` (default) or their `mean`."),
+    ),
+    one_of=("groups", "groups_by_layer"),
+)
+
+SURGERY = Level(
+    "surgery",
+    "at the top level",
+    "A smaller mixture of experts, made from an existing one.",
+    (
+        Key("model", MODEL, "The mixture of experts: `path_or_hub_id[@revision]`.", required=True),
+        Key("prune_experts", section(PRUNE), "Leave experts out."),
+        Key("merge_experts", section(MERGE), "Average experts."),
+        Key("dtype", DTYPE, "Dtype of the output; as stored by default."),
+        Key("name", TEXT, "A label; without effect."),
+    ),
+    one_of=("prune_experts", "merge_experts"),
+)
+
+MOE_LEVELS = (UPCYCLING, EXPERT, SURGERY, PRUNE, MERGE)
+"""Every kind of mapping that only `weightsmith moe` has."""
+
+
+def read_moe(root: Node, text: str, walk: Walk) -> Upcycling | Surgery | None:
+    """The recipe of a mixture; None if its skeleton is broken. The top-level keys decide which kind it is."""
+    smaller = isinstance(root.value, dict) and not root.value.keys().isdisjoint(SURGERY.one_of)
+    section: Section | None = walk.mapping(root, SURGERY if smaller else UPCYCLING)
+    if section is None or not walk.whole:
+        return None
+    values = dict(section.values)
+    values.pop("name", None)
+    values |= {"section": section, "text": text, "filename": walk.filename, "findings": tuple(walk.findings)}
+    if smaller:
+        return Surgery(prune=values.pop("prune_experts", None), merge=values.pop("merge_experts", None), **values)
+    experts, shared = (tuple(e for entry in values.pop(key, ()) for e in entry) for key in ("experts", "shared_experts"))
+    values.setdefault("experts_per_token", min(2, len(experts) * values.get("virtual_groups", 1)))
+    return Upcycling(values.pop("base_model"), experts, shared_experts=shared, **values)

@@ -26,13 +26,11 @@ from weightsmith._base.errors import (
 )
 from weightsmith._base.files import is_folder
 from weightsmith._base.redaction import redactor
-from weightsmith._planning.recipe.grammar import read_recipe
-from weightsmith._planning.recipe.moe_grammar import SURGERY, read_moe
-from weightsmith._planning.recipe.nodes import Document, Node, Pair, Scalar, describe, from_python, plain
+from weightsmith._planning.recipe.grammar import SURGERY, read_moe, read_recipe
 from weightsmith._planning.recipe.records import ModelRef, Recipe, Surgery, Upcycling
 from weightsmith._planning.recipe.tuning import Tunable, filled, spliced, tunables
 from weightsmith._planning.recipe.walk import Walker
-from weightsmith._planning.recipe.yaml import MAX_BYTES, read_yaml
+from weightsmith._planning.recipe.yaml import MAX_BYTES, Document, Node, Pair, Scalar, describe, from_python, plain, read_yaml
 
 Command = Literal["merge", "moe"]
 
@@ -42,7 +40,7 @@ class StandardInput(str):
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class WrittenRecipe:
     """Recipes before they are parsed: trees, the whole text, file name for positions; and the name and text these refer to."""
 
     documents: tuple[Document, ...]
@@ -62,7 +60,7 @@ class Written:
         return Path() if self.filename.startswith("<") or not self.shown[0] else Path(self.filename).parent
 
 
-Source = str | os.PathLike[str] | Mapping[str, Any] | Sequence[Mapping[str, Any]] | Written
+Source = str | os.PathLike[str] | Mapping[str, Any] | Sequence[Mapping[str, Any]] | WrittenRecipe
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +71,7 @@ class Template:
     """
 
     tunables: tuple[Tunable, ...]
-    written: Written
+    written: WrittenRecipe
     is_text: bool
 
     @property
@@ -81,7 +79,7 @@ class Template:
         """The values that a search starts from."""
         return tuple(tunable.start for tunable in self.tunables)
 
-    def fill(self, values: Sequence[Scalar], *, layout: bool = True) -> Written:
+    def fill(self, values: Sequence[Scalar], *, layout: bool = True) -> WrittenRecipe:
         """The recipe with these values: a source for `load`, and its text. values: of `tunables`.
 
         Comments and layout of a YAML text stay; with `layout=False` they do not, which takes a third of the time.
@@ -130,13 +128,13 @@ def read_template(source: Source, *, settings: Mapping[str, Any] | None = None, 
     return Template(tuple(all_tunables), written, bool(written.shown[0]) and not settings)
 
 
-def copy_of(model: str | os.PathLike[str], **keys: Any) -> Written:
+def copy_of(model: str | os.PathLike[str], **keys: Any) -> WrittenRecipe:
     """The recipe that copies a model: the argument MODEL of a command, which is the position of all its problems.
 
     keys  further ones of the recipe
     """
     document = from_python({"merge_method": "passthrough", "models": [{"model": os.fspath(model)}], **keys}, "MODEL")
-    return Written((document,), _as_yaml(document.root), "recipe")
+    return WrittenRecipe((document,), _as_yaml(document.root), "recipe")
 
 
 MAX_RECIPES = 100
@@ -239,7 +237,7 @@ def parse(
     r.yml:2:11: unknown key 'modle' in an entry of 'models' (did you mean 'model'?); mergekit silently ignored it
       -> Write 'model'.
     """
-    written = Written(read_yaml(text, filename, lenient=lenient), text, filename, (filename, text))
+    written = WrittenRecipe(read_yaml(text, filename, lenient=lenient), text, filename, (filename, text))
     loaded = _build(written, "merge", lenient, parameter_names)
     return cast("Recipe | None", loaded.recipe), list(loaded.problems)
 
@@ -279,7 +277,7 @@ def _command(root: Node | None) -> Command | None:
     return None if merge == moe else "merge" if merge else "moe"
 
 
-def _build(written: Written, command: Command, lenient: bool, parameter_names: Collection[str]) -> Loaded:
+def _build(written: WrittenRecipe, command: Command, lenient: bool, parameter_names: Collection[str]) -> Loaded:
     documents, several = written.documents, len(written.documents) > 1
     if untuned := _has_tunables(written):
         return Loaded(None, (untuned,), source=written.shown)
@@ -322,7 +320,7 @@ def _build(written: Written, command: Command, lenient: bool, parameter_names: C
     return Loaded(recipe, tuple(ordered), tuple(dict.fromkeys(models)), written.shown, tuple(methods))
 
 
-def _has_tunables(written: Written) -> SyntaxProblem | None:
+def _has_tunables(written: WrittenRecipe) -> SyntaxProblem | None:
     """The problem of a recipe with values that are still to be tuned."""
     places = [where for d in written.documents if d.root is not None for where in _tunable_wheres(d.root)]
     if not places:
@@ -337,7 +335,7 @@ def _tunable_wheres(root: Node) -> list[str]:
     return [tunable.where for tunable in listed] or [problem.finding.where for problem in problems]
 
 
-def _secrets(written: Written) -> list[WeightsmithError]:
+def _secrets(written: WrittenRecipe) -> list[WeightsmithError]:
     """A problem for each line with a secret, in a comment too: the recipe is stored with the model."""
     hide, problems = redactor(of_equal_length=True), list[WeightsmithError]()
     for number, line in enumerate(written.text.splitlines(), 1):
@@ -353,7 +351,7 @@ def _secrets(written: Written) -> list[WeightsmithError]:
 # ---- several recipes
 
 
-def _name_problems(written: Written) -> list[WeightsmithError]:
+def _name_problems(written: WrittenRecipe) -> list[WeightsmithError]:
     """Every recipe but one has a name, and no two have the same."""
     problems: list[WeightsmithError] = []
     firsts: dict[str, str] = {}
@@ -442,7 +440,7 @@ def _circles(uses: Mapping[str, Mapping[str, ModelRef]]) -> Iterator[list[str]]:
         yield from follow(start, [])
 
 
-def _unused(written: Written, last: Recipe | Upcycling | Surgery, stages: Mapping[str, Recipe | None]) -> list[Finding]:
+def _unused(written: WrittenRecipe, last: Recipe | Upcycling | Surgery, stages: Mapping[str, Recipe | None]) -> list[Finding]:
     """A warning for each recipe that the result does not depend on."""
     reached: set[str] = set()
     to_visit: list[Recipe | Upcycling | Surgery | None] = [last]
@@ -479,7 +477,7 @@ def _position(problem: WeightsmithError) -> tuple[float, int]:
 _STEP = re.compile(r"\.?([^.\[\]]+)|\[(\d+)\]")
 
 
-def _with_settings(written: Written, settings: Mapping[str, Any]) -> Written:
+def _with_settings(written: WrittenRecipe, settings: Mapping[str, Any]) -> WrittenRecipe:
     """Set values by key path. The texts are generated again, without comments."""
     documents = list(written.documents)
     names = [_name(document) for document in documents] if len(documents) > 1 else []
@@ -534,27 +532,27 @@ def _put(node: Node, steps: Sequence[str | int], value: Node, where: str) -> Nod
     return SyntaxProblem(what, where=where, fix="Write the place of a value in the recipe.")
 
 
-def _read(source: Source, *, lenient: bool) -> Written | WeightsmithError:
-    if isinstance(source, Written):
+def _read(source: Source, *, lenient: bool) -> WrittenRecipe | WeightsmithError:
+    if isinstance(source, WrittenRecipe):
         return source
     if isinstance(source, Mapping):
         document = from_python(source)
-        return Written((document,), _as_yaml(document.root), "recipe")
+        return WrittenRecipe((document,), _as_yaml(document.root), "recipe")
     if isinstance(source, list | tuple) and source and all(isinstance(mapping, Mapping) for mapping in source):
         read = [from_python(mapping, within=f"[{i}]") for i, mapping in enumerate(source)]
         documents = tuple(replace(document, text=_as_yaml(document.root)) for document in read)
-        return Written(documents, "---\n".join(document.text for document in documents), "recipe")
+        return WrittenRecipe(documents, "---\n".join(document.text for document in documents), "recipe")
     if not isinstance(source, str | os.PathLike):
         what = "a recipe is the path of a file, YAML text, a mapping or a list of mappings"
         raise TypeError(f"{what}, not {type(source).__name__}")
     if isinstance(source, str) and "\n" in source:
         name = "<stdin>" if isinstance(source, StandardInput) else "<text>"
-        return Written(read_yaml(source, name, lenient=lenient), source, name, (name, source))
+        return WrittenRecipe(read_yaml(source, name, lenient=lenient), source, name, (name, source))
     text_or_problem = _text(Path(source))
     if isinstance(text_or_problem, WeightsmithError):
         return text_or_problem
     name = os.fspath(source)
-    return Written(read_yaml(text_or_problem, name, lenient=lenient), text_or_problem, name, (name, text_or_problem))
+    return WrittenRecipe(read_yaml(text_or_problem, name, lenient=lenient), text_or_problem, name, (name, text_or_problem))
 
 
 _WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt")

@@ -8,11 +8,9 @@ import math
 from typing import cast
 
 from weightsmith._base.errors import ParameterError
-from weightsmith._planning.recipe.kinds import Key, Kind, Level, Walk, list_schema
-from weightsmith._planning.recipe.nodes import Node, Pair, Scalar, describe, float_of
-from weightsmith._planning.recipe.records import Section
-from weightsmith._planning.recipe.single import DECAY, FILTER, SHARE, count
-from weightsmith._planning.recipe.values import NESTED, Entry, Rule, Schedule, Setting, numeric
+from weightsmith._planning.recipe.kinds import DECAY, FILTER, SHARE, Key, Kind, Level, Walk, count, list_schema
+from weightsmith._planning.recipe.records import NESTED, Entry, Rule, Schedule, Section, Setting, numeric
+from weightsmith._planning.recipe.yaml import Node, Pair, Scalar, describe, float_of
 
 # ---- schedules
 

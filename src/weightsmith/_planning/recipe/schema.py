@@ -10,13 +10,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from weightsmith._methods.base import Method, Parameter
-from weightsmith._planning.recipe.grammar import LEVELS, RECIPE
-from weightsmith._planning.recipe.kinds import Level, Schema
-from weightsmith._planning.recipe.moe_grammar import MOE_LEVELS, SURGERY, UPCYCLING
+from weightsmith._planning.recipe.grammar import LEVELS, MOE_LEVELS, RECIPE, SURGERY, UPCYCLING
+from weightsmith._planning.recipe.kinds import NUMERAL, Level, Schema
 from weightsmith._planning.recipe.parameters import ANY_SCALAR, CONDITION, MODEL_PARAMETERS, PARAMETERS, SCHEDULE
-from weightsmith._planning.recipe.single import NUMERAL
+from weightsmith._planning.recipe.records import NESTED, SCHEDULED
 from weightsmith._planning.recipe.tuning import CHOOSABLE, or_choice, tuned_schemas
-from weightsmith._planning.recipe.values import NESTED, SCHEDULED
 
 _DRAFT = "https://json-schema.org/draft/2020-12/schema"
 NUMBER: Schema = {"anyOf": [{"type": "number"}, NUMERAL]}

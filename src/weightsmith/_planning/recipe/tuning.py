@@ -16,8 +16,8 @@ import yaml
 
 from weightsmith._base.errors import ParameterError, SyntaxProblem, WeightsmithError
 from weightsmith._planning.recipe.kinds import Schema
-from weightsmith._planning.recipe.nodes import Node, Pair, Scalar, describe, float_of
-from weightsmith._planning.recipe.values import numeric
+from weightsmith._planning.recipe.records import numeric
+from weightsmith._planning.recipe.yaml import Node, Pair, Scalar, describe, float_of
 
 TUNE, CHOICE, START = "tune", "choice", "start"
 

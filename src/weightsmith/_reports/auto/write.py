@@ -38,7 +38,7 @@ from weightsmith._planning.planner.prepared import download, missing_files, stre
 from weightsmith._reports.auto.options import WriteSettings
 from weightsmith._reports.evaluate.opening import Named, Opened, name_of, opened, prepare_named
 from weightsmith._reports.keywords import WriteKeywords
-from weightsmith.abc.product_targets import WholeTensor
+from weightsmith.abc.product import WholeTensor
 
 NEWLINES = ("\n", "\n\n")
 """Starts beside the tokens that begin and end texts: each makes a model begin in another way."""

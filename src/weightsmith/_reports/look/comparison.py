@@ -23,7 +23,7 @@ from weightsmith._kernels.select import HIGH_BINS, Scores, count_high, find_bin
 from weightsmith._methods.jobs.combination import symmetric
 from weightsmith._plans import Product, Step
 from weightsmith._reports.look.differences import WIDTH, Floats, analyse_sketch, measured, sparse_signs
-from weightsmith._reports.look.models import Place, by_layer_and_part, is_floating, json_values, match, opened
+from weightsmith._reports.look.models import LayerPlace, by_layer_and_part, is_floating, json_values, match, opened
 from weightsmith._reports.look.surveys import (
     NonFiniteCounts,
     Survey,
@@ -212,7 +212,7 @@ class Alignment:
     """
 
     name: str
-    place: Place | None
+    place: LayerPlace | None
     tensors: int
     elements: int
     measured: int
@@ -240,7 +240,7 @@ class Alignment:
 class _Sums:
     """What is added up over tensors. gram: float64 [k, k]; large: int64 [k, k]; spans: float64 [m, pairs], of m matrices."""
 
-    place: Place
+    place: LayerPlace
     name: str
     elements: int
     gram: npt.NDArray[np.float64]
@@ -360,7 +360,7 @@ def compare(
 
 
 def _sums(
-    place: Place,
+    place: LayerPlace,
     step: Step,
     products: npt.NDArray[np.float64],
     counts: npt.NDArray[np.int64],
@@ -381,7 +381,7 @@ def _sums(
     )
 
 
-def _aligned(name: str, every: Sequence[_Sums], k: int, place: Place | None = None) -> Alignment:
+def _aligned(name: str, every: Sequence[_Sums], k: int, place: LayerPlace | None = None) -> Alignment:
     sums = [one for one in every if one.measured]
     gram = np.sum([one.gram for one in sums], axis=0) if sums else np.zeros((k, k))
     large = np.sum([one.large for one in sums], axis=0) if sums else np.zeros((k, k), np.int64)

@@ -15,7 +15,7 @@ from weightsmith._base.text import count
 from weightsmith._execution.distance import share_of
 from weightsmith._models.structure.vocabulary import EMBEDDINGS, HEADS
 from weightsmith._reports.look.differences import WIDTH
-from weightsmith._reports.look.models import NAMES_ONLY, FileDifference, Place, by_layer_and_part, json_values
+from weightsmith._reports.look.models import NAMES_ONLY, FileDifference, LayerPlace, by_layer_and_part, json_values
 from weightsmith._reports.look.surveys import NonFiniteCounts, mark_of, sentences, together
 
 
@@ -58,7 +58,7 @@ class TensorDifference:
     """
 
     name: str
-    place: Place
+    place: LayerPlace
     shape: tuple[int, ...]
     dtypes: tuple[str, str]
     elements: int

@@ -14,7 +14,7 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith._base.groups import grouped
+from weightsmith._base.idioms import grouped
 from weightsmith._features.adapters.factors import rounding_noise
 from weightsmith._kernels.codecs import BLOCK
 from weightsmith._kernels.combine import LANES

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from weightsmith._base.errors import NotFound, PlanError, Unsupported
 from weightsmith._base.files import is_folder
-from weightsmith._base.groups import grouped
+from weightsmith._base.idioms import grouped
 from weightsmith._base.report import Report, Reported
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._kernels.codecs import BLOCK
@@ -36,7 +36,7 @@ from weightsmith._planning.recipe import ModelRef
 from weightsmith._planning.recipe.references import parse_reference
 from weightsmith._plans import COPY, Product, Read, Step
 from weightsmith._reports.look.models import (
-    Place,
+    LayerPlace,
     check_patterns,
     fetch_small,
     json_values,
@@ -173,7 +173,7 @@ class TensorStatistics:
     """
 
     name: str
-    place: Place
+    place: LayerPlace
     shape: tuple[int, ...]
     dtype: str
     elements: int

@@ -16,11 +16,10 @@ from weightsmith._files.copied import is_tokenizer
 from weightsmith._models.card import CARD_NAME, read_card
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import Structure
-from weightsmith._models.structure.fused import fused_parts
+from weightsmith._models.structure.fused import fused_parts, role_of
 from weightsmith._models.structure.model import OUTSIDE as OUTSIDE
-from weightsmith._models.structure.model import Place as Place
+from weightsmith._models.structure.model import LayerPlace as LayerPlace
 from weightsmith._models.structure.model import place_of as place_of
-from weightsmith._models.structure.roles import role_of
 from weightsmith._models.structure.vocabulary import is_vocabulary
 from weightsmith._models.tokenizers.files import settings_of, template_of
 from weightsmith._models.tokenizers.vocabulary import Vocabulary, read_vocabulary
@@ -81,7 +80,7 @@ class MatchedTensor:
     """
 
     step: Step
-    place: Place
+    place: LayerPlace
     rows: int
 
 
@@ -170,7 +169,7 @@ class HasPlace(Protocol):
     """Something in a tensor."""
 
     @property
-    def place(self) -> Place: ...
+    def place(self) -> LayerPlace: ...
 
 
 Item = TypeVar("Item", bound=HasPlace)

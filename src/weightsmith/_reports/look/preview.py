@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsmith._base.errors import Finding, Unsupported
-from weightsmith._base.groups import grouped
+from weightsmith._base.idioms import grouped
 from weightsmith._base.options import lists_options, read_options
 from weightsmith._base.report import Report, Reported
 from weightsmith._base.report.blocks import finite_or_mark, written
@@ -37,7 +37,7 @@ from weightsmith._planning.recipe import Source
 from weightsmith._plans import COPY, PLAIN, PRODUCTS, Block, Plan, PlanDraft, Read, Step, Table
 from weightsmith._reports.keywords import PlanKeywords
 from weightsmith._reports.look.difference import in_layers
-from weightsmith._reports.look.models import Place, by_layer_and_part, json_values, place_of
+from weightsmith._reports.look.models import LayerPlace, by_layer_and_part, json_values, place_of
 from weightsmith._reports.look.sampling import merging_leaves, sample, survivals
 from weightsmith._reports.look.surveys import NonFiniteCounts, Watching, of_rows, sentences, survey, together
 
@@ -124,7 +124,7 @@ class Preview(Reported):
     layers: tuple[GroupPreview, ...]
     parts: tuple[GroupPreview, ...]
     total: GroupPreview
-    cells: tuple[tuple[Place, GroupPreview], ...]
+    cells: tuple[tuple[LayerPlace, GroupPreview], ...]
     left_out: tuple[str, ...]
     stops: tuple[str, ...]
     plan: Plan
@@ -266,7 +266,7 @@ def _compared(leaf: Step, merged: Read) -> Step:
 class _Matrix:
     """Of one matrix. weight: elements for each that was looked at; sums, squares, groups: see `survivals`; models: indices."""
 
-    place: Place
+    place: LayerPlace
     size: int
     weight: float
     sums: npt.NDArray[np.float64]

@@ -12,7 +12,7 @@ from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
 
-from weightsmith._base.groups import grouped
+from weightsmith._base.idioms import grouped
 from weightsmith._base.report import Code, Column, Curves, Facts, Mark, Pictures, Report, Table, heat_maps
 from weightsmith._base.report.blocks import Block, Unit, Value, finite_or_mark, many, span_of, written
 from weightsmith._base.tensors import TensorSpec
@@ -21,7 +21,7 @@ from weightsmith._execution.distance import share_of
 from weightsmith._reports.look.comparison import Alignment, Comparison, letters
 from weightsmith._reports.look.difference import Difference, GroupDifference, TensorDifference
 from weightsmith._reports.look.inspect import Amount, Inspection, TensorStatistics
-from weightsmith._reports.look.models import OUTSIDE, FileDifference, Place, by_layer_and_part
+from weightsmith._reports.look.models import OUTSIDE, FileDifference, LayerPlace, by_layer_and_part
 from weightsmith._reports.look.preview import GroupPreview, Preview
 from weightsmith._reports.look.surveys import mark_of, shares, together
 
@@ -417,7 +417,7 @@ def _moved(group: GroupDifference | TensorDifference) -> float | Mark:
     return (_mark(group) or finite_or_mark(group.share)) if group.changed else Mark.SAME
 
 
-def _place(place: Place) -> tuple[str, str]:
+def _place(place: LayerPlace) -> tuple[str, str]:
     return place.group, place.part
 
 

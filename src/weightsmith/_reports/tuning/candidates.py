@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from weightsmith import _methods as methods
-from weightsmith._base.closing import Closing
 from weightsmith._base.errors import PlanError, WeightsmithError
+from weightsmith._base.idioms import Closing
 from weightsmith._execution.stages import check_computable
 from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner import Prepared
 from weightsmith._planning.planner.build import Bound, bind, parameter_problems
-from weightsmith._planning.recipe import Scalar, Source, Tunable, Written, read_template
+from weightsmith._planning.recipe import Scalar, Source, Tunable, WrittenRecipe, read_template
 
 Values = tuple[Scalar, ...]
 """One value for each tunable, in the order of the recipe's text."""
@@ -69,7 +69,7 @@ class Candidates(Closing):
         """Numbers with few digits, and within their ranges."""
         return tuple(_rounded(*each) for each in zip(self.tunables, self.whole, values, strict=True))
 
-    def fill(self, values: Sequence[Scalar]) -> Written:
+    def fill(self, values: Sequence[Scalar]) -> WrittenRecipe:
         """The recipe with these values."""
         return self._template.fill(values)
 

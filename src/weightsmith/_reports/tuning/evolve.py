@@ -17,8 +17,7 @@ from weightsmith._base.files import expand_user, read_bounded
 from weightsmith._models.checkpoint import open_checkpoint
 from weightsmith._models.structure.configs import count_of
 from weightsmith._planning.recipe import Source
-from weightsmith._planning.recipe.nodes import Node, Pair, from_python, plain
-from weightsmith._planning.recipe.yaml import MAX_BYTES, read_yaml
+from weightsmith._planning.recipe.yaml import MAX_BYTES, Node, Pair, from_python, plain, read_yaml
 
 PARAMETERS = {
     "linear": ("weight",),

@@ -23,9 +23,9 @@ from typing import IO, Any
 
 import xxhash
 
-from weightsmith._base.closing import Closing
 from weightsmith._base.errors import Busy, CannotResume, OutputExists, StoreError, undoing
 from weightsmith._base.files import open_regular
+from weightsmith._base.idioms import Closing
 from weightsmith._base.strict_json import JsonError, parse
 from weightsmith._planning.recipe import Scalar
 

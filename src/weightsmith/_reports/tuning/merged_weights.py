@@ -22,8 +22,7 @@ from weightsmith._engine.results import Results
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._plans import Plan
 from weightsmith._plans.hashes import PartHashes
-from weightsmith.abc.product import Arrays, Floats
-from weightsmith.abc.product_targets import Target, WholeTensor
+from weightsmith.abc.product import Arrays, Floats, Target, WholeTensor
 
 
 @dataclass(frozen=True, eq=False)

@@ -33,8 +33,8 @@ from weightsmith._models.formats.gguf.prepare import _Model
 from weightsmith._models.formats.gguf.types import MIXTURES, Shape, type_of
 from weightsmith._models.formats.gguf.values import GgufConfig
 from weightsmith._models.formats.gguf.writing import TYPES
-from weightsmith._models.tokenizers.parts import BYTE_LEVEL as BYTE_LEVEL_SPLIT
-from weightsmith._models.tokenizers.parts import split
+from weightsmith._models.tokenizers.convert import BYTE_LEVEL as BYTE_LEVEL_SPLIT
+from weightsmith._models.tokenizers.convert import split
 from weightsmith._outputs.places import verify
 from weightsmith._planning.planner.reopen import reopen
 from weightsmith._plans import Table, plan_from_json

@@ -16,7 +16,7 @@ from weightsmith._models.formats import Encoding, find_encoding
 from weightsmith._models.formats.gguf.cuts import CutWeight, find_cut
 from weightsmith._models.formats.gguf.layout import TYPE_IDS
 from weightsmith._models.formats.gguf.writing import TYPES, find
-from weightsmith._models.sources.memory import StateDict
+from weightsmith._models.sources.composed import StateDict
 from weightsmith.testing import EncodingTests
 
 BF16 = DTYPES["BF16"]

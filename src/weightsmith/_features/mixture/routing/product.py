@@ -23,9 +23,9 @@ from weightsmith._base.errors import (
 from weightsmith._base.installation import absent_packages
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._engine.products import ProductContext, ProductKind
-from weightsmith._features.mixture.routing.gates import MODES, Rows, Sample
-from weightsmith._features.mixture.routing.prompts import Row, Texts, Tokens
-from weightsmith._features.mixture.routing.report import Group, Routing, RoutingReport, runs
+from weightsmith._features.mixture.routing.gates import MODES, PromptSample, Rows
+from weightsmith._features.mixture.routing.prompts import ExpertTexts, Row, Tokens
+from weightsmith._features.mixture.routing.report import PromptGroup, Routing, RoutingReport, runs
 from weightsmith._methods.jobs.requires import usable_device
 from weightsmith._plans import Product
 from weightsmith._plans.forms import ProductSettings
@@ -58,7 +58,7 @@ class GatedExpert:
 
     name: str
     where: str
-    texts: Texts
+    texts: ExpertTexts
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,6 @@ class Gating(ProductSettings):
     lenient: bool = False
 
     def problem(self, product: Product, shapes: Mapping[str, tuple[int, ...]]) -> str:
-        """See `ProductSettings`."""
         layers, experts, hidden = self.shape
         if self.mode not in MODES or not 1 <= self.routed <= experts or min(layers, hidden, self.groups, self.per_token) < 1:
             return "its settings are inconsistent"
@@ -178,7 +177,7 @@ class _Route:
         groups = []
         for e, is_held_out in gating.counted if gating.report else ():
             numbers = (held_out if is_held_out else positive)[e]
-            groups.append((Group(e, is_held_out, sum(len(self.all[k]) - self.tokens.start for k in numbers)), numbers))
+            groups.append((PromptGroup(e, is_held_out, sum(len(self.all[k]) - self.tokens.start for k in numbers)), numbers))
         names = [expert.name for expert in gating.experts[: gating.routed]]
         counted = Routing.zeros(names, max(1, gating.per_token // gating.groups), [group for group, _ in groups], len(rows))
         if uses_states(gating.mode, report=gating.report):
@@ -260,10 +259,12 @@ class _Route:
             done += sizes[states.index]
             self.context.progress(done, total)
 
-    def _samples(self, seen: Sequence[Tensor], positive: Sequence[list[int]], negative: Sequence[list[int]]) -> list[Sample]:
+    def _samples(
+        self, seen: Sequence[Tensor], positive: Sequence[list[int]], negative: Sequence[list[int]]
+    ) -> list[PromptSample]:
         start = 0 if self.way.plain else self.tokens.start
         return [
-            Sample([seen[k][start:] for k in numbers], [seen[k][start:] for k in negative_numbers])
+            PromptSample([seen[k][start:] for k in numbers], [seen[k][start:] for k in negative_numbers])
             for numbers, negative_numbers in zip(positive, negative, strict=True)
         ]
 
@@ -366,7 +367,7 @@ def _report(product: Product, arrays: Arrays) -> RoutingReport | None:
         return RoutingReport(None, useless) if useless else None
     first, sent, tokens = arrays[-3:]
     present = np.flatnonzero(tokens)  # a held-out text may have no token
-    groups = tuple(Group(*gating.counted[g], int(tokens[g])) for g in present)
+    groups = tuple(PromptGroup(*gating.counted[g], int(tokens[g])) for g in present)
     names = tuple(expert.name for expert in gating.experts[: gating.routed])
     per_token = max(1, gating.per_token // gating.groups)
     return RoutingReport(Routing(names, per_token, groups, first[:, present], sent[:, present]), useless)

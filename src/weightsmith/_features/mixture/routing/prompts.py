@@ -17,7 +17,7 @@ MAX_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Texts:
+class ExpertTexts:
     """The texts of one expert. whole: text files to be split into rows, by kind."""
 
     positive: tuple[str, ...] = ()
@@ -41,7 +41,7 @@ class Texts:
         return self.positive, self.negative, (self.whole or {}).get("positive")
 
 
-def read_texts(expert: Expert, folder: Path, prompt_tokens: int | None) -> tuple[Texts, list[WeightsmithError]]:
+def read_texts(expert: Expert, folder: Path, prompt_tokens: int | None) -> tuple[ExpertTexts, list[WeightsmithError]]:
     """The texts of an expert, and the problems with its files.
 
     folder         base for relative paths
@@ -60,10 +60,10 @@ def read_texts(expert: Expert, folder: Path, prompt_tokens: int | None) -> tuple
             else:
                 read[what] = text
     if prompt_tokens is not None:
-        return Texts(expert.positive_prompts, expert.negative_prompts, whole=read), problems
+        return ExpertTexts(expert.positive_prompts, expert.negative_prompts, whole=read), problems
     cut = {what: tuple(paragraphs(text)) for what, text in read.items()}
     positive = expert.positive_prompts + cut.get("positive", ())
-    return Texts(positive, expert.negative_prompts, cut.get("held_out", ())), problems
+    return ExpertTexts(positive, expert.negative_prompts, cut.get("held_out", ())), problems
 
 
 def paragraphs(text: str) -> list[str]:
@@ -99,7 +99,7 @@ Row = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class TokenRows:
     """The prompts of one expert as tokens."""
 
     positive: tuple[Row, ...]
@@ -126,12 +126,12 @@ class Tokens:
             self._prefix = ids[: next((k for k in range(len(ids)) if ids[k : k + len(bare)] == bare), 0)]
         self.start = 1 if self._bos_text else len(self._prefix)
 
-    def rows(self, texts: Texts, prompt_tokens: int | None) -> Rows:
+    def rows(self, texts: ExpertTexts, prompt_tokens: int | None) -> TokenRows:
         """The rows of all texts of an expert. Texts without tokens have none."""
         whole = texts.whole or {}
         positive = [*map(self._row, texts.positive), *self._cut(whole.get("positive", ""), prompt_tokens)]
         held_out = [*map(self._row, texts.held_out), *self._cut(whole.get("held_out", ""), prompt_tokens)]
-        return Rows(self._full(positive), self._full(map(self._row, texts.negative)), self._full(held_out))
+        return TokenRows(self._full(positive), self._full(map(self._row, texts.negative)), self._full(held_out))
 
     def _full(self, rows: Iterable[Row]) -> tuple[Row, ...]:
         """The rows with tokens. With `plain`, the bos token alone counts as one, for empty prompts, as in mergekit."""

@@ -36,7 +36,7 @@ Shares = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class PromptGroup:
     """Texts of one expert.
 
     expert    its number
@@ -61,12 +61,12 @@ class Routing:
 
     experts: tuple[str, ...]
     per_token: int
-    groups: tuple[Group, ...]
+    groups: tuple[PromptGroup, ...]
     first: Shares
     sent: Shares
 
     @classmethod
-    def zeros(cls, experts: Sequence[str], per_token: int, groups: Sequence[Group], layers: int) -> Routing:
+    def zeros(cls, experts: Sequence[str], per_token: int, groups: Sequence[PromptGroup], layers: int) -> Routing:
         """Shares to be counted."""
         shape = layers, len(groups), len(experts)
         return cls(tuple(experts), per_token, tuple(groups), np.zeros(shape), np.zeros(shape))
@@ -85,10 +85,10 @@ class Routing:
         """An expert's number and name."""
         return f"{expert} {self.experts[expert]}"
 
-    def title(self, group: Group) -> str:
+    def title(self, group: PromptGroup) -> str:
         """A description of the texts.
 
-        >>> Routing(("fr", "de"), 2, (), np.zeros(0), np.zeros(0)).title(Group(1, True, 9))
+        >>> Routing(("fr", "de"), 2, (), np.zeros(0), np.zeros(0)).title(PromptGroup(1, True, 9))
         'held-out texts of 1 de'
         """
         return f"{'held-out texts' if group.held_out else 'prompts'} of {self.label(group.expert)}"

@@ -13,9 +13,15 @@ from weightsmith._base.errors import LayerError, PlanError, Unsupported, Weights
 from weightsmith._base.installation import absent_packages
 from weightsmith._base.strict_json import texts
 from weightsmith._base.tensors import DType, TensorSpec
-from weightsmith._features.mixture.surgery.experts import ExpertLayer, Stacked, find_blocks
 from weightsmith._features.mixture.surgery.neurons import matching, neuron_tensors, read_matched
-from weightsmith._features.mixture.surgery.selection import ExpertGroup, ExpertSelection, Groups
+from weightsmith._features.mixture.surgery.selection import (
+    ExpertGroup,
+    ExpertLayer,
+    ExpertSelection,
+    Groups,
+    StackedTensor,
+    find_blocks,
+)
 from weightsmith._files.copied import left_out_findings
 from weightsmith._files.hf_folder import natural_key
 from weightsmith._models.checkpoint import Checkpoint, open_checkpoint
@@ -220,7 +226,9 @@ class _Surgeon:
             steps.append(self._step(block.name(new, part), spec.shape, spec, inputs, group.shares))
         return steps
 
-    def _stacked(self, block: ExpertLayer, stacked: Stacked, groups: Groups, sources: Mapping[tuple[int, str], Read]) -> Step:
+    def _stacked(
+        self, block: ExpertLayer, stacked: StackedTensor, groups: Groups, sources: Mapping[tuple[int, str], Read]
+    ) -> Step:
         """A tensor of all experts. Adjacent experts that stay adjacent are copied as one piece."""
         spec, run = stacked.spec, stacked.run(block.experts)
         dtype = self._dtype(spec)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from weightsmith._base.errors import NonFinite, Unsupported
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._engine.products import ProductContext, ProductKind
-from weightsmith._features.mixture.surgery.experts import ExpertLayer
+from weightsmith._features.mixture.surgery.selection import ExpertLayer
 from weightsmith._models.structure.configs import text_sections
 from weightsmith._plans import COPY, Block, Gather, Product, Read, Step
 from weightsmith._plans.forms import ProductSettings
@@ -188,7 +188,6 @@ class NeuronOrders(ProductSettings):
         return tuple(order for pair in self.pairs for order in pair.orders)
 
     def problem(self, product: Product, shapes: Mapping[str, tuple[int, ...]]) -> str:
-        """See `ProductSettings`."""
         for pair in self.pairs:
             for first, second, axis, pattern in pair.matrices:
                 shape, places = shapes.get(first, ()), pair.neurons * (1 if pattern == "plain" else 2)

@@ -7,7 +7,7 @@ layer, for the same projection: few tokens of the text reach some of them, or no
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -57,7 +57,19 @@ class ScalesWork(LayerWork):
         """The scales: one for each weight, then those of keys and values."""
         scale = find_encoding(self.encoding).inputs if self.weights else None
         inputs = () if scale is None else tuple(scale.out(weight) for weight in self.weights)
-        return (*inputs, *(each.out(self.attention) for each in self.scales))
+        return (*inputs, *(cached.out(self.attention) for cached in self.scales))
+
+    def problem(self, product: Product, shapes: Mapping[str, tuple[int, ...]]) -> str:
+        if problem := LayerWork.problem(self, product, shapes):
+            return problem
+        try:
+            if self.weights and find_encoding(self.encoding).inputs is None:
+                return f"there is no scale of activations for weights stored as {self.encoding}"
+        except WeightsmithError as error:
+            return error.finding.what
+        if bool(self.attention) != (find_cache(self.cache) is not None):
+            return "there is no such cache"
+        return "" if product.outs == self.outs else "its arrays are not those of its settings"
 
 
 def attention_of(names: Iterable[str]) -> str:
@@ -97,9 +109,11 @@ class Cached:
 
     def update(self, keys: Tensor, values: Tensor, *_args: object, **_kwargs: object) -> tuple[Tensor, Tensor]:
         """Return them as they are. Infinity counts for NaN, whose maximum would depend on the order."""
-        found = [float(x.abs().amax().nan_to_num(np.inf)) for x in (keys, values)]
+        magnitudes = [float(x.abs().amax().nan_to_num(np.inf)) for x in (keys, values)]
         with self._lock:
-            self.largest = found if not self.largest else [max(pair) for pair in zip(self.largest, found, strict=True)]
+            self.largest = (
+                magnitudes if not self.largest else [max(pair) for pair in zip(self.largest, magnitudes, strict=True)]
+            )
         return keys, values
 
 
@@ -123,7 +137,7 @@ def _compute(context: ProductContext) -> Arrays:
         raise NonFinite(f"the keys or values of layer {work.layer} are NaN or infinite", where=work.base.label)
     scale = find_encoding(work.encoding).inputs if work.weights else None
     of_inputs = [] if scale is None else [scale.of(inputs[weight]) for weight in work.weights]
-    return [*of_inputs, *(each.of(largest) for each, largest in zip(work.scales, cached.largest, strict=False))]
+    return [*of_inputs, *(of_cache.of(largest) for of_cache, largest in zip(work.scales, cached.largest, strict=False))]
 
 
 def _inputs(rows: LayerRows, weights: Sequence[str], after: Floats | None) -> dict[str, float]:
@@ -131,31 +145,17 @@ def _inputs(rows: LayerRows, weights: Sequence[str], after: Floats | None) -> di
     from weightsmith._activations.statistics.maxima import STATISTIC as MAXIMA
     from weightsmith._activations.sums import Forward, use_sums
 
-    found: dict[str, float] = {}
+    largest_of: dict[str, float] = {}
 
     def keep(_inputs: Inputs, site: str, finish: Callable[[str], Any]) -> None:
         maxima = finish(site)
-        found[site] = 0.0 if maxima is None else float(maxima.max())  # None: no token reached it
+        largest_of[site] = 0.0 if maxima is None else float(maxima.max())  # None: no token reached it
 
     use_sums(rows, weights, keep, MAXIMA, forward=Forward(beside=after))
     shared: dict[str, float] = {}
-    for site, largest in found.items():
+    for site, largest in largest_of.items():
         shared[shared_site(site)] = max(largest, shared.get(shared_site(site), 0.0))
-    return {weight: shared[shared_site(site)] for site, own in by_site(weights).items() for weight in own}
+    return {weight: shared[shared_site(site)] for site, names in by_site(weights).items() for weight in names}
 
 
-def _check(product: Product) -> str:
-    if problem := ScalesWork.check(product):
-        return problem
-    work = ScalesWork.of(product)
-    try:
-        if work.weights and find_encoding(work.encoding).inputs is None:
-            return f"there is no scale of activations for weights stored as {work.encoding}"
-    except WeightsmithError as error:
-        return error.finding.what
-    if bool(work.attention) != (find_cache(work.cache) is not None):
-        return "there is no such cache"
-    return "" if product.outs == work.outs else "its arrays are not those of its settings"
-
-
-KIND = ProductKind(FORWARD, compute=_compute, check=_check, device=True)
+KIND = ProductKind(FORWARD, compute=_compute, check=ScalesWork.check, device=True)

@@ -49,30 +49,24 @@ class CalibratedWork(LayerWork):
         """The arrays of the product. specs: of the layer's tensors, by name."""
         raise NotImplementedError
 
-    def problem(self) -> str:
-        """Why the settings contradict each other, or ""."""
-        return ""
-
-    @classmethod
-    def check(cls, product: Product) -> str:
-        """Why the settings of a product are invalid, or ""."""
-        if problem := super().check(product) or cls.of(product).problem():
+    def problem(self, product: Product, shapes: Mapping[str, tuple[int, ...]]) -> str:
+        if problem := super().problem(product, shapes):
             return problem
-        work, specs = cls.of(product), {step.out.name: step.out for step in product.steps}
+        specs = {step.out.name: step.out for step in product.steps}
         forms: dict[str, HessianForm] = {}
-        for name, encoding in work.encodings():
+        for name, setting in self.encodings():
             try:
-                value = find_encoding(encoding)
+                encoding = find_encoding(setting)
             except WeightsmithError as error:
                 return error.finding.what
-            if name not in specs or value.hessian == "no":
+            if name not in specs or encoding.hessian == "no":
                 return "it has no step for a weight, or cannot calibrate its encoding"
-            if forms.setdefault(site_of(name), value.hessian) != value.hessian:
+            if forms.setdefault(site_of(name), encoding.hessian) != encoding.hessian:
                 return "weights with the same inputs take the Hessian in different forms"
-            if why := value.refusal(specs[name]):
+            if why := encoding.refusal(specs[name]):
                 return why
-        made = [(out.dtype.name, out.shape) for out in product.outs]
-        return "" if made == work.shapes(specs) else "its arrays are not those of its settings"
+        arrays = [(out.dtype.name, out.shape) for out in product.outs]
+        return "" if arrays == self.shapes(specs) else "its arrays are not those of its settings"
 
 
 def set_weight(layer: Layer, name: str, weight: Floats) -> None:

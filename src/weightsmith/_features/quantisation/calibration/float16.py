@@ -37,10 +37,8 @@ class LargestStateWork(LayerWork):
 
     refused_by: str
 
-    @classmethod
-    def check(cls, product: Product) -> str:
-        """Why the settings or arrays of a product are invalid, or ""."""
-        if problem := super(LargestStateWork, cls).check(product):
+    def problem(self, product: Product, shapes: Mapping[str, tuple[int, ...]]) -> str:
+        if problem := LayerWork.problem(self, product, shapes):
             return problem
         return "" if [(out.dtype.name, out.shape) for out in product.outs] == [("F32", (1,))] else "it has not one number"
 
@@ -84,8 +82,8 @@ class LargestStates:
 
     def _summary(self) -> str:
         named = ", ".join(f"{x:.3g} behind layer {layer}" for layer, x in self._beyond[:8])
-        more = f", and {len(self._beyond) - 8} more layers" if len(self._beyond) > 8 else ""
-        return f"hidden states leave the range of float16, which holds {LARGEST:,.0f}: {named}{more}"
+        rest = f", and {len(self._beyond) - 8} more layers" if len(self._beyond) > 8 else ""
+        return f"hidden states leave the range of float16, which holds {LARGEST:,.0f}: {named}{rest}"
 
     def _fix(self) -> str:
         if self.fixed:
@@ -147,8 +145,8 @@ def collected(measured: Sequence[Product], *, fixed: bool) -> list[Product]:
 
 
 def _collect(context: ProductContext) -> Arrays:
-    found = [context.arrays(name)[0] for name in context.product.needs]
-    return [np.concatenate(found).astype(np.float32)]
+    largest = [context.arrays(name)[0] for name in context.product.needs]
+    return [np.concatenate(largest).astype(np.float32)]
 
 
 def _report(product: Product, arrays: Arrays) -> LargestStates:

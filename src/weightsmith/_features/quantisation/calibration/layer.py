@@ -17,9 +17,10 @@ from weightsmith._activations.work import LayerWork
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._features.quantisation.calibration import common
-from weightsmith._features.quantisation.calibration.common import split
+from weightsmith._features.quantisation.calibration.common import CalibratedWork, split
 from weightsmith._models.formats import find_encoding
 from weightsmith._models.structure.projections import is_attention, site_of
+from weightsmith._plans import Product
 from weightsmith.abc.product import Arrays
 from weightsmith.abc.stored import Unread
 
@@ -37,7 +38,7 @@ _LAST = ("o_proj", "down_proj")
 
 
 @dataclass(frozen=True, slots=True)
-class QuantisedWork(common.CalibratedWork):
+class QuantisedWork(CalibratedWork):
     """Settings of the product: a layer, or the head.
 
     weights  the encoding of each weight to quantise, by name
@@ -56,10 +57,11 @@ class QuantisedWork(common.CalibratedWork):
         outs = [out for name, encoding in self.weights.items() for out in find_encoding(encoding).outs(specs[name])]
         return [(out.dtype.name, out.shape) for out in outs]
 
-    def problem(self) -> str:
+    def problem(self, product: Product, shapes: Mapping[str, tuple[int, ...]]) -> str:
         """A head has one weight."""
-        alone = self.layer < self.base.layers or len(self.weights) == 1
-        return "" if alone else f"there is no layer {self.layer}, or it has other weights"
+        if self.layer == self.base.layers and len(self.weights) != 1:
+            return f"there is no layer {self.layer}, or it has other weights"
+        return CalibratedWork.problem(self, product, shapes)
 
 
 def stages(weights: Mapping[str, str]) -> list[dict[str, str]]:
@@ -183,12 +185,12 @@ def _compute_states(context: ProductContext) -> Arrays:
 
     work = QuantisedStatesWork.of(context.product)
     specs = {step.out.name: step.out for step in context.product.steps}
-    given = {}
+    dequantised = {}
     for name, stored in split(work.weights, specs, context.arrays(work.made)):
-        given[name] = torch.from_numpy(find_encoding(work.weights[name]).dequantise(stored, specs[name].shape))
+        dequantised[name] = torch.from_numpy(find_encoding(work.weights[name]).dequantise(stored, specs[name].shape))
         for array in stored:
             release_pages(array)
-    return run(context, work, given)
+    return run(context, work, dequantised)
 
 
 _check_states = partial(check, kind=QuantisedStatesWork)

@@ -34,8 +34,10 @@ from weightsmith._base.errors import ParameterError
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._features.quantisation.calibration import common
+from weightsmith._features.quantisation.calibration.common import CalibratedWork
 from weightsmith._models.formats import find_encoding
 from weightsmith._models.structure.projections import is_attention, site_of
+from weightsmith._plans import Product
 from weightsmith.abc.product import Arrays, Floats
 
 if TYPE_CHECKING:
@@ -51,7 +53,7 @@ FEATURES = 128
 
 
 @dataclass(frozen=True, slots=True)
-class MeasureWork(common.CalibratedWork):
+class MeasureWork(CalibratedWork):
     """Settings of the product.
 
     gradients   the product of the layer's gradients, for the same weights in the same order
@@ -68,7 +70,7 @@ class MeasureWork(common.CalibratedWork):
 
     def encodings(self) -> Iterable[tuple[str, str]]:
         """The names of the weights, and the encodings to try."""
-        return ((name, each) for name, tried in self.candidates.items() for each in tried)
+        return ((name, encoding) for name, tried in self.candidates.items() for encoding in tried)
 
     def shapes(self, specs: Mapping[str, TensorSpec]) -> common.Shapes:
         """The losses: nats for each token, [weights, candidates]."""
@@ -150,8 +152,8 @@ def _energies(weight: Floats, hessian: Floats) -> npt.NDArray[np.float64]:
 
     with torch.no_grad():
         product = (torch.from_numpy(weight) @ torch.from_numpy(hessian)).numpy()
-    found: npt.NDArray[np.float64] = (product.astype(np.float64) * weight).sum(1)
-    return found
+    energies: npt.NDArray[np.float64] = (product.astype(np.float64) * weight).sum(1)
+    return energies
 
 
 KIND = ProductKind(LAST_FIRST, compute=_compute, check=MeasureWork.check, device=True)
@@ -165,7 +167,7 @@ _QUANTISING = 0.3
 
 
 @dataclass(frozen=True, slots=True)
-class BlocksWork(common.CalibratedWork):
+class BlocksWork(CalibratedWork):
     """Settings of the product.
 
     blocks  the options of each block, by its key: the encoding of each of its weights, by name
@@ -175,17 +177,17 @@ class BlocksWork(common.CalibratedWork):
 
     def encodings(self) -> Iterable[tuple[str, str]]:
         """The names of the weights, and the encodings to try."""
-        return (each for options in self.blocks.values() for option in options for each in option.items())
+        return (pair for options in self.blocks.values() for option in options for pair in option.items())
 
     def shapes(self, specs: Mapping[str, TensorSpec]) -> common.Shapes:
         """The errors: [blocks, options]."""
         return [("F64", (len(self.blocks), max(map(len, self.blocks.values()), default=0)))]
 
-    def problem(self) -> str:
+    def problem(self, product: Product, shapes: Mapping[str, tuple[int, ...]]) -> str:
         """All options of a block have the same weights."""
         every = self.blocks.values()
         same = all(options and all(one and set(one) == set(options[0]) for one in options) for options in every)
-        return "" if same else "the options of a block are for other weights"
+        return CalibratedWork.problem(self, product, shapes) if same else "the options of a block are for other weights"
 
 
 def _compute_blocks(context: ProductContext) -> Arrays:
@@ -218,17 +220,17 @@ def _hessians(
         what = f"the Hessians of layer {layer} take {nbytes:,} bytes, and the limit is {limit:,}"
         fix = "use --measure proxy, which needs one at a time, or a larger --max-memory"
         raise ParameterError(what, where=rows.base.label, fix=fix)
-    found: dict[str, common.Hessian] = {}
+    factored: dict[str, common.Hessian] = {}
     factors = common.Factors(limit)
 
     def use(inputs: Inputs, site: str, finish: Callable[[str], Any]) -> None:
         names = inputs.sites[site]
         tried = [find_encoding(option[name]) for name in names for option in options]
         with factors.hessian(inputs, site, finish, tried) as hessian:
-            found.update(dict.fromkeys(names, hessian))
+            factored.update(dict.fromkeys(names, hessian))
 
     use_sums(rows, weights, use, span=span)
-    return found
+    return factored
 
 
 class _Left(Exception):
@@ -292,13 +294,13 @@ def _errors(
 
     share = (span[1] - span[0]) / (len(options) + 1)
     plain = [out for some in rows.batches((span[0], span[0] + share)) for out in pool.map(run, some)]
-    found, current = [], dict[str, str]()
+    errors, current = [], dict[str, str]()
     for number, option in enumerate(options, 1):
         list(pool.map(give, [item for item in option.items() if current.get(item[0]) != item[1]]))
         current = dict(option)
         batches = rows.batches((span[0] + number * share, span[0] + (number + 1) * share))
-        found.append([e for some in batches for e in pool.map(error, [(row, plain[row[0]]) for row in some])])
-    return [float(np.mean(each)) for each in found]
+        errors.append([e for some in batches for e in pool.map(error, [(row, plain[row[0]]) for row in some])])
+    return [float(np.mean(of_rows)) for of_rows in errors]
 
 
 BLOCKS = ProductKind(FORWARD, compute=_compute_blocks, check=BlocksWork.check, device=True)

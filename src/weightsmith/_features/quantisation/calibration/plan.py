@@ -10,7 +10,7 @@ from weightsmith._activations.model import TextRun, result_of, text_for
 from weightsmith._activations.rows import BUILT_IN, TOKENIZER
 from weightsmith._base.errors import ParameterError, PlanError, Unsupported, WeightsmithError
 from weightsmith._base.files import show
-from weightsmith._base.groups import grouped
+from weightsmith._base.idioms import grouped
 from weightsmith._base.options import assignment, named
 from weightsmith._features.quantisation.calibration.activations import ScalesWork, attention_of
 from weightsmith._features.quantisation.calibration.common import CalibratedWork
@@ -46,11 +46,11 @@ def calibrates(settings: QuantizeSettings) -> bool:
 
 def unused(settings: QuantizeSettings, *, calibrates: bool) -> list[WeightsmithError]:
     """A problem if a setting of the text is given, and no text is read."""
-    found = [name for name in _OF_THE_TEXT if getattr(settings, name) is not None]
-    if calibrates or not found:
+    names = [name for name in _OF_THE_TEXT if getattr(settings, name) is not None]
+    if calibrates or not names:
         return []
-    fix = f"add {assignment('calibration', BUILT_IN)} or a text of yours, or leave out {named(*found)}"
-    return [ParameterError("no calibration text is read", where=named(*found), fix=fix)]
+    fix = f"add {assignment('calibration', BUILT_IN)} or a text of yours, or leave out {named(*names)}"
+    return [ParameterError("no calibration text is read", where=named(*names), fix=fix)]
 
 
 def text_problems(encoding: Encoding, settings: QuantizeSettings) -> list[WeightsmithError]:
@@ -64,9 +64,9 @@ def text_problems(encoding: Encoding, settings: QuantizeSettings) -> list[Weight
         return [ParameterError(f"{what}, from which it gets the scales of activations", where=named(asked), fix=fix)]
     if encoding.hessian != "no":
         return unused(settings, calibrates=settings.calibration not in (None, NONE))
-    if given := [name for name in ("calibration", *_OF_THE_TEXT) if getattr(settings, name) is not None]:
-        fix = f"leave out {named(*given)}, or add {assignment('kv_cache', 'fp8')}"
-        return [ParameterError(f"{encoding.name} reads no text without {named('kv_cache')}", where=named(*given), fix=fix)]
+    if names := [name for name in ("calibration", *_OF_THE_TEXT) if getattr(settings, name) is not None]:
+        fix = f"leave out {named(*names)}, or add {assignment('kv_cache', 'fp8')}"
+        return [ParameterError(f"{encoding.name} reads no text without {named('kv_cache')}", where=named(*names), fix=fix)]
     return []
 
 
@@ -132,9 +132,9 @@ def calibrate(chain: Chain, draft: PlanDraft, prefix: str = "", *, cache: CacheE
     float16 = {find_encoding(step.encoding).float16 for step in calibrated} - {"no"}
     largest: list[Product] = []
     for layer in range(chain.layers):
-        own = {name: encoded[name] for name in chain.names(layer) if name in encoded}
-        inside.update(own)
-        quantised = chain.quantised(f"layer {layer}", layer, states, own)
+        of_layer = {name: encoded[name] for name in chain.names(layer) if name in encoded}
+        inside.update(of_layer)
+        quantised = chain.quantised(f"layer {layer}", layer, states, of_layer)
         products += [quantised, *(chain.scales(layer, states, "", (), cache) if cache else ())]
         states = chain.quantised_states(layer, states, quantised)
         products.append(states)
@@ -175,13 +175,13 @@ def with_scales(steps: Iterable[Step], products: Iterable[Product]) -> list[Step
     """The steps, with those that copy scales of activations: each follows the last of its module's tensors."""
     outs = [out for product in products if product.op == "activation_scales" for out in product.outs]
     scales = grouped((out.name.rpartition(".")[0], Step(out, COPY, (Read(PRODUCTS, out.name),))) for out in outs)
-    found: list[Step] = []
+    placed: list[Step] = []
     for step in reversed([*steps]):
         modules = step.out.name.split(".")[:-1]
         inside = [".".join(modules[:end]) for end in range(1, len(modules) + 1)]
-        found += [scale for module in inside for scale in reversed(scales.pop(module, []))]
-        found.append(step)
-    return found[::-1]
+        placed += [scale for module in inside for scale in reversed(scales.pop(module, []))]
+        placed.append(step)
+    return placed[::-1]
 
 
 MEASURING = "measurement: "
@@ -243,7 +243,7 @@ class Chain(TextRun):
     def quantised(self, name: str, layer: int, states: Product, encoded: Mapping[str, Step]) -> Product:
         """The quantised weights of a layer, or the head after the last. encoded: steps of the quantised plan."""
         outs = tuple(out for step in encoded.values() for out in step.outs)
-        weights = {own: step.encoding for own, step in encoded.items()}
+        weights = {weight: step.encoding for weight, step in encoded.items()}
         work = QuantisedWork(self.base, self.packages, layer, states.name, weights)
         return self.product(name, "quantised_layer", outs, work, self.steps(layer), (states,))
 
@@ -270,8 +270,8 @@ class Chain(TextRun):
         if not weights and not module:
             return ()
         stored = cache.name if cache is not None and module else ""
-        more = encoding if weights else "", tuple(weights), module, stored
-        work = ScalesWork(self.base, self.packages, layer, states.name, *more)
+        scaled = encoding if weights else "", tuple(weights), module, stored
+        work = ScalesWork(self.base, self.packages, layer, states.name, *scaled)
         return (self.product(f"scales {layer}", "activation_scales", work.outs, work, self.steps(layer), (states,)),)
 
     def losses(self, layer: int, states: Product, gradients: Product, candidates: Mapping[str, tuple[str, ...]]) -> Product:
@@ -294,8 +294,8 @@ class Chain(TextRun):
         leaving              output of the last layer
         """
         text, layers = self.text, self.layers
-        more = (text, self._model.bos, entering.name, text.seed)
-        work = VocabularyWork(self.base, self.packages, layers, leaving.name, gradients.name, dict(candidates), *more)
+        of_text = (text, self._model.bos, entering.name, text.seed)
+        work = VocabularyWork(self.base, self.packages, layers, leaving.name, gradients.name, dict(candidates), *of_text)
         out = self.array("scores of the vocabulary", "F32", shape_of(candidates, leaving.outs[0].shape))
         files, needs = (FileRead(self._model.number, TOKENIZER, text.tokenizer),), (entering, gradients, leaving)
         return self.product("scored vocabulary", "scored_vocabulary", (out,), work, self.steps(layers), needs, files)

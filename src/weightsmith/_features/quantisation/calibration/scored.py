@@ -66,6 +66,23 @@ class ScoreWork(LayerWork):
         """The products that the settings name."""
         return {self.states, self.gradients}
 
+    def problem(self, product: Product, shapes: Mapping[str, tuple[int, ...]]) -> str:
+        if problem := LayerWork.problem(self, product, shapes):
+            return problem
+        specs = {step.out.name: step.out for step in product.steps}
+        for name, tried in self.candidates.items():
+            try:
+                encodings = [find_encoding(encoding) for encoding in tried]
+            except WeightsmithError as error:
+                return error.finding.what
+            if name not in specs or len(specs[name].shape) != 2 or not all(map(can_score, encodings)):
+                return "it has no step for a weight, or cannot score its encoding"
+            if any(encoding.refusal(specs[name]) for encoding in encodings):
+                return "the rows of a weight have no whole blocks"
+        sizes = len(self.candidates), max(map(len, self.candidates.values()), default=0)
+        arrays = [(out.dtype.name, out.shape[:2], len(out.shape)) for out in product.outs]
+        return "" if arrays == [("F32", sizes, 3)] else "its arrays are not those of its settings"
+
 
 @dataclass(frozen=True, slots=True)
 class VocabularyWork(ScoreWork):
@@ -87,6 +104,11 @@ class VocabularyWork(ScoreWork):
     def needs(self) -> set[str]:
         """The products that the settings name."""
         return {self.states, self.gradients, self.embedded}
+
+    def problem(self, product: Product, shapes: Mapping[str, tuple[int, ...]]) -> str:
+        if self.layer != self.base.layers or not any(is_embedding(step.out) for step in product.steps):
+            return "it has no step for the embedding"
+        return "its seed is negative" if self.seed < 0 else ScoreWork.problem(self, product, shapes)
 
 
 def places(rows: int, tokens: int) -> npt.NDArray[np.int64]:
@@ -127,33 +149,33 @@ def _score_layer(context: ProductContext) -> Arrays:
     scores = np.zeros(context.product.outs[0].shape, np.float32)
     order = {name: i for i, name in enumerate(work.candidates)}
     with layer_rows(context, work, 0.3, 1, back=True) as rows:
-        own = places(*rows.states.shape[:2])
+        scored_tokens = places(*rows.states.shape[:2])
         inputs = Inputs(rows, list(work.candidates), Forward(leaving=leaving))
-        step = int(own[1]) if len(own) > 1 else 1
+        step = int(scored_tokens[1]) if len(scored_tokens) > 1 else 1
 
         def sampled(numbered: NumberedRow) -> dict[str, tuple[Tensor, Tensor]]:
             # The tokens that reach an expert are fewer: as many of them as of all tokens.
             shared: dict[int, Tensor] = {}  # of weights with the same inputs
-            made = {}
+            sampled_inputs = {}
             for name, (x, g) in inputs.of(numbered).items():
-                made[name] = shared.setdefault(x.data_ptr(), x[::step].clone()), g[::step].clone()
-            return made
+                sampled_inputs[name] = shared.setdefault(x.data_ptr(), x[::step].clone()), g[::step].clone()
+            return sampled_inputs
 
         try:
-            found = [each for some in rows.each(sampled) for each in some]
+            samples = [sample for some in rows.each(sampled) for sample in some]
         finally:
             inputs.close()
 
         def score(task: tuple[str, int]) -> None:
             name, first = task
-            reached = [(row, *each[name]) for row, each in enumerate(found) if name in each and len(each[name][0])]
+            reached = [(row, *sample[name]) for row, sample in enumerate(samples) if name in sample and len(sample[name][0])]
             if not reached:  # nothing depends on it
                 return
             weight = rows.layer.linear(name).weight.detach().cpu().numpy()
             part = np.ascontiguousarray(weight[first : first + ROWS_AT_ONCE])
             x = torch.cat([x for _, x, _ in reached])
             g = torch.cat([g[:, first : first + len(part)] for _, _, g in reached])
-            at = np.concatenate([row * len(own) + np.arange(len(x)) for row, x, _ in reached])
+            at = np.concatenate([row * len(scored_tokens) + np.arange(len(x)) for row, x, _ in reached])
             importances = np.ascontiguousarray(x.square().mean(0).cpu().numpy(), np.float32)
             with located(f"{name}, {work.base.label}"), torch.no_grad():
                 for i, encoding in enumerate(work.candidates[name]):
@@ -182,7 +204,7 @@ def _score_vocabulary(context: ProductContext) -> Arrays:
     work = VocabularyWork.of(context.product)
     rows = rows_of_states(context, work, 0, 0, back=True)
     count, tokens, _ = rows.states.shape
-    own = places(count, tokens)
+    chosen = places(count, tokens)
     specs = {step.out.name: step.out for step in context.product.steps}
     scores = np.zeros(context.product.outs[0].shape, np.float32)
     decoder, cap = decoder_of(work.base), decoder_of(work.base).logit_cap
@@ -191,10 +213,10 @@ def _score_vocabulary(context: ProductContext) -> Arrays:
     embedded, gradients = context.arrays(work.embedded)[0], context.arrays(work.gradients)[0]
 
     def flat(states: Floats) -> Floats:
-        return np.ascontiguousarray(states[:, own]).reshape(-1, states.shape[-1])
+        return np.ascontiguousarray(states[:, chosen]).reshape(-1, states.shape[-1])
 
     if table.name in work.candidates:
-        ids = rows_of(work.text, context.folder(work.base.model), table.shape[0], work.bos)[:, own].reshape(-1)
+        ids = rows_of(work.text, context.folder(work.base.model), table.shape[0], work.bos)[:, chosen].reshape(-1)
         used, which = np.unique(ids, return_inverse=True)
         stored, entering, back = context.rows(table.name, used.tolist()), flat(embedded), flat(gradients)
         plain = stored[which]
@@ -207,9 +229,9 @@ def _score_vocabulary(context: ProductContext) -> Arrays:
     numbers = np.empty(head.shape, np.float32)
     context.fill({head.name: numbers})
     weight = torch.from_numpy(numbers).to(rows.device)
-    draws = np.stack([np.random.default_rng([work.seed, row]).random((tokens,), np.float32)[own] for row in range(count)])
+    draws = np.stack([np.random.default_rng([work.seed, row]).random((tokens,), np.float32)[chosen] for row in range(count)])
     with decoder.final_norm(context, rows.device) as norm, workers(context.threads, rows.device) as pool, torch.no_grad():
-        final = torch.cat([norm(torch.from_numpy(np.array(rows.states[row])).to(rows.device))[own] for row in range(count)])
+        final = torch.cat([norm(torch.from_numpy(np.array(rows.states[row])).to(rows.device))[chosen] for row in range(count)])
         drawn = torch.from_numpy(draws.reshape(-1)).to(rows.device)
 
         def look(first: int) -> tuple[Tensor, Tensor]:
@@ -218,7 +240,7 @@ def _score_vocabulary(context: ProductContext) -> Arrays:
             return label, log
 
         seen = list(pool.map(look, range(0, len(final), TOKENS_AT_ONCE)))
-        labels, logs = torch.cat([each[0] for each in seen]), torch.cat([each[1] for each in seen])
+        labels, logs = torch.cat([pair[0] for pair in seen]), torch.cat([pair[1] for pair in seen])
         tried = [find_encoding(name) for name in work.candidates[head.name]]
 
         def score(first: int) -> list[Floats]:
@@ -234,47 +256,18 @@ def _score_vocabulary(context: ProductContext) -> Arrays:
             if slope is not None:
                 of_logits *= slope
             plain = np.ascontiguousarray(part.cpu().numpy())
-            found = []
+            sums = []
             for encoding in tried:
                 error = torch.from_numpy(_error(plain, encoding, NONE)).to(rows.device)
-                found.append(((of_logits @ error) * final).sum(1).cpu().numpy())
-            return found
+                sums.append(((of_logits @ error) * final).sum(1).cpu().numpy())
+            return sums
 
         place = list(work.candidates).index(head.name)
-        for done, found in enumerate(pool.map(score, range(0, len(weight), ROWS_AT_ONCE)), 1):
-            scores[place, : len(tried)] += np.stack(found)
+        for done, sums in enumerate(pool.map(score, range(0, len(weight), ROWS_AT_ONCE)), 1):
+            scores[place, : len(tried)] += np.stack(sums)
             rows.progress(min(1.0, done * ROWS_AT_ONCE / len(weight)))
     return [scores]
 
 
-def _check_layer(product: Product) -> str:
-    return ScoreWork.check(product) or _check(product, ScoreWork.of(product))
-
-
-def _check_vocabulary(product: Product) -> str:
-    if problem := VocabularyWork.check(product):
-        return problem
-    work = VocabularyWork.of(product)
-    if work.layer != work.base.layers or not any(is_embedding(step.out) for step in product.steps):
-        return "it has no step for the embedding"
-    return "its seed is negative" if work.seed < 0 else _check(product, work)
-
-
-def _check(product: Product, work: ScoreWork) -> str:
-    specs = {step.out.name: step.out for step in product.steps}
-    for name, tried in work.candidates.items():
-        try:
-            encodings = [find_encoding(encoding) for encoding in tried]
-        except WeightsmithError as error:
-            return error.finding.what
-        if name not in specs or len(specs[name].shape) != 2 or not all(map(can_score, encodings)):
-            return "it has no step for a weight, or cannot score its encoding"
-        if any(encoding.refusal(specs[name]) for encoding in encodings):
-            return "the rows of a weight have no whole blocks"
-    made = [(out.dtype.name, out.shape[:2]) for out in product.outs]
-    wanted = len(work.candidates), max(map(len, work.candidates.values()), default=0)
-    return "" if made == [("F32", wanted)] and len(product.outs[0].shape) == 3 else "its arrays are not those of its settings"
-
-
-LAYER = ProductKind(LAST_FIRST, compute=_score_layer, check=_check_layer, device=True)
-VOCABULARY = ProductKind(LAST_FIRST, compute=_score_vocabulary, check=_check_vocabulary, device=True)
+LAYER = ProductKind(LAST_FIRST, compute=_score_layer, check=ScoreWork.check, device=True)
+VOCABULARY = ProductKind(LAST_FIRST, compute=_score_vocabulary, check=VocabularyWork.check, device=True)

@@ -17,7 +17,7 @@ def by_weight(plan: Plan) -> Plan:
 
     Scales of activations belong to their weights, and are not in it.
     """
-    found: dict[str, Step] = {}
+    by_array: dict[str, Step] = {}
     scales = {out.name for product in plan.products if product.op == "activation_scales" for out in product.outs}
     for product in plan.products:
         if product.op != "quantised_layer":
@@ -29,10 +29,10 @@ def by_weight(plan: Plan) -> Plan:
             stored = tuple(islice(arrays, len(outs)))
             out = replace(step.out, name=stored[0].name.removesuffix(outs[0].name) + name)
             weight = replace(step, out=out, encoding=encoding, stored=stored, needs=(*step.needs, product.name))
-            found |= dict.fromkeys((array.name for array in stored), weight)
-    if not found and not scales:
+            by_array |= dict.fromkeys((array.name for array in stored), weight)
+    if not by_array and not scales:
         return plan
-    shown = [found.get(step.out.name, step) for step in plan.steps if step.out.name not in scales]
+    shown = [by_array.get(step.out.name, step) for step in plan.steps if step.out.name not in scales]
     draft = PlanDraft.of(plan)
     draft.steps = list({step.out.name: step for step in shown}.values())
     return draft.finish(stored=False)

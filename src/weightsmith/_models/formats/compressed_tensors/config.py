@@ -26,7 +26,7 @@ from weightsmith._base.errors import Finding, FormatError
 from weightsmith._base.files import show
 from weightsmith._models.formats.config import damaged, unsupported
 from weightsmith._models.formats.scaled import TENSOR, Scheme, Structure, read_block
-from weightsmith._models.lora.patterns import INSTRUCTIONS, MAX_PATTERNS, MAX_STEPS, compiled
+from weightsmith._models.lora.config import INSTRUCTIONS, MAX_PATTERNS, MAX_STEPS, compiled
 
 METHOD = "compressed-tensors"
 
@@ -51,8 +51,8 @@ def read_entry(entry: Mapping[str, Any], place: str, where: str) -> tuple[list[S
             raise unsupported(f"{show(label)} is not read: it is {show(group)}, not an object", where)
         if (weights := group.get("weights")) is None:  # activations alone
             continue
-        found = scheme_of(group.get("format") or entry.get("format"), weights, label, where)
-        schemes.append(replace(found, group=name))
+        scheme = scheme_of(group.get("format") or entry.get("format"), weights, label, where)
+        schemes.append(replace(scheme, group=name))
     notes = []
     if entry.get("kv_cache_scheme"):
         notes.append(Finding("the KV cache's quantisation is dropped: plain weights have none", f"{where}: {place}"))
@@ -94,11 +94,11 @@ def scheme_of(format_: object, weights: object, label: str, where: str) -> Schem
     if not isinstance(weights, Mapping):
         raise unsupported(f"{show(label)}.weights is not read: it is {show(weights)}, not an object", where)
     read = _FORMATS[format_]
-    found = {key: weights.get(key, default) for key, default in (("type", "int"), ("num_bits", 8))}
-    for key, wanted in (("type", {t for t, _ in read}), ("num_bits", {b for _, b in read})):
-        if type(found[key]) not in (str, int) or found[key] not in wanted:
-            names = " and ".join(sorted(map(str, wanted)))
-            what = f"compressed-tensors {format_} weights with {key} {show(found[key])} are not read, only {key} {names}"
+    stated = {key: weights.get(key, default) for key, default in (("type", "int"), ("num_bits", 8))}
+    for key, expected in (("type", {t for t, _ in read}), ("num_bits", {b for _, b in read})):
+        if type(stated[key]) not in (str, int) or stated[key] not in expected:
+            names = " and ".join(sorted(map(str, expected)))
+            what = f"compressed-tensors {format_} weights with {key} {show(stated[key])} are not read, only {key} {names}"
             raise unsupported(f"{what} ({show(label)})", where)
     zeroed = format_ == "pack-quantized" and weights.get("symmetric") is False and weights.get("strategy") in _ZEROED
     for key, required, default in (("symmetric", not zeroed, True), ("dynamic", False, False)):
@@ -106,7 +106,7 @@ def scheme_of(format_: object, weights: object, label: str, where: str) -> Schem
             what = f"compressed-tensors {format_} weights with {key} {show(value)} are not read, only {key} {required!r}"
             raise unsupported(f"{what} ({show(label)})", where)
     block = _structure(weights, format_, label, where)
-    return replace(read[found["type"], found["num_bits"]], block=block, zeroed=zeroed)
+    return replace(read[stated["type"], stated["num_bits"]], block=block, zeroed=zeroed)
 
 
 def _structure(weights: Mapping[str, Any], format_: str, label: str, where: str) -> Structure:
@@ -126,9 +126,9 @@ def _structure(weights: Mapping[str, Any], format_: str, label: str, where: str)
     raise unsupported(f"{what}, only tensor, channel, group, tensor_group and block ({show(label)})", where)
 
 
-def _activations(given: Mapping[str, Any]) -> dict[str, Any]:
+def _activations(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Quantised at run time, unless they say otherwise."""
-    return {**given, "symmetric": True, "dynamic": given.get("dynamic", True)}
+    return {**arguments, "symmetric": True, "dynamic": arguments.get("dynamic", True)}
 
 
 def quantization_config(
@@ -178,8 +178,8 @@ class Targets:
         """Raises FormatError for targets that are no texts, and for expressions that are not read."""
         self._where = where
         self._group_of: dict[str, str] = {}
-        for group, given in groups.items():
-            for target in ["Linear"] if given is None else given if isinstance(given, list) else [given]:
+        for group, targets in groups.items():
+            for target in ["Linear"] if targets is None else targets if isinstance(targets, list) else [targets]:
                 if not isinstance(target, str):
                     raise self._unread(f"config_groups.{group}.targets holds {show(target)}, not a text")
                 # compressed-tensors takes the later of two groups. That may be a mistake, so such a target tells nothing.
@@ -197,14 +197,14 @@ class Targets:
             return self._group_of[module]
         if self._expressions and not (module.isascii() and module.isprintable()):  # RE2's classes are those of ASCII
             raise self._unread(f"the targets of config_groups are compared with the name {show(module)}, which is not ASCII")
-        self._left -= len(module) * sum(each.programsize for each in self._expressions.values()) // INSTRUCTIONS
+        self._left -= len(module) * sum(pattern.programsize for pattern in self._expressions.values()) // INSTRUCTIONS
         if self._left < 0:
             raise self._unread("the targets of config_groups take too long to match with the names of all modules")
         for target, expression in self._expressions.items():
             if expression.match(module):
                 return self._group_of[target]
         classes = _EMBEDDING_CLASSES if _EMBEDDING in module.rpartition(".")[2] else _CLASSES
-        return next((self._group_of[each] for each in classes if each in self._group_of), "")
+        return next((self._group_of[name] for name in classes if name in self._group_of), "")
 
     def _compiled(self, text: str) -> Any:
         try:

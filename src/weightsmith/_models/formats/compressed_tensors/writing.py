@@ -242,8 +242,8 @@ GROUPS = (128, 64, 32)
 """Group sizes of packed codes, the default first."""
 
 
-def _integers(bits: int, **more: Any) -> dict[str, Any]:
-    return {"num_bits": bits, "type": "int", **more}
+def _integers(bits: int, **arguments: Any) -> dict[str, Any]:
+    return {"num_bits": bits, "type": "int", **arguments}
 
 
 def _integer_scales(rows: Rows, bits: int, wide: int, stored: Bytes) -> Rows:

@@ -154,7 +154,7 @@ def find_blocks(specs: Sequence[TensorSpec], structure: Structure) -> tuple[Subl
 
     Raises Unsupported for a layer whose blocks are not complete, a matrix of unknown role, and shapes that EXL2 cannot store.
     """
-    found: dict[str, dict[str, list[TensorSpec]]] = {}
+    by_block: dict[str, dict[str, list[TensorSpec]]] = {}
     mixtures: set[str] = set()
     names = {spec.name for spec in specs}
     for spec in specs:
@@ -165,7 +165,7 @@ def find_blocks(specs: Sequence[TensorSpec], structure: Structure) -> tuple[Subl
         for pattern, module in ((_IN_ATTENTION, "self_attn"), (_IN_MLP, "mlp"), (_IN_EXPERT, "mlp")):
             if match := pattern.fullmatch(suffix):
                 role = str(role_of(match[1]))
-                found.setdefault(f"{layer}.{module}", {}).setdefault(role, []).append(spec)
+                by_block.setdefault(f"{layer}.{module}", {}).setdefault(role, []).append(spec)
                 if ".experts." in suffix:
                     mixtures.add(f"{layer}.{module}")
                 break
@@ -174,13 +174,16 @@ def find_blocks(specs: Sequence[TensorSpec], structure: Structure) -> tuple[Subl
                 what = f"ExLlamaV2 knows no matrix of this name {list(spec.shape)}"
                 raise Unsupported(what, where=spec.name, fix=OTHER_FORMATS)
     blocks = []
-    for key, linears in found.items():
+    for key, linears in by_block.items():
         options = ATTENTION if key.endswith("self_attn") else MLP
         for role in options[0]:
             if role not in linears:
                 raise Unsupported(f"{key} has no {role} projection, which ExLlamaV2 expects", where=key, fix=OTHER_FORMATS)
         biased = frozenset(
-            spec.name for each in linears.values() for spec in each if f"{spec.name.removesuffix('.weight')}.bias" in names
+            spec.name
+            for specs_of_role in linears.values()
+            for spec in specs_of_role
+            if f"{spec.name.removesuffix('.weight')}.bias" in names
         )
         of_experts = f"{key.rpartition('.')[0]}.block_sparse_moe" if key in mixtures else key
         blocks.append(Sublayer(of_experts, options, {role: tuple(linears[role]) for role in options[0]}, biased))
@@ -230,19 +233,19 @@ def _measured_options(value: object, block: Sublayer, where: str) -> list[Measur
     if not isinstance(value, list) or not 0 < len(value) <= MAX_OPTIONS:
         what = f"it has {show(value) if not isinstance(value, list) else len(value)} for this block, not a list of settings"
         raise FormatError(what, where=where, fix=_MEASURE)
-    found = []
-    for each in value:
-        if not isinstance(each, Mapping):
-            raise FormatError(f"a setting is {show(each)}, not an object", where=where, fix=_MEASURE)
-        params = {role: params_from_json(each.get(name), f"{where}.{name}") for role, name in block.names.items()}
-        accuracy, bits = finite_number(each.get("accuracy")), each.get("total_bits")
+    options = []
+    for option in value:
+        if not isinstance(option, Mapping):
+            raise FormatError(f"a setting is {show(option)}, not an object", where=where, fix=_MEASURE)
+        params = {role: params_from_json(option.get(name), f"{where}.{name}") for role, name in block.names.items()}
+        accuracy, bits = finite_number(option.get("accuracy")), option.get("total_bits")
         if accuracy is None or accuracy > 1:
-            raise FormatError(f"accuracy is {show(each.get('accuracy'))}, not a number up to 1", where=where, fix=_MEASURE)
+            raise FormatError(f"accuracy is {show(option.get('accuracy'))}, not a number up to 1", where=where, fix=_MEASURE)
         if bits != block.bits(params):
             what = f"total_bits is {show(bits)}, and the setting takes {block.bits(params):,} bits in this model"
             raise FormatError(what, where=where, fix="name a measurement of this very model")
-        found.append(Measured(params, max(LEAST_ERROR, 1 - accuracy)))
-    return found
+        options.append(Measured(params, max(LEAST_ERROR, 1 - accuracy)))
+    return options
 
 
 def measurement_json(measured: Sequence[tuple[Sublayer, Sequence[Measured]]]) -> dict[str, Any]:

@@ -200,12 +200,12 @@ def groups_of(setting: Params, in_features: int) -> Groups:
     >>> [sum(group.bits == bits for group in groups) for bits in (8, 4, 3)], groups[-1]
     ([7, 4, 27], Group(bits=3, rows=32))
     """
-    groups, left = [], in_features
+    groups, remaining = [], in_features
     for bits, share, size in zip(setting.bits, setting.proportions, setting.group_sizes, strict=True):
-        count = max(0, math.ceil(min(in_features * share, left) / size))
+        count = max(0, math.ceil(min(in_features * share, remaining) / size))
         for _ in range(count):
-            groups.append(Group(bits, min(size, left)))
-            left -= groups[-1].rows
+            groups.append(Group(bits, min(size, remaining)))
+            remaining -= groups[-1].rows
     return tuple(groups)
 
 

@@ -49,30 +49,30 @@ def differences(config: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     >>> [where for _, where, _ in differences({"architectures": ["Qwen3ForCausalLM"]})]
     ['architectures in config.json']
     """
-    found = window_difference(config, f"ExLlamaV2 {VERSION}")
+    findings = window_difference(config, f"ExLlamaV2 {VERSION}")
     if not set(_LAYER_NORMS).isdisjoint(config.get("architectures") or ()):
         what = f"ExLlamaV2 {VERSION} subtracts the mean in the norms of queries and keys, and transformers does not"
-        found.append((what, "architectures in config.json", ELSEWHERE))
+        findings.append((what, "architectures in config.json", ELSEWHERE))
     text = config.get("text_config")
     inner = text if isinstance(text, Mapping) else config
     scaling = inner.get("rope_scaling")
     if not isinstance(scaling, Mapping):
-        return found
+        return findings
     kind, longest = scaling.get("type") or scaling.get("rope_type"), inner.get("max_position_embeddings")
     original = scaling.get("original_max_position_embeddings") or inner.get("original_max_position_embeddings")
     if not isinstance(longest, int) or not isinstance(original, int | float):
-        return found
+        return findings
     place, version = "rope_scaling in config.json", f"ExLlamaV2 {VERSION}"
     if kind == "yarn" and longest <= original:
         what = f"does not scale positions, because max_position_embeddings ({longest:,}) is not above {original:,}"
-        found.append((f"{version} {what}; transformers does", place, ELSEWHERE))
+        findings.append((f"{version} {what}; transformers does", place, ELSEWHERE))
     elif kind == "yarn":
         what = f"computes YaRN for {longest:,} positions (max_position_embeddings), and transformers for {original:,}"
-        found.append((f"{version} {what} (original_max_position_embeddings)", place, ELSEWHERE))
+        findings.append((f"{version} {what} (original_max_position_embeddings)", place, ELSEWHERE))
     elif kind in ("longrope", "su") and longest > original:
         what = f"uses LongRoPE's long factors for texts of all lengths, transformers the short ones up to {original:,} tokens"
-        found.append((f"{version} {what}", place, f"load the model with max_seq_len {original:,} for short texts"))
-    return found
+        findings.append((f"{version} {what}", place, f"load the model with max_seq_len {original:,} for short texts"))
+    return findings
 
 
 def quantization_config(bits: float, head_bits: int, calibration: Mapping[str, Any]) -> dict[str, Any]:
@@ -87,12 +87,12 @@ def quantization_config(bits: float, head_bits: int, calibration: Mapping[str, A
 
 def loader_config(config: Mapping[str, Any], *, gemma3: bool) -> dict[str, Any]:
     """config.json as ExLlamaV2 reads it: see `older_config`, and for Gemma 3 the beginning of this file."""
-    found = older_config(config)
+    older = older_config(config)
     if not gemma3:
-        return found
-    text = {key: value for key, value in found.items() if key != "architectures"}
+        return older
+    text = {key: value for key, value in older.items() if key != "architectures"}
     top: dict[str, Any] = {
-        key: found[key] for key in ("dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id") if key in found
+        key: older[key] for key in ("dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id") if key in older
     }
     named: dict[str, Any] = {
         "architectures": [GEMMA3_LOADED],

@@ -132,6 +132,6 @@ def notes(draft: PlanDraft) -> list[Finding]:
     """Warnings about ExLlamaV2: whether it loads the model, and where its results differ from transformers'."""
     what = f"EXL2 is loaded by ExLlamaV2 {VERSION}, which is archived, and by TabbyAPI up to June 2026; TabbyAPI now takes EXL3"
     fix = "choose a gguf format for llama.cpp, Ollama and CPUs, or w4a16 or fp8-dynamic for vLLM and SGLang"
-    found = [Finding(what, "quantize", fix=fix), *tokenizer_notes(draft, "ExLlamaV2 does not load it")]
+    findings = [Finding(what, "quantize", fix=fix), *tokenizer_notes(draft, "ExLlamaV2 does not load it")]
     config = loader_config(draft.config or {}, gemma3=False)
-    return [*found, *(Finding(what, where, fix=fix) for what, where, fix in differences(config))]
+    return [*findings, *(Finding(what, where, fix=fix) for what, where, fix in differences(config))]

@@ -166,8 +166,8 @@ def find_scales(rows: Floats, bits: int, guess: int) -> tuple[npt.NDArray[np.uin
     which = (np.clip(np.rint(16 * np.sqrt(base / np.float32(largest))), 1, 16) - 1).astype(np.uint8)
     tops = np.minimum(largest * GRID, 65504).astype(np.float16)
     table = scale_values(tops, np.arange(16))
-    found = best_scale(rows, which, table, bits, 1 / largest, guess)
-    return which, tops[found], table[found][which], found
+    best = best_scale(rows, which, table, bits, 1 / largest, guess)
+    return which, tops[best], table[best][which], best
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,8 +111,8 @@ def values_of(codebook: str) -> Floats:
 def config_entry(bits: float, head_bits: float, calibration: dict[str, int]) -> dict[str, Any]:
     """`quantization_config` of config.json. calibration: rows and cols; {}: none."""
     described = {"quant_method": "exl3", "version": VERSION, "bits": round(bits, 4), "head_bits": head_bits}
-    more = {"calibration": calibration} if calibration else {}
-    return {**described, **more, "out_scales": "always", "codebook": MUL1}
+    calibrated = {"calibration": calibration} if calibration else {}
+    return {**described, **calibrated, "out_scales": "always", "codebook": MUL1}
 
 
 # ---- whole models as exllamav3 loads them
@@ -148,8 +148,8 @@ def contradiction(config: Mapping[str, Any]) -> str:
     >>> contradiction({"architectures": ["LlamaForCausalLM"], "hidden_act": "gelu"})
     'hidden_act'
     """
-    wanted = ARCHITECTURES[config["architectures"][0]]
-    return next((key for key, value in wanted.items() if config.get(key, value) != value), "")
+    expected = ARCHITECTURES[config["architectures"][0]]
+    return next((key for key, value in expected.items() if config.get(key, value) != value), "")
 
 
 def differences(config: Mapping[str, Any]) -> list[tuple[str, str, str]]:
@@ -171,9 +171,9 @@ def loader_config(config: Mapping[str, Any]) -> dict[str, Any]:
     >>> loader_config({"architectures": ["Qwen3MoeForCausalLM"], "num_local_experts": 8})["num_experts"]
     8
     """
-    found = dict(config)
+    loaded = dict(config)
     architecture = config.get("architectures")
-    for wanted, key, other in _OTHER_NAMES:
-        if architecture == [wanted] and config.get(other) is not None:
-            found.setdefault(key, config[other])
-    return found
+    for expected, key, other in _OTHER_NAMES:
+        if architecture == [expected] and config.get(other) is not None:
+            loaded.setdefault(key, config[other])
+    return loaded

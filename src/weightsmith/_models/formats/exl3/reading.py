@@ -56,18 +56,18 @@ class Exl3Weight(Weight):
         for top in range(first // inputs // BLOCK * BLOCK, -(-(first + values.size) // inputs), BLOCK):
             scales = _scales(stored, self.stored[2], top, top + BLOCK)
             columns = slice(top // 16 * width, (top + BLOCK) // 16 * width)
-            for left in range(0, self.padded[1], READ_INPUTS):
-                right = min(left + READ_INPUTS, self.padded[1])
-                tiles = slice(left // 16, right // 16)
+            for first_input in range(0, self.padded[1], READ_INPUTS):
+                end_input = min(first_input + READ_INPUTS, self.padded[1])
+                tiles = slice(first_input // 16, end_input // 16)
                 words = read_columns(stored, self.stored[0], self.padded[0] // 16 * width, tiles, columns).view(np.uint32)
                 dequantise_trellis(
                     words.reshape(-1),
                     self.rate.steps,
                     table,
-                    input_scales[left:right],
+                    input_scales[first_input:end_input],
                     scales,
                     top,
-                    left,
+                    first_input,
                     (outputs, inputs),
                     first,
                     values,
@@ -85,8 +85,8 @@ def _scales(stored: Tensors, name: str, start: int, end: int) -> npt.NDArray[np.
 
 def weights(model: QuantisedModel) -> Sequence[Weight]:
     sizes = _plain_sizes(model.config)
-    found = [_weight(model, module, sizes) for module in model.modules(".trellis")]
-    return join_projections(found) if model.config.get("architectures") == ["Phi3ForCausalLM"] else found
+    read_weights = [_weight(model, module, sizes) for module in model.modules(".trellis")]
+    return join_projections(read_weights) if model.config.get("architectures") == ["Phi3ForCausalLM"] else read_weights
 
 
 def _weight(model: QuantisedModel, module: str, sizes: set[int]) -> Exl3Weight:
@@ -111,7 +111,7 @@ def _weight(model: QuantisedModel, module: str, sizes: set[int]) -> Exl3Weight:
     if isinstance(codebook, str) and codebook in CODEBOOKS and not codebooks:
         model.part(f"{module}.{codebook}", (), ())
     named = _named_sizes(model.config, module)
-    outputs, inputs = (_plain_size(model, n, sizes, own, trellis.name) for n, own in zip(padded, named, strict=True))
+    outputs, inputs = (_plain_size(model, n, sizes, known, trellis.name) for n, known in zip(padded, named, strict=True))
     bias = specs.get(f"{module}.bias")
     if bias is not None and bias.shape != (outputs,):
         what = (
@@ -176,10 +176,10 @@ def _named_sizes(config: Mapping[str, Any], module: str) -> tuple[int | None, in
     return (size("vocab_size"), hidden) if module.rpartition(".")[2] == "lm_head" else (None, None)
 
 
-def _plain_size(model: QuantisedModel, padded: int, sizes: set[int], own: int | None, name: str) -> int:
+def _plain_size(model: QuantisedModel, padded: int, sizes: set[int], size: int | None, name: str) -> int:
     """The size that was padded to this multiple of 128: its own, else the only known one that fits, or itself if none does."""
-    if own is not None and padded_size(own) == padded:
-        return own
+    if size is not None and padded_size(size) == padded:
+        return size
     fitting = sorted(n for n in sizes if padded_size(n) == padded)
     if len(fitting) > 1:
         what = f"tensor {show(name)} is padded to {padded:,}, and sizes in config.json leave open from what: {fitting}"

@@ -158,13 +158,13 @@ def find_scales(weight: Floats, rate: Rate) -> Scales:
 
 def _levelled(scales: Floats64, sizes: Floats64) -> Floats64:
     """Scales so that Σ (size / scale)² is 1 for each block on average: multiplied by one number for each."""
-    found, mean = np.zeros_like(scales), np.sqrt(np.square(sizes).mean())
+    levelled, mean = np.zeros_like(scales), np.sqrt(np.square(sizes).mean())
     if not mean:
-        return found
+        return levelled
     ratios = np.divide(sizes / mean, scales, out=np.zeros_like(scales), where=scales > 0)
     level = np.sqrt(np.square(ratios).reshape(-1, BLOCK).mean(1))
-    found[:] = scales * np.repeat(level, BLOCK)
-    return found
+    levelled[:] = scales * np.repeat(level, BLOCK)
+    return levelled
 
 
 def _signs(count: int, key: int) -> npt.NDArray[np.float64]:
@@ -182,16 +182,16 @@ def _inverse(scales: Halves) -> Floats:
     return np.divide(np.float32(1), wide, out=np.zeros_like(wide), where=wide != 0)
 
 
-def rotated(rows: Floats, factors: Floats, own: Floats) -> Floats:
+def rotated(rows: Floats, factors: Floats, output_factors: Floats) -> Floats:
     """float32 [K, n padded]: H (rows · factors · own)ᵀ H of outputs. factors: of inputs; own: of these outputs, padded."""
     from weightsmith._kernels.trellis import rotate_rows
 
-    found = np.empty((len(factors), len(own)), np.float32)
+    turned = np.empty((len(factors), len(output_factors)), np.float32)
     part = np.empty((len(factors), BLOCK), np.float32)
-    for top in range(0, len(own), BLOCK):
-        rotate_rows(np.ascontiguousarray(rows[top : top + BLOCK]), factors, own[top : top + BLOCK], part)
-        found[:, top : top + BLOCK] = part
-    return found
+    for top in range(0, len(output_factors), BLOCK):
+        rotate_rows(np.ascontiguousarray(rows[top : top + BLOCK]), factors, output_factors[top : top + BLOCK], part)
+        turned[:, top : top + BLOCK] = part
+    return turned
 
 
 class Encoder:
@@ -210,9 +210,9 @@ class Encoder:
         from weightsmith._kernels.trellis_search import encode_tiles
 
         tiles = rows.reshape(16, -1, 16).transpose(1, 0, 2).reshape(-1, 256)
-        found, values = np.empty((len(tiles), self._words), np.uint32), np.empty((len(tiles), 256), np.float32)
-        encode_tiles(np.ascontiguousarray(tiles[:, _order()]), *self._settings, self._costs, found, values)
-        words[:] = found
+        streams, values = np.empty((len(tiles), self._words), np.uint32), np.empty((len(tiles), 256), np.float32)
+        encode_tiles(np.ascontiguousarray(tiles[:, _order()]), *self._settings, self._costs, streams, values)
+        words[:] = streams
         plain = np.empty_like(values)
         plain[:, _order()] = values
         return plain.reshape(-1, 16, 16).transpose(1, 0, 2).reshape(16, -1)
@@ -245,15 +245,17 @@ def store(
 
     columns  encodes rotated weights [K, n]; fills words [K / 16, n / 16, …]
     """
-    factors, own = _inverse(scales.inputs), _inverse(scales.outputs)
-    words = np.empty((len(factors) // 16, len(own) // 16, rate.words // 2), np.uint32)
+    factors, output_factors = _inverse(scales.inputs), _inverse(scales.outputs)
+    words = np.empty((len(factors) // 16, len(output_factors) // 16, rate.words // 2), np.uint32)
 
     def encode(first: int) -> None:
         part = slice(first, first + COLUMNS)
-        columns(rotated(weight[part], factors, own[part]), Encoder(rate), words[:, first // 16 : (first + COLUMNS) // 16])
+        columns(
+            rotated(weight[part], factors, output_factors[part]), Encoder(rate), words[:, first // 16 : (first + COLUMNS) // 16]
+        )
 
     with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(encode, range(0, len(own), COLUMNS)))
+        list(pool.map(encode, range(0, len(output_factors), COLUMNS)))
     return Exl3Matrix(words, scales)
 
 
@@ -311,8 +313,8 @@ def factorise(hessian: Floats, inputs: Halves) -> Tensor:
         damped_cholesky(work, lambda: work.copy_(torch.from_numpy(turned)), damping)
         for first in range(0, k, ROWS):
             part = work[first:, first : first + ROWS]
-            own = part[:ROWS].clone()
-            torch.linalg.solve_triangular(own, part.clone(), upper=False, left=False, out=part)
+            diagonal = part[:ROWS].clone()
+            torch.linalg.solve_triangular(diagonal, part.clone(), upper=False, left=False, out=part)
         return work.float()
 
 
@@ -320,13 +322,13 @@ def _compensate(target: Floats, factor: Tensor, encoder: Encoder, words: Words) 
     """Encode rotated weights [K, n] from the last rows to the first. factor: L; only what is below its diagonal is used."""
     import torch
 
-    wanted = torch.from_numpy(target)
-    errors, caused = torch.empty_like(wanted), torch.zeros_like(wanted)
+    weights = torch.from_numpy(target)
+    errors, caused = torch.empty_like(weights), torch.zeros_like(weights)
     for end in range(len(target), 0, -BLOCK):
         begin = end - BLOCK
         for first in range(end - ROWS, begin - 1, -ROWS):
             last = first + ROWS
-            rows = wanted[first:last]
+            rows = weights[first:last]
             moved = rows + caused[first:last]
             if last < end:
                 moved.addmm_(factor[last:end, first:last].T, errors[last:end])
@@ -340,13 +342,13 @@ def dequantise_matrix(matrix: Exl3Matrix, shape: tuple[int, int], rate: Rate) ->
     """The weight as it is read: float32 [N, K]. Nothing is used but the stored tensors."""
     from weightsmith._kernels.trellis import dequantise_trellis
 
-    found = np.empty(shape, np.float32)
+    weight = np.empty(shape, np.float32)
     inputs, outputs = matrix.scales.inputs.astype(np.float32), matrix.scales.outputs.astype(np.float32)
     for top in range(0, shape[0], BLOCK):
         words = np.ascontiguousarray(matrix.words[:, top // 16 : (top + BLOCK) // 16]).reshape(-1)
-        own = outputs[top : top + BLOCK]
-        dequantise_trellis(words, rate.steps, values_of("mul1"), inputs, own, top, 0, shape, 0, found.reshape(-1))
-    return found
+        scales = outputs[top : top + BLOCK]
+        dequantise_trellis(words, rate.steps, values_of("mul1"), inputs, scales, top, 0, shape, 0, weight.reshape(-1))
+    return weight
 
 
 # ---- the encoding

@@ -12,7 +12,7 @@ import numpy as np
 
 from weightsmith._base.errors import Finding, FormatError, PlanError, Unsupported, WeightsmithError, noting
 from weightsmith._base.files import show
-from weightsmith._base.groups import grouped
+from weightsmith._base.idioms import grouped
 from weightsmith._base.options import named, option_error
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._files.containers import GGUF

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from weightsmith._base.errors import Finding, FormatError, Unsupported
 from weightsmith._base.files import DAMAGED, Extent, Opener, open_local, show
 from weightsmith._base.tensors import DTYPES, DType, TensorSpec
-from weightsmith._files.hf_folder import Weights, natural_key
+from weightsmith._files.hf_folder import FolderWeights, natural_key
 from weightsmith._models.formats.decoded import DecodedTensors, Weight
 from weightsmith._models.formats.gguf.architecture import Contents, GgufArchitecture
 from weightsmith._models.formats.gguf.architectures import architecture_of_keys
@@ -34,7 +34,7 @@ from weightsmith._models.formats.gguf.values import GgufConfig
 from weightsmith._models.formats.gguf.writing import dequantise, from_llama_order, libgguf
 from weightsmith._models.sources.files import FileTensors, SourceFile, unite
 from weightsmith._models.tokenizers.files import json_bytes
-from weightsmith.abc.files import FileKind, Index, Opened
+from weightsmith.abc.tensors import FileKind, Index, OpenedFiles
 
 SUFFIX = ".gguf"
 CHUNK_ELEMENTS = 1 << 18
@@ -156,7 +156,7 @@ class GgufMovedTensors(DecodedTensors):
         return self._blocks.stored_as(self._first.get(name, name))
 
 
-def choose(names: Sequence[str], where: str) -> Weights | None:
+def choose(names: Sequence[str], where: str) -> FolderWeights | None:
     """The GGUF file of the model, or its parts; None if there is none.
 
     Raises FormatError for several models, as most repositories of GGUF files have them, and for missing parts.
@@ -178,7 +178,7 @@ def choose(names: Sequence[str], where: str) -> Weights | None:
         if missing:
             what = f"{len(missing)} of {int(part[3])} parts are missing: {', '.join(missing[:3])}"
             raise FormatError(what, where=where, fix="Get the missing files: the download was probably interrupted.")
-    return Weights(None, tuple(chosen), tuple(name for name in files if name not in chosen))
+    return FolderWeights(None, tuple(chosen), tuple(name for name in files if name not in chosen))
 
 
 def _parts(part: re.Match[str]) -> list[str]:
@@ -189,7 +189,7 @@ def _parts(part: re.Match[str]) -> list[str]:
     return [f"{part[1]}-{i:05d}-of-{count:05d}{part[4]}" for i in range(1, count + 1)]
 
 
-def open_files(paths: Sequence[Path], index: Index | None, where: str, open_file: Opener = open_local) -> Opened:
+def open_files(paths: Sequence[Path], index: Index | None, where: str, open_file: Opener = open_local) -> OpenedFiles:
     """The tensors of a GGUF file, and its config.json and tokenizer. Of a split file, any part stands for all.
 
     Raises FormatError, Unsupported (architectures, types, versions; libgguf is missing), NotFound and CheckpointError.
@@ -226,7 +226,7 @@ def open_files(paths: Sequence[Path], index: Index | None, where: str, open_file
         if (order := architecture.order(spec.name, GgufConfig(config))) is not None:
             weights.append(ordered_weight(spec, str(architecture.hub_name(spec.name)), order, dtype, where))
     source = GgufMovedTensors(whole, weights, where) if weights else whole
-    return Opened(source, notes=tuple(notes), files=other_files, decoded=decoded)
+    return OpenedFiles(source, notes=tuple(notes), files=other_files, decoded=decoded)
 
 
 def _dtype(tensors: Iterable[GgufTensor]) -> DType:

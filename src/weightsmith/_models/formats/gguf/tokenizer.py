@@ -20,14 +20,10 @@ from weightsmith._models.formats.gguf.end_tokens import stops_of, with_ends
 from weightsmith._models.formats.gguf.layout import Value
 from weightsmith._models.formats.gguf.unsaid import recognised_name, unsaid
 from weightsmith._models.formats.gguf.values import token_id
-from weightsmith._models.tokenizers.files import json_bytes
-from weightsmith._models.tokenizers.parts import (
-    BYTES,
+from weightsmith._models.tokenizers.convert import (
     FLAGS,
     QWEN2_SPLIT,
     bpe,
-    byte_level,
-    byte_of,
     decoders,
     first_prefix,
     is_merge,
@@ -36,7 +32,9 @@ from weightsmith._models.tokenizers.parts import (
     template,
     ways,
 )
-from weightsmith._models.tokenizers.sentencepiece import SPACE, Kind, read_sentencepiece
+from weightsmith._models.tokenizers.files import json_bytes
+from weightsmith._models.tokenizers.sentencepiece import SPACE, PieceKind, read_sentencepiece
+from weightsmith._models.tokenizers.vocabulary import BYTES, byte_level, byte_of
 
 T = TypeVar("T")
 
@@ -106,7 +104,7 @@ _SHOWN = {
 }
 """Tokens of special meaning that llama.cpp prints, because it reads answers by them."""
 
-_FOUND_WHOLE = (Kind.CONTROL, Kind.USER_DEFINED, Kind.UNKNOWN)
+_FOUND_WHOLE = (PieceKind.CONTROL, PieceKind.USER_DEFINED, PieceKind.UNKNOWN)
 """Types of tokens that llama.cpp finds in a text as a whole."""
 
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
@@ -134,7 +132,7 @@ def tokenizer_files(
         tokens = [SPACE * len(token) if token and not token.strip(" ") else token for token in tokens]
     numbers = {name: token_id(keys, key, len(tokens), where) for name, key in _SPECIAL.items()}
     special = {name: None if number is None else tokens[number] for name, number in numbers.items()}
-    types = _numbers(keys, "token_type", Kind.NORMAL, tokens, where)
+    types = _numbers(keys, "token_type", PieceKind.NORMAL, tokens, where)
     pre = _setting(keys, "pre", "default", where)
     add_bos = _setting(keys, "add_bos_token", kind != "gpt2" or pre in _WHOLE_MERGES, where)
     add_eos = _setting(keys, "add_eos_token", False, where)
@@ -190,9 +188,9 @@ def _numbers(keys: Mapping[str, Any], name: str, default: float, tokens: Sequenc
 def _added(tokens: Sequence[str], types: Sequence[int], marked: set[str | None]) -> list[dict[str, Any]]:
     """Tokens that are found in text as a whole: those of special meaning, and those that a user has defined."""
     return [
-        {"id": i, "content": token, **FLAGS, "special": kind != Kind.USER_DEFINED or token in marked}
+        {"id": i, "content": token, **FLAGS, "special": kind != PieceKind.USER_DEFINED or token in marked}
         for i, (token, kind) in enumerate(zip(tokens, types, strict=True))
-        if token and (kind in (Kind.CONTROL, Kind.USER_DEFINED) or token in marked)
+        if token and (kind in (PieceKind.CONTROL, PieceKind.USER_DEFINED) or token in marked)
     ]
 
 
@@ -201,7 +199,7 @@ def _byte_level(keys: Mapping[str, Any], tokens: Sequence[str], types: Sequence[
     pre = _setting(keys, "pre", "default", where)
     vocab = {}
     for i, (token, kind) in enumerate(zip(tokens, types, strict=True)):
-        whole = kind in (Kind.CONTROL, Kind.USER_DEFINED) or BYTES.keys() >= set(token)
+        whole = kind in (PieceKind.CONTROL, PieceKind.USER_DEFINED) or BYTES.keys() >= set(token)
         vocab[token if whole else byte_level(token.encode())] = i
     merges = _listed(keys, vocab, where)
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
@@ -313,7 +311,7 @@ def tokenizer_keys(
         special = _with_last(special, tokenizer.get("post_processor"), tokens)
     special, warnings = with_ends(special, stops, tokens, config.get("model_type"))
     if pieces and "unknown" in special:
-        types[special["unknown"]] = Kind.UNKNOWN
+        types[special["unknown"]] = PieceKind.UNKNOWN
     known = set(tokens)  # none beyond the rows
     merges = [pair for pair in _pairs(model.get("merges")) if known.issuperset((*pair, "".join(pair)))]
     merged = ""
@@ -385,20 +383,20 @@ def _tokens_and_types(
 ) -> tuple[list[str], list[int]]:
     """The token of each row, and its type."""
     tokens = [f"[PAD{i}]" for i in range(rows)]
-    types: list[int] = [Kind.UNUSED] * rows
+    types: list[int] = [PieceKind.UNUSED] * rows
     for token, number in vocab.items():
         if _is_token(number, token) and number < rows:
-            tokens[number], types[number] = token, Kind.NORMAL
+            tokens[number], types[number] = token, PieceKind.NORMAL
     for i, token in enumerate(tokens if pieces else ()):
-        if types[i] == Kind.NORMAL and byte_of(token) is not None:
-            types[i] = Kind.BYTE
+        if types[i] == PieceKind.NORMAL and byte_of(token) is not None:
+            types[i] = PieceKind.BYTE
     for entry in added:
         number, token = entry["id"], entry["content"]
         is_control = (bool(entry.get("special")) or _looks_special(token)) and token not in _SHOWN.get(
             architecture.tokenizer, ()
         )
         tokens[number] = token if is_control else token.replace(SPACE, " ")
-        types[number] = Kind.CONTROL if is_control else Kind.USER_DEFINED
+        types[number] = PieceKind.CONTROL if is_control else PieceKind.USER_DEFINED
     return tokens, types
 
 
@@ -407,7 +405,7 @@ def _unmerged(tokens: Sequence[str], types: Sequence[int], merges: Sequence[tupl
     merged = {first + second for first, second in merges}
     for token, kind in zip(tokens, types, strict=True):
         word = token.removeprefix("\u0120")
-        if kind == Kind.NORMAL and len(token) > 1 and word.isascii() and word.isalpha() and token not in merged:
+        if kind == PieceKind.NORMAL and len(token) > 1 and word.isascii() and word.isalpha() and token not in merged:
             return token.replace("\u0120", " ")
     return ""
 
@@ -528,12 +526,12 @@ def _scores(
             ranks.setdefault(first + second, rank)
     scores = []
     for token, kind in zip(tokens, types, strict=True):
-        if kind in (Kind.NORMAL, Kind.BYTE):
+        if kind in (PieceKind.NORMAL, PieceKind.BYTE):
             scores.append(
-                stated.get(token, 0.0) if stated else 0.0 if kind == Kind.BYTE else -float(ranks.get(token, len(merges)))
+                stated.get(token, 0.0) if stated else 0.0 if kind == PieceKind.BYTE else -float(ranks.get(token, len(merges)))
             )
         else:
-            scores.append(stated.get(token, _ADDED_SCORE) if kind != Kind.UNUSED else -10_000.0)
+            scores.append(stated.get(token, _ADDED_SCORE) if kind != PieceKind.UNUSED else -10_000.0)
     return scores
 
 

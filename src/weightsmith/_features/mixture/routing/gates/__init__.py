@@ -21,7 +21,7 @@ Rows = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class PromptSample:
     """One layer's input for the prompts of one expert: float32 [tokens, hidden] for each prompt."""
 
     positive: Sequence[Tensor]

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from weightsmith._features.mixture.routing.gates import Sample
+from weightsmith._features.mixture.routing.gates import PromptSample
 
 
-def last(samples: Sequence[Sample], routed: int) -> Tensor:
+def last(samples: Sequence[PromptSample], routed: int) -> Tensor:
     """`hidden`, `hidden_last`: the mean over prompts of the last token, minus that of negative prompts; norm 1."""
     return _unit_rows(samples, _mean_of(lambda prompt: prompt[-1]))
 
 
-def average(samples: Sequence[Sample], routed: int) -> Tensor:
+def average(samples: Sequence[PromptSample], routed: int) -> Tensor:
     """`hidden_avg`: the mean over tokens, then over prompts, minus that of negative prompts; norm 1."""
     return _unit_rows(samples, _mean_of(lambda prompt: prompt.mean(0)))
 
@@ -30,7 +30,7 @@ def _mean_of(statistic: Callable[[Tensor], Tensor]) -> Callable[[Sequence[Tensor
     return lambda prompts: torch.stack([statistic(prompt.double()) for prompt in prompts]).mean(0)
 
 
-def _unit_rows(samples: Sequence[Sample], direction: Callable[[Sequence[Tensor]], Tensor]) -> Tensor:
+def _unit_rows(samples: Sequence[PromptSample], direction: Callable[[Sequence[Tensor]], Tensor]) -> Tensor:
     """The direction of each expert's prompts minus that of its negative ones, with norm 1: float64 [experts, hidden]."""
     width = next(s.positive[0].shape[1] for s in samples if s.positive)
     rows = torch.zeros(len(samples), width, dtype=torch.float64)
@@ -42,7 +42,7 @@ def _unit_rows(samples: Sequence[Sample], direction: Callable[[Sequence[Tensor]]
     return normalize(rows, dim=1, eps=1e-8)
 
 
-def summed(samples: Sequence[Sample], routed: int) -> Tensor:
+def summed(samples: Sequence[PromptSample], routed: int) -> Tensor:
     """`cheap_embed`: the sum of an expert's prompt embeddings over all tokens, minus that of negative prompts; norm 1.
 
     Both sums have norm 1. Does not run the model, so the rows are the same in all layers. After the first layers, a router's

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from weightsmith._features.mixture.routing.gates import Sample
+from weightsmith._features.mixture.routing.gates import PromptSample
 
 SHRINKAGES = (0.001, 0.01, 0.1, 0.5)
 """Candidate values of λ."""
@@ -57,7 +57,7 @@ class _Moments:
         return torch.cholesky_solve(self.contrast.T, torch.linalg.cholesky(matrix)).T
 
 
-def discriminant(samples: Sequence[Sample], routed: int) -> Tensor:
+def discriminant(samples: Sequence[PromptSample], routed: int) -> Tensor:
     """Rows of one layer: float64 [experts, hidden]. samples: x of all experts, shared ones last."""
     halves = [_half(samples, k) for k in (0, 1)]
     fitted = [_moments(half, routed) for half in halves]
@@ -66,9 +66,9 @@ def discriminant(samples: Sequence[Sample], routed: int) -> Tensor:
     return (scale * _moments(samples, routed).rows(shrinkage)).cpu()
 
 
-def _half(samples: Sequence[Sample], k: int) -> list[Sample]:
+def _half(samples: Sequence[PromptSample], k: int) -> list[PromptSample]:
     """Half k of each expert's prompts: every other one, or one half of a single prompt."""
-    return [Sample(_every_other(s.positive, k), _every_other(s.negative, k)) for s in samples]
+    return [PromptSample(_every_other(s.positive, k), _every_other(s.negative, k)) for s in samples]
 
 
 def _every_other(prompts: Sequence[Tensor], k: int) -> Sequence[Tensor]:
@@ -80,7 +80,7 @@ def _every_other(prompts: Sequence[Tensor], k: int) -> Sequence[Tensor]:
     return [part if len(part) else only]
 
 
-def _moments(samples: Sequence[Sample], routed: int) -> _Moments:
+def _moments(samples: Sequence[PromptSample], routed: int) -> _Moments:
     second: Tensor | None = None
     means: list[tuple[Tensor | None, Tensor | None]] = []
     count = 0
@@ -107,7 +107,7 @@ def _moments(samples: Sequence[Sample], routed: int) -> _Moments:
 
 
 def _tried(
-    fitted: Sequence[_Moments], halves: Sequence[Sequence[Sample]], routed: int, shrinkage: float
+    fitted: Sequence[_Moments], halves: Sequence[Sequence[PromptSample]], routed: int, shrinkage: float
 ) -> tuple[float, float, float]:
     """Cross-entropy on the other half at the best scale; the shrinkage; that scale."""
     logits: list[list[Tensor]] = [[] for _ in range(routed)]

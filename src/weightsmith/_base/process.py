@@ -1,20 +1,50 @@
-"""stdout and stderr where they cannot be written: closed, on a full disk, or pipes without a reader.
+"""What glibc's malloc does with freed memory. Other C libraries are left alone.
 
-What is said about the work goes to stderr, and is dropped then: it never stops the work. A result goes to stdout, and one that
-cannot be printed raises `ResultLost`, once; whatever follows it is dropped.
+By default it gives each thread an arena that keeps what its threads have freed, blocks of up to 32 MiB too, and never shrinks
+in the middle: 0.2 GB where matrices of 46 MB are decomposed, and 2 MB more for each layer that is calibrated.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import errno
 import io
 import os
 import select
 import sys
 from collections.abc import Callable
+from functools import cache
 from typing import Any, TextIO
 
 from weightsmith._base.errors import WeightsmithError
+
+LARGE_BYTES = 4 << 20
+_M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8  # of malloc.h
+
+
+def limit_malloc_arenas() -> None:
+    """Have all threads share an arena from now on. For a process that is ours alone: for programs that use weightsmith as a
+    library it may be slower.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
+
+
+@cache
+def return_large_blocks() -> None:
+    """Have freed blocks of `LARGE_BYTES` and more returned to the system at once."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, LARGE_BYTES)
+
+
+def return_freed() -> None:
+    """Return what is free now to the system. Takes milliseconds."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+# ---- stdout and stderr where they cannot be written: closed, on a full disk, or pipes without a reader
 
 
 class ResultLost(WeightsmithError):
