@@ -16,7 +16,7 @@ from scripts.fuzz.mutators import mutate_checksummed, mutate_journal, mutate_jso
 def _use_manifest(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
     import weightsmith
     from weightsmith._outputs.local.target import check_vacant
-    from weightsmith._outputs.local.unfinished import find_folders
+    from weightsmith._outputs.unfinished import find_folders
 
     yield lambda: weightsmith.verify("made")
     yield lambda: weightsmith.inspect("made")
@@ -28,7 +28,7 @@ def _use_manifest(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
 
 
 def _use_journal(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
-    from weightsmith._outputs.local.unfinished import find_folders
+    from weightsmith._outputs.unfinished import find_folders
 
     yield lambda: find_folders(Path())
     yield lambda: merge(LINEAR)

@@ -13,9 +13,9 @@ from weightsmith._execution.options import RunOptions
 from weightsmith._outputs.journal import read_journal
 from weightsmith._outputs.local.area import staging_folder
 from weightsmith._outputs.local.claim import JOURNAL
-from weightsmith._outputs.local.unfinished import remove_published
 from weightsmith._outputs.places import place_of
 from weightsmith._outputs.staging import staged_path
+from weightsmith._outputs.unfinished import remove_published
 from weightsmith._plans import Plan
 from weightsmith.abc.output import Target
 

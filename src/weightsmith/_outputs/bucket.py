@@ -778,7 +778,7 @@ def _unfinished(out: BucketTarget) -> Unfinished | None:
 
 def _remove(out: BucketTarget, claim: Claim) -> None:
     """Remove what a run has put, and its claim. Raises Busy if a process of this machine works on it."""
-    from weightsmith._outputs.local.unfinished import remove_work
+    from weightsmith._outputs.unfinished import remove_work
 
     if claim.is_running:
         raise Busy("a process is working on it", where=str(out), fix="wait until it has ended, or stop it")

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from pathlib import Path
 
-from weightsmith._base.errors import NOTHING_WRITTEN, NotFound, StoreError, UnknownName
-from weightsmith._base.files import is_folder
+from weightsmith._base.errors import NOTHING_WRITTEN, StoreError, UnknownName
 from weightsmith._base.plugins import Plugins
 from weightsmith._outputs.local.place import LocalTarget
 from weightsmith._outputs.local.target import is_address
-from weightsmith._outputs.local.unfinished import find_folders
 from weightsmith._outputs.staging import Staging
-from weightsmith.abc.output import OutputScheme, OutputSpec, Progress, Target, Unfinished, Verified
+from weightsmith.abc.output import OutputScheme, OutputSpec, Progress, Target, Verified
 
 SCHEMES = Plugins(
     "scheme of outputs",
@@ -69,16 +65,3 @@ def verify(folder: str | os.PathLike[str], *, threads: int = 2, progress: Progre
     weightsmith did not write it.
     """
     return place_of(folder).verify(threads=threads, progress=progress)
-
-
-def find_unfinished(where: str) -> Iterator[Unfinished]:
-    """The unfinished work for outputs in a folder, or at an address: under a prefix of a bucket, for a model on the Hub.
-
-    Nothing is changed, and no lock is held afterwards. Raises NotFound, StoreError.
-    """
-    if is_address(where):
-        yield from scheme_of(where).unfinished(where)
-    elif is_folder(Path(where)):
-        yield from find_folders(Path(where))
-    else:
-        raise NotFound("no such folder", where=where, fix="write the folder that the output folder is in")

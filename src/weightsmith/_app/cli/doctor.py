@@ -36,7 +36,7 @@ OPTIONAL = {
     "obstore": "models in S3, Google Cloud Storage and Azure",
     "botocore": "outputs in S3",
     "google-auth": "outputs in Google Cloud Storage",
-    "azure-storage-blob": "outputs in Azure",
+    "azure-identity": "access to Azure",
 }
 
 HUB_SECONDS = 5.0

@@ -23,3 +23,4 @@ from weightsmith._base.report.html import check_page as check_page
 from weightsmith._base.report.html import to_html as to_html
 from weightsmith._base.report.report import Report as Report
 from weightsmith._base.report.report import Reported as Reported
+from weightsmith._base.report.report import report_by as report_by

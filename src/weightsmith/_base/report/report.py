@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,16 @@ class Report(Content):
 
     def _repr_html_(self) -> str:
         return html.in_cell(self)
+
+
+def report_by(place: str, *arguments: Any) -> Report:
+    """What a function makes of a result. place: its module, below `weightsmith`, and its name.
+
+    Named as text, because it imports the results that name it.
+    """
+    module, _, name = place.partition(":")
+    report: Report = getattr(import_module(f"weightsmith.{module}"), name)(*arguments)
+    return report
 
 
 class Reported(ABC):

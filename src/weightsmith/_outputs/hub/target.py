@@ -208,7 +208,7 @@ def hub_target(text: str) -> HubTarget:
 
 def _unfinished(where: str) -> Iterator[Unfinished]:
     """In the current folder."""
-    from weightsmith._outputs.local.unfinished import find_folders
+    from weightsmith._outputs.unfinished import find_folders
 
     path = parse_hub_address(where).local
     return (each for each in find_folders(Path()) if str(each.out).startswith(path.name))

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsmith._base.errors import ParameterError, nearest
-from weightsmith._base.report import Report, Reported
+from weightsmith._base.report import Report, Reported, report_by
 from weightsmith._base.text import count
 from weightsmith._kernels.codecs import BLOCK
 from weightsmith._kernels.combine import LANES, gram
@@ -309,9 +309,7 @@ class Comparison(Reported):
         return rows
 
     def report(self) -> Report:
-        from weightsmith._reports.look.reports import comparison_report
-
-        return comparison_report(self)
+        return report_by("_reports.look.reports:comparison_report", self)
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values; null for what is undefined."""

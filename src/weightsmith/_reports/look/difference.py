@@ -9,7 +9,7 @@ from functools import cached_property
 from statistics import median, median_low
 from typing import Any
 
-from weightsmith._base.report import Mark, Report, Reported
+from weightsmith._base.report import Mark, Report, Reported, report_by
 from weightsmith._base.report.blocks import finite_or_mark, written
 from weightsmith._base.text import count
 from weightsmith._execution.distance import share_of
@@ -210,9 +210,7 @@ class Difference(Reported):
         return _group("all", self.tensors)
 
     def report(self) -> Report:
-        from weightsmith._reports.look.reports import difference_report
-
-        return difference_report(self)
+        return report_by("_reports.look.reports:difference_report", self)
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values; null for what is undefined or infinite."""

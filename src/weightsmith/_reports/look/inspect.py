@@ -17,7 +17,7 @@ import numpy.typing as npt
 from weightsmith._base.errors import NotFound, PlanError, Unsupported
 from weightsmith._base.files import is_folder
 from weightsmith._base.idioms import grouped
-from weightsmith._base.report import Report, Reported
+from weightsmith._base.report import Report, Reported, report_by
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._kernels.codecs import BLOCK
 from weightsmith._kernels.combine import LANES
@@ -265,9 +265,7 @@ class Inspection(Reported):
         return f"<Inspection of {self.name}: {kind}{self.elements:,} parameters in {len(self.tensors):,} tensors, {dtypes}>"
 
     def report(self) -> Report:
-        from weightsmith._reports.look.reports import inspection_report
-
-        return inspection_report(self)
+        return report_by("_reports.look.reports:inspection_report", self)
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values; null for what is undefined."""

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from weightsmith._base.errors import Finding, Unsupported
 from weightsmith._base.idioms import grouped
 from weightsmith._base.options import lists_options, read_options
-from weightsmith._base.report import Report, Reported
+from weightsmith._base.report import Report, Reported, report_by
 from weightsmith._base.report.blocks import finite_or_mark, written
 from weightsmith._base.tensors import DTYPES
 from weightsmith._engine.local import open_merge
@@ -141,9 +141,7 @@ class Preview(Reported):
 
     def report(self, costs: Mapping[str, int] = MappingProxyType({})) -> Report:
         """costs: bytes and threads of the merge, by name."""
-        from weightsmith._reports.look.reports import preview_report
-
-        return preview_report(self, costs)
+        return report_by("_reports.look.reports:preview_report", self, costs)
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values; null for what is undefined or infinite."""

@@ -8,12 +8,28 @@ from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 
-from weightsmith._base.errors import StoreError
+from weightsmith._base.errors import NotFound, StoreError
+from weightsmith._base.files import is_folder
 from weightsmith._outputs.journal import read_journal
 from weightsmith._outputs.local import locks
 from weightsmith._outputs.local.area import STAGING_SUFFIX, StagingArea
 from weightsmith._outputs.local.claim import ADDRESS, JOURNAL, LOCK, check_kinds
+from weightsmith._outputs.local.target import is_address
+from weightsmith._outputs.places import place_of, scheme_of
 from weightsmith.abc.output import Target, Unfinished
+
+
+def find_unfinished(where: str) -> Iterator[Unfinished]:
+    """The unfinished work for outputs in a folder, or at an address: under a prefix of a bucket, for a model on the Hub.
+
+    Nothing is changed, and no lock is held afterwards. Raises NotFound, StoreError.
+    """
+    if is_address(where):
+        yield from scheme_of(where).unfinished(where)
+    elif is_folder(Path(where)):
+        yield from find_folders(Path(where))
+    else:
+        raise NotFound("no such folder", where=where, fix="write the folder that the output folder is in")
 
 
 def find_folders(parent: Path) -> Iterator[Unfinished]:
@@ -49,8 +65,6 @@ def remove_work(out: Path) -> None:
         area.recover(entries)
         if area.locks.held:
             if address := entries.notes.get(ADDRESS):
-                from weightsmith._outputs.places import place_of  # which imports this module
-
                 place_of(str(address)).discard(entries.notes)
             area.remove()
 
