@@ -33,9 +33,9 @@ OPTIONAL = {
     "starlette": "weightsmith studio",
     "uvicorn": "weightsmith studio",
     "ray": "several machines",
-    "obstore": "models in S3, Google Cloud Storage and Azure",
-    "botocore": "outputs in S3",
-    "google-auth": "outputs in Google Cloud Storage",
+    "obstore": "models and outputs in S3, Google Cloud Storage and Azure",
+    "botocore": "access to S3",
+    "google-auth": "access to Google Cloud Storage",
     "azure-identity": "access to Azure",
 }
 
