@@ -164,7 +164,7 @@ def choose_weights(
     Raises FormatError when two of these contradict each other or numbered shards are missing.
 
     >>> choose_weights(["model.safetensors", "consolidated.safetensors", "config.json"], "here")
-    Weights(index=None, files=('model.safetensors',), ignored=('consolidated.safetensors',))
+    FolderWeights(index=None, files=('model.safetensors',), ignored=('consolidated.safetensors',))
     """
     top = _top_level(names)
     weights = [n for n in top if n.lower().endswith(suffixes)]

@@ -126,7 +126,7 @@ def marked(work: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr("typer.main.get_command", lambda app: GROUP)  # making it anew takes longer than most runs here
     monkeypatch.setattr("time.sleep", lambda seconds: None)  # before other libraries try again
     yield work
-    redaction._given.clear()
+    redaction._registered.clear()
 
 
 def _launch(places: object, **more: object) -> None:

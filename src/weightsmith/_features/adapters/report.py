@@ -204,8 +204,8 @@ def _ranks(matrices: Sequence[AdapterMatrix]) -> str:
 def with_layer(module: str) -> LayerPlace:
     """By the first number in a name; a part is named without the others.
 
-    >>> placed("model.layers.3.mlp.experts.2.up_proj"), placed("lm_head")
-    (Place(stack='model.layers.', layer=3, part='mlp.experts.up_proj'), Place(stack='', layer=0, part='lm_head'))
+    >>> with_layer("model.layers.3.mlp.experts.2.up_proj"), with_layer("lm_head")
+    (LayerPlace(stack='model.layers.', layer=3, part='mlp.experts.up_proj'), LayerPlace(stack='', layer=0, part='lm_head'))
     """
     match = _NUMBERED.fullmatch(module)
     if match is None:

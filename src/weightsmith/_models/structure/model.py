@@ -367,7 +367,7 @@ def place_of(structure: Structure, name: str) -> LayerPlace:
     >>> names = [f"model.layers.{i}.mlp.experts.{e}.up_proj.weight" for i in (0, 1) for e in (0, 1)]
     >>> specs = [TensorSpec(name, DTYPES["BF16"], (4, 4)) for name in names]
     >>> place_of(analyse(specs, {"num_hidden_layers": 2}), names[3])
-    Place(stack='model.layers.', layer=1, part='mlp.experts.up_proj')
+    LayerPlace(stack='model.layers.', layer=1, part='mlp.experts.up_proj')
     """
     position = structure.locate(name) or structure.extra(name)
     if position is None:

@@ -47,6 +47,7 @@ class PlanRequest:
     folder    that paths in the recipe start from
     problems  found while it was read
     settings  of the format that `options.quantize` names
+    is_copy   of one model, which is no adapter: adapters are merged, not copied
     """
 
     recipe: Recipe | Upcycling | Surgery
@@ -55,6 +56,7 @@ class PlanRequest:
     folder: Path = Path()
     problems: tuple[WeightsmithError, ...] = ()
     settings: object = None
+    is_copy: bool = False
 
 
 @dataclass(slots=True)

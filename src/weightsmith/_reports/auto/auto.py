@@ -126,8 +126,9 @@ def find_merge(models: Models, out: str, settings: AutoSettings, running: RunOpt
         text = prepared.plan.recipe
     # The recipe names the texts. This merge reads what was measured on them.
     with prepare_any(search.recipe(result.choice.name, search.folders), RecipeOptions(), QuantizeSettings()) as prepared:
-        repeatable = prepared.with_plan(replace(prepared.plan, recipe=text))
-        execute(repeatable, out, running, Callbacks(*callbacks(shown, "merging")), began=began)
+        repeatable = prepared.draft_again()
+        repeatable.draft.recipe = text
+        execute(repeatable.finish(), out, running, Callbacks(*callbacks(shown, "merging")), began=began)
     shutil.rmtree(folder / _STATISTICS, ignore_errors=True)
     result = replace(result, out=expand_user(out).absolute(), recipe=text, seconds=time.monotonic() - began)
     result.report().write(folder / PAGE)
