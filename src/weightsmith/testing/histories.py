@@ -168,7 +168,7 @@ class _History:
             assert full or taken or self.notes or others or self.ended, f"nothing is in the way: {refusal}"
             assert not resume or self.visible() == before, "a run that was refused has changed something"
             if self.ended:
-                self._find_out(keep=plan != self.ended)  # a run of its plan may complete it later
+                self._find_out(keep=True)  # a later run of its plan may complete it
             return
         assert not taken, "an output was opened that must not be replaced"
         assert not self.notes, "another program's file would be replaced"
