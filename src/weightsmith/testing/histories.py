@@ -8,7 +8,7 @@ Needs hypothesis. Whatever happens, in any order: nothing is lost, nothing is ha
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -168,7 +168,7 @@ class _History:
             assert full or taken or self.notes or others or self.ended, f"nothing is in the way: {refusal}"
             assert not resume or self.visible() == before, "a run that was refused has changed something"
             if self.ended:
-                self._find_out(keep=plan != self.ended)  # a run of its plan may complete it later
+                self._find_out(keep=True)  # a later run of its plan may complete it
             return
         assert not taken, "an output was opened that must not be replaced"
         assert not self.notes, "another program's file would be replaced"
@@ -240,11 +240,12 @@ class _History:
             raise _Killed
 
         staging.add_file("config.json", _CONFIG)
-        with patch.object(staging.target, "publish", publish), suppress(StoreError):
+        complete = {*NAMES} <= staging.finished
+        with patch.object(staging.target, "publish", publish):
             try:
                 staging.publish({})
-            except _Killed:
-                self.ended = self.plan
+            except (_Killed, StoreError):  # a kill inside a request is a request that failed
+                self.ended = self.plan if complete else self.ended
         self.kill()
         if self.ended:
             self._find_out(keep=True)
