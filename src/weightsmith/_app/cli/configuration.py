@@ -97,24 +97,24 @@ def user_file() -> Path | None:
 def in_force() -> dict[str, InForce]:
     """The settings that are made anywhere, by key. Raises ParameterError for what is wrong, with its line or variable."""
     known = settings()
-    found: dict[str, InForce] = {}
-    own = user_file()
-    if own is not None and (own.is_file() or os.environ.get(CHOSEN)):
-        found |= _of_file(own, known, (), own=True)
+    chosen: dict[str, InForce] = {}
+    own_file = user_file()
+    if own_file is not None and (own_file.is_file() or os.environ.get(CHOSEN)):
+        chosen |= _of_file(own_file, known, (), own=True)
     if Path(FILE).exists():
-        found |= _of_file(Path(FILE), known, (), own=False)
+        chosen |= _of_file(Path(FILE), known, (), own=False)
     elif Path(PROJECT).is_file():
-        found |= _of_file(Path(PROJECT), known, ("tool", "weightsmith"), own=False)
-    for each in known.values():
-        text = os.environ.get(each.variable)
-        if text and not each.own:  # those of the Hub's library are read and checked where it is imported
+        chosen |= _of_file(Path(PROJECT), known, ("tool", "weightsmith"), own=False)
+    for setting in known.values():
+        text = os.environ.get(setting.variable)
+        if text and not setting.own:  # those of the Hub's library are read and checked where it is imported
             try:
-                found[each.key] = InForce(each, each.read(text, text=True), f"variable {each.variable}")
+                chosen[setting.key] = InForce(setting, setting.read(text, text=True), f"variable {setting.variable}")
             except ValueError as error:
-                raise _wrong(str(error), each.variable, "correct the variable, or unset it") from None
+                raise _wrong(str(error), setting.variable, "correct the variable, or unset it") from None
         elif text:
-            found[each.key] = InForce(each, text, f"variable {each.variable}")
-    return found
+            chosen[setting.key] = InForce(setting, text, f"variable {setting.variable}")
+    return chosen
 
 
 def _of_file(path: Path, known: Mapping[str, Setting], table: tuple[str, ...], *, own: bool) -> dict[str, InForce]:
@@ -136,21 +136,21 @@ def _of_file(path: Path, known: Mapping[str, Setting], table: tuple[str, ...], *
         values = values.get(name, {}) if isinstance(values, dict) else {}
     if not isinstance(values, dict):
         raise _wrong(f"[{'.'.join(table)}] must be a table", str(path), "correct the file")
-    found = {}
+    in_file = {}
     for key, value in values.items():
         where = f"{path}:{_line(text, key, table)}"
-        each = known.get(key)
-        if each is None:
+        setting = known.get(key)
+        if setting is None:
             what = f"unknown setting {key!r}{nearest(key, known)}"
             raise _wrong(what, where, f"write one of {', '.join(known)}; other options belong on the command line")
-        if each.own and not own:
+        if setting.own and not own:
             what = f"{key} decides where models come from and tokens go, so a project's file cannot set it"
-            raise _wrong(what, where, f"set it in {user_file() or FILE}, or as the variable {each.variable}")
+            raise _wrong(what, where, f"set it in {user_file() or FILE}, or as the variable {setting.variable}")
         try:
-            found[key] = InForce(each, each.read(value, text=False), where)
+            in_file[key] = InForce(setting, setting.read(value, text=False), where)
         except ValueError as error:
             raise _wrong(f"{key} {error}", where, "correct the value") from None
-    return found
+    return in_file
 
 
 def _line(text: str, key: str, table: tuple[str, ...]) -> int:

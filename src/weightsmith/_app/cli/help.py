@@ -72,17 +72,17 @@ class HelpPage:
     def lines(self, width: int) -> str:
         """The page as text, with lines of at most `width` characters where names allow that."""
         usage = textwrap.fill(f"Usage: {self.name} {self.usage}", width, subsequent_indent="    ", break_on_hyphens=False)
-        found = [usage, "", *_filled(self.summary, width, 2)]
+        lines = [usage, "", *_filled(self.summary, width, 2)]
         for paragraph in self.text:
-            found += ["", *_filled(paragraph, width, 2)]
+            lines += ["", *_filled(paragraph, width, 2)]
         if self.examples:
-            found += ["", "Examples:", *(f"  {each}" for each in self.examples)]  # never broken: they are copied
-        whole = _column(row for each in self.sections for row in each.rows)
+            lines += ["", "Examples:", *(f"  {example}" for example in self.examples)]  # never broken: they are copied
+        whole = _column(row for section in self.sections for row in section.rows)
         for section in self.sections:
-            found += ["", f"{section.title}:", *_rows(section.rows, whole if self.aligned else _column(section.rows), width)]
+            lines += ["", f"{section.title}:", *_rows(section.rows, whole if self.aligned else _column(section.rows), width)]
         for paragraph in self.notes:
-            found += ["", *_filled(paragraph, width, 0)]
-        return "\n".join(found)
+            lines += ["", *_filled(paragraph, width, 0)]
+        return "\n".join(lines)
 
 
 def _filled(text: str, width: int, indent: int) -> list[str]:
@@ -96,14 +96,14 @@ def _column(rows: Iterable[tuple[str, str]]) -> int:
 
 
 def _rows(rows: Sequence[tuple[str, str]], column: int, width: int) -> list[str]:
-    found = []
+    shown = []
     for names, meaning in rows:
         lines = _filled(meaning, width, column) or [""]
         if len(names) <= column - 4:
-            found += [f"  {names}".ljust(column) + lines[0].lstrip(), *lines[1:]]
+            shown += [f"  {names}".ljust(column) + lines[0].lstrip(), *lines[1:]]
         else:
-            found += [f"  {names}", *lines]
-    return [line.rstrip() for line in found]
+            shown += [f"  {names}", *lines]
+    return [line.rstrip() for line in shown]
 
 
 def terminal_width() -> int:
@@ -150,26 +150,26 @@ def misuse(error: Any) -> Finding:
     elif options in PLACED:
         what, fix = f"no such option: {options}", "write models and OUT without flags, in the order of the usage"
     elif options and hasattr(error, "possibilities"):
-        known = [flag for each in context.command.params for flag in (*each.opts, *each.secondary_opts)]
-        arguments = {each.name: each for each in context.command.params if each.param_type_name == "argument"}
+        known = [flag for taken in context.command.params for flag in (*taken.opts, *taken.secondary_opts)]
+        arguments = {taken.name: taken for taken in context.command.params if taken.param_type_name == "argument"}
         what = f"no such option: {options}{nearest(options, [flag for flag in known if flag not in arguments])}"
         if answer := _models_for_recipe(context) or answers.for_option(options, known, [*map(_argument, arguments.values())]):
             what, fix = f"no such option: {options}", answer
         elif (argument := arguments.get(options.lstrip("-").replace("-", "_"))) is not None:
             what, fix = f"no such option: {options}", f"write {_argument(argument)} without a flag, as in the usage"
-    elif (found := re.fullmatch(r"No such command '(.*?)'.*", what)) is not None:
-        what = f"no such command: {found[1]}{nearest(found[1], context.command.commands)}"
-        if same := COMMANDS_OF_MERGEKIT.get(found[1]):
-            what, fix = f"no such command: {found[1]}", f"run {name} {same}: see {name} {same} --help"
-        elif answer := answers.for_command(found[1], sys.argv[1:], _methods()):
-            what, fix = f"no such command: {found[1]}", answer
-    elif (found := re.match(r"Option '(.*?)' requires an argument", what)) is not None:
-        what = f"{found[1]} needs a value"
-    elif (found := re.match(r"Got unexpected extra arguments?(?:\(s\))? \((.*)\)", what)) is not None:
-        what = f"too many arguments: {found[1]}"
+    elif (match := re.fullmatch(r"No such command '(.*?)'.*", what)) is not None:
+        what = f"no such command: {match[1]}{nearest(match[1], context.command.commands)}"
+        if same := COMMANDS_OF_MERGEKIT.get(match[1]):
+            what, fix = f"no such command: {match[1]}", f"run {name} {same}: see {name} {same} --help"
+        elif answer := answers.for_command(match[1], sys.argv[1:], _methods()):
+            what, fix = f"no such command: {match[1]}", answer
+    elif (match := re.match(r"Option '(.*?)' requires an argument", what)) is not None:
+        what = f"{match[1]} needs a value"
+    elif (match := re.match(r"Got unexpected extra arguments?(?:\(s\))? \((.*)\)", what)) is not None:
+        what = f"too many arguments: {match[1]}"
         fix = _models_for_recipe(context) or fix
-    elif (found := re.match(r"Invalid value(?: for ([^:]*))?: (.*)", what)) is not None:
-        what = f"{found[1].strip(QUOTES)}: {found[2]}" if found[1] else found[2]
+    elif (match := re.match(r"Invalid value(?: for ([^:]*))?: (.*)", what)) is not None:
+        what = f"{match[1].strip(QUOTES)}: {match[2]}" if match[1] else match[2]
         fix = _models_for_recipe(context) or fix
     if context is not None and hasattr(context.command, "usage_line"):
         details = (context.command.usage_line(name),)
@@ -201,10 +201,10 @@ class _Plain:
 
     def get_params(self, ctx: Any) -> list[Any]:
         """Typer's hook for all parameters of a command, `--help` too."""
-        found: list[Any] = super().get_params(ctx)  # type: ignore[misc]
-        for each in found:
-            _keep_text(each)
-        return found
+        parameters: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for parameter in parameters:
+            _keep_text(parameter)
+        return parameters
 
 
 class Command(_Plain, TyperCommand):
@@ -259,9 +259,9 @@ def _keep_text(parameter: Any) -> None:
 def page_of(command: Any, name: str, *, brief: bool = False) -> HelpPage:
     """The help of a command. brief: without the options that few need."""
     summary, text, examples = _parts(command.help)
-    arguments = [each for each in command.params if each.param_type_name == "argument"]
+    arguments = [parameter for parameter in command.params if parameter.param_type_name == "argument"]
     usage = " ".join(["[OPTIONS]", *map(_place, arguments)])
-    listed = Rows("Arguments", tuple((_argument(each), _meaning(each)) for each in arguments))
+    listed = Rows("Arguments", tuple((_argument(parameter), _meaning(parameter)) for parameter in arguments))
     notes = (command.epilog,) if command.epilog else ()
     return HelpPage(
         name, usage, summary, text, examples, (*([listed] if arguments else []), *_options(command, brief=brief)), notes
@@ -272,8 +272,8 @@ def overview(group: Any, name: str) -> HelpPage:
     """The help of the program: what to run first, and all commands in groups."""
     from weightsmith._app.cli.failures import MEANINGS
 
-    shown = [(own, command) for own, command in group.commands.items() if not command.hidden]
-    commands = grouped((command.rich_help_panel, (own, _parts(command.help)[0])) for own, command in shown)
+    shown = [(called, command) for called, command in group.commands.items() if not command.hidden]
+    commands = grouped((command.rich_help_panel, (called, _parts(command.help)[0])) for called, command in shown)
     listed = [Rows(title, tuple(rows)) for title, rows in commands.items()]
     codes = Rows("Exit codes", tuple((f"{code:d}", meaning) for code, meaning in MEANINGS.items()))
     summary, text, _ = _parts(group.help)
@@ -284,14 +284,14 @@ def overview(group: Any, name: str) -> HelpPage:
 def _parts(text: str | None) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
     """Summary, further paragraphs and examples of a docstring."""
     words, _, examples = inspect.cleandoc(text or "").partition("\n\nExamples:\n")
-    summary, *more = (" ".join(paragraph.split()) for paragraph in words.split("\n\n"))
-    return summary, tuple(more), tuple(line.strip() for line in examples.splitlines() if line.strip())
+    summary, *paragraphs = (" ".join(paragraph.split()) for paragraph in words.split("\n\n"))
+    return summary, tuple(paragraphs), tuple(line.strip() for line in examples.splitlines() if line.strip())
 
 
 def _options(command: Any, *, brief: bool = False) -> list[Rows]:
-    options = [each for each in command.params if each.param_type_name == "option" and not each.hidden]
-    shown = [each for each in options if not brief or _is_brief(command, each.name)]
-    groups = grouped((each.rich_help_panel or GROUPS[0], (_names(each), _meaning(each))) for each in shown)
+    options = [option for option in command.params if option.param_type_name == "option" and not option.hidden]
+    shown = [option for option in options if not brief or _is_brief(command, option.name)]
+    groups = grouped((option.rich_help_panel or GROUPS[0], (_names(option), _meaning(option))) for option in shown)
     general = groups.setdefault(GROUPS[-1], [])
     general.append(("-h, --help", "Show this help."))
     if len(shown) < len(options):

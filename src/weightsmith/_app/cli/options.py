@@ -81,25 +81,25 @@ def check_order(recipe: str, out: str) -> None:
 def expand(function: Callable[..., None]) -> Callable[..., None]:
     """Make a command of a function whose parameters are option records: each option that it has becomes a flag."""
     name = function.__name__
-    parameters, flags, made = [], dict[str, Option](), dict[str, type[Any]]()
+    parameters, flags, records = [], dict[str, Option](), dict[str, type[Any]]()
     for parameter in inspect.signature(function, eval_str=True).parameters.values():
         if is_option_record(parameter.annotation):
-            made[parameter.name] = parameter.annotation
-            own = [each for each in options_of(parameter.annotation).values() if name in each.commands]
-            flags |= {each.keyword(name): each for each in own}
-            parameters += [_parameter(each, name) for each in own]
+            records[parameter.name] = parameter.annotation
+            listed = [option for option in options_of(parameter.annotation).values() if name in option.commands]
+            flags |= {option.keyword(name): option for option in listed}
+            parameters += [_parameter(option, name) for option in listed]
         else:
             parameters.append(parameter)
 
     @wraps(function)
-    def command(**given: Any) -> None:
-        asked = {each: given.pop(each) for each in flags}
-        unset = {keyword: each.name for keyword, each in flags.items() if asked[keyword] is None}
+    def command(**arguments: Any) -> None:
+        asked = {keyword: arguments.pop(keyword) for keyword in flags}
+        unset = {keyword: option.name for keyword, option in flags.items() if asked[keyword] is None}
         asked |= {keyword: _settings[name] for keyword, name in unset.items() if name in _settings}
-        texts = {each: value for each, value in asked.items() if value is not None and value != []}
-        with failures(as_json=given.get("as_json", False), usage=True):
-            found = read_options(name, texts, *made.values(), text=True)
-        function(**given, **dict(zip(made, found, strict=True)))
+        texts = {keyword: value for keyword, value in asked.items() if value is not None and value != []}
+        with failures(as_json=arguments.get("as_json", False), usage=True):
+            read = read_options(name, texts, *records.values(), text=True)
+        function(**arguments, **dict(zip(records, read, strict=True)))
 
     _sign(command, parameters)
     command.flags = flags  # type: ignore[attr-defined]
@@ -114,21 +114,21 @@ def common(function: Callable[..., None]) -> Callable[..., None]:
     """A command with the options that every command has."""
 
     @wraps(function)
-    def command(*, verbose: bool, help_all: bool, **given: Any) -> None:  # help_all ends the program before
+    def command(*, verbose: bool, help_all: bool, **arguments: Any) -> None:  # help_all ends the program before
         set_verbose(verbose)
-        with failures(as_json=given.get("as_json", False), usage=True):
-            found = in_force()
+        with failures(as_json=arguments.get("as_json", False), usage=True):
+            settings = in_force()
         _settings.clear()
-        for each in found.values():
-            if each.setting.option is not None:
-                _settings[each.setting.option.name] = each.value if isinstance(each.value, bool) else str(each.value)
-            elif each.setting.own:
-                os.environ.setdefault(each.setting.variable, each.value)
-            elif each.setting.key in given:
-                given[each.setting.key] = given[each.setting.key] or each.value
+        for chosen in settings.values():
+            if chosen.setting.option is not None:
+                _settings[chosen.setting.option.name] = chosen.value if isinstance(chosen.value, bool) else str(chosen.value)
+            elif chosen.setting.own:
+                os.environ.setdefault(chosen.setting.variable, chosen.value)
+            elif chosen.setting.key in arguments:
+                arguments[chosen.setting.key] = arguments[chosen.setting.key] or chosen.value
             if verbose:
-                note(f"{each.setting.key} = {printable(str(each.value))} ({printable(each.source)})")
-        function(**given)
+                note(f"{chosen.setting.key} = {printable(str(chosen.value))} ({printable(chosen.source)})")
+        function(**arguments)
 
     shared = {"verbose": Verbose, "help_all": HelpAll}
     flags = [

@@ -92,7 +92,7 @@ class Option:
     @property
     def type(self) -> Any:
         """The type of a value that is not None: bool, int, float, str, DType, tuple or Mapping."""
-        hint = next(each for each in get_args(self.hint) if each is not type(None)) if self.optional else self.hint
+        hint = next(kind for kind in get_args(self.hint) if kind is not type(None)) if self.optional else self.hint
         return get_origin(hint) or hint
 
     @property
@@ -133,7 +133,7 @@ class Option:
 
     def flag(self, command: str = "") -> str:
         """The flag that messages name."""
-        return next(each for each in self.spellings(command) if each.startswith("--")).partition("/")[0]
+        return next(spelling for spelling in self.spellings(command) if spelling.startswith("--")).partition("/")[0]
 
     def named(self, command: str = "") -> str:
         """Flag and keyword, for messages: `--max-rank (max_rank)`."""
@@ -141,10 +141,10 @@ class Option:
 
     def sentence(self, spell: Callable[[str], str]) -> str:
         """The help text. spell: how another option is named there."""
-        shown = [str(each) for each in self.choices] if not isinstance(self.choices, str) else []
+        shown = [str(choice) for choice in self.choices] if not isinstance(self.choices, str) else []
         first = [", ".join(shown[:-1])] if shown[1:] else []
         listed = f" ({' or '.join([*first, shown[-1]])})" if shown else ""
-        return re.sub(r"`(\w+)`", lambda found: spell(found[1]), f"{self.help}{listed}.")
+        return re.sub(r"`(\w+)`", lambda match: spell(match[1]), f"{self.help}{listed}.")
 
     def default_text(self, command: str = "") -> str:
         """The default in words; "" if that is nothing."""
@@ -173,30 +173,30 @@ class Option:
         if self.path and isinstance(value, os.PathLike):
             value = os.fspath(value)
         try:
-            found = (kind.parse if text else kind.take)(value)
+            checked = (kind.parse if text else kind.take)(value)
         except (TypeError, ValueError):
             raise ValueError(f"must be {kind.words}, not {value!r}") from None
-        if self.choices and (allowed := self.values) and found not in allowed:
-            known = [str(each) for each in allowed]
-            family = [each for each in known if each.startswith(f"{str(found).casefold()}-")]
+        if self.choices and (allowed := self.values) and checked not in allowed:
+            known = [str(choice) for choice in allowed]
+            family = [choice for choice in known if choice.startswith(f"{str(checked).casefold()}-")]
             if len(family) > 1:
-                raise ValueError(f"{found!r} has several variants: write one of {', '.join(family)}")
+                raise ValueError(f"{checked!r} has several variants: write one of {', '.join(family)}")
             listed = ", ".join([*known[:_LISTED], *(["..."] if len(known) > _LISTED else [])])
-            hint = nearest(str(found), known) if found not in self.replaced else ""
-            instead = f": {self.replaced[found]}" if found in self.replaced else ""
-            raise ValueError(f"must be one of {listed}{hint}, not {found!r}{instead}")
+            hint = nearest(str(checked), known) if checked not in self.replaced else ""
+            instead = f": {self.replaced[checked]}" if checked in self.replaced else ""
+            raise ValueError(f"must be one of {listed}{hint}, not {checked!r}{instead}")
         wrong = [
             f"{words} {limit:g}"
             for words, limit, holds in (
-                ("at least", self.least, self.least is None or found >= self.least),
-                ("more than", self.above, self.above is None or found > self.above),
-                ("at most", self.most, self.most is None or found <= self.most),
+                ("at least", self.least, self.least is None or checked >= self.least),
+                ("more than", self.above, self.above is None or checked > self.above),
+                ("at most", self.most, self.most is None or checked <= self.most),
             )
             if not holds
         ]
         if wrong:
-            raise ValueError(f"must be {wrong[0]}, not {found!r}")
-        return BY_TORCH_NAME[found] if self.type is DType else found
+            raise ValueError(f"must be {wrong[0]}, not {checked!r}")
+        return BY_TORCH_NAME[checked] if self.type is DType else checked
 
 
 # ---- values of each type
@@ -269,8 +269,8 @@ def _strings(value: Any) -> tuple[str, ...]:
 
 def _mapping(value: Any) -> Mapping[str, Any]:
     _strings(list(_instance(Mapping)(value)))
-    found: Mapping[str, Any] = value
-    return found
+    mapping: Mapping[str, Any] = value
+    return mapping
 
 
 def _torch_name(value: Any) -> str:
@@ -313,17 +313,17 @@ def option_record(*commands: str, group: str, brief: Collection[str] | None = No
     """Register a dataclass of options, and list them in its docstring. commands, group, brief: of options that name none."""
 
     def register(record: type[Record]) -> type[Record]:
-        hints, found = get_type_hints(record), dict[str, Option]()
-        for each in fields(record):  # type: ignore[arg-type]
-            default: Any = {} if each.default is MISSING else each.default
-            found[each.name] = Option(
-                name=each.name,
-                hint=hints[each.name],
+        hints, options = get_type_hints(record), dict[str, Option]()
+        for declared in fields(record):  # type: ignore[arg-type]
+            default: Any = {} if declared.default is MISSING else declared.default
+            options[declared.name] = Option(
+                name=declared.name,
+                hint=hints[declared.name],
                 default=default,
-                **{"commands": commands, "group": group, "brief": brief, **each.metadata},
+                **{"commands": commands, "group": group, "brief": brief, **declared.metadata},
             )
-        _OPTIONS[record] = found
-        lines = [f"    {name:<20} {each.sentence(str)}" for name, each in found.items()]
+        _OPTIONS[record] = options
+        lines = [f"    {name:<20} {declared.sentence(str)}" for name, declared in options.items()]
         record.__doc__ = "\n".join([f"{record.__doc__}\n", *lines, ""])
         return record
 
@@ -380,7 +380,7 @@ def option_error(name: str, what: str, fix: str = "") -> ParameterError:
     return ParameterError(what, where=named(name), fix=fix)
 
 
-def read_options(command: str, given: Mapping[str, Any], *kinds: type[Any], text: bool = False) -> tuple[Any, ...]:
+def read_options(command: str, keywords: Mapping[str, Any], *kinds: type[Any], text: bool = False) -> tuple[Any, ...]:
     """Keywords of a function, checked, as records.
 
     command  name of the function
@@ -388,19 +388,19 @@ def read_options(command: str, given: Mapping[str, Any], *kinds: type[Any], text
 
     Raises PlanError with all wrong values; TypeError for an unknown name.
     """
-    known = {each.keyword(command): (kind, each) for kind in kinds for each in options_of(kind).values()}
+    known = {option.keyword(command): (kind, option) for kind in kinds for option in options_of(kind).values()}
     problems, values = list[ParameterError](), {kind: dict[str, Any]() for kind in kinds}
-    for name, value in given.items():
+    for name, value in keywords.items():
         if name not in known:
-            own = [keyword for keyword, (_, each) in known.items() if each.name == name]
-            raise TypeError(f"{command}() has no option '{name}'{nearest(own[0], own) if own else nearest(name, known)}")
-        kind, found = known[name]
+            here = [keyword for keyword, (_, option) in known.items() if option.name == name]
+            raise TypeError(f"{command}() has no option '{name}'{nearest(here[0], here) if here else nearest(name, known)}")
+        kind, option_ = known[name]
         try:
-            if value is None and command in found.required:
+            if value is None and command in option_.required:
                 raise ValueError("must be a string, not None")
-            values[kind][found.name] = found.read(value, text=text)
+            values[kind][option_.name] = option_.read(value, text=text)
         except ValueError as error:
-            problems.append(ParameterError(str(error), where=found.named(command)))
+            problems.append(ParameterError(str(error), where=option_.named(command)))
     if problems:
         raise PlanError(problems)
     return tuple(kind(**values[kind]) for kind in kinds)
