@@ -436,7 +436,10 @@ class GoogleFront(_Front):
                         token, condition = self.headers["x-goog-meta-weightsmith"], self.headers["x-goog-if-generation-match"]
                         status, data = front.insert(bucket, key, body, token or "", condition)
                         return self.send(status, [("ETag", '"' + str(len(body)) + '"')], b"" if status < 300 else data)
-                    return self.send(*self.pass_on(front.fake, body))
+                    status, headers, data = self.pass_on(front.fake, body)
+                    if status == 500 and b"no bucket named" in data:  # in a list; Google answers with 404
+                        status, data = 404, b"<Error><Code>NoSuchBucket</Code></Error>"
+                    return self.send(status, headers, data)
                 status, headers, data = self.pass_on(front.moto, body)
                 if status == 200 and self.command == "POST":
                     if "uploads" in fields:
@@ -463,6 +466,21 @@ class GoogleFront(_Front):
 # ---- faults
 
 FAULTS = ("before", "after", "status", "damage")
+
+
+class Refusing(_Front):
+    """A store that answers each request with an error of this status and code."""
+
+    def __init__(self, status: int, code: str) -> None:
+        self.bodies: list[bytes] = []
+        refusing = self
+
+        class Handler(_Handler):
+            def answer(self) -> None:
+                refusing.bodies.append(bytes(self.body()))
+                self.send(status, [], f"<Error><Code>{code}</Code><Message>m</Message></Error>".encode())
+
+        super().__init__(Handler)
 
 
 class FaultyProxy(_Front):

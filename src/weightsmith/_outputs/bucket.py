@@ -71,6 +71,9 @@ _MOST_PARTS = 9_000
 _MOST_OBJECTS = 100_000
 _MAX_PREFIX_BYTES = 700  # of 1,024 of a key
 _MAX_CLAIM_BYTES = 1 << 16
+_DAMAGED = re.compile("<Code>(BadDigest|InvalidDigest|Md5Mismatch|XAmzContent(?:SHA256|Checksum)Mismatch)</Code>")
+"""What stores answer if a body is not that of its checksum."""
+_LEAST_WAIT_SECONDS = 0.001
 _TIMEOUTS = {"connect_timeout": "10s", "timeout": "120s"}
 _CREDENTIALS = (
     "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; GOOGLE_APPLICATION_CREDENTIALS; or "
@@ -98,6 +101,10 @@ class SmallObject(NamedTuple):
 
 class Passing(StoreError):
     """The store does not answer, or not now: it may when it is asked again."""
+
+
+class Damaged(StoreError):
+    """The store has received other bytes than were sent."""
 
 
 class Taken(StoreError):
@@ -227,7 +234,10 @@ class Bucket:
     def _ask(
         self, operation: str, key: str, request: Callable[[], _Result], patience: retries.Patience | None = None
     ) -> _Result:
-        """What a request returns; repeated while that may help."""
+        """What a request returns; repeated while that may help.
+
+        patience  with a store that does not answer; by default the one that a body which arrives damaged has in any case
+        """
 
         def once() -> _Result:
             try:
@@ -238,7 +248,10 @@ class Bucket:
             except Exception as error:
                 raise self._failed(error, operation, key) from error
 
-        return retries.retry(once, lambda error: isinstance(error, Passing), patience)
+        def answered() -> _Result:
+            return retries.retry(once, lambda error: isinstance(error, Passing), patience)
+
+        return retries.retry(answered, lambda error: isinstance(error, Damaged))
 
     def _failed(self, error: Exception, operation: str, key: str) -> StoreError:
         """What an exception of obstore means."""
@@ -251,6 +264,10 @@ class Bucket:
             details = [legible(first_line(error), 200)]
             what, fix = "an object is there whose name no output has", "choose another prefix"
             return OutputExists(what, where=legible(where, 200), details=details, fix=fix, state=NOTHING_WRITTEN)
+        if code := _DAMAGED.search(str(error)):
+            what = f"{operation} does not arrive as it was sent ({code[1]})"
+            fix = "check the network and its proxies, and run again: what is uploaded is kept"
+            return Damaged(what, where=where, fix=fix)
         status = status_of(error)
         if re.search(r"token request|169\.254\.|redential|Account must be specified", str(error)):
             what = f"there are no usable credentials: {legible(first_line(error), 200)}"
@@ -283,8 +300,9 @@ def open_store(module: Any, scheme: str, address: str, attempts: int = 0) -> tup
         raise StoreError("the endpoint of the store has no TLS", where=address, fix=fix)
     if scheme == "s3":  # the store compares what arrives
         options = {**options, "config": {**options.get("config", {}), "checksum_algorithm": "SHA256"}}
-    patience = retries.PATIENCE
-    wait = {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=patience.most_seconds), "base": 2}
+    most_seconds = max(_LEAST_WAIT_SECONDS, retries.PATIENCE.most_seconds)  # obstore panics if the first is longer, or none
+    first_seconds = min(0.1, most_seconds)
+    wait = {"init_backoff": timedelta(seconds=first_seconds), "max_backoff": timedelta(seconds=most_seconds), "base": 2}
     try:
         with no_panic():
             store = module.store.from_url(

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from tests.bucket_help import (
     MOTO,
     SEAWEED,
     FaultyProxy,
+    Refusing,
     Server,
     environment_at,
     environment_of,
@@ -269,6 +271,58 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 def through(proxy: FaultyProxy, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in environment_at(server.scheme, proxy.port).items():
         monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "code"),
+    [("s3", "BadDigest"), ("s3", "XAmzContentSHA256Mismatch"), ("gs", "InvalidDigest"), ("az", "Md5Mismatch")],
+)
+def test_a_body_that_never_arrives_as_it_was_sent_is_sent_so_often_and_no_more(
+    tmp_path: Path, scheme: str, code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, file = refusing_store(scheme, 400, code, monkeypatch), tmp_path / "file"
+    file.write_bytes(b"tensors")
+    with closing(store):
+        with pytest.raises(bucket.Damaged, match=rf"a file does not arrive as it was sent \({code}\)"):
+            bucket.Bucket(scheme, "bkt").put_file("out/file", file, "token")
+        assert store.bodies == [b"tensors"] * (1 + retries.PATIENCE.failures)
+
+
+@pytest.mark.parametrize(("scheme", "code"), [("s3", "NoSuchBucket"), ("gs", "NoSuchBucket"), ("az", "ContainerNotFound")])
+def test_a_bucket_that_is_missing_is_asked_for_once(scheme: str, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = refusing_store(scheme, 404, code, monkeypatch)
+    opened = bucket.Bucket(scheme, "bkt")
+    with closing(store):
+        for request in (lambda: opened.names("out"), lambda: opened.folders("out"), lambda: opened.put("out/file", b"x")):
+            with pytest.raises(StoreError, match="no such bucket"):
+                request()
+        assert len(store.bodies) == 3
+
+
+def refusing_store(scheme: str, status: int, code: str, monkeypatch: pytest.MonkeyPatch) -> Refusing:
+    """A `Refusing` that the environment names."""
+    hasty(monkeypatch)
+    for name in os.environ:
+        if name.startswith(("AWS_", "GOOGLE_", "AZURE_", "STORAGE_EMULATOR")):
+            monkeypatch.delenv(name)
+    store = Refusing(status, code)
+    for name, value in environment_at(scheme, store.port).items():
+        monkeypatch.setenv(name, value)
+    return store
+
+
+@pytest.mark.parametrize("most_seconds", [0.0, 0.005, 0.1])
+def test_no_bound_of_the_waits_stops_the_store_s_client(
+    tmp_path: Path, most_seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, file = refusing_store("s3", 503, "SlowDown", monkeypatch), tmp_path / "file"
+    file.write_bytes(b"tensors")
+    patience = retries.Patience(failures=3, first_seconds=0.0, most_seconds=most_seconds)
+    monkeypatch.setattr(retries, "PATIENCE", patience)
+    with closing(store):
+        with pytest.raises(bucket.Passing, match="503"):
+            bucket.Bucket("s3", "bkt").put_file("out/file", file, "token")
+        assert len(store.bodies) == 8  # four times by the client, which is asked twice
 
 
 def _run_through_faults(here: Path, server: Server, faults: Any, wanted: int, monkeypatch: pytest.MonkeyPatch) -> None:
