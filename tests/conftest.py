@@ -21,6 +21,8 @@ for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
 # torch makes this folder when it is imported, in /tmp if it is not told where.
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(__file__).parents[1] / "build/torchinductor"))
 
+os.environ.setdefault("WEIGHTSMITH_RUNS", "")  # how long tests take says nothing about a user's runs
+
 os.environ.pop("COLUMNS", None)  # xdist gives its workers 80; the tables of a pipe are as wide as they need to be
 
 import numba.core.config  # noqa: E402

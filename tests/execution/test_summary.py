@@ -28,8 +28,20 @@ LINEAR = {"merge_method": "linear", "models": [{"model": "a"}, {"model": "b"}], 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The file of past runs."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache/weightsmith/runs.jsonl"
+    path = tmp_path / "cache/runs.jsonl"
+    monkeypatch.setenv("WEIGHTSMITH_RUNS", str(path))
+    return path
+
+
+def test_without_a_file_nothing_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    run = history.PastRun("ties", "", "cpu", 2, False, 100, 10.0)
+    for chosen in ("", None):
+        monkeypatch.delenv("WEIGHTSMITH_RUNS", raising=False) if chosen is None else monkeypatch.setenv(
+            "WEIGHTSMITH_RUNS", chosen
+        )
+        history.remember(run)
+        assert (tmp_path / "weightsmith/runs.jsonl").exists() == (chosen is None)
 
 
 def test_python_and_the_command_line_give_the_same_totals(cli: Cli, work: Path) -> None:

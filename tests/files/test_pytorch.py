@@ -28,7 +28,7 @@ from weightsmith._base.errors import CheckpointError, FormatError, NotFound, Uns
 from weightsmith._base.files import FileState
 from weightsmith._base.tensors import DTYPES
 from weightsmith._files import pytorch, state_pickle, zip_records
-from weightsmith._files import views as runs
+from weightsmith._files import strided as runs
 from weightsmith._files.pytorch import PickleHeader, StoredView, read_pickle_header, read_view
 
 

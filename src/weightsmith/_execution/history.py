@@ -1,7 +1,8 @@
 """How long earlier runs on this machine took, to say about how long a plan will take.
 
-One line for each run in `~/.cache/weightsmith/runs.jsonl`: bytes, seconds, and what makes runs similar. No names of models or
-folders. A file that is missing, damaged or cannot be written costs nothing but the estimate.
+One line for each run in `~/.cache/weightsmith/runs.jsonl`, or the file that `WEIGHTSMITH_RUNS` names; none if that is empty.
+A line has bytes, seconds, and what makes runs similar, and no names of models or folders. A file that is missing, damaged or
+cannot be written costs nothing but the estimate.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from weightsmith._plans import Plan
 from weightsmith._plans.codec import has_type
 from weightsmith._plans.summary import TimeEstimate
 
+CHOSEN = "WEIGHTSMITH_RUNS"
+"""Variable that names the file; empty for none."""
 MIN_SECONDS = 5.0
 """A shorter run is mostly imports, and says nothing about the speed."""
 MAX_RUNS = 500
@@ -81,8 +84,11 @@ def similar_time(plan: Plan, options: RunOptions, nbytes: int) -> TimeEstimate |
 
 
 def _file() -> Path:
-    """Raises RuntimeError without a home."""
-    return cache_home() / "runs.jsonl"
+    """Raises RuntimeError without a home, and FileNotFoundError if there is to be none."""
+    chosen = os.environ.get(CHOSEN)
+    if chosen == "":
+        raise FileNotFoundError
+    return Path(chosen) if chosen else cache_home() / "runs.jsonl"
 
 
 def _runs() -> Iterator[PastRun]:

@@ -22,7 +22,7 @@ from weightsmith._base.files import DAMAGED, RESAVE, FileState, Opener, lookalik
 from weightsmith._base.tensors import BY_TORCH_NAME, DType, TensorSpec
 from weightsmith._files.safetensors import MAX_BYTES, MAX_DIMENSIONS, checked_product
 from weightsmith._files.state_pickle import CONVERT, MAX_PICKLE_BYTES, STORAGES, Mapping, Storage, Tensor, describe, interpret
-from weightsmith._files.views import ReadAt, gather, simplify
+from weightsmith._files.strided import ReadAt, gather, simplify
 from weightsmith._files.zip_records import Record, read_at, read_records
 
 SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")

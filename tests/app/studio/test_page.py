@@ -84,8 +84,14 @@ def test_choose_mix_preview_merge_try_save(
         visit.saved()
         visit.choose(PY)
         visit.has("#notes", "The recipe is correct")
+        assert "merge_method: task_arithmetic" in visit.recipe
         assert "its share; the shares are divided" in visit.recipe
         visit.step("mix")
+        page.click("#method")
+        page.locator("#methods").get_by_role("button", name="ties", exact=True).click()
+        page.locator("#methods").wait_for(state="hidden")
+        visit.saved()
+        assert "merge_method: ties" in visit.recipe
         slider = page.get_by_label(f"weight of {FR}", exact=True)
         slider.focus()
         for _ in range(20):
@@ -93,9 +99,9 @@ def test_choose_mix_preview_merge_try_save(
         page.get_by_label(f"density of {FR}: one value, by layer or by part").select_option("layer")
         page.locator(".ws-hit").last.focus()
         for _ in range(3):
-            page.keyboard.press("PageUp")
+            page.keyboard.press("PageDown")
         visit.saved()
-        assert "{weight: 0.8, density: [0.5, 0.5, 0.5, 0.5, 0.8]}" in visit.recipe
+        assert "{weight: 0.8, density: [1, 1, 1, 1, 0.7]}" in visit.recipe
         visit.step("result")
         visit.previewed()
         visit.has("#shown", "away from its base")

@@ -16,6 +16,7 @@ from tests.browser_help import browser
 from weightsmith._base.errors import printable
 from weightsmith._base.report import Column, Curves, HeatMap, Mark, Report, Table
 from weightsmith._base.report.blocks import Fold, Unit, written
+from weightsmith._base.report.charts import STEPS
 
 __all__ = ["browser"]
 
@@ -211,3 +212,19 @@ def test_lines_say_their_values_at_the_pointer_a_tap_and_by_keys(browser: Any, t
         assert (svg.get_attribute("role"), svg.get_attribute("aria-valuetext")) == ("slider", said.inner_text())
         assert (svg.get_attribute("aria-valuemin"), svg.get_attribute("aria-valuemax")) == ("4", "6")
         assert not page.evaluate("document.documentElement.scrollWidth > innerWidth")
+
+
+@pytest.mark.parametrize("width", [390, 280])
+def test_the_scale_of_a_map_fits_its_box_and_its_colours_are_seen(browser: Any, tmp_path: Path, width: int) -> None:
+    heat = HeatMap("Moved", ("up", "gate"), ("0", "1"), ((1.2345e-7, 0.00123), (Mark.NAN, 0.4567)), scale="log")
+    report = Report("scale", ("One.",), (heat,)).write(tmp_path / "r.html")
+    with opened(browser, report, viewport={"width": width, "height": 800}) as page:
+        scale = page.locator(".legend .scale")
+        assert "(logarithmic)" in scale.inner_text()
+        box, around = scale.bounding_box(), page.locator(".legend").bounding_box()
+        assert box["x"] + box["width"] <= around["x"] + around["width"]
+        assert scale.evaluate("scale => scale.scrollWidth <= scale.clientWidth")
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        widths = scale.locator("i").evaluate_all("steps => steps.map(step => step.getBoundingClientRect().width)")
+        assert len(widths) == STEPS
+        assert min(widths) >= 1
