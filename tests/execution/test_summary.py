@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -117,6 +118,28 @@ def test_a_damaged_line_is_left_out(damage: bytes, work: Path, cache: Path) -> N
     summary = plan.summary(threads=2)
     assert summary.time is not None
     assert summary.time.runs == 1
+
+
+def test_a_file_of_something_else_is_neither_read_nor_replaced(cache: Path) -> None:
+    cache.parent.mkdir(parents=True)
+    run = history.PastRun("ties", "", "cpu", 2, False, 100, 10.0)
+    cache.write_text("my notes\n")
+    history.remember(run)
+    assert cache.read_text() == "my notes\n"
+    cache.unlink()
+    os.mkfifo(cache)  # to open it would wait for ever
+    history.remember(run)
+    assert cache.is_fifo()
+
+
+def test_numbers_of_any_size_are_read(cache: Path) -> None:
+    line = {"method": "ties", "format": "", "device": "cpu", "threads": 2, "streamed": False}
+    cache.parent.mkdir(parents=True)
+    values = [(10**400, "10.0"), (1, "Infinity"), (1, "NaN"), (7, "10.0")]
+    cache.write_text(
+        "".join(f'{json.dumps(line)[:-1]}, "nbytes": {nbytes}, "seconds": {seconds}}}\n' for nbytes, seconds in values)
+    )
+    assert [run.nbytes for run in history._runs()] == [7]
 
 
 def test_the_oldest_runs_make_room(work: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

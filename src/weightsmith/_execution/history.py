@@ -8,6 +8,7 @@ cannot be written costs nothing but the estimate.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator
 from contextlib import suppress
@@ -15,7 +16,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
+from weightsmith._base.errors import WeightsmithError
+from weightsmith._base.files import open_regular, write_whole
 from weightsmith._base.installation import cache_home
+from weightsmith._base.strict_json import parse_json
 from weightsmith._engine.resources import processors
 from weightsmith._execution.options import RunOptions
 from weightsmith._plans import Plan
@@ -68,12 +72,12 @@ def remember(run: PastRun) -> None:
     if run.seconds < MIN_SECONDS or run.nbytes <= 0:
         return
     with suppress(OSError, RuntimeError):
-        path = _file()
-        lines = [json.dumps(asdict(one)) for one in (*_runs(), run)]
+        path, runs = _file(), [*_runs()]
+        if not runs and path.exists() and not (path.is_file() and path.stat().st_size == 0):
+            return  # it holds something else, which is not ours to replace
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_name(f"{path.name}.{os.getpid()}")
-        unfinished.write_text("".join(f"{line}\n" for line in lines[-MAX_RUNS:]))
-        unfinished.replace(path)
+        lines = [json.dumps(asdict(one)) for one in (*runs, run)]
+        write_whole(path, "".join(f"{line}\n" for line in lines[-MAX_RUNS:]).encode())
 
 
 def similar_time(plan: Plan, options: RunOptions, nbytes: int) -> TimeEstimate | None:
@@ -94,12 +98,12 @@ def _file() -> Path:
 def _runs() -> Iterator[PastRun]:
     """The runs of the file, without lines that are damaged."""
     try:
-        with _file().open("rb") as file:
+        with open_regular(_file()) as file:
             lines = file.read(MAX_BYTES).splitlines()
-    except (OSError, RuntimeError):
+    except (OSError, RuntimeError, WeightsmithError):
         return
     for line in lines:
-        with suppress(ValueError, RecursionError):
-            values = json.loads(line)
-            if has_type(values, PastRun) and values["seconds"] > 0 and values["nbytes"] > 0:
+        with suppress(ValueError):
+            values = parse_json(line)
+            if has_type(values, PastRun) and 0 < values["seconds"] < math.inf and values["nbytes"] > 0:
                 yield PastRun(**values)
