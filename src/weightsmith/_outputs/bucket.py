@@ -802,7 +802,8 @@ def _remove(out: BucketTarget, claim: Claim) -> None:
         raise Busy("a process is working on it", where=str(out), fix="wait until it has ended, or stop it")
     out.discard({_TOKEN: claim.token})
     folder = Path(claim.folder)
-    if claim.is_here and folder.is_dir():
+    # What a bucket says of this disk is believed where the journal there says the same: anyone may have written the claim.
+    if claim.is_here and folder.is_dir() and read_journal(folder / JOURNAL).notes.get(_TOKEN) == claim.token:
         remove_work(folder.parent / folder.name[1:].removesuffix(STAGING_SUFFIX))
 
 

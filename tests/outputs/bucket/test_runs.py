@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -508,3 +509,20 @@ def test_credentials_that_are_missing_are_one_error(
     with pytest.raises(StoreError, match=message) as found:
         run("linear", f"{scheme}://bkt/out")
     assert re.search("AWS_PROFILE|GOOGLE_APPLICATION_CREDENTIALS|AZURE_STORAGE_ACCOUNT_NAME", str(found.value))
+
+
+def test_a_claim_in_a_bucket_removes_no_work_of_another_output(
+    here: Path, moto: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bucket may hold a claim that anyone has written, with any folder of this machine in it."""
+    folder = here / ".mine.weightsmith-staging"
+    folder.mkdir()
+    (folder / bucket.JOURNAL).write_text("")
+    removed = list[Path]()
+    monkeypatch.setattr("weightsmith._outputs.unfinished.remove_work", removed.append)
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    claim = bucket.Claim("t" * 32, "plan", ended.pid, socket.gethostname(), str(folder))
+    out = bucket.parse_bucket_address(moto.address("models/out"))
+    bucket._remove(out, claim)
+    assert removed == []
