@@ -245,7 +245,7 @@ def _flags(command: Any, options: Mapping[str, Option]) -> list[_Flag]:
             names[-1] = f"{names[-1][:-1]} {parameter.metavar}`"
         text, default = parameter.help.partition(" [default: ")[0], parameter.default if parameter.show_default else None
         if found is not None:
-            text = " ".join(filter(None, [found.sentence(lambda name: f"`{find_option(name).flag()}`"), found.more]))
+            text = " ".join(filter(None, [found.sentence(lambda name: f"`{find_option(name).flag()}`"), found.details]))
             words = found.default_text(command.callback.__name__)
             default = parameter.default if found.type is bool and found.default is not None else words
         if isinstance(default, bool):

@@ -94,9 +94,9 @@ def model_card(
 
 # {markdown(name)}
 
-{_sentences(plan.made.title)}
+{_sentences(plan.provenance.title)}
 
-{_sentences(plan.made.source)}
+{_sentences(plan.provenance.source)}
 {_quantised(plan)}{_usage(plan, *(repo.split("@") if repo else [name]))}
 ## Models
 
@@ -135,7 +135,7 @@ def _front(plan: Plan, parts: Sequence[_Part]) -> dict[str, Any]:
     front: dict[str, Any] = {}
     made_from = parts if plan.container != PEFT else [_base_of_adapter(plan)]
     if bases := list(dict.fromkeys(base for part in made_from for base in part.bases)):
-        front = {"base_model": bases} | ({"base_model_relation": plan.made.relation} if plan.made.relation else {})
+        front = {"base_model": bases} | ({"base_model_relation": plan.provenance.relation} if plan.provenance.relation else {})
     licences = {part.licence for part in parts}
     if len(licences) == 1:
         front |= {key: value for key, value in zip(_LICENCE_KEYS, licences.pop(), strict=False) if value}
@@ -145,7 +145,7 @@ def _front(plan: Plan, parts: Sequence[_Part]) -> dict[str, Any]:
         front["library_name"] = "transformers" if plan.container == SAFETENSORS else "gguf"
         if _architecture(plan).endswith("ForCausalLM"):
             front["pipeline_tag"] = "text-generation"
-    tags = [plan.made.relation, "weightsmith", plan.made.name.rpartition(":")[2]]
+    tags = [plan.provenance.relation, "weightsmith", plan.provenance.name.rpartition(":")[2]]
     tags += ["lora"] if plan.container in ADAPTERS else []
     return {**front, "tags": list(dict.fromkeys(filter(None, tags)))}
 
@@ -212,7 +212,7 @@ def _architecture(plan: Plan) -> str:
 
 
 def _sources(plan: Plan) -> Iterator[str]:
-    yield plan.made.source
+    yield plan.provenance.source
     for model in plan.models:
         yield from () if model.plan is None else _sources(model.plan)
 
@@ -225,18 +225,18 @@ def _citation(plan: Plan) -> str:
 
 
 def _quantised(plan: Plan) -> str:
-    if not plan.made.format:
+    if not plan.provenance.format:
         return ""
     if plan.container == GGUF:
         shards = plan.layout.shards
         count = len(shards) - bool(plan.mmproj)
-        text = f"\nStored as {markdown(plan.made.format)}. Types of the tensors: {_types(shards[:count])}"
+        text = f"\nStored as {markdown(plan.provenance.format)}. Types of the tensors: {_types(shards[:count])}"
         return text + "".join(f"; in {each.name}, for images: {_types([each])}" for each in shards[count:]) + ".\n"
     from weightsmith._features.quantisation.calibration.weights import by_weight
 
     steps = by_weight(plan).steps
     number = sum(step.family != PLAIN for step in steps)
-    return f"\nQuantised: {markdown(plan.made.format)}{f' ({number:,} of {len(steps):,} tensors)' if number else ''}.\n"
+    return f"\nQuantised: {markdown(plan.provenance.format)}{f' ({number:,} of {len(steps):,} tensors)' if number else ''}.\n"
 
 
 def _types(shards: Iterable[ShardLayout]) -> str:
@@ -248,7 +248,7 @@ def _types(shards: Iterable[ShardLayout]) -> str:
 def _moved(plan: Plan, distance: tuple[Moved, ...]) -> str:
     if not distance:
         return ""
-    what = f"Frobenius norms of merged - base{_sentences(plan.made.distance)}."
+    what = f"Frobenius norms of merged - base{_sentences(plan.provenance.distance)}."
     return f"\n## Distance from the base\n\n{what}\n\n{to_markdown(distance)}\n"
 
 

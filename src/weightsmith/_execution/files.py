@@ -85,14 +85,14 @@ def _inputs(plan: Plan) -> list[dict[str, Any]]:
     """The models; with the method and the models of each merge that is computed on the way."""
 
     def merge(made: Plan | None) -> dict[str, Any]:
-        return {} if made is None else {"merge_method": made.made.name, "inputs": _inputs(made)}
+        return {} if made is None else {"merge_method": made.provenance.name, "inputs": _inputs(made)}
 
     return [{"ref": m.ref, "revision": m.revision, "identity": m.identity, **merge(m.plan)} for m in plan.models]
 
 
 def provenance(plan: Plan, distance: tuple[Moved, ...]) -> dict[str, Any]:
     """The provenance of the output, for its manifest."""
-    own = plan.made.code
+    own = plan.provenance.code
     code = {} if own is None else {"merge_method_code": {"name": own.name, "sha256": own.sha256}}
     return {
         "made_by": {
@@ -101,9 +101,9 @@ def provenance(plan: Plan, distance: tuple[Moved, ...]) -> dict[str, Any]:
             "numpy": version("numpy"),
             "numba": version("numba"),
         },
-        "merge_method": plan.made.name,
+        "merge_method": plan.provenance.name,
         **code,
-        **({"quantised": plan.made.format} if plan.made.format else {}),
+        **({"quantised": plan.provenance.format} if plan.provenance.format else {}),
         "seed": plan.seed,
         "inputs": _inputs(plan),
         "dropped": [{"model": plan.models[d.model].ref, "tensor": d.tensor, "reason": d.reason} for d in plan.dropped],

@@ -78,8 +78,8 @@ def facts(plan: Plan, inputs: Sequence[Tensors], device: str) -> dict[str, str]:
     found["tensors that are copied"] = f"{sum(step.op == COPY for step in plan.steps):,} of {len(plan.steps):,}"
     for planned, model in zip(plan.models, inputs, strict=True):
         found[f"files of {planned.ref}"] = _digest(model.state)
-    if plan.made.code is not None:
-        found[f"code of {plan.made.code.name}"] = _digest(plan.made.code.sha256)
+    if plan.provenance.code is not None:
+        found[f"code of {plan.provenance.code.name}"] = _digest(plan.provenance.code.sha256)
     if code := _installed_code(plan):
         found["code of installed packages"] = _digest("\n".join(code))
     found["program version"] = __version__

@@ -70,7 +70,7 @@ def merge_report(
         blocks.append(Table("Warnings", (Column("about"), Column("what")), tuple((f.where, f.what) for f in found)))
     if plan.recipe:
         blocks.append(Code("Recipe", plan.recipe))
-    summary = [plan.made.title.replace("`", "")]
+    summary = [plan.provenance.title.replace("`", "")]
     known = bool(distance) and math.isfinite(distance[0].share)
     if known:
         share = written(distance[0].share, "share")
@@ -121,9 +121,9 @@ def _share(squares: Squares, names: Sequence[str]) -> float | Mark:
 
 
 def _facts(plan: Plan) -> Facts:
-    facts: list[tuple[str, Value]] = [("method", plan.made.name), ("source", plan.made.source)]
+    facts: list[tuple[str, Value]] = [("method", plan.provenance.name), ("source", plan.provenance.source)]
     facts += [(f"model {i + 1}", model.ref) for i, model in enumerate(plan.models)]
-    facts += [("seed", f"{plan.seed}"), ("stored as", plan.made.format)]
+    facts += [("seed", f"{plan.seed}"), ("stored as", plan.provenance.format)]
     facts.append(("tensors", f"{len(plan.steps):,}, {size(plan.nbytes)}"))
     return Facts("What was made", tuple((name, value) for name, value in facts if value))
 

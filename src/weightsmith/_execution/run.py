@@ -399,7 +399,7 @@ def _push(hub: HubRepository, folder: Path, options: RunOptions, plan: Plan) -> 
     """Upload the finished folder: its address. Raises as `push`."""
     from weightsmith._outputs.hub.push import push
 
-    return push(hub, folder, public=options.public, message=options.commit_message or plan.made.title)
+    return push(hub, folder, public=options.public, message=options.commit_message or plan.provenance.title)
 
 
 @contextmanager
@@ -444,7 +444,7 @@ def staged(
         progress=callbacks.rechecking,
         uploading=callbacks.uploading,
         public=options.public,
-        message=options.commit_message or plan.made.title,
+        message=options.commit_message or plan.provenance.title,
     )
     with open_output(request.out, spec) as staging:
 

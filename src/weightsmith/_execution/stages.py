@@ -46,7 +46,7 @@ from weightsmith._outputs.unfinished import remove_published, remove_work
 from weightsmith._planning.follow_ups import follow_up_kind
 from weightsmith._planning.planner import Prepared
 from weightsmith._planning.planner.loading import Began, Beside
-from weightsmith._plans import Made, PlanDraft
+from weightsmith._plans import PlanDraft, Provenance
 
 if TYPE_CHECKING:
     pass
@@ -162,7 +162,7 @@ def measured(run: Run, warnings: list[Finding]) -> Iterator[Run]:
         _remove_used(folder, place.local)
         raise
     draft = PlanDraft.of(prepared.plan)
-    draft.made, draft.steps, draft.then = Made("measurement"), [], None  # it serves any number of bits, any mixture
+    draft.provenance, draft.steps, draft.then = Provenance("measurement"), [], None  # it serves any number of bits, any mixture
     plan = draft.finish()
     with (
         _asking(kind.question(prepared)) as answer,

@@ -194,7 +194,7 @@ def _stages(prepared: Prepared) -> tuple[StageFacts, ...]:
     return tuple(
         StageFacts(
             stage.label,
-            stage.plan.made.name,
+            stage.plan.provenance.name,
             tuple(model.ref for model in stage.plan.models),
             len(stage.plan.steps),
             sum(step.out.nbytes for step in stage.plan.steps),

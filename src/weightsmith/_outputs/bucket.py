@@ -131,16 +131,16 @@ class Bucket:
         """The objects below `prefix/`, by relative name; "" for the whole bucket. Raises StoreError if there are too many."""
 
         def listed() -> dict[str, Object]:
-            found: dict[str, Object] = {}
+            objects: dict[str, Object] = {}
             start = len(prefix) + 1 if prefix else 0
             for page in self._obstore.list(self._store, prefix or None):
-                found |= {each["path"][start:]: Object(each["size"], _tag(each)) for each in page}
-                if len(found) > _MOST_OBJECTS:
+                objects |= {entry["path"][start:]: Object(entry["size"], _tag(entry)) for entry in page}
+                if len(objects) > _MOST_OBJECTS:
                     fix = "choose another prefix"
                     where = f"{self._shown}/{prefix}"
                     raise StoreError(f"more than {_MOST_OBJECTS:,} objects", where=where, fix=fix, state=NOTHING_WRITTEN)
-            found.pop("", None)  # a folder, as consoles show it
-            return found
+            objects.pop("", None)  # a folder, as consoles show it
+            return objects
 
         return self._ask("a list", prefix, listed)
 
@@ -149,7 +149,7 @@ class Bucket:
 
         def listed() -> list[str]:
             answer = self._obstore.list_with_delimiter(self._store, prefix or None)
-            return [str(each).rstrip("/") for each in answer["common_prefixes"]]
+            return [str(prefix_slash).rstrip("/") for prefix_slash in answer["common_prefixes"]]
 
         return self._ask("a list", prefix, listed)
 
@@ -453,8 +453,8 @@ class BucketTarget(Target):
         if not there:
             return
         check_not_read(self, reads)
-        left = _still(notes.get(_REPLACED), there)
-        ours = left.keys() | self._put_by(self._tokens(notes), there)
+        unchanged = _still(notes.get(_REPLACED), there)
+        ours = unchanged.keys() | self._put_by(self._tokens(notes), there)
         others = [name for name in there if name not in ours]
         if others and not overwrite:
             fix = "choose another prefix, or replace this output with --overwrite (overwrite=True)"
@@ -470,7 +470,7 @@ class BucketTarget(Target):
                 lambda manifest: differences(manifest, sizes, self._reader),
                 lambda why, lost: occupied(f"will not be overwritten: {why}", self, fix, lost=lost or others),
             )
-        self._replaced = left | {name: there[name].etag for name in others}
+        self._replaced = unchanged | {name: there[name].etag for name in others}
 
     def _tokens(self, notes: Mapping[str, Any]) -> set[str]:
         """The tokens of unfinished work: that of these notes, and that of the claim. `connect` decides what becomes of it."""
@@ -492,12 +492,12 @@ class BucketTarget(Target):
 
     def _manifest(self) -> Manifest:
         """The manifest. Raises NotFound, and the errors of `decode_manifest`."""
-        found = self.store.read(self.key(MANIFEST_NAME), MAX_MANIFEST_BYTES)
+        object_ = self.store.read(self.key(MANIFEST_NAME), MAX_MANIFEST_BYTES)
         where = self.shown(self.key(MANIFEST_NAME))
-        if found is None:
+        if object_ is None:
             what = "there is no manifest, so nothing to compare with"
             raise NotFound(what, where=where, fix="name a prefix that weightsmith wrote")
-        return decode_manifest(found.data, where)
+        return decode_manifest(object_.data, where)
 
     @property
     def _reader(self) -> Read:
@@ -505,7 +505,7 @@ class BucketTarget(Target):
 
     def verify(self, *, threads: int, progress: Progress | None) -> Verified:
         manifest = self._manifest()
-        sizes = {name: each.nbytes for name, each in self.store.names(self.prefix).items()}
+        sizes = {name: object_.nbytes for name, object_ in self.store.names(self.prefix).items()}
         return compare(str(self), manifest, sizes, self._reader, progress)
 
     def recover(self, notes: Mapping[str, Any]) -> bool:
@@ -518,29 +518,29 @@ class BucketTarget(Target):
     # the claim
 
     def _read_claim(self) -> tuple[Claim, Mapping[str, Any]] | None:
-        found = self.store.read(self._claim_key, _MAX_CLAIM_BYTES)
-        return None if found is None else (decode_claim(found.data, self.shown(self._claim_key)), found.meta)
+        object_ = self.store.read(self._claim_key, _MAX_CLAIM_BYTES)
+        return None if object_ is None else (decode_claim(object_.data, self.shown(self._claim_key)), object_.meta)
 
     def connect(self, spec: OutputSpec, notes: MutableMapping[str, Any], files: Mapping[str, Any]) -> Collection[str]:
         self._notes, self._helping = notes, spec.helping
-        found = self._read_claim()
+        current = self._read_claim()
         if spec.helping:
-            if found is None or found[0].plan != spec.plan_hash:
+            if current is None or current[0].plan != spec.plan_hash:
                 what = "another run has taken the unfinished work, or published it"
                 raise StoreError(what, where=str(self), fix="run again", state=NOTHING_WRITTEN)
-            self._token = found[0].token
+            self._token = current[0].token
             return self._gone(files)
-        if found is not None and found[0].token == notes.get(_TOKEN):
-            self._token = found[0].token
+        if current is not None and current[0].token == notes.get(_TOKEN):
+            self._token = current[0].token
             return self._gone(files)
-        if found is not None:
-            self._check_may_take(found[0], spec)
+        if current is not None:
+            self._check_may_take(current[0], spec)
         self._token = notes[_TOKEN] = secrets.token_hex(16)
         folder = (spec.folder or Path.cwd()) / staging_folder(self.local).name
         claim = Claim(self._token, spec.plan_hash, os.getpid(), socket.gethostname(), str(folder))
-        self._create(claim, None if found is None else found[1])
-        if found is not None:
-            self._remove_files(found[0].token)
+        self._create(claim, None if current is None else current[1])
+        if current is not None:
+            self._remove_files(current[0].token)
         return tuple(files)
 
     def _gone(self, files: Mapping[str, Any]) -> list[str]:
@@ -549,9 +549,9 @@ class BucketTarget(Target):
         marks = self._marks(files)
         return [name for name, value in files.items() if name not in there or self._stamp(there[name], marks[name]) != value]
 
-    def _stamp(self, found: Object, mark: str) -> list[Any]:
+    def _stamp(self, object_: Object, mark: str) -> list[Any]:
         token, _, checksum = mark.partition(" ")
-        return [found.nbytes, checksum if token == self._token else ""]
+        return [object_.nbytes, checksum if token == self._token else ""]
 
     def _check_may_take(self, claim: Claim, spec: OutputSpec) -> None:
         """Raise Busy unless the run of a claim has ended, and this run may discard its work."""
@@ -592,9 +592,9 @@ class BucketTarget(Target):
 
     def _check_claim(self, kind: type[StoreError] = StoreError) -> None:
         """Raise if another run has taken the output over."""
-        found = self._read_claim()
-        if found is None or found[0].token != self._token:
-            by = "" if found is None else f", process {found[0].process} on {found[0].host}"
+        current = self._read_claim()
+        if current is None or current[0].token != self._token:
+            by = "" if current is None else f", process {current[0].process} on {current[0].host}"
             what, fix = f"another run{by} has taken this output over", "wait until it has ended"
             raise kind(what, where=str(self), fix=fix)
 
@@ -694,8 +694,8 @@ class BucketTarget(Target):
         folder = f"{self.staging}/products"
         names = self.store.names(folder)
         self.store.delete(f"{folder}/{name}" for name in names if _token(self.store.mark(f"{folder}/{name}")) == token)
-        found = self._read_claim()
-        if found is not None and found[0].token == token:
+        current = self._read_claim()
+        if current is not None and current[0].token == token:
             self.store.delete([self._claim_key])
 
     # other processes
@@ -721,15 +721,15 @@ def _still(replaced: object, there: Mapping[str, Object]) -> dict[str, str]:
     """Which of the objects that an interrupted publication replaces are there, as they were."""
     if not isinstance(replaced, dict):
         return {}
-    return {name: each.etag for name, each in there.items() if replaced.get(name) == each.etag}
+    return {name: object_.etag for name, object_ in there.items() if replaced.get(name) == object_.etag}
 
 
 def check_not_read(address: BucketTarget, reads: Iterable[str]) -> None:
     """Raise StoreError if the output is, contains, or lies in anything that the run reads."""
-    own = f"{address}/"
+    output_slash = f"{address}/"
     for read in reads:
         for place in _addresses(read):
-            if f"{place}/".startswith(own) or own.startswith(f"{place}/"):
+            if f"{place}/".startswith(output_slash) or output_slash.startswith(f"{place}/"):
                 what = f"the run reads {place}, which would be lost"
                 raise StoreError(what, where=str(address), fix="choose another output", state=NOTHING_WRITTEN)
 
@@ -773,19 +773,19 @@ def find_unfinished(where: str) -> Iterator[Unfinished]:
         if name.startswith(".") and name.endswith(STAGING_SUFFIX):
             prefixes.append(f"{parent}{slash}{name[1:].removesuffix(STAGING_SUFFIX)}")
     for prefix in prefixes:
-        if (found := _unfinished(BucketTarget(address.scheme, address.bucket, prefix))) is not None:
-            yield found
+        if (unfinished := _unfinished(BucketTarget(address.scheme, address.bucket, prefix))) is not None:
+            yield unfinished
 
 
 def _unfinished(out: BucketTarget) -> Unfinished | None:
     folder = out.shown(out.staging)
     try:
-        found = out._read_claim()
+        current = out._read_claim()
     except StoreError as error:
         return Unfinished(out, folder, 0, 0, datetime.now().timestamp(), error.finding.what, lambda: None)
-    if found is None:
+    if current is None:
         return None
-    claim, meta = found
+    claim, meta = current
     there = out.store.names(out.prefix)
     nbytes = sum(there[name].nbytes for name in out._put_by({claim.token}, there))
     tensors = len(read_journal(Path(claim.folder) / JOURNAL).tensors) if claim.is_here and Path(claim.folder).is_dir() else 0

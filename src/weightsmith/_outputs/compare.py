@@ -42,13 +42,13 @@ def compare(
     """
     stray = present.keys() - manifest.names
     loadable = {name for name in stray if is_loaded(name)}
-    found = [f"{name}: is not of this checkpoint, and may be loaded with it" for name in sorted(loadable)]
-    found += [f"{name}: is missing" for name in sorted({*manifest.files, *manifest.weights} - present.keys())]
-    found += differences(manifest, present, read)
-    found += damaged(manifest, present, read, progress, threads=threads, piece_bytes=piece_bytes)
-    if found:
-        what = f"{len(found):,} problem{'s' if len(found) > 1 else ''} found"
-        raise Corrupt(what, where=str(where), details=found, fix="restore these from a copy, or make the checkpoint again")
+    problems = [f"{name}: is not of this checkpoint, and may be loaded with it" for name in sorted(loadable)]
+    problems += [f"{name}: is missing" for name in sorted({*manifest.files, *manifest.weights} - present.keys())]
+    problems += differences(manifest, present, read)
+    problems += damaged(manifest, present, read, progress, threads=threads, piece_bytes=piece_bytes)
+    if problems:
+        what = f"{len(problems):,} problem{'s' if len(problems) > 1 else ''} found"
+        raise Corrupt(what, where=str(where), details=problems, fix="restore these from a copy, or make the checkpoint again")
     nbytes = sum(weight.nbytes for weight in manifest.weights.values()) + sum(file.nbytes for file in manifest.files.values())
     extra = tuple(sorted(stray - loadable))
     return Verified(where, manifest.plan, len(manifest.tensors), len(manifest.files), nbytes, extra)
@@ -65,17 +65,17 @@ def differences(manifest: Manifest, present: Present, read: Read) -> list[str]:
     for name, nbytes in sizes.items():
         if name not in present:
             continue
-        found, weight = present[name], manifest.weights.get(name)
-        if isinstance(found, str):
-            problems.append(f"{name}: {found}")
+        size, weight = present[name], manifest.weights.get(name)
+        if isinstance(size, str):
+            problems.append(f"{name}: {size}")
             continue
-        if found != nbytes:
-            problems.append(f"{name}: has {found:,} bytes, not the {nbytes:,} that were written")
+        if size != nbytes:
+            problems.append(f"{name}: has {size:,} bytes, not the {nbytes:,} that were written")
         try:
             if weight is not None:
-                if hash_bytes(read(name, 0, weight.header_bytes) if found else b"") != weight.header_xxh3_128:
+                if hash_bytes(read(name, 0, weight.header_bytes) if size else b"") != weight.header_xxh3_128:
                     problems.append(f"{name}: its header differs from what was written")
-            elif found == nbytes and _hash(partial(read, name), nbytes) != manifest.files[name].xxh3_128:
+            elif size == nbytes and _hash(partial(read, name), nbytes) != manifest.files[name].xxh3_128:
                 problems.append(f"{name}: differs from what was written")
         except OSError as error:
             problems.append(f"{name}: cannot be read ({error.strerror})")
@@ -95,10 +95,10 @@ def damaged(
     """The tensors that are not what was written: one line for each."""
     stored, problems = [], []
     for name, tensor in manifest.tensors.items():
-        found = present.get(tensor.file, "is missing")
-        if isinstance(found, str):
+        size = present.get(tensor.file, "is missing")
+        if isinstance(size, str):
             problems.append(f"tensor {name}: lost with {tensor.file}")
-        elif tensor.nbytes and found < tensor.offset + tensor.nbytes:
+        elif tensor.nbytes and size < tensor.offset + tensor.nbytes:
             problems.append(f"tensor {name}: differs from what was written ({tensor.file})")
         else:
             stored.append(Stored(name, partial(read, tensor.file), tensor.offset, tensor.nbytes, tensor.grain_bytes))
@@ -124,13 +124,13 @@ def check_ours(
     refused   the error for any other output: why it is not ours, and what would be lost
     """
     try:
-        found = manifest()
+        ours = manifest()
     except NotFound:
         raise refused(f"weightsmith did not make it: it has no {MANIFEST_NAME}", ()) from None
     except (CheckpointError, Corrupt) as error:
         raise refused(f"its {MANIFEST_NAME} cannot be used: {error.finding.what}", ()) from error
-    if lost := unlisted(found):
+    if lost := unlisted(ours):
         raise refused("it holds files that weightsmith did not write, and these would be lost", lost)
-    if lost := changed(found):
+    if lost := changed(ours):
         raise refused("files in it were changed after weightsmith wrote them, and these changes would be lost", lost)
-    return found
+    return ours

@@ -79,14 +79,14 @@ def encode_manifest(
     plan_hash: str,
     tensors: Mapping[str, Finished],
     files: Mapping[str, OtherFile],
-    more: Mapping[str, Any],
+    extra: Mapping[str, Any],
 ) -> bytes:
-    """The bytes of the manifest. more: the caller's JSON values, under keys that the store does not use."""
-    taken = [key for key in more if key in _OWN_KEYS]
+    """The bytes of the manifest. extra: the caller's JSON values, under keys that the store does not use."""
+    taken = [key for key in extra if key in _OWN_KEYS]
     if taken:
         what = f"the manifest's own keys cannot be given: {', '.join(taken)}"
         raise StoreError(what, where=MANIFEST_NAME, fix="rename them")
-    fields: dict[str, Any] = {"weightsmith_manifest": VERSION, "plan": plan_hash, **more}
+    fields: dict[str, Any] = {"weightsmith_manifest": VERSION, "plan": plan_hash, **extra}
     text = json.dumps(fields, indent=2, ensure_ascii=False, allow_nan=False)
     # One record per line, formatted here: a tenth of the lines of json's indent, and 0.3 s instead of 8 s for 100,000 tensors.
     weights = [

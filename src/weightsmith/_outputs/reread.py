@@ -55,9 +55,9 @@ def reread(
             if part is None:
                 return
             number, start, nbytes = part
-            found = _digests(tensors[number], start, nbytes, piece_bytes or PIECE_BYTES)
+            part_digests = _digests(tensors[number], start, nbytes, piece_bytes or PIECE_BYTES)
             with lock:
-                digests[number][start] = found
+                digests[number][start] = part_digests
                 done += nbytes
                 if progress is not None:
                     progress(done, total)
@@ -92,14 +92,14 @@ def _digests(tensor: Stored, start: int, nbytes: int, piece_bytes: int) -> bytes
     """The digests of a run of grains; None if some of its bytes cannot be read."""
     hasher = GrainHasher(tensor.grain_bytes)
     for at in range(start, start + nbytes, piece_bytes):
-        wanted = min(piece_bytes, start + nbytes - at)
+        piece_nbytes = min(piece_bytes, start + nbytes - at)
         try:
-            piece = memoryview(tensor.read(tensor.offset + at, wanted))
+            piece = memoryview(tensor.read(tensor.offset + at, piece_nbytes))
         except OSError:  # a bad sector counts as damage: the tensor is reported and the rest is still checked
             return None
-        if piece.nbytes < wanted:
+        if piece.nbytes < piece_nbytes:
             return None
-        if wanted == nbytes:
+        if piece_nbytes == nbytes:
             return hash_grains(piece, tensor.grain_bytes)
         hasher.update(piece)
     return hasher.digests()

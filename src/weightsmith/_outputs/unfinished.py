@@ -40,17 +40,17 @@ def find_folders(parent: Path) -> Iterator[Unfinished]:
         raise StoreError(f"cannot be read: {error.strerror}", where=str(parent), fix="change its permissions") from error
     for folder in (parent / name for name in names if name.startswith(".") and name.endswith(STAGING_SUFFIX)):
         area = StagingArea(folder.parent / folder.name[1:].removesuffix(STAGING_SUFFIX))
-        found = partial(Unfinished, area.out, folder, remove=partial(remove_work, area.out))
+        unfinished = partial(Unfinished, area.out, folder, remove=partial(remove_work, area.out))
         try:
             check_kinds(folder)
             entries = read_journal(folder / JOURNAL)
             last = next((path for path in (folder / JOURNAL, folder / LOCK) if path.exists()), folder)
             about = len(entries.tensors), _disk_bytes(folder), last.stat().st_mtime
-            yield found(*about, "a process is working in it" if locks.is_held(folder) else "")
+            yield unfinished(*about, "a process is working in it" if locks.is_held(folder) else "")
         except FileNotFoundError:
             continue  # its owner has just removed it
         except StoreError as error:
-            yield found(0, 0, folder.lstat().st_mtime, error.finding.what)
+            yield unfinished(0, 0, folder.lstat().st_mtime, error.finding.what)
 
 
 def remove_work(out: Path) -> None:

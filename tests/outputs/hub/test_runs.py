@@ -75,7 +75,7 @@ def test_the_files_are_those_of_a_local_run(here: Path, hub: FakeHub, case: str)
     assert hub.pushed == {"org/out": local(here, case)}
     assert staging(here) == []
     model = hub.written["org/out"]
-    assert (model.visibility, len(model.commits), model.head().message) == ("private", 2, merged.plan.made.title)
+    assert (model.visibility, len(model.commits), model.head().message) == ("private", 2, merged.plan.provenance.title)
     assert [each["visibility"] for each in hub.created] == ["private"]
     assert len(uploads(hub)) == len(set(uploads(hub))) == len(merged.plan.layout.shards)
     assert hub.leaked == []

@@ -126,7 +126,7 @@ def _show(plan: Plan, summary: Summary, max_memory: int | None) -> None:
 
 def _show_models(plan: Plan, summary: Summary) -> None:
     """What is merged, and what must be there first."""
-    fact("method", plan.made.name)
+    fact("method", plan.provenance.name)
     for i, model in enumerate(plan.models):
         fact("" if i else "models", f"{model.ref}{f' at {model.revision}' if model.revision else ''}")
     for stage in summary.stages:
@@ -357,7 +357,7 @@ def _notes(plan: Plan, step: Step) -> Iterator[str]:
     from weightsmith._plans import PLAIN
 
     if plan.then is not None:
-        yield f"the model is measured first, for {plan.made.format}: that decides how this is stored"
+        yield f"the model is measured first, for {plan.provenance.format}: that decides how this is stored"
     if step.out.name in calibrated_weights(plan):
         yield CALIBRATED
     if step.encoding != PLAIN:

@@ -182,7 +182,7 @@ def _to_json(merged: Merged) -> dict[str, Any]:
         **({} if evaluated is None else {"evaluation": evaluated.to_json()}),
         "out": str(merged.out),
         "url": merged.url,
-        "method": plan.made.name,
+        "method": plan.provenance.name,
         "tensors": _weights(plan),
         "resumed": merged.resumed,
         "bytes": plan.nbytes,

@@ -27,8 +27,8 @@ def check_vacant(repository: HubRepository, commit: str, *, overwrite: bool) -> 
 
     With `overwrite`, files are replaced only if weightsmith's manifest, which is with them, lists all of them.
     """
-    found = repository.files(commit)
-    names = [name for name in found if name != ATTRIBUTES]
+    files = repository.files(commit)
+    names = [name for name in files if name != ATTRIBUTES]
     if not names:
         return ()
     address = repository.address
@@ -40,7 +40,7 @@ def check_vacant(repository: HubRepository, commit: str, *, overwrite: bool) -> 
         return ()
 
     def manifest() -> Manifest:
-        if MANIFEST_NAME not in found:
+        if MANIFEST_NAME not in files:
             raise NotFound("there is no manifest", where=str(address))
         return repository.manifest(commit)
 
@@ -70,10 +70,10 @@ def _models(read: str) -> Iterator[HubAddress]:
             yield HubAddress(repo.strip("/"), branch or MAIN)
 
 
-def holds(found: Mapping[str, Content], wanted: Mapping[str, Content]) -> bool:
-    """A commit with the files `found` holds exactly the model `wanted`; it may have the files that the Hub makes besides."""
-    others = found.keys() - wanted.keys() - {ATTRIBUTES, CARD}
-    return not others and all(name in found and content.is_same(found[name]) for name, content in wanted.items())
+def holds(files: Mapping[str, Content], model: Mapping[str, Content]) -> bool:
+    """A commit with these `files` holds exactly this `model`; it may have the files that the Hub makes besides."""
+    others = files.keys() - model.keys() - {ATTRIBUTES, CARD}
+    return not others and all(name in files and content.is_same(files[name]) for name, content in model.items())
 
 
 def verify_hub(address: HubAddress, progress: Progress | None) -> Verified:

@@ -57,8 +57,8 @@ class Content(NamedTuple):
 
     def is_same(self, listed: Content) -> bool:
         """The file that the Hub lists so holds this."""
-        found = listed.sha256 == self.sha256 if listed.sha256 else listed.sha1 == self.sha1
-        return found and (listed.nbytes == self.nbytes)
+        same_hash = listed.sha256 == self.sha256 if listed.sha256 else listed.sha1 == self.sha1
+        return same_hash and (listed.nbytes == self.nbytes)
 
 
 def content_of(path: Path) -> Content:
@@ -107,13 +107,13 @@ class HubRepository:
         from huggingface_hub import errors
 
         try:
-            found = self._call("the commit of the branch", self._info)
+            commit = self._call("the commit of the branch", self._info)
         except PushFailed as error:
             cause = error.__cause__
             if isinstance(cause, (errors.RepositoryNotFoundError, errors.RevisionNotFoundError)) and _status(cause) == 404:
                 return None
             raise
-        return found
+        return commit
 
     def _info(self) -> str:
         info = self.api.model_info(self.address.repo, revision=self.address.branch, timeout=60)
@@ -153,9 +153,9 @@ class HubRepository:
         def listed() -> dict[str, Content]:
             tree = self.api.list_repo_tree(self.address.repo, recursive=True, revision=commit)
             return {
-                each.path: Content(each.size, each.blob_id, each.lfs.sha256 if each.lfs else "")
-                for each in tree
-                if isinstance(each, RepoFile)
+                entry.path: Content(entry.size, entry.blob_id, entry.lfs.sha256 if entry.lfs else "")
+                for entry in tree
+                if isinstance(entry, RepoFile)
             }
 
         return self._call("listing the files", listed)
@@ -205,19 +205,19 @@ class HubRepository:
         """The uploaded files that the Hub no longer has: it may remove files that no commit has."""
         from huggingface_hub.lfs import UploadInfo, post_lfs_batch_info
 
-        wanted = {each.sha256: name for name, each in files.items()}
+        names = {content.sha256: name for name, content in files.items()}
         infos = [UploadInfo(size=c.nbytes, sample=b"", sha256=bytes.fromhex(c.sha256)) for c in files.values()]
 
         def ask(batch: list[UploadInfo]) -> list[str]:
             actions, problems, _ = post_lfs_batch_info(
                 batch, None, "model", self.address.repo, self.address.branch, self.api.endpoint
             )
-            return [wanted[each["oid"]] for each in (*actions, *problems) if each.get("actions") or "error" in each]
+            return [names[reply["oid"]] for reply in (*actions, *problems) if reply.get("actions") or "error" in reply]
 
-        found: list[str] = []
+        missing: list[str] = []
         for start in range(0, len(infos), _BATCH):
-            found += self._call("asking for the uploaded files", partial(ask, infos[start : start + _BATCH]))
-        return found
+            missing += self._call("asking for the uploaded files", partial(ask, infos[start : start + _BATCH]))
+        return missing
 
     def commit(
         self,
@@ -256,8 +256,8 @@ class HubRepository:
     def since(self, parent: str, is_ours: Callable[[str], bool]) -> str:
         """The commit of ours among the last ones of the branch after `parent`; "" if there is none."""
         repo, branch = self.address.repo, self.address.branch
-        found = self._call("listing the commits", lambda: self.api.list_repo_commits(repo, revision=branch))
-        later = takewhile(lambda oid: oid != parent, (each.commit_id for each in found))
+        commits = self._call("listing the commits", lambda: self.api.list_repo_commits(repo, revision=branch))
+        later = takewhile(lambda oid: oid != parent, (commit.commit_id for commit in commits))
         return next(filter(is_ours, islice(later, _MOST_COMMITS)), "")
 
     # requests
@@ -321,7 +321,7 @@ def no_bars() -> Iterator[None]:
 
 def _status(error: BaseException) -> int:
     """The status with which the Hub, or the place of the bytes, refused; 0 without an answer."""
-    return next((answer.status_code for each in causes(error) if (answer := getattr(each, "response", None)) is not None), 0)
+    return next((answer.status_code for cause in causes(error) if (answer := getattr(cause, "response", None)) is not None), 0)
 
 
 def _is_transient(error: BaseException) -> bool:
@@ -330,7 +330,7 @@ def _is_transient(error: BaseException) -> bool:
         return False
     from huggingface_hub import constants
 
-    answer = next((found for each in causes(error) if (found := getattr(each, "response", None)) is not None), None)
+    answer = next((response for cause in causes(error) if (response := getattr(cause, "response", None)) is not None), None)
     if answer is None:
         return lasting(error) is None and not isinstance(error, LookupError)  # of an answer that is not as expected
     elsewhere = urlsplit(str(answer.url)).netloc != urlsplit(constants.ENDPOINT).netloc
@@ -347,5 +347,5 @@ def _failed(error: BaseException, where: str, doing: str) -> PushFailed:
         stays = lasting(error, "HF_ENDPOINT")
         what = f"the Hub cannot be reached: {stays.what}" if stays else "the Hub does not answer, or not as expected"
         fix = stays.fix if stays else f"check the network and HF_ENDPOINT, and {_AGAIN}"
-    details = tuple(dict.fromkeys(f"{type(each).__name__}: {first_line(each)}" for each in causes(error)))[:3]
+    details = tuple(dict.fromkeys(f"{type(cause).__name__}: {first_line(cause)}" for cause in causes(error)))[:3]
     return PushFailed(f"{what} ({doing})", where=where, details=details, fix=fix)

@@ -141,7 +141,7 @@ class HubTarget(Target):
         put = _contents(files)
         others = {name: content_of(content / name) for name in list_files(content)}
         new = put | others
-        self._notes[_PUBLISHING] = {name: list(each) for name, each in new.items()}
+        self._notes[_PUBLISHING] = {name: list(content_now) for name, content_now in new.items()}
         if not (self._is_committed and self._is_ours(self._parent, new)):
             self._commit(content, put, others)
 
@@ -150,7 +150,7 @@ class HubTarget(Target):
 
         new = {**put, **others}
         operations: list[CommitOperationAdd | CommitOperationDelete] = [
-            *(uploaded(name, each) for name, each in put.items()),
+            *(uploaded(name, put_content) for name, put_content in put.items()),
             *(CommitOperationAdd(name, content / name) for name in others),
             *(CommitOperationDelete(name) for name in self._replaced if name not in new),
         ]
@@ -197,7 +197,7 @@ def _contents(value: object) -> dict[str, Content]:
     """What a note of many files says; {} if it is none, or one of them is none."""
     if not isinstance(value, Mapping):
         return {}
-    known = {name: content for name, each in value.items() if (content := _content(each)) is not None}
+    known = {name: content for name, note in value.items() if (content := _content(note)) is not None}
     return known if len(known) == len(value) else {}
 
 
@@ -211,7 +211,7 @@ def _unfinished(where: str) -> Iterator[Unfinished]:
     from weightsmith._outputs.unfinished import find_folders
 
     path = parse_hub_address(where).local
-    return (each for each in find_folders(Path()) if str(each.out).startswith(path.name))
+    return (work for work in find_folders(Path()) if str(work.out).startswith(path.name))
 
 
 SCHEME = OutputScheme(hub_target, _unfinished)

@@ -43,10 +43,10 @@ def left_behind(error: OSError | StoreError, where: Path | str, fix: str = "") -
     where  what remains, if the error does not say it
     fix    "": the error's
     """
-    found = Finding("") if isinstance(error, OSError) else error.finding
-    reason = found.what or (error.strerror if isinstance(error, OSError) else "") or str(error)
+    finding = Finding("") if isinstance(error, OSError) else error.finding
+    reason = finding.what or (error.strerror if isinstance(error, OSError) else "") or str(error)
     what = f"the output is published and complete, but cleaning up failed: {reason}"
-    return Finding(what, found.where or str(where), found.details, fix or found.fix or f"remove {where} yourself")
+    return Finding(what, finding.where or str(where), finding.details, fix or finding.fix or f"remove {where} yourself")
 
 
 class StagingArea:

@@ -53,13 +53,13 @@ class OtherFiles:
     def check_names(self, weights: Collection[str]) -> None:
         """Raise StoreError if the folder holds anything but weight files, manifest and the files in `records`, or lacks one."""
         expected = {MANIFEST_NAME, *weights, *self.records}
-        found = set(list_files(self._content))
-        if found != expected:
+        present = set(list_files(self._content))
+        if present != expected:
             raise StoreError(
                 "not published: the staging folder was changed by someone else",
                 where=str(self._content),
-                details=[f"not ours: {n}" for n in sorted(found - expected)]
-                + [f"missing: {n}" for n in sorted(expected - found)],
+                details=[f"not ours: {n}" for n in sorted(present - expected)]
+                + [f"missing: {n}" for n in sorted(expected - present)],
                 fix="run again: what is not ours is removed, and what is missing is written again",
                 state=f"Everything is finished in {self._content.parent}",
             )

@@ -32,21 +32,21 @@ def check_out(out: str | os.PathLike[str]) -> Path:
 
     Parent folders need not exist: `Staging.open` creates them.
     """
-    given = os.fspath(out)
-    if not given or "\0" in given:
-        raise StoreError(f"{given!r} is not a path", where="output folder", fix="name a new folder", state=NOTHING_WRITTEN)
-    if is_address(given):
+    text = os.fspath(out)
+    if not text or "\0" in text:
+        raise StoreError(f"{text!r} is not a path", where="output folder", fix="name a new folder", state=NOTHING_WRITTEN)
+    if is_address(text):
         what = "cannot be the output folder: it is an address"
-        raise StoreError(what, where=given, fix="name a local folder", state=NOTHING_WRITTEN)
-    if given.startswith("~") and str(expand_user(given)) == str(Path(given)):
-        what = f"{given!r} is in a home folder that does not exist"
-        fix = f"write ./{given} for a folder of this name, or name another"
+        raise StoreError(what, where=text, fix="name a local folder", state=NOTHING_WRITTEN)
+    if text.startswith("~") and str(expand_user(text)) == str(Path(text)):
+        what = f"{text!r} is in a home folder that does not exist"
+        fix = f"write ./{text} for a folder of this name, or name another"
         raise StoreError(what, where="output folder", fix=fix, state=NOTHING_WRITTEN)
-    path = absolute(given)
+    path = absolute(text)
     try:
         path.name.encode()
     except UnicodeEncodeError:  # the model card and the messages hold it
-        what = f"{given!r} is not UTF-8"
+        what = f"{text!r} is not UTF-8"
         raise StoreError(what, where="output folder", fix="choose another name", state=NOTHING_WRITTEN) from None
     try:
         _check_place(path)
@@ -159,16 +159,16 @@ def check_made_here(path: Path, refused: Callable[[str, Sequence[str]], Exceptio
 def _changed(path: Path, manifest: Manifest) -> list[str]:
     written = (path / MANIFEST_NAME).lstat()
     there = {name: about for name in (*manifest.weights, *manifest.files) if (about := _file(path / name)) is not None}
-    made = str(manifest.data["checksum"])
-    states = {name: (made, FileState.of(about)) for name, about in there.items() if _is_later(about, written)}
+    manifest_checksum = str(manifest.data["checksum"])
+    states = {name: (manifest_checksum, FileState.of(about)) for name, about in there.items() if _is_later(about, written)}
     later = {name for name, state in states.items() if state not in _compared}
-    read_again = replace(manifest, tensors={name: each for name, each in manifest.tensors.items() if each.file in later})
+    read_again = replace(manifest, tensors={name: tensor for name, tensor in manifest.tensors.items() if tensor.file in later})
     present = file_states(path, there)
     with reading(path, manifest) as read:
-        found = differences(manifest, present, read) + damaged(read_again, present, read, threads=2, piece_bytes=PIECE_BYTES)
-    if not found:
+        problems = differences(manifest, present, read) + damaged(read_again, present, read, threads=2, piece_bytes=PIECE_BYTES)
+    if not problems:
         _compared.update(states.values())
-    return found
+    return problems
 
 
 def _is_later(about: os.stat_result, written: os.stat_result) -> bool:
@@ -192,8 +192,8 @@ def remove_checkpoint(path: Path) -> None:
     cannot be deleted.
     """
 
-    def refused(why: str, found: Sequence[str]) -> StoreError:
-        return StoreError(f"it is not removed: {why}", where=str(path), details=[some(found)] if found else [], fix=_MOVE)
+    def refused(why: str, lost: Sequence[str]) -> StoreError:
+        return StoreError(f"it is not removed: {why}", where=str(path), details=[some(lost)] if lost else [], fix=_MOVE)
 
     try:
         if path.is_symlink() or not path.is_dir():
@@ -217,13 +217,13 @@ def check_not_read(path: Path, protected: Sequence[Path]) -> None:
     """Raise StoreError if a non-empty folder is, contains, or lies in anything the run reads. Links are resolved."""
     if not path.is_dir() or not any(path.iterdir()):
         return
-    own, around = _identity(path), _surroundings(path)
+    identity, around = _identity(path), _surroundings(path)
     for place in protected:
         if _identity(place) in around:
-            how = "is" if _identity(place) == own else "lies in"
+            how = "is" if _identity(place) == identity else "lies in"
             raise _is_read(path, f"the output folder {how} the input {place}")
         for name in (place, *_links_in(place)):
-            if any(own in _surroundings(step.parent) or _identity(step) == own for step in _steps(name)):
+            if any(identity in _surroundings(step.parent) or _identity(step) == identity for step in _steps(name)):
                 leads = f", which leads to {os.path.realpath(name)}" if name.is_symlink() else ""
                 raise _is_read(path, f"the input {name}{leads} would be lost with the output folder")
 
@@ -244,7 +244,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 def _surroundings(path: Path) -> set[tuple[int, int]]:
     """Identities of a folder and of all its parents."""
     real = real_path(path)
-    return {found for place in (real, *real.parents) if (found := _identity(place)) is not None}
+    return {identity for place in (real, *real.parents) if (identity := _identity(place)) is not None}
 
 
 def _links_in(folder: Path) -> list[Path]:
@@ -282,8 +282,8 @@ def _unlisted(path: Path, manifest: Manifest) -> Iterator[str]:
 
     def walk(folder: Path, prefix: str) -> Iterator[str]:
         try:
-            with os.scandir(folder) as found:
-                entries = sorted(found, key=lambda entry: entry.name)
+            with os.scandir(folder) as scanned:
+                entries = sorted(scanned, key=lambda entry: entry.name)
         except OSError:  # if it cannot be read, it does not count as ours
             yield prefix
             return

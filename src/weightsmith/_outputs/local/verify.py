@@ -38,19 +38,19 @@ def file_states(root: Path, names: Iterable[str]) -> dict[str, int | str]:
 
     Links are followed, as in the Hub's cache.
     """
-    found: dict[str, int | str] = {}
+    states: dict[str, int | str] = {}
     for name in names:
         path = root / name
         try:
             about = path.stat()
         except FileNotFoundError:
             if path.is_symlink():
-                found[name] = "is missing"
+                states[name] = "is missing"
         except OSError as error:
-            found[name] = f"cannot be read ({error.strerror})"
+            states[name] = f"cannot be read ({error.strerror})"
         else:
-            found[name] = about.st_size if stat.S_ISREG(about.st_mode) else "is not a file"
-    return found
+            states[name] = about.st_size if stat.S_ISREG(about.st_mode) else "is not a file"
+    return states
 
 
 @contextmanager
