@@ -46,8 +46,8 @@ class _Part:
     @property
     def licence(self) -> tuple[str, ...]:
         """`license`, `license_name` and `license_link`; () where the card names none."""
-        found = [self.card.get(key, "") for key in _LICENCE_KEYS]
-        return tuple(value if _is_plain(value) else "" for value in found) if _is_plain(found[0]) else ()
+        values = [self.card.get(key, "") for key in _LICENCE_KEYS]
+        return tuple(value if _is_plain(value) else "" for value in values) if _is_plain(values[0]) else ()
 
     @property
     def bases(self) -> list[str]:
@@ -113,17 +113,17 @@ def model_card(
 def _models(plan: Plan, inputs: Sequence[Checkpoint]) -> Iterator[tuple[ModelInput, Checkpoint | None]]:
     """The models; of a merge that is computed on the way, its own. None: not among `inputs`."""
     for number, model in enumerate(plan.models):
-        found = inputs[number] if number < len(inputs) else None
+        checkpoint = inputs[number] if number < len(inputs) else None
         if model.plan is None:
-            yield model, found
+            yield model, checkpoint
         else:
-            source = None if found is None else found.source
+            source = None if checkpoint is None else checkpoint.source
             yield from _models(model.plan, source.inputs if isinstance(source, Computed) else ())
 
 
 def _parts(plan: Plan, inputs: Sequence[Checkpoint]) -> Iterator[_Part]:
-    for model, found in dict(_models(plan, inputs)).items():
-        paths = () if found is None or found.alone else found.paths
+    for model, checkpoint in dict(_models(plan, inputs)).items():
+        paths = () if checkpoint is None or checkpoint.alone else checkpoint.paths
         folders = dict.fromkeys(path.parent for path in paths)
         for ref, commit, folder in zip_longest(model.ref.split("+"), model.revision.split("+"), folders):
             if ref:
@@ -185,12 +185,12 @@ def _usage(plan: Plan, name: str, branch: str = "") -> str:
     if not architecture.isidentifier():
         return ""
     loader = "AutoModelForCausalLM" if architecture.endswith("ForCausalLM") else "AutoModel" if custom else architecture
-    more = ", trust_remote_code=True" if custom else ""
+    argument = ", trust_remote_code=True" if custom else ""
     tokenizer = any(file.startswith(("tokenizer", "vocab", "spiece", "tekken")) for file in (*plan.carried, *plan.files))
     lines = [f"from transformers import {', '.join(sorted([loader, *(['AutoTokenizer'] if tokenizer else [])]))}", ""]
     if tokenizer:
-        lines.append(f"tokenizer = AutoTokenizer.from_pretrained({_quoted(name)}{at}{more})")
-    lines.append(f'model = {loader}.from_pretrained({_quoted(name)}{at}, dtype="auto", device_map="auto"{more})')
+        lines.append(f"tokenizer = AutoTokenizer.from_pretrained({_quoted(name)}{at}{argument})")
+    lines.append(f'model = {loader}.from_pretrained({_quoted(name)}{at}, dtype="auto", device_map="auto"{argument})')
     if tokenizer and loader == "AutoModelForCausalLM":
         lines += [
             'inputs = tokenizer("Hello", return_tensors="pt").to(model.device)',
@@ -231,7 +231,7 @@ def _quantised(plan: Plan) -> str:
         shards = plan.layout.shards
         count = len(shards) - bool(plan.mmproj)
         text = f"\nStored as {markdown(plan.provenance.format)}. Types of the tensors: {_types(shards[:count])}"
-        return text + "".join(f"; in {each.name}, for images: {_types([each])}" for each in shards[count:]) + ".\n"
+        return text + "".join(f"; in {shard.name}, for images: {_types([shard])}" for shard in shards[count:]) + ".\n"
     from weightsmith._features.quantisation.calibration.weights import by_weight
 
     steps = by_weight(plan).steps

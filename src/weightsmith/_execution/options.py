@@ -86,7 +86,7 @@ class RunOptions:
         "--device DEVICE",
         "Device for computation: cpu, cuda, cuda:1 or auto",
         details="It computes whole matrices and hidden states; everything else runs on the CPU.",
-        commands=(*(each for each in RUNNING if each != "dequantize"), "write"),
+        commands=(*(command for command in RUNNING if command != "dequantize"), "write"),
         group="Resources",
         setting=True,
     )

@@ -44,10 +44,10 @@ def check_options(out: str | os.PathLike[str], options: RunOptions, *, part: boo
     part  the run does a part of a plan, for no driver
     """
     place = place_of(out)
-    if options.report is not None and (beside := page_beside(out, options.report)) is not None:
+    if options.report is not None and (page := page_beside(out, options.report)) is not None:
         from weightsmith._base.report import check_page
 
-        check_page(beside)
+        check_page(page)
     is_folder = place.publication == "rename"
     if options.ray is not None and not place.parts:
         _refuse("one process uploads weight files to the Hub", "write to a bucket or a shared folder, or leave --ray out")

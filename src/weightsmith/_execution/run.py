@@ -114,7 +114,7 @@ class Merged(NamedTensors, Reported):
         return self._opened.specs
 
     def read(self, name: str, rows: slice | None = None) -> np.ndarray:
-        """See `Checkpoint.read`. Raises CheckpointError if the output was replaced since it was opened."""
+        """A tensor, or some of its rows. Raises CheckpointError if the output was replaced since it was opened."""
         return self._opened.read(name, rows)
 
 
@@ -180,7 +180,7 @@ class Helped:
     warnings: tuple[Finding, ...] = ()
 
     def __add__(self, other: Helped) -> Helped:
-        return Helped(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
+        return Helped(*(getattr(self, field_.name) + getattr(other, field_.name) for field_ in fields(self)))
 
 
 class Helpers(Protocol):
@@ -350,7 +350,7 @@ def _describe(run: Run, staging: Staging, computed: _Computed, name: str, repo: 
     warnings = (*plan.warnings, *computed.warnings, *(w for report in reports.values() for w in report.warnings(RECIPE_NAME)))
     page = None if options.report is None else page_beside(run.request.out, options.report)
     inside = options if page is None else replace(options, report=None)
-    files = partial(other_files, run.prepared, name, repo, computed.outcome.distances, computed.distance, found=warnings)
+    files = partial(other_files, run.prepared, name, repo, computed.outcome.distances, computed.distance, warnings=warnings)
     manifest, first = dict(run.manifest), dict[str, bytes | Path]()
     if run.request.callbacks.evaluating is not None:  # it loads the model: all but the card and the reports must be there
         first = {**files(reports={}, options=replace(inside, card=False, report=None)), **run.files}
@@ -484,14 +484,14 @@ def kept_products(
     plan: Plan,
     staging: Staging,
     known: Mapping[str, Arrays] = MappingProxyType({}),
-    wanted: Sequence[Product] | None = None,
+    products: Sequence[Product] | None = None,
 ) -> Results:
-    """The products that an earlier run or another process has finished. known: the arrays of some; wanted: None: all."""
+    """The products that an earlier run or another process has finished. known: the arrays of some; products: None: all."""
     from weightsmith._engine.products import find_kind
     from weightsmith._engine.results import Results
 
     results = Results(plan)
-    for product in plan.products if wanted is None else wanted:
+    for product in plan.products if products is None else products:
         arrays = known[product.name] if product.name in known else staging.product(product)
         if arrays is not None:
             results.put(product, arrays)
@@ -525,15 +525,15 @@ def finished_steps(
 def reports_of(products: Iterable[Product], results: Results) -> dict[str, ProductReport]:
     from weightsmith._engine.products import find_kind
 
-    found = {}
+    reports = {}
     for product in products:
         kind = find_kind(product.op)
         if product.transient or kind.released:
             continue
         report = kind.report(product, [results.array(out.name) for out in product.outs])
         if report is not None:
-            found[product.name] = report
-    return found
+            reports[product.name] = report
+    return reports
 
 
 def _disagreement(plan: Plan, step: Step) -> Finding:

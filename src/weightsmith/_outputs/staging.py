@@ -290,7 +290,7 @@ class Staging(Closing):
         self._take_over(read_journals(self.folder, spec.names), spec.names, spec.progress)
 
     def _is_resumable(self, entries: Entries) -> bool:
-        """See `is_resumable`; False also for work cut off before its first line, or while it was being discarded."""
+        """Whether this run continues the work here: not what was cut off before its first line, or while it was discarded."""
         if entries.lines == 0 or not self.area.content.is_dir():
             return False
         return is_resumable(entries, self.plan_hash, self.layout, self._spec.facts, self.folder)

@@ -163,8 +163,8 @@ def _evaluation(merged: Merged) -> ResultEvaluation | None:
     """The numbers of `--evaluate`."""
     from weightsmith._execution.run import EVALUATION
 
-    found: Any = merged.reports.get(EVALUATION)
-    return None if found is None else cast("ResultEvaluation", found)
+    report: Any = merged.reports.get(EVALUATION)
+    return None if report is None else cast("ResultEvaluation", report)
 
 
 def _weights(plan: Plan) -> int:

@@ -251,8 +251,8 @@ def part_count(plan: Plan, slots: int) -> int:
     """How many parts a plan is divided into for so many workers at once; one for a single worker."""
     if slots == 1:  # if it is lost, the next one keeps what it has finished; at the end of a part its threads wait
         return 1
-    wanted = min(PARTS_PER_SLOT * slots, max(slots, -(-plan.nbytes // PART_BYTES)))
-    return max(1, min(wanted, len(units_of(plan))))
+    parts = min(PARTS_PER_SLOT * slots, max(slots, -(-plan.nbytes // PART_BYTES)))
+    return max(1, min(parts, len(units_of(plan))))
 
 
 def few_files(plan: Plan, slots: int) -> tuple[Finding, ...]:

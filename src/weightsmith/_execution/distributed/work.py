@@ -123,10 +123,10 @@ def do(order: Order, share: Share) -> bytes:
         prepared = _reopened(order)
         _check_same(order, prepared)
         if share.part is None:
-            found = execute_products(prepared, order.out, order.options, share.products)
+            built = execute_products(prepared, order.out, order.options, share.products)
         else:
-            found = execute_part(prepared, order.out, share.part, order.options, helping=share.label, products=share.products)
-        return pickle.dumps(Done(found))
+            built = execute_part(prepared, order.out, share.part, order.options, helping=share.label, products=share.products)
+        return pickle.dumps(Done(built))
     except Exception as error:
         return pickle.dumps(Failed(_portable(error)))
 

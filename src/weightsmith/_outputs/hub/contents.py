@@ -77,7 +77,7 @@ def holds(files: Mapping[str, Content], model: Mapping[str, Content]) -> bool:
 
 
 def verify_hub(address: HubAddress, progress: Progress | None) -> Verified:
-    """See `places.verify`."""
+    """Compare every byte of a model on the Hub with its manifest. Raises NotFound without one, Corrupt for differences."""
     repository = open_repository(address.repo, address.branch)
     present = {name: nbytes for name, nbytes in repository.sizes.items() if name != ATTRIBUTES}
     if UNKNOWN in present.values():
