@@ -262,7 +262,7 @@ def _settings() -> str:
     """The table of what a user sets once."""
     rows = []
     for each in settings().values():
-        where = "your own file" if each.own else "any file"
+        where = "your own file" if each.user_only else "any file"
         text = each.help if each.option is None else each.option.sentence(lambda name: f"`{find_option(name).flag()}`")
         default = each.option.default_text() if each.option is not None else ""
         rows.append((f"`{each.key}`", f"`{each.variable}`", where, text + (f" Default: {default}." if default else "")))

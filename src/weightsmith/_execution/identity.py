@@ -21,7 +21,7 @@ from weightsmith._planning.recipe.yaml import Node, read_yaml
 from weightsmith._plans import COPY, Plan
 from weightsmith._version import __version__
 
-ROOTS = ("_engine", "_models.checkpoint", "_outputs.staging", "_outputs.local")
+ROOTS = ("_engine", "_models.checkpoint", "_outputs.staging")
 """What determines the bytes of an output, given the plan and the inputs, with all that it imports: the engine, how inputs are
 opened, how bytes are written and taken over, and which bytes an uploaded part has."""
 OUTSIDE = ("_reports", "_execution", "_app", "testing")

@@ -10,12 +10,11 @@ from weightsmith._base.errors import NOTHING_WRITTEN, OutputExists, ParameterErr
 from weightsmith._base.files import expand_user
 from weightsmith._base.options import named
 from weightsmith._execution.options import RunOptions
+from weightsmith._outputs.area import staging_folder
 from weightsmith._outputs.journal import read_journal
-from weightsmith._outputs.local.area import staging_folder
-from weightsmith._outputs.local.claim import JOURNAL
-from weightsmith._outputs.places import place_of
+from weightsmith._outputs.locks import JOURNAL
+from weightsmith._outputs.places import place_of, remove_published
 from weightsmith._outputs.staging import staged_path
-from weightsmith._outputs.unfinished import remove_published
 from weightsmith._plans import Plan
 from weightsmith.abc.output import Target
 

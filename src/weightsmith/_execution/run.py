@@ -27,7 +27,7 @@ from weightsmith._methods.jobs.requires import usable_device
 from weightsmith._models.card import CARD_NAME
 from weightsmith._models.checkpoint import Checkpoint, open_checkpoint
 from weightsmith._models.named import NamedTensors
-from weightsmith._outputs.local.claim import CONTENT
+from weightsmith._outputs.locks import CONTENT
 from weightsmith._outputs.places import open_output
 from weightsmith._planning.planner.loading import Check
 from weightsmith._planning.planner.prepared import Prepared, download, missing_files, stream
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from weightsmith._engine.local import Outcome, Progress
     from weightsmith._engine.results import Results
-    from weightsmith._outputs.hub.repository import HubRepository
+    from weightsmith._outputs.hub_repository import HubRepository
     from weightsmith._outputs.staging import Staging
     from weightsmith.abc.output import Finished
     from weightsmith.abc.product import Arrays
@@ -390,14 +390,14 @@ def _page(run: Run, name: str, computed: _Computed, described: _Described) -> Re
 
 def _hub_of(spec: str) -> HubRepository:
     """Where the finished folder is uploaded to. Raises as `check_push`."""
-    from weightsmith._outputs.hub.push import check_push
+    from weightsmith._outputs.hub import check_push
 
     return check_push(spec)
 
 
 def _push(hub: HubRepository, folder: Path, options: RunOptions, plan: Plan) -> str:
     """Upload the finished folder: its address. Raises as `push`."""
-    from weightsmith._outputs.hub.push import push
+    from weightsmith._outputs.hub import push
 
     return push(hub, folder, public=options.public, message=options.commit_message or plan.provenance.title)
 

@@ -36,13 +36,12 @@ from weightsmith._execution.run import (
     staged,
 )
 from weightsmith._features.any_recipe import assemble_request, replan
+from weightsmith._outputs.area import left_behind, staging_folder
 from weightsmith._outputs.journal import read_journal
-from weightsmith._outputs.local.area import left_behind, staging_folder
-from weightsmith._outputs.local.claim import JOURNAL
-from weightsmith._outputs.local.target import remove_checkpoint
+from weightsmith._outputs.local import remove_checkpoint
+from weightsmith._outputs.locks import JOURNAL
 from weightsmith._outputs.manifest import read_manifest
-from weightsmith._outputs.places import verify
-from weightsmith._outputs.unfinished import remove_published, remove_work
+from weightsmith._outputs.places import remove_published, remove_work, verify
 from weightsmith._planning.follow_ups import follow_up_kind
 from weightsmith._planning.planner import Prepared
 from weightsmith._planning.planner.loading import Began, Beside

@@ -26,7 +26,7 @@ from weightsmith._execution.identity import work_identity
 from weightsmith._execution.options import RunOptions
 from weightsmith._execution.output import sibling
 from weightsmith._execution.run import EVALUATION, Run, RunRequest, run_plan
-from weightsmith._outputs.local.target import remove_checkpoint
+from weightsmith._outputs.local import remove_checkpoint
 from weightsmith._planning.follow_ups import FollowUpKind, SecondPlan
 from weightsmith._planning.planner import Prepared
 from weightsmith._plans import Product

@@ -23,8 +23,8 @@ from weightsmith._base.errors import CannotResume
 from weightsmith._base.files import read_all
 from weightsmith._base.strict_json import JsonError, parse
 from weightsmith._files.containers import Layout
+from weightsmith._outputs import disk
 from weightsmith._outputs.checksum import hash_bytes
-from weightsmith._outputs.local import disk
 from weightsmith.abc.output import Finished
 
 VERSION = 5

@@ -21,11 +21,10 @@ from weightsmith._base.files import FULL, expand_user, write_all
 from weightsmith._base.options.option import parse_size
 from weightsmith._files.containers.safetensors import PT_METADATA, make_layout
 from weightsmith._files.views import TILE_BYTES, View, pieces, view_of
+from weightsmith._outputs import disk
+from weightsmith._outputs.area import staged_plan, staging_folder
 from weightsmith._outputs.checksum import GrainHasher, grain_bytes, hash_bytes
-from weightsmith._outputs.local import disk
-from weightsmith._outputs.local.area import staged_plan, staging_folder
-from weightsmith._outputs.local.place import LocalTarget
-from weightsmith._outputs.local.target import absolute
+from weightsmith._outputs.local import LocalTarget, absolute
 from weightsmith._outputs.staging import Staging
 from weightsmith.abc.output import Finished, OutputSpec
 

@@ -25,9 +25,8 @@ from typing import Any
 from weightsmith._base.errors import NOTHING_WRITTEN, NoSpace, StoreError
 from weightsmith._base.files import FULL, read_all, write_all
 from weightsmith._files.containers import Layout
-from weightsmith._outputs.checksum import grain_bytes
-from weightsmith._outputs.local import disk
-from weightsmith._outputs.reread import Stored, read_at, reread
+from weightsmith._outputs import disk
+from weightsmith._outputs.checksum import Stored, grain_bytes, read_at, reread
 from weightsmith.abc.output import Finished, Progress
 
 PAGE_BYTES = 4096

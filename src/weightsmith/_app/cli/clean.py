@@ -37,7 +37,7 @@ def clean(
     """
     with failures(checking=True, as_json=as_json), status_line("looking for unfinished work", quiet=as_json):
         from weightsmith._base.errors import printable
-        from weightsmith._outputs.unfinished import find_unfinished
+        from weightsmith._outputs.places import find_unfinished
         from weightsmith._reports.evaluate.opening import find_evaluations
 
         unfinished = [work for folder in folders or ["."] for work in find_unfinished(folder)]

@@ -203,7 +203,7 @@ def interrupted(out: str) -> str:
     import glob
 
     from weightsmith._base.errors import WeightsmithError
-    from weightsmith._outputs.local.area import staging_folder
+    from weightsmith._outputs.area import staging_folder
     from weightsmith._outputs.places import place_of
 
     resume = f"\n  -> Resume with the same command: {_command()}"

@@ -23,7 +23,7 @@ from weightsmith._execution.identity import facts, work_identity
 from weightsmith._execution.options import RunOptions
 from weightsmith._files.safetensors import collector_paused
 from weightsmith._outputs.journal import changes
-from weightsmith._outputs.local.target import is_address
+from weightsmith._outputs.local import is_address
 from weightsmith._planning.planner.prepared import Prepared, download, missing_files, stream
 from weightsmith._planning.planner.reopen import reopen
 from weightsmith._plans import plan_from_json
