@@ -8,14 +8,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
 from weightsmith._activations.options import StatisticsSettings
 from weightsmith._base.options import lists_options, read_options
-from weightsmith._execution.distributed import execute
-from weightsmith._execution.execute import execute_part
+from weightsmith._execution.execute import execute, execute_part
 from weightsmith._execution.options import RunOptions
+from weightsmith._execution.output import check_options
 from weightsmith._execution.progress import Meter, callbacks, watched_meter
 from weightsmith._execution.run import Callbacks, Merged
 from weightsmith._features.adapters.options import ExtractSettings
@@ -273,7 +274,7 @@ def run(
             if part is not None:
                 execute_part(prepared, out, part, running, watching)
                 return None
-            return execute(prepared, out, running, watching, began=began)
+            return _execute(prepared, out, running, watching, began)
 
 
 def _make(
@@ -287,7 +288,20 @@ def _make(
     """Plan, run and publish. doing: the verb of the work, for the progress bar."""
     began = time.monotonic()
     with prepare() as prepared, _watched(doing, progress, rechecking, out, running) as watching:
+        return _execute(prepared, out, running, watching, began)
+
+
+def _execute(prepared: Prepared, out: str | os.PathLike[str], running: RunOptions, watching: Callbacks, began: float) -> Merged:
+    """Run a plan here, or its parts on a Ray cluster. The bytes are the same."""
+    if running.ray is None:
         return execute(prepared, out, running, watching, began=began)
+    from weightsmith._execution.cluster import share_out
+    from weightsmith._execution.on_ray import RayWorkers
+
+    check_options(out, running)  # before a cluster is started
+    with RayWorkers.connect(running) as workers:
+        helpers = partial(share_out, workers=workers)
+        return execute(prepared, out, running, watching, began=began, helpers=helpers)
 
 
 @contextmanager

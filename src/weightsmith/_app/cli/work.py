@@ -69,11 +69,11 @@ class Work:
         doing    the verb of the bar
         details  shows more, before the result
         """
-        from weightsmith._execution.distributed import execute
+        from weightsmith._app.api import _execute
 
         with self.running(doing, options) as watching:
             status("preparing the output")
-            merged = execute(prepared, self.out, options, watching, began=self.began)
+            merged = _execute(prepared, self.out, options, watching, self.began)
             wrote(f"The output is complete: {printable(merged.url or str(merged.out))}")
         if details is not None and self.shows:
             details(merged)
@@ -175,7 +175,7 @@ def _weights(plan: Plan) -> int:
 
 
 def _to_json(merged: Merged) -> dict[str, Any]:
-    from weightsmith._execution.distance import to_json
+    from weightsmith._execution.report import to_json
 
     plan, evaluated = merged.plan, _evaluation(merged)
     return {
