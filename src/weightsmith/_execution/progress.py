@@ -110,7 +110,12 @@ class Rates:
 
 
 class Meter(Closing):
-    """Shows readings; as a context manager it clears up at the end."""
+    """Shows readings; as a context manager it clears up at the end.
+
+    announce  called with the plan once it is made, and with name and text of its recipe; None: nothing is called
+    """
+
+    announce: Callable[[Plan, tuple[str, str]], None] | None = None
 
     @abstractmethod
     def show(self, reading: Reading) -> None:

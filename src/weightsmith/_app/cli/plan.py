@@ -72,7 +72,7 @@ def plan(
         from weightsmith._features.any_recipe import prepare_any
 
         with prepare_any(options.recipe_source(recipe), planning, settings, check=True) as prepared:
-            show_warnings(prepared)
+            show_warnings(prepared.plan, prepared.source)
             if quiet and not as_json:
                 return
             if explain:
