@@ -315,5 +315,5 @@ def _evaluator(
         return None
     from weightsmith._reports.evaluate.result import evaluator
 
-    found = evaluator(running, out)
-    return None if found is None else replace(found, progress=progress)
+    evaluated = evaluator(running, out)
+    return None if evaluated is None else replace(evaluated, progress=progress)

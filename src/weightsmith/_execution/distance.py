@@ -39,7 +39,7 @@ class Moved:
 
     @property
     def share(self) -> float:
-        """See `share_of`."""
+        """The norm of the delta over that of the base."""
         return share_of(self.delta, self.base)
 
     def percent(self, digits: int = 2) -> str:

@@ -66,7 +66,7 @@ def execute(
     one run to spare.
     """
     request = RunRequest(out, options, callbacks, time.monotonic() if began is None else began)
-    found = list[Finding]()
+    warnings = list[Finding]()
     with ExitStack() as stack:
         check = stack.enter_context(Check(prepared.loading, prepared.source))
         if helpers is not None or prepared.plan.then is not None or prepared.stages or missing_files(prepared.inputs):
@@ -74,14 +74,14 @@ def execute(
         ready, stages = stack.enter_context(stages_written(prepared, request, helpers))
         run = Run(ready, request, helpers=helpers, check=check)
         if ready.plan.then is not None:
-            run = stack.enter_context(measured(run, found))
+            run = stack.enter_context(measured(run, warnings))
         merged = run_plan(run)
-    found += [finding for stage in stages for finding in stage.warnings[len(stage.plan.warnings) :]]
-    found += [] if options.keep_stages else without_stages(stages)
+    warnings += [finding for stage in stages for finding in stage.warnings[len(stage.plan.warnings) :]]
+    warnings += [] if options.keep_stages else without_stages(stages)
     kept = tuple(Path(str(stage.out)) for stage in stages) if options.keep_stages else ()
     if helpers is None and not stages and not merged.resumed and merged.plan is prepared.plan:
         remember(past_run(merged.plan, options, merged.read_bytes + merged.written_bytes, merged.seconds))
-    return replace(merged, warnings=(*merged.warnings, *found), stages=kept)
+    return replace(merged, warnings=(*merged.warnings, *warnings), stages=kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ def execute_part(
     with staged(prepared, request, helping or label(part), steps, products if helping else None) as (staging, run):
         if needed := plan.products_for(steps):
             with staging.only_process(callbacks.waiting):  # other processes reuse these products
-                results = kept_products(plan, staging, wanted=needed)
+                results = kept_products(plan, staging, products=needed)
                 run(steps=(), products=needed, results=results)
         else:
             results = Results(plan)

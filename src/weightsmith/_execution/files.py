@@ -46,7 +46,7 @@ def other_files(
     squares: Squares,
     distance: tuple[Moved, ...],
     reports: Mapping[str, ProductReport],
-    found: Sequence[Finding],
+    warnings: Sequence[Finding],
     options: RunOptions,
 ) -> dict[str, bytes | Path]:
     """All files except weights. These replace the donor's files of the same name.
@@ -55,7 +55,7 @@ def other_files(
     repo     the model on the Hub that it becomes; "" for none
     squares, distance   how far its tensors and layers are from the base
     reports  of products
-    found    warnings
+    warnings    warnings
     """
     plan = prepared.plan
     donor = prepared.inputs[plan.donor]
@@ -68,7 +68,7 @@ def other_files(
     if options.report is not None:
         from weightsmith._execution.page import MOVED_NAME, PICTURES, merge_report, report_files
 
-        files |= report_files(merge_report(plan, name, squares, distance, reports.values(), found))
+        files |= report_files(merge_report(plan, name, squares, distance, reports.values(), warnings))
         pictures = PICTURES if MOVED_NAME in files else ""
     if options.card:
         from weightsmith._execution.cards import model_card
@@ -84,16 +84,16 @@ def other_files(
 def _inputs(plan: Plan) -> list[dict[str, Any]]:
     """The models; with the method and the models of each merge that is computed on the way."""
 
-    def merge(made: Plan | None) -> dict[str, Any]:
-        return {} if made is None else {"merge_method": made.made.name, "inputs": _inputs(made)}
+    def merge(plan: Plan | None) -> dict[str, Any]:
+        return {} if plan is None else {"merge_method": plan.provenance.name, "inputs": _inputs(plan)}
 
     return [{"ref": m.ref, "revision": m.revision, "identity": m.identity, **merge(m.plan)} for m in plan.models]
 
 
 def provenance(plan: Plan, distance: tuple[Moved, ...]) -> dict[str, Any]:
     """The provenance of the output, for its manifest."""
-    own = plan.made.code
-    code = {} if own is None else {"merge_method_code": {"name": own.name, "sha256": own.sha256}}
+    code_file = plan.provenance.code
+    code = {} if code_file is None else {"merge_method_code": {"name": code_file.name, "sha256": code_file.sha256}}
     return {
         "made_by": {
             "weightsmith": __version__,
@@ -101,9 +101,9 @@ def provenance(plan: Plan, distance: tuple[Moved, ...]) -> dict[str, Any]:
             "numpy": version("numpy"),
             "numba": version("numba"),
         },
-        "merge_method": plan.made.name,
+        "merge_method": plan.provenance.name,
         **code,
-        **({"quantised": plan.made.format} if plan.made.format else {}),
+        **({"quantised": plan.provenance.format} if plan.provenance.format else {}),
         "seed": plan.seed,
         "inputs": _inputs(plan),
         "dropped": [{"model": plan.models[d.model].ref, "tensor": d.tensor, "reason": d.reason} for d in plan.dropped],

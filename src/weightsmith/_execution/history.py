@@ -64,7 +64,7 @@ def _kind(run: PastRun) -> tuple[str, str, str, int, bool]:
 def past_run(plan: Plan, options: RunOptions, nbytes: int, seconds: float = 0.0) -> PastRun:
     """A run of a plan, as the file has it."""
     threads = options.threads or processors()
-    return PastRun(plan.made.name, plan.made.format, options.device, threads, options.stream, nbytes, seconds)
+    return PastRun(plan.provenance.name, plan.provenance.format, options.device, threads, options.stream, nbytes, seconds)
 
 
 def remember(run: PastRun) -> None:

@@ -10,12 +10,11 @@ from weightsmith._base.errors import NOTHING_WRITTEN, OutputExists, ParameterErr
 from weightsmith._base.files import expand_user
 from weightsmith._base.options import named
 from weightsmith._execution.options import RunOptions
+from weightsmith._outputs.area import staging_folder
 from weightsmith._outputs.journal import read_journal
-from weightsmith._outputs.local.area import staging_folder
-from weightsmith._outputs.local.claim import JOURNAL
-from weightsmith._outputs.places import place_of
+from weightsmith._outputs.locks import JOURNAL
+from weightsmith._outputs.places import place_of, remove_published
 from weightsmith._outputs.staging import staged_path
-from weightsmith._outputs.unfinished import remove_published
 from weightsmith._plans import Plan
 from weightsmith.abc.output import Target
 
@@ -44,10 +43,10 @@ def check_options(out: str | os.PathLike[str], options: RunOptions, *, part: boo
     part  the run does a part of a plan, for no driver
     """
     place = place_of(out)
-    if options.report is not None and (beside := page_beside(out, options.report)) is not None:
+    if options.report is not None and (page := page_beside(out, options.report)) is not None:
         from weightsmith._base.report import check_page
 
-        check_page(beside)
+        check_page(page)
     is_folder = place.publication == "rename"
     if options.ray is not None and not place.parts:
         _refuse("one process uploads weight files to the Hub", "write to a bucket or a shared folder, or leave --ray out")

@@ -45,14 +45,14 @@ def merge_report(
     squares: Squares,
     distance: tuple[Moved, ...],
     reports: Iterable[ProductReport],
-    found: Sequence[Finding],
+    warnings: Sequence[Finding],
 ) -> Report:
     """The report of a plan that was run.
 
     name      name of the output
     distance  distance from the base: in total, then by layer; () without a base
     reports   reports of products
-    found     warnings
+    warnings     warnings
     """
     structure = analyse([step.out for step in plan.steps], plan.config)
     places = {step.out.name: place_of(structure, step.out.name) for step in plan.steps}
@@ -66,11 +66,11 @@ def merge_report(
         rows = tuple((plan.models[d.model].ref, d.tensor, d.reason) for d in plan.dropped)
         blocks.append(Table("Not in the output", (Column("model"), Column("tensor"), Column("reason")), rows))
     blocks += [block for report in reports for block in report.blocks()]
-    if found:
-        blocks.append(Table("Warnings", (Column("about"), Column("what")), tuple((f.where, f.what) for f in found)))
+    if warnings:
+        blocks.append(Table("Warnings", (Column("about"), Column("what")), tuple((f.where, f.what) for f in warnings)))
     if plan.recipe:
         blocks.append(Code("Recipe", plan.recipe))
-    summary = [plan.made.title.replace("`", "")]
+    summary = [plan.provenance.title.replace("`", "")]
     known = bool(distance) and math.isfinite(distance[0].share)
     if known:
         share = written(distance[0].share, "share")
@@ -121,9 +121,9 @@ def _share(squares: Squares, names: Sequence[str]) -> float | Mark:
 
 
 def _facts(plan: Plan) -> Facts:
-    facts: list[tuple[str, Value]] = [("method", plan.made.name), ("source", plan.made.source)]
+    facts: list[tuple[str, Value]] = [("method", plan.provenance.name), ("source", plan.provenance.source)]
     facts += [(f"model {i + 1}", model.ref) for i, model in enumerate(plan.models)]
-    facts += [("seed", f"{plan.seed}"), ("stored as", plan.made.format)]
+    facts += [("seed", f"{plan.seed}"), ("stored as", plan.provenance.format)]
     facts.append(("tensors", f"{len(plan.steps):,}, {size(plan.nbytes)}"))
     return Facts("What was made", tuple((name, value) for name, value in facts if value))
 

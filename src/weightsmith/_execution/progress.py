@@ -127,10 +127,10 @@ class Lines(Meter):
         """One line every `LINE_SECONDS`."""
         now = self._clock()
         begins = self._rates.begins(reading)
-        speed, left = self._rates.take(reading)
+        speed, seconds_left = self._rates.take(reading)
         if begins or now - self._last >= LINE_SECONDS:
             self._last = now
-            self._write(printable(line(reading, speed, left)))
+            self._write(printable(line(reading, speed, seconds_left)))
 
     def say(self, text: str) -> None:
         """One line, the first time."""
@@ -139,27 +139,27 @@ class Lines(Meter):
             self._write(printable(text))  # names of models are in it
 
 
-def line(reading: Reading, speed: float | None, left: float | None) -> str:
+def line(reading: Reading, speed: float | None, seconds_left: float | None) -> str:
     """One line of a log.
 
     >>> line(Reading("merging", 550_000_000, 2_200_000_000, 0, "50 of 201 tensors"), 2.1e9, 0.8)
     'merging:  25 %, 550 MB of 2.20 GB, 50 of 201 tensors, 2.10 GB/s, 0.8 s left'
     """
-    return f"{reading.label}: {', '.join(how_far(reading, speed, left, reading.detail))}"
+    return f"{reading.label}: {', '.join(how_far(reading, speed, seconds_left, reading.detail))}"
 
 
-def how_far(reading: Reading, speed: float | None, left: float | None, detail: str = "") -> list[str]:
+def how_far(reading: Reading, speed: float | None, seconds_left: float | None, detail: str = "") -> list[str]:
     """The texts of a reading in a line or a bar; see `line`.
 
     >>> how_far(Reading("measuring", 1, 4, None), None, 60.0)
     [' 25 %', '1:00 left']
     """
-    found = [f"{int(100 * reading.share):3d} %"]
-    found += [f"{size(reading.done)} of {size(reading.total)}"] if reading.moved_bytes is not None else []
-    found += [detail] if detail else []
-    found += [f"{size(speed)}/s"] if speed is not None else []
-    found += [f"{duration(left)} left"] if left else []
-    return found
+    parts = [f"{int(100 * reading.share):3d} %"]
+    parts += [f"{size(reading.done)} of {size(reading.total)}"] if reading.moved_bytes is not None else []
+    parts += [detail] if detail else []
+    parts += [f"{size(speed)}/s"] if speed is not None else []
+    parts += [f"{duration(seconds_left)} left"] if seconds_left else []
+    return parts
 
 
 class Drawn(Meter):
@@ -181,7 +181,7 @@ class Drawn(Meter):
             self.draw(reading, *self._rates.take(reading))
 
     @abstractmethod
-    def draw(self, reading: Reading, speed: float | None, left: float | None) -> None:
+    def draw(self, reading: Reading, speed: float | None, seconds_left: float | None) -> None:
         """Draw a reading. speed, left: see `Rates.take`."""
 
 
@@ -201,8 +201,8 @@ class Bar(Drawn):
             columns[0], BarColumn(bar_width=None), columns[1], console=Console(stderr=True), transient=True, auto_refresh=False
         )
 
-    def draw(self, reading: Reading, speed: float | None, left: float | None) -> None:
-        self._update(reading.label, "  ".join(how_far(reading, speed, left)), reading.share)
+    def draw(self, reading: Reading, speed: float | None, seconds_left: float | None) -> None:
+        self._update(reading.label, "  ".join(how_far(reading, speed, seconds_left)), reading.share)
 
     def say(self, text: str) -> None:
         """The text in place of the label; the bar stays as it was."""
@@ -235,8 +235,8 @@ class Cell(Drawn):
         self._html = notebook.HTML
         self._handle: Any = notebook.display(notebook.HTML(""), display_id=True)
 
-    def draw(self, reading: Reading, speed: float | None, left: float | None) -> None:
-        text = line(reading, speed, left)
+    def draw(self, reading: Reading, speed: float | None, seconds_left: float | None) -> None:
+        text = line(reading, speed, seconds_left)
         self._handle.update(self._html(f"<progress value='{reading.share:.3f}' max='1'></progress> {escape(text)}"))
 
     def say(self, text: str) -> None:

@@ -27,7 +27,7 @@ from weightsmith._methods.jobs.requires import usable_device
 from weightsmith._models.card import CARD_NAME
 from weightsmith._models.checkpoint import Checkpoint, open_checkpoint
 from weightsmith._models.named import NamedTensors
-from weightsmith._outputs.local.claim import CONTENT
+from weightsmith._outputs.locks import CONTENT
 from weightsmith._outputs.places import open_output
 from weightsmith._planning.planner.loading import Check
 from weightsmith._planning.planner.prepared import Prepared, download, missing_files, stream
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from weightsmith._engine.local import Outcome, Progress
     from weightsmith._engine.results import Results
-    from weightsmith._outputs.hub.repository import HubRepository
+    from weightsmith._outputs.hub_repository import HubRepository
     from weightsmith._outputs.staging import Staging
     from weightsmith.abc.output import Finished
     from weightsmith.abc.product import Arrays
@@ -114,7 +114,7 @@ class Merged(NamedTensors, Reported):
         return self._opened.specs
 
     def read(self, name: str, rows: slice | None = None) -> np.ndarray:
-        """See `Checkpoint.read`. Raises CheckpointError if the output was replaced since it was opened."""
+        """A tensor, or some of its rows. Raises CheckpointError if the output was replaced since it was opened."""
         return self._opened.read(name, rows)
 
 
@@ -180,7 +180,7 @@ class Helped:
     warnings: tuple[Finding, ...] = ()
 
     def __add__(self, other: Helped) -> Helped:
-        return Helped(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
+        return Helped(*(getattr(self, field_.name) + getattr(other, field_.name) for field_ in fields(self)))
 
 
 class Helpers(Protocol):
@@ -350,7 +350,7 @@ def _describe(run: Run, staging: Staging, computed: _Computed, name: str, repo: 
     warnings = (*plan.warnings, *computed.warnings, *(w for report in reports.values() for w in report.warnings(RECIPE_NAME)))
     page = None if options.report is None else page_beside(run.request.out, options.report)
     inside = options if page is None else replace(options, report=None)
-    files = partial(other_files, run.prepared, name, repo, computed.outcome.distances, computed.distance, found=warnings)
+    files = partial(other_files, run.prepared, name, repo, computed.outcome.distances, computed.distance, warnings=warnings)
     manifest, first = dict(run.manifest), dict[str, bytes | Path]()
     if run.request.callbacks.evaluating is not None:  # it loads the model: all but the card and the reports must be there
         first = {**files(reports={}, options=replace(inside, card=False, report=None)), **run.files}
@@ -390,16 +390,16 @@ def _page(run: Run, name: str, computed: _Computed, described: _Described) -> Re
 
 def _hub_of(spec: str) -> HubRepository:
     """Where the finished folder is uploaded to. Raises as `check_push`."""
-    from weightsmith._outputs.hub.push import check_push
+    from weightsmith._outputs.hub import check_push
 
     return check_push(spec)
 
 
 def _push(hub: HubRepository, folder: Path, options: RunOptions, plan: Plan) -> str:
     """Upload the finished folder: its address. Raises as `push`."""
-    from weightsmith._outputs.hub.push import push
+    from weightsmith._outputs.hub import push
 
-    return push(hub, folder, public=options.public, message=options.commit_message or plan.made.title)
+    return push(hub, folder, public=options.public, message=options.commit_message or plan.provenance.title)
 
 
 @contextmanager
@@ -444,7 +444,7 @@ def staged(
         progress=callbacks.rechecking,
         uploading=callbacks.uploading,
         public=options.public,
-        message=options.commit_message or plan.made.title,
+        message=options.commit_message or plan.provenance.title,
     )
     with open_output(request.out, spec) as staging:
 
@@ -484,14 +484,14 @@ def kept_products(
     plan: Plan,
     staging: Staging,
     known: Mapping[str, Arrays] = MappingProxyType({}),
-    wanted: Sequence[Product] | None = None,
+    products: Sequence[Product] | None = None,
 ) -> Results:
-    """The products that an earlier run or another process has finished. known: the arrays of some; wanted: None: all."""
+    """The products that an earlier run or another process has finished. known: the arrays of some; products: None: all."""
     from weightsmith._engine.products import find_kind
     from weightsmith._engine.results import Results
 
     results = Results(plan)
-    for product in plan.products if wanted is None else wanted:
+    for product in plan.products if products is None else products:
         arrays = known[product.name] if product.name in known else staging.product(product)
         if arrays is not None:
             results.put(product, arrays)
@@ -525,15 +525,15 @@ def finished_steps(
 def reports_of(products: Iterable[Product], results: Results) -> dict[str, ProductReport]:
     from weightsmith._engine.products import find_kind
 
-    found = {}
+    reports = {}
     for product in products:
         kind = find_kind(product.op)
         if product.transient or kind.released:
             continue
         report = kind.report(product, [results.array(out.name) for out in product.outs])
         if report is not None:
-            found[product.name] = report
-    return found
+            reports[product.name] = report
+    return reports
 
 
 def _disagreement(plan: Plan, step: Step) -> Finding:

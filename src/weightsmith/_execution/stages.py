@@ -36,17 +36,16 @@ from weightsmith._execution.run import (
     staged,
 )
 from weightsmith._features.any_recipe import assemble_request, replan
+from weightsmith._outputs.area import left_behind, staging_folder
 from weightsmith._outputs.journal import read_journal
-from weightsmith._outputs.local.area import left_behind, staging_folder
-from weightsmith._outputs.local.claim import JOURNAL
-from weightsmith._outputs.local.target import remove_checkpoint
+from weightsmith._outputs.local import remove_checkpoint
+from weightsmith._outputs.locks import JOURNAL
 from weightsmith._outputs.manifest import read_manifest
-from weightsmith._outputs.places import verify
-from weightsmith._outputs.unfinished import remove_published, remove_work
+from weightsmith._outputs.places import remove_published, remove_work, verify
 from weightsmith._planning.follow_ups import follow_up_kind
 from weightsmith._planning.planner import Prepared
 from weightsmith._planning.planner.loading import Began, Beside
-from weightsmith._plans import Made, PlanDraft
+from weightsmith._plans import PlanDraft, Provenance
 
 if TYPE_CHECKING:
     pass
@@ -66,59 +65,59 @@ def stages_written(
     """
     out, options = request.out, request.options
     place = check_options(out, options)
-    wanted = list({stage.path: stage for stage in prepared.stages if stage.why or options.keep_stages}.values())
-    if not wanted:
+    stages = list({stage.path: stage for stage in prepared.stages if stage.why or options.keep_stages}.values())
+    if not stages:
         yield prepared, []
         return
-    if prepared.request is None or any(stage.request is None for stage in wanted):
+    if prepared.request is None or any(stage.request is None for stage in stages):
         raise ParameterError("a plan that was made before has no results of stages to keep", fix="merge the recipe itself")
     if helpers is not None and place.publication != "rename":
-        what = f"the result of {wanted[0].label} must be written first, to a folder that other machines do not see"
+        what = f"the result of {stages[0].label} must be written first, to a folder that other machines do not see"
         fix = "merge it alone into the bucket, and name its address in the recipe; or leave --ray out"
         raise ParameterError(what, where="--ray", fix=fix, state=NOTHING_WRITTEN)
     check_output(out, prepared.plan, options, protected_paths(prepared))
     written: dict[str, Path] = {}
-    made: list[Merged] = []
-    for stage in wanted:
+    results: list[Merged] = []
+    for stage in stages:
         assert stage.request is not None
-        with assemble_request(stage.request, written).finish() as own:
+        with assemble_request(stage.request, written).finish() as stage_plan:
             folder = stage_folder(out, stage.path)
-            made.append(_stage(own, folder, request, helpers))
+            results.append(_stage(stage_plan, folder, request, helpers))
         written[stage.path] = folder
     with replan(prepared, written) as last:
-        yield last, made
+        yield last, results
 
 
 def without_stages(stages: Sequence[Merged]) -> list[Finding]:
     """Remove results that were written only to be read; a warning for each that stays."""
-    found = []
+    warnings = []
     for stage in stages:
         folder = Path(str(stage.out))  # of a local output, always
         try:
             if read_manifest(folder).data.get(STAGE) is True:  # one of an earlier run may be there to be kept
                 remove_checkpoint(folder)
         except WeightsmithError as error:
-            found.append(
+            warnings.append(
                 Finding(f"not removed: {error.finding.what}", str(stage.out), error.finding.details, "remove it yourself")
             )
-    return found
+    return warnings
 
 
 def _stage(prepared: Prepared, folder: Path, request: RunRequest, helpers: Helpers | None) -> Merged:
     """Write the result of one recipe for others, unless it is there."""
     began, plan = time.monotonic(), prepared.plan
-    more = {STAGE: not request.options.keep_stages}
+    marks = {STAGE: not request.options.keep_stages}
     options = replace(request.options, push=None, commit_message=None)
     callbacks = replace(request.callbacks, evaluating=None)
     with suppress(WeightsmithError):  # not there, or damaged: it is made
-        found = read_manifest(folder)
-        if found.data.get(STAGE) is True:
+        manifest = read_manifest(folder)
+        if manifest.data.get(STAGE) is True:
             options = replace(options, overwrite=True)
-        if found.plan == work_identity(plan, prepared.inputs, options.device):
+        if manifest.plan == work_identity(plan, prepared.inputs, options.device):
             verify(folder, threads=resources_of(plan, options).workers, progress=callbacks.rechecking)
             remove_published(folder)
             return Merged(folder, plan, len(plan.steps), 0, 0, time.monotonic() - began, (), plan.warnings)
-    return run_plan(Run(prepared, RunRequest(folder, options, callbacks, began), manifest=more, helpers=helpers))
+    return run_plan(Run(prepared, RunRequest(folder, options, callbacks, began), manifest=marks, helpers=helpers))
 
 
 def stage_folder(out: str | os.PathLike[str], path: str) -> Path:
@@ -162,7 +161,7 @@ def measured(run: Run, warnings: list[Finding]) -> Iterator[Run]:
         _remove_used(folder, place.local)
         raise
     draft = PlanDraft.of(prepared.plan)
-    draft.made, draft.steps, draft.then = Made("measurement"), [], None  # it serves any number of bits, any mixture
+    draft.provenance, draft.steps, draft.then = Provenance("measurement"), [], None  # it serves any number of bits, any mixture
     plan = draft.finish()
     with (
         _asking(kind.question(prepared)) as answer,

@@ -17,10 +17,10 @@ from weightsmith._plans.values import (
     Dropped,
     FollowUp,
     Gather,
-    Made,
     ModelInput,
     Plan,
     Product,
+    Provenance,
     Settings,
     Step,
     Table,
@@ -36,7 +36,7 @@ class PlanDraft:
 
     >>> from weightsmith._plans import COPY, Read
     >>> from weightsmith._base.tensors import DTYPES, TensorSpec
-    >>> draft = PlanDraft(Made("copy"), [ModelInput("a", "", "hash")])
+    >>> draft = PlanDraft(Provenance("copy"), [ModelInput("a", "", "hash")])
     >>> weight = TensorSpec("w", DTYPES["F32"], (2,))
     >>> draft.steps.append(Step(weight, COPY, (Read(0, "w"),), settings=draft.add_settings(Settings({}, ({},)))))
     >>> draft.warn("the model is small", where="w")
@@ -44,7 +44,7 @@ class PlanDraft:
     <Plan copy of 1 models: 1 tensors, 8 bytes>
     """
 
-    made: Made
+    provenance: Provenance
     models: list[ModelInput] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     settings: list[Settings] = field(default_factory=list)
@@ -72,7 +72,7 @@ class PlanDraft:
     @classmethod
     def of(cls, plan: Plan | PlanDraft) -> Self:
         """A draft with the contents of another plan or draft, which stays as it is."""
-        draft = cls(plan.made)
+        draft = cls(plan.provenance)
         for entry in fields(Plan):
             value = getattr(plan, entry.name)
             if isinstance(value, tuple | list):

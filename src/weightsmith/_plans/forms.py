@@ -34,7 +34,7 @@ MAX_DIMENSIONS = 16
 MAX_ELEMENTS = 1 << 62
 
 _SPEC = "name", "dtype", "shape"
-_ORDER = ("made", "models", "settings", "products", "tables", "steps")
+_ORDER = ("provenance", "models", "settings", "products", "tables", "steps")
 """The first keys of a plan; the others are in the order of its fields."""
 
 

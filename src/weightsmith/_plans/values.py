@@ -362,7 +362,7 @@ class OwnCode:
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class Provenance:
     """The method or command of a plan, for the model card, the manifest and the summary. Not used in decisions.
 
     name      the merge method, or the command: `ties`, `moe`
@@ -387,7 +387,7 @@ class Made:
 class Plan:
     """Everything a run will do.
 
-    made             the method or command
+    provenance       the method or command
     models           inputs, in the recipe's order (the base first, if any)
     steps            output tensors in model order
     settings         indexed by `Step.settings`
@@ -412,7 +412,7 @@ class Plan:
     then             the plan that follows from the products, if there is one; nothing else of this plan is run
     """
 
-    made: Made
+    provenance: Provenance
     models: tuple[ModelInput, ...]
     steps: tuple[Step, ...]
     settings: tuple[Settings, ...]
@@ -520,7 +520,7 @@ class Plan:
         return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
     def __repr__(self) -> str:
-        return f"<Plan {self.made.name} of {len(self.models)} models: {len(self.steps):,} tensors, {self.nbytes:,} bytes>"
+        return f"<Plan {self.provenance.name} of {len(self.models)} models: {len(self.steps):,} tensors, {self.nbytes:,} bytes>"
 
     def _repr_html_(self) -> str:
         """For notebooks: totals, ops and warnings."""
@@ -528,7 +528,7 @@ class Plan:
         for step in self.steps:
             tensors, nbytes = ops.get(step.made_by, (0, 0))
             ops[step.made_by] = tensors + 1, nbytes + step.nbytes
-        rows = [("method", self.made.name), ("models", ", ".join(model.ref for model in self.models))]
+        rows = [("method", self.provenance.name), ("models", ", ".join(model.ref for model in self.models))]
         rows += [(f"by {op}", f"{tensors:,} tensors, {nbytes:,} bytes") for op, (tensors, nbytes) in ops.items()]
         rows += [("not in the output", f"{len(self.dropped):,} tensors")] if self.dropped else []
         rows += [("warning", str(finding)) for finding in self.warnings]

@@ -29,9 +29,9 @@ from weightsmith._execution.options import RunOptions
 from weightsmith._execution.run import NO_CALLBACKS, Callbacks, Merged
 from weightsmith._features.any_recipe import prepare_any
 from weightsmith._features.quantisation.options import QuantizeSettings
-from weightsmith._outputs.local import disk
-from weightsmith._outputs.local.area import staged_plan, staging_folder
-from weightsmith._outputs.local.locks import is_held
+from weightsmith._outputs import disk
+from weightsmith._outputs.area import staged_plan, staging_folder
+from weightsmith._outputs.locks import is_held
 from weightsmith._outputs.staging import Staging
 from weightsmith._planning.options import RecipeOptions
 from weightsmith._plans.parts import parts_of as plan_parts

@@ -23,8 +23,8 @@ from tests.outputs.bucket.conftest import front, moto, new_server, ports, spool
 from weightsmith._base.errors import NonFinite, ParameterError
 from weightsmith._base.installation import install
 from weightsmith._execution.distributed import on_ray
-from weightsmith._outputs.local.area import staging_folder
-from weightsmith._outputs.local.locks import is_held
+from weightsmith._outputs.area import staging_folder
+from weightsmith._outputs.locks import is_held
 
 pytestmark = pytest.mark.process
 

@@ -90,8 +90,8 @@ def _run(app: Typer) -> int:
         if is_overview(error):  # no command was given
             note(error.format_message())
             return code
-        found = misuse(error)
-        diagnostic(f"error[usage]: {found}", RED)
+        finding = misuse(error)
+        diagnostic(f"error[usage]: {finding}", RED)
         if "--json" in sys.argv:
-            print_json([found], ["usage"], Exit(code))
+            print_json([finding], ["usage"], Exit(code))
         return code

@@ -92,7 +92,9 @@ def _list(asked: bool) -> None:
     if asked:
         from weightsmith._features.quantisation.formats import FORMATS
 
-        show_table(("format", "", "read by"), [(each.name, each.summary, each.readers) for each in FORMATS.values()])
+        show_table(
+            ("format", "", "read by"), [(format_.name, format_.summary, format_.readers) for format_ in FORMATS.values()]
+        )
         raise typer.Exit
 
 
@@ -219,6 +221,6 @@ def _show_rows(plan: Plan, *, as_json: bool) -> None:
     if as_json:
         show_json(plan.to_json(), exact=True)
         return
-    found = plan.vocabulary or {}
-    show_table(("tokens", ""), [(how, f"{n:,}") for how, n in found.get("sources", {}).items()], right={1})
-    result(f"{found.get('rows', 0):,} rows; the model has {found.get('rows_before', 0):,}")
+    vocabulary = plan.vocabulary or {}
+    show_table(("tokens", ""), [(how, f"{n:,}") for how, n in vocabulary.get("sources", {}).items()], right={1})
+    result(f"{vocabulary.get('rows', 0):,} rows; the model has {vocabulary.get('rows_before', 0):,}")

@@ -63,8 +63,8 @@ def failures(
     except ResultLost as error:
         raise typer.Exit(tell_lost(error)) from None
     except KeyboardInterrupt:
-        what, *more = interrupted().split("\n")
-        note("\n".join(["", *map(printable, (what, *more))]))
+        what, *lines = interrupted().split("\n")
+        note("\n".join(["", *map(printable, (what, *lines))]))
         if as_json:
             print_json([Finding(what)], ["interrupted"], Exit.INTERRUPTED)
         raise typer.Exit(Exit.INTERRUPTED) from None
@@ -149,7 +149,7 @@ def tell_lost(error: ResultLost) -> Exit:
 
 def print_json(findings: Sequence[Finding], codes: Sequence[str], exit: Exit, state: str = "") -> None:
     """What `--json` prints in place of a result: {"errors": [{code, what, where, details, fix}], "state", "exit_code"}."""
-    errors = [{"code": code, **asdict(found)} for code, found in zip(codes, findings, strict=True)]
+    errors = [{"code": code, **asdict(finding)} for code, finding in zip(codes, findings, strict=True)]
     with suppress(ResultLost):  # the error was said on stderr
         show_json({"errors": errors, "state": state, "exit_code": int(exit)})
         sys.stdout.flush()

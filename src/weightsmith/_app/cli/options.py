@@ -122,7 +122,7 @@ def common(function: Callable[..., None]) -> Callable[..., None]:
         for chosen in settings.values():
             if chosen.setting.option is not None:
                 _settings[chosen.setting.option.name] = chosen.value if isinstance(chosen.value, bool) else str(chosen.value)
-            elif chosen.setting.own:
+            elif chosen.setting.user_only:
                 os.environ.setdefault(chosen.setting.variable, chosen.value)
             elif chosen.setting.key in arguments:
                 arguments[chosen.setting.key] = arguments[chosen.setting.key] or chosen.value

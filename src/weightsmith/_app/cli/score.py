@@ -57,8 +57,8 @@ def evaluate(
         from weightsmith._reports.evaluate.measure import evaluation, named
 
         with meter(quiet=quiet) as shown:
-            found = evaluation(named(models, reference), reference is not None, settings, running, shown)
-        work.present(found.report())
+            measured = evaluation(named(models, reference), reference is not None, settings, running, shown)
+        work.present(measured.report())
 
 
 # ---- weightsmith tune
@@ -102,11 +102,11 @@ def tune(
         from weightsmith._reports.tuning.tune import tuned
 
         with meter(quiet=quiet) as shown:
-            found = tuned(options.recipe_source(recipe), out, planning, texts, settings, running, shown)
-        wrote(f"The recipe is complete: {printable(str(found.out))}")
-        work.present(found.report())
+            tuning = tuned(options.recipe_source(recipe), out, planning, texts, settings, running, shown)
+        wrote(f"The recipe is complete: {printable(str(tuning.out))}")
+        work.present(tuning.report())
         if work.shows:
-            say(f"Recipe written: {printable(str(found.out))}")
+            say(f"Recipe written: {printable(str(tuning.out))}")
 
 
 # ---- weightsmith auto
@@ -172,12 +172,12 @@ def write(
         from weightsmith._reports.auto.write import written
 
         with meter(quiet=quiet) as shown:
-            found = written(model, out, settings, running, shown)
-        wrote(f"The text is complete: {printable(str(found.out))}")
+            text_file = written(model, out, settings, running, shown)
+        wrote(f"The text is complete: {printable(str(text_file.out))}")
         if as_json:
-            show_json(found.to_json())
+            show_json(text_file.to_json())
         elif work.shows:
-            say(f"{count(found.rows, 'row')} written: {printable(str(found.out))}")
+            say(f"{count(text_file.rows, 'row')} written: {printable(str(text_file.out))}")
 
 
 # ---- weightsmith statistics

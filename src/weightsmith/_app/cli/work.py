@@ -163,8 +163,8 @@ def _evaluation(merged: Merged) -> ResultEvaluation | None:
     """The numbers of `--evaluate`."""
     from weightsmith._execution.run import EVALUATION
 
-    found: Any = merged.reports.get(EVALUATION)
-    return None if found is None else cast("ResultEvaluation", found)
+    report: Any = merged.reports.get(EVALUATION)
+    return None if report is None else cast("ResultEvaluation", report)
 
 
 def _weights(plan: Plan) -> int:
@@ -182,7 +182,7 @@ def _to_json(merged: Merged) -> dict[str, Any]:
         **({} if evaluated is None else {"evaluation": evaluated.to_json()}),
         "out": str(merged.out),
         "url": merged.url,
-        "method": plan.made.name,
+        "method": plan.provenance.name,
         "tensors": _weights(plan),
         "resumed": merged.resumed,
         "bytes": plan.nbytes,
@@ -203,7 +203,7 @@ def interrupted(out: str) -> str:
     import glob
 
     from weightsmith._base.errors import WeightsmithError
-    from weightsmith._outputs.local.area import staging_folder
+    from weightsmith._outputs.area import staging_folder
     from weightsmith._outputs.places import place_of
 
     resume = f"\n  -> Resume with the same command: {_command()}"

@@ -85,7 +85,7 @@ def _order(prepared: Prepared, out: str | os.PathLike[str], options: RunOptions)
         out=place_of(out).absolute,
         folder=str(Path.cwd()),
         options=replace(options, ray=None, resume=True, push=None, commit_message=None, device=named_device(options.device)),
-        allow_code=plan.made.code is not None,
+        allow_code=plan.provenance.code is not None,
         identity=work_identity(plan, prepared.inputs, options.device),
         facts=facts(plan, prepared.inputs, options.device),
     )
@@ -251,8 +251,8 @@ def part_count(plan: Plan, slots: int) -> int:
     """How many parts a plan is divided into for so many workers at once; one for a single worker."""
     if slots == 1:  # if it is lost, the next one keeps what it has finished; at the end of a part its threads wait
         return 1
-    wanted = min(PARTS_PER_SLOT * slots, max(slots, -(-plan.nbytes // PART_BYTES)))
-    return max(1, min(wanted, len(units_of(plan))))
+    parts = min(PARTS_PER_SLOT * slots, max(slots, -(-plan.nbytes // PART_BYTES)))
+    return max(1, min(parts, len(units_of(plan))))
 
 
 def few_files(plan: Plan, slots: int) -> tuple[Finding, ...]:
@@ -272,7 +272,7 @@ def few_files(plan: Plan, slots: int) -> tuple[Finding, ...]:
 def is_portable(prepared: Prepared) -> bool:
     """Whether every machine writes the same bytes, so that two may do the same part."""
     plan = prepared.plan
-    if plan.container == GGUF or any(stage.plan.made.code for stage in prepared.stages):  # others' code
+    if plan.container == GGUF or any(stage.plan.provenance.code for stage in prepared.stages):  # others' code
         return False
     reader = Reader(plan, prepared.inputs, Results(plan))
     known: dict[object, bool] = {}

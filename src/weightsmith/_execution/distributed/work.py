@@ -23,7 +23,7 @@ from weightsmith._execution.identity import facts, work_identity
 from weightsmith._execution.options import RunOptions
 from weightsmith._files.safetensors import collector_paused
 from weightsmith._outputs.journal import changes
-from weightsmith._outputs.local.target import is_address
+from weightsmith._outputs.local import is_address
 from weightsmith._planning.planner.prepared import Prepared, download, missing_files, stream
 from weightsmith._planning.planner.reopen import reopen
 from weightsmith._plans import plan_from_json
@@ -123,10 +123,10 @@ def do(order: Order, share: Share) -> bytes:
         prepared = _reopened(order)
         _check_same(order, prepared)
         if share.part is None:
-            found = execute_products(prepared, order.out, order.options, share.products)
+            built = execute_products(prepared, order.out, order.options, share.products)
         else:
-            found = execute_part(prepared, order.out, share.part, order.options, helping=share.label, products=share.products)
-        return pickle.dumps(Done(found))
+            built = execute_part(prepared, order.out, share.part, order.options, helping=share.label, products=share.products)
+        return pickle.dumps(Done(built))
     except Exception as error:
         return pickle.dumps(Failed(_portable(error)))
 

@@ -52,7 +52,7 @@ from weightsmith._planning.planner.segments import Placement, Placer, Region, Se
 from weightsmith._planning.planner.statistics import Measured, measure
 from weightsmith._planning.planner.vocabulary import Aligned, VocabularyPlanner, lost_tokens
 from weightsmith._planning.recipe import ModelRef, Recipe
-from weightsmith._plans import Made, PlanDraft, Step
+from weightsmith._plans import PlanDraft, Provenance, Step
 from weightsmith._version import __version__
 
 Opening = Callable[
@@ -342,7 +342,7 @@ class _Assembler:
         self.warnings += [*account.findings(), *dtypes.findings(), *idle]
         self.warnings += left_out_findings(donor.left_out, self.labels[opened.donor])
         draft = PlanDraft(
-            made=made_by(method),
+            provenance=made_by(method),
             models=[replace(model_input(c), ref=label) for label, c in zip(self.labels, self.inputs, strict=True)],
             steps=measured.steps,
             settings=list(resolver.settings),
@@ -426,8 +426,8 @@ class _Assembler:
         return [Finding(f"{what} not mentioned, and copied from {donor}", self.recipe.at("modules"), fix=fix)]
 
 
-def made_by(method: Method) -> Made:
+def made_by(method: Method) -> Provenance:
     """What the card and the manifest say of a merge by this method."""
     user_file = loaded(method.name)
     title = f"Merged with weightsmith {__version__}, method `{method.name}` ({method.title})."
-    return Made(method.name, title, method.source, code=None if user_file is None else user_file.code)
+    return Provenance(method.name, title, method.source, code=None if user_file is None else user_file.code)

@@ -185,11 +185,11 @@ def _unchanged(planned: ModelInput, opened: Checkpoint) -> Checkpoint | list[Wei
 
 def _load_method(plan: Plan, *, allow_code: bool) -> None:
     """Make a merge method of the user's own known, and check that it is the one that was planned."""
-    code = plan.made.code
+    code = plan.provenance.code
     if code is None:
         return
     if code.folder == user_files.PROCESS:
-        if user_files.loaded(plan.made.name) is None:
+        if user_files.loaded(plan.provenance.name) is None:
             what = f"merge_method {code.name} is a function of the Python process that made the plan"
             fix = f"write it into a file, name it in the recipe as ./my_method.py:{code.name}, and make the plan again"
             raise PlanError([MethodError(what, fix=fix)])
@@ -198,7 +198,7 @@ def _load_method(plan: Plan, *, allow_code: bool) -> None:
         method = user_files.load_file(code.name, Path(code.folder), allow_code=allow_code)
     else:
         method = user_files.load_installed(code.name)
-    if method.name != plan.made.name:
+    if method.name != plan.provenance.name:
         what = f"the code of the merge method {code.name} has changed since the plan was made"
         raise PlanError([CheckpointError(what, where=code.name, fix="make the plan again")])
 
