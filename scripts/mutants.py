@@ -103,7 +103,7 @@ BESIDE = {
     "_base/options": ["app/cli", "execution/test_run.py"],
     "_base/report": ["base/report", "reports/look", "app/cli/test_look.py"],
     "_planning/planner": ["test_merge.py", "execution/test_stages.py", "app/cli/test_plan.py", "models/structure"],
-    "_planning/planner/account.py": ["app/cli/test_plan.py", "app/cli/test_merge.py"],
+    "_planning/planner/segments.py": ["app/cli/test_plan.py", "app/cli/test_merge.py"],
     "_planning/planner/encode.py": ["planning/planner/test_quantize.py", "app/test_quantize_commands.py"],
     "_planning/planner/reopen.py": ["execution/test_run.py", "test_hostile_input.py", "models/formats/gguf/test_gguf_files.py"],
     "_planning/planner/state_dicts.py": ["execution/test_memory.py"],
