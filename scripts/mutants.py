@@ -77,7 +77,7 @@ BESIDE = {
         "features/quantisation/test_losses.py",
         "features/mixture/test_gates.py",
     ],
-    "_execution/distance.py": ["app/cli", "test_merge.py"],
+    "_execution/report.py": ["app/cli", "test_merge.py"],
     "_engine": ["test_merge.py", "execution/test_run.py", "engine/products", "features/mixture/test_surgery.py"],
     "_engine/schedule.py": ["engine/test_order.py", "methods/test_matrix_methods.py"],
     "_base/errors.py": ["base/test_errors.py", "app/cli"],
