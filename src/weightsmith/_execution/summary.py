@@ -16,8 +16,8 @@ from weightsmith._engine.product_graph import most_bytes
 from weightsmith._engine.reader import Reader
 from weightsmith._engine.results import Results
 from weightsmith._engine.tiles import peak_memory_bytes
-from weightsmith._execution.history import similar_time
 from weightsmith._execution.options import RunOptions, resources_of
+from weightsmith._execution.progress import similar_time
 from weightsmith._features.quantisation.calibration.weights import (
     CALIBRATED,
     by_weight,

@@ -106,6 +106,16 @@ def expand(function: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
+def keywords(command: str, *records: Any) -> dict[str, Any]:
+    """The options of records as keywords of the function that a command calls, without defaults."""
+    return {
+        option.keyword(command): value
+        for record in records
+        for option in options_of(type(record)).values()
+        if (value := getattr(record, option.name)) != option.default
+    }
+
+
 _settings: dict[str, Any] = {}
 """Option → its default by the user's settings, for the command that runs."""
 
