@@ -58,8 +58,8 @@ def main() -> None:
     except KeyboardInterrupt:  # between the commands' own handlers: while modules are imported
         code = 130
     end_status()
-    watch = sys.modules.get("weightsmith._kernels.watch")
-    if watch is not None and watch.is_left():  # all is closed, and printed; Python would wait for the compiler
+    kernels = sys.modules.get("weightsmith._kernels.jit")
+    if kernels is not None and kernels.is_left():  # all is closed, and printed; Python would wait for the compiler
         os._exit(code)
     sys.exit(code)
 
