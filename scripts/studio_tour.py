@@ -1,8 +1,7 @@
 """Walk the two-minute path of docs/studio.md in Chromium, on the models of `make demo`, and take its pictures.
 
-python scripts/studio_tour.py          the pictures of docs/images
-python scripts/studio_tour.py --all    every step at 1440, 1024 and 390 pixels, light and dark, in docs/images/studio;
-                                       --all 390: at this width alone
+python scripts/studio_tour.py          the pictures of docs/images; and in docs/images/studio every step at 1440, 1024 and 390
+                                       pixels, light and dark
 python scripts/studio_tour.py --film   15 seconds from models to a merge, docs/images/studio.webp
 """
 
@@ -21,6 +20,8 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 MODELS = ROOT / "build" / "demo" / "models"
+IMAGES = ROOT / "docs" / "images"
+SIZES = (1440, 900), (1024, 768), (390, 844)
 WAIT_MS = 600_000
 TEXT = "La bibliothèque est ouverte du lundi au samedi, et les lecteurs peuvent emprunter cinq livres à la fois."
 PROMPT = "La ville de Lyon est"
@@ -63,13 +64,14 @@ class Waits:
     def previewed(self) -> None:
         """The preview is of the recipe that is shown."""
         self.settled()
-        ready = "!document.querySelector('#shown').classList.contains('old') && document.querySelector('#shown figure') !== null"
+        ready = (
+            "!document.querySelector('#shown').classList.contains('old') && document.querySelector('#shown figure') !== null"
+        )
         self.until(f"document.querySelector('#stale').textContent === '' && {ready}")
 
 
-def walk(page: Any, take: Callable[[str], None]) -> None:
-    """The path, step by step. take: called with the name of each."""
-
+def walk(page: Any, take: Callable[[str, str], None]) -> None:
+    """The path, step by step. take: called with the name of each, and of its pane."""
     waits = Waits(page)
 
     def step(name: str) -> None:
@@ -86,10 +88,10 @@ def walk(page: Any, take: Callable[[str], None]) -> None:
     press("./models/fr: add to the merge")
     press("./models/py: add to the merge")
     waits.previewed()
-    take("models")
+    take("models", "models")
     step("result")
     page.click("#tab-find")
-    take("find")
+    take("find", "result")
     page.click("#tab-preview")
     step("mix")
     page.get_by_label("weight of ./models/fr: one value, by layer or by part").select_option("layer")
@@ -99,33 +101,34 @@ def walk(page: Any, take: Callable[[str], None]) -> None:
     for _ in range(3):
         page.keyboard.press("PageUp")
     waits.previewed()
-    take("mix")
+    take("mix", "mix")
     step("result")
     page.click("#tab-try")
     page.fill("#prompt", PROMPT)
     page.fill("#judged", TEXT)
     page.click("#try-now")
     page.locator("#tried tbody tr").nth(3).wait_for()
-    take("try")
+    take("try", "result")
     page.fill("#name", "fr-py")
     page.click("#merge")
     page.locator("#progress", has_text="Done").wait_for()
     step("result")
     page.frame_locator("#frame iframe").locator("h1").wait_for()
     page.wait_for_timeout(500)
-    take("merged")
+    take("merged", "result")
 
 
 # ---- the film
 
-FILM_SIZE = (1024, 640)
+FILM_SIZE = (1280, 720)
 FILM_MS = 15_000
 """Without the first and the last frame, which stay longer."""
 POINTER = """
   const pointer = document.createElement("div");
   pointer.id = "pointer";
   pointer.style.cssText = "position:fixed;left:0;top:0;z-index:99;pointer-events:none;transform:translate(900px,560px)";
-  pointer.innerHTML = '<svg width="22" height="22" viewBox="0 0 24 24"><path d="M4 2l15 11-7 1 4 7-3 1-4-7-5 5z" fill="#111" stroke="#fff" stroke-width="1.5"/></svg>';
+  const path = '<path d="M4 2l15 11-7 1 4 7-3 1-4-7-5 5z" fill="#111" stroke="#fff" stroke-width="1.5"/>';
+  pointer.innerHTML = `<svg width="22" height="22" viewBox="0 0 24 24">${path}</svg>`;
   document.body.append(pointer);
 """
 
@@ -182,12 +185,12 @@ def film(page: Any, path: Path) -> None:
     page.locator("#cards li").nth(3).wait_for(state="attached")
     steps = Waits(page)
     one = Film(page)
-    one.hold(900)
+    one.hold(1500)
     one.click("[aria-label='./models/base: use as base']")
     one.click("[aria-label='./models/fr: add to the merge']")
     one.click("[aria-label='./models/py: add to the merge']")
     steps.previewed()
-    one.hold(1500)
+    one.hold(2000)
     slider = page.get_by_label("weight of ./models/py", exact=True)
     box = slider.bounding_box()
     middle = box["y"] + box["height"] / 2
@@ -198,7 +201,7 @@ def film(page: Any, path: Path) -> None:
         page.wait_for_timeout(60)
         one.move(box["x"] + box["width"] * float(slider.evaluate("e => (e.value - e.min) / (e.max - e.min)")), middle, 1)
     steps.previewed()
-    one.hold(1300)
+    one.hold(1800)
     one.to("#name")
     page.fill("#name", "")
     for letter in "fr-py":
@@ -211,12 +214,12 @@ def film(page: Any, path: Path) -> None:
     while not done.is_visible():
         if time.monotonic() > last + 1 and page.locator("#progress .ws-bar").is_visible():
             last = time.monotonic()
-            if sum(shown for _, shown in one.frames) < FILM_MS - 4000:
+            if sum(shown for _, shown in one.frames) < FILM_MS - 3000:
                 one.hold(250)
         page.wait_for_timeout(50)
     page.frame_locator("#frame iframe").locator("h1").wait_for()
     page.wait_for_timeout(800)
-    one.hold(3000)
+    one.hold(3500)
     one.write(path)
 
 
@@ -227,27 +230,38 @@ def main() -> None:
     if not MODELS.is_dir():
         raise SystemExit("the models are not there -> run make demo first")
     filmed = "--film" in sys.argv[1:]
-    every, widths = "--all" in sys.argv[1:], {int(word) for word in sys.argv[1:] if word.isdecimal()}
-    target = ROOT / "docs" / "images" / ("studio" if every else "")
-    target.mkdir(parents=True, exist_ok=True)
     programs = "chromium", "chromium-headless-shell", "google-chrome"
     program = next(filter(None, map(shutil.which, programs)), None)
-    sizes = [FILM_SIZE] if filmed else [(1440, 900), (1024, 768), (390, 844)] if every else [(1440, 900)]
-    sizes = [size for size in sizes if not widths or size[0] in widths]
-    with sync_playwright() as playwright:
+    with sync_playwright() as playwright, tempfile.TemporaryDirectory() as name, studio_of(Path(name)) as address:
         browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
-        for width, height in sizes:
-            for scheme in ("light", "dark") if every else ("light",):
-                with tempfile.TemporaryDirectory() as name, studio_of(Path(name)) as address:
-                    page = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme).new_page()
-                    page.set_default_timeout(WAIT_MS)
-                    page.goto(address)
-                    suffix = f"-{width}-{scheme}" if every else ""
-                    if filmed:
-                        film(page, target / "studio.webp")
-                        continue
-                    walk(page, lambda step, page=page, suffix=suffix: picture(page, target / f"studio-{step}{suffix}.png"))
+        page = browser.new_context(viewport=_size(FILM_SIZE if filmed else SIZES[0]), color_scheme="light").new_page()
+        page.set_default_timeout(WAIT_MS)
+        page.goto(address)
+        if filmed:
+            film(page, IMAGES / "studio.webp")
+        else:
+            walk(page, lambda step, pane: pictures(page, step, pane))
         browser.close()
+
+
+def _size(size: tuple[int, int]) -> Any:
+    return {"width": size[0], "height": size[1]}
+
+
+def pictures(page: Any, step: str, pane: str) -> None:
+    """A step at each size, light and dark: the first of docs/images, all of docs/images/studio."""
+    picture(page, IMAGES / f"studio-{step}.png")
+    for width, height in SIZES:
+        page.set_viewport_size(_size((width, height)))
+        if (button := page.locator(f"#steps [data-step={pane}]")).is_visible():
+            button.click()
+        for scheme in ("light", "dark"):
+            page.emulate_media(color_scheme=scheme)
+            page.wait_for_timeout(300)
+            picture(page, IMAGES / "studio" / f"studio-{step}-{width}-{scheme}.png")
+    page.emulate_media(color_scheme="light")
+    page.set_viewport_size(_size(SIZES[0]))
+    page.wait_for_timeout(300)
 
 
 @contextmanager

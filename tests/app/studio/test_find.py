@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -89,7 +88,9 @@ def test_from_an_empty_desk_to_a_merge(browser: Any, root: Path, width: int) -> 
         page.locator("#find-result .ws-verdict", has_text="best is ").wait_for(timeout=SLOW_MS)
         visit.has("#find-result", f"Written: ./{out.name}/best")
         assert (out / "best" / "recipe.yml").is_file()
-        assert not (out / ".studio").joinpath("running.json").exists() or "auto" not in (out / ".studio/running.json").read_text()
+        assert (
+            not (out / ".studio").joinpath("running.json").exists() or "auto" not in (out / ".studio/running.json").read_text()
+        )
         visit.has("#find-limit", "best exists: rename, or tick “replace it”.")
         page.locator("#find-result button", has_text="See all candidates").click()
         page.frame_locator("#frame iframe").locator("h1", has_text="best: a merge of fr, de").wait_for()
@@ -131,10 +132,10 @@ RECIPE = f"merge_method: linear\nbase_model: {BASE}\nmodels:\n  - model: {FR}\n 
 
 
 @pytest.fixture
-def places(root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Places]:
+def places(root: Path, monkeypatch: pytest.MonkeyPatch) -> Places:
     monkeypatch.chdir(root)
     monkeypatch.setattr("weightsmith._app.studio.search.can_search", lambda: True)
-    yield Places.of([root / "models"], root / "out", hub=False)
+    return Places.of([root / "models"], root / "out", hub=False)
 
 
 def test_what_a_recipe_names_is_searched(places: Places) -> None:

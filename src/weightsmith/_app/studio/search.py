@@ -53,7 +53,10 @@ class MergeSearch:
         return cls(shown.base, fine_tunes, name.strip(), written, overwrite)
 
     def check(self, places: Places, max_characters: int) -> Path:
-        """The folder to write. Raises PageError for what is missing, PlanError for a model that may not be read, Unsupported."""
+        """The folder to write.
+
+        Raises PageError for what is missing, PlanError for a model that may not be read, Unsupported without torch.
+        """
         if not can_search():
             raise Unsupported("finding a merge needs torch", fix=f"run {install('calibration')}")
         choose = Mend("models", "Choose models")

@@ -65,7 +65,7 @@ def _note(note: Note) -> str:
         else ""
     )
     parts = [f'<li class="ws-{note.level}">{place} {safe(finding.what)}']
-    if note.excerpt:
+    if note.excerpt and note.level != "open":  # what is not chosen yet is no mistake to look at
         parts.append(f"<pre>{safe_lines(note.excerpt)}</pre>")
     parts += [f'<div class="ws-detail">{safe(line)}</div>' for line in finding.details[:6]]
     if finding.fix:

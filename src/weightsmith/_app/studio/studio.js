@@ -195,7 +195,7 @@ const draw = changed => {
     const { preview } = link.state;
     preview.total = Object.fromEntries(Object.entries(preview.survives ?? {}).map(([name, layers]) => {
       const known = layers.filter(share => share !== null);
-      return [name, known.length ? `${(100 * known.reduce((a, b) => a + b, 0) / known.length).toFixed(0)} % survives, on average over layers` : ""];
+      return [name, known.length ? `${(100 * known.reduce((a, b) => a + b, 0) / known.length).toFixed(0)}% survives, on average over layers` : ""];
     }));
   }
   if (["document", "models", "preview", "verdicts"].some(name => changed.has(name))) mix.cards();

@@ -33,7 +33,17 @@ from weightsmith import (
 )
 from weightsmith._app.studio import draft, edits, show
 from weightsmith._app.studio import search as merge_search
-from weightsmith._app.studio.check import NOTHING_WRITTEN, TEXT_FILE, TEXT_FOLDER, Mend, PageError, allowed, first_finding, model_allowed, said
+from weightsmith._app.studio.check import (
+    NOTHING_WRITTEN,
+    TEXT_FILE,
+    TEXT_FOLDER,
+    Mend,
+    PageError,
+    allowed,
+    first_finding,
+    model_allowed,
+    said,
+)
 from weightsmith._app.studio.kept import Kept
 from weightsmith._app.studio.places import Places, reference
 from weightsmith._app.studio.work import Board, Cancelled

@@ -277,7 +277,7 @@ def written(value: Value, unit: Unit = "text") -> str:
     Shares have three digits, other numbers four, cosines five places.
 
     >>> written(0.01234, "share"), written(0.25, "share"), written(1234567, "count"), written(2.5e-7), written(32.7)
-    ('1.23 %', '25.0 %', '1,234,567', '2.500e-07', '32.70')
+    ('1.23%', '25.0%', '1,234,567', '2.500e-07', '32.70')
     >>> written(0.9999, "cosine"), written(1 - 1e-7, "cosine"), written(1.0, "cosine")
     ('0.99990', '> 0.99999', '1')
     >>> written(None), written(math.nan), written(Mark.NAN, "share")
@@ -298,7 +298,7 @@ def written(value: Value, unit: Unit = "text") -> str:
     if unit == "bytes":
         return size(int(value))
     if unit == "share":
-        return f"{_digits(100 * value, 3)} %"
+        return f"{_digits(100 * value, 3)}%"
     if unit == "cosine":
         if abs(value) > 1 - 5e-6:
             return ("1" if value > 0 else "-1") if abs(value) > 1 - 1e-12 else "> 0.99999" if value > 0 else "< -0.99999"
