@@ -102,7 +102,7 @@ class Stages(Meter):
 
     def __init__(self, search: MergeSearch, put: Callable[[str, str], None], stop: Callable[[], None]) -> None:
         first = {"text": _GIVEN} if search.texts else {}
-        self.titles = STAGES | first
+        self.titles = {**STAGES, **first}
         self._put, self._stop = put, stop
         self._stage, self._detail = "text", ""
 
