@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
@@ -50,8 +49,7 @@ def start(
 ) -> Studio:
     """Start the command in a folder, and wait until it has printed its address.
 
-    hub: the environment of a Hub; None: none. fresh: in a new interpreter, not in a copy of this process. Files are as
-    read-only as their modes say, for root too.
+    hub: the environment of a Hub; None: none. fresh: in a new interpreter, not in a copy of this process.
     """
     log = root / f"log-{time.monotonic_ns()}"
     arguments = ["studio", *folders, "--out", out, "--port", str(port), *flags, *(["--no-hub"] if hub is None else [])]
@@ -60,7 +58,6 @@ def start(
         file = os.open(log, os.O_WRONLY | os.O_CREAT)
         os.dup2(file, 1)
         os.dup2(file, 2)
-        obey_modes()
         if fresh:
             os.execv(sys.executable, [sys.executable, "-m", "weightsmith", *arguments])
         from weightsmith._app.cli import main
@@ -80,23 +77,6 @@ def start(
     process.kill()
     process.wait()
     raise AssertionError(log.read_text())
-
-
-_CAPABILITIES_3 = 0x20080522
-_OVERRIDE = 0b110
-"""CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH."""
-
-
-def obey_modes() -> None:
-    """Take from this process what lets root write to files and folders that are read-only."""
-    if os.geteuid() != 0:
-        return
-    libc = ctypes.CDLL(None, use_errno=True)
-    header, sets = (ctypes.c_uint32 * 2)(_CAPABILITIES_3, 0), (ctypes.c_uint32 * 6)()
-    assert libc.capget(header, sets) == 0, os.strerror(ctypes.get_errno())
-    for i in range(3):  # effective, permitted, inheritable; the lower half
-        sets[i] &= ~_OVERRIDE
-    assert libc.capset(header, sets) == 0, os.strerror(ctypes.get_errno())
 
 
 @contextmanager
