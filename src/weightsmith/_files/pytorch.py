@@ -25,8 +25,6 @@ from weightsmith._files.state_pickle import CONVERT, MAX_PICKLE_BYTES, STORAGES,
 from weightsmith._files.strided import ReadAt, gather, simplify
 from weightsmith._files.zip_records import Record, read_at, read_records
 
-SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
-
 _NESTED = ("state_dict", "model_state_dict", "model", "module")  # where trainers put the model's state dict
 _TRAINING = re.compile(
     r"(optim(izer)?s?|(lr_)?schedulers?|(grad_)?scaler|(cuda_|torch_)?rng)(_states?)?(_dict)?"

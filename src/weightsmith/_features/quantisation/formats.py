@@ -73,8 +73,10 @@ def _streamed(writing: Writing, *, caches: bool) -> Format:
 
 
 _STREAMED = [_streamed(writing, caches=bool(stored.caches)) for stored in formats() for writing in stored.writes]
-_WHOLE = [format_of(each) for stored in formats() for each in stored.models()]
-FORMATS: dict[str, Format] = {each.name: each for each in (*_STREAMED, *_WHOLE, *exl2.FORMATS, *exl3.FORMATS)}
+_WHOLE = [format_of(model_format) for stored in formats() for model_format in stored.models()]
+FORMATS: dict[str, Format] = {
+    model_format.name: model_format for model_format in (*_STREAMED, *_WHOLE, *exl2.FORMATS, *exl3.FORMATS)
+}
 """Every format, by name."""
 
 
@@ -145,12 +147,12 @@ def _following(prepared: Prepared) -> tuple[Format, QuantizeSettings]:
 def problems_of(name: str | None, settings: QuantizeSettings) -> list[WeightsmithError]:
     """The problems of a format's name and settings."""
     if name is None:
-        if not settings.given:
+        if not settings.changed:
             return []
-        fix = f"add {assignment('quantize', _first_that_reads(settings.given[0]))} or another"
-        return [ParameterError("needs a quantised format that reads it", where=named(*settings.given), fix=fix)]
+        fix = f"add {assignment('quantize', _first_that_reads(settings.changed[0]))} or another"
+        return [ParameterError("needs a quantised format that reads it", where=named(*settings.changed), fix=fix)]
     known = FORMATS[name].settings
-    unread = [name for name in settings.given if name not in known and name != "engine"]
+    unread = [name for name in settings.changed if name not in known and name != "engine"]
     if not unread:
         try:
             check_target(settings)

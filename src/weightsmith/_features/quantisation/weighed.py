@@ -150,7 +150,7 @@ def _prepare(model_format: ModelFormat, assembled: Prepared, request: ModelReque
     origins = [_origin(checkpoint) for checkpoint in assembled.inputs]
     companions = ModelFiles(origins, partial(_files_of, assembled), partial(_file_of_donor, assembled), held.update)
     files = model_format.prepare(draft, companions, request)
-    draft.lacking = joined([draft.lacking, lacking(((each.ref, each.files) for each in assembled.inputs), held)])
+    draft.lacking = joined([draft.lacking, lacking(((model.ref, model.files) for model in assembled.inputs), held)])
     return files
 
 
@@ -255,7 +255,7 @@ def _slots(
             continue
         plain_out = replace(out, dtype=DTYPES["F32"])
         encoded = [find_encoding(name).outs(plain_out)[0] for name in tried[weights[out.name][0]]]
-        slots[out.name] = _Slot({each.dtype.name: 8 * each.nbytes for each in encoded}, weights[out.name], out.dtype.name)
+        slots[out.name] = _Slot({spec.dtype.name: 8 * spec.nbytes for spec in encoded}, weights[out.name], out.dtype.name)
     budget = 8 * ((settings.size_bytes or 0) - fixed)
     least = sum(min(slot.bits.values()) for slot in slots.values())
     if settings.target is not None:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith._base.one_thread import one_thread
+from weightsmith._base.torch_use import one_thread
 from weightsmith.abc.approximation import Floats, Problem
 
 Tensor = Any  # torch is optional, so mypy cannot use its type

@@ -165,17 +165,17 @@ KIND = ProductKind(LAYER_BY_LAYER, compute=_compute, check=QuantisedWork.check, 
 class QuantisedStatesWork(LayerWork):
     """Settings of the product.
 
-    weights  the encoding of each quantised weight, by name
-    made     the product that makes them
+    weights       the encoding of each quantised weight, by name
+    quantised_by  the product that makes them
     """
 
     weights: Mapping[str, str]
-    made: str
+    quantised_by: str
 
     @property
     def needs(self) -> set[str]:
         """The products that the settings name."""
-        return {self.states, self.made}
+        return {self.states, self.quantised_by}
 
 
 def _compute_states(context: ProductContext) -> Arrays:
@@ -186,7 +186,7 @@ def _compute_states(context: ProductContext) -> Arrays:
     work = QuantisedStatesWork.of(context.product)
     specs = {step.out.name: step.out for step in context.product.steps}
     dequantised = {}
-    for name, stored in split(work.weights, specs, context.arrays(work.made)):
+    for name, stored in split(work.weights, specs, context.arrays(work.quantised_by)):
         dequantised[name] = torch.from_numpy(find_encoding(work.weights[name]).dequantise(stored, specs[name].shape))
         for array in stored:
             release_pages(array)

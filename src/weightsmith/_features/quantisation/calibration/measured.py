@@ -233,7 +233,7 @@ def _hessians(
     return factored
 
 
-class _Left(Exception):
+class _LayerReached(Exception):
     """What leaves the attention is known; the rest of the layer need not run."""
 
     def __init__(self, state: Tensor) -> None:
@@ -241,7 +241,7 @@ class _Left(Exception):
 
 
 def _leave(_module: object, args: tuple[Tensor, ...]) -> None:
-    raise _Left(args[0][0])
+    raise _LayerReached(args[0][0])
 
 
 @contextmanager
@@ -265,8 +265,8 @@ def _run(layer: Layer, hidden: Tensor) -> Tensor:
     with torch.no_grad():
         try:
             return layer(hidden)
-        except _Left as left:
-            return left.state
+        except _LayerReached as reached:
+            return reached.state
 
 
 def _errors(

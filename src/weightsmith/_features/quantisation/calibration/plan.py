@@ -193,9 +193,9 @@ MEASURED_ROWS = 32
 
 def without_measuring(draft: PlanDraft) -> list[Product]:
     """Remove the measurement from the draft to which it was added; its products. A merge keeps what it measures itself."""
-    own = [product for product in draft.products if product.name.startswith(MEASURING)]
-    draft.then, draft.products = None, [product for product in draft.products if product not in own]
-    return own
+    measuring = [product for product in draft.products if product.name.startswith(MEASURING)]
+    draft.then, draft.products = None, [product for product in draft.products if product not in measuring]
+    return measuring
 
 
 class Chain(TextRun):

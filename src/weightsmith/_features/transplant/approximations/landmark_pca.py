@@ -23,8 +23,8 @@ def _make(problem: Problem) -> Approximated:
     kept = min(atoms.shape[1], values.shape[1])
     axes, model_axes = _axes(atoms, kept), _axes(values, kept)
     projected = atoms @ axes
-    left, sizes, right = torch.linalg.svd(projected.T @ (values @ model_axes))
-    turn = axes @ left @ right @ model_axes.T * (sizes.sum() / projected.square().sum().clamp_min(1e-30))
+    u, sizes, v = torch.linalg.svd(projected.T @ (values @ model_axes))
+    turn = axes @ u @ v @ model_axes.T * (sizes.sum() / projected.square().sum().clamp_min(1e-30))
     rows = np.empty((len(targets), values.shape[1]), np.float32)
     errors = np.empty(len(targets), np.float32)
 
