@@ -19,7 +19,7 @@ from weightsmith._activations.decoder.forward import Decoder, Layer, build
 from weightsmith._activations.work import LayerWork
 from weightsmith._base.errors import NonFinite, ParameterError, PlanError, WeightsmithError
 from weightsmith._base.torch_use import one_thread, usable_device
-from weightsmith._files.mapped import release_pages
+from weightsmith._files.arrays import release_pages
 from weightsmith.abc.product import Floats, ProductContext
 
 WORK_BYTES = 4 << 30
