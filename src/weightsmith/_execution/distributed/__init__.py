@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import os
 from functools import partial
+from typing import TYPE_CHECKING
 
 from weightsmith._execution import execute as execution
 from weightsmith._execution.options import RunOptions
 from weightsmith._execution.output import check_options
 from weightsmith._execution.run import NO_CALLBACKS, Callbacks, Merged
 from weightsmith._planning.planner import Prepared
+
+if TYPE_CHECKING:
+    from weightsmith._engine.memory import JobMemory
 
 
 def execute(
@@ -24,10 +28,11 @@ def execute(
     callbacks: Callbacks = NO_CALLBACKS,
     *,
     began: float | None = None,
+    memory: JobMemory | None = None,
 ) -> Merged:
     """`execution.execute`; with `options.ray`, a Ray cluster does the parts of the plan. The bytes are the same."""
     if options.ray is None:
-        return execution.execute(prepared, out, options, callbacks, began=began)
+        return execution.execute(prepared, out, options, callbacks, began=began, memory=memory)
     from weightsmith._execution.distributed.driver import share_out
     from weightsmith._execution.distributed.on_ray import RayWorkers
 
