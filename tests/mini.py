@@ -20,7 +20,7 @@ from weightsmith._files.containers.safetensors import make_layout
 from weightsmith._models.checkpoint import open_checkpoint
 from weightsmith._models.structure.fused import SubMatrix
 from weightsmith._planning.planner.decide import decide, split_fused
-from weightsmith._plans import Made, ModelInput, Plan, Read, Settings, Step
+from weightsmith._plans import ModelInput, Plan, Provenance, Read, Settings, Step
 from weightsmith.abc.output import Finished
 
 NUMPY = {d.numpy: d for d in DTYPES.values()}
@@ -103,7 +103,7 @@ def run_method(
     refs = tuple(ModelInput(f"m{i}", "", "") for i in range(len(inputs)))
     settings = (Settings(dict(shared), tuple(models)),)
     steps, products = decide((step,), settings, methods.get(method)) if step.leaves[0].merges else ((step,), ())
-    plan = Plan(Made(method), refs, tuple(steps), settings, products, seed=seed)
+    plan = Plan(Provenance(method), refs, tuple(steps), settings, products, seed=seed)
     with ExitStack() as stack:
         memory = Memory(plan, folder)
         stack.callback(memory.file.close)

@@ -29,7 +29,7 @@ from weightsmith._engine.schedule import Scheduler
 from weightsmith._engine.tile_work import Copier, Encoder, Merger
 from weightsmith._engine.tiles import Buffers
 from weightsmith._files.remote.ahead import ReadAhead
-from weightsmith._kernels.watch import is_compiling, leave
+from weightsmith._kernels.jit import is_compiling, leave
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._plans import COPY, Gather, Plan, Product, Step
 from weightsmith.abc.job import Bytes, Job

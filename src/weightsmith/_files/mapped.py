@@ -37,9 +37,9 @@ def _array(data: mmap.mmap | bytes, spec: TensorSpec, start_byte: int) -> npt.ND
 
 def release_pages(array: npt.NDArray[Any]) -> None:
     """Let the system take back the memory that shows a mapped array; its file keeps the numbers. Others are left alone."""
-    found = _map_of(array)
-    if found is not None and hasattr(mmap, "MADV_DONTNEED"):
-        found.madvise(mmap.MADV_DONTNEED)
+    map_ = _map_of(array)
+    if map_ is not None and hasattr(mmap, "MADV_DONTNEED"):
+        map_.madvise(mmap.MADV_DONTNEED)
 
 
 def is_mapped(array: npt.NDArray[Any]) -> bool:

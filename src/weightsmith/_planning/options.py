@@ -31,7 +31,7 @@ class RecipeOptions:
         "Dtype of the output weights",
         unset="the recipe's, or the model's own",
         choices=DTYPE_NAMES,
-        more="`quantize` rounds to it first.",
+        details="`quantize` rounds to it first.",
         commands=(*PLANNED, *COPIES),
         group="Output",
     )
@@ -41,7 +41,7 @@ class RecipeOptions:
         "Maximum size of a weight file",
         unset="5GB; GGUF: 50GB",
         least=1,
-        more="A larger tensor gets a file of its own.",
+        details="A larger tensor gets a file of its own.",
         commands=("merge", "moe", "plan", *COPIES),
         group="Output",
     )
@@ -49,14 +49,14 @@ class RecipeOptions:
         0,
         "--seed N",
         "Seed of random masks, router weights and noise",
-        more="Calibration rows are drawn with it too. The same seed gives the same bytes with any number of threads.",
+        details="Calibration rows are drawn with it too. The same seed gives the same bytes with any number of threads.",
         commands=(*RECIPES, "quantize"),
     )
     ignore_quantization_config: bool = option(
         False,
         "--ignore-quantization-config",
         "Read plain weights that config.json says are quantised, and drop what it says",
-        more="For models of tools that leave a `quantization_config` behind. Weights that are codes are still refused. See "
+        details="For models of tools that leave a `quantization_config` behind. Weights that are codes are still refused. See "
         "[plain weights](quantize.md#plain-weights-that-configjson-says-are-quantised).",
         commands=(*RECIPES, *COPIES),
         group="Advanced",
@@ -65,10 +65,10 @@ class RecipeOptions:
         False,
         "--mergekit-lenient",
         "Warn about settings that mergekit ignores, instead of failing",
-        more="The same for experts with equal prompts or router weights.",
+        details="The same for experts with equal prompts or router weights.",
     )
     allow_code: bool = option(
-        False, "--allow-code", "Allow merge_method to run a Python file", more="See [methods of your own](own-method.md)."
+        False, "--allow-code", "Allow merge_method to run a Python file", details="See [methods of your own](own-method.md)."
     )
     routing_report: bool | None = option(
         None,
@@ -84,7 +84,7 @@ class RecipeOptions:
         "--quantize FORMAT",
         "Quantised format of the output; `weightsmith quantize --list` lists them",
         choices="_features.quantisation.formats:FORMATS",
-        more="See [quantised checkpoints](quantize.md).",
+        details="See [quantised checkpoints](quantize.md).",
         commands=("merge", "moe", "plan", "quantize"),
         spelled={"quantize": "format"},
         required=("quantize",),
@@ -96,7 +96,7 @@ class RecipeOptions:
         "Maximum rank when merging adapters",
         unset="the sum of their ranks",
         least=1,
-        more="See [merging adapters](lora.md#merging-adapters).",
+        details="See [merging adapters](lora.md#merging-adapters).",
         commands=ADAPTERS,
         brief=(),
     )
@@ -104,7 +104,7 @@ class RecipeOptions:
         "core",
         "--adapter-space SPACE",
         "Space in which adapters are merged",
-        more="`compressed` only with `--adapter-rank`.",
+        details="`compressed` only with `--adapter-rank`.",
         choices=("core", "knots", "compressed"),
         commands=ADAPTERS,
         group="Advanced",
@@ -113,12 +113,12 @@ class RecipeOptions:
         True,
         "--check-loading/--no-check-loading",
         "Check that transformers can load the output",
-        more="The output is compared with the model that transformers builds from its config.json. Only for stacks, mixtures "
-        "and surgery: [what is checked](#what-is-checked-before-a-merge).",
+        details="The output is compared with the model that transformers builds from its config.json. Only for stacks, "
+        "mixtures and surgery: [what is checked](#what-is-checked-before-a-merge).",
         group="Advanced",
     )
     settings: Mapping[str, Any] = option(
-        dict, "--set KEY=VALUE", "Override a recipe value, such as parameters.t=0.3 (repeatable)", more="The value is YAML."
+        dict, "--set KEY=VALUE", "Override a recipe value, such as parameters.t=0.3 (repeatable)", details="The value is YAML."
     )
 
     @property

@@ -19,12 +19,12 @@ from weightsmith._plans.values import Dropped as Dropped
 from weightsmith._plans.values import FileRead as FileRead
 from weightsmith._plans.values import FollowUp as FollowUp
 from weightsmith._plans.values import Gather as Gather
-from weightsmith._plans.values import Made as Made
 from weightsmith._plans.values import ModelInput as ModelInput
 from weightsmith._plans.values import OwnCode as OwnCode
 from weightsmith._plans.values import Parameters as Parameters
 from weightsmith._plans.values import Plan as Plan
 from weightsmith._plans.values import Product as Product
+from weightsmith._plans.values import Provenance as Provenance
 from weightsmith._plans.values import Read as Read
 from weightsmith._plans.values import Role as Role
 from weightsmith._plans.values import Settings as Settings

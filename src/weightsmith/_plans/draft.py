@@ -17,10 +17,10 @@ from weightsmith._plans.values import (
     Dropped,
     FollowUp,
     Gather,
-    Made,
     ModelInput,
     Plan,
     Product,
+    Provenance,
     Settings,
     Step,
     Table,
@@ -36,7 +36,7 @@ class PlanDraft:
 
     >>> from weightsmith._plans import COPY, Read
     >>> from weightsmith._base.tensors import DTYPES, TensorSpec
-    >>> draft = PlanDraft(Made("copy"), [ModelInput("a", "", "hash")])
+    >>> draft = PlanDraft(Provenance("copy"), [ModelInput("a", "", "hash")])
     >>> weight = TensorSpec("w", DTYPES["F32"], (2,))
     >>> draft.steps.append(Step(weight, COPY, (Read(0, "w"),), settings=draft.add_settings(Settings({}, ({},)))))
     >>> draft.warn("the model is small", where="w")
@@ -44,7 +44,7 @@ class PlanDraft:
     <Plan copy of 1 models: 1 tensors, 8 bytes>
     """
 
-    made: Made
+    provenance: Provenance
     models: list[ModelInput] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     settings: list[Settings] = field(default_factory=list)
@@ -72,13 +72,13 @@ class PlanDraft:
     @classmethod
     def of(cls, plan: Plan | PlanDraft) -> Self:
         """A draft with the contents of another plan or draft, which stays as it is."""
-        made = cls(plan.made)
-        for each in fields(Plan):
-            value = getattr(plan, each.name)
+        draft = cls(plan.provenance)
+        for entry in fields(Plan):
+            value = getattr(plan, entry.name)
             if isinstance(value, tuple | list):
                 value = list(value)
-            setattr(made, each.name, dict(value) if each.name in ("files", "lacking") else value)
-        return made
+            setattr(draft, entry.name, dict(value) if entry.name in ("files", "lacking") else value)
+        return draft
 
     @property
     def held(self) -> set[str]:
@@ -111,7 +111,7 @@ class PlanDraft:
         assert not self._finished, "a draft becomes a plan once"
         self._finished = True
         self.warnings = list(dict.fromkeys(self.warnings))
-        values: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(Plan)}
+        values: dict[str, Any] = {entry.name: getattr(self, entry.name) for entry in fields(Plan)}
         values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
         plan = Plan(**values)
         _check(plan)
@@ -145,9 +145,9 @@ def _check(plan: Plan) -> None:
             raise invalid("plan.products", f"duplicate product {product.name!r}")
         if not known.issuperset(product.needs):
             raise invalid(f"product {product.name}", f"it needs {product.needs}, which are not defined before it")
-        own = known | {product.name}  # a survey's steps may need the survey itself
+        needed = known | {product.name}  # a survey's steps may need the survey itself
         for step in product.steps:
-            _check_step(plan, step, own, arrays)
+            _check_step(plan, step, needed, arrays)
         if any(not 0 <= m < models for m in (*product.models, *(file.model for file in product.files))):
             raise invalid(f"product {product.name}", f"there are {models} models")
         for out in product.outs:
@@ -186,11 +186,13 @@ def _check_step(plan: Plan, step: Step, products: set[str], arrays: set[str]) ->
             raise invalid(at, f"there are no settings {leaf.settings}")
         if leaf.merges and len(plan.settings[leaf.settings].models) != len(leaf.inputs):
             raise invalid(at, f"settings {leaf.settings} are for a different number of inputs")
-        for found in leaf.statistics:
-            if found.read.model != PRODUCTS or not 0 <= found.input < len(leaf.inputs):
-                raise invalid(at, f"the statistic {found.read.tensor!r} is not of an input, or no product's array")
-            if found.read.view is not None and not (isinstance(found.read.view, Block) and found.read.view.whole_rows):
-                raise invalid(at, f"the statistic {found.read.tensor!r} is not read by whole rows")
+        for statistic in leaf.statistics:
+            if statistic.read.model != PRODUCTS or not 0 <= statistic.input < len(leaf.inputs):
+                raise invalid(at, f"the statistic {statistic.read.tensor!r} is not of an input, or no product's array")
+            if statistic.read.view is not None and not (
+                isinstance(statistic.read.view, Block) and statistic.read.view.whole_rows
+            ):
+                raise invalid(at, f"the statistic {statistic.read.tensor!r} is not read by whole rows")
         for read in leaf.all_inputs:
             if read.model == PRODUCTS:
                 if read.tensor not in arrays:

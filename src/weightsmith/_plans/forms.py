@@ -34,7 +34,7 @@ MAX_DIMENSIONS = 16
 MAX_ELEMENTS = 1 << 62
 
 _SPEC = "name", "dtype", "shape"
-_ORDER = ("made", "models", "settings", "products", "tables", "steps")
+_ORDER = ("provenance", "models", "settings", "products", "tables", "steps")
 """The first keys of a plan; the others are in the order of its fields."""
 
 
@@ -50,8 +50,8 @@ class ProductSettings(ABC):
 
     def to_json(self) -> dict[str, Any]:
         """The settings of a product."""
-        made: dict[str, Any] = encode(self)
-        return made
+        data: dict[str, Any] = encode(self)
+        return data
 
     @classmethod
     def check(cls, product: Product) -> str:
@@ -67,15 +67,15 @@ class ProductSettings(ABC):
 
 def plan_from_json(data: Any) -> Plan:
     """The inverse of `Plan.to_json`. Keys of no field are ignored. Raises FormatError for invalid values, and StoreError."""
-    found = decode_fields(Plan, data, "plan", open_keys=True)
-    if found["container"] not in CONTAINERS:
-        raise invalid("plan.container", f"{found['container']!r} is not one of {', '.join(CONTAINERS)}")
-    if not 1 <= found["max_shard_bytes"] <= MAX_ELEMENTS:
-        raise invalid("plan.max_shard_bytes", f"{found['max_shard_bytes']} is out of range")
-    if has_secret(found["recipe"]):
+    values = decode_fields(Plan, data, "plan", open_keys=True)
+    if values["container"] not in CONTAINERS:
+        raise invalid("plan.container", f"{values['container']!r} is not one of {', '.join(CONTAINERS)}")
+    if not 1 <= values["max_shard_bytes"] <= MAX_ELEMENTS:
+        raise invalid("plan.max_shard_bytes", f"{values['max_shard_bytes']} is out of range")
+    if has_secret(values["recipe"]):
         raise invalid("plan.recipe", "it holds a password, a token or a key, and would be stored with the model")
-    found |= {name: list(value) for name, value in found.items() if isinstance(value, tuple)}
-    return PlanDraft(**found).finish()
+    values |= {name: list(value) for name, value in values.items() if isinstance(value, tuple)}
+    return PlanDraft(**values).finish()
 
 
 def _encode_plan(plan: Plan) -> dict[str, Any]:
@@ -112,18 +112,18 @@ def _decode_step(value: Any, at: str) -> Step:
 
 def _encode_read(read: Read) -> list[Any]:
     view = read.view
-    more = [] if view is None else encode(view) if isinstance(view, Block) else [encode(view)]
-    return [read.model, read.tensor, *more]
+    place = [] if view is None else encode(view) if isinstance(view, Block) else [encode(view)]
+    return [read.model, read.tensor, *place]
 
 
 def _decode_read(value: Any, at: str) -> Read:
     if not isinstance(value, list) or len(value) < 2 or type(value[0]) is not int or not isinstance(value[1], str):
         raise invalid(at, "a read is [model, tensor], optionally with a view")
     model, tensor, *view = value
-    found: View | None = None
+    decoded: View | None = None
     if view:
-        found = decode(Gather, view[0], at) if len(view) == 1 else decode(Block, view, at)
-    return Read(model, tensor, found)
+        decoded = decode(Gather, view[0], at) if len(view) == 1 else decode(Block, view, at)
+    return Read(model, tensor, decoded)
 
 
 def _decode_block(value: Any, at: str) -> Block:

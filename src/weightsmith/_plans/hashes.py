@@ -46,7 +46,7 @@ class PartHashes:
     def _common(self) -> str:
         plan = self._plan
         tables = [hashlib.sha256(table.data).hexdigest() for table in plan.tables]
-        return _sha256([plan.seed, encode(plan.made.code), encode(plan.models), tables])
+        return _sha256([plan.seed, encode(plan.provenance.code), encode(plan.models), tables])
 
     def _leaves(self, step: Step) -> object:
         settings = self._plan.settings

@@ -73,9 +73,9 @@ from weightsmith._models.sources.files import PlainFiles as PlainFiles
 from weightsmith._models.sources.files import SourceFile as SourceFile
 from weightsmith._models.sources.files import unite as unite
 from weightsmith._models.tokenizers.files import CHAT_TEMPLATES as CHAT_TEMPLATES
-from weightsmith._outputs.compare import compare as compare
-from weightsmith._outputs.local.target import check_out as check_out
+from weightsmith._outputs.local import check_out as check_out
 from weightsmith._outputs.manifest import MANIFEST_NAME as MANIFEST_NAME
+from weightsmith._outputs.manifest import compare as compare
 from weightsmith._outputs.manifest import decode_manifest as decode_manifest
 from weightsmith._outputs.manifest import list_files as list_files
 from weightsmith._planning.planner.inputs import is_pattern as is_pattern

@@ -47,7 +47,7 @@ from weightsmith._features.quantisation.formats import FOLLOW_UP
 from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._models.checkpoint import open_checkpoint
 from weightsmith._models.formats import find_encoding, hessians
-from weightsmith._outputs.local.area import staging_folder
+from weightsmith._outputs.area import staging_folder
 from weightsmith._planning.planner.reopen import reopen
 from weightsmith._plans import PlanDraft, plan_from_json
 from weightsmith._plans.statistics import StatisticRequest

@@ -60,8 +60,8 @@ def main() -> None:
     except KeyboardInterrupt:  # between the commands' own handlers: while modules are imported
         code = 130
     end_status()
-    watch = sys.modules.get("weightsmith._kernels.watch")
-    if watch is not None and watch.is_left():  # all is closed, and printed; Python would wait for the compiler
+    kernels = sys.modules.get("weightsmith._kernels.jit")
+    if kernels is not None and kernels.is_left():  # all is closed, and printed; Python would wait for the compiler
         os._exit(code)
     sys.exit(code)
 
@@ -90,8 +90,8 @@ def _run(app: Typer) -> int:
         if is_overview(error):  # no command was given
             note(error.format_message())
             return code
-        found = misuse(error)
-        diagnostic(f"error[usage]: {found}", RED)
+        finding = misuse(error)
+        diagnostic(f"error[usage]: {finding}", RED)
         if "--json" in sys.argv:
-            print_json([found], ["usage"], Exit(code))
+            print_json([finding], ["usage"], Exit(code))
         return code

@@ -37,47 +37,47 @@ def clean(
     """
     with failures(checking=True, as_json=as_json), status_line("looking for unfinished work", quiet=as_json):
         from weightsmith._base.errors import printable
-        from weightsmith._outputs.unfinished import find_unfinished
+        from weightsmith._outputs.places import find_unfinished
         from weightsmith._reports.evaluate.opening import find_evaluations
 
-        found = [each for folder in folders or ["."] for each in find_unfinished(folder)]
-        found += find_evaluations() if not folders else ()
-        removable = [each for each in found if not each.reason]
+        unfinished = [work for folder in folders or ["."] for work in find_unfinished(folder)]
+        unfinished += find_evaluations() if not folders else ()
+        removable = [work for work in unfinished if not work.reason]
         if yes:
-            for each in removable:
-                each.remove()
-                wrote(f"Removed: {printable(str(each.folder))}")
+            for work in removable:
+                work.remove()
+                wrote(f"Removed: {printable(str(work.folder))}")
         if as_json:
             facts = [
                 {
-                    "folder": str(each.folder),
-                    "out": str(each.out),
-                    "tensors": each.tensors,
-                    "bytes": each.nbytes,
-                    "changed": round(each.changed),
-                    "removed": yes and not each.reason,
-                    "kept_because": each.reason,
+                    "folder": str(work.folder),
+                    "out": str(work.out),
+                    "tensors": work.tensors,
+                    "bytes": work.nbytes,
+                    "changed": round(work.changed),
+                    "removed": yes and not work.reason,
+                    "kept_because": work.reason,
                 }
-                for each in found
+                for work in unfinished
             ]
             show_json(facts)
             return
-        for each in found:
-            if each.reason:
-                note(f"not removable: {printable(str(each.folder))}: {printable(each.reason)}")
+        for work in unfinished:
+            if work.reason:
+                note(f"not removable: {printable(str(work.folder))}: {printable(work.reason)}")
         if not removable:
             say("no unfinished work to remove")
             return
         rows = [
             (
-                str(each.folder),
-                f"{each.tensors:,}",
-                size(each.nbytes),
-                time.strftime("%Y-%m-%d %H:%M", time.localtime(each.changed)),
+                str(work.folder),
+                f"{work.tensors:,}",
+                size(work.nbytes),
+                time.strftime("%Y-%m-%d %H:%M", time.localtime(work.changed)),
             )
-            for each in removable
+            for work in removable
         ]
         show_table(("unfinished work", "tensors", "stored", "last change"), rows, right={1, 2})
-        folders_ = f"{count(len(removable), 'folder')}, {size(sum(each.nbytes for each in removable))}"
+        folders_ = f"{count(len(removable), 'folder')}, {size(sum(work.nbytes for work in removable))}"
         command = shlex.join(["weightsmith", "clean", *(folders or []), "--yes"])
         say(f"removed {folders_}" if yes else f"{folders_}; the same merge resumes them; to remove them: {command}")

@@ -33,20 +33,20 @@ class Setting:
     variable  in the environment
     help      what it does
     option    whose default it is; None for one of every command
-    own       only the user's own file may have it
+    user_only  only the user's own file may have it
     """
 
     key: str
     variable: str
     help: str
     option: Option | None = None
-    own: bool = False
+    user_only: bool = False
 
     def read(self, value: object, *, text: bool) -> Any:
         """The value, checked. text: it is from the environment. Raises ValueError."""
         if self.option is not None and self.option.type is not bool:
             return self.option.read(value, text=text or (self.option.nbytes and isinstance(value, str)))
-        if self.own:
+        if self.user_only:
             if not isinstance(value, str) or not value:
                 raise ValueError(f"must be a string, not {value!r}")
             return value
@@ -76,8 +76,8 @@ def settings() -> dict[str, Setting]:
             of_runs[key] = Setting(key, f"WEIGHTSMITH_{key.upper().replace('-', '_')}", option.sentence(str), option)
     of_every_command = (
         Setting("quiet", "WEIGHTSMITH_QUIET", "Hide progress and summary."),
-        Setting("hub-cache", "HF_HUB_CACHE", "Folder for downloaded Hub models.", own=True),
-        Setting("hub-endpoint", "HF_ENDPOINT", "Address of the Hub; your token is sent there.", own=True),
+        Setting("hub-cache", "HF_HUB_CACHE", "Folder for downloaded Hub models.", user_only=True),
+        Setting("hub-endpoint", "HF_ENDPOINT", "Address of the Hub; your token is sent there.", user_only=True),
     )
     return of_runs | {setting.key: setting for setting in of_every_command}
 
@@ -98,16 +98,16 @@ def in_force() -> dict[str, InForce]:
     """The settings that are made anywhere, by key. Raises ParameterError for what is wrong, with its line or variable."""
     known = settings()
     chosen: dict[str, InForce] = {}
-    own_file = user_file()
-    if own_file is not None and (own_file.is_file() or os.environ.get(CHOSEN)):
-        chosen |= _of_file(own_file, known, (), own=True)
+    users_file = user_file()
+    if users_file is not None and (users_file.is_file() or os.environ.get(CHOSEN)):
+        chosen |= _of_file(users_file, known, (), is_users=True)
     if Path(FILE).exists():
-        chosen |= _of_file(Path(FILE), known, (), own=False)
+        chosen |= _of_file(Path(FILE), known, (), is_users=False)
     elif Path(PROJECT).is_file():
-        chosen |= _of_file(Path(PROJECT), known, ("tool", "weightsmith"), own=False)
+        chosen |= _of_file(Path(PROJECT), known, ("tool", "weightsmith"), is_users=False)
     for setting in known.values():
         text = os.environ.get(setting.variable)
-        if text and not setting.own:  # those of the Hub's library are read and checked where it is imported
+        if text and not setting.user_only:  # those of the Hub's library are read and checked where it is imported
             try:
                 chosen[setting.key] = InForce(setting, setting.read(text, text=True), f"variable {setting.variable}")
             except ValueError as error:
@@ -117,7 +117,7 @@ def in_force() -> dict[str, InForce]:
     return chosen
 
 
-def _of_file(path: Path, known: Mapping[str, Setting], table: tuple[str, ...], *, own: bool) -> dict[str, InForce]:
+def _of_file(path: Path, known: Mapping[str, Setting], table: tuple[str, ...], *, is_users: bool) -> dict[str, InForce]:
     with open_regular(path) as file:
         data = file.read(_MAX_BYTES + 1)
     if len(data) > _MAX_BYTES:
@@ -143,7 +143,7 @@ def _of_file(path: Path, known: Mapping[str, Setting], table: tuple[str, ...], *
         if setting is None:
             what = f"unknown setting {key!r}{nearest(key, known)}"
             raise _wrong(what, where, f"write one of {', '.join(known)}; other options belong on the command line")
-        if setting.own and not own:
+        if setting.user_only and not is_users:
             what = f"{key} decides where models come from and tokens go, so a project's file cannot set it"
             raise _wrong(what, where, f"set it in {user_file() or FILE}, or as the variable {setting.variable}")
         try:

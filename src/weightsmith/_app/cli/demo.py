@@ -79,13 +79,13 @@ def _run(target: Path, *, quiet: bool, as_json: bool) -> None:
     wrote(f"The demo is in {printable(str(target))}")
     seconds = time.monotonic() - began
     if as_json:
-        layers = {each.name: each.share for each in merged.distance}
+        layers = {layer.name: layer.share for layer in merged.distance}
         facts = {"folder": str(target), "tensors": checked.tensors, "distance_from_base": layers, "seconds": round(seconds, 3)}
         show_json(facts)
     elif not quiet:
         say(f"Merged base, french and german in {duration(seconds)}: {count(checked.tensors, 'tensor')}, all checksums match.")
         section("distance from the base")
-        show_table(("", "share"), [(each.name, each.percent()) for each in merged.distance], right={1})
+        show_table(("", "share"), [(layer.name, layer.percent()) for layer in merged.distance], right={1})
         _show_next(target)
 
 

@@ -89,7 +89,7 @@ def _facts(folder: Path) -> dict[str, Any]:
         "memory_available_bytes": available,
         "disk": {"folder": str(place), "free_bytes": shutil.disk_usage(place).free},
         "kernel_cache": str(cache_folder()),
-        "settings": {key: {"value": each.value, "source": each.source} for key, each in in_force().items()},
+        "settings": {key: {"value": chosen.value, "source": chosen.source} for key, chosen in in_force().items()},
         "hub": _hub(),
     }
 
@@ -163,8 +163,8 @@ def _show(facts: dict[str, Any]) -> None:
     fact("memory", shown + (f", {size(available)} available" if available is not None else ""))
     fact("disk", f"{size(facts['disk']['free_bytes'])} free in {facts['disk']['folder']}")
     fact("kernels", f"compiled, in {facts['kernel_cache']}")
-    for number, (key, each) in enumerate(facts["settings"].items()):
-        fact("" if number else "settings", f"{key} = {each['value']}, from {each['source']}")
+    for number, (key, chosen) in enumerate(facts["settings"].items()):
+        fact("" if number else "settings", f"{key} = {chosen['value']}, from {chosen['source']}")
     if not facts["settings"]:
         places = [str(place) for place in (user_file(), f"./{FILE}") if place is not None]
         fact("settings", f"none; {' or '.join(places)} may have them")

@@ -123,12 +123,12 @@ def _text(preset: str) -> str:
 
 
 def _preset(name: str) -> str:
-    wanted, known = name.removesuffix(".yml").replace("_", "-"), preset_names()
-    if wanted not in known:
+    preset, known = name.removesuffix(".yml").replace("_", "-"), preset_names()
+    if preset not in known:
         raise typer.BadParameter(
-            f"there is no preset {name!r}{nearest(wanted, known)}; `weightsmith init --list` lists them.", param_hint="--preset"
+            f"there is no preset {name!r}{nearest(preset, known)}; `weightsmith init --list` lists them.", param_hint="--preset"
         )
-    return _text(wanted)
+    return _text(preset)
 
 
 def _recipe(name: str, models: list[str], base: str) -> str:
@@ -144,8 +144,8 @@ def _recipe(name: str, models: list[str], base: str) -> str:
         base = _ask("the base, a folder or Hub id")
     while asking and len(models) < (goal.most or goal.least):
         models.append(_ask("the adapter" if goal.adapter else f"model {len(models) + 1}"))
-    while asking and goal.most is None and (more := _ask("one more model (Enter: no more)", default="")):
-        models.append(more)
+    while asking and goal.most is None and (model := _ask("one more model (Enter: no more)", default="")):
+        models.append(model)
     if len(models) < goal.least or (goal.most and len(models) > goal.most) or (goal.base == "needed" and not base):
         raise typer.BadParameter(f"{name} takes {_wants(goal)}.", param_hint="--model")
     return goal.recipe(models, base)

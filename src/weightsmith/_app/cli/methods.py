@@ -54,10 +54,10 @@ def methods(
             _show(replace(get(name), name=name))
             return
         installed, broken = installed_methods()
-        found = (*all_methods(), *installed)
-        longest = max(len(method.name) for method in found)
+        listed = (*all_methods(), *installed)
+        longest = max(len(method.name) for method in listed)
         for family, words in FAMILIES.items():
-            show_table(("", words), [(m.name.ljust(longest), m.title) for m in found if m.family == family])
+            show_table(("", words), [(m.name.ljust(longest), m.title) for m in listed if m.family == family])
             result()
         say("To describe a method: weightsmith methods NAME")
         for error in broken:

@@ -106,6 +106,16 @@ def expand(function: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
+def keywords(command: str, *records: Any) -> dict[str, Any]:
+    """The options of records as keywords of the function that a command calls, without defaults."""
+    return {
+        option.keyword(command): value
+        for record in records
+        for option in options_of(type(record)).values()
+        if (value := getattr(record, option.name)) != option.default
+    }
+
+
 _settings: dict[str, Any] = {}
 """Option → its default by the user's settings, for the command that runs."""
 
@@ -122,7 +132,7 @@ def common(function: Callable[..., None]) -> Callable[..., None]:
         for chosen in settings.values():
             if chosen.setting.option is not None:
                 _settings[chosen.setting.option.name] = chosen.value if isinstance(chosen.value, bool) else str(chosen.value)
-            elif chosen.setting.own:
+            elif chosen.setting.user_only:
                 os.environ.setdefault(chosen.setting.variable, chosen.value)
             elif chosen.setting.key in arguments:
                 arguments[chosen.setting.key] = arguments[chosen.setting.key] or chosen.value

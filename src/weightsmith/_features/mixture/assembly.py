@@ -27,9 +27,9 @@ from weightsmith._plans import (
     PRODUCTS,
     Block,
     Gather,
-    Made,
     Parameters,
     PlanDraft,
+    Provenance,
     Read,
     Settings,
     Step,
@@ -64,7 +64,7 @@ class Assembly:
     inputs  the open models, by index
     """
 
-    def __init__(self, provenance: Made) -> None:
+    def __init__(self, provenance: Provenance) -> None:
         self.draft = PlanDraft(provenance, settings=[Settings({}, ({},))])
         self.inputs: list[Checkpoint] = []
         self._merges = 0
@@ -134,7 +134,7 @@ class Assembly:
                 files=tuple(replace(file, model=numbers[file.model]) for file in product.files),
             )
             self.draft.products.append(moved_product)
-        label = f"the merge of {' and '.join(m.ref for m in plan.models)} by {plan.made.name}"
+        label = f"the merge of {' and '.join(m.ref for m in plan.models)} by {plan.provenance.name}"
         # `assembled.structure` is the donor's, and slices change the depth.
         structure = analyse([step.out for step in steps.values()], plan.config)
         return Donor(label, assembled.inputs[plan.donor], plan.config or {}, steps, structure, merged=True)

@@ -33,7 +33,7 @@ from weightsmith._planning.planner.inputs import at, open_models
 from weightsmith._planning.planner.loading import question_of
 from weightsmith._planning.planner.prepared import PlanRequest, Prepared, Stage, Written
 from weightsmith._planning.recipe import Expert, ModelRef, Recipe, Surgery, Upcycling
-from weightsmith._plans import Dropped, FileRead, Made, Product, Step
+from weightsmith._plans import Dropped, FileRead, Product, Provenance, Step
 from weightsmith._version import __version__
 from weightsmith.abc.layout import ExpertLayout, Facts
 
@@ -79,7 +79,7 @@ class _Builder:
         self.folder = request.folder
         self.written = written
         self.stages: list[Stage] = []
-        self.assembly = Assembly(Made("moe"))
+        self.assembly = Assembly(Provenance("moe"))
         self.named: list[Path] = []
 
     def assemble(self, stack: ExitStack) -> Prepared:
@@ -282,7 +282,7 @@ class _Builder:
         if dtype is not None:
             config = {key: value for key, value in config.items() if key != "torch_dtype"} | {"dtype": dtype.torch}
         checkpoint = base.donor.checkpoint
-        draft.made, draft.config, draft.steps = self._provenance(config), config, steps
+        draft.provenance, draft.config, draft.steps = self._provenance(config), config, steps
         draft.donor = self.assembly.add(checkpoint)
         draft.dropped = list(self._dropped(base, steps))
         draft.carried = list(carried(checkpoint.files, companions.files, companions.removed))
@@ -291,12 +291,12 @@ class _Builder:
         draft.max_shard_bytes, draft.seed, draft.recipe = self.options.shard_bytes, self.options.seed, self.recipe.text
         draft.warnings = [*self.warnings, *left_out_findings(checkpoint.left_out, checkpoint.ref)]
 
-    def _provenance(self, config: Mapping[str, Any]) -> Made:
+    def _provenance(self, config: Mapping[str, Any]) -> Provenance:
         """The text of the model card."""
         title = f"Mixture of experts ({config.get('model_type', '')}) built from dense models with weightsmith {__version__}."
         seed = f"\n\nRandom seed: {self.options.seed}." if self.options.seed else ""
         source = f"The router is not trained: train it on text from the experts' domains.{seed}"
-        return Made("moe", title, source, ", over the tensors shared by an inline merge and its base")
+        return Provenance("moe", title, source, ", over the tensors shared by an inline merge and its base")
 
     def _dropped(self, base: Dense, steps: Sequence[Step]) -> tuple[Dropped, ...]:
         """Every input tensor that no step reads, and why."""

@@ -83,7 +83,7 @@ def apply_format(prepared: Prepared, name: str, settings: QuantizeSettings) -> N
     draft = prepared.draft
     draft.warnings += family_problems(name, draft.config, settings)
     FORMATS[name].apply(prepared, settings)
-    prepared.draft.made = replace(prepared.draft.made, format=name)
+    prepared.draft.provenance = replace(prepared.draft.provenance, format=name)
     prepared.draft.warnings += _decoded(prepared.inputs, name)
     prepared.named += _files(settings)
 

@@ -23,8 +23,8 @@ import xxhash
 
 from weightsmith._base.errors import ParameterError
 from weightsmith._base.one_thread import Tensor, one_thread
-from weightsmith._kernels.matrix import combine_with, copy_rows
-from weightsmith._kernels.records import Encoded, Inputs
+from weightsmith._kernels.codecs import Encoded, EncodedInputs
+from weightsmith._kernels.delta import combine_with, copy_rows
 from weightsmith._methods.jobs.requires import load_linear_algebra, needs_torch
 from weightsmith.abc.job import Bytes, Job, Matrix, Tile
 
@@ -191,7 +191,7 @@ def write_with(matrix: Matrix, tile: Tile, out: Bytes, coefficients: Vector, upd
     """Write Σ coefficients[i] · input[i] + update, of the first inputs, of which there are coefficients."""
     k, m = len(coefficients), matrix
     rows, sums = tile.scratch.rows(1, m.codes, m.out_code), tile.scratch.sums(1)
-    inputs, encoded = Inputs(tile.raw[:k], m.codes[:k]), Encoded(out, m.out_code)
+    inputs, encoded = EncodedInputs(tile.raw[:k], m.codes[:k]), Encoded(out, m.out_code)
     combine_with(inputs, coefficients, update, tile.size, encoded, rows, sums)
 
 

@@ -100,9 +100,9 @@ class Account:
 
     def findings(self) -> list[Finding]:
         """One warning for each model that alone gave tensors."""
-        found = []
+        findings = []
         for label, names in zip(self.labels, self.copied, strict=True):
             if names:
                 are = "is" if len(names) == 1 else "are"
-                found.append(Finding(f"{count(len(names), 'tensor')} that only {label} has {are} copied from it", names[0]))
-        return found
+                findings.append(Finding(f"{count(len(names), 'tensor')} that only {label} has {are} copied from it", names[0]))
+        return findings

@@ -48,8 +48,8 @@ def key_of(question: str, script: Path, packages: tuple[str, ...]) -> str:
 
 def differences(answer: dict[str, Any]) -> bool:
     """Whether an answer is a list of differences."""
-    found = answer.get("differences") if set(answer) == {"differences"} else None
-    return isinstance(found, list) and all(isinstance(each, list) and [*map(type, each)] == [str] * 3 for each in found)
+    listed = answer.get("differences") if set(answer) == {"differences"} else None
+    return isinstance(listed, list) and all(isinstance(row, list) and [*map(type, row)] == [str] * 3 for row in listed)
 
 
 def find(key: str, sound: Sound = differences) -> dict[str, Any] | None:

@@ -71,15 +71,15 @@ class Companions:
         if not owners or self.donor in owners:
             return
         first, *others = owners
-        found = {k: self._tokens(k, seen) for k in owners}
-        if differing := [k for k in others if not _same_tokens(found[first], found[k])]:
+        tokens = {k: self._tokens(k, seen) for k in owners}
+        if differing := [k for k in others if not _same_tokens(tokens[first], tokens[k])]:
             what = f"{self.labels[self.donor]} has no tokenizer, and those of the other models differ"
-            lines = {k: f"{self.labels[k]}: {_described(found[k])}" for k in (first, *differing)}
-            details = [lines[first], *(f"{lines[k]}{_first_difference(found[first], found[k])}" for k in differing)]
+            lines = {k: f"{self.labels[k]}: {_described(tokens[k])}" for k in (first, *differing)}
+            details = [lines[first], *(f"{lines[k]}{_first_difference(tokens[first], tokens[k])}" for k in differing)]
             raise MismatchError(what, where=where, details=details, fix=fix)
-        own = self.opened[self.donor]
+        donor = self.opened[self.donor]
         template = self._template_of(self.donor)
-        self.removed |= frozenset(name for name in own.files if is_tokenizer(name))
+        self.removed |= frozenset(name for name in donor.files if is_tokenizer(name))
         self.files |= {name: self._bytes(first, name) for name in self.opened[first].files if is_tokenizer(name)}
         if template:
             self.write_template(template, self.donor)
@@ -113,12 +113,12 @@ class Companions:
         if not owners:
             return
         first = self.tokenizer if self.tokenizer in owners else owners[0]
-        own = self._bytes(first, GENERATION)
-        self.files[GENERATION] = moved(first, own)
+        data = self._bytes(first, GENERATION)
+        self.files[GENERATION] = moved(first, data)
         what = f"{self.labels[self.donor]} has no {GENERATION}: the output has that of {self.labels[first]}"
-        differing = [self.labels[k] for k in owners if settings_in(self._bytes(k, GENERATION)) != settings_in(own)]
-        more = f"{', '.join(differing)} {'has' if len(differing) == 1 else 'have'} another one"
-        self.findings.append(Finding(what, GENERATION, (more,) if differing else ()))
+        differing = [self.labels[k] for k in owners if settings_in(self._bytes(k, GENERATION)) != settings_in(data)]
+        others = f"{', '.join(differing)} {'has' if len(differing) == 1 else 'have'} another one"
+        self.findings.append(Finding(what, GENERATION, (others,) if differing else ()))
 
     # ---- files
 
@@ -130,9 +130,9 @@ class Companions:
         """The tokens of a model; the digests of its files if they cannot be read."""
         checkpoint = self.opened[k]
         checkpoint.fetch([name for name in checkpoint.files if is_tokenizer(name)])
-        found = read_vocabulary(self.labels[k], checkpoint.folder, checkpoint.files, seen)
-        if found is not None:
-            return found
+        vocabulary = read_vocabulary(self.labels[k], checkpoint.folder, checkpoint.files, seen)
+        if vocabulary is not None:
+            return vocabulary
         names = filter(holds_tokens, checkpoint.files)
         return {name: hashlib.sha256(self._bytes(k, name)).digest() for name in names}
 
@@ -144,13 +144,13 @@ class Companions:
 
     def write_template(self, template: object, owner: int = -1) -> None:
         """Write a chat template in the place of whatever the files have. owner: the model whose other templates go with it."""
-        own = self.opened[self.donor]
-        settings = settings_of(own.folder, own.files, _SETTINGS) if _SETTINGS not in self.removed else {}
+        donor = self.opened[self.donor]
+        settings = settings_of(donor.folder, donor.files, _SETTINGS) if _SETTINGS not in self.removed else {}
         if _SETTINGS in self.files:
             settings = settings_in(self.files[_SETTINGS])
         for name in (TEMPLATE_FILE, OLD_TEMPLATE):
             self.files.pop(name, None)
-        self.removed |= {OLD_TEMPLATE, *filter(_is_another, own.files)}
+        self.removed |= {OLD_TEMPLATE, *filter(_is_another, donor.files)}
         for name in list(filter(_is_another, self.files)):
             del self.files[name]
         if owner >= 0:
@@ -200,8 +200,8 @@ def held_files(draft: PlanDraft, folder: Path) -> set[str]:
 
     folder  of the files that the draft carries
     """
-    own = draft.files.get(_SETTINGS)
-    settings = settings_of(folder, draft.carried, _SETTINGS) if own is None else settings_in(own)
+    written = draft.files.get(_SETTINGS)
+    settings = settings_of(folder, draft.carried, _SETTINGS) if written is None else settings_in(written)
     templates = {TEMPLATE_FILE, OLD_TEMPLATE}
     return draft.held | (templates if settings.get("chat_template") or draft.held & templates else set())
 
@@ -212,20 +212,20 @@ def lacking(models: Iterable[tuple[str, Sequence[str]]], held: Collection[str]) 
     >>> lacking([("base", ["config.json"]), ("fr", ["config.json", "vocab.txt"])], {"config.json"})
     {'fr': ('vocab.txt',)}
     """
-    found: dict[str, tuple[str, ...]] = {}
+    missing: dict[str, tuple[str, ...]] = {}
     for label, files in models:
         if names := tuple(name for name in files if name not in held):
-            found[label] = names
-    return found
+            missing[label] = names
+    return missing
 
 
 def joined(listed: Iterable[Mapping[str, Sequence[str]]], held: Collection[str] = ()) -> dict[str, tuple[str, ...]]:
     """Several results of `lacking` as one, without files that the output has."""
-    found: dict[str, dict[str, None]] = {}
-    for each in listed:
-        for label, files in each.items():
-            found.setdefault(label, {}).update(dict.fromkeys(name for name in files if name not in held))
-    return {label: tuple(files) for label, files in found.items() if files}
+    missing: dict[str, dict[str, None]] = {}
+    for missing_files in listed:
+        for label, files in missing_files.items():
+            missing.setdefault(label, {}).update(dict.fromkeys(name for name in files if name not in held))
+    return {label: tuple(files) for label, files in missing.items() if files}
 
 
 # ---- subfolders with weights of their own
@@ -238,16 +238,16 @@ def without_foreign(
     specs: Sequence[Mapping[str, TensorSpec]], inputs: Sequence[Checkpoint], donor: Checkpoint
 ) -> list[Mapping[str, TensorSpec]]:
     """The tensors of each model, without those in subfolders that the donor does not have."""
-    found: list[Mapping[str, TensorSpec]] = []
-    for own, checkpoint in zip(specs, inputs, strict=True):
+    kept: list[Mapping[str, TensorSpec]] = []
+    for tensors, checkpoint in zip(specs, inputs, strict=True):
         names = set(_foreign(checkpoint, donor))
-        found.append({name: spec for name, spec in own.items() if name not in names} if names else own)
-    return found
+        kept.append({name: spec for name, spec in tensors.items() if name not in names} if names else tensors)
+    return kept
 
 
 def foreign(inputs: Iterable[Checkpoint], donor: Checkpoint) -> list[Dropped]:
     """The tensors that `without_foreign` leaves out."""
-    return [Dropped(i, name, _ABSENT) for i, each in enumerate(inputs) for name in _foreign(each, donor)]
+    return [Dropped(i, name, _ABSENT) for i, checkpoint in enumerate(inputs) for name in _foreign(checkpoint, donor)]
 
 
 def foreign_findings(inputs: Sequence[Checkpoint], labels: Sequence[str], donor: int) -> Iterator[Finding]:

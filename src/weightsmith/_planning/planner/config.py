@@ -73,14 +73,14 @@ def _set_vocabulary(config: dict[str, Any], outputs: Sequence[TensorSpec], store
     """vocab_size follows an embedding that has more or fewer rows than the donor's own (it came from another model)."""
     rows = vocabulary.count_rows(stored.values(), config)
     tokens = [(stored[s.name], s) for s in outputs if s.name in stored and _has_tokens(stored[s.name], rows)]
-    per_layer = [(own, s) for own, s in tokens if vocabulary.module_of(s.name) == vocabulary.PER_LAYER]
-    for own, s in per_layer:
-        replace_value(config, vocabulary.PER_LAYER_SIZE_KEY, _rows(own), _rows(s))
+    per_layer = [(donors, s) for donors, s in tokens if vocabulary.module_of(s.name) == vocabulary.PER_LAYER]
+    for donors, s in per_layer:
+        replace_value(config, vocabulary.PER_LAYER_SIZE_KEY, _rows(donors), _rows(s))
     tokens = [pair for pair in tokens if pair not in per_layer]
-    changes = {s.name: (_rows(own), _rows(s)) for own, s in tokens if own.shape != s.shape}
+    changes = {s.name: (_rows(donors), _rows(s)) for donors, s in tokens if donors.shape != s.shape}
     if not changes:
         return
-    kept = {s.name: _rows(s) for own, s in tokens if own.shape == s.shape}
+    kept = {s.name: _rows(s) for donors, s in tokens if donors.shape == s.shape}
     old, new = next(iter(changes.values()))
     if len(set(changes.values())) > 1 or old in kept.values():
         counts = {**{name: n for name, (_, n) in changes.items()}, **kept}
@@ -135,21 +135,20 @@ class Counterparts:
         kind, kinds = self._kinds_of(model, prefix)[layer], self._kinds_of(self.donor, prefix)
         same = [i for i in alike if kinds[i] == kind]
         if not same:
-            own, donor = self.labels[model], self.labels[self.donor]
-            what = f"layer {layer} of {own} is of a kind that no layer of {donor} has, whose config.json the output takes"
+            label, donors = self.labels[model], self.labels[self.donor]
+            what = f"layer {layer} of {label} is of a kind that no layer of {donors} has, whose config.json the output takes"
             fix = "take layers that both models have, or name the other model as base_model"
-            raise LayerError(what, details=[f"{own}: {kind}", f"{donor}: {kinds[alike[0]]}"], fix=fix)
+            raise LayerError(what, details=[f"{label}: {kind}", f"{donors}: {kinds[alike[0]]}"], fix=fix)
         return min(same, key=lambda i: (abs(i - layer), i))
 
     def _unlike(self, prefix: str, model: int, layer: int, theirs: Shapes, mine: Shapes) -> LayerError:
         differing = next(n for n in dict.fromkeys([*theirs, *mine]) if theirs.get(n) != mine.get(n))
         here, there = (list(s[differing]) if differing in s else "missing" for s in (mine, theirs))
-        own, donor = self.labels[model], self.labels[self.donor]
-        what = (
-            f"the config.json of {donor} cannot express layer {layer} of {own}: none of its own layers has these tensors and "
-        )
-        details, fix = [f"{own}: {here}", f"{donor}: {there}"], "take layers of models of one architecture and size"
-        return LayerError(f"{what}shapes", where=f"{prefix}{layer}.{differing}", details=details, fix=fix)
+        label, donors = self.labels[model], self.labels[self.donor]
+        what = f"the config.json of {donors} cannot express layer {layer} of {label}: "
+        what += "none of its own layers has these tensors and shapes"
+        details, fix = [f"{label}: {here}", f"{donors}: {there}"], "take layers of models of one architecture and size"
+        return LayerError(what, where=f"{prefix}{layer}.{differing}", details=details, fix=fix)
 
     def _shapes_of(self, model: int, prefix: str) -> list[Shapes]:
         key = (model, prefix)
@@ -157,7 +156,7 @@ class Counterparts:
             names = self.names[model]
             tables = [used_in(self.models, model, prefix, i) for i in range(names.depth.get(prefix, 0))]
             self._shapes[key] = [
-                {suffix: names.specs[own].shape for suffix, own in table.items() if not is_buffer(names.specs[own])}
+                {suffix: names.specs[name].shape for suffix, name in table.items() if not is_buffer(names.specs[name])}
                 for table in tables
             ]
         return self._shapes[key]
@@ -240,7 +239,7 @@ def used_in(models: Models, model: int, prefix: str, layer: int) -> dict[str, st
     table = names.layers.get(prefix, {}).get(layer, {})
     if not shares_keys(names, models.configs[model], prefix, layer):
         return table
-    return {suffix: own for suffix, own in table.items() if not _OWN_KEYS.match(suffix)}
+    return {suffix: name for suffix, name in table.items() if not _OWN_KEYS.match(suffix)}
 
 
 # ---- the dtype of each output tensor
@@ -250,11 +249,11 @@ def main_dtype(specs: Iterable[TensorSpec]) -> DType | None:
     """The floating dtype that most bytes have; None when there is none."""
     nbytes: Counter[str] = Counter()  # by name: a DType takes far longer to hash
     specs = list(specs)
-    found = {spec.dtype.name: spec.dtype for spec in specs if spec.dtype.floating}
-    if len(found) > 1:
+    dtypes = {spec.dtype.name: spec.dtype for spec in specs if spec.dtype.floating}
+    if len(dtypes) > 1:
         for spec in specs:
             nbytes[spec.dtype.name] += spec.nbytes
-    return max(found.values(), key=lambda d: nbytes[d.name]) if found else None
+    return max(dtypes.values(), key=lambda d: nbytes[d.name]) if dtypes else None
 
 
 class DTypes:

@@ -44,23 +44,23 @@ def factor_problems(steps: Sequence[Step], where: str, fix: str) -> list[Weights
         for step in steps
         if any(leaf.merges and len({read.model for read in leaf.inputs}) > 1 for leaf in step.leaves)
     ]
-    found = find_factors(names)
-    if not found.modules and not found.kinds:
+    factors = find_factors(names)
+    if not factors.modules and not factors.kinds:
         return []
-    return [Unsupported(f"{found} would be merged as weights, and their product is not merged then", where=where, fix=fix)]
+    return [Unsupported(f"{factors} would be merged as weights, and their product is not merged then", where=where, fix=fix)]
 
 
 # ---- A merged tensor that holds several matrices is split into pieces, each merged like a separate tensor.
 
 
-def operation(method: Method, settings: Settings, given: int, places: Sequence[int], *, base: bool, same: bool) -> str:
+def operation(method: Method, settings: Settings, n_inputs: int, places: Sequence[int], *, base: bool, same: bool) -> str:
     """The operation of a tensor: it is copied, or cast, where the base alone takes part, or the method leaves its only input.
 
-    given   number of inputs
-    places  of those that take part
-    same    the first of these has the output's dtype
+    n_inputs  number of inputs
+    places    of those that take part
+    same      the first of these has the output's dtype
     """
-    if (base and len(places) == 1) or (given == 1 and method.copies(settings.models)):
+    if (base and len(places) == 1) or (n_inputs == 1 and method.copies(settings.models)):
         return COPY if same else CAST
     return method.name
 

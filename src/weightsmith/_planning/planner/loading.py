@@ -153,11 +153,11 @@ class Check(Beside["LayerError | Finding | None"]):
 
     def wait(self) -> tuple[Finding, ...]:
         """The warnings; at most two minutes for each of two models. Raises as `poll`."""
-        found = self.answer()
-        if isinstance(found, LayerError):
-            self.error = self.error or PlanError([found], self._source)
+        outcome = self.answer()
+        if isinstance(outcome, LayerError):
+            self.error = self.error or PlanError([outcome], self._source)
             raise self.error
-        return () if found is None else (found,)
+        return () if outcome is None else (outcome,)
 
 
 def check_loading(question: Question | None, began: Began = lambda _process: None) -> LayerError | Finding | None:
@@ -175,23 +175,23 @@ def check_loading(question: Question | None, began: Began = lambda _process: Non
         return _unchecked(f"transformers has no {answer['unknown']}")
     if not answer.get("failed") and not answer["differences"]:
         return None
-    own = _compare(question.donor, began)
+    itself = _compare(question.donor, began)
     if "failed" in answer:
-        if "failed" in own:
-            return _unchecked(f"transformers cannot load {label} itself: {own['failed']}")
+        if "failed" in itself:
+            return _unchecked(f"transformers cannot load {label} itself: {itself['failed']}")
         return _refused([answer["failed"]], where)
     # What no layer of the donor's model loads is no loss of the output's. What some of them load may be whole layers.
-    before = {(kind, pattern_of(name)) for kind, name, _ in own.get("differences", ())}
-    partly = frozenset(own.get("loaded", ()))
+    before = {(kind, pattern_of(name)) for kind, name, _ in itself.get("differences", ())}
+    partly = frozenset(itself.get("loaded", ()))
 
     def known(kind: str, name: str) -> bool:
         pattern = pattern_of(name)
         return (kind, pattern) in before and (pattern not in partly or name.startswith(question.extra))
 
-    found = [(kind, name, text) for kind, name, text in answer["differences"] if not known(kind, name)]
-    if not found:
+    differences = [(kind, name, text) for kind, name, text in answer["differences"] if not known(kind, name)]
+    if not differences:
         return None
-    return _refused([f"{name}: {text or _KINDS[kind]}" for kind, name, text in found], where)
+    return _refused([f"{name}: {text or _KINDS[kind]}" for kind, name, text in differences], where)
 
 
 def installed() -> bool:
@@ -200,10 +200,10 @@ def installed() -> bool:
 
 
 def _refused(differences: list[str], where: str) -> LayerError:
-    more = [f"and {len(differences) - _SHOWN:,} more"] if len(differences) > _SHOWN else []
+    omitted = [f"and {len(differences) - _SHOWN:,} more"] if len(differences) > _SHOWN else []
     what = "transformers could not load the output: its config.json would build a model with other tensors"
     fix = "choose other layers; to write it all the same, use --no-check-loading (check_loading=False)"
-    return LayerError(what, where=where, details=[*differences[:_SHOWN], *more], fix=fix)
+    return LayerError(what, where=where, details=[*differences[:_SHOWN], *omitted], fix=fix)
 
 
 def _unchecked(why: str) -> Finding:

@@ -52,7 +52,7 @@ from weightsmith._planning.planner.segments import Placement, Placer, Region, Se
 from weightsmith._planning.planner.statistics import Measured, measure
 from weightsmith._planning.planner.vocabulary import Aligned, VocabularyPlanner, lost_tokens
 from weightsmith._planning.recipe import ModelRef, Recipe
-from weightsmith._plans import Made, PlanDraft, Step
+from weightsmith._plans import PlanDraft, Provenance, Step
 from weightsmith._version import __version__
 
 Opening = Callable[
@@ -153,9 +153,9 @@ def read_request(
         if isinstance(error, MethodError):  # a method of the user's own: its parameters are not known
             checked = replace(checked, parameters=())
     base = recipe.base_model if method is not None and method.base != "input" else None
-    recipe, unmatched, found = match_patterns(recipe, base)
+    recipe, unmatched, findings = match_patterns(recipe, base)
     models, refs = number_models(recipe)
-    request = Request(recipe, options, folder, models, refs, method, (), None, tuple(problems), (*recipe.findings, *found))
+    request = Request(recipe, options, folder, models, refs, method, (), None, tuple(problems), (*recipe.findings, *findings))
     maker = SegmentMaker(recipe, checked, models, request.labels)
     regions = maker.regions()
     audit = Audit(checked, request.labels, recipe.at("merge_method"), lenient=options.lenient)
@@ -247,10 +247,10 @@ def match(request: Request, opened: Opened, stack: ExitStack) -> Matched:
     specs = without_foreign(aligned.specs, opened.inputs, opened.inputs[opened.donor])
     names = _match_all(opened.structures, specs, opened.donor)
     structures = [structure for structure in opened.structures if structure is not None]
-    alike = [compared(*each) for each in zip(request.labels, opened.inputs, structures, strict=True)]
+    alike = [compared(*model) for model in zip(request.labels, opened.inputs, structures, strict=True)]
     differ = cache(partial(disagreements, alike, opened.donor, tokenizer=aligned.tokenizer, template=aligned.template))
-    found = (*aligned.findings, *foreign_findings(opened.inputs, request.labels, opened.donor))
-    return Matched(aligned, specs, names, tuple(problems), found, alike, differ)
+    findings = (*aligned.findings, *foreign_findings(opened.inputs, request.labels, opened.donor))
+    return Matched(aligned, specs, names, tuple(problems), findings, alike, differ)
 
 
 def _match_all(
@@ -259,16 +259,16 @@ def _match_all(
     """The names of each model under the donor's; models that share a structure share the work."""
     shape = structures[donor]
     assert shape is not None
-    made: dict[int, ModelNames] = {}
+    by_structure: dict[int, ModelNames] = {}
     matched: list[ModelNames | None] = []
-    for structure, own in zip(structures, specs, strict=True):
+    for structure, tensors in zip(structures, specs, strict=True):
         if structure is None:
             matched.append(None)
-        elif id(structure) in made:
-            matched.append(made[id(structure)].of_twin(own))
+        elif id(structure) in by_structure:
+            matched.append(by_structure[id(structure)].of_twin(tensors))
         else:
-            made[id(structure)] = ModelNames(structure, own, shape, specs[donor])
-            matched.append(made[id(structure)])
+            by_structure[id(structure)] = ModelNames(structure, tensors, shape, specs[donor])
+            matched.append(by_structure[id(structure)])
     return matched
 
 
@@ -316,9 +316,9 @@ class _Assembler:
         )
         outputs = Outputs(models, method, resolver, account, dtypes)
         outputs.make(placements)
-        found, idle = resolver.finish()
+        problems, idle = resolver.finish()
         self._add_mismatches(outputs)
-        self.problems += found
+        self.problems += problems
         if outputs.problems or placer.problems or any(segment.broken for r in request.regions for segment in r.segments):
             raise request.refusal(self.problems)
         dropped, lost = account.settle(self.shape, opened.donor, placements)
@@ -342,7 +342,7 @@ class _Assembler:
         self.warnings += [*account.findings(), *dtypes.findings(), *idle]
         self.warnings += left_out_findings(donor.left_out, self.labels[opened.donor])
         draft = PlanDraft(
-            made=made_by(method),
+            provenance=made_by(method),
             models=[replace(model_input(c), ref=label) for label, c in zip(self.labels, self.inputs, strict=True)],
             steps=measured.steps,
             settings=list(resolver.settings),
@@ -368,18 +368,18 @@ class _Assembler:
     def _measured(self, method: Method, steps: Sequence[Step], resolver: Resolver) -> Measured:
         """The steps with what the method knows of the models from a text."""
         request = self.request
-        found = measure(
+        measured = measure(
             method, self.recipe, request.models, self.inputs, self.labels, steps, resolver.settings, request.options.seed
         )
-        self.problems += found.problems
-        self.warnings += found.findings
-        return found
+        self.problems += measured.problems
+        self.warnings += measured.findings
+        return measured
 
     def _add_mismatches(self, outputs: Outputs) -> None:
         """The problems of the tensors, without those that follow from vocabularies that could not be aligned."""
         unaligned, where = bool(self.matched.problems), self.recipe.at(self.request.layers_key)
-        found = [p for p in outputs.problems if not (unaligned and of_vocabularies(p))]
-        self.problems += of_different_architectures(found, self.matched.alike, self.opened.donor, where)
+        problems = [p for p in outputs.problems if not (unaligned and of_vocabularies(p))]
+        self.problems += of_different_architectures(problems, self.matched.alike, self.opened.donor, where)
 
     def _loading(self, draft: PlanDraft, donor: Checkpoint, outputs: Outputs) -> Question | None:
         """What transformers is to be asked, if the output has other layers than the donor."""
@@ -426,8 +426,8 @@ class _Assembler:
         return [Finding(f"{what} not mentioned, and copied from {donor}", self.recipe.at("modules"), fix=fix)]
 
 
-def made_by(method: Method) -> Made:
+def made_by(method: Method) -> Provenance:
     """What the card and the manifest say of a merge by this method."""
-    own = loaded(method.name)
+    user_file = loaded(method.name)
     title = f"Merged with weightsmith {__version__}, method `{method.name}` ({method.title})."
-    return Made(method.name, title, method.source, code=None if own is None else own.code)
+    return Provenance(method.name, title, method.source, code=None if user_file is None else user_file.code)

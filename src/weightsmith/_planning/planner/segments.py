@@ -96,7 +96,7 @@ class SegmentMaker:
     def _region(self, module: Module | None, part: Recipe | Module, levels: tuple[Parameters, ...], where: str) -> Region:
         """The region of a recipe or a module. where: of its `models`."""
         if part.slices:
-            return Region(module, tuple(self._slice(each, levels) for each in part.slices), sliced=True)
+            return Region(module, tuple(self._slice(part_slice, levels) for part_slice in part.slices), sliced=True)
         return Region(module, (self._whole(part.models, levels, where),), sliced=False)
 
     def _whole(self, inputs: Sequence[Input], levels: tuple[Parameters, ...], where: str) -> Segment:
@@ -179,8 +179,8 @@ class SegmentMaker:
     def _check_count(self, feeds: Sequence[SegmentInput], where: str, besides: str) -> None:
         method, count = self.method, len(feeds)
         low, high = method.min_models, method.max_models
-        wanted = wanted_models(method, count)
-        if not wanted:
+        needed = wanted_models(method, count)
+        if not needed:
             return
         bound = low if count < low else high or low
         details = [self.labels[f.model] for f in feeds]
@@ -195,7 +195,7 @@ class SegmentMaker:
         else:
             fix = f"remove {count - (high or low)} of them, or write a method that takes more"
         here = "there is one" if count == 1 else f"there are {count}" if count else "there is none"
-        what = f"merge_method {method.name} takes {wanted} model{'s' if bound != 1 else ''}{besides}, and {here}"
+        what = f"merge_method {method.name} takes {needed} model{'s' if bound != 1 else ''}{besides}, and {here}"
         self.problems.append(MismatchError(what, where=where, details=details, fix=fix))
 
 

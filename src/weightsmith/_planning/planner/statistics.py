@@ -60,19 +60,19 @@ def measure(
 
     Cost: tokenizes each text with the tokenizer of each model.
     """
-    found = Measured(list(steps))
-    own = own_texts(recipe, models, found.problems)
-    required = [method.requires(each.shared) for each in settings]
-    wanted: dict[int, dict[Requirement, None]] = {}
+    measured = Measured(list(steps))
+    texts = own_texts(recipe, models, measured.problems)
+    required = [method.requires(requirement.shared) for requirement in settings]
+    requirements: dict[int, dict[Requirement, None]] = {}
     for leaf in (leaf for step in steps for leaf in step.leaves if any(required)):
-        for each, i in _wanted(leaf, required):
-            wanted.setdefault(leaf.inputs[i].model, {})[each] = None
-    _refuse_unread(method, recipe, own, wanted, labels, found)
-    missing = [number for number in wanted if own.get(number, recipe.measured) is None]
+        for requirement, i in _wanted(leaf, required):
+            requirements.setdefault(leaf.inputs[i].model, {})[requirement] = None
+    _refuse_unread(method, recipe, texts, requirements, labels, measured)
+    missing = [number for number in requirements if texts.get(number, recipe.measured) is None]
     if missing:
-        found.problems.append(_no_text(method, recipe, [labels[number] for number in missing], len(wanted)))
-    if found.problems or not wanted:
-        return found
+        measured.problems.append(_no_text(method, recipe, [labels[number] for number in missing], len(requirements)))
+    if measured.problems or not requirements:
+        return measured
     from weightsmith._activations.model import (
         input_of,
         linear_weights,
@@ -87,65 +87,70 @@ def measure(
     stored = list[Product]()
     requests: dict[tuple[int, Requirement], StatisticRequest] = {}
     from_folders: dict[tuple[int, Requirement], StatisticRequest] = {}
-    merged = [each for own_wanted in wanted.values() for each in own_wanted if each.merged]
+    merged = [requirement for of_model in requirements.values() for requirement in of_model if requirement.merged]
     if merged:
-        found.problems += _unmergeable(recipe)
-    for number, own_wanted in sorted(wanted.items()):
-        given = own.get(number) or recipe.measured
-        assert given is not None
+        measured.problems += _unmergeable(recipe)
+    for number, of_model in sorted(requirements.items()):
+        text_ref = texts.get(number) or recipe.measured
+        assert text_ref is not None
         known[number] = input_of(inputs, number, INSTEAD)
         try:
-            if is_stored(given.path):
-                text, own_products = _stored(given, known[number], own_wanted)
-                stored += own_products
-                found.files.append(expand_user(given.path))
-                from_folders |= {(number, each): StatisticRequest(each.kind, number, text) for each in own_wanted}
+            if is_stored(text_ref.path):
+                text, products = _stored(text_ref, known[number], of_model)
+                stored += products
+                measured.files.append(expand_user(text_ref.path))
+                from_folders |= {
+                    (number, requirement): StatisticRequest(requirement.kind, number, text) for requirement in of_model
+                }
                 continue
-            text = text_for(known[number], given.path, given.rows, given.tokens, seed, option="")
+            text = text_for(known[number], text_ref.path, text_ref.rows, text_ref.tokens, seed, option="")
         except PlanError as error:
-            found.problems += [at(problem, given.where) for problem in error.problems]
+            measured.problems += [at(problem, text_ref.where) for problem in error.problems]
             continue
-        requests |= {(number, each): StatisticRequest(each.kind, number, text, each.merged) for each in own_wanted}
-    if found.problems:
-        return found
+        requests |= {
+            (number, requirement): StatisticRequest(requirement.kind, number, text, requirement.merged)
+            for requirement in of_model
+        }
+    if measured.problems:
+        return measured
     plain = [request for request in requests.values() if not request.merged]
-    found.products = (*statistic_products(known.__getitem__, plain), *stored)
-    found.files += _files(request.text for request in requests.values())
-    weights = measured_weights(found.products)
+    measured.products = (*statistic_products(known.__getitem__, plain), *stored)
+    measured.files += _files(request.text for request in requests.values())
+    weights = measured_weights(measured.products)
     for request in requests.values():
         weights |= linear_weights(known[request.model]) if request.merged else set()
     reader = _Reader(required, inputs, requests | from_folders, weights)
-    found.steps = [step.with_leaves(reader.measured) for step in steps]
+    measured.steps = [step.with_leaves(reader.measured) for step in steps]
     if merged:
         through = [request for request in requests.values() if request.merged]
-        found.products += merged_products(known.__getitem__, through, found.steps)
+        measured.products += merged_products(known.__getitem__, through, measured.steps)
     if reader.without:
-        found.findings.append(_without(reader.without))
-    return found
+        measured.findings.append(_without(reader.without))
+    return measured
 
 
 def _unmergeable(recipe: Recipe) -> list[WeightsmithError]:
     """Why no text can run through the merge while it is made."""
-    own = {"slices": recipe.slices, "tokenizer": recipe.tokenizer}
-    keys = [key for key, value in own.items() if value]
+    obstacles = {"slices": recipe.slices, "tokenizer": recipe.tokenizer}
+    keys = [key for key, value in obstacles.items() if value]
     what = "texts cannot run through the layers of a merge with '{}': its layers or tokens are not those of the models"
     fix = "remove it, or write through: model in the parameters"
     return [Unsupported(what.format(key), where=recipe.at(key), fix=fix) for key in keys]
 
 
-def _stored(given: TextRef, model: TextModel, wanted: Collection[Requirement]) -> tuple[TextSource, Sequence[Product]]:
+def _stored(text_ref: TextRef, model: TextModel, requirements: Collection[Requirement]) -> tuple[TextSource, Sequence[Product]]:
     """The text of statistics in a folder, and the products that read them. Raises PlanError with all problems."""
     from weightsmith._activations.model import tokenizer_hash
     from weightsmith._activations.stored import check_stored, read_stored, stored_products
 
     try:
-        stored = read_stored(given.path)
-        kinds = list(dict.fromkeys(each.kind for each in wanted))
+        stored = read_stored(text_ref.path)
+        kinds = list(dict.fromkeys(requirement.kind for requirement in requirements))
         problems = check_stored(stored, model, tokenizer_hash(model), kinds)
-        if any(each.merged for each in wanted):
+        if any(requirement.merged for requirement in requirements):
             what = "statistics in a folder are of the model alone, and this merge measures what enters its own layers"
             problems.append(ParameterError(what, fix="name the text, or write through: model in the parameters"))
-        if given.rows or given.tokens:
+        if text_ref.rows or text_ref.tokens:
             problems.append(ParameterError("statistics have the rows they were made of", fix="remove 'rows' and 'tokens'"))
         if problems:
             raise PlanError(problems)
@@ -158,42 +163,46 @@ def _stored(given: TextRef, model: TextModel, wanted: Collection[Requirement]) -
 
 def own_texts(recipe: Recipe, models: Mapping[ModelRef, int], problems: list[WeightsmithError]) -> dict[int, TextRef]:
     """The texts of single models, by index."""
-    found: dict[int, TextRef] = {}
+    texts: dict[int, TextRef] = {}
     for entry in (*recipe.models, *(entry for module in recipe.modules for entry in module.models)):
         if entry.measured is None:
             continue
-        first = found.setdefault(models[entry.model], entry.measured)
+        first = texts.setdefault(models[entry.model], entry.measured)
         if first != entry.measured:
             what = f"{entry.model} has two texts, {first.path} and {entry.measured.path}"
             problems.append(ParameterError(what, where=entry.measured.where, fix="write the same text in each entry"))
-    return found
+    return texts
 
 
 def _wanted(leaf: Step, required: Sequence[Sequence[Requirement]]) -> list[tuple[Requirement, int]]:
     """The statistics that a leaf's merge looks at, each with the number of the input. required: by settings."""
     if not leaf.merges or leaf.role != "linear" or not leaf.out.size:
         return []
-    return [(each, i) for each in required[leaf.settings] for i in each.inputs(len(leaf.inputs), base=leaf.base)]
+    return [
+        (requirement, i)
+        for requirement in required[leaf.settings]
+        for i in requirement.inputs(len(leaf.inputs), base=leaf.base)
+    ]
 
 
 def _refuse_unread(
     method: Method,
     recipe: Recipe,
-    own: Mapping[int, TextRef],
-    wanted: Collection[int],
+    own_texts: Mapping[int, TextRef],
+    numbers: Collection[int],
     labels: Sequence[str],
-    found: Measured,
+    measured: Measured,
 ) -> None:
     """A problem for a text where the method looks at none; a warning for one of a model that is not measured."""
-    texts = [*own.values(), *([] if recipe.measured is None else [recipe.measured])]
-    if texts and not wanted:
+    texts = [*own_texts.values(), *([] if recipe.measured is None else [recipe.measured])]
+    if texts and not numbers:
         what = f"merge_method {method.name} looks at no text with these parameters"
-        found.problems.append(ParameterError(what, where=texts[0].where, fix="remove 'text'"))
+        measured.problems.append(ParameterError(what, where=texts[0].where, fix="remove 'text'"))
         return
-    for number, text in own.items():
-        if number not in wanted:
+    for number, text in own_texts.items():
+        if number not in numbers:
             what = f"the text of {labels[number]} is not read: {method.name} does not measure this model"
-            found.findings.append(Finding(what, text.where, fix="remove it"))
+            measured.findings.append(Finding(what, text.where, fix="remove it"))
 
 
 def _no_text(method: Method, recipe: Recipe, labels: Sequence[str], count: int) -> WeightsmithError:
@@ -235,13 +244,13 @@ class _Reader:
 
     def measured(self, leaf: Step) -> Step:
         """The leaf with its statistics; as it is if one of them is missing."""
-        wanted = _wanted(leaf, self._required)
-        reads = [self._read(each, leaf.inputs[i], i) for each, i in wanted]
-        found = tuple(read for read in reads if read is not None)
-        if len(found) < len(wanted):
+        requirements = _wanted(leaf, self._required)
+        reads = [self._read(requirement, leaf.inputs[i], i) for requirement, i in requirements]
+        statistics = tuple(read for read in reads if read is not None)
+        if len(statistics) < len(requirements):
             self.without.append(leaf.out.name)
             return leaf
-        return replace(leaf, statistics=found)
+        return replace(leaf, statistics=statistics)
 
     def _read(self, required: Requirement, read: Read, i: int) -> StatisticRead | None:
         """The statistic of an input; None if there is none."""

@@ -260,7 +260,7 @@ def _where(document: Document, filename: str, key: str = "") -> str:
 def _of_another_kind(root: Node, filename: str) -> SyntaxProblem | None:
     """The problem of a file that is not a recipe but a known other file; None otherwise."""
     keys = root.value if isinstance(root.value, dict) else {}
-    if {"made", "steps", "weightsmith"} <= keys.keys():
+    if {"provenance", "steps", "weightsmith"} <= keys.keys():
         fix = "Run `weightsmith run` with it (in Python: weightsmith.run)."
         return SyntaxProblem("this is a plan, not a recipe", where=root.where, fix=fix)
     if {"architectures", "model_type"} & keys.keys() and not (_MERGE_KEYS | _MOE_KEYS) & keys.keys():

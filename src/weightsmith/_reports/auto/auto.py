@@ -32,7 +32,7 @@ from weightsmith._base.errors import (
 from weightsmith._base.files import expand_user, is_folder
 from weightsmith._base.options import lists_options, option_error, read_options
 from weightsmith._engine.memory import JobMemory
-from weightsmith._execution.distributed import execute
+from weightsmith._execution.execute import execute
 from weightsmith._execution.options import RunOptions
 from weightsmith._execution.progress import Meter, Silent, callbacks, watched_meter
 from weightsmith._execution.run import Callbacks

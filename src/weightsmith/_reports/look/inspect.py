@@ -19,10 +19,9 @@ from weightsmith._base.files import is_folder
 from weightsmith._base.idioms import grouped
 from weightsmith._base.report import Report, Reported, report_by
 from weightsmith._base.tensors import TensorSpec
-from weightsmith._kernels.codecs import BLOCK
+from weightsmith._kernels.codecs import BLOCK, Encoded
 from weightsmith._kernels.combine import LANES
 from weightsmith._kernels.differences import STATISTICS, statistics
-from weightsmith._kernels.records import Encoded
 from weightsmith._models.checkpoint import Checkpoint, locate, open_checkpoint
 from weightsmith._models.formats.gguf.reading import GgufMovedTensors, GgufTensors
 from weightsmith._models.lora import open_adapter

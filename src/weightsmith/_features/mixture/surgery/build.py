@@ -33,15 +33,15 @@ from weightsmith._planning.planner.inputs import at, open_models
 from weightsmith._planning.planner.loading import question_of
 from weightsmith._planning.planner.prepared import Prepared, model_input
 from weightsmith._planning.recipe import Surgery
-from weightsmith._plans import CAST, COPY, JOIN, Block, Dropped, Made, PlanDraft, Read, Settings, Step
+from weightsmith._plans import CAST, COPY, JOIN, Block, Dropped, PlanDraft, Provenance, Read, Settings, Step
 from weightsmith._version import __version__
 
-_PRUNED = Made(
+_PRUNED = Provenance(
     "prune_experts",
     f"Mixture of experts, pruned with weightsmith {__version__}.",
     "The remaining experts are unchanged. The model was not trained after pruning.",
 )
-_MERGED = Made(
+_MERGED = Provenance(
     "merge_experts",
     f"Mixture of experts, some of which were averaged with weightsmith {__version__}.",
     "The model was not trained after merging.",

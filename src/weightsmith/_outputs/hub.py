@@ -5,26 +5,137 @@
       content/                            weight files that are not uploaded yet; at the end, all other files
 
 Uploaded files are visible to nobody until one commit adds all files of the model, and deletes those of a model that it
-replaces. The notes name the commit that the run began with. The Hub makes ours only on top of that one.
+replaces. The notes name the commit that the run began with. The Hub makes ours only on top of that one. `push` uploads a folder
+that is finished.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, suppress
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weightsmith._base.errors import StoreError
-from weightsmith._outputs.hub.address import HubAddress, parse_hub_address
-from weightsmith._outputs.hub.contents import check_not_read, check_vacant, holds, verify_hub
-from weightsmith._outputs.hub.repository import BranchMoved, Content, HubRepository, content_of, moved, no_bars, uploaded
-from weightsmith._outputs.manifest import list_files
+from weightsmith._base.errors import NOTHING_WRITTEN, NotFound, PushFailed, StoreError, first_line
+from weightsmith._files.hub import UNKNOWN, open_repository
+from weightsmith._files.remote.addresses import is_address
+from weightsmith._files.remote.folder import RemoteFile
+from weightsmith._outputs.hub_repository import (
+    MAIN,
+    PREFIX,
+    BranchMoved,
+    Content,
+    HubAddress,
+    HubRepository,
+    content_of,
+    is_hub_address,
+    moved,
+    no_bars,
+    parse_hub_address,
+    uploaded,
+)
+from weightsmith._outputs.local import occupied
+from weightsmith._outputs.manifest import (
+    MANIFEST_NAME,
+    MAX_MANIFEST_BYTES,
+    Manifest,
+    check_ours,
+    compare,
+    decode_manifest,
+    list_files,
+)
 from weightsmith.abc.output import FilesGone, OutputScheme, OutputSpec, Progress, Target, Unfinished, Verified
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
+
+
+ATTRIBUTES = ".gitattributes"
+"""What the Hub keeps in LFS: it creates this file, and no output replaces it."""
+CARD = "README.md"
+"""Replaced by a new card, and kept where the output has none: people edit it on the model's page."""
+
+
+def check_vacant(repository: HubRepository, commit: str, *, overwrite: bool) -> tuple[str, ...]:
+    """The files of a commit that a new model replaces: those of the model there. Raises OutputExists if others would be lost.
+
+    With `overwrite`, files are replaced only if weightsmith's manifest, which is with them, lists all of them.
+    """
+    files = repository.files(commit)
+    names = [name for name in files if name != ATTRIBUTES]
+    if not names:
+        return ()
+    address = repository.address
+    if not overwrite:
+        fix = "choose another name or branch, or replace this model with --overwrite (overwrite=True)"
+        raise occupied("the repository already holds files", address, fix, holds=names)
+    others = [name for name in names if name != CARD]
+    if not others:
+        return ()
+
+    def manifest() -> Manifest:
+        if MANIFEST_NAME not in files:
+            raise NotFound("there is no manifest", where=str(address))
+        return repository.manifest(commit)
+
+    fix = "choose another name or branch, or remove these files yourself"
+    ours = check_ours(
+        manifest,
+        lambda manifest: [name for name in others if name not in manifest.names],
+        lambda manifest: (),
+        lambda why, lost: occupied(f"will not be overwritten: {why}", address, fix, lost=lost or others),
+    )
+    return tuple(name for name in names if name in ours.names)
+
+
+def check_not_read(address: HubAddress, reads: Iterable[str]) -> None:
+    """Raise PushFailed if the run reads from the branch. reads: what it reads, as the user names it."""
+    for read in reads:
+        if address in _models(read):
+            what = f"the run reads {address.spec}, which would be replaced"
+            raise PushFailed(what, where=str(address), fix="choose another name or branch", state=NOTHING_WRITTEN)
+
+
+def _models(read: str) -> Iterator[HubAddress]:
+    """The models on the Hub that a name may mean: a model, and its adapter after a `+`."""
+    for text in read.split("+"):
+        if is_hub_address(text) or not is_address(text):
+            repo, _, branch = (text[len(PREFIX) :] if is_hub_address(text) else text).partition("@")
+            yield HubAddress(repo.strip("/"), branch or MAIN)
+
+
+def holds(files: Mapping[str, Content], model: Mapping[str, Content]) -> bool:
+    """A commit with these `files` holds exactly this `model`; it may have the files that the Hub makes besides."""
+    others = files.keys() - model.keys() - {ATTRIBUTES, CARD}
+    return not others and all(name in files and content.is_same(files[name]) for name, content in model.items())
+
+
+def verify_hub(address: HubAddress, progress: Progress | None) -> Verified:
+    """Compare every byte of a model on the Hub with its manifest. Raises NotFound without one, Corrupt for differences."""
+    repository = open_repository(address.repo, address.branch)
+    present = {name: nbytes for name, nbytes in repository.sizes.items() if name != ATTRIBUTES}
+    if UNKNOWN in present.values():
+        fix = "download the model, and verify its folder"
+        raise NotFound("the Hub does not list the sizes of the files", where=str(address), fix=fix)
+    where = f"{address}/{MANIFEST_NAME}"
+    if present.get(MANIFEST_NAME, MAX_MANIFEST_BYTES + 1) > MAX_MANIFEST_BYTES:
+        fix = "name a model that weightsmith wrote"
+        raise NotFound("there is no manifest, so nothing to compare with", where=where, fix=fix)
+
+    @cache
+    def file(name: str) -> RemoteFile:
+        return RemoteFile(repository.ranges(name))
+
+    def read(name: str, start: int, nbytes: int) -> bytes:
+        data = bytearray(max(0, min(nbytes, present[name] - start)))
+        file(name).read_into(start, memoryview(data))
+        return bytes(data)
+
+    manifest = decode_manifest(read(MANIFEST_NAME, 0, present[MANIFEST_NAME]), where)
+    return compare(str(address), manifest, present, read, progress)
+
 
 _PARENT, _PUBLISHING = "parent", "publishing"
 """Keys of notes: the commit to build on; what was about to be committed."""
@@ -141,7 +252,7 @@ class HubTarget(Target):
         put = _contents(files)
         others = {name: content_of(content / name) for name in list_files(content)}
         new = put | others
-        self._notes[_PUBLISHING] = {name: list(each) for name, each in new.items()}
+        self._notes[_PUBLISHING] = {name: list(content_now) for name, content_now in new.items()}
         if not (self._is_committed and self._is_ours(self._parent, new)):
             self._commit(content, put, others)
 
@@ -150,7 +261,7 @@ class HubTarget(Target):
 
         new = {**put, **others}
         operations: list[CommitOperationAdd | CommitOperationDelete] = [
-            *(uploaded(name, each) for name, each in put.items()),
+            *(uploaded(name, put_content) for name, put_content in put.items()),
             *(CommitOperationAdd(name, content / name) for name in others),
             *(CommitOperationDelete(name) for name in self._replaced if name not in new),
         ]
@@ -197,7 +308,7 @@ def _contents(value: object) -> dict[str, Content]:
     """What a note of many files says; {} if it is none, or one of them is none."""
     if not isinstance(value, Mapping):
         return {}
-    known = {name: content for name, each in value.items() if (content := _content(each)) is not None}
+    known = {name: content for name, note in value.items() if (content := _content(note)) is not None}
     return known if len(known) == len(value) else {}
 
 
@@ -208,10 +319,54 @@ def hub_target(text: str) -> HubTarget:
 
 def _unfinished(where: str) -> Iterator[Unfinished]:
     """In the current folder."""
-    from weightsmith._outputs.unfinished import find_folders
+    from weightsmith._outputs.places import find_folders
 
     path = parse_hub_address(where).local
-    return (each for each in find_folders(Path()) if str(each.out).startswith(path.name))
+    return (work for work in find_folders(Path()) if str(work.out).startswith(path.name))
 
 
 SCHEME = OutputScheme(hub_target, _unfinished)
+
+
+def check_push(spec: str) -> HubRepository:
+    """Check, before hours of work, that a model may be pushed: a valid name, a network, a token that the Hub accepts.
+
+    spec  org/name, or org/name@branch
+
+    Raises PushFailed.
+    """
+    try:
+        repository = HubRepository(parse_hub_address(spec))
+        repository.check_token()
+    except PushFailed as error:
+        error.state = NOTHING_WRITTEN
+        raise
+    return repository
+
+
+def push(repository: HubRepository, folder: Path, *, public: bool, message: str) -> str:
+    """Upload a finished folder: the address of the model. Files of other names in the repository stay.
+
+    public   who may see a repository that is created now; one that exists stays as visible as it is
+    message  of the commit
+
+    Raises PushFailed, which says how to upload the folder again.
+    """
+    import shlex
+
+    address = repository.address
+    try:
+        repository.create(public=public)
+        repository.api.upload_folder(repo_id=address.repo, folder_path=folder, revision=address.branch, commit_message=message)
+    except (Exception, KeyboardInterrupt) as error:
+        command = ["hf", "upload", address.repo, str(folder), ".", *([] if public else ["--private"])]
+        command += [] if address.branch == MAIN else ["--revision", address.branch]
+        details = error.finding.details if isinstance(error, PushFailed) else (f"{type(error).__name__}: {first_line(error)}",)
+        raise PushFailed(
+            "the upload was interrupted" if isinstance(error, KeyboardInterrupt) else "the upload failed",
+            where=str(address),
+            details=() if isinstance(error, KeyboardInterrupt) else details,
+            fix=f"upload it again: `{shlex.join(command)}`",
+            state=f"The output is finished and complete in {folder}",
+        ) from error
+    return address.url

@@ -1,22 +1,40 @@
-"""Checks of the output folder and of the names inside it."""
+"""A local folder as the target of an output: which folder may be written or replaced, the rename that publishes, `verify`."""
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import stat
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from functools import cache
 from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
 
-from weightsmith._base.errors import NOTHING_WRITTEN, OutputExists, StoreError
-from weightsmith._base.files import FileState, expand_user, real_path, show
+from weightsmith._base.errors import NOTHING_WRITTEN, CheckpointError, NotFound, OutputExists, StoreError
+from weightsmith._base.files import FileState, expand_user, is_folder, real_path, show
 from weightsmith._files.remote import addresses
-from weightsmith._outputs.compare import check_ours, damaged, differences
-from weightsmith._outputs.local.verify import file_states, reading
-from weightsmith._outputs.manifest import MANIFEST_NAME, Manifest, read_manifest
-from weightsmith._outputs.reread import PIECE_BYTES
+from weightsmith._outputs import disk
+from weightsmith._outputs.checksum import PIECE_BYTES, read_at
+from weightsmith._outputs.locks import OLD
+from weightsmith._outputs.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    Read,
+    check_ours,
+    compare,
+    damaged,
+    differences,
+    list_files,
+    read_manifest,
+)
+from weightsmith.abc.output import Progress, Target, Verified
+
+if TYPE_CHECKING:
+    from weightsmith.abc.output import OutputSpec, Progress, Verified
+
 
 _VERSION_CONTROL = (".git", ".hg", ".svn", ".jj")
 _SHOWN = 6  # names of an existing folder that a message lists
@@ -32,21 +50,21 @@ def check_out(out: str | os.PathLike[str]) -> Path:
 
     Parent folders need not exist: `Staging.open` creates them.
     """
-    given = os.fspath(out)
-    if not given or "\0" in given:
-        raise StoreError(f"{given!r} is not a path", where="output folder", fix="name a new folder", state=NOTHING_WRITTEN)
-    if is_address(given):
+    text = os.fspath(out)
+    if not text or "\0" in text:
+        raise StoreError(f"{text!r} is not a path", where="output folder", fix="name a new folder", state=NOTHING_WRITTEN)
+    if is_address(text):
         what = "cannot be the output folder: it is an address"
-        raise StoreError(what, where=given, fix="name a local folder", state=NOTHING_WRITTEN)
-    if given.startswith("~") and str(expand_user(given)) == str(Path(given)):
-        what = f"{given!r} is in a home folder that does not exist"
-        fix = f"write ./{given} for a folder of this name, or name another"
+        raise StoreError(what, where=text, fix="name a local folder", state=NOTHING_WRITTEN)
+    if text.startswith("~") and str(expand_user(text)) == str(Path(text)):
+        what = f"{text!r} is in a home folder that does not exist"
+        fix = f"write ./{text} for a folder of this name, or name another"
         raise StoreError(what, where="output folder", fix=fix, state=NOTHING_WRITTEN)
-    path = absolute(given)
+    path = absolute(text)
     try:
         path.name.encode()
     except UnicodeEncodeError:  # the model card and the messages hold it
-        what = f"{given!r} is not UTF-8"
+        what = f"{text!r} is not UTF-8"
         raise StoreError(what, where="output folder", fix="choose another name", state=NOTHING_WRITTEN) from None
     try:
         _check_place(path)
@@ -142,7 +160,7 @@ def occupied(what: str, where: object, fix: str, *, holds: Sequence[str] = (), l
 
 
 def check_made_here(path: Path, refused: Callable[[str, Sequence[str]], Exception]) -> Manifest:
-    """The manifest of a folder that holds what weightsmith has written, and nothing else; see `compare.check_ours`.
+    """The manifest of a folder that holds what weightsmith has written, and nothing else; see `manifest.check_ours`.
 
     Every file must be in the manifest, and be what was written: its size, the checksums of headers and of all files that are
     not weights. A weight file is read as a whole only if it, or what the file system knows of it, was changed after the
@@ -159,16 +177,16 @@ def check_made_here(path: Path, refused: Callable[[str, Sequence[str]], Exceptio
 def _changed(path: Path, manifest: Manifest) -> list[str]:
     written = (path / MANIFEST_NAME).lstat()
     there = {name: about for name in (*manifest.weights, *manifest.files) if (about := _file(path / name)) is not None}
-    made = str(manifest.data["checksum"])
-    states = {name: (made, FileState.of(about)) for name, about in there.items() if _is_later(about, written)}
+    manifest_checksum = str(manifest.data["checksum"])
+    states = {name: (manifest_checksum, FileState.of(about)) for name, about in there.items() if _is_later(about, written)}
     later = {name for name, state in states.items() if state not in _compared}
-    read_again = replace(manifest, tensors={name: each for name, each in manifest.tensors.items() if each.file in later})
+    read_again = replace(manifest, tensors={name: tensor for name, tensor in manifest.tensors.items() if tensor.file in later})
     present = file_states(path, there)
     with reading(path, manifest) as read:
-        found = differences(manifest, present, read) + damaged(read_again, present, read, threads=2, piece_bytes=PIECE_BYTES)
-    if not found:
+        problems = differences(manifest, present, read) + damaged(read_again, present, read, threads=2, piece_bytes=PIECE_BYTES)
+    if not problems:
         _compared.update(states.values())
-    return found
+    return problems
 
 
 def _is_later(about: os.stat_result, written: os.stat_result) -> bool:
@@ -192,8 +210,8 @@ def remove_checkpoint(path: Path) -> None:
     cannot be deleted.
     """
 
-    def refused(why: str, found: Sequence[str]) -> StoreError:
-        return StoreError(f"it is not removed: {why}", where=str(path), details=[some(found)] if found else [], fix=_MOVE)
+    def refused(why: str, lost: Sequence[str]) -> StoreError:
+        return StoreError(f"it is not removed: {why}", where=str(path), details=[some(lost)] if lost else [], fix=_MOVE)
 
     try:
         if path.is_symlink() or not path.is_dir():
@@ -217,13 +235,13 @@ def check_not_read(path: Path, protected: Sequence[Path]) -> None:
     """Raise StoreError if a non-empty folder is, contains, or lies in anything the run reads. Links are resolved."""
     if not path.is_dir() or not any(path.iterdir()):
         return
-    own, around = _identity(path), _surroundings(path)
+    identity, around = _identity(path), _surroundings(path)
     for place in protected:
         if _identity(place) in around:
-            how = "is" if _identity(place) == own else "lies in"
+            how = "is" if _identity(place) == identity else "lies in"
             raise _is_read(path, f"the output folder {how} the input {place}")
         for name in (place, *_links_in(place)):
-            if any(own in _surroundings(step.parent) or _identity(step) == own for step in _steps(name)):
+            if any(identity in _surroundings(step.parent) or _identity(step) == identity for step in _steps(name)):
                 leads = f", which leads to {os.path.realpath(name)}" if name.is_symlink() else ""
                 raise _is_read(path, f"the input {name}{leads} would be lost with the output folder")
 
@@ -244,7 +262,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 def _surroundings(path: Path) -> set[tuple[int, int]]:
     """Identities of a folder and of all its parents."""
     real = real_path(path)
-    return {found for place in (real, *real.parents) if (found := _identity(place)) is not None}
+    return {identity for place in (real, *real.parents) if (identity := _identity(place)) is not None}
 
 
 def _links_in(folder: Path) -> list[Path]:
@@ -282,8 +300,8 @@ def _unlisted(path: Path, manifest: Manifest) -> Iterator[str]:
 
     def walk(folder: Path, prefix: str) -> Iterator[str]:
         try:
-            with os.scandir(folder) as found:
-                entries = sorted(found, key=lambda entry: entry.name)
+            with os.scandir(folder) as scanned:
+                entries = sorted(scanned, key=lambda entry: entry.name)
         except OSError:  # if it cannot be read, it does not count as ours
             yield prefix
             return
@@ -341,3 +359,116 @@ def stat_is_link(folder: Path, name: PurePosixPath) -> bool:
         except OSError:
             return False
     return False
+
+
+def verify_folder(folder: str | os.PathLike[str], *, threads: int, progress: Progress | None) -> Verified:
+    """Re-read a checkpoint in a folder; see `places.verify`."""
+    root = expand_user(folder)
+    if is_folder(root) and not os.access(root, os.X_OK):
+        raise CheckpointError("cannot be read: you may not enter it", where=str(root), fix="change its permissions")
+    if not os.path.lexists(root / MANIFEST_NAME):
+        what = "there is no manifest, so nothing to compare with" if is_folder(root) else "there is no such folder"
+        fix = "name a folder that weightsmith wrote"
+        raise NotFound(what, where=str(root / MANIFEST_NAME if is_folder(root) else root), fix=fix)
+    manifest = read_manifest(root)
+    present = file_states(root, {*list_files(root), *manifest.names})
+    with reading(root, manifest) as read:
+        return compare(root, manifest, present, read, progress, threads=threads, piece_bytes=PIECE_BYTES)
+
+
+def file_states(root: Path, names: Iterable[str]) -> dict[str, int | str]:
+    """The sizes of files, or why one cannot be read; those that are missing are left out.
+
+    Links are followed, as in the Hub's cache.
+    """
+    states: dict[str, int | str] = {}
+    for name in names:
+        path = root / name
+        try:
+            about = path.stat()
+        except FileNotFoundError:
+            if path.is_symlink():
+                states[name] = "is missing"
+        except OSError as error:
+            states[name] = f"cannot be read ({error.strerror})"
+        else:
+            states[name] = about.st_size if stat.S_ISREG(about.st_mode) else "is not a file"
+    return states
+
+
+@contextmanager
+def reading(root: Path, manifest: Manifest) -> Iterator[Read]:
+    """What reads the files of a checkpoint, each of which is opened once."""
+    disk.allow_open_files(len(manifest.names))
+    with ExitStack() as opened:
+
+        @cache
+        def fd(name: str) -> int:
+            return opened.enter_context((root / name).open("rb", buffering=0)).fileno()
+
+        yield lambda name, start, nbytes: read_at(fd(name), start, nbytes)
+
+
+class LocalTarget(Target):
+    """A local folder. path: as the user wrote it; it may not be one that can be written."""
+
+    streams, publication, parts = False, "rename", True
+
+    def __init__(self, path: str) -> None:
+        """Change nothing on disk."""
+        self.path = path
+        self._overwrite = False
+
+    def __str__(self) -> str:
+        return self.path
+
+    @property
+    def name(self) -> str:
+        """The last part of the path."""
+        return Path(self.path).name
+
+    @property
+    def absolute(self) -> str:
+        """The path from the root; links and `~` are left in it."""
+        return str(Path(self.path).absolute())
+
+    @property
+    def local(self) -> Path:
+        """The absolute path."""
+        return absolute(self.path)
+
+    def check_free(self, *, overwrite: bool, protected: Sequence[Path], reads: Sequence[str], notes: Mapping[str, Any]) -> None:
+        check_vacant(check_out(self.path), overwrite=overwrite, protected=protected)
+
+    def verify(self, *, threads: int, progress: Progress | None) -> Verified:
+        return verify_folder(self.path, threads=threads, progress=progress)
+
+    def connect(self, spec: OutputSpec, notes: MutableMapping[str, Any], files: Mapping[str, Any]) -> Collection[str]:
+        self._overwrite = spec.overwrite
+        return ()
+
+    def publish(self, content: Path, files: Mapping[str, Any], *, fsync: bool) -> None:
+        """Give a folder the final name. With `overwrite`, the checkpoint there takes its place, or that of `old` beside it."""
+        out = self.local
+        try:
+            content.rename(out)  # fails if there is a folder with anything in it
+            return
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            if not self._overwrite:
+                raise OutputExists(
+                    "the output folder was created by another program meanwhile",
+                    where=str(out),
+                    fix="move it away and run again: all that is left to do is the rename",
+                    state=f"Everything is finished in {content.parent}",
+                ) from None
+        if disk.exchange(content, out):
+            return
+        old = content.parent / OLD
+        out.rename(old)
+        try:
+            content.rename(out)
+        except OSError:
+            old.rename(out)
+            raise

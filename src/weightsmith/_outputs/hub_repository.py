@@ -9,23 +9,117 @@ of addresses: one may be a signature.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
-from weightsmith._base.errors import NOTHING_WRITTEN, PushFailed, first_line
+from weightsmith._base.errors import NOTHING_WRITTEN, PushFailed, first_line, legible
 from weightsmith._files.hub import bound_requests
 from weightsmith._files.remote.addresses import check_hub
 from weightsmith._files.remote.retries import Patience, causes, lasting, no_panic, passes, retry
-from weightsmith._outputs.hub.address import MAIN, HubAddress
+from weightsmith._outputs.local import absolute
 from weightsmith._outputs.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest, decode_manifest
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
+
+
+PREFIX = "hf://"
+MAIN = "main"
+_BRANCH = re.compile(r"(?!-|/|refs/)(?!.*(\.\.|//|@\{|/\.|\.lock(/|$)))[^\s~^:?*\[\\\x00-\x1f\x7f]{1,200}(?<![/.])")
+_COMMIT = re.compile("[0-9a-f]{40,64}")
+
+
+@dataclass(frozen=True, slots=True)
+class HubAddress:
+    """A branch of a model on the Hub.
+
+    repo    org/name
+    branch  without one in the address: main
+
+    >>> address = parse_hub_address("hf://org/merged@v2")
+    >>> str(address), address.name, address.branch, str(parse_hub_address("hf://org/merged@main"))
+    ('hf://org/merged@v2', 'merged', 'v2', 'hf://org/merged')
+    """
+
+    repo: str
+    branch: str = MAIN
+
+    @property
+    def name(self) -> str:
+        """The name without the organisation."""
+        return self.repo.rpartition("/")[2]
+
+    @property
+    def spec(self) -> str:
+        """As `--push` takes it, and recipes name a model: org/name, or org/name@branch."""
+        return self.repo if self.branch == MAIN else f"{self.repo}@{self.branch}"
+
+    @property
+    def url(self) -> str:
+        """The address of the model's page."""
+        from huggingface_hub import constants
+
+        return f"{constants.ENDPOINT}/{self.repo}" + ("" if self.branch == MAIN else f"/tree/{quote(self.branch)}")
+
+    @property
+    def absolute(self) -> str:
+        """The address."""
+        return str(self)
+
+    @property
+    def local(self) -> Path:
+        """A name in the current folder, which no other address, and no other Hub, has."""
+        from huggingface_hub import constants
+
+        return absolute(f"{self.name}-{hashlib.sha256(f'{constants.ENDPOINT} {self}'.encode()).hexdigest()[:8]}")
+
+    def __str__(self) -> str:
+        return PREFIX + self.spec
+
+    def __fspath__(self) -> str:
+        return str(self)
+
+
+def is_hub_address(out: object) -> bool:
+    """True for an address on the Hub."""
+    return isinstance(out, str) and out.lower().startswith(PREFIX)
+
+
+def parse_hub_address(text: str) -> HubAddress:
+    """What `hf://org/name[@branch]`, or `org/name[@branch]` after --push, names. Raises PushFailed."""
+    from huggingface_hub import errors
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # it marks no exports
+
+    place = text[len(PREFIX) :] if is_hub_address(text) else text
+    organisation, _, rest = place.strip("/").partition("/")
+    name, at, branch = rest.partition("@")
+    named, asked, _ = branch.partition("?")  # what follows may be a key
+    repo = f"{organisation}/{name}"
+    # A key or password before the place must not get into a message.
+    shown = f"{organisation.rpartition('@')[2]}/{rest}".partition("?")[0]
+    try:
+        validate_repo_id(repo)
+        if not organisation or not name:
+            raise errors.HFValidationError("no organisation or user")
+    except errors.HFValidationError as error:
+        fix = "write the organisation or user, and the model: hf://org/name[@branch], or --push org/name[@branch]"
+        what = "not a name that a model can have on the Hub"
+        raise PushFailed(what, where=legible(shown, 120), fix=fix, state=NOTHING_WRITTEN) from error
+    if at and _COMMIT.fullmatch(branch):
+        what = "a commit cannot be written to"
+        raise PushFailed(what, where=shown, fix="name a branch", state=NOTHING_WRITTEN)
+    if at and not _BRANCH.fullmatch(branch):
+        what = f"not a name that a branch can have: {legible(named, 60)}{asked}"
+        raise PushFailed(what, where=repo, fix="write org/name@branch", state=NOTHING_WRITTEN)
+    return HubAddress(repo, branch or MAIN)
+
 
 PATIENCE = Patience(failures=3, first_seconds=1.0)
 """With fewer attempts than elsewhere: huggingface_hub repeats single requests of uploads itself."""
@@ -57,8 +151,8 @@ class Content(NamedTuple):
 
     def is_same(self, listed: Content) -> bool:
         """The file that the Hub lists so holds this."""
-        found = listed.sha256 == self.sha256 if listed.sha256 else listed.sha1 == self.sha1
-        return found and (listed.nbytes == self.nbytes)
+        same_hash = listed.sha256 == self.sha256 if listed.sha256 else listed.sha1 == self.sha1
+        return same_hash and (listed.nbytes == self.nbytes)
 
 
 def content_of(path: Path) -> Content:
@@ -107,13 +201,13 @@ class HubRepository:
         from huggingface_hub import errors
 
         try:
-            found = self._call("the commit of the branch", self._info)
+            commit = self._call("the commit of the branch", self._info)
         except PushFailed as error:
             cause = error.__cause__
             if isinstance(cause, (errors.RepositoryNotFoundError, errors.RevisionNotFoundError)) and _status(cause) == 404:
                 return None
             raise
-        return found
+        return commit
 
     def _info(self) -> str:
         info = self.api.model_info(self.address.repo, revision=self.address.branch, timeout=60)
@@ -153,9 +247,9 @@ class HubRepository:
         def listed() -> dict[str, Content]:
             tree = self.api.list_repo_tree(self.address.repo, recursive=True, revision=commit)
             return {
-                each.path: Content(each.size, each.blob_id, each.lfs.sha256 if each.lfs else "")
-                for each in tree
-                if isinstance(each, RepoFile)
+                entry.path: Content(entry.size, entry.blob_id, entry.lfs.sha256 if entry.lfs else "")
+                for entry in tree
+                if isinstance(entry, RepoFile)
             }
 
         return self._call("listing the files", listed)
@@ -205,19 +299,19 @@ class HubRepository:
         """The uploaded files that the Hub no longer has: it may remove files that no commit has."""
         from huggingface_hub.lfs import UploadInfo, post_lfs_batch_info
 
-        wanted = {each.sha256: name for name, each in files.items()}
+        names = {content.sha256: name for name, content in files.items()}
         infos = [UploadInfo(size=c.nbytes, sample=b"", sha256=bytes.fromhex(c.sha256)) for c in files.values()]
 
         def ask(batch: list[UploadInfo]) -> list[str]:
             actions, problems, _ = post_lfs_batch_info(
                 batch, None, "model", self.address.repo, self.address.branch, self.api.endpoint
             )
-            return [wanted[each["oid"]] for each in (*actions, *problems) if each.get("actions") or "error" in each]
+            return [names[reply["oid"]] for reply in (*actions, *problems) if reply.get("actions") or "error" in reply]
 
-        found: list[str] = []
+        missing: list[str] = []
         for start in range(0, len(infos), _BATCH):
-            found += self._call("asking for the uploaded files", partial(ask, infos[start : start + _BATCH]))
-        return found
+            missing += self._call("asking for the uploaded files", partial(ask, infos[start : start + _BATCH]))
+        return missing
 
     def commit(
         self,
@@ -256,8 +350,8 @@ class HubRepository:
     def since(self, parent: str, is_ours: Callable[[str], bool]) -> str:
         """The commit of ours among the last ones of the branch after `parent`; "" if there is none."""
         repo, branch = self.address.repo, self.address.branch
-        found = self._call("listing the commits", lambda: self.api.list_repo_commits(repo, revision=branch))
-        later = takewhile(lambda oid: oid != parent, (each.commit_id for each in found))
+        commits = self._call("listing the commits", lambda: self.api.list_repo_commits(repo, revision=branch))
+        later = takewhile(lambda oid: oid != parent, (commit.commit_id for commit in commits))
         return next(filter(is_ours, islice(later, _MOST_COMMITS)), "")
 
     # requests
@@ -321,7 +415,7 @@ def no_bars() -> Iterator[None]:
 
 def _status(error: BaseException) -> int:
     """The status with which the Hub, or the place of the bytes, refused; 0 without an answer."""
-    return next((answer.status_code for each in causes(error) if (answer := getattr(each, "response", None)) is not None), 0)
+    return next((answer.status_code for cause in causes(error) if (answer := getattr(cause, "response", None)) is not None), 0)
 
 
 def _is_transient(error: BaseException) -> bool:
@@ -330,7 +424,7 @@ def _is_transient(error: BaseException) -> bool:
         return False
     from huggingface_hub import constants
 
-    answer = next((found for each in causes(error) if (found := getattr(each, "response", None)) is not None), None)
+    answer = next((response for cause in causes(error) if (response := getattr(cause, "response", None)) is not None), None)
     if answer is None:
         return lasting(error) is None and not isinstance(error, LookupError)  # of an answer that is not as expected
     elsewhere = urlsplit(str(answer.url)).netloc != urlsplit(constants.ENDPOINT).netloc
@@ -347,5 +441,5 @@ def _failed(error: BaseException, where: str, doing: str) -> PushFailed:
         stays = lasting(error, "HF_ENDPOINT")
         what = f"the Hub cannot be reached: {stays.what}" if stays else "the Hub does not answer, or not as expected"
         fix = stays.fix if stays else f"check the network and HF_ENDPOINT, and {_AGAIN}"
-    details = tuple(dict.fromkeys(f"{type(each).__name__}: {first_line(each)}" for each in causes(error)))[:3]
+    details = tuple(dict.fromkeys(f"{type(cause).__name__}: {first_line(cause)}" for cause in causes(error)))[:3]
     return PushFailed(f"{what} ({doing})", where=where, details=details, fix=fix)

@@ -24,7 +24,7 @@ from weightsmith._base.errors import ParameterError, first_line
 from weightsmith._base.installation import install
 from weightsmith._base.options import named
 from weightsmith._base.redaction import know
-from weightsmith._execution.distributed.work import Answer, Lost, Order, Share, do
+from weightsmith._execution.cluster import Answer, Lost, Order, Share, do
 from weightsmith._execution.options import RunOptions
 from weightsmith._methods.jobs.requires import named_device
 
@@ -37,7 +37,7 @@ NODES_SECONDS = 2.0
 
 
 class RayWorkers:
-    """See `distributed.work.Workers`. A worker has `--threads` processors, by default all of the smallest machine."""
+    """Workers on the machines of a Ray cluster. Each has `--threads` processors, by default all of the smallest machine."""
 
     def __init__(self, ray: Any, options: RunOptions) -> None:
         """Use `RayWorkers.connect`."""
@@ -84,12 +84,12 @@ class RayWorkers:
                     workers.stop(share)
 
     def begin(self, order: Order) -> None:
-        """See `Workers`. A machine gets the order from the first one that has it."""
+        """Put the order into the cluster. A machine gets it from the first one that has it."""
         self.slots()
         self._order = self._ray.put(replace(order, options=replace(order.options, threads=self._cpus)))
 
     def slots(self) -> int:
-        """See `Workers`. Machines may come and go. Raises ParameterError if no worker fits on any of them."""
+        """Workers that fit on the machines that are there now. Raises ParameterError if none fits on any of them."""
         now = time.monotonic()
         if now - self._asked > NODES_SECONDS:
             alive = [node["Resources"] for node in self._ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) >= 1]
@@ -113,7 +113,7 @@ class RayWorkers:
         return min(self._threads or min(all_cpus), max(all_cpus))
 
     def start(self, share: Share) -> None:
-        """See `Workers`."""
+        """Start a worker on a machine that Ray chooses."""
         resources: dict[str, Any] = {"num_cpus": self._cpus}
         if self._memory_bytes is not None:
             resources["memory"] = self._memory_bytes
@@ -122,18 +122,18 @@ class RayWorkers:
         self._running[share] = self._task.options(**resources).remote(self._order, share)
 
     def answers(self, seconds: float) -> list[tuple[Share, Answer]]:
-        """See `Workers`."""
+        """The answers of the workers that have ended. seconds: to wait for the first of them."""
         if not self._running:
             time.sleep(seconds)
             return []
         shares = {ref: share for share, ref in self._running.items()}
         self._ray.wait(list(shares), num_returns=1, timeout=seconds)
         ended, _ = self._ray.wait(list(shares), num_returns=len(shares), timeout=0)
-        found: list[tuple[Share, Answer]] = []
+        answers: list[tuple[Share, Answer]] = []
         for ref in ended:
             del self._running[shares[ref]]
-            found.append((shares[ref], self._answer(ref)))
-        return found
+            answers.append((shares[ref], self._answer(ref)))
+        return answers
 
     def _answer(self, ref: Any) -> Answer:
         try:
@@ -143,7 +143,7 @@ class RayWorkers:
             return Lost(first_line(error))
 
     def stop(self, share: Share) -> None:
-        """See `Workers`."""
+        """End the worker of a share, if it still runs."""
         if (ref := self._running.pop(share, None)) is not None:
             self._ray.cancel(ref, force=True)
 
@@ -167,11 +167,11 @@ def _join(ray: Any, address: str, stack: ExitStack) -> None:
     constants.ENABLE_RAY_CLUSTER = False
     undo = stack.enter_context(ExitStack())
     undo.callback(setattr, constants, "ENABLE_RAY_CLUSTER", enabled)
-    own = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+    variables = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
     if not {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
-        own["RAY_AUTH_TOKEN"] = _token()
+        variables["RAY_AUTH_TOKEN"] = _token()
         undo.callback(_set, "RAY_AUTH_MODE", None)  # Ray sets it
-    for name, value in own.items():
+    for name, value in variables.items():
         undo.callback(_set, name, os.environ.get(name))
         os.environ[name] = value
     # Its sockets are in it, and their paths are 107 bytes long at most.
