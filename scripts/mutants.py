@@ -71,7 +71,7 @@ BESIDE = {
     "_app/cli/merge.py": ["features/mixture", "execution/test_run.py", "app/cli/test_plan.py"],
     "_app/cli/options.py": ["base/test_options.py", "app/test_quantize_commands.py"],
     "_base/citations.py": ["app/cli/test_methods.py", "execution/test_cards.py"],
-    "_files/containers": ["outputs"],
+    "_files/containers.py": ["outputs", "files/containers"],
     "_activations": [
         "features/quantisation/test_calibration.py",
         "features/quantisation/test_losses.py",
@@ -103,7 +103,7 @@ BESIDE = {
     "_base/options": ["app/cli", "execution/test_run.py"],
     "_base/report": ["base/report", "reports/look", "app/cli/test_look.py"],
     "_planning/planner": ["test_merge.py", "execution/test_stages.py", "app/cli/test_plan.py", "models/structure"],
-    "_planning/planner/account.py": ["app/cli/test_plan.py", "app/cli/test_merge.py"],
+    "_planning/planner/segments.py": ["app/cli/test_plan.py", "app/cli/test_merge.py"],
     "_planning/planner/encode.py": ["planning/planner/test_quantize.py", "app/test_quantize_commands.py"],
     "_planning/planner/reopen.py": ["execution/test_run.py", "test_hostile_input.py", "models/formats/gguf/test_gguf_files.py"],
     "_planning/planner/state_dicts.py": ["execution/test_memory.py"],

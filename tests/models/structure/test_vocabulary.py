@@ -20,7 +20,7 @@ from weightsmith._models.structure import Structure, analyse, resize_config
 from weightsmith._models.structure.configs import MAX_DEPTH, replace_value, sections
 from weightsmith._models.structure.fused import fused_names, fused_parts
 from weightsmith._models.structure.vocabulary import is_embedding, is_head, is_vocabulary, tie_flag, untie
-from weightsmith._planning.planner.config import output_config
+from weightsmith._planning.planner.files import output_config
 
 
 def spec(name: str, *shape: int) -> TensorSpec:

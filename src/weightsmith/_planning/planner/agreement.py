@@ -24,7 +24,7 @@ from weightsmith._models.structure.vocabulary import may_have_tokens
 from weightsmith._models.tokenizers.files import templates_of
 from weightsmith._models.tokenizers.vocabulary import digest_of, read_vocabulary
 from weightsmith._planning.planner.inputs import changed
-from weightsmith._planning.planner.match import Models
+from weightsmith._planning.planner.match import InputModels
 from weightsmith._planning.planner.segments import Segment
 
 _SHOWN = 3  # problems, and models in one line
@@ -33,7 +33,7 @@ Config = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class ComparedModel:
     """What is compared of one model.
 
     label  as the user named it
@@ -47,15 +47,15 @@ class Model:
     files: Sequence[str]
 
 
-def compared(label: str, checkpoint: Checkpoint, structure: Structure) -> Model:
+def compared(label: str, checkpoint: Checkpoint, structure: Structure) -> ComparedModel:
     """What is compared of a checkpoint. text: where config.json describes the main stack of layers, else all of it."""
     config = checkpoint.config or {}
     text = config if structure.main is None else structure.main.section(config)
-    return Model(label, text, checkpoint.folder, checkpoint.files)
+    return ComparedModel(label, text, checkpoint.folder, checkpoint.files)
 
 
 def disagreements(
-    models: Sequence[Model], donor: int, *, tokenizer: int | None = None, template: int | None = None
+    models: Sequence[ComparedModel], donor: int, *, tokenizer: int | None = None, template: int | None = None
 ) -> list[Finding]:
     """One warning for each kind of setting in which a model differs from the donor, whose value the output has.
 
@@ -76,13 +76,13 @@ def disagreements(
     return findings + tokenizer_disagreements(models, tokenizer, template)
 
 
-def tokenizer_disagreements(models: Sequence[Model], tokenizer: int | None, template: int | None) -> list[Finding]:
+def tokenizer_disagreements(models: Sequence[ComparedModel], tokenizer: int | None, template: int | None) -> list[Finding]:
     """The same for tokenizers and chat templates alone."""
     findings = [] if tokenizer is None else _tokenizers(models, tokenizer)
     return findings + ([] if template is None else _templates(models, template))
 
 
-def _by_value(models: Sequence[Model], values: Sequence[Any]) -> tuple[str, ...]:
+def _by_value(models: Sequence[ComparedModel], values: Sequence[Any]) -> tuple[str, ...]:
     """Models and their value, those with the same together."""
     groups: dict[str, list[str]] = {}
     for model, value in zip(models, values, strict=True):
@@ -106,7 +106,7 @@ def _names(labels: Sequence[str]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
+class _ComparedSetting:
     """One kind of setting. read: its value in a config, None where it is not stated."""
 
     name: str
@@ -192,20 +192,20 @@ def _partial(config: Config) -> Any:
 
 
 _KINDS = (
-    _Kind(
+    _ComparedSetting(
         "model type", _stated("model_type"), "merge models of one architecture; mergekit refuses this without --allow-crimes"
     ),
-    _Kind("RoPE theta", _theta),
-    _Kind("RoPE scaling", _scaling),
-    _Kind("the share of a head that RoPE turns", _partial),
-    _Kind("activation", _activation),
-    _Kind("norm epsilon", _stated(*_EPSILONS)),
-    _Kind("number of attention heads", _stated(*_HEADS)),
-    _Kind("number of key-value heads", _kv_heads),
-    _Kind("sliding window", _window),
-    _Kind("softcap of attention logits", _stated("attn_logit_softcapping")),
-    _Kind("softcap of output logits", _stated("final_logit_softcapping")),
-    *(_Kind(key, _stated(key)) for key in _OTHER),
+    _ComparedSetting("RoPE theta", _theta),
+    _ComparedSetting("RoPE scaling", _scaling),
+    _ComparedSetting("the share of a head that RoPE turns", _partial),
+    _ComparedSetting("activation", _activation),
+    _ComparedSetting("norm epsilon", _stated(*_EPSILONS)),
+    _ComparedSetting("number of attention heads", _stated(*_HEADS)),
+    _ComparedSetting("number of key-value heads", _kv_heads),
+    _ComparedSetting("sliding window", _window),
+    _ComparedSetting("softcap of attention logits", _stated("attn_logit_softcapping")),
+    _ComparedSetting("softcap of output logits", _stated("final_logit_softcapping")),
+    *(_ComparedSetting(key, _stated(key)) for key in _OTHER),
 )
 
 
@@ -229,14 +229,14 @@ _WITHOUT_TOKENS = frozenset({"tokenizer_config.json", "special_tokens_map.json"}
 """Files of a tokenizer in which models differ whose tokens are the same: chat templates are there."""
 
 
-def _digest_of(model: Model) -> str:
+def _digest_of(model: ComparedModel) -> str:
     """Equal for models with equal files of tokens; "" if they cannot be read."""
     with contextlib.suppress(WeightsmithError, OSError):
         return digest_of(model.folder, [name for name in model.files if name not in _WITHOUT_TOKENS])
     return ""
 
 
-def _tokens(model: Model) -> Mapping[int, str]:
+def _tokens(model: ComparedModel) -> Mapping[int, str]:
     """Token by id; {} if unknown."""
     with contextlib.suppress(WeightsmithError, OSError):
         tokenizer = read_vocabulary(model.label, model.folder, model.files)
@@ -244,7 +244,7 @@ def _tokens(model: Model) -> Mapping[int, str]:
     return {}
 
 
-def _tokenizers(models: Sequence[Model], donor: int) -> list[Finding]:
+def _tokenizers(models: Sequence[ComparedModel], donor: int) -> list[Finding]:
     """A warning if an id means different tokens in two models. Ids that one of them does not use do not count."""
     digests = [_digest_of(model) for model in models]
     others = [model for model, digest in zip(models, digests, strict=True) if digest != digests[donor]]
@@ -263,7 +263,7 @@ def _tokenizers(models: Sequence[Model], donor: int) -> list[Finding]:
     return [Finding(what, "tokenizer.json", tuple(details), "match rows by token with tokenizer_source: base, or union")]
 
 
-def _templates(models: Sequence[Model], donor: int) -> list[Finding]:
+def _templates(models: Sequence[ComparedModel], donor: int) -> list[Finding]:
     """A warning if chat templates differ. A model without one does not count. donor: whose template the output has."""
     templates = [_template(model) for model in models]
     stated = {template for template in templates if template}
@@ -279,7 +279,7 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:8]
 
 
-def _template(model: Model) -> str:
+def _template(model: ComparedModel) -> str:
     """The chat template as text, "" when there is none."""
     template = templates_of(model.folder, model.files)
     return template if isinstance(template, str) else json.dumps(template, sort_keys=True)
@@ -296,7 +296,7 @@ _DIMENSIONS = (
 
 
 def of_different_architectures(
-    problems: Sequence[WeightsmithError], models: Sequence[Model], donor: int, where: str
+    problems: Sequence[WeightsmithError], models: Sequence[ComparedModel], donor: int, where: str
 ) -> list[WeightsmithError]:
     """The problems; if the models' architectures differ, those of their tensors and layers are one.
 
@@ -319,7 +319,7 @@ def of_different_architectures(
     return list(problems)
 
 
-def _compared(a: Model, b: Model) -> tuple[str, str] | None:
+def _compared(a: ComparedModel, b: ComparedModel) -> tuple[str, str] | None:
     """Both architectures in words, with the first dimension that differs; None when they are the same."""
     types = [model.text.get("model_type") for model in (a, b)]
     names = [show(kind).strip("'") if isinstance(kind, str) else "of unknown type" for kind in types]
@@ -347,7 +347,7 @@ def of_vocabularies(problem: WeightsmithError) -> bool:
 class Mismatches:
     """Collects missing tensors and unequal shapes."""
 
-    def __init__(self, models: Models, method: str) -> None:
+    def __init__(self, models: InputModels, method: str) -> None:
         self.labels, self.specs, self.method = models.labels, models.specs, method
         self._found: dict[object, tuple[MismatchError, int]] = {}
 

@@ -20,11 +20,11 @@ from weightsmith._methods.base import Method
 from weightsmith._models.checkpoint import Checkpoint, open_checkpoint
 from weightsmith._planning import recipe as recipes
 from weightsmith._planning.options import RecipeOptions
-from weightsmith._planning.planner.companions import held_files, joined
+from weightsmith._planning.planner.files import held_files, joined
 from weightsmith._planning.planner.inputs import missing_models, open_models
 from weightsmith._planning.planner.merges import (
     Matched,
-    Opened,
+    OpenedModels,
     Opening,
     Request,
     assemble_matched,
@@ -164,7 +164,7 @@ class Bound(Closing):
     """A recipe whose models are opened and matched."""
 
     request: Request
-    opened: Opened
+    opened: OpenedModels
     matched: Matched
     stages: _Stages
     find_method: Callable[[str], Method]

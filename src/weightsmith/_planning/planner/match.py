@@ -132,7 +132,7 @@ class ModelNames:
 
 
 @dataclass(frozen=True, slots=True)
-class Models:
+class InputModels:
     """The input models, by index. base: index of the base, if there is one. tokenizes: the donor has a tokenizer."""
 
     labels: Sequence[str]

@@ -1,7 +1,7 @@
 """A recipe of one merge, step by step: what it asks for, its models opened, their tensors matched, the draft of its output.
 
 Each step sees as far as it can, and passes on the problems and warnings that it finds: the recipe alone (`Request`), the models
-alone (`Opened`), which tensors of which models belong together (`Matched`), and then layers, tensors and config.json.
+alone (`OpenedModels`), which tensors of which models belong together (`Matched`), and then layers, tensors and config.json.
 Only the first and the last depend on the values of parameters.
 """
 
@@ -28,11 +28,22 @@ from weightsmith._models.structure import Structure
 from weightsmith._models.structure.resize import LAYERS_UNSPECIFIED
 from weightsmith._models.tokenizers.vocabulary import FILES
 from weightsmith._planning.options import RecipeOptions
-from weightsmith._planning.planner.account import Account
-from weightsmith._planning.planner.agreement import Model, compared, disagreements, of_different_architectures, of_vocabularies
-from weightsmith._planning.planner.companions import carried, foreign, foreign_findings, held_files, lacking, without_foreign
-from weightsmith._planning.planner.config import DTypes, output_config
-from weightsmith._planning.planner.decide import decide, factor_problems
+from weightsmith._planning.planner.agreement import (
+    ComparedModel,
+    compared,
+    disagreements,
+    of_different_architectures,
+    of_vocabularies,
+)
+from weightsmith._planning.planner.files import (
+    carried,
+    foreign,
+    foreign_findings,
+    held_files,
+    lacking,
+    output_config,
+    without_foreign,
+)
 from weightsmith._planning.planner.inputs import (
     analyse_all,
     at,
@@ -44,15 +55,15 @@ from weightsmith._planning.planner.inputs import (
     open_models,
 )
 from weightsmith._planning.planner.loading import Question, question_of
-from weightsmith._planning.planner.match import ModelNames, Models
-from weightsmith._planning.planner.outputs import Outputs, takes_head
+from weightsmith._planning.planner.match import InputModels, ModelNames
+from weightsmith._planning.planner.outputs import StepMaker, takes_head
 from weightsmith._planning.planner.parameters import Audit, Resolver
 from weightsmith._planning.planner.prepared import Prepared, code_files, model_input
-from weightsmith._planning.planner.segments import Placement, Placer, Region, SegmentMaker
-from weightsmith._planning.planner.statistics import Measured, measure
+from weightsmith._planning.planner.segments import Account, Placement, Placer, Region, SegmentMaker
+from weightsmith._planning.planner.steps import DTypes, MeasuredSteps, factor_problems, with_needs, with_statistics
 from weightsmith._planning.planner.vocabulary import Aligned, VocabularyPlanner, lost_tokens
 from weightsmith._planning.recipe import ModelRef, Recipe
-from weightsmith._plans import PlanDraft, Provenance, Step
+from weightsmith._plans import PlanDraft, Product, Provenance, Settings, Step
 from weightsmith._version import __version__
 
 Opening = Callable[
@@ -177,7 +188,7 @@ def read_request(
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class OpenedModels:
     """The models of a recipe.
 
     checkpoints  None for one that cannot be used
@@ -199,7 +210,7 @@ class Opened:
 
 def open_request(
     request: Request, stack: ExitStack, results: Mapping[str, Checkpoint | None], opening: Opening = open_models
-) -> Opened:
+) -> OpenedModels:
     """The models, opened; `stack` closes them. results: of other recipes, see `open_models`.
 
     Raises PlanError if nothing more can be said, without a donor.
@@ -214,7 +225,7 @@ def open_request(
         donor, findings = choose_classifier(specs, donor, request.labels)
     if structures[donor] is None:
         raise request.refusal([*request.problems, *problems])
-    return Opened(opened, structures, donor, tuple(problems), tuple(findings))
+    return OpenedModels(opened, structures, donor, tuple(problems), tuple(findings))
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,11 +244,11 @@ class Matched:
     names: Sequence[ModelNames | None]
     problems: tuple[WeightsmithError, ...] = ()
     warnings: tuple[Finding, ...] = ()
-    alike: Sequence[Model] = ()
+    alike: Sequence[ComparedModel] = ()
     differences: Callable[[], Sequence[Finding]] = tuple
 
 
-def match(request: Request, opened: Opened, stack: ExitStack) -> Matched:
+def match(request: Request, opened: OpenedModels, stack: ExitStack) -> Matched:
     """Match the models' tensors by name, and their vocabularies. stack: closes what is opened for that."""
     if None in opened.checkpoints:
         specs: Sequence[Mapping[str, TensorSpec]] = [{} if c is None else c.specs for c in opened.checkpoints]
@@ -280,7 +291,7 @@ def _in_model_order(steps: Sequence[Step], stored: Mapping[str, TensorSpec]) -> 
     return sorted(steps, key=lambda step: natural_key(step.out.name))
 
 
-def assemble_matched(request: Request, opened: Opened, matched: Matched) -> Prepared:
+def assemble_matched(request: Request, opened: OpenedModels, matched: Matched) -> Prepared:
     """The draft of the output. Raises PlanError with all problems of the recipe, the models and their tensors."""
     return _Assembler(request, opened, matched).assemble()
 
@@ -288,7 +299,7 @@ def assemble_matched(request: Request, opened: Opened, matched: Matched) -> Prep
 class _Assembler:
     """Collects problems and warnings of the output, and its parts."""
 
-    def __init__(self, request: Request, opened: Opened, matched: Matched) -> None:
+    def __init__(self, request: Request, opened: OpenedModels, matched: Matched) -> None:
         self.request, self.opened, self.matched = request, opened, matched
         self.recipe, self.labels, self.inputs = request.recipe, request.labels, opened.inputs
         shape = opened.structures[opened.donor]
@@ -311,10 +322,9 @@ class _Assembler:
         resolver = Resolver(method, self.labels, request.audit.wrong)
         base = None if self.recipe.base_model is None else request.models[self.recipe.base_model]
         configs, structures = [c.config for c in self.inputs], [n.structure for n in names]
-        models = Models(
-            self.labels, self.matched.specs, configs, structures, names, opened.donor, base, bool({*FILES} & {*donor.files})
-        )
-        outputs = Outputs(models, method, resolver, account, dtypes)
+        tokenizes = not {*FILES}.isdisjoint(donor.files)
+        models = InputModels(self.labels, self.matched.specs, configs, structures, names, opened.donor, base, tokenizes)
+        outputs = StepMaker(models, method, resolver, account, dtypes)
         outputs.make(placements)
         problems, idle = resolver.finish()
         self._add_mismatches(outputs)
@@ -328,7 +338,7 @@ class _Assembler:
             ordered, tables, dropped = aligned.place(ordered, outputs.counterpart, dropped)
         except PlanError as error:
             raise request.refusal([*self.problems, *error.problems]) from error
-        steps, products = decide(ordered, resolver.settings, method)
+        steps, products = with_needs(ordered, resolver.settings, method)
         self.problems += factor_problems(steps, self.labels[opened.donor], _ONE_MODEL)
         measured = self._measured(method, steps, resolver)
         config = self._config(donor, outputs, steps)
@@ -341,54 +351,66 @@ class _Assembler:
         self.warnings += [*self._untouched(placements, self.labels[opened.donor]), *outputs.warnings]
         self.warnings += [*account.findings(), *dtypes.findings(), *idle]
         self.warnings += left_out_findings(donor.left_out, self.labels[opened.donor])
-        draft = PlanDraft(
-            provenance=made_by(method),
-            models=[replace(model_input(c), ref=label) for label, c in zip(self.labels, self.inputs, strict=True)],
-            steps=measured.steps,
-            settings=list(resolver.settings),
-            products=[*products, *measured.products],
-            tables=list(tables),
-            dropped=[*dropped, *foreign(self.inputs, donor)],
-            config=config,
-            donor=opened.donor,
-            carried=list(carried(donor.files, aligned.files, aligned.removed)),
-            files=dict(aligned.files),
-            vocabulary=aligned.summary,
-            naming=donor.naming,
-            max_shard_bytes=request.options.shard_bytes,
-            seed=request.options.seed,
-            warnings=self.warnings,
-            recipe=self.recipe.text,
-        )
-        draft.lacking = lacking(zip(self.labels, (c.files for c in self.inputs), strict=True), held_files(draft, donor.folder))
+        draft = self._draft(method, aligned, [*products, *measured.products], config, resolver.settings)
+        draft.steps, draft.tables = measured.steps, list(tables)
+        draft.dropped = [*dropped, *foreign(self.inputs, donor)]
         named = [*code_files(draft), *aligned.named, *measured.files]
         loading = self._loading(draft, donor, outputs)
         return Prepared(draft, self.inputs, self.shape, outputs.origins, resolver, named, loading=loading)
 
-    def _measured(self, method: Method, steps: Sequence[Step], resolver: Resolver) -> Measured:
+    def _draft(
+        self,
+        method: Method,
+        aligned: Aligned,
+        products: list[Product],
+        config: dict[str, Any] | None,
+        settings: Sequence[Settings],
+    ) -> PlanDraft:
+        """The draft without its steps."""
+        options, donor = self.request.options, self.inputs[self.opened.donor]
+        draft = PlanDraft(
+            provenance=made_by(method),
+            models=[replace(model_input(c), ref=label) for label, c in zip(self.labels, self.inputs, strict=True)],
+            settings=list(settings),
+            products=products,
+            config=config,
+            donor=self.opened.donor,
+            carried=list(carried(donor.files, aligned.files, aligned.removed)),
+            files=dict(aligned.files),
+            vocabulary=aligned.summary,
+            naming=donor.naming,
+            max_shard_bytes=options.shard_bytes,
+            seed=options.seed,
+            warnings=self.warnings,
+            recipe=self.recipe.text,
+        )
+        draft.lacking = lacking(zip(self.labels, (c.files for c in self.inputs), strict=True), held_files(draft, donor.folder))
+        return draft
+
+    def _measured(self, method: Method, steps: Sequence[Step], resolver: Resolver) -> MeasuredSteps:
         """The steps with what the method knows of the models from a text."""
         request = self.request
-        measured = measure(
+        measured = with_statistics(
             method, self.recipe, request.models, self.inputs, self.labels, steps, resolver.settings, request.options.seed
         )
         self.problems += measured.problems
         self.warnings += measured.findings
         return measured
 
-    def _add_mismatches(self, outputs: Outputs) -> None:
+    def _add_mismatches(self, outputs: StepMaker) -> None:
         """The problems of the tensors, without those that follow from vocabularies that could not be aligned."""
         unaligned, where = bool(self.matched.problems), self.recipe.at(self.request.layers_key)
         problems = [p for p in outputs.problems if not (unaligned and of_vocabularies(p))]
         self.problems += of_different_architectures(problems, self.matched.alike, self.opened.donor, where)
 
-    def _loading(self, draft: PlanDraft, donor: Checkpoint, outputs: Outputs) -> Question | None:
+    def _loading(self, draft: PlanDraft, donor: Checkpoint, outputs: StepMaker) -> Question | None:
         """What transformers is to be asked, if the output has other layers than the donor."""
         if not outputs.layers or not self.request.options.check_loading:
             return None
         where, specs = self.recipe.at(self.request.layers_key), donor.specs.values()
         return question_of(draft, donor.config, specs, self.shape, donor.ref, where=where, layers=outputs.layers)
 
-    def _config(self, donor: Checkpoint, outputs: Outputs, steps: Sequence[Step]) -> dict[str, Any] | None:
+    def _config(self, donor: Checkpoint, outputs: StepMaker, steps: Sequence[Step]) -> dict[str, Any] | None:
         """config.json of the output; None when the donor has none."""
         if donor.config is None:
             alone = any(donor.ref.endswith(name) for name in donor.weights)

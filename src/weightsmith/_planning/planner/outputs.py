@@ -13,14 +13,13 @@ from weightsmith._methods.base import Method
 from weightsmith._models.structure import vocabulary
 from weightsmith._models.structure.fused import fused_parts, role_of
 from weightsmith._models.structure.vocabulary import is_other_head, is_task_head
-from weightsmith._planning.planner.account import UNREAD, Account
 from weightsmith._planning.planner.agreement import Mismatches
-from weightsmith._planning.planner.config import NEVER_USED, Counterparts, DTypes, is_unused
-from weightsmith._planning.planner.decide import operation, split_fused
+from weightsmith._planning.planner.files import NEVER_USED, Counterparts, is_unused
 from weightsmith._planning.planner.inputs import at
-from weightsmith._planning.planner.match import Models, home_module, is_buffer
+from weightsmith._planning.planner.match import InputModels, home_module, is_buffer
 from weightsmith._planning.planner.parameters import Resolver
-from weightsmith._planning.planner.segments import Placement, Segment, SegmentInput
+from weightsmith._planning.planner.segments import UNREAD, Account, Placement, Segment, SegmentInput
+from weightsmith._planning.planner.steps import DTypes, operation, split_fused
 from weightsmith._plans import CAST, COPY, Read, Settings, Step
 
 Specs = Mapping[str, TensorSpec]
@@ -39,7 +38,7 @@ def takes_head(method: Method, specs: Sequence[Specs], base: int | None) -> bool
     return any(classifies) and not classifies[base]
 
 
-class Outputs:
+class StepMaker:
     """Makes the steps, module by module.
 
     steps    in the order made
@@ -48,7 +47,7 @@ class Outputs:
     untie    the output has a head of its own, though the donor ties it to the embedding
     """
 
-    def __init__(self, models: Models, method: Method, resolver: Resolver, account: Account, dtypes: DTypes) -> None:
+    def __init__(self, models: InputModels, method: Method, resolver: Resolver, account: Account, dtypes: DTypes) -> None:
         self.models = models
         self.method = method
         self.resolver = resolver

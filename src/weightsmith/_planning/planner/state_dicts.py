@@ -21,16 +21,15 @@ from weightsmith._base.errors import (
     nearest,
 )
 from weightsmith._base.tensors import DType, TensorSpec
-from weightsmith._files.views import View, view_of
+from weightsmith._files.arrays import View, view_of
 from weightsmith._methods.base import Method, Parameter
 from weightsmith._models.structure import analyse
 from weightsmith._models.structure.fused import fused_parts, role_of
 from weightsmith._planning.options import output_dtype
-from weightsmith._planning.planner.config import DTypes
-from weightsmith._planning.planner.decide import decide, factor_problems, operation, split_fused
 from weightsmith._planning.planner.merges import made_by
 from weightsmith._planning.planner.parameters import coerce, taking_part, without
 from weightsmith._planning.planner.segments import wanted_models
+from weightsmith._planning.planner.steps import DTypes, factor_problems, operation, split_fused, with_needs
 from weightsmith._plans import COPY, ModelInput, Plan, PlanDraft, Read, Settings, Step, Value
 
 StateDict = Mapping[str, Any]
@@ -238,7 +237,7 @@ class _Call:
                 steps.append(self._copied(name, tensors, findings))
         draft = PlanDraft(made_by(self.method), [ModelInput(label, "", "") for label in self.labels], seed=seed)
         draft.settings = [settings, *(without(settings, places) for places in list(taken)[1:])]
-        draft.steps, products = decide(steps, draft.settings, self.method)
+        draft.steps, products = with_needs(steps, draft.settings, self.method)
         fix = "merge the products B @ A, or the adapters' files with weightsmith.merge"
         if problems := factor_problems(draft.steps, self.label, fix):
             raise PlanError(problems)

@@ -56,7 +56,7 @@ from weightsmith._models.tokenizers.files import (
 )
 from weightsmith._models.tokenizers.matching import Rows, is_marker, left_out, roles_of
 from weightsmith._models.tokenizers.vocabulary import MAX_FILE_BYTES, contents_of, digest_of
-from weightsmith._planning.planner.companions import CHOOSE_TOKENIZER, GENERATION, Companions, own_code
+from weightsmith._planning.planner.files import CHOOSE_TOKENIZER, GENERATION, Companions, own_code
 from weightsmith._planning.planner.inputs import at, changed, find_model
 from weightsmith._planning.recipe import ModelRef, Recipe, Tokenizer, TokenRule
 from weightsmith._plans import Block, Dropped, Gather, Read, Step, Table
@@ -352,17 +352,8 @@ class VocabularyPlanner:
             if vocab is None
         ]
         others = [vocab for vocab in dict.fromkeys(read) if vocab is not None and vocab is not source]
-        new = dict(missing_tokens(source, others, asked.where)) if asked.source == "union" else {}
-        for rule in asked.rules:
-            if rule.token not in source.ids:
-                new.setdefault(rule.token, {"content": rule.token, "special": False})
-        place = self.places[k] if k >= 0 else self.outside
         self.source = k
-        united, converted = United(source, ()), None
-        if new:
-            files = contents_of(place.folder, place.files)
-            converted = None if "tokenizer.json" in files else convert(source, files)
-            united = extend(source, new, files["tokenizer.json"] if converted is None else converted.data)
+        united, converted = self._extended(asked, source, others)
         out = self.output = united.vocabulary
         rows = self.counts[k] if k >= 0 else asked.rows or max(out.ids.values()) + 1
         rows = max([rows, *(out.ids[token] + 1 for token in united.new)])
@@ -375,6 +366,25 @@ class VocabularyPlanner:
         assert aligned.summary is not None
         aligned.summary["new"] = list(united.new)
         aligned.summary["left_out"] = {label: n for label, n in left_out(out, others).items() if n}
+        self._warn_of_splits(asked, source, united, vocabularies, aligned)
+
+    def _extended(self, asked: Tokenizer, source: Vocabulary, others: Sequence[Vocabulary]) -> tuple[United, Converted | None]:
+        """The tokenizer with the tokens that the recipe adds; and what its tokenizer.json is made of, if it has none."""
+        new = dict(missing_tokens(source, others, asked.where)) if asked.source == "union" else {}
+        for rule in asked.rules:
+            if rule.token not in source.ids:
+                new.setdefault(rule.token, {"content": rule.token, "special": False})
+        if not new:
+            return United(source, ()), None
+        place = self._source_place
+        files = contents_of(place.folder, place.files)
+        converted = None if "tokenizer.json" in files else convert(source, files)
+        return extend(source, new, files["tokenizer.json"] if converted is None else converted.data), converted
+
+    def _warn_of_splits(
+        self, asked: Tokenizer, source: Vocabulary, united: United, vocabularies: Sequence[Vocabulary], aligned: Aligned
+    ) -> None:
+        """Warn of text that the output splits otherwise than a model was trained on."""
         chosen = {rule.token for rule in asked.rules}
         if plain := [token for token in united.new if token not in chosen and not is_marker(token)]:
             what = "text is split at added tokens of other models that are ordinary text: " + ", ".join(map(show, plain[:6]))
@@ -386,6 +396,11 @@ class VocabularyPlanner:
             what = "the tokenizers are of different families: rows are matched by the bytes of their tokens"
             details = tuple(f"{label}: {vocab.family}" for label, vocab in zip(self.labels, vocabularies, strict=True))
             aligned.findings.append(Finding(what, asked.where, details, "test the result: text is split differently by each"))
+
+    @property
+    def _source_place(self) -> _Place:
+        """Where the files of the output's tokenizer are."""
+        return self.places[self.source] if self.source >= 0 else self.outside
 
     def _is_shared(self, asked: Tokenizer) -> bool:
         """All models have the donor's tokenizer and rows, and the recipe asks for no other: then nothing is parsed."""
@@ -481,7 +496,7 @@ class VocabularyPlanner:
 
     def _write(self, aligned: Aligned, k: int, source: Vocabulary, united: United, converted: Converted | None) -> None:
         """The files of the tokenizer."""
-        place = self.places[k] if k >= 0 else self.outside
+        place = self._source_place
         if k != self.donor:
             aligned.removed = frozenset(name for name in self.places[self.donor].files if is_tokenizer(name))
             names = [name for name in place.files if is_tokenizer(name)]

@@ -23,9 +23,9 @@ from weightsmith._models.structure.model import place_of as place_of
 from weightsmith._models.structure.vocabulary import is_vocabulary
 from weightsmith._models.tokenizers.files import settings_of, template_of
 from weightsmith._models.tokenizers.vocabulary import Vocabulary, read_vocabulary
-from weightsmith._planning.planner.decide import split_fused
 from weightsmith._planning.planner.inputs import analyse_all, open_models
 from weightsmith._planning.planner.match import ModelNames
+from weightsmith._planning.planner.steps import split_fused
 from weightsmith._planning.recipe import ModelRef
 from weightsmith._planning.recipe.references import parse_reference
 from weightsmith._plans import COPY, Block, Read, Step
