@@ -8,8 +8,8 @@
 
 Most cases are of SmolLM2-135M-Instruct. `demo` has the fine-tunes of the demo. The others are made from them by arithmetic, or
 trained here on the `train` texts of testbed.py, without all paragraphs that have something of the texts of examples/testbed.
-Statistics and choices read examples/testbed/tune; judged are all rows of 384 tokens of examples/testbed/eval. Spanish and
-Polish have texts of their own, and Gemma those of testbed.py. Needs Debian 12 with apt, as testbed.py does.
+Statistics and choices read examples/testbed/tune; judged are all rows of 384 tokens of examples/testbed/eval. Gemma has the
+texts of testbed.py. Needs Debian 12 with apt, as testbed.py does.
 
 Measurements are kept in measured/auto.json: of each case, for each merge, the mean cross entropy of each row of each text.
 """
@@ -45,8 +45,6 @@ from weightsmith._reports.judge import Judge  # noqa: E402
 
 MEASURED = HERE / "measured" / "auto.json"
 TEXTS = EXAMPLES / "testbed"
-MORE_PACKAGES = {"es": "manpages-es=4.18.1-1", "pl": "manpages-pl=1:4.18.1-1"}
-MORE_FOLDERS = {"es": "usr/share/man/es", "pl": "usr/share/man/pl"}
 ROW_TOKENS, ROWS = 256, 2
 SHORT_STEPS, STEPS = 24, 40
 LORA_RATE, FULL_RATE, WARMUP_STEPS = 1e-3, 5e-5, 5
@@ -139,41 +137,18 @@ def _save_noise(base: Path, tuned: Path, out: Path) -> None:
 def trained(work: Path, name: str, *, steps: int = STEPS, full: bool = False, chat: bool = False) -> Path:
     """A fine-tune of the demo's base on the text of one kind."""
     base = demo(work)[BASE]
-    kind = "full" if full else "chat" if chat else "short" if steps == SHORT_STEPS else "lora"
+    kind = "full" if full else "chat" if chat else "short"
     folder = _made(work / "auto" / kind)
     return build_once(folder / name, lambda out: _train(base, _training_text(work, name), out, steps, full=full, chat=chat))
 
 
 def _training_text(work: Path, name: str) -> str:
-    if name in MORE_PACKAGES:
-        return (more_texts(work) / "train" / f"{name}.txt").read_text(encoding="utf-8")
     texts = build_once(_made(work / "gemma") / "texts", partial(testbed._save_texts, work / "gemma"))
     reserved = set[int]()
     for file in sorted(TEXTS.glob("[te][uv]*/*.txt")):
         reserved |= testbed._contents(file.read_text(encoding="utf-8"))
     paragraphs = (texts / "train" / f"{name}.txt").read_text(encoding="utf-8").split("\n\n")
     return "\n\n".join(p for p in paragraphs if reserved.isdisjoint(testbed._contents(p)))
-
-
-def more_texts(work: Path) -> Path:
-    """Texts of languages that examples/testbed lacks, beside its own: folders `train`, `tune` and `eval`."""
-    return build_once(_made(work / "auto") / "texts", partial(_save_more_texts, work))
-
-
-def _save_more_texts(work: Path, out: Path) -> None:
-    testbed.PACKAGES |= MORE_PACKAGES
-    testbed.FOLDERS |= MORE_FOLDERS
-    pages = {name: dict(testbed._pages(name, work / "gemma")) for name in MORE_PACKAGES}
-    earlier = set[int]()
-    for split in testbed.SPLITS:
-        _made(out / split)
-        for name in MORE_PACKAGES:
-            text = testbed._split(pages[name], split, earlier)
-            (out / split / f"{name}.txt").write_text(text, encoding="utf-8")
-            earlier |= testbed._contents(text)
-        if split != "train":
-            for file in (TEXTS / split).glob("??.txt"):
-                shutil.copy(file, out / split / file.name)
 
 
 def _train(base: Path, text: str, out: Path, steps: int, *, full: bool, chat: bool) -> None:
@@ -267,11 +242,9 @@ CASES = {
         THREE,
     ),
     "five": Case(
-        "the demo's, and Spanish and Polish, 40 steps",
-        lambda work: demo(work) | {name: trained(work, name) for name in MORE_PACKAGES},
-        THREE | {name: name for name in MORE_PACKAGES},
-        ("fr", "de", "py", "es", "pl", "en"),
-        more_texts,
+        "the demo's, and a short `fr` and `py`",
+        lambda work: demo(work) | {"fr2": SHORT["fr"](work), "py2": SHORT["py"](work)},
+        THREE | {"fr2": "fr", "py2": "py"},
     ),
     "gemma": Case("Gemma 3 270M, 40 steps", _gemma, THREE, texts=lambda work: work / "gemma" / "texts", rows=6),
 }
