@@ -71,7 +71,7 @@ BESIDE = {
     "_app/cli/merge.py": ["features/mixture", "execution/test_run.py", "app/cli/test_plan.py"],
     "_app/cli/options.py": ["base/test_options.py", "app/test_quantize_commands.py"],
     "_base/citations.py": ["app/cli/test_methods.py", "execution/test_cards.py"],
-    "_files/containers": ["outputs"],
+    "_files/containers.py": ["outputs", "files/containers"],
     "_activations": [
         "features/quantisation/test_calibration.py",
         "features/quantisation/test_losses.py",

@@ -16,7 +16,7 @@ from weightsmith._base.tensors import DTYPES, DType, TensorSpec
 from weightsmith._engine.local import DiscardedOutput, run
 from weightsmith._engine.resources import Resources, Workload
 from weightsmith._engine.tiles import TILE_BYTES
-from weightsmith._files.containers.safetensors import make_layout
+from weightsmith._files.containers import make_layout
 from weightsmith._models.checkpoint import open_checkpoint
 from weightsmith._models.structure.projections import SubMatrix
 from weightsmith._planning.planner.steps import split_fused, with_needs

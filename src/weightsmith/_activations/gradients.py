@@ -132,7 +132,7 @@ def _of_layer(context: ProductContext, work: GradientWork) -> Arrays:
 
     from weightsmith._activations.running import layer_rows
     from weightsmith._activations.sums import Outputs
-    from weightsmith._files.mapped import release_pages
+    from weightsmith._files.arrays import release_pages
 
     leaving = context.arrays(work.gradients)[0]
     gradients, norms, squares = context.create()

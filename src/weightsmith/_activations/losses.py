@@ -92,7 +92,7 @@ def _compute(context: ProductContext) -> Arrays:
     import torch
 
     from weightsmith._activations.running import PhaseProgress, Rows, decoder_of, device_of
-    from weightsmith._files.mapped import release_pages
+    from weightsmith._files.arrays import release_pages
 
     work, device = LossesWork.of(context.product), device_of(context)
     ids, scored = context.arrays(work.rows)

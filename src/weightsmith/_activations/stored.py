@@ -29,7 +29,7 @@ from weightsmith._base.strict_json import read_object
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._base.text import status
 from weightsmith._engine.products import ProductContext, ProductKind
-from weightsmith._files.mapped import map_array, release_pages
+from weightsmith._files.arrays import map_array, release_pages
 from weightsmith._models.checkpoint import Checkpoint, open_checkpoint
 from weightsmith._outputs.checksum import GrainHasher, grain_bytes
 from weightsmith._outputs.manifest import MANIFEST_NAME, Manifest, read_manifest

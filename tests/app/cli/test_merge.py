@@ -19,7 +19,7 @@ from tests.mini import write_checkpoint
 from weightsmith import open_checkpoint
 from weightsmith._base.errors import FormatError
 from weightsmith._base.tensors import DTYPES, TensorSpec
-from weightsmith._files.containers.safetensors import make_layout
+from weightsmith._files.containers import make_layout
 from weightsmith._models.checkpoint import Checkpoint
 
 __all__ = ["cli", "work"]

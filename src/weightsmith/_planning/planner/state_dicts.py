@@ -21,7 +21,7 @@ from weightsmith._base.errors import (
     nearest,
 )
 from weightsmith._base.tensors import DType, TensorSpec
-from weightsmith._files.views import View, view_of
+from weightsmith._files.arrays import View, view_of
 from weightsmith._methods.base import Method, Parameter
 from weightsmith._models.structure import analyse
 from weightsmith._models.structure.projections import fused_parts, role_of

@@ -43,7 +43,7 @@ class LargestStateWork(LayerWork):
 
 
 def _largest(context: ProductContext) -> Arrays:
-    from weightsmith._files.mapped import release_pages
+    from weightsmith._files.arrays import release_pages
 
     work = LargestStateWork.of(context.product)
     [states] = context.arrays(work.states)
