@@ -61,6 +61,7 @@ from weightsmith._plans.parts import label, part_of
 
 if TYPE_CHECKING:
     from weightsmith._engine.local import Outcome, Progress
+    from weightsmith._engine.memory import JobMemory
     from weightsmith._engine.products import ProductReport
     from weightsmith.abc.output import Built
 
@@ -234,11 +235,13 @@ def execute(
     *,
     began: float | None = None,
     helpers: Helpers | None = None,
+    memory: JobMemory | None = None,
 ) -> Merged:
     """Run a prepared plan and publish its output; see `merge`.
 
     began    time.monotonic() at the start of the timed work
     helpers  has other processes do the parts of each plan that is run
+    memory   of the jobs of merges of the same inputs in this process; None: there were none
 
     If another plan follows from the products, this process computes them first, in a staging folder of their own, which remains
     until the output is published. So are the results of other recipes that cannot be computed when they are read.
@@ -246,7 +249,7 @@ def execute(
     Whether transformers could load the output is asked meanwhile; before anything else, if there is a download or more than
     one run to spare.
     """
-    request = RunRequest(out, options, callbacks, time.monotonic() if began is None else began)
+    request = RunRequest(out, options, callbacks, time.monotonic() if began is None else began, memory)
     warnings = list[Finding]()
     with ExitStack() as stack:
         check = stack.enter_context(Check(prepared.loading, prepared.source))

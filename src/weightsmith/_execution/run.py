@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from weightsmith._engine.local import Outcome, Progress
+    from weightsmith._engine.memory import JobMemory
     from weightsmith._engine.results import Results
     from weightsmith._outputs.staging import Staging
     from weightsmith.abc.output import Finished
@@ -163,12 +164,17 @@ NO_CALLBACKS = Callbacks()
 
 @dataclass(frozen=True, slots=True)
 class RunRequest:
-    """The request for a run: its output, options and callbacks. began: `time.monotonic()` at its start."""
+    """The request for a run: its output, options and callbacks.
+
+    began   `time.monotonic()` at its start
+    memory  of the jobs of merges of the same inputs in this process; None: there were none
+    """
 
     out: str | os.PathLike[str]
     options: RunOptions
     callbacks: Callbacks = NO_CALLBACKS
     began: float = field(default_factory=time.monotonic)
+    memory: JobMemory | None = None
 
 
 MEASUREMENT = "measurement"
@@ -421,7 +427,7 @@ def staged(
 
         def go(**selected: Any) -> Outcome:
             folders = [model.folder for model in inputs]
-            workload = Workload(folders=folders, allow_nonfinite=options.allow_nonfinite, **selected)
+            workload = Workload(folders=folders, allow_nonfinite=options.allow_nonfinite, memory=request.memory, **selected)
             return run(
                 plan,
                 inputs,

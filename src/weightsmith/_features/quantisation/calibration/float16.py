@@ -20,8 +20,7 @@ from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._base.text import markdown_table
 from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._features.quantisation.calibration.layer import LAYER_BY_LAYER
-from weightsmith._plans import Product
-from weightsmith._plans.forms import ProductSettings
+from weightsmith._plans import Product, ProductSettings
 from weightsmith.abc.product import Arrays, Floats
 
 LARGEST = 65504.0
