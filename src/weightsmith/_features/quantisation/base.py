@@ -26,6 +26,7 @@ from weightsmith._models.formats.engines import (
     formats_of,
     objections,
 )
+from weightsmith._planning.options import SHARD_BYTES
 from weightsmith._planning.planner import Prepared
 from weightsmith._planning.planner.encode import encodable
 from weightsmith._plans import PlanDraft, Product
@@ -44,6 +45,7 @@ class Format:
     settings  fields of `QuantizeSettings` that it reads; any other that is given is an error before `apply` is called
     follow    if `apply` sets `then`: (as for `apply`, the measured products, their arrays by name): makes the draft of plain
               tensors the draft of the format; returns files to add to the output
+    shard_bytes  maximum size of a weight file, unless the user says another
     """
 
     name: str
@@ -52,6 +54,7 @@ class Format:
     apply: Callable[[Prepared, QuantizeSettings], None]
     settings: frozenset[str] = frozenset()
     follow: Callable[[Prepared, QuantizeSettings, Sequence[Product], Mapping[str, Arrays]], Mapping[str, bytes]] | None = None
+    shard_bytes: int = SHARD_BYTES
 
 
 # ---- a divergence instead of a size

@@ -32,6 +32,7 @@ from weightsmith._features.quantisation.base import Format, check_engines, check
 from weightsmith._features.quantisation.calibration.plan import (
     CACHE_SETTINGS,
     CALIBRATION_SETTINGS,
+    MEASURED,
     MEASURED_ROWS,
     MEASURING,
     NONE,
@@ -63,12 +64,16 @@ _SIZES = frozenset({"size_bytes", "target"})
 
 def format_of(model_format: ModelFormat) -> Format:
     """The format as users ask for it."""
-    apply, settings = partial(_apply, model_format), model_format.settings
-    if not model_format.measures:
-        return Format(model_format.name, model_format.summary, model_format.readers, apply, settings)
-    settings |= CALIBRATION_SETTINGS | _SIZES
-    follow = partial(_follow_measurement, model_format)
-    return Format(model_format.name, model_format.summary, model_format.readers, apply, settings, follow)
+    measures = model_format.measures
+    return Format(
+        model_format.name,
+        model_format.summary,
+        model_format.readers,
+        partial(_apply, model_format),
+        model_format.settings | (CALIBRATION_SETTINGS | _SIZES if measures else frozenset[str]()),
+        partial(_follow_measurement, model_format) if measures else None,
+        model_format.shard_bytes,
+    )
 
 
 def _apply(model_format: ModelFormat, assembled: Prepared, settings: QuantizeSettings) -> None:
@@ -387,15 +392,18 @@ def _unquantised(prepared: Prepared) -> Prepared:
 
 
 FOLLOW_UP = FollowUpKind(_follow, expected=_expected_steps, target=_target, reference=_unquantised)
-"""A format whose settings follow from a measurement. `FollowUp.settings`: `format`, and the fields of `QuantizeSettings`."""
+"""A format whose settings follow from a measurement. `FollowUp.settings`: `format`, the `products` of the
+measurement, and the fields of `QuantizeSettings`."""
 
 
 def _following(prepared: Prepared) -> tuple[Format, QuantizeSettings]:
     """The format and the settings that follow. Raises FormatError for a plan that no format of ours made."""
     values = dict(prepared.plan.then.settings) if prepared.plan.then is not None else {}
-    name = values.pop("format", None)
+    name, products = values.pop("format", None), values.pop(MEASURED, None)
+    names = {product.name for product in prepared.plan.products}
+    is_ours = isinstance(products, list | tuple) and all(isinstance(product, str) and product in names for product in products)
     measuring = FORMATS[name] if isinstance(name, str) and name in FORMATS else None
-    if measuring is None or measuring.follow is None or not has_type(values, QuantizeSettings):
+    if measuring is None or measuring.follow is None or not is_ours or not has_type(values, QuantizeSettings):
         raise FormatError("not a plan that can be run: no format of ours measures so", where="then", fix="make the plan again")
     (settings,) = read_options("run", values, QuantizeSettings)
     return measuring, settings

@@ -42,7 +42,7 @@ from weightsmith._planning.planner.files import held_files, joined, lacking
 from weightsmith._planning.planner.inputs import open_models
 from weightsmith._planning.planner.prepared import PlanRequest, Prepared, model_input
 from weightsmith._planning.recipe import ModelRef
-from weightsmith._planning.recipe.references import parse_reference
+from weightsmith._planning.recipe.values import parse_reference
 from weightsmith._plans import PRODUCTS, Block, Gather, PlanDraft, Provenance, Read, Step
 from weightsmith._plans import Table as Numbers
 from weightsmith._version import __version__

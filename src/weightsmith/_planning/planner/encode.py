@@ -22,8 +22,7 @@ from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._engine.products.magnitudes import magnitudes
 from weightsmith._models.formats import Encoding, find_encoding
 from weightsmith._models.structure import Structure, analyse
-from weightsmith._models.structure.fused import role_of
-from weightsmith._models.structure.projections import joined_sets
+from weightsmith._models.structure.projections import joined_sets, role_of
 from weightsmith._models.structure.vocabulary import HEADS, is_embedding, is_head, is_model_head
 from weightsmith._plans import PLAIN, Plan, PlanDraft, Product, Step, arrays_of, needs_of
 from weightsmith.abc.stored import Modules, maximum_name

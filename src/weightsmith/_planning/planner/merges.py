@@ -8,6 +8,7 @@ Only the first and the last depend on the values of parameters.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -133,6 +134,35 @@ def in_order(problems: Iterable[WeightsmithError], filename: str) -> list[Weight
         return (int(match[1]), int(match[2])) if match else (float("inf"), 0)
 
     return sorted(problems, key=line)
+
+
+_ALIKE = re.compile(r"'[^']*'|\d[\d,]*")
+"""What differs in warnings of one kind: names in quotes, and numbers."""
+_SHOWN_ALIKE = 5
+
+
+def folded(findings: Iterable[Finding]) -> list[Finding]:
+    """The first five warnings of each kind, with the number of the others.
+
+    A recipe may hold thousands of filters that match nothing: each would be shown with its line.
+
+    >>> [finding.what for finding in folded(Finding(f"'{name}' fits no tensor") for name in "abcdefg")][3:]
+    ["'d' fits no tensor", "'e' fits no tensor; so for 2 more like it"]
+    """
+    shown: list[Finding] = []
+    last: dict[tuple[str, str], int] = {}
+    counts: Counter[tuple[str, str]] = Counter()
+    for finding in findings:
+        kind = _ALIKE.sub("", finding.what), finding.fix
+        counts[kind] += 1
+        if counts[kind] <= _SHOWN_ALIKE:
+            last[kind] = len(shown)
+            shown.append(finding)
+    for kind, n in counts.items():
+        if n > _SHOWN_ALIKE:
+            finding = shown[last[kind]]
+            shown[last[kind]] = replace(finding, what=f"{finding.what}; so for {n - _SHOWN_ALIKE:,} more like it")
+    return shown
 
 
 def missing_methods(methods: Iterable[tuple[str, str]], find_method: Callable[[str], Method]) -> list[WeightsmithError]:
@@ -380,7 +410,7 @@ class _Assembler:
             naming=donor.naming,
             max_shard_bytes=options.shard_bytes,
             seed=options.seed,
-            warnings=self.warnings,
+            warnings=folded(self.warnings),
             recipe=self.recipe.text,
         )
         draft.lacking = lacking(zip(self.labels, (c.files for c in self.inputs), strict=True), held_files(draft, donor.folder))

@@ -11,7 +11,7 @@ from weightsmith._base.tensors import TensorSpec
 from weightsmith._base.text import count
 from weightsmith._methods.base import Method
 from weightsmith._models.structure import vocabulary
-from weightsmith._models.structure.fused import fused_parts, role_of
+from weightsmith._models.structure.projections import fused_parts, role_of
 from weightsmith._models.structure.vocabulary import is_other_head, is_task_head
 from weightsmith._planning.planner.agreement import Mismatches
 from weightsmith._planning.planner.files import NEVER_USED, Counterparts, is_unused

@@ -32,7 +32,7 @@ from weightsmith._planning.planner.inputs import open_models
 from weightsmith._planning.planner.parameters import coerce
 from weightsmith._planning.planner.prepared import Prepared, Stage, code_files
 from weightsmith._planning.recipe import ModelRef
-from weightsmith._planning.recipe.references import parse_reference
+from weightsmith._planning.recipe.values import parse_reference
 from weightsmith._plans import (
     COPY,
     FILL,

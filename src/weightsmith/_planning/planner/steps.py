@@ -19,11 +19,23 @@ from weightsmith._base.tensors import DType, TensorSpec, promote
 from weightsmith._methods.base import Method, Requirement
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.lora.forms import find_factors
-from weightsmith._models.structure.fused import SubMatrix, role_of
+from weightsmith._models.structure.projections import SubMatrix, role_of
 from weightsmith._planning.planner.inputs import at
 from weightsmith._planning.recipe import ModelRef, Recipe, TextRef
-from weightsmith._plans import CAST, COPY, JOIN, PRODUCTS, Block, Product, Read, Settings, StatisticRead, Step
-from weightsmith._plans.statistics import StatisticRequest, TextSource
+from weightsmith._plans import (
+    CAST,
+    COPY,
+    JOIN,
+    PRODUCTS,
+    Block,
+    Product,
+    Read,
+    Settings,
+    StatisticRead,
+    StatisticRequest,
+    Step,
+    TextSource,
+)
 
 if TYPE_CHECKING:
     from weightsmith._activations.model import TextModel

@@ -20,7 +20,7 @@ from weightsmith._base.strict_json import JsonError, parse
 from weightsmith._engine.memory import JobMemory
 from weightsmith._execution.options import RunOptions, resources_of
 from weightsmith._planning.planner import Prepared
-from weightsmith._plans.statistics import TextSource
+from weightsmith._plans import TextSource
 from weightsmith._reports.evaluate.opening import Opened, opened, prepare_named
 from weightsmith._reports.evaluate.values import TOLD_APART, Mean
 from weightsmith._reports.tuning.evaluator import MEMORY_BYTES, Evaluator, Reference, Rows

@@ -32,7 +32,7 @@ from weightsmith._models.structure.configs import EXPERT_COUNTS, text_sections, 
 from weightsmith._models.structure.vocabulary import is_embedding, is_head, ties
 from weightsmith._models.tokenizers.files import template_of
 from weightsmith._planning.recipe import ModelRef
-from weightsmith._planning.recipe.references import parse_reference
+from weightsmith._planning.recipe.values import parse_reference
 from weightsmith._plans import COPY, Product, Read, Step
 from weightsmith._reports.look.models import (
     LayerPlace,

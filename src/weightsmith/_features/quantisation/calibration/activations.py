@@ -30,8 +30,7 @@ from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._features.quantisation.calibration.layer import LAYER_BY_LAYER
 from weightsmith._models.formats import find_cache, find_encoding
 from weightsmith._models.structure.projections import by_site
-from weightsmith._plans import Product
-from weightsmith._plans.forms import ProductSettings
+from weightsmith._plans import Product, ProductSettings
 from weightsmith.abc.product import Arrays, Floats
 from weightsmith.abc.stored import ActivationScale
 
