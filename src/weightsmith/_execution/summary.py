@@ -16,8 +16,8 @@ from weightsmith._engine.product_graph import most_bytes
 from weightsmith._engine.reader import Reader
 from weightsmith._engine.results import Results
 from weightsmith._engine.tiles import peak_memory_bytes
-from weightsmith._execution.history import similar_time
 from weightsmith._execution.options import RunOptions, resources_of
+from weightsmith._execution.progress import similar_time
 from weightsmith._features.quantisation.calibration.weights import (
     CALIBRATED,
     by_weight,
@@ -28,7 +28,7 @@ from weightsmith._features.quantisation.calibration.weights import (
 from weightsmith._files.remote.ahead import estimate
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import analyse
-from weightsmith._models.structure.fused import role_of
+from weightsmith._models.structure.projections import role_of
 from weightsmith._models.structure.vocabulary import is_head, is_vocabulary
 from weightsmith._planning.follow_ups import follow_up_kind
 from weightsmith._planning.planner.encode import stored_plain

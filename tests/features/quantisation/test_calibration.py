@@ -49,8 +49,7 @@ from weightsmith._models.checkpoint import open_checkpoint
 from weightsmith._models.formats import find_encoding, hessians
 from weightsmith._outputs.area import staging_folder
 from weightsmith._planning.planner.reopen import reopen
-from weightsmith._plans import PlanDraft, plan_from_json
-from weightsmith._plans.statistics import StatisticRequest
+from weightsmith._plans import PlanDraft, StatisticRequest, plan_from_json
 
 __all__ = ["few_options"]
 

@@ -39,7 +39,7 @@ from weightsmith._models.formats import find_encoding
 from weightsmith._models.structure.projections import site_of
 from weightsmith._models.structure.vocabulary import is_vocabulary
 from weightsmith._planning.planner import Prepared
-from weightsmith._planning.planner.companions import drop_subfolders, joined, lacking
+from weightsmith._planning.planner.files import drop_subfolders, joined, lacking
 from weightsmith._plans import PlanDraft, Product, Step
 from weightsmith.abc.product import Arrays, Floats
 from weightsmith.abc.stored import ModelFiles, ModelFormat, ModelOrigin, ModelRequest

@@ -14,7 +14,7 @@ from functools import partial
 
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._models.formats.mlx import JOINED, STACKED
-from weightsmith._models.structure.projections import joined_sets, role_of
+from weightsmith._models.structure.projections import joined_sets, projection_role
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,7 +321,7 @@ def _is_expert(name: str) -> bool:
 
 
 def _is_down(name: str) -> bool:
-    return role_of(name.removesuffix(".weight")) == "down"
+    return projection_role(name.removesuffix(".weight")) == "down"
 
 
 def _partly(experts: Sequence[TensorSpec], plain: Iterable[TensorSpec]) -> list[str]:
