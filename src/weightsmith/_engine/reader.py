@@ -18,6 +18,7 @@ from weightsmith._engine.results import Results
 from weightsmith._engine.tiles import INPUTS_BYTES, TILE_BYTES, Buffers, Cut, cut, tile_grains
 from weightsmith._methods.jobs.operations import OPERATIONS
 from weightsmith._methods.jobs.requires import named_device
+from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._plans import COPY, PRODUCTS, Block, Gather, Plan, Product, Read, Step
 from weightsmith.abc.job import Bytes, Job, Matrix
 from weightsmith.abc.tensors import Tensors
@@ -39,12 +40,14 @@ class Inputs:
     dtypes  of each
     codes   int64 [inputs], `DType.code` of each
     places  of each: the open file, and the offset of the first byte; None unless it is one run of plain bytes in a file
+    stored_width  bytes of an element of all of them together, as they are stored
     """
 
     reads: tuple[Read, ...]
     dtypes: tuple[DType, ...]
     codes: npt.NDArray[np.int64]
     places: tuple[tuple[int, int] | None, ...]
+    stored_width: float
 
 
 class Reader:
@@ -58,6 +61,7 @@ class Reader:
         self._resources = resources
         self._device = named_device(resources.device)
         self._facts: dict[tuple[object, ...], tuple[int, int]] = {}
+        self._shares: dict[int, float] = {}
         self._codes: dict[tuple[str, ...], npt.NDArray[np.int64]] = {}
         self._cuts: dict[tuple[object, ...], list[Cut]] = {}
         self._checked: set[tuple[int | str, int]] = set()
@@ -179,10 +183,20 @@ class Reader:
                     place = place[0], place[1] + view.offset * dtype.itemsize
             dtypes.append(dtype)
             places.append(place)
-        return Inputs(reads, tuple(dtypes), self.codes(tuple(dtypes)), tuple(places))
+        width = sum([dtype.itemsize * self.share(read) for dtype, read in zip(dtypes, reads, strict=True)])
+        return Inputs(reads, tuple(dtypes), self.codes(tuple(dtypes)), tuple(places), width)
+
+    def share(self, read: Read) -> float:
+        """Bytes that are read of files for each byte of the tensor: less than 1 of a quantised model, on average over it."""
+        if read.model == PRODUCTS:
+            return 1.0
+        if read.model not in self._shares:
+            source = self.inputs[read.model]
+            self._shares[read.model] = source.stored_share if isinstance(source, Checkpoint) else 1.0
+        return self._shares[read.model]
 
     def read(self, inputs: Inputs, first: int, size: int, buffers: Buffers) -> tuple[Bytes, int]:
-        """The bytes of elements first … first + size of all inputs, uint8 [inputs, >= bytes], and how many were read.
+        """The bytes of elements first … first + size of all inputs, uint8 [inputs, >= bytes]; and how many were read.
 
         Plain bytes are read without going through their source, which checks each read: with a hundred models that takes
         longer than the merge.
@@ -194,7 +208,7 @@ class Reader:
             nbytes = size * width
             if place is None or not _is_read(place[0], flat[i * stride : i * stride + nbytes], place[1] + first * width):
                 self.fill(inputs.reads[i], first, raw[i, :nbytes])  # or it says what is wrong
-        return raw, size * sum(widths)
+        return raw, round(size * inputs.stored_width)
 
     def fill(self, read: Read, first: int, out: Bytes) -> None:
         """Fill `out` with the bytes of a read's elements first … ."""

@@ -99,22 +99,24 @@ class Copier:
         self._sharing: dict[int, bool] = {}  # by file descriptor of an output file
 
     def copy(self, leaf: LeafPass, place: Cut, buffers: Buffers) -> tuple[int, int]:
-        """Copy one tile. Returns the bytes read and written."""
+        """Copy one tile. Returns the bytes read, as stored, and written."""
         source, others = leaf.leaf.inputs[0], leaf.leaf.inputs[1:]
         out = self._encoder.memory(leaf, place, buffers)
         self._reader.fill(source, place.start, out)
         self._finite.check_copied(leaf.leaf, place, out, encoded=leaf.active.encoded)
         written = self._encoder.write(leaf, place, out, buffers, copied=self._share(leaf, place.start, out.size))
         measure(self._reader, leaf, place, out[None], out, buffers)
+        read = round(out.size * self._reader.share(source))
         if others:
             if leaf.inputs is None:
                 leaf.inputs = self._reader.inputs_of(others)
-            raw, _ = self._reader.read(leaf.inputs, place.start, place.size, buffers)
+            raw, others_read = self._reader.read(leaf.inputs, place.start, place.size, buffers)
+            read += others_read
             differing = [read for read, other in zip(others, raw, strict=True) if not np.array_equal(out, other[: out.size])]
             if differing:
                 leaf.active.differing = True
                 self._check_may_differ(leaf.leaf, differing[0])
-        return out.size * len(leaf.leaf.inputs), written
+        return read, written
 
     def _check_may_differ(self, step: Step, other: Read) -> None:
         """Raise MismatchError if rows of other tensors are found by these integers."""
