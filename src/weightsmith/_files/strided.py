@@ -82,17 +82,17 @@ def _gather_elements(
 ) -> None:
     """As `gather`, in elements: `out` from element `start` on."""
     done = 0
-    for index, box in _boxes(shape, start, start + len(out)):
+    for index, box in boxes_of_range(shape, start, start + len(out)):
         n = math.prod(box)
         first = offset + sum(i * stride for i, stride in zip(index, strides, strict=True))
-        _gather_box(read_at, first, strides, out[done : done + n].reshape(box))
+        gather_box(read_at, first, strides, out[done : done + n].reshape(box))
         done += n
 
 
-def _boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+def boxes_of_range(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """(index, shape) of the boxes that follow each other in the flat range, at most two for each dimension.
 
-    >>> list(_boxes((3, 4), 2, 9))
+    >>> list(boxes_of_range((3, 4), 2, 9))
     [((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 1))]
     """
     inner = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
@@ -108,7 +108,7 @@ def _boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[tuple
         start += count * inner[axis]
 
 
-def _gather_box(read_at: ReadAt, offset: int, strides: tuple[int, ...], out: npt.NDArray[np.unsignedinteger[Any]]) -> None:
+def gather_box(read_at: ReadAt, offset: int, strides: tuple[int, ...], out: npt.NDArray[np.unsignedinteger[Any]]) -> None:
     """Fill an array from elements that lie `strides` bytes apart, the first at `offset`."""
     import numpy as np
 
