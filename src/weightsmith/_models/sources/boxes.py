@@ -146,11 +146,11 @@ class BoxedTensors(FileTensors[BoxedTensor]):
     def extents(self, name: str, start_byte: int, nbytes: int) -> tuple[Extent, ...]:
         tensor = self._find(name)
         width = tensor.spec.dtype.itemsize
-        found: list[Extent] = []
+        extents: list[Extent] = []
         for piece in _pieces(tensor, start_byte // width, -(-(start_byte + nbytes) // width)):
             steps = sum((n - 1) * stride for n, stride in zip(piece.shape, piece.box.strides, strict=True))
-            found += self._files.extents(piece.box.file, piece.start, (steps + 1) * width)
-        return tuple(found)
+            extents += self._files.extents(piece.box.file, piece.start, (steps + 1) * width)
+        return tuple(extents)
 
     def _read(self, tensor: BoxedTensor, start_byte: int, out: memoryview) -> None:
         import numpy as np

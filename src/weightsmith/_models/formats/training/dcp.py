@@ -191,12 +191,12 @@ def _choose_state_dict(paths: Mapping[str, _Path], where: str) -> tuple[dict[str
     """The names of the model's tensors by those that they are stored under, and notes."""
     places = {stored: _state_dict_of(path) for stored, path in paths.items()}
     trained = {stored for stored, path in paths.items() if any(type(k) is str and TRAINED.fullmatch(k) for k in path[:-1])}
-    found = dict.fromkeys(place for stored, place in places.items() if stored not in trained)
-    nested = [place for place in found if place]
+    candidates = dict.fromkeys(place for stored, place in places.items() if stored not in trained)
+    nested = [place for place in candidates if place]
     if len(nested) > 1:
         what = f"several state dicts: {show_all(['.'.join(map(str, place)) for place in nested])}; none is said to be the model"
         raise FormatError(what, fix="Save a checkpoint of the one that is meant.")
-    if not found:
+    if not candidates:
         raise Unsupported("it holds no tensors of a model", fix="Name the folder with the model, not that of the optimizer.")
     chosen = nested[0] if nested else ()
     names = {s: _joined(paths[s][len(chosen) :]) for s, place in places.items() if place == chosen and s not in trained}
