@@ -36,10 +36,10 @@ from typer.main import get_command
 
 import weightsmith
 from weightsmith._app.cli.app import make_app
-from weightsmith._app.cli.configuration import settings
 from weightsmith._app.cli.failures import MEANINGS
 from weightsmith._app.cli.help import HelpPage, Rows, overview, page_of
 from weightsmith._app.cli.mergekit_flags import FLAGS
+from weightsmith._app.cli.options import settings
 from weightsmith._base.options import Option, find_option, option_records, options_of
 from weightsmith._base.tensors import DTYPE_NAMES, DType
 from weightsmith._execution.options import RunOptions

@@ -16,10 +16,10 @@ from weightsmith._base.tensors import DTYPES, DType, TensorSpec
 from weightsmith._engine.local import DiscardedOutput, run
 from weightsmith._engine.resources import Resources, Workload
 from weightsmith._engine.tiles import TILE_BYTES
-from weightsmith._files.containers.safetensors import make_layout
+from weightsmith._files.containers import make_layout
 from weightsmith._models.checkpoint import open_checkpoint
-from weightsmith._models.structure.fused import SubMatrix
-from weightsmith._planning.planner.decide import decide, split_fused
+from weightsmith._models.structure.projections import SubMatrix
+from weightsmith._planning.planner.steps import split_fused, with_needs
 from weightsmith._plans import ModelInput, Plan, Provenance, Read, Settings, Step
 from weightsmith.abc.output import Finished
 
@@ -102,7 +102,7 @@ def run_method(
         step = split_fused(step, [SubMatrix(f"{name}[{k}]", k * size, shape) for k in range(matrices)])
     refs = tuple(ModelInput(f"m{i}", "", "") for i in range(len(inputs)))
     settings = (Settings(dict(shared), tuple(models)),)
-    steps, products = decide((step,), settings, methods.get(method)) if step.leaves[0].merges else ((step,), ())
+    steps, products = with_needs((step,), settings, methods.get(method)) if step.leaves[0].merges else ((step,), ())
     plan = Plan(Provenance(method), refs, tuple(steps), settings, products, seed=seed)
     with ExitStack() as stack:
         memory = Memory(plan, folder)

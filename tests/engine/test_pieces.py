@@ -19,7 +19,7 @@ from weightsmith._engine.reader import Reader
 from weightsmith._engine.resources import Resources, Workload
 from weightsmith._engine.results import Results
 from weightsmith._engine.tiles import Buffers
-from weightsmith._files.views import view_of
+from weightsmith._files.arrays import view_of
 from weightsmith._models.checkpoint import open_checkpoint
 from weightsmith._models.sources.composed import StateDict
 from weightsmith._outputs.checksum import combine, grain_bytes, hash_grains
@@ -170,7 +170,7 @@ def test_rows_of_a_tensor_in_memory_are_gathered() -> None:
     step = Step(spec("out", (3, 16)), "copy", (Read(0, "w", Gather(0, Block(0, 40, 16, 16))),))
     plan = Plan(Provenance("test"), (ModelInput("m", "", ""),), (step,), (NONE,), tables=(Table.of([7, -1, 9]),))
     reader = Reader(plan, [StateDict({"w": view_of("w", tensor)}, "m")], Results(plan))
-    found, _ = reader.read(step.inputs, 0, 48, Buffers())
+    found, _ = reader.read(reader.inputs_of(step.inputs), 0, 48, Buffers())
     assert found[0, : 48 * 2].tobytes() == np.stack([tensor[7], np.zeros(16, BF16), tensor[9]]).tobytes()
 
 

@@ -18,7 +18,7 @@ from weightsmith._engine.local import DiscardedOutput, Outcome, Run, run
 from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._engine.resources import Resources, Workload
 from weightsmith._engine.tile_work import Merger
-from weightsmith._files.views import view_of
+from weightsmith._files.arrays import view_of
 from weightsmith._methods.jobs.combination import CombinationJob
 from weightsmith._models.sources.composed import StateDict
 from weightsmith._plans import ModelInput, Plan, Product, Provenance, Read, Settings, Step

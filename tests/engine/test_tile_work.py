@@ -19,7 +19,7 @@ from weightsmith._engine.resources import Resources
 from weightsmith._engine.results import Results
 from weightsmith._engine.tile_work import Copier, Encoder, Merger
 from weightsmith._engine.tiles import Buffers
-from weightsmith._files.views import view_of
+from weightsmith._files.arrays import view_of
 from weightsmith._models.formats import find_encoding
 from weightsmith._models.sources.composed import StateDict
 from weightsmith._outputs.checksum import combine, grain_bytes, hash_grains

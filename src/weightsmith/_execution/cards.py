@@ -18,7 +18,7 @@ from weightsmith._base.files import exists, expand_user
 from weightsmith._base.redaction import redacted
 from weightsmith._base.text import code, markdown
 from weightsmith._engine.computed import Computed
-from weightsmith._execution.distance import Moved, to_markdown
+from weightsmith._execution.report import Moved, to_markdown
 from weightsmith._files.containers import ADAPTERS, DIFFUSERS_LORA, GGUF, PEFT, SAFETENSORS, ShardLayout
 from weightsmith._models.card import hub_id_of, read_card
 from weightsmith._models.checkpoint import Checkpoint

@@ -19,7 +19,7 @@ from weightsmith._base.tensors import DType
 from weightsmith._engine.constants import copied
 from weightsmith._engine.local import DiscardedOutput, run
 from weightsmith._engine.resources import Resources, Workload
-from weightsmith._files.views import Bytes
+from weightsmith._files.arrays import Bytes
 from weightsmith._methods import get
 from weightsmith._methods.user import OwnMethod
 from weightsmith._methods.user_files import at_hand

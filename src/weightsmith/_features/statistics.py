@@ -15,8 +15,7 @@ from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner import Prepared
 from weightsmith._planning.planner.build import assemble
 from weightsmith._planning.recipe import copy_of
-from weightsmith._plans import COPY, PRODUCTS, Product, Provenance, Read, Settings, Step
-from weightsmith._plans.statistics import StatisticRequest
+from weightsmith._plans import COPY, PRODUCTS, Product, Provenance, Read, Settings, StatisticRequest, Step
 from weightsmith._version import __version__
 
 

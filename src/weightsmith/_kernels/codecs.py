@@ -6,7 +6,7 @@ Every code of the 16-bit and 8-bit types is tested against ml_dtypes.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -183,6 +183,15 @@ def _first_from(bits: np.ndarray, n: int, mask: Any, limit: Any) -> int:
     return -1
 
 
+@kernel(codes="in")
+def any_nonfinite(raw: np.ndarray, codes: np.ndarray, n: int) -> bool:
+    """Whether a NaN or infinity is among n elements of any row of raw uint8 [inputs, >= bytes]. codes: int64 [inputs]."""
+    for i in range(codes.shape[0]):
+        if first_nonfinite(raw[i], codes[i], n) >= 0:
+            return True
+    return False
+
+
 @kernel(code="in")
 def first_nonfinite(raw: np.ndarray, code: int, n: int) -> int:
     """Index of the first NaN or infinity among n elements of a byte buffer; -1 when there is none."""
@@ -196,3 +205,17 @@ def first_nonfinite(raw: np.ndarray, code: int, n: int) -> int:
     if E4M3_IN or E5M2_IN:
         return _first_from(raw, n, np.uint8(0x7F), np.uint8(0x7F) if code == E4M3 else np.uint8(0x7C))
     return -1
+
+
+class EncodedInputs(NamedTuple):
+    """One tile of the inputs: raw uint8 [inputs, >= bytes], and codes int64 [inputs], the `DType.code` of each."""
+
+    raw: np.ndarray
+    codes: np.ndarray
+
+
+class Encoded(NamedTuple):
+    """Elements of one tensor as they are stored: data uint8 [bytes], and the dtype's `DType.code`."""
+
+    data: np.ndarray
+    code: int

@@ -33,7 +33,7 @@ import numpy.typing as npt
 from weightsmith._base.errors import NOTHING_WRITTEN, Finding, StoreError, WeightsmithError
 from weightsmith._base.files import open_regular, write_all
 from weightsmith._base.tensors import TensorSpec
-from weightsmith._files.mapped import is_mapped, map_arrays
+from weightsmith._files.arrays import is_mapped, map_arrays
 from weightsmith._outputs import disk
 from weightsmith._outputs.checksum import byte_view, hash_bytes
 from weightsmith._outputs.journal import Entries, read_journal

@@ -20,8 +20,7 @@ import xxhash
 from weightsmith._base.errors import CheckpointError, Corrupt, FormatError, NotFound, StoreError, Unsupported
 from weightsmith._base.files import read_bounded, show
 from weightsmith._base.strict_json import parse
-from weightsmith._files.containers import Layout
-from weightsmith._files.containers.safetensors import MAX_HEADER_BYTES
+from weightsmith._files.containers import MAX_HEADER_BYTES, Layout
 from weightsmith._files.copied import is_loaded
 from weightsmith._outputs.checksum import Stored, grain_bytes, hash_bytes, reread
 from weightsmith.abc.output import Finished, OtherFile, Progress, Verified

@@ -58,6 +58,7 @@ PLAIN = "plain"
 PRODUCTS = -1
 """`Read.model` of a product's array."""
 
+NO_NEEDS = frozenset[str]()
 _SUMMARY = "weightsmith._execution.summary"
 """Makes summaries. It needs the engine and the models, which import this module."""
 
@@ -493,10 +494,10 @@ class Plan:
 
     def products_for(self, steps: Iterable[Step], names: Collection[str] = ()) -> tuple[Product, ...]:
         """The products that these steps need, those named, and their dependencies; in plan order."""
-        wanted = {*names, *(name for step in steps for name in self.needs(step))}
+        needed = {*names, *(name for step in steps for name in self.needs(step))}
         for product in reversed(self.products):
-            wanted.update(product.needs if product.name in wanted else ())
-        return tuple(product for product in self.products if product.name in wanted)
+            needed.update(product.needs if product.name in needed else ())
+        return tuple(product for product in self.products if product.name in needed)
 
     def label(self, read: Read) -> str:
         """The model or product that a read refers to, for messages."""
@@ -504,7 +505,7 @@ class Plan:
 
     def needs(self, step: Step) -> frozenset[str]:
         """The products that must be finished before a step can run."""
-        return needs_of(step, self.maker)
+        return needs_of(step, self.maker) if self.products else NO_NEEDS
 
     @cached_property
     def hash(self) -> str:
@@ -552,12 +553,12 @@ def arrays_of(products: Iterable[Product]) -> dict[str, str]:
 
 def needs_of(step: Step, maker: Mapping[str, str]) -> frozenset[str]:
     """The products that must be finished before a step can run. maker: see `arrays_of`."""
-    found = set(step.needs)
+    products = set(step.needs)
     for leaf in step.leaves:
-        found.update(leaf.needs)
+        products.update(leaf.needs)
         for read in leaf.all_inputs:
             if read.model == PRODUCTS:
-                found.add(maker[read.tensor])
+                products.add(maker[read.tensor])
             if read.table:
-                found.add(maker[read.table])
-    return frozenset(found)
+                products.add(maker[read.table])
+    return frozenset(products)

@@ -87,8 +87,8 @@ from weightsmith._planning.recipe import Scalar as Scalar
 from weightsmith._planning.recipe import Setting as Setting
 from weightsmith._planning.recipe import load_recipe as load_recipe
 from weightsmith._planning.recipe import numeric as numeric
-from weightsmith._planning.recipe.references import parse_reference as parse_reference
 from weightsmith._planning.recipe.tuning import in_yaml as in_yaml
 from weightsmith._planning.recipe.tuning import value_end as value_end
+from weightsmith._planning.recipe.values import parse_reference as parse_reference
 from weightsmith._reports.tuning.texts import Fit as Fit
 from weightsmith._reports.tuning.texts import RecipeTexts as RecipeTexts

@@ -34,7 +34,9 @@ _PLACES = {
     **{name: f"convert:{name}" for name in ("quantize", "dequantize", "extract-lora", "transplant-tokenizer")},
     **{name: f"look:{name}" for name in ("inspect", "diff", "preview", "verify")},
     **{name: f"score:{name}" for name in ("tune", "auto", "write", "statistics")},
-    **{"eval": "score:evaluate", "schema": "methods:schema", "help": "app:help_"},
+    **{name: f"recipes:{name}" for name in ("init", "methods", "schema", "studio")},
+    **{name: f"housekeeping:{name}" for name in ("demo", "clean", "doctor")},
+    **{"eval": "score:evaluate", "help": "app:help_"},
 }
 """Module and function of commands; of all others both have the command's name."""
 

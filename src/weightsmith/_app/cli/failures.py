@@ -39,7 +39,7 @@ DEBUG = "WEIGHTSMITH_DEBUG"
 def failures(
     *,
     usage: bool = False,
-    merging: bool = False,
+    merging: Callable[[], bool] = lambda: False,
     checking: bool = False,
     writes: bool = True,
     as_json: bool = False,
@@ -48,7 +48,7 @@ def failures(
     """Turn every exception of the block into a message and an exit code.
 
     usage        the block reads the command line
-    merging      tensor data is being read: a failing input is not a problem of the recipe
+    merging      whether tensor data is being read: a failing input is not a problem of the recipe
     checking     the block looks at a finished output: that there is none is a problem of the output
     writes       the command makes something: an error says whether it was written
     as_json      print the errors as one JSON object too, to stdout
@@ -73,7 +73,7 @@ def failures(
         if not writes and error.state == NOTHING_WRITTEN:
             error.state = ""
         diagnostic(report(error), RED)
-        code = Exit.USAGE if usage else exit_code(error, merging=merging, checking=checking)
+        code = Exit.USAGE if usage else exit_code(error, merging=merging(), checking=checking)
         if as_json:
             problems = error.problems if isinstance(error, PlanError) else (error,)
             print_json([p.finding for p in problems], [p.code for p in problems], code, error.state)

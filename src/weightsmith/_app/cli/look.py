@@ -125,7 +125,7 @@ def preview(
         from weightsmith._reports.look.preview import preview_of
 
         with prepare_any(options.recipe_source(recipe), planning, QuantizeSettings(), check=True) as prepared:
-            show_warnings(prepared)
+            show_warnings(prepared.plan, prepared.source)
             summary = summarise(prepared, running)
             with meter(quiet=quiet) as shown:
                 seen = preview_of(prepared, full=full, threads=running.threads, progress=shown)

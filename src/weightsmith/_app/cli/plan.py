@@ -72,7 +72,7 @@ def plan(
         from weightsmith._features.any_recipe import prepare_any
 
         with prepare_any(options.recipe_source(recipe), planning, settings, check=True) as prepared:
-            show_warnings(prepared)
+            show_warnings(prepared.plan, prepared.source)
             if quiet and not as_json:
                 return
             if explain:
@@ -85,7 +85,7 @@ def plan(
 
 def show_plan(prepared: Prepared, running: RunOptions, *, as_json: bool) -> None:
     """Show a plan as text or as JSON."""
-    from weightsmith._execution.stages import check_computable
+    from weightsmith._execution.execute import check_computable
     from weightsmith._execution.summary import summarise
 
     if as_json:
@@ -98,8 +98,8 @@ def show_plan(prepared: Prepared, running: RunOptions, *, as_json: bool) -> None
 
 
 def _distance(prepared: Prepared, running: RunOptions, *, as_json: bool) -> None:
-    from weightsmith._execution.distance import to_json
     from weightsmith._execution.execute import measure_distance
+    from weightsmith._execution.report import to_json
 
     moved = measure_distance(prepared, running)
     if as_json:

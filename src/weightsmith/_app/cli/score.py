@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+import weightsmith
 from weightsmith._activations.options import StatisticsSettings
 from weightsmith._app.cli import options
 from weightsmith._app.cli.failures import wrote
-from weightsmith._app.cli.work import show_warnings, tuning_interrupted, working
+from weightsmith._app.cli.work import tuning_interrupted, working
 from weightsmith._base.errors import printable
 from weightsmith._base.text import count, say, show_json
 from weightsmith._execution.options import RunOptions
@@ -203,8 +203,4 @@ def statistics(
         weightsmith statistics fr fr.txt fr-stats --kind fisher --rows 64
     """
     with working("reading the model's headers and the text", out=out, quiet=quiet, as_json=as_json) as work:
-        from weightsmith._features.statistics import prepare_statistics
-
-        with prepare_statistics(model, text, settings) as prepared:
-            show_warnings(prepared)
-            work.make(prepared, replace(running, card=False), "measuring")
+        work.make(weightsmith.statistics, model, text, records=(settings, running))

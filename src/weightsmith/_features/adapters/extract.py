@@ -56,7 +56,7 @@ from weightsmith._planning.planner.inputs import find_model, open_models
 from weightsmith._planning.planner.match import is_buffer
 from weightsmith._planning.planner.prepared import model_input
 from weightsmith._planning.recipe import ModelRef
-from weightsmith._planning.recipe.references import parse_reference
+from weightsmith._planning.recipe.values import parse_reference
 from weightsmith._plans import (
     CAST,
     COPY,

@@ -24,14 +24,13 @@ from weightsmith._files.copied import MAX_COPIED_BYTES, left_out_findings
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._planning import recipe as recipes
 from weightsmith._planning.options import RecipeOptions
-from weightsmith._planning.planner.agreement import Model as Compared
-from weightsmith._planning.planner.agreement import tokenizer_disagreements
+from weightsmith._planning.planner.agreement import ComparedModel, tokenizer_disagreements
 from weightsmith._planning.planner.build import NOTHING, assemble_recipe, in_recipe, read_plan_request
-from weightsmith._planning.planner.companions import Companions, carried, held_files, lacking
-from weightsmith._planning.planner.config import main_dtype
+from weightsmith._planning.planner.files import Companions, carried, held_files, lacking
 from weightsmith._planning.planner.inputs import at, open_models
 from weightsmith._planning.planner.loading import question_of
 from weightsmith._planning.planner.prepared import PlanRequest, Prepared, Stage, Written
+from weightsmith._planning.planner.steps import main_dtype
 from weightsmith._planning.recipe import Expert, ModelRef, Recipe, Surgery, Upcycling
 from weightsmith._plans import Dropped, FileRead, Product, Provenance, Step
 from weightsmith._version import __version__
@@ -135,7 +134,7 @@ class _Builder:
         self.warnings += companions.findings
         n_compared = max(len({id(d.donor) for d in (base, *donors)}), companions.tokenizer + 1, companions.template + 1)
         members = list(zip(companions.labels, companions.opened, strict=True))[:n_compared]
-        alike = [Compared(label, {}, checkpoint.folder, checkpoint.files) for label, checkpoint in members]
+        alike = [ComparedModel(label, {}, checkpoint.folder, checkpoint.files) for label, checkpoint in members]
         self.warnings += tokenizer_disagreements(alike, companions.tokenizer, companions.template)
         self._fill(layout, facts, base, steps, companions)
         self.named += [self.folder / expand_user(n) for e in listed for n in (e.prompts_file, e.held_out_file) if n]

@@ -38,11 +38,11 @@ from weightsmith._models.tokenizers.vocabulary import MAX_FILE_BYTES, contents_o
 from weightsmith._planning import recipe as recipes
 from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner.build import assemble_recipe
-from weightsmith._planning.planner.companions import held_files, joined, lacking
+from weightsmith._planning.planner.files import held_files, joined, lacking
 from weightsmith._planning.planner.inputs import open_models
 from weightsmith._planning.planner.prepared import PlanRequest, Prepared, model_input
 from weightsmith._planning.recipe import ModelRef
-from weightsmith._planning.recipe.references import parse_reference
+from weightsmith._planning.recipe.values import parse_reference
 from weightsmith._plans import PRODUCTS, Block, Gather, PlanDraft, Provenance, Read, Step
 from weightsmith._plans import Table as Numbers
 from weightsmith._version import __version__

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from weightsmith._base.errors import FormatError
 from weightsmith._base.files import Extent, show
 from weightsmith._base.tensors import TensorSpec
-from weightsmith._files.strided import boxes_of_range, gather_box, simplify
+from weightsmith._files.pytorch import boxes_of_range, gather_box, simplify
 from weightsmith._models.sources.files import FileTensors
 
 if TYPE_CHECKING:

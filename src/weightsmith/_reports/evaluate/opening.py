@@ -19,7 +19,7 @@ from weightsmith._base.errors import NOTHING_WRITTEN, NotFound, PlanError, Store
 from weightsmith._base.installation import absent_packages, cache_home
 from weightsmith._base.options import named
 from weightsmith._base.tensors import DTYPES
-from weightsmith._execution.stages import check_computable
+from weightsmith._execution.execute import check_computable
 from weightsmith._features.any_recipe import prepare_any, prepare_copy
 from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._models.structure.configs import count_of

@@ -24,8 +24,8 @@ from weightsmith._base.report.blocks import finite_or_mark, written
 from weightsmith._base.tensors import DTYPES
 from weightsmith._engine.local import open_merge
 from weightsmith._engine.resources import Resources
-from weightsmith._execution.distance import share_of
-from weightsmith._execution.stages import check_computable
+from weightsmith._execution.execute import check_computable
+from weightsmith._execution.report import share_of
 from weightsmith._features.any_recipe import prepare_any
 from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._models.checkpoint import Checkpoint

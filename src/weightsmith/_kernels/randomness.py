@@ -1,7 +1,13 @@
-"""Normal noise on the weights of an expert, and rows or columns of it that are drawn anew.
+"""Random numbers of an element: the words that masks compare, and normal noise.
 
-A normal number is the inverse of the distribution function at a uniform one, of one word of Philox (Wichura 1988, "Algorithm AS
-241: the percentage points of the normal distribution", PPND16): elementary operations alone, so it is the same on any machine.
+A word is Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"): a function of a 64-bit key and the
+element's index alone, so results do not depend on tiles, threads, order or machine. Element e takes word (e // 64) % 4 of
+counter 64 * (e // 256) + e % 64: the four words of 64 neighbouring counters lie in four contiguous runs, which LLVM vectorises
+(0.7 ns an element on AVX2).
+
+A normal number is the inverse of the distribution function at a uniform one, of one word (Wichura 1988, "Algorithm AS 241: the
+percentage points of the normal distribution", PPND16): elementary operations alone, so it is the same on any machine. It is
+added to the weights of an expert, and replaces rows or columns that are drawn anew.
 """
 
 from __future__ import annotations
@@ -10,10 +16,45 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from weightsmith._kernels.codecs import BLOCK, decode, encode
+from weightsmith._kernels.codecs import BLOCK, Encoded, decode, encode
 from weightsmith._kernels.jit import kernel
-from weightsmith._kernels.philox import random_words
-from weightsmith._kernels.records import Encoded
+
+RUN = 256
+"""Elements that 64 counters serve."""
+
+
+@kernel
+def philox_run(key: int, counter: int, words: np.ndarray) -> None:
+    """words[0:256] (uint32) = the four words of counters counter … counter + 63."""
+    first, second, third, fourth = words[:64], words[64:128], words[128:192], words[192:256]
+    key0 = np.uint32(key)
+    key1 = np.uint32(np.uint64(key) >> np.uint64(32))
+    base = np.uint64(counter)
+    for j in range(64):
+        c = base + np.uint64(j)
+        x0, x1, x2, x3 = np.uint32(c), np.uint32(c >> np.uint64(32)), np.uint32(0), np.uint32(0)
+        k0, k1 = key0, key1
+        for _ in range(10):
+            p0 = np.uint64(0xD2511F53) * np.uint64(x0)
+            p1 = np.uint64(0xCD9E8D57) * np.uint64(x2)
+            x0 = np.uint32(np.uint32(p1 >> np.uint64(32)) ^ x1 ^ k0)
+            x2 = np.uint32(np.uint32(p0 >> np.uint64(32)) ^ x3 ^ k1)
+            x1, x3 = np.uint32(p1), np.uint32(p0)
+            k0 = np.uint32(k0 + np.uint32(0x9E3779B9))
+            k1 = np.uint32(k1 + np.uint32(0xBB67AE85))
+        first[j], second[j], third[j], fourth[j] = x0, x1, x2, x3
+
+
+@kernel
+def random_words(key: int, index: int, n: int, words: np.ndarray) -> int:
+    """Fill `words` (uint32 [>= n + 512]) so that words[offset + j] belongs to element index + j; return offset."""
+    offset = index % RUN
+    runs = (offset + n + RUN - 1) // RUN
+    counter = (index // RUN) * 64
+    for r in range(runs):
+        philox_run(key, counter + 64 * r, words[r * RUN : (r + 1) * RUN])
+    return offset
+
 
 _LN2 = 0.6931471805599453
 
@@ -81,7 +122,7 @@ def add_noise(
             row[j] += scale * normal(a[j])
 
 
-class Scratch(NamedTuple):
+class NoiseScratch(NamedTuple):
     """row float64 [BLOCK], words uint32 [2, BLOCK + 512]."""
 
     row: np.ndarray
@@ -116,7 +157,7 @@ class Redraw(NamedTuple):
 
 @kernel(weight_code="in", out_code="out")
 def perturb(
-    weight: Encoded, first: int, n: int, noise: Noise, redraw: Redraw, factor: float, out: Encoded, scratch: Scratch
+    weight: Encoded, first: int, n: int, noise: Noise, redraw: Redraw, factor: float, out: Encoded, scratch: NoiseScratch
 ) -> None:
     """out = factor · (W + noise), some rows or columns of it drawn anew; elements first … first + n."""
     key, mask_key, limit, scale = noise

@@ -1,24 +1,70 @@
-"""Streams the bytes of any tensor in row-major order, in pieces, without a contiguous copy of the whole.
+"""Arrays in memory and in files: mapped from a file, or streamed in pieces without a contiguous copy of the whole.
 
-Strides, overlaps, broadcasts, sharing and devices do not matter: a tensor is split along its leading dimensions into
-views of at most a tile, each of which is copied into one reused buffer. A contiguous tensor in host memory is not
-copied. Elements are treated as integers of their width, which preserves NaN payloads.
+A mapped array needs no memory of its own. Of a tensor that is streamed, strides, overlaps, broadcasts, sharing and devices do
+not matter: it is split along its leading dimensions into views of at most a tile, each of which is copied into one reused
+buffer. A contiguous tensor in host memory is not copied. Elements are treated as integers of their width, which preserves NaN
+payloads.
 
 torch is never imported here: whoever passes a torch tensor has already imported it.
 """
 
 from __future__ import annotations
 
+import mmap
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from numpy.typing import NDArray
 
 from weightsmith._base.errors import NOTHING_WRITTEN, StoreError
 from weightsmith._base.tensors import BY_TORCH_NAME, DType, TensorSpec
+
+
+def map_arrays(fd: int, specs: Sequence[TensorSpec], access: int = mmap.ACCESS_READ) -> list[npt.NDArray[Any]]:
+    """Arrays that lie one after another in a file from its start. access: `mmap.ACCESS_READ` or `ACCESS_WRITE`."""
+    nbytes = sum(spec.nbytes for spec in specs)
+    data = mmap.mmap(fd, nbytes, access=access) if nbytes else b""
+    arrays, at = [], 0
+    for spec in specs:
+        arrays.append(_array(data, spec, at))
+        at += spec.nbytes
+    return arrays
+
+
+def map_array(fd: int, spec: TensorSpec, start_byte: int) -> npt.NDArray[Any]:
+    """An array of a file, read-only. The file may be closed. Raises OSError or ValueError if the file is too short."""
+    first = start_byte // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+    nbytes = start_byte - first + spec.nbytes
+    data = mmap.mmap(fd, nbytes, access=mmap.ACCESS_READ, offset=first) if spec.nbytes else b""
+    return _array(data, spec, start_byte - first if spec.nbytes else 0)
+
+
+def _array(data: mmap.mmap | bytes, spec: TensorSpec, start_byte: int) -> npt.NDArray[Any]:
+    return np.frombuffer(data, spec.dtype.numpy, spec.size, start_byte).reshape(spec.shape)
+
+
+def release_pages(array: npt.NDArray[Any]) -> None:
+    """Let the system take back the memory that shows a mapped array; its file keeps the numbers. Others are left alone."""
+    map_ = _map_of(array)
+    if map_ is not None and hasattr(mmap, "MADV_DONTNEED"):
+        map_.madvise(mmap.MADV_DONTNEED)
+
+
+def is_mapped(array: npt.NDArray[Any]) -> bool:
+    """Whether an array is mapped from a file."""
+    return _map_of(array) is not None
+
+
+def _map_of(array: npt.NDArray[Any]) -> mmap.mmap | None:
+    base: Any = array
+    while isinstance(base, np.ndarray | memoryview):
+        base = base.base if isinstance(base, np.ndarray) else base.obj
+    return base if isinstance(base, mmap.mmap) else None
+
 
 TILE_BYTES = 1 << 22
 _SCRATCH_BYTES = 1 << 17  # for a transposing copy; fits in the L2 cache

@@ -24,7 +24,7 @@ from weightsmith._base.errors import ParameterError, first_line
 from weightsmith._base.installation import install
 from weightsmith._base.options import named
 from weightsmith._base.redaction import know
-from weightsmith._execution.distributed.work import Answer, Lost, Order, Share, do
+from weightsmith._execution.cluster import Answer, Lost, Order, Share, do
 from weightsmith._execution.options import RunOptions
 from weightsmith._methods.jobs.requires import named_device
 

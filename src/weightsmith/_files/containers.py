@@ -1,22 +1,118 @@
-"""safetensors shards: `model.safetensors`, or `model-00001-of-00007.safetensors` … and an index.
+"""How tensors are laid out in files, by the kind of container: weight files, their headers, each tensor's offset. Does no I/O.
 
-A safetensors file is an 8-byte little-endian length, that many bytes of JSON, then the tensors' bytes without gaps.
-The JSON is padded with spaces so that tensor data starts on a 4,096-byte boundary, and tensors of wider dtypes come
-first, so every tensor is aligned to its element size and readers can use it in place from a memory map.
+A container is a function `(specs, max_shard_bytes, naming, header, mmproj) -> Layout`, which determines every offset and header
+byte before the first tensor byte is written. To add one, add it to `CONTAINERS`.
+
+safetensors: `model.safetensors`, or `model-00001-of-00007.safetensors` … and an index. A file is an 8-byte little-endian
+length, that many bytes of JSON, then the tensors' bytes without gaps. The JSON is padded with spaces so that tensor data starts
+on a 4,096-byte boundary, and tensors of wider dtypes come first, so every tensor is aligned to its element size and readers can
+use it in place from a memory map.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib import import_module
 from json.encoder import encode_basestring as quote  # JSON string, non-ASCII unchanged
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from weightsmith._base.errors import NOTHING_WRITTEN, StoreError
 from weightsmith._base.tensors import TensorSpec
-from weightsmith._files.containers.base import PLAIN_NAMES, Layout, Naming, ShardLayout, TensorPlace, split
+
+
+class TensorPlace(NamedTuple):
+    """Where one tensor is stored: `nbytes` bytes from byte `offset` of file number `shard`."""
+
+    shard: int
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Naming:
+    """How the safetensors files of a model are named, and what they say besides their tensors.
+
+    stem      what names begin with: `model`, or `diffusion_pytorch_model` for diffusers
+    metadata  of the files, besides `format`
+    folders   subfolders with a weight file of their own: the tensor `2_Dense/linear.weight` is `linear.weight` in
+              `2_Dense/model.safetensors`
+    """
+
+    stem: str = "model"
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    folders: tuple[str, ...] = ()
+
+    def folder_of(self, tensor: str) -> str:
+        """The subfolder with the weight file of a tensor; "" for the model's folder.
+
+        >>> Naming(folders=("2_Dense",)).folder_of("2_Dense/linear.weight")
+        '2_Dense'
+        """
+        fitting = [folder for folder in self.folders if tensor.startswith(f"{folder}/")]
+        return max(fitting, key=len, default="")
+
+
+PLAIN_NAMES = Naming()
+"""`model.safetensors`, or shards, in one folder."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardLayout:
+    """One weight file.
+
+    name     `model.safetensors`, `model-00002-of-00007.safetensors`, or `2_Dense/model.safetensors`
+    header   the file's first bytes: 8-byte length, JSON, padding
+    nbytes   size of the whole file
+    tensors  in file order
+    """
+
+    name: str
+    header: bytes
+    nbytes: int
+    tensors: tuple[TensorSpec, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """All weight files of one checkpoint.
+
+    shards       in file order
+    places       tensor name -> place, in model order
+    index        bytes of the index; None with one shard
+    total_bytes  sizes of all weight files and the index
+    index_name   of its file
+    """
+
+    shards: tuple[ShardLayout, ...]
+    places: Mapping[str, TensorPlace]
+    index: bytes | None
+    total_bytes: int
+    index_name: str = "model.safetensors.index.json"
+
+
+def split(specs: Sequence[TensorSpec], max_shard_bytes: int, nbytes: Callable[[TensorSpec], int]) -> list[list[TensorSpec]]:
+    """Split tensors, in their order, into runs of at most `max_shard_bytes`; at least one run. nbytes: of one tensor.
+
+    Raises StoreError for a maximum of 0 or less.
+    """
+    if max_shard_bytes <= 0:
+        fix = "pass a positive number of bytes, such as 5_000_000_000"
+        what = f"must be positive, not {max_shard_bytes} bytes"
+        raise StoreError(what, where="max_shard_bytes", fix=fix, state=NOTHING_WRITTEN)
+    groups: list[list[TensorSpec]] = [[]]
+    filled = 0
+    for spec in specs:
+        size = nbytes(spec)
+        if groups[-1] and filled + size > max_shard_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(spec)
+        filled += size
+    return groups
+
 
 DATA_ALIGNMENT_BYTES = 4096
 MAX_HEADER_BYTES = 100_000_000  # the safetensors library rejects longer headers
@@ -149,3 +245,25 @@ def _index(shards: Sequence[ShardLayout], places: Mapping[str, TensorPlace], ind
     lines = [f'    {quote(name)}: "{shards[places[name].shard].name}"' for name in sorted(places)]
     body = ",\n".join(lines)
     return f'{{\n  "metadata": {head},\n  "weight_map": {{\n{body}\n  }}\n}}\n'.encode()
+
+
+SAFETENSORS = "safetensors"
+GGUF = "gguf"
+PEFT = "peft"
+KOHYA = "kohya"
+DIFFUSERS_LORA = "diffusers-lora"
+ADAPTERS = frozenset({PEFT, KOHYA, DIFFUSERS_LORA})
+"""Those that hold an adapter."""
+
+
+CONTAINERS: Mapping[str, Callable[[Sequence[TensorSpec], int, Naming, bytes, bytes], Layout]] = {
+    SAFETENSORS: lambda specs, max_shard_bytes, naming, *headers: make_layout(specs, max_shard_bytes, naming=naming),
+    # The stored format lays out its files; it is further down.
+    GGUF: lambda specs, max_shard_bytes, naming, *headers: import_module("weightsmith._models.formats.gguf.layout").make_layout(
+        specs, max_shard_bytes, *headers
+    ),
+    PEFT: lambda specs, *rest: make_adapter_layout(specs),
+    KOHYA: lambda specs, *rest: make_adapter_layout(specs, KOHYA_NAME),
+    DIFFUSERS_LORA: lambda specs, *rest: make_adapter_layout(specs, DIFFUSERS_LORA_NAME),
+}
+"""Name in `Plan.container` → layout function of the stored tensors, the maximum of a file, `Plan.naming`, `header`, `mmproj`"""
