@@ -28,9 +28,8 @@ from benchmarks.methods import SETTINGS
 from benchmarks.models import DELTA_STD, WEIGHT_STD
 from weightsmith._base.tensors import DTYPES, grain_elements
 from weightsmith._engine.tiles import cut, tile_grains
-from weightsmith._kernels.codecs import first_nonfinite
+from weightsmith._kernels.codecs import Encoded, first_nonfinite
 from weightsmith._kernels.delta import distance
-from weightsmith._kernels.records import Encoded
 from weightsmith._methods import get
 from weightsmith.abc.job import Matrix, Scratch, Tile
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from benchmarks.bench import WORK
 from benchmarks.process import Measured, run
 from weightsmith._base.tensors import DTYPES, TensorSpec
-from weightsmith._files.containers.safetensors import make_layout
+from weightsmith._files.containers import make_layout
 
 SHARD_BYTES = 5_000_000_000
 NAMES = ("base", "a", "b")

@@ -5,7 +5,7 @@
 
 `measure` does a linear merge of two mixtures of 115,623 tiny tensors, whose plan is as large as that of 1 TB, with a worker in
 this process, and prints processor seconds. The simulation is of the same plan with full-sized tensors: parts are given out as
-`distributed.driver` gives them out, and the machines that work share the storage's bandwidth equally at every moment.
+`_execution/cluster.py` gives them out, and the machines that work share the storage's bandwidth equally at every moment.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from typing import Any, NoReturn
 
 from benchmarks.bench import WORK
 from benchmarks.planning import NAMES, Mixture, recipes
-from weightsmith._execution.distributed import driver
-from weightsmith._execution.distributed.driver import PARTS_PER_SLOT, share_out
-from weightsmith._execution.distributed.work import Answer, Order, Share, _open, do
+from weightsmith._execution import cluster
+from weightsmith._execution.cluster import PARTS_PER_SLOT, Answer, Order, Share, _open, do, share_out
 from weightsmith._execution.execute import execute
 from weightsmith._execution.options import RunOptions
 from weightsmith._features.any_recipe import prepare_any
@@ -189,7 +188,7 @@ def measure(folder: Path = WORK / "scaling") -> None:
     for name in NAMES[1:]:
         shape.build(folder / name)
     os.chdir(folder)
-    driver.PART_BYTES = 1 << 20
+    cluster.PART_BYTES = 1 << 20
     options = RunOptions(threads=1, fsync=False, overwrite=True)
     clock = time.process_time
     began = clock()

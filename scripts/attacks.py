@@ -248,7 +248,7 @@ def _child(
 
 def _count_calls(file: int, kill_call: int) -> None:
     """Count the calls that change the disk, in the first 8 bytes of a file; SIGKILL before the call `kill_call`."""
-    from weightsmith._outputs.local import disk
+    from weightsmith._outputs import disk
 
     count = 0
     plain_open, plain_pwrite = os.open, os.pwrite

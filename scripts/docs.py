@@ -36,10 +36,10 @@ from typer.main import get_command
 
 import weightsmith
 from weightsmith._app.cli.app import make_app
-from weightsmith._app.cli.configuration import settings
 from weightsmith._app.cli.failures import MEANINGS
 from weightsmith._app.cli.help import HelpPage, Rows, overview, page_of
 from weightsmith._app.cli.mergekit_flags import FLAGS
+from weightsmith._app.cli.options import settings
 from weightsmith._base.options import Option, find_option, option_records, options_of
 from weightsmith._base.tensors import DTYPE_NAMES, DType
 from weightsmith._execution.options import RunOptions
@@ -245,7 +245,7 @@ def _flags(command: Any, options: Mapping[str, Option]) -> list[_Flag]:
             names[-1] = f"{names[-1][:-1]} {parameter.metavar}`"
         text, default = parameter.help.partition(" [default: ")[0], parameter.default if parameter.show_default else None
         if found is not None:
-            text = " ".join(filter(None, [found.sentence(lambda name: f"`{find_option(name).flag()}`"), found.more]))
+            text = " ".join(filter(None, [found.sentence(lambda name: f"`{find_option(name).flag()}`"), found.details]))
             words = found.default_text(command.callback.__name__)
             default = parameter.default if found.type is bool and found.default is not None else words
         if isinstance(default, bool):
@@ -262,7 +262,7 @@ def _settings() -> str:
     """The table of what a user sets once."""
     rows = []
     for each in settings().values():
-        where = "your own file" if each.own else "any file"
+        where = "your own file" if each.user_only else "any file"
         text = each.help if each.option is None else each.option.sentence(lambda name: f"`{find_option(name).flag()}`")
         default = each.option.default_text() if each.option is not None else ""
         rows.append((f"`{each.key}`", f"`{each.variable}`", where, text + (f" Default: {default}." if default else "")))

@@ -38,7 +38,7 @@ if "WEIGHTSMITH_TESTS_DEVICE" in os.environ:
     requires.named_device = lambda device: os.environ["WEIGHTSMITH_TESTS_DEVICE"] if device == "cpu" else device
 
 from weightsmith._kernels import compiler  # noqa: E402
-from weightsmith._planning.planner import answers, loading  # noqa: E402
+from weightsmith._planning.planner import loading  # noqa: E402
 
 
 def fsync(fd: int) -> None:
@@ -118,7 +118,7 @@ settings.load_profile("weightsmith")
 @pytest.fixture(autouse=True)
 def unasked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody asks transformers about a stack: a process for each takes seconds. Tests of that have the mark `loading`."""
-    monkeypatch.setattr(answers, "key_of", lambda *_question: "")  # nor is kept what it says
+    monkeypatch.setattr(loading, "key_of", lambda *_question: "")  # nor is kept what it says
     if request.node.get_closest_marker("loading") is None:
         monkeypatch.setattr(loading, "installed", lambda: False)
 

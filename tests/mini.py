@@ -16,11 +16,11 @@ from weightsmith._base.tensors import DTYPES, DType, TensorSpec
 from weightsmith._engine.local import DiscardedOutput, run
 from weightsmith._engine.resources import Resources, Workload
 from weightsmith._engine.tiles import TILE_BYTES
-from weightsmith._files.containers.safetensors import make_layout
+from weightsmith._files.containers import make_layout
 from weightsmith._models.checkpoint import open_checkpoint
-from weightsmith._models.structure.fused import SubMatrix
-from weightsmith._planning.planner.decide import decide, split_fused
-from weightsmith._plans import Made, ModelInput, Plan, Read, Settings, Step
+from weightsmith._models.structure.projections import SubMatrix
+from weightsmith._planning.planner.steps import split_fused, with_needs
+from weightsmith._plans import ModelInput, Plan, Provenance, Read, Settings, Step
 from weightsmith.abc.output import Finished
 
 NUMPY = {d.numpy: d for d in DTYPES.values()}
@@ -102,8 +102,8 @@ def run_method(
         step = split_fused(step, [SubMatrix(f"{name}[{k}]", k * size, shape) for k in range(matrices)])
     refs = tuple(ModelInput(f"m{i}", "", "") for i in range(len(inputs)))
     settings = (Settings(dict(shared), tuple(models)),)
-    steps, products = decide((step,), settings, methods.get(method)) if step.leaves[0].merges else ((step,), ())
-    plan = Plan(Made(method), refs, tuple(steps), settings, products, seed=seed)
+    steps, products = with_needs((step,), settings, methods.get(method)) if step.leaves[0].merges else ((step,), ())
+    plan = Plan(Provenance(method), refs, tuple(steps), settings, products, seed=seed)
     with ExitStack() as stack:
         memory = Memory(plan, folder)
         stack.callback(memory.file.close)

@@ -42,7 +42,7 @@ from weightsmith._base.errors import PlanError
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._features.mixture.build import prepare_moe
 from weightsmith._features.quantisation.formats import FORMATS
-from weightsmith._files.containers.safetensors import make_layout
+from weightsmith._files.containers import make_layout
 from weightsmith._methods import all_methods
 from weightsmith._planning import recipe as recipes
 from weightsmith._planning.planner import prepare

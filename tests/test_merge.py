@@ -24,7 +24,7 @@ from tests.mini import write_checkpoint
 from tests.sampling import sampled
 from weightsmith._base.errors import CannotResume, NonFinite, NoSpace, ParameterError, StoreError
 from weightsmith._execution.identity import program_digest
-from weightsmith._outputs.local.area import staging_folder
+from weightsmith._outputs.area import staging_folder
 
 RECIPE = """
 merge_method: {method}

@@ -19,7 +19,7 @@ import yaml
 
 import weightsmith
 from tests.script_help import load
-from weightsmith._outputs.local.area import STAGING_SUFFIX
+from weightsmith._outputs.area import STAGING_SUFFIX
 
 pytestmark = pytest.mark.repository
 

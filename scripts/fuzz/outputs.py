@@ -15,8 +15,8 @@ from scripts.fuzz.mutators import mutate_checksummed, mutate_journal, mutate_jso
 
 def _use_manifest(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
     import weightsmith
-    from weightsmith._outputs.local.target import check_vacant
-    from weightsmith._outputs.unfinished import find_folders
+    from weightsmith._outputs.local import check_vacant
+    from weightsmith._outputs.places import find_folders
 
     yield lambda: weightsmith.verify("made")
     yield lambda: weightsmith.inspect("made")
@@ -28,7 +28,7 @@ def _use_manifest(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
 
 
 def _use_journal(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
-    from weightsmith._outputs.unfinished import find_folders
+    from weightsmith._outputs.places import find_folders
 
     yield lambda: find_folders(Path())
     yield lambda: merge(LINEAR)
@@ -38,12 +38,12 @@ def _unfinished_upload() -> Any:
     """A bucket in memory with the unfinished work of a small checkpoint, the same each time; and what finishes it."""
     from tests.bucket_help import MemoryBucket
     from tests.output_help import NAMES, layout, open_staging, put
-    from weightsmith._outputs import bucket
+    from weightsmith._outputs import bucket_store
 
     for folder in Path().glob(".out-*"):
         shutil.rmtree(folder)
     memory = MemoryBucket()
-    bucket.open_store = lambda *_: (memory.store, "the memory")
+    bucket_store.open_store = lambda *_: (memory.store, "the memory")
 
     def build(names: Sequence[str], *, publish: bool) -> None:
         with open_staging("s3://bkt/models/out", layout(), "plan", facts={"seed": "1"}) as opened:

@@ -1,15 +1,15 @@
 """The public names: this is their one list."""
 
 from weightsmith._app.api import dequantize as dequantize
-from weightsmith._app.api import extract_lora as extract_lora
 from weightsmith._app.api import merge as merge
 from weightsmith._app.api import moe as moe
 from weightsmith._app.api import plan as plan
 from weightsmith._app.api import quantize as quantize
 from weightsmith._app.api import run as run
-from weightsmith._app.api import statistics as statistics
-from weightsmith._app.api import transplant_tokenizer as transplant_tokenizer
 from weightsmith._app.demo import demo_models as demo_models
+from weightsmith._app.features import extract_lora as extract_lora
+from weightsmith._app.features import statistics as statistics
+from weightsmith._app.features import transplant_tokenizer as transplant_tokenizer
 from weightsmith._app.goals import goals as goals
 from weightsmith._base.errors import Busy as Busy
 from weightsmith._base.errors import CannotResume as CannotResume
@@ -51,12 +51,12 @@ from weightsmith._methods.user import block_method as block_method
 from weightsmith._methods.user import tensor_method as tensor_method
 from weightsmith._models.checkpoint import Checkpoint as Checkpoint
 from weightsmith._models.checkpoint import open_checkpoint as open_checkpoint
+from weightsmith._outputs.places import find_unfinished as find_unfinished
 from weightsmith._outputs.places import verify as verify
 from weightsmith._outputs.save import save_file as save_file
 from weightsmith._outputs.save import save_model as save_model
-from weightsmith._outputs.unfinished import find_unfinished as find_unfinished
-from weightsmith._planning.recipe.sums import Sum as Sum
-from weightsmith._planning.recipe.sums import model as model
+from weightsmith._planning.recipe.written import Sum as Sum
+from weightsmith._planning.recipe.written import model as model
 from weightsmith._plans import Plan as Plan
 from weightsmith._plans.summary import Summary as Summary
 from weightsmith._reports.auto.auto import auto as auto

@@ -26,7 +26,7 @@ from weightsmith._features.mixture.assembly import Assembly, Dense, Donor, dense
 from weightsmith._models.checkpoint import open_checkpoint
 from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner import assemble
-from weightsmith._plans import Made
+from weightsmith._plans import Provenance
 from weightsmith.abc.product import Cancelled, SomeRows
 
 SLIDING = {"sliding_window": 4}
@@ -53,7 +53,7 @@ def save_model(folder: Path, config: Any, dtype: torch.dtype = torch.bfloat16, s
 @contextmanager
 def donor_of(folder: Path) -> Iterator[tuple[Donor, Assembly]]:
     with open_checkpoint(folder) as checkpoint:
-        assembly = Assembly(Made("test"))
+        assembly = Assembly(Provenance("test"))
         yield assembly.checkpoint(checkpoint, "base"), assembly
 
 
@@ -159,7 +159,7 @@ def test_a_base_that_is_merged_on_the_way_has_the_states_of_the_merge(tmp_path: 
     run_merge(recipe, tmp_path / "m")
     expected = whole_forward(tmp_path / "m")
     with closing(assemble(recipe, RecipeOptions())) as assembled:
-        assembly = Assembly(Made("test"))
+        assembly = Assembly(Provenance("test"))
         donor = assembly.merge(assembled)
         for states in decoder_of(donor).states(context_of(donor, assembly), PROMPTS):
             for k, (_, mlp_input) in enumerate(expected):
@@ -177,7 +177,7 @@ def test_a_merge_on_the_way_can_be_stopped(tmp_path: Path) -> None:
         raise KeyboardInterrupt
 
     with closing(assemble(recipe, RecipeOptions())) as assembled:
-        assembly = Assembly(Made("test"))
+        assembly = Assembly(Provenance("test"))
         donor = assembly.merge(assembled)
         with pytest.raises(KeyboardInterrupt):
             context_of(donor, assembly, stop)
@@ -198,7 +198,7 @@ from weightsmith._models.checkpoint import open_checkpoint
 from weightsmith._features.mixture.assembly import Assembly
 from tests.activations.test_decoder import context_of
 from tests.activations.test_decoder import decoder_of
-from weightsmith._plans import Made
+from weightsmith._plans import Provenance
 import transformers.models.llama.modeling_llama
 
 def peak():
@@ -208,7 +208,7 @@ def peak():
 
 def run(folder):
     with open_checkpoint(Path(folder)) as checkpoint:
-        assembly = Assembly(Made("test"))
+        assembly = Assembly(Provenance("test"))
         donor = assembly.checkpoint(checkpoint, "base")
         for states in decoder_of(donor).states(context_of(donor, assembly), [[1, 2, 3, 4], [5, 6]]):
             pass

@@ -18,7 +18,7 @@ from tests.cli_help import Cli, cli
 from weightsmith._base.errors import PlanError
 from weightsmith._engine.local import DiscardedOutput, run
 from weightsmith._engine.resources import Workload
-from weightsmith._files.mapped import is_mapped
+from weightsmith._files.arrays import is_mapped
 from weightsmith._outputs.staging import Staging
 from weightsmith._planning.planner import prepare
 from weightsmith._plans import Product

@@ -21,7 +21,7 @@ from weightsmith._base.text import is_terminal
 from weightsmith._execution import progress as meters
 from weightsmith._models.checkpoint import locate
 from weightsmith._outputs.bucket import parse_bucket_address
-from weightsmith._outputs.hub.address import parse_hub_address
+from weightsmith._outputs.hub_repository import parse_hub_address
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from weightsmith._engine.tiles import Cut
 from weightsmith._models.checkpoint import open_checkpoint
 from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner import prepare
-from weightsmith._plans import COPY, Block, Made, ModelInput, PlanDraft, Read, Settings, Step
+from weightsmith._plans import COPY, Block, ModelInput, PlanDraft, Provenance, Read, Settings, Step
 from weightsmith.abc.job import Bytes, Job, Tile
 from weightsmith.abc.tensors import Tensors, read
 from weightsmith.testing import SourceCase, SourceTests
@@ -235,7 +235,7 @@ def test_a_copied_tensor_is_where_its_model_has_it(folder: Path) -> None:
 def test_a_copied_part_of_a_tensor_is_where_its_model_has_it(folder: Path) -> None:
     name, part = "model.embed_tokens.weight", TensorSpec("part", DTYPES["BF16"], (7, 300))
     step = Step(part, COPY, (Read(0, name, Block(2 * 300, 7, 300, 300)),))
-    plan = PlanDraft(Made("test"), [ModelInput("a", "", "")], [step], [Settings({}, ({},))]).finish()
+    plan = PlanDraft(Provenance("test"), [ModelInput("a", "", "")], [step], [Settings({}, ({},))]).finish()
     with open_checkpoint(folder / "a") as model:
         source = Computed(plan, [model], "part")
         place = model.location(name)

@@ -16,7 +16,7 @@ from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._engine.local import run
 from weightsmith._engine.resources import Resources, Workload
 from weightsmith._models.checkpoint import open_checkpoint
-from weightsmith._plans import COPY, Block, Gather, Made, ModelInput, Plan, Read, Settings, Step, Table, plan_from_json
+from weightsmith._plans import COPY, Block, Gather, ModelInput, Plan, Provenance, Read, Settings, Step, Table, plan_from_json
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 OWN, FIRST, SECOND = [2, -1, -1, -1, 0, -1], [9, 1, 0, -1, 1, -1], [-1, -1, 3, 2, -1, -1]
@@ -31,7 +31,11 @@ def plan_of(read: Read, spec: TensorSpec, op: str = COPY) -> Plan:
     tables = tuple(map(Table.of, (OWN, FIRST, SECOND)))
     models = tuple(ModelInput(f"m{i}", "", "") for i in range(3))
     return Plan(
-        Made("test"), models, (Step(spec, op, (read,)),), (Settings({"normalize": True}, ({"weight": 1.0},)),), tables=tables
+        Provenance("test"),
+        models,
+        (Step(spec, op, (read,)),),
+        (Settings({"normalize": True}, ({"weight": 1.0},)),),
+        tables=tables,
     )
 
 

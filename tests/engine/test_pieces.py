@@ -19,11 +19,11 @@ from weightsmith._engine.reader import Reader
 from weightsmith._engine.resources import Resources, Workload
 from weightsmith._engine.results import Results
 from weightsmith._engine.tiles import Buffers
-from weightsmith._files.views import view_of
+from weightsmith._files.arrays import view_of
 from weightsmith._models.checkpoint import open_checkpoint
 from weightsmith._models.sources.composed import StateDict
 from weightsmith._outputs.checksum import combine, grain_bytes, hash_grains
-from weightsmith._plans import Block, Gather, Made, ModelInput, Plan, Read, Settings, Step, Table, plan_from_json
+from weightsmith._plans import Block, Gather, ModelInput, Plan, Provenance, Read, Settings, Step, Table, plan_from_json
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 NONE = Settings({}, ({},))
@@ -43,7 +43,7 @@ def made(
 ) -> tuple[np.ndarray, str, Outcome]:
     """The one tensor that a step makes, its checksum, and the outcome."""
     paths = [write_checkpoint(folder / f"m{i}", tensors) for i, tensors in enumerate(models)]
-    plan = Plan(Made("test"), tuple(ModelInput(p.name, "", "") for p in paths), (step,), (settings,), tables=tables)
+    plan = Plan(Provenance("test"), tuple(ModelInput(p.name, "", "") for p in paths), (step,), (settings,), tables=tables)
     assert plan_from_json(json.loads(json.dumps(plan.to_json()))) == plan
     with ExitStack() as stack:
         memory = Memory(plan, folder)
@@ -168,7 +168,7 @@ def test_a_gather_of_many_tiles(tmp_path: Path) -> None:
 def test_rows_of_a_tensor_in_memory_are_gathered() -> None:
     tensor = normal((40, 16))
     step = Step(spec("out", (3, 16)), "copy", (Read(0, "w", Gather(0, Block(0, 40, 16, 16))),))
-    plan = Plan(Made("test"), (ModelInput("m", "", ""),), (step,), (NONE,), tables=(Table.of([7, -1, 9]),))
+    plan = Plan(Provenance("test"), (ModelInput("m", "", ""),), (step,), (NONE,), tables=(Table.of([7, -1, 9]),))
     reader = Reader(plan, [StateDict({"w": view_of("w", tensor)}, "m")], Results(plan))
     found, _ = reader.read(step.inputs, 0, 48, Buffers())
     assert found[0, : 48 * 2].tobytes() == np.stack([tensor[7], np.zeros(16, BF16), tensor[9]]).tobytes()
@@ -194,7 +194,7 @@ def test_jobs_remember_their_statistics_unless_a_table_says_which_rows_they_see(
 
     def merged(first: int, remembered: dict[object, dict[object, Any]] | None) -> tuple[bytes, int]:
         table = Table.of(range(first, first + 300))
-        plan = Plan(Made("test"), inputs, (step,), (settings,), tables=(table,) if gathered else ())
+        plan = Plan(Provenance("test"), inputs, (step,), (settings,), tables=(table,) if gathered else ())
         with ExitStack() as stack:
             output = Memory(plan, tmp_path)
             stack.callback(output.file.close)
@@ -215,7 +215,7 @@ def test_distances_of_finished_tensors_are_not_measured_again(tmp_path: Path) ->
     paths = [write_checkpoint(tmp_path / f"m{i}", tensors) for i, tensors in enumerate(models)]
     settings = Settings({"t": 0.5}, ({}, {}))
     steps = tuple(Step(spec(n, (50, 8)), "nearswap", (Read(0, n), Read(1, n)), base=True) for n in names)
-    plan = Plan(Made("test"), tuple(ModelInput(p.name, "", "") for p in paths), steps, (settings,))
+    plan = Plan(Provenance("test"), tuple(ModelInput(p.name, "", "") for p in paths), steps, (settings,))
     with ExitStack() as stack:
         memory = Memory(plan, tmp_path)
         stack.callback(memory.file.close)

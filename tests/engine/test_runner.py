@@ -18,10 +18,10 @@ from weightsmith._engine.local import DiscardedOutput, Outcome, Run, run
 from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._engine.resources import Resources, Workload
 from weightsmith._engine.tile_work import Merger
-from weightsmith._files.views import view_of
+from weightsmith._files.arrays import view_of
 from weightsmith._methods.jobs.combination import CombinationJob
 from weightsmith._models.sources.composed import StateDict
-from weightsmith._plans import Made, ModelInput, Plan, Product, Read, Settings, Step
+from weightsmith._plans import ModelInput, Plan, Product, Provenance, Read, Settings, Step
 from weightsmith.abc import product as base
 from weightsmith.abc.output import Finished
 from weightsmith.abc.product import Arrays
@@ -59,7 +59,7 @@ def plan_of(method: str, shared: dict[str, Any], products: tuple[Product, ...] =
         for name in NAMES
     )
     models = tuple(ModelInput(f"m{i}", "", "") for i in range(2))
-    return Plan(Made("test"), models, steps, (Settings(shared, ({"weight": 0.5}, {"weight": 0.5})),), products)
+    return Plan(Provenance("test"), models, steps, (Settings(shared, ({"weight": 0.5}, {"weight": 0.5})),), products)
 
 
 LINEAR = plan_of("linear", {"normalize": True})

@@ -19,11 +19,11 @@ from weightsmith._engine.resources import Resources
 from weightsmith._engine.results import Results
 from weightsmith._engine.tile_work import Copier, Encoder, Merger
 from weightsmith._engine.tiles import Buffers
-from weightsmith._files.views import view_of
+from weightsmith._files.arrays import view_of
 from weightsmith._models.formats import find_encoding
 from weightsmith._models.sources.composed import StateDict
 from weightsmith._outputs.checksum import combine, grain_bytes, hash_grains
-from weightsmith._plans import COPY, PLAIN, Made, ModelInput, Plan, Read, Settings, Step
+from weightsmith._plans import COPY, PLAIN, ModelInput, Plan, Provenance, Read, Settings, Step
 
 SHAPE = (600, 300)
 """Three grains."""
@@ -54,7 +54,7 @@ class Work:
         self.step = Step(out, op, reads, base, encoding=encoding, stored=stored)
         own = tuple({"weight": 0.5} for _ in arrays)
         models = tuple(ModelInput(f"m{i}", "", "") for i in range(len(arrays)))
-        plan = Plan(Made("test"), models, (self.step,), (Settings({"normalize": True, "t": 0.5}, own),))
+        plan = Plan(Provenance("test"), models, (self.step,), (Settings({"normalize": True, "t": 0.5}, own),))
         sources = [StateDict({"w": view_of("w", array)}, f"m{i}") for i, array in enumerate(arrays)]
         self.reader = Reader(plan, sources, Results(plan), Resources(tile_bytes=1))
         self.output, self.buffers = Recorded(self.step.outs), Buffers()

@@ -13,7 +13,7 @@ import pytest
 import weightsmith
 from tests.mini import write_checkpoint
 from weightsmith._base.report.blocks import written
-from weightsmith._execution.page import BY_LAYER_NAME, MOVED_NAME, PAGE_NAME
+from weightsmith._execution.report import BY_LAYER_NAME, MOVED_NAME, PAGE_NAME
 
 LAYERS = 3
 CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": LAYERS, "hidden_size": 32}

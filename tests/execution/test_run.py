@@ -27,8 +27,7 @@ from tests.cli_help import CONFIG, Cli
 from tests.mini import write_checkpoint
 from weightsmith._app.cli.merge import parse_part
 from weightsmith._base.errors import Busy, CheckpointError, FormatError, ParameterError, PlanError, StoreError, WeightsmithError
-from weightsmith._outputs.local.area import staging_folder
-from weightsmith._outputs.local.products import read_product, write_product
+from weightsmith._outputs.area import read_product, staging_folder, write_product
 from weightsmith._plans import plan_from_json
 from weightsmith._plans.parts import part_of
 

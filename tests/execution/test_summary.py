@@ -14,7 +14,7 @@ from tests.cli_help import Cli
 from tests.cli_help import cli as cli
 from tests.cli_help import work as work
 from tests.mini import write_checkpoint
-from weightsmith._execution import history
+from weightsmith._execution import progress
 from weightsmith._execution.options import RunOptions
 
 TIES = {
@@ -36,12 +36,12 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_without_a_file_nothing_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    run = history.PastRun("ties", "", "cpu", 2, False, 100, 10.0)
+    run = progress.PastRun("ties", "", "cpu", 2, False, 100, 10.0)
     for chosen in ("", None):
         monkeypatch.delenv("WEIGHTSMITH_RUNS", raising=False) if chosen is None else monkeypatch.setenv(
             "WEIGHTSMITH_RUNS", chosen
         )
-        history.remember(run)
+        progress.remember(run)
         assert (tmp_path / "weightsmith/runs.jsonl").exists() == (chosen is None)
 
 
@@ -94,7 +94,7 @@ def test_similar_runs_give_the_time(work: Path, cache: Path) -> None:
     options = RunOptions(threads=2)
     assert plan.summary(threads=2).time is None
     for seconds in (10.0, 20.0, 60.0):
-        history.remember(history.past_run(plan, options, 10**6, seconds))
+        progress.remember(progress.past_run(plan, options, 10**6, seconds))
     summary = plan.summary(threads=2)
     assert summary.time is not None
     moved = summary.read_bytes + summary.write_bytes
@@ -112,8 +112,8 @@ def test_a_short_run_says_nothing_of_the_speed(work: Path, cache: Path) -> None:
 @pytest.mark.parametrize("damage", [b"\x00\xff", b"[1, 2]", b'{"method": 3}', b"[" * 100_000])
 def test_a_damaged_line_is_left_out(damage: bytes, work: Path, cache: Path) -> None:
     plan = weightsmith.plan(LINEAR)
-    run = history.past_run(plan, RunOptions(threads=2), 10**6, 10.0)
-    history.remember(run)
+    run = progress.past_run(plan, RunOptions(threads=2), 10**6, 10.0)
+    progress.remember(run)
     cache.write_bytes(damage + b"\n" + cache.read_bytes())
     summary = plan.summary(threads=2)
     assert summary.time is not None
@@ -122,13 +122,13 @@ def test_a_damaged_line_is_left_out(damage: bytes, work: Path, cache: Path) -> N
 
 def test_a_file_of_something_else_is_neither_read_nor_replaced(cache: Path) -> None:
     cache.parent.mkdir(parents=True)
-    run = history.PastRun("ties", "", "cpu", 2, False, 100, 10.0)
+    run = progress.PastRun("ties", "", "cpu", 2, False, 100, 10.0)
     cache.write_text("my notes\n")
-    history.remember(run)
+    progress.remember(run)
     assert cache.read_text() == "my notes\n"
     cache.unlink()
     os.mkfifo(cache)  # to open it would wait for ever
-    history.remember(run)
+    progress.remember(run)
     assert cache.is_fifo()
 
 
@@ -139,12 +139,12 @@ def test_numbers_of_any_size_are_read(cache: Path) -> None:
     cache.write_text(
         "".join(f'{json.dumps(line)[:-1]}, "nbytes": {nbytes}, "seconds": {seconds}}}\n' for nbytes, seconds in values)
     )
-    assert [run.nbytes for run in history._runs()] == [7]
+    assert [run.nbytes for run in progress._runs()] == [7]
 
 
 def test_the_oldest_runs_make_room(work: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(history, "MAX_RUNS", 2)
+    monkeypatch.setattr(progress, "MAX_RUNS", 2)
     plan = weightsmith.plan(LINEAR)
     for seconds in (10.0, 20.0, 30.0):
-        history.remember(history.past_run(plan, RunOptions(threads=2), 10**6, seconds))
+        progress.remember(progress.past_run(plan, RunOptions(threads=2), 10**6, seconds))
     assert [json.loads(line)["seconds"] for line in cache.read_text().splitlines()] == [20.0, 30.0]

@@ -28,7 +28,6 @@ from weightsmith._base.errors import CheckpointError, FormatError, NotFound, Uns
 from weightsmith._base.files import FileState
 from weightsmith._base.tensors import DTYPES
 from weightsmith._files import pytorch, state_pickle, zip_records
-from weightsmith._files import strided as runs
 from weightsmith._files.pytorch import PickleHeader, StoredView, read_pickle_header, read_view
 
 
@@ -323,11 +322,11 @@ def test_any_range_of_any_view_is_that_of_the_contiguous_tensor(
     path = save(tmp_path_factory.getbasetemp() / "range.pt", {"w": tensor})
     (view,) = read_pickle_header(path).tensors
     expected = raw(tensor)
-    bounds = [(runs.SPAN_BYTES, runs.GAP_BYTES), (16, 8), (1, 0)]
+    bounds = [(pytorch.SPAN_BYTES, pytorch.GAP_BYTES), (16, 8), (1, 0)]
     with pytest.MonkeyPatch.context() as patch:
         for span, gap in bounds:  # small bounds reach the loops that only large tensors would
-            patch.setattr(runs, "SPAN_BYTES", span)
-            patch.setattr(runs, "GAP_BYTES", gap)
+            patch.setattr(pytorch, "SPAN_BYTES", span)
+            patch.setattr(pytorch, "GAP_BYTES", gap)
             start = data.draw(st.integers(0, len(expected)))
             end = data.draw(st.integers(start, len(expected)))
             assert logical(path, view, start, end - start) == expected[start:end]

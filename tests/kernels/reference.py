@@ -57,7 +57,7 @@ def keep_largest(delta: Array, k: int) -> npt.NDArray[np.bool_]:
 
 
 def philox(key: int, index: int) -> int:
-    """The random word of element `index`: Philox4x32-10, arranged as in `_kernels/philox.py`."""
+    """The random word of element `index`: Philox4x32-10, arranged as in `_kernels/randomness.py`."""
     counter = 64 * (index // 256) + index % 64
     x = [counter & 0xFFFFFFFF, counter >> 32, 0, 0]
     k0, k1 = key & 0xFFFFFFFF, key >> 32

@@ -8,9 +8,9 @@ import pytest
 
 from tests.kernels import reference
 from weightsmith._base.tensors import DTYPES
+from weightsmith._kernels.codecs import Encoded, EncodedInputs
 from weightsmith._kernels.combine import LANES
 from weightsmith._kernels.differences import DIFFERENCE_SUMS, STATISTICS, Sketch, difference, project, statistics
-from weightsmith._kernels.records import Encoded, Inputs
 from weightsmith._reports.look.differences import WIDTH, sparse_signs
 
 CODES = {"BF16": ml_dtypes.bfloat16, "F16": np.float16, "F32": np.float32}
@@ -40,7 +40,7 @@ def test_sums_of_a_difference_by_grain(dtypes: tuple[str, str], rows: int, cols:
     out, grain = np.empty((-(-rows // grain_rows), DIFFERENCE_SUMS)), grain_rows * cols
     sketch = np.zeros((rows, min(WIDTH, cols)), np.float32)
     scratch, lanes = np.empty((2, cols), np.float32), np.empty((3, LANES))
-    difference(Inputs(raw, codes), rows * cols, cols, grain, out, Sketch(signs, shifts, sketch), scratch, lanes)
+    difference(EncodedInputs(raw, codes), rows * cols, cols, grain, out, Sketch(signs, shifts, sketch), scratch, lanes)
     a, b = widened(tensors)
     for g in range(len(out)):
         own = slice(g * grain_rows, (g + 1) * grain_rows)

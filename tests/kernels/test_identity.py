@@ -254,10 +254,10 @@ def test_the_settings_of_numba_are_a_part_of_the_identity(monkeypatch: pytest.Mo
 
 
 def test_what_replaces_steps_of_numba_is_a_part_of_the_identity(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = internals.own_digest.__wrapped__()
-    assert internals.own_digest.__wrapped__() == before
+    before = internals.steps_digest.__wrapped__()
+    assert internals.steps_digest.__wrapped__() == before
     monkeypatch.setattr(internals.CompilerForCallers, "define_pipelines", lambda self: [])
-    assert internals.own_digest.__wrapped__() != before
+    assert internals.steps_digest.__wrapped__() != before
 
 
 DIGITS = "0123456789abcdef" * 2

@@ -22,8 +22,7 @@ from numba.core import event
 from tests.cli_help import run_process
 from tests.mini import write_checkpoint
 from weightsmith._kernels import compiler, internals
-from weightsmith._kernels.jit import Switch, kernel
-from weightsmith._kernels.watch import Abandoned, is_compiling, leave
+from weightsmith._kernels.jit import Abandoned, Switch, is_compiling, kernel, leave
 
 EVEN, ODD = Switch("parity", [0]), Switch("parity", [1])
 compiled = pytest.mark.skipif(bool(numba.core.config.DISABLE_JIT), reason="numba does not compile")
@@ -305,7 +304,7 @@ def test_threads_do_not_undo_each_others_cache_folder(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(compiler.config, "CACHE_DIR", "before")
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda _: compiler._use_own_cache(Function(), tmp_path / "own"), range(64)))
+        list(pool.map(lambda _: compiler._keep_by_numba(Function(), tmp_path / "own"), range(64)))
     assert seen == {str(tmp_path / "own")}
     assert compiler.config.CACHE_DIR == "before"
 

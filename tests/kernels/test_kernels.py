@@ -14,12 +14,11 @@ from hypothesis.extra import numpy as hnp
 
 from tests.kernels import reference
 from weightsmith._base.tensors import DTYPES
-from weightsmith._kernels.codecs import BLOCK, first_nonfinite
+from weightsmith._kernels.codecs import BLOCK, Encoded, EncodedInputs, first_nonfinite
 from weightsmith._kernels.combine import LANES, combine, combine_columns, combine_rows, gram, gram_columns, gram_rows
 from weightsmith._kernels.delta import distance
 from weightsmith._kernels.divergence import NEAR, exponentials, logarithms, row_divergence
-from weightsmith._kernels.philox import random_words
-from weightsmith._kernels.records import Encoded, Inputs
+from weightsmith._kernels.randomness import random_words
 from weightsmith._kernels.rows import SHORT, descending, keep_band, keep_by_rank, keep_in_groups, keep_ranks, ranks
 from weightsmith._kernels.select import (
     HIGH_BINS,
@@ -45,8 +44,8 @@ from weightsmith._kernels.task_vector import (
     SUM,
     Combination,
     Masks,
+    MergeScratch,
     Place,
-    Scratch,
     l1_norms,
     merge_task_vectors,
 )
@@ -163,10 +162,10 @@ def test_products_and_combinations_by_row_and_by_column(cols: int, deltas: bool)
     of_rows, of_columns = rng.normal(size=(height - 1, 3)), rng.normal(size=(3, cols))
     out = np.zeros((height, cols), np.float32)
     encoded = Encoded(out.reshape(-1).view(np.uint8), F32)
-    combine_rows(Inputs(flat, codes), of_rows, 1, cols, encoded, rows, sums)
+    combine_rows(EncodedInputs(flat, codes), of_rows, 1, cols, encoded, rows, sums)
     np.testing.assert_allclose(out[1:], np.einsum("rm,mrc->rc", of_rows, stack[:, 1:]), rtol=1e-6, atol=1e-6)
     assert not out[0].any()
-    combine_columns(Inputs(flat, codes), of_columns, height * cols, cols, encoded, rows, sums)
+    combine_columns(EncodedInputs(flat, codes), of_columns, height * cols, cols, encoded, rows, sums)
     np.testing.assert_allclose(out, np.einsum("mc,mrc->rc", of_columns, stack), rtol=1e-6, atol=1e-6)
 
 
@@ -284,8 +283,8 @@ def test_task_vectors_are_float64_results_to_float32_rounding(
         applied /= sum(weights) if abs(sum(weights)) >= 1e-8 else 1.0
     masks = Masks(np.array(modes, np.int64), limits, cuts, shares, False, keys, np.zeros((models, 0), np.uint8))
     how = Combination(np.array(weights), scales, by_sum, mean, applied)
-    memory = Scratch(rows, sums, words, *ROWLESS)
-    merge(Inputs(*raw(stack)), Place(n, 0, BLOCK), masks, how, Encoded(out, F32), memory)
+    memory = MergeScratch(rows, sums, words, *ROWLESS)
+    merge(EncodedInputs(*raw(stack)), Place(n, 0, BLOCK), masks, how, Encoded(out, F32), memory)
     expected = reference.merge_task_vectors(
         stack[0].astype(np.float64), masked, weights, elect=elect, normalize=normalize, factor=factor
     )
@@ -312,7 +311,7 @@ def test_l1_norms_before_and_after_a_mask(stack: np.ndarray, grain: int) -> None
     limits, cuts = np.array([[limit, 0]]), np.array([[n, 0]])
     modes, kept = np.array([KEEP_LARGE]), np.zeros((1, n), np.uint8)
     masks = Masks(modes, limits, cuts, two, False, keys, np.zeros((1, 0), np.uint8))
-    l1_norms(Inputs(*raw(stack)), Place(n, 0, BLOCK), grain, masks, out, Scratch(rows, sums, words, *ROWLESS), kept)
+    l1_norms(EncodedInputs(*raw(stack)), Place(n, 0, BLOCK), grain, masks, out, MergeScratch(rows, sums, words, *ROWLESS), kept)
     kept = np.where(delta.astype(np.float32).view(np.uint32) >= limit, delta, 0.0)
     for g in range(len(out)):
         part = slice(g * grain, (g + 1) * grain)
@@ -414,8 +413,8 @@ def test_means_by_count_and_the_largest_alone(elect: int, stack: np.ndarray) -> 
         two, modes, keys = np.zeros((models, 2)), np.zeros(models, np.int64), np.zeros(models, np.uint64)
         masks = Masks(modes, two.astype(np.int64), two.astype(np.int64), two, False, keys, np.zeros((models, 0), np.uint8))
         how = Combination(np.ones(models), np.ones(models), elect, mean, 1.0)
-        memory = Scratch(rows, sums, words, *ROWLESS)
-        merge_task_vectors(Inputs(*raw(stack)), Place(n, 0, BLOCK), masks, how, Encoded(out, F32), memory)
+        memory = MergeScratch(rows, sums, words, *ROWLESS)
+        merge_task_vectors(EncodedInputs(*raw(stack)), Place(n, 0, BLOCK), masks, how, Encoded(out, F32), memory)
         chosen = np.where(allowed, deltas, 0.0)
         if mean == BY_COUNT:
             delta = chosen.sum(0) / np.maximum(allowed.sum(0), 1)
@@ -468,7 +467,7 @@ def test_divergence_of_rows_to_the_last_digits(spread: float, cols: int) -> None
     model = (base + rng.uniform(-spread, spread, base.shape)).astype(np.float32)
     out, sums = np.zeros(2), np.full((4, max(BLOCK, cols)), np.nan)
     stack = np.stack([base.ravel(), model.ravel()])
-    row_divergence(Inputs(*raw(stack)), base.size, cols, 1e-8, out, np.full((2, BLOCK), np.nan, np.float32), sums)
+    row_divergence(EncodedInputs(*raw(stack)), base.size, cols, 1e-8, out, np.full((2, BLOCK), np.nan, np.float32), sums)
     soft = [np.exp(x.astype(np.longdouble)) for x in (base, model)]
     q, p = (s / s.sum(1, keepdims=True) + np.longdouble(1e-8) for s in soft)
     exact = (q * ((p / q) * np.log(p / q) - (p / q - 1))).sum(1).astype(np.float64)
@@ -476,12 +475,12 @@ def test_divergence_of_rows_to_the_last_digits(spread: float, cols: int) -> None
 
 
 def test_products_of_rows_depend_on_no_other_row() -> None:
-    from weightsmith._kernels.matrix import add_product, rotate_rows
+    from weightsmith._kernels.delta import add_matrix_product, rotate_rows
 
     rng = np.random.default_rng(0)
     rows, right, blocks = rng.normal(size=(7, 12)), rng.normal(size=(12, 9)), rng.normal(size=(2, 3, 3))
     total, turned = np.ones((7, 9)), np.empty_like(rows)
-    add_product(rows, right, total)
+    add_matrix_product(rows, right, total)
     rotate_rows(rows, blocks, turned)
     np.testing.assert_allclose(total, 1 + rows @ right, rtol=1e-12, atol=1e-12)
     diagonal = np.zeros((12, 12))
@@ -490,7 +489,7 @@ def test_products_of_rows_depend_on_no_other_row() -> None:
     np.testing.assert_allclose(turned, rows @ diagonal, rtol=1e-12, atol=1e-12)
     for i in range(7):
         one, other = np.ones((1, 9)), np.empty((1, 12))
-        add_product(rows[i : i + 1], right, one)
+        add_matrix_product(rows[i : i + 1], right, one)
         rotate_rows(rows[i : i + 1], blocks, other)
         assert one.tobytes() == total[i].tobytes()
         assert other.tobytes() == turned[i].tobytes()

@@ -13,8 +13,7 @@ import pytest
 from tests.cases.task_vectors import GTA
 from tests.mini import run_method
 from weightsmith._base.tensors import DTYPES
-from weightsmith._kernels.codecs import BLOCK
-from weightsmith._kernels.records import Encoded, Inputs
+from weightsmith._kernels.codecs import BLOCK, Encoded, EncodedInputs
 from weightsmith._kernels.rows import keep_by_rank, ranks
 from weightsmith._kernels.select import VARIANCE, Scores, select_scores
 from weightsmith._kernels.task_vector import (
@@ -23,15 +22,15 @@ from weightsmith._kernels.task_vector import (
     ELECT_PAIR,
     ELECT_SUM,
     KEEP_ALL,
-    KEEP_GIVEN,
+    KEEP_CHOSEN,
     KEEP_NONE,
     KEEP_RANDOM,
     SUM,
     Combination,
     Masks,
+    MergeScratch,
     Place,
-    Scratch,
-    keep_given,
+    keep_chosen,
     keep_large,
     keep_random,
     merge_task_vectors,
@@ -55,7 +54,7 @@ def test_rows_are_zeroed_where_nothing_is_kept(dtype: Any, n: int) -> None:
         keep_random(got, n, words, limit)
         np.testing.assert_array_equal(got, np.where(words.astype(np.int64) < limit, row, 0))
     given, got = (words & 1).astype(np.uint8), row.copy()
-    keep_given(got, n, given)
+    keep_chosen(got, n, given)
     np.testing.assert_array_equal(got, np.where(given == 1, row, 0))
     bits, got = np.abs(row).astype(np.float32).view(np.uint32), row.copy()
     limit, cut = int(np.sort(bits)[n // 2]), n // 2
@@ -152,7 +151,7 @@ def test_a_pair_elects_as_any_number_of_models_does(stored: str) -> None:
     with np.errstate(all="ignore"):
         raw = np.stack([x.astype(dtype.numpy).view(np.uint8) for x in arrays])
     codes, rows = np.full(3, dtype.code), np.empty((6, BLOCK), np.float64 if stored == "F32" else np.float32)
-    memory = Scratch(rows, np.empty((1, BLOCK)), np.empty(BLOCK + 512, np.uint32), *(np.empty(0, np.uint32),) * 3)
+    memory = MergeScratch(rows, np.empty((1, BLOCK)), np.empty(BLOCK + 512, np.uint32), *(np.empty(0, np.uint32),) * 3)
     memory = memory._replace(order=np.empty((4, 0), np.uint32), taken=np.empty(0, np.uint8))
     nothing, cuts = np.zeros((2, 2), np.int64), np.zeros((2, 2), np.int64)
     axes = {"in": [dtype.code], "out": [dtype.code], "keep": [KEEP_ALL, KEEP_NONE], "mean": [SUM, BY_WEIGHT, BY_COUNT]}
@@ -167,7 +166,7 @@ def test_a_pair_elects_as_any_number_of_models_does(stored: str) -> None:
                 for elect, merge in merges:
                     how = Combination(np.array(weights), np.array([1.0, 1.7]), elect, mean, 0.9)
                     outs.append(np.empty(n * dtype.itemsize, np.uint8))
-                    merge(Inputs(raw, codes), Place(n, 0, BLOCK), masks, how, Encoded(outs[-1], dtype.code), memory)
+                    merge(EncodedInputs(raw, codes), Place(n, 0, BLOCK), masks, how, Encoded(outs[-1], dtype.code), memory)
                 assert outs[0].tobytes() == outs[1].tobytes()
 
 
@@ -190,11 +189,11 @@ def test_masks_made_again_are_the_masks_remembered(method: str, tmp_path: Path, 
     shared = GTA | {"rescale": "l1"}
     remembered = run_method(tmp_path / "a", method, arrays, shared=shared, models=own, base=True, tile_bytes=1)
     assert seen[-1].resident_bytes == 2 * base.size // 8
-    assert (seen[-1].modes == KEEP_GIVEN).all()
+    assert (seen[-1].modes == KEEP_CHOSEN).all()
     monkeypatch.setattr(task_vectors, "REMEMBER_BYTES", 2 * base.size // 8 - 1)
     again = run_method(tmp_path / "b", method, arrays, shared=shared, models=own, base=True, tile_bytes=1)
     assert seen[-1].resident_bytes == 0
-    assert not (seen[-1].modes == KEEP_GIVEN).any()
+    assert not (seen[-1].modes == KEEP_CHOSEN).any()
     if method != "della":
         assert (seen[-1].modes == KEEP_RANDOM).all()
     assert remembered.tobytes() == again.tobytes()

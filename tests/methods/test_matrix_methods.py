@@ -34,7 +34,7 @@ from weightsmith._execution.identity import merges_on_device, work_identity
 from weightsmith._methods import cart, iso_c, iso_cts, resmerge, star, svc, tsv_m, wudi
 from weightsmith._methods.jobs.decompose import polar, thin_svd
 from weightsmith._methods.jobs.matrix import Deltas
-from weightsmith._models.structure.fused import role_of
+from weightsmith._models.structure.projections import role_of
 from weightsmith._plans import Step
 from weightsmith.abc.job import Bytes, Job, Matrix, Tile
 

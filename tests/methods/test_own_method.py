@@ -96,9 +96,9 @@ def test_a_recipe_may_hold_the_function_itself(own: Path) -> None:
     weightsmith.merge(task, "expected", progress=False)
     for name, expected in read(own / "expected").items():
         np.testing.assert_array_equal(read(own / "out")[name], expected)
-    assert weightsmith.plan(holding(mean)).made.name == weightsmith.plan(holding(mean)).made.name
+    assert weightsmith.plan(holding(mean)).provenance.name == weightsmith.plan(holding(mean)).provenance.name
     staged = weightsmith.plan([{"name": "first", **holding(mean)}, {**holding(mean), "models": [{"model": "first"}]}])
-    assert staged.made.name.startswith("mean@")
+    assert staged.provenance.name.startswith("mean@")
 
 
 def test_its_plan_runs_in_this_process_alone(own: Path) -> None:
@@ -140,7 +140,7 @@ def test_a_recipe_merges_with_the_function_of_a_file_beside_it(own: Path) -> Non
 def test_a_recipe_that_is_no_file_starts_from_the_current_folder(own: Path, text: bool) -> None:
     parts: dict[str, Any] = {"merge_method": "./sub/half.py:half", "models": [{"model": "a"}, {"model": "b"}]}
     recipe = json.dumps(parts, indent=1) if text else parts
-    assert weightsmith.plan(recipe, allow_code=True).made.name.startswith("./sub/half.py:half@")
+    assert weightsmith.plan(recipe, allow_code=True).provenance.name.startswith("./sub/half.py:half@")
 
 
 def test_without_leave_it_is_refused_and_said_what_would_run(own: Path) -> None:
@@ -250,7 +250,7 @@ def package(tmp_path: Path) -> Any:
 
 def test_a_method_of_an_installed_package_needs_no_leave(package: Any, work: Path) -> None:
     plan = weightsmith.plan(RECIPE.replace("./half.py:half", "halves"))
-    assert re.fullmatch("halves@[0-9a-f]{16}", plan.made.name)
+    assert re.fullmatch("halves@[0-9a-f]{16}", plan.provenance.name)
     weightsmith.merge(RECIPE.replace("./half.py:half", "halves"), "out")
     assert "package brought 1.0" in (work / "out" / "README.md").read_text()
     assert "did you mean 'halves'" in str(only(RECIPE.replace("./half.py:half", "halve")))

@@ -19,8 +19,8 @@ from tests.output_help import tree
 from tests.outputs.bucket.conftest import front, memory, new_server, ports, spool
 from tests.outputs.hub.conftest import hub
 from weightsmith._outputs.bucket import parse_bucket_address
-from weightsmith._outputs.hub.target import hub_target
-from weightsmith._outputs.local.place import LocalTarget
+from weightsmith._outputs.hub import hub_target
+from weightsmith._outputs.local import LocalTarget
 from weightsmith.testing import OutputCase, run_histories
 
 __all__ = ["front", "hub", "memory", "new_server", "ports", "spool"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from weightsmith._outputs.journal import Finished, Journal, read_further, read_journal
-from weightsmith._outputs.local.locks import FollowedJournals
+from weightsmith._outputs.locks import FollowedJournals
 
 NAMES = ["a", "b.weight", 'quo"te', "back\\slash", "ümlaut", "a,b"]
 

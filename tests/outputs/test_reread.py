@@ -8,9 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from weightsmith._outputs import reread
-from weightsmith._outputs.checksum import combine, hash_grains
-from weightsmith._outputs.reread import Stored, read_at
+from weightsmith._outputs import checksum
+from weightsmith._outputs.checksum import Stored, combine, hash_grains, read_at
 
 DATA = np.random.default_rng(0).integers(0, 256, 5000, dtype=np.uint8).tobytes()
 
@@ -21,13 +20,13 @@ DATA = np.random.default_rng(0).integers(0, 256, 5000, dtype=np.uint8).tobytes()
 def test_parts_pieces_and_threads_do_not_change_the_checksum(
     tmp_path: Path, threads: int, part_bytes: int, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reread, "PART_BYTES", part_bytes)
-    monkeypatch.setattr(reread, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(checksum, "PART_BYTES", part_bytes)
+    monkeypatch.setattr(checksum, "PIECE_BYTES", piece_bytes)
     (tmp_path / "file").write_bytes(b"head" + DATA)
     with (tmp_path / "file").open("rb") as file:
         read = partial(read_at, file.fileno())
         stored = [Stored("a", read, 4, 5000, 48), Stored("b", read, 10, 96, 96)]
-        found = reread.reread(stored, threads=threads)
+        found = checksum.reread(stored, threads=threads)
     assert found == {"a": combine(hash_grains(DATA, 48)), "b": combine(hash_grains(DATA[6:102], 96))}
 
 
@@ -37,13 +36,13 @@ def test_bytes_of_another_tensor_do_not_stand_in_for_lost_ones(tmp_path: Path) -
     with (tmp_path / "file").open("rb") as file:
         read = partial(read_at, file.fileno())
         stored = [Stored("first", read, 0, 10, 100), Stored("second", read, 10, 10, 100)]
-        found = reread.reread(stored, threads=1)
+        found = checksum.reread(stored, threads=1)
     assert found == {"first": combine(hash_grains(b"same bytes", 100)), "second": ""}
 
 
 def test_a_file_that_cannot_be_read_is_like_one_that_is_not_there(tmp_path: Path) -> None:
     with (tmp_path / "file").open("wb") as file:  # open for writing only
-        assert reread.reread([Stored("a", partial(read_at, file.fileno()), 0, 10, 100)]) == {"a": ""}
+        assert checksum.reread([Stored("a", partial(read_at, file.fileno()), 0, 10, 100)]) == {"a": ""}
 
 
 def test_an_error_in_the_progress_callback_ends_the_work(tmp_path: Path) -> None:
@@ -52,4 +51,4 @@ def test_an_error_in_the_progress_callback_ends_the_work(tmp_path: Path) -> None
 
     (tmp_path / "file").write_bytes(DATA)
     with (tmp_path / "file").open("rb") as file, pytest.raises(KeyError):
-        reread.reread([Stored("a", partial(read_at, file.fileno()), 0, 5000, 48)], threads=2, progress=fail)
+        checksum.reread([Stored("a", partial(read_at, file.fileno()), 0, 5000, 48)], threads=2, progress=fail)

@@ -23,8 +23,8 @@ from hypothesis.extra import numpy as hnp
 from tests.output_help import layout, open_staging, put, tree
 from weightsmith._base.errors import CannotResume, OutputExists, ParameterError, StoreError
 from weightsmith._base.tensors import BY_TORCH_NAME, DTYPES
-from weightsmith._files import views
-from weightsmith._outputs.local.area import StagingArea
+from weightsmith._files import arrays as views
+from weightsmith._outputs.area import StagingArea
 from weightsmith._outputs.places import verify
 from weightsmith._outputs.save import save_file, save_model
 from weightsmith._outputs.staging import Staging

@@ -20,10 +20,10 @@ from weightsmith._plans import (
     Block,
     Dropped,
     Gather,
-    Made,
     ModelInput,
     PlanDraft,
     Product,
+    Provenance,
     Read,
     Settings,
     StatisticRead,
@@ -41,7 +41,7 @@ PRODUCT = Product("made", "router", (ARRAY,), {})
 def draft(*steps: Step, **changes: Any) -> PlanDraft:
     """One model, one setting, and one step that copies its tensor, unless others are given."""
     own = list(steps) or [Step(WEIGHT, COPY, (Read(0, "w"),))]
-    made = PlanDraft(Made("test"), [ModelInput("a", "", "")], own, [Settings({}, ({},))])
+    made = PlanDraft(Provenance("test"), [ModelInput("a", "", "")], own, [Settings({}, ({},))])
     for name, value in changes.items():
         setattr(made, name, value)
     return made

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from weightsmith._base.tensors import DTYPES, TensorSpec
-from weightsmith._plans import Made, ModelInput, OwnCode, Plan, Product, Read, Settings, Step, Table
-from weightsmith._plans.hashes import PartHashes
+from weightsmith._plans import ModelInput, OwnCode, Plan, Product, Provenance, Read, Settings, Step, Table
+from weightsmith._plans.parts import PartHashes
 
 ONE, TWO = (TensorSpec(name, DTYPES["F32"], (2, 3)) for name in "ab")
 PRODUCT = Product("limits", "thresholds", (TensorSpec("limit", DTYPES["F64"], (1,)),), {"density": 0.5})
@@ -19,7 +19,7 @@ STEPS = (
 )
 SETTINGS = Settings({"lambda": 1.0}, ({}, {"weight": 1.0})), Settings({"lambda": 0.5}, ({}, {"weight": 1.0}))
 MODELS = ModelInput("base", "", "same"), ModelInput("fr", "", "same")
-PLAN = Plan(Made("ties"), MODELS, STEPS, SETTINGS, (PRODUCT,), recipe="one")
+PLAN = Plan(Provenance("ties"), MODELS, STEPS, SETTINGS, (PRODUCT,), recipe="one")
 
 
 def hashes(plan: Plan) -> tuple[str, str, str]:
@@ -33,13 +33,13 @@ CHANGES: dict[str, tuple[Callable[[], Plan], str]] = {
     "a product": (lambda: replace(PLAN, products=(replace(PRODUCT, settings={"density": 0.4}),)), "a limits"),
     "a model of the same shape": (lambda: replace(PLAN, models=(MODELS[0], replace(MODELS[1], ref="de"))), "a b limits"),
     "the seed": (lambda: replace(PLAN, seed=1), "a b limits"),
-    "own code": (lambda: replace(PLAN, made=Made("ties", code=OwnCode("f.py:f", "", "0"))), "a b limits"),
+    "own code": (lambda: replace(PLAN, provenance=Provenance("ties", code=OwnCode("f.py:f", "", "0"))), "a b limits"),
     "a table": (lambda: replace(PLAN, tables=(Table.of([1]),)), "a b limits"),
     "the number of its settings": (
         lambda: replace(PLAN, settings=SETTINGS[::-1], steps=tuple(replace(s, settings=1 - s.settings) for s in STEPS)),
         "",
     ),
-    "the recipe's text": (lambda: replace(PLAN, recipe="two", made=Made("ties", title="other")), ""),
+    "the recipe's text": (lambda: replace(PLAN, recipe="two", provenance=Provenance("ties", title="other")), ""),
 }
 
 

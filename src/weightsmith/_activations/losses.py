@@ -27,8 +27,7 @@ from weightsmith._activations.work import LayerWork
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._models.structure.vocabulary import is_vocabulary
-from weightsmith._plans import Product
-from weightsmith._plans.statistics import TextSource
+from weightsmith._plans import Product, TextSource
 from weightsmith.abc.product import Arrays
 
 if TYPE_CHECKING:
@@ -93,7 +92,7 @@ def _compute(context: ProductContext) -> Arrays:
     import torch
 
     from weightsmith._activations.running import PhaseProgress, Rows, decoder_of, device_of
-    from weightsmith._files.mapped import release_pages
+    from weightsmith._files.arrays import release_pages
 
     work, device = LossesWork.of(context.product), device_of(context)
     ids, scored = context.arrays(work.rows)

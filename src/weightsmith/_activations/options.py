@@ -17,7 +17,7 @@ class StatisticsSettings:
         "--kind NAME",
         "Statistic: second_moments for regmean, magnitudes for aim, fisher (repeatable)",
         unset="second_moments and magnitudes",
-        more="The merge methods and their statistics: [merges that look at text](statistics.md).",
+        details="The merge methods and their statistics: [merges that look at text](statistics.md).",
     )
     rows: int | None = option(None, "--rows N", "Number of rows of the text", unset="all, at most 128", least=1)
     tokens: int | None = option(None, "--tokens N", "Number of tokens in each row", unset="512", least=1)

@@ -19,7 +19,7 @@ from weightsmith._activations.decoder.forward import Decoder, Layer, build
 from weightsmith._activations.work import LayerWork
 from weightsmith._base.errors import NonFinite, ParameterError, PlanError, WeightsmithError
 from weightsmith._base.one_thread import one_thread
-from weightsmith._files.mapped import release_pages
+from weightsmith._files.arrays import release_pages
 from weightsmith._methods.jobs.requires import usable_device
 from weightsmith.abc.product import Floats, ProductContext
 

@@ -98,7 +98,7 @@ SAMPLED_STATES = ProductKind(FORWARD, compute=_sample, check=check)
 def embedded(context: ProductContext, base: Base, ids: npt.NDArray[np.int32]) -> Arrays:
     """Embed rows of tokens, int32 [rows, tokens]: the states that enter the first layer."""
     from weightsmith._activations.running import PhaseProgress, decoder_of
-    from weightsmith._files.mapped import release_pages
+    from weightsmith._files.arrays import release_pages
 
     progress = PhaseProgress(context, base, 0, 0, 0)
     [states] = context.create()

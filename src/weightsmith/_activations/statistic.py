@@ -33,7 +33,7 @@ def shapes_of(
 def _compute(context: ProductContext) -> Arrays:
     from weightsmith._activations.running import layer_rows
     from weightsmith._activations.sums import Forward, use_sums
-    from weightsmith._files.mapped import release_pages
+    from weightsmith._files.arrays import release_pages
 
     work = StatisticWork.of(context.product)
     statistic = find_statistic(work.kind)

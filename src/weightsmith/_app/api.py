@@ -1,5 +1,4 @@
-"""The Python API: `plan`, `merge`, `moe`, `quantize`, `dequantize`, `extract_lora`, `transplant_tokenizer`,
-`statistics` and `run`."""
+"""The Python API: `plan`, `merge`, `moe`, `quantize`, `dequantize` and `run`. Commands of these names call it, too."""
 
 from __future__ import annotations
 
@@ -8,31 +7,22 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
-from weightsmith._activations.options import StatisticsSettings
 from weightsmith._base.options import lists_options, read_options
-from weightsmith._execution.distributed import execute
-from weightsmith._execution.execute import execute_part
+from weightsmith._execution.execute import execute, execute_part
 from weightsmith._execution.options import RunOptions
+from weightsmith._execution.output import check_options
 from weightsmith._execution.progress import Meter, callbacks, watched_meter
 from weightsmith._execution.run import Callbacks, Merged
-from weightsmith._features.adapters.options import ExtractSettings
 from weightsmith._features.any_recipe import prepare_any
 from weightsmith._features.quantisation.options import QuantizeSettings
-from weightsmith._features.transplant.options import TransplantSettings
 from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.recipe import Source
 from weightsmith._plans import Plan
-from weightsmith._reports.keywords import (
-    ExtractKeywords,
-    Keywords,
-    PlanKeywords,
-    RunKeywords,
-    StatisticsKeywords,
-    TransplantKeywords,
-)
+from weightsmith._reports.keywords import Keywords, PlanKeywords, RunKeywords
 
 if TYPE_CHECKING:
     from weightsmith._engine.local import Progress
@@ -82,7 +72,7 @@ def merge(
     def prepare() -> Prepared:
         return prepare_any(recipe, planning, settings, command="merge")
 
-    return _make(prepare, "merging", out, running, progress, rechecking)
+    return make(prepare, "merging", out, running, progress, rechecking)
 
 
 @lists_options("moe", *_ALL)
@@ -107,7 +97,7 @@ def moe(
     def prepare() -> Prepared:
         return prepare_any(recipe, planning, settings, command="moe")
 
-    return _make(prepare, "copying", out, running, progress, rechecking)
+    return make(prepare, "copying", out, running, progress, rechecking)
 
 
 @lists_options("quantize", *_ALL, besides=("format",))
@@ -134,7 +124,7 @@ def quantize(
     from weightsmith._features.any_recipe import prepare_copy
 
     planning, settings, running = read_options("quantize", {"format": format, **options}, *_ALL)
-    return _make(lambda: prepare_copy(model, planning, settings), "quantising", out, running, progress, rechecking)
+    return make(lambda: prepare_copy(model, planning, settings), "quantising", out, running, progress, rechecking)
 
 
 @lists_options("dequantize", *_ALL)
@@ -155,93 +145,7 @@ def dequantize(
     from weightsmith._features.any_recipe import prepare_copy
 
     planning, settings, running = read_options("dequantize", options, *_ALL)
-    return _make(lambda: prepare_copy(model, planning, settings), "dequantising", out, running, progress, rechecking)
-
-
-@lists_options("extract_lora", ExtractSettings, RunOptions)
-def extract_lora(
-    finetuned: str | os.PathLike[str],
-    base: str | os.PathLike[str],
-    out: str | os.PathLike[str],
-    *,
-    progress: Callable[[Progress], None] | bool = True,
-    rechecking: Callable[[int, int], None] | None = None,
-    **options: Unpack[ExtractKeywords],
-) -> Merged:
-    """Extract a LoRA adapter from a fine-tune and its base into a new folder, as PEFT reads it.
-
-    finetuned, base  folders or Hub ids, stored in any format that weightsmith reads; the fine-tune may be `base+adapter`
-
-    `Merged.reports["extraction"]` has the share of each matrix's change that the adapter keeps. Everything else is as for
-    `merge`. Raises PlanError for models that do not belong together, and if nothing differs.
-
-    >>> weightsmith.extract_lora("tuned", "base", "adapter", energy=0.9).reports["extraction"].parameters  # doctest: +SKIP
-    4884480
-    """
-    from weightsmith._features.adapters.extract import prepare_extraction
-
-    settings, running = read_options("extract_lora", options, ExtractSettings, RunOptions)
-    return _make(lambda: prepare_extraction(finetuned, base, settings), "storing", out, running, progress, rechecking)
-
-
-@lists_options("transplant_tokenizer", TransplantSettings, RunOptions)
-def transplant_tokenizer(
-    model: str | os.PathLike[str],
-    donor: str | os.PathLike[str],
-    out: str | os.PathLike[str],
-    *,
-    progress: Callable[[Progress], None] | bool = True,
-    rechecking: Callable[[int, int], None] | None = None,
-    **options: Unpack[TransplantKeywords],
-) -> Merged:
-    """Replace a model's tokenizer with another model's, in a new folder.
-
-    model    folder, Hub id or `base+adapter`, stored in any format that weightsmith reads
-    donor    the same; or, for approximations that do not need its embeddings, a folder with a tokenizer alone
-
-    Shared tokens keep the model's rows; the others are approximated. `Merged.reports["rows of missing tokens"]` describes the
-    approximation and its error; without missing tokens there is no such report. Everything else is as for `merge`. Raises
-    PlanError for a donor without embeddings where they are needed, and for a model without a tokenizer.
-
-    >>> weightsmith.transplant_tokenizer("model", "donor", "out").plan.vocabulary["rows"]  # doctest: +SKIP
-    49152
-    """
-    from weightsmith._features.transplant.plan import prepare_transplant
-
-    settings, running = read_options("transplant_tokenizer", options, TransplantSettings, RunOptions)
-    return _make(lambda: prepare_transplant(model, donor, settings), "copying", out, running, progress, rechecking)
-
-
-@lists_options("statistics", StatisticsSettings, RunOptions)
-def statistics(
-    model: str | os.PathLike[str],
-    text: str | os.PathLike[str],
-    out: str | os.PathLike[str],
-    *,
-    progress: Callable[[Progress], None] | bool = True,
-    rechecking: Callable[[int, int], None] | None = None,
-    **options: Unpack[StatisticsKeywords],
-) -> Merged:
-    """Write the statistics of a model on a text into a new folder, which recipes name in place of the text.
-
-    model    folder, Hub id or `base+adapter`, stored in any format that weightsmith reads
-    text     a .txt, .jsonl or .parquet file, or `built-in`
-    options  see `weightsmith._base.options`: `StatisticsSettings` and `RunOptions`
-
-    The folder has one float32 array for each kind and linear layer, and `statistics.json` with the hashes of weights, text and
-    tokenizer. Everything else is as for `merge`. Raises PlanError for an unknown kind, a text that is too short, and a model
-    that is not a decoder with a tokenizer.
-
-    Cost: a forward pass over the text, `fisher` also one back; memory of one layer and its statistics.
-
-    >>> weightsmith.statistics("fr", "fr.txt", "fr-stats", rows=32, tokens=512).out.name  # doctest: +SKIP
-    'fr-stats'
-    """
-    from weightsmith._features.statistics import prepare_statistics
-
-    settings, running = read_options("statistics", options, StatisticsSettings, RunOptions)
-    running = replace(running, card=False)
-    return _make(lambda: prepare_statistics(model, text, settings), "measuring", out, running, progress, rechecking)
+    return make(lambda: prepare_copy(model, planning, settings), "dequantising", out, running, progress, rechecking)
 
 
 @lists_options("run", RunOptions)
@@ -269,14 +173,14 @@ def run(
     began = time.monotonic()
     (running,) = read_options("run", options, RunOptions)
     with reopen(plan if isinstance(plan, Plan) else load_plan(plan), allow_code=allow_code) as prepared:
-        with _watched("running", progress, rechecking, out, running) as watching:
+        with _watched("running", prepared, progress, rechecking, out, running) as watching:
             if part is not None:
                 execute_part(prepared, out, part, running, watching)
                 return None
-            return execute(prepared, out, running, watching, began=began)
+            return _execute(prepared, out, running, watching, began)
 
 
-def _make(
+def make(
     prepare: Callable[[], Prepared],
     doing: str,
     out: str | os.PathLike[str],
@@ -286,13 +190,27 @@ def _make(
 ) -> Merged:
     """Plan, run and publish. doing: the verb of the work, for the progress bar."""
     began = time.monotonic()
-    with prepare() as prepared, _watched(doing, progress, rechecking, out, running) as watching:
+    with prepare() as prepared, _watched(doing, prepared, progress, rechecking, out, running) as watching:
+        return _execute(prepared, out, running, watching, began)
+
+
+def _execute(prepared: Prepared, out: str | os.PathLike[str], running: RunOptions, watching: Callbacks, began: float) -> Merged:
+    """Run a plan here, or its parts on a Ray cluster. The bytes are the same."""
+    if running.ray is None:
         return execute(prepared, out, running, watching, began=began)
+    from weightsmith._execution.cluster import share_out
+    from weightsmith._execution.on_ray import RayWorkers
+
+    check_options(out, running)  # before a cluster is started
+    with RayWorkers.connect(running) as workers:
+        helpers = partial(share_out, workers=workers)
+        return execute(prepared, out, running, watching, began=began, helpers=helpers)
 
 
 @contextmanager
 def _watched(
     doing: str,
+    prepared: Prepared,
     progress: Watching,
     rechecking: Callable[[int, int], None] | None,
     out: str | os.PathLike[str],
@@ -302,7 +220,10 @@ def _watched(
     if progress is True or isinstance(progress, Meter):
         with watched_meter() if progress is True else nullcontext(progress) as shown:
             show, recheck, waiting, uploading = callbacks(shown, doing)
-            yield Callbacks(show, rechecking or recheck, waiting, uploading, _evaluator(running, out, shown))
+            evaluating = _evaluator(running, out, shown)
+            if shown.announce is not None:
+                shown.announce(prepared.plan, prepared.source)
+            yield Callbacks(show, rechecking or recheck, waiting, uploading, evaluating)
     else:
         shows = None if progress is False else progress
         yield Callbacks(shows, rechecking, evaluating=_evaluator(running, out, progress))
@@ -315,5 +236,5 @@ def _evaluator(
         return None
     from weightsmith._reports.evaluate.result import evaluator
 
-    found = evaluator(running, out)
-    return None if found is None else replace(found, progress=progress)
+    evaluated = evaluator(running, out)
+    return None if evaluated is None else replace(evaluated, progress=progress)

@@ -33,8 +33,8 @@ class Goal:
         return self.write([quoted(model) for model in models], quoted(base or models[0]))
 
 
-def _entries(models: Sequence[str], *more: str) -> str:
-    return "".join(f"  - model: {model}\n" + "".join(f"    {line}\n" for line in more) for model in models)
+def _entries(models: Sequence[str], *parameters: str) -> str:
+    return "".join(f"  - model: {model}\n" + "".join(f"    {line}\n" for line in parameters) for model in models)
 
 
 def _combine(models: Sequence[str], base: str) -> str:

@@ -29,7 +29,7 @@ from weightsmith._engine.schedule import Scheduler
 from weightsmith._engine.tile_work import Copier, Encoder, Merger
 from weightsmith._engine.tiles import Buffers
 from weightsmith._files.remote.ahead import ReadAhead
-from weightsmith._kernels.watch import is_compiling, leave
+from weightsmith._kernels.jit import is_compiling, leave
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._plans import COPY, Gather, Plan, Product, Step
 from weightsmith.abc.job import Bytes, Job
@@ -186,8 +186,7 @@ class Run:
             models = self.reader.plan.models
             # Fine-tunes of one base have one identity: their names tell them apart.
             inputs = tuple((models[read.model].ref, models[read.model].identity, read) for read in leaf.inputs)
-            key = leaf.out, leaf.op, leaf.base, inputs
-            job.recall(self._memory.setdefault(key, {}))
+            job.recall(self._memory.of((leaf.out, leaf.base, inputs)))
         return job
 
     def _complete(self, active: ActivePass) -> None:

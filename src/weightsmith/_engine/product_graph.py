@@ -24,7 +24,7 @@ from weightsmith._engine.resources import Resources, Workload
 from weightsmith._engine.results import Results
 from weightsmith._engine.schedule import Scheduler
 from weightsmith._engine.tiles import Buffers, Cut
-from weightsmith._kernels.watch import leave
+from weightsmith._kernels.jit import leave
 from weightsmith._plans import Plan, Product, Step
 from weightsmith.abc.job import Matrix, Tile
 from weightsmith.abc.output import Output

@@ -99,6 +99,7 @@ class Reader:
             role=step.role,
             layer=step.layer,
             device=self._device,
+            method=step.op,
             statistics=self._statistics(step),
         )
 

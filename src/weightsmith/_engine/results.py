@@ -13,7 +13,7 @@ import xxhash
 
 from weightsmith._base.files import Extent
 from weightsmith._base.tensors import DType, TensorSpec
-from weightsmith._files.mapped import release_pages
+from weightsmith._files.arrays import release_pages
 from weightsmith._plans import Plan, Product
 from weightsmith.abc.job import Bytes, Result
 

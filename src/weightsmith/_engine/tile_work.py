@@ -13,12 +13,11 @@ from weightsmith._engine.active import ActiveStep, Gathered, LeafPass
 from weightsmith._engine.constants import UNPUBLISHED, Constants, Finite
 from weightsmith._engine.reader import Reader
 from weightsmith._engine.tiles import Buffers, Cut
-from weightsmith._kernels.codecs import decode, first_nonfinite
+from weightsmith._kernels.codecs import Encoded, decode, first_nonfinite
 from weightsmith._kernels.delta import distance
-from weightsmith._kernels.records import Encoded
 from weightsmith._models.formats import Encoding, find_encoding
 from weightsmith._models.structure.vocabulary import must_agree
-from weightsmith._outputs.local.disk import copies_by_reference
+from weightsmith._outputs.disk import copies_by_reference
 from weightsmith._plans import CAST, Gather, Read, Step
 from weightsmith.abc.job import Bytes, Job, Tile
 from weightsmith.abc.output import Output

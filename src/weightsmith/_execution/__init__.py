@@ -1,11 +1,12 @@
 """Runs prepared plans: what is needed first, the plan itself, and the files beside the weights. Imports all above `_reports`.
 
-execute.py    a whole plan, or one part; computations that write nothing
-stages.py     what is run before: results of other recipes, plans that the plan follows from
+execute.py    a whole plan, or one part, after what must run before it; computations that write nothing
 run.py        one plan
-files.py      the files besides the weights
-distributed/  the parts of a plan on a Ray cluster
+output.py     the output of a run: whether it can be written, and its files besides the weights
+cluster.py    the parts of a plan done by other processes; on_ray.py those of a Ray cluster
 identity.py   when work may be resumed: same plan, same inputs, same program
+summary.py    what a run will cost; targets.py searches bits by what they lose
 memory.py     `weightsmith.merge_state_dicts`: the engine on tensors in memory
-cards.py      the model card; distance.py is how far a merge has moved from its base, progress.py the display of progress
+report.py     how far a merge has moved from its base, and the page that shows it; cards.py is the model card
+progress.py   the display of progress, and how long earlier runs took
 """

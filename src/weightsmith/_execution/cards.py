@@ -18,7 +18,7 @@ from weightsmith._base.files import exists, expand_user
 from weightsmith._base.redaction import redacted
 from weightsmith._base.text import code, markdown
 from weightsmith._engine.computed import Computed
-from weightsmith._execution.distance import Moved, to_markdown
+from weightsmith._execution.report import Moved, to_markdown
 from weightsmith._files.containers import ADAPTERS, DIFFUSERS_LORA, GGUF, PEFT, SAFETENSORS, ShardLayout
 from weightsmith._models.card import hub_id_of, read_card
 from weightsmith._models.checkpoint import Checkpoint
@@ -46,8 +46,8 @@ class _Part:
     @property
     def licence(self) -> tuple[str, ...]:
         """`license`, `license_name` and `license_link`; () where the card names none."""
-        found = [self.card.get(key, "") for key in _LICENCE_KEYS]
-        return tuple(value if _is_plain(value) else "" for value in found) if _is_plain(found[0]) else ()
+        values = [self.card.get(key, "") for key in _LICENCE_KEYS]
+        return tuple(value if _is_plain(value) else "" for value in values) if _is_plain(values[0]) else ()
 
     @property
     def bases(self) -> list[str]:
@@ -94,9 +94,9 @@ def model_card(
 
 # {markdown(name)}
 
-{_sentences(plan.made.title)}
+{_sentences(plan.provenance.title)}
 
-{_sentences(plan.made.source)}
+{_sentences(plan.provenance.source)}
 {_quantised(plan)}{_usage(plan, *(repo.split("@") if repo else [name]))}
 ## Models
 
@@ -113,17 +113,17 @@ def model_card(
 def _models(plan: Plan, inputs: Sequence[Checkpoint]) -> Iterator[tuple[ModelInput, Checkpoint | None]]:
     """The models; of a merge that is computed on the way, its own. None: not among `inputs`."""
     for number, model in enumerate(plan.models):
-        found = inputs[number] if number < len(inputs) else None
+        checkpoint = inputs[number] if number < len(inputs) else None
         if model.plan is None:
-            yield model, found
+            yield model, checkpoint
         else:
-            source = None if found is None else found.source
+            source = None if checkpoint is None else checkpoint.source
             yield from _models(model.plan, source.inputs if isinstance(source, Computed) else ())
 
 
 def _parts(plan: Plan, inputs: Sequence[Checkpoint]) -> Iterator[_Part]:
-    for model, found in dict(_models(plan, inputs)).items():
-        paths = () if found is None or found.alone else found.paths
+    for model, checkpoint in dict(_models(plan, inputs)).items():
+        paths = () if checkpoint is None or checkpoint.alone else checkpoint.paths
         folders = dict.fromkeys(path.parent for path in paths)
         for ref, commit, folder in zip_longest(model.ref.split("+"), model.revision.split("+"), folders):
             if ref:
@@ -135,7 +135,7 @@ def _front(plan: Plan, parts: Sequence[_Part]) -> dict[str, Any]:
     front: dict[str, Any] = {}
     made_from = parts if plan.container != PEFT else [_base_of_adapter(plan)]
     if bases := list(dict.fromkeys(base for part in made_from for base in part.bases)):
-        front = {"base_model": bases} | ({"base_model_relation": plan.made.relation} if plan.made.relation else {})
+        front = {"base_model": bases} | ({"base_model_relation": plan.provenance.relation} if plan.provenance.relation else {})
     licences = {part.licence for part in parts}
     if len(licences) == 1:
         front |= {key: value for key, value in zip(_LICENCE_KEYS, licences.pop(), strict=False) if value}
@@ -145,7 +145,7 @@ def _front(plan: Plan, parts: Sequence[_Part]) -> dict[str, Any]:
         front["library_name"] = "transformers" if plan.container == SAFETENSORS else "gguf"
         if _architecture(plan).endswith("ForCausalLM"):
             front["pipeline_tag"] = "text-generation"
-    tags = [plan.made.relation, "weightsmith", plan.made.name.rpartition(":")[2]]
+    tags = [plan.provenance.relation, "weightsmith", plan.provenance.name.rpartition(":")[2]]
     tags += ["lora"] if plan.container in ADAPTERS else []
     return {**front, "tags": list(dict.fromkeys(filter(None, tags)))}
 
@@ -185,12 +185,12 @@ def _usage(plan: Plan, name: str, branch: str = "") -> str:
     if not architecture.isidentifier():
         return ""
     loader = "AutoModelForCausalLM" if architecture.endswith("ForCausalLM") else "AutoModel" if custom else architecture
-    more = ", trust_remote_code=True" if custom else ""
+    argument = ", trust_remote_code=True" if custom else ""
     tokenizer = any(file.startswith(("tokenizer", "vocab", "spiece", "tekken")) for file in (*plan.carried, *plan.files))
     lines = [f"from transformers import {', '.join(sorted([loader, *(['AutoTokenizer'] if tokenizer else [])]))}", ""]
     if tokenizer:
-        lines.append(f"tokenizer = AutoTokenizer.from_pretrained({_quoted(name)}{at}{more})")
-    lines.append(f'model = {loader}.from_pretrained({_quoted(name)}{at}, dtype="auto", device_map="auto"{more})')
+        lines.append(f"tokenizer = AutoTokenizer.from_pretrained({_quoted(name)}{at}{argument})")
+    lines.append(f'model = {loader}.from_pretrained({_quoted(name)}{at}, dtype="auto", device_map="auto"{argument})')
     if tokenizer and loader == "AutoModelForCausalLM":
         lines += [
             'inputs = tokenizer("Hello", return_tensors="pt").to(model.device)',
@@ -212,7 +212,7 @@ def _architecture(plan: Plan) -> str:
 
 
 def _sources(plan: Plan) -> Iterator[str]:
-    yield plan.made.source
+    yield plan.provenance.source
     for model in plan.models:
         yield from () if model.plan is None else _sources(model.plan)
 
@@ -225,18 +225,18 @@ def _citation(plan: Plan) -> str:
 
 
 def _quantised(plan: Plan) -> str:
-    if not plan.made.format:
+    if not plan.provenance.format:
         return ""
     if plan.container == GGUF:
         shards = plan.layout.shards
         count = len(shards) - bool(plan.mmproj)
-        text = f"\nStored as {markdown(plan.made.format)}. Types of the tensors: {_types(shards[:count])}"
-        return text + "".join(f"; in {each.name}, for images: {_types([each])}" for each in shards[count:]) + ".\n"
+        text = f"\nStored as {markdown(plan.provenance.format)}. Types of the tensors: {_types(shards[:count])}"
+        return text + "".join(f"; in {shard.name}, for images: {_types([shard])}" for shard in shards[count:]) + ".\n"
     from weightsmith._features.quantisation.calibration.weights import by_weight
 
     steps = by_weight(plan).steps
     number = sum(step.family != PLAIN for step in steps)
-    return f"\nQuantised: {markdown(plan.made.format)}{f' ({number:,} of {len(steps):,} tensors)' if number else ''}.\n"
+    return f"\nQuantised: {markdown(plan.provenance.format)}{f' ({number:,} of {len(steps):,} tensors)' if number else ''}.\n"
 
 
 def _types(shards: Iterable[ShardLayout]) -> str:
@@ -248,7 +248,7 @@ def _types(shards: Iterable[ShardLayout]) -> str:
 def _moved(plan: Plan, distance: tuple[Moved, ...]) -> str:
     if not distance:
         return ""
-    what = f"Frobenius norms of merged - base{_sentences(plan.made.distance)}."
+    what = f"Frobenius norms of merged - base{_sentences(plan.provenance.distance)}."
     return f"\n## Distance from the base\n\n{what}\n\n{to_markdown(distance)}\n"
 
 

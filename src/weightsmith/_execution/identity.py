@@ -21,7 +21,7 @@ from weightsmith._planning.recipe.yaml import Node, read_yaml
 from weightsmith._plans import COPY, Plan
 from weightsmith._version import __version__
 
-ROOTS = ("_engine", "_models.checkpoint", "_outputs.staging", "_outputs.local")
+ROOTS = ("_engine", "_models.checkpoint", "_outputs.staging")
 """What determines the bytes of an output, given the plan and the inputs, with all that it imports: the engine, how inputs are
 opened, how bytes are written and taken over, and which bytes an uploaded part has."""
 OUTSIDE = ("_reports", "_execution", "_app", "testing")
@@ -41,17 +41,17 @@ def work_identity(plan: Plan, inputs: Sequence[Tensors], device: str) -> str:
 
 def _installed_code(plan: Plan) -> list[str]:
     """What identifies the installed plug-ins that the products of the plan use, or of one whose result it reads."""
-    found = {f"{KINDS.identity(product.op)}\n{find_kind(product.op).installed(product)}".strip() for product in plan.products}
+    identities = {
+        f"{KINDS.identity(product.op)}\n{find_kind(product.op).installed(product)}".strip() for product in plan.products
+    }
     nested = (model.plan for model in plan.models if model.plan is not None)
-    return sorted(found.union(*map(_installed_code, nested)) - {""})
+    return sorted(identities.union(*map(_installed_code, nested)) - {""})
 
 
 def merges_on_device(plan: Plan) -> bool:
     """Whether torch computes whole matrices of the plan, or of one whose result it reads, on the run's device."""
-    found = {
-        (leaf.op, leaf.settings) for step in plan.all_steps for leaf in step.leaves if leaf.merges and leaf.role == "linear"
-    }
-    return any(methods.get(op).on_device(plan.settings[settings].shared) for op, settings in found) or any(
+    ops = {(leaf.op, leaf.settings) for step in plan.all_steps for leaf in step.leaves if leaf.merges and leaf.role == "linear"}
+    return any(methods.get(op).on_device(plan.settings[settings].shared) for op, settings in ops) or any(
         merges_on_device(model.plan) for model in plan.models if model.plan is not None
     )
 
@@ -66,25 +66,25 @@ def _device_type(plan: Plan, device: str) -> list[str]:
 def facts(plan: Plan, inputs: Sequence[Tensors], device: str) -> dict[str, str]:
     """What the identity depends on, by user-facing names; `#` starts a digest. Only for messages."""
     documents = read_yaml(plan.recipe, "")
-    found: dict[str, str] = {}
+    facts: dict[str, str] = {}
     for i, document in enumerate(documents):
         if document.root is not None:
-            found |= _leaves(document.root, f"[{i}]" if len(documents) > 1 else "")
-    found["seed"] = str(plan.seed)
+            facts |= _leaves(document.root, f"[{i}]" if len(documents) > 1 else "")
+    facts["seed"] = str(plan.seed)
     for kind in _device_type(plan, device):
-        found["device"] = kind
-    found["max_shard_bytes"] = f"{plan.max_shard_bytes:,}"
-    found["dtypes of the output"] = ", ".join(sorted({out.dtype.name for step in plan.steps for out in step.outs}))
-    found["tensors that are copied"] = f"{sum(step.op == COPY for step in plan.steps):,} of {len(plan.steps):,}"
+        facts["device"] = kind
+    facts["max_shard_bytes"] = f"{plan.max_shard_bytes:,}"
+    facts["dtypes of the output"] = ", ".join(sorted({out.dtype.name for step in plan.steps for out in step.outs}))
+    facts["tensors that are copied"] = f"{sum(step.op == COPY for step in plan.steps):,} of {len(plan.steps):,}"
     for planned, model in zip(plan.models, inputs, strict=True):
-        found[f"files of {planned.ref}"] = _digest(model.state)
-    if plan.made.code is not None:
-        found[f"code of {plan.made.code.name}"] = _digest(plan.made.code.sha256)
+        facts[f"files of {planned.ref}"] = _digest(model.state)
+    if plan.provenance.code is not None:
+        facts[f"code of {plan.provenance.code.name}"] = _digest(plan.provenance.code.sha256)
     if code := _installed_code(plan):
-        found["code of installed packages"] = _digest("\n".join(code))
-    found["program version"] = __version__
-    found["program code, or the version of numpy, numba, torch or libgguf"] = _digest(program_digest())
-    return found
+        facts["code of installed packages"] = _digest("\n".join(code))
+    facts["program version"] = __version__
+    facts["program code, or the version of numpy, numba, torch or libgguf"] = _digest(program_digest())
+    return facts
 
 
 def _leaves(node: Node, path: str) -> Iterator[tuple[str, str]]:
@@ -132,12 +132,12 @@ def program_files(package: Path) -> dict[str, bytes]:
     paths = {name: path for name, path in paths.items() if not name.startswith(tuple(f"{outside}/" for outside in OUTSIDE))}
     modules = {name.removesuffix(".py").removesuffix("/__init__").replace("/", "."): name for name in paths}
     below = {root: [name for module, name in modules.items() if f"{module}.".startswith(f"{root}.")] for root in ROOTS}
-    todo, found = [name for names in below.values() for name in names], dict[str, bytes]()
+    todo, sources = [name for names in below.values() for name in names], dict[str, bytes]()
     while todo:
-        if (name := todo.pop()) in found:
+        if (name := todo.pop()) in sources:
             continue
-        found[name] = paths[name].read_bytes()
-        for dotted, dynamic, imported in _NAMED.findall(found[name]):
+        sources[name] = paths[name].read_bytes()
+        for dotted, dynamic, imported in _NAMED.findall(sources[name]):
             path = dotted.decode()[1:]
             parts = path.split(".")
             named = [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
@@ -145,7 +145,7 @@ def program_files(package: Path) -> dict[str, bytes]:
             if dynamic:
                 named += [module for module in modules if module.startswith(f"{path}.")]
             todo += [modules[module] for module in named if module in modules]
-    return dict(sorted(found.items()))
+    return dict(sorted(sources.items()))
 
 
 def _version(package: str) -> str:

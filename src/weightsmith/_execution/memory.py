@@ -19,7 +19,7 @@ from weightsmith._base.tensors import DType
 from weightsmith._engine.constants import copied
 from weightsmith._engine.local import DiscardedOutput, run
 from weightsmith._engine.resources import Resources, Workload
-from weightsmith._files.views import Bytes
+from weightsmith._files.arrays import Bytes
 from weightsmith._methods import get
 from weightsmith._methods.user import OwnMethod
 from weightsmith._methods.user_files import at_hand
@@ -64,14 +64,14 @@ def merge_state_dicts(
     >>> merge_state_dicts("linear", [a, b], weight=[0.5, 0.5])
     {'w': array([2., 4.], dtype=float32)}
     """
-    with nullcontext(get(method)) if isinstance(method, str) else at_hand(method) as found:
+    with nullcontext(get(method)) if isinstance(method, str) else at_hand(method) as chosen:
         held: dict[int, Any] = {}  # a model that is given twice, as the base too, is one state dict
         tensors: Any = [_state_dict(model, held) for model in models] if isinstance(models, list | tuple) else models
-        given = None if base is None else _state_dict(base, held)
-        planned = plan_state_dicts(found, tensors, given, parameters, out_dtype, seed)
+        base_state = None if base is None else _state_dict(base, held)
+        planned = plan_state_dicts(chosen, tensors, base_state, parameters, out_dtype, seed)
         plan, first = planned.plan, planned.donor
-        if any(found.requires(settings.shared) for settings in plan.settings):
-            what, fix = f"{found.name} measures the models on a text", "write a recipe, with the text, and merge checkpoints"
+        if any(chosen.requires(settings.shared) for settings in plan.settings):
+            what, fix = f"{chosen.name} measures the models on a text", "write a recipe, with the text, and merge checkpoints"
             raise PlanError([Unsupported(f"{what}, and state dicts have none", fix=fix)])
         output = _Output(plan, planned.models[first])
         inputs = [StateDict(views, model.ref) for views, model in zip(planned.views, plan.models, strict=True)]

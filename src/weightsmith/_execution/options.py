@@ -45,8 +45,8 @@ class RunOptions:
         False,
         "--overwrite",
         "Replace a checkpoint that weightsmith made",
-        more="It stays until the new one is complete. A folder that has no manifest (`weightsmith.json`), has added or changed "
-        "files, or is read, is never replaced: choose another name, or remove it yourself.",
+        details="It stays until the new one is complete. A folder that has no manifest (`weightsmith.json`), has added or "
+        "changed files, or is read, is never replaced: choose another name, or remove it yourself.",
         commands=(*WRITING, "statistics", "write", "auto"),
     )
     resume: bool = option(
@@ -71,22 +71,22 @@ class RunOptions:
         "--report FILE",
         "Also write the result to one HTML file, readable offline",
         path=True,
-        more="Models, method, and distances by layer and part. `OUT/report.html` becomes part of the checkpoint, with "
+        details="Models, method, and distances by layer and part. `OUT/report.html` becomes part of the checkpoint, with "
         "pictures in its model card. See [reports](look.md#reports).",
     )
     allow_nonfinite: bool = option(
         False,
         "--allow-nonfinite",
         "Merge NaN and infinity like any number, instead of failing",
-        more="The error names model, tensor and element.",
+        details="The error names model, tensor and element.",
         group="Advanced",
     )
     device: str = option(
         "cpu",
         "--device DEVICE",
         "Device for computation: cpu, cuda, cuda:1 or auto",
-        more="It computes whole matrices and hidden states; everything else runs on the CPU.",
-        commands=(*(each for each in RUNNING if each != "dequantize"), "write"),
+        details="It computes whole matrices and hidden states; everything else runs on the CPU.",
+        commands=(*(command for command in RUNNING if command != "dequantize"), "write"),
         group="Resources",
         setting=True,
     )
@@ -94,7 +94,7 @@ class RunOptions:
         False,
         "--keep-stages",
         "Keep results of recipes used as models, as OUT.stage-NAME",
-        more="See [stages](recipe.md#stages).",
+        details="See [stages](recipe.md#stages).",
         commands=("merge", "moe", "plan"),
         group="Advanced",
     )
@@ -102,7 +102,7 @@ class RunOptions:
         False,
         "--stream",
         "Read Hub models over the network instead of downloading them",
-        more="Only the needed byte ranges are read. See [remote models](remote.md).",
+        details="Only the needed byte ranges are read. See [remote models](remote.md).",
         commands=(*RUNNING, *LOOKING, "write"),
         group="Remote",
     )
@@ -120,7 +120,7 @@ class RunOptions:
         None,
         "--staging FOLDER",
         "Keep files for a bucket or the Hub here until they are uploaded",
-        more="The default is the current folder. A few weight files are there at a time.",
+        details="The default is the current folder. A few weight files are there at a time.",
         path=True,
         commands=RUNNING,
         group="Resources",
@@ -132,15 +132,15 @@ class RunOptions:
         "--evaluate FILE",
         "Measure how well the result predicts a text",
         path=True,
-        more="Before OUT is created: perplexity, and KL divergence from the source. The text is a txt, jsonl or parquet file, "
-        "or `built-in`: [evaluating](evaluate.md#evaluate-while-merging-or-quantising).",
+        details="Before OUT is created: perplexity, and KL divergence from the source. The text is a txt, jsonl or parquet "
+        "file, or `built-in`: [evaluating](evaluate.md#evaluate-while-merging-or-quantising).",
         commands=("merge", "moe", "quantize"),
     )
     push: str | None = option(
         None,
         "--push ORG/NAME[@BRANCH]",
         "Upload OUT to the Hub when it is complete",
-        more="See [pushing](#pushing-to-the-hub).",
+        details="See [pushing](#pushing-to-the-hub).",
         group="Remote",
     )
     public: bool = option(
@@ -158,8 +158,8 @@ class RunOptions:
         None,
         "--ray ADDRESS",
         "Ray cluster to run on: HOST:PORT, auto or local",
-        more="`auto` is this machine's cluster, or a new one; `local` is a new one. Inputs and output are in a shared folder "
-        "or a bucket: [several machines](scale.md).",
+        details="`auto` is this machine's cluster, or a new one; `local` is a new one. Inputs and output are in a shared "
+        "folder or a bucket: [several machines](scale.md).",
         group="Remote",
         brief=("run",),
     )

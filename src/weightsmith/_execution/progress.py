@@ -1,25 +1,46 @@
-"""Progress of the work: a bar on a terminal or in a notebook, a line every ten seconds in a log, or nothing."""
+"""Progress of the work: a bar on a terminal or in a notebook, a line every ten seconds in a log, or nothing.
+
+How long earlier runs on this machine took says about how long a plan will take. There is one line for each run in
+`~/.cache/weightsmith/runs.jsonl`, or the file that `WEIGHTSMITH_RUNS` names; none if that is empty. A line has bytes, seconds,
+and what makes runs similar, and no names of models or folders. A file that is missing, damaged or cannot be written costs
+nothing but the estimate.
+"""
 
 from __future__ import annotations
 
+import json
+import math
+import os
 import sys
 import time
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from html import escape
 from importlib import import_module
+from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from weightsmith._base.errors import printable
+from weightsmith._base.errors import WeightsmithError, printable
+from weightsmith._base.files import open_regular, write_whole
 from weightsmith._base.idioms import Closing
+from weightsmith._base.installation import cache_home
+from weightsmith._base.strict_json import parse_json
 from weightsmith._base.text import count, duration, end_status, is_terminal, note, size
+from weightsmith._engine.resources import processors
+from weightsmith._execution.options import RunOptions
+from weightsmith._plans import Plan
+from weightsmith._plans.codec import has_type
+from weightsmith._plans.summary import TimeEstimate
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
 
     from weightsmith._engine.local import Progress
+
 
 LINE_SECONDS = 10.0
 """Interval of lines in a log."""
@@ -89,7 +110,12 @@ class Rates:
 
 
 class Meter(Closing):
-    """Shows readings; as a context manager it clears up at the end."""
+    """Shows readings; as a context manager it clears up at the end.
+
+    announce  called with the plan once it is made, and with name and text of its recipe; None: nothing is called
+    """
+
+    announce: Callable[[Plan, tuple[str, str]], None] | None = None
 
     @abstractmethod
     def show(self, reading: Reading) -> None:
@@ -127,10 +153,10 @@ class Lines(Meter):
         """One line every `LINE_SECONDS`."""
         now = self._clock()
         begins = self._rates.begins(reading)
-        speed, left = self._rates.take(reading)
+        speed, seconds_left = self._rates.take(reading)
         if begins or now - self._last >= LINE_SECONDS:
             self._last = now
-            self._write(printable(line(reading, speed, left)))
+            self._write(printable(line(reading, speed, seconds_left)))
 
     def say(self, text: str) -> None:
         """One line, the first time."""
@@ -139,27 +165,27 @@ class Lines(Meter):
             self._write(printable(text))  # names of models are in it
 
 
-def line(reading: Reading, speed: float | None, left: float | None) -> str:
+def line(reading: Reading, speed: float | None, seconds_left: float | None) -> str:
     """One line of a log.
 
     >>> line(Reading("merging", 550_000_000, 2_200_000_000, 0, "50 of 201 tensors"), 2.1e9, 0.8)
     'merging:  25 %, 550 MB of 2.20 GB, 50 of 201 tensors, 2.10 GB/s, 0.8 s left'
     """
-    return f"{reading.label}: {', '.join(how_far(reading, speed, left, reading.detail))}"
+    return f"{reading.label}: {', '.join(how_far(reading, speed, seconds_left, reading.detail))}"
 
 
-def how_far(reading: Reading, speed: float | None, left: float | None, detail: str = "") -> list[str]:
+def how_far(reading: Reading, speed: float | None, seconds_left: float | None, detail: str = "") -> list[str]:
     """The texts of a reading in a line or a bar; see `line`.
 
     >>> how_far(Reading("measuring", 1, 4, None), None, 60.0)
     [' 25 %', '1:00 left']
     """
-    found = [f"{int(100 * reading.share):3d} %"]
-    found += [f"{size(reading.done)} of {size(reading.total)}"] if reading.moved_bytes is not None else []
-    found += [detail] if detail else []
-    found += [f"{size(speed)}/s"] if speed is not None else []
-    found += [f"{duration(left)} left"] if left else []
-    return found
+    parts = [f"{int(100 * reading.share):3d} %"]
+    parts += [f"{size(reading.done)} of {size(reading.total)}"] if reading.moved_bytes is not None else []
+    parts += [detail] if detail else []
+    parts += [f"{size(speed)}/s"] if speed is not None else []
+    parts += [f"{duration(seconds_left)} left"] if seconds_left else []
+    return parts
 
 
 class Drawn(Meter):
@@ -181,7 +207,7 @@ class Drawn(Meter):
             self.draw(reading, *self._rates.take(reading))
 
     @abstractmethod
-    def draw(self, reading: Reading, speed: float | None, left: float | None) -> None:
+    def draw(self, reading: Reading, speed: float | None, seconds_left: float | None) -> None:
         """Draw a reading. speed, left: see `Rates.take`."""
 
 
@@ -201,8 +227,8 @@ class Bar(Drawn):
             columns[0], BarColumn(bar_width=None), columns[1], console=Console(stderr=True), transient=True, auto_refresh=False
         )
 
-    def draw(self, reading: Reading, speed: float | None, left: float | None) -> None:
-        self._update(reading.label, "  ".join(how_far(reading, speed, left)), reading.share)
+    def draw(self, reading: Reading, speed: float | None, seconds_left: float | None) -> None:
+        self._update(reading.label, "  ".join(how_far(reading, speed, seconds_left)), reading.share)
 
     def say(self, text: str) -> None:
         """The text in place of the label; the bar stays as it was."""
@@ -235,8 +261,8 @@ class Cell(Drawn):
         self._html = notebook.HTML
         self._handle: Any = notebook.display(notebook.HTML(""), display_id=True)
 
-    def draw(self, reading: Reading, speed: float | None, left: float | None) -> None:
-        text = line(reading, speed, left)
+    def draw(self, reading: Reading, speed: float | None, seconds_left: float | None) -> None:
+        text = line(reading, speed, seconds_left)
         self._handle.update(self._html(f"<progress value='{reading.share:.3f}' max='1'></progress> {escape(text)}"))
 
     def say(self, text: str) -> None:
@@ -310,3 +336,86 @@ def meter(*, quiet: bool) -> Meter:
     if quiet:
         return Silent()
     return Bar() if is_terminal(sys.stderr) else Lines()
+
+
+CHOSEN = "WEIGHTSMITH_RUNS"
+"""Variable that names the file; empty for none."""
+MIN_SECONDS = 5.0
+"""A shorter run is mostly imports, and says nothing about the speed."""
+MAX_RUNS = 500
+"""Lines of the file; older ones make room."""
+MAX_BYTES = 1 << 20
+_COMPARED = 5
+"""The latest similar runs count."""
+
+
+@dataclass(frozen=True, slots=True)
+class PastRun:
+    """A run that began from nothing and was published.
+
+    nbytes  read, decoded, and written
+    """
+
+    method: str
+    format: str
+    device: str
+    threads: int
+    streamed: bool
+    nbytes: int
+    seconds: float
+
+    def is_like(self, other: PastRun) -> bool:
+        """Whether its speed is likely that of the other."""
+        return _kind(self) == _kind(other)
+
+
+def _kind(run: PastRun) -> tuple[str, str, str, int, bool]:
+    return run.method, run.format, run.device, run.threads, run.streamed
+
+
+def past_run(plan: Plan, options: RunOptions, nbytes: int, seconds: float = 0.0) -> PastRun:
+    """A run of a plan, as the file has it."""
+    threads = options.threads or processors()
+    return PastRun(plan.provenance.name, plan.provenance.format, options.device, threads, options.stream, nbytes, seconds)
+
+
+def remember(run: PastRun) -> None:
+    """Add a run to the file. Short ones are not added."""
+    if run.seconds < MIN_SECONDS or run.nbytes <= 0:
+        return
+    with suppress(OSError, RuntimeError):
+        path, runs = _file(), [*_runs()]
+        if not runs and path.exists() and not (path.is_file() and path.stat().st_size == 0):
+            return  # it holds something else, which is not ours to replace
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = [json.dumps(asdict(one)) for one in (*runs, run)]
+        write_whole(path, "".join(f"{line}\n" for line in lines[-MAX_RUNS:]).encode())
+
+
+def similar_time(plan: Plan, options: RunOptions, nbytes: int) -> TimeEstimate | None:
+    """The time of a run, by the speed of similar ones; None without any. nbytes: that it reads and writes."""
+    asked = past_run(plan, options, nbytes)
+    speeds = [run.seconds / run.nbytes for run in _runs() if run.is_like(asked)][-_COMPARED:]
+    return TimeEstimate(round(median(speeds) * nbytes, 1), len(speeds)) if speeds else None
+
+
+def _file() -> Path:
+    """Raises RuntimeError without a home, and FileNotFoundError if there is to be none."""
+    chosen = os.environ.get(CHOSEN)
+    if chosen == "":
+        raise FileNotFoundError
+    return Path(chosen) if chosen else cache_home() / "runs.jsonl"
+
+
+def _runs() -> Iterator[PastRun]:
+    """The runs of the file, without lines that are damaged."""
+    try:
+        with open_regular(_file()) as file:
+            lines = file.read(MAX_BYTES).splitlines()
+    except (OSError, RuntimeError, WeightsmithError):
+        return
+    for line in lines:
+        with suppress(ValueError):
+            values = parse_json(line)
+            if has_type(values, PastRun) and 0 < values["seconds"] < math.inf and values["nbytes"] > 0:
+                yield PastRun(**values)

@@ -17,17 +17,24 @@ from weightsmith._base.files import expand_user
 from weightsmith._base.report import Report, Reported
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._base.text import duration, size
-from weightsmith._execution.distance import Moved, distance_by_layer
-from weightsmith._execution.files import RECIPE_NAME, other_bytes, other_files, provenance
 from weightsmith._execution.identity import facts, merges_on_device, work_identity
 from weightsmith._execution.options import RunOptions, resources_of
-from weightsmith._execution.output import check_options, check_output, models_read, page_beside
-from weightsmith._execution.page import Squares, merge_report
+from weightsmith._execution.output import (
+    RECIPE_NAME,
+    check_options,
+    check_output,
+    models_read,
+    other_bytes,
+    other_files,
+    page_beside,
+    provenance,
+)
+from weightsmith._execution.report import Moved, Squares, distance_by_layer, merge_report
 from weightsmith._methods.jobs.requires import usable_device
 from weightsmith._models.card import CARD_NAME
 from weightsmith._models.checkpoint import Checkpoint, open_checkpoint
 from weightsmith._models.named import NamedTensors
-from weightsmith._outputs.local.claim import CONTENT
+from weightsmith._outputs.locks import CONTENT
 from weightsmith._outputs.places import open_output
 from weightsmith._planning.planner.loading import Check
 from weightsmith._planning.planner.prepared import Prepared, download, missing_files, stream
@@ -39,8 +46,8 @@ if TYPE_CHECKING:
     import numpy as np
 
     from weightsmith._engine.local import Outcome, Progress
+    from weightsmith._engine.memory import JobMemory
     from weightsmith._engine.results import Results
-    from weightsmith._outputs.hub.repository import HubRepository
     from weightsmith._outputs.staging import Staging
     from weightsmith.abc.output import Finished
     from weightsmith.abc.product import Arrays
@@ -114,7 +121,7 @@ class Merged(NamedTensors, Reported):
         return self._opened.specs
 
     def read(self, name: str, rows: slice | None = None) -> np.ndarray:
-        """See `Checkpoint.read`. Raises CheckpointError if the output was replaced since it was opened."""
+        """A tensor, or some of its rows. Raises CheckpointError if the output was replaced since it was opened."""
         return self._opened.read(name, rows)
 
 
@@ -157,12 +164,17 @@ NO_CALLBACKS = Callbacks()
 
 @dataclass(frozen=True, slots=True)
 class RunRequest:
-    """The request for a run: its output, options and callbacks. began: `time.monotonic()` at its start."""
+    """The request for a run: its output, options and callbacks.
+
+    began   `time.monotonic()` at its start
+    memory  of the jobs of merges of the same inputs in this process; None: there were none
+    """
 
     out: str | os.PathLike[str]
     options: RunOptions
     callbacks: Callbacks = NO_CALLBACKS
     began: float = field(default_factory=time.monotonic)
+    memory: JobMemory | None = None
 
 
 MEASUREMENT = "measurement"
@@ -180,7 +192,7 @@ class Helped:
     warnings: tuple[Finding, ...] = ()
 
     def __add__(self, other: Helped) -> Helped:
-        return Helped(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
+        return Helped(*(getattr(self, field_.name) + getattr(other, field_.name) for field_ in fields(self)))
 
 
 class Helpers(Protocol):
@@ -223,7 +235,10 @@ def run_plan(run: Run) -> Merged:
     """Run a plan and publish its output: compute, describe, publish. See `execute`."""
     options, callbacks = run.request.options, run.request.callbacks
     place = check_options(run.request.out, options)
-    hub = None if options.push is None else _hub_of(options.push)
+    if options.push is not None:
+        from weightsmith._outputs.hub import check_push, push
+
+    hub = None if options.push is None else check_push(options.push)
     watched = _Watched(run.check, callbacks.progress)
     request = replace(run.request, callbacks=replace(callbacks, progress=watched))
     # With helpers, the process that does a part checks what an earlier run has finished of it.
@@ -231,10 +246,13 @@ def run_plan(run: Run) -> Merged:
         computed = _compute(run, staging, engine, watched)
         described = _describe(run, staging, computed, place.name, place.spec if hub is None else hub.address.spec)
         published, late = _publish(run, staging, computed, described)
+    outcome, helped, reports = computed.outcome, computed.helped, described.reports
     if described.page is not None:
-        _page(run, place.name, computed, described).write(described.page)
-    url = place.url if hub is None else _push(hub, place.local, options, run.plan)
-    outcome, helped = computed.outcome, computed.helped
+        page = merge_report(run.plan, place.name, outcome.distances, computed.distance, reports.values(), described.warnings)
+        page.write(described.page)
+    url = place.url
+    if hub is not None:
+        url = push(hub, place.local, public=options.public, message=options.commit_message or run.plan.provenance.title)
     return Merged(
         out=published,
         plan=run.plan,
@@ -244,7 +262,7 @@ def run_plan(run: Run) -> Merged:
         seconds=time.monotonic() - run.request.began,
         distance=computed.distance,
         warnings=(*described.warnings, *late),
-        reports=described.reports,
+        reports=reports,
         url=url,
         fetched_bytes=outcome.fetched_bytes + helped.fetched_bytes,
         distances=outcome.distances,
@@ -350,7 +368,7 @@ def _describe(run: Run, staging: Staging, computed: _Computed, name: str, repo: 
     warnings = (*plan.warnings, *computed.warnings, *(w for report in reports.values() for w in report.warnings(RECIPE_NAME)))
     page = None if options.report is None else page_beside(run.request.out, options.report)
     inside = options if page is None else replace(options, report=None)
-    files = partial(other_files, run.prepared, name, repo, computed.outcome.distances, computed.distance, found=warnings)
+    files = partial(other_files, run.prepared, name, repo, computed.outcome.distances, computed.distance, warnings=warnings)
     manifest, first = dict(run.manifest), dict[str, bytes | Path]()
     if run.request.callbacks.evaluating is not None:  # it loads the model: all but the card and the reports must be there
         first = {**files(reports={}, options=replace(inside, card=False, report=None)), **run.files}
@@ -380,28 +398,6 @@ def _publish(run: Run, staging: Staging, computed: _Computed, described: _Descri
     return published, [finding for finding in staging.warnings if finding not in described.warnings]
 
 
-def _page(run: Run, name: str, computed: _Computed, described: _Described) -> Report:
-    """The report of a run. name: of the output."""
-    from weightsmith._execution.page import merge_report
-
-    distances = computed.outcome.distances
-    return merge_report(run.plan, name, distances, computed.distance, described.reports.values(), described.warnings)
-
-
-def _hub_of(spec: str) -> HubRepository:
-    """Where the finished folder is uploaded to. Raises as `check_push`."""
-    from weightsmith._outputs.hub.push import check_push
-
-    return check_push(spec)
-
-
-def _push(hub: HubRepository, folder: Path, options: RunOptions, plan: Plan) -> str:
-    """Upload the finished folder: its address. Raises as `push`."""
-    from weightsmith._outputs.hub.push import push
-
-    return push(hub, folder, public=options.public, message=options.commit_message or plan.made.title)
-
-
 @contextmanager
 def staged(
     prepared: Prepared,
@@ -419,14 +415,39 @@ def staged(
     from weightsmith._engine.local import run
     from weightsmith._engine.resources import Workload
 
-    plan, inputs, options, callbacks = prepared.plan, prepared.inputs, request.options, request.callbacks
+    plan, inputs, options = prepared.plan, prepared.inputs, request.options
     if options.device != "cpu" and merges_on_device(plan):
         usable_device(options.device, "float64")
     resources = resources_of(plan, options)
     for stage in prepared.stages:
         stage.source.set_run(resources, allow_nonfinite=options.allow_nonfinite)
     _download(prepared, request)
-    spec = OutputSpec(
+    spec = _spec_of(prepared, request, part, steps, helping)
+    with open_output(request.out, spec) as staging:
+
+        def go(**selected: Any) -> Outcome:
+            folders = [model.folder for model in inputs]
+            workload = Workload(folders=folders, allow_nonfinite=options.allow_nonfinite, memory=request.memory, **selected)
+            return run(
+                plan,
+                inputs,
+                staging,
+                resources,
+                workload,
+                progress=request.callbacks.progress,
+                in_order=staging.target.streams,
+                abandon=staging.abandon,
+            )
+
+        yield staging, go
+
+
+def _spec_of(
+    prepared: Prepared, request: RunRequest, part: str, steps: Iterable[Step] | None, helping: Mapping[str, str] | None
+) -> OutputSpec:
+    """What the staging of a run must know. Arguments as for `staged`."""
+    plan, inputs, options = prepared.plan, prepared.inputs, request.options
+    return OutputSpec(
         plan.layout,
         work_identity(plan, inputs, options.device),
         part=part,
@@ -440,29 +461,12 @@ def staged(
         protected=protected_paths(prepared),
         reads=models_read(plan),
         other_bytes=other_bytes(plan, inputs[plan.donor], options),
-        threads=resources.workers,
-        progress=callbacks.rechecking,
-        uploading=callbacks.uploading,
+        threads=resources_of(plan, options).workers,
+        progress=request.callbacks.rechecking,
+        uploading=request.callbacks.uploading,
         public=options.public,
-        message=options.commit_message or plan.made.title,
+        message=options.commit_message or plan.provenance.title,
     )
-    with open_output(request.out, spec) as staging:
-
-        def go(**selected: Any) -> Outcome:
-            folders = [model.folder for model in inputs]
-            workload = Workload(folders=folders, allow_nonfinite=options.allow_nonfinite, **selected)
-            return run(
-                plan,
-                inputs,
-                staging,
-                resources,
-                workload,
-                progress=callbacks.progress,
-                in_order=staging.target.streams,
-                abandon=staging.abandon,
-            )
-
-        yield staging, go
 
 
 def _download(prepared: Prepared, request: RunRequest) -> None:
@@ -484,14 +488,14 @@ def kept_products(
     plan: Plan,
     staging: Staging,
     known: Mapping[str, Arrays] = MappingProxyType({}),
-    wanted: Sequence[Product] | None = None,
+    products: Sequence[Product] | None = None,
 ) -> Results:
-    """The products that an earlier run or another process has finished. known: the arrays of some; wanted: None: all."""
+    """The products that an earlier run or another process has finished. known: the arrays of some; products: None: all."""
     from weightsmith._engine.products import find_kind
     from weightsmith._engine.results import Results
 
     results = Results(plan)
-    for product in plan.products if wanted is None else wanted:
+    for product in plan.products if products is None else products:
         arrays = known[product.name] if product.name in known else staging.product(product)
         if arrays is not None:
             results.put(product, arrays)
@@ -525,15 +529,15 @@ def finished_steps(
 def reports_of(products: Iterable[Product], results: Results) -> dict[str, ProductReport]:
     from weightsmith._engine.products import find_kind
 
-    found = {}
+    reports = {}
     for product in products:
         kind = find_kind(product.op)
         if product.transient or kind.released:
             continue
         report = kind.report(product, [results.array(out.name) for out in product.outs])
         if report is not None:
-            found[product.name] = report
-    return found
+            reports[product.name] = report
+    return reports
 
 
 def _disagreement(plan: Plan, step: Step) -> Finding:

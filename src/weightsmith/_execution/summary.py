@@ -16,8 +16,8 @@ from weightsmith._engine.product_graph import most_bytes
 from weightsmith._engine.reader import Reader
 from weightsmith._engine.results import Results
 from weightsmith._engine.tiles import peak_memory_bytes
-from weightsmith._execution.history import similar_time
 from weightsmith._execution.options import RunOptions, resources_of
+from weightsmith._execution.progress import similar_time
 from weightsmith._features.quantisation.calibration.weights import (
     CALIBRATED,
     by_weight,
@@ -28,7 +28,7 @@ from weightsmith._features.quantisation.calibration.weights import (
 from weightsmith._files.remote.ahead import estimate
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import analyse
-from weightsmith._models.structure.fused import role_of
+from weightsmith._models.structure.projections import role_of
 from weightsmith._models.structure.vocabulary import is_head, is_vocabulary
 from weightsmith._planning.follow_ups import follow_up_kind
 from weightsmith._planning.planner.encode import stored_plain
@@ -56,7 +56,7 @@ TENSOR_BYTES = 1_000
 
 
 def summary_of(plan: Plan, options: Mapping[str, Any], *, allow_code: bool) -> Summary:
-    """See `Plan.summary`. options: keywords of `RunOptions`."""
+    """What a run of this plan reads, writes, downloads and holds. options: keywords of `RunOptions`."""
     from weightsmith._planning.planner.reopen import reopen
 
     (running,) = read_options("run", options, RunOptions)
@@ -165,10 +165,12 @@ def _ops(plan: Plan) -> tuple[OpFacts, ...]:
 
 def _kinds(steps: Sequence[Step]) -> tuple[KindFacts, ...]:
     facts = [
-        KindFacts(kind, len(own), sum(out.nbytes for step in own for out in step.outs), sum(step.out.size for step in own))
-        for kind, own in grouped((_kind(step.out), step) for step in steps).items()
+        KindFacts(
+            kind, len(alike), sum(out.nbytes for step in alike for out in step.outs), sum(step.out.size for step in alike)
+        )
+        for kind, alike in grouped((_kind(step.out), step) for step in steps).items()
     ]
-    return tuple(sorted(facts, key=lambda each: -each.nbytes))
+    return tuple(sorted(facts, key=lambda facts_of_kind: -facts_of_kind.nbytes))
 
 
 def _kind(spec: TensorSpec) -> str:
@@ -190,39 +192,39 @@ def _kind(spec: TensorSpec) -> str:
 
 
 def _stages(prepared: Prepared) -> tuple[StageFacts, ...]:
-    found = {stage.path: stage for stage in prepared.stages}.values()
+    stages = {stage.path: stage for stage in prepared.stages}.values()
     return tuple(
         StageFacts(
             stage.label,
-            stage.plan.made.name,
+            stage.plan.provenance.name,
             tuple(model.ref for model in stage.plan.models),
             len(stage.plan.steps),
             sum(step.out.nbytes for step in stage.plan.steps),
             stage.why,
         )
-        for stage in found
+        for stage in stages
     )
 
 
 def _texts(plan: Plan) -> tuple[TextFacts, ...]:
-    wanted = {plan.maker[each.read.tensor] for step in plan.steps for leaf in step.leaves for each in leaf.statistics}
-    found: dict[str, TextFacts] = {}
+    read = {plan.maker[statistic.read.tensor] for step in plan.steps for leaf in step.leaves for statistic in leaf.statistics}
+    by_chain: dict[str, TextFacts] = {}
     chain: dict[str, str] = {}
     for product in plan.products:  # a model's states come from one embedding, layer after layer
         chain[product.name] = next((chain[need] for need in product.needs if need in chain), product.name)
         if product.op == "embedding":
             work = EmbeddingWork.of(product)
             text, label = work.text, plan.models[work.base.model].ref
-            found[product.name] = TextFacts(label, text.source, text.rows, text.tokens, (), 0)
+            by_chain[product.name] = TextFacts(label, text.source, text.rows, text.tokens, (), 0)
         elif product.op == "stored_statistic":
             label, folder = plan.models[product.settings["model"]].ref, product.settings["folder"]
             chain[product.name] = f"{label} in {folder}"
-            found.setdefault(chain[product.name], TextFacts(label, folder, 0, 0, (), 0))
-        if product.name in wanted:
-            own, kind = found[chain[product.name]], product.settings["kind"]
-            kinds, nbytes = tuple(dict.fromkeys((*own.kinds, kind))), sum(out.nbytes for out in product.outs)
-            found[chain[product.name]] = replace(own, kinds=kinds, nbytes=own.nbytes + nbytes)
-    return tuple(facts for facts in found.values() if facts.kinds)
+            by_chain.setdefault(chain[product.name], TextFacts(label, folder, 0, 0, (), 0))
+        if product.name in read:
+            earlier, kind = by_chain[chain[product.name]], product.settings["kind"]
+            kinds, nbytes = tuple(dict.fromkeys((*earlier.kinds, kind))), sum(out.nbytes for out in product.outs)
+            by_chain[chain[product.name]] = replace(earlier, kinds=kinds, nbytes=earlier.nbytes + nbytes)
+    return tuple(facts for facts in by_chain.values() if facts.kinds)
 
 
 def _measuring_bytes(product: Product) -> int:
@@ -231,8 +233,8 @@ def _measuring_bytes(product: Product) -> int:
 
 def _downloads(prepared: Prepared) -> tuple[Download, ...]:
     repositories = [repository for checkpoint in prepared.inputs for repository in checkpoint.repositories]
-    found = {r.folder / name: Download(r.name, name, nbytes) for r in repositories for name, nbytes in r.missing.items()}
-    return tuple(found.values())
+    downloads = {r.folder / name: Download(r.name, name, nbytes) for r in repositories for name, nbytes in r.missing.items()}
+    return tuple(downloads.values())
 
 
 def _modules(prepared: Prepared, shown: Plan) -> tuple[ModuleFacts, ...]:
@@ -252,17 +254,19 @@ def _modules(prepared: Prepared, shown: Plan) -> tuple[ModuleFacts, ...]:
 def _stored(plan: Plan) -> tuple[StoredFacts, ...]:
     why = stored_plain(plan) | dict.fromkeys(calibrated_weights(plan), CALIBRATED)
     steps = plan.steps if plan.encodings else ()
-    found = grouped(((step.encoding, why.get(step.out.name, "")), step) for step in steps)
+    groups = grouped(((step.encoding, why.get(step.out.name, "")), step) for step in steps)
     facts = [
         StoredFacts(*key, len(steps), sum(out.nbytes for step in steps for out in step.outs), steps[0].out.name)
-        for key, steps in found.items()
+        for key, steps in groups.items()
     ]
     return tuple(sorted(facts, key=lambda fact: (fact.encoding == PLAIN, -fact.nbytes)))
 
 
 def _dropped(plan: Plan) -> tuple[DroppedFacts, ...]:
-    found = grouped(((d.model, d.reason), d.tensor) for d in plan.dropped)
-    return tuple(DroppedFacts(plan.models[model].ref, reason, len(names), names[0]) for (model, reason), names in found.items())
+    groups = grouped(((d.model, d.reason), d.tensor) for d in plan.dropped)
+    return tuple(
+        DroppedFacts(plan.models[model].ref, reason, len(names), names[0]) for (model, reason), names in groups.items()
+    )
 
 
 def _memory(prepared: Prepared, options: RunOptions, matrix_bytes: int) -> Memory:

@@ -26,7 +26,7 @@ from weightsmith._execution.identity import work_identity
 from weightsmith._execution.options import RunOptions
 from weightsmith._execution.output import sibling
 from weightsmith._execution.run import EVALUATION, Run, RunRequest, run_plan
-from weightsmith._outputs.local.target import remove_checkpoint
+from weightsmith._outputs.local import remove_checkpoint
 from weightsmith._planning.follow_ups import FollowUpKind, SecondPlan
 from weightsmith._planning.planner import Prepared
 from weightsmith._plans import Product
@@ -139,12 +139,12 @@ def search(target: float, least: int, evaluated: Callable[[int], Trial], most: C
     trials: list[Trial] = []
     asked = (low + high) // 2
     while len(trials) < MOST_TRIALS:
-        found = evaluated(asked)
-        trials.append(found)
-        met = found.divergence <= target
-        low, high = (low, min(high, found.nbytes)) if met else (max(low, asked), high)
+        trial = evaluated(asked)
+        trials.append(trial)
+        met = trial.divergence <= target
+        low, high = (low, min(high, trial.nbytes)) if met else (max(low, asked), high)
         at_end = asked <= least if met else asked >= largest
-        if at_end or (met and found.divergence >= CLOSE * target):
+        if at_end or (met and trial.divergence >= CLOSE * target):
             break
         best = max((t.nbytes for t in trials if t.divergence <= target), default=None)
         if best is not None and high - low <= STEP * high:
@@ -159,13 +159,13 @@ def search(target: float, least: int, evaluated: Callable[[int], Trial], most: C
 
 def _next(target: float, trials: list[Trial], weights: int) -> int:
     """The size of a divergence a little below the target, on the line of its logarithm through the two nearest trials."""
-    wanted = math.log(target * (1 + CLOSE) / 2)
-    near = sorted(trials, key=lambda each: abs(_log(each) - wanted))[:2]
+    goal = math.log(target * (1 + CLOSE) / 2)
+    near = sorted(trials, key=lambda trial: abs(_log(trial) - goal))[:2]
     slope = -FALL * 8 / max(1, weights)
     if len(near) == 2 and near[0].nbytes != near[1].nbytes:
-        found = (_log(near[0]) - _log(near[1])) / (near[0].nbytes - near[1].nbytes)
-        slope = found if found < 0 else slope
-    return round(near[0].nbytes + (wanted - _log(near[0])) / slope)
+        measured_slope = (_log(near[0]) - _log(near[1])) / (near[0].nbytes - near[1].nbytes)
+        slope = measured_slope if measured_slope < 0 else slope
+    return round(near[0].nbytes + (goal - _log(near[0])) / slope)
 
 
 def _log(trial: Trial) -> float:
@@ -183,8 +183,8 @@ def _nbytes(prepared: Prepared) -> int:
 
 
 def _divergence(report: object) -> float:
-    found = getattr(report, "divergence", None)
-    if found is None:
+    divergence = getattr(report, "divergence", None)
+    if divergence is None:
         what = "the result has no divergence: its tokens are not those of the model that it was made from"
         raise ParameterError(what, where="target", state=NOTHING_WRITTEN)
-    return float(found)
+    return float(divergence)

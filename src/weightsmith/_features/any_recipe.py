@@ -15,7 +15,7 @@ from weightsmith._planning.planner.build import NOTHING, assemble_recipe, in_rec
 from weightsmith._planning.planner.inputs import is_adapter
 from weightsmith._planning.planner.prepared import PlanRequest, Written
 from weightsmith._planning.recipe import Command, Recipe, Source, copy_of
-from weightsmith._plans import Made
+from weightsmith._plans import Provenance
 from weightsmith._version import __version__
 
 
@@ -52,7 +52,7 @@ def assemble_request(request: PlanRequest, written: Written = NOTHING) -> Prepar
     with undoing(prepared.close):
         if problems:
             raise PlanError(problems)
-        store_as(prepared, name, settings)
+        store_as(prepared, request.options, settings)
     prepared.request, prepared.source = request, request.source
     return prepared
 
@@ -66,11 +66,11 @@ def prepare_copy(model: str | os.PathLike[str], options: RecipeOptions, settings
     """
     request = read_plan_request(copy_of(model), "merge", options, settings)
     prepared = assemble_request(replace(request, is_copy=True))
-    made = Made("dequantize", f"Dequantised with weightsmith {__version__}.", relation="")
+    made = Provenance("dequantize", f"Dequantised with weightsmith {__version__}.", relation="")
     if options.quantize is not None:
         title = f"Quantised with weightsmith {__version__} as `{options.quantize}`."
-        made = Made("quantize", title, relation="quantized", format=options.quantize)
-    prepared.draft.made = made
+        made = Provenance("quantize", title, relation="quantized", format=options.quantize)
+    prepared.draft.provenance = made
     return prepared.finish()
 
 

@@ -15,8 +15,7 @@ from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner import Prepared
 from weightsmith._planning.planner.build import assemble
 from weightsmith._planning.recipe import copy_of
-from weightsmith._plans import COPY, PRODUCTS, Made, Product, Read, Settings, Step
-from weightsmith._plans.statistics import StatisticRequest
+from weightsmith._plans import COPY, PRODUCTS, Product, Provenance, Read, Settings, StatisticRequest, Step
 from weightsmith._version import __version__
 
 
@@ -63,7 +62,7 @@ def _fill(assembled: Prepared, text: str, kinds: tuple[str, ...], settings: Stat
     draft.config, draft.carried, draft.dropped, draft.lacking, draft.vocabulary = None, [], [], {}, None
     draft.recipe, draft.follows_recipe, draft.seed = "", False, settings.seed
     title = f"Statistics of {found.label} on {source.source}, made with weightsmith {__version__}."
-    draft.made = Made("statistics", title, relation="")
+    draft.provenance = Provenance("statistics", title, relation="")
     assembled.origins, assembled.resolver, assembled.request, assembled.loading = {}, None, None, None
 
 

@@ -181,7 +181,7 @@ class _Machine:
         self.stack: list[Any] = []
         self.marks: list[int] = []  # heights of the stack
         self.memo: list[Any] = []
-        self.made = 0
+        self.spent_values = 0
         self.globals: dict[str, Global] = {}
 
     def run(self) -> Any:
@@ -234,8 +234,8 @@ class _Machine:
         return len(self.data) - self.file.tell()
 
     def spend(self) -> None:
-        self.made += 1
-        if self.made > MAX_VALUES:
+        self.spent_values += 1
+        if self.spent_values > MAX_VALUES:
             self.too_much(f"makes more than {MAX_VALUES:,} values")
 
     # The stack

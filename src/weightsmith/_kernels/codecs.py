@@ -6,7 +6,7 @@ Every code of the 16-bit and 8-bit types is tested against ml_dtypes.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -196,3 +196,17 @@ def first_nonfinite(raw: np.ndarray, code: int, n: int) -> int:
     if E4M3_IN or E5M2_IN:
         return _first_from(raw, n, np.uint8(0x7F), np.uint8(0x7F) if code == E4M3 else np.uint8(0x7C))
     return -1
+
+
+class EncodedInputs(NamedTuple):
+    """One tile of the inputs: raw uint8 [inputs, >= bytes], and codes int64 [inputs], the `DType.code` of each."""
+
+    raw: np.ndarray
+    codes: np.ndarray
+
+
+class Encoded(NamedTuple):
+    """Elements of one tensor as they are stored: data uint8 [bytes], and the dtype's `DType.code`."""
+
+    data: np.ndarray
+    code: int

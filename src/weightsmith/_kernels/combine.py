@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from weightsmith._kernels.codecs import BLOCK, decode, encode
+from weightsmith._kernels.codecs import BLOCK, Encoded, EncodedInputs, decode, encode
 from weightsmith._kernels.jit import kernel
-from weightsmith._kernels.records import Encoded, Inputs
 
 
 @kernel
@@ -137,14 +136,14 @@ def inner_products(
     begin: int,
     end: int,
     deltas: bool,
-    found: np.ndarray,
+    products: np.ndarray,
     rows: np.ndarray,
     sums: np.ndarray,
 ) -> None:
     """found (float64 [pairs]) = inner products of elements begin … end of the inputs; see `gram`."""
     first = 1 if deltas else 0
     k = raw.shape[0]
-    for p in range(found.size):
+    for p in range(products.size):
         fill(sums[p], LANES, 0.0)
     for start in range(begin, end, BLOCK):
         m = min(BLOCK, end - start)
@@ -158,8 +157,8 @@ def inner_products(
             for j in range(i, k):
                 add_products(rows[i], rows[j], m, sums[p])
                 p += 1
-    for p in range(found.size):
-        found[p] = sum_lanes(sums[p])
+    for p in range(products.size):
+        products[p] = sum_lanes(sums[p])
 
 
 @kernel(codes="in")
@@ -201,7 +200,7 @@ def gram_rows(
 
 @kernel(inputs_codes="in", out_code="out")
 def combine_rows(
-    inputs: Inputs,
+    inputs: EncodedInputs,
     coefficients: np.ndarray,
     first: int,
     cols: int,
@@ -264,7 +263,7 @@ def add_scaled_each(coefficients: np.ndarray, x: np.ndarray, n: int, total: np.n
 
 @kernel(inputs_codes="in", out_code="out")
 def combine_columns(
-    inputs: Inputs,
+    inputs: EncodedInputs,
     coefficients: np.ndarray,
     n: int,
     cols: int,

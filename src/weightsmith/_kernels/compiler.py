@@ -26,17 +26,17 @@ from weightsmith._base.errors import Finding, ParameterError, first_line
 from weightsmith._base.installation import cache_home, install_package
 from weightsmith._base.text import warn
 from weightsmith._kernels.identity import compiler_digest, digest_of
-from weightsmith._kernels.watch import watch
+from weightsmith._kernels.jit import watch
 
 with warnings.catch_warnings(record=True) as _unread:
     try:
         import numba
     except ValueError as error:  # of a variable that it reads when it is imported
-        _given = ", ".join(sorted(name for name in os.environ if name.startswith("NUMBA_")))
+        _variables = ", ".join(sorted(name for name in os.environ if name.startswith("NUMBA_")))
         _fix = "correct these variables of the environment, or unset them"
-        raise ParameterError(f"numba cannot be imported: {first_line(error)}", where=_given, fix=_fix) from error
-for _each in _unread:
-    if _variable := re.match(r"Environment variable '(NUMBA_\w+)'", str(_each.message)):
+        raise ParameterError(f"numba cannot be imported: {first_line(error)}", where=_variables, fix=_fix) from error
+for _warning in _unread:
+    if _variable := re.match(r"Environment variable '(NUMBA_\w+)'", str(_warning.message)):
         warn(Finding(f"numba does not understand {os.environ.get(_variable[1], '')!r}, and ignores it", _variable[1]))
 
 config: Any = numba.config
@@ -107,32 +107,32 @@ def njit(function: FunctionType, called_by_kernel: bool, digest: str) -> Any:
         options |= {"no_cpython_wrapper": called_by_kernel, "no_cfunc_wrapper": True}
     numba_njit: Any = numba.njit
     pipeline = {"pipeline_class": inside.CompilerForCallers} if inside is not None and called_by_kernel else {}
-    made = numba_njit(**options, **pipeline)(function)
-    if called_by_kernel or made is function:  # with NUMBA_DISABLE_JIT
-        return made
+    dispatcher = numba_njit(**options, **pipeline)(function)
+    if called_by_kernel or dispatcher is function:  # with NUMBA_DISABLE_JIT
+        return dispatcher
     if folder:
         base = Path(folder, f"{function.__module__}.{function.__qualname__}")
         made_by = digest, compiler_digest(), sorted(options.items())
         if inside is None:
-            _use_own_cache(made, Path(f"{base}.{digest_of(made_by)}"))
+            _keep_by_numba(dispatcher, Path(f"{base}.{digest_of(made_by)}"))
         else:
-            made._cache = inside.Cache(base, (made_by, inside.own_digest()), partial(remove_unused, folder))
-    made.compile = watch.entered()(made.compile)
-    return made
+            dispatcher._cache = inside.Cache(base, (made_by, inside.steps_digest()), partial(remove_unused, folder))
+    dispatcher.compile = watch.entered()(dispatcher.compile)
+    return dispatcher
 
 
 _setting_folder = threading.Lock()
 """Held while numba's cache folder, which is one for the process, is a kernel's: two threads would restore each other's."""
 
 
-def _use_own_cache(made: Any, folder: Path) -> None:
+def _keep_by_numba(dispatcher: Any, folder: Path) -> None:
     """Have numba keep a function in this folder, in its own way."""
     with _setting_folder, suppress(RuntimeError, OSError):  # nowhere to write after all
         remove_unused(str(folder.parent))
         before = config.CACHE_DIR
         config.CACHE_DIR = str(folder)
         try:
-            made.enable_caching()
+            dispatcher.enable_caching()
             os.utime(folder)  # the time of its last use
         finally:
             config.CACHE_DIR = before

@@ -6,10 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from weightsmith._kernels.codecs import BLOCK, as_bits, as_float, decode
+from weightsmith._kernels.codecs import BLOCK, Encoded, EncodedInputs, as_bits, as_float, decode
 from weightsmith._kernels.combine import LANES, fill, subtract, sum_lanes
 from weightsmith._kernels.jit import kernel
-from weightsmith._kernels.records import Encoded, Inputs
 from weightsmith._kernels.task_vector import decode_delta
 
 DIFFERENCE_SUMS = 5
@@ -96,7 +95,7 @@ class Sketch(NamedTuple):
 
 @kernel(inputs_codes="in")
 def difference(
-    inputs: Inputs,
+    inputs: EncodedInputs,
     n: int,
     row: int,
     grain: int,
@@ -123,9 +122,9 @@ def difference(
             decode(raw[0], codes[0], start, m, a)
             decode_delta(raw[1], codes[1], start, m, a, d)
             add_moments(a, d, m, lanes)
-            found = count_changes(d, m)
-            if found > 0:
-                changed += found
+            count = count_changes(d, m)
+            if count > 0:
+                changed += count
                 top = max(top, largest_of(d, m))
                 if sketch.folded.shape[0] > 0:
                     fold_row(d, m, sketch.signs, sketch.shifts, sketch.folded[start // row])
@@ -330,10 +329,10 @@ def survival(raw: np.ndarray, codes: np.ndarray, n: int, group: int, out: np.nda
                     against += 1.0 if d * y < 0 else 0.0
                     dropped += 1.0 if d != 0 and y == 0 else 0.0
                     apart += (y - d) * (y - d)
-                found = out[g, 1 + i]
-                found[0] += energy
-                found[1] += kept
-                found[2] += used
-                found[3] += against
-                found[4] += dropped
-                found[5] += apart
+                sums = out[g, 1 + i]
+                sums[0] += energy
+                sums[1] += kept
+                sums[2] += used
+                sums[3] += against
+                sums[4] += dropped
+                sums[5] += apart

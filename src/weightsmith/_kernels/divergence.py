@@ -11,10 +11,9 @@ from math import factorial
 
 import numpy as np
 
-from weightsmith._kernels.codecs import BLOCK, decode
+from weightsmith._kernels.codecs import BLOCK, EncodedInputs, decode
 from weightsmith._kernels.combine import LANES, add_products, fill, sum_lanes
 from weightsmith._kernels.jit import kernel
-from weightsmith._kernels.records import Inputs
 
 NEAR = 0.015625
 """Rows that nowhere differ by more are compared by series of their difference, which take half the time."""
@@ -111,7 +110,7 @@ def logarithms(row: np.ndarray, n: int) -> None:
 
 @kernel
 def near_divergence(
-    inputs: Inputs,
+    inputs: EncodedInputs,
     begin: int,
     n: int,
     top: float,
@@ -154,7 +153,7 @@ def near_divergence(
 
 @kernel
 def far_divergence(
-    inputs: Inputs,
+    inputs: EncodedInputs,
     begin: int,
     n: int,
     epsilon: float,
@@ -188,7 +187,7 @@ def far_divergence(
 
 @kernel(inputs_codes="in")
 def row_divergence(
-    inputs: Inputs, n: int, cols: int, epsilon: float, out: np.ndarray, rows: np.ndarray, sums: np.ndarray
+    inputs: EncodedInputs, n: int, cols: int, epsilon: float, out: np.ndarray, rows: np.ndarray, sums: np.ndarray
 ) -> None:
     """out[r] (float64) = KL(softmax(raw[1] row) + ε ‖ softmax(raw[0] row) + ε), for rows of `cols` elements.
 

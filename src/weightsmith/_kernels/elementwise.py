@@ -6,10 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from weightsmith._kernels.codecs import BLOCK, decode, encode, or_zero
+from weightsmith._kernels.codecs import BLOCK, Encoded, EncodedInputs, decode, encode, or_zero
 from weightsmith._kernels.combine import LANES, add_delta, add_products, add_scaled, fill, set_scaled, subtract, sum_lanes
 from weightsmith._kernels.jit import kernel
-from weightsmith._kernels.records import Encoded, Inputs
 
 
 @kernel
@@ -22,7 +21,7 @@ def read_deltas(raw: np.ndarray, codes: np.ndarray, start: int, n: int, rows: np
 
 
 @kernel(inputs_codes="in", out_code="out")
-def merge_clipped(inputs: Inputs, n: int, limit: float, out: Encoded, rows: np.ndarray, sums: np.ndarray) -> None:
+def merge_clipped(inputs: EncodedInputs, n: int, limit: float, out: Encoded, rows: np.ndarray, sums: np.ndarray) -> None:
     """out = base + the delta of the one model, cut to ±limit (float64; none above zero: the base)."""
     raw, codes = inputs
     bound, total = max(limit, 0.0), sums[0]
@@ -66,7 +65,7 @@ def count_active(
 
 @kernel(inputs_codes="in", out_code="out")
 def merge_active(
-    inputs: Inputs,
+    inputs: EncodedInputs,
     n: int,
     epsilon: float,
     alone: np.ndarray,
@@ -111,7 +110,7 @@ class Consensus(NamedTuple):
 
 @kernel(inputs_codes="in", out_code="out")
 def merge_consensus(
-    inputs: Inputs,
+    inputs: EncodedInputs,
     n: int,
     weights: np.ndarray,
     consensus: Consensus,
@@ -146,7 +145,7 @@ def merge_consensus(
 
 @kernel(inputs_codes="in", out_code="out")
 def merge_fused(
-    inputs: Inputs,
+    inputs: EncodedInputs,
     n: int,
     limit: float,
     factors: np.ndarray,
@@ -233,7 +232,7 @@ def energies(
 
 @kernel(inputs_codes="in", out_code="out")
 def merge_elected(
-    inputs: Inputs,
+    inputs: EncodedInputs,
     n: int,
     shares: np.ndarray,
     selected: np.ndarray,

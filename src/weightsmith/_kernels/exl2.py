@@ -30,7 +30,7 @@ def best_scale(w: np.ndarray, which: np.ndarray, scales: np.ndarray, bits: int, 
     most, n = scales.shape[0], w.shape[1]
     low, high = np.float32(-(1 << (bits - 1))), np.float32((1 << (bits - 1)) - 1)
     factor, zero = np.float32(unit), np.float32(0)
-    best, found = np.inf, start
+    best, best_index = np.inf, start
     s, inverse, sums = np.empty(WIDTH, np.float32), np.empty(WIDTH, np.float32), np.empty(WIDTH, np.float32)
     for step in range(2 * most):
         at = start + (step + 1) // 2 if step % 2 else start - step // 2
@@ -55,9 +55,9 @@ def best_scale(w: np.ndarray, which: np.ndarray, scales: np.ndarray, bits: int, 
                 total += np.float64(sums[j])
             if total > best:
                 break
-        if total < best or (total == best and at < found):
-            best, found = total, at
-    return found
+        if total < best or (total == best and at < best_index):
+            best, best_index = total, at
+    return best_index
 
 
 @kernel(known={"in": [F16], "out": [F16]})
@@ -134,11 +134,11 @@ def dequantise(
             mask, zero = np.uint32((1 << b) - 1), np.float32(1 << (b - 1))
             for t in range(rows[g]):
                 at, shift = top + t * b // 32, np.uint32(t * b % 32)
-                left = np.uint32(32 - shift)  # bits of this word from `shift` on
+                unread = np.uint32(32 - shift)  # bits of this word from `shift` on
                 for j in range(m):
                     code = words[at, first + j] >> shift
-                    if left < b:
-                        code |= words[at + 1, first + j] << left
+                    if unread < b:
+                        code |= words[at + 1, first + j] << unread
                     values[j] = (np.float32(np.uint32(code) & mask) - zero) * scales[g, first + j]
                 encode(values, m, F16, 0, raw)
                 column = order[k]

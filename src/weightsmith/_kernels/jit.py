@@ -14,16 +14,21 @@ and a kernel says which arguments decide its switches:
 The kernels that it calls are compiled for the same values, as a part of it: LLVM optimises them once, together. numba drops
 what is behind a constant that is False before it infers types, so that such code costs nothing.
 
-numba itself is in `compiler.py`, which is imported when a kernel is first called: a plan needs none.
+numba itself is in `compiler.py`, which is imported when a kernel is first called: a plan needs none. Here is also which threads
+are in its compiler now, so that a run that ends does not wait for it.
 """
 
 from __future__ import annotations
 
+import atexit
+import gc
 import threading
-from collections.abc import Callable, Collection, Container, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property, update_wrapper
 from types import FunctionType
 from typing import Any, TypeVar, overload
+from weakref import WeakSet
 
 import numpy as np
 
@@ -42,9 +47,9 @@ class Switch:
         self.axis = axis
         self.values = values
 
-    def on(self, given: Mapping[str, Collection[int]]) -> bool:
+    def on(self, axis_values: Mapping[str, Collection[int]]) -> bool:
         """Whether a call with these values can take the branch. An axis that is not given may have any value."""
-        return self.axis not in given or any(value in self.values for value in given[self.axis])
+        return self.axis not in axis_values or any(value in self.values for value in axis_values[self.axis])
 
     def __bool__(self) -> bool:
         """Outside kernels no branch is ruled out."""
@@ -55,7 +60,7 @@ class Kernel:
     """A function, and what it was compiled to for each setting of its switches."""
 
     def __init__(self, function: FunctionType, axes: Mapping[str, str], known: Mapping[str, Collection[int]]) -> None:
-        """See `kernel`."""
+        """Look up the axes among the arguments; the parameters are those of `kernel`."""
         update_wrapper(self, function)
         self.function = function
         self._known = known
@@ -68,41 +73,45 @@ class Kernel:
         """Call the variant for these arguments; it is compiled if it is new."""
         values = [getattr(args[place], field) if field else args[place] for _, place, field in self._axes]
         key = tuple([v.tobytes() if isinstance(v, np.ndarray) else v for v in values])
-        found = self._by_arguments.get(key)
-        if found is None:
-            given: dict[str, set[int]] = {}
+        compiled = self._by_arguments.get(key)
+        if compiled is None:
+            axis_values: dict[str, set[int]] = {}
             for (axis, _, _), value in zip(self._axes, values, strict=True):
-                given.setdefault(axis, set()).update(np.atleast_1d(value).tolist())
-            found = self._by_arguments[key] = self.variant(given)
-        return found(*args)
+                axis_values.setdefault(axis, set()).update(np.atleast_1d(value).tolist())
+            compiled = self._by_arguments[key] = self.variant(axis_values)
+        return compiled(*args)
 
-    def variant(self, given: Mapping[str, Collection[int]], *, called_by_kernel: bool = False) -> Any:
+    def variant(self, axis_values: Mapping[str, Collection[int]], *, called_by_kernel: bool = False) -> Any:
         """The function for these values of the axes, as numba will compile it when it is called."""
-        given = {**given, **self._known}
-        setting = called_by_kernel, *(switch.on(given) for switch in self._switches)
+        axis_values = {**axis_values, **self._known}
+        setting = called_by_kernel, *(switch.on(axis_values) for switch in self._switches)
         from weightsmith._kernels.compiler import njit
 
         with self._lock:
             if setting not in self._by_setting:
                 bound = {
-                    name: used.on(given) if isinstance(used, Switch) else used.variant(given, called_by_kernel=True)
+                    name: used.on(axis_values) if isinstance(used, Switch) else used.variant(axis_values, called_by_kernel=True)
                     for name, used in self._uses()
                 }
                 function = FunctionType(self.function.__code__, {**self.function.__globals__, **bound})
                 function.__qualname__ += "_" + "".join("01"[on] for on in setting)  # its files in the cache are named so
-                self._by_setting[setting] = njit(function, called_by_kernel, "" if called_by_kernel else self.digest(given))
+                self._by_setting[setting] = njit(
+                    function, called_by_kernel, "" if called_by_kernel else self.digest(axis_values)
+                )
             return self._by_setting[setting]
 
-    def digest(self, given: Mapping[str, Collection[int]]) -> str:
+    def digest(self, axis_values: Mapping[str, Collection[int]]) -> str:
         """What tells the code of the variant for these values from any other; "" if nothing can: see `identity`."""
         try:
-            return self._digest(given)
+            return self._digest(axis_values)
         except UnknownIdentityError:
             return ""
 
-    def _digest(self, given: Mapping[str, Collection[int]]) -> str:
-        given = {**given, **self._known}
-        bound = {name: used.on(given) if isinstance(used, Switch) else used._digest(given) for name, used in self._uses()}
+    def _digest(self, axis_values: Mapping[str, Collection[int]]) -> str:
+        axis_values = {**axis_values, **self._known}
+        bound = {
+            name: used.on(axis_values) if isinstance(used, Switch) else used._digest(axis_values) for name, used in self._uses()
+        }
         return function_digest(self.function, bound)
 
     @cached_property
@@ -145,3 +154,84 @@ def kernel(function: Any = None, /, *, known: Mapping[str, Collection[int]] | No
     if function is None:
         return lambda decorated: Kernel(decorated, axes, known or {})
     return Kernel(function, {}, {})
+
+
+class Abandoned(BaseException):
+    """A kernel is not compiled to the end: nobody waits for this thread any more."""
+
+
+class _Watch:
+    """Knows which threads are in numba's compiler, and ends those that nobody waits for.
+
+    inside     threads that wait for the compiler, load from the cache, or compile
+    compiling  those of them that compile
+
+    The garbage collector is off while a kernel is compiled: it takes a fifth of the time, and finds little.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.inside: set[threading.Thread] = set()
+        self.compiling: set[threading.Thread] = set()
+        self.abandoned: WeakSet[threading.Thread] = WeakSet()
+        self._collect = False
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """This thread is in the compiler."""
+        thread = threading.current_thread()
+        with self.lock:
+            self._check(thread)
+            self.inside.add(thread)
+        try:
+            yield
+        finally:
+            with self.lock:
+                self.inside.discard(thread)
+                if thread in self.compiling:
+                    self.compiling.discard(thread)
+                    if not self.compiling and self._collect:
+                        gc.enable()
+        self._check(thread)
+
+    def began(self, *, compiling: bool) -> None:
+        """numba compiles a function (compiling), or makes a pass over one."""
+        thread = threading.current_thread()
+        self._check(thread)
+        if compiling and thread in self.inside:
+            with self.lock:
+                if not self.compiling:
+                    self._collect = gc.isenabled()
+                    gc.disable()
+                self.compiling.add(thread)
+
+    def _check(self, thread: threading.Thread) -> None:
+        if thread in self.abandoned:
+            raise Abandoned
+
+
+watch = _Watch()
+
+
+def is_compiling() -> bool:
+    """A kernel is being compiled now, in any thread: it was not in the cache."""
+    return bool(watch.compiling)
+
+
+def is_left() -> bool:
+    """A thread that nobody waits for is still in the compiler."""
+    with watch.lock:
+        return any(thread in watch.abandoned for thread in watch.inside)
+
+
+def leave(threads: Sequence[threading.Thread]) -> None:
+    """Wait for threads that were told to end, but not for the compiler: a thread in it raises Abandoned at its next step."""
+    with watch.lock:
+        watch.abandoned.update(threads)
+    for thread in threads:
+        while thread.is_alive():
+            with watch.lock:
+                if thread in watch.inside:
+                    atexit.register(thread.join)  # LLVM must not be at work when the process is taken down
+                    break
+            thread.join(0.02)

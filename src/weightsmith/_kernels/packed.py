@@ -96,9 +96,9 @@ def pack_nibbles(codes: np.ndarray, order: np.ndarray, words: np.ndarray) -> Non
     words  uint32 [n]
     """
     for k in range(words.size):
-        word, own = np.uint32(0), codes[8 * k : 8 * k + 8]
+        word, eight = np.uint32(0), codes[8 * k : 8 * k + 8]
         for i in range(8):
-            word |= np.uint32(own[i]) << (order[i] * np.uint32(4))
+            word |= np.uint32(eight[i]) << (order[i] * np.uint32(4))
         words[k] = word
 
 

@@ -44,29 +44,29 @@ def threshold(bits: np.ndarray, n: int, k: int) -> tuple[Any, Any]:
     held = np.uint32(0)
     for j in range(n):
         held = np.uint32(held | b[j])
-    found = np.uint32(0)
+    kth = np.uint32(0)
     for shift in range(30, -1, -1):
         bit = np.uint32(np.uint32(1) << np.uint32(shift))
         if held & bit == np.uint32(0):
             continue
-        candidate = np.uint32(found | bit)
+        candidate = np.uint32(kth | bit)
         count = np.uint32(0)
         for j in range(n):
             count = np.uint32(count + np.uint32(b[j] >= candidate))
         if count >= k:
-            found = candidate
+            kth = candidate
     above, equal = np.uint32(0), np.uint32(0)
     for j in range(n):
-        above = np.uint32(above + np.uint32(b[j] > found))
-        equal = np.uint32(equal + np.uint32(b[j] == found))
-    left = np.uint32(k - np.int64(above))
-    if equal <= left:
-        return np.int64(found), n
+        above = np.uint32(above + np.uint32(b[j] > kth))
+        equal = np.uint32(equal + np.uint32(b[j] == kth))
+    quota = np.uint32(k - np.int64(above))
+    if equal <= quota:
+        return np.int64(kth), n
     seen, cut = np.uint32(0), np.uint32(1)
     for j in range(n):  # no branch: equal ones are many and anywhere
-        seen = np.uint32(seen + np.uint32(b[j] == found))
-        cut = np.uint32(cut + np.uint32(seen < left))
-    return np.int64(found), np.int64(cut)
+        seen = np.uint32(seen + np.uint32(b[j] == kth))
+        cut = np.uint32(cut + np.uint32(seen < quota))
+    return np.int64(kth), np.int64(cut)
 
 
 @kernel
@@ -253,14 +253,14 @@ def ranks(row: np.ndarray, n: int, bits: np.ndarray, order: np.ndarray) -> None:
         ones = np.uint64(bits[j] & np.uint32(0xFFFF))
         zeros = ones ^ np.uint64(0xFFFF)
         counts[bins[j]] = (seen | (ones << np.uint64(48)) | (zeros << np.uint64(32))) + np.uint64(1)
-    at, found, cost = np.uint64(0), 0, np.int64(0)
+    at, n_runs, cost = np.uint64(0), 0, np.int64(0)
     for i in range(last + 1):
         seen = counts[i]
         size = seen & np.uint64(0xFFFFFFFF)
         differ = (seen >> np.uint64(48)) & (seen >> np.uint64(32)) & np.uint64(0xFFFF) != np.uint64(0)
         counts[i] = at | (np.uint64(differ) << np.uint64(63))
-        runs[0, found], runs[1, found] = np.int64(at), np.int64(at + size)
-        found += int(differ)
+        runs[0, n_runs], runs[1, n_runs] = np.int64(at), np.int64(at + size)
+        n_runs += int(differ)
         cost += np.int64(size * size) if differ else np.int64(0)
         at += size
     if cost > PATIENCE * n:
@@ -274,7 +274,7 @@ def ranks(row: np.ndarray, n: int, bits: np.ndarray, order: np.ndarray) -> None:
         unsure += np.int64(begin >> np.uint64(63))
     for i in range(unsure):
         place[rank[mixed[i]]] = mixed[i]
-    for i in range(found):
+    for i in range(n_runs):
         sort_run(bits, place, runs[0, i], runs[1, i])
         for j in range(runs[0, i], runs[1, i]):
             rank[place[j]] = np.uint32(j)
@@ -344,7 +344,7 @@ def judge(bins: np.ndarray, words: np.ndarray, n: int, bounds: np.ndarray, marks
 
 
 @kernel
-def find_long(bits: np.ndarray, bins: np.ndarray, n: int, found: np.ndarray, mixed: np.ndarray) -> None:
+def find_long(bits: np.ndarray, bins: np.ndarray, n: int, longs: np.ndarray, mixed: np.ndarray) -> None:
     """found = the indices of the elements with other than zeros in the lower 16 bits, mixed[bin] = 1 for their bins."""
     count = 0
     for start in range(0, n, CHUNK):
@@ -356,12 +356,12 @@ def find_long(bits: np.ndarray, bins: np.ndarray, n: int, found: np.ndarray, mix
             for j in range(m):
                 if v[j] & np.uint32(0xFFFF):
                     mixed[b[j]] = np.uint8(1)
-                    found[count] = np.uint32(start + j)
+                    longs[count] = np.uint32(start + j)
                     count += 1
 
 
 @kernel
-def place_in_bin(bits: np.ndarray, bins: np.ndarray, index: Any, before: Any, found: np.ndarray, count: int) -> Any:
+def place_in_bin(bits: np.ndarray, bins: np.ndarray, index: Any, before: Any, longs: np.ndarray, count: int) -> Any:
     """The place of an element in its bin, largest first, where found[:count] are the long elements of the row (`find_long`).
 
     before  how many of the bin have a lower index
@@ -371,11 +371,11 @@ def place_in_bin(bits: np.ndarray, bins: np.ndarray, index: Any, before: Any, fo
     value, bin_, place = bits[index], bins[index], 0
     if value & np.uint32(0xFFFF):
         for i in range(count):
-            k = found[i]
+            k = longs[i]
             place += int((bins[k] == bin_) & ((bits[k] > value) | ((bits[k] == value) & (k < index))))
         return place
     for i in range(count):
-        place += int((bins[found[i]] == bin_) & (found[i] > index))
+        place += int((bins[longs[i]] == bin_) & (longs[i] > index))
     return place + before
 
 
@@ -416,12 +416,12 @@ def mark_by_rank(
         find_long(bits, bins, n, longs, mixed)
     if last == FINE_BINS - 1:
         mixed[last - 1] = np.uint8(2)
-    open_, found = order[0], np.uint64(0)
+    open_, n_open = order[0], np.uint64(0)
     for j in range(n):  # no branch: store always, advance if it depends
-        open_[found] = np.uint32(j)
-        found += np.uint64(marks[j] >> np.uint8(1))
+        open_[n_open] = np.uint32(j)
+        n_open += np.uint64(marks[j] >> np.uint8(1))
     counted = 0
-    for i in range(found):
+    for i in range(n_open):
         at = np.int64(open_[i])
         b = bins[at]
         place = np.int64(places[at]) + (np.int64(counts[0, b]) if at >= half else 0)

@@ -173,7 +173,7 @@ def count_windows(
     patterns, numbers, slots = table
     inside_of = np.empty(BLOCK, np.uint32)
     aboves[:] = 0
-    found = 0
+    n_patterns = 0
     for start in range(0, n, BLOCK):
         m = min(BLOCK, n - start)
         score_bits(scores, start, m)
@@ -208,13 +208,13 @@ def count_windows(
             while numbers[slot] != 0 and patterns[slot] != x:
                 slot = np.uint32(slot + np.uint32(1)) & np.uint32(TABLE - 1)
             if numbers[slot] == 0:
-                if found == MAX_PATTERNS:
+                if n_patterns == MAX_PATTERNS:
                     return -1
                 patterns[slot] = x
-                slots[found] = slot
-                found += 1
+                slots[n_patterns] = slot
+                n_patterns += 1
             numbers[slot] += np.uint32(1)
-    return found
+    return n_patterns
 
 
 @kernel
@@ -237,16 +237,16 @@ def index_of_tie(
 ) -> int:
     """Index just past the `quota`-th element whose score's bits equal `threshold`; n if there are fewer. See `Scores`."""
     bits = scores.bits
-    left = quota
-    if left == 0:
+    remaining = quota
+    if remaining == 0:
         return 0
     for start in range(0, n, BLOCK):
         m = min(BLOCK, n - start)
         score_bits(scores, start, m)
         for j in range(m):
             if bits[j] == np.uint32(threshold):
-                left -= 1
-                if left == 0:
+                remaining -= 1
+                if remaining == 0:
                     return start + j + 1
     return n
 

@@ -14,15 +14,25 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from weightsmith._kernels.codecs import BF16, BF16_IN, OTHER_IN, as_bits, as_float, decode, encode, or_zero
+from weightsmith._kernels.codecs import (
+    BF16,
+    BF16_IN,
+    OTHER_IN,
+    Encoded,
+    EncodedInputs,
+    as_bits,
+    as_float,
+    decode,
+    encode,
+    or_zero,
+)
 from weightsmith._kernels.combine import LANES, add_delta, add_magnitudes, add_scaled, fill, set_scaled, subtract, sum_lanes
 from weightsmith._kernels.jit import Switch, kernel
-from weightsmith._kernels.philox import random_words
-from weightsmith._kernels.records import Encoded, Inputs
+from weightsmith._kernels.randomness import random_words
 from weightsmith._kernels.rows import keep_band, keep_by_rank, keep_in_groups, keep_ranks
 
-KEEP_ALL, KEEP_NONE, KEEP_LARGE, KEEP_BAND, KEEP_RANDOM, KEEP_ROW_RANKS, KEEP_BY_RANK, KEEP_GROUPS, KEEP_GIVEN = range(9)
-"""How a delta is sparsified. KEEP_ROW_RANKS, KEEP_BY_RANK and KEEP_GROUPS need whole rows; KEEP_GIVEN is told.
+KEEP_ALL, KEEP_NONE, KEEP_LARGE, KEEP_BAND, KEEP_RANDOM, KEEP_ROW_RANKS, KEEP_BY_RANK, KEEP_GROUPS, KEEP_CHOSEN = range(9)
+"""How a delta is sparsified. KEEP_ROW_RANKS, KEEP_BY_RANK and KEEP_GROUPS need whole rows; KEEP_CHOSEN is told which elements.
 
 mode            limits[i]                  cuts[i]       shares[i]
 KEEP_LARGE      threshold, -               its cut, -
@@ -44,9 +54,9 @@ ELECT_NONE, ELECT_SUM, ELECT_COUNT, ELECT_PAIR = range(4)
 """Who decides the sign: nobody; the sum of the weighted deltas; each model with one vote; the sum again, of just two deltas
 that are not combined as LARGEST, which is faster."""
 
-_LARGE, _BAND, _RANDOM, _ROW_RANKS, _BY_RANK, _GROUPS, _GIVEN = (
+_LARGE, _BAND, _RANDOM, _ROW_RANKS, _BY_RANK, _GROUPS, _CHOSEN = (
     Switch("keep", [mode])
-    for mode in (KEEP_LARGE, KEEP_BAND, KEEP_RANDOM, KEEP_ROW_RANKS, KEEP_BY_RANK, KEEP_GROUPS, KEEP_GIVEN)
+    for mode in (KEEP_LARGE, KEEP_BAND, KEEP_RANDOM, KEEP_ROW_RANKS, KEEP_BY_RANK, KEEP_GROUPS, KEEP_CHOSEN)
 )
 _ELECTED, _COUNTED = Switch("elect", [ELECT_SUM, ELECT_COUNT]), Switch("elect", [ELECT_COUNT])
 _PAIR, _NO_PAIR = Switch("elect", [ELECT_PAIR]), Switch("elect", [ELECT_NONE, ELECT_SUM, ELECT_COUNT])
@@ -67,11 +77,11 @@ class Place(NamedTuple):
 class Masks(NamedTuple):
     """What is kept of each model's delta.
 
-    modes   int64 [models], KEEP_ALL to KEEP_GIVEN
+    modes   int64 [models], KEEP_ALL to KEEP_CHOSEN
     limits, cuts, shares  int64, int64, float64 [models, 2], by mode: see above
     unbiased  KEEP_BY_RANK divides by each element's probability
     keys    uint64 [models], of the random masks
-    given   uint8 [models, elements of the tile], 1 where KEEP_GIVEN keeps an element; [models, 0] if no mode is that
+    chosen  uint8 [models, elements of the tile], 1 where KEEP_CHOSEN keeps an element; [models, 0] if no mode is that
     """
 
     modes: np.ndarray
@@ -80,7 +90,7 @@ class Masks(NamedTuple):
     shares: np.ndarray
     unbiased: bool
     keys: np.ndarray
-    given: np.ndarray
+    chosen: np.ndarray
 
 
 class Combination(NamedTuple):
@@ -100,7 +110,7 @@ class Combination(NamedTuple):
     factor: float
 
 
-class Scratch(NamedTuple):
+class MergeScratch(NamedTuple):
     """Working memory.
 
     rows    [1 + models + 3, block] to merge, [2, block] for norms
@@ -166,15 +176,15 @@ def keep_random(delta: np.ndarray, n: int, words: np.ndarray, limit: int) -> Non
 
 
 @kernel
-def keep_given(delta: np.ndarray, n: int, given: np.ndarray) -> None:
-    """Zero delta[:n] but where given[j] is 1."""
-    d, g = delta[:n], given[:n]
+def keep_chosen(delta: np.ndarray, n: int, chosen: np.ndarray) -> None:
+    """Zero delta[:n] but where chosen[j] is 1."""
+    d, g = delta[:n], chosen[:n]
     for j in range(n):
         d[j] = or_zero(d[j], g[j] != np.uint8(0))
 
 
 @kernel
-def sparsify(delta: np.ndarray, n: int, masks: Masks, i: int, index: int, scratch: Scratch) -> None:
+def sparsify(delta: np.ndarray, n: int, masks: Masks, i: int, index: int, scratch: MergeScratch) -> None:
     """Apply model i's mask to delta[:n], whose first element has flat index `index` in its tensor.
 
     `scratch.taken` is what earlier models have taken of the row.
@@ -301,11 +311,13 @@ def _vote(mean: int, weight: float) -> float:
 
 
 @kernel(inputs_codes="in", out_code="out", masks_modes="keep", masks_unbiased="unbiased", how_elect="elect", how_mean="mean")
-def merge_task_vectors(inputs: Inputs, place: Place, masks: Masks, how: Combination, out: Encoded, scratch: Scratch) -> None:
+def merge_task_vectors(
+    inputs: EncodedInputs, place: Place, masks: Masks, how: Combination, out: Encoded, scratch: MergeScratch
+) -> None:
     """One tile of a task-vector merge. inputs: the base, then the models."""
     raw, codes = inputs
     n, first, block = place
-    modes, limits, cuts, given = masks.modes, masks.limits, masks.cuts, masks.given
+    modes, limits, cuts, chosen = masks.modes, masks.limits, masks.cuts, masks.chosen
     weights, scales, elect, mean, factor = how
     rows, taken = scratch.rows, scratch.taken
     base, total = rows[0], scratch.sums[0]
@@ -320,9 +332,9 @@ def merge_task_vectors(inputs: Inputs, place: Place, masks: Masks, how: Combinat
             delta = rows[i + 1]
             if _LARGE and modes[i] == KEEP_LARGE:
                 decode_large(raw[i + 1], codes[i + 1], start, m, base, limits[i, 0], cuts[i, 0] - first - start, delta)
-            elif _GIVEN and modes[i] == KEEP_GIVEN:
+            elif _CHOSEN and modes[i] == KEEP_CHOSEN:
                 decode_delta(raw[i + 1], codes[i + 1], start, m, base, delta)
-                keep_given(delta, m, given[i, start:])
+                keep_chosen(delta, m, chosen[i, start:])
             else:
                 decode_delta(raw[i + 1], codes[i + 1], start, m, base, delta)
                 sparsify(delta, m, masks, i, first + start, scratch)
@@ -359,7 +371,7 @@ def merge_task_vectors(inputs: Inputs, place: Place, masks: Masks, how: Combinat
 
 @kernel(inputs_codes="in", masks_modes="keep", masks_unbiased="unbiased")
 def l1_norms(
-    inputs: Inputs, place: Place, grain: int, masks: Masks, out: np.ndarray, scratch: Scratch, kept: np.ndarray
+    inputs: EncodedInputs, place: Place, grain: int, masks: Masks, out: np.ndarray, scratch: MergeScratch, kept: np.ndarray
 ) -> None:
     """out[g, i] (float64 [grains, models, 2]) = L1 norm of model i's delta in grain g, before and after its mask.
 

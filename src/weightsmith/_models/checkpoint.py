@@ -338,6 +338,13 @@ def open_checkpoint(
         repository.read_starts([only])
         opened = opening.open_file(repository.folder / only, name, repository.open)
         return _checkpoint(name, opened, ModelFolder.of(repository.folder, repository, alone=True), raw=raw)
+    _fetch_headers(repository, name, download=download, stream=stream or isinstance(place, Address) or place.streams)
+    names = list(repository.sizes)
+    return _open_folder(name, repository.folder, names, repository, raw=raw, plain=ignore_quantization_config)
+
+
+def _fetch_headers(repository: Repository | RemoteFolder, name: str, *, download: bool, stream: bool) -> None:
+    """Fetch what says where every tensor is: settings, indexes, and the beginnings of weight files; the rest as asked."""
     indexes = [pattern for kind in opening.kinds() for pattern in kind.indexes]
     repository.download(["config.json", *SETTINGS_FILES, *indexes, *subfolders.SETTINGS], quiet=True)
     folders = subfolders.module_folders(repository.folder, repository.sizes)
@@ -346,7 +353,6 @@ def open_checkpoint(
     files += opening.find_subfolders(repository.folder, repository.sizes, folders, name).values()
     weights = [path.relative_to(repository.folder).as_posix() for file in files for path in file.paths]
     repository.want([*weights, *copied_files(repository.sizes, folders), CARD_NAME])
-    stream |= isinstance(place, Address) or place.streams
     if download and not stream:
         repository.download()
     repository.download(read_to_choose(repository.sizes), quiet=True)
@@ -355,8 +361,6 @@ def open_checkpoint(
         repository.stream()
         if download:
             repository.download(quiet=True)
-    names = list(repository.sizes)
-    return _open_folder(name, repository.folder, names, repository, raw=raw, plain=ignore_quantization_config)
 
 
 def open_place(

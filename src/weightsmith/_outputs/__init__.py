@@ -1,9 +1,10 @@
 """Where results are written: resumable, checked by checksums, published as a whole. Imports `_base`, `_files`, `_plans`, `abc`.
 
-staging.py    an output that is being built, whatever its backend
-places.py     the place that a path or an address names: written, verified, searched for unfinished work
-local/        a folder, which a rename publishes
-bucket/       a prefix in S3, Google Cloud Storage or Azure; a file for each store
-hub/          a model on the Hub, which a commit publishes; `--push` of a finished folder
-save.py       `save_file`, `save_model`: tensors in memory
+staging.py       an output that is being built, whatever its target: `weight_files`, `journal`, and the folder of both, `area`
+manifest.py      what was written, with the checksums of `checksum.py`
+local.py         a folder as the target, which a rename publishes: with `disk` (system calls) and `locks`
+bucket.py        a prefix in S3, Google Cloud Storage or Azure; `bucket_store` sends its requests
+hub.py           a model on the Hub, which a commit publishes, and `--push`; `hub_repository` sends its requests
+places.py        the target that a path or an address names; unfinished work there
+save.py          `save_file`, `save_model`: tensors in memory
 """

@@ -19,313 +19,53 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import datetime
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 from weightsmith._base.errors import (
     NOTHING_WRITTEN,
     Busy,
     Finding,
     NotFound,
-    OutputExists,
     StoreError,
-    Unsupported,
     WeightsmithError,
-    first_line,
-    legible,
 )
 from weightsmith._base.strict_json import JsonError, parse
-from weightsmith._files.remote import retries
 from weightsmith._files.remote.addresses import Address, parse_address
-from weightsmith._files.remote.retries import lasting, no_panic, passes
-from weightsmith._files.remote.stores import allows_http, obstore, settings, status_of
-from weightsmith._outputs.compare import Read, check_ours, compare, differences
+from weightsmith._outputs.area import STAGING_SUFFIX, left_behind, staging_folder
+from weightsmith._outputs.bucket_store import THREADS, Bucket, Object, Taken
 from weightsmith._outputs.journal import read_journal
-from weightsmith._outputs.local.area import STAGING_SUFFIX, left_behind, staging_folder
-from weightsmith._outputs.local.claim import JOURNAL
-from weightsmith._outputs.local.target import absolute, is_address, occupied
-from weightsmith._outputs.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest, decode_manifest, hash_file, list_files
+from weightsmith._outputs.local import absolute, is_address, occupied
+from weightsmith._outputs.locks import JOURNAL
+from weightsmith._outputs.manifest import (
+    MANIFEST_NAME,
+    MAX_MANIFEST_BYTES,
+    Manifest,
+    Read,
+    check_ours,
+    compare,
+    decode_manifest,
+    differences,
+    hash_file,
+    list_files,
+)
 from weightsmith.abc.output import FilesGone, OutputScheme, OutputSpec, Progress, Target, Unfinished, Verified
 
-MARK = "weightsmith"
-"""Key of the metadata of an object: the token of the run that has put it, and the checksum of its bytes."""
 ENTRANCES = ("config.json", "adapter_config.json")
 """Files that loaders read first: put after all others, but for the manifest."""
-THREADS = 8
-"""Small requests at a time."""
-PART_BYTES = 8 << 20
-"""Of a file that is put in parts; more for a file of more than 9,000 of them, for stores take 10,000."""
-PARTS_AT_ONCE = 4
-"""Of each file, in memory."""
-_MOST_PARTS = 9_000
-_MOST_OBJECTS = 100_000
 _MAX_PREFIX_BYTES = 700  # of 1,024 of a key
 _MAX_CLAIM_BYTES = 1 << 16
-_DAMAGED = re.compile("<Code>(BadDigest|InvalidDigest|Md5Mismatch|XAmzContent(?:SHA256|Checksum)Mismatch)</Code>")
-"""What stores answer if a body is not that of its checksum."""
-_LEAST_WAIT_SECONDS = 0.001
-_TIMEOUTS = {"connect_timeout": "10s", "timeout": "120s"}
-_CREDENTIALS = (
-    "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; GOOGLE_APPLICATION_CREDENTIALS; or "
-    "AZURE_STORAGE_ACCOUNT_NAME and a key, token or identity: see docs/buckets.md"
-)
 _TOKEN, _REPLACED = "token", "replaced"
 """Keys of notes: the token of the run; the ETags of the objects that its output replaces, once the first of them is deleted."""
-
-_Result = TypeVar("_Result")
-
-
-class Object(NamedTuple):
-    """An object in a list. etag: without quotes, which some lists leave out."""
-
-    nbytes: int
-    etag: str
-
-
-class SmallObject(NamedTuple):
-    """A small object. meta: for `Bucket.replace`."""
-
-    data: bytes
-    meta: Mapping[str, Any]
-
-
-class Passing(StoreError):
-    """The store does not answer, or not now: it may when it is asked again."""
-
-
-class Damaged(StoreError):
-    """The store has received other bytes than were sent."""
-
-
-class Taken(StoreError):
-    """The condition of a write does not hold."""
-
-
-class Bucket:
-    """One bucket. Thread-safe. Every method raises StoreError if the store refuses, or does not answer.
-
-    Requests are repeated within a bound if they were throttled, cut off or answered with 5xx. Messages hold no keys or headers.
-    """
-
-    def __init__(self, scheme: str, name: str) -> None:
-        """Sends nothing. Raises StoreError without obstore, and for settings that cannot be used."""
-        self._shown = f"{scheme}://{name}"
-        try:
-            self._obstore = obstore(self._shown)
-        except Unsupported as error:
-            raise StoreError("a bucket needs the package obstore", where=self._shown, fix=error.finding.fix) from error
-        self._store, self._endpoint = open_store(self._obstore, scheme, self._shown)
-        self._patient, _ = open_store(self._obstore, scheme, self._shown, retries.PATIENCE.failures)
-
-    def names(self, prefix: str) -> dict[str, Object]:
-        """The objects below `prefix/`, by relative name; "" for the whole bucket. Raises StoreError if there are too many."""
-
-        def listed() -> dict[str, Object]:
-            found: dict[str, Object] = {}
-            start = len(prefix) + 1 if prefix else 0
-            for page in self._obstore.list(self._store, prefix or None):
-                found |= {each["path"][start:]: Object(each["size"], _tag(each)) for each in page}
-                if len(found) > _MOST_OBJECTS:
-                    fix = "choose another prefix"
-                    where = f"{self._shown}/{prefix}"
-                    raise StoreError(f"more than {_MOST_OBJECTS:,} objects", where=where, fix=fix, state=NOTHING_WRITTEN)
-            found.pop("", None)  # a folder, as consoles show it
-            return found
-
-        return self._ask("a list", prefix, listed)
-
-    def folders(self, prefix: str) -> list[str]:
-        """The prefixes directly below `prefix/`, without a slash at the end."""
-
-        def listed() -> list[str]:
-            answer = self._obstore.list_with_delimiter(self._store, prefix or None)
-            return [str(each).rstrip("/") for each in answer["common_prefixes"]]
-
-        return self._ask("a list", prefix, listed)
-
-    def mark(self, key: str) -> str | None:
-        """The mark of an object; "" if it has none, None if there is no such object."""
-
-        def asked() -> str | None:
-            try:
-                answer = self._obstore.get(self._store, key, options={"head": True})
-            except FileNotFoundError as error:
-                _check_missing(error)
-                return None
-            return str({name.lower(): value for name, value in answer.attributes.items()}.get(MARK, ""))
-
-        return self._ask("an object's state", key, asked)
-
-    def read(self, key: str, max_bytes: int) -> SmallObject | None:
-        """A small object; None if it is missing. Raises StoreError if it is longer."""
-
-        def asked() -> SmallObject | None:
-            try:
-                answer = self._obstore.get(self._store, key)
-                if answer.meta["size"] > max_bytes:
-                    what = f"more than the {max_bytes:,} bytes that are read"
-                    raise StoreError(what, where=f"{self._shown}/{key}", fix="remove it")
-                return SmallObject(bytes(answer.bytes()), answer.meta)
-            except FileNotFoundError as error:
-                _check_missing(error)
-                return None
-
-        return self._ask("an object", key, asked)
-
-    def read_range(self, key: str, start: int, nbytes: int) -> bytes:
-        """Some bytes of an object; fewer if it ends."""
-        return self._ask("an object", key, lambda: bytes(self._obstore.get_range(self._store, key, start=start, length=nbytes)))
-
-    def download(self, key: str, path: Path) -> None:
-        """Write an object into a file."""
-
-        def asked() -> None:
-            with path.open("wb") as file:
-                for piece in self._obstore.get(self._store, key).stream(min_chunk_size=1 << 20):
-                    file.write(bytes(piece))
-
-        self._ask("an object", key, asked)
-
-    def put_file(self, key: str, path: Path, mark: str) -> None:
-        """Write an object, in parts if it is large."""
-        nbytes = path.stat().st_size
-
-        def asked() -> None:
-            self._obstore.put(
-                self._patient,
-                key,
-                path,
-                attributes={MARK: mark},
-                use_multipart=nbytes > PART_BYTES,
-                chunk_size=max(PART_BYTES, -(-nbytes // _MOST_PARTS)),
-                max_concurrency=PARTS_AT_ONCE,
-            )
-
-        self._ask("a file", key, asked, retries.Patience(failures=1))  # parts are repeated by `_patient`
-
-    def put(self, key: str, data: bytes, mode: Any = "overwrite") -> None:
-        """Write a small object. mode: "create", or the version that it replaces: raises Taken if there is another."""
-        self._ask("a small object", key, lambda: self._obstore.put(self._store, key, data, mode=mode, use_multipart=False))
-
-    def delete(self, keys: Iterable[str]) -> None:
-        """Delete objects; they may be missing."""
-
-        def delete(key: str) -> None:
-            def asked() -> None:
-                with suppress(FileNotFoundError):
-                    self._obstore.delete(self._store, key)
-
-            self._ask("a deletion", key, asked)
-
-        with ThreadPoolExecutor(THREADS) as pool:
-            for _ in pool.map(delete, keys):
-                pass
-
-    def _ask(
-        self, operation: str, key: str, request: Callable[[], _Result], patience: retries.Patience | None = None
-    ) -> _Result:
-        """What a request returns; repeated while that may help.
-
-        patience  with a store that does not answer; by default the one that a body which arrives damaged has in any case
-        """
-
-        def once() -> _Result:
-            try:
-                with no_panic():
-                    return request()
-            except WeightsmithError:
-                raise
-            except Exception as error:
-                raise self._failed(error, operation, key) from error
-
-        def answered() -> _Result:
-            return retries.retry(once, lambda error: isinstance(error, Passing), patience)
-
-        return retries.retry(answered, lambda error: isinstance(error, Damaged))
-
-    def _failed(self, error: Exception, operation: str, key: str) -> StoreError:
-        """What an exception of obstore means."""
-        known, where = self._obstore.exceptions, f"{self._shown}/{key}"
-        if isinstance(error, OSError) and error.filename:
-            return StoreError(f"a file of this machine cannot be read: {error.strerror}", where=str(error.filename or where))
-        if isinstance(error, known.AlreadyExistsError | known.PreconditionError):
-            return Taken("another program has written this object", where=where)
-        if isinstance(error, known.InvalidPathError) or type(error).__name__ == "InvalidPathError":
-            details = [legible(first_line(error), 200)]
-            what, fix = "an object is there whose name no output has", "choose another prefix"
-            return OutputExists(what, where=legible(where, 200), details=details, fix=fix, state=NOTHING_WRITTEN)
-        if code := _DAMAGED.search(str(error)):
-            what = f"{operation} does not arrive as it was sent ({code[1]})"
-            fix = "check the network and its proxies, and run again: what is uploaded is kept"
-            return Damaged(what, where=where, fix=fix)
-        status = status_of(error)
-        if re.search(r"token request|169\.254\.|redential|Account must be specified", str(error)):
-            what = f"there are no usable credentials: {legible(first_line(error), 200)}"
-            return StoreError(what, where=where, fix=_CREDENTIALS)
-        if (isinstance(error, FileNotFoundError) and error.errno is None) or status == 404:
-            return StoreError(f"the store refused {operation}: no such bucket", where=where, fix="check the address")
-        if isinstance(error, known.PermissionDeniedError | known.UnauthenticatedError) or status in (401, 403):
-            what = f"the store refused {operation}: the keys may not do this"
-            fix = "check the keys, or the role, that the environment gives: see docs/buckets.md"
-            return StoreError(what, where=where, fix=fix)
-        if stays := lasting(error, self._endpoint):
-            return StoreError(f"the store cannot be reached: {stays.what}", where=where, fix=stays.fix)
-        why = legible(first_line(error), 200)
-        if status and not passes(status) and status >= 400:
-            fix = f"check {self._endpoint} and the keys that the environment gives: see docs/buckets.md"
-            return StoreError(f"the store refused {operation} ({status}): {why}", where=where, fix=fix)
-        fix = f"check the network and {self._endpoint}, and run again: what is uploaded is kept"
-        return Passing(f"the store does not answer {operation} as it should: {why}", where=where, fix=fix)
-
-
-def open_store(module: Any, scheme: str, address: str, attempts: int = 0) -> tuple[Any, str]:
-    """obstore's store, and what to check if it does not answer. Raises StoreError for settings that cannot be used.
-
-    attempts  that it makes besides the first, for each request; 0: `Bucket` makes them
-    """
-    endpoint, options = settings(scheme)
-    shown = f"the endpoint {endpoint}" if endpoint else "the address"
-    if endpoint and not endpoint.startswith("https://") and not allows_http(endpoint):
-        fix = "use https, or set AWS_ALLOW_HTTP=true if that network is safe"
-        raise StoreError("the endpoint of the store has no TLS", where=address, fix=fix)
-    if scheme == "s3":  # the store compares what arrives
-        options = {**options, "config": {**options.get("config", {}), "checksum_algorithm": "SHA256"}}
-    most_seconds = max(_LEAST_WAIT_SECONDS, retries.PATIENCE.most_seconds)  # obstore panics if the first is longer, or none
-    first_seconds = min(0.1, most_seconds)
-    wait = {"init_backoff": timedelta(seconds=first_seconds), "max_backoff": timedelta(seconds=most_seconds), "base": 2}
-    try:
-        with no_panic():
-            store = module.store.from_url(
-                f"{address}/",
-                client_options={**_TIMEOUTS, "allow_http": allows_http(endpoint)},
-                retry_config={"max_retries": attempts, "backoff": wait, "retry_timeout": timedelta(minutes=5)},
-                **options,
-            )
-    except Exception as error:
-        no_account = "Account must be specified" in str(error)
-        fix = _CREDENTIALS if no_account else f"check {shown} and the keys that the environment gives: see docs/buckets.md"
-        raise StoreError(f"the store cannot be opened: {first_line(error)}", where=address, fix=fix) from error
-    return store, shown
-
-
-def _check_missing(error: FileNotFoundError) -> None:
-    """Raise what is no answer of the store, but a file of its settings that is missing."""
-    if error.errno is not None:
-        raise error
-
-
-def _tag(answer: Mapping[str, Any]) -> str:
-    return str(answer.get("e_tag") or "").strip('"')
 
 
 @dataclass(frozen=True, slots=True)
@@ -453,8 +193,8 @@ class BucketTarget(Target):
         if not there:
             return
         check_not_read(self, reads)
-        left = _still(notes.get(_REPLACED), there)
-        ours = left.keys() | self._put_by(self._tokens(notes), there)
+        unchanged = _still(notes.get(_REPLACED), there)
+        ours = unchanged.keys() | self._put_by(self._tokens(notes), there)
         others = [name for name in there if name not in ours]
         if others and not overwrite:
             fix = "choose another prefix, or replace this output with --overwrite (overwrite=True)"
@@ -470,7 +210,7 @@ class BucketTarget(Target):
                 lambda manifest: differences(manifest, sizes, self._reader),
                 lambda why, lost: occupied(f"will not be overwritten: {why}", self, fix, lost=lost or others),
             )
-        self._replaced = left | {name: there[name].etag for name in others}
+        self._replaced = unchanged | {name: there[name].etag for name in others}
 
     def _tokens(self, notes: Mapping[str, Any]) -> set[str]:
         """The tokens of unfinished work: that of these notes, and that of the claim. `connect` decides what becomes of it."""
@@ -492,12 +232,12 @@ class BucketTarget(Target):
 
     def _manifest(self) -> Manifest:
         """The manifest. Raises NotFound, and the errors of `decode_manifest`."""
-        found = self.store.read(self.key(MANIFEST_NAME), MAX_MANIFEST_BYTES)
+        object_ = self.store.read(self.key(MANIFEST_NAME), MAX_MANIFEST_BYTES)
         where = self.shown(self.key(MANIFEST_NAME))
-        if found is None:
+        if object_ is None:
             what = "there is no manifest, so nothing to compare with"
             raise NotFound(what, where=where, fix="name a prefix that weightsmith wrote")
-        return decode_manifest(found.data, where)
+        return decode_manifest(object_.data, where)
 
     @property
     def _reader(self) -> Read:
@@ -505,7 +245,7 @@ class BucketTarget(Target):
 
     def verify(self, *, threads: int, progress: Progress | None) -> Verified:
         manifest = self._manifest()
-        sizes = {name: each.nbytes for name, each in self.store.names(self.prefix).items()}
+        sizes = {name: object_.nbytes for name, object_ in self.store.names(self.prefix).items()}
         return compare(str(self), manifest, sizes, self._reader, progress)
 
     def recover(self, notes: Mapping[str, Any]) -> bool:
@@ -518,29 +258,29 @@ class BucketTarget(Target):
     # the claim
 
     def _read_claim(self) -> tuple[Claim, Mapping[str, Any]] | None:
-        found = self.store.read(self._claim_key, _MAX_CLAIM_BYTES)
-        return None if found is None else (decode_claim(found.data, self.shown(self._claim_key)), found.meta)
+        object_ = self.store.read(self._claim_key, _MAX_CLAIM_BYTES)
+        return None if object_ is None else (decode_claim(object_.data, self.shown(self._claim_key)), object_.meta)
 
     def connect(self, spec: OutputSpec, notes: MutableMapping[str, Any], files: Mapping[str, Any]) -> Collection[str]:
         self._notes, self._helping = notes, spec.helping
-        found = self._read_claim()
+        current = self._read_claim()
         if spec.helping:
-            if found is None or found[0].plan != spec.plan_hash:
+            if current is None or current[0].plan != spec.plan_hash:
                 what = "another run has taken the unfinished work, or published it"
                 raise StoreError(what, where=str(self), fix="run again", state=NOTHING_WRITTEN)
-            self._token = found[0].token
+            self._token = current[0].token
             return self._gone(files)
-        if found is not None and found[0].token == notes.get(_TOKEN):
-            self._token = found[0].token
+        if current is not None and current[0].token == notes.get(_TOKEN):
+            self._token = current[0].token
             return self._gone(files)
-        if found is not None:
-            self._check_may_take(found[0], spec)
+        if current is not None:
+            self._check_may_take(current[0], spec)
         self._token = notes[_TOKEN] = secrets.token_hex(16)
         folder = (spec.folder or Path.cwd()) / staging_folder(self.local).name
         claim = Claim(self._token, spec.plan_hash, os.getpid(), socket.gethostname(), str(folder))
-        self._create(claim, None if found is None else found[1])
-        if found is not None:
-            self._remove_files(found[0].token)
+        self._create(claim, None if current is None else current[1])
+        if current is not None:
+            self._remove_files(current[0].token)
         return tuple(files)
 
     def _gone(self, files: Mapping[str, Any]) -> list[str]:
@@ -549,9 +289,9 @@ class BucketTarget(Target):
         marks = self._marks(files)
         return [name for name, value in files.items() if name not in there or self._stamp(there[name], marks[name]) != value]
 
-    def _stamp(self, found: Object, mark: str) -> list[Any]:
+    def _stamp(self, object_: Object, mark: str) -> list[Any]:
         token, _, checksum = mark.partition(" ")
-        return [found.nbytes, checksum if token == self._token else ""]
+        return [object_.nbytes, checksum if token == self._token else ""]
 
     def _check_may_take(self, claim: Claim, spec: OutputSpec) -> None:
         """Raise Busy unless the run of a claim has ended, and this run may discard its work."""
@@ -592,9 +332,9 @@ class BucketTarget(Target):
 
     def _check_claim(self, kind: type[StoreError] = StoreError) -> None:
         """Raise if another run has taken the output over."""
-        found = self._read_claim()
-        if found is None or found[0].token != self._token:
-            by = "" if found is None else f", process {found[0].process} on {found[0].host}"
+        current = self._read_claim()
+        if current is None or current[0].token != self._token:
+            by = "" if current is None else f", process {current[0].process} on {current[0].host}"
             what, fix = f"another run{by} has taken this output over", "wait until it has ended"
             raise kind(what, where=str(self), fix=fix)
 
@@ -694,8 +434,8 @@ class BucketTarget(Target):
         folder = f"{self.staging}/products"
         names = self.store.names(folder)
         self.store.delete(f"{folder}/{name}" for name in names if _token(self.store.mark(f"{folder}/{name}")) == token)
-        found = self._read_claim()
-        if found is not None and found[0].token == token:
+        current = self._read_claim()
+        if current is not None and current[0].token == token:
             self.store.delete([self._claim_key])
 
     # other processes
@@ -721,15 +461,15 @@ def _still(replaced: object, there: Mapping[str, Object]) -> dict[str, str]:
     """Which of the objects that an interrupted publication replaces are there, as they were."""
     if not isinstance(replaced, dict):
         return {}
-    return {name: each.etag for name, each in there.items() if replaced.get(name) == each.etag}
+    return {name: object_.etag for name, object_ in there.items() if replaced.get(name) == object_.etag}
 
 
 def check_not_read(address: BucketTarget, reads: Iterable[str]) -> None:
     """Raise StoreError if the output is, contains, or lies in anything that the run reads."""
-    own = f"{address}/"
+    output_slash = f"{address}/"
     for read in reads:
         for place in _addresses(read):
-            if f"{place}/".startswith(own) or own.startswith(f"{place}/"):
+            if f"{place}/".startswith(output_slash) or output_slash.startswith(f"{place}/"):
                 what = f"the run reads {place}, which would be lost"
                 raise StoreError(what, where=str(address), fix="choose another output", state=NOTHING_WRITTEN)
 
@@ -773,19 +513,19 @@ def find_unfinished(where: str) -> Iterator[Unfinished]:
         if name.startswith(".") and name.endswith(STAGING_SUFFIX):
             prefixes.append(f"{parent}{slash}{name[1:].removesuffix(STAGING_SUFFIX)}")
     for prefix in prefixes:
-        if (found := _unfinished(BucketTarget(address.scheme, address.bucket, prefix))) is not None:
-            yield found
+        if (unfinished := _unfinished(BucketTarget(address.scheme, address.bucket, prefix))) is not None:
+            yield unfinished
 
 
 def _unfinished(out: BucketTarget) -> Unfinished | None:
     folder = out.shown(out.staging)
     try:
-        found = out._read_claim()
+        current = out._read_claim()
     except StoreError as error:
         return Unfinished(out, folder, 0, 0, datetime.now().timestamp(), error.finding.what, lambda: None)
-    if found is None:
+    if current is None:
         return None
-    claim, meta = found
+    claim, meta = current
     there = out.store.names(out.prefix)
     nbytes = sum(there[name].nbytes for name in out._put_by({claim.token}, there))
     tensors = len(read_journal(Path(claim.folder) / JOURNAL).tensors) if claim.is_here and Path(claim.folder).is_dir() else 0
@@ -796,7 +536,7 @@ def _unfinished(out: BucketTarget) -> Unfinished | None:
 
 def _remove(out: BucketTarget, claim: Claim) -> None:
     """Remove what a run has put, and its claim. Raises Busy if a process of this machine works on it."""
-    from weightsmith._outputs.unfinished import remove_work
+    from weightsmith._outputs.places import remove_work
 
     if claim.is_running:
         raise Busy("a process is working on it", where=str(out), fix="wait until it has ended, or stop it")

@@ -23,8 +23,8 @@ from weightsmith._base.errors import CannotResume
 from weightsmith._base.files import read_all
 from weightsmith._base.strict_json import JsonError, parse
 from weightsmith._files.containers import Layout
+from weightsmith._outputs import disk
 from weightsmith._outputs.checksum import hash_bytes
-from weightsmith._outputs.local import disk
 from weightsmith.abc.output import Finished
 
 VERSION = 5
@@ -77,32 +77,32 @@ def read_further(path: Path, start: int) -> tuple[Entries, int]:
 
 def read_lines(data: bytes, names: Collection[str] | None = None) -> Entries:
     """The readable lines in the bytes of a journal. names: of the tensors whose lines are read; None: all."""
-    found = Entries()
+    entries = Entries()
     for line in BytesIO(data):
         if names is not None and (name := _tensor_of(line)) is not None and name not in names:
-            found.lines += 1
+            entries.lines += 1
             continue
         entry = _decode(line)
         if entry is None:
             continue
-        found.lines += 1
+        entries.lines += 1
         match entry:
             case ["plan", int(version), str(plan_hash), str(layout_hash), dict(facts)] if version == VERSION:
-                found.plan, found.layout = plan_hash, layout_hash
-                found.facts = {term: value for term, value in facts.items() if isinstance(value, str)}
+                entries.plan, entries.layout = plan_hash, layout_hash
+                entries.facts = {term: value for term, value in facts.items() if isinstance(value, str)}
             case ["tensor", str(name), str(checksum), str(made_from), distance, bool(differing), bool(nonfinite)]:
                 match distance:
                     case None:
-                        found.tensors[name] = Finished(checksum, made_from, None, differing, nonfinite)
+                        entries.tensors[name] = Finished(checksum, made_from, None, differing, nonfinite)
                     case [float(moved), float(base)]:
-                        found.tensors[name] = Finished(checksum, made_from, (moved, base), differing, nonfinite)
+                        entries.tensors[name] = Finished(checksum, made_from, (moved, base), differing, nonfinite)
             case ["product", str(name), str(checksum)]:
-                found.products[name] = checksum
+                entries.products[name] = checksum
             case ["publish", int(device), int(inode)]:
-                found.published = (device, inode)
+                entries.published = (device, inode)
             case ["note", str(key), value]:
-                found.notes[key] = value
-    return found
+                entries.notes[key] = value
+    return entries
 
 
 def encoded(entry: Sequence[object]) -> bytes:
@@ -276,14 +276,14 @@ def changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     >>> changes({"parameters.t": "0.3", "files of ./b": "#51f0"}, {"parameters.t": "0.4", "files of ./b": "#77aa", "seed": "1"})
     ['parameters.t: 0.3 -> 0.4', 'files of ./b: changed', 'seed: not set -> 1']
     """
-    found = []
+    lines = []
     for term in dict.fromkeys([*before, *now]):
         old, new = before.get(term, "not set"), now.get(term, "not set")
         if old != new:
             opaque = old.startswith("#") and new.startswith("#")
-            found.append(f"{term}: changed" if opaque else f"{term}: {_short(old)} -> {_short(new)}")
-    found = found or ["other details of the plan: comments in the recipe, or an option"]
-    return [*found[:20], *([f"and {len(found) - 20:,} more"] if len(found) > 20 else [])]
+            lines.append(f"{term}: changed" if opaque else f"{term}: {_short(old)} -> {_short(new)}")
+    lines = lines or ["other details of the plan: comments in the recipe, or an option"]
+    return [*lines[:20], *([f"and {len(lines) - 20:,} more"] if len(lines) > 20 else [])]
 
 
 def _short(value: str) -> str:

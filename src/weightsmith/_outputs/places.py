@@ -1,22 +1,33 @@
-"""Finds where an output is: a local folder, or an address in a bucket, on the Hub, or of a scheme that a package brings."""
+"""Finds where an output is: a local folder, an address in a bucket, on the Hub, or of a scheme that a package brings.
+
+It also finds, describes and removes the staging folders that interrupted runs have left there.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from functools import partial
+from pathlib import Path
 
-from weightsmith._base.errors import NOTHING_WRITTEN, StoreError, UnknownName
+from weightsmith._base.errors import NOTHING_WRITTEN, NotFound, StoreError, UnknownName
+from weightsmith._base.files import is_folder
 from weightsmith._base.plugins import Plugins
-from weightsmith._outputs.local.place import LocalTarget
-from weightsmith._outputs.local.target import is_address
+from weightsmith._outputs import locks
+from weightsmith._outputs.area import STAGING_SUFFIX, StagingArea
+from weightsmith._outputs.journal import read_journal
+from weightsmith._outputs.local import LocalTarget, is_address
+from weightsmith._outputs.locks import ADDRESS, JOURNAL, LOCK, check_kinds
 from weightsmith._outputs.staging import Staging
-from weightsmith.abc.output import OutputScheme, OutputSpec, Progress, Target, Verified
+from weightsmith.abc.output import OutputScheme, OutputSpec, Progress, Target, Unfinished, Verified
 
 SCHEMES = Plugins(
     "scheme of outputs",
     "weightsmith.outputs",
     OutputScheme,
     {
-        "hf": "weightsmith._outputs.hub.target:SCHEME",
+        "hf": "weightsmith._outputs.hub:SCHEME",
         "s3": "weightsmith._outputs.bucket:SCHEME",
         "gs": "weightsmith._outputs.bucket:SCHEME",
         "az": "weightsmith._outputs.bucket:SCHEME",
@@ -65,3 +76,77 @@ def verify(folder: str | os.PathLike[str], *, threads: int = 2, progress: Progre
     weightsmith did not write it.
     """
     return place_of(folder).verify(threads=threads, progress=progress)
+
+
+def find_unfinished(where: str) -> Iterator[Unfinished]:
+    """The unfinished work for outputs in a folder, or at an address: under a prefix of a bucket, for a model on the Hub.
+
+    Nothing is changed, and no lock is held afterwards. Raises NotFound, StoreError.
+    """
+    if is_address(where):
+        yield from scheme_of(where).unfinished(where)
+    elif is_folder(Path(where)):
+        yield from find_folders(Path(where))
+    else:
+        raise NotFound("no such folder", where=where, fix="write the folder that the output folder is in")
+
+
+def find_folders(parent: Path) -> Iterator[Unfinished]:
+    """The staging folders in a folder. Nothing is changed, and no lock is held afterwards. Raises StoreError."""
+    try:
+        names = sorted(path.name for path in parent.iterdir())
+    except OSError as error:
+        raise StoreError(f"cannot be read: {error.strerror}", where=str(parent), fix="change its permissions") from error
+    for folder in (parent / name for name in names if name.startswith(".") and name.endswith(STAGING_SUFFIX)):
+        area = StagingArea(folder.parent / folder.name[1:].removesuffix(STAGING_SUFFIX))
+        unfinished = partial(Unfinished, area.out, folder, remove=partial(remove_work, area.out))
+        try:
+            check_kinds(folder)
+            entries = read_journal(folder / JOURNAL)
+            last = next((path for path in (folder / JOURNAL, folder / LOCK) if path.exists()), folder)
+            about = len(entries.tensors), _disk_bytes(folder), last.stat().st_mtime
+            yield unfinished(*about, "a process is working in it" if locks.is_held(folder) else "")
+        except FileNotFoundError:
+            continue  # its owner has just removed it
+        except StoreError as error:
+            yield unfinished(0, 0, folder.lstat().st_mtime, error.finding.what)
+
+
+def remove_work(out: Path) -> None:
+    """Remove the staging folder of an output, or finish the publishing that was cut off in it.
+
+    What it has put elsewhere is removed too. Raises Busy while a process works in it, StoreError for a folder that is not ours,
+    or that holds a checkpoint replaced by an interrupted --overwrite.
+    """
+    area = StagingArea(out)
+    with closing(area.locks):
+        entries = area.locks.take()
+        area.recover(entries)
+        if area.locks.held:
+            if address := entries.notes.get(ADDRESS):
+                place_of(str(address)).discard(entries.notes)
+            area.remove()
+
+
+def remove_published(out: Path, target: Target | None = None) -> None:
+    """Remove the staging folder of a run that died after it had published this output; leave any other work.
+
+    target  of the output; None: the folder
+    """
+    area = StagingArea(out)
+    with suppress(StoreError, OSError):
+        entries = read_journal(area.folder / JOURNAL)
+        if not area.folder.is_dir():
+            return
+        is_published = area.is_published(entries) or (target is not None and target.recover(entries.notes))
+        if entries.lines == 0 or is_published:  # the journal is removed last
+            remove_work(out)
+
+
+def _disk_bytes(folder: Path) -> int:
+    total = 0
+    for root, _, files in os.walk(folder):
+        for name in files:
+            with suppress(FileNotFoundError):
+                total += (Path(root) / name).lstat().st_blocks * 512
+    return total

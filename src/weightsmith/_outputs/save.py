@@ -19,13 +19,12 @@ import numpy as np
 from weightsmith._base.errors import NOTHING_WRITTEN, CannotResume, Finding, OutputExists, ParameterError, StoreError
 from weightsmith._base.files import FULL, expand_user, write_all
 from weightsmith._base.options.option import parse_size
-from weightsmith._files.containers.safetensors import PT_METADATA, make_layout
-from weightsmith._files.views import TILE_BYTES, View, pieces, view_of
+from weightsmith._files.arrays import TILE_BYTES, View, pieces, view_of
+from weightsmith._files.containers import PT_METADATA, make_layout
+from weightsmith._outputs import disk
+from weightsmith._outputs.area import staged_plan, staging_folder
 from weightsmith._outputs.checksum import GrainHasher, grain_bytes, hash_bytes
-from weightsmith._outputs.local import disk
-from weightsmith._outputs.local.area import staged_plan, staging_folder
-from weightsmith._outputs.local.place import LocalTarget
-from weightsmith._outputs.local.target import absolute
+from weightsmith._outputs.local import LocalTarget, absolute
 from weightsmith._outputs.staging import Staging
 from weightsmith.abc.output import Finished, OutputSpec
 
@@ -157,8 +156,8 @@ def save_model(
     layout = make_layout(specs, max_shard_bytes, _with_aliases(metadata, aliases))
     if layout.index is not None and aliases:
         layout = make_layout(specs, max_shard_bytes, metadata, index_metadata=aliases)
-    found = staged_plan(folder)
-    if found and not found.startswith(_PLAN):
+    unfinished_plan = staged_plan(folder)
+    if unfinished_plan and not unfinished_plan.startswith(_PLAN):
         what = "unfinished work of a merge is here"
         fix = "finish the merge, remove that folder, or save to another one"
         raise CannotResume(what, where=str(staging_folder(absolute(folder))), fix=fix, state=NOTHING_WRITTEN)
@@ -220,13 +219,13 @@ def _views(tensors: Mapping[str, Any], tied: Tied) -> tuple[list[View], dict[str
 
 
 def _with_aliases(metadata: Mapping[str, str] | None, aliases: Mapping[str, str]) -> dict[str, str]:
-    given = dict(PT_METADATA if metadata is None else metadata)
+    stored = dict(PT_METADATA if metadata is None else metadata)
     for name, kept in aliases.items():
-        if name in given:
-            what = f"the metadata already says {given[name]!r} under the name of a tied tensor, stored as {kept!r}"
+        if name in stored:
+            what = f"the metadata already says {stored[name]!r} under the name of a tied tensor, stored as {kept!r}"
             fix = "rename that key of the metadata, or save with tied='copy'"
             raise StoreError(what, where=name, fix=fix, state=NOTHING_WRITTEN)
-    return {**given, **aliases}
+    return {**stored, **aliases}
 
 
 def _check_file(target: Path, overwrite: bool) -> None:

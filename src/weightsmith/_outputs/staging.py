@@ -20,23 +20,22 @@ from weightsmith._base.errors import NOTHING_WRITTEN, Busy, Finding, NoSpace, St
 from weightsmith._base.files import FULL, expand_user
 from weightsmith._base.idioms import Closing
 from weightsmith._files.remote.ahead import spool_folder
-from weightsmith._outputs.checksum import byte_view
-from weightsmith._outputs.journal import Entries, Journal, Notes, is_resumable, layout_hash
-from weightsmith._outputs.local import disk
-from weightsmith._outputs.local.area import StagingArea, left_behind
-from weightsmith._outputs.local.claim import ADDRESS, JOURNAL, PARTS, PRODUCTS, SPACE
-from weightsmith._outputs.local.locks import FollowedJournals, part_journals, read_journals
-from weightsmith._outputs.local.other_files import OtherFiles
-from weightsmith._outputs.local.place import LocalTarget
-from weightsmith._outputs.local.products import (
+from weightsmith._outputs import disk
+from weightsmith._outputs.area import (
+    OtherFiles,
+    StagingArea,
     create_product,
+    left_behind,
     product_path,
     read_product,
     remove_parts,
     remove_product,
     write_product,
 )
-from weightsmith._outputs.local.target import check_out
+from weightsmith._outputs.checksum import byte_view
+from weightsmith._outputs.journal import Entries, Journal, Notes, is_resumable, layout_hash
+from weightsmith._outputs.local import LocalTarget, check_out
+from weightsmith._outputs.locks import ADDRESS, JOURNAL, PARTS, PRODUCTS, SPACE, FollowedJournals, part_journals, read_journals
 from weightsmith._outputs.manifest import MANIFEST_NAME, check_file_name, encode_manifest
 from weightsmith._outputs.weight_files import StagedFiles, StreamedFiles
 from weightsmith.abc.output import Built, FilesGone, Finished, OutputSpec, Progress, Target
@@ -290,7 +289,7 @@ class Staging(Closing):
         self._take_over(read_journals(self.folder, spec.names), spec.names, spec.progress)
 
     def _is_resumable(self, entries: Entries) -> bool:
-        """See `is_resumable`; False also for work cut off before its first line, or while it was being discarded."""
+        """Whether this run continues the work here: not what was cut off before its first line, or while it was discarded."""
         if entries.lines == 0 or not self.area.content.is_dir():
             return False
         return is_resumable(entries, self.plan_hash, self.layout, self._spec.facts, self.folder)

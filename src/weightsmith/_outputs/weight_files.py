@@ -25,9 +25,8 @@ from typing import Any
 from weightsmith._base.errors import NOTHING_WRITTEN, NoSpace, StoreError
 from weightsmith._base.files import FULL, read_all, write_all
 from weightsmith._files.containers import Layout
-from weightsmith._outputs.checksum import grain_bytes
-from weightsmith._outputs.local import disk
-from weightsmith._outputs.reread import Stored, read_at, reread
+from weightsmith._outputs import disk
+from weightsmith._outputs.checksum import Stored, grain_bytes, read_at, reread
 from weightsmith.abc.output import Finished, Progress
 
 PAGE_BYTES = 4096
@@ -189,27 +188,27 @@ class StagedFiles:
 
     def checksums(self, names: Iterable[str], threads: int, progress: Progress | None) -> dict[str, str]:
         """The checksums of these tensors as they are on disk; names that the layout does not have are left out."""
-        wanted = set(names)
+        asked = set(names)
         stored = [
             Stored(spec.name, partial(read_at, file.fd), self.layout.places[spec.name].offset, spec.nbytes, grain_bytes(spec))
             for file, shard in zip(self._files, self.layout.shards, strict=True)
             for spec in shard.tensors
-            if spec.name in wanted
+            if spec.name in asked
         ]
         return reread(stored, threads=threads, progress=progress) if stored else {}
 
     def problems(self) -> list[str]:
         """Files whose size or header is not that of the layout."""
-        found = []
+        lines = []
         for file, shard in zip(self._files, self.layout.shards, strict=True):
             size = os.fstat(file.fd).st_size
             if size != shard.nbytes:
-                found.append(f"{shard.name} has {size:,} bytes, the layout {shard.nbytes:,}")
+                lines.append(f"{shard.name} has {size:,} bytes, the layout {shard.nbytes:,}")
             header = bytearray(len(shard.header))
             read_all(file.fd, memoryview(header), 0)
             if header != shard.header:
-                found.append(f"the header of {shard.name} was overwritten")
-        return found
+                lines.append(f"the header of {shard.name} was overwritten")
+        return lines
 
     def sync(self) -> None:
         """Make the bytes durable, and the names of files in subfolders."""

@@ -11,8 +11,6 @@ from weightsmith._base.options import option, option_record, options_of
 from weightsmith._base.tensors import DTYPE_NAMES, DType
 
 SHARD_BYTES = 5_000_000_000
-ONE_FILE_BYTES = 50_000_000_000
-"""The largest file that the Hub takes: people expect one GGUF file, not one for each 5 GB."""
 
 PLANNED = ("merge", "moe", "plan", "preview")
 RECIPES = (*PLANNED, "tune")
@@ -31,7 +29,7 @@ class RecipeOptions:
         "Dtype of the output weights",
         unset="the recipe's, or the model's own",
         choices=DTYPE_NAMES,
-        more="`quantize` rounds to it first.",
+        details="`quantize` rounds to it first.",
         commands=(*PLANNED, *COPIES),
         group="Output",
     )
@@ -41,7 +39,7 @@ class RecipeOptions:
         "Maximum size of a weight file",
         unset="5GB; GGUF: 50GB",
         least=1,
-        more="A larger tensor gets a file of its own.",
+        details="A larger tensor gets a file of its own.",
         commands=("merge", "moe", "plan", *COPIES),
         group="Output",
     )
@@ -49,14 +47,14 @@ class RecipeOptions:
         0,
         "--seed N",
         "Seed of random masks, router weights and noise",
-        more="Calibration rows are drawn with it too. The same seed gives the same bytes with any number of threads.",
+        details="Calibration rows are drawn with it too. The same seed gives the same bytes with any number of threads.",
         commands=(*RECIPES, "quantize"),
     )
     ignore_quantization_config: bool = option(
         False,
         "--ignore-quantization-config",
         "Read plain weights that config.json says are quantised, and drop what it says",
-        more="For models of tools that leave a `quantization_config` behind. Weights that are codes are still refused. See "
+        details="For models of tools that leave a `quantization_config` behind. Weights that are codes are still refused. See "
         "[plain weights](quantize.md#plain-weights-that-configjson-says-are-quantised).",
         commands=(*RECIPES, *COPIES),
         group="Advanced",
@@ -65,10 +63,10 @@ class RecipeOptions:
         False,
         "--mergekit-lenient",
         "Warn about settings that mergekit ignores, instead of failing",
-        more="The same for experts with equal prompts or router weights.",
+        details="The same for experts with equal prompts or router weights.",
     )
     allow_code: bool = option(
-        False, "--allow-code", "Allow merge_method to run a Python file", more="See [methods of your own](own-method.md)."
+        False, "--allow-code", "Allow merge_method to run a Python file", details="See [methods of your own](own-method.md)."
     )
     routing_report: bool | None = option(
         None,
@@ -84,7 +82,7 @@ class RecipeOptions:
         "--quantize FORMAT",
         "Quantised format of the output; `weightsmith quantize --list` lists them",
         choices="_features.quantisation.formats:FORMATS",
-        more="See [quantised checkpoints](quantize.md).",
+        details="See [quantised checkpoints](quantize.md).",
         commands=("merge", "moe", "plan", "quantize"),
         spelled={"quantize": "format"},
         required=("quantize",),
@@ -96,7 +94,7 @@ class RecipeOptions:
         "Maximum rank when merging adapters",
         unset="the sum of their ranks",
         least=1,
-        more="See [merging adapters](lora.md#merging-adapters).",
+        details="See [merging adapters](lora.md#merging-adapters).",
         commands=ADAPTERS,
         brief=(),
     )
@@ -104,7 +102,7 @@ class RecipeOptions:
         "core",
         "--adapter-space SPACE",
         "Space in which adapters are merged",
-        more="`compressed` only with `--adapter-rank`.",
+        details="`compressed` only with `--adapter-rank`.",
         choices=("core", "knots", "compressed"),
         commands=ADAPTERS,
         group="Advanced",
@@ -113,24 +111,22 @@ class RecipeOptions:
         True,
         "--check-loading/--no-check-loading",
         "Check that transformers can load the output",
-        more="The output is compared with the model that transformers builds from its config.json. Only for stacks, mixtures "
-        "and surgery: [what is checked](#what-is-checked-before-a-merge).",
+        details="The output is compared with the model that transformers builds from its config.json. Only for stacks, "
+        "mixtures and surgery: [what is checked](#what-is-checked-before-a-merge).",
         group="Advanced",
     )
     settings: Mapping[str, Any] = option(
-        dict, "--set KEY=VALUE", "Override a recipe value, such as parameters.t=0.3 (repeatable)", more="The value is YAML."
+        dict, "--set KEY=VALUE", "Override a recipe value, such as parameters.t=0.3 (repeatable)", details="The value is YAML."
     )
 
     @property
     def shard_bytes(self) -> int:
-        """`max_shard_bytes`, or its default.
+        """`max_shard_bytes`, or its default; a quantised format may have another one.
 
-        >>> RecipeOptions().shard_bytes, RecipeOptions(quantize="gguf-q4_0").shard_bytes
-        (5000000000, 50000000000)
+        >>> RecipeOptions().shard_bytes
+        5000000000
         """
-        if self.max_shard_bytes is not None:
-            return self.max_shard_bytes
-        return ONE_FILE_BYTES if self.quantize is not None and self.quantize.startswith("gguf-") else SHARD_BYTES
+        return SHARD_BYTES if self.max_shard_bytes is None else self.max_shard_bytes
 
 
 def output_dtype(asked: object) -> DType | None:

@@ -78,13 +78,13 @@ def encode(value: Any) -> Any:
 
 def encode_record(record: Any) -> dict[str, Any]:
     """A record as an object, whatever its form."""
-    made, kind = {}, record.__class__
+    data, kind = {}, record.__class__
     for name, key, omit, default in _keys(kind):
         value = getattr(record, name)
         if omit and (value is default or value == default or not (value or isinstance(value, int))):
             continue
-        made[key] = value if value.__class__ in (str, int, bool) else encode(value)
-    return made
+        data[key] = value if value.__class__ in (str, int, bool) else encode(value)
+    return data
 
 
 def decode(kind: type[T], value: Any, at: str) -> T:
@@ -94,8 +94,8 @@ def decode(kind: type[T], value: Any, at: str) -> T:
     (1, 2)
     """
     hint: Any = kind  # types are hashable, which mypy does not know
-    made: T = _decoder(hint)(value, at)
-    return made
+    decoded: T = _decoder(hint)(value, at)
+    return decoded
 
 
 def has_type(value: object, hint: Any) -> bool:
@@ -118,23 +118,25 @@ def decode_record(kind: type[T], value: Any, at: str) -> T:
 
 def decode_fields(kind: type, value: Any, at: str, *, open_keys: bool = False) -> dict[str, Any]:
     """The fields of a record from an object. open_keys: unknown keys are ignored."""
-    own: Any = kind
-    value, made = _object(value, at), {}
-    for name, key, omit, _ in _keys(own):
+    record_type: Any = kind
+    value, values = _object(value, at), {}
+    for name, key, omit, _ in _keys(record_type):
         if key in value:
-            made[name] = _decoder(_hints(own)[name])(value[key], f"{at}.{key}")
+            values[name] = _decoder(_hints(record_type)[name])(value[key], f"{at}.{key}")
         elif not omit:
             raise invalid(at, f"{key!r} is missing")
-    if len(made) < len(value) and not open_keys:
-        raise invalid(at, f"unknown key {next(iter(value.keys() - {key for _, key, _, _ in _keys(own)}))!r}")
-    return made
+    if len(values) < len(value) and not open_keys:
+        raise invalid(at, f"unknown key {next(iter(value.keys() - {key for _, key, _, _ in _keys(record_type)}))!r}")
+    return values
 
 
 @cache
 def _keys(kind: Any) -> tuple[tuple[str, str, bool, Any], ...]:
     """For each field: its name, its key, whether a default value is omitted, and the default."""
-    own = [each for each in fields(kind) if each.init]
-    return tuple((each.name, each.metadata.get("key", each.name), "omit" in each.metadata, each.default) for each in own)
+    initialised = [field for field in fields(kind) if field.init]
+    return tuple(
+        (field.name, field.metadata.get("key", field.name), "omit" in field.metadata, field.default) for field in initialised
+    )
 
 
 _hints = cache(get_type_hints)
@@ -161,7 +163,7 @@ def _decoder(hint: Any) -> Callable[[Any, str], Any]:
         return partial(decode_record, hint)
     kind, inner = get_origin(hint) or hint, get_args(hint)
     if kind in (Union, UnionType):
-        return partial(_one_of, frozenset(inner) & _SCALARS, [_decoder(each) for each in inner])
+        return partial(_one_of, frozenset(inner) & _SCALARS, [_decoder(option) for option in inner])
     if kind is Literal:
         return partial(_literal, inner)
     if kind is tuple:
@@ -183,8 +185,8 @@ def _one_of(scalars: frozenset[type], decoders: list[Callable[[Any, str], Any]],
     for one in decoders:
         try:
             return one(value, at)
-        except FormatError as found:
-            error = error or found
+        except FormatError as refusal:
+            error = error or refusal
     assert error is not None
     raise error
 
@@ -196,18 +198,18 @@ def _literal(values: tuple[Any, ...], value: Any, at: str) -> Any:
 
 
 def _many(one: Callable[[Any, str], Any], value: Any, at: str) -> tuple[Any, ...]:
-    return tuple(one(each, f"{at}[{i}]") for i, each in enumerate(_list(value, at)))
+    return tuple(one(item, f"{at}[{i}]") for i, item in enumerate(_list(value, at)))
 
 
 def _row(decoders: list[Callable[[Any, str], Any]], value: Any, at: str) -> tuple[Any, ...]:
     value = _list(value, at)
     if len(value) != len(decoders):
         raise invalid(at, f"expected {len(decoders)} values, not {len(value)}")
-    return tuple(one(each, at) for one, each in zip(decoders, value, strict=True))
+    return tuple(one(item, at) for one, item in zip(decoders, value, strict=True))
 
 
 def _mapping(one: Callable[[Any, str], Any], value: Any, at: str) -> dict[str, Any]:
-    return {key: one(each, f"{at}.{key}") for key, each in _object(value, at).items()}
+    return {key: one(item, f"{at}.{key}") for key, item in _object(value, at).items()}
 
 
 def _number(value: Any, at: str) -> Any:

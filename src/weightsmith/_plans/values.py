@@ -362,7 +362,7 @@ class OwnCode:
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class Provenance:
     """The method or command of a plan, for the model card, the manifest and the summary. Not used in decisions.
 
     name      the merge method, or the command: `ties`, `moe`
@@ -387,7 +387,7 @@ class Made:
 class Plan:
     """Everything a run will do.
 
-    made             the method or command
+    provenance       the method or command
     models           inputs, in the recipe's order (the base first, if any)
     steps            output tensors in model order
     settings         indexed by `Step.settings`
@@ -412,7 +412,7 @@ class Plan:
     then             the plan that follows from the products, if there is one; nothing else of this plan is run
     """
 
-    made: Made
+    provenance: Provenance
     models: tuple[ModelInput, ...]
     steps: tuple[Step, ...]
     settings: tuple[Settings, ...]
@@ -493,10 +493,10 @@ class Plan:
 
     def products_for(self, steps: Iterable[Step], names: Collection[str] = ()) -> tuple[Product, ...]:
         """The products that these steps need, those named, and their dependencies; in plan order."""
-        wanted = {*names, *(name for step in steps for name in self.needs(step))}
+        needed = {*names, *(name for step in steps for name in self.needs(step))}
         for product in reversed(self.products):
-            wanted.update(product.needs if product.name in wanted else ())
-        return tuple(product for product in self.products if product.name in wanted)
+            needed.update(product.needs if product.name in needed else ())
+        return tuple(product for product in self.products if product.name in needed)
 
     def label(self, read: Read) -> str:
         """The model or product that a read refers to, for messages."""
@@ -520,7 +520,7 @@ class Plan:
         return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
     def __repr__(self) -> str:
-        return f"<Plan {self.made.name} of {len(self.models)} models: {len(self.steps):,} tensors, {self.nbytes:,} bytes>"
+        return f"<Plan {self.provenance.name} of {len(self.models)} models: {len(self.steps):,} tensors, {self.nbytes:,} bytes>"
 
     def _repr_html_(self) -> str:
         """For notebooks: totals, ops and warnings."""
@@ -528,7 +528,7 @@ class Plan:
         for step in self.steps:
             tensors, nbytes = ops.get(step.made_by, (0, 0))
             ops[step.made_by] = tensors + 1, nbytes + step.nbytes
-        rows = [("method", self.made.name), ("models", ", ".join(model.ref for model in self.models))]
+        rows = [("method", self.provenance.name), ("models", ", ".join(model.ref for model in self.models))]
         rows += [(f"by {op}", f"{tensors:,} tensors, {nbytes:,} bytes") for op, (tensors, nbytes) in ops.items()]
         rows += [("not in the output", f"{len(self.dropped):,} tensors")] if self.dropped else []
         rows += [("warning", str(finding)) for finding in self.warnings]
@@ -552,12 +552,12 @@ def arrays_of(products: Iterable[Product]) -> dict[str, str]:
 
 def needs_of(step: Step, maker: Mapping[str, str]) -> frozenset[str]:
     """The products that must be finished before a step can run. maker: see `arrays_of`."""
-    found = set(step.needs)
+    products = set(step.needs)
     for leaf in step.leaves:
-        found.update(leaf.needs)
+        products.update(leaf.needs)
         for read in leaf.all_inputs:
             if read.model == PRODUCTS:
-                found.add(maker[read.tensor])
+                products.add(maker[read.tensor])
             if read.table:
-                found.add(maker[read.table])
-    return frozenset(found)
+                products.add(maker[read.table])
+    return frozenset(products)

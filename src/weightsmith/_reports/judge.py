@@ -18,7 +18,7 @@ import numpy as np
 from weightsmith._base.errors import CheckpointError, Unsupported
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._base.text import size
-from weightsmith._execution.stages import check_computable
+from weightsmith._execution.execute import check_computable
 from weightsmith._features.any_recipe import prepare_any
 from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._files.copied import is_weights

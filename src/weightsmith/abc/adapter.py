@@ -139,10 +139,10 @@ class AdapterKind:
         if self.change is not None:
             self.change(module, arrays, rows, first)
             return
-        from weightsmith._kernels.matrix import add_product
+        from weightsmith._kernels.delta import add_matrix_product
 
         left, right = arrays
-        add_product(np.ascontiguousarray(left[first : first + len(rows)]), right, rows)
+        add_matrix_product(np.ascontiguousarray(left[first : first + len(rows)]), right, rows)
 
     def of_bias(self, module: AdapterModule) -> AdapterModule:
         """The same for the bias of a module."""

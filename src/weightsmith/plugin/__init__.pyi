@@ -73,9 +73,9 @@ from weightsmith._models.sources.files import PlainFiles as PlainFiles
 from weightsmith._models.sources.files import SourceFile as SourceFile
 from weightsmith._models.sources.files import unite as unite
 from weightsmith._models.tokenizers.files import CHAT_TEMPLATES as CHAT_TEMPLATES
-from weightsmith._outputs.compare import compare as compare
-from weightsmith._outputs.local.target import check_out as check_out
+from weightsmith._outputs.local import check_out as check_out
 from weightsmith._outputs.manifest import MANIFEST_NAME as MANIFEST_NAME
+from weightsmith._outputs.manifest import compare as compare
 from weightsmith._outputs.manifest import decode_manifest as decode_manifest
 from weightsmith._outputs.manifest import list_files as list_files
 from weightsmith._planning.planner.inputs import is_pattern as is_pattern
@@ -87,8 +87,8 @@ from weightsmith._planning.recipe import Scalar as Scalar
 from weightsmith._planning.recipe import Setting as Setting
 from weightsmith._planning.recipe import load_recipe as load_recipe
 from weightsmith._planning.recipe import numeric as numeric
-from weightsmith._planning.recipe.references import parse_reference as parse_reference
 from weightsmith._planning.recipe.tuning import in_yaml as in_yaml
 from weightsmith._planning.recipe.tuning import value_end as value_end
+from weightsmith._planning.recipe.values import parse_reference as parse_reference
 from weightsmith._reports.tuning.texts import Fit as Fit
 from weightsmith._reports.tuning.texts import RecipeTexts as RecipeTexts

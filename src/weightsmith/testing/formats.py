@@ -20,7 +20,7 @@ import numpy as np
 
 from weightsmith._base.errors import NonFinite, Unsupported, WeightsmithError
 from weightsmith._base.tensors import DTYPES, TensorSpec
-from weightsmith._files.views import view_of
+from weightsmith._files.arrays import view_of
 from weightsmith._models.formats.config import config_entries
 from weightsmith._models.sources.composed import StateDict
 from weightsmith.abc.stored import WHOLE, Encoding, Modules, StoredFormat

@@ -13,7 +13,7 @@ from typing import Any
 from unittest.mock import patch
 
 from weightsmith._base.errors import Busy, CannotResume, CheckpointError, Corrupt, NoSpace, NotFound, OutputExists, StoreError
-from weightsmith._outputs.local import disk
+from weightsmith._outputs import disk
 from weightsmith._outputs.manifest import MANIFEST_NAME
 from weightsmith._outputs.staging import Staging
 from weightsmith.abc.output import OutputSpec

@@ -10,7 +10,7 @@ import pytest
 
 import weightsmith
 from tests.cli_help import Cli, cli, work
-from weightsmith._app.cli.configuration import in_force, settings
+from weightsmith._app.cli.options import in_force, settings
 from weightsmith._base.errors import ParameterError
 
 __all__ = ["cli", "work"]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli_help import Cli, cli, run_process
-from weightsmith._app.cli import demo as command
+from weightsmith._app.cli import housekeeping
 
 __all__ = ["cli"]
 
@@ -98,7 +98,7 @@ def test_what_is_there_is_not_touched(cli: Cli, tmp_path: Path) -> None:
 
 
 def test_the_real_demo_says_what_it_needs(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "_REAL", ("no_such_package",))
+    monkeypatch.setattr(housekeeping, "_REAL", ("no_such_package",))
     ran = cli("demo", tmp_path / "real", "--real")
     assert ran.code == 1
     assert "the real demo needs no_such_package" in ran.err

@@ -18,7 +18,7 @@ from weightsmith._base.errors import Finding
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._base.text import code, json_text, markdown, table
 from weightsmith._models.formats.gguf.layout import Value, encode_metadata, make_layout
-from weightsmith._outputs.local.area import staging_folder
+from weightsmith._outputs.area import staging_folder
 
 __all__ = ["cli", "work"]
 

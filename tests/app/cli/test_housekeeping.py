@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli_help import Cli, cli, run_process, work
-from weightsmith._app.cli import doctor
+from weightsmith._app.cli import housekeeping
 from weightsmith._engine.local import Progress
 
 __all__ = ["cli", "work"]
@@ -144,8 +144,9 @@ def test_the_doctor_shows_packages_cores_memory_disk_and_the_hub(work: Path) -> 
 
 
 def test_a_missing_package_is_named_and_the_code_is_1(cli: Cli, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "REQUIRED", ("numpy", "no-such-package"))
-    monkeypatch.setattr(doctor, "_hub", lambda: {"endpoint": "", "cache": "", "token": False, "offline": True, "answer": ""})
+    monkeypatch.setattr(housekeeping, "REQUIRED", ("numpy", "no-such-package"))
+    hub = {"endpoint": "", "cache": "", "token": False, "offline": True, "answer": ""}
+    monkeypatch.setattr(housekeeping, "_hub", lambda: hub)
     ran = cli("doctor")
     assert ran.code == 1
     assert re.search(r"no-such-package +MISSING", ran.out)
@@ -153,11 +154,11 @@ def test_a_missing_package_is_named_and_the_code_is_1(cli: Cli, work: Path, monk
 
 @pytest.mark.slow
 def test_a_hub_that_accepts_and_never_answers_is_waited_for_a_moment_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "HUB_SECONDS", 0.3)
+    monkeypatch.setattr(housekeeping, "HUB_SECONDS", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-        answer = doctor._hub()["answer"]
+        answer = housekeeping._hub()["answer"]
     assert "no answer" in answer or "timed out" in answer
 
 
@@ -171,7 +172,7 @@ def test_a_hub_that_answers_is_said_to(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         thread = threading.Thread(target=answer, args=(server,))
         thread.start()
-        assert doctor._ask(f"http://127.0.0.1:{server.getsockname()[1]}").startswith("answers, in ")
+        assert housekeeping._ask(f"http://127.0.0.1:{server.getsockname()[1]}").startswith("answers, in ")
         thread.join()
 
 
@@ -180,4 +181,4 @@ def test_the_doctor_knows_packages_of_every_extra() -> None:
     for extra, needs in project["optional-dependencies"].items():
         if extra not in ("test", "dev", "site", "dist", "demo"):
             names = {re.split(r"[>=\[]", need)[0] for need in needs}
-            assert names & doctor.OPTIONAL.keys(), extra
+            assert names & housekeeping.OPTIONAL.keys(), extra

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli_help import Cli, cli, environment, make_models, work
-from weightsmith._app.cli.init import goal_names, preset_names
-from weightsmith._app.cli.methods import method_names
+from weightsmith._app.cli.recipes import goal_names, method_names, preset_names
 from weightsmith._app.goals import GOALS
 
 __all__ = ["cli", "work"]

@@ -19,7 +19,7 @@ from tests.mini import write_checkpoint
 from weightsmith import open_checkpoint
 from weightsmith._base.errors import FormatError
 from weightsmith._base.tensors import DTYPES, TensorSpec
-from weightsmith._files.containers.safetensors import make_layout
+from weightsmith._files.containers import make_layout
 from weightsmith._models.checkpoint import Checkpoint
 
 __all__ = ["cli", "work"]
@@ -132,7 +132,7 @@ def test_what_nobody_foresaw_is_a_short_message_and_70_and_a_traceback_on_reques
     def fail(*args: object, **kwargs: object) -> None:
         raise KeyError("[oops]")
 
-    monkeypatch.setattr("weightsmith._features.any_recipe.prepare_any", fail)
+    monkeypatch.setattr("weightsmith._app.api.prepare_any", fail)
     ran = cli("merge", "linear.yml", "out")
     assert ran.code == 70
     assert "error[internal]: KeyError: '[oops]'" in ran.err
@@ -269,7 +269,7 @@ def test_ctrl_c_before_anything_was_made_says_that_nothing_is_left(
     def interrupt(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("weightsmith._features.any_recipe.prepare_any", interrupt)
+    monkeypatch.setattr("weightsmith._app.api.prepare_any", interrupt)
     ran = cli("merge", "linear.yml", out)
     assert ran.code == 130
     assert "Interrupted. No unfinished work was left." in ran.err

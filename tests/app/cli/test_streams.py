@@ -55,7 +55,7 @@ import json, os, sys
 from weightsmith._app.cli import main
 from weightsmith._app.cli.app import make_app
 make_app()  # imports the modules of all commands
-import weightsmith._features.adapters.extract, weightsmith._execution.distributed, weightsmith._execution
+import weightsmith._features.adapters.extract, weightsmith._execution.execute, weightsmith._execution
 import weightsmith._kernels.compiler
 import weightsmith._reports.look.reports, weightsmith._planning.planner.reopen, weightsmith._features.transplant.plan
 import gc, weightsmith

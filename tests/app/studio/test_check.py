@@ -31,7 +31,7 @@ def test_a_correct_recipe_has_a_plan(root: Path, places: Places) -> None:
     found = check(recipe(root), places)
     assert (found.notes, errors(found)) == ((), [])
     assert found.plan is not None
-    assert found.plan.made.name == "ties"
+    assert found.plan.provenance.name == "ties"
 
 
 def test_every_problem_has_its_line_and_column(root: Path, places: Places) -> None:

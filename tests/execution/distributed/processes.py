@@ -16,13 +16,13 @@ from typing import ClassVar
 
 import weightsmith
 from tests.execution.distributed.threads import Answering
-from weightsmith._execution.distributed.work import Answer, Lost, Order, Share
+from weightsmith._execution.cluster import Answer, Lost, Order, Share
 
 PART_BYTES = 20_000
 WORK = """
 import os, pickle, sys, time
 from weightsmith._outputs.bucket import BucketTarget
-from weightsmith._execution.distributed.work import do
+from weightsmith._execution.cluster import do
 put = BucketTarget.put
 def slow(self, name, file):
     time.sleep(float(os.environ["SLOW"]))

@@ -19,10 +19,9 @@ from tests.execution.distributed.threads import Died, Threads
 from tests.output_help import tree
 from tests.outputs.bucket.conftest import memory, spool
 from weightsmith._base.errors import ParameterError, StoreError, WorkerLost
+from weightsmith._execution import cluster
 from weightsmith._execution import execute as execution
-from weightsmith._execution.distributed import driver
-from weightsmith._execution.distributed.driver import share_out
-from weightsmith._execution.distributed.work import Share
+from weightsmith._execution.cluster import Share, share_out
 from weightsmith._execution.options import RunOptions
 from weightsmith._execution.run import NO_CALLBACKS, Callbacks, Merged
 from weightsmith._features.any_recipe import prepare_any
@@ -57,7 +56,7 @@ SHARD = 500_000
 @pytest.fixture
 def here(linked: Path, tmp_path: Path, memory: MemoryBucket, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(driver, "PART_BYTES", 1 << 20)
+    monkeypatch.setattr(cluster, "PART_BYTES", 1 << 20)
     yield tmp_path
     assert {path.name for path in tmp_path.iterdir()} <= {*"abc", "out"}, "products are removed"
 
@@ -172,7 +171,7 @@ def test_tensors_that_were_not_checked_for_nan_are_computed_again(here: Path, me
 def test_a_slow_part_is_done_by_a_second_worker_and_both_upload(
     here: Path, memory: MemoryBucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(driver, "SLOW_SECONDS", 0.2)
+    monkeypatch.setattr(cluster, "SLOW_SECONDS", 0.2)
     go_on = threading.Event()
 
     def before(share: Share) -> None:

@@ -21,17 +21,16 @@ from tests.execution.test_run import files
 from tests.mini import write_checkpoint
 from tests.output_help import open_staging
 from weightsmith._base.errors import Busy, CheckpointError, NonFinite, ParameterError, StoreError, WeightsmithError, WorkerLost
+from weightsmith._execution import cluster
 from weightsmith._execution import execute as execution
-from weightsmith._execution.distributed import driver
-from weightsmith._execution.distributed.driver import few_files, is_portable, part_count, share_out
-from weightsmith._execution.distributed.work import Share
+from weightsmith._execution.cluster import Share, few_files, is_portable, part_count, share_out
 from weightsmith._execution.options import RunOptions
 from weightsmith._execution.run import NO_CALLBACKS, Callbacks, Merged
 from weightsmith._features.any_recipe import prepare_any
 from weightsmith._features.quantisation.options import QuantizeSettings
-from weightsmith._outputs.local import disk
-from weightsmith._outputs.local.area import staged_plan, staging_folder
-from weightsmith._outputs.local.locks import is_held
+from weightsmith._outputs import disk
+from weightsmith._outputs.area import staged_plan, staging_folder
+from weightsmith._outputs.locks import is_held
 from weightsmith._outputs.staging import Staging
 from weightsmith._planning.options import RecipeOptions
 from weightsmith._plans.parts import parts_of as plan_parts
@@ -52,7 +51,7 @@ MODEL_WIDE = TIES | {"parameters": {"density": 0.3, "scope": "model"}}
 @pytest.fixture
 def here(linked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(driver, "PART_BYTES", 1 << 20)
+    monkeypatch.setattr(cluster, "PART_BYTES", 1 << 20)
     yield tmp_path
     for made in tmp_path.glob("*/lock"):
         assert not is_held(made.parent)
@@ -174,7 +173,7 @@ def test_a_part_whose_lock_a_lost_worker_still_holds_waits_for_it(here: Path, mo
 
 @pytest.mark.slow
 def test_a_lock_that_stays_is_an_error(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "BUSY_SECONDS", 0.5)
+    monkeypatch.setattr(cluster, "BUSY_SECONDS", 0.5)
 
     def before(share: Share) -> None:
         if share.part is not None and share.part[0] == 1 and not held:
@@ -199,7 +198,7 @@ def test_a_slow_part_is_done_by_a_second_worker_and_the_first_answer_counts(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weightsmith.merge(TIES, "whole", progress=False, max_shard_bytes=SHARD)
-    monkeypatch.setattr(driver, "SLOW_SECONDS", 0.2)
+    monkeypatch.setattr(cluster, "SLOW_SECONDS", 0.2)
     monkeypatch.setattr("weightsmith._outputs.staging.ATTACH_SECONDS", 1)  # the first worker finds nothing
     go_on = threading.Event()
 
@@ -333,7 +332,7 @@ def test_parts_are_not_smaller_than_they_need_be(here: Path, monkeypatch: pytest
     assert part_count(plan, 1) == 1
     assert part_count(plan, 2) == 8
     assert part_count(plan, 100) == len(plan.layout.shards)
-    monkeypatch.setattr(driver, "PART_BYTES", 256 << 20)
+    monkeypatch.setattr(cluster, "PART_BYTES", 256 << 20)
     assert part_count(plan, 2) == 2
 
 

@@ -19,9 +19,9 @@ from tests.cases import swept
 from tests.execution.distributed.processes import PART_BYTES, Processes, environment
 from tests.output_help import tree
 from tests.outputs.bucket.conftest import front, moto, new_server, ports, server, spool
+from weightsmith._execution import cluster
 from weightsmith._execution import execute as execution
-from weightsmith._execution.distributed import driver
-from weightsmith._execution.distributed.driver import share_out
+from weightsmith._execution.cluster import share_out
 from weightsmith._execution.options import RunOptions
 from weightsmith._execution.run import NO_CALLBACKS, Callbacks, Merged
 from weightsmith._features.any_recipe import prepare_any
@@ -70,7 +70,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The driver's folder."""
     pytest.importorskip("obstore", reason="models in buckets need obstore")
     pytest.importorskip("transformers")
-    monkeypatch.setattr(driver, "PART_BYTES", PART_BYTES)
+    monkeypatch.setattr(cluster, "PART_BYTES", PART_BYTES)
     folder = tmp_path / "driver"
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -163,8 +163,8 @@ from pathlib import Path
 from tests.bucket_help import environment_at
 from tests.execution.distributed.processes import PART_BYTES, Processes
 from tests.execution.distributed.test_machines import merge
-from weightsmith._execution.distributed import driver
-driver.PART_BYTES = PART_BYTES
+from weightsmith._execution import cluster
+cluster.PART_BYTES = PART_BYTES
 models, out, port, root = sys.argv[1:]
 merge("ties", models, out, Processes(2, Path(root), {**environment_at("s3", int(port)), "SLOW": "0.5"}))
 """

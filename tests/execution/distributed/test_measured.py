@@ -13,9 +13,9 @@ from tests.execution.distributed.threads import Threads
 from tests.models.lora.test_lora import DOWN, INNER, H, Q, adapter, base, factors
 from tests.output_help import tree
 from tests.outputs.bucket.conftest import memory, spool
+from weightsmith._execution import cluster
 from weightsmith._execution import execute as execution
-from weightsmith._execution.distributed import driver
-from weightsmith._execution.distributed.driver import share_out
+from weightsmith._execution.cluster import share_out
 from weightsmith._execution.options import RunOptions
 from weightsmith._features.adapters.extract import prepare_extraction
 from weightsmith._features.adapters.options import ExtractSettings
@@ -56,7 +56,7 @@ CASES: dict[str, Callable[[], Prepared]] = {
 @pytest.fixture
 def here(tmp_path: Path, memory: MemoryBucket, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(driver, "PART_BYTES", 2000)
+    monkeypatch.setattr(cluster, "PART_BYTES", 2000)
     yield tmp_path
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")], "the measurement is removed"
 

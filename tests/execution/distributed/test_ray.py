@@ -22,9 +22,9 @@ from tests.output_help import tree
 from tests.outputs.bucket.conftest import front, moto, new_server, ports, spool
 from weightsmith._base.errors import NonFinite, ParameterError
 from weightsmith._base.installation import install
-from weightsmith._execution.distributed import on_ray
-from weightsmith._outputs.local.area import staging_folder
-from weightsmith._outputs.local.locks import is_held
+from weightsmith._execution import on_ray
+from weightsmith._outputs.area import staging_folder
+from weightsmith._outputs.locks import is_held
 
 pytestmark = pytest.mark.process
 
@@ -122,7 +122,7 @@ def test_the_command_starts_a_cluster_and_leaves_no_process(here: Path) -> None:
 LISTENING = """
 import json, os
 from pathlib import Path
-from weightsmith._execution.distributed.on_ray import RayWorkers
+from weightsmith._execution.on_ray import RayWorkers
 from weightsmith._execution.options import RunOptions
 with RayWorkers.connect(RunOptions(ray="local")) as workers:
     import psutil
@@ -186,7 +186,7 @@ def test_two_machines_write_to_a_bucket_and_one_dies(
 
 def merge_while_one_dies(cluster: Any, out: str, monkeypatch: pytest.MonkeyPatch) -> weightsmith.Merged:
     """A merge on the cluster, of which one machine is killed when two tensors are finished."""
-    monkeypatch.setattr("weightsmith._execution.distributed.driver.PART_BYTES", 1 << 20)
+    monkeypatch.setattr("weightsmith._execution.cluster.PART_BYTES", 1 << 20)
     lost: list[str] = []
     take = on_ray.RayWorkers.answers
 

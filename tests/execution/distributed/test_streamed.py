@@ -17,7 +17,7 @@ from tests.fake_hub import COMMIT
 from tests.files.remote.servers import model, serve, write
 from tests.files.remote.test_streaming import RECIPES, WEIGHTS, content, needed, run, served, stack
 from weightsmith._execution import execute as execution
-from weightsmith._execution.distributed.driver import share_out
+from weightsmith._execution.cluster import share_out
 from weightsmith._execution.options import RunOptions
 from weightsmith._execution.run import Merged
 from weightsmith._features.any_recipe import prepare_any

@@ -7,7 +7,7 @@ import queue
 import threading
 from collections.abc import Callable
 
-from weightsmith._execution.distributed.work import Answer, Lost, Order, Share, do
+from weightsmith._execution.cluster import Answer, Lost, Order, Share, do
 
 
 class Died(BaseException):

@@ -26,7 +26,7 @@ from weightsmith._features.adapters import factors as factors_module
 from weightsmith._features.adapters.extract import prepare_extraction
 from weightsmith._features.adapters.factors import KIND, FactorWork
 from weightsmith._features.adapters.options import ExtractSettings
-from weightsmith._outputs.local.area import StagingArea, staging_folder
+from weightsmith._outputs.area import StagingArea, staging_folder
 from weightsmith._outputs.staging import Staging
 from weightsmith._plans import plan_from_json
 

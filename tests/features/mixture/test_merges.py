@@ -125,7 +125,7 @@ def test_each_expert_of_a_fused_tensor_is_merged_as_if_alone(how: str, method: s
     elif method != "model_stock":
         recipe["parameters"] = {"weight": 1, "density": 0.5}
     merged = merge(recipe, *models, out=tmp_path / "out")
-    assert merged.plan.made.name == method
+    assert merged.plan.provenance.name == method
     together = moe_zoo.read(tmp_path / "out")
     fused = [name for name in together if "experts" in name and together[name].ndim == 3]
     assert len(fused) == 2

@@ -261,7 +261,7 @@ def test_an_output_that_cannot_be_is_refused_before_router_weights_are_computed(
 
 def test_plan_takes_recipes_of_mixtures_too(models: dict[str, Path]) -> None:
     planned = weightsmith.plan(recipe(models, ["a", "b"]), seed=5)
-    assert (planned.made.name, planned.seed) == ("moe", 5)
+    assert (planned.provenance.name, planned.seed) == ("moe", 5)
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ from weightsmith._features.mixture.surgery.build import with_experts
 from weightsmith._features.mixture.surgery.neurons import NeuronTensor, places_of, read_matched
 from weightsmith._features.mixture.surgery.selection import find_blocks
 from weightsmith._models.checkpoint import open_checkpoint
-from weightsmith._plans import Made, Plan, Product
+from weightsmith._plans import Plan, Product, Provenance
 
 KINDS = ("mixtral", "deepseek-v3", "granitemoe", "gpt-oss")
 """Experts one by one, with groups and corrections, fused, transposed and interleaved."""
@@ -214,7 +214,7 @@ def test_any_part_of_a_reordered_tensor_can_be_read(pattern: Any, axis: Any, tmp
         carrier = NeuronTensor(source.specs["w"], 2 * along * across, shape, axis, pattern, neurons)
         matched = read_matched("expert", carrier)
         product = Product("p", "x", (TensorSpec(matched.table, DTYPES["I32"], (along,)),), {})
-        plan = Plan(Made("test"), (), (), (), (product,))
+        plan = Plan(Provenance("test"), (), (), (), (product,))
         results = Results(plan)
         results.put(product, [places.astype(np.int32)])
         reader, flat = Reader(plan, [source], results), wanted.reshape(-1)

@@ -19,7 +19,7 @@ from tests.cli_help import check_killed_and_resumed
 from tests.kernels import reference
 from tests.mini import as_bytes, write_checkpoint
 from weightsmith._base.errors import PlanError
-from weightsmith._kernels.perturb import log, normal
+from weightsmith._kernels.randomness import log, normal
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 HIDDEN, INNER, VOCAB, LAYERS, HEADS = 32, 96, 40, 2, 4

@@ -17,7 +17,7 @@ from weightsmith._activations.work import LayerWork, StatisticWork
 from weightsmith._base.errors import FormatError, PlanError
 from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._models.formats.gguf.imatrix import imatrix_bytes, read_imatrix
-from weightsmith._outputs.local.area import staging_folder
+from weightsmith._outputs.area import staging_folder
 from weightsmith._outputs.staging import Staging
 from weightsmith.abc.product import ProductContext
 

@@ -14,7 +14,7 @@ from tests.cli_help import Cli, cli
 from weightsmith._base.errors import ParameterError, PlanError, Unsupported
 from weightsmith._execution import targets
 from weightsmith._execution.targets import Trial, search
-from weightsmith._outputs.local.area import staging_folder
+from weightsmith._outputs.area import staging_folder
 from weightsmith._outputs.manifest import read_manifest
 
 __all__ = ["cli"]

@@ -106,7 +106,7 @@ def test_what_cannot_be_stored_is_refused(
 
 
 def test_a_header_that_readers_would_refuse_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weightsmith._files.containers.safetensors.MAX_HEADER_BYTES", 5000)
+    monkeypatch.setattr("weightsmith._files.containers.MAX_HEADER_BYTES", 5000)
     with pytest.raises(StoreError, match="readers accept 5,000"):
         make_layout([spec(f"tensor{i}", 1) for i in range(100)], 1000)
 

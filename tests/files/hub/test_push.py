@@ -19,7 +19,7 @@ from tests.execution.test_cards import here as here
 from tests.fake_hub import ATTRIBUTES, FakeHub, environment, serve, silent, use
 from tests.fork_help import forked, forked_cli
 from weightsmith._base.errors import PushFailed
-from weightsmith._outputs.hub.push import check_push, push
+from weightsmith._outputs.hub import check_push, push
 
 
 @pytest.fixture

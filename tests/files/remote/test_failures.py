@@ -15,7 +15,7 @@ import pytest
 from weightsmith._base.errors import CheckpointError, StoreError
 from weightsmith._files.remote import retries
 from weightsmith._files.remote.retries import Again, Panicked, causes, lasting, no_panic, passes
-from weightsmith._outputs.bucket import Bucket, Passing
+from weightsmith._outputs.bucket_store import Bucket, Passing
 
 
 class PanicException(BaseException):
@@ -159,8 +159,7 @@ def _clients(monkeypatch: pytest.MonkeyPatch, broken: Callable[..., Any]) -> lis
     from weightsmith._files.remote.addresses import parse_address
     from weightsmith._files.remote.http import HttpFile
     from weightsmith._files.remote.stores import Store
-    from weightsmith._outputs.hub.address import parse_hub_address
-    from weightsmith._outputs.hub.repository import HubRepository
+    from weightsmith._outputs.hub_repository import HubRepository, parse_hub_address
 
     for name, value in {
         "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_REGION": "us-east-1", "AWS_ENDPOINT_URL": "http://127.0.0.1:9",

@@ -20,8 +20,8 @@ from tests.plugin_help import installed
 from weightsmith._base.errors import CheckpointError, FormatError, Unsupported
 from weightsmith._base.files import FileState, Opener, StoredTensor
 from weightsmith._base.tensors import DTYPES, DType, TensorSpec
+from weightsmith._files.arrays import view_of
 from weightsmith._files.hf_folder import FolderWeights
-from weightsmith._files.views import view_of
 from weightsmith._models.formats.plain import open_safetensors
 from weightsmith._models.lora import apply_adapter, open_adapter
 from weightsmith._models.sources import FileKind, OpenedFiles, Tensors

@@ -25,7 +25,7 @@ from tests.bucket_help import (
     environment_of,
     serving,
 )
-from weightsmith._outputs import bucket
+from weightsmith._outputs import bucket_store
 
 
 @pytest.fixture(autouse=True)
@@ -41,17 +41,17 @@ def spool(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFact
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> MemoryBucket:
     """A bucket in memory, in place of any other."""
-    memory, plain = MemoryBucket(), bucket.Bucket._ask
+    memory, plain = MemoryBucket(), bucket_store.Bucket._ask
 
-    def ask(self: bucket.Bucket, operation: str, key: str, request: Callable[[], Any], patience: Any = None) -> Any:
+    def ask(self: bucket_store.Bucket, operation: str, key: str, request: Callable[[], Any], patience: Any = None) -> Any:
         def counted() -> Any:
             memory.asked(operation, key)
             return request()
 
         return plain(self, operation, key, counted, patience)
 
-    monkeypatch.setattr(bucket, "open_store", lambda *_: (memory.store, "the memory"))
-    monkeypatch.setattr(bucket.Bucket, "_ask", ask)
+    monkeypatch.setattr(bucket_store, "open_store", lambda *_: (memory.store, "the memory"))
+    monkeypatch.setattr(bucket_store.Bucket, "_ask", ask)
     return memory
 
 

@@ -41,7 +41,7 @@ from tests.mini import write_checkpoint
 from tests.output_help import tree
 from weightsmith._base.errors import OutputExists, ParameterError, StoreError
 from weightsmith._files.remote import retries
-from weightsmith._outputs import bucket
+from weightsmith._outputs import bucket, bucket_store
 from weightsmith._outputs.bucket import BucketTarget
 
 pytestmark = pytest.mark.store
@@ -284,15 +284,15 @@ def test_a_body_that_never_arrives_as_it_was_sent_is_sent_so_often_and_no_more(
     store, file = refusing_store(scheme, 400, code, monkeypatch), tmp_path / "file"
     file.write_bytes(b"tensors")
     with closing(store):
-        with pytest.raises(bucket.Damaged, match=rf"a file does not arrive as it was sent \({code}\)"):
-            bucket.Bucket(scheme, "bkt").put_file("out/file", file, "token")
+        with pytest.raises(bucket_store.Damaged, match=rf"a file does not arrive as it was sent \({code}\)"):
+            bucket_store.Bucket(scheme, "bkt").put_file("out/file", file, "token")
         assert store.bodies == [b"tensors"] * (1 + retries.PATIENCE.failures)
 
 
 @pytest.mark.parametrize(("scheme", "code"), [("s3", "NoSuchBucket"), ("gs", "NoSuchBucket"), ("az", "ContainerNotFound")])
 def test_a_bucket_that_is_missing_is_asked_for_once(scheme: str, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     store = refusing_store(scheme, 404, code, monkeypatch)
-    opened = bucket.Bucket(scheme, "bkt")
+    opened = bucket_store.Bucket(scheme, "bkt")
     with closing(store):
         for request in (lambda: opened.names("out"), lambda: opened.folders("out"), lambda: opened.put("out/file", b"x")):
             with pytest.raises(StoreError, match="no such bucket"):
@@ -321,8 +321,8 @@ def test_no_bound_of_the_waits_stops_the_store_s_client(
     patience = retries.Patience(failures=3, first_seconds=0.0, most_seconds=most_seconds)
     monkeypatch.setattr(retries, "PATIENCE", patience)
     with closing(store):
-        with pytest.raises(bucket.Passing, match="503"):
-            bucket.Bucket("s3", "bkt").put_file("out/file", file, "token")
+        with pytest.raises(bucket_store.Passing, match="503"):
+            bucket_store.Bucket("s3", "bkt").put_file("out/file", file, "token")
         assert len(store.bodies) == 8  # four times by the client, which is asked twice
 
 
@@ -519,7 +519,7 @@ def test_a_claim_in_a_bucket_removes_no_work_of_another_output(
     folder.mkdir()
     (folder / bucket.JOURNAL).write_text("")
     removed = list[Path]()
-    monkeypatch.setattr("weightsmith._outputs.unfinished.remove_work", removed.append)
+    monkeypatch.setattr("weightsmith._outputs.places.remove_work", removed.append)
     ended = subprocess.Popen(["true"])
     ended.wait()
     claim = bucket.Claim("t" * 32, "plan", ended.pid, socket.gethostname(), str(folder))

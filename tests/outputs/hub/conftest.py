@@ -11,7 +11,7 @@ import pytest
 
 from tests.fake_hub import FakeHub, serve, use
 from tests.outputs.bucket.test_runs import make_llamas
-from weightsmith._outputs.hub import repository
+from weightsmith._outputs import hub_repository
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     with serve({}) as hub:
         use(hub, monkeypatch)
         monkeypatch.setattr(_http, "time", NoWait)
-        monkeypatch.setattr(repository, "PATIENCE", replace(repository.PATIENCE, first_seconds=0.0))
+        monkeypatch.setattr(hub_repository, "PATIENCE", replace(hub_repository.PATIENCE, first_seconds=0.0))
         yield hub
 
 

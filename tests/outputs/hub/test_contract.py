@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.fake_hub import FakeHub
-from weightsmith._outputs.hub.target import hub_target
+from weightsmith._outputs.hub import hub_target
 from weightsmith.testing import OutputCase, OutputTests
 
 

@@ -29,10 +29,9 @@ from weightsmith._execution.output import check_options
 from weightsmith._execution.run import Callbacks
 from weightsmith._features.any_recipe import prepare_any
 from weightsmith._features.quantisation.options import QuantizeSettings
-from weightsmith._outputs.hub import repository
-from weightsmith._outputs.hub.address import parse_hub_address
-from weightsmith._outputs.hub.repository import Content, HubRepository
-from weightsmith._outputs.local.place import LocalTarget
+from weightsmith._outputs import hub_repository
+from weightsmith._outputs.hub_repository import Content, HubRepository, parse_hub_address
+from weightsmith._outputs.local import LocalTarget
 from weightsmith._outputs.staging import Staging
 from weightsmith._outputs.weight_files import FILLED, UPLOADS, StreamedFiles
 from weightsmith._planning.options import RecipeOptions
@@ -75,7 +74,7 @@ def test_the_files_are_those_of_a_local_run(here: Path, hub: FakeHub, case: str)
     assert hub.pushed == {"org/out": local(here, case)}
     assert staging(here) == []
     model = hub.written["org/out"]
-    assert (model.visibility, len(model.commits), model.head().message) == ("private", 2, merged.plan.made.title)
+    assert (model.visibility, len(model.commits), model.head().message) == ("private", 2, merged.plan.provenance.title)
     assert [each["visibility"] for each in hub.created] == ["private"]
     assert len(uploads(hub)) == len(set(uploads(hub))) == len(merged.plan.layout.shards)
     assert hub.leaked == []
@@ -261,7 +260,7 @@ def test_a_manifest_that_was_edited_lists_nothing(here: Path, hub: FakeHub) -> N
 def test_no_more_of_a_manifest_is_read_than_one_can_have(here: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     commit = hub.put("org/out", {"weightsmith.json": bytes(32 << 20)})
     model = HubRepository(parse_hub_address(OUT))
-    monkeypatch.setattr(repository, "MAX_MANIFEST_BYTES", 1 << 20)
+    monkeypatch.setattr(hub_repository, "MAX_MANIFEST_BYTES", 1 << 20)
     with pytest.raises(PushFailed, match="more than the 1,048,576 bytes that a manifest can have"):
         run("linear", overwrite=True)
     tracemalloc.start()
@@ -275,7 +274,7 @@ def test_no_more_of_a_manifest_is_read_than_one_can_have(here: Path, hub: FakeHu
 
 
 def test_the_model_that_is_read_is_not_replaced(here: Path, hub: FakeHub) -> None:
-    from weightsmith._outputs.hub.contents import check_not_read
+    from weightsmith._outputs.hub import check_not_read
 
     check_not_read(parse_hub_address("hf://org/a@new"), ["org/a", "./x", "s3://org/a"])
     for read in ("org/a", "hf://org/a", "org/a@main+org/adapter", "./x+org/a"):
@@ -652,7 +651,7 @@ def test_the_hub_is_asked_about_a_hundred_uploaded_files_at_a_time(hub: FakeHub,
 
 
 def test_the_disk_is_looked_at_before_anything_is_computed(here: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    from weightsmith._outputs.local import disk
+    from weightsmith._outputs import disk
 
     monkeypatch.setattr(disk, "available_bytes", lambda folder: 4 * SHARD)
     with pytest.raises(weightsmith.NoSpace, match="until they are uploaded") as caught:

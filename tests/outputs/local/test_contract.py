@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.output_help import tree
-from weightsmith._outputs.local.place import LocalTarget
+from weightsmith._outputs.local import LocalTarget
 from weightsmith.testing import OutputCase, OutputTests
 
 

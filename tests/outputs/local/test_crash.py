@@ -14,9 +14,9 @@ import pytest
 
 from tests.output_help import NAMES, build, layout, open_staging, put, tree
 from weightsmith._base.errors import OutputExists
-from weightsmith._outputs.local import disk
-from weightsmith._outputs.local.area import staging_folder
-from weightsmith._outputs.local.place import LocalTarget
+from weightsmith._outputs import disk
+from weightsmith._outputs.area import staging_folder
+from weightsmith._outputs.local import LocalTarget
 from weightsmith._outputs.places import verify
 
 pytestmark = pytest.mark.process

@@ -16,10 +16,9 @@ import pytest
 from tests.output_help import NAMES, build, layout, open_staging, put, tree
 from weightsmith._base.errors import CannotResume, Finding, StoreError
 from weightsmith._base.tensors import DTYPES, TensorSpec
+from weightsmith._outputs import disk, local
+from weightsmith._outputs.area import StagingArea, product_path, read_product, staged_plan, staging_folder, write_product
 from weightsmith._outputs.journal import Journal
-from weightsmith._outputs.local import disk, target
-from weightsmith._outputs.local.area import StagingArea, staged_plan, staging_folder
-from weightsmith._outputs.local.products import product_path, read_product, write_product
 from weightsmith._outputs.places import verify
 from weightsmith._outputs.save import save_model
 
@@ -338,7 +337,7 @@ def test_a_folder_that_cannot_be_removed_is_an_error_of_ours(tmp_path: Path, no_
 
 def test_what_is_added_while_the_replaced_checkpoint_is_removed_stays(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     build(out, "old")
-    checked = target.check_made_here
+    checked = local.check_made_here
 
     def late(path: Path, refused: Any) -> object:
         found = checked(path, refused)
@@ -346,7 +345,7 @@ def test_what_is_added_while_the_replaced_checkpoint_is_removed_stays(out: Path,
             (path / "thesis.txt").write_text("years of work")
         return found
 
-    monkeypatch.setattr(target, "check_made_here", late)
+    monkeypatch.setattr(local, "check_made_here", late)
     with open_staging(out, layout(), "new", overwrite=True) as staging:
         put(staging)
         staging.publish({}, fsync=False)

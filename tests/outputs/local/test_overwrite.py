@@ -16,11 +16,10 @@ from tests.mini import write_checkpoint
 from tests.output_help import build, layout, open_staging, put, tree
 from tests.plan_help import model
 from weightsmith._base.errors import OutputExists, StoreError
-from weightsmith._outputs.local import disk
-from weightsmith._outputs.local.area import staging_folder
-from weightsmith._outputs.local.other_files import OtherFiles
+from weightsmith._outputs import disk
+from weightsmith._outputs.area import OtherFiles, staging_folder
+from weightsmith._outputs.checksum import Stored, reread
 from weightsmith._outputs.places import verify
-from weightsmith._outputs.reread import Stored, reread
 from weightsmith._outputs.save import save_model
 
 
@@ -180,7 +179,7 @@ def test_a_copy_of_an_output_is_replaced_whatever_the_times_of_its_files(here: P
         read[0] += len(tensors)
         return reread(tensors, **more)
 
-    monkeypatch.setattr(sys.modules["weightsmith._outputs.compare"], "reread", counted)
+    monkeypatch.setattr(sys.modules["weightsmith._outputs.manifest"], "reread", counted)
     merge("out", a)
     assert read[0] == 0, "nothing has touched it"
     merge("copy", a)

@@ -21,7 +21,7 @@ from tests.output_help import layout, open_staging, put
 from weightsmith._base import files
 from weightsmith._base.errors import Busy, StoreError
 from weightsmith._engine.resources import Resources, processors
-from weightsmith._outputs.local import disk
+from weightsmith._outputs import disk
 from weightsmith._outputs.places import verify
 from weightsmith._outputs.save import save_file
 

@@ -17,8 +17,8 @@ from tests.output_help import NAMES, layout, open_staging, put
 from weightsmith._base.errors import NoSpace, StoreError
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._files.containers import make_layout
-from weightsmith._outputs.local import disk
-from weightsmith._outputs.local.area import staging_folder
+from weightsmith._outputs import disk
+from weightsmith._outputs.area import staging_folder
 from weightsmith._outputs.places import verify
 from weightsmith._outputs.save import save_file, save_model
 
@@ -253,7 +253,7 @@ def test_a_disk_that_is_full_at_the_end_says_what_is_missing(
     with open_staging(tmp_path / "out", layout(), "plan") as staging:
         put(staging)
         monkeypatch.setattr(disk, "available_bytes", lambda _: 0)
-        monkeypatch.setattr("weightsmith._outputs.local.other_files.create_file", full)
+        monkeypatch.setattr("weightsmith._outputs.area.create_file", full)
         with pytest.raises(NoSpace) as caught:
             staging.add_file("tokenizer.json", tmp_path / "tokenizer.json" if as_file else bytes(12_345))
         assert "needed     12,345 bytes" in str(caught.value)
@@ -273,7 +273,7 @@ def test_an_input_that_cannot_be_read_is_not_a_failure_to_write(tmp_path: Path, 
 
     with open_staging(tmp_path / "out", layout(), "plan") as staging:
         put(staging)
-        monkeypatch.setattr("weightsmith._outputs.local.other_files.open_regular", lambda path: Bad(path))
+        monkeypatch.setattr("weightsmith._outputs.area.open_regular", lambda path: Bad(path))
         with pytest.raises(StoreError) as caught:
             staging.add_file("tokenizer.json", tmp_path / "tokenizer.json")
     message = str(caught.value)

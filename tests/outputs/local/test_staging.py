@@ -19,9 +19,9 @@ from tests.output_help import NAMES, build, data, layout, open_staging, put, tre
 from weightsmith._base.errors import Busy, CannotResume, OutputExists, StoreError
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._files.containers import make_layout
-from weightsmith._outputs.local import disk
-from weightsmith._outputs.local.area import staged_plan, staging_folder
-from weightsmith._outputs.local.locks import Locks
+from weightsmith._outputs import disk
+from weightsmith._outputs.area import staged_plan, staging_folder
+from weightsmith._outputs.locks import Locks
 from weightsmith._outputs.places import verify
 from weightsmith._outputs.staging import Staging
 from weightsmith._outputs.weight_files import StagedFiles
@@ -118,7 +118,7 @@ def test_an_empty_folder_at_the_final_name_is_fine(out: Path, fsync: bool) -> No
 def test_a_folder_made_meanwhile_is_not_replaced_and_the_work_is_kept(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with open_staging(out, layout(), "plan") as staging:
         put(staging)
-        monkeypatch.setattr("weightsmith._outputs.local.place.check_vacant", lambda *_, **__: None)  # lost the race
+        monkeypatch.setattr("weightsmith._outputs.local.check_vacant", lambda *_, **__: None)  # lost the race
         out.mkdir()
         (out / "theirs").write_text("x")
         with pytest.raises(OutputExists, match="meanwhile"):

@@ -107,7 +107,7 @@ def test_values_cannot_change_what_is_bound(models: None) -> None:
                 bound.plan(values)
         with pytest.raises(PlanError, match="density"):
             bound.plan({"models[0].parameters.density": 2})
-        assert bound.plan({}).made.name == "ties"
+        assert bound.plan({}).provenance.name == "ties"
 
 
 def test_problems_of_the_recipe_and_its_models_are_found_at_once(models: None) -> None:

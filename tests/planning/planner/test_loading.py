@@ -18,7 +18,7 @@ from tests.plan_help import only, plan, warnings
 from weightsmith._base.errors import Finding, LayerError, PlanError
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._engine.local import Progress, Run
-from weightsmith._planning.planner import answers, loading, transformers_script
+from weightsmith._planning.planner import loading, transformers_script
 from weightsmith._planning.planner.loading import Check, Question, check_loading
 
 SPECS = (TensorSpec("w", DTYPES["BF16"], (2, 3)),)
@@ -182,7 +182,7 @@ def wait_for(path: Path) -> None:
 def test_what_was_asked_before_is_not_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script(tmp_path, monkeypatch, """print('{"differences": []}')""")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(answers, "key_of", lambda *_question: "key")
+    monkeypatch.setattr(loading, "key_of", lambda *_question: "key")
     processes: list[object] = []
     assert check_loading(STACK, processes.append) is None
     assert check_loading(STACK, processes.append) is None

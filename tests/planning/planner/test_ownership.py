@@ -14,7 +14,7 @@ from tests import plan_help
 from tests.mini import write_checkpoint
 from tests.plan_help import LAYER, config, decoder, only, plan, problems, sources, warnings
 from weightsmith._base.errors import MismatchError, PlanError, ShapeError, TensorLost
-from weightsmith._planning.planner.outputs import Outputs
+from weightsmith._planning.planner.outputs import StepMaker
 
 TOWER = {f"model.vision_tower.layers.{i}.{name}": shape for i in range(2) for name, shape in LAYER.items()}
 PROJECTOR = {"model.multi_modal_projector.weight": (4, 4)}
@@ -284,13 +284,13 @@ def test_models_with_nothing_in_common_are_refused(tmp_path: Path) -> None:
 def test_a_tensor_that_would_be_lost_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is known that loses one, so a bug is made on purpose."""
     a, b = (plan_help.model(tmp_path / n, seed=i) for i, n in enumerate("ab"))
-    real = Outputs._layer
+    real = StepMaker._layer
 
-    def forgetful(self: Outputs, prefix: str, segment: Any, layer: int, i: int, t: float) -> None:
+    def forgetful(self: StepMaker, prefix: str, segment: Any, layer: int, i: int, t: float) -> None:
         if layer != 1:
             real(self, prefix, segment, layer, i, t)
 
-    monkeypatch.setattr(Outputs, "_layer", forgetful)
+    monkeypatch.setattr(StepMaker, "_layer", forgetful)
     found = problems(linear(a, b))
     assert [type(f) for f in found] == [TensorLost, TensorLost]
     assert str(found[0]) == (

@@ -16,7 +16,7 @@ from tests import plan_help
 from tests.plan_help import plan
 from tests.work import steps
 from weightsmith._base.tensors import DTYPES, TensorSpec
-from weightsmith._files.containers.safetensors import make_layout
+from weightsmith._files.containers import make_layout
 from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner import prepare
 from weightsmith._plans import plan_from_json

@@ -21,7 +21,7 @@ from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner import Prepared, prepare
 from weightsmith._planning.planner.inputs import number_models
 from weightsmith._planning.planner.reopen import reopen
-from weightsmith._planning.planner.statistics import own_texts
+from weightsmith._planning.planner.steps import own_texts
 from weightsmith._planning.recipe import parse
 from weightsmith._planning.recipe.schema import schema
 from weightsmith._plans import Plan, PlanDraft, plan_from_json

@@ -16,7 +16,7 @@ from tests.kernels import reference
 from tests.reports.look.models import changed, low_rank, save, trained, weights
 from weightsmith._base.errors import PlanError, Unsupported
 from weightsmith._base.tensors import DTYPES, TensorSpec
-from weightsmith._plans import COPY, Block, Gather, Made, ModelInput, Plan, Read, Settings, Step, Table
+from weightsmith._plans import COPY, Block, Gather, ModelInput, Plan, Provenance, Read, Settings, Step, Table
 from weightsmith._reports.look import sampling
 from weightsmith._reports.look.sampling import KIND, sample, survivals
 
@@ -164,7 +164,7 @@ def test_a_sample_takes_the_same_rows_of_what_is_gathered_and_of_its_fallback(sm
     step = Step(spec, "linear", (Read(0, "w"), Read(1, "w", gather)), settings=0)
     settings = Settings({"normalize": True}, ({"weight": 1.0}, {"weight": 1.0}))
     inputs = ModelInput("a", "", ""), ModelInput("b", "", "")
-    found = sample(Plan(Made("linear"), inputs, (step,), (settings,), tables=tables))
+    found = sample(Plan(Provenance("linear"), inputs, (step,), (settings,), tables=tables))
     (own,) = found.plan.steps
     chosen, taken = (read.view for read in own.inputs)
     assert isinstance(chosen, Gather)

@@ -3,18 +3,16 @@
     app.py             the commands together
     merge.py           merge, moe, run
     convert.py         extract-lora, quantize, dequantize, transplant-tokenizer
+    plan.py            plan
     look.py            inspect, diff, preview, verify
     score.py           eval, tune, auto, write, statistics
-    methods.py         methods, schema
-    plan.py studio.py init.py clean.py doctor.py demo.py
-                       one command each
-    presets/           the recipes of the papers
-    options.py         shared arguments, and flags made from the records of the features' `options.py`
-    configuration.py   what a user sets once, in a file or in the environment
+    recipes.py         init, methods, schema, studio; presets/ has the recipes of the papers
+    housekeeping.py    demo, clean, doctor
+    options.py         shared arguments, flags made from the records of the features' `options.py`, and settings
     work.py            the frame of a command: status line, errors, progress bar, result
     mergekit_flags.py  mergekit's flags: accepted, passed on or refused
     answers.py         other programs' commands and options: what to type here
-    help.py manual.py  help pages, and the man page
+    help.py            help pages, and the man page
     failures.py        errors to messages and exit codes
 
 numpy, numba, yaml and the rest are imported inside the commands, so that `--help` answers at once.
@@ -60,8 +58,8 @@ def main() -> None:
     except KeyboardInterrupt:  # between the commands' own handlers: while modules are imported
         code = 130
     end_status()
-    watch = sys.modules.get("weightsmith._kernels.watch")
-    if watch is not None and watch.is_left():  # all is closed, and printed; Python would wait for the compiler
+    kernels = sys.modules.get("weightsmith._kernels.jit")
+    if kernels is not None and kernels.is_left():  # all is closed, and printed; Python would wait for the compiler
         os._exit(code)
     sys.exit(code)
 
@@ -90,8 +88,8 @@ def _run(app: Typer) -> int:
         if is_overview(error):  # no command was given
             note(error.format_message())
             return code
-        found = misuse(error)
-        diagnostic(f"error[usage]: {found}", RED)
+        finding = misuse(error)
+        diagnostic(f"error[usage]: {finding}", RED)
         if "--json" in sys.argv:
-            print_json([found], ["usage"], Exit(code))
+            print_json([finding], ["usage"], Exit(code))
         return code

@@ -148,7 +148,7 @@ def for_option(option: str, known: Sequence[str], arguments: Sequence[str]) -> s
     ('use --out-dtype DTYPE, such as bfloat16', '')
     """
     if option in _FORMATS:
-        flag = next((each for each in ("--format", "--quantize") if each in known), "")
+        flag = next((name for name in ("--format", "--quantize") if name in known), "")
         return _FORMAT.format(flag=flag, example=_FORMATS[option]) if flag else ""
     answer = OPTIONS.get(option, "")
     needed = [word.rstrip(".,;:=") for word in answer.split() if word.startswith("--")][:1]

@@ -34,7 +34,9 @@ _PLACES = {
     **{name: f"convert:{name}" for name in ("quantize", "dequantize", "extract-lora", "transplant-tokenizer")},
     **{name: f"look:{name}" for name in ("inspect", "diff", "preview", "verify")},
     **{name: f"score:{name}" for name in ("tune", "auto", "write", "statistics")},
-    **{"eval": "score:evaluate", "schema": "methods:schema", "help": "app:help_"},
+    **{name: f"recipes:{name}" for name in ("init", "methods", "schema", "studio")},
+    **{name: f"housekeeping:{name}" for name in ("demo", "clean", "doctor")},
+    **{"eval": "score:evaluate", "help": "app:help_"},
 }
 """Module and function of commands; of all others both have the command's name."""
 
@@ -89,7 +91,7 @@ def help_(
 def make_app(args: Sequence[str] = ()) -> App:
     """The app: with the command alone that the arguments begin with, or with all. To import and make all takes 0.06 s."""
     # rich_markup_mode=None: typer's plain help. Its other one interprets brackets, cuts long lines, and takes 60 ms to import.
-    found = App(
+    app = App(
         name="weightsmith",
         help="Merge, stack and quantise LLM checkpoints.",
         cls=Group,
@@ -98,10 +100,10 @@ def make_app(args: Sequence[str] = ()) -> App:
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
-    found.callback()(_options)
+    app.callback()(_options)
     alone = args and args[0] in COMMANDS and args[0] != "help"
     for name in args[:1] if alone else COMMANDS:
         group, how = COMMANDS[name]
         module, _, function = _PLACES.get(name, f"{name}:{name}").replace("-", "_").partition(":")
-        found.command(name, group=group, **how)(getattr(import_module(f"weightsmith._app.cli.{module}"), function))
-    return found
+        app.command(name, group=group, **how)(getattr(import_module(f"weightsmith._app.cli.{module}"), function))
+    return app

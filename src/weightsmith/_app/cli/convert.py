@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
+import weightsmith
 from weightsmith._app.cli import options
 from weightsmith._app.cli.plan import show_plan
 from weightsmith._app.cli.work import show_warnings, working
@@ -47,21 +49,22 @@ def extract_lora(
     """
     options.check_out(out, plan=plan_only)
     with working("reading the models' headers", out=out, quiet=quiet, as_json=as_json) as work:
-        from weightsmith._features.adapters.extract import prepare_extraction
-        from weightsmith._features.adapters.report import NAME
+        if plan_only:
+            from weightsmith._features.adapters.extract import prepare_extraction
 
-        with prepare_extraction(finetuned, base, settings) as prepared:
-            show_warnings(prepared)
-            if plan_only:
+            with prepare_extraction(finetuned, base, settings) as prepared:
+                show_warnings(prepared.plan, prepared.source)
                 _show_plan(prepared.plan, as_json=as_json)
-                return
+            return
 
-            def show(merged: Merged) -> None:
-                head, rows = cast("Extraction", merged.reports[NAME]).table()
-                show_table(head, rows, right=set(range(1, len(head))))
-                result()
+        def show(merged: Merged) -> None:
+            from weightsmith._features.adapters.report import NAME
 
-            work.make(prepared, running, "storing", show)
+            head, rows = cast("Extraction", merged.reports[NAME]).table()
+            show_table(head, rows, right=set(range(1, len(head))))
+            result()
+
+        work.make(weightsmith.extract_lora, finetuned, base, records=(settings, running), details=show)
 
 
 def _show_plan(plan: Plan, *, as_json: bool) -> None:
@@ -92,7 +95,9 @@ def _list(asked: bool) -> None:
     if asked:
         from weightsmith._features.quantisation.formats import FORMATS
 
-        show_table(("format", "", "read by"), [(each.name, each.summary, each.readers) for each in FORMATS.values()])
+        show_table(
+            ("format", "", "read by"), [(format_.name, format_.summary, format_.readers) for format_ in FORMATS.values()]
+        )
         raise typer.Exit
 
 
@@ -120,7 +125,7 @@ def quantize(
         weightsmith quantize ./model ./model-fp8 --format fp8-dynamic
         weightsmith quantize org/model ./model-q4 --format gguf-q4_k_m
     """
-    _copy(model, out, planning, settings, running, "quantising", plan_only=plan_only, quiet=quiet, as_json=as_json)
+    _copy(weightsmith.quantize, model, out, (planning, settings, running), plan_only=plan_only, quiet=quiet, as_json=as_json)
 
 
 @options.expand
@@ -142,16 +147,15 @@ def dequantize(
         weightsmith dequantize ./model-gptq ./plain
         weightsmith dequantize model.gguf ./plain --out-dtype bfloat16
     """
-    _copy(model, out, planning, QuantizeSettings(), running, "dequantising", plan_only=plan_only, quiet=quiet, as_json=as_json)
+    records = planning, QuantizeSettings(), running
+    _copy(weightsmith.dequantize, model, out, records, plan_only=plan_only, quiet=quiet, as_json=as_json)
 
 
 def _copy(
+    function: Callable[..., Merged],
     model: str,
     out: str,
-    planning: RecipeOptions,
-    settings: QuantizeSettings,
-    running: RunOptions,
-    doing: str,
+    records: tuple[RecipeOptions, QuantizeSettings, RunOptions],
     *,
     plan_only: bool,
     quiet: bool,
@@ -159,14 +163,15 @@ def _copy(
 ) -> None:
     options.check_out(out, plan=plan_only)
     with working("reading the model's headers", out=out, quiet=quiet, as_json=as_json) as work:
+        if not plan_only:
+            work.make(function, model, records=records)
+            return
         from weightsmith._features.any_recipe import prepare_copy
 
+        planning, settings, running = records
         with prepare_copy(model, planning, settings) as prepared:
-            show_warnings(prepared)
-            if plan_only:
-                show_plan(prepared, running, as_json=as_json)
-            else:
-                work.make(prepared, running, doing)
+            show_warnings(prepared.plan, prepared.source)
+            show_plan(prepared, running, as_json=as_json)
 
 
 # ---- weightsmith transplant-tokenizer
@@ -198,16 +203,18 @@ def transplant_tokenizer(
     """
     options.check_out(out, plan=plan_only)
     with working("reading the models' headers and tokenizers", out=out, quiet=quiet, as_json=as_json) as work:
-        from weightsmith._features.transplant.plan import prepare_transplant
-        from weightsmith._features.transplant.rows import NAME
+        if plan_only:
+            from weightsmith._features.transplant.plan import prepare_transplant
 
-        with prepare_transplant(model, donor, settings) as prepared:
-            show_warnings(prepared)
-            if plan_only:
+            with prepare_transplant(model, donor, settings) as prepared:
+                show_warnings(prepared.plan, prepared.source)
                 _show_rows(prepared.plan, as_json=as_json)
-                return
-            merged = work.make(prepared, running, "copying")
-            if NAME in merged.reports and work.shows:
+            return
+        merged = work.make(weightsmith.transplant_tokenizer, model, donor, records=(settings, running))
+        if merged is not None and work.shows:
+            from weightsmith._features.transplant.rows import NAME
+
+            if NAME in merged.reports:
                 report = cast("Transplant", merged.reports[NAME])
                 say(report.summary())
                 head, rows = report.table()
@@ -219,6 +226,6 @@ def _show_rows(plan: Plan, *, as_json: bool) -> None:
     if as_json:
         show_json(plan.to_json(), exact=True)
         return
-    found = plan.vocabulary or {}
-    show_table(("tokens", ""), [(how, f"{n:,}") for how, n in found.get("sources", {}).items()], right={1})
-    result(f"{found.get('rows', 0):,} rows; the model has {found.get('rows_before', 0):,}")
+    vocabulary = plan.vocabulary or {}
+    show_table(("tokens", ""), [(how, f"{n:,}") for how, n in vocabulary.get("sources", {}).items()], right={1})
+    result(f"{vocabulary.get('rows', 0):,} rows; the model has {vocabulary.get('rows_before', 0):,}")

@@ -39,7 +39,7 @@ DEBUG = "WEIGHTSMITH_DEBUG"
 def failures(
     *,
     usage: bool = False,
-    merging: bool = False,
+    merging: Callable[[], bool] = lambda: False,
     checking: bool = False,
     writes: bool = True,
     as_json: bool = False,
@@ -48,7 +48,7 @@ def failures(
     """Turn every exception of the block into a message and an exit code.
 
     usage        the block reads the command line
-    merging      tensor data is being read: a failing input is not a problem of the recipe
+    merging      whether tensor data is being read: a failing input is not a problem of the recipe
     checking     the block looks at a finished output: that there is none is a problem of the output
     writes       the command makes something: an error says whether it was written
     as_json      print the errors as one JSON object too, to stdout
@@ -63,8 +63,8 @@ def failures(
     except ResultLost as error:
         raise typer.Exit(tell_lost(error)) from None
     except KeyboardInterrupt:
-        what, *more = interrupted().split("\n")
-        note("\n".join(["", *map(printable, (what, *more))]))
+        what, *lines = interrupted().split("\n")
+        note("\n".join(["", *map(printable, (what, *lines))]))
         if as_json:
             print_json([Finding(what)], ["interrupted"], Exit.INTERRUPTED)
         raise typer.Exit(Exit.INTERRUPTED) from None
@@ -73,7 +73,7 @@ def failures(
         if not writes and error.state == NOTHING_WRITTEN:
             error.state = ""
         diagnostic(report(error), RED)
-        code = Exit.USAGE if usage else exit_code(error, merging=merging, checking=checking)
+        code = Exit.USAGE if usage else exit_code(error, merging=merging(), checking=checking)
         if as_json:
             problems = error.problems if isinstance(error, PlanError) else (error,)
             print_json([p.finding for p in problems], [p.code for p in problems], code, error.state)
@@ -149,7 +149,7 @@ def tell_lost(error: ResultLost) -> Exit:
 
 def print_json(findings: Sequence[Finding], codes: Sequence[str], exit: Exit, state: str = "") -> None:
     """What `--json` prints in place of a result: {"errors": [{code, what, where, details, fix}], "state", "exit_code"}."""
-    errors = [{"code": code, **asdict(found)} for code, found in zip(codes, findings, strict=True)]
+    errors = [{"code": code, **asdict(finding)} for code, finding in zip(codes, findings, strict=True)]
     with suppress(ResultLost):  # the error was said on stderr
         show_json({"errors": errors, "state": state, "exit_code": int(exit)})
         sys.stdout.flush()

@@ -45,10 +45,10 @@ def inspect(
         from weightsmith._reports.look.inspect import inspect as look
 
         with meter(quiet=quiet or not stats) as shown:
-            found = look(
+            inspection = look(
                 model, tensors=tensors or (), stats=stats, threads=running.threads, stream=running.stream, progress=shown
             )
-        work.present(found.report(), details=bool(tensors))
+        work.present(inspection.report(), details=bool(tensors))
 
 
 # ---- weightsmith diff
@@ -91,8 +91,8 @@ def diff(
         with meter(quiet=quiet) as shown:
             how: dict[str, Any] = {} if base is None else {"base": base}
             how |= {"tensors": tensors or (), "threads": running.threads, "stream": running.stream, "progress": shown}
-            found = compare(*models, **how)
-        work.present(found.report(), details=bool(tensors))
+            comparison = compare(*models, **how)
+        work.present(comparison.report(), details=bool(tensors))
 
 
 # ---- weightsmith preview
@@ -125,17 +125,17 @@ def preview(
         from weightsmith._reports.look.preview import preview_of
 
         with prepare_any(options.recipe_source(recipe), planning, QuantizeSettings(), check=True) as prepared:
-            show_warnings(prepared)
+            show_warnings(prepared.plan, prepared.source)
             summary = summarise(prepared, running)
             with meter(quiet=quiet) as shown:
-                found = preview_of(prepared, full=full, threads=running.threads, progress=shown)
+                seen = preview_of(prepared, full=full, threads=running.threads, progress=shown)
             costs = {
                 "read_bytes_at_most": summary.read_bytes,
                 "write_bytes": summary.write_bytes,
                 "peak_memory_bytes": summary.memory.peak_bytes,
                 "threads": summary.memory.threads,
             }
-            work.present(found.report(costs))
+            work.present(seen.report(costs))
 
 
 # ---- weightsmith verify

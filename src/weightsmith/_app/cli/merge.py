@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
+import weightsmith
 from weightsmith._app.cli import options
 from weightsmith._app.cli.failures import wrote
 from weightsmith._app.cli.mergekit_flags import answer
@@ -45,11 +46,7 @@ def merge(
     options.check_order(recipe, out)
     with working("reading the recipe and the models' headers", out=out, quiet=quiet, as_json=as_json) as work:
         answer(context, quiet=quiet)
-        from weightsmith._features.any_recipe import prepare_any
-
-        with prepare_any(options.recipe_source(recipe), planning, settings, command="merge") as prepared:
-            show_warnings(prepared)
-            work.make(prepared, running, "merging")
+        work.make(weightsmith.merge, options.recipe_source(recipe), records=(planning, settings, running))
 
 
 # ---- weightsmith moe
@@ -84,21 +81,22 @@ def moe(
     options.check_order(recipe, out)
     with working("reading the recipe and the models' headers", out=out, quiet=quiet, as_json=as_json) as work:
         answer(context, quiet=quiet)
+        source = options.recipe_source(recipe)
+        if not plan_only and not routing_only:
+            merged = work.make(weightsmith.moe, source, records=(planning, settings, running))
+            report = None if merged is None else cast("RoutingReport | None", merged.reports.get(ROUTER))
+            if report is not None and report.routing is not None and work.shows:
+                show_table(*report.routing.table(), right=set(range(1, len(report.routing.experts) + 3)))
+            return
         from weightsmith._features.any_recipe import prepare_any
 
-        source = options.recipe_source(recipe)
         planning = replace(planning, routing_report=True) if routing_only else planning
         with prepare_any(source, planning, settings, command="moe", check=plan_only) as prepared:
-            show_warnings(prepared)
+            show_warnings(prepared.plan, prepared.source)
             if plan_only:
                 show_plan(prepared, running, as_json=as_json)
-            elif routing_only:
-                _route(prepared, recipe, running, work)
             else:
-                merged = work.make(prepared, running, "copying")
-                report = cast("RoutingReport | None", merged.reports.get(ROUTER))
-                if report is not None and report.routing is not None and work.shows:
-                    show_table(*report.routing.table(), right=set(range(1, len(report.routing.experts) + 3)))
+                _route(prepared, recipe, running, work)
 
 
 def _route(prepared: Prepared, recipe: str, running: RunOptions, work: Work) -> None:
@@ -176,16 +174,8 @@ def run(
     if chosen and running.ray is not None:
         raise typer.BadParameter("a cluster does all parts: leave out --part.", param_hint="--ray")
     with working("reading the plan and the models' headers", out=out, quiet=quiet, as_json=as_json) as work:
-        from weightsmith._execution.execute import execute_part
-        from weightsmith._planning.planner.reopen import load_plan, reopen
-
-        with reopen(load_plan(plan), allow_code=allow_code) as prepared:
-            if chosen is None:
-                show_warnings(prepared)
-                work.make(prepared, running, "running")
-                return
-            with work.running("running") as watching:
-                execute_part(prepared, out, chosen, running, watching)
+        merged = work.make(weightsmith.run, plan, records=(running,), part=chosen, allow_code=allow_code)
+        if merged is None and chosen is not None:
             wrote(f"Part {chosen[0]} of {chosen[1]} is done.")
             if not quiet:
                 say(f"part {chosen[0]} of {chosen[1]} is done; without --part the same command publishes when all are")

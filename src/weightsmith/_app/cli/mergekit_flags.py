@@ -140,19 +140,19 @@ def translate(args: Sequence[str], flags: Sequence[Flag] = FLAGS) -> Translated:
     '--cuda is not needed: me'
     """
     by_name = {name: flag for flag in flags for name in flag.names}
-    left: list[str] = []
+    remaining: list[str] = []
     answers: dict[str, None] = {}
     cache = ""
     queue = list(args)
     while queue:
         arg = queue.pop(0)
         if arg == "--":
-            left += [arg, *queue]
+            remaining += [arg, *queue]
             break
         name, equals, value = _split(arg)
         flag = by_name.get(name)
         if flag is None:
-            left.append(arg)
+            remaining.append(arg)
             continue
         if flag.fate == "refused":
             raise typer.BadParameter(f"mergekit's {name} is not supported: {flag.answer}.")
@@ -168,10 +168,10 @@ def translate(args: Sequence[str], flags: Sequence[Flag] = FLAGS) -> Translated:
             cache = value
             answers[f"{name}: {flag.answer}."] = None
         elif flag.ours:
-            left.append(flag.ours)
+            remaining.append(flag.ours)
             if flag.value:
-                left.append(_shard_size(value) if flag.ours == "--max-shard-size" else value)
-    return Translated(left, tuple(answers), cache)
+                remaining.append(_shard_size(value) if flag.ours == "--max-shard-size" else value)
+    return Translated(remaining, tuple(answers), cache)
 
 
 def _split(arg: str) -> tuple[str, bool, str]:
@@ -202,11 +202,11 @@ class MergeCommand(Command):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Typer's hook for reading the arguments of a command."""
         try:
-            found = translate(args, self.flags)
+            translated = translate(args, self.flags)
         except typer.BadParameter as error:
             ctx.fail(error.message)
-        ctx.meta[ANSWERS] = found
-        return super().parse_args(ctx, found.args)
+        ctx.meta[ANSWERS] = translated
+        return super().parse_args(ctx, translated.args)
 
 
 class MoeCommand(MergeCommand):

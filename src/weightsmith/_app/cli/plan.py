@@ -72,7 +72,7 @@ def plan(
         from weightsmith._features.any_recipe import prepare_any
 
         with prepare_any(options.recipe_source(recipe), planning, settings, check=True) as prepared:
-            show_warnings(prepared)
+            show_warnings(prepared.plan, prepared.source)
             if quiet and not as_json:
                 return
             if explain:
@@ -85,7 +85,7 @@ def plan(
 
 def show_plan(prepared: Prepared, running: RunOptions, *, as_json: bool) -> None:
     """Show a plan as text or as JSON."""
-    from weightsmith._execution.stages import check_computable
+    from weightsmith._execution.execute import check_computable
     from weightsmith._execution.summary import summarise
 
     if as_json:
@@ -98,8 +98,8 @@ def show_plan(prepared: Prepared, running: RunOptions, *, as_json: bool) -> None
 
 
 def _distance(prepared: Prepared, running: RunOptions, *, as_json: bool) -> None:
-    from weightsmith._execution.distance import to_json
     from weightsmith._execution.execute import measure_distance
+    from weightsmith._execution.report import to_json
 
     moved = measure_distance(prepared, running)
     if as_json:
@@ -126,7 +126,7 @@ def _show(plan: Plan, summary: Summary, max_memory: int | None) -> None:
 
 def _show_models(plan: Plan, summary: Summary) -> None:
     """What is merged, and what must be there first."""
-    fact("method", plan.made.name)
+    fact("method", plan.provenance.name)
     for i, model in enumerate(plan.models):
         fact("" if i else "models", f"{model.ref}{f' at {model.revision}' if model.revision else ''}")
     for stage in summary.stages:
@@ -227,19 +227,19 @@ def _transfer(transfer: TransferEstimate) -> str:
     return f"{text}; {size(again)} of it again for later passes, as the disk cache is full (--stream-cache)"
 
 
-def _vocabulary(found: Mapping[str, Any]) -> None:
+def _vocabulary(facts: Mapping[str, Any]) -> None:
     """The tokenizer of the output, and the sources of its token rows."""
     section("vocabulary")
-    if found.get("shared"):
-        fact("tokens", f"the tokenizer of {found['tokenizer']}, shared by all models")
+    if facts.get("shared"):
+        fact("tokens", f"the tokenizer of {facts['tokenizer']}, shared by all models")
         return
-    new = found.get("new", [])
+    new = facts.get("new", [])
     added = f", and {count(len(new), 'token')} added: {', '.join(new[:6])}{', ...' if len(new) > 6 else ''}" if new else ""
-    fact("tokens", f"{found['tokens']:,}, of {found['tokenizer']}{added}")
-    rows = f" instead of {found['rows_before']:,}" if found["rows"] != found["rows_before"] else ""
-    fact("rows", f"{found['rows']:,}{rows}")
-    show_table(("rows come from", "tokens"), [(name, f"{n:,}") for name, n in found["sources"].items()], right={1})
-    for name, n in found.get("left_out", {}).items():
+    fact("tokens", f"{facts['tokens']:,}, of {facts['tokenizer']}{added}")
+    rows = f" instead of {facts['rows_before']:,}" if facts["rows"] != facts["rows_before"] else ""
+    fact("rows", f"{facts['rows']:,}{rows}")
+    show_table(("rows come from", "tokens"), [(name, f"{n:,}") for name, n in facts["sources"].items()], right={1})
+    for name, n in facts.get("left_out", {}).items():
         say(printable(f"{count(n, 'token')} of {name} {'is' if n == 1 else 'are'} not in the output"))
 
 
@@ -279,14 +279,14 @@ def _explain(prepared: Prepared, pattern: str, *, as_json: bool) -> None:
     prepared = prepared.with_plan(by_weight(prepared.plan))
     arrays = {out.name: step.out.name for step in prepared.plan.steps for out in step.outs}
     names = [step.out.name for step in prepared.plan.steps]
-    found = [pattern] if pattern in names else [arrays[pattern]] if pattern in arrays else fnmatch.filter(names, pattern)
-    if not found:
+    matching = [pattern] if pattern in names else [arrays[pattern]] if pattern in arrays else fnmatch.filter(names, pattern)
+    if not matching:
         prepared.explain(pattern)  # raises
     if as_json:
-        data = [_explanation(prepared, name) for name in found]
+        data = [_explanation(prepared, name) for name in matching]
         show_json(data[0] if pattern in (*names, *arrays) else data)
         return
-    for number, name in enumerate(found):
+    for number, name in enumerate(matching):
         if number:
             result()
         _show_tensor(prepared, name)
@@ -357,7 +357,7 @@ def _notes(plan: Plan, step: Step) -> Iterator[str]:
     from weightsmith._plans import PLAIN
 
     if plan.then is not None:
-        yield f"the model is measured first, for {plan.made.format}: that decides how this is stored"
+        yield f"the model is measured first, for {plan.provenance.format}: that decides how this is stored"
     if step.out.name in calibrated_weights(plan):
         yield CALIBRATED
     if step.encoding != PLAIN:

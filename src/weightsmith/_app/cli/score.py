@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+import weightsmith
 from weightsmith._activations.options import StatisticsSettings
 from weightsmith._app.cli import options
 from weightsmith._app.cli.failures import wrote
-from weightsmith._app.cli.work import show_warnings, tuning_interrupted, working
+from weightsmith._app.cli.work import tuning_interrupted, working
 from weightsmith._base.errors import printable
 from weightsmith._base.text import count, say, show_json
 from weightsmith._execution.options import RunOptions
@@ -57,8 +57,8 @@ def evaluate(
         from weightsmith._reports.evaluate.measure import evaluation, named
 
         with meter(quiet=quiet) as shown:
-            found = evaluation(named(models, reference), reference is not None, settings, running, shown)
-        work.present(found.report())
+            measured = evaluation(named(models, reference), reference is not None, settings, running, shown)
+        work.present(measured.report())
 
 
 # ---- weightsmith tune
@@ -102,11 +102,11 @@ def tune(
         from weightsmith._reports.tuning.tune import tuned
 
         with meter(quiet=quiet) as shown:
-            found = tuned(options.recipe_source(recipe), out, planning, texts, settings, running, shown)
-        wrote(f"The recipe is complete: {printable(str(found.out))}")
-        work.present(found.report())
+            tuning = tuned(options.recipe_source(recipe), out, planning, texts, settings, running, shown)
+        wrote(f"The recipe is complete: {printable(str(tuning.out))}")
+        work.present(tuning.report())
         if work.shows:
-            say(f"Recipe written: {printable(str(found.out))}")
+            say(f"Recipe written: {printable(str(tuning.out))}")
 
 
 # ---- weightsmith auto
@@ -172,12 +172,12 @@ def write(
         from weightsmith._reports.auto.write import written
 
         with meter(quiet=quiet) as shown:
-            found = written(model, out, settings, running, shown)
-        wrote(f"The text is complete: {printable(str(found.out))}")
+            text_file = written(model, out, settings, running, shown)
+        wrote(f"The text is complete: {printable(str(text_file.out))}")
         if as_json:
-            show_json(found.to_json())
+            show_json(text_file.to_json())
         elif work.shows:
-            say(f"{count(found.rows, 'row')} written: {printable(str(found.out))}")
+            say(f"{count(text_file.rows, 'row')} written: {printable(str(text_file.out))}")
 
 
 # ---- weightsmith statistics
@@ -203,8 +203,4 @@ def statistics(
         weightsmith statistics fr fr.txt fr-stats --kind fisher --rows 64
     """
     with working("reading the model's headers and the text", out=out, quiet=quiet, as_json=as_json) as work:
-        from weightsmith._features.statistics import prepare_statistics
-
-        with prepare_statistics(model, text, settings) as prepared:
-            show_warnings(prepared)
-            work.make(prepared, replace(running, card=False), "measuring")
+        work.make(weightsmith.statistics, model, text, records=(settings, running))

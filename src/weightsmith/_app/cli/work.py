@@ -5,23 +5,22 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from weightsmith._app.cli.failures import failures, wrote
+from weightsmith._app.cli.options import keywords
 from weightsmith._base.errors import Finding, printable
 from weightsmith._base.text import count, duration, is_terminal, say, show_json, size, status, status_line, warn
-from weightsmith._execution.options import RunOptions
 
 if TYPE_CHECKING:
     from weightsmith._base.report import Report
     from weightsmith._execution.run import Callbacks, Merged
-    from weightsmith._planning.planner import Prepared
     from weightsmith._plans import Plan
-    from weightsmith._reports.evaluate.result import Evaluator, ResultEvaluation
+    from weightsmith._reports.evaluate.result import ResultEvaluation
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,40 +43,51 @@ class Work:
         return not self.quiet and not self.as_json
 
     @contextmanager
-    def running(self, doing: str, options: RunOptions = RunOptions()) -> Iterator[Callbacks]:  # noqa: B008  frozen
-        """Callbacks of a progress bar, while tensor data is read. doing: the verb of the bar; options: as for `make`."""
+    def running(self, doing: str) -> Iterator[Callbacks]:
+        """Callbacks of a progress bar, while tensor data is read. doing: the verb of the bar."""
         from weightsmith._execution.progress import callbacks, meter
         from weightsmith._execution.run import Callbacks
 
-        message = lambda: interrupted(self.out)  # noqa: E731
-        evaluator = self._evaluator(options)  # a text that cannot be used is no failure of the merge
-        with failures(merging=True, as_json=self.as_json, interrupted=message), meter(quiet=self.quiet) as shown:
-            yield Callbacks(*callbacks(shown, doing), evaluator and replace(evaluator, progress=shown))
-
-    def _evaluator(self, options: RunOptions) -> Evaluator | None:
-        if options.evaluate is None:
-            return None
-        from weightsmith._reports.evaluate.result import evaluator
-
-        return evaluator(options, self.out)
+        with failures(merging=lambda: True, as_json=self.as_json, interrupted=lambda: interrupted(self.out)):
+            with meter(quiet=self.quiet) as shown:
+                yield Callbacks(*callbacks(shown, doing))
 
     def make(
-        self, prepared: Prepared, options: RunOptions, doing: str, details: Callable[[Merged], None] | None = None
-    ) -> Merged:
-        """Run a plan with a progress bar, and report the result.
+        self,
+        function: Callable[..., Merged | None],
+        *arguments: object,
+        records: Sequence[object],
+        details: Callable[[Merged], None] | None = None,
+        **others: object,
+    ) -> Merged | None:
+        """Call a function that makes a model, with a progress bar, and report the result. None: it made a part of one.
 
-        doing    the verb of the bar
+        records  of options
         details  shows more, before the result
+        others   keywords of the function that are no options
         """
-        from weightsmith._execution.distributed import execute
+        from weightsmith._execution.progress import meter
 
-        with self.running(doing, options) as watching:
+        plans: list[Plan] = []
+
+        def announce(plan: Plan, source: tuple[str, str]) -> None:
+            plans.append(plan)
+            if others.get("part") is None:  # the run that publishes shows them
+                show_warnings(plan, source)
             status("preparing the output")
-            merged = execute(prepared, self.out, options, watching, began=self.began)
-            wrote(f"The output is complete: {printable(merged.url or str(merged.out))}")
+
+        message = lambda: interrupted(self.out)  # noqa: E731
+        told = keywords(function.__name__, *records) | others
+        with failures(merging=lambda: bool(plans), as_json=self.as_json, interrupted=message), meter(quiet=self.quiet) as shown:
+            shown.announce = announce
+            merged = function(*arguments, self.out, progress=shown, **told)
+            if merged is not None:
+                wrote(f"The output is complete: {printable(merged.url or str(merged.out))}")
+        if merged is None:
+            return None
         if details is not None and self.shows:
             details(merged)
-        self.report(merged, prepared.plan.warnings)
+        self.report(merged, plans[0].warnings)
         return merged
 
     def report(self, merged: Merged, shown: Collection[Finding] = ()) -> None:
@@ -131,10 +141,10 @@ def working(
         yield work
 
 
-def show_warnings(prepared: Prepared) -> None:
-    """Show the warnings of a plan."""
-    for finding in prepared.plan.warnings:
-        warn(finding, prepared.source)
+def show_warnings(plan: Plan, source: tuple[str, str]) -> None:
+    """Show the warnings of a plan. source: name and text of the recipe."""
+    for finding in plan.warnings:
+        warn(finding, source)
 
 
 def _summary(merged: Merged) -> str:
@@ -163,8 +173,8 @@ def _evaluation(merged: Merged) -> ResultEvaluation | None:
     """The numbers of `--evaluate`."""
     from weightsmith._execution.run import EVALUATION
 
-    found: Any = merged.reports.get(EVALUATION)
-    return None if found is None else cast("ResultEvaluation", found)
+    report: Any = merged.reports.get(EVALUATION)
+    return None if report is None else cast("ResultEvaluation", report)
 
 
 def _weights(plan: Plan) -> int:
@@ -175,14 +185,14 @@ def _weights(plan: Plan) -> int:
 
 
 def _to_json(merged: Merged) -> dict[str, Any]:
-    from weightsmith._execution.distance import to_json
+    from weightsmith._execution.report import to_json
 
     plan, evaluated = merged.plan, _evaluation(merged)
     return {
         **({} if evaluated is None else {"evaluation": evaluated.to_json()}),
         "out": str(merged.out),
         "url": merged.url,
-        "method": plan.made.name,
+        "method": plan.provenance.name,
         "tensors": _weights(plan),
         "resumed": merged.resumed,
         "bytes": plan.nbytes,
@@ -203,7 +213,7 @@ def interrupted(out: str) -> str:
     import glob
 
     from weightsmith._base.errors import WeightsmithError
-    from weightsmith._outputs.local.area import staging_folder
+    from weightsmith._outputs.area import staging_folder
     from weightsmith._outputs.places import place_of
 
     resume = f"\n  -> Resume with the same command: {_command()}"

@@ -206,7 +206,7 @@ class Session:
             facts["costs"] = [
                 ["size", size(checked.file_bytes)],
                 ["memory", size(checked.memory_bytes)],
-                *self._time(checked.plan.made.name, checked.file_bytes),
+                *self._time(checked.plan.provenance.name, checked.file_bytes),
             ]
         self.board.put("notes", facts)
         return checked.plan is not None
@@ -360,7 +360,7 @@ class Session:
         merged = status.merged
         if merged is None or status.out is None:
             return
-        numbers = {"method": merged.plan.made.name, "bytes": str(sum(step.out.nbytes for step in merged.plan.steps))}
+        numbers = {"method": merged.plan.provenance.name, "bytes": str(sum(step.out.nbytes for step in merged.plan.steps))}
         if merged.distance:
             numbers["distance from the base"] = merged.distance[0].percent()
         page = status.out / PAGE_NAME

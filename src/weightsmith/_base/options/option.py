@@ -49,7 +49,7 @@ class Option:
     usage     flags, and the name of the value in help texts: `-k, --k K`, `--card/--no-card`
     group     heading in help texts, one of `GROUPS`
     help      one sentence without its full stop; `name` in backticks is another option. The choices follow in brackets
-    more      further sentences, for the docs only; Markdown
+    details   further sentences, for the docs only; Markdown
     unset     the default in words, if it is None; by function, "" for the others, if it differs
     choices   the values allowed; "module:NAME" below `weightsmith` for a list of a feature
     plugins   the entry points whose names are allowed too: "weightsmith.approximations"
@@ -69,7 +69,7 @@ class Option:
     usage: str
     help: str
     group: str
-    more: str = ""
+    details: str = ""
     unset: str | Mapping[str, str] = ""
     choices: tuple[Any, ...] | str = ()
     plugins: str = ""

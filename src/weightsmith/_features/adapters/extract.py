@@ -56,8 +56,22 @@ from weightsmith._planning.planner.inputs import find_model, open_models
 from weightsmith._planning.planner.match import is_buffer
 from weightsmith._planning.planner.prepared import model_input
 from weightsmith._planning.recipe import ModelRef
-from weightsmith._planning.recipe.references import parse_reference
-from weightsmith._plans import CAST, COPY, JOIN, PRODUCTS, Block, FollowUp, Made, Plan, PlanDraft, Product, Read, Settings, Step
+from weightsmith._planning.recipe.values import parse_reference
+from weightsmith._plans import (
+    CAST,
+    COPY,
+    JOIN,
+    PRODUCTS,
+    Block,
+    FollowUp,
+    Plan,
+    PlanDraft,
+    Product,
+    Provenance,
+    Read,
+    Settings,
+    Step,
+)
 from weightsmith._plans.codec import has_type
 from weightsmith._version import __version__
 from weightsmith.abc.product import Arrays
@@ -144,7 +158,7 @@ def _measuring_plan(base: Checkpoint, tuned: Checkpoint, settings: ExtractSettin
     )
     models = (base, tuned)
     draft = PlanDraft(
-        Made(COMMAND, f"Extracted with weightsmith {__version__}.", _SOURCE, relation="adapter"),
+        Provenance(COMMAND, f"Extracted with weightsmith {__version__}.", _SOURCE, relation="adapter"),
         models=[model_input(model) for model in models],
         settings=[_DIFFERENCE],
         products=[*_factor_products(selection, analyse(base.specs.values(), base.config), settings)],
@@ -268,8 +282,8 @@ def follow(prepared: Prepared, arrays: Mapping[str, Arrays], built: BuiltModel |
     report = Extraction(tuple(matrices), tuple(places.whole), left_out, tuple(places.in_place), unknown)
     grown = any(step.op == COPY and step.out.name not in left_out for step in steps_compared)
     draft = PlanDraft.of(plan)
-    title = f"{plan.made.title[:-1]}: the adapter that makes `{plan.models[_TUNED].ref}` of the base."
-    draft.made, draft.then = replace(plan.made, title=title), None
+    title = f"{plan.provenance.title[:-1]}: the adapter that makes `{plan.models[_TUNED].ref}` of the base."
+    draft.provenance, draft.then = replace(plan.provenance, title=title), None
     draft.steps, draft.config = steps, adapter.config(matrices)
     draft.products = [product for product in plan.products if product.op == "factors"]
     draft.donor = _TUNED if grown else _BASE

@@ -160,7 +160,7 @@ def _refusals(recipe: Recipe, options: RecipeOptions) -> Iterator[WeightsmithErr
 def _rewrite(draft: PlanDraft, opened: OpenedAdapters, rank: int | None, combination: PeftCombination | None) -> None:
     """The draft of a merge of differences, as one of factors. Raises PlanError."""
     if draft.products:
-        what = f"{draft.made.name} looks at the whole model before it merges, which merges of adapters cannot do"
+        what = f"{draft.provenance.name} looks at the whole model before it merges, which merges of adapters cannot do"
         raise PlanError([Unsupported(what, where="models", fix="write scope: tensor, or merge models: BASE+ADAPTER")])
     products: list[Product] = []
     steps: list[Step] = []
@@ -194,15 +194,17 @@ def _rewrite(draft: PlanDraft, opened: OpenedAdapters, rank: int | None, combina
         for step, module in zip(firsts, modules, strict=True):
             rank, dtype = ranks[module.name], step.out.dtype
             steps += _stored(places, module, rank, dtype) if single is None else single.steps(draft, module, rank, dtype)
-    steps += [_whole_step(opened, places, step, draft.made.name) for step in whole]
+    steps += [_whole_step(opened, places, step, draft.provenance.name) for step in whole]
     opened.leave_base([*steps, *(step for product in products for step in product.steps)])
-    title, source = draft.made.title.replace("Merged with", "LoRA adapters merged with"), _SOURCES[opened.space]
-    name, cited = draft.made.name, draft.made.source
+    title, source = draft.provenance.title.replace("Merged with", "LoRA adapters merged with"), _SOURCES[opened.space]
+    name, cited = draft.provenance.name, draft.provenance.source
     if combination is not None:
         name, cited, source = f"{PREFIX}{combination.name}", "", _PEFT
         title = title.replace("linear", name)
     relation = "adapter" if single is None else "merge"
-    draft.made = replace(draft.made, name=name, title=title, source=f"{cited}\n\n{source}".strip(), relation=relation)
+    draft.provenance = replace(
+        draft.provenance, name=name, title=title, source=f"{cited}\n\n{source}".strip(), relation=relation
+    )
     draft.models = [model_input(checkpoint) for checkpoint in opened.inputs]
     draft.steps, draft.products, draft.dropped = steps, products, []
     draft.config, draft.donor, draft.container = None, 0, PEFT

@@ -17,7 +17,7 @@ class ExtractSettings:
         128,
         "--max-rank R",
         "Maximum rank of a module",
-        more="Also the rank of every module, unless `--energy` or `--max-parameters` chooses it.",
+        details="Also the rank of every module, unless `--energy` or `--max-parameters` chooses it.",
         least=1,
         group="Ranks",
     )
@@ -25,7 +25,7 @@ class ExtractSettings:
         None,
         "--energy SHARE",
         "Choose ranks that keep this share of the change, such as 0.9",
-        more="The smallest rank of each matrix that keeps it; rounding noise is not counted.",
+        details="The smallest rank of each matrix that keeps it; rounding noise is not counted.",
         above=0,
         most=1,
         group="Ranks",
@@ -42,14 +42,14 @@ class ExtractSettings:
         False,
         "--exact",
         "Use exact singular value decompositions",
-        more="Otherwise randomised ones are used where they are cheaper.",
+        details="Otherwise randomised ones are used where they are cheaper.",
         group="Advanced",
     )
     embed_lora: bool = option(
         False,
         "--embed-lora/--no-embed-lora",
         "Decompose embedding and head too",
-        more="Otherwise they are saved whole if they differ.",
+        details="Otherwise they are saved whole if they differ.",
     )
     include: tuple[str, ...] = option(
         (), "-i, --include, --include-regex REGEX", "Include modules whose names match REGEX (repeatable)"
@@ -61,28 +61,28 @@ class ExtractSettings:
         (),
         "--save-module NAME",
         "Save modules with this name whole, if they differ (repeatable)",
-        more="NAME is the end of the module's name.",
+        details="NAME is the end of the module's name.",
         brief=(),
     )
     distribute_scale: bool = option(
         True,
         "--distribute-scale/--no-distribute-scale",
         "Share singular values between A and B",
-        more="Otherwise all are in A.",
+        details="Otherwise all are in A.",
         group="Advanced",
     )
     skip_undecomposable: bool = option(
         False,
         "--skip-undecomposable",
         "Leave out norms, embedding and head",
-        more="Otherwise tensors that cannot be decomposed are saved whole.",
+        details="Otherwise tensors that cannot be decomposed are saved whole.",
         brief=(),
     )
     layout: str = option(
         "peft",
         "--for PROGRAM",
         "Program that loads the adapter",
-        more="vLLM loads factors of linear layers only.",
+        details="vLLM loads factors of linear layers only.",
         choices=("peft", "vllm"),
         group="Output",
     )
@@ -92,7 +92,7 @@ class ExtractSettings:
         "Scale of intruder dimensions; 0 removes them",
         least=0,
         most=1,
-        more="They are singular vectors of the fine-tune that the base lacks. See [modules](lora.md#modules).",
+        details="They are singular vectors of the fine-tune that the base lacks. See [modules](lora.md#modules).",
         group="Advanced",
     )
     out_dtype: DType | None = option(

@@ -13,10 +13,10 @@ from weightsmith._features.mixture.layouts.dense_config import semantics
 from weightsmith._files.hf_folder import natural_key
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import Structure, analyse
-from weightsmith._models.structure.fused import fused_parts
-from weightsmith._planning.planner.config import main_dtype
+from weightsmith._models.structure.projections import fused_parts
 from weightsmith._planning.planner.match import is_buffer
 from weightsmith._planning.planner.prepared import Prepared, model_input
+from weightsmith._planning.planner.steps import main_dtype
 from weightsmith._planning.recipe import Expert, Recipe, Upcycling
 from weightsmith._plans import (
     CAST,
@@ -27,9 +27,9 @@ from weightsmith._plans import (
     PRODUCTS,
     Block,
     Gather,
-    Made,
     Parameters,
     PlanDraft,
+    Provenance,
     Read,
     Settings,
     Step,
@@ -64,7 +64,7 @@ class Assembly:
     inputs  the open models, by index
     """
 
-    def __init__(self, provenance: Made) -> None:
+    def __init__(self, provenance: Provenance) -> None:
         self.draft = PlanDraft(provenance, settings=[Settings({}, ({},))])
         self.inputs: list[Checkpoint] = []
         self._merges = 0
@@ -134,7 +134,7 @@ class Assembly:
                 files=tuple(replace(file, model=numbers[file.model]) for file in product.files),
             )
             self.draft.products.append(moved_product)
-        label = f"the merge of {' and '.join(m.ref for m in plan.models)} by {plan.made.name}"
+        label = f"the merge of {' and '.join(m.ref for m in plan.models)} by {plan.provenance.name}"
         # `assembled.structure` is the donor's, and slices change the depth.
         structure = analyse([step.out for step in steps.values()], plan.config)
         return Donor(label, assembled.inputs[plan.donor], plan.config or {}, steps, structure, merged=True)

@@ -24,16 +24,15 @@ from weightsmith._files.copied import MAX_COPIED_BYTES, left_out_findings
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._planning import recipe as recipes
 from weightsmith._planning.options import RecipeOptions
-from weightsmith._planning.planner.agreement import Model as Compared
-from weightsmith._planning.planner.agreement import tokenizer_disagreements
+from weightsmith._planning.planner.agreement import ComparedModel, tokenizer_disagreements
 from weightsmith._planning.planner.build import NOTHING, assemble_recipe, in_recipe, read_plan_request
-from weightsmith._planning.planner.companions import Companions, carried, held_files, lacking
-from weightsmith._planning.planner.config import main_dtype
+from weightsmith._planning.planner.files import Companions, carried, held_files, lacking
 from weightsmith._planning.planner.inputs import at, open_models
 from weightsmith._planning.planner.loading import question_of
 from weightsmith._planning.planner.prepared import PlanRequest, Prepared, Stage, Written
+from weightsmith._planning.planner.steps import main_dtype
 from weightsmith._planning.recipe import Expert, ModelRef, Recipe, Surgery, Upcycling
-from weightsmith._plans import Dropped, FileRead, Made, Product, Step
+from weightsmith._plans import Dropped, FileRead, Product, Provenance, Step
 from weightsmith._version import __version__
 from weightsmith.abc.layout import ExpertLayout, Facts
 
@@ -79,7 +78,7 @@ class _Builder:
         self.folder = request.folder
         self.written = written
         self.stages: list[Stage] = []
-        self.assembly = Assembly(Made("moe"))
+        self.assembly = Assembly(Provenance("moe"))
         self.named: list[Path] = []
 
     def assemble(self, stack: ExitStack) -> Prepared:
@@ -135,7 +134,7 @@ class _Builder:
         self.warnings += companions.findings
         n_compared = max(len({id(d.donor) for d in (base, *donors)}), companions.tokenizer + 1, companions.template + 1)
         members = list(zip(companions.labels, companions.opened, strict=True))[:n_compared]
-        alike = [Compared(label, {}, checkpoint.folder, checkpoint.files) for label, checkpoint in members]
+        alike = [ComparedModel(label, {}, checkpoint.folder, checkpoint.files) for label, checkpoint in members]
         self.warnings += tokenizer_disagreements(alike, companions.tokenizer, companions.template)
         self._fill(layout, facts, base, steps, companions)
         self.named += [self.folder / expand_user(n) for e in listed for n in (e.prompts_file, e.held_out_file) if n]
@@ -282,7 +281,7 @@ class _Builder:
         if dtype is not None:
             config = {key: value for key, value in config.items() if key != "torch_dtype"} | {"dtype": dtype.torch}
         checkpoint = base.donor.checkpoint
-        draft.made, draft.config, draft.steps = self._provenance(config), config, steps
+        draft.provenance, draft.config, draft.steps = self._provenance(config), config, steps
         draft.donor = self.assembly.add(checkpoint)
         draft.dropped = list(self._dropped(base, steps))
         draft.carried = list(carried(checkpoint.files, companions.files, companions.removed))
@@ -291,12 +290,12 @@ class _Builder:
         draft.max_shard_bytes, draft.seed, draft.recipe = self.options.shard_bytes, self.options.seed, self.recipe.text
         draft.warnings = [*self.warnings, *left_out_findings(checkpoint.left_out, checkpoint.ref)]
 
-    def _provenance(self, config: Mapping[str, Any]) -> Made:
+    def _provenance(self, config: Mapping[str, Any]) -> Provenance:
         """The text of the model card."""
         title = f"Mixture of experts ({config.get('model_type', '')}) built from dense models with weightsmith {__version__}."
         seed = f"\n\nRandom seed: {self.options.seed}." if self.options.seed else ""
         source = f"The router is not trained: train it on text from the experts' domains.{seed}"
-        return Made("moe", title, source, ", over the tensors shared by an inline merge and its base")
+        return Provenance("moe", title, source, ", over the tensors shared by an inline merge and its base")
 
     def _dropped(self, base: Dense, steps: Sequence[Step]) -> tuple[Dropped, ...]:
         """Every input tensor that no step reads, and why."""

@@ -18,19 +18,19 @@ class QuantizeSettings:
         "--size SIZE",
         "EXL2, GGUF: as many bits as fit into weight files of this size, such as 4GB",
         least=1,
-        more="See [EXL2](exl2.md#a-target-size) and [GGUF](gguf.md#a-target-size).",
+        details="See [EXL2](exl2.md#a-target-size) and [GGUF](gguf.md#a-target-size).",
     )
     target: str | None = option(
         None,
         "--target kl=X",
         "EXL2, GGUF: smallest result with this KL divergence on the text of `evaluate`",
-        more="In nats per token. See [a target divergence](quantize.md#a-target-divergence).",
+        details="In nats per token. See [a target divergence](quantize.md#a-target-divergence).",
     )
     head_bits: int | None = option(
         None,
         "--head-bits BITS",
         "EXL2, EXL3: bits per weight of the output head",
-        more="16 is float16.",
+        details="16 is float16.",
         unset="6",
         choices=(2, 3, 4, 5, 6, 8, 16),
     )
@@ -40,7 +40,7 @@ class QuantizeSettings:
         "Calibration text: a file, built-in, or none",
         unset="EXL2, EXL3, fp8-static, nvfp4, KV cache: built-in; others: none",
         path=True,
-        more="The file is txt, jsonl or parquet; `none` rounds to nearest. See [calibration](calibration.md).",
+        details="The file is txt, jsonl or parquet; `none` rounds to nearest. See [calibration](calibration.md).",
     )
     calibration_rows: int | None = option(
         None,
@@ -62,7 +62,7 @@ class QuantizeSettings:
         None,
         "--calibration-dtype DTYPE",
         "Dtype in which linear layers multiply during a calibration",
-        more="`bfloat16` is [faster](calibration.md#faster-forward-passes) on processors that multiply it.",
+        details="`bfloat16` is [faster](calibration.md#faster-forward-passes) on processors that multiply it.",
         unset="float32",
         choices=("float32", "bfloat16"),
         brief=(),
@@ -71,7 +71,7 @@ class QuantizeSettings:
         None,
         "--measure METHOD",
         "EXL2 only: how settings are measured",
-        more="`full` is ExLlamaV2's measurement, which is slow.",
+        details="`full` is ExLlamaV2's measurement, which is slow.",
         unset="proxy",
         choices=("proxy", "full"),
         brief=(),
@@ -90,13 +90,13 @@ class QuantizeSettings:
         (),
         "--tensor-type REGEX=TYPE",
         "GGUF only: type of tensors whose llama.cpp name matches, such as ffn_down=Q6_K (repeatable; the last one wins)",
-        more="See [GGUF](gguf.md#types-of-single-tensors).",
+        details="See [GGUF](gguf.md#types-of-single-tensors).",
     )
     mmproj: bool = option(
         True,
         "--mmproj/--no-mmproj",
         "GGUF only: write a model's vision half to OUT/mmproj.gguf",
-        more="See [models for images](gguf.md#models-for-images).",
+        details="See [models for images](gguf.md#models-for-images).",
         brief=(),
     )
     group_size: int | None = option(
@@ -108,7 +108,7 @@ class QuantizeSettings:
         "compressed-tensors only: scales for a KV cache of this dtype",
         unset="no scales",
         choices=("fp8",),
-        more="They need a calibration text. See [the KV cache](quantize.md#the-kv-cache).",
+        details="They need a calibration text. See [the KV cache](quantize.md#the-kv-cache).",
         brief=(),
     )
     engine: str | None = option(
@@ -117,7 +117,7 @@ class QuantizeSettings:
         "Program that must load the result; what it cannot load is an error",
         unset="a warning names programs that cannot",
         choices="_models.formats.engines:ENGINE_NAMES",
-        more="One of `transformers`, `vllm`, `sglang`, `llama.cpp`, `exllamav2`, `exllamav3` and `mlx-lm`: [which loads "
+        details="One of `transformers`, `vllm`, `sglang`, `llama.cpp`, `exllamav2`, `exllamav3` and `mlx-lm`: [which loads "
         "what](quantize.md#programs).",
     )
 

@@ -39,7 +39,7 @@ from weightsmith._models.formats import find_encoding
 from weightsmith._models.structure.projections import site_of
 from weightsmith._models.structure.vocabulary import is_vocabulary
 from weightsmith._planning.planner import Prepared
-from weightsmith._planning.planner.companions import drop_subfolders, joined, lacking
+from weightsmith._planning.planner.files import drop_subfolders, joined, lacking
 from weightsmith._plans import PlanDraft, Product, Step
 from weightsmith.abc.product import Arrays, Floats
 from weightsmith.abc.stored import ModelFiles, ModelFormat, ModelOrigin, ModelRequest
@@ -49,12 +49,15 @@ _SIZES = frozenset({"size_bytes", "target"})
 
 def format_of(model_format: ModelFormat) -> Format:
     """The format as users ask for it."""
-    apply, settings = partial(_apply, model_format), model_format.settings
-    if not model_format.measures:
-        return Format(model_format.name, model_format.summary, model_format.readers, apply, settings)
-    settings |= CALIBRATION_SETTINGS | _SIZES
+    measures = model_format.measures
     return Format(
-        model_format.name, model_format.summary, model_format.readers, apply, settings, partial(_follow, model_format)
+        model_format.name,
+        model_format.summary,
+        model_format.readers,
+        partial(_apply, model_format),
+        model_format.settings | (CALIBRATION_SETTINGS | _SIZES if measures else frozenset[str]()),
+        partial(_follow, model_format) if measures else None,
+        model_format.shard_bytes,
     )
 
 

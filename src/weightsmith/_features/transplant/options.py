@@ -54,7 +54,7 @@ class TransplantSettings:
         "no",
         "-pm, --prefix-match TABLE",
         "Use the row of a missing token's longest known prefix",
-        more="TABLE is where: both tables (yes), or one of them.",
+        details="TABLE is where: both tables (yes), or one of them.",
         choices=TABLES,
         brief=(),
     )
@@ -62,12 +62,12 @@ class TransplantSettings:
         "yes",
         "-bm, --byte-match TABLE",
         "Use the row of <0x41> for A, and the reverse",
-        more="TABLE is where: both tables (yes), or one of them.",
+        details="TABLE is where: both tables (yes), or one of them.",
         choices=TABLES,
         brief=(),
     )
     magikarp: bool = option(
-        False, "--magikarp", "Approximate poorly trained tokens too", more="They are not used for others.", brief=()
+        False, "--magikarp", "Approximate poorly trained tokens too", details="They are not used for others.", brief=()
     )
     match_norms: bool = option(
         False,

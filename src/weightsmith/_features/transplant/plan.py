@@ -38,12 +38,12 @@ from weightsmith._models.tokenizers.vocabulary import MAX_FILE_BYTES, contents_o
 from weightsmith._planning import recipe as recipes
 from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner.build import assemble_recipe
-from weightsmith._planning.planner.companions import held_files, joined, lacking
+from weightsmith._planning.planner.files import held_files, joined, lacking
 from weightsmith._planning.planner.inputs import open_models
 from weightsmith._planning.planner.prepared import PlanRequest, Prepared, model_input
 from weightsmith._planning.recipe import ModelRef
-from weightsmith._planning.recipe.references import parse_reference
-from weightsmith._plans import PRODUCTS, Block, Gather, Made, PlanDraft, Read, Step
+from weightsmith._planning.recipe.values import parse_reference
+from weightsmith._plans import PRODUCTS, Block, Gather, PlanDraft, Provenance, Read, Step
 from weightsmith._plans import Table as Numbers
 from weightsmith._version import __version__
 from weightsmith.abc.approximation import Approximation, Choices
@@ -206,7 +206,7 @@ class _Transplant:
         draft.lacking = joined([draft.lacking, lacking([(self.donor.label, copied_files(self.donor.files))], held)])
         how = f"transplanted with weightsmith {__version__}, approximation `{self.approximation.name}`."
         title = f"The tokenizer of `{self.donor.label}` {how}"
-        draft.made = Made(COMMAND, title, _SOURCE + self.approximation.source, relation="merge")
+        draft.provenance = Provenance(COMMAND, title, _SOURCE + self.approximation.source, relation="merge")
         draft.vocabulary = self._summary(matches["embedding"])
         draft.recipe, draft.follows_recipe = self._settings(), False
         self.assembled.inputs = [*self.assembled.inputs, *donor]

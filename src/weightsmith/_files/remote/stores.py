@@ -244,13 +244,13 @@ _CHUNK_BYTES = 1 << 20
 def obstore(where: str) -> ModuleType:
     """The package. Raises Unsupported where it is not installed."""
     try:
-        import obstore as found
+        import obstore as package
         import obstore.exceptions
         import obstore.store
     except ImportError:
         what = "the package obstore, which reads object stores, is not installed"
         raise Unsupported(what, where=where, fix=f"run {install('remote')}") from None
-    module: ModuleType = found
+    module: ModuleType = package
     return module
 
 
@@ -374,8 +374,8 @@ class StoreFile:
 
 def status_of(error: Exception) -> int:
     """The status in the text of an exception of obstore, whose errors of lists are all of one type; 0 without one."""
-    found = re.search(r"(?:status(?: code)?:?|non-2xx status code:) ([0-9]{3})\b", str(error))
-    return int(found[1]) if found is not None else 0
+    status = re.search(r"(?:status(?: code)?:?|non-2xx status code:) ([0-9]{3})\b", str(error))
+    return int(status[1]) if status is not None else 0
 
 
 def _quoted(tag: str) -> str:

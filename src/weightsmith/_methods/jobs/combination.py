@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from weightsmith._kernels.codecs import Encoded, EncodedInputs
 from weightsmith._kernels.combine import LANES, combine, combine_columns, combine_rows, gram, gram_columns, gram_rows
-from weightsmith._kernels.matrix import copy_rows
-from weightsmith._kernels.records import Encoded, Inputs
+from weightsmith._kernels.delta import copy_rows
 from weightsmith._methods.jobs.matrix import write_with
 from weightsmith.abc.job import Bytes, Job, Matrix, Tile
 
@@ -167,7 +167,7 @@ class RowJob(Job):
             gram_rows(tile.raw, m.codes, first, m.cols, self.deltas, products, rows, lanes)
             with np.errstate(all="ignore"):
                 coefficients = np.ascontiguousarray(self.solve(symmetric(products, k)))
-            combine_rows(Inputs(tile.raw, m.codes), coefficients, first, m.cols, Encoded(out, m.out_code), rows, sums)
+            combine_rows(EncodedInputs(tile.raw, m.codes), coefficients, first, m.cols, Encoded(out, m.out_code), rows, sums)
 
 
 class ColumnJob(Job):
@@ -203,7 +203,7 @@ class ColumnJob(Job):
     def apply(self, tile: Tile, out: Bytes) -> None:
         m = self.matrix
         rows, sums = tile.scratch.rows(1, m.codes, m.out_code), tile.scratch.sums(1)
-        inputs, encoded = Inputs(tile.raw, m.codes), Encoded(out, m.out_code)
+        inputs, encoded = EncodedInputs(tile.raw, m.codes), Encoded(out, m.out_code)
         combine_columns(inputs, self.coefficients, tile.size, m.cols, encoded, rows, sums)
 
 

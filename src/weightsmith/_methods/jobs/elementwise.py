@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from weightsmith._kernels.codecs import Encoded, EncodedInputs
 from weightsmith._kernels.divergence import row_divergence
 from weightsmith._kernels.elementwise import count_active, count_varying, energies, merge_active, merge_elected, merge_fused
-from weightsmith._kernels.records import Encoded, Inputs
 from weightsmith._kernels.select import IMPORTANCE, VARIANCE, Scores, select_scores
 from weightsmith._methods.jobs.selection import Selection
 from weightsmith.abc.job import Bytes, Job, Matrix, Tile
@@ -41,7 +41,7 @@ class ElementwiseJob(Job):
     def apply(self, tile: Tile, out: Bytes) -> None:
         m, scratch, arguments = self.matrix, tile.scratch, self.arguments(tile)
         rows, sums = scratch.rows(len(m.codes), m.codes, m.out_code), scratch.sums(self._sums)
-        self._kernel(Inputs(tile.raw, m.codes), tile.size, *arguments, Encoded(out, m.out_code), rows, sums)
+        self._kernel(EncodedInputs(tile.raw, m.codes), tile.size, *arguments, Encoded(out, m.out_code), rows, sums)
 
 
 def count_tile(matrix: Matrix, tile: Tile, epsilon: float) -> Counts:
@@ -194,7 +194,7 @@ class FusionJob(ElementwiseJob):
         rows = self._divergence[tile.start // m.row : -(-(tile.start + tile.size) // m.row)]
         if len(rows) and np.isnan(rows[0]):
             scratch, sums = tile.scratch.rows(2, m.codes, m.out_code), tile.scratch.sums(4, m.row)
-            row_divergence(Inputs(tile.raw, m.codes), tile.size, m.row, self._epsilon, rows, scratch, sums)
+            row_divergence(EncodedInputs(tile.raw, m.codes), tile.size, m.row, self._epsilon, rows, scratch, sums)
         return rows
 
     def arguments(self, tile: Tile) -> tuple[Any, ...]:

@@ -12,10 +12,8 @@ import numpy.typing as npt
 import xxhash
 
 from weightsmith._base.tensors import BY_CODE
-from weightsmith._kernels.codecs import BLOCK
-from weightsmith._kernels.perturb import Neurons, Noise, Redraw, Scratch, chosen_sums, perturb
-from weightsmith._kernels.philox import random_words
-from weightsmith._kernels.records import Encoded
+from weightsmith._kernels.codecs import BLOCK, Encoded
+from weightsmith._kernels.randomness import Neurons, Noise, NoiseScratch, Redraw, chosen_sums, perturb, random_words
 from weightsmith._methods.jobs.combination import CombinationJob
 from weightsmith._plans import CAST, FILL, PERTURB
 from weightsmith.abc.job import Bytes, Job, Matrix, Tile
@@ -100,7 +98,7 @@ class PerturbedJob(Job):
         m = self.matrix
         neurons = Neurons(self._chosen, self._by_rows, m.cols)
         redraw = Redraw(self._key("redrawn"), neurons, self._mean, self._deviation)
-        scratch = Scratch(tile.scratch.sums(1)[0], np.empty((2, BLOCK + 512), np.uint32))
+        scratch = NoiseScratch(tile.scratch.sums(1)[0], np.empty((2, BLOCK + 512), np.uint32))
         weight, encoded = Encoded(tile.raw[0], int(m.codes[0])), Encoded(out, m.out_code)
         perturb(weight, tile.start, tile.size, Noise(*self._noise), redraw, self._factor, encoded, scratch)
 

@@ -13,10 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith._kernels.codecs import F32, F64
-from weightsmith._kernels.delta import delta_squares, rescale_delta
-from weightsmith._kernels.matrix import copy_rows
-from weightsmith._kernels.records import Encoded, Inputs
+from weightsmith._kernels.codecs import F32, F64, Encoded, EncodedInputs
+from weightsmith._kernels.delta import copy_rows, delta_squares, rescale_delta
 from weightsmith._methods.jobs.decompose import transform
 from weightsmith._methods.jobs.matrix import MatrixJob, write_with
 from weightsmith.abc.job import Bytes, Job, Matrix, Tile
@@ -90,7 +88,7 @@ class ScaledJob(FollowingJob):
         merged = self.merged(tile)
         out = np.empty((tile.grains(m.grain), 2 + len(self._weights)))
         rows, sums = scratch.rows(2, m.codes, self.code), scratch.sums(out.shape[1] + 1)
-        inputs, result = Inputs(tile.raw, m.codes), Encoded(merged, self.code)
+        inputs, result = EncodedInputs(tile.raw, m.codes), Encoded(merged, self.code)
         delta_squares(inputs, tile.size, m.grain, self._weights, result, out, rows, sums)
         return out
 
@@ -106,7 +104,7 @@ class ScaledJob(FollowingJob):
         m, scratch = self.matrix, tile.scratch
         merged = self.merged(tile)
         rows, sums = scratch.rows(2, m.codes, self.code), scratch.sums(1)
-        inputs, result = Inputs(tile.raw, m.codes), Encoded(merged, self.code)
+        inputs, result = EncodedInputs(tile.raw, m.codes), Encoded(merged, self.code)
         rescale_delta(inputs, result, tile.size, self.factor, Encoded(out, m.out_code), rows, sums)
 
 

@@ -6,7 +6,7 @@ one for L1 norms, one to apply. Thresholds over the whole model are a product.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,8 +15,7 @@ import numpy.typing as npt
 import xxhash
 
 from weightsmith._kernels import task_vector as kernel
-from weightsmith._kernels.codecs import BLOCK
-from weightsmith._kernels.records import Encoded, Inputs
+from weightsmith._kernels.codecs import BLOCK, Encoded, EncodedInputs
 from weightsmith._methods.jobs.selection import Key, Selection, kept_ranks, model_limits
 from weightsmith.abc.job import Bytes, Job, Matrix, Scratch, Tile
 
@@ -100,7 +99,7 @@ class TaskVectorJob(Job):
             for i in range(models):
                 self._set_mode(i, ranks)
         self._selection = Selection(matrix, ranks)
-        self._memory: dict[object, Any] | None = None
+        self._memory: MutableMapping[object, Any] | None = None
         self._selected_before = False
         self._mean = _MEAN[axes.combine]
         self._elect = _ELECT[axes.elect]
@@ -118,7 +117,7 @@ class TaskVectorJob(Job):
         slow = bool(np.isin(self.modes, _SLOW).any())
         self._remember = self._norms_needed and slow and mask_bytes <= REMEMBER_BYTES
         self.resident_bytes = mask_bytes if self._remember else 0
-        self._not_given = np.empty((models, 0), np.uint8)
+        self._none_chosen = np.empty((models, 0), np.uint8)
         self._masks_of: dict[int, npt.NDArray[np.uint8]] = {}  # by tile: bits of its masks, [models, bytes]
         self.block = matrix.row if self._in_rows else BLOCK
 
@@ -180,7 +179,7 @@ class TaskVectorJob(Job):
 
     # ---- passes
 
-    def recall(self, memory: dict[object, Any]) -> None:
+    def recall(self, memory: MutableMapping[object, Any]) -> None:
         """Thresholds depend on the inputs and on the ranks alone: not on weights."""
         ranks = {key: search.rank for key, search in self._selection.searches.items()}
         if memory.get("ranks") == ranks:
@@ -222,9 +221,9 @@ class TaskVectorJob(Job):
         out = np.zeros((tile.grains(m.grain), len(self.weights), 2))
         kept = np.empty((len(self.weights), tile.size if self._remember else 0), np.uint8)
         rows = scratch.rows(2, m.codes, m.out_code, self.block)
-        memory = kernel.Scratch(rows, scratch.sums(2 * len(self.weights)), *self._row_scratch(scratch))
-        masks = self._masks(tile, self._not_given)
-        kernel.l1_norms(Inputs(tile.raw, m.codes), self._place(tile), m.grain, masks, out, memory, kept)
+        memory = kernel.MergeScratch(rows, scratch.sums(2 * len(self.weights)), *self._row_scratch(scratch))
+        masks = self._masks(tile, self._none_chosen)
+        kernel.l1_norms(EncodedInputs(tile.raw, m.codes), self._place(tile), m.grain, masks, out, memory, kept)
         if self._remember:
             self._masks_of[tile.start] = np.packbits(kept, axis=1)
         return out
@@ -236,7 +235,7 @@ class TaskVectorJob(Job):
             if self.modes[i] != kernel.KEEP_ALL and before >= 1e-7 and after >= 1e-7:
                 self.scales[i] = before / after
         if self._remember:
-            self.modes[np.isin(self.modes, _SLOW)] = kernel.KEEP_GIVEN
+            self.modes[np.isin(self.modes, _SLOW)] = kernel.KEEP_CHOSEN
             self.block = BLOCK
             self._in_rows = False
 
@@ -252,11 +251,13 @@ class TaskVectorJob(Job):
 
     def apply(self, tile: Tile, out: Bytes) -> None:
         m, scratch = self.matrix, tile.scratch
-        chosen = self._not_given
+        chosen = self._none_chosen
         if self._remember:
             chosen = np.unpackbits(self._masks_of[tile.start], axis=1, count=tile.size)
         how = kernel.Combination(self.weights, self.scales, self._elect, self._mean, self.factor)
         rows = scratch.rows(len(m.codes) + 3, m.codes, m.out_code, self.block)
-        memory = kernel.Scratch(rows, scratch.sums(1, self.block), *self._row_scratch(scratch))
+        memory = kernel.MergeScratch(rows, scratch.sums(1, self.block), *self._row_scratch(scratch))
         masks = self._masks(tile, chosen)
-        kernel.merge_task_vectors(Inputs(tile.raw, m.codes), self._place(tile), masks, how, Encoded(out, m.out_code), memory)
+        kernel.merge_task_vectors(
+            EncodedInputs(tile.raw, m.codes), self._place(tile), masks, how, Encoded(out, m.out_code), memory
+        )

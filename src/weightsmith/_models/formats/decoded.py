@@ -20,7 +20,7 @@ from weightsmith._base.files import Extent, show
 from weightsmith._base.strict_json import parse_object
 from weightsmith._base.tensors import DTYPES, DType, TensorSpec
 from weightsmith._files.hf_folder import natural_key
-from weightsmith._files.strided import gather
+from weightsmith._files.pytorch import gather
 from weightsmith._models.formats.config import (
     DAMAGED_CHECKPOINT,
     config_entries,

@@ -25,8 +25,7 @@ from weightsmith._models.lora.networks import find_places as find_modules
 from weightsmith._models.sources.adapted import Adapted, AdaptedTensor, RowChange, Update
 from weightsmith._models.structure import analyse
 from weightsmith._models.structure.configs import replace_value
-from weightsmith._models.structure.fused import SubMatrix, fused_names, fused_parts
-from weightsmith._models.structure.projections import UNMIXTRAL
+from weightsmith._models.structure.projections import UNMIXTRAL, SubMatrix, fused_names, fused_parts
 from weightsmith._models.structure.vocabulary import (
     class_of,
     is_embedding,

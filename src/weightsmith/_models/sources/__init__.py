@@ -2,7 +2,7 @@
 
 files.py    tensors stored as plain bytes in files
 adapted.py  a source with a LoRA adapter applied
-composed.py some tensors of a source, under other names; a folder and its subfolders, as one; state dicts. `_files/views.py`
+composed.py some tensors of a source, under other names; a folder and its subfolders, as one; state dicts. `_files/arrays.py`
             streams the bytes of a tensor in memory
 
 A new file format is part of a stored format (`abc.stored.StoredFormat`): safetensors' and PyTorch's are in `formats/plain.py`.

@@ -11,8 +11,8 @@ import numpy as np
 from weightsmith._base.errors import FormatError
 from weightsmith._base.files import Extent, show
 from weightsmith._base.tensors import DType, TensorSpec
+from weightsmith._files.arrays import View, read_into
 from weightsmith._files.hf_folder import natural_key
-from weightsmith._files.views import View, read_into
 from weightsmith.abc.tensors import Tensors, byte_view, check_range, closed, digest, spec_of
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from weightsmith._models.structure.vocabulary import may_have_tokens
 from weightsmith._models.tokenizers.files import templates_of
 from weightsmith._models.tokenizers.vocabulary import digest_of, read_vocabulary
 from weightsmith._planning.planner.inputs import changed
-from weightsmith._planning.planner.match import Models
+from weightsmith._planning.planner.match import InputModels
 from weightsmith._planning.planner.segments import Segment
 
 _SHOWN = 3  # problems, and models in one line
@@ -33,7 +33,7 @@ Config = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class ComparedModel:
     """What is compared of one model.
 
     label  as the user named it
@@ -47,15 +47,15 @@ class Model:
     files: Sequence[str]
 
 
-def compared(label: str, checkpoint: Checkpoint, structure: Structure) -> Model:
+def compared(label: str, checkpoint: Checkpoint, structure: Structure) -> ComparedModel:
     """What is compared of a checkpoint. text: where config.json describes the main stack of layers, else all of it."""
     config = checkpoint.config or {}
     text = config if structure.main is None else structure.main.section(config)
-    return Model(label, text, checkpoint.folder, checkpoint.files)
+    return ComparedModel(label, text, checkpoint.folder, checkpoint.files)
 
 
 def disagreements(
-    models: Sequence[Model], donor: int, *, tokenizer: int | None = None, template: int | None = None
+    models: Sequence[ComparedModel], donor: int, *, tokenizer: int | None = None, template: int | None = None
 ) -> list[Finding]:
     """One warning for each kind of setting in which a model differs from the donor, whose value the output has.
 
@@ -64,7 +64,7 @@ def disagreements(
 
     No tensor is read. Cost: nothing for the settings; tokenizers are parsed only where their files differ.
     """
-    found = []
+    findings = []
     for kind in _KINDS:
         values = [kind.read(model.text) for model in models]
         first = next((i for i in (donor, *range(len(models))) if values[i] is not None), None)
@@ -72,17 +72,17 @@ def disagreements(
             continue
         fix = kind.fix or "test the result: weights were trained for the value of their own model"
         what = f"the models differ in {kind.name}; the output has {_text(values[first])}"
-        found.append(Finding(what, "config.json", _by_value(models, values), fix))
-    return found + tokenizer_disagreements(models, tokenizer, template)
+        findings.append(Finding(what, "config.json", _by_value(models, values), fix))
+    return findings + tokenizer_disagreements(models, tokenizer, template)
 
 
-def tokenizer_disagreements(models: Sequence[Model], tokenizer: int | None, template: int | None) -> list[Finding]:
+def tokenizer_disagreements(models: Sequence[ComparedModel], tokenizer: int | None, template: int | None) -> list[Finding]:
     """The same for tokenizers and chat templates alone."""
-    found = [] if tokenizer is None else _tokenizers(models, tokenizer)
-    return found + ([] if template is None else _templates(models, template))
+    findings = [] if tokenizer is None else _tokenizers(models, tokenizer)
+    return findings + ([] if template is None else _templates(models, template))
 
 
-def _by_value(models: Sequence[Model], values: Sequence[Any]) -> tuple[str, ...]:
+def _by_value(models: Sequence[ComparedModel], values: Sequence[Any]) -> tuple[str, ...]:
     """Models and their value, those with the same together."""
     groups: dict[str, list[str]] = {}
     for model, value in zip(models, values, strict=True):
@@ -97,8 +97,8 @@ def _names(labels: Sequence[str]) -> str:
     >>> _names(["a", "b", "c"]), _names(["a", "b", "c", "d"])
     ('a, b and c', 'a, b, c and 1 more')
     """
-    more = [f"{len(labels) - _SHOWN} more"] if len(labels) > _SHOWN else []
-    listed = [*labels[:_SHOWN], *more]
+    others = [f"{len(labels) - _SHOWN} more"] if len(labels) > _SHOWN else []
+    listed = [*labels[:_SHOWN], *others]
     return listed[0] if len(listed) == 1 else f"{', '.join(listed[:-1])} and {listed[-1]}"
 
 
@@ -106,7 +106,7 @@ def _names(labels: Sequence[str]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
+class _ComparedSetting:
     """One kind of setting. read: its value in a config, None where it is not stated."""
 
     name: str
@@ -167,10 +167,10 @@ def _window(config: Config) -> Any:
 def _rope(config: Config) -> Config:
     """`rope_parameters`, or what older configs have instead; those of full attention where kinds of layers have their own."""
     for key in ("rope_parameters", "rope_scaling"):
-        found = config.get(key)
-        if isinstance(found, Mapping):
-            nested = found.get("full_attention")
-            return nested if isinstance(nested, Mapping) else found
+        settings = config.get(key)
+        if isinstance(settings, Mapping):
+            nested = settings.get("full_attention")
+            return nested if isinstance(nested, Mapping) else settings
     return {}
 
 
@@ -192,20 +192,20 @@ def _partial(config: Config) -> Any:
 
 
 _KINDS = (
-    _Kind(
+    _ComparedSetting(
         "model type", _stated("model_type"), "merge models of one architecture; mergekit refuses this without --allow-crimes"
     ),
-    _Kind("RoPE theta", _theta),
-    _Kind("RoPE scaling", _scaling),
-    _Kind("the share of a head that RoPE turns", _partial),
-    _Kind("activation", _activation),
-    _Kind("norm epsilon", _stated(*_EPSILONS)),
-    _Kind("number of attention heads", _stated(*_HEADS)),
-    _Kind("number of key-value heads", _kv_heads),
-    _Kind("sliding window", _window),
-    _Kind("softcap of attention logits", _stated("attn_logit_softcapping")),
-    _Kind("softcap of output logits", _stated("final_logit_softcapping")),
-    *(_Kind(key, _stated(key)) for key in _OTHER),
+    _ComparedSetting("RoPE theta", _theta),
+    _ComparedSetting("RoPE scaling", _scaling),
+    _ComparedSetting("the share of a head that RoPE turns", _partial),
+    _ComparedSetting("activation", _activation),
+    _ComparedSetting("norm epsilon", _stated(*_EPSILONS)),
+    _ComparedSetting("number of attention heads", _stated(*_HEADS)),
+    _ComparedSetting("number of key-value heads", _kv_heads),
+    _ComparedSetting("sliding window", _window),
+    _ComparedSetting("softcap of attention logits", _stated("attn_logit_softcapping")),
+    _ComparedSetting("softcap of output logits", _stated("final_logit_softcapping")),
+    *(_ComparedSetting(key, _stated(key)) for key in _OTHER),
 )
 
 
@@ -229,33 +229,33 @@ _WITHOUT_TOKENS = frozenset({"tokenizer_config.json", "special_tokens_map.json"}
 """Files of a tokenizer in which models differ whose tokens are the same: chat templates are there."""
 
 
-def _digest_of(model: Model) -> str:
+def _digest_of(model: ComparedModel) -> str:
     """Equal for models with equal files of tokens; "" if they cannot be read."""
     with contextlib.suppress(WeightsmithError, OSError):
         return digest_of(model.folder, [name for name in model.files if name not in _WITHOUT_TOKENS])
     return ""
 
 
-def _tokens(model: Model) -> Mapping[int, str]:
+def _tokens(model: ComparedModel) -> Mapping[int, str]:
     """Token by id; {} if unknown."""
     with contextlib.suppress(WeightsmithError, OSError):
-        found = read_vocabulary(model.label, model.folder, model.files)
-        return {} if found is None else found.tokens
+        tokenizer = read_vocabulary(model.label, model.folder, model.files)
+        return {} if tokenizer is None else tokenizer.tokens
     return {}
 
 
-def _tokenizers(models: Sequence[Model], donor: int) -> list[Finding]:
+def _tokenizers(models: Sequence[ComparedModel], donor: int) -> list[Finding]:
     """A warning if an id means different tokens in two models. Ids that one of them does not use do not count."""
     digests = [_digest_of(model) for model in models]
     others = [model for model, digest in zip(models, digests, strict=True) if digest != digests[donor]]
-    own = _tokens(models[donor]) if others else {}
+    donor_tokens = _tokens(models[donor]) if others else {}
     details = []
-    for model in others if own else ():
+    for model in others if donor_tokens else ():
         other = _tokens(model)
-        differing = sorted(number for number in own.keys() & other.keys() if own[number] != other[number])
+        differing = sorted(number for number in donor_tokens.keys() & other.keys() if donor_tokens[number] != other[number])
         if differing:
             number = differing[0]
-            tokens = f"{number} is {show(other[number])}, and {show(own[number])} in {models[donor].label}"
+            tokens = f"{number} is {show(other[number])}, and {show(donor_tokens[number])} in {models[donor].label}"
             details.append(f"{model.label}: {len(differing):,} of {len(other):,} ids; {tokens}")
     if not details:
         return []
@@ -263,7 +263,7 @@ def _tokenizers(models: Sequence[Model], donor: int) -> list[Finding]:
     return [Finding(what, "tokenizer.json", tuple(details), "match rows by token with tokenizer_source: base, or union")]
 
 
-def _templates(models: Sequence[Model], donor: int) -> list[Finding]:
+def _templates(models: Sequence[ComparedModel], donor: int) -> list[Finding]:
     """A warning if chat templates differ. A model without one does not count. donor: whose template the output has."""
     templates = [_template(model) for model in models]
     stated = {template for template in templates if template}
@@ -279,10 +279,10 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:8]
 
 
-def _template(model: Model) -> str:
+def _template(model: ComparedModel) -> str:
     """The chat template as text, "" when there is none."""
-    found = templates_of(model.folder, model.files)
-    return found if isinstance(found, str) else json.dumps(found, sort_keys=True)
+    template = templates_of(model.folder, model.files)
+    return template if isinstance(template, str) else json.dumps(template, sort_keys=True)
 
 
 # ---- architectures
@@ -296,7 +296,7 @@ _DIMENSIONS = (
 
 
 def of_different_architectures(
-    problems: Sequence[WeightsmithError], models: Sequence[Model], donor: int, where: str
+    problems: Sequence[WeightsmithError], models: Sequence[ComparedModel], donor: int, where: str
 ) -> list[WeightsmithError]:
     """The problems; if the models' architectures differ, those of their tensors and layers are one.
 
@@ -306,20 +306,20 @@ def of_different_architectures(
     mismatches = [problem for problem in problems if isinstance(problem, MismatchError)]
     if all(isinstance(problem, LayerError) for problem in mismatches):  # it says more about what was asked for
         return list(problems)
-    own = models[donor]
+    first = models[donor]
     for model in models:
-        texts = _compared(own, model)
+        texts = _compared(first, model)
         if texts is None:
             continue
         details = [f"{p.finding.where}: {p.finding.what}" if p.finding.where else p.finding.what for p in mismatches[:_SHOWN]]
         details += [f"and {len(mismatches) - _SHOWN:,} more"] if len(mismatches) > _SHOWN else []
-        what = f"the models have different architectures: {own.label} is {texts[0]}, and {model.label} is {texts[1]}"
+        what = f"the models have different architectures: {first.label} is {texts[0]}, and {model.label} is {texts[1]}"
         one = MismatchError(what, where=where, details=details, fix="merge models of one architecture and size")
         return [one, *(problem for problem in problems if not isinstance(problem, MismatchError))]
     return list(problems)
 
 
-def _compared(a: Model, b: Model) -> tuple[str, str] | None:
+def _compared(a: ComparedModel, b: ComparedModel) -> tuple[str, str] | None:
     """Both architectures in words, with the first dimension that differs; None when they are the same."""
     types = [model.text.get("model_type") for model in (a, b)]
     names = [show(kind).strip("'") if isinstance(kind, str) else "of unknown type" for kind in types]
@@ -347,15 +347,15 @@ def of_vocabularies(problem: WeightsmithError) -> bool:
 class Mismatches:
     """Collects missing tensors and unequal shapes."""
 
-    def __init__(self, models: Models, method: str) -> None:
+    def __init__(self, models: InputModels, method: str) -> None:
         self.labels, self.specs, self.method = models.labels, models.specs, method
         self._found: dict[object, tuple[MismatchError, int]] = {}
 
     def missing(self, name: str, segment: Segment, places: Sequence[int], sources: Sequence[str | None]) -> None:
         """Some inputs of the segment have no tensor `name`. places: of those that count for it."""
         pairs = [(segment.feeds[k].model, sources[k]) for k in places]
-        found = [(model, None if source is None else self.specs[model][source]) for model, source in pairs]
-        details = [f"{self.labels[model]}: {'missing' if s is None else _shown(s)}" for model, s in found]
+        specs = [(model, None if source is None else self.specs[model][source]) for model, source in pairs]
+        details = [f"{self.labels[model]}: {'missing' if s is None else _shown(s)}" for model, s in specs]
         fix = "merge models that have the same tensors; only a whole module that one model has is copied from it"
         error = MismatchError("not all the models have this tensor", where=name, details=details, fix=fix)
         self._add(error, segment, tuple(s is None for s in sources))
@@ -370,22 +370,24 @@ class Mismatches:
         error = ShapeError(f"'{self.method}' needs equal shapes", where=name, details=details, fix=fix)
         self._add(error, segment, tuple(s.shape for s in specs))
 
-    def unlike_donor(self, name: str, segment: Segment, spec: TensorSpec, model: int, own: TensorSpec, donor: int) -> None:
+    def unlike_donor(
+        self, name: str, segment: Segment, spec: TensorSpec, model: int, donor_spec: TensorSpec, donor: int
+    ) -> None:
         """A tensor outside the layers has another shape than in the donor, whose config.json the output takes.
 
         spec, model  the tensor and the model that it comes from
         own, donor   the donor's
         """
         what = f"the config.json of {self.labels[donor]} builds this tensor with another shape"
-        details = [f"{self.labels[model]}: {_shown(spec)}", f"{self.labels[donor]}: {_shown(own)}"]
+        details = [f"{self.labels[model]}: {_shown(spec)}", f"{self.labels[donor]}: {_shown(donor_spec)}"]
         fix = f"choose models of one size, or take what surrounds the layers from {self.labels[donor]}: "
         fix += "embeddings and positions come from the first slice, norms and heads from the last"
-        self._add(ShapeError(what, where=name, details=details, fix=fix), segment, (spec.shape, own.shape))
+        self._add(ShapeError(what, where=name, details=details, fix=fix), segment, (spec.shape, donor_spec.shape))
 
     def problems(self) -> list[WeightsmithError]:
         """The problems in the order found."""
-        more = {n: f"; so for {n - 1:,} more like it" if n > 1 else "" for _, n in self._found.values()}
-        return [changed(error, what=error.finding.what + more[n]) for error, n in self._found.values()]
+        suffix = {n: f"; so for {n - 1:,} more like it" if n > 1 else "" for _, n in self._found.values()}
+        return [changed(error, what=error.finding.what + suffix[n]) for error, n in self._found.values()]
 
     def _add(self, error: MismatchError, segment: Segment, differing: tuple[object, ...]) -> None:
         pattern = re.sub(r"(?<=\.)\d+(?=\.)", "N", error.finding.where)

@@ -20,14 +20,15 @@ from weightsmith._methods.base import Method
 from weightsmith._models.checkpoint import Checkpoint, open_checkpoint
 from weightsmith._planning import recipe as recipes
 from weightsmith._planning.options import RecipeOptions
-from weightsmith._planning.planner.companions import held_files, joined
+from weightsmith._planning.planner.files import held_files, joined
 from weightsmith._planning.planner.inputs import missing_models, open_models
 from weightsmith._planning.planner.merges import (
     Matched,
-    Opened,
+    OpenedModels,
     Opening,
     Request,
     assemble_matched,
+    folded,
     in_order,
     match,
     missing_methods,
@@ -147,16 +148,16 @@ def bind(
 def parameter_problems(source: recipes.Source, options: RecipeOptions) -> tuple[WeightsmithError, ...]:
     """The problems that a recipe has before its models are opened: of the text, the method, and parameters."""
     loaded = _load(source, "merge", options)
-    found = list(loaded.problems)
+    problems = list(loaded.problems)
     recipe = loaded.recipe
     find = _find_in(source, options)
-    for each in (recipe, *recipe.stages.values()) if isinstance(recipe, Recipe) else ():
-        if each is not None:
+    for entry in (recipe, *recipe.stages.values()) if isinstance(recipe, Recipe) else ():
+        if entry is not None:
             try:
-                found += read_request(each, options, (), find, _folder_of(source)).problems
+                problems += read_request(entry, options, (), find, _folder_of(source)).problems
             except PlanError as error:
-                found += error.problems
-    return tuple(found)
+                problems += error.problems
+    return tuple(problems)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +165,7 @@ class Bound(Closing):
     """A recipe whose models are opened and matched."""
 
     request: Request
-    opened: Opened
+    opened: OpenedModels
     matched: Matched
     stages: _Stages
     find_method: Callable[[str], Method]
@@ -255,15 +256,15 @@ class _Stages:
 
     def _add(self, ref: ModelRef, recipe: Recipe, stack: ExitStack) -> None:
         try:
-            with ExitStack() as own:
+            with ExitStack() as opened_here:
                 request = read_request(recipe, self._options, (), self._find, self._folder)
-                opened = open_request(request, own, self.results)
-                assembled = assemble_matched(request, opened, match(request, opened, own))
+                opened = open_request(request, opened_here, self.results)
+                assembled = assemble_matched(request, opened, match(request, opened, opened_here))
                 draft = assembled.draft  # the other plan holds it, and has the warnings itself
                 warnings, missing = draft.warnings, draft.lacking
                 draft.warnings, draft.lacking, draft.recipe = [], {}, ""
                 plan = draft.finish()
-                own.pop_all()
+                opened_here.pop_all()
         except PlanError as error:
             self.problems += error.problems
             return
@@ -281,7 +282,7 @@ class _Stages:
         """Add all that is known of these to the draft of the result."""
         if self._stages:
             draft = assembled.draft
-            draft.warnings = [*self._warnings, *self._same_names(), *draft.warnings]
+            draft.warnings = folded([*self._warnings, *self._same_names(), *draft.warnings])
             draft.lacking = joined([*self._lacking, draft.lacking], held_files(draft, assembled.inputs[draft.donor].folder))
             assembled.named = [*(path for stage in self._stages for path in code_files(stage.plan)), *assembled.named]
             assembled.stages = [*self._stages]
@@ -298,7 +299,7 @@ class _Stages:
 
 def _in_order(recipe: Recipe) -> list[ModelRef]:
     """The other recipes that a recipe depends on, by a reference to each, and each after those that it depends on itself."""
-    found: dict[str, ModelRef] = {}
+    ordered: dict[str, ModelRef] = {}
     seen: set[str] = set()
 
     def add(ref: ModelRef) -> None:
@@ -307,11 +308,11 @@ def _in_order(recipe: Recipe) -> list[ModelRef]:
             inner = recipe.stages[ref.path]
             for other in inner.references if inner is not None else ():
                 add(other)
-            found[ref.path] = ref
+            ordered[ref.path] = ref
 
     for ref in recipe.references:
         add(ref)
-    return list(found.values())
+    return list(ordered.values())
 
 
 class ParameterNames(Collection[str]):

@@ -22,8 +22,7 @@ from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._engine.products.magnitudes import magnitudes
 from weightsmith._models.formats import Encoding, find_encoding
 from weightsmith._models.structure import Structure, analyse
-from weightsmith._models.structure.fused import role_of
-from weightsmith._models.structure.projections import joined_sets
+from weightsmith._models.structure.projections import joined_sets, role_of
 from weightsmith._models.structure.vocabulary import HEADS, is_embedding, is_head, is_model_head
 from weightsmith._plans import PLAIN, Plan, PlanDraft, Product, Step, arrays_of, needs_of
 from weightsmith.abc.stored import Modules, maximum_name
@@ -106,20 +105,20 @@ def _products(draft: PlanDraft, steps: Sequence[Step], structure: Structure, enc
     return [
         magnitudes(
             layer,
-            list(own.values()),
-            joined_sets(own),
-            {name: maximum_name(name) for name in own},
-            sorted({needed for step in own.values() for needed in needs_of(step, maker)}),
+            list(maxima.values()),
+            joined_sets(maxima),
+            {name: maximum_name(name) for name in maxima},
+            sorted({needed for step in maxima.values() for needed in needs_of(step, maker)}),
         )
-        for layer, own in layers.items()
+        for layer, maxima in layers.items()
     ]
 
 
 def _reasons(specs: Sequence[TensorSpec], structure: Structure, encoding: Encoding) -> dict[str, str]:
     """Why tensors are stored as they are, by name; those that are not in it are encoded."""
     transposed = any(_module(spec).rpartition(".")[2] in _CONV1D and _is_wide(spec) for spec in specs)
-    found = ((spec.name, _reason(spec, structure, encoding, transposed=transposed)) for spec in specs)
-    return {name: why for name, why in found if why}
+    reasons = ((spec.name, _reason(spec, structure, encoding, transposed=transposed)) for spec in specs)
+    return {name: why for name, why in reasons if why}
 
 
 def _reason(spec: TensorSpec, structure: Structure, encoding: Encoding, *, transposed: bool) -> str:

@@ -128,15 +128,15 @@ def missing_models(refs: Iterable[ModelRef]) -> list[WeightsmithError]:
 
 def _with_nearest(error: WeightsmithError, ref: ModelRef, names: Iterable[str]) -> WeightsmithError:
     """The error of a model that is nowhere, with the recipe that may have been meant."""
-    found, hint = error.finding, nearest(ref.path, names)
+    finding, hint = error.finding, nearest(ref.path, names)
     if not isinstance(error, NotFound):
         return error
     if not ref.revision and (folder := _recipe_folder(ref)) is not None and exists(folder / ref.path):
         fix = f"run weightsmith in {folder}: relative paths start in the current folder, not in that of the recipe"
         return changed(error, fix=fix)
-    if not hint or hint in found.what:
+    if not hint or hint in finding.what:
         return error
-    return changed(error, what=f"{found.what}; no recipe of the file has this name{hint}")
+    return changed(error, what=f"{finding.what}; no recipe of the file has this name{hint}")
 
 
 def _recipe_folder(ref: ModelRef) -> Path | None:
@@ -148,8 +148,8 @@ def _recipe_folder(ref: ModelRef) -> Path | None:
 
 def _open(ref: ModelRef, stack: ExitStack, results: Mapping[str, Checkpoint | None], plain: bool) -> Checkpoint:
     """A model with its adapter, after one that it holds; `stack` closes what was opened, also when the rest fails."""
-    made, revision = results.get(ref.path), ref.revision or None
-    checkpoint = made or open_checkpoint(ref.path, revision=revision, download=False, ignore_quantization_config=plain)
+    result, revision = results.get(ref.path), ref.revision or None
+    checkpoint = result or open_checkpoint(ref.path, revision=revision, download=False, ignore_quantization_config=plain)
     stack.callback(checkpoint.close)
     if checkpoint.quantised is not None:
         return checkpoint
@@ -182,15 +182,15 @@ def asking(base: Checkpoint, fit: Callable[[Names], Result]) -> Result:
 
 def analyse_all(opened: Sequence[Checkpoint | None]) -> list[Structure | None]:
     """The structure of each model. Twins, as fine-tunes of one base are, share one object: the look at 100,000 names counts."""
-    found: list[Structure | None] = []
+    structures: list[Structure | None] = []
     for k, checkpoint in enumerate(opened):
         if checkpoint is None:
-            found.append(None)
+            structures.append(None)
             continue
         twin = next((i for i, other in enumerate(opened[:k]) if other is not None and _alike(checkpoint, other)), None)
-        fresh = twin is None or found[twin] is None
-        found.append(analyse(checkpoint.specs.values(), checkpoint.config) if fresh else found[twin or 0])
-    return found
+        fresh = twin is None or structures[twin] is None
+        structures.append(analyse(checkpoint.specs.values(), checkpoint.config) if fresh else structures[twin or 0])
+    return structures
 
 
 def _alike(a: Checkpoint, b: Checkpoint) -> bool:
@@ -207,15 +207,15 @@ def _telling(config: Mapping[str, Any] | None) -> Any:
 
 def at(error: WeightsmithError, where: str) -> WeightsmithError:
     """The same error, with the position in the recipe in front of its own place."""
-    found = error.finding
-    return changed(error, where=f"{where}: {found.where}" if found.where and where else where or found.where)
+    finding = error.finding
+    return changed(error, where=f"{where}: {finding.where}" if finding.where and where else where or finding.where)
 
 
 def changed(error: WeightsmithError, *, what: str = "", where: str = "", fix: str = "") -> WeightsmithError:
     """The same error with another text, place or next step."""
-    made, found = copy.copy(error), error.finding
-    made.finding = replace(found, what=what or found.what, where=where or found.where, fix=fix or found.fix)
-    return made
+    error_copy, finding = copy.copy(error), error.finding
+    error_copy.finding = replace(finding, what=what or finding.what, where=where or finding.where, fix=fix or finding.fix)
+    return error_copy
 
 
 def _place(ref: ModelRef) -> tuple[str, ...]:
@@ -242,14 +242,14 @@ def choose_donor(structures: Sequence[Structure | None], labels: Sequence[str]) 
     if not larger:
         return 0, []
     best = max(larger, key=lambda i: (kinds[i].total(), -i))
-    more = ", ".join((kinds[best] - kinds[0]).elements())
-    what = f"config.json, tokenizer and other files are {labels[best]}'s, not {labels[0]}'s: only it has {more} layers"
+    kinds_added = ", ".join((kinds[best] - kinds[0]).elements())
+    what = f"config.json, tokenizer and other files are {labels[best]}'s, not {labels[0]}'s: only it has {kinds_added} layers"
     return best, [Finding(what)]
 
 
 def choose_classifier(specs: Sequence[Mapping[str, TensorSpec]], base: int, labels: Sequence[str]) -> tuple[int, list[Finding]]:
     """The index of the donor where models are classifiers and the base is not, and a warning of what that means."""
-    owners = [k for k, own in enumerate(specs) if any(map(is_task_head, own))]
+    owners = [k for k, tensors in enumerate(specs) if any(map(is_task_head, tensors))]
     head = [name for name in specs[owners[0]] if is_task_head(name)]
     what = f"{labels[base]} has no {', '.join(head)}: no difference from it can be merged"
     if len(owners) == 1:
@@ -313,15 +313,15 @@ class _Matcher:
         self.findings: list[Finding] = []
 
     def inputs(self, inputs: Sequence[Input]) -> tuple[Input, ...]:
-        found: list[Input] = []
+        entries: list[Input] = []
         for entry in inputs:
             if not is_pattern(entry.model):
-                found.append(entry)
+                entries.append(entry)
                 continue
             refs = self.matches(entry.model)
             refs = refs[-_wanted(entry, len(refs)) :]
-            found += [replace(entry, model=ref, matched=(k, len(refs))) for k, ref in enumerate(refs)]
-        return tuple(found)
+            entries += [replace(entry, model=ref, matched=(k, len(refs))) for k, ref in enumerate(refs)]
+        return tuple(entries)
 
     def slices(self, slices: Sequence[Slice]) -> tuple[Slice, ...]:
         for s in slices:
@@ -346,8 +346,8 @@ class _Matcher:
             pattern = str(expand_user(pattern))
         every = glob.glob(pattern)  # noqa: PTH207  Path.glob drops the `./` in front, and refuses absolute patterns
         files = pattern.lower().endswith(suffixes())
-        found = [Path(p) for p in every]
-        meant = [path.is_dir() or (files and path.is_file() and is_weights(path.name)) for path in found]
+        matches = [Path(p) for p in every]
+        meant = [path.is_dir() or (files and path.is_file() and is_weights(path.name)) for path in matches]
         paths = sorted(itertools.compress(every, meant), key=_natural)
         paths = [p for p in paths if self.base is None or _pattern_place(p) != self.base]
         kept, left_out = _sort_out(paths)

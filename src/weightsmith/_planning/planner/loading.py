@@ -6,13 +6,16 @@ is checked. It runs in a process of its own (`transformers_script.py`): importin
 config.json of unknown origin may ask for a model of any size. Code that a model brings with it is never executed.
 
 Planning makes a `Question`. `weightsmith plan` waits for its answer; a merge has a `Check` ask it meanwhile, and publishes
-nothing before it is answered. Answers are kept (`answers.py`).
+nothing before it is answered. Answers are kept, one small file for each, in `~/.cache/weightsmith/loading`. A file that is
+missing, damaged or cannot be written costs nothing but the time to ask.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -21,16 +24,17 @@ from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
 from functools import partial
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from weightsmith._base.errors import Finding, LayerError, PlanError
 from weightsmith._base.idioms import Closing
+from weightsmith._base.installation import cache_home
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import Structure
-from weightsmith._planning.planner import answers
 from weightsmith._planning.planner.transformers_script import pattern_of
 from weightsmith._plans import PlanDraft
 
@@ -153,11 +157,11 @@ class Check(Beside["LayerError | Finding | None"]):
 
     def wait(self) -> tuple[Finding, ...]:
         """The warnings; at most two minutes for each of two models. Raises as `poll`."""
-        found = self.answer()
-        if isinstance(found, LayerError):
-            self.error = self.error or PlanError([found], self._source)
+        outcome = self.answer()
+        if isinstance(outcome, LayerError):
+            self.error = self.error or PlanError([outcome], self._source)
             raise self.error
-        return () if found is None else (found,)
+        return () if outcome is None else (outcome,)
 
 
 def check_loading(question: Question | None, began: Began = lambda _process: None) -> LayerError | Finding | None:
@@ -175,23 +179,23 @@ def check_loading(question: Question | None, began: Began = lambda _process: Non
         return _unchecked(f"transformers has no {answer['unknown']}")
     if not answer.get("failed") and not answer["differences"]:
         return None
-    own = _compare(question.donor, began)
+    itself = _compare(question.donor, began)
     if "failed" in answer:
-        if "failed" in own:
-            return _unchecked(f"transformers cannot load {label} itself: {own['failed']}")
+        if "failed" in itself:
+            return _unchecked(f"transformers cannot load {label} itself: {itself['failed']}")
         return _refused([answer["failed"]], where)
     # What no layer of the donor's model loads is no loss of the output's. What some of them load may be whole layers.
-    before = {(kind, pattern_of(name)) for kind, name, _ in own.get("differences", ())}
-    partly = frozenset(own.get("loaded", ()))
+    before = {(kind, pattern_of(name)) for kind, name, _ in itself.get("differences", ())}
+    partly = frozenset(itself.get("loaded", ()))
 
     def known(kind: str, name: str) -> bool:
         pattern = pattern_of(name)
         return (kind, pattern) in before and (pattern not in partly or name.startswith(question.extra))
 
-    found = [(kind, name, text) for kind, name, text in answer["differences"] if not known(kind, name)]
-    if not found:
+    differences = [(kind, name, text) for kind, name, text in answer["differences"] if not known(kind, name)]
+    if not differences:
         return None
-    return _refused([f"{name}: {text or _KINDS[kind]}" for kind, name, text in found], where)
+    return _refused([f"{name}: {text or _KINDS[kind]}" for kind, name, text in differences], where)
 
 
 def installed() -> bool:
@@ -200,10 +204,10 @@ def installed() -> bool:
 
 
 def _refused(differences: list[str], where: str) -> LayerError:
-    more = [f"and {len(differences) - _SHOWN:,} more"] if len(differences) > _SHOWN else []
+    omitted = [f"and {len(differences) - _SHOWN:,} more"] if len(differences) > _SHOWN else []
     what = "transformers could not load the output: its config.json would build a model with other tensors"
     fix = "choose other layers; to write it all the same, use --no-check-loading (check_loading=False)"
-    return LayerError(what, where=where, details=[*differences[:_SHOWN], *more], fix=fix)
+    return LayerError(what, where=where, details=[*differences[:_SHOWN], *omitted], fix=fix)
 
 
 def _unchecked(why: str) -> Finding:
@@ -213,17 +217,17 @@ def _unchecked(why: str) -> Finding:
 def _compare(checkpoint: Checked, began: Began) -> dict[str, Any]:
     """The script's answer about a checkpoint."""
     config, specs = checkpoint
-    return _ask(["compare", config, [[s.name, s.dtype.torch, s.shape] for s in specs]], PACKAGES, answers.differences, began)
+    return _ask(["compare", config, [[s.name, s.dtype.torch, s.shape] for s in specs]], PACKAGES, lists_differences, began)
 
 
-def _ask(question: list[Any], packages: tuple[str, ...], sound: answers.Sound, began: Began) -> dict[str, Any]:
+def _ask(question: list[Any], packages: tuple[str, ...], sound: Sound, began: Began) -> dict[str, Any]:
     """The script's answer, or the one it gave before to the same packages."""
     text = json.dumps(question)
-    key = answers.key_of(text, SCRIPT, packages)
-    answer = answers.find(key, sound)
+    key = key_of(text, SCRIPT, packages)
+    answer = find_answer(key, sound)
     if answer is None:
         answer = ask_script(text, began)
-        answers.keep(key, answer, sound)
+        keep_answer(key, answer, sound)
     return answer
 
 
@@ -273,3 +277,70 @@ def built_names(model: Checkpoint) -> dict[str, str]:
 
 def _sound(answer: Mapping[str, Any]) -> bool:
     return set(answer) == _KEYS and all(isinstance(answer[key], dict) for key in ("modules", "tensors", "names"))
+
+
+_OURS = re.compile(r"[0-9a-f]{1,64}\.(json|\d+)")
+MAX_ANSWERS = 200
+MAX_ANSWER_BYTES = 1 << 20
+"""Of an answer: a longer one is not kept."""
+
+Sound = Callable[[dict[str, Any]], bool]
+
+
+def answers_folder() -> Path:
+    """Where answers are kept. Raises RuntimeError without a home."""
+    return cache_home() / "loading"
+
+
+def key_of(question: str, script: Path, packages: tuple[str, ...]) -> str:
+    """The name of a question's file; "" if its answer is not to be kept.
+
+    packages  that answer; a version under development is no version: what it says may change
+    """
+    try:
+        versions = [metadata.version(name) for name in packages]
+        if any(not version or "dev" in version for version in versions):  # none: its metadata is damaged
+            return ""
+        parts = [script.read_text(), sys.version, sys.prefix, *versions, question]
+    except (OSError, ValueError, metadata.PackageNotFoundError):
+        return ""
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def lists_differences(answer: dict[str, Any]) -> bool:
+    """Whether an answer is a list of differences."""
+    listed = answer.get("differences") if set(answer) == {"differences"} else None
+    return isinstance(listed, list) and all(isinstance(row, list) and [*map(type, row)] == [str] * 3 for row in listed)
+
+
+def find_answer(key: str, sound: Sound = lists_differences) -> dict[str, Any] | None:
+    """The answer that was kept; None if there is none.
+
+    sound  whether it is an answer at all: files may be damaged
+    """
+    if not key:
+        return None
+    try:
+        with (answers_folder() / f"{key}.json").open("rb") as file:
+            answer = json.loads(file.read(MAX_ANSWER_BYTES))
+    except (OSError, RuntimeError, ValueError, RecursionError):
+        return None
+    return answer if isinstance(answer, dict) and sound(answer) else None
+
+
+def keep_answer(key: str, answer: dict[str, Any], sound: Sound = lists_differences) -> None:
+    """Keep an answer; what may change with memory or other packages, a failure, is not kept. The oldest files make room."""
+    data = json.dumps(answer)
+    if not key or not sound(answer) or len(data) > MAX_ANSWER_BYTES:
+        return
+    try:
+        place = answers_folder()
+        place.mkdir(parents=True, exist_ok=True)
+        unfinished = place / f"{key}.{os.getpid()}"
+        unfinished.write_text(data)
+        unfinished.replace(place / f"{key}.json")
+        files = sorted((p for p in place.iterdir() if _OURS.fullmatch(p.name)), key=lambda path: path.stat().st_mtime)
+        for path in files[:-MAX_ANSWERS]:
+            path.unlink()
+    except (OSError, RuntimeError):
+        return

@@ -64,7 +64,7 @@ class ModelNames:
         self.depth = {self.paired[s.prefix]: s.n_layers for s in structure.stacks if self.paired[s.prefix] in counts}
         roots = sorted({_roots(a, b) for a, b in self.paired.items() if a != b}, key=lambda r: -len(r[0]))
         self._seen: dict[str, tuple[str, int]] = {}
-        found: dict[str, str] = {}  # own → donor's
+        donor_names: dict[str, str] = {}  # own → donor's
         extras: dict[str, str] = {}
         for name in specs:
             place = structure.locate(name)
@@ -75,22 +75,22 @@ class ModelNames:
                 continue
             extra = structure.extra(name)
             if extra is None or self.paired[extra[0].prefix] not in counts:
-                found[name] = _renamed(name, roots)
+                donor_names[name] = _renamed(name, roots)
             else:
                 prefix = self.paired[extra[0].prefix]
                 extras[name] = f"{prefix}{counts[prefix] + extra[1]}.{structure.suffix(name)}"
         if structure is not donor:
-            found |= _by_ending(found, specs, donor, donor_specs)
-            found = self._as_donor_sees(found, donor)
-        found |= extras
-        self.rest = {theirs: mine for mine, theirs in found.items()}
-        self.outer = found
+            donor_names |= _by_ending(donor_names, specs, donor, donor_specs)
+            donor_names = self._as_donor_sees(donor_names, donor)
+        donor_names |= extras
+        self.rest = {theirs: mine for mine, theirs in donor_names.items()}
+        self.outer = donor_names
         self._modules: set[str] | None = None
 
-    def _as_donor_sees(self, found: Mapping[str, str], donor: Structure) -> dict[str, str]:
+    def _as_donor_sees(self, donor_names: Mapping[str, str], donor: Structure) -> dict[str, str]:
         """Remove tensors that are layers for the donor but not for the model's own config (a layer number is missing)."""
         rest: dict[str, str] = {}
-        for mine, theirs in found.items():
+        for mine, theirs in donor_names.items():
             place = donor.locate(theirs)
             if place is None:
                 rest[mine] = theirs
@@ -109,20 +109,20 @@ class ModelNames:
 
     def all(self) -> dict[str, str]:
         """Donor's name of each tensor → the model's own, layers too."""
-        found = dict(self.rest)
+        names = dict(self.rest)
         for prefix, layers in self.layers.items():
-            found |= {f"{prefix}{i}.{suffix}": name for i, parts in layers.items() for suffix, name in parts.items()}
-        return found
+            names |= {f"{prefix}{i}.{suffix}": name for i, parts in layers.items() for suffix, name in parts.items()}
+        return names
 
     def place(self, tensor: str) -> tuple[str, int] | None:
         """Donor's stack prefix and layer of a tensor of the model; None for one that is in `rest`."""
         if tensor in self.outer:
             return None
-        found = self._seen.get(tensor)
-        if found is None:
+        place = self._seen.get(tensor)
+        if place is None:
             stack, layer = self.structure.locate(tensor) or (None, 0)
-            found = (self.paired[stack.prefix], layer) if stack is not None else None
-        return found
+            place = (self.paired[stack.prefix], layer) if stack is not None else None
+        return place
 
     def has_module_of(self, name: str) -> bool:
         """True when the model has anything of the module that the tensor `name` (donor's name) is in."""
@@ -132,7 +132,7 @@ class ModelNames:
 
 
 @dataclass(frozen=True, slots=True)
-class Models:
+class InputModels:
     """The input models, by index. base: index of the base, if there is one. tokenizes: the donor has a tokenizer."""
 
     labels: Sequence[str]
@@ -195,21 +195,21 @@ def _renamed(name: str, roots: Sequence[tuple[str, str]]) -> str:
 
 
 def _by_ending(
-    found: Mapping[str, str], specs: Mapping[str, TensorSpec], donor: Structure, donor_specs: Mapping[str, TensorSpec]
+    donor_names: Mapping[str, str], specs: Mapping[str, TensorSpec], donor: Structure, donor_specs: Mapping[str, TensorSpec]
 ) -> dict[str, str]:
     """Pair the remaining tensors: `language_model.lm_head.weight` with `lm_head.weight`, if the match is unique.
 
-    found  own name → supposed donor's name
+    donor_names  own name → supposed donor's name
     """
-    taken = set(found.values())
+    taken = set(donor_names.values())
     free: dict[str, list[str]] = defaultdict(list)
     theirs = {name: None for name in donor_specs if donor.locate(name) is None}
     for name in theirs:
         if name not in taken:
             free[_ending(name)].append(name)
     pairs: dict[str, str] = {}
-    given: set[str] = set()
-    for mine, supposed in found.items():
+    used: set[str] = set()
+    for mine, supposed in donor_names.items():
         if supposed in theirs:
             continue
         fits = [
@@ -218,8 +218,8 @@ def _by_ending(
             if (f".{name}".endswith(f".{mine}") or f".{mine}".endswith(f".{name}"))
             and donor_specs[name].shape == specs[mine].shape
         ]
-        if len(fits) == 1 and fits[0] not in given:
-            given.add(fits[0])
+        if len(fits) == 1 and fits[0] not in used:
+            used.add(fits[0])
             pairs[mine] = fits[0]
         elif supposed != mine and not fits:
             pairs[mine] = mine  # renaming would not help: `score.weight` keeps its name

@@ -1,13 +1,14 @@
 """A recipe of one merge, step by step: what it asks for, its models opened, their tensors matched, the draft of its output.
 
 Each step sees as far as it can, and passes on the problems and warnings that it finds: the recipe alone (`Request`), the models
-alone (`Opened`), which tensors of which models belong together (`Matched`), and then layers, tensors and config.json.
+alone (`OpenedModels`), which tensors of which models belong together (`Matched`), and then layers, tensors and config.json.
 Only the first and the last depend on the values of parameters.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -28,11 +29,22 @@ from weightsmith._models.structure import Structure
 from weightsmith._models.structure.resize import LAYERS_UNSPECIFIED
 from weightsmith._models.tokenizers.vocabulary import FILES
 from weightsmith._planning.options import RecipeOptions
-from weightsmith._planning.planner.account import Account
-from weightsmith._planning.planner.agreement import Model, compared, disagreements, of_different_architectures, of_vocabularies
-from weightsmith._planning.planner.companions import carried, foreign, foreign_findings, held_files, lacking, without_foreign
-from weightsmith._planning.planner.config import DTypes, output_config
-from weightsmith._planning.planner.decide import decide, factor_problems
+from weightsmith._planning.planner.agreement import (
+    ComparedModel,
+    compared,
+    disagreements,
+    of_different_architectures,
+    of_vocabularies,
+)
+from weightsmith._planning.planner.files import (
+    carried,
+    foreign,
+    foreign_findings,
+    held_files,
+    lacking,
+    output_config,
+    without_foreign,
+)
 from weightsmith._planning.planner.inputs import (
     analyse_all,
     at,
@@ -44,15 +56,15 @@ from weightsmith._planning.planner.inputs import (
     open_models,
 )
 from weightsmith._planning.planner.loading import Question, question_of
-from weightsmith._planning.planner.match import ModelNames, Models
-from weightsmith._planning.planner.outputs import Outputs, takes_head
+from weightsmith._planning.planner.match import InputModels, ModelNames
+from weightsmith._planning.planner.outputs import StepMaker, takes_head
 from weightsmith._planning.planner.parameters import Audit, Resolver
 from weightsmith._planning.planner.prepared import Prepared, code_files, model_input
-from weightsmith._planning.planner.segments import Placement, Placer, Region, SegmentMaker
-from weightsmith._planning.planner.statistics import Measured, measure
+from weightsmith._planning.planner.segments import Account, Placement, Placer, Region, SegmentMaker
+from weightsmith._planning.planner.steps import DTypes, MeasuredSteps, factor_problems, with_needs, with_statistics
 from weightsmith._planning.planner.vocabulary import Aligned, VocabularyPlanner, lost_tokens
 from weightsmith._planning.recipe import ModelRef, Recipe
-from weightsmith._plans import Made, PlanDraft, Step
+from weightsmith._plans import PlanDraft, Product, Provenance, Settings, Step
 from weightsmith._version import __version__
 
 Opening = Callable[
@@ -125,6 +137,35 @@ def in_order(problems: Iterable[WeightsmithError], filename: str) -> list[Weight
     return sorted(problems, key=line)
 
 
+_ALIKE = re.compile(r"'[^']*'|\d[\d,]*")
+"""What differs in warnings of one kind: names in quotes, and numbers."""
+_SHOWN_ALIKE = 5
+
+
+def folded(findings: Iterable[Finding]) -> list[Finding]:
+    """The first five warnings of each kind, with the number of the others.
+
+    A recipe may hold thousands of filters that match nothing: each would be shown with its line.
+
+    >>> [finding.what for finding in folded(Finding(f"'{name}' fits no tensor") for name in "abcdefg")][3:]
+    ["'d' fits no tensor", "'e' fits no tensor; so for 2 more like it"]
+    """
+    shown: list[Finding] = []
+    last: dict[tuple[str, str], int] = {}
+    counts: Counter[tuple[str, str]] = Counter()
+    for finding in findings:
+        kind = _ALIKE.sub("", finding.what), finding.fix
+        counts[kind] += 1
+        if counts[kind] <= _SHOWN_ALIKE:
+            last[kind] = len(shown)
+            shown.append(finding)
+    for kind, n in counts.items():
+        if n > _SHOWN_ALIKE:
+            finding = shown[last[kind]]
+            shown[last[kind]] = replace(finding, what=f"{finding.what}; so for {n - _SHOWN_ALIKE:,} more like it")
+    return shown
+
+
 def missing_methods(methods: Iterable[tuple[str, str]], find_method: Callable[[str], Method]) -> list[WeightsmithError]:
     """Problems of the methods of a broken recipe. methods: names, and where they are written."""
     problems: list[WeightsmithError] = []
@@ -153,9 +194,9 @@ def read_request(
         if isinstance(error, MethodError):  # a method of the user's own: its parameters are not known
             checked = replace(checked, parameters=())
     base = recipe.base_model if method is not None and method.base != "input" else None
-    recipe, unmatched, found = match_patterns(recipe, base)
+    recipe, unmatched, findings = match_patterns(recipe, base)
     models, refs = number_models(recipe)
-    request = Request(recipe, options, folder, models, refs, method, (), None, tuple(problems), (*recipe.findings, *found))
+    request = Request(recipe, options, folder, models, refs, method, (), None, tuple(problems), (*recipe.findings, *findings))
     maker = SegmentMaker(recipe, checked, models, request.labels)
     regions = maker.regions()
     audit = Audit(checked, request.labels, recipe.at("merge_method"), lenient=options.lenient)
@@ -177,7 +218,7 @@ def read_request(
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class OpenedModels:
     """The models of a recipe.
 
     checkpoints  None for one that cannot be used
@@ -199,7 +240,7 @@ class Opened:
 
 def open_request(
     request: Request, stack: ExitStack, results: Mapping[str, Checkpoint | None], opening: Opening = open_models
-) -> Opened:
+) -> OpenedModels:
     """The models, opened; `stack` closes them. results: of other recipes, see `open_models`.
 
     Raises PlanError if nothing more can be said, without a donor.
@@ -214,7 +255,7 @@ def open_request(
         donor, findings = choose_classifier(specs, donor, request.labels)
     if structures[donor] is None:
         raise request.refusal([*request.problems, *problems])
-    return Opened(opened, structures, donor, tuple(problems), tuple(findings))
+    return OpenedModels(opened, structures, donor, tuple(problems), tuple(findings))
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,11 +274,11 @@ class Matched:
     names: Sequence[ModelNames | None]
     problems: tuple[WeightsmithError, ...] = ()
     warnings: tuple[Finding, ...] = ()
-    alike: Sequence[Model] = ()
+    alike: Sequence[ComparedModel] = ()
     differences: Callable[[], Sequence[Finding]] = tuple
 
 
-def match(request: Request, opened: Opened, stack: ExitStack) -> Matched:
+def match(request: Request, opened: OpenedModels, stack: ExitStack) -> Matched:
     """Match the models' tensors by name, and their vocabularies. stack: closes what is opened for that."""
     if None in opened.checkpoints:
         specs: Sequence[Mapping[str, TensorSpec]] = [{} if c is None else c.specs for c in opened.checkpoints]
@@ -247,10 +288,10 @@ def match(request: Request, opened: Opened, stack: ExitStack) -> Matched:
     specs = without_foreign(aligned.specs, opened.inputs, opened.inputs[opened.donor])
     names = _match_all(opened.structures, specs, opened.donor)
     structures = [structure for structure in opened.structures if structure is not None]
-    alike = [compared(*each) for each in zip(request.labels, opened.inputs, structures, strict=True)]
+    alike = [compared(*model) for model in zip(request.labels, opened.inputs, structures, strict=True)]
     differ = cache(partial(disagreements, alike, opened.donor, tokenizer=aligned.tokenizer, template=aligned.template))
-    found = (*aligned.findings, *foreign_findings(opened.inputs, request.labels, opened.donor))
-    return Matched(aligned, specs, names, tuple(problems), found, alike, differ)
+    findings = (*aligned.findings, *foreign_findings(opened.inputs, request.labels, opened.donor))
+    return Matched(aligned, specs, names, tuple(problems), findings, alike, differ)
 
 
 def _match_all(
@@ -259,16 +300,16 @@ def _match_all(
     """The names of each model under the donor's; models that share a structure share the work."""
     shape = structures[donor]
     assert shape is not None
-    made: dict[int, ModelNames] = {}
+    by_structure: dict[int, ModelNames] = {}
     matched: list[ModelNames | None] = []
-    for structure, own in zip(structures, specs, strict=True):
+    for structure, tensors in zip(structures, specs, strict=True):
         if structure is None:
             matched.append(None)
-        elif id(structure) in made:
-            matched.append(made[id(structure)].of_twin(own))
+        elif id(structure) in by_structure:
+            matched.append(by_structure[id(structure)].of_twin(tensors))
         else:
-            made[id(structure)] = ModelNames(structure, own, shape, specs[donor])
-            matched.append(made[id(structure)])
+            by_structure[id(structure)] = ModelNames(structure, tensors, shape, specs[donor])
+            matched.append(by_structure[id(structure)])
     return matched
 
 
@@ -280,7 +321,7 @@ def _in_model_order(steps: Sequence[Step], stored: Mapping[str, TensorSpec]) -> 
     return sorted(steps, key=lambda step: natural_key(step.out.name))
 
 
-def assemble_matched(request: Request, opened: Opened, matched: Matched) -> Prepared:
+def assemble_matched(request: Request, opened: OpenedModels, matched: Matched) -> Prepared:
     """The draft of the output. Raises PlanError with all problems of the recipe, the models and their tensors."""
     return _Assembler(request, opened, matched).assemble()
 
@@ -288,7 +329,7 @@ def assemble_matched(request: Request, opened: Opened, matched: Matched) -> Prep
 class _Assembler:
     """Collects problems and warnings of the output, and its parts."""
 
-    def __init__(self, request: Request, opened: Opened, matched: Matched) -> None:
+    def __init__(self, request: Request, opened: OpenedModels, matched: Matched) -> None:
         self.request, self.opened, self.matched = request, opened, matched
         self.recipe, self.labels, self.inputs = request.recipe, request.labels, opened.inputs
         shape = opened.structures[opened.donor]
@@ -311,14 +352,13 @@ class _Assembler:
         resolver = Resolver(method, self.labels, request.audit.wrong)
         base = None if self.recipe.base_model is None else request.models[self.recipe.base_model]
         configs, structures = [c.config for c in self.inputs], [n.structure for n in names]
-        models = Models(
-            self.labels, self.matched.specs, configs, structures, names, opened.donor, base, bool({*FILES} & {*donor.files})
-        )
-        outputs = Outputs(models, method, resolver, account, dtypes)
+        tokenizes = not {*FILES}.isdisjoint(donor.files)
+        models = InputModels(self.labels, self.matched.specs, configs, structures, names, opened.donor, base, tokenizes)
+        outputs = StepMaker(models, method, resolver, account, dtypes)
         outputs.make(placements)
-        found, idle = resolver.finish()
+        problems, idle = resolver.finish()
         self._add_mismatches(outputs)
-        self.problems += found
+        self.problems += problems
         if outputs.problems or placer.problems or any(segment.broken for r in request.regions for segment in r.segments):
             raise request.refusal(self.problems)
         dropped, lost = account.settle(self.shape, opened.donor, placements)
@@ -328,7 +368,7 @@ class _Assembler:
             ordered, tables, dropped = aligned.place(ordered, outputs.counterpart, dropped)
         except PlanError as error:
             raise request.refusal([*self.problems, *error.problems]) from error
-        steps, products = decide(ordered, resolver.settings, method)
+        steps, products = with_needs(ordered, resolver.settings, method)
         self.problems += factor_problems(steps, self.labels[opened.donor], _ONE_MODEL)
         measured = self._measured(method, steps, resolver)
         config = self._config(donor, outputs, steps)
@@ -341,54 +381,66 @@ class _Assembler:
         self.warnings += [*self._untouched(placements, self.labels[opened.donor]), *outputs.warnings]
         self.warnings += [*account.findings(), *dtypes.findings(), *idle]
         self.warnings += left_out_findings(donor.left_out, self.labels[opened.donor])
-        draft = PlanDraft(
-            made=made_by(method),
-            models=[replace(model_input(c), ref=label) for label, c in zip(self.labels, self.inputs, strict=True)],
-            steps=measured.steps,
-            settings=list(resolver.settings),
-            products=[*products, *measured.products],
-            tables=list(tables),
-            dropped=[*dropped, *foreign(self.inputs, donor)],
-            config=config,
-            donor=opened.donor,
-            carried=list(carried(donor.files, aligned.files, aligned.removed)),
-            files=dict(aligned.files),
-            vocabulary=aligned.summary,
-            naming=donor.naming,
-            max_shard_bytes=request.options.shard_bytes,
-            seed=request.options.seed,
-            warnings=self.warnings,
-            recipe=self.recipe.text,
-        )
-        draft.lacking = lacking(zip(self.labels, (c.files for c in self.inputs), strict=True), held_files(draft, donor.folder))
+        draft = self._draft(method, aligned, [*products, *measured.products], config, resolver.settings)
+        draft.steps, draft.tables = measured.steps, list(tables)
+        draft.dropped = [*dropped, *foreign(self.inputs, donor)]
         named = [*code_files(draft), *aligned.named, *measured.files]
         loading = self._loading(draft, donor, outputs)
         return Prepared(draft, self.inputs, self.shape, outputs.origins, resolver, named, loading=loading)
 
-    def _measured(self, method: Method, steps: Sequence[Step], resolver: Resolver) -> Measured:
+    def _draft(
+        self,
+        method: Method,
+        aligned: Aligned,
+        products: list[Product],
+        config: dict[str, Any] | None,
+        settings: Sequence[Settings],
+    ) -> PlanDraft:
+        """The draft without its steps."""
+        options, donor = self.request.options, self.inputs[self.opened.donor]
+        draft = PlanDraft(
+            provenance=made_by(method),
+            models=[replace(model_input(c), ref=label) for label, c in zip(self.labels, self.inputs, strict=True)],
+            settings=list(settings),
+            products=products,
+            config=config,
+            donor=self.opened.donor,
+            carried=list(carried(donor.files, aligned.files, aligned.removed)),
+            files=dict(aligned.files),
+            vocabulary=aligned.summary,
+            naming=donor.naming,
+            max_shard_bytes=options.shard_bytes,
+            seed=options.seed,
+            warnings=folded(self.warnings),
+            recipe=self.recipe.text,
+        )
+        draft.lacking = lacking(zip(self.labels, (c.files for c in self.inputs), strict=True), held_files(draft, donor.folder))
+        return draft
+
+    def _measured(self, method: Method, steps: Sequence[Step], resolver: Resolver) -> MeasuredSteps:
         """The steps with what the method knows of the models from a text."""
         request = self.request
-        found = measure(
+        measured = with_statistics(
             method, self.recipe, request.models, self.inputs, self.labels, steps, resolver.settings, request.options.seed
         )
-        self.problems += found.problems
-        self.warnings += found.findings
-        return found
+        self.problems += measured.problems
+        self.warnings += measured.findings
+        return measured
 
-    def _add_mismatches(self, outputs: Outputs) -> None:
+    def _add_mismatches(self, outputs: StepMaker) -> None:
         """The problems of the tensors, without those that follow from vocabularies that could not be aligned."""
         unaligned, where = bool(self.matched.problems), self.recipe.at(self.request.layers_key)
-        found = [p for p in outputs.problems if not (unaligned and of_vocabularies(p))]
-        self.problems += of_different_architectures(found, self.matched.alike, self.opened.donor, where)
+        problems = [p for p in outputs.problems if not (unaligned and of_vocabularies(p))]
+        self.problems += of_different_architectures(problems, self.matched.alike, self.opened.donor, where)
 
-    def _loading(self, draft: PlanDraft, donor: Checkpoint, outputs: Outputs) -> Question | None:
+    def _loading(self, draft: PlanDraft, donor: Checkpoint, outputs: StepMaker) -> Question | None:
         """What transformers is to be asked, if the output has other layers than the donor."""
         if not outputs.layers or not self.request.options.check_loading:
             return None
         where, specs = self.recipe.at(self.request.layers_key), donor.specs.values()
         return question_of(draft, donor.config, specs, self.shape, donor.ref, where=where, layers=outputs.layers)
 
-    def _config(self, donor: Checkpoint, outputs: Outputs, steps: Sequence[Step]) -> dict[str, Any] | None:
+    def _config(self, donor: Checkpoint, outputs: StepMaker, steps: Sequence[Step]) -> dict[str, Any] | None:
         """config.json of the output; None when the donor has none."""
         if donor.config is None:
             alone = any(donor.ref.endswith(name) for name in donor.weights)
@@ -426,8 +478,8 @@ class _Assembler:
         return [Finding(f"{what} not mentioned, and copied from {donor}", self.recipe.at("modules"), fix=fix)]
 
 
-def made_by(method: Method) -> Made:
+def made_by(method: Method) -> Provenance:
     """What the card and the manifest say of a merge by this method."""
-    own = loaded(method.name)
+    user_file = loaded(method.name)
     title = f"Merged with weightsmith {__version__}, method `{method.name}` ({method.title})."
-    return Made(method.name, title, method.source, code=None if own is None else own.code)
+    return Provenance(method.name, title, method.source, code=None if user_file is None else user_file.code)

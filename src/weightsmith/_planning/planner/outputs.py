@@ -11,16 +11,15 @@ from weightsmith._base.tensors import TensorSpec
 from weightsmith._base.text import count
 from weightsmith._methods.base import Method
 from weightsmith._models.structure import vocabulary
-from weightsmith._models.structure.fused import fused_parts, role_of
+from weightsmith._models.structure.projections import fused_parts, role_of
 from weightsmith._models.structure.vocabulary import is_other_head, is_task_head
-from weightsmith._planning.planner.account import UNREAD, Account
 from weightsmith._planning.planner.agreement import Mismatches
-from weightsmith._planning.planner.config import NEVER_USED, Counterparts, DTypes, is_unused
-from weightsmith._planning.planner.decide import operation, split_fused
+from weightsmith._planning.planner.files import NEVER_USED, Counterparts, is_unused
 from weightsmith._planning.planner.inputs import at
-from weightsmith._planning.planner.match import Models, home_module, is_buffer
+from weightsmith._planning.planner.match import InputModels, home_module, is_buffer
 from weightsmith._planning.planner.parameters import Resolver
-from weightsmith._planning.planner.segments import Placement, Segment, SegmentInput
+from weightsmith._planning.planner.segments import UNREAD, Account, Placement, Segment, SegmentInput
+from weightsmith._planning.planner.steps import DTypes, operation, split_fused
 from weightsmith._plans import CAST, COPY, Read, Settings, Step
 
 Specs = Mapping[str, TensorSpec]
@@ -35,11 +34,11 @@ def takes_head(method: Method, specs: Sequence[Specs], base: int | None) -> bool
     """Whether models are classifiers and the base, whose differences from them are merged, has not their head."""
     if base is None or method.base == "input":
         return False
-    classifies = [any(map(is_task_head, own)) for own in specs]
+    classifies = [any(map(is_task_head, tensors)) for tensors in specs]
     return any(classifies) and not classifies[base]
 
 
-class Outputs:
+class StepMaker:
     """Makes the steps, module by module.
 
     steps    in the order made
@@ -48,7 +47,7 @@ class Outputs:
     untie    the output has a head of its own, though the donor ties it to the embedding
     """
 
-    def __init__(self, models: Models, method: Method, resolver: Resolver, account: Account, dtypes: DTypes) -> None:
+    def __init__(self, models: InputModels, method: Method, resolver: Resolver, account: Account, dtypes: DTypes) -> None:
         self.models = models
         self.method = method
         self.resolver = resolver
@@ -152,10 +151,10 @@ class Outputs:
 
     def _layer(self, prefix: str, segment: Segment, layer: int, i: int, t: float) -> None:
         """The tensors of one output layer."""
-        found = [self.models.names[f.model].layers.get(prefix) for f in segment.feeds]
-        tables = [layers.get(f.first + i, {}) if layers else {} for f, layers in zip(segment.feeds, found, strict=True)]
+        stacks = [self.models.names[f.model].layers.get(prefix) for f in segment.feeds]
+        tables = [layers.get(f.first + i, {}) if layers else {} for f, layers in zip(segment.feeds, stacks, strict=True)]
         places = self._always_listed(segment)
-        owners = [k for k in places if found[k]]
+        owners = [k for k in places if stacks[k]]
         if len(owners) == 1 and len(places) > 1 and segment.length is None:
             self._own_layer(f"{prefix}{layer}.", segment.feeds[owners[0]].model, tables[owners[0]])
             return
@@ -163,9 +162,9 @@ class Outputs:
         if not owners and donor >= 0:  # its config.json describes the stack
             self._own_layer(f"{prefix}{layer}.", self.models.donor, tables[donor])
             return
-        wanted = [tables[k] for k in places]
-        same = all(table.keys() == wanted[0].keys() for table in wanted[1:])
-        for suffix in wanted[0] if same else dict.fromkeys(suffix for table in wanted for suffix in table):
+        merged = [tables[k] for k in places]
+        same = all(table.keys() == merged[0].keys() for table in merged[1:])
+        for suffix in merged[0] if same else dict.fromkeys(suffix for table in merged for suffix in table):
             sources = [table.get(suffix) for table in tables]
             if any(sources[k] is None for k in places) and self._without_all(prefix, layer, suffix, segment, i, sources):
                 continue
@@ -206,25 +205,25 @@ class Outputs:
 
     def _owners(self, prefix: str, segment: Segment) -> list[SegmentInput]:
         """The inputs whose layers a stack of the output has: those that count, else the donor, whose config describes it."""
-        found = [segment.feeds[k] for k in self._always_listed(segment)]
-        if any(self.models.names[f.model].depth.get(prefix) for f in found):
-            return found
-        return [*found, *(f for f in segment.feeds if f.model == self.models.donor and f not in found)]
+        feeds = [segment.feeds[k] for k in self._always_listed(segment)]
+        if any(self.models.names[f.model].depth.get(prefix) for f in feeds):
+            return feeds
+        return [*feeds, *(f for f in segment.feeds if f.model == self.models.donor and f not in feeds)]
 
     # ---- outside the layers ------------------------------------------------------------------------------------------------
 
     def _rest_names(self, placement: Placement) -> list[str]:
         """Tensors of the module outside its layers, by the donor's names: the donor's first, then the others'."""
         donor, names = self.donor, self.models.names
-        found = dict.fromkeys(n for n in donor.modules[placement.module] if donor.locate(n) is None)
+        listed = dict.fromkeys(n for n in donor.modules[placement.module] if donor.locate(n) is None)
         home = home_module(donor)
         for model in dict.fromkeys(f.model for s in placement.segments for f in s.feeds):
             for name in names[model].rest:
                 if name not in names[self.models.donor].rest:
                     module = donor.module_of(name) if donor.extra(name) else home
                     if module == placement.module:
-                        found[name] = None
-        return list(found)
+                        listed[name] = None
+        return list(listed)
 
     def _outside(self, name: str, segment: Segment) -> None:
         """One tensor outside the layers; `name` is the donor's."""
@@ -252,19 +251,24 @@ class Outputs:
     def _check_vocabulary(self, name: str, segment: Segment, places: Sequence[int], spec: TensorSpec) -> None:
         """Report a table with fewer tokens than the donor's, whose tokenizer is taken although its weight is 0."""
         donor = next((k for k, f in enumerate(segment.feeds) if f.model == self.models.donor and k not in places), None)
-        own = None if donor is None else self._rest_specs(self.models.donor).get(name)
-        if donor is None or own is None or not self.models.tokenizes or not vocabulary.has_tokens(own, self._rows):
+        donor_spec = None if donor is None else self._rest_specs(self.models.donor).get(name)
+        if (
+            donor is None
+            or donor_spec is None
+            or not self.models.tokenizes
+            or not vocabulary.has_tokens(donor_spec, self._rows)
+        ):
             return
-        if own.shape[0] > spec.shape[0]:
-            self.mismatches.unequal(name, segment, {donor: own, places[0]: spec})
+        if donor_spec.shape[0] > spec.shape[0]:
+            self.mismatches.unequal(name, segment, {donor: donor_spec, places[0]: spec})
 
     def _compare(self, name: str, segment: Segment, model: int, source: str) -> None:
         """Report a tensor outside the layers that the donor's config.json cannot express. `vocab_size` follows the tensors."""
         donor = self.models.donor
-        own, spec = self._rest_specs(donor).get(name), self.models.specs[model][source]
-        if own is None or own.shape == spec.shape or vocabulary.has_tokens(own, self._rows):
+        donor_spec, spec = self._rest_specs(donor).get(name), self.models.specs[model][source]
+        if donor_spec is None or donor_spec.shape == spec.shape or vocabulary.has_tokens(donor_spec, self._rows):
             return
-        self.mismatches.unlike_donor(name, segment, spec, model, own, donor)
+        self.mismatches.unlike_donor(name, segment, spec, model, donor_spec, donor)
 
     def _numbered(self, name: str) -> str:
         """The output name: extra layers follow the others, however many there are now."""
@@ -324,15 +328,15 @@ class Outputs:
         """A tensor of a head that the base has not: nothing is a difference from it, so the models' average is taken."""
         names = [source or name for source in sources]
         settings = self.resolver.index(segment, name, names, 0.0)
-        own = self.resolver.settings[settings].models
-        weights = [own[k].get("weight", 1.0) if source is not None else 0.0 for k, source in enumerate(sources)]
-        found = [(k, w) for k, w in enumerate(weights) if isinstance(w, int | float) and w > 0]
-        inputs = tuple(Read(segment.feeds[k].model, names[k]) for k, _ in found)
+        by_model = self.resolver.settings[settings].models
+        weights = [by_model[k].get("weight", 1.0) if source is not None else 0.0 for k, source in enumerate(sources)]
+        weighted = [(k, w) for k, w in enumerate(weights) if isinstance(w, int | float) and w > 0]
+        inputs = tuple(Read(segment.feeds[k].model, names[k]) for k, _ in weighted)
         specs = [self.models.specs[read.model][read.tensor] for read in inputs]
         if len({spec.shape for spec in specs}) > 1:
-            self.mismatches.unequal(name, segment, {k: spec for (k, _), spec in zip(found, specs, strict=True)})
+            self.mismatches.unequal(name, segment, {k: spec for (k, _), spec in zip(weighted, specs, strict=True)})
             return
-        if not found or not all(spec.dtype.floating for spec in specs):
+        if not weighted or not all(spec.dtype.floating for spec in specs):
             self.mismatches.missing(name, segment, range(len(sources)), sources)
             return
         self.origins[name] = (segment, tuple(names), 0.0)
@@ -344,7 +348,7 @@ class Outputs:
             return
         for read in inputs:
             self.account.use(read)
-        average = Settings({"normalize": True}, tuple({"weight": float(w)} for _, w in found))
+        average = Settings({"normalize": True}, tuple({"weight": float(w)} for _, w in weighted))
         out = TensorSpec(name, self.dtypes.of(inputs), specs[0].shape)
         self.steps.append(Step(out, AVERAGE, inputs, False, self.resolver.add(average)))
 
@@ -356,7 +360,7 @@ class Outputs:
         """A model's tensors outside its layers under the donor's names."""
         if model not in self._rests:
             specs, rest = self.models.specs[model], self.models.names[model].rest
-            self._rests[model] = {outer: replace(specs[own], name=outer) for outer, own in rest.items()}
+            self._rests[model] = {outer: replace(specs[name], name=outer) for outer, name in rest.items()}
         return self._rests[model]
 
     def _stand_in(self, spec: TensorSpec, feed: SegmentInput) -> str | None:
@@ -366,9 +370,9 @@ class Outputs:
 
     def counterpart(self, name: str, model: int) -> str | None:
         """The model's own name of what it uses as an output tensor outside the layers; None if it has no such tensor."""
-        own = self.models.names[model].rest.get(name)
-        if own is not None:
-            return own
+        stored = self.models.names[model].rest.get(name)
+        if stored is not None:
+            return stored
         spec = next((specs[name] for m in range(len(self.models.names)) if name in (specs := self._rest_specs(m))), None)
         return None if spec is None else self._stand_in(spec, SegmentInput(model, 0, None, {}, ""))
 
@@ -449,8 +453,10 @@ class Outputs:
         if self._unused:
             donor = self.models.names[self.models.donor].all().values()
             done = f"copied from {self.models.labels[self.models.donor]}" if self._unused[0] in donor else "left out"
-            own = f"{count(len(self._unused), 'tensor')} of their own, which not all models store, {done}"
-            self.warnings.append(Finding(f"the last layers use the keys and values of earlier ones: {own}", self._unused[0]))
+            unmerged = f"{count(len(self._unused), 'tensor')} of their own, which not all models store, {done}"
+            self.warnings.append(
+                Finding(f"the last layers use the keys and values of earlier ones: {unmerged}", self._unused[0])
+            )
 
     # ---- steps -------------------------------------------------------------------------------------------------------------
 

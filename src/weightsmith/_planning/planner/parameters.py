@@ -67,10 +67,10 @@ def listed(method: Method, settings: Settings, *, base: bool) -> tuple[int, ...]
     (0,), the base alone, when no model's weight is another. All inputs where the method needs more than are left, or there is
     no base.
     """
-    places = tuple(k for k, own in enumerate(settings.models) if not method.ignored(own))
+    places = tuple(k for k, values in enumerate(settings.models) if not method.ignored(values))
     count = len(places) - base
-    left = count >= method.min_models or (base and count == 0 and method.min_models == 1)
-    return places if left else tuple(range(len(settings.models)))
+    enough = count >= method.min_models or (base and count == 0 and method.min_models == 1)
+    return places if enough else tuple(range(len(settings.models)))
 
 
 def taking_part(method: Method, settings: Settings, role: Role, *, base: bool) -> tuple[int, ...]:
@@ -122,9 +122,9 @@ class Lookup:
         if self.constant is not None:
             return self.constant
         for setting in self.settings:
-            found = setting.at(name, t, stepped=self._stepped)
-            if found is not None:
-                return self._plain(found[0], setting), found[1]
+            entry = setting.at(name, t, stepped=self._stepped)
+            if entry is not None:
+                return self._plain(entry[0], setting), entry[1]
         return None, None
 
     def _plain(self, value: Scalar | Schedule | tuple[Scalar, ...], setting: Setting) -> Scalar | None:
@@ -163,49 +163,49 @@ class Resolver:
         self._kept: list[Segment] = []  # ids of segments are keys: the segments must live as long
 
     def _lookup(self, segment: Segment) -> tuple[list[Lookup], list[list[Lookup]]]:
-        found = self._lookups.get(id(segment))
-        if found is None:
+        lookups = self._lookups.get(id(segment))
+        if lookups is None:
             shared = [Lookup(p, segment.levels) for p in self._shared]
             first = 1 if segment.base else 0
-            own: list[list[Lookup]] = [[]] * first
+            by_feed: list[list[Lookup]] = [[]] * first
             for k, feed in enumerate(segment.feeds[first:]):
                 places = [feed.matched or (0, 1), *[(k, len(segment.feeds) - first)] * len(segment.levels)]
-                own.append([Lookup(p, (feed.parameters, *segment.levels), places) for p in self._own])
-            found = self._lookups[id(segment)] = shared, own
+                by_feed.append([Lookup(p, (feed.parameters, *segment.levels), places) for p in self._own])
+            lookups = self._lookups[id(segment)] = shared, by_feed
             self._kept.append(segment)
-        return found
+        return lookups
 
     def index(self, segment: Segment, out_name: str, names: Sequence[str], t: float) -> int:
         """Index into `settings` of the parameters of one output tensor; `names` are its names in the feeds' models."""
         constant = self._constants.get(id(segment))
         if constant is not None:
             return constant
-        shared, own = self._lookup(segment)
+        shared, by_feed = self._lookup(segment)
         values = [self._value(u, u.find(out_name, t), None, out_name) for u in shared]
         models = [
             [self._value(u, u.find(name, t), segment.feeds[k].model, name) for u in lookups]
-            for k, (lookups, name) in enumerate(zip(own, names, strict=True))
+            for k, (lookups, name) in enumerate(zip(by_feed, names, strict=True))
         ]
         key = (tuple(values), tuple(tuple(m) for m in models))
         index = self._interned.get(key)
         if index is None:
             index = self._interned[key] = len(self.settings)
             self._add_settings(segment, values, models)
-        if all(u.constant is not None for u in shared) and all(u.constant is not None for us in own for u in us):
+        if all(u.constant is not None for u in shared) and all(u.constant is not None for us in by_feed for u in us):
             self._constants[id(segment)] = index
         return index
 
     def _add_settings(self, segment: Segment, values: list[Value | None], models: list[list[Value | None]]) -> None:
         shared = {p.name: v for p, v in zip(self._shared, values, strict=True)}
-        own = tuple({p.name: v for p, v in zip(self._own, m, strict=True)} if m else {} for m in models)
+        by_model = tuple({p.name: v for p, v in zip(self._own, m, strict=True)} if m else {} for m in models)
         optional = {p.name for p in self.method.parameters if p.optional}
-        complete = all(v is not None or name in optional for each in (shared, *own) for name, v in each.items())
-        if complete and (wrong := self.method.check(shared, own)):
+        complete = all(v is not None or name in optional for values_of in (shared, *by_model) for name, v in values_of.items())
+        if complete and (wrong := self.method.check(shared, by_model)):
             self.problems.append(ParameterError(wrong, where=segment.where))
-        self.settings.append(Settings(shared, own))
+        self.settings.append(Settings(shared, by_model))
 
-    def _value(self, lookup: Lookup, found: tuple[Scalar | None, Entry | None], model: int | None, name: str) -> Value | None:
-        value, entry = found
+    def _value(self, lookup: Lookup, written: tuple[Scalar | None, Entry | None], model: int | None, name: str) -> Value | None:
+        value, entry = written
         parameter = lookup.parameter
         if value is None:
             # A parameter that no level gives at all has been reported, with the place where it belongs.
@@ -233,12 +233,12 @@ class Resolver:
 
     def always_listed(self, segment: Segment) -> tuple[int, ...]:
         """The same for whole segments: not the inputs whose weight is 0 for every tensor, without filters and gradients."""
-        _, own = self._lookup(segment)
+        _, by_feed = self._lookup(segment)
         constants = [
             {u.parameter.name: self._value(u, u.constant, feed.model, "") for u in lookups if u.constant is not None}
-            for feed, lookups in zip(segment.feeds, own, strict=True)
+            for feed, lookups in zip(segment.feeds, by_feed, strict=True)
         ]
-        known = [{name: value for name, value in each.items() if value is not None} for each in constants]
+        known = [{name: value for name, value in values.items() if value is not None} for values in constants]
         return listed(self.method, Settings({}, tuple(known)), base=segment.base)
 
     def add(self, settings: Settings) -> int:
@@ -258,14 +258,14 @@ class Resolver:
 
     def explain(self, segment: Segment, out_name: str, names: Sequence[str], t: float) -> list[Origin]:
         """Every parameter's value for one tensor, with its origin."""
-        shared, own = self._lookup(segment)
+        shared, by_feed = self._lookup(segment)
         lookups: list[tuple[Lookup, int | None, str]] = [(u, None, out_name) for u in shared]
-        lookups += [(u, segment.feeds[k].model, n) for k, (us, n) in enumerate(zip(own, names, strict=True)) for u in us]
+        lookups += [(u, segment.feeds[k].model, n) for k, (us, n) in enumerate(zip(by_feed, names, strict=True)) for u in us]
         origins = []
         for u, model, name in lookups:
-            found = u.find(name, t)
-            where = found[1].where if found[1] is not None else "default"
-            origins.append(Origin(u.parameter.name, model, self._value(u, found, model, name), where))
+            value = u.find(name, t)
+            where = value[1].where if value[1] is not None else "default"
+            origins.append(Origin(u.parameter.name, model, self._value(u, value, model, name), where))
         return origins
 
     def finish(self) -> tuple[list[WeightsmithError], list[Finding]]:
@@ -279,8 +279,8 @@ class Resolver:
 
     def _idle(self) -> Iterator[Finding]:
         settings: dict[int, tuple[Parameter, Setting]] = {}
-        for shared, own in self._lookups.values():
-            for lookup in [*shared, *(u for us in own for u in us)]:
+        for shared, by_feed in self._lookups.values():
+            for lookup in [*shared, *(u for us in by_feed for u in us)]:
                 settings.update({id(s): (lookup.parameter, s) for s in lookup.settings})
         for parameter, setting in settings.values():
             idle = [e for e in setting.entries if id(e) not in self._used]

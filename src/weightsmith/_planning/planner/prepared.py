@@ -192,9 +192,9 @@ class Stage:
         reads = max((sum(tiles.get(read.model, 1) for read in leaf) for leaf in leaves), default=1)
         why = ""
         if plan.products:
-            why = f"{plan.made.name} looks at the whole model first"
+            why = f"{plan.provenance.name} looks at the whole model first"
         elif source.holds_matrices:
-            why = f"{plan.made.name} holds whole matrices"
+            why = f"{plan.provenance.name} holds whole matrices"
         elif reads > MAX_READS:
             why = f"each of its tiles is computed from {reads} others"
         elif depth > MAX_DEPTH:
@@ -239,7 +239,7 @@ def model_input(checkpoint: Checkpoint) -> ModelInput:
 
 def code_files(plan: Plan | PlanDraft) -> tuple[Path, ...]:
     """The user's own file that the merge method comes from, if there is one."""
-    code = plan.made.code
+    code = plan.provenance.code
     return () if code is None or not code.folder else (Path(code.folder) / expand_user(code.name.rpartition(":")[0]),)
 
 

@@ -32,7 +32,7 @@ from weightsmith._planning.planner.inputs import open_models
 from weightsmith._planning.planner.parameters import coerce
 from weightsmith._planning.planner.prepared import Prepared, Stage, code_files
 from weightsmith._planning.recipe import ModelRef
-from weightsmith._planning.recipe.references import parse_reference
+from weightsmith._planning.recipe.values import parse_reference
 from weightsmith._plans import (
     COPY,
     FILL,
@@ -88,11 +88,11 @@ def reopen(plan: Plan, *, allow_code: bool = False) -> Prepared:
         stages: list[Stage] = []
         for planned, ref in zip(plan.models, refs, strict=True):
             assert isinstance(ref, ModelRef)
-            found = _open(planned, ref, stack) if planned.plan is None else _computed(planned, stack, stages, allow_code)
-            if isinstance(found, Checkpoint):
-                inputs.append(found)
+            opened = _open(planned, ref, stack) if planned.plan is None else _computed(planned, stack, stages, allow_code)
+            if isinstance(opened, Checkpoint):
+                inputs.append(opened)
             else:
-                problems += found
+                problems += opened
         if problems:
             raise PlanError(problems)
         problems = _check_carried(plan, inputs[plan.donor]) or _check_steps(plan, inputs)
@@ -107,8 +107,8 @@ def reopen(plan: Plan, *, allow_code: bool = False) -> Prepared:
 
 def _files(plan: Plan, inputs: list[Checkpoint]) -> list[Path]:
     """The files that products read. Call after `_check_steps`."""
-    own = [inputs[file.model].folder / file.name for product in plan.products for file in product.files]
-    return [*own, *(path for product in plan.products for path in find_kind(product.op).reads(product))]
+    listed = [inputs[file.model].folder / file.name for product in plan.products for file in product.files]
+    return [*listed, *(path for product in plan.products for path in find_kind(product.op).reads(product))]
 
 
 def _computed(
@@ -129,9 +129,9 @@ def _computed(
     return result if result.identity == planned.identity else [_differs(planned, result.identity)]
 
 
-def _differs(planned: ModelInput, found: str) -> CheckpointError:
+def _differs(planned: ModelInput, identity: str) -> CheckpointError:
     what = "this is not the model that the plan was made for: names, shapes or sizes differ"
-    details = [f"planned  {planned.identity}", f"found    {found}"]
+    details = [f"planned  {planned.identity}", f"found    {identity}"]
     return CheckpointError(what, where=planned.ref, details=details, fix="make the plan again, or restore the model")
 
 
@@ -185,11 +185,11 @@ def _unchanged(planned: ModelInput, opened: Checkpoint) -> Checkpoint | list[Wei
 
 def _load_method(plan: Plan, *, allow_code: bool) -> None:
     """Make a merge method of the user's own known, and check that it is the one that was planned."""
-    code = plan.made.code
+    code = plan.provenance.code
     if code is None:
         return
     if code.folder == user_files.PROCESS:
-        if user_files.loaded(plan.made.name) is None:
+        if user_files.loaded(plan.provenance.name) is None:
             what = f"merge_method {code.name} is a function of the Python process that made the plan"
             fix = f"write it into a file, name it in the recipe as ./my_method.py:{code.name}, and make the plan again"
             raise PlanError([MethodError(what, fix=fix)])
@@ -198,7 +198,7 @@ def _load_method(plan: Plan, *, allow_code: bool) -> None:
         method = user_files.load_file(code.name, Path(code.folder), allow_code=allow_code)
     else:
         method = user_files.load_installed(code.name)
-    if method.name != plan.made.name:
+    if method.name != plan.provenance.name:
         what = f"the code of the merge method {code.name} has changed since the plan was made"
         raise PlanError([CheckpointError(what, where=code.name, fix="make the plan again")])
 
@@ -275,8 +275,8 @@ def _check_encoding(plan: Plan, step: Step, arrays: dict[str, TensorSpec]) -> No
             raise _wrong(step, f"its {count:,} importances are not one for each of {cols:,} columns")
         if not are_importances(plan.tables[step.weighted].floats):
             raise _wrong(step, "its importances are negative, not finite or too large")
-    made = arrays.get(name)
-    fits = made is not None and (made.dtype.name, made.shape) == ("F32", (1,)) and plan.maker[name] in plan.needs(step)
+    maxima = arrays.get(name)
+    fits = maxima is not None and (maxima.dtype.name, maxima.shape) == ("F32", (1,)) and plan.maker[name] in plan.needs(step)
     if encoding.maxima and not fits:
         raise _wrong(step, f"{step.encoding} needs the array {name!r} of a product")
 
@@ -305,31 +305,33 @@ def _check_statistics(plan: Plan, leaf: Step, arrays: dict[str, TensorSpec]) -> 
     if not leaf.statistics:
         return
     required = methods.get(leaf.op).requires(plan.settings[leaf.settings].shared) if leaf.merges else ()
-    wanted = [(each.kind, i) for each in required for i in each.inputs(len(leaf.inputs), base=leaf.base)]
-    if len(leaf.out.shape) != 2 or [(each.kind, each.input) for each in leaf.statistics] != wanted:
+    expected = [(requirement.kind, i) for requirement in required for i in requirement.inputs(len(leaf.inputs), base=leaf.base)]
+    if len(leaf.out.shape) != 2 or [(statistic.kind, statistic.input) for statistic in leaf.statistics] != expected:
         raise _wrong(leaf, f"{leaf.op} looks at other statistics of it")
-    for each in leaf.statistics:
-        spec, shape = arrays[each.read.tensor], find_statistic(each.kind).shape(*leaf.out.shape)
-        size = _size(plan, leaf, each.read, spec, arrays)
+    for statistic in leaf.statistics:
+        spec, shape = arrays[statistic.read.tensor], find_statistic(statistic.kind).shape(*leaf.out.shape)
+        size = _size(plan, leaf, statistic.read, spec, arrays)
         if spec.dtype.name != "F32" or spec.shape[-1:] != shape[-1:] or size != math.prod(shape):
-            raise _wrong(leaf, f"{each.read.tensor} does not have the shape of its {each.kind}")
+            raise _wrong(leaf, f"{statistic.read.tensor} does not have the shape of its {statistic.kind}")
 
 
 def _check_fallback(
     plan: Plan, leaf: Step, read: Read, other: Read, inputs: list[Checkpoint], arrays: dict[str, TensorSpec]
 ) -> None:
     """Rows that fill those of `read`: as many, of the same length, of numbers."""
-    own_spec, spec = (
-        (arrays if each.model == PRODUCTS else inputs[each.model].specs).get(each.tensor) for each in (read, other)
+    read_spec, other_spec = (
+        (arrays if source.model == PRODUCTS else inputs[source.model].specs).get(source.tensor) for source in (read, other)
     )
-    if own_spec is None or spec is None:
+    if read_spec is None or other_spec is None:
         raise _wrong(leaf, f"{plan.label(other)} has no tensor {other.tensor!r}")
-    own, view = read.view, other.view
-    assert isinstance(own, Gather)
-    assert isinstance(view, Gather)
-    assert isinstance(own.table, int)
-    same = view.block.cols == own.block.cols and _size(plan, leaf, other, spec, arrays) == leaf.out.size
-    numbers = min(spec.dtype.code, own_spec.dtype.code) >= 0 or (spec.dtype is own_spec.dtype and spec.dtype.name in DTYPES)
+    gather, other_gather = read.view, other.view
+    assert isinstance(gather, Gather)
+    assert isinstance(other_gather, Gather)
+    assert isinstance(gather.table, int)
+    same = other_gather.block.cols == gather.block.cols and _size(plan, leaf, other, other_spec, arrays) == leaf.out.size
+    numbers = min(other_spec.dtype.code, read_spec.dtype.code) >= 0 or (
+        other_spec.dtype is read_spec.dtype and other_spec.dtype.name in DTYPES
+    )
     if not same or not numbers:
         raise _wrong(leaf, f"the rows of {other.tensor} cannot replace those of {read.tensor}")
 
@@ -355,10 +357,10 @@ def _check_settings(plan: Plan, leaf: Step) -> None:
                 raise _wrong(leaf, f"{parameter.name} is {value!r}")
     if problem := method.check(settings.shared, settings.models):
         raise _wrong(leaf, problem)
-    if leaf.out.size and method.needs(settings.shared) and (wanted := method.product([(leaf, settings)])) is not None:
-        found = next((product for product in plan.products if leaf.needs[:1] == (product.name,)), None)
-        if found is None or found.op != wanted.op or not find_kind(wanted.op).serves(found, wanted):
-            raise _wrong(leaf, f"{leaf.op} needs a product '{wanted.op}' of its models")
+    if leaf.out.size and method.needs(settings.shared) and (needed := method.product([(leaf, settings)])) is not None:
+        product = next((product for product in plan.products if leaf.needs[:1] == (product.name,)), None)
+        if product is None or product.op != needed.op or not find_kind(needed.op).serves(product, needed):
+            raise _wrong(leaf, f"{leaf.op} needs a product '{needed.op}' of its models")
 
 
 def _fits(parameter: Parameter, value: Value | None) -> bool:

@@ -21,16 +21,15 @@ from weightsmith._base.errors import (
     nearest,
 )
 from weightsmith._base.tensors import DType, TensorSpec
-from weightsmith._files.views import View, view_of
+from weightsmith._files.arrays import View, view_of
 from weightsmith._methods.base import Method, Parameter
 from weightsmith._models.structure import analyse
-from weightsmith._models.structure.fused import fused_parts, role_of
+from weightsmith._models.structure.projections import fused_parts, role_of
 from weightsmith._planning.options import output_dtype
-from weightsmith._planning.planner.config import DTypes
-from weightsmith._planning.planner.decide import decide, factor_problems, operation, split_fused
 from weightsmith._planning.planner.merges import made_by
 from weightsmith._planning.planner.parameters import coerce, taking_part, without
 from weightsmith._planning.planner.segments import wanted_models
+from weightsmith._planning.planner.steps import DTypes, factor_problems, operation, split_fused, with_needs
 from weightsmith._plans import COPY, ModelInput, Plan, PlanDraft, Read, Settings, Step, Value
 
 StateDict = Mapping[str, Any]
@@ -125,18 +124,18 @@ class _Call:
 
     def _check_count(self) -> None:
         method, count = self.method, len(self.inputs) - self.has_base
-        if wanted := wanted_models(method, count):
-            beside = " besides the base" if self.has_base else ""
-            self.problems.append(MismatchError(f"method {method.name} takes {wanted} models{beside}, not {count}"))
+        if needed := wanted_models(method, count):
+            besides = " besides the base" if self.has_base else ""
+            self.problems.append(MismatchError(f"method {method.name} takes {needed} models{besides}, not {count}"))
 
     # ---- parameters
 
-    def settings(self, given: Mapping[str, Any]) -> Settings:
+    def settings(self, arguments: Mapping[str, Any]) -> Settings:
         """The values of all parameters; adds their problems to the list."""
         known = {p.name: p for p in self.method.parameters}
         values: dict[str, Any] = {}
         before = len(self.problems)
-        for written, value in given.items():
+        for written, value in arguments.items():
             name = written[:-1] if iskeyword(written[:-1]) and written.endswith("_") else written
             if name not in known:
                 others = ", ".join(p + "_" * iskeyword(p) for p in known)
@@ -148,14 +147,14 @@ class _Call:
                     self.findings.append(Finding(f"{name} has no effect: {known[name].ignored}"))
         takers = [k for k in range(len(self.inputs)) if not (self.has_base and k == 0)]
         shared = {p.name: self._one(p, values.get(p.name), "") for p in known.values() if p.scope == "tensor"}
-        own: list[dict[str, Value | None]] = [{} for _ in self.inputs]
+        by_input: list[dict[str, Value | None]] = [{} for _ in self.inputs]
         for p in known.values():
             if p.scope == "model":
                 for k, value in zip(takers, self._each(p, values.get(p.name), takers), strict=True):
-                    own[k][p.name] = value
-        if len(self.problems) == before and (wrong := self.method.check(shared, own)):
+                    by_input[k][p.name] = value
+        if len(self.problems) == before and (wrong := self.method.check(shared, by_input)):
             self.problems.append(ParameterError(wrong))
-        return Settings(shared, tuple(own))
+        return Settings(shared, tuple(by_input))
 
     def _one(self, parameter: Parameter, value: Any, place: str) -> Value | None:
         """One value as the parameter's kind, or its default."""
@@ -202,9 +201,9 @@ class _Call:
         details = []
         for label, views in zip(self.labels, held, strict=True):
             missing = [name for name in first if name not in views]
-            more = [name for name in views if name not in first]
+            extra = [name for name in views if name not in first]
             details += [f"{label} has no {_some(missing)}"] if missing else []
-            details += [f"{label} has {_some(more)}, which {self.label} has not"] if more else []
+            details += [f"{label} has {_some(extra)}, which {self.label} has not"] if extra else []
         if details:
             fix = "give the same names to the same tensors, and leave out what is not to be merged"
             self.problems.append(MismatchError("the models have different tensors", details=details, fix=fix))
@@ -220,7 +219,7 @@ class _Call:
         """The plan, and names that are another name's tensor in every model."""
         specs = [{name: view.spec for name, view in views.items()} for views in held]
         dtypes, structure = DTypes(asked, specs), analyse(specs[self.donor].values(), None)
-        steps, same, found = [], dict[str, str](), self.findings
+        steps, same, findings = [], dict[str, str](), self.findings
         first_with: dict[tuple[Any, ...], str] = {}
         taken = {tuple(range(len(held))): 0}  # places of the inputs that take part → index of their settings
         for name, spec in specs[self.donor].items():
@@ -228,42 +227,42 @@ class _Call:
             if None not in identity and first_with.setdefault(identity, name) != name:
                 same[name] = first_with[identity]
                 continue
-            own = [s[name] for s in specs]
-            if all(s.dtype.floating for s in own):
-                step = self._merged(name, own, dtypes, settings, taken)
+            tensors = [s[name] for s in specs]
+            if all(s.dtype.floating for s in tensors):
+                step = self._merged(name, tensors, dtypes, settings, taken)
                 if step.merges and not self.method.elementwise(settings.shared):
                     step = split_fused(step, fused_parts(spec, specs[self.donor], structure, None))
                 steps.append(step)
             else:
-                steps.append(self._copied(name, own, found))
+                steps.append(self._copied(name, tensors, findings))
         draft = PlanDraft(made_by(self.method), [ModelInput(label, "", "") for label in self.labels], seed=seed)
         draft.settings = [settings, *(without(settings, places) for places in list(taken)[1:])]
-        draft.steps, products = decide(steps, draft.settings, self.method)
+        draft.steps, products = with_needs(steps, draft.settings, self.method)
         fix = "merge the products B @ A, or the adapters' files with weightsmith.merge"
         if problems := factor_problems(draft.steps, self.label, fix):
             raise PlanError(problems)
-        draft.products, draft.warnings = list(products), [*found, *dtypes.findings()]
+        draft.products, draft.warnings = list(products), [*findings, *dtypes.findings()]
         return draft.finish(stored=False), same
 
     def _merged(
-        self, name: str, own: Sequence[TensorSpec], dtypes: DTypes, settings: Settings, taken: dict[tuple[int, ...], int]
+        self, name: str, tensors: Sequence[TensorSpec], dtypes: DTypes, settings: Settings, taken: dict[tuple[int, ...], int]
     ) -> Step:
         """The step of one merged tensor. taken: see `plan`."""
-        dtype = dtypes.of([Read(k, name) for k in range(len(own))])
-        out = TensorSpec(name, dtype, own[0].shape)
+        dtype = dtypes.of([Read(k, name) for k in range(len(tensors))])
+        out = TensorSpec(name, dtype, tensors[0].shape)
         places = taking_part(self.method, settings, role_of(out), base=self.has_base)
-        op = operation(self.method, settings, len(own), places, base=self.has_base, same=dtype == own[places[0]].dtype)
+        op = operation(self.method, settings, len(tensors), places, base=self.has_base, same=dtype == tensors[places[0]].dtype)
         index = taken.setdefault(places, len(taken))
         return Step(out, op, tuple(Read(k, name) for k in places), self.has_base, index)
 
-    def _copied(self, name: str, own: Sequence[TensorSpec], found: list[Finding]) -> Step:
+    def _copied(self, name: str, tensors: Sequence[TensorSpec], findings: list[Finding]) -> Step:
         """Integers and booleans: the donor's, compared with the others' while they are copied."""
-        order = [self.donor, *(k for k in range(len(own)) if k != self.donor)]
-        if any(spec.dtype != own[self.donor].dtype for spec in own):
-            details = tuple(f"{label}: {spec.dtype}" for label, spec in zip(self.labels, own, strict=True))
-            found.append(Finding(f"dtypes differ and are not all floating; taken from {self.label}", name, details))
+        order = [self.donor, *(k for k in range(len(tensors)) if k != self.donor)]
+        if any(spec.dtype != tensors[self.donor].dtype for spec in tensors):
+            details = tuple(f"{label}: {spec.dtype}" for label, spec in zip(self.labels, tensors, strict=True))
+            findings.append(Finding(f"dtypes differ and are not all floating; taken from {self.label}", name, details))
             order = order[:1]
-        return Step(own[self.donor], COPY, tuple(Read(k, name) for k in order))
+        return Step(tensors[self.donor], COPY, tuple(Read(k, name) for k in order))
 
 
 def _views(label: str, model: object, problems: list[WeightsmithError]) -> dict[str, View]:

@@ -131,7 +131,6 @@ def describe(config: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
 
     Where config.json names no class, it is the one of `_MAPPINGS` that has most of the checkpoint's tensors, under their names.
     """
-    import torch
     import transformers
 
     transformers.utils.logging.set_verbosity(transformers.utils.logging.CRITICAL)
@@ -143,43 +142,49 @@ def describe(config: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     if isinstance(name, str) and not hasattr(model_class, "from_pretrained"):
         return {"unknown": f"transformers has no model class {name!r}"}
     try:
-        loaded = _open_config(config)
-        mappings = [getattr(transformers, each, {}) for each in _MAPPINGS]
-        classes = [mapping[type(loaded)] for mapping in mappings if type(loaded) in mapping]
-
-        def build(model_class: Any) -> Any:
-            with torch.device("meta"):
-                model = model_class._from_config(loaded)
-            model.tie_weights()
-            return model
-
-        if model_class is None:
-            model_class = max(classes, key=lambda each: _fit(_names(build(each), names)))
-        model = build(model_class)
-        modules = dict(_modules(model))
-        state = {key: list(tensor.shape) for key, tensor in model.state_dict().items()}
-        answer = {
-            "modules": modules,
-            "tensors": state,
-            "names": _names(model, names),
-            "tied": _tied(model),
-            "redirected": (redirected := sorted(_redirected(model, lasts := _lasts(modules)))),
-            "refused": sorted(
-                _refused(partial(build, model_class), [name for last, name in lasts.items() if last not in redirected])
-            ),
-            "peft": find_spec("peft") is not None,
-            "rows": [key for key, module in model.named_modules() if getattr(module, "is_transposed", False)],
-        }
+        return _description(_open_config(config), model_class, names)
     except ImportError as error:  # a package that this architecture needs
         return {"unknown": f"it cannot be asked without {error.name or str(error).splitlines()[0]}"}
     except Exception as error:
         return {"unknown": f"transformers cannot build it: {type(error).__name__}: {' '.join(str(error).split())}"[:500]}
-    return answer
 
 
-def _fit(found: Mapping[str, Sequence[Any]]) -> tuple[int, int]:
+def _description(loaded: Any, model_class: Any, names: Sequence[str]) -> dict[str, Any]:
+    """The answer of `describe` for a config; model_class: None if it names none."""
+    import torch
+    import transformers
+
+    mappings = [getattr(transformers, mapping_name, {}) for mapping_name in _MAPPINGS]
+    classes = [mapping[type(loaded)] for mapping in mappings if type(loaded) in mapping]
+
+    def build(model_class: Any) -> Any:
+        with torch.device("meta"):
+            model = model_class._from_config(loaded)
+        model.tie_weights()
+        return model
+
+    if model_class is None:
+        model_class = max(classes, key=lambda candidate: _fit(_names(build(candidate), names)))
+    model = build(model_class)
+    modules = dict(_modules(model))
+    state = {key: list(tensor.shape) for key, tensor in model.state_dict().items()}
+    return {
+        "modules": modules,
+        "tensors": state,
+        "names": _names(model, names),
+        "tied": _tied(model),
+        "redirected": (redirected := sorted(_redirected(model, lasts := _lasts(modules)))),
+        "refused": sorted(
+            _refused(partial(build, model_class), [name for last, name in lasts.items() if last not in redirected])
+        ),
+        "peft": find_spec("peft") is not None,
+        "rows": [key for key, module in model.named_modules() if getattr(module, "is_transposed", False)],
+    }
+
+
+def _fit(renamed: Mapping[str, Sequence[Any]]) -> tuple[int, int]:
     """How many tensors of a checkpoint a model has, and how many of them under their names."""
-    return len(found), sum(name == key for name, (key, _) in found.items())
+    return len(renamed), sum(name == key for name, (key, _) in renamed.items())
 
 
 def _modules(model: Any) -> Iterator[tuple[str, str]]:
@@ -203,25 +208,27 @@ def _multiplies(module: Any) -> bool:
     if not isinstance(module, torch.nn.Linear) or type(module) is torch.nn.Linear:
         return False
     try:
-        found = module(torch.empty(1, module.in_features, device="meta", dtype=module.weight.dtype))
+        product = module(torch.empty(1, module.in_features, device="meta", dtype=module.weight.dtype))
     except Exception:
         return False
-    return isinstance(found, torch.Tensor) and tuple(found.shape) == (1, module.out_features)
+    return isinstance(product, torch.Tensor) and tuple(product.shape) == (1, module.out_features)
 
 
 def _names(model: Any, names: Sequence[str]) -> dict[str, list[Any]]:
     """What each tensor of a checkpoint becomes: as transformers renames it while it loads."""
     state, prefix = model.state_dict(), model.base_model_prefix
     rename, renamings, converters = _renaming(model)
-    found: dict[str, list[Any]] = {}
+    renamed: dict[str, list[Any]] = {}
     for name in names:
         key, pattern = rename(name, renamings, converters, prefix, state)
         if pattern is None and key not in state and name in state:
             key = name
         if key in state:
-            operations: list[Any] = next((each.operations for each in converters if pattern in each.source_patterns), [])
-            found[name] = [key, [type(each).__name__ for each in operations]]
-    return found
+            operations: list[Any] = next(
+                (converter.operations for converter in converters if pattern in converter.source_patterns), []
+            )
+            renamed[name] = [key, [type(converter).__name__ for converter in operations]]
+    return renamed
 
 
 def _renaming(model: Any) -> tuple[Any, list[Any], list[Any]]:
@@ -236,9 +243,9 @@ def _renaming(model: Any) -> tuple[Any, list[Any], list[Any]]:
 
         return rename, [], []
     mapping = get_model_conversion_mapping(model)
-    renamings = [each for each in mapping if not isinstance(each, WeightConverter)]
-    assert all(hasattr(each, "rename_source_key") or isinstance(each, WeightRenaming) for each in renamings)
-    return rename_source_key, renamings, [each for each in mapping if isinstance(each, WeightConverter)]
+    renamings = [entry for entry in mapping if not isinstance(entry, WeightConverter)]
+    assert all(hasattr(entry, "rename_source_key") or isinstance(entry, WeightRenaming) for entry in renamings)
+    return rename_source_key, renamings, [entry for entry in mapping if isinstance(entry, WeightConverter)]
 
 
 def _tied(model: Any) -> list[list[str]]:
@@ -250,11 +257,11 @@ def _tied(model: Any) -> list[list[str]]:
 
 def _lasts(modules: Mapping[str, str]) -> dict[str, str]:
     """Last component of a name → the first module that has it, for modules that may have factors."""
-    found: dict[str, str] = {}
+    lasts: dict[str, str] = {}
     for name, kind in modules.items():
         if kind in ("linear", "transposed") and name:
-            found.setdefault(name.rpartition(".")[2], name)
-    return found
+            lasts.setdefault(name.rpartition(".")[2], name)
+    return lasts
 
 
 def _redirected(model: Any, lasts: Mapping[str, str]) -> Iterator[str]:

@@ -56,7 +56,7 @@ from weightsmith._models.tokenizers.files import (
 )
 from weightsmith._models.tokenizers.matching import Rows, is_marker, left_out, roles_of
 from weightsmith._models.tokenizers.vocabulary import MAX_FILE_BYTES, contents_of, digest_of
-from weightsmith._planning.planner.companions import CHOOSE_TOKENIZER, GENERATION, Companions, own_code
+from weightsmith._planning.planner.files import CHOOSE_TOKENIZER, GENERATION, Companions, own_code
 from weightsmith._planning.planner.inputs import at, changed, find_model
 from weightsmith._planning.recipe import ModelRef, Recipe, Tokenizer, TokenRule
 from weightsmith._plans import Block, Dropped, Gather, Read, Step, Table
@@ -126,8 +126,8 @@ class Aligned:
         if placer.problems:
             raise PlanError(placer.problems)
         used = {(read.model, read.tensor) for read in placer.fallbacks}
-        left = tuple(d for d in dropped if (d.model, d.tensor) not in used)
-        return placed, tuple(map(Table, placer.tables)), left
+        unused = tuple(d for d in dropped if (d.model, d.tensor) not in used)
+        return placed, tuple(map(Table, placer.tables)), unused
 
 
 class _Placer:
@@ -156,13 +156,13 @@ class _Placer:
     def _check(self, read: Read) -> None:
         """Note a tensor that cannot follow the vocabulary."""
         spec, rows = self.models[read.model].get(read.tensor), self.counts[read.model]
-        own = self.alignment.model_rows[read.model]
-        if spec is None or (len(own) == rows and np.array_equal(own, np.arange(rows))):
+        table = self.alignment.model_rows[read.model]
+        if spec is None or (len(table) == rows and np.array_equal(table, np.arange(rows))):
             return
         if why := vocabulary.obstacle(spec, rows, self.configs[read.model]):
-            kept = min(len(own), rows)
-            changing = rows - kept + int((own[:kept] != np.arange(kept)).sum())
-            said = f"{self.labels[read.model]}: {changing:,} of {rows:,} ids change; the output has {len(own):,}"
+            kept = min(len(table), rows)
+            changing = rows - kept + int((table[:kept] != np.arange(kept)).sum())
+            said = f"{self.labels[read.model]}: {changing:,} of {rows:,} ids change; the output has {len(table):,}"
             tensors, by_model = self._blocked.setdefault((re.sub("[0-9]+", "N", read.tensor), why), ({}, {}))
             tensors[read.tensor], by_model[read.model] = None, said
 
@@ -170,12 +170,12 @@ class _Placer:
     def problems(self) -> list[WeightsmithError]:
         """The tensors that cannot follow the vocabulary; alike ones of all layers and models are one."""
         fix = "keep the tokenizer that these tensors were made for, or merge models that have the same tokens"
-        found: list[WeightsmithError] = []
+        problems: list[WeightsmithError] = []
         for (_, why), (tensors, by_model) in self._blocked.items():
             what = f"this tensor cannot follow the change of vocabulary that {self.where} asks for: {why}"
             what += f"; so for {len(tensors) - 1:,} more like it" if len(tensors) > 1 else ""
-            found.append(Unsupported(what, where=next(iter(tensors)), details=list(by_model.values()), fix=fix))
-        return found
+            problems.append(Unsupported(what, where=next(iter(tensors)), details=list(by_model.values()), fix=fix))
+        return problems
 
     def _read(self, read: Read, step: Step) -> Read:
         out, spec = step.out, self.models[read.model].get(read.tensor)
@@ -184,15 +184,15 @@ class _Placer:
         height = _height(spec)
         cols = spec.size // height if height else 0
         rows = out.size // cols if cols else 0
-        own = self._rows(read.model, height, rows, default=False)
-        if rows == height and np.array_equal(own, np.arange(rows)):
+        table = self._rows(read.model, height, rows, default=False)
+        if rows == height and np.array_equal(table, np.arange(rows)):
             return read
-        fallback, left = self._fallback(step, spec, own < 0, rows, cols)
+        fallback, nowhere = self._fallback(step, spec, table < 0, rows, cols)
         self.fallbacks += fallback
         if not spec.dtype.floating or INDEX.search(read.tensor):  # zeros would be an expert, or a token without a value
             unused = self.alignment.unused[read.model]
-            own = np.where(left, np.int32(unused if unused < height else -1), own).astype(np.int32)
-        return replace(read, view=Gather(self._table(own), Block(0, height, cols, cols), 0, tuple(fallback)))
+            table = np.where(nowhere, np.int32(unused if unused < height else -1), table).astype(np.int32)
+        return replace(read, view=Gather(self._table(table), Block(0, height, cols, cols), 0, tuple(fallback)))
 
     def _fallback(self, step: Step, spec: TensorSpec, missing: Mask, rows: int, cols: int) -> tuple[list[Read], Mask]:
         """Gathers of the rows that a model's tensor lacks; and which of them no other model has.
@@ -200,7 +200,7 @@ class _Placer:
         Integers have no mean: the first model that has a row gives it.
         """
         fallback: list[Read] = []
-        left = missing.copy()
+        nowhere = missing.copy()
         for k in range(len(self.models)) if missing.any() else ():
             name = self.counterpart(step.out.name, k) or next((r.tensor for r in step.inputs if r.model == k), None)
             other = None if name is None else self.models[k][name]
@@ -208,20 +208,20 @@ class _Placer:
                 continue
             if not (spec.dtype.floating and other.dtype.floating) and spec.dtype is not other.dtype:
                 continue
-            table = self._rows(k, _height(other), rows, default=True)
+            other_table = self._rows(k, _height(other), rows, default=True)
             if not other.dtype.floating:
-                table = np.where(left, table, np.int32(-1)).astype(np.int32)
-            if (missing & (table >= 0)).any():
-                fallback.append(Read(k, name, Gather(self._table(table), Block(0, _height(other), cols, cols))))
-                left &= table < 0
-        return fallback, left
+                other_table = np.where(nowhere, other_table, np.int32(-1)).astype(np.int32)
+            if (missing & (other_table >= 0)).any():
+                fallback.append(Read(k, name, Gather(self._table(other_table), Block(0, _height(other), cols, cols))))
+                nowhere &= other_table < 0
+        return fallback, nowhere
 
     def _rows(self, model: int, height: int, rows: int, *, default: bool) -> Rows:
         """A model's table for a tensor of `height` rows, of which the output has `rows`."""
         key = (default, model, height, rows)
         if key not in self._limited:
-            found = (self.alignment.defaults if default else self.alignment.model_rows)[model][:rows]
-            self._limited[key] = np.where(found < height, found, np.int32(-1)).astype(np.int32)
+            table = (self.alignment.defaults if default else self.alignment.model_rows)[model][:rows]
+            self._limited[key] = np.where(table < height, table, np.int32(-1)).astype(np.int32)
         return self._limited[key]
 
     def _table(self, rows: Rows) -> int:
@@ -267,7 +267,7 @@ class VocabularyPlanner:
         self.places = [_Place(label, c.folder, c.files, c) for label, c in zip(self.labels, opened, strict=True)]
         self.outside = self.places[0]  # a model that is not in the merge, whose tokenizer the output has
         self.source = donor  # index of the model whose tokenizer the output has; -1: that one
-        self.made: Vocabulary | None = None  # the output's, if the recipe asks for one
+        self.output: Vocabulary | None = None  # the output's, if the recipe asks for one
         self._seen: dict[str, Vocabulary] = {}
 
     def plan(self) -> tuple[Aligned, list[WeightsmithError]]:
@@ -275,42 +275,42 @@ class VocabularyPlanner:
         recipe = self.recipe
         specs = [c.specs for c in self.opened]
         configs = [c.config for c in self.opened]
-        found = Aligned(specs, self.labels, configs, self.counts, None, list(specs))
+        aligned = Aligned(specs, self.labels, configs, self.counts, None, list(specs))
         try:
             if recipe.tokenizer is not None:
-                self._merge(recipe.tokenizer, found)
+                self._merge(recipe.tokenizer, aligned)
             elif len({count for count in self.counts if count}) > 1:
-                self._padding(found)
+                self._padding(aligned)
             if recipe.chat_template:
-                self._template(recipe.chat_template, found)
-            self._fill(found)
+                self._template(recipe.chat_template, aligned)
+            self._fill(aligned)
         except WeightsmithError as error:
             self.problems.append(error)
-        return found, self.problems
+        return aligned, self.problems
 
-    def _fill(self, found: Aligned) -> None:
+    def _fill(self, aligned: Aligned) -> None:
         """Take from another model what the donor lacks of tokenizer, chat template and generation_config.json."""
         recipe, chosen = self.recipe, self.recipe.tokenizer is not None
-        more = Companions(self.labels, self.opened, self.donor, found.files, found.removed)
+        companions = Companions(self.labels, self.opened, self.donor, aligned.files, aligned.removed)
         if not chosen:
             where = recipe.at("models" if recipe.base_model is None else "base_model")
-            more.fill_tokenizer(where, CHOOSE_TOKENIZER, self._seen)
+            companions.fill_tokenizer(where, CHOOSE_TOKENIZER, self._seen)
         elif self.source >= 0:
-            more.tokenizer = more.template = self.source
+            companions.tokenizer = companions.template = self.source
         if not recipe.chat_template and self.source == self.donor:
-            more.fill_template()
-        more.fill_generation(self._moved)
-        found.files, found.removed = more.files, more.removed
-        found.findings += more.findings
-        found.tokenizer = None if chosen else more.tokenizer
-        found.template = None if recipe.chat_template or self.source < 0 else more.template
+            companions.fill_template()
+        companions.fill_generation(self._moved)
+        aligned.files, aligned.removed = companions.files, companions.removed
+        aligned.findings += companions.findings
+        aligned.tokenizer = None if chosen else companions.tokenizer
+        aligned.template = None if recipe.chat_template or self.source < 0 else companions.template
 
     def _moved(self, k: int, data: bytes) -> bytes:
         """A model's generation_config.json with the ids of the output's tokenizer."""
-        own = self._read(self.places[k])
-        if self.made is None or own is None or k == self.source:
+        tokens = self._read(self.places[k])
+        if self.output is None or tokens is None or k == self.source:
             return data
-        return json_bytes(move_ids(settings_in(data), (), own, self.made)[0])
+        return json_bytes(move_ids(settings_in(data), (), tokens, self.output)[0])
 
     # ---- which tokenizer
 
@@ -318,26 +318,26 @@ class VocabularyPlanner:
         place.fetch(GENERATION)
         return read_vocabulary(place.label, place.folder, place.files, self._seen)
 
-    def _padding(self, found: Aligned) -> None:
+    def _padding(self, aligned: Aligned) -> None:
         """Models without a key that have the same tokens, and different numbers of rows."""
         read = [self._read(place) for place, count in zip(self.places, self.counts, strict=True) if count]
-        own = read[0]
-        if own is None or any(vocab is None or vocab.ids != own.ids for vocab in read):
+        first = read[0]
+        if first is None or any(vocab is None or vocab.ids != first.ids for vocab in read):
             return  # the tensors say what is wrong
         rows, sizes = self.counts[self.donor], [count for count in self.counts if count]
-        if not rows or any(min(sizes) <= number < max(sizes) for number in own.ids.values()):
+        if not rows or any(min(sizes) <= number < max(sizes) for number in first.ids.values()):
             return  # a token has a row in some of the models only
-        self._align(found, own, rows, [own] * len(self.opened))
+        self._align(aligned, first, rows, [first] * len(self.opened))
         details = [f"{label}: {count:,} rows" for label, count in zip(self.labels, self.counts, strict=True) if count]
-        what = f"the models have the same {len(own.tokens):,} tokens and different numbers of rows; the output has {rows:,}"
-        found.findings.append(Finding(what, "vocabulary", tuple(details)))
+        what = f"the models have the same {len(first.tokens):,} tokens and different numbers of rows; the output has {rows:,}"
+        aligned.findings.append(Finding(what, "vocabulary", tuple(details)))
 
-    def _merge(self, asked: Tokenizer, found: Aligned) -> None:
+    def _merge(self, asked: Tokenizer, aligned: Aligned) -> None:
         """The tokenizer that the recipe asks for."""
-        found.where = asked.where
+        aligned.where = asked.where
         if self._is_shared(asked):
             rows = self.counts[self.donor]
-            found.summary = {"tokenizer": self.labels[self.donor], "rows": rows, "rows_before": rows, "shared": True}
+            aligned.summary = {"tokenizer": self.labels[self.donor], "rows": rows, "rows_before": rows, "shared": True}
             return
         read = [self._read(place) for place in self.places]
         source, k = self._source(asked, read)
@@ -346,51 +346,66 @@ class VocabularyPlanner:
             fix = "put its tokenizer.json next to its weights, or remove the key"
             raise NotFound(what, where=asked.where, fix=fix)
         vocabularies = [vocab or source for vocab in read]
-        found.findings += [
+        aligned.findings += [
             Finding(f"{label} has no tokenizer that can be read: its rows are taken to be those of {source.label}")
             for vocab, label in zip(read, self.labels, strict=True)
             if vocab is None
         ]
         others = [vocab for vocab in dict.fromkeys(read) if vocab is not None and vocab is not source]
+        self.source = k
+        united, converted = self._extended(asked, source, others)
+        out = self.output = united.vocabulary
+        rows = self.counts[k] if k >= 0 else asked.rows or max(out.ids.values()) + 1
+        rows = max([rows, *(out.ids[token] + 1 for token in united.new)])
+        rows = -(-rows // asked.multiple) * asked.multiple
+        rules = [row_rule for rule in asked.rules if (row_rule := self._rule(rule, out, vocabularies)) is not None]
+        if self.problems:
+            return
+        self._align(aligned, out, rows, vocabularies, rules)
+        self._write(aligned, k, source, united, converted)
+        assert aligned.summary is not None
+        aligned.summary["new"] = list(united.new)
+        aligned.summary["left_out"] = {label: n for label, n in left_out(out, others).items() if n}
+        self._warn_of_splits(asked, source, united, vocabularies, aligned)
+
+    def _extended(self, asked: Tokenizer, source: Vocabulary, others: Sequence[Vocabulary]) -> tuple[United, Converted | None]:
+        """The tokenizer with the tokens that the recipe adds; and what its tokenizer.json is made of, if it has none."""
         new = dict(missing_tokens(source, others, asked.where)) if asked.source == "union" else {}
         for rule in asked.rules:
             if rule.token not in source.ids:
                 new.setdefault(rule.token, {"content": rule.token, "special": False})
-        place = self.places[k] if k >= 0 else self.outside
-        self.source = k
-        united, converted = United(source, ()), None
-        if new:
-            files = contents_of(place.folder, place.files)
-            converted = None if "tokenizer.json" in files else convert(source, files)
-            united = extend(source, new, files["tokenizer.json"] if converted is None else converted.data)
-        out = self.made = united.vocabulary
-        rows = self.counts[k] if k >= 0 else asked.rows or max(out.ids.values()) + 1
-        rows = max([rows, *(out.ids[token] + 1 for token in united.new)])
-        rows = -(-rows // asked.multiple) * asked.multiple
-        rules = [made for rule in asked.rules if (made := self._rule(rule, out, vocabularies)) is not None]
-        if self.problems:
-            return
-        self._align(found, out, rows, vocabularies, rules)
-        self._write(found, k, source, united, converted)
-        assert found.summary is not None
-        found.summary["new"] = list(united.new)
-        found.summary["left_out"] = {label: n for label, n in left_out(out, others).items() if n}
+        if not new:
+            return United(source, ()), None
+        place = self._source_place
+        files = contents_of(place.folder, place.files)
+        converted = None if "tokenizer.json" in files else convert(source, files)
+        return extend(source, new, files["tokenizer.json"] if converted is None else converted.data), converted
+
+    def _warn_of_splits(
+        self, asked: Tokenizer, source: Vocabulary, united: United, vocabularies: Sequence[Vocabulary], aligned: Aligned
+    ) -> None:
+        """Warn of text that the output splits otherwise than a model was trained on."""
         chosen = {rule.token for rule in asked.rules}
         if plain := [token for token in united.new if token not in chosen and not is_marker(token)]:
             what = "text is split at added tokens of other models that are ordinary text: " + ", ".join(map(show, plain[:6]))
             what += f" and {len(plain) - 6} more" if len(plain) > 6 else ""
             fix = f"use tokenizer_source: base to split text as {source.label} does; the output then lacks these tokens"
-            found.findings.append(Finding(what, asked.where, fix=fix))
+            aligned.findings.append(Finding(what, asked.where, fix=fix))
         families = {vocab.family for vocab in vocabularies}
         if len(families) > 1:
             what = "the tokenizers are of different families: rows are matched by the bytes of their tokens"
             details = tuple(f"{label}: {vocab.family}" for label, vocab in zip(self.labels, vocabularies, strict=True))
-            found.findings.append(Finding(what, asked.where, details, "test the result: text is split differently by each"))
+            aligned.findings.append(Finding(what, asked.where, details, "test the result: text is split differently by each"))
+
+    @property
+    def _source_place(self) -> _Place:
+        """Where the files of the output's tokenizer are."""
+        return self.places[self.source] if self.source >= 0 else self.outside
 
     def _is_shared(self, asked: Tokenizer) -> bool:
         """All models have the donor's tokenizer and rows, and the recipe asks for no other: then nothing is parsed."""
-        own = isinstance(asked.source, str) or find_model(self.numbers, asked.source) == self.donor
-        if not own or asked.rules or len(set(self.counts)) > 1 or self.counts[0] % asked.multiple:
+        donors = isinstance(asked.source, str) or find_model(self.numbers, asked.source) == self.donor
+        if not donors or asked.rules or len(set(self.counts)) > 1 or self.counts[0] % asked.multiple:
             return False
         for place in self.places:
             place.fetch()
@@ -434,12 +449,12 @@ class VocabularyPlanner:
             )
             self.problems.append(UnknownName(what, where=rule.where, fix=fix))
             return None
-        theirs, wanted = vocabularies[k], rule.token if rule.other is None else rule.other
-        row = wanted if isinstance(wanted, int) else theirs.ids.get(wanted)
+        theirs, token = vocabularies[k], rule.token if rule.other is None else rule.other
+        row = token if isinstance(token, int) else theirs.ids.get(token)
         if rule.other is None:
             row = theirs.find(out)(rule.token)
         if row is None or not 0 <= row < self.counts[k]:
-            what = f"{self.labels[k]} has no row for the token {show(wanted)}"
+            what = f"{self.labels[k]} has no row for the token {show(token)}"
             what += "" if row is None else f": it has {self.counts[k]:,} rows, and this is number {row:,}"
             fix = "name a token of that model with {kind: model_token, model: ..., token: ...}"
             self.problems.append(ParameterError(what, where=rule.where, fix=fix))
@@ -449,61 +464,63 @@ class VocabularyPlanner:
     # ---- rows and files
 
     def _align(
-        self, found: Aligned, out: Vocabulary, rows: int, vocabularies: Sequence[Vocabulary], rules: Sequence[RowRule] = ()
+        self, aligned: Aligned, out: Vocabulary, rows: int, vocabularies: Sequence[Vocabulary], rules: Sequence[RowRule] = ()
     ) -> None:
         base = self.donor if self.recipe.base_model is None else self.numbers[self.recipe.base_model]
-        found.alignment = align(out, rows, vocabularies, self.labels, self.counts, base, rules)
-        found.specs = [self._aligned(k, rows) for k in range(len(self.opened))]
-        found.summary = {
+        aligned.alignment = align(out, rows, vocabularies, self.labels, self.counts, base, rules)
+        aligned.specs = [self._aligned(k, rows) for k in range(len(self.opened))]
+        aligned.summary = {
             "tokenizer": out.label,
             "rows": rows,
             "rows_before": self.counts[self.donor],
             "tokens": len(out.tokens),
-            "sources": dict(found.alignment.sources),
+            "sources": dict(aligned.alignment.sources),
         }
 
     def _aligned(self, k: int, rows: int) -> Specs:
         """The tensors of a model, as if they had the output's rows."""
-        found, count = dict(self.opened[k].specs), self.counts[k]
+        specs, count = dict(self.opened[k].specs), self.counts[k]
         donor = self.opened[self.donor].specs
-        own = next((s.shape[0] for s in donor.values() if vocabulary.module_of(s.name) == vocabulary.PER_LAYER), 0)
-        own = rows if own == self.counts[self.donor] else own  # Gemma 3n's has no rows for tokens of images and audio
+        layer_rows = next((s.shape[0] for s in donor.values() if vocabulary.module_of(s.name) == vocabulary.PER_LAYER), 0)
+        layer_rows = (
+            rows if layer_rows == self.counts[self.donor] else layer_rows
+        )  # Gemma 3n's has no rows for tokens of images and audio
         for name, spec in self.opened[k].specs.items():
             if not vocabulary.has_tokens(spec, count):
                 continue
-            height = (own or _height(spec)) if vocabulary.module_of(name) == vocabulary.PER_LAYER else rows
+            height = (layer_rows or _height(spec)) if vocabulary.module_of(name) == vocabulary.PER_LAYER else rows
             shape = (1, height) if spec.shape[0] == 1 and len(spec.shape) == 2 else (height, *spec.shape[1:])
             if shape != spec.shape:
-                found[name] = replace(spec, shape=shape)
-        return found
+                specs[name] = replace(spec, shape=shape)
+        return specs
 
-    def _write(self, found: Aligned, k: int, source: Vocabulary, united: United, converted: Converted | None) -> None:
+    def _write(self, aligned: Aligned, k: int, source: Vocabulary, united: United, converted: Converted | None) -> None:
         """The files of the tokenizer."""
-        place = self.places[k] if k >= 0 else self.outside
+        place = self._source_place
         if k != self.donor:
-            found.removed = frozenset(name for name in self.places[self.donor].files if is_tokenizer(name))
-            wanted = [name for name in place.files if is_tokenizer(name)]
-            found.files |= {name: read_bounded(place.folder / name, MAX_FILE_BYTES) for name in wanted}
-            found.findings += own_code(place.label, place.folder, place.files)
-            self._ids(found, k, place, source)
+            aligned.removed = frozenset(name for name in self.places[self.donor].files if is_tokenizer(name))
+            names = [name for name in place.files if is_tokenizer(name)]
+            aligned.files |= {name: read_bounded(place.folder / name, MAX_FILE_BYTES) for name in names}
+            aligned.findings += own_code(place.label, place.folder, place.files)
+            self._ids(aligned, k, place, source)
         new, out = united.new, united.vocabulary
         if new:
-            found.files["tokenizer.json"] = united.tokenizer
+            aligned.files["tokenizer.json"] = united.tokenizer
             settings = settings_of(place.folder, place.files, "tokenizer_config.json")
-            more = with_added(settings if converted is None else converted.settings(settings), out.added, new)
-            if more != settings:
-                found.files["tokenizer_config.json"] = json_bytes(more)
+            extended = with_added(settings if converted is None else converted.settings(settings), out.added, new)
+            if extended != settings:
+                aligned.files["tokenizer_config.json"] = json_bytes(extended)
             if converted is not None:
                 what = f"{place.label} has no tokenizer.json: that of the output is made from {converted.source}"
-                found.findings.append(Finding(what, fix="compare what both make of a text"))
+                aligned.findings.append(Finding(what, fix="compare what both make of a text"))
                 stale = frozenset(place.files) & REPLACED
-                found.removed |= stale
-                found.files = {name: data for name, data in found.files.items() if name not in stale}
+                aligned.removed |= stale
+                aligned.files = {name: data for name, data in aligned.files.items() if name not in stale}
             if {"added_tokens.json", "tokenizer.model"}.intersection(place.files):  # llama.cpp looks for new tokens there
                 listed = settings_of(place.folder, place.files, "added_tokens.json")
-                found.files["added_tokens.json"] = json_bytes({**listed, **{token: out.ids[token] for token in new}})
+                aligned.files["added_tokens.json"] = json_bytes({**listed, **{token: out.ids[token] for token in new}})
 
-    def _ids(self, found: Aligned, k: int, place: _Place, source: Vocabulary) -> None:
+    def _ids(self, aligned: Aligned, k: int, place: _Place, source: Vocabulary) -> None:
         """The ids of special tokens in config.json and generation_config.json, which are those of the donor's tokenizer."""
         mine = self.places[self.donor]
         old = self._read(mine)
@@ -513,23 +530,23 @@ class VocabularyPlanner:
         if not config:  # a tokenizer alone: its own files name its special tokens
             named = roles_of(source, place.folder, place.files, None)
             roles = {f"{role}_token_id": source.ids[token] for role, token in named.items()}
-        found.move = lambda donors: move_ids(donors, [config or {}, generation, roles], old, source)
-        if own := settings_of(mine.folder, mine.files, GENERATION):
-            moved, lost = move_ids(own, [generation, config or {}, roles], old, source)
-            found.files[GENERATION] = json_bytes(moved)
-            found.findings += lost_tokens(lost, GENERATION)
+        aligned.move = lambda donors: move_ids(donors, [config or {}, generation, roles], old, source)
+        if stored := settings_of(mine.folder, mine.files, GENERATION):
+            moved, lost = move_ids(stored, [generation, config or {}, roles], old, source)
+            aligned.files[GENERATION] = json_bytes(moved)
+            aligned.findings += lost_tokens(lost, GENERATION)
 
-    def _template(self, asked: str, found: Aligned) -> None:
+    def _template(self, asked: str, aligned: Aligned) -> None:
         for place in self.places:
             place.fetch()
         templates = [template_of(place.folder, place.files) for place in self.places]
         where = self.recipe.at("chat_template")
         template, path = choose_template(asked, templates, self.folder, where)
-        found.named = () if path is None else (path,)
+        aligned.named = () if path is None else (path,)
         if asked == "auto" and not template:
             fix = f"name one: {', '.join(CHAT_TEMPLATES)}; or leave the line out"
-            found.findings.append(Finding("no model has a chat template, and neither does the output", where, fix=fix))
+            aligned.findings.append(Finding("no model has a chat template, and neither does the output", where, fix=fix))
             return
-        made = Companions(self.labels, self.opened, self.donor, found.files)
-        made.write_template(template, templates.index(template) if asked == "auto" else -1)
-        found.removed |= made.removed
+        companions = Companions(self.labels, self.opened, self.donor, aligned.files)
+        companions.write_template(template, templates.index(template) if asked == "auto" else -1)
+        aligned.removed |= companions.removed

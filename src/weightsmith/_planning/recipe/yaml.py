@@ -245,7 +245,7 @@ def read_yaml(text: str, filename: str, *, lenient: bool = False) -> tuple[Docum
     if len(text) > MAX_BYTES or len(text.encode(errors="replace")) > MAX_BYTES:
         what = f"the recipe is larger than {MAX_BYTES:,} bytes"
         return (Document(None, (SyntaxProblem(what, where=f"{filename}:1:1"),)),)
-    reader = _Reader(text, filename, lenient)
+    reader = _TreeReader(text, filename, lenient)
     documents: list[Document] = []
     try:
         reader.begin()
@@ -262,7 +262,7 @@ def read_yaml(text: str, filename: str, *, lenient: bool = False) -> tuple[Docum
     return tuple(filled or documents[:1])
 
 
-class _Reader:
+class _TreeReader:
     def __init__(self, text: str, filename: str, lenient: bool) -> None:
         self.text = text
         self.filename = filename

@@ -19,7 +19,7 @@ from weightsmith._execution.identity import work_identity
 from weightsmith._execution.options import RunOptions
 from weightsmith._features.any_recipe import prepare_copy
 from weightsmith._features.quantisation.options import QuantizeSettings
-from weightsmith._outputs.local.target import remove_checkpoint
+from weightsmith._outputs.local import remove_checkpoint
 from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner import Prepared
 from weightsmith._reports.command import Command

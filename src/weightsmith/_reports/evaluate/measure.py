@@ -23,7 +23,7 @@ from weightsmith._execution.progress import Meter, callbacks, watched_meter
 from weightsmith._execution.run import Callbacks, RunRequest, kept_products, staged
 from weightsmith._outputs.staging import Staging
 from weightsmith._planning.planner import Prepared
-from weightsmith._plans import Made, PlanDraft
+from weightsmith._plans import PlanDraft, Provenance
 from weightsmith._reports.command import Command
 from weightsmith._reports.evaluate.commanded import measured
 from weightsmith._reports.evaluate.layers import LayerErrors, layer_errors, with_samples
@@ -219,7 +219,7 @@ def _computed(
 ) -> Iterator[tuple[Staging, Mapping[str, Arrays]]]:
     """The staging folder of a model's losses, while it is open, and the arrays that are kept."""
     draft = PlanDraft.of(one.prepared.plan)
-    draft.made, draft.steps, draft.then = Made("evaluation"), [], None
+    draft.provenance, draft.steps, draft.then = Provenance("evaluation"), [], None
     made.run.add_to(draft, made.products)
     plan = draft.finish()
     prepared = replace(one.prepared.with_plan(plan), loading=None)

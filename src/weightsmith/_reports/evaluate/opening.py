@@ -19,14 +19,14 @@ from weightsmith._base.errors import NOTHING_WRITTEN, NotFound, PlanError, Store
 from weightsmith._base.installation import absent_packages, cache_home
 from weightsmith._base.options import named
 from weightsmith._base.tensors import DTYPES
-from weightsmith._execution.stages import check_computable
+from weightsmith._execution.execute import check_computable
 from weightsmith._features.any_recipe import prepare_any, prepare_copy
 from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._models.structure.configs import count_of
 from weightsmith._models.tokenizers.files import TEMPLATE_FILE, settings_in, settings_of, template_of
-from weightsmith._outputs.local.target import remove_checkpoint
+from weightsmith._outputs.local import remove_checkpoint
 from weightsmith._outputs.manifest import MANIFEST_NAME
-from weightsmith._outputs.unfinished import find_unfinished
+from weightsmith._outputs.places import find_unfinished
 from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner import Prepared
 from weightsmith._plans import PlanDraft

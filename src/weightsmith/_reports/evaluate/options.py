@@ -30,7 +30,7 @@ class EvaluateSettings:
         "--command COMMAND",
         "Program that measures a model; `{model}` is its folder",
         unset="none",
-        more="The last line that it prints is the number, unless `metric` says where it is; for `tune`, smaller is better.",
+        details="The last line that it prints is the number, unless `metric` says where it is; for `tune`, smaller is better.",
         group="Command",
     )
     metric: str | None = option(
@@ -38,7 +38,8 @@ class EvaluateSettings:
         "--metric KEYS",
         "Where the number is in JSON: its keys, with slashes between them",
         unset="in the last line, alone",
-        more="In what the command prints, or in a file that it writes into `{output}`. A minus before them changes the sign.",
+        details="In what the command prints, or in a file that it writes into `{output}`. A minus before them changes the "
+        "sign.",
         group="Command",
         brief=(),
     )

@@ -12,7 +12,7 @@ from typing import Any
 from weightsmith._base.report import Mark, Report, Reported, report_by
 from weightsmith._base.report.blocks import finite_or_mark, written
 from weightsmith._base.text import count
-from weightsmith._execution.distance import share_of
+from weightsmith._execution.report import share_of
 from weightsmith._models.structure.vocabulary import EMBEDDINGS, HEADS
 from weightsmith._reports.look.differences import WIDTH
 from weightsmith._reports.look.models import NAMES_ONLY, FileDifference, LayerPlace, by_layer_and_part, json_values

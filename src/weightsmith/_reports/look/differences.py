@@ -16,11 +16,10 @@ import numpy.typing as npt
 
 from weightsmith._base.idioms import grouped
 from weightsmith._features.adapters.factors import rounding_noise
-from weightsmith._kernels.codecs import BLOCK
+from weightsmith._kernels.codecs import BLOCK, Encoded, EncodedInputs
 from weightsmith._kernels.combine import LANES
 from weightsmith._kernels.delta import distance
 from weightsmith._kernels.differences import DIFFERENCE_SUMS, Sketch, difference, project
-from weightsmith._kernels.records import Encoded, Inputs
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._plans import Product, Step
 from weightsmith._reports.look.models import MatchedTensor
@@ -233,7 +232,7 @@ class Differences(Survey):
         grain_sums = np.empty((grains, DIFFERENCE_SUMS))
         lanes = np.empty((3, LANES))
         folded = Sketch(signs, shifts, sketch)
-        difference(Inputs(tile.raw, matrix.codes), tile.size, row, matrix.grain, grain_sums, folded, rows, lanes)
+        difference(EncodedInputs(tile.raw, matrix.codes), tile.size, row, matrix.grain, grain_sums, folded, rows, lanes)
         with np.errstate(invalid="ignore"):
             products = np.stack(
                 [grain_sums[:, 0] + 2 * grain_sums[:, 1] + grain_sums[:, 2], grain_sums[:, 0] + grain_sums[:, 1]], axis=1

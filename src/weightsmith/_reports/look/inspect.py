@@ -19,10 +19,9 @@ from weightsmith._base.files import is_folder
 from weightsmith._base.idioms import grouped
 from weightsmith._base.report import Report, Reported, report_by
 from weightsmith._base.tensors import TensorSpec
-from weightsmith._kernels.codecs import BLOCK
+from weightsmith._kernels.codecs import BLOCK, Encoded
 from weightsmith._kernels.combine import LANES
 from weightsmith._kernels.differences import STATISTICS, statistics
-from weightsmith._kernels.records import Encoded
 from weightsmith._models.checkpoint import Checkpoint, locate, open_checkpoint
 from weightsmith._models.formats.gguf.reading import GgufMovedTensors, GgufTensors
 from weightsmith._models.lora import open_adapter
@@ -33,7 +32,7 @@ from weightsmith._models.structure.configs import EXPERT_COUNTS, text_sections, 
 from weightsmith._models.structure.vocabulary import is_embedding, is_head, ties
 from weightsmith._models.tokenizers.files import template_of
 from weightsmith._planning.recipe import ModelRef
-from weightsmith._planning.recipe.references import parse_reference
+from weightsmith._planning.recipe.values import parse_reference
 from weightsmith._plans import COPY, Product, Read, Step
 from weightsmith._reports.look.models import (
     LayerPlace,

@@ -24,8 +24,8 @@ from weightsmith._base.report.blocks import finite_or_mark, written
 from weightsmith._base.tensors import DTYPES
 from weightsmith._engine.local import open_merge
 from weightsmith._engine.resources import Resources
-from weightsmith._execution.distance import share_of
-from weightsmith._execution.stages import check_computable
+from weightsmith._execution.execute import check_computable
+from weightsmith._execution.report import share_of
 from weightsmith._features.any_recipe import prepare_any
 from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._models.checkpoint import Checkpoint
@@ -206,7 +206,7 @@ def preview_of(prepared: Prepared, *, full: bool, threads: int | None, progress:
     check_computable(prepared)
     download(prepared.inputs)
     looked = _look(prepared, threads, full=full)
-    label = f"survival in {plan.made.name}"
+    label = f"survival in {plan.provenance.name}"
     product = survivals(label, looked.steps)
     models = [*prepared.inputs, looked.merged]
     outcome = survey("preview", models, [product], threads=threads, progress=progress, doing="previewing", tables=looked.tables)
@@ -234,7 +234,7 @@ def _look(prepared: Prepared, threads: int | None, *, full: bool) -> _Looked:
         plan = draft.finish(stored=False)
         sizes = {leaf.out.name: leaf.out.size for leaf in merging_leaves(plan)}
     elif any(leaf.statistics for step in prepared.plan.steps for leaf in step.leaves):
-        what = f"{prepared.plan.made.name} measures the models on a text, which a sample does not"
+        what = f"{prepared.plan.provenance.name} measures the models on a text, which a sample does not"
         raise Unsupported(what, fix="add --full; or merge, and compare: weightsmith diff --base BASE MERGED A B")
     else:
         sampled = sample(prepared.plan)
@@ -308,7 +308,7 @@ def _preview(
     by_place = grouped((item.place, item) for item in matrices)
     layers, parts = by_layer_and_part(matrices)
     return Preview(
-        plan.made.name,
+        plan.provenance.name,
         plan.models[base].ref,
         tuple(plan.models[model].ref for model in names),
         sum(step.out.size for step in looked.steps),

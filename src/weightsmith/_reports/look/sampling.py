@@ -19,7 +19,7 @@ import xxhash
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._kernels.differences import SURVIVAL, survival
 from weightsmith._methods import get
-from weightsmith._planning.planner.decide import decide
+from weightsmith._planning.planner.steps import with_needs
 from weightsmith._plans import PLAIN, Block, Gather, Plan, PlanDraft, Product, Read, Step, Table
 from weightsmith._reports.look.surveys import Survey, added, counted, decoded, differs, survey_kind, survey_product
 from weightsmith.abc.job import Matrix, Tile
@@ -62,7 +62,7 @@ def sample(plan: Plan) -> Sampled:
             continue
         spec = replace(leaf.out, shape=(len(rows), leaf.out.shape[-1]))
         steps.append(replace(leaf, out=spec, inputs=tuple(read for read in reads if read is not None), needs=()))
-    decided, products = decide(steps, plan.settings, get(steps[0].op)) if steps else ([], ())
+    decided, products = with_needs(steps, plan.settings, get(steps[0].op)) if steps else ([], ())
     roles = {leaf.out.name: leaf.role for leaf in merging_leaves(plan)}
     draft = PlanDraft.of(plan)
     draft.steps = [replace(step, role=roles[step.out.name]) for step in decided]

@@ -18,7 +18,7 @@ from weightsmith._execution.progress import Meter, Reading, show_progress, watch
 from weightsmith._kernels.codecs import decode
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._planning.planner.prepared import download
-from weightsmith._plans import Made, ModelInput, PlanDraft, Product, Settings, Step, Table
+from weightsmith._plans import ModelInput, PlanDraft, Product, Provenance, Settings, Step, Table
 from weightsmith.abc.job import Matrix, Tile
 from weightsmith.abc.product import Arrays, ProductKind, StreamingReduction
 
@@ -178,7 +178,7 @@ def survey(
     download(models)
     settings = [Settings({}, tuple({} for _ in models))]
     inputs = [ModelInput(model.ref, model.revision, model.identity) for model in models]
-    draft = PlanDraft(Made(name), inputs, [], settings, list(products), list(tables))
+    draft = PlanDraft(Provenance(name), inputs, [], settings, list(products), list(tables))
     go = partial(
         run, draft.finish(stored=False), models, DiscardedOutput(), Resources(threads or 0), Workload(allow_nonfinite=True)
     )

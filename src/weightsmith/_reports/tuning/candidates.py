@@ -9,7 +9,7 @@ from dataclasses import replace
 from weightsmith import _methods as methods
 from weightsmith._base.errors import PlanError, WeightsmithError
 from weightsmith._base.idioms import Closing
-from weightsmith._execution.stages import check_computable
+from weightsmith._execution.execute import check_computable
 from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner import Prepared
 from weightsmith._planning.planner.build import Bound, bind, parameter_problems

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from weightsmith._execution.execute import execute
 from weightsmith._execution.options import RunOptions
 from weightsmith._execution.progress import Meter
-from weightsmith._outputs.local.target import remove_checkpoint
+from weightsmith._outputs.local import remove_checkpoint
 from weightsmith._planning.planner import Prepared
 from weightsmith._reports.command import Command, CommandFailed
 from weightsmith._reports.evaluate.options import EvaluateSettings

@@ -32,14 +32,14 @@ class TuneSettings:
         "--time TIME",
         "Start no candidate after this time, such as 90s, 30m or 2h",
         unset="no limit",
-        more="The time includes the start. The last candidate and the report come on top.",
+        details="The time includes the start. The last candidate and the report come on top.",
     )
     search: str = option(
         "cma",
         "--search NAME",
         "How candidates are chosen",
         choices=("cma", "line", "gradient", "random", "grid"),
-        more="`cma` is CMA-ES, and needs the extra `tune`. `line` is for one number. `gradient` moves all numbers at once.",
+        details="`cma` is CMA-ES, and needs the extra `tune`. `line` is for one number. `gradient` moves all numbers at once.",
     )
     objective: str = option(
         "mean",
@@ -56,6 +56,6 @@ class TuneSettings:
         "Dtype in which linear layers multiply when candidates are scored",
         unset="bfloat16 on processors that multiply it, else float32",
         choices=("float32", "bfloat16"),
-        more="[`gradient`](tune.md#what-it-costs) uses float32 by default. The result is always judged in float32.",
+        details="[`gradient`](tune.md#what-it-costs) uses float32 by default. The result is always judged in float32.",
         brief=(),
     )

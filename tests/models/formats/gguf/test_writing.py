@@ -11,7 +11,7 @@ import pytest
 
 from weightsmith._base.errors import NonFinite, UnknownName, Unsupported
 from weightsmith._base.tensors import DTYPES, TensorSpec
-from weightsmith._files.views import view_of
+from weightsmith._files.arrays import view_of
 from weightsmith._models.formats import Encoding, find_encoding
 from weightsmith._models.formats.gguf.cuts import CutWeight, find_cut
 from weightsmith._models.formats.gguf.layout import TYPE_IDS

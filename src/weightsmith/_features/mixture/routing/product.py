@@ -27,8 +27,7 @@ from weightsmith._features.mixture.routing.gates import MODES, PromptSample, Row
 from weightsmith._features.mixture.routing.prompts import ExpertTexts, Row, Tokens
 from weightsmith._features.mixture.routing.report import PromptGroup, Routing, RoutingReport, runs
 from weightsmith._methods.jobs.requires import usable_device
-from weightsmith._plans import Product
-from weightsmith._plans.forms import ProductSettings
+from weightsmith._plans import Product, ProductSettings
 from weightsmith.abc.product import Arrays
 
 if TYPE_CHECKING:

@@ -28,20 +28,21 @@ from weightsmith._models.checkpoint import Checkpoint, open_checkpoint
 from weightsmith._models.structure import analyse
 from weightsmith._models.structure.configs import EXPERT_COUNTS, sections, whole_numbers
 from weightsmith._planning.options import RecipeOptions
-from weightsmith._planning.planner.config import DTypes, output_config
+from weightsmith._planning.planner.files import output_config
 from weightsmith._planning.planner.inputs import at, open_models
 from weightsmith._planning.planner.loading import question_of
 from weightsmith._planning.planner.prepared import Prepared, model_input
+from weightsmith._planning.planner.steps import DTypes
 from weightsmith._planning.recipe import Surgery
-from weightsmith._plans import CAST, COPY, JOIN, Block, Dropped, Made, PlanDraft, Read, Settings, Step
+from weightsmith._plans import CAST, COPY, JOIN, Block, Dropped, PlanDraft, Provenance, Read, Settings, Step
 from weightsmith._version import __version__
 
-_PRUNED = Made(
+_PRUNED = Provenance(
     "prune_experts",
     f"Mixture of experts, pruned with weightsmith {__version__}.",
     "The remaining experts are unchanged. The model was not trained after pruning.",
 )
-_MERGED = Made(
+_MERGED = Provenance(
     "merge_experts",
     f"Mixture of experts, some of which were averaged with weightsmith {__version__}.",
     "The model was not trained after merging.",

@@ -20,8 +20,7 @@ from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._base.text import markdown_table
 from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._features.quantisation.calibration.layer import LAYER_BY_LAYER
-from weightsmith._plans import Product
-from weightsmith._plans.forms import ProductSettings
+from weightsmith._plans import Product, ProductSettings
 from weightsmith.abc.product import Arrays, Floats
 
 LARGEST = 65504.0
@@ -44,7 +43,7 @@ class LargestStateWork(LayerWork):
 
 
 def _largest(context: ProductContext) -> Arrays:
-    from weightsmith._files.mapped import release_pages
+    from weightsmith._files.arrays import release_pages
 
     work = LargestStateWork.of(context.product)
     [states] = context.arrays(work.states)

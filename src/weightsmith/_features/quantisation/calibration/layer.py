@@ -181,7 +181,7 @@ class QuantisedStatesWork(LayerWork):
 def _compute_states(context: ProductContext) -> Arrays:
     import torch
 
-    from weightsmith._files.mapped import release_pages
+    from weightsmith._files.arrays import release_pages
 
     work = QuantisedStatesWork.of(context.product)
     specs = {step.out.name: step.out for step in context.product.steps}

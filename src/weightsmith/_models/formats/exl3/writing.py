@@ -169,7 +169,7 @@ def _levelled(scales: Floats64, sizes: Floats64) -> Floats64:
 
 def _signs(count: int, key: int) -> npt.NDArray[np.float64]:
     """1 or -1."""
-    from weightsmith._kernels.philox import random_words
+    from weightsmith._kernels.randomness import random_words
 
     words = np.empty(count + 512, np.uint32)
     first = random_words(key, 0, count, words)
@@ -207,7 +207,7 @@ class Encoder:
 
     def encode(self, rows: Floats, words: Words) -> Floats:
         """The values of 16 rows of rotated weights, float32 [16, n]. words: uint32 [n / 16, words of a tile], filled."""
-        from weightsmith._kernels.trellis_search import encode_tiles
+        from weightsmith._kernels.trellis import encode_tiles
 
         tiles = rows.reshape(16, -1, 16).transpose(1, 0, 2).reshape(-1, 256)
         streams, values = np.empty((len(tiles), self._words), np.uint32), np.empty((len(tiles), 256), np.float32)

@@ -20,7 +20,7 @@ from typing import Literal
 
 from weightsmith._base.errors import NOTHING_WRITTEN, StoreError
 from weightsmith._base.tensors import BLOCKS, DTYPES, DType, TensorSpec
-from weightsmith._files.containers.base import Layout, ShardLayout, TensorPlace, split
+from weightsmith._files.containers import Layout, ShardLayout, TensorPlace, split
 
 MAGIC = b"GGUF"
 VERSION = 3

@@ -42,7 +42,7 @@ def prepare(module: AdapterModule, arrays: Arrays) -> tuple[Rows, ...]:
 
 def change(module: AdapterModule, arrays: tuple[Rows, ...], rows: Rows, first: int) -> None:
     """Rotate and scale rows."""
-    from weightsmith._kernels.matrix import rotate_rows
+    from weightsmith._kernels.delta import rotate_rows
 
     rotations, scales = arrays
     factors, blocks, size, _ = rotations.shape

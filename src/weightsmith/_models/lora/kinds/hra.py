@@ -47,12 +47,12 @@ def _orthonormal(columns: Rows) -> Rows:
 
 def change(module: AdapterModule, arrays: tuple[Rows, ...], rows: Rows, first: int) -> None:
     """Reflect rows."""
-    from weightsmith._kernels.matrix import add_product
+    from weightsmith._kernels.delta import add_matrix_product
 
     units, back = arrays
     along = np.zeros((len(rows), units.shape[1]))
-    add_product(rows, units, along)
-    add_product(along, back, rows)
+    add_matrix_product(rows, units, along)
+    add_matrix_product(along, back, rows)
 
 
 KIND = AdapterKind(

@@ -1,0 +1,106 @@
+"""The Python API of features beside merges: `extract_lora`, `transplant_tokenizer` and `statistics`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Unpack
+
+from weightsmith._activations.options import StatisticsSettings
+from weightsmith._app.api import make
+from weightsmith._base.options import lists_options, read_options
+from weightsmith._execution.options import RunOptions
+from weightsmith._execution.run import Merged
+from weightsmith._features.adapters.options import ExtractSettings
+from weightsmith._features.transplant.options import TransplantSettings
+from weightsmith._reports.keywords import ExtractKeywords, StatisticsKeywords, TransplantKeywords
+
+if TYPE_CHECKING:
+    from weightsmith._engine.local import Progress
+
+
+@lists_options("extract_lora", ExtractSettings, RunOptions)
+def extract_lora(
+    finetuned: str | os.PathLike[str],
+    base: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    progress: Callable[[Progress], None] | bool = True,
+    rechecking: Callable[[int, int], None] | None = None,
+    **options: Unpack[ExtractKeywords],
+) -> Merged:
+    """Extract a LoRA adapter from a fine-tune and its base into a new folder, as PEFT reads it.
+
+    finetuned, base  folders or Hub ids, stored in any format that weightsmith reads; the fine-tune may be `base+adapter`
+
+    `Merged.reports["extraction"]` has the share of each matrix's change that the adapter keeps. Everything else is as for
+    `merge`. Raises PlanError for models that do not belong together, and if nothing differs.
+
+    >>> weightsmith.extract_lora("tuned", "base", "adapter", energy=0.9).reports["extraction"].parameters  # doctest: +SKIP
+    4884480
+    """
+    from weightsmith._features.adapters.extract import prepare_extraction
+
+    settings, running = read_options("extract_lora", options, ExtractSettings, RunOptions)
+    return make(lambda: prepare_extraction(finetuned, base, settings), "storing", out, running, progress, rechecking)
+
+
+@lists_options("transplant_tokenizer", TransplantSettings, RunOptions)
+def transplant_tokenizer(
+    model: str | os.PathLike[str],
+    donor: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    progress: Callable[[Progress], None] | bool = True,
+    rechecking: Callable[[int, int], None] | None = None,
+    **options: Unpack[TransplantKeywords],
+) -> Merged:
+    """Replace a model's tokenizer with another model's, in a new folder.
+
+    model    folder, Hub id or `base+adapter`, stored in any format that weightsmith reads
+    donor    the same; or, for approximations that do not need its embeddings, a folder with a tokenizer alone
+
+    Shared tokens keep the model's rows; the others are approximated. `Merged.reports["rows of missing tokens"]` describes the
+    approximation and its error; without missing tokens there is no such report. Everything else is as for `merge`. Raises
+    PlanError for a donor without embeddings where they are needed, and for a model without a tokenizer.
+
+    >>> weightsmith.transplant_tokenizer("model", "donor", "out").plan.vocabulary["rows"]  # doctest: +SKIP
+    49152
+    """
+    from weightsmith._features.transplant.plan import prepare_transplant
+
+    settings, running = read_options("transplant_tokenizer", options, TransplantSettings, RunOptions)
+    return make(lambda: prepare_transplant(model, donor, settings), "copying", out, running, progress, rechecking)
+
+
+@lists_options("statistics", StatisticsSettings, RunOptions)
+def statistics(
+    model: str | os.PathLike[str],
+    text: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    progress: Callable[[Progress], None] | bool = True,
+    rechecking: Callable[[int, int], None] | None = None,
+    **options: Unpack[StatisticsKeywords],
+) -> Merged:
+    """Write the statistics of a model on a text into a new folder, which recipes name in place of the text.
+
+    model    folder, Hub id or `base+adapter`, stored in any format that weightsmith reads
+    text     a .txt, .jsonl or .parquet file, or `built-in`
+    options  see `weightsmith._base.options`: `StatisticsSettings` and `RunOptions`
+
+    The folder has one float32 array for each kind and linear layer, and `statistics.json` with the hashes of weights, text and
+    tokenizer. Everything else is as for `merge`. Raises PlanError for an unknown kind, a text that is too short, and a model
+    that is not a decoder with a tokenizer.
+
+    Cost: a forward pass over the text, `fisher` also one back; memory of one layer and its statistics.
+
+    >>> weightsmith.statistics("fr", "fr.txt", "fr-stats", rows=32, tokens=512).out.name  # doctest: +SKIP
+    'fr-stats'
+    """
+    from weightsmith._features.statistics import prepare_statistics
+
+    settings, running = read_options("statistics", options, StatisticsSettings, RunOptions)
+    running = replace(running, card=False)
+    return make(lambda: prepare_statistics(model, text, settings), "measuring", out, running, progress, rechecking)

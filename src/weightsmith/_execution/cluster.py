@@ -1,0 +1,439 @@
+"""Has the parts of a plan done by other processes, on any number of machines that share a folder or write to a bucket.
+
+A worker gets an order once, and then shares of the plan. It needs the plan's JSON, and the inputs and the output under the
+same paths or addresses as on the driver's machine. It opens the inputs as `weightsmith run` does, and finds out for itself
+whether they are those of the plan.
+
+The driver gives out the shares, and puts together what was done. It holds the staging folder, shared, or the claim of an
+output in a bucket, as long as workers are in it, so that no other run can take it. It alone decides what is done again:
+
+* A part whose worker was lost is done by another one, which keeps the finished tensors whose checksums are right. In a folder,
+  the lock of the part keeps it out until the lost worker, if it still runs somewhere, has really ended. In a bucket, both may
+  put the same files: the driver compares what is there with what was reported, before it publishes.
+* A part that takes long when no other part waits is done by a second worker too, and the first answer counts. Both write the
+  same bytes to the same places, and each has a journal of its own. This is not so where torch computes whole matrices, which
+  another machine may round differently, and not for products: these have one worker.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import socket
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from weightsmith._base.errors import Busy, Finding, ParameterError, WorkerLost, legible
+from weightsmith._base.options import named
+from weightsmith._base.text import count
+from weightsmith._engine.local import Progress
+from weightsmith._engine.reader import Reader
+from weightsmith._engine.results import Results
+from weightsmith._execution.execute import PRODUCTS_LABEL, PartDone, execute_part, execute_products
+from weightsmith._execution.identity import facts, work_identity
+from weightsmith._execution.options import RunOptions
+from weightsmith._execution.run import Helped, RunRequest, finished_steps, kept_products
+from weightsmith._files.containers import GGUF
+from weightsmith._files.safetensors import collector_paused
+from weightsmith._methods.jobs.requires import named_device
+from weightsmith._outputs.journal import changes
+from weightsmith._outputs.local import is_address
+from weightsmith._outputs.places import place_of
+from weightsmith._planning.planner.prepared import Prepared, download, missing_files, stream
+from weightsmith._planning.planner.reopen import reopen
+from weightsmith._plans import COPY, Plan, plan_from_json
+from weightsmith._plans.parts import label, parts_of, units_of
+
+if TYPE_CHECKING:
+    from weightsmith._outputs.staging import Staging
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What all workers of a run get.
+
+    plan        its JSON
+    out         the output: a folder, or an address in a bucket
+    folder      the driver's current folder, where relative paths of models start; not needed where there are none
+    options     of the run
+    allow_code  the plan's merge method is a file of the user's, which the driver was allowed to run
+    identity, facts   of the work, as the driver sees program and inputs: see `weightsmith._execution.identity`
+    """
+
+    plan: bytes
+    out: str
+    folder: str
+    options: RunOptions
+    allow_code: bool
+    identity: str
+    facts: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one worker does: part k of n, or the products of all parts (None).
+
+    second    of two workers that do the same part
+    products  checksums of those that are made
+    """
+
+    part: tuple[int, int] | None
+    second: bool = False
+    products: Mapping[str, str] = field(default_factory=dict, compare=False)
+
+    @property
+    def label(self) -> str:
+        """Of its lock and its journal."""
+        return PRODUCTS_LABEL if self.part is None else label(self.part) + "-again" * self.second
+
+    def __str__(self) -> str:
+        return "the products" if self.part is None else f"part {self.part[0]} of {self.part[1]}"
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A share is done."""
+
+    part: PartDone
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The worker raised an error, which a run without workers would raise too."""
+
+    error: BaseException
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The worker has ended without an answer: it was killed, or its machine is gone. why: what is known."""
+
+    why: str
+
+
+Answer = Done | Failed | Lost
+
+
+class Workers(Protocol):
+    """Processes that do shares, each by `do`."""
+
+    def begin(self, order: Order) -> None:
+        """What the shares that are started from now on belong to."""
+
+    def slots(self) -> int:
+        """How many shares can run at once now; at least 1."""
+
+    def start(self, share: Share) -> None:
+        """Have a share done. It is not running already."""
+
+    def answers(self, seconds: float) -> list[tuple[Share, Answer]]:
+        """The shares that have ended; waits at most so long for the first."""
+
+    def stop(self, share: Share) -> None:
+        """End a running share's process, if it has not ended. It gives no answer."""
+
+
+def do(order: Order, share: Share) -> bytes:
+    """Do a share in this process; its answer, `Done` or `Failed`, pickled."""
+    try:
+        if not is_address(order.out) or Path(order.folder).is_dir():
+            os.chdir(order.folder)
+        prepared = _reopened(order)
+        _check_same(order, prepared)
+        if share.part is None:
+            built = execute_products(prepared, order.out, order.options, share.products)
+        else:
+            built = execute_part(prepared, order.out, share.part, order.options, helping=share.label, products=share.products)
+        return pickle.dumps(Done(built))
+    except Exception as error:
+        return pickle.dumps(Failed(_portable(error)))
+
+
+_open: dict[str, Prepared] = {}
+"""The plan that this process has open, by the identity of the work: most workers do several parts of one."""
+_opening = threading.Lock()
+
+
+def _reopened(order: Order) -> Prepared:
+    key = f"{order.identity} {order.folder}"
+    with _opening:
+        if key not in _open:
+            while _open:
+                _open.popitem()[1].close()
+            with collector_paused():
+                _open[key] = reopen(plan_from_json(json.loads(order.plan)), allow_code=order.allow_code)
+        return _open[key]
+
+
+def _check_same(order: Order, prepared: Prepared) -> None:
+    """Raise ParameterError if this machine has another program, or sees other files, than the driver's."""
+    options = order.options
+    if options.stream:
+        stream(prepared.inputs)  # or the weights would be missing
+    if missing_files(prepared.inputs):
+        download(prepared.inputs)
+    if work_identity(prepared.plan, prepared.inputs, options.device) == order.identity:
+        return
+    raise ParameterError(
+        f"the worker on {socket.gethostname()} does not have the program, or does not see the files, of this run",
+        where=named("ray"),
+        details=changes(order.facts, facts(prepared.plan, prepared.inputs, options.device)),
+        fix="install the same versions on all machines, and share the folders of the inputs (HF_HOME for models on the Hub), "
+        "or name them by address",
+    )
+
+
+def _portable(error: Exception) -> Exception:
+    """The error, or one with its text if it cannot be sent to another process."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(legible(f"{type(error).__name__}: {error}"))
+    return error
+
+
+PART_BYTES = 256 << 20
+"""Parts are not smaller than that without need: each costs a worker some tens of milliseconds."""
+PARTS_PER_SLOT = 4
+"""So that a slow or lost worker holds up little."""
+MOST_LOSSES = 3
+"""Of one share; then the workers, or the share, have a problem that another attempt does not solve."""
+BUSY_SECONDS = 120.0
+"""How long the lock of a lost worker is waited for: NFS gives up the locks of a machine that is gone after 90 s."""
+SLOW = 2.0
+"""A part is slow if it takes so many times as long as the median."""
+SLOW_SECONDS = 10.0
+"""And at least so long."""
+LOOK_SECONDS = 1.0
+"""Between two looks at the journals of running parts, for the progress: hundreds of files, perhaps on a network file system."""
+
+
+def share_out(prepared: Prepared, staging: Staging, request: RunRequest, *, workers: Workers) -> Helped:
+    """Have workers do all parts of a plan, in a staging folder that is open here. The caller publishes.
+
+    Raises what a worker raised, WorkerLost for a part whose workers are lost again and again, and what the callbacks
+    raise. All workers have ended then, and what they finished can be resumed.
+    """
+    workers.begin(_order(prepared, request.out, request.options))
+    driver = Driver(prepared, staging, workers, request)
+    with staging.shared():
+        try:
+            driver.go()
+        finally:
+            driver.stop()
+    return driver.helped
+
+
+def _order(prepared: Prepared, out: str | os.PathLike[str], options: RunOptions) -> Order:
+    plan = prepared.plan
+    with collector_paused():
+        data = json.dumps(plan.to_json(), separators=(",", ":")).encode()
+    return Order(
+        plan=data,
+        out=place_of(out).absolute,
+        folder=str(Path.cwd()),
+        options=replace(options, ray=None, resume=True, push=None, commit_message=None, device=named_device(options.device)),
+        allow_code=plan.provenance.code is not None,
+        identity=work_identity(plan, prepared.inputs, options.device),
+        facts=facts(plan, prepared.inputs, options.device),
+    )
+
+
+@dataclass(slots=True)
+class _State:
+    """One share. losses: workers that were lost; busy_since: its lock is held by a lost worker; not_before: next attempt."""
+
+    began: float = 0.0
+    losses: int = 0
+    busy_since: float = 0.0
+    not_before: float = 0.0
+
+
+class Driver:
+    """The shares of one plan: which wait, which run, what was done."""
+
+    def __init__(self, prepared: Prepared, staging: Staging, workers: Workers, request: RunRequest) -> None:
+        plan, allow_nonfinite = prepared.plan, request.options.allow_nonfinite
+        self.plan, self.staging, self.workers, self.callbacks = plan, staging, workers, request.callbacks
+        slots = workers.slots()
+        self.helped = Helped(warnings=few_files(plan, slots))
+        self.n = part_count(plan, slots)
+        parts = dict(enumerate(parts_of(plan, self.n), 1))
+        if staging.target.streams:  # a worker on another machine does not see what an earlier run has finished
+            done = finished_steps(plan, staging, kept_products(plan, staging), allow_nonfinite)
+            for k in [k for k, steps in parts.items() if all(step.out.name in done for step in steps)]:
+                self.helped += Helped(len(parts.pop(k)))
+        later = {k for k, steps in parts.items() if any(plan.needs(step) for step in steps)}
+        first = [Share((k, self.n)) for k, steps in parts.items() if steps and k not in later]
+        self._ready = deque([*([Share(None)] if plan.products else []), *first])
+        self._after_products = [Share((k, self.n)) for k in sorted(later)]
+        self._states: dict[Share, _State] = {}
+        self._running: set[Share] = set()
+        self._durations: list[float] = []
+        self._second_is_safe = is_portable(prepared)
+        self._uncounted = {step.outs[0].name: step.nbytes for step in plan.steps}
+        self._total_tensors, self._total_bytes, self._counted_bytes = len(self._uncounted), sum(self._uncounted.values()), 0
+        self._followed = staging.followed()
+        self._began = self._looked = time.monotonic()
+
+    def go(self) -> None:
+        """Until all shares are done."""
+        while self._ready or self._running:
+            self._start()
+            for share, answer in self.workers.answers(0.1):
+                self._take(share, answer)
+            self._report()
+
+    def stop(self) -> None:
+        """End all that still run."""
+        for share in list(self._running):
+            self._running.discard(share)
+            self.workers.stop(share)
+
+    # ---- starting
+
+    def _start(self) -> None:
+        free, now = self.workers.slots() - len(self._running), time.monotonic()
+        for _ in range(len(self._ready)):
+            if free <= 0:
+                return
+            share = self._ready.popleft()
+            if self._state(share).not_before > now:
+                self._ready.append(share)
+                continue
+            self._run(share)
+            free -= 1
+        if free > 0 and not self._ready and (slow := self._slow(now)) is not None:
+            self._run(slow)
+
+    def _run(self, share: Share) -> None:
+        self._state(share).began = time.monotonic()
+        self._running.add(share)
+        self.workers.start(replace(share, products=self.staging.products))
+
+    def _state(self, share: Share) -> _State:
+        return self._states.setdefault(share, _State())
+
+    def _slow(self, now: float) -> Share | None:
+        """A second worker's share of the part that has run longest, if that is too long."""
+        alone = [
+            s for s in self._running if s.part is not None and not s.second and replace(s, second=True) not in self._running
+        ]
+        if not alone or not self._durations or not self._second_is_safe:
+            return None
+        longest = min(alone, key=lambda share: self._state(share).began)
+        limit = max(SLOW_SECONDS, SLOW * statistics.median(self._durations))
+        return replace(longest, second=True) if now - self._state(longest).began > limit else None
+
+    # ---- answers
+
+    def _take(self, share: Share, answer: Answer) -> None:
+        self._running.discard(share)
+        state = self._state(share)
+        match answer:
+            case Done(part):
+                self._durations.append(time.monotonic() - state.began)
+                self.staging.adopt(part.built)
+                self._count(part.built.tensors)
+                self.helped += part.helped
+                other = replace(share, second=not share.second)
+                if other in self._running:
+                    self._running.discard(other)
+                    self.workers.stop(other)
+                if share.part is None:
+                    self._ready.extend(self._after_products)
+            case Failed(Busy() as error):
+                now = time.monotonic()
+                state.busy_since = state.busy_since or now
+                if now - state.busy_since > BUSY_SECONDS:
+                    raise error
+                self._again(share, 1.0)
+            case Failed(error):
+                raise error
+            case Lost(why):
+                state.losses, state.busy_since = state.losses + 1, 0.0
+                if state.losses > MOST_LOSSES:
+                    raise WorkerLost(
+                        f"the worker of {share} was lost {state.losses} times: {why}",
+                        where=named("ray"),
+                        fix="read the logs of Ray; if the machines are short of memory, lower --max-memory or --threads",
+                        state=f"Finished tensors are kept in {self.staging.folder}; run again to resume.",
+                    )
+                self._again(share, 0.0)
+
+    def _again(self, share: Share, seconds: float) -> None:
+        if replace(share, second=not share.second) in self._running:
+            return  # another worker has the part
+        self._state(share).not_before = time.monotonic() + seconds
+        self._ready.append(share)
+
+    # ---- progress
+
+    def _report(self) -> None:
+        if self.callbacks.waiting is not None and self._running == {Share(None)}:
+            self.callbacks.waiting()
+        if self.callbacks.progress is None:
+            return
+        now = time.monotonic()
+        if now - self._looked > LOOK_SECONDS:
+            self._looked = now
+            self._count(self._followed.look(share.label for share in self._running))
+        self.callbacks.progress(
+            Progress(
+                written_bytes=self._counted_bytes,
+                total_bytes=self._total_bytes,
+                read_bytes=self.helped.read_bytes,
+                tensors=self._total_tensors - len(self._uncounted),
+                total_tensors=self._total_tensors,
+                seconds=now - self._began,
+            )
+        )
+
+    def _count(self, names: Iterable[str]) -> None:
+        """Enter finished tensors into the progress, each once."""
+        for name in names:
+            self._counted_bytes += self._uncounted.pop(name, 0)
+
+
+def part_count(plan: Plan, slots: int) -> int:
+    """How many parts a plan is divided into for so many workers at once; one for a single worker."""
+    if slots == 1:  # if it is lost, the next one keeps what it has finished; at the end of a part its threads wait
+        return 1
+    parts = min(PARTS_PER_SLOT * slots, max(slots, -(-plan.nbytes // PART_BYTES)))
+    return max(1, min(parts, len(units_of(plan))))
+
+
+def few_files(plan: Plan, slots: int) -> tuple[Finding, ...]:
+    """The warning that not all workers have work, for a file is made by one of them."""
+    units = len(units_of(plan))
+    if units >= slots:
+        return ()
+    what = f"{count(units, 'worker')} of {slots} had work: each makes whole weight files, and there are {units}"
+    smaller = max(1_000_000, plan.nbytes // (2 * slots))
+    return (
+        Finding(
+            what, named("ray"), (), f"make smaller files, which feed all workers: --max-shard-size {smaller // 1_000_000}MB"
+        ),
+    )
+
+
+def is_portable(prepared: Prepared) -> bool:
+    """Whether every machine writes the same bytes, so that two may do the same part."""
+    plan = prepared.plan
+    if plan.container == GGUF or any(stage.plan.provenance.code for stage in prepared.stages):  # others' code
+        return False
+    reader = Reader(plan, prepared.inputs, Results(plan))
+    known: dict[object, bool] = {}
+    for step in plan.steps:
+        for leaf in step.leaves:
+            key = leaf.op, leaf.settings, leaf.base, leaf.out.shape, leaf.role
+            if leaf.op != COPY and leaf.out.size and key not in known:
+                known[key] = reader.job(leaf).portable
+    return all(known.values())
