@@ -220,7 +220,7 @@ def add_matrix_product(left: np.ndarray, right: np.ndarray, out: np.ndarray) -> 
 
 
 @kernel
-def rotate_rows(rows: np.ndarray, blocks: np.ndarray, out: np.ndarray) -> None:
+def rotate_blocks(rows: np.ndarray, blocks: np.ndarray, out: np.ndarray) -> None:
     """out = rows @ a block-diagonal matrix: float64 [n, cols], contiguous; not in place.
 
     blocks  float64 [number, size, size]: the blocks in order, from the first again if cols has more; size divides cols

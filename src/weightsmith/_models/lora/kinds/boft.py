@@ -42,7 +42,7 @@ def prepare(module: AdapterModule, arrays: Arrays) -> tuple[Rows, ...]:
 
 def change(module: AdapterModule, arrays: tuple[Rows, ...], rows: Rows, first: int) -> None:
     """Rotate and scale rows."""
-    from weightsmith._kernels.delta import rotate_rows
+    from weightsmith._kernels.delta import rotate_blocks
 
     rotations, scales = arrays
     factors, blocks, size, _ = rotations.shape
@@ -51,7 +51,7 @@ def change(module: AdapterModule, arrays: tuple[Rows, ...], rows: Rows, first: i
         order = butterfly(inputs, blocks // 2**i, size // 2) if factors > 1 else np.arange(inputs)
         shuffled, out = np.empty_like(rows), np.empty_like(rows)
         shuffled[:, order] = rows
-        rotate_rows(shuffled, turned, out)
+        rotate_blocks(shuffled, turned, out)
         rows[:] = out[:, order]
     rows *= scales[first : first + len(rows)]
 

@@ -37,7 +37,7 @@ def prepare(module: AdapterModule, arrays: Arrays) -> tuple[Rows, ...]:
 
 def change(module: AdapterModule, arrays: tuple[Rows, ...], rows: Rows, first: int) -> None:
     """Change rows, which need not begin or end with a block."""
-    from weightsmith._kernels.delta import rotate_rows
+    from weightsmith._kernels.delta import rotate_blocks
 
     (block,) = arrays
     inputs, numbers = rows.shape[1], np.arange(first, first + len(rows))
@@ -46,7 +46,7 @@ def change(module: AdapterModule, arrays: tuple[Rows, ...], rows: Rows, first: i
         for i in range(first // rank, (first + len(rows) - 1) // rank + 1):
             here = rows[max(0, i * rank - first) : (i + 1) * rank - first]
             product = np.empty_like(here)
-            rotate_rows(np.ascontiguousarray(here), block[i : i + 1], product)
+            rotate_blocks(np.ascontiguousarray(here), block[i : i + 1], product)
             here += product
         rows += np.tile(block[numbers // rank, numbers % rank], (1, inputs // rank))
         return

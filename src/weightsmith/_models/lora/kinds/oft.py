@@ -63,9 +63,9 @@ def _neumann(skew: Rows, terms: int) -> Rows:
 
 def change(module: AdapterModule, arrays: tuple[Rows, ...], rows: Rows, first: int) -> None:
     """Rotate rows."""
-    from weightsmith._kernels.delta import rotate_rows
+    from weightsmith._kernels.delta import rotate_blocks
 
-    rotate_rows(rows.copy(), arrays[0], rows)
+    rotate_blocks(rows.copy(), arrays[0], rows)
 
 
 KIND = AdapterKind(
