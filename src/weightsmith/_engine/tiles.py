@@ -105,6 +105,7 @@ class Buffers:
     def __init__(self) -> None:
         self.scratch = Scratch()
         self._held: dict[str, Bytes] = {}
+        self._out_address = 0
 
     def _at_least(self, use: str, nbytes: int) -> Bytes:
         """Memory for one use, as long as it ever was."""
@@ -119,8 +120,11 @@ class Buffers:
 
     def out(self, nbytes: int, offset: int) -> Bytes:
         """uint8 [nbytes], at an address that equals `offset` (in its file) modulo a page, as direct writes want it."""
+        before = self._held.get("out")
         held = self._at_least("out", nbytes + PAGE_BYTES)
-        first = (offset - held.ctypes.data) % PAGE_BYTES
+        if held is not before:
+            self._out_address = held.ctypes.data  # asking takes a microsecond
+        first = (offset - self._out_address) % PAGE_BYTES
         return held[first : first + nbytes]
 
     def numbers(self, nbytes: int) -> Bytes:

@@ -164,6 +164,18 @@ class Checkpoint(NamedTensors, Closing):
         return sum(spec.nbytes for spec in self.specs.values())
 
     @property
+    def stored_share(self) -> float:
+        """Bytes of the weight files for each byte of the decoded tensors; 1 for weights that are stored plain."""
+        if not self.decoded:
+            return 1.0
+        missing = self.missing
+        stored = sum(missing.get(path) or (path.stat().st_size if path.is_file() else 0) for path in self.paths)
+        if not stored:  # it is streamed
+            extents = (part for name, spec in self.specs.items() for part in self.extents(name, 0, spec.nbytes))
+            stored = sum(extent.nbytes for extent in extents)
+        return stored / max(1, self.nbytes)
+
+    @property
     def weights(self) -> tuple[str, ...]:
         """Names of the weight files, in natural order, and after them those in subfolders."""
         folders = {self.folder / name: f"{name}/" for name in self.subfolders}
