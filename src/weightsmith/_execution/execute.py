@@ -25,6 +25,7 @@ from weightsmith._base.errors import (
     StoreError,
     WeightsmithError,
 )
+from weightsmith._engine.resources import processors
 from weightsmith._execution.identity import work_identity
 from weightsmith._execution.options import RunOptions, resources_of
 from weightsmith._execution.output import check_options, check_output, sibling
@@ -130,7 +131,7 @@ def _stage(prepared: Prepared, folder: Path, request: RunRequest, helpers: Helpe
         if manifest.data.get(STAGE) is True:
             options = replace(options, overwrite=True)
         if manifest.plan == work_identity(plan, prepared.inputs, options.device):
-            verify(folder, threads=resources_of(plan, options).workers, progress=callbacks.rechecking)
+            verify(folder, threads=options.threads or processors(), progress=callbacks.rechecking)
             remove_published(folder)
             return Merged(folder, plan, len(plan.steps), 0, 0, time.monotonic() - began, (), plan.warnings)
     return run_plan(PlanRun(prepared, RunRequest(folder, options, callbacks, began), manifest=marks, helpers=helpers))
@@ -376,5 +377,5 @@ def _run_unwritten(
     download(prepared.inputs)
     folders = [model.folder for model in prepared.inputs]
     workload = Workload(steps=steps, products=products, folders=folders, release=bool(steps))
-    resources = resources_of(prepared.plan, options)
+    resources = resources_of(prepared, options)
     return run(prepared.plan, prepared.inputs, DiscardedOutput(), resources, workload, progress=progress)

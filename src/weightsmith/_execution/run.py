@@ -418,7 +418,7 @@ def staged(
     plan, inputs, options = prepared.plan, prepared.inputs, request.options
     if options.device != "cpu" and merges_on_device(plan):
         usable_device(options.device, "float64")
-    resources = resources_of(plan, options)
+    resources = resources_of(prepared, options)
     for stage in prepared.stages:
         stage.source.set_run(resources, allow_nonfinite=options.allow_nonfinite)
     _download(prepared, request)
@@ -461,7 +461,7 @@ def _spec_of(
         protected=protected_paths(prepared),
         reads=models_read(plan),
         other_bytes=other_bytes(plan, inputs[plan.donor], options),
-        threads=resources_of(plan, options).workers,
+        threads=resources_of(prepared, options).workers,
         progress=request.callbacks.rechecking,
         uploading=request.callbacks.uploading,
         public=options.public,
