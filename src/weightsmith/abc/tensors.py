@@ -189,6 +189,7 @@ class FileKind:
               FormatError for files that contradict each other
     open      the tensors of its files: (paths, index or None, the model as the user named it, opener of files). Reads only
               headers. Raises FormatError, Unsupported, NotFound, CheckpointError
+    joins     its files are those of the processes of a training run, each with parts of tensors
     """
 
     name: str
@@ -196,3 +197,4 @@ class FileKind:
     indexes: tuple[str, ...]
     choose: Callable[[Sequence[str], str], FolderWeights | None]
     open: Callable[[Sequence[Path], Index | None, str, Opener], OpenedFiles]
+    joins: bool = False

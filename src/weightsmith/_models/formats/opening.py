@@ -79,13 +79,15 @@ def choose_kind(names: Collection[str], where: str) -> tuple[FileKind, FolderWei
     Raises what `FileKind.choose` raises, and the errors of `no_weights` and of `of_ranks`.
     """
     listed = list(names)
+    error: Unsupported | None = None
     for kind in kinds():
+        if error is not None and not kind.joins:
+            continue
         chosen = kind.choose(listed, where)
         if chosen is not None:
-            if error := of_ranks(chosen.files, where):
-                raise error
-            return kind, chosen
-    raise of_ranks(listed, where) or no_weights(listed, where, suffixes())
+            if kind.joins or (error := of_ranks(chosen.files, where)) is None:
+                return kind, chosen
+    raise error or of_ranks(listed, where) or no_weights(listed, where, suffixes())
 
 
 def find_weights(folder: Path, names: Collection[str], where: str) -> WeightFiles:
