@@ -16,7 +16,7 @@ from weightsmith._engine.product_graph import most_bytes
 from weightsmith._engine.reader import Reader
 from weightsmith._engine.results import Results
 from weightsmith._engine.tiles import peak_memory_bytes
-from weightsmith._execution.options import RunOptions, resources_of
+from weightsmith._execution.options import RunOptions, resources_of, tensors_bytes
 from weightsmith._execution.progress import similar_time
 from weightsmith._features.quantisation.calibration.weights import (
     CALIBRATED,
@@ -51,8 +51,6 @@ from weightsmith._plans.summary import (
 
 TORCH_BYTES = 250 << 20
 """Memory of torch, imported and at work, measured with the CPU build."""
-TENSOR_BYTES = 1_000
-"""Memory for one tensor of an input or of the output: header, step, place, journal. With 60,000 of four models it is 0.8 kB."""
 
 
 def summary_of(plan: Plan, options: Mapping[str, Any], *, allow_code: bool) -> Summary:
@@ -267,10 +265,10 @@ def _dropped(plan: Plan) -> tuple[DroppedFacts, ...]:
 
 def _memory(prepared: Prepared, options: RunOptions, matrix_bytes: int) -> Memory:
     """matrix_bytes: that the job of the largest matrix holds."""
-    plan, resources = prepared.plan, resources_of(prepared.plan, options)
+    plan, resources = prepared.plan, resources_of(prepared, options)
     threads, tile_bytes = resources.workers, resources.tile_bytes
     peak = peak_memory_bytes(tile_bytes, threads, plan.widest, plan.levels)
-    peak += TENSOR_BYTES * (len(plan.all_steps) + sum(len(model.specs) for model in prepared.inputs))
+    peak += tensors_bytes(prepared)
     if matrix_bytes:
         # Whole matrices: as many as fit the bound, at least one; and torch, which is there for them alone.
         peak += max(matrix_bytes, min(resources.resident_bytes, matrix_bytes * threads)) + TORCH_BYTES
