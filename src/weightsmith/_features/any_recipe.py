@@ -52,7 +52,7 @@ def assemble_request(request: PlanRequest, written: Written = NOTHING) -> Prepar
     with undoing(prepared.close):
         if problems:
             raise PlanError(problems)
-        store_as(prepared, name, settings)
+        store_as(prepared, request.options, settings)
     prepared.request, prepared.source = request, request.source
     return prepared
 

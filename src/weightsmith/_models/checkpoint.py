@@ -164,6 +164,18 @@ class Checkpoint(NamedTensors, Closing):
         return sum(spec.nbytes for spec in self.specs.values())
 
     @property
+    def stored_share(self) -> float:
+        """Bytes of the weight files for each byte of the decoded tensors; 1 for weights that are stored plain."""
+        if not self.decoded:
+            return 1.0
+        missing = self.missing
+        stored = sum(missing.get(path) or (path.stat().st_size if path.is_file() else 0) for path in self.paths)
+        if not stored:  # it is streamed
+            extents = (part for name, spec in self.specs.items() for part in self.extents(name, 0, spec.nbytes))
+            stored = sum(extent.nbytes for extent in extents)
+        return stored / max(1, self.nbytes)
+
+    @property
     def weights(self) -> tuple[str, ...]:
         """Names of the weight files, in natural order, and after them those in subfolders."""
         folders = {self.folder / name: f"{name}/" for name in self.subfolders}
@@ -298,8 +310,9 @@ def open_checkpoint(
     docs/remote.md. Their tensors are read by byte range.
 
     Weights are safetensors, PyTorch's zip checkpoints (.bin, .pt, .pth, .ckpt), which are read without executing code, or GGUF,
-    whose config.json and tokenizer are made from the file. GGUF's blocks, and FP8, compressed-tensors, GPTQ, AWQ, AutoRound,
-    Quark, bitsandbytes, ComfyUI, EXL3 and MLX weights are dequantised to float32; others are returned as stored.
+    whose config.json and tokenizer are made from the file, or what the processes of a training run have of each tensor (DCP,
+    DeepSpeed's ZeRO). GGUF's blocks, and FP8, compressed-tensors, GPTQ, AWQ, AutoRound, Quark, bitsandbytes, ComfyUI, EXL3 and
+    MLX weights are dequantised to float32; others are returned as stored.
 
     The result of `merge` and other functions is opened where it was written. A local path takes precedence over a Hub id of the
     same name; a Path is never a Hub id. A single file is opened without

@@ -535,6 +535,17 @@ def test_what_follows_a_measurement_from_elsewhere_is_checked(llama: Path, tmp_p
             FOLLOW_UP.follow(prepared.with_plan(wrong), {}, None, None)
 
 
+@pytest.mark.parametrize("products", [None, 7, ["measurement: of no plan"], [7]], ids=repr)
+def test_the_products_of_a_measurement_are_those_of_its_plan(products: object, llama: Path, tmp_path: Path) -> None:
+    with prepared_for(llama, settings(tmp_path, uniform=False)) as prepared:
+        then = prepared.plan.then
+        assert then is not None
+        assert set(then.settings["products"]) == {product.name for product in prepared.plan.products}
+        wrong = replace(prepared.plan, then=replace(then, settings={**then.settings, "products": products}))
+        with pytest.raises(FormatError, match="no format of ours measures so"):
+            FOLLOW_UP.follow(prepared.with_plan(wrong), {}, None, None)
+
+
 @pytest.mark.slow
 def test_an_activation_that_is_not_finite_is_one_error(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from weightsmith._base.options import assignment, named, option_error
 from weightsmith._features.quantisation.options import QuantizeSettings
+from weightsmith._planning.options import SHARD_BYTES
 from weightsmith._planning.planner import Prepared
 from weightsmith._plans import Product
 from weightsmith.abc.product import Arrays
@@ -30,6 +31,7 @@ class Format:
     settings  fields of `QuantizeSettings` that it reads; any other that is given is an error before `apply` is called
     follow    if `apply` sets `then`: (as for `apply`, the measured products, their arrays by name): makes the draft of plain
               tensors the draft of the format; returns files to add to the output
+    shard_bytes  maximum size of a weight file, unless the user says another
     """
 
     name: str
@@ -38,6 +40,7 @@ class Format:
     apply: Callable[[Prepared, QuantizeSettings], None]
     settings: frozenset[str] = frozenset()
     follow: Callable[[Prepared, QuantizeSettings, Sequence[Product], Mapping[str, Arrays]], Mapping[str, bytes]] | None = None
+    shard_bytes: int = SHARD_BYTES
 
 
 # ---- a divergence instead of a size

@@ -20,6 +20,7 @@ from weightsmith._features.quantisation.base import Format, check_target, read_t
 from weightsmith._features.quantisation.calibration.plan import (
     CACHE_SETTINGS,
     CALIBRATION_SETTINGS,
+    MEASURED,
     NONE,
     measure_activations,
     text_problems,
@@ -128,15 +129,18 @@ def _unquantised(prepared: Prepared) -> Prepared:
 
 
 FOLLOW_UP = FollowUpKind(_follow, expected=_expected_steps, target=_target, reference=_unquantised)
-"""A format whose settings follow from a measurement. `FollowUp.settings`: `format`, and the fields of `QuantizeSettings`."""
+"""A format whose settings follow from a measurement. `FollowUp.settings`: `format`, the `products` of the
+measurement, and the fields of `QuantizeSettings`."""
 
 
 def _following(prepared: Prepared) -> tuple[Format, QuantizeSettings]:
     """The format and the settings that follow. Raises FormatError for a plan that no format of ours made."""
     values = dict(prepared.plan.then.settings) if prepared.plan.then is not None else {}
-    name = values.pop("format", None)
+    name, products = values.pop("format", None), values.pop(MEASURED, None)
+    names = {product.name for product in prepared.plan.products}
+    is_ours = isinstance(products, list | tuple) and all(isinstance(product, str) and product in names for product in products)
     measuring = FORMATS[name] if isinstance(name, str) and name in FORMATS else None
-    if measuring is None or measuring.follow is None or not has_type(values, QuantizeSettings):
+    if measuring is None or measuring.follow is None or not is_ours or not has_type(values, QuantizeSettings):
         raise FormatError("not a plan that can be run: no format of ours measures so", where="then", fix="make the plan again")
     (settings,) = read_options("run", values, QuantizeSettings)
     return measuring, settings

@@ -49,12 +49,15 @@ _SIZES = frozenset({"size_bytes", "target"})
 
 def format_of(model_format: ModelFormat) -> Format:
     """The format as users ask for it."""
-    apply, settings = partial(_apply, model_format), model_format.settings
-    if not model_format.measures:
-        return Format(model_format.name, model_format.summary, model_format.readers, apply, settings)
-    settings |= CALIBRATION_SETTINGS | _SIZES
+    measures = model_format.measures
     return Format(
-        model_format.name, model_format.summary, model_format.readers, apply, settings, partial(_follow, model_format)
+        model_format.name,
+        model_format.summary,
+        model_format.readers,
+        partial(_apply, model_format),
+        model_format.settings | (CALIBRATION_SETTINGS | _SIZES if measures else frozenset[str]()),
+        partial(_follow, model_format) if measures else None,
+        model_format.shard_bytes,
     )
 
 

@@ -79,13 +79,15 @@ def choose_kind(names: Collection[str], where: str) -> tuple[FileKind, FolderWei
     Raises what `FileKind.choose` raises, and the errors of `no_weights` and of `of_ranks`.
     """
     listed = list(names)
+    error: Unsupported | None = None
     for kind in kinds():
+        if error is not None and not kind.joins:
+            continue
         chosen = kind.choose(listed, where)
         if chosen is not None:
-            if error := of_ranks(chosen.files, where):
-                raise error
-            return kind, chosen
-    raise of_ranks(listed, where) or no_weights(listed, where, suffixes())
+            if kind.joins or (error := of_ranks(chosen.files, where)) is None:
+                return kind, chosen
+    raise error or of_ranks(listed, where) or no_weights(listed, where, suffixes())
 
 
 def find_weights(folder: Path, names: Collection[str], where: str) -> WeightFiles:
@@ -120,7 +122,7 @@ def open_file(path: Path, where: str, opener: Opener = open_local) -> OpenedFile
     if error := of_ranks([path.name], str(path.parent)):
         raise error
     for kind in kinds():
-        if path.name.lower().endswith(kind.suffixes):
+        if path.name.lower().endswith(kind.suffixes) or kind.owns(path):
             return kind.open((path,), None, where, opener)
     if path.suffix in (".yml", ".yaml"):
         fix = "Name a model. For a recipe: weightsmith plan, or weightsmith preview."

@@ -101,7 +101,7 @@ class Pool:
         """
         limit = running.max_memory_bytes
         budget = MEMORY_BYTES if limit is None else limit // 2
-        resources = resources_of(one.prepared.plan, running)
+        resources = resources_of(one.prepared, running)
         self._evaluator = Evaluator(one, resources, budget, allow_nonfinite=running.allow_nonfinite, memory=memory)
         self._parts = [_parts(one, path, tokens) for path in held]
         self._texts = [text_source(str(path), None, tokens, 0, "") for path in held]

@@ -125,7 +125,7 @@ def writer(name: str, prepared: Prepared, running: RunOptions) -> Writer:
     if missing_files(prepared.inputs):
         download(prepared.inputs)
     one = opened(name, prepared)
-    resources = resources_of(prepared.plan, running)
+    resources = resources_of(prepared, running)
     device = usable_device(resources.device)
     return Writer(one, _module(one, running, device), resources.workers, device)
 
@@ -203,7 +203,7 @@ def _module(one: Opened, running: RunOptions, device: str) -> Any:
     targets = {step.out.name: WholeTensor(step.out, arrays[step.out.name]) for step in plan.steps}
     folders = [model.folder for model in one.prepared.inputs]
     work = Workload(folders=folders, allow_nonfinite=running.allow_nonfinite)
-    run(plan, one.prepared.inputs, MemoryOutput(targets), resources_of(plan, running), work)
+    run(plan, one.prepared.inputs, MemoryOutput(targets), resources_of(one.prepared, running), work)
     settings = dict(one.base.config)
     kind = settings.pop("model_type", "")
     bars = logging.is_progress_bar_enabled()

@@ -91,7 +91,7 @@ class TextMeasure:
         self._tokens = [_tokens(rows) for rows in self._texts.tune]
         memory = running.max_memory_bytes
         budget = MEMORY_BYTES if memory is None else memory // 2
-        resources = resources_of(first.plan, running)
+        resources = resources_of(first, running)
         arithmetic = _arithmetic(settings, usable_device(resources.device))
         nonfinite = running.allow_nonfinite
         self._evaluator = Evaluator(self._one, resources, budget, arithmetic=arithmetic, allow_nonfinite=nonfinite)

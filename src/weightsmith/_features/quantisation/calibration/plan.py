@@ -185,7 +185,9 @@ def with_scales(steps: Iterable[Step], products: Iterable[Product]) -> list[Step
 
 
 MEASURING = "measurement: "
-"""Prefix of the names of a measurement's products."""
+"""Prefix of the names of a measurement's products: a merge may measure the same on another text."""
+MEASURED = "products"
+"""Key of `FollowUp.settings`: the names of a measurement's products."""
 
 MEASURED_ROWS = 32
 """The most rows of a calibration text that losses are measured with: their states are stored for all layers at once."""
@@ -193,9 +195,10 @@ MEASURED_ROWS = 32
 
 def without_measuring(draft: PlanDraft) -> list[Product]:
     """Remove the measurement from the draft to which it was added; its products. A merge keeps what it measures itself."""
-    own = [product for product in draft.products if product.name.startswith(MEASURING)]
-    draft.then, draft.products = None, [product for product in draft.products if product not in own]
-    return own
+    names = set() if draft.then is None else {*draft.then.settings[MEASURED]}
+    measured = [product for product in draft.products if product.name in names]
+    draft.then, draft.products = None, [product for product in draft.products if product.name not in names]
+    return measured
 
 
 class Chain(TextRun):
@@ -230,8 +233,10 @@ class Chain(TextRun):
 
     def measure(self, draft: PlanDraft, products: Iterable[Product], format: str, settings: QuantizeSettings) -> None:
         """Add a measurement to a draft, from which `Format.follow` makes another plan."""
-        self.add_to(draft, products)
-        draft.then = FollowUp("quantised", {"format": format, **asdict(settings)})
+        measured = [*products]
+        self.add_to(draft, measured)
+        names = [product.name for product in measured]
+        draft.then = FollowUp("quantised", {"format": format, MEASURED: names, **asdict(settings)})
 
     @property
     def described(self) -> dict[str, object]:
