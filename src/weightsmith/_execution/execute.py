@@ -38,7 +38,7 @@ from weightsmith._execution.run import (
     Helped,
     Helpers,
     Merged,
-    Run,
+    PlanRun,
     RunRequest,
     finished_steps,
     kept_products,
@@ -134,7 +134,7 @@ def _stage(prepared: Prepared, folder: Path, request: RunRequest, helpers: Helpe
             verify(folder, threads=options.threads or processors(), progress=callbacks.rechecking)
             remove_published(folder)
             return Merged(folder, plan, len(plan.steps), 0, 0, time.monotonic() - began, (), plan.warnings)
-    return run_plan(Run(prepared, RunRequest(folder, options, callbacks, began), manifest=marks, helpers=helpers))
+    return run_plan(PlanRun(prepared, RunRequest(folder, options, callbacks, began), manifest=marks, helpers=helpers))
 
 
 def stage_folder(out: str | os.PathLike[str], path: str) -> Path:
@@ -162,7 +162,7 @@ def check_computable(prepared: Prepared) -> None:
 
 
 @contextmanager
-def measured(run: Run, warnings: list[Finding]) -> Iterator[Run]:
+def measured(run: PlanRun, warnings: list[Finding]) -> Iterator[PlanRun]:
     """Compute the products of a plan from which another one follows: the run of that one.
 
     warnings  gets those of what could not be removed at the end, when the output is published
@@ -257,7 +257,7 @@ def execute(
         if helpers is not None or prepared.plan.then is not None or prepared.stages or missing_files(prepared.inputs):
             check.wait()
         ready, stages = stack.enter_context(stages_written(prepared, request, helpers))
-        run = Run(ready, request, helpers=helpers, check=check)
+        run = PlanRun(ready, request, helpers=helpers, check=check)
         if ready.plan.then is not None:
             run = stack.enter_context(measured(run, warnings))
         merged = run_plan(run)

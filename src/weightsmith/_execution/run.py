@@ -203,7 +203,7 @@ class Helpers(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class PlanRun:
     """A plan to run: where to and how, and what was computed or found before it.
 
     arrays    of products that the plan that it follows from has too, by name
@@ -231,7 +231,7 @@ class Run:
         return self.prepared.plan
 
 
-def run_plan(run: Run) -> Merged:
+def run_plan(run: PlanRun) -> Merged:
     """Run a plan and publish its output: compute, describe, publish. See `execute`."""
     options, callbacks = run.request.options, run.request.callbacks
     place = check_options(run.request.out, options)
@@ -288,7 +288,7 @@ class _Computed:
     warnings: tuple[Finding, ...]
 
 
-def _compute(run: Run, staging: Staging, engine: Callable[..., Outcome], watched: _Watched) -> _Computed:
+def _compute(run: PlanRun, staging: Staging, engine: Callable[..., Outcome], watched: _Watched) -> _Computed:
     """Make all products and tensors, or take over what an earlier run or other processes have made."""
     from weightsmith._engine.constants import copied
 
@@ -361,7 +361,7 @@ class _Described:
     page: str | None
 
 
-def _describe(run: Run, staging: Staging, computed: _Computed, name: str, repo: str) -> _Described:
+def _describe(run: PlanRun, staging: Staging, computed: _Computed, name: str, repo: str) -> _Described:
     """Evaluate the output, and add its files besides the weights. name, repo: see `other_files`."""
     plan, options = run.plan, run.request.options
     reports = {**reports_of(plan.products, computed.results), **run.reports}
@@ -386,7 +386,7 @@ def _describe(run: Run, staging: Staging, computed: _Computed, name: str, repo: 
 # ---- publish
 
 
-def _publish(run: Run, staging: Staging, computed: _Computed, described: _Described) -> tuple[Path | Target, list[Finding]]:
+def _publish(run: PlanRun, staging: Staging, computed: _Computed, described: _Described) -> tuple[Path | Target, list[Finding]]:
     """Publish the output: where it is, and warnings of what could not be cleaned up.
 
     Raises CheckpointError if an input has changed.

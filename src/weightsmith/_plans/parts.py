@@ -25,7 +25,7 @@ def units_of(plan: Plan) -> list[list[Step]]:
 
     def root(i: int) -> int:
         while first[i] != i:
-            first[i] = first[first[i]]
+            first[i] = first[first[i]]  # halves the way: a model may have thousands of files
             i = first[i]
         return i
 
@@ -110,6 +110,7 @@ class PartHashes:
 
     def _leaves(self, step: Step) -> object:
         settings = self._plan.settings
+        # An index of the plan stands for nothing in another plan: what it names is hashed instead.
         return [encode((replace(leaf, settings=0, pieces=()), settings[leaf.settings])) for leaf in step.leaves]
 
 

@@ -121,7 +121,7 @@ def open_file(path: Path, where: str, opener: Opener = open_local) -> OpenedFile
     if error := of_ranks([path.name], str(path.parent)):
         raise error
     for kind in kinds():
-        if path.name.lower().endswith(kind.suffixes):
+        if path.name.lower().endswith(kind.suffixes) or kind.owns(path):
             return kind.open((path,), None, where, opener)
     if path.suffix in (".yml", ".yaml"):
         fix = "Name a model. For a recipe: weightsmith plan, or weightsmith preview."

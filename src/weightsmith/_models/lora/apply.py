@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import re
+import shutil
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -16,6 +19,7 @@ from weightsmith._base.files import same_bytes, show
 from weightsmith._base.idioms import grouped
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._base.text import count
+from weightsmith._files.copied import holds_tokens
 from weightsmith._models.checkpoint import Checkpoint, ModelFolder
 from weightsmith._models.lora.adapter import Adapter, Factors, OtherParts
 from weightsmith._models.lora.experts import match_stacked, names_of
@@ -65,9 +69,12 @@ def apply_adapter(base: Checkpoint, adapter: Adapter, ref: str, names: Names = d
     match, adapter_checkpoint = _matched(base, adapter, ref, names), adapter.checkpoint
     notes = [*base.notes, *adapter_checkpoint.notes, *match.notes, *_unused(adapter)]
     base.fetch([name for name in adapter_checkpoint.files if name in base.files])
-    if other := [
-        name for name in adapter_checkpoint.files if not same_bytes(adapter_checkpoint.folder / name, base.folder / name)
-    ]:
+    replaced = match.grown and not base.subfolders and any(map(holds_tokens, adapter_checkpoint.files))
+    if not replaced and (
+        other := [
+            name for name in adapter_checkpoint.files if not same_bytes(adapter_checkpoint.folder / name, base.folder / name)
+        ]
+    ):
         fix = "copy it into the output, if the adapter was trained with it"
         what = f"tokenizer files beside the adapter differ from the base's, and are not used: {', '.join(other)}"
         notes.append(Finding(what, ref, fix=fix))
@@ -81,10 +88,27 @@ def apply_adapter(base: Checkpoint, adapter: Adapter, ref: str, names: Names = d
         repositories=(*base.repositories, *adapter_checkpoint.repositories),
         subfolders=base.subfolders,
     )
+    if replaced:
+        folder = _with_tokenizer(base, adapter_checkpoint, folder)
+        what = f"the adapter adds tokens: the tokenizer is the one beside it: {', '.join(adapter_checkpoint.files)}"
+        notes.append(Finding(what, ref))
     source = Adapted(base, adapter_checkpoint, match.origins(), ref)
     return Checkpoint(
         ref, source, folder, metadata=base.metadata, notes=tuple(notes), untied=match.untied, decoded=base.decoded
     )
+
+
+def _with_tokenizer(base: Checkpoint, adapter: Checkpoint, folder: ModelFolder) -> ModelFolder:
+    """The base's folder with the tokenizer that lies beside an adapter. It is a temporary one: both are read from elsewhere."""
+    kept = [name for name in base.files if name not in adapter.files and not holds_tokens(name)]
+    base.fetch(kept)
+    temporary = tempfile.TemporaryDirectory(prefix="weightsmith-", ignore_cleanup_errors=True)
+    for source, names in ((base, kept), (adapter, adapter.files)):
+        for name in names:
+            (Path(temporary.name) / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source.folder / name, Path(temporary.name) / name)
+    files = tuple(sorted({*kept, *adapter.files}))
+    return replace(folder, path=Path(temporary.name), files=files, subfolders=(), temporary=temporary)
 
 
 def _unused(adapter: Adapter) -> Iterator[Finding]:
@@ -130,6 +154,7 @@ class _Match:
     notes   what the user should know
     untied  the one of them on an embedding and a head that were one tensor
     places  see `find_places`
+    grown   whether there are more tokens than in the base
 
     sources  tensor of the model that transformers builds → tensors of the base; {}: names are the base's
     """
@@ -143,6 +168,7 @@ class _Match:
         self.notes: list[Finding] = []
         self.untied: Finding | None = None
         self.places: dict[str, str] = {}
+        self.grown = False
         self._base_names = {name: name for name in base.specs}  # tensor → the base's that it stands for
         self._updates: dict[str, Factors] = {}
         self._parts: dict[str, list[Update]] = {}  # of tensors with several matrices
@@ -383,6 +409,7 @@ class _Match:
         grown = {old: new for old, new in grown.items() if old != new}
         if grown and len(set(rows.values())) > 1:
             return [f"{name}: would have {n} rows, and embedding and head need as many" for name, n in rows.items()]
+        self.grown = any(new > old for old, new in grown.items())
         for old, new in grown.items():
             replace_value(self.config, "vocab_size", old, new)
         return []

@@ -214,10 +214,7 @@ def with_statistics(
     measured = MeasuredSteps(list(steps))
     texts = own_texts(recipe, models, measured.problems)
     required = [method.requires(values.shared) for values in settings]
-    requirements: Requirements = {}
-    for leaf in (leaf for step in steps for leaf in step.leaves if any(required)):
-        for requirement, i in _required(leaf, required):
-            requirements.setdefault(leaf.inputs[i].model, {})[requirement] = None
+    requirements = _requirements_of(steps, required)
     _refuse_unread(method, recipe, texts, requirements, labels, measured)
     missing = [number for number in requirements if texts.get(number, recipe.measured) is None]
     if missing:
@@ -325,6 +322,14 @@ def own_texts(recipe: Recipe, models: Mapping[ModelRef, int], problems: list[Wei
             what = f"{entry.model} has two texts, {first.path} and {entry.measured.path}"
             problems.append(ParameterError(what, where=entry.measured.where, fix="write the same text in each entry"))
     return texts
+
+
+def _requirements_of(steps: Sequence[Step], required: Sequence[Sequence[Requirement]]) -> Requirements:
+    requirements: Requirements = {}
+    for leaf in (leaf for step in steps for leaf in step.leaves if any(required)):
+        for requirement, i in _required(leaf, required):
+            requirements.setdefault(leaf.inputs[i].model, {})[requirement] = None
+    return requirements
 
 
 def _required(leaf: Step, required: Sequence[Sequence[Requirement]]) -> list[tuple[Requirement, int]]:

@@ -30,7 +30,8 @@ def write_sharded(folder: Path, state: Mapping[str, Any]) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    torch.multiprocessing.spawn(_write, (2, port, str(folder), dict(state)), 2)
+    # Forked: two more processes that import torch take minutes on a loaded machine.
+    torch.multiprocessing.start_processes(_write, (2, port, str(folder), dict(state)), 2, start_method="fork")
 
 
 def _write(rank: int, world: int, port: int, folder: str, state: dict[str, Any]) -> None:
