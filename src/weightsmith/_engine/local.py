@@ -186,8 +186,7 @@ class Run:
             models = self.reader.plan.models
             # Fine-tunes of one base have one identity: their names tell them apart.
             inputs = tuple((models[read.model].ref, models[read.model].identity, read) for read in leaf.inputs)
-            key = leaf.out, leaf.op, leaf.base, inputs
-            job.recall(self._memory.setdefault(key, {}))
+            job.recall(self._memory.of((leaf.out, leaf.base, inputs)))
         return job
 
     def _complete(self, active: ActivePass) -> None:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from weightsmith._engine.results import Results
 from weightsmith._engine.schedule import RESIDENT_BYTES
@@ -14,6 +14,9 @@ from weightsmith._engine.tiles import ALIGNED_BYTES, TILE_BYTES
 from weightsmith._files.remote import STREAM_CACHE_BYTES
 from weightsmith._plans import Product, Step
 from weightsmith.abc.output import Finished
+
+if TYPE_CHECKING:
+    from weightsmith._engine.memory import JobMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +66,7 @@ class Workload:
     release   remove the arrays of a product (`ProductKind.released`) once all steps and products that need it are finished;
               False where another run reads them
     allow_nonfinite  merge NaN and infinities like any number; False raises NonFinite
-    memory    for runs of plans that differ in parameters alone: what the jobs of a tensor remember, see `Job.recall`; by the
-              tensor and its inputs. None: nothing
+    memory    for runs of plans that merge the same inputs in other ways: what the jobs of a tensor remember. None: nothing
     """
 
     steps: Sequence[Step] | None = None
@@ -74,7 +76,7 @@ class Workload:
     folders: Sequence[Path] = ()
     allow_nonfinite: bool = False
     release: bool = False
-    memory: dict[object, dict[object, Any]] | None = None
+    memory: JobMemory | None = None
 
 
 WHOLE = Workload()

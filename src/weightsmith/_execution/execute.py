@@ -25,6 +25,7 @@ from weightsmith._base.errors import (
     StoreError,
     WeightsmithError,
 )
+from weightsmith._engine.resources import processors
 from weightsmith._execution.identity import work_identity
 from weightsmith._execution.options import RunOptions, resources_of
 from weightsmith._execution.output import check_options, check_output, sibling
@@ -37,7 +38,7 @@ from weightsmith._execution.run import (
     Helped,
     Helpers,
     Merged,
-    Run,
+    PlanRun,
     RunRequest,
     finished_steps,
     kept_products,
@@ -61,6 +62,7 @@ from weightsmith._plans.parts import label, part_of
 
 if TYPE_CHECKING:
     from weightsmith._engine.local import Outcome, Progress
+    from weightsmith._engine.memory import JobMemory
     from weightsmith._engine.products import ProductReport
     from weightsmith.abc.output import Built
 
@@ -129,10 +131,10 @@ def _stage(prepared: Prepared, folder: Path, request: RunRequest, helpers: Helpe
         if manifest.data.get(STAGE) is True:
             options = replace(options, overwrite=True)
         if manifest.plan == work_identity(plan, prepared.inputs, options.device):
-            verify(folder, threads=resources_of(plan, options).workers, progress=callbacks.rechecking)
+            verify(folder, threads=options.threads or processors(), progress=callbacks.rechecking)
             remove_published(folder)
             return Merged(folder, plan, len(plan.steps), 0, 0, time.monotonic() - began, (), plan.warnings)
-    return run_plan(Run(prepared, RunRequest(folder, options, callbacks, began), manifest=marks, helpers=helpers))
+    return run_plan(PlanRun(prepared, RunRequest(folder, options, callbacks, began), manifest=marks, helpers=helpers))
 
 
 def stage_folder(out: str | os.PathLike[str], path: str) -> Path:
@@ -160,7 +162,7 @@ def check_computable(prepared: Prepared) -> None:
 
 
 @contextmanager
-def measured(run: Run, warnings: list[Finding]) -> Iterator[Run]:
+def measured(run: PlanRun, warnings: list[Finding]) -> Iterator[PlanRun]:
     """Compute the products of a plan from which another one follows: the run of that one.
 
     warnings  gets those of what could not be removed at the end, when the output is published
@@ -234,11 +236,13 @@ def execute(
     *,
     began: float | None = None,
     helpers: Helpers | None = None,
+    memory: JobMemory | None = None,
 ) -> Merged:
     """Run a prepared plan and publish its output; see `merge`.
 
     began    time.monotonic() at the start of the timed work
     helpers  has other processes do the parts of each plan that is run
+    memory   of the jobs of merges of the same inputs in this process; None: there were none
 
     If another plan follows from the products, this process computes them first, in a staging folder of their own, which remains
     until the output is published. So are the results of other recipes that cannot be computed when they are read.
@@ -246,14 +250,14 @@ def execute(
     Whether transformers could load the output is asked meanwhile; before anything else, if there is a download or more than
     one run to spare.
     """
-    request = RunRequest(out, options, callbacks, time.monotonic() if began is None else began)
+    request = RunRequest(out, options, callbacks, time.monotonic() if began is None else began, memory)
     warnings = list[Finding]()
     with ExitStack() as stack:
         check = stack.enter_context(Check(prepared.loading, prepared.source))
         if helpers is not None or prepared.plan.then is not None or prepared.stages or missing_files(prepared.inputs):
             check.wait()
         ready, stages = stack.enter_context(stages_written(prepared, request, helpers))
-        run = Run(ready, request, helpers=helpers, check=check)
+        run = PlanRun(ready, request, helpers=helpers, check=check)
         if ready.plan.then is not None:
             run = stack.enter_context(measured(run, warnings))
         merged = run_plan(run)
@@ -373,5 +377,5 @@ def _run_unwritten(
     download(prepared.inputs)
     folders = [model.folder for model in prepared.inputs]
     workload = Workload(steps=steps, products=products, folders=folders, release=bool(steps))
-    resources = resources_of(prepared.plan, options)
+    resources = resources_of(prepared, options)
     return run(prepared.plan, prepared.inputs, DiscardedOutput(), resources, workload, progress=progress)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from weightsmith._methods.jobs.requires import needs_torch
+from weightsmith._base.torch_use import needs_torch
 from weightsmith._methods.signature import merge_method
 from weightsmith.abc.job import Job, Matrix
 
@@ -60,4 +60,8 @@ def linears_job(
 
     taken = np.ones(len(weights)) if calibrates else weights
     base = np.array([1.0] + [0.0] * len(weights))
-    return MatrixJob(matrix, merge, base, taken, factor, copies=copies, side=side)
+    job = MatrixJob(matrix, merge, base, taken, factor, copies=copies, side=side)
+    parameters = {name: value for name, value in matrix.shared.items() if name != "lambda"}
+    of_models = [sorted(model.items()) for model in matrix.model_parameters]
+    job.identity = repr((matrix.method, sorted(parameters.items()), of_models))
+    return job

@@ -11,10 +11,10 @@ import numpy as np
 
 from weightsmith._base.errors import ParameterError, nearest
 from weightsmith._base.strict_json import JsonError, parse
+from weightsmith._base.torch_use import needs_torch
 from weightsmith._methods.base import Parameter, Requirement
 from weightsmith._methods.describe import example_recipe
 from weightsmith._methods.family import Lambda, Weight
-from weightsmith._methods.jobs.requires import needs_torch
 from weightsmith._methods.linears import linears_job, matrix_method
 from weightsmith._methods.signature import Bounds
 from weightsmith.abc.job import Job, Matrix
@@ -124,7 +124,8 @@ def _towards(matrix: Matrix, prior: str, prior_parameters: str | None) -> Callab
     models = tuple({**per_model, **{k: v for k, v in model.items() if k in per_model}} for model in matrix.model_parameters)
     if prior in SUMS:
         return _sum_of([float(model["weight"] or 0) for model in models], shared)
-    job = method.job(replace(matrix, shared=shared, models=(*matrix.models[: int(matrix.base)], *models), statistics={}))
+    inputs = (*matrix.models[: int(matrix.base)], *models)
+    job = method.job(replace(matrix, shared=shared, models=inputs, statistics={}, method=prior))
     return _matrix_prior(job)
 
 
@@ -141,7 +142,7 @@ def _matrix_prior(job: Job) -> Callable[[Deltas], Any]:
     from weightsmith._methods.jobs.matrix import MatrixJob
 
     assert isinstance(job, MatrixJob)
-    return lambda deltas: job.merge(deltas.weighted(job.weights)) * job.factor
+    return lambda deltas: job.merged(deltas.weighted(job.weights)) * job.factor
 
 
 @matrix_method(

@@ -10,7 +10,7 @@ does not depend on tile size or number of threads.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,6 +51,7 @@ class Matrix:
     role          how methods treat it
     layer         prefix of its layer; "" outside the layers
     device        where whole matrices are computed, as torch names it
+    method        that merges it
     statistics    what is known of the inputs from a text: by kind, by the number of the input. Read-only, may be mapped from
                   a file; {} for a tensor of which a text tells nothing
     """
@@ -72,6 +73,7 @@ class Matrix:
     role: Role = "other"
     layer: str = ""
     device: str = "cpu"
+    method: str = ""
     statistics: Mapping[str, Mapping[int, npt.NDArray[Any]]] = field(default_factory=dict)
 
     @property
@@ -200,10 +202,10 @@ class Job(ABC):
     def __init__(self, matrix: Matrix) -> None:
         self.matrix = matrix
 
-    def recall(self, memory: dict[object, Any]) -> None:  # noqa: B027  most jobs have nothing to remember
-        """Called before the first pass, where merges of the same inputs follow each other with other parameters.
+    def recall(self, memory: MutableMapping[object, Any]) -> None:  # noqa: B027  most jobs have nothing to remember
+        """Called before the first pass, where merges of the same inputs follow each other with other parameters or methods.
 
-        memory  what the job of the last of them put there; this one may put there what the next need not find again
+        memory  what jobs of the same inputs have put there; this one may put there what the next need not compute again
         """
 
     def passes(self) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import weightsmith
+import weightsmith._methods.regmean
+import weightsmith._methods.tsv_m
 from tests.calibration_help import save_model
 from tests.cli_help import Cli, cli
 from tests.reports.tuning.help import words
@@ -127,6 +131,29 @@ def test_with_texts_every_fourth_row_is_held_back_and_strengths_of_regmean_are_t
     whole = Path("fr.txt").read_text()
     assert all(row in whole for row in (*measured, *held))
     assert not set(measured) & set(held)
+
+
+@pytest.mark.slow
+def test_no_matrix_is_computed_twice_for_strengths_priors_and_the_merge(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """tsv_m once; RegMean once with each prior, for all factors and for the file that is written."""
+    solved, decomposed = Counter[str](), Counter[int]()
+    regmean, tsv_m = (sys.modules[f"weightsmith._methods.{name}"] for name in ("regmean", "tsv_m"))
+    solve, merge = regmean.solve, tsv_m.merge
+
+    def count_solve(*arguments: Any) -> Any:
+        solved[arguments[-1]] += 1
+        return solve(*arguments)
+
+    def count_merge(*arguments: Any) -> Any:
+        decomposed[0] += 1
+        return merge(*arguments)
+
+    monkeypatch.setattr(regmean, "solve", count_solve)
+    monkeypatch.setattr(tsv_m, "merge", count_merge)
+    monkeypatch.setattr(module, "choose", lambda *_scored, **_how: Choice("regmean, prior tsv_m, times 1.4", "said the test"))
+    auto(text=TEXTS)
+    assert set(solved.values()) == {2}
+    assert decomposed[0] == len(solved)
 
 
 @pytest.mark.slow

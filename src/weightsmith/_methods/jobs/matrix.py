@@ -13,18 +13,18 @@ processors, other versions of torch, and GPUs round differently: the last bits o
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from copy import copy
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from weightsmith._base.errors import ParameterError
-from weightsmith._base.one_thread import Tensor, one_thread
+from weightsmith._base.torch_use import Tensor, load_linear_algebra, needs_torch, one_thread
 from weightsmith._kernels.codecs import Encoded, EncodedInputs
 from weightsmith._kernels.delta import combine_with, copy_rows
-from weightsmith._methods.jobs.requires import load_linear_algebra, needs_torch
 from weightsmith.abc.job import Bytes, Job, Matrix, Tile
 
 Vector = npt.NDArray[np.float64]
@@ -36,10 +36,24 @@ WORK_SQUARES = 4
 class Deltas(Sequence[Tensor]):
     """Deltas as float64 tensors on the device, computed one at a time on access."""
 
-    def __init__(self, rows: Tensor, weights: Vector, device: str, *, from_mean: bool = False) -> None:
-        """rows: [models, rows, cols]; weights: a factor on each; from_mean: rows are models, and their mean is the base."""
+    def __init__(
+        self,
+        rows: Tensor,
+        weights: Vector,
+        device: str,
+        *,
+        from_mean: bool = False,
+        memory: MutableMapping[object, Any] | None = None,
+    ) -> None:
+        """
+        rows       [models, rows, cols]
+        weights    a factor on each
+        from_mean  rows are models, and their mean is the base
+        memory     of `Job.recall`
+        """
         import torch
 
+        self.memory = memory
         self._rows, self._weights, self._device, self._kind = rows, weights, device, torch.float64
         self._mean = None
         if from_mean:
@@ -74,11 +88,13 @@ class MatrixJob(Job):
     from_mean     without a base: deltas are inputs minus their mean
     copies        maximum number of float64 matrices that merge holds, besides square ones
     side          side of the largest square matrix in merge; None: the shorter side of the matrix
+    identity      of merge: with the same inputs and statistics, equal ones return equal matrices. "": it is not known
 
     If a delta is not finite (only with allow_nonfinite), it cannot be decomposed: the update is factor times the mean.
     """
 
     portable = False
+    identity = ""
 
     def __init__(
         self,
@@ -108,6 +124,10 @@ class MatrixJob(Job):
         self._lock = threading.Lock()
         self._held: Tensor = None
         self._update: npt.NDArray[Any] = np.empty(0)
+        self._memory: MutableMapping[object, Any] | None = None
+
+    def recall(self, memory: MutableMapping[object, Any]) -> None:
+        self._memory = memory
 
     def passes(self) -> int:
         return 1
@@ -131,10 +151,32 @@ class MatrixJob(Job):
         update = self._empty(self.rows, self.matrix.cols)
         with one_thread():
             load_linear_algebra(self.matrix.device)
-            deltas = Deltas(held, self.weights, self.matrix.device, from_mean=self.from_mean)
-            merge = self.merge if bool(held.isfinite().all()) else mean
+            deltas = Deltas(held, self.weights, self.matrix.device, from_mean=self.from_mean, memory=self._memory)
+            merge = self.merged if bool(held.isfinite().all()) else mean
             update[:] = (merge(deltas) * self.factor).to("cpu", update.dtype)
         self._update = update.view(-1).numpy()
+
+    def merged(self, deltas: Deltas) -> Tensor:
+        """merge(deltas). λ does not change it: it is computed once for all jobs that share a memory."""
+        import torch
+
+        if deltas.memory is None or not self.identity:
+            return self.merge(deltas)
+        key = self.identity, self._statistics_digest()
+        known = deltas.memory.get(key)
+        if known is not None:
+            return torch.from_numpy(known).to(self.matrix.device)
+        result = self.merge(deltas)
+        deltas.memory[key] = result.cpu().numpy()
+        return result
+
+    def _statistics_digest(self) -> str:
+        digest = xxhash.xxh3_128()
+        for kind, arrays in sorted(self.matrix.statistics.items()):
+            for number, array in sorted(arrays.items()):
+                digest.update(f"{kind} {number}\0".encode())
+                digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+        return digest.hexdigest()
 
     def update(self, tile: Tile) -> npt.NDArray[Any]:
         """The tile's elements of factor · merge(deltas)."""

@@ -6,7 +6,7 @@ one for L1 norms, one to apply. Thresholds over the whole model are a product.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -99,7 +99,7 @@ class TaskVectorJob(Job):
             for i in range(models):
                 self._set_mode(i, ranks)
         self._selection = Selection(matrix, ranks)
-        self._memory: dict[object, Any] | None = None
+        self._memory: MutableMapping[object, Any] | None = None
         self._selected_before = False
         self._mean = _MEAN[axes.combine]
         self._elect = _ELECT[axes.elect]
@@ -179,7 +179,7 @@ class TaskVectorJob(Job):
 
     # ---- passes
 
-    def recall(self, memory: dict[object, Any]) -> None:
+    def recall(self, memory: MutableMapping[object, Any]) -> None:
         """Thresholds depend on the inputs and on the ranks alone: not on weights."""
         ranks = {key: search.rank for key, search in self._selection.searches.items()}
         if memory.get("ranks") == ranks:

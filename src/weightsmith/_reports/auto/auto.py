@@ -31,6 +31,7 @@ from weightsmith._base.errors import (
 )
 from weightsmith._base.files import expand_user, is_folder
 from weightsmith._base.options import lists_options, option_error, read_options
+from weightsmith._engine.memory import JobMemory
 from weightsmith._execution.execute import execute
 from weightsmith._execution.options import RunOptions
 from weightsmith._execution.progress import Meter, Silent, callbacks, watched_meter
@@ -128,7 +129,8 @@ def find_merge(models: Models, out: str, settings: AutoSettings, running: RunOpt
     with prepare_any(search.recipe(result.choice.name, search.folders), RecipeOptions(), QuantizeSettings()) as prepared:
         repeatable = prepared.draft_again()
         repeatable.draft.recipe = text
-        execute(repeatable.finish(), out, running, Callbacks(*callbacks(shown, "merging")), began=began)
+        telling = Callbacks(*callbacks(shown, "merging"))
+        execute(repeatable.finish(), out, running, telling, began=began, memory=search.memory)
     shutil.rmtree(folder / _STATISTICS, ignore_errors=True)
     result = replace(result, out=expand_user(out).absolute(), recipe=text, seconds=time.monotonic() - began)
     result.report().write(folder / PAGE)
@@ -249,6 +251,7 @@ class _Search:
     """The candidates of one call, by name.
 
     folders  statistics of the fine-tunes; [] while there are none
+    memory   of the candidates' jobs
     """
 
     one: Opened
@@ -267,6 +270,7 @@ class _Search:
         self._scored = dict[str, Scores]()
         self._tokens = row_tokens(self.one)
         self.folders: list[str] = []
+        self.memory = JobMemory(self.folder)
 
     @property
     def measure(self) -> str:
@@ -277,7 +281,7 @@ class _Search:
         """Measure and choose."""
         held = [pair.held for pair in self.pairs]
         self.shown.say("references 2/5: the fine-tunes on their own rows")
-        pool = Pool(self.one, held, self._tokens, self.running, self.journal)
+        pool = Pool(self.one, held, self._tokens, self.running, self.journal, self.memory)
         alone = pool.refer(self.models.fine_tunes)
         self.shown.say("strengths 3/5: the base and the mean")
         base = pool.scores(self.models.sum(0.0))

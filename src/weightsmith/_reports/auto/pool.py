@@ -17,9 +17,10 @@ from weightsmith._activations.rows import text_source
 from weightsmith._base.errors import NOTHING_WRITTEN, MismatchError, ParameterError
 from weightsmith._base.files import write_whole
 from weightsmith._base.strict_json import JsonError, parse
+from weightsmith._engine.memory import JobMemory
 from weightsmith._execution.options import RunOptions, resources_of
 from weightsmith._planning.planner import Prepared
-from weightsmith._plans.statistics import TextSource
+from weightsmith._plans import TextSource
 from weightsmith._reports.evaluate.opening import Opened, opened, prepare_named
 from weightsmith._reports.evaluate.values import TOLD_APART, Mean
 from weightsmith._reports.tuning.evaluator import MEMORY_BYTES, Evaluator, Reference, Rows
@@ -86,19 +87,22 @@ def _tsv_parameters(strength: float) -> dict[str, Any]:
 class Pool:
     """Scores recipes on the held-back rows of fine-tunes."""
 
-    def __init__(self, one: Opened, held: Sequence[Path], tokens: int, running: RunOptions, journal: Journal) -> None:
+    def __init__(
+        self, one: Opened, held: Sequence[Path], tokens: int, running: RunOptions, journal: Journal, memory: JobMemory
+    ) -> None:
         """
         one      the mean, opened: its tokenizer cuts the texts
         held     held-back text of each fine-tune
         tokens   in a row
         journal  scores that an earlier call has found
+        memory   of the candidates' jobs
 
         Raises ParameterError for a text that is too short.
         """
-        memory = running.max_memory_bytes
-        budget = MEMORY_BYTES if memory is None else memory // 2
-        resources = resources_of(one.prepared.plan, running)
-        self._evaluator = Evaluator(one, resources, budget, allow_nonfinite=running.allow_nonfinite)
+        limit = running.max_memory_bytes
+        budget = MEMORY_BYTES if limit is None else limit // 2
+        resources = resources_of(one.prepared, running)
+        self._evaluator = Evaluator(one, resources, budget, allow_nonfinite=running.allow_nonfinite, memory=memory)
         self._parts = [_parts(one, path, tokens) for path in held]
         self._texts = [text_source(str(path), None, tokens, 0, "") for path in held]
         self._references: list[Reference] = []
@@ -145,11 +149,11 @@ class Pool:
         Raises NonFinite, PlanError.
         """
         parts = [rows_of_model[:1] if few else rows_of_model for rows_of_model in self._parts]
-        key = self._journal.key(recipe, [rows.name for rows_of_model in parts for rows in rows_of_model])
         counts = [sum(len(rows.scored.ids) for rows in rows_of_model) for rows_of_model in parts]
-        known = self._journal.scores.get(key)
-        if known is not None and [len(rows_of_model.nats) for rows_of_model in known] == counts:
-            return known
+        key = self._key(recipe, parts)
+        for known in (self._journal.scores.get(key), self._journal.scores.get(self._key(recipe, self._parts))):
+            if known is not None and all(len(of_model.nats) >= count for of_model, count in zip(known, counts, strict=True)):
+                return [of_model.first(count) for of_model, count in zip(known, counts, strict=True)]
         with prepare_named(recipe) as prepared:
             candidate = Candidate.of(prepared.plan, prepared.inputs)
             scored = [
@@ -158,6 +162,9 @@ class Pool:
             ]
         self._journal.add(key, scored)
         return scored
+
+    def _key(self, recipe: Recipe | str, parts: Sequence[Sequence[Rows]]) -> str:
+        return self._journal.key(recipe, [rows.name for rows_of_model in parts for rows in rows_of_model])
 
     def _scored(self, candidate: Candidate, rows: Rows, reference: Reference | None, *, keep: bool = False) -> RowScores:
         nats, divergences = self._evaluator.losses(candidate, rows, reference, keep=keep)
@@ -252,6 +259,10 @@ class RowScores:
     nats: Numbers
     divergences: Numbers
     tokens: Numbers
+
+    def first(self, count: int) -> RowScores:
+        """The scores of the first rows."""
+        return RowScores(self.nats[:count], self.divergences[:count], self.tokens[:count])
 
 
 Scores = Sequence[RowScores]

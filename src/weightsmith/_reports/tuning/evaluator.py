@@ -27,8 +27,9 @@ from weightsmith._activations.losses import LOGITS_AT_ONCE, TOKENS_AT_ONCE
 from weightsmith._activations.running import workers
 from weightsmith._activations.scored_rows import ScoredRows
 from weightsmith._base.errors import MismatchError, NonFinite, PlanError, WeightsmithError
+from weightsmith._base.torch_use import usable_device
+from weightsmith._engine.memory import JobMemory
 from weightsmith._engine.resources import Resources
-from weightsmith._methods.jobs.requires import usable_device
 from weightsmith._models.structure import Structure
 from weightsmith._plans import Plan, Step
 from weightsmith._reports.evaluate.opening import Opened
@@ -98,9 +99,11 @@ class Evaluator:
         *,
         arithmetic: Arithmetic = "float32",
         allow_nonfinite: bool = False,
+        memory: JobMemory | None = None,
     ) -> None:
         """
         arithmetic  dtype in which linear layers multiply, and the head where there is no reference
+        memory      of the jobs of candidates; None: a new one
 
         Raises PlanError for a model that transformers cannot build, or a device that cannot be used.
         """
@@ -108,7 +111,10 @@ class Evaluator:
         self.device = usable_device(resources.device)
         self._threads = resources.workers
         specs = {step.out.name: step.out for step in one.model.steps}
-        self._weights = MergedWeights(specs, resources, self.device, budget // 2, allow_nonfinite=allow_nonfinite)
+        memory = memory or JobMemory()
+        self._weights = MergedWeights(
+            specs, resources, self.device, budget // 2, allow_nonfinite=allow_nonfinite, memory=memory
+        )
         self._config = one.prepared.plan.config
         self._parts = _parts(one.model.structure, one.base, one.model.steps)
         self._decoder = _build(self.base)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,11 +16,12 @@ from torch import Tensor
 
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._engine.local import MemoryOutput, run
+from weightsmith._engine.memory import JobMemory
 from weightsmith._engine.resources import Resources, Workload
 from weightsmith._engine.results import Results
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._plans import Plan
-from weightsmith._plans.hashes import PartHashes
+from weightsmith._plans.parts import PartHashes
 from weightsmith.abc.product import Arrays, Floats, Target, WholeTensor
 
 
@@ -54,11 +54,19 @@ class MergedWeights:
     """
 
     def __init__(
-        self, specs: Mapping[str, TensorSpec], resources: Resources, device: str, budget: int, *, allow_nonfinite: bool
+        self,
+        specs: Mapping[str, TensorSpec],
+        resources: Resources,
+        device: str,
+        budget: int,
+        *,
+        allow_nonfinite: bool,
+        memory: JobMemory,
     ) -> None:
         """
         device  that holds the tensors
         budget  bytes that they may take
+        memory  of the jobs
         """
         self.specs = specs
         self.nbytes = sum(spec.size for spec in specs.values()) * 4
@@ -69,7 +77,7 @@ class MergedWeights:
         self._hashes = dict[str, str]()
         self._spare = dict[str, Tensor]()
         self._products = dict[str, Arrays]()
-        self._memory = dict[object, dict[object, Any]]()
+        self._memory = memory
 
     def use(self, candidate: Candidate) -> None:
         """Take tensors from this candidate from now on. Those that it changes are merged when they are next asked for."""

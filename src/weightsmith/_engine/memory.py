@@ -1,0 +1,111 @@
+"""What jobs remember from one merge to the next of the same inputs, see `Job.recall`. Large arrays are kept on disk."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import threading
+import weakref
+from collections.abc import Iterator, MutableMapping
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import numpy.typing as npt
+
+LARGE_BYTES = 64 << 10
+"""Arrays of at least so many bytes are kept on disk."""
+
+DISK_SHARE = 0.5
+"""The most of the free space of the disk that they take."""
+
+
+class JobMemory:
+    """A memory for the jobs of each tensor and its inputs."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        """folder: where large arrays are kept, in a file without a name, which goes with the process. None: they are not
+        kept."""
+        self._arrays = _ArrayFile(folder)
+        self._memories = dict[object, _Memory]()
+
+    def of(self, key: object) -> MutableMapping[object, Any]:
+        """The memory of a tensor and its inputs."""
+        return self._memories.setdefault(key, _Memory(self._arrays))
+
+
+class _Memory(MutableMapping[object, Any]):
+    """A dictionary whose large arrays are on disk. An array that does not fit there is forgotten: it is computed again."""
+
+    def __init__(self, arrays: _ArrayFile) -> None:
+        self._arrays = arrays
+        self._values = dict[object, Any]()
+
+    def __getitem__(self, key: object) -> Any:
+        value = self._values[key]
+        return self._arrays.read(value) if isinstance(value, _Place) else value
+
+    def __setitem__(self, key: object, value: Any) -> None:
+        if isinstance(value, np.ndarray) and value.nbytes >= LARGE_BYTES:
+            place = self._arrays.write(value)
+            if place is None:
+                return
+            value = place
+        self._values[key] = value
+
+    def __delitem__(self, key: object) -> None:
+        del self._values[key]
+
+    def __iter__(self) -> Iterator[object]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
+class _Place:
+    """Of an array in the file."""
+
+    def __init__(self, offset: int, like: npt.NDArray[Any]) -> None:
+        self.offset, self.dtype, self.shape, self.nbytes = offset, like.dtype, like.shape, like.nbytes
+
+
+class _ArrayFile:
+    """Arrays one after the other in a file without a name."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self._file: IO[bytes] | None = None
+        self._end = 0
+        self._limit = 0
+        self._lock = threading.Lock()
+
+    def write(self, array: npt.NDArray[Any]) -> _Place | None:
+        """Append an array. None if there is no folder, or the disk has no room for it."""
+        with self._lock:
+            try:
+                if self._folder is None:
+                    return None
+                if self._file is None:
+                    self._file = tempfile.TemporaryFile(dir=self._folder)
+                    weakref.finalize(self, self._file.close)
+                    self._limit = int(DISK_SHARE * shutil.disk_usage(self._folder).free)
+                if self._end + array.nbytes > self._limit:
+                    return None
+                self._file.seek(self._end)
+                self._file.write(np.ascontiguousarray(array).data)
+                self._file.flush()
+            except OSError:
+                return None
+            place = _Place(self._end, array)
+            self._end += array.nbytes
+            return place
+
+    def read(self, place: _Place) -> npt.NDArray[Any]:
+        """An array, as a new one."""
+        assert self._file is not None
+        array = np.empty(place.shape, place.dtype)
+        with self._lock:
+            self._file.seek(place.offset)
+            self._file.readinto(array.reshape(-1).view(np.uint8).data)  # type: ignore[attr-defined]
+        return array

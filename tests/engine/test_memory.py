@@ -1,0 +1,57 @@
+"""What jobs remember from one merge to the next: arrays come back as they were, and are forgotten where there is no room."""
+
+from __future__ import annotations
+
+import shutil
+from collections import namedtuple
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from weightsmith._engine.memory import LARGE_BYTES, JobMemory
+
+LARGE = LARGE_BYTES // 8
+
+
+def test_large_arrays_come_back_from_disk_as_they_were(tmp_path: Path) -> None:
+    memory = JobMemory(tmp_path)
+    arrays = [np.random.default_rng(i).standard_normal((2, LARGE + i)) for i in range(3)]
+    for i, array in enumerate(arrays):
+        memory.of("a")[i] = array
+    memory.of("b")[0] = arrays[1][::-1]
+    for i, array in enumerate(arrays):
+        kept = memory.of("a")[i]
+        assert kept is not array
+        assert (kept == array).all()
+    assert (memory.of("b")[0] == arrays[1][::-1]).all()
+    assert not list(tmp_path.iterdir()), "the file has no name"
+
+
+def test_each_tensor_has_a_memory_of_its_own(tmp_path: Path) -> None:
+    memory = JobMemory(tmp_path)
+    memory.of("a")["thresholds"] = 1.5
+    assert dict(memory.of("a")) == {"thresholds": 1.5}
+    assert dict(memory.of("b")) == {}
+
+
+def test_without_a_folder_only_small_values_are_kept() -> None:
+    memory = JobMemory().of("a")
+    memory["small"], memory["large"] = np.zeros(3), np.zeros(LARGE)
+    assert list(memory) == ["small"]
+
+
+def test_at_most_half_of_the_free_space_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = namedtuple("usage", "free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage(5 * LARGE_BYTES))
+    memory = JobMemory(tmp_path).of("a")
+    for i in range(5):
+        memory[i] = np.full(LARGE, float(i))
+    assert list(memory) == [0, 1]
+    assert memory[1][0] == 1.0
+
+
+def test_a_folder_that_is_gone_keeps_nothing(tmp_path: Path) -> None:
+    memory = JobMemory(tmp_path / "gone").of("a")
+    memory["large"] = np.zeros(LARGE)
+    assert not memory
