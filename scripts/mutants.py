@@ -112,7 +112,7 @@ BESIDE = {
     "_engine/products": ["activations/test_decoder.py", "methods/test_own_method.py", "methods/test_methods.py"],
     "_execution/progress.py": ["app/cli/test_progress.py", "app/test_python.py"],
     "_features/quantisation": ["app/test_quantize_commands.py", "planning/planner/test_quantize.py"],
-    "_features/quantisation/weighed.py": [
+    "_features/quantisation/formats.py": [
         "models/formats/gguf/test_gguf_files.py",
         "features/quantisation/test_importances.py",
         "features/quantisation/test_gguf_sizes.py",

@@ -25,8 +25,8 @@ from weightsmith import _methods as methods
 from weightsmith._activations.statistics import find_statistic
 from weightsmith._base.errors import CannotResume, ParameterError, PlanError
 from weightsmith._base.installation import install
-from weightsmith._base.one_thread import one_thread
 from weightsmith._base.tensors import DTYPES, TensorSpec
+from weightsmith._base.torch_use import one_thread
 from weightsmith._engine.active import ActivePass, ActiveStep, LeafPass
 from weightsmith._engine.schedule import Scheduler
 from weightsmith._engine.tiles import Cut, fit_resident_bytes, fit_tile_bytes, peak_memory_bytes

@@ -13,11 +13,10 @@ import numpy.typing as npt
 from weightsmith import _methods as methods
 from weightsmith._base.files import Extent, read_into
 from weightsmith._base.tensors import DType, grain_elements
+from weightsmith._base.torch_use import named_device
 from weightsmith._engine.resources import DEFAULTS, Resources
 from weightsmith._engine.results import Results
 from weightsmith._engine.tiles import INPUTS_BYTES, TILE_BYTES, Buffers, Cut, cut, tile_grains
-from weightsmith._methods.jobs.operations import OPERATIONS
-from weightsmith._methods.jobs.requires import named_device
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._plans import COPY, PRODUCTS, Block, Gather, Plan, Product, Read, Step
 from weightsmith.abc.job import Bytes, Job, Matrix
@@ -150,7 +149,11 @@ class Reader:
 
     def job(self, step: Step) -> Job:
         """The job of a step that is not copied."""
-        return (methods.get(step.op).job if step.merges else OPERATIONS[step.op])(self.matrix(step))
+        if step.merges:
+            return methods.get(step.op).job(self.matrix(step))
+        from weightsmith._methods.jobs.operations import OPERATIONS  # no merge needs them
+
+        return OPERATIONS[step.op](self.matrix(step))
 
     def job_facts(self, step: Step) -> tuple[int, int]:
         """Statistics passes, and bytes held between passes, of the job of a step; asked once for each kind of step."""

@@ -21,8 +21,7 @@ from weightsmith._engine.local import DiscardedOutput, run
 from weightsmith._engine.resources import Resources, Workload
 from weightsmith._files.arrays import Bytes
 from weightsmith._methods import get
-from weightsmith._methods.user import OwnMethod
-from weightsmith._methods.user_files import at_hand
+from weightsmith._methods.user import OwnMethod, at_hand
 from weightsmith._models.sources.composed import StateDict
 from weightsmith._planning.planner.state_dicts import plan_state_dicts
 from weightsmith._plans import Plan

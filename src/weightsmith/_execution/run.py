@@ -17,6 +17,7 @@ from weightsmith._base.files import expand_user
 from weightsmith._base.report import Report, Reported
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._base.text import duration, size
+from weightsmith._base.torch_use import usable_device
 from weightsmith._execution.identity import facts, merges_on_device, work_identity
 from weightsmith._execution.options import RunOptions, resources_of
 from weightsmith._execution.output import (
@@ -30,7 +31,6 @@ from weightsmith._execution.output import (
     provenance,
 )
 from weightsmith._execution.report import Moved, Squares, distance_by_layer, merge_report
-from weightsmith._methods.jobs.requires import usable_device
 from weightsmith._models.card import CARD_NAME
 from weightsmith._models.checkpoint import Checkpoint, open_checkpoint
 from weightsmith._models.named import NamedTensors

@@ -105,6 +105,7 @@ def _error(layout: _Layout, files: list[str], where: str) -> Unsupported:
 
 MAX_INDEX_BYTES = 100_000_000  # an index of 100,000 tensors takes 10 MB
 
+PYTORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 _SUFFIXES = (".safetensors",)
 _FIRST = ("model.safetensors", "diffusion_pytorch_model.safetensors")  # what transformers and diffusers write
 _NUMBERED = re.compile(r"(.*?)-?([0-9]+)-of-([0-9]+)(\.\w+)")

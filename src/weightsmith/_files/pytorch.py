@@ -154,8 +154,6 @@ def gather_box(read_at: ReadAt, offset: int, strides: tuple[int, ...], out: npt.
         target[...] = np.ndarray(target.shape, out.dtype, buffer, strides=strides)
 
 
-SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
-
 NESTED = ("state_dict", "model_state_dict", "model", "module")  # where trainers put the model's state dict
 TRAINED = re.compile(
     r"(optim(izer)?s?|(lr_)?schedulers?|(grad_)?scaler|(cuda_|torch_)?rng)(_states?)?(_dict)?"

@@ -18,7 +18,7 @@ import numpy as np
 
 from weightsmith._base.errors import NOTHING_WRITTEN, CannotResume, Finding, OutputExists, ParameterError, StoreError
 from weightsmith._base.files import FULL, expand_user, write_all
-from weightsmith._base.options.option import parse_size
+from weightsmith._base.options import parse_size
 from weightsmith._files.arrays import TILE_BYTES, View, pieces, view_of
 from weightsmith._files.containers import PT_METADATA, Layout, make_layout
 from weightsmith._outputs import disk

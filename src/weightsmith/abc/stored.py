@@ -427,4 +427,4 @@ class StoredFormat:
     @property
     def encodings(self) -> tuple[Encoding, ...]:
         """All without a setting."""
-        return (*self.unlisted, *(encoding for each in self.writes for encoding in each.encodings.values()))
+        return (*self.unlisted, *(encoding for family in self.writes for encoding in family.encodings.values()))

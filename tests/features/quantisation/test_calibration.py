@@ -41,7 +41,7 @@ from weightsmith._engine.products import find_kind
 from weightsmith._execution.execute import execute
 from weightsmith._execution.options import RunOptions
 from weightsmith._features.quantisation.calibration import layer
-from weightsmith._features.quantisation.calibration.common import split
+from weightsmith._features.quantisation.calibration.layer import split
 from weightsmith._features.quantisation.calibration.plan import without_measuring
 from weightsmith._features.quantisation.formats import FOLLOW_UP
 from weightsmith._features.quantisation.options import QuantizeSettings
@@ -401,7 +401,7 @@ def test_killed_and_run_again_it_gives_the_same_bytes(llama: Path, tmp_path: Pat
     made: list[str] = []
     plain = layer.stages
     monkeypatch.setattr(layer, "stages", lambda weights: made.append("layer") or plain(weights))
-    resumed = weightsmith.quantize(llama, out, "exl2", **{name: getattr(given, name) for name in given.given}, progress=False)
+    resumed = weightsmith.quantize(llama, out, "exl2", **{name: getattr(given, name) for name in given.changed}, progress=False)
     assert weights_of(resumed.out) == whole
     assert len(made) == 1
     assert not staging_folder(out).exists()

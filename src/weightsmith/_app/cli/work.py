@@ -135,7 +135,7 @@ def working(
         if quiet or not is_terminal(sys.stderr):
             os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # huggingface_hub reads it when it is imported
         if page is not None:
-            from weightsmith._base.report import check_page
+            from weightsmith._base.report.html import check_page
 
             check_page(page)
         yield work

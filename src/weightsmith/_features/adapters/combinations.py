@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from weightsmith._base.one_thread import one_thread
+from weightsmith._base.torch_use import one_thread
 from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._features.adapters.cores import AdaptedModule
 from weightsmith._features.adapters.factors import decompose, prefers_exact

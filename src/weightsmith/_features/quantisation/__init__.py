@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # the options of this package are imported with it, by every 
 
 def format_problems(name: str | None, settings: QuantizeSettings) -> list[WeightsmithError]:
     """The problems of a format's name and settings, before anything is opened. Formats are imported if one is asked for."""
-    if name is None and not settings.given:
+    if name is None and not settings.changed:
         return []
     from weightsmith._features.quantisation.formats import problems_of
 

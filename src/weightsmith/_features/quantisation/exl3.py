@@ -12,9 +12,8 @@ from typing import Any
 from weightsmith._base.errors import Finding, PlanError, Unsupported, WeightsmithError
 from weightsmith._base.options import assignment, option_error
 from weightsmith._base.tensors import TensorSpec
-from weightsmith._features.quantisation.base import Format
+from weightsmith._features.quantisation.base import Format, engine_findings
 from weightsmith._features.quantisation.calibration.plan import CALIBRATION_SETTINGS, Chain, calibrate, calibrates, unused
-from weightsmith._features.quantisation.engines import engine_findings
 from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._models.formats.exl2.loader import OTHER_FORMATS
 from weightsmith._models.formats.exl3.layout import (

@@ -21,12 +21,12 @@ from weightsmith._base.files import expand_user, file_names, is_folder, read_bou
 from weightsmith._base.installation import install_package
 from weightsmith._base.options import option_error
 from weightsmith._base.tensors import TensorSpec
+from weightsmith._base.torch_use import needs_torch
 from weightsmith._features.transplant.approximations import APPROXIMATIONS, find_approximation
 from weightsmith._features.transplant.options import TransplantSettings
 from weightsmith._features.transplant.rows import RowTable, RowWork
 from weightsmith._files.copied import copied_files, is_tokenizer
 from weightsmith._files.subfolders import template_names
-from weightsmith._methods.jobs.requires import needs_torch
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import vocabulary
 from weightsmith._models.structure.configs import count_of, number_of, text_sections

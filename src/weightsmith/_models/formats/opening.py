@@ -20,7 +20,6 @@ from weightsmith._models.formats.config import (
     config_entries,
     without_entries,
 )
-from weightsmith._models.formats.unread import are_plain, describe_codes
 from weightsmith.abc.stored import Config, Specs, Wrapped
 from weightsmith.abc.tensors import FileKind, Index, OpenedFiles
 
@@ -162,6 +161,8 @@ def describe_quantisation(config: Mapping[str, Any] | None, specs: Specs) -> str
             for suffix, mark in marks:
                 if name.endswith(suffix) and (label := mark(name, specs)):
                     return f"{label} (tensor {show(name)})"
+    from weightsmith._models.formats.unread import describe_codes
+
     return describe_codes(specs)
 
 
@@ -174,7 +175,11 @@ def stale_entry(config: Config | None, specs: Specs) -> str:
     "'gptq', 4 bits (quantization_config in config.json)"
     """
     described = describe_quantisation(config, {}) or ""
-    return described if described and are_plain(specs) and describe_quantisation({}, specs) is None else ""
+    if not described:
+        return ""
+    from weightsmith._models.formats.unread import are_plain
+
+    return described if are_plain(specs) and describe_quantisation({}, specs) is None else ""
 
 
 def without_stale_entry(wrapped: Wrapped, where: str) -> Wrapped:

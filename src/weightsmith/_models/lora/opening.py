@@ -12,7 +12,7 @@ from weightsmith._base.files import exists, file_names, is_folder, show
 from weightsmith._base.strict_json import parse_object, read_object
 from weightsmith._base.text import count
 from weightsmith._files.copied import is_weights
-from weightsmith._files.pytorch import SUFFIXES as PYTORCH
+from weightsmith._files.hf_folder import PYTORCH_SUFFIXES
 from weightsmith._models.checkpoint import Checkpoint, HubModel, ModelFolder, locate, open_place
 from weightsmith._models.formats.opening import open_file
 from weightsmith._models.lora.adapter import (
@@ -318,7 +318,7 @@ def _split(checkpoint: Checkpoint) -> tuple[Checkpoint, Selected]:
 DIFFUSERS_NAME = "pytorch_lora_weights.safetensors"
 """The file that diffusers looks for in a folder."""
 
-_SUFFIXES = (".safetensors", *PYTORCH)
+_SUFFIXES = (".safetensors", *PYTORCH_SUFFIXES)
 
 
 def open_adapter(ref: str, *, revision: str | None = None) -> Adapter:

@@ -21,9 +21,8 @@ from weightsmith._base.tensors import DType, TensorSpec
 from weightsmith._base.text import status
 from weightsmith._files.copied import left_out_findings
 from weightsmith._files.hf_folder import natural_key
-from weightsmith._methods import any_method
+from weightsmith._methods import any_method, code_of
 from weightsmith._methods.base import Method
-from weightsmith._methods.user_files import loaded
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import Structure
 from weightsmith._models.structure.resize import LAYERS_UNSPECIFIED
@@ -480,6 +479,5 @@ class _Assembler:
 
 def made_by(method: Method) -> Provenance:
     """What the card and the manifest say of a merge by this method."""
-    user_file = loaded(method.name)
     title = f"Merged with weightsmith {__version__}, method `{method.name}` ({method.title})."
-    return Provenance(method.name, title, method.source, code=None if user_file is None else user_file.code)
+    return Provenance(method.name, title, method.source, code=code_of(method.name))

@@ -30,11 +30,11 @@ from weightsmith._base.errors import (
 )
 from weightsmith._base.files import expand_user, write_whole
 from weightsmith._base.options import lists_options, read_options
+from weightsmith._base.torch_use import usable_device
 from weightsmith._engine.local import MemoryOutput, run
 from weightsmith._engine.resources import Workload
 from weightsmith._execution.options import RunOptions, resources_of
 from weightsmith._execution.progress import Meter, Reading, Silent, watched_meter
-from weightsmith._methods.jobs.requires import usable_device
 from weightsmith._planning.planner import Prepared
 from weightsmith._planning.planner.prepared import download, missing_files, stream
 from weightsmith._reports.auto.options import WriteSettings

@@ -20,9 +20,9 @@ from weightsmith._activations.decoder import Arithmetic
 from weightsmith._activations.decoder.forward import has_bfloat16
 from weightsmith._activations.scored_rows import ScoredRows, together
 from weightsmith._base.errors import NOTHING_WRITTEN, NonFinite, ParameterError, PlanError
+from weightsmith._base.torch_use import usable_device
 from weightsmith._execution.options import RunOptions, resources_of
 from weightsmith._execution.progress import Meter
-from weightsmith._methods.jobs.requires import usable_device
 from weightsmith._planning.planner import Prepared
 from weightsmith._planning.planner.prepared import download, missing_files
 from weightsmith._planning.recipe import Scalar, Tunable

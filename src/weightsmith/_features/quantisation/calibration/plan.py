@@ -12,10 +12,8 @@ from weightsmith._base.errors import ParameterError, PlanError, Unsupported, Wei
 from weightsmith._base.files import show
 from weightsmith._base.idioms import grouped
 from weightsmith._base.options import assignment, named
-from weightsmith._features.quantisation.calibration.activations import ScalesWork, attention_of
-from weightsmith._features.quantisation.calibration.common import CalibratedWork
-from weightsmith._features.quantisation.calibration.float16 import LargestStateWork, collected
-from weightsmith._features.quantisation.calibration.layer import QuantisedStatesWork, QuantisedWork
+from weightsmith._features.quantisation.calibration.activations import LargestStateWork, ScalesWork, attention_of, collected
+from weightsmith._features.quantisation.calibration.layer import CalibratedWork, QuantisedStatesWork, QuantisedWork
 from weightsmith._features.quantisation.calibration.measured import BlocksWork, MeasureWork
 from weightsmith._features.quantisation.calibration.scored import ScoreWork, VocabularyWork, shape_of
 from weightsmith._features.quantisation.options import QuantizeSettings

@@ -1,16 +1,80 @@
-"""common_interpolation: the nearest shared tokens."""
+"""Rows put together from few others: the mean of all rows, the pieces of a token, and the nearest shared tokens."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from weightsmith._features.transplant.pursuit import Sparse, in_parallel, relative
-from weightsmith.abc.approximation import Approximated, Approximation, Problem
+import numpy as np
+
+from weightsmith._features.transplant.approximations.pursuit import Sparse, in_parallel, relative
+from weightsmith.abc.approximation import Approximated, Approximation, Floats, Problem
+
+
+def _mean_rows(problem: Problem) -> Approximated:
+    sums, count = np.zeros(1), 0  # float64: a sum of 100,000 rows in float32 would lose digits
+    for _, rows in problem.tables.chunks("model"):
+        sums = sums + rows.sum(0, dtype=np.float64)
+        count += len(rows)
+    return Approximated.without_errors(np.repeat((sums / count)[None].astype(np.float32), len(problem.missing), 0))
+
+
+mean = Approximation(
+    "mean", "The mean of all rows.", "Hewitt 2021, https://nlp.stanford.edu/~johnhew/vocab-expansion.html", _mean_rows
+)
+
+
+def piece_weights(count: int, method: str, *, head: bool) -> Floats:
+    """The weight of each of some pieces. An embedding depends most on the last one, a head on the first.
+
+    >>> piece_weights(3, "weighted_mean", head=False), piece_weights(3, "first_last", head=True)
+    (array([0.16666667, 0.33333334, 0.5       ], dtype=float32), array([1., 0., 0.], dtype=float32))
+    """
+    weights: Floats
+    if method == "first_last":
+        weights = np.eye(count, dtype=np.float32)[0 if head else count - 1]
+    elif method == "weighted_mean":
+        weights = np.arange(1, count + 1, dtype=np.float32)[:: -1 if head else 1]
+        weights /= weights.sum()
+    else:
+        weights = np.full(count, 1 if method == "sum" else 1 / count, np.float32)
+    return weights
+
+
+def compose(pieces: Sequence[Sequence[int]], problem: Problem, *, head: bool) -> Floats:
+    """A row for each sequence of the model's rows: float32 [n, M]; zeros for an empty one."""
+    used = np.unique(np.fromiter((number for numbers in pieces for number in numbers), np.int64))
+    rows = problem.tables.rows("model", used if used.size else np.zeros(1, np.int64))
+    out = np.zeros((len(pieces), rows.shape[1]), np.float32)
+    for row, numbers in zip(out, pieces, strict=True):
+        if numbers:
+            row[:] = (
+                piece_weights(len(numbers), problem.choices.subword_method, head=head) @ rows[np.searchsorted(used, numbers)]
+            )
+    return out
+
+
+def _subword_rows(problem: Problem) -> Approximated:
+    rows = compose(problem.pieces, problem, head=problem.head)
+    lost = np.array([not numbers for numbers in problem.pieces])
+    rows[lost] = rows[~lost].mean(0) if not lost.all() else 0
+    return Approximated.without_errors(rows, composed=True)
+
+
+subword = Approximation(
+    "subword",
+    "The tokens of the model that a token is composed of, put together.",
+    "Composition of subwords; the fewest tokens that spell the token.",
+    _subword_rows,
+    pieces=True,
+    reads=("subword_method",),
+)
+
 
 Tensor = Any  # torch is optional, so mypy cannot use its type
 
 
-def _make(problem: Problem) -> Approximated:
+def _interpolated_rows(problem: Problem) -> Approximated:
     """The sums of the `k` nearest atoms, with the weights of a scheme."""
     import torch
 
@@ -75,7 +139,7 @@ common_interpolation = Approximation(
     "common_interpolation",
     "The weighted mean of the `k` shared tokens that are nearest in the donor.",
     "WECHSEL, Minixhofer et al. 2022, https://arxiv.org/abs/2112.06598",
-    _make,
+    _interpolated_rows,
     donor=True,
     torch=True,
     reads=("k", "weight_scheme", "cosine_similarity"),

@@ -1,13 +1,20 @@
-"""One option: its keyword, flags, help, default and limits, said once in the metadata of a dataclass field."""
+"""Options, each said once: a dataclass field with its help, default and limits, from which all else follows.
+
+A new option is one field of a record in the `options.py` of its feature. The command line's flags, the functions' keywords and
+docstrings, the help and docs/cli.md have it then; command line and Python share its check. A new record is also one line of
+`RECORDS`.
+"""
 
 from __future__ import annotations
 
 import math
 import os
 import re
+import textwrap
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from importlib import import_module
+from inspect import cleandoc
 from numbers import Integral, Real
 from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
@@ -404,3 +411,39 @@ def read_options(command: str, keywords: Mapping[str, Any], *kinds: type[Any], t
     if problems:
         raise PlanError(problems)
     return tuple(kind(**values[kind]) for kind in kinds)
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+WIDTH = 100
+"""Width of the lines."""
+
+
+def lists_options(command: str, *records: type[Any], besides: tuple[str, ...] = ()) -> Callable[[Function], Function]:
+    """Append the options of a function to its docstring, before its examples.
+
+    command  as the options know the function: `extract_lora`
+    records  records whose options are keywords of the function
+    besides  options that the signature has already
+    """
+
+    def document(function: Function) -> Function:
+        text, separator, examples = cleandoc(function.__doc__ or "").partition("\n\n>>> ")
+        lines = [line for record in records for line in _lines(command, record, besides)]
+        function.__doc__ = "\n".join([text, "", "Options:", "", *lines]) + separator + examples
+        return function
+
+    return document
+
+
+def _lines(command: str, record: type[Any], besides: tuple[str, ...]) -> Iterator[str]:
+    for option_ in options_of(record).values():
+        name = option_.keyword(command)
+        if command in option_.commands and name not in besides:
+            line = f"    {name:<20} {_meaning(option_, command)}"
+            yield textwrap.fill(line, WIDTH, subsequent_indent=" " * 25, break_on_hyphens=False)
+
+
+def _meaning(option: Option, command: str) -> str:
+    default = option.default_text(command) if option.type is not bool else option.unset or str(option.default)
+    return option.sentence(str) + (f" Default: {default}." if default else "")

@@ -1,15 +1,69 @@
-"""hybrid: a linear map corrected by the nearest shared tokens; or the pieces of a token, where they are nearer."""
+"""Linear maps from the donor's rows to the model's: principal components rotated onto each other (landmark_pca), or a ridge
+regression that the nearest shared tokens correct (hybrid), which takes the pieces of a token where they are nearer.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith._features.transplant.approximations.subword import compose, piece_weights
-from weightsmith._features.transplant.pursuit import Sparse, in_parallel
+from weightsmith._features.transplant.approximations.averages import compose, piece_weights
+from weightsmith._features.transplant.approximations.pursuit import Sparse, in_parallel, relative
 from weightsmith.abc.approximation import Approximated, Approximation, Floats, Problem
+
+Tensor = Any  # torch is optional, so mypy cannot use its type
+
+
+def _rotated_rows(problem: Problem) -> Approximated:
+    """The rotation and its scale are the orthogonal Procrustes solution for the shared tokens."""
+    import torch
+
+    targets, atoms, values = (_wide(rows, problem) for rows in (problem.targets(), problem.atoms(), problem.values()))
+    centre, middle = atoms.mean(0), values.mean(0)
+    atoms -= centre
+    values -= middle
+    kept = min(atoms.shape[1], values.shape[1])
+    axes, model_axes = _axes(atoms, kept), _axes(values, kept)
+    projected = atoms @ axes
+    u, sizes, v = torch.linalg.svd(projected.T @ (values @ model_axes))
+    turn = axes @ u @ v @ model_axes.T * (sizes.sum() / projected.square().sum().clamp_min(1e-30))
+    rows = np.empty((len(targets), values.shape[1]), np.float32)
+    errors = np.empty(len(targets), np.float32)
+
+    def work(batch: slice) -> None:
+        few = targets[batch] - centre
+        rows[batch] = (few @ turn + middle).float().cpu().numpy()
+        errors[batch] = relative(few - few @ axes @ axes.T, targets[batch]).float().cpu().numpy()
+
+    in_parallel(work, len(targets), problem)
+    return Approximated(rows, errors)
+
+
+def _wide(rows: Floats, problem: Problem) -> Tensor:
+    import torch
+
+    return torch.from_numpy(rows).to(problem.device).double()
+
+
+def _axes(rows: Tensor, kept: int) -> Tensor:
+    """The principal axes of centred rows, the most important first: [D, kept]."""
+    import torch
+
+    return torch.linalg.eigh(rows.T @ rows)[1].flip(1)[:, :kept]
+
+
+landmark_pca = Approximation(
+    "landmark_pca",
+    "The donor's principal components, rotated onto the model's where the tokens are shared.",
+    "Orthogonal Procrustes analysis, Schönemann 1966",
+    _rotated_rows,
+    donor=True,
+    torch=True,
+)
+
 
 Matrix = npt.NDArray[np.float64]
 Numbers = npt.NDArray[np.int64]
@@ -47,7 +101,7 @@ class _Shared:
         return self.units[numbers] * self.lengths[numbers, None]
 
 
-def _make(problem: Problem) -> Approximated:
+def _corrected_rows(problem: Problem) -> Approximated:
     """Both tables are centred. A ridge regression over the shared tokens maps the donor's rows to the model's. Then the mean
     error of the map for the nearest shared tokens is corrected, by a share that is fitted to tokens treated as missing.
 
@@ -162,7 +216,7 @@ hybrid = Approximation(
     "A linear map from the donor's rows to the model's, corrected by the nearest shared tokens; or the pieces of a token, "
     "where they are nearer to the donor's row.",
     "Ridge regression; neighbours and composition as in TokenAdapt, https://arxiv.org/abs/2505.09738",
-    _make,
+    _corrected_rows,
     donor=True,
     pieces=True,
     torch=True,
