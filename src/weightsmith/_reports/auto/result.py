@@ -61,6 +61,7 @@ class Auto(Reported):
     with_texts  whether texts were given; otherwise the fine-tunes wrote their own
     candidates  in the order in which they were scored; the first is the mean
     rows        held back, of each fine-tune
+    stopped     whether number or time ended the search before all candidates were scored
     seconds     of this call
     """
 
@@ -72,6 +73,7 @@ class Auto(Reported):
     candidates: tuple[CandidateScore, ...]
     fine_tunes: tuple[FineTune, ...]
     rows: tuple[int, ...]
+    stopped: bool
     seconds: float
 
     @property
@@ -90,6 +92,8 @@ class Auto(Reported):
             if not self.with_texts and each.distance < NEAR_NATS:
                 what = f"{each.name} hardly differs from the base ({each.distance:.3f} nats a token)"
                 lines.append(f"{what}, so what it wrote is the base's text.")
+        if self.stopped:
+            lines.append("The limit on candidates or time left some unscored.")
         return tuple(lines)
 
     def report(self) -> Report:
@@ -107,6 +111,7 @@ class Auto(Reported):
             candidates=[asdict(each) for each in self.candidates],
             fine_tunes=[asdict(each) for each in self.fine_tunes],
             rows=list(self.rows),
+            stopped=self.stopped,
             reading=list(self.reading),
             recipe=self.recipe,
             seconds=self.seconds,
