@@ -98,8 +98,8 @@ def auto(
 
     Memory: a model in float32 twice, the statistics of all fine-tunes, and predictions of the held-back rows.
 
-    >>> found = weightsmith.auto("base", ["fr", "de"], "merged")  # doctest: +SKIP
-    >>> found.reading[0]  # doctest: +SKIP
+    >>> result = weightsmith.auto("base", ["fr", "de"], "merged")  # doctest: +SKIP
+    >>> result.reading[0]  # doctest: +SKIP
     'merged is regmean, prior tsv_m: 0.0214 ± 0.0052 nats a token better than the mean on held-back text.'
     """
     given = [f"{name}={os.fspath(path)}" for name, path in (text or {}).items()]
@@ -411,15 +411,15 @@ class _Search:
         return str(folder)
 
     def _summary(self, name: str) -> CandidateScore:
-        own, mean = self._scored[name], self._scored[MEAN]
+        scores, mean = self._scored[name], self._scored[MEAN]
         which = SUM if name == SUM else TSV if name == TSV else None
         return CandidateScore(
             name,
             None if which is None else self._strengths[which],
-            score(own, "nats"),
-            score(own, "divergences"),
-            None if name == MEAN else difference(own, mean, "nats"),
-            None if name == MEAN else difference(own, mean, "divergences"),
+            score(scores, "nats"),
+            score(scores, "divergences"),
+            None if name == MEAN else difference(scores, mean, "nats"),
+            None if name == MEAN else difference(scores, mean, "divergences"),
         )
 
     def _fine_tune(self, number: int, alone: Sequence[RowScores], base: Scores) -> FineTune:
