@@ -28,7 +28,7 @@ import numpy as np
 
 import weightsmith
 from benchmarks.process import Measured, run
-from weightsmith._features.transplant.pursuit import pursue
+from weightsmith._features.transplant.approximations.pursuit import pursue
 from weightsmith._models.tokenizers import read_vocabulary
 from weightsmith.abc.approximation import Problem, Tables
 

@@ -37,7 +37,7 @@ from typer.main import get_command
 import weightsmith
 from weightsmith._app.cli.app import make_app
 from weightsmith._app.cli.failures import MEANINGS
-from weightsmith._app.cli.help import HelpPage, Rows, overview, page_of
+from weightsmith._app.cli.help import HelpPage, HelpRows, overview, page_of
 from weightsmith._app.cli.mergekit_flags import FLAGS
 from weightsmith._app.cli.options import settings
 from weightsmith._base.options import Option, find_option, option_records, options_of
@@ -668,7 +668,7 @@ def _listed(paragraph: str) -> Iterator[str]:
 
 # ---- the man page
 
-MAN_FILES = Rows(
+MAN_FILES = HelpRows(
     "Files", (("weightsmith.toml", "Settings of a folder."), ("~/.config/weightsmith/weightsmith.toml", "Your own settings."))
 )
 
@@ -709,7 +709,7 @@ def _roff_command(page: HelpPage) -> list[str]:
     for paragraph in page.text:
         lines += [".PP", _roff(paragraph)]
     for section in page.sections:
-        rows = Rows(section.title, tuple(row for row in section.rows if row[0] not in ("-h, --help", "-v, --verbose")))
+        rows = HelpRows(section.title, tuple(row for row in section.rows if row[0] not in ("-h, --help", "-v, --verbose")))
         if rows.rows:
             lines += [".PP", f".I {_roff(section.title)}", *_roff_rows(rows)]
     lines += [".PP", ".I Examples", ".nf", ".RS", *map(_roff, page.examples), ".RE", ".fi"]
@@ -718,7 +718,7 @@ def _roff_command(page: HelpPage) -> list[str]:
     return lines
 
 
-def _roff_rows(section: Rows) -> list[str]:
+def _roff_rows(section: HelpRows) -> list[str]:
     return [line for names, meaning in section.rows for line in (".TP", f".B {_roff(names)}", _roff(meaning))]
 
 

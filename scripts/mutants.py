@@ -112,11 +112,17 @@ BESIDE = {
     "_engine/products": ["activations/test_decoder.py", "methods/test_own_method.py", "methods/test_methods.py"],
     "_execution/progress.py": ["app/cli/test_progress.py", "app/test_python.py"],
     "_features/quantisation": ["app/test_quantize_commands.py", "planning/planner/test_quantize.py"],
-    "_features/quantisation/weighed.py": [
+    "_features/quantisation/formats.py": [
         "models/formats/gguf/test_gguf_files.py",
         "features/quantisation/test_importances.py",
         "features/quantisation/test_gguf_sizes.py",
     ],
+    "_plans/parts.py": ["plans/test_hashes.py", "execution/distributed"],
+    "_planning/recipe/written.py": ["planning/recipe/test_load.py", "planning/recipe/test_sums.py"],
+    "_planning/recipe/values.py": ["planning/recipe/test_grammar.py", "planning/recipe/test_schedules.py"],
+    "_planning/planner/loading.py": ["planning/planner/test_answers.py"],
+    "_planning/planner/steps.py": ["planning/planner/test_statistics.py", "planning/planner/test_dtype.py"],
+    "_planning/planner/files.py": ["planning/planner/test_companions.py", "models/structure/test_config.py"],
     "_planning/recipe": [
         "app/cli/test_messages.py",
         "app/cli/test_recipe_options.py",
@@ -133,6 +139,7 @@ BESIDE = {
     "_models/formats/quark.py": ["models/formats/test_scaled.py"],
     "_models/formats/exl2": ["features/quantisation/test_exl2_format.py", "features/quantisation/test_exl2_matrix.py"],
     "_models/formats/gguf": ["models/formats/gguf/test_gguf_files.py", "features/quantisation/test_importances.py"],
+    "_models/structure/projections.py": ["models/structure/test_fused.py", "models/formats"],
     "_models/structure": ["planning/planner", "features/mixture/test_layouts.py"],
     "_base/tensors.py": ["engine", "files", "files/containers", "models/formats", "app/cli/test_plan.py", "app/test_python.py"],
     "testing": ["models/sources", "models/formats"],

@@ -31,11 +31,11 @@ from hypothesis import HealthCheck, settings  # noqa: E402
 
 from tests import folders  # noqa: E402
 from tests.not_run import pytest_sessionfinish  # noqa: E402, F401
-from weightsmith._methods.jobs import requires  # noqa: E402
+from weightsmith._base import torch_use  # noqa: E402
 
 if "WEIGHTSMITH_TESTS_DEVICE" in os.environ:
     # Before the modules that import it by name: what a test computes on the CPU is computed on this device.
-    requires.named_device = lambda device: os.environ["WEIGHTSMITH_TESTS_DEVICE"] if device == "cpu" else device
+    torch_use.named_device = lambda device: os.environ["WEIGHTSMITH_TESTS_DEVICE"] if device == "cpu" else device
 
 from weightsmith._kernels import compiler  # noqa: E402
 from weightsmith._planning.planner import loading  # noqa: E402

@@ -18,7 +18,7 @@ from weightsmith._engine.resources import Resources, Workload
 from weightsmith._engine.tiles import TILE_BYTES
 from weightsmith._files.containers import make_layout
 from weightsmith._models.checkpoint import open_checkpoint
-from weightsmith._models.structure.fused import SubMatrix
+from weightsmith._models.structure.projections import SubMatrix
 from weightsmith._planning.planner.steps import split_fused, with_needs
 from weightsmith._plans import ModelInput, Plan, Provenance, Read, Settings, Step
 from weightsmith.abc.output import Finished

@@ -297,6 +297,36 @@ def test_an_expert_layout_of_an_installed_package(file_of: Text, tmp_path: Path)
     assert not toy
 
 
+def test_a_kind_of_adapter_of_an_installed_package(file_of: Text, tmp_path: Path) -> None:
+    from tests.models.lora.test_lora import adapter, base
+
+    up = "model.layers.0.mlp.up_proj"
+    model, rows = base(tmp_path / "base", np.float32), 40
+    scale, shift = (np.linspace(0, n, rows, dtype=np.float32) for n in (1, 2))
+    tensors = {f"base_model.model.{up}.gain_scale": scale, f"base_model.model.{up}.gain_shift": shift}
+    gain = adapter(tmp_path / "gain", tensors)
+    (gain / "adapter_config.json").write_text('{"peft_type": "GAIN", "strength": 0.5}')
+    recipe = {"merge_method": "passthrough", "models": [{"model": f"{model}+{gain}"}]}
+    identities = []
+    text = file_of("adding-an-adapter.md")
+    for number, code in enumerate((text, text + "\n# another")):
+        with (
+            installed(tmp_path / f"site{number}", "gain = gain_kind:KIND", group="adapters", gain_kind=code),
+            prepare(recipe) as ready,
+        ):
+            identities.append(work_identity(ready.plan, ready.inputs, "cpu"))
+            if not number:
+                weightsmith.merge(recipe, tmp_path / "out")
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("base", "out"))
+    scaled = before[f"{up}.weight"] * (1 + 0.5 * scale[:, None])
+    expected = scaled + 0.5 * shift[:, None] * scaled.mean(axis=1, keepdims=True)
+    np.testing.assert_allclose(after[f"{up}.weight"], expected, rtol=1e-5, atol=1e-5)
+    assert [name for name in before if (before[name] != after[name]).any()] == [f"{up}.weight"]
+    assert identities[0] != identities[1], "other code is other work"
+    with pytest.raises(PlanError, match="an adapter of peft_type 'GAIN'"):
+        weightsmith.plan(recipe)
+
+
 def test_a_gguf_architecture_of_an_installed_package(file_of: Text, tmp_path: Path) -> None:
     from tests.gguf_help import SENTENCEPIECE, stored, tokenizer_files
     from tests.models.formats.gguf.test_gguf_files import llama

@@ -197,6 +197,44 @@ def _make_pytorch() -> None:
     Path("p/config.json").write_text('{"model_type": "llama", "num_hidden_layers": 2}')
 
 
+def _make_distributed() -> None:
+    """What one process saves, with parts of `w` as if two had: by hand, in a second table."""
+    import pickle
+
+    import torch
+    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+
+    make_models()
+    w = torch.arange(12.0).reshape(4, 3)
+    state = {"model": {"w": w[:2], "rest": w[2:], "half": torch.ones(3).half()}, "optimizer": {"step": torch.ones(())}}
+    checkpoint.save(state, checkpoint_id="p", no_dist=True)
+    metadata = pickle.loads(Path("p/.metadata").read_bytes())  # written a line above
+    tensors, places = metadata.state_dict_metadata, metadata.storage_data
+    part = tensors.pop("model.rest").chunks[0]
+    places[MetadataIndex("model.w", [2, 0])] = places.pop(MetadataIndex("model.rest", [0, 0]))
+    part.offsets = torch.Size([2, 0])
+    tensors["model.w"].size = torch.Size([4, 3])
+    tensors["model.w"].chunks.append(part)
+    Path("p/.metadata").write_bytes(pickle.dumps(metadata, protocol=4))
+    Path("p/config.json").write_text('{"model_type": "llama", "num_hidden_layers": 2}')
+
+
+def _make_zero() -> None:
+    import torch
+
+    make_models()
+    Path("p").mkdir()
+    for rank in range(2):
+        shapes = [{"w": torch.Size([3, 3]), "norm": torch.Size([3])}]
+        model = {"param_shapes": shapes, "buffer_names": ["b"], "module": {"b": torch.ones(2)}, "shared_params": {"head": "w"}}
+        frozen = {"frozen_param_shapes": {"f": torch.Size([3])}, "frozen_param_fragments": {"f": torch.ones(2)}}
+        torch.save({**model, **frozen}, f"p/zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
+        state = {"zero_stage": 3, "partition_count": 2, "fp32_flat_groups": [torch.ones(4), torch.ones(3)]}
+        torch.save({"optimizer_state_dict": state}, f"p/zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+    Path("p/config.json").write_text('{"model_type": "llama", "num_hidden_layers": 2}')
+
+
 KINDS = {
     "config": Kind(
         make_models,
@@ -209,6 +247,13 @@ KINDS = {
         _make_index,
         ("a/model.safetensors.index.json",),
         lambda rng, data: mutate_json(rng, data, ("weight_map", "metadata", "total_size")),
+        use_checkpoint,
+    ),
+    "dcp": Kind(_make_distributed, ("p/.metadata",), _mutate_pickle, use_checkpoint),
+    "deepspeed": Kind(
+        _make_zero,
+        ("p/zero_pp_rank_0_mp_rank_00_model_states.pt", "p/zero_pp_rank_0_mp_rank_00_optim_states.pt"),
+        mutate_pytorch,
         use_checkpoint,
     ),
     "pytorch": Kind(_make_pytorch, ("p/pytorch_model.bin",), mutate_pytorch, use_checkpoint),

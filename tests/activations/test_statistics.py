@@ -29,8 +29,7 @@ from weightsmith._execution.options import RunOptions
 from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._outputs.staging import Staging
 from weightsmith._planning.planner import Prepared, prepare
-from weightsmith._plans import COPY, PRODUCTS, PlanDraft, Product, Read, Step, plan_from_json
-from weightsmith._plans.statistics import StatisticRequest
+from weightsmith._plans import COPY, PRODUCTS, PlanDraft, Product, Read, StatisticRequest, Step, plan_from_json
 from weightsmith.abc.product import Arrays, ProductContext
 
 Found = dict[str, npt.NDArray[Any]]

@@ -19,8 +19,7 @@ from weightsmith._activations.options import StatisticsSettings
 from weightsmith._app.cli.app import make_app
 from weightsmith._base import options
 from weightsmith._base.errors import PlanError
-from weightsmith._base.options import Option
-from weightsmith._base.options.option import read_options
+from weightsmith._base.options import Option, read_options
 from weightsmith._base.tensors import DTYPES, DType
 from weightsmith._execution.options import RunOptions
 from weightsmith._features.adapters.options import ExtractSettings

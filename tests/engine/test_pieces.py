@@ -170,7 +170,7 @@ def test_rows_of_a_tensor_in_memory_are_gathered() -> None:
     step = Step(spec("out", (3, 16)), "copy", (Read(0, "w", Gather(0, Block(0, 40, 16, 16))),))
     plan = Plan(Provenance("test"), (ModelInput("m", "", ""),), (step,), (NONE,), tables=(Table.of([7, -1, 9]),))
     reader = Reader(plan, [StateDict({"w": view_of("w", tensor)}, "m")], Results(plan))
-    found, _ = reader.read(step.inputs, 0, 48, Buffers())
+    found, _ = reader.read(reader.inputs_of(step.inputs), 0, 48, Buffers())
     assert found[0, : 48 * 2].tobytes() == np.stack([tensor[7], np.zeros(16, BF16), tensor[9]]).tobytes()
 
 

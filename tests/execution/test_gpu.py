@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 
 from tests.cli_help import run_process
 from tests.mini import write_checkpoint
-from weightsmith._methods.jobs import requires
+from weightsmith._base import torch_use
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU: make test-gpu")
 
@@ -30,11 +30,11 @@ def test_linear_algebra_is_loaded_once_for_each_gpu_by_one_thread(monkeypatch: p
         loaded.append(device)
         running.clear()
 
-    monkeypatch.setattr(requires, "_loaded", set())
+    monkeypatch.setattr(torch_use, "_loaded", set())
     monkeypatch.setattr(torch, "ones", lambda *_shape, device: device)
     monkeypatch.setattr(torch.linalg, "inv", inverse)
     with ThreadPoolExecutor(8) as threads:
-        [*threads.map(requires.load_linear_algebra, ["cuda", "cuda:1", "cpu", "cpu:0"] * 50)]
+        [*threads.map(torch_use.load_linear_algebra, ["cuda", "cuda:1", "cpu", "cpu:0"] * 50)]
     assert sorted(loaded) == ["cuda", "cuda:1"]
 
 

@@ -57,20 +57,38 @@ def test_python_and_the_command_line_give_the_same_totals(cli: Cli, work: Path) 
     assert "with 3 threads" in str(summary)
 
 
-def test_a_quantised_model_is_read_as_it_is_stored_and_counted_as_it_is_decoded(work: Path) -> None:
+def test_bytes_read_of_a_quantised_model_are_those_that_it_has_in_its_files(work: Path) -> None:
     write_checkpoint(work / "wide", {"model.layers.0.mlp.up_proj.weight": np.ones((256, 256), np.float32)}, config={})
     weightsmith.quantize("wide", "narrow", "fp8-dynamic", progress=False)
-    summary = weightsmith.plan(LINEAR | {"models": [{"model": "narrow"}]}).summary()
+    recipe = LINEAR | {"models": [{"model": "narrow"}]}
+    summary = weightsmith.plan(recipe).summary()
     stored = sum(path.stat().st_size for path in Path("narrow").glob("*.safetensors"))
     assert (summary.input_bytes, summary.stored_bytes) == (weightsmith.open_checkpoint("narrow").nbytes, stored)
     assert summary.stored_bytes < summary.input_bytes
-    assert "as stored" in str(summary)
+    assert summary.read_bytes == stored
+    assert "decoded" in str(summary)
+    merged = weightsmith.merge(recipe, "merged", progress=False)
+    copied = weightsmith.merge({"merge_method": "passthrough", "models": [{"model": "narrow"}]}, "copied", progress=False)
+    assert abs(merged.read_bytes - stored) < 4
+    assert abs(copied.read_bytes - stored) < 4
+
+
+def test_each_pass_over_a_quantised_model_counts_what_is_stored(work: Path) -> None:
+    for name in ("wide", "other"):
+        write_checkpoint(work / name, {"model.layers.0.mlp.up_proj.weight": np.ones((256, 256), np.float32)}, config={})
+        weightsmith.quantize(name, f"{name}-8", "fp8-dynamic", progress=False)
+    summary = weightsmith.plan(
+        TIES | {"base_model": "wide-8", "models": [{"model": "other-8", "parameters": {"weight": 1, "density": 0.5}}]}
+    ).summary()
+    assert summary.passes > 1
+    assert summary.read_bytes == summary.passes * summary.stored_bytes < summary.passes * summary.input_bytes
 
 
 def test_plain_models_are_read_as_they_are_stored(work: Path) -> None:
     summary = weightsmith.plan(LINEAR).summary()
     assert summary.stored_bytes == summary.input_bytes
-    assert "as stored" not in str(summary)
+    assert summary.read_bytes == summary.input_bytes
+    assert "decoded" not in str(summary)
 
 
 def test_tensors_take_memory(work: Path) -> None:
@@ -80,6 +98,40 @@ def test_tensors_take_memory(work: Path) -> None:
         recipe = LINEAR | {"models": [{"model": f"m{number}"}]}
         peaks.append(weightsmith.plan(recipe).summary(threads=1).memory.peak_bytes)
     assert peaks[1] - peaks[0] == 2 * 2000 * 1_000
+
+
+@pytest.mark.parametrize("command", ["merge", "quantize"])
+def test_a_memory_that_does_not_hold_the_records_of_the_tensors_is_refused(work: Path, command: str) -> None:
+    tensors = {f"model.layers.{i}.mlp.up_proj.weight": np.ones((2, 2), np.float32) for i in range(12_000)}
+    write_checkpoint(work / "many", tensors, config={})
+    recipe = LINEAR | {"models": [{"model": "many"}]}
+    needed = weightsmith.plan(recipe).summary(threads=1, max_memory_bytes=200_000_000).memory.peak_bytes
+
+    def run(max_memory_bytes: int) -> None:
+        options = {"threads": 1, "max_memory_bytes": max_memory_bytes, "progress": False, "fsync": False}
+        if command == "merge":
+            weightsmith.merge(recipe, "out", **options)
+        else:
+            weightsmith.quantize("many", "out", "fp8-dynamic", **options)
+
+    with pytest.raises(
+        weightsmith.ParameterError, match=r"24\.0 MB of it for the records of its tensors.*max_memory is 170 MB"
+    ):
+        run(170_000_000)
+    assert not Path("out").exists()
+    assert 170_000_000 < needed < 200_000_000
+
+
+def test_what_is_decoded_takes_more_memory(work: Path) -> None:
+    for name in ("plain", "wide"):
+        weights = {f"model.layers.{i}.mlp.up_proj.weight": np.ones((8, 32), np.float32) for i in range(100)}
+        write_checkpoint(work / name, weights, config={})
+    weightsmith.quantize("wide", "narrow", "fp8-dynamic", progress=False)
+    peaks = [
+        weightsmith.plan(LINEAR | {"models": [{"model": name}]}).summary(threads=1).memory.peak_bytes
+        for name in ("plain", "narrow")
+    ]
+    assert peaks[1] - peaks[0] == 100 * 2_500
 
 
 def test_models_that_have_changed_since_are_no_longer_those_of_the_plan(work: Path) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints of distributed training are refused, with the command that makes a model of them."""
+"""Parts of checkpoints of distributed training are refused, with the command that makes a model of them, or the next step."""
 
 from __future__ import annotations
 
@@ -12,16 +12,12 @@ from weightsmith._models.checkpoint import open_checkpoint
 
 LAYOUTS = {
     "verl": (["model_world_size_2_rank_0.pt", "model_world_size_2_rank_1.pt"], "--local_dir '{}' --target_dir OUT"),
-    "fsdp": (
-        ["pytorch_model_fsdp_0/.metadata", "optimizer_0/__0_0.distcp"],
-        "accelerate merge-weights '{}/pytorch_model_fsdp_0' OUT",
-    ),
-    "dcp": ([".metadata", "__0_0.distcp"], "format_utils dcp_to_torch '{}' MODEL.pt"),
-    "deepspeed": (
+    "fsdp": (["c/pytorch_model_fsdp_0/.metadata", "c/pytorch_model_fsdp_0/__0_0.distcp"], "in it: '{}/c/pytorch_model_fsdp_0'"),
+    "dcp without its table": (["__0_0.distcp"], "Name its folder, with the files of all processes in it: '{}'"),
+    "deepspeed without an optimizer": (
         ["zero_to_fp32.py", "global_step5/zero_pp_rank_0_mp_rank_00_model_states.pt"],
-        "'{}'/zero_to_fp32.py '{}' OUT",
+        "with the files of all processes in it: '{}/global_step5'",
     ),
-    "deepspeed in bf16": (["global_step5/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"], "zero_to_fp32.py '{}' OUT"),
     "megatron": (["iter_0000010/mp_rank_00/model_optim_rng.pt"], "export_ckpt('{}/iter_0000010/mp_rank_00', OUT)"),
     "vllm": (["config.json", "model-rank-0-part-0.safetensors", "model-rank-1-part-0.safetensors"], "Use the model"),
     "tensorrt-llm": (["rank0.safetensors", "rank1.safetensors"], "Use the model"),

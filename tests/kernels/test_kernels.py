@@ -472,3 +472,24 @@ def test_divergence_of_rows_to_the_last_digits(spread: float, cols: int) -> None
     q, p = (s / s.sum(1, keepdims=True) + np.longdouble(1e-8) for s in soft)
     exact = (q * ((p / q) * np.log(p / q) - (p / q - 1))).sum(1).astype(np.float64)
     np.testing.assert_allclose(out, exact, rtol=1e-12 + 1e-17 / spread**2, atol=1e-18 if cols == 1 else 0)
+
+
+def test_products_of_rows_depend_on_no_other_row() -> None:
+    from weightsmith._kernels.delta import add_matrix_product, rotate_blocks
+
+    rng = np.random.default_rng(0)
+    rows, right, blocks = rng.normal(size=(7, 12)), rng.normal(size=(12, 9)), rng.normal(size=(2, 3, 3))
+    total, turned = np.ones((7, 9)), np.empty_like(rows)
+    add_matrix_product(rows, right, total)
+    rotate_blocks(rows, blocks, turned)
+    np.testing.assert_allclose(total, 1 + rows @ right, rtol=1e-12, atol=1e-12)
+    diagonal = np.zeros((12, 12))
+    for i in range(4):
+        diagonal[3 * i : 3 * i + 3, 3 * i : 3 * i + 3] = blocks[i % 2]
+    np.testing.assert_allclose(turned, rows @ diagonal, rtol=1e-12, atol=1e-12)
+    for i in range(7):
+        one, other = np.ones((1, 9)), np.empty((1, 12))
+        add_matrix_product(rows[i : i + 1], right, one)
+        rotate_blocks(rows[i : i + 1], blocks, other)
+        assert one.tobytes() == total[i].tobytes()
+        assert other.tobytes() == turned[i].tobytes()

@@ -25,8 +25,8 @@ from weightsmith import _methods as methods
 from weightsmith._activations.statistics import find_statistic
 from weightsmith._base.errors import CannotResume, ParameterError, PlanError
 from weightsmith._base.installation import install
-from weightsmith._base.one_thread import one_thread
 from weightsmith._base.tensors import DTYPES, TensorSpec
+from weightsmith._base.torch_use import one_thread
 from weightsmith._engine.active import ActivePass, ActiveStep, LeafPass
 from weightsmith._engine.schedule import Scheduler
 from weightsmith._engine.tiles import Cut, fit_resident_bytes, fit_tile_bytes, peak_memory_bytes
@@ -34,7 +34,7 @@ from weightsmith._execution.identity import merges_on_device, work_identity
 from weightsmith._methods import cart, iso_c, iso_cts, resmerge, star, svc, tsv_m, wudi
 from weightsmith._methods.jobs.decompose import polar, thin_svd
 from weightsmith._methods.jobs.matrix import Deltas
-from weightsmith._models.structure.fused import role_of
+from weightsmith._models.structure.projections import role_of
 from weightsmith._plans import Step
 from weightsmith.abc.job import Bytes, Job, Matrix, Tile
 

@@ -24,8 +24,7 @@ from weightsmith import PerModel, block_method, tensor_method
 from weightsmith import _methods as methods
 from weightsmith._base.errors import CannotResume, MethodError, NonFinite, PlanError, UnknownName
 from weightsmith._base.tensors import DTYPES
-from weightsmith._methods.user import OwnMethod, method_of
-from weightsmith._methods.user_files import at_hand, load_file
+from weightsmith._methods.user import OwnMethod, at_hand, load_file, method_of
 from weightsmith._plans import plan_from_json
 
 __all__ = ["cli", "work"]

@@ -21,7 +21,7 @@ from weightsmith._base.errors import MethodError, PlanError
 from weightsmith._methods.base import Parameter
 from weightsmith._methods.family import check_probabilities
 from weightsmith._methods.signature import Booleans, Bounds, Ignored, bound, merge_method, parameters_of, values
-from weightsmith._methods.user_files import at_hand
+from weightsmith._methods.user import at_hand
 from weightsmith.abc.job import Job, Matrix
 
 __all__ = ["cli", "work"]

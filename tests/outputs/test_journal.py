@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
-from weightsmith._outputs.journal import Finished, Journal, read_further, read_journal
+import pytest
+
+from weightsmith._outputs.journal import Finished, Journal, encoded, read_further, read_journal, read_lines, tensor_line
 from weightsmith._outputs.locks import FollowedJournals
 
 NAMES = ["a", "b.weight", 'quo"te', "back\\slash", "ümlaut", "a,b"]
@@ -63,3 +66,12 @@ def test_the_journals_of_parts_are_followed_as_they_come_and_grow(tmp_path: Path
     write(tmp_path / "parts" / "journal-2-of-2")
     assert followed.look(["1-of-2", "2-of-2"]) == set(NAMES)
     assert followed.look(["1-of-2", "2-of-2"]) == set()
+
+
+@pytest.mark.parametrize("name", ["w", 'a"b\\c\n', "größe \U0001f600", "\x7f"])
+@pytest.mark.parametrize("distance", [None, (0.0, 1e300), (0.1, 2.5e-17)])
+def test_the_line_of_a_tensor_is_what_json_makes_of_it(name: str, distance: tuple[float, float] | None) -> None:
+    for differing, nonfinite in itertools.product([False, True], repeat=2):
+        done = Finished("0" * 32, "f" * 32 + "+nonfinite", distance, differing, nonfinite)
+        assert tensor_line(name, done) == encoded(["tensor", name, *done])
+        assert read_lines(tensor_line(name, done)).tensors == {name: done}

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from weightsmith._outputs import checksum
-from weightsmith._outputs.checksum import Stored, combine, hash_grains, read_at
+from weightsmith._outputs.checksum import StoredBytes, combine, hash_grains, read_at
 
 DATA = np.random.default_rng(0).integers(0, 256, 5000, dtype=np.uint8).tobytes()
 
@@ -25,7 +25,7 @@ def test_parts_pieces_and_threads_do_not_change_the_checksum(
     (tmp_path / "file").write_bytes(b"head" + DATA)
     with (tmp_path / "file").open("rb") as file:
         read = partial(read_at, file.fileno())
-        stored = [Stored("a", read, 4, 5000, 48), Stored("b", read, 10, 96, 96)]
+        stored = [StoredBytes("a", read, 4, 5000, 48), StoredBytes("b", read, 10, 96, 96)]
         found = checksum.reread(stored, threads=threads)
     assert found == {"a": combine(hash_grains(DATA, 48)), "b": combine(hash_grains(DATA[6:102], 96))}
 
@@ -35,14 +35,14 @@ def test_bytes_of_another_tensor_do_not_stand_in_for_lost_ones(tmp_path: Path) -
     (tmp_path / "file").write_bytes(twice[:-3])
     with (tmp_path / "file").open("rb") as file:
         read = partial(read_at, file.fileno())
-        stored = [Stored("first", read, 0, 10, 100), Stored("second", read, 10, 10, 100)]
+        stored = [StoredBytes("first", read, 0, 10, 100), StoredBytes("second", read, 10, 10, 100)]
         found = checksum.reread(stored, threads=1)
     assert found == {"first": combine(hash_grains(b"same bytes", 100)), "second": ""}
 
 
 def test_a_file_that_cannot_be_read_is_like_one_that_is_not_there(tmp_path: Path) -> None:
     with (tmp_path / "file").open("wb") as file:  # open for writing only
-        assert checksum.reread([Stored("a", partial(read_at, file.fileno()), 0, 10, 100)]) == {"a": ""}
+        assert checksum.reread([StoredBytes("a", partial(read_at, file.fileno()), 0, 10, 100)]) == {"a": ""}
 
 
 def test_an_error_in_the_progress_callback_ends_the_work(tmp_path: Path) -> None:
@@ -51,4 +51,4 @@ def test_an_error_in_the_progress_callback_ends_the_work(tmp_path: Path) -> None
 
     (tmp_path / "file").write_bytes(DATA)
     with (tmp_path / "file").open("rb") as file, pytest.raises(KeyError):
-        checksum.reread([Stored("a", partial(read_at, file.fileno()), 0, 5000, 48)], threads=2, progress=fail)
+        checksum.reread([StoredBytes("a", partial(read_at, file.fileno()), 0, 5000, 48)], threads=2, progress=fail)

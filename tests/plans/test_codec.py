@@ -10,9 +10,8 @@ from typing import Any, Literal
 import pytest
 
 from weightsmith._base.errors import FormatError
-from weightsmith._plans import Block, Product, Read
+from weightsmith._plans import Block, Product, ProductSettings, Read
 from weightsmith._plans.codec import OMITTED, decode, encode, has_type
-from weightsmith._plans.forms import ProductSettings
 
 
 @dataclass(frozen=True)

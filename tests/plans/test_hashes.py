@@ -9,7 +9,7 @@ import pytest
 
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._plans import ModelInput, OwnCode, Plan, Product, Provenance, Read, Settings, Step, Table
-from weightsmith._plans.hashes import PartHashes
+from weightsmith._plans.parts import PartHashes
 
 ONE, TWO = (TensorSpec(name, DTYPES["F32"], (2, 3)) for name in "ab")
 PRODUCT = Product("limits", "thresholds", (TensorSpec("limit", DTYPES["F64"], (1,)),), {"density": 0.5})

@@ -25,8 +25,7 @@ from weightsmith._activations.work import GradientWork, LayerWork
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._models.structure.vocabulary import is_embedding, is_head
-from weightsmith._plans import FileRead, Product
-from weightsmith._plans.statistics import TextSource
+from weightsmith._plans import FileRead, Product, TextSource
 from weightsmith.abc.product import Arrays, Floats
 
 if TYPE_CHECKING:

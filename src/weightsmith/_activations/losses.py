@@ -27,8 +27,7 @@ from weightsmith._activations.work import LayerWork
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._models.structure.vocabulary import is_vocabulary
-from weightsmith._plans import Product
-from weightsmith._plans.statistics import TextSource
+from weightsmith._plans import Product, TextSource
 from weightsmith.abc.product import Arrays
 
 if TYPE_CHECKING:

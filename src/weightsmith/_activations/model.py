@@ -24,11 +24,9 @@ from weightsmith._files.copied import MAX_COPIED_BYTES
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import Structure, analyse
 from weightsmith._models.structure.configs import count_of
-from weightsmith._models.structure.fused import role_of
-from weightsmith._models.structure.projections import site_of
+from weightsmith._models.structure.projections import role_of, site_of
 from weightsmith._models.structure.vocabulary import is_embedding, is_head
-from weightsmith._plans import CAST, COPY, FileRead, PlanDraft, Product, Read, Step
-from weightsmith._plans.statistics import StatisticRequest, TextSource
+from weightsmith._plans import CAST, COPY, FileRead, PlanDraft, Product, Read, StatisticRequest, Step, TextSource
 from weightsmith._plans.values import arrays_of, needs_of
 
 PACKAGES = ("torch", "transformers", "tokenizers")

@@ -36,7 +36,7 @@ from weightsmith._base.options import option_error
 from weightsmith._base.strict_json import MAX_MEMORY, JsonError, parse
 from weightsmith._base.text import status
 from weightsmith._files.remote.retries import no_panic
-from weightsmith._plans.statistics import TextSource
+from weightsmith._plans import TextSource
 
 TOKENIZER = "tokenizer.json"
 """The file that cuts a text into tokens."""

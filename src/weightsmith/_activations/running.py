@@ -18,9 +18,8 @@ from weightsmith._activations.decoder import Base
 from weightsmith._activations.decoder.forward import Decoder, Layer, build
 from weightsmith._activations.work import LayerWork
 from weightsmith._base.errors import NonFinite, ParameterError, PlanError, WeightsmithError
-from weightsmith._base.one_thread import one_thread
+from weightsmith._base.torch_use import one_thread, usable_device
 from weightsmith._files.arrays import release_pages
-from weightsmith._methods.jobs.requires import usable_device
 from weightsmith.abc.product import Floats, ProductContext
 
 WORK_BYTES = 4 << 30

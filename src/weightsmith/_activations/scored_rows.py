@@ -26,7 +26,7 @@ from weightsmith._activations.rows import encoded, read_lines, read_pieces
 from weightsmith._base.errors import FormatError, ParameterError, Unsupported
 from weightsmith._base.installation import absent_packages
 from weightsmith._base.text import status
-from weightsmith._plans.statistics import TextSource
+from weightsmith._plans import TextSource
 
 MAX_ROWS = 512
 """The most rows that are scored unless the user gives a number."""

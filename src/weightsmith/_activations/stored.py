@@ -33,9 +33,8 @@ from weightsmith._files.arrays import map_array, release_pages
 from weightsmith._models.checkpoint import Checkpoint, open_checkpoint
 from weightsmith._outputs.checksum import GrainHasher, grain_bytes
 from weightsmith._outputs.manifest import MANIFEST_NAME, Manifest, read_manifest
-from weightsmith._plans import Product
+from weightsmith._plans import Product, TextSource
 from weightsmith._plans.codec import decode_record, has_type
-from weightsmith._plans.statistics import TextSource
 from weightsmith.abc.product import Arrays
 
 RECORD = "statistics.json"

@@ -6,9 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from weightsmith._activations.decoder import Base
-from weightsmith._plans import Product
-from weightsmith._plans.forms import ProductSettings
-from weightsmith._plans.statistics import TextSource
+from weightsmith._plans import Product, ProductSettings, TextSource
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """What every other package uses. Imports none of them.
 
-`errors.py` draws the error tree; `tensors.py` has dtypes, specs and grains: start there. `options/` says each option once;
-`plugins.py` finds plug-ins. `text.py`, `pages/` and `process.py` are for people: tables, HTML reports, both output streams.
+`errors.py` draws the error tree; `tensors.py` has dtypes, specs and grains: start there. `options.py` says each option once;
+`plugins.py` finds plug-ins. `text.py`, `report/` and `process.py` are for people: tables, reports, both output streams.
 `files.py` and `strict_json.py` open what someone else named, with bounds; `redaction.py` hides secrets.
 """

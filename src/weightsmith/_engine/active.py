@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -22,11 +22,17 @@ from weightsmith._outputs.checksum import DIGEST_BYTES, combine, grain_bytes, ha
 from weightsmith._plans import PLAIN, Product, Step
 from weightsmith.abc.job import Bytes, Job, Matrix
 
+if TYPE_CHECKING:
+    from weightsmith._engine.reader import Inputs
+
 APPLY = -1
 """The phase of the pass that writes; statistics passes are numbered from 0."""
 
 REDUCTION_WINDOW = 64
 """Results of a reduction that may wait for one that comes before them."""
+
+
+_NO_DISTANCES = np.zeros((0, 2))
 
 
 class ActivePass(ABC):
@@ -146,9 +152,9 @@ class ActiveStep:
     @property
     def distance(self) -> tuple[float, float] | None:
         """Squared norms of output - base and of the base: the sums of its grains, leaf after leaf; None without a base."""
-        grains = np.concatenate([np.zeros((0, 2)), *(leaf.distances for leaf in self.leaves)])
-        if not len(grains):
+        if not any(len(leaf.distances) for leaf in self.leaves):
             return None
+        grains = np.concatenate([leaf.distances for leaf in self.leaves])
         moved, base = np.cumsum(grains, axis=0)[-1]  # adds sequentially; sum would add pairwise
         return float(moved), float(base)
 
@@ -180,6 +186,7 @@ class LeafPass(ActivePass):
     """A tensor, or a piece of one: its job (None: copy bytes), its tiles, and the pass that is under way.
 
     leaf       the step that makes it: the tensor's, or a piece of it
+    inputs     how those of the leaf are read; None until the first tile
     origin     index in the tensor of the leaf's first element
     applies    whether the last pass is that which writes; False: it ends with the statistics, and keeps its job
     distances  of its grains: squared norms of out - base and of the base, float64 [grains, 2]; only if it has a base
@@ -191,12 +198,13 @@ class LeafPass(ActivePass):
     ) -> None:
         self.active = active
         self.leaf = leaf
+        self.inputs: Inputs | None = None
         self.job = job
         self.origin = origin
         self.cuts = cuts
         self.applies = applies
         self.grain = grain_elements(leaf.out.shape)
-        self.distances = np.zeros((-(-leaf.out.size // self.grain) if leaf.base else 0, 2))
+        self.distances = np.zeros((-(-leaf.out.size // self.grain), 2)) if leaf.base else _NO_DISTANCES
         self.resident_bytes = 0 if job is None else job.resident_bytes
         self.number = 0
         self.constants = False
@@ -245,11 +253,15 @@ class LeafPass(ActivePass):
             self.job = None
 
 
+Reduced: TypeAlias = "tuple[Matrix, Inputs]"
+"""A matrix that a product reads, and how its inputs are read."""
+
+
 class ReductionPass(ActivePass):
     """A product that streams: the tiles of all the steps that it reads, pass after pass, results consumed in plan order."""
 
     def __init__(
-        self, product: Product, reduction: StreamingReduction, tiles: Callable[[], Iterator[tuple[Step, Matrix, Cut]]]
+        self, product: Product, reduction: StreamingReduction, tiles: Callable[[], Iterator[tuple[Reduced, Step, Cut]]]
     ) -> None:
         """tiles: restarts for each pass."""
         self.product = product
@@ -277,12 +289,12 @@ class ReductionPass(ActivePass):
 
     def take(self) -> Task:
         assert self._next is not None
-        step, matrix, place = self._next
+        reduced, step, place = self._next
         self._next = next(self._rest, None)
         self._taken += 1
         if self.reduction.sampled(self.number):
-            place = Cut(place.start, min(place.size, matrix.grain))
-        return Task(self, self.number, self._taken - 1, step, place, matrix)
+            place = Cut(place.start, min(place.size, reduced[0].grain))
+        return Task(self, self.number, self._taken - 1, step, place, reduced)
 
     def enter(self, task: Task, result: Any) -> bool:
         self._waiting[task.tile] = result
@@ -318,14 +330,16 @@ class ReductionPass(ActivePass):
 
 
 class Task:
-    """One tile of one pass. matrix: only for a reduction's tile."""
+    """One tile of one pass. reduced: only of a reduction's tile."""
 
-    __slots__ = ("active", "matrix", "phase", "place", "step", "tile")
+    __slots__ = ("active", "phase", "place", "reduced", "step", "tile")
 
-    def __init__(self, active: ActivePass, phase: int, tile: int, step: Step, place: Cut, matrix: Matrix | None = None) -> None:
+    def __init__(
+        self, active: ActivePass, phase: int, tile: int, step: Step, place: Cut, reduced: Reduced | None = None
+    ) -> None:
         self.active = active
         self.phase = phase
         self.tile = tile
         self.step = step
         self.place = place
-        self.matrix = matrix
+        self.reduced = reduced

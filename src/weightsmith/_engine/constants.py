@@ -12,9 +12,9 @@ import numpy.typing as npt
 
 from weightsmith._base.errors import Finding, NonFinite
 from weightsmith._base.tensors import DType, TensorSpec
-from weightsmith._engine.reader import Reader
+from weightsmith._engine.reader import Inputs, Reader
 from weightsmith._engine.tiles import Cut
-from weightsmith._kernels.codecs import first_nonfinite
+from weightsmith._kernels.codecs import any_nonfinite, first_nonfinite
 from weightsmith._plans import CAST, PRODUCTS, Step
 from weightsmith.abc.job import Bytes
 from weightsmith.abc.output import Finished
@@ -93,7 +93,7 @@ class Finite:
         self._reader = reader
         self._allow = allow
 
-    def take_constants(self, step: Step, place: Cut, raw: Bytes, *, encoded: bool = False) -> Constants | None:
+    def take_constants(self, step: Step, place: Cut, inputs: Inputs, raw: Bytes, *, encoded: bool = False) -> Constants | None:
         """Take every NaN and infinity out of what was read, where all the inputs have the same ones; the job sees zeros.
 
         encoded  the output is stored as codes: an infinity would spoil its whole row
@@ -102,9 +102,9 @@ class Finite:
         """
         if self._allow:
             return None
-        dtypes = [self._reader.dtype(read) for read in step.inputs]
-        if all(first_nonfinite(data, dtype.code, place.size) < 0 for data, dtype in zip(raw, dtypes, strict=False)):
+        if not any_nonfinite(raw, inputs.codes, place.size):
             return None
+        dtypes = inputs.dtypes
         found = equal_constants(raw, dtypes, place.size) if len(dtypes) > 1 and not encoded else None
         if found is None:
             for i, data in enumerate(raw[: len(dtypes)]):
@@ -166,8 +166,8 @@ class Finite:
         if leaf.op == CAST and first_nonfinite(raw[0], self._reader.dtype(leaf.inputs[0]).code, place.size) >= 0:
             self.check_copied(leaf, place, raw[0])
             return
-        at = first_nonfinite(data, out.dtype.code, place.size)
-        if at >= 0:
+        if any_nonfinite(data[None], self._reader.codes((out.dtype,)), place.size):
+            at = first_nonfinite(data, out.dtype.code, place.size)
             flat = origin + place.start + at
             raise NonFinite(
                 f"element {_place(flat, out.shape)} of the result is not a number that {out.dtype.torch} can hold",

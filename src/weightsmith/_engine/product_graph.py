@@ -16,7 +16,7 @@ import numpy as np
 
 from weightsmith._base.errors import WeightsmithError
 from weightsmith._base.process import return_freed
-from weightsmith._engine.active import ReductionPass, Task
+from weightsmith._engine.active import Reduced, ReductionPass, Task
 from weightsmith._engine.constants import Finite
 from weightsmith._engine.products import find_kind
 from weightsmith._engine.reader import Reader
@@ -26,7 +26,7 @@ from weightsmith._engine.schedule import Scheduler
 from weightsmith._engine.tiles import Buffers, Cut
 from weightsmith._kernels.jit import leave
 from weightsmith._plans import Plan, Product, Step
-from weightsmith.abc.job import Matrix, Tile
+from weightsmith.abc.job import Tile
 from weightsmith.abc.output import Output
 from weightsmith.abc.product import Arrays, Cancelled, ProductContext, Target
 
@@ -92,12 +92,12 @@ class ProductGraph:
 
     def reduce(self, reduction: ReductionPass, task: Task, buffers: Buffers) -> tuple[Any, int]:
         """Statistics of a tile for a product that streams, and the bytes that were read."""
-        assert task.matrix is not None
-        place = task.place
-        raw, read = self._reader.read(task.step.inputs, place.start, place.size, buffers)
-        self._finite.take_constants(task.step, place, raw)
+        assert task.reduced is not None
+        (matrix, inputs), place = task.reduced, task.place
+        raw, read = self._reader.read(inputs, place.start, place.size, buffers)
+        self._finite.take_constants(task.step, place, inputs, raw)
         tile = Tile(place.start, place.size, raw, buffers.scratch)
-        return reduction.reduction.statistics(task.phase, task.matrix, tile), read
+        return reduction.reduction.statistics(task.phase, matrix, tile), read
 
     def done(self, product: Product, arrays: Arrays) -> None:
         """A product is finished: keep it, and begin what waited for it."""
@@ -148,11 +148,11 @@ class ProductGraph:
                 results.drop(product)
                 self._output.forget(product)
 
-    def _tiles(self, product: Product) -> Iterator[tuple[Step, Matrix, Cut]]:
+    def _tiles(self, product: Product) -> Iterator[tuple[Reduced, Step, Cut]]:
         for leaf in self._reader.leaves_of(product):
-            matrix = self._reader.matrix(leaf)
+            reduced = self._reader.matrix(leaf), self._reader.inputs_of(leaf.inputs)
             for place in self._reader.cuts(leaf):
-                yield leaf, matrix, place
+                yield reduced, leaf, place
 
     def _keeps(self, product: Product) -> bool:
         """Whether no arrays are released sooner because of this product."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,11 @@ import numpy.typing as npt
 from weightsmith import _methods as methods
 from weightsmith._base.files import Extent, read_into
 from weightsmith._base.tensors import DType, grain_elements
+from weightsmith._base.torch_use import named_device
 from weightsmith._engine.resources import DEFAULTS, Resources
 from weightsmith._engine.results import Results
 from weightsmith._engine.tiles import INPUTS_BYTES, TILE_BYTES, Buffers, Cut, cut, tile_grains
-from weightsmith._methods.jobs.operations import OPERATIONS
-from weightsmith._methods.jobs.requires import named_device
+from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._plans import COPY, PRODUCTS, Block, Gather, Plan, Product, Read, Step
 from weightsmith.abc.job import Bytes, Job, Matrix
 from weightsmith.abc.tensors import Tensors
@@ -24,9 +25,28 @@ from weightsmith.abc.tensors import Tensors
 MAX_RUNS = 10_000
 """Up to so many rows of a gather are counted one by one. If there are more, the bytes between them count too."""
 
+MAX_SHAPES = 1_000
+"""Tensors of so many shapes share their cuts."""
 
 Source = Tensors | Results
 """What a step reads: a model, or the arrays of products."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """How the inputs of a step are read: looked up once for all its tiles.
+
+    dtypes  of each
+    codes   int64 [inputs], `DType.code` of each
+    places  of each: the open file, and the offset of the first byte; None unless it is one run of plain bytes in a file
+    stored_width  bytes of an element of all of them together, as they are stored
+    """
+
+    reads: tuple[Read, ...]
+    dtypes: tuple[DType, ...]
+    codes: npt.NDArray[np.int64]
+    places: tuple[tuple[int, int] | None, ...]
+    stored_width: float
 
 
 class Reader:
@@ -40,6 +60,9 @@ class Reader:
         self._resources = resources
         self._device = named_device(resources.device)
         self._facts: dict[tuple[object, ...], tuple[int, int]] = {}
+        self._shares: dict[int, float] = {}
+        self._codes: dict[tuple[str, ...], npt.NDArray[np.int64]] = {}
+        self._cuts: dict[tuple[object, ...], list[Cut]] = {}
         self._checked: set[tuple[int | str, int]] = set()
 
     def source(self, read: Read) -> Source:
@@ -63,13 +86,24 @@ class Reader:
         A tile has as many rows as an input prefers, or a multiple, rounded up to grains, where that takes no more than
         `aligned_bytes` of each input, and INPUTS_BYTES of all.
         """
+        preferred = max((self.source(read).preferred_rows(read.tensor) for read in step.inputs), default=1)
+        names = tuple([self.dtype(read).name for read in step.inputs])
+        key = step.out.shape, names, step.out.dtype.name, align_rows, preferred
+        cuts = self._cuts.get(key)
+        if cuts is None:
+            cuts = self._new_cuts(step, align_rows, preferred)
+            if len(self._cuts) < MAX_SHAPES:
+                self._cuts[key] = cuts
+        return cuts
+
+    def _new_cuts(self, step: Step, align_rows: int, preferred: int) -> list[Cut]:
+        """See `cuts`. preferred: rows."""
         shape = step.out.shape
         grain = grain_elements(shape)
         dtypes = [*map(self.dtype, step.inputs), step.out.dtype]
         rows = max(1, grain // max(1, shape[-1] if shape else 1))
         least = align_rows // math.gcd(align_rows, rows)
         grains = _round_up(tile_grains(grain, dtypes, self._resources.tile_bytes), least)
-        preferred = max((self.source(read).preferred_rows(read.tensor) for read in step.inputs), default=1)
         if preferred > 1:
             block = _round_up(-(-preferred // rows), least)
             allowed = min(self._resources.aligned_bytes, INPUTS_BYTES // max(1, len(step.inputs)))
@@ -86,7 +120,7 @@ class Reader:
             size=step.out.size,
             cols=shape[-1] if shape else 1,
             grain=grain_elements(shape),
-            codes=np.array([self.dtype(read).code for read in step.inputs], np.int64),
+            codes=self.codes(tuple(map(self.dtype, step.inputs))),
             out_code=step.out.dtype.code,
             base=step.base,
             shared=settings.shared,
@@ -115,7 +149,11 @@ class Reader:
 
     def job(self, step: Step) -> Job:
         """The job of a step that is not copied."""
-        return (methods.get(step.op).job if step.merges else OPERATIONS[step.op])(self.matrix(step))
+        if step.merges:
+            return methods.get(step.op).job(self.matrix(step))
+        from weightsmith._methods.jobs.operations import OPERATIONS  # no merge needs them
+
+        return OPERATIONS[step.op](self.matrix(step))
 
     def job_facts(self, step: Step) -> tuple[int, int]:
         """Statistics passes, and bytes held between passes, of the job of a step; asked once for each kind of step."""
@@ -127,13 +165,53 @@ class Reader:
             self._facts[key] = job.passes(), job.resident_bytes
         return self._facts[key]
 
-    def read(self, reads: Sequence[Read], first: int, size: int, buffers: Buffers) -> tuple[Bytes, int]:
-        """The bytes of elements first … first + size of all of `reads`, and how many were read."""
-        widths = [self.dtype(read).itemsize for read in reads]
+    def codes(self, dtypes: tuple[DType, ...]) -> npt.NDArray[np.int64]:
+        """`DType.code` of each: int64 [dtypes], the same array for equal ones."""
+        key = tuple([dtype.name for dtype in dtypes])
+        codes = self._codes.get(key)
+        if codes is None:
+            codes = self._codes[key] = np.array([dtype.code for dtype in dtypes], np.int64)
+        return codes
+
+    def inputs_of(self, reads: tuple[Read, ...]) -> Inputs:
+        """How these are read. Opens their files. Raises as `Tensors.location`."""
+        dtypes, places = [], list[tuple[int, int] | None]()
+        for read in reads:
+            source, view = self.source(read), read.view
+            dtype = source.specs[read.tensor].dtype
+            place = None
+            if view is None or (isinstance(view, Block) and view.whole_rows):
+                place = source.location(read.tensor)
+                if place is not None and view is not None:
+                    place = place[0], place[1] + view.offset * dtype.itemsize
+            dtypes.append(dtype)
+            places.append(place)
+        width = sum([dtype.itemsize * self.share(read) for dtype, read in zip(dtypes, reads, strict=True)])
+        return Inputs(reads, tuple(dtypes), self.codes(tuple(dtypes)), tuple(places), width)
+
+    def share(self, read: Read) -> float:
+        """Bytes that are read of files for each byte of the tensor: less than 1 of a quantised model, on average over it."""
+        if read.model == PRODUCTS:
+            return 1.0
+        if read.model not in self._shares:
+            source = self.inputs[read.model]
+            self._shares[read.model] = source.stored_share if isinstance(source, Checkpoint) else 1.0
+        return self._shares[read.model]
+
+    def read(self, inputs: Inputs, first: int, size: int, buffers: Buffers) -> tuple[Bytes, int]:
+        """The bytes of elements first … first + size of all inputs, uint8 [inputs, >= bytes]; and how many were read.
+
+        Plain bytes are read without going through their source, which checks each read: with a hundred models that takes
+        longer than the merge.
+        """
+        widths = [dtype.itemsize for dtype in inputs.dtypes]
         raw = buffers.raw(len(widths), size * max(widths, default=0))
-        for row, read, width in zip(raw, reads, widths, strict=True):
-            self.fill(read, first, row[: size * width])
-        return raw, size * sum(widths)
+        flat, stride = raw.reshape(-1).data, raw.shape[1]
+        for i, (width, place) in enumerate(zip(widths, inputs.places, strict=True)):
+            nbytes = size * width
+            if place is None or not _is_read(place[0], flat[i * stride : i * stride + nbytes], place[1] + first * width):
+                self.fill(inputs.reads[i], first, raw[i, :nbytes])  # or it says what is wrong
+        return raw, round(size * inputs.stored_width)
 
     def fill(self, read: Read, first: int, out: Bytes) -> None:
         """Fill `out` with the bytes of a read's elements first … ."""

@@ -40,9 +40,9 @@ def measure(reader: Reader, leaf: LeafPass, place: Cut, raw: Bytes, out: Bytes, 
         return False
     first = place.start // leaf.grain
     totals = leaf.distances[first : first + -(-place.size // leaf.grain)]
-    code, out_code = reader.dtype(leaf.leaf.inputs[0]).code, leaf.leaf.out.dtype.code
-    rows, sums = buffers.scratch.rows(2, np.array([code]), out_code), buffers.scratch.sums(2)
-    distance(Encoded(raw[0], code), Encoded(out, out_code), place.size, leaf.grain, totals, rows, sums)
+    dtype, out_code = reader.dtype(leaf.leaf.inputs[0]), leaf.leaf.out.dtype.code
+    rows, sums = buffers.scratch.rows(2, reader.codes((dtype,)), out_code), buffers.scratch.sums(2)
+    distance(Encoded(raw[0], dtype.code), Encoded(out, out_code), place.size, leaf.grain, totals, rows, sums)
     return bool(np.isfinite(totals).all())
 
 
@@ -76,11 +76,14 @@ class Merger:
     def _read(self, leaf: LeafPass, place: Cut, buffers: Buffers) -> tuple[Job, Tile, int, Constants | None]:
         """The job, a tile of its inputs without constants that are not finite, the bytes read, and these constants."""
         assert leaf.job is not None
-        raw, read = self._reader.read(leaf.leaf.inputs, place.start, place.size, buffers)
+        inputs = leaf.inputs
+        if inputs is None:
+            inputs = leaf.inputs = self._reader.inputs_of(leaf.leaf.inputs)
+        raw, read = self._reader.read(inputs, place.start, place.size, buffers)
         constants, encoded = None, leaf.active.encoded
         # Every tile is checked in the first pass. Later ones need that only where it found constants.
         if (leaf.number == 0 or leaf.constants) and (leaf.leaf.op != CAST or encoded):
-            constants = self._finite.take_constants(leaf.leaf, place, raw, encoded=encoded)
+            constants = self._finite.take_constants(leaf.leaf, place, inputs, raw, encoded=encoded)
             leaf.constants |= constants is not None
         return leaf.job, Tile(place.start, place.size, raw, buffers.scratch), read, constants
 
@@ -96,20 +99,24 @@ class Copier:
         self._sharing: dict[int, bool] = {}  # by file descriptor of an output file
 
     def copy(self, leaf: LeafPass, place: Cut, buffers: Buffers) -> tuple[int, int]:
-        """Copy one tile. Returns the bytes read and written."""
-        source, *others = leaf.leaf.inputs
+        """Copy one tile. Returns the bytes read, as stored, and written."""
+        source, others = leaf.leaf.inputs[0], leaf.leaf.inputs[1:]
         out = self._encoder.memory(leaf, place, buffers)
         self._reader.fill(source, place.start, out)
         self._finite.check_copied(leaf.leaf, place, out, encoded=leaf.active.encoded)
         written = self._encoder.write(leaf, place, out, buffers, copied=self._share(leaf, place.start, out.size))
         measure(self._reader, leaf, place, out[None], out, buffers)
+        read = round(out.size * self._reader.share(source))
         if others:
-            raw, _ = self._reader.read(others, place.start, place.size, buffers)
+            if leaf.inputs is None:
+                leaf.inputs = self._reader.inputs_of(others)
+            raw, others_read = self._reader.read(leaf.inputs, place.start, place.size, buffers)
+            read += others_read
             differing = [read for read, other in zip(others, raw, strict=True) if not np.array_equal(out, other[: out.size])]
             if differing:
                 leaf.active.differing = True
                 self._check_may_differ(leaf.leaf, differing[0])
-        return out.size * len(leaf.leaf.inputs), written
+        return read, written
 
     def _check_may_differ(self, step: Step, other: Read) -> None:
         """Raise MismatchError if rows of other tensors are found by these integers."""

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from weightsmith._base.errors import NOTHING_WRITTEN, ParameterError
 from weightsmith._base.tensors import DType
-from weightsmith._base.text import count
+from weightsmith._base.text import count, size
 from weightsmith._outputs.weight_files import PAGE_BYTES
 from weightsmith.abc.job import Bytes, Scratch
 
@@ -62,8 +62,11 @@ def cut(size: int, grain: int, grains: int) -> list[Cut]:
     return [Cut(start, min(step, size - start)) for start in range(0, size, step)]
 
 
-def fit_tile_bytes(max_memory_bytes: int | None, threads: int, inputs: int, levels: int = 1) -> int:
-    """Bytes of one input in a tile so that all threads together stay within the memory given. levels: `Plan.levels`.
+def fit_tile_bytes(max_memory_bytes: int | None, threads: int, inputs: int, levels: int = 1, *, tensors_bytes: int = 0) -> int:
+    """Bytes of one input in a tile so that all threads together stay within the memory given.
+
+    levels         `Plan.levels`
+    tensors_bytes  that the records of the tensors take
 
     Raises ParameterError when not even tiles of 128 KiB fit.
 
@@ -73,12 +76,13 @@ def fit_tile_bytes(max_memory_bytes: int | None, threads: int, inputs: int, leve
     usual_bytes = max(MIN_TILE_BYTES, min(TILE_BYTES, INPUTS_BYTES // max(1, inputs)))
     if max_memory_bytes is None:
         return usual_bytes
-    free_bytes = max_memory_bytes - PROCESS_BYTES - threads * levels * KERNEL_BYTES
+    free_bytes = max_memory_bytes - PROCESS_BYTES - tensors_bytes - threads * levels * KERNEL_BYTES
     tile_bytes = free_bytes // (threads * (inputs + 1))
     if tile_bytes < MIN_TILE_BYTES:
-        needed = peak_memory_bytes(MIN_TILE_BYTES, threads, inputs, levels)
+        needed = peak_memory_bytes(MIN_TILE_BYTES, threads, inputs, levels) + tensors_bytes
+        records = f" ({size(tensors_bytes)} of it for the records of its tensors)" if tensors_bytes >= 10_000_000 else ""
         raise ParameterError(
-            f"a merge of {count(inputs, 'input')} on {count(threads, 'thread')} needs {math.ceil(needed / 1e6)} MB, "
+            f"a merge of {count(inputs, 'input')} on {count(threads, 'thread')} needs {math.ceil(needed / 1e6)} MB{records}, "
             f"and max_memory is {max_memory_bytes / 1e6:.0f} MB",
             fix=f"write --max-memory {math.ceil(needed / 1e6)}MB or more{', or fewer --threads' if threads > 1 else ''}",
             state=NOTHING_WRITTEN,
@@ -86,16 +90,18 @@ def fit_tile_bytes(max_memory_bytes: int | None, threads: int, inputs: int, leve
     return min(usual_bytes, tile_bytes)
 
 
-def fit_resident_bytes(max_memory_bytes: int | None, threads: int, inputs: int, default: int, levels: int = 1) -> int:
+def fit_resident_bytes(
+    max_memory_bytes: int | None, threads: int, inputs: int, default: int, levels: int = 1, *, tensors_bytes: int = 0
+) -> int:
     """What tiles of `fit_tile_bytes` leave of the memory for jobs that hold whole matrices; `default` without a bound."""
     if max_memory_bytes is None:
         return default
-    tile_bytes = fit_tile_bytes(max_memory_bytes, threads, inputs, levels)
-    return max(0, max_memory_bytes - peak_memory_bytes(tile_bytes, threads, inputs, levels))
+    tile_bytes = fit_tile_bytes(max_memory_bytes, threads, inputs, levels, tensors_bytes=tensors_bytes)
+    return max(0, max_memory_bytes - tensors_bytes - peak_memory_bytes(tile_bytes, threads, inputs, levels))
 
 
 def peak_memory_bytes(tile_bytes: int, threads: int, inputs: int, levels: int = 1) -> int:
-    """What a run is expected to take at most, resident: a bound that does not know the model's size."""
+    """What a run is expected to take at most, resident, without the records of its tensors."""
     return PROCESS_BYTES + threads * (levels * KERNEL_BYTES + (inputs + 1) * tile_bytes)
 
 
@@ -105,6 +111,7 @@ class Buffers:
     def __init__(self) -> None:
         self.scratch = Scratch()
         self._held: dict[str, Bytes] = {}
+        self._out_address = 0
 
     def _at_least(self, use: str, nbytes: int) -> Bytes:
         """Memory for one use, as long as it ever was."""
@@ -119,8 +126,11 @@ class Buffers:
 
     def out(self, nbytes: int, offset: int) -> Bytes:
         """uint8 [nbytes], at an address that equals `offset` (in its file) modulo a page, as direct writes want it."""
+        before = self._held.get("out")
         held = self._at_least("out", nbytes + PAGE_BYTES)
-        first = (offset - held.ctypes.data) % PAGE_BYTES
+        if held is not before:
+            self._out_address = held.ctypes.data  # asking takes a microsecond
+        first = (offset - self._out_address) % PAGE_BYTES
         return held[first : first + nbytes]
 
     def numbers(self, nbytes: int) -> Bytes:

@@ -31,7 +31,7 @@ _LICENCE_KEYS = ("license", "license_name", "license_link")
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _CardPart:
     """A model, or the adapter applied to it.
 
     ref      as the recipe names it
@@ -121,17 +121,17 @@ def _models(plan: Plan, inputs: Sequence[Checkpoint]) -> Iterator[tuple[ModelInp
             yield from _models(model.plan, source.inputs if isinstance(source, Computed) else ())
 
 
-def _parts(plan: Plan, inputs: Sequence[Checkpoint]) -> Iterator[_Part]:
+def _parts(plan: Plan, inputs: Sequence[Checkpoint]) -> Iterator[_CardPart]:
     for model, checkpoint in dict(_models(plan, inputs)).items():
         paths = () if checkpoint is None or checkpoint.alone else checkpoint.paths
         folders = dict.fromkeys(path.parent for path in paths)
         for ref, commit, folder in zip_longest(model.ref.split("+"), model.revision.split("+"), folders):
             if ref:
                 name = ref.removeprefix("hf://")
-                yield _Part(name, _is_on_hub(name, commit), {} if folder is None else read_card(folder))
+                yield _CardPart(name, _is_on_hub(name, commit), {} if folder is None else read_card(folder))
 
 
-def _front(plan: Plan, parts: Sequence[_Part]) -> dict[str, Any]:
+def _front(plan: Plan, parts: Sequence[_CardPart]) -> dict[str, Any]:
     front: dict[str, Any] = {}
     made_from = parts if plan.container != PEFT else [_base_of_adapter(plan)]
     if bases := list(dict.fromkeys(base for part in made_from for base in part.bases)):
@@ -150,7 +150,7 @@ def _front(plan: Plan, parts: Sequence[_Part]) -> dict[str, Any]:
     return {**front, "tags": list(dict.fromkeys(filter(None, tags)))}
 
 
-def _licences(parts: Sequence[_Part]) -> str:
+def _licences(parts: Sequence[_CardPart]) -> str:
     """What the inputs' cards say. A licence that all have is in the front matter too; of several, none is chosen."""
     if not any(part.licence for part in parts):
         return ""
@@ -199,11 +199,11 @@ def _usage(plan: Plan, name: str, branch: str = "") -> str:
     return "\n## Usage\n\n```python\n" + "\n".join(lines) + "\n```\n"
 
 
-def _base_of_adapter(plan: Plan) -> _Part:
+def _base_of_adapter(plan: Plan) -> _CardPart:
     """The model that an adapter is for."""
     name = str((plan.config or {}).get("base_model_name_or_path") or "")
     local = expand_user(name)
-    return _Part(name, not exists(local) and _HUB_ID.fullmatch(name) is not None, read_card(local))
+    return _CardPart(name, not exists(local) and _HUB_ID.fullmatch(name) is not None, read_card(local))
 
 
 def _architecture(plan: Plan) -> str:
@@ -260,7 +260,7 @@ def _is_plain(value: object) -> bool:
 def _linked(ref: str, commit: str) -> str:
     """A model in Markdown; with a link if it has a commit, as models of the Hub have."""
     ref = ref.removeprefix("hf://")
-    return _Part(ref, _is_on_hub(ref, commit), {}).linked
+    return _CardPart(ref, _is_on_hub(ref, commit), {}).linked
 
 
 def _is_on_hub(ref: str, commit: str) -> bool:

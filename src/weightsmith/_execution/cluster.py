@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Protocol
 from weightsmith._base.errors import Busy, Finding, ParameterError, WorkerLost, legible
 from weightsmith._base.options import named
 from weightsmith._base.text import count
+from weightsmith._base.torch_use import named_device
 from weightsmith._engine.local import Progress
 from weightsmith._engine.reader import Reader
 from weightsmith._engine.results import Results
@@ -42,7 +43,6 @@ from weightsmith._execution.options import RunOptions
 from weightsmith._execution.run import Helped, RunRequest, finished_steps, kept_products
 from weightsmith._files.containers import GGUF
 from weightsmith._files.safetensors import collector_paused
-from weightsmith._methods.jobs.requires import named_device
 from weightsmith._outputs.journal import changes
 from weightsmith._outputs.local import is_address
 from weightsmith._outputs.places import place_of

@@ -25,6 +25,7 @@ from weightsmith._base.errors import (
     StoreError,
     WeightsmithError,
 )
+from weightsmith._engine.resources import processors
 from weightsmith._execution.identity import work_identity
 from weightsmith._execution.options import RunOptions, resources_of
 from weightsmith._execution.output import check_options, check_output, sibling
@@ -37,7 +38,7 @@ from weightsmith._execution.run import (
     Helped,
     Helpers,
     Merged,
-    Run,
+    PlanRun,
     RunRequest,
     finished_steps,
     kept_products,
@@ -130,10 +131,10 @@ def _stage(prepared: Prepared, folder: Path, request: RunRequest, helpers: Helpe
         if manifest.data.get(STAGE) is True:
             options = replace(options, overwrite=True)
         if manifest.plan == work_identity(plan, prepared.inputs, options.device):
-            verify(folder, threads=resources_of(plan, options).workers, progress=callbacks.rechecking)
+            verify(folder, threads=options.threads or processors(), progress=callbacks.rechecking)
             remove_published(folder)
             return Merged(folder, plan, len(plan.steps), 0, 0, time.monotonic() - began, (), plan.warnings)
-    return run_plan(Run(prepared, RunRequest(folder, options, callbacks, began), manifest=marks, helpers=helpers))
+    return run_plan(PlanRun(prepared, RunRequest(folder, options, callbacks, began), manifest=marks, helpers=helpers))
 
 
 def stage_folder(out: str | os.PathLike[str], path: str) -> Path:
@@ -161,7 +162,7 @@ def check_computable(prepared: Prepared) -> None:
 
 
 @contextmanager
-def measured(run: Run, warnings: list[Finding]) -> Iterator[Run]:
+def measured(run: PlanRun, warnings: list[Finding]) -> Iterator[PlanRun]:
     """Compute the products of a plan from which another one follows: the run of that one.
 
     warnings  gets those of what could not be removed at the end, when the output is published
@@ -256,7 +257,7 @@ def execute(
         if helpers is not None or prepared.plan.then is not None or prepared.stages or missing_files(prepared.inputs):
             check.wait()
         ready, stages = stack.enter_context(stages_written(prepared, request, helpers))
-        run = Run(ready, request, helpers=helpers, check=check)
+        run = PlanRun(ready, request, helpers=helpers, check=check)
         if ready.plan.then is not None:
             run = stack.enter_context(measured(run, warnings))
         merged = run_plan(run)
@@ -376,5 +377,5 @@ def _run_unwritten(
     download(prepared.inputs)
     folders = [model.folder for model in prepared.inputs]
     workload = Workload(steps=steps, products=products, folders=folders, release=bool(steps))
-    resources = resources_of(prepared.plan, options)
+    resources = resources_of(prepared, options)
     return run(prepared.plan, prepared.inputs, DiscardedOutput(), resources, workload, progress=progress)

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from weightsmith import _methods as methods
 from weightsmith._base.installation import is_release
+from weightsmith._base.torch_use import named_device
 from weightsmith._engine.products import KINDS, find_kind
 from weightsmith._files.safetensors import collector_paused
-from weightsmith._methods.jobs.requires import named_device
 from weightsmith._models.formats import installed_code
 from weightsmith._models.sources import Tensors
 from weightsmith._planning.recipe.yaml import Node, read_yaml

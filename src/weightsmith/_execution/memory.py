@@ -21,8 +21,7 @@ from weightsmith._engine.local import DiscardedOutput, run
 from weightsmith._engine.resources import Resources, Workload
 from weightsmith._files.arrays import Bytes
 from weightsmith._methods import get
-from weightsmith._methods.user import OwnMethod
-from weightsmith._methods.user_files import at_hand
+from weightsmith._methods.user import OwnMethod, at_hand
 from weightsmith._models.sources.composed import StateDict
 from weightsmith._planning.planner.state_dicts import plan_state_dicts
 from weightsmith._plans import Plan
@@ -30,9 +29,9 @@ from weightsmith._plans import Plan
 
 def merge_state_dicts(
     method: str | OwnMethod,
-    models: Sequence[Mapping[str, Any] | Module],
+    models: Sequence[Mapping[str, Any] | TorchModule],
     *,
-    base: Mapping[str, Any] | Module | None = None,
+    base: Mapping[str, Any] | TorchModule | None = None,
     out_dtype: DType | str | Any = None,
     threads: int | None = None,
     seed: int = 0,
@@ -91,13 +90,13 @@ def merge_state_dicts(
     return {name: output.tensors[planned.same.get(name, name)] for name in planned.views[first]}
 
 
-class Module(Protocol):
+class TorchModule(Protocol):
     """A torch module, as far as it matters here."""
 
     def state_dict(self) -> Mapping[str, Any]: ...
 
 
-def _state_dict(model: Mapping[str, Any] | Module, held: dict[int, Any]) -> Any:
+def _state_dict(model: Mapping[str, Any] | TorchModule, held: dict[int, Any]) -> Any:
     """The tensors of a module; anything else as it is. held: those found before, by the identity of their module."""
     if isinstance(model, Mapping) or not callable(getattr(model, "state_dict", None)):
         return model

@@ -24,9 +24,9 @@ from weightsmith._base.errors import ParameterError, first_line
 from weightsmith._base.installation import install
 from weightsmith._base.options import named
 from weightsmith._base.redaction import know
+from weightsmith._base.torch_use import named_device
 from weightsmith._execution.cluster import Answer, Lost, Order, Share, do
 from weightsmith._execution.options import RunOptions
-from weightsmith._methods.jobs.requires import named_device
 
 AUTO = "auto"
 """The cluster of this machine, or a new one."""

@@ -55,7 +55,7 @@ def check_options(out: str | os.PathLike[str], options: RunOptions, *, part: boo
     """
     place = place_of(out)
     if options.report is not None and (page := page_beside(out, options.report)) is not None:
-        from weightsmith._base.report import check_page
+        from weightsmith._base.report.html import check_page
 
         check_page(page)
     is_folder = place.publication == "rename"

@@ -353,7 +353,7 @@ _COMPARED = 5
 class PastRun:
     """A run that began from nothing and was published.
 
-    nbytes  read, decoded, and written
+    nbytes  read, as stored, and written
     """
 
     method: str

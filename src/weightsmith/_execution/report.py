@@ -11,7 +11,6 @@ from typing import Any
 from weightsmith._base.errors import Finding
 from weightsmith._base.report import Code, Column, Curves, Facts, HeatMap, Report, Table, heat_maps
 from weightsmith._base.report.blocks import Block, Mark, Value, finite_or_mark, written
-from weightsmith._base.report.charts import curves, heat_map, picture
 from weightsmith._base.text import markdown_table, size
 from weightsmith._engine.products import ProductReport
 from weightsmith._models.structure import analyse
@@ -172,6 +171,8 @@ def report_files(report: Report) -> dict[str, bytes]:
     moved = next((block for block in report.blocks if isinstance(block, HeatMap) and block.title.startswith(_MOVED)), None)
     by_layer = next((block for block in report.blocks if isinstance(block, Curves) and block.title == _BY_LAYER), None)
     if moved is not None and by_layer is not None:
+        from weightsmith._base.report.charts import curves, heat_map, picture
+
         files |= {MOVED_NAME: picture(heat_map(moved)), BY_LAYER_NAME: picture(curves(by_layer))}
     return files
 

@@ -16,7 +16,7 @@ from weightsmith._engine.product_graph import most_bytes
 from weightsmith._engine.reader import Reader
 from weightsmith._engine.results import Results
 from weightsmith._engine.tiles import peak_memory_bytes
-from weightsmith._execution.options import RunOptions, resources_of
+from weightsmith._execution.options import RunOptions, resources_of, tensors_bytes
 from weightsmith._execution.progress import similar_time
 from weightsmith._features.quantisation.calibration.weights import (
     CALIBRATED,
@@ -28,7 +28,7 @@ from weightsmith._features.quantisation.calibration.weights import (
 from weightsmith._files.remote.ahead import estimate
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import analyse
-from weightsmith._models.structure.fused import role_of
+from weightsmith._models.structure.projections import role_of
 from weightsmith._models.structure.vocabulary import is_head, is_vocabulary
 from weightsmith._planning.follow_ups import follow_up_kind
 from weightsmith._planning.planner.encode import stored_plain
@@ -51,8 +51,6 @@ from weightsmith._plans.summary import (
 
 TORCH_BYTES = 250 << 20
 """Memory of torch, imported and at work, measured with the CPU build."""
-TENSOR_BYTES = 1_000
-"""Memory for one tensor of an input or of the output: header, step, place, journal. With 60,000 of four models it is 0.8 kB."""
 
 
 def summary_of(plan: Plan, options: Mapping[str, Any], *, allow_code: bool) -> Summary:
@@ -79,7 +77,7 @@ def summarise(prepared: Prepared, options: RunOptions) -> Summary:
         out_bytes=sum(out.nbytes for step in steps for out in step.outs),
         write_bytes=write_bytes,
         input_bytes=reading.input_bytes,
-        stored_bytes=round(reading.stored_bytes),
+        stored_bytes=reading.stored_bytes,
         read_bytes=reading.read_bytes,
         survey_bytes=reading.survey_bytes,
         passes=reading.passes,
@@ -109,52 +107,48 @@ class _Reading:
     def __init__(self, prepared: Prepared, reader: Reader) -> None:
         plan, self._reader, self._inputs = prepared.plan, reader, prepared.inputs
         self._shares = [_stored_share(model) for model in prepared.inputs]
-        self._once: dict[tuple[int, str], int] = {}
+        self._once: dict[tuple[int, str], float] = {}
         self._streamed = whole_passes(plan.products)
         calibrating = [step for product in plan.products if of_calibration(product) for step in steps_read(product)]
         leaves = [leaf for step in (*plan.steps, *calibrating) for leaf in step.leaves]
         self.resident_bytes = max((reader.job_facts(leaf)[1] for leaf in leaves), default=0)
-        self.input_bytes = self.read_bytes = self.survey_bytes = self.passes = 0
-        self.stored_bytes = 0.0
+        self.input_bytes = self.passes = 0
+        self._stored = self._read = self._survey = 0.0
         for leaf in leaves if plan.then is None else [leaf for step in calibrating for leaf in step.leaves]:
             self._add(leaf)
-        self.read_bytes += self.survey_bytes + sum(self._once.values())
+        self.stored_bytes, self.survey_bytes = round(self._stored), round(self._survey)
+        self.read_bytes = round(self._read + self._survey + sum(self._once.values()))
 
     def _add(self, leaf: Step) -> None:
         sizes = [self._nbytes(read, leaf.out.size) for read in leaf.inputs]
-        times, nbytes = 1 + self._reader.job_facts(leaf)[0], sum(sizes)
+        times = 1 + self._reader.job_facts(leaf)[0]
+        stored = sum(size * self._share(read) for read, size in zip(leaf.inputs, sizes, strict=True))
         self.passes = max(self.passes, times)
-        self.input_bytes += nbytes
-        self.stored_bytes += sum(
-            size * (1.0 if read.model == PRODUCTS else self._shares[read.model])
-            for read, size in zip(leaf.inputs, sizes, strict=True)
-        )
-        self.read_bytes += nbytes * times
-        self.survey_bytes += nbytes * sum(self._streamed.get(name, 0) for name in leaf.needs)
+        self.input_bytes += sum(sizes)
+        self._stored += stored
+        self._read += stored * times
+        self._survey += stored * sum(self._streamed.get(name, 0) for name in leaf.needs)
+
+    def _share(self, read: Read) -> float:
+        return 1.0 if read.model == PRODUCTS else self._shares[read.model]
 
     def _nbytes(self, read: Read, elements: int) -> int:
         """Decoded bytes that are read for a number of elements: of the models behind a result that is computed on the way."""
         source = None if read.model == PRODUCTS else self._inputs[read.model].source
         if not isinstance(source, Computed):
             return elements * self._reader.dtype(read).itemsize
-        again, self._once[read.model, read.tensor] = source.read_bytes(read.tensor)
+        again, once = source.read_bytes(read.tensor)
+        self._once[read.model, read.tensor] = once * self._share(read)
         return again * elements // max(1, source.specs[read.tensor].size)
 
 
 def _stored_share(model: Checkpoint) -> float:
-    """Bytes of the weight files for each byte of the decoded tensors; 1 for weights that are stored plain."""
+    """`Checkpoint.stored_share`; of a merge that is computed on the way, that of its models."""
     if isinstance(model.source, Computed):
         models = model.source.inputs
         nbytes = [one.nbytes for one in models]
         return sum(size * _stored_share(one) for one, size in zip(models, nbytes, strict=True)) / max(1, sum(nbytes))
-    if not model.decoded:
-        return 1.0
-    missing = model.missing
-    stored = sum(missing.get(path) or (path.stat().st_size if path.is_file() else 0) for path in model.paths)
-    if not stored:  # it is streamed
-        extents = (part for name, spec in model.specs.items() for part in model.extents(name, 0, spec.nbytes))
-        stored = sum(extent.nbytes for extent in extents)
-    return stored / max(1, model.nbytes)
+    return model.stored_share
 
 
 def _ops(plan: Plan) -> tuple[OpFacts, ...]:
@@ -271,10 +265,10 @@ def _dropped(plan: Plan) -> tuple[DroppedFacts, ...]:
 
 def _memory(prepared: Prepared, options: RunOptions, matrix_bytes: int) -> Memory:
     """matrix_bytes: that the job of the largest matrix holds."""
-    plan, resources = prepared.plan, resources_of(prepared.plan, options)
+    plan, resources = prepared.plan, resources_of(prepared, options)
     threads, tile_bytes = resources.workers, resources.tile_bytes
     peak = peak_memory_bytes(tile_bytes, threads, plan.widest, plan.levels)
-    peak += TENSOR_BYTES * (len(plan.all_steps) + sum(len(model.specs) for model in prepared.inputs))
+    peak += tensors_bytes(prepared)
     if matrix_bytes:
         # Whole matrices: as many as fit the bound, at least one; and torch, which is there for them alone.
         peak += max(matrix_bytes, min(resources.resident_bytes, matrix_bytes * threads)) + TORCH_BYTES

@@ -25,7 +25,7 @@ from weightsmith._base.text import size, status
 from weightsmith._execution.identity import work_identity
 from weightsmith._execution.options import RunOptions
 from weightsmith._execution.output import sibling
-from weightsmith._execution.run import EVALUATION, Run, RunRequest, run_plan
+from weightsmith._execution.run import EVALUATION, PlanRun, RunRequest, run_plan
 from weightsmith._outputs.local import remove_checkpoint
 from weightsmith._planning.follow_ups import FollowUpKind, SecondPlan
 from weightsmith._planning.planner import Prepared
@@ -46,7 +46,7 @@ FALL = math.log(4)
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class SizeTrial:
     """A size that was tried.
 
     asked       bytes
@@ -76,7 +76,7 @@ def check_target(prepared: Prepared, target: float | None, options: RunOptions) 
     return target
 
 
-def search_target(target: float, run: Run, kind: FollowUpKind, arrays: Mapping[str, Arrays], staging: Staging) -> Run:
+def search_target(target: float, run: PlanRun, kind: FollowUpKind, arrays: Mapping[str, Arrays], staging: Staging) -> PlanRun:
     """The run of the smallest size that meets a target.
 
     run      of the plan that was measured
@@ -96,7 +96,7 @@ def search_target(target: float, run: Run, kind: FollowUpKind, arrays: Mapping[s
     def sized(max_bytes: int) -> SecondPlan:
         return kind.follow(run.prepared, arrays, None, max_bytes)
 
-    def evaluated(max_bytes: int) -> Trial:
+    def evaluated(max_bytes: int) -> SizeTrial:
         second = sized(max_bytes)
         prepared = second.prepared
         key = hashlib.sha256(f"{work_identity(prepared.plan, prepared.inputs, options.device)} {text}".encode()).hexdigest()
@@ -105,10 +105,10 @@ def search_target(target: float, run: Run, kind: FollowUpKind, arrays: Mapping[s
         if kept is None:
             status(f"trying {size(_nbytes(prepared))}")
             folder = sibling(run.request.out, f".trial-{key[:8]}")
-            merged = run_plan(Run(prepared, RunRequest(folder, trying, compared, run.request.began), files=second.files))
+            merged = run_plan(PlanRun(prepared, RunRequest(folder, trying, compared, run.request.began), files=second.files))
             kept = staging.keep(trial, [np.array([_divergence(merged.reports[EVALUATION])])])
             remove_checkpoint(folder)
-        return Trial(max_bytes, _nbytes(prepared), float(kept[0][0]))
+        return SizeTrial(max_bytes, _nbytes(prepared), float(kept[0][0]))
 
     trials = search(target, _nbytes(sized(1).prepared), evaluated, lambda: _most(sized(1 << 62).prepared))
     best = min((trial for trial in trials if trial.divergence <= target), key=lambda trial: trial.nbytes, default=None)
@@ -122,7 +122,9 @@ def search_target(target: float, run: Run, kind: FollowUpKind, arrays: Mapping[s
     return replace(run, prepared=second.prepared, files=second.files, manifest=manifest, reference=plain)
 
 
-def search(target: float, least: int, evaluated: Callable[[int], Trial], most: Callable[[], tuple[int, int]]) -> list[Trial]:
+def search(
+    target: float, least: int, evaluated: Callable[[int], SizeTrial], most: Callable[[], tuple[int, int]]
+) -> list[SizeTrial]:
     """Find the smallest size that meets the target. Returns all trials in order.
 
     least      bytes of the smallest size
@@ -136,7 +138,7 @@ def search(target: float, least: int, evaluated: Callable[[int], Trial], most: C
     """
     largest, weights = most()
     low, high = least, largest  # the sizes that remain
-    trials: list[Trial] = []
+    trials: list[SizeTrial] = []
     asked = (low + high) // 2
     while len(trials) < MOST_TRIALS:
         trial = evaluated(asked)
@@ -157,7 +159,7 @@ def search(target: float, least: int, evaluated: Callable[[int], Trial], most: C
     return trials
 
 
-def _next(target: float, trials: list[Trial], weights: int) -> int:
+def _next(target: float, trials: list[SizeTrial], weights: int) -> int:
     """The size of a divergence a little below the target, on the line of its logarithm through the two nearest trials."""
     goal = math.log(target * (1 + CLOSE) / 2)
     near = sorted(trials, key=lambda trial: abs(_log(trial) - goal))[:2]
@@ -168,7 +170,7 @@ def _next(target: float, trials: list[Trial], weights: int) -> int:
     return round(near[0].nbytes + (goal - _log(near[0])) / slope)
 
 
-def _log(trial: Trial) -> float:
+def _log(trial: SizeTrial) -> float:
     return math.log(max(trial.divergence, 1e-9))
 
 

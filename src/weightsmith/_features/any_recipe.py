@@ -52,7 +52,7 @@ def assemble_request(request: PlanRequest, written: Written = NOTHING) -> Prepar
     with undoing(prepared.close):
         if problems:
             raise PlanError(problems)
-        store_as(prepared, name, settings)
+        store_as(prepared, request.options, settings)
     prepared.request, prepared.source = request, request.source
     return prepared
 
@@ -66,11 +66,11 @@ def prepare_copy(model: str | os.PathLike[str], options: RecipeOptions, settings
     """
     request = read_plan_request(copy_of(model), "merge", options, settings)
     prepared = assemble_request(replace(request, is_copy=True))
-    made = Provenance("dequantize", f"Dequantised with weightsmith {__version__}.", relation="")
+    provenance = Provenance("dequantize", f"Dequantised with weightsmith {__version__}.", relation="")
     if options.quantize is not None:
         title = f"Quantised with weightsmith {__version__} as `{options.quantize}`."
-        made = Provenance("quantize", title, relation="quantized", format=options.quantize)
-    prepared.draft.provenance = made
+        provenance = Provenance("quantize", title, relation="quantized", format=options.quantize)
+    prepared.draft.provenance = provenance
     return prepared.finish()
 
 
@@ -88,7 +88,7 @@ def _assemble(request: PlanRequest, written: Written) -> Prepared:
         from weightsmith._features.mixture.build import assemble_mixture
 
         return assemble_mixture(request, written)
-    if recipe.models and not request.is_copy and all(is_adapter(each.model) for each in recipe.models):
+    if recipe.models and not request.is_copy and all(is_adapter(entry.model) for entry in recipe.models):
         from weightsmith._features.adapters.merge import assemble_adapters
 
         return assemble_adapters(request, written)

@@ -15,8 +15,7 @@ from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner import Prepared
 from weightsmith._planning.planner.build import assemble
 from weightsmith._planning.recipe import copy_of
-from weightsmith._plans import COPY, PRODUCTS, Product, Provenance, Read, Settings, Step
-from weightsmith._plans.statistics import StatisticRequest
+from weightsmith._plans import COPY, PRODUCTS, Product, Provenance, Read, Settings, StatisticRequest, Step
 from weightsmith._version import __version__
 
 
@@ -42,7 +41,7 @@ def prepare_statistics(model: str | os.PathLike[str], text: str | os.PathLike[st
 
 def _kinds(settings: StatisticsSettings) -> tuple[tuple[str, ...], list[WeightsmithError]]:
     """The kinds asked for, each once."""
-    kinds = tuple(dict.fromkeys(name.strip() for each in settings.kind for name in each.split(",")))
+    kinds = tuple(dict.fromkeys(name.strip() for listed in settings.kind for name in listed.split(",")))
     known = STATISTICS.names
     unknown = [name for name in kinds if name not in known]
     return kinds, [
@@ -51,18 +50,18 @@ def _kinds(settings: StatisticsSettings) -> tuple[tuple[str, ...], list[Weightsm
 
 
 def _fill(assembled: Prepared, text: str, kinds: tuple[str, ...], settings: StatisticsSettings) -> None:
-    draft, found = assembled.draft, input_of(assembled.inputs, 0)
-    source = text_for(found, text, settings.rows, settings.tokens, settings.seed, option="")
+    draft, opened = assembled.draft, input_of(assembled.inputs, 0)
+    source = text_for(opened, text, settings.rows, settings.tokens, settings.seed, option="")
     requests = [StatisticRequest(kind, 0, source) for kind in kinds]
-    draft.products = list(statistic_products(lambda number: found, requests))
+    draft.products = list(statistic_products(lambda number: opened, requests))
     prefix = prefix_of(0, source)
     draft.settings = [Settings({}, ({},))]
     draft.steps = [step for product in draft.products if product.op == "statistic" for step in _steps(product, prefix)]
     packages = draft.products[0].settings["packages"]
-    draft.files = {RECORD: record_of(ModelRecord.of(found.checkpoint), source, kinds, packages)}
+    draft.files = {RECORD: record_of(ModelRecord.of(opened.checkpoint), source, kinds, packages)}
     draft.config, draft.carried, draft.dropped, draft.lacking, draft.vocabulary = None, [], [], {}, None
     draft.recipe, draft.follows_recipe, draft.seed = "", False, settings.seed
-    title = f"Statistics of {found.label} on {source.source}, made with weightsmith {__version__}."
+    title = f"Statistics of {opened.label} on {source.source}, made with weightsmith {__version__}."
     draft.provenance = Provenance("statistics", title, relation="")
     assembled.origins, assembled.resolver, assembled.request, assembled.loading = {}, None, None, None
 

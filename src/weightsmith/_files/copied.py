@@ -59,11 +59,13 @@ _OURS = frozenset(
 _QUANTISATION = frozenset("quantization_config.json hf_quant_config.json quantize_config.json quant_config.json".split())
 """Files of quantisers about the weights that they stored: an output has other weights, and says so in config.json."""
 
-WEIGHTS = tuple(".safetensors .bin .pt .pth .ckpt .pkl .gguf .onnx .onnx_data .h5 .msgpack .npz .npy .tflite .mlmodel".split())
+WEIGHTS = tuple(
+    ".safetensors .bin .pt .pth .ckpt .distcp .pkl .gguf .onnx .onnx_data .h5 .msgpack .npz .npy .tflite .mlmodel".split()
+)
 """How the names of weight files end, of any format."""
 _LOADED = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".index.json")
 TRAINING = re.compile(
-    r"readme\.md|(optimizer|scheduler|scaler|sampler|rng_state|random_states|trainer_state|training_args|events\.out).*"
+    r"readme\.md|latest|zero_to_fp32\.py|(optimizer|scheduler|scaler|sampler|rng_state|random_states|trainer_state|training_args|events\.out).*"
 )
 """What a training run leaves beside a model, in lower case."""
 _MEDIA = tuple(".png .jpg .jpeg .gif .webp .svg .mp4 .mp3 .wav .pdf .zip .gz .tar .csv .parquet .arrow .lock .log".split())

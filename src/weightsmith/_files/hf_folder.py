@@ -32,40 +32,32 @@ class _Layout:
     pattern  of the end of a file's path, in lower case
     what     for messages
     command  that makes a model of it: `{folder}` is the folder with the files, `{parent}` the one above it
+    joined   it is read, if all files of its folder are there and the folder is named
     """
 
     pattern: str
     what: str
     command: str
+    joined: bool = False
 
     def matches(self, path: str) -> bool:
         """Whether a file is one of its files."""
         return re.fullmatch(rf"(?:.*/)?(?:{self.pattern})", path.lower(), re.ASCII) is not None
 
 
-_DCP = "python -m torch.distributed.checkpoint.format_utils dcp_to_torch {folder} MODEL.pt"
 _LAYOUTS = (
-    _Layout(
-        r"(?:\w*zero_pp_rank_\d+|mp_rank_\d+)_\w*states\.pt",
-        "a DeepSpeed checkpoint",
-        "python {parent}/zero_to_fp32.py {parent} OUT --safe_serialization",
-    ),
+    _Layout(r"(?:\w*zero_pp_rank_\d+|mp_rank_\d+)_\w*states\.pt", "a part of a DeepSpeed checkpoint", "", joined=True),
     _Layout(
         r"\w*model_world_size_(?:[2-9]|[1-9]\d+)_rank_\d+\.pt",
         "an FSDP checkpoint of verl, with a file for each process",
         "python -m verl.model_merger merge --backend fsdp --local_dir {folder} --target_dir OUT",
     ),
     _Layout(
-        r"(?<=fsdp_\d/)(?:\.metadata|\w+\.distcp)",
-        "an FSDP checkpoint of accelerate or transformers, which is sharded",
-        "accelerate merge-weights {folder} OUT",
-    ),
-    _Layout(
         r"mp_rank_\d+(?:_\d+)*/(?:model_optim_rng|model_rng|distrib_optim)\.pt",
         "a Megatron checkpoint, with slices of each tensor (AutoBridge of Megatron-Bridge converts it)",
         "AutoBridge.from_hf_pretrained(ITS_BASE).export_ckpt({folder}, OUT)",
     ),
-    _Layout(r"\.metadata|\w+\.distcp", "a distributed checkpoint of PyTorch (DCP)", _DCP),
+    _Layout(r"\.metadata|\w+\.distcp", "a part of a distributed checkpoint of PyTorch (FSDP, DCP)", "", joined=True),
 )
 _RANK = re.compile(r"(.*[_-])?rank[_-]?(\d+)((?:[_-]part[_-]\d+)?\.(?:safetensors|pt|pth|bin))", re.ASCII)
 _OTHERS = _Layout("", "a checkpoint with a file for each process", "")
@@ -101,6 +93,8 @@ def _error(layout: _Layout, files: list[str], where: str) -> Unsupported:
     folder = f"{where}/{inner}" if inner else where
     parent = folder.rpartition("/")[0] or "."
     fix = "Use the model that it was made from, or one that the program which wrote it exports."
+    if layout.joined:
+        fix = f"Name its folder, with the files of all processes in it: {shlex.quote(folder)}"
     if layout.command:
         command = layout.command.format(folder=shlex.quote(folder), parent=shlex.quote(parent))
         fix = f"Make a model of all its files first: `{command}`"
@@ -111,6 +105,7 @@ def _error(layout: _Layout, files: list[str], where: str) -> Unsupported:
 
 MAX_INDEX_BYTES = 100_000_000  # an index of 100,000 tensors takes 10 MB
 
+PYTORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 _SUFFIXES = (".safetensors",)
 _FIRST = ("model.safetensors", "diffusion_pytorch_model.safetensors")  # what transformers and diffusers write
 _NUMBERED = re.compile(r"(.*?)-?([0-9]+)-of-([0-9]+)(\.\w+)")

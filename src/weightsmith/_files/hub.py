@@ -19,7 +19,7 @@ from weightsmith._base.errors import CheckpointError, Finding, NotFound, without
 from weightsmith._base.files import show
 from weightsmith._base.redaction import know
 from weightsmith._files.remote.addresses import check_hub
-from weightsmith._files.remote.folder import ModelFiles, RemoteFile, read_starts
+from weightsmith._files.remote.folder import FetchedFiles, RemoteFile, read_starts
 from weightsmith._files.remote.http import HttpFile
 from weightsmith._files.remote.retries import lasting, no_panic, passes
 from weightsmith._files.subfolders import list_names
@@ -39,7 +39,7 @@ class _Silent(Exception):
 
 
 @dataclass(eq=False)
-class Repository(ModelFiles):
+class Repository(FetchedFiles):
     """One revision of a Hub model: its files, in the cache or still on the Hub. Made by `open_repository`.
 
     name      org/name

@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from weightsmith._base.errors import CheckpointError, Finding, FormatError, Unsupported, raised_at
-from weightsmith._base.files import DAMAGED, RESAVE, FileState, Opener, lookalike, open_local, show, show_all
+from weightsmith._base.files import DAMAGED, RESAVE, FileState, Opener, RandomAccess, lookalike, open_local, show, show_all
 from weightsmith._base.tensors import BY_TORCH_NAME, DType, TensorSpec
 from weightsmith._files.safetensors import MAX_BYTES, MAX_DIMENSIONS, checked_product
 from weightsmith._files.state_pickle import CONVERT, MAX_PICKLE_BYTES, STORAGES, Mapping, Storage, Tensor, describe, interpret
@@ -102,17 +102,17 @@ def _gather_elements(
 ) -> None:
     """As `gather`, in elements: `out` from element `start` on."""
     done = 0
-    for index, box in _boxes(shape, start, start + len(out)):
+    for index, box in boxes_of_range(shape, start, start + len(out)):
         n = math.prod(box)
         first = offset + sum(i * stride for i, stride in zip(index, strides, strict=True))
-        _gather_box(read_at, first, strides, out[done : done + n].reshape(box))
+        gather_box(read_at, first, strides, out[done : done + n].reshape(box))
         done += n
 
 
-def _boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+def boxes_of_range(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """(index, shape) of the boxes that follow each other in the flat range, at most two for each dimension.
 
-    >>> list(_boxes((3, 4), 2, 9))
+    >>> list(boxes_of_range((3, 4), 2, 9))
     [((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 1))]
     """
     inner = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
@@ -128,7 +128,7 @@ def _boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[tuple
         start += count * inner[axis]
 
 
-def _gather_box(read_at: ReadAt, offset: int, strides: tuple[int, ...], out: npt.NDArray[np.unsignedinteger[Any]]) -> None:
+def gather_box(read_at: ReadAt, offset: int, strides: tuple[int, ...], out: npt.NDArray[np.unsignedinteger[Any]]) -> None:
     """Fill an array from elements that lie `strides` bytes apart, the first at `offset`."""
     import numpy as np
 
@@ -154,13 +154,11 @@ def _gather_box(read_at: ReadAt, offset: int, strides: tuple[int, ...], out: npt
         target[...] = np.ndarray(target.shape, out.dtype, buffer, strides=strides)
 
 
-SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
-
-_NESTED = ("state_dict", "model_state_dict", "model", "module")  # where trainers put the model's state dict
-_TRAINING = re.compile(
+NESTED = ("state_dict", "model_state_dict", "model", "module")  # where trainers put the model's state dict
+TRAINED = re.compile(
     r"(optim(izer)?s?|(lr_)?schedulers?|(grad_)?scaler|(cuda_|torch_)?rng)(_states?)?(_dict)?"
 )  # a trainer's state
-_PARALLEL = "module."  # what DataParallel adds to every name
+PARALLEL = "module."  # what DataParallel adds to every name
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,30 +238,20 @@ def _read_pickle_header(path: Path, open_file: Opener) -> PickleHeader:
         raise Unsupported(what, fix="Join the parts with torch.distributed.checkpoint.format_utils.dcp_to_torch_save.")
     with open_file(path) as file:
         state = file.state
-        _check_magic(read_at(file, 0, min(512, state.nbytes)))
-        records, directory = read_records(file, state.nbytes)
-        prefix = _check_members(records)
-        order = records.get(f"{prefix}/byteorder")
-        if order is not None:
-            _check_byteorder(read_at(file, order.offset, min(order.nbytes, 64)))
-        pickled = records[f"{prefix}/data.pkl"]
-        if pickled.nbytes > MAX_PICKLE_BYTES:
-            what = f"the pickle has {pickled.nbytes:,} bytes, and at most {MAX_PICKLE_BYTES:,} are read"
-            raise Unsupported(what, fix=CONVERT)
-        text = read_at(file, pickled.offset, pickled.nbytes)
+        archive = read_archive(file, state.nbytes)
 
-    outer, state_dict, ignored, notes = _find_state_dict(interpret(text), where)
+    outer, state_dict, ignored, notes = _find_state_dict(archive.value, where)
     tensors, skipped = _split(state_dict, outer)
     if skipped:
         notes.append(Finding(f"entries of the state dict that are no tensors are ignored: {show_all(skipped)}", where))
-    if tensors and all(name.startswith(_PARALLEL) and name != _PARALLEL for name in tensors):
-        tensors = {name.removeprefix(_PARALLEL): tensor for name, tensor in tensors.items()}
-        notes.append(Finding(f"the prefix {show(_PARALLEL)} of all names was removed (the model was a DataParallel)", where))
+    if tensors and all(name.startswith(PARALLEL) and name != PARALLEL for name in tensors):
+        tensors = {name.removeprefix(PARALLEL): tensor for name, tensor in tensors.items()}
+        notes.append(Finding(f"the prefix {show(PARALLEL)} of all names was removed (the model was a DataParallel)", where))
     seen: dict[str, Storage] = {}
     views = []
     for name, tensor in tensors.items():
         try:
-            views.append(_check_tensor(name, tensor, path, prefix, records, seen))
+            views.append(view_of(name, tensor, path, archive, seen))
         except CheckpointError as error:  # the inner message is short; the name is added here, once
             raise type(error)(f"tensor {show(name)}: {error.finding.what}", fix=error.finding.fix or DAMAGED) from None
     return PickleHeader(
@@ -271,8 +259,44 @@ def _read_pickle_header(path: Path, open_file: Opener) -> PickleHeader:
         ignored=(*ignored, *skipped),
         notes=tuple(notes),
         state=state,
-        digest=xxhash.xxh3_128_hexdigest(len(text).to_bytes(8, "little") + text + directory),
+        digest=archive.digest,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Archive:
+    """What torch.save has written, not yet checked.
+
+    value    as the pickle says it
+    prefix   the folder that all members are in
+    records  where the members are, by name
+    digest   xxh3_128 of the pickle and the zip directory, hex
+    """
+
+    value: Any
+    prefix: str
+    records: dict[str, Record]
+    digest: str
+
+
+def read_archive(file: RandomAccess, nbytes: int, classes: Container[str] = ()) -> Archive:
+    """The pickle and the directory of an archive of torch.save. nbytes: its size; classes: as for `interpret`.
+
+    Raises as `read_pickle_header`; the errors do not name the file.
+    """
+    _check_magic(read_at(file, 0, min(512, nbytes)))
+    records, directory = read_records(file, nbytes)
+    prefix = _check_members(records)
+    order = records.get(f"{prefix}/byteorder")
+    if order is not None:
+        _check_byteorder(read_at(file, order.offset, min(order.nbytes, 64)))
+    pickled = records[f"{prefix}/data.pkl"]
+    if pickled.nbytes > MAX_PICKLE_BYTES:
+        what = f"the pickle has {pickled.nbytes:,} bytes, and at most {MAX_PICKLE_BYTES:,} are read"
+        raise Unsupported(what, fix=CONVERT)
+    text = read_at(file, pickled.offset, pickled.nbytes)
+    digest = xxhash.xxh3_128_hexdigest(len(text).to_bytes(8, "little") + text + directory)
+    return Archive(interpret(text, classes), prefix, records, digest)
 
 
 def read_view(read: ReadAt, view: StoredView, start_byte: int, out: memoryview) -> None:
@@ -331,10 +355,8 @@ def _find_state_dict(value: Any, where: str) -> tuple[str, Mapping, list[str], l
         raise Unsupported(f"it holds {describe(value)}, not a state dict", fix=_SAVE_STATE_DICT)
     entries = _entries(value)
     n_top = _count_tensors(value)
-    n_model = sum(type(v) is Tensor and not _TRAINING.fullmatch(_text(key)) for key, v in entries)
-    nested = [
-        (key, v) for key, v in entries if type(key) is str and key in _NESTED and type(v) is Mapping and _count_tensors(v)
-    ]
+    n_model = sum(type(v) is Tensor and not TRAINED.fullmatch(_text(key)) for key, v in entries)
+    nested = [(key, v) for key, v in entries if type(key) is str and key in NESTED and type(v) is Mapping and _count_tensors(v)]
     candidates = [show(key) for key, _ in nested]
     if any(_count_tensors(v) <= n_model for _, v in nested):
         candidates.append(f"the top level ({n_model:,} tensors)")
@@ -353,7 +375,7 @@ def _find_state_dict(value: Any, where: str) -> tuple[str, Mapping, list[str], l
     keys = show_all([_text(key) for key, _ in entries], 8)
     raise Unsupported(
         "no state dict: neither the top level nor "
-        + ", ".join(map(show, _NESTED))
+        + ", ".join(map(show, NESTED))
         + (f" holds tensors; its entries are {keys}" if entries else " holds tensors; it is empty"),
         fix=_SAVE_STATE_DICT,
     )
@@ -374,7 +396,7 @@ def _split(state_dict: Mapping, outer: str) -> tuple[dict[str, Tensor], list[str
             tensors[key] = value
             continue
         name = _text(key)
-        if not _TRAINING.fullmatch(name) and _holds_tensors(value, seen):
+        if not TRAINED.fullmatch(name) and _holds_tensors(value, seen):
             what = f"the entry {show(name)} of the state dict is {describe(value)} with tensors inside, not a tensor"
             raise Unsupported(what, fix=_SAVE_STATE_DICT)
         skipped.append(f"{outer}.{name}" if outer else name)
@@ -413,10 +435,15 @@ def _holds_tensors(value: Any, seen: set[int]) -> bool:
     return False
 
 
-def _check_tensor(
-    name: str, tensor: Tensor, path: Path, prefix: str, records: dict[str, Record], seen: dict[str, Storage]
-) -> StoredView:
-    """The tensor with every number checked. `seen`: the first storage of each key, for all tensors of a file."""
+def view_of(name: str, tensor: Tensor, path: Path, archive: Archive, seen: dict[str, Storage]) -> StoredView:
+    """A tensor of an archive, with every number checked.
+
+    path  of the file, as it was opened
+    seen  the first storage of each key, for all tensors of an archive
+
+    Raises FormatError and Unsupported, which do not name the tensor.
+    """
+    prefix, records = archive.prefix, archive.records
     storage = tensor.storage
     dtype, item = _dtype(tensor.dtype or STORAGES[storage.kind]), _dtype(STORAGES[storage.kind])
     if tensor.bits:

@@ -104,12 +104,13 @@ def _read_header(path: Path, open_file: Opener) -> Header:
     metadata = _check_metadata(entries.pop("__metadata__", None))
 
     placed: list[tuple[int, int, int, str, DType, tuple[int, ...]]] = []
+    shapes: dict[tuple[int, ...], tuple[int, ...]] = {}  # a model has thousands of tensors of one shape: one tuple serves all
     for position, (name, entry) in enumerate(entries.items()):
         try:
             dtype, shape, start, end = _check_entry(entry)
         except CheckpointError as error:  # the inner message is short; the name is added here, once
             raise type(error)(f"tensor {show(name)}: {error.finding.what}", fix=error.finding.fix or DAMAGED) from None
-        placed.append((start, end, position, name, dtype, shape))
+        placed.append((start, end, position, name, dtype, shapes.setdefault(shape, shape)))
     placed.sort()  # `position` is unique, so names and dtypes are never compared
     _check_cover(placed, state.nbytes - data_start)
 

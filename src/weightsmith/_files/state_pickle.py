@@ -14,7 +14,7 @@ from __future__ import annotations
 import io
 import pickletools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -80,6 +80,25 @@ class Mapping:
 
 
 @dataclass(slots=True, eq=False)
+class Instance:
+    """An object of a class that the caller named: never made, only what the pickle says of it.
+
+    kind   the full name of its class
+    args   of its construction
+    state  that is set afterwards; None: none
+    """
+
+    kind: str
+    args: tuple[Any, ...]
+    state: Any = None
+
+    def attribute(self, name: str) -> Any:
+        """The value of an attribute; None if there is none."""
+        items = self.state.items() if type(self.state) is Mapping else ()
+        return next((value for key, value in items if type(key) is str and key == name), None)
+
+
+@dataclass(slots=True, eq=False)
 class Opaque:
     """A value that no tensor is made of, by its kind: `set`, `bytes`."""
 
@@ -138,10 +157,11 @@ _REASONS = (
 )
 
 
-def interpret(data: bytes) -> Any:
+def interpret(data: bytes, classes: Container[str] = ()) -> Any:
     """What a pickle holds, as records of this module, tuples, lists, str, int, float, bool and None.
 
-    data  the pickle, protocols 2 to 5, of at most `MAX_PICKLE_BYTES`: the caller sees to it
+    data     the pickle, protocols 2 to 5, of at most `MAX_PICKLE_BYTES`: the caller sees to it
+    classes  whose objects may be in it besides, as an `Instance` each
 
     Raises FormatError for bytes that are no pickle, or no pickle that PyTorch writes; Unsupported for a function or class
     that state dicts do not need, and for more than this machine takes. The errors do not name the file. Cost: about 0.2 s
@@ -151,7 +171,7 @@ def interpret(data: bytes) -> Any:
     >>> interpret(pickle.dumps({"a": (1, None)}, protocol=2)).flat
     ['a', (1, None)]
     """
-    return _Machine(data).run()
+    return _Machine(data, classes).run()
 
 
 def describe(value: Any) -> str:
@@ -167,6 +187,8 @@ def describe(value: Any) -> str:
             return show(name)
         case Opaque(kind):
             return f"a {kind}"
+        case Instance(kind):
+            return f"an object of {show(kind)}"
         case Mapping():
             return "a dict"
         case _:
@@ -174,8 +196,9 @@ def describe(value: Any) -> str:
 
 
 class _Machine:
-    def __init__(self, data: bytes) -> None:
+    def __init__(self, data: bytes, classes: Container[str]) -> None:
         self.data = data
+        self.classes = classes
         self.file = io.BytesIO(data)
         self.position = 0  # of the instruction
         self.stack: list[Any] = []
@@ -208,7 +231,7 @@ class _Machine:
         if opcode.name == "STOP":
             return False
         operation = _OPERATIONS.get(opcode.name)
-        if operation is None:
+        if operation is None or (opcode.name == "NEWOBJ" and self.classes == ()):
             what = f"the pickle, byte {self.position:,}: a state dict needs no instruction {opcode.name}; it was not run"
             raise Unsupported(what, fix=CONVERT)
         try:
@@ -345,7 +368,8 @@ class _Machine:
         if value is None:
             if not (_IDENTIFIERS.fullmatch(module) and _IDENTIFIERS.fullmatch(name)):
                 self.reject(f"{show(module)} and {show(name)} are no names of a module and of a function or class")
-            if not (full in _CALLS or full in STORAGES or full in _OPAQUE or full in _CLASSES or _DTYPE.fullmatch(full)):
+            known = full in _CALLS or full in STORAGES or full in _OPAQUE or full in _CLASSES or full in self.classes
+            if not (known or _DTYPE.fullmatch(full)):
                 reasons = [reason for prefix, reason in _REASONS if full.startswith(prefix)]
                 what = f"the pickle uses {show(full)}, which is not needed for a state dict of plain tensors; it was not run"
                 raise Unsupported(what, details=reasons[:1], fix=CONVERT)
@@ -367,6 +391,8 @@ class _Machine:
 
     def call(self, function: Global, args: tuple[Any, ...]) -> Any:
         """The record of what a function of the list would return."""
+        if function.name in self.classes:
+            return Instance(function.name, args)
         kind = _OPAQUE.get(function.name)
         if kind is not None:
             return Opaque(kind)
@@ -376,10 +402,19 @@ class _Machine:
             self.reject(f"{function.name} cannot be called with these {len(args)} arguments")
         return record
 
+    def new_object(self) -> None:
+        args, kind = self.pop(), self.pop()
+        if type(kind) is not Global or kind.name not in self.classes or type(args) is not tuple:
+            self.reject(f"makes an object of {describe(kind)} with {describe(args)}")
+        self.make(Instance(kind.name, args))
+
     def build(self) -> None:
-        """Attributes of an OrderedDict (`_metadata`): left out."""
-        self.pop()
+        """Attributes of an `Instance`, or of an OrderedDict (`_metadata`), which are left out."""
+        state = self.pop()
         target = self.top()
+        if type(target) is Instance:
+            target.state = state
+            return
         if type(target) is not Mapping:
             self.reject(f"sets attributes of {describe(target)}, which has none")
 
@@ -484,5 +519,6 @@ _OPERATIONS: dict[str, Callable[[_Machine, Any], None]] = {
     "STACK_GLOBAL": lambda m, _: m.stack_global(),
     "BINPERSID": lambda m, _: m.persistent(),
     "REDUCE": lambda m, _: m.reduce(),
+    "NEWOBJ": lambda m, _: m.new_object(),
     "BUILD": lambda m, _: m.build(),
 }

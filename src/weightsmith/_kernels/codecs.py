@@ -183,6 +183,15 @@ def _first_from(bits: np.ndarray, n: int, mask: Any, limit: Any) -> int:
     return -1
 
 
+@kernel(codes="in")
+def any_nonfinite(raw: np.ndarray, codes: np.ndarray, n: int) -> bool:
+    """Whether a NaN or infinity is among n elements of any row of raw uint8 [inputs, >= bytes]. codes: int64 [inputs]."""
+    for i in range(codes.shape[0]):
+        if first_nonfinite(raw[i], codes[i], n) >= 0:
+            return True
+    return False
+
+
 @kernel(code="in")
 def first_nonfinite(raw: np.ndarray, code: int, n: int) -> int:
     """Index of the first NaN or infinity among n elements of a byte buffer; -1 when there is none."""

@@ -206,3 +206,31 @@ def add_low_rank(
         for e in range(m):
             z[e] = np.float64(x[e]) + scaling * y[e]
         done += m
+
+
+@kernel
+def add_matrix_product(left: np.ndarray, right: np.ndarray, out: np.ndarray) -> None:
+    """out += left @ right: float64 [n, k], [k, cols] and [n, cols], contiguous.
+
+    Each element is a sum over k, in order: it does not depend on n, as a matrix product of a BLAS would.
+    """
+    for i in range(left.shape[0]):
+        for k in range(left.shape[1]):
+            add_scaled(left[i, k], right[k], right.shape[1], out[i])
+
+
+@kernel
+def rotate_blocks(rows: np.ndarray, blocks: np.ndarray, out: np.ndarray) -> None:
+    """out = rows @ a block-diagonal matrix: float64 [n, cols], contiguous; not in place.
+
+    blocks  float64 [number, size, size]: the blocks in order, from the first again if cols has more; size divides cols
+
+    Each element is a sum in the order of the columns.
+    """
+    size = blocks.shape[1]
+    for i in range(rows.shape[0]):
+        for start in range(0, rows.shape[1], size):
+            block, total = blocks[(start // size) % blocks.shape[0]], out[i, start : start + size]
+            fill(total, size, 0.0)
+            for k in range(size):
+                add_scaled(rows[i, start + k], block[k], size, total)

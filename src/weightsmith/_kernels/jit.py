@@ -65,14 +65,15 @@ class Kernel:
         self.function = function
         self._known = known
         self._axes = [(axis, *_find_argument(function, name)) for name, axis in axes.items()]
+        self._places = [(place, field) for _, place, field in self._axes]
         self._by_arguments: dict[tuple[Any, ...], Any] = {}
         self._by_setting: dict[tuple[bool, ...], Any] = {}
         self._lock = threading.RLock()
 
     def __call__(self, *args: Any) -> Any:
         """Call the variant for these arguments; it is compiled if it is new."""
-        values = [getattr(args[place], field) if field else args[place] for _, place, field in self._axes]
-        key = tuple([v.tobytes() if isinstance(v, np.ndarray) else v for v in values])
+        values = [getattr(args[place], field) if field else args[place] for place, field in self._places]
+        key = tuple([value.tobytes() if value.__class__ is np.ndarray else value for value in values])
         compiled = self._by_arguments.get(key)
         if compiled is None:
             axis_values: dict[str, set[int]] = {}

@@ -2,7 +2,7 @@
 
 `base.py` is the record of a method, `signature.py` makes it of a function and its typed parameters, `family.py` and
 `linears.py` are what the task-vector methods and those of whole matrices share, `steps.py` what may follow any method with a
-base, `user*.py` methods of the user's own. What the engine runs is in `jobs`. Imports `_base` to `_plans`, and `abc`.
+base, `user.py` methods of the user's own. What the engine runs is in `jobs`. Imports `_base` to `_plans`, and `abc`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from weightsmith._base.errors import MethodError, UnknownMethod, nearest, nearest_names
 from weightsmith._methods.base import Method, Parameter
 from weightsmith._methods.steps import with_steps
+from weightsmith._plans import OwnCode
 
 NAMES = (
     "linear", "task_arithmetic", "nan",
@@ -44,28 +45,40 @@ def find(name: str, folder: Path, *, allow_code: bool) -> Method:
 
     folder  that the file's path starts from
     """
-    from weightsmith._methods import user_files
+    if name in NAMES:
+        return _built_in(name)
+    from weightsmith._methods import user
 
-    return user_files.load_file(name, folder, allow_code=allow_code) if user_files.names_file(name) else get(name)
+    return user.load_file(name, folder, allow_code=allow_code) if user.names_file(name) else get(name)
+
+
+def code_of(name: str) -> OwnCode | None:
+    """Where the code of a method comes from, which is loaded; None for one of weightsmith's."""
+    if name in NAMES:
+        return None
+    from weightsmith._methods import user
+
+    loaded = user.loaded(name)
+    return None if loaded is None else loaded.code
 
 
 def _from_elsewhere(name: str) -> Method:
-    from weightsmith._methods import user_files
+    from weightsmith._methods import user
 
-    if (loaded := user_files.loaded(name)) is not None:
+    if (loaded := user.loaded(name)) is not None:
         return loaded.method
-    if name in user_files.METHODS:
-        return user_files.load_installed(name)
-    if user_files.names_file(name):
+    if name in user.METHODS:
+        return user.load_installed(name)
+    if user.names_file(name):
         raise UnknownMethod(f"{name} is code of your own, which only a recipe names", fix="give the function itself in Python")
-    if called := user_files.function_of(name):
+    if called := user.function_of(name):
         raise UnknownMethod(
             f"merge_method {name} was a function of another Python process, which a recipe cannot name",
             fix=f"pass the function itself in Python, or write it into a file: merge_method: ./my_method.py:{called}",
         )
     if name in _MIXTURES:
         raise UnknownMethod(f"'{name}' is no merge method: a mixture of experts has a recipe of its own", fix=TO_MOE)
-    known = (*NAMES, *user_files.METHODS.names)
+    known = (*NAMES, *user.METHODS.names)
     close = nearest_names(name, known)
     listed = f"`weightsmith methods` lists all {len(known)}"
     fix = f"write '{close[0]}'; {listed}" if close else f"write linear, ties or another; {listed}"
@@ -89,14 +102,14 @@ def all_methods() -> tuple[Method, ...]:
 
 def installed_methods() -> tuple[tuple[Method, ...], tuple[MethodError, ...]]:
     """The methods that installed packages bring, under the names that recipes give them; and why others do not work."""
-    from weightsmith._methods import user_files
+    from weightsmith._methods import user
 
     methods, errors = [], []
-    for name in user_files.METHODS.names:
+    for name in user.METHODS.names:
         if name in NAMES:
             continue  # weightsmith's own come first
         try:
-            methods.append(replace(user_files.load_installed(name), name=name))
+            methods.append(replace(user.load_installed(name), name=name))
         except MethodError as error:
             errors.append(error)
     return tuple(methods), tuple(errors)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from weightsmith._methods.jobs.requires import needs_torch
+from weightsmith._base.torch_use import needs_torch
 from weightsmith._methods.signature import merge_method
 from weightsmith.abc.job import Job, Matrix
 

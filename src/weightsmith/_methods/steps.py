@@ -13,8 +13,8 @@ from typing import Annotated, Literal
 
 import numpy as np
 
+from weightsmith._base.torch_use import needs_torch
 from weightsmith._methods.base import Method, Requirement
-from weightsmith._methods.jobs.requires import needs_torch
 from weightsmith._methods.signature import Bounds, bound, parameters_of
 from weightsmith.abc.job import Job, Matrix
 

@@ -164,6 +164,18 @@ class Checkpoint(NamedTensors, Closing):
         return sum(spec.nbytes for spec in self.specs.values())
 
     @property
+    def stored_share(self) -> float:
+        """Bytes of the weight files for each byte of the decoded tensors; 1 for weights that are stored plain."""
+        if not self.decoded:
+            return 1.0
+        missing = self.missing
+        stored = sum(missing.get(path) or (path.stat().st_size if path.is_file() else 0) for path in self.paths)
+        if not stored:  # it is streamed
+            extents = (part for name, spec in self.specs.items() for part in self.extents(name, 0, spec.nbytes))
+            stored = sum(extent.nbytes for extent in extents)
+        return stored / max(1, self.nbytes)
+
+    @property
     def weights(self) -> tuple[str, ...]:
         """Names of the weight files, in natural order, and after them those in subfolders."""
         folders = {self.folder / name: f"{name}/" for name in self.subfolders}
@@ -298,8 +310,9 @@ def open_checkpoint(
     docs/remote.md. Their tensors are read by byte range.
 
     Weights are safetensors, PyTorch's zip checkpoints (.bin, .pt, .pth, .ckpt), which are read without executing code, or GGUF,
-    whose config.json and tokenizer are made from the file. GGUF's blocks, and FP8, compressed-tensors, GPTQ, AWQ, AutoRound,
-    Quark, bitsandbytes, ComfyUI, EXL3 and MLX weights are dequantised to float32; others are returned as stored.
+    whose config.json and tokenizer are made from the file, or what the processes of a training run have of each tensor (DCP,
+    DeepSpeed's ZeRO). GGUF's blocks, and FP8, compressed-tensors, GPTQ, AWQ, AutoRound, Quark, bitsandbytes, ComfyUI, EXL3 and
+    MLX weights are dequantised to float32; others are returned as stored.
 
     The result of `merge` and other functions is opened where it was written. A local path takes precedence over a Hub id of the
     same name; a Path is never a Hub id. A single file is opened without
@@ -338,6 +351,13 @@ def open_checkpoint(
         repository.read_starts([only])
         opened = opening.open_file(repository.folder / only, name, repository.open)
         return _checkpoint(name, opened, ModelFolder.of(repository.folder, repository, alone=True), raw=raw)
+    _fetch_headers(repository, name, download=download, stream=stream or isinstance(place, Address) or place.streams)
+    names = list(repository.sizes)
+    return _open_folder(name, repository.folder, names, repository, raw=raw, plain=ignore_quantization_config)
+
+
+def _fetch_headers(repository: Repository | RemoteFolder, name: str, *, download: bool, stream: bool) -> None:
+    """Fetch what says where every tensor is: settings, indexes, and the beginnings of weight files; the rest as asked."""
     indexes = [pattern for kind in opening.kinds() for pattern in kind.indexes]
     repository.download(["config.json", *SETTINGS_FILES, *indexes, *subfolders.SETTINGS], quiet=True)
     folders = subfolders.module_folders(repository.folder, repository.sizes)
@@ -346,7 +366,6 @@ def open_checkpoint(
     files += opening.find_subfolders(repository.folder, repository.sizes, folders, name).values()
     weights = [path.relative_to(repository.folder).as_posix() for file in files for path in file.paths]
     repository.want([*weights, *copied_files(repository.sizes, folders), CARD_NAME])
-    stream |= isinstance(place, Address) or place.streams
     if download and not stream:
         repository.download()
     repository.download(read_to_choose(repository.sizes), quiet=True)
@@ -355,8 +374,6 @@ def open_checkpoint(
         repository.stream()
         if download:
             repository.download(quiet=True)
-    names = list(repository.sizes)
-    return _open_folder(name, repository.folder, names, repository, raw=raw, plain=ignore_quantization_config)
 
 
 def open_place(

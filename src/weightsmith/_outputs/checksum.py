@@ -126,7 +126,7 @@ PIECE_BYTES = 1 << 22
 PART_BYTES = 1 << 26  # the unit of work of a thread
 
 
-class Stored(NamedTuple):
+class StoredBytes(NamedTuple):
     """A stored tensor: `nbytes` from byte `offset` of a file. read: bytes of it, from a byte on; fewer if the file ends."""
 
     name: str
@@ -143,7 +143,7 @@ def read_at(fd: int, start: int, nbytes: int) -> memoryview:
 
 
 def reread(
-    tensors: Sequence[Stored], *, threads: int = 2, progress: Progress | None = None, piece_bytes: int | None = None
+    tensors: Sequence[StoredBytes], *, threads: int = 2, progress: Progress | None = None, piece_bytes: int | None = None
 ) -> dict[str, str]:
     """The checksum of each tensor as it is stored; "" for one that cannot be read completely.
 
@@ -189,7 +189,7 @@ def reread(
     return result
 
 
-def _parts(tensors: Sequence[Stored]) -> Iterator[tuple[int, int, int]]:
+def _parts(tensors: Sequence[StoredBytes]) -> Iterator[tuple[int, int, int]]:
     """(tensor number, first byte, bytes): runs of whole grains."""
     for number, tensor in enumerate(tensors):
         step = tensor.grain_bytes * max(1, PART_BYTES // tensor.grain_bytes)
@@ -197,7 +197,7 @@ def _parts(tensors: Sequence[Stored]) -> Iterator[tuple[int, int, int]]:
             yield number, start, min(step, tensor.nbytes - start)
 
 
-def _digests(tensor: Stored, start: int, nbytes: int, piece_bytes: int) -> bytes | None:
+def _digests(tensor: StoredBytes, start: int, nbytes: int, piece_bytes: int) -> bytes | None:
     """The digests of a run of grains; None if some of its bytes cannot be read."""
     hasher = GrainHasher(tensor.grain_bytes)
     for at in range(start, start + nbytes, piece_bytes):

@@ -26,8 +26,8 @@ from weightsmith._outputs.hub_repository import (
     MAIN,
     PREFIX,
     BranchMoved,
-    Content,
     HubAddress,
+    HubContent,
     HubRepository,
     content_of,
     is_hub_address,
@@ -106,7 +106,7 @@ def _models(read: str) -> Iterator[HubAddress]:
             yield HubAddress(repo.strip("/"), branch or MAIN)
 
 
-def holds(files: Mapping[str, Content], model: Mapping[str, Content]) -> bool:
+def holds(files: Mapping[str, HubContent], model: Mapping[str, HubContent]) -> bool:
     """A commit with these `files` holds exactly this `model`; it may have the files that the Hub makes besides."""
     others = files.keys() - model.keys() - {ATTRIBUTES, CARD}
     return not others and all(name in files and content.is_same(files[name]) for name, content in model.items())
@@ -238,7 +238,7 @@ class HubTarget(Target):
         if parent is None:
             notes[_PARENT] = head
 
-    def _is_ours(self, commit: str, new: Mapping[str, Content]) -> bool:
+    def _is_ours(self, commit: str, new: Mapping[str, HubContent]) -> bool:
         return bool(new) and holds(self._repository.files(commit), new)
 
     # finished files
@@ -256,7 +256,7 @@ class HubTarget(Target):
         if not (self._is_committed and self._is_ours(self._parent, new)):
             self._commit(content, put, others)
 
-    def _commit(self, content: Path, put: Mapping[str, Content], others: Mapping[str, Content]) -> None:
+    def _commit(self, content: Path, put: Mapping[str, HubContent], others: Mapping[str, HubContent]) -> None:
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
         new = {**put, **others}
@@ -280,7 +280,7 @@ class HubTarget(Target):
                 raise lost from error
             raise
 
-    def _gone(self, put: Mapping[str, Content]) -> list[str]:
+    def _gone(self, put: Mapping[str, HubContent]) -> list[str]:
         """The uploaded files that the Hub no longer has."""
         try:
             return self._repository.missing(put)
@@ -292,19 +292,19 @@ class HubTarget(Target):
         self._bars.close()
 
 
-def _content(value: object) -> Content | None:
+def _content(value: object) -> HubContent | None:
     """What a note of a file says; None if it is none."""
     match value:
         case [int(nbytes), str(sha256)]:
-            content = Content(nbytes, "", sha256)
+            content = HubContent(nbytes, "", sha256)
         case [int(nbytes), str(sha1), str(sha256)]:
-            content = Content(nbytes, sha1, sha256)
+            content = HubContent(nbytes, sha1, sha256)
         case _:
             return None
     return content if _SHA1.fullmatch(content.sha1) and _SHA256.fullmatch(content.sha256) else None
 
 
-def _contents(value: object) -> dict[str, Content]:
+def _contents(value: object) -> dict[str, HubContent]:
     """What a note of many files says; {} if it is none, or one of them is none."""
     if not isinstance(value, Mapping):
         return {}

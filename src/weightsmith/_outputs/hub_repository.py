@@ -138,7 +138,7 @@ _FIXES = {
 _Result = TypeVar("_Result")
 
 
-class Content(NamedTuple):
+class HubContent(NamedTuple):
     """What a file holds, as the Hub lists it.
 
     sha1    of git, for files that are in the repository itself; "" if that is not known
@@ -149,13 +149,13 @@ class Content(NamedTuple):
     sha1: str
     sha256: str
 
-    def is_same(self, listed: Content) -> bool:
+    def is_same(self, listed: HubContent) -> bool:
         """The file that the Hub lists so holds this."""
         same_hash = listed.sha256 == self.sha256 if listed.sha256 else listed.sha1 == self.sha1
         return same_hash and (listed.nbytes == self.nbytes)
 
 
-def content_of(path: Path) -> Content:
+def content_of(path: Path) -> HubContent:
     """The size and hashes of a local file."""
     nbytes = path.stat().st_size
     sha1, sha256 = hashlib.sha1(b"blob %d\0" % nbytes, usedforsecurity=False), hashlib.sha256()
@@ -163,7 +163,7 @@ def content_of(path: Path) -> Content:
         while piece := file.read(1 << 20):
             sha1.update(piece)
             sha256.update(piece)
-    return Content(nbytes, sha1.hexdigest(), sha256.hexdigest())
+    return HubContent(nbytes, sha1.hexdigest(), sha256.hexdigest())
 
 
 class HubRepository:
@@ -240,14 +240,14 @@ class HubRepository:
 
     # files
 
-    def files(self, commit: str) -> dict[str, Content]:
+    def files(self, commit: str) -> dict[str, HubContent]:
         """The files of a commit by name."""
         from huggingface_hub.hf_api import RepoFile
 
-        def listed() -> dict[str, Content]:
+        def listed() -> dict[str, HubContent]:
             tree = self.api.list_repo_tree(self.address.repo, recursive=True, revision=commit)
             return {
-                entry.path: Content(entry.size, entry.blob_id, entry.lfs.sha256 if entry.lfs else "")
+                entry.path: HubContent(entry.size, entry.blob_id, entry.lfs.sha256 if entry.lfs else "")
                 for entry in tree
                 if isinstance(entry, RepoFile)
             }
@@ -295,7 +295,7 @@ class HubRepository:
             raise PushFailed(what, where=f"{self.address}/{name}", fix=fix)
         return addition
 
-    def missing(self, files: Mapping[str, Content]) -> list[str]:
+    def missing(self, files: Mapping[str, HubContent]) -> list[str]:
         """The uploaded files that the Hub no longer has: it may remove files that no commit has."""
         from huggingface_hub.lfs import UploadInfo, post_lfs_batch_info
 
@@ -387,7 +387,7 @@ def moved(address: HubAddress, parent: str, head: str | None, *, committed: bool
     return BranchMoved(what, where=str(address), details=(f"began with  {parent}", f"now         {head or 'deleted'}"), fix=fix)
 
 
-def uploaded(name: str, content: Content) -> CommitOperationAdd:
+def uploaded(name: str, content: HubContent) -> CommitOperationAdd:
     """The operation that adds a file which an earlier run has uploaded; its bytes are not here."""
     from huggingface_hub import CommitOperationAdd
     from huggingface_hub.lfs import UploadInfo

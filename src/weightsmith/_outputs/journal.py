@@ -31,6 +31,7 @@ VERSION = 5
 MAX_JOURNAL_BYTES = 128 << 20  # 100,000 tensors take 15 MB
 
 
+_quoted = json.encoder.encode_basestring_ascii
 _BODY, _TENSOR = 17, b'["tensor","'
 """Where the JSON of a line begins, and that of a tensor's."""
 
@@ -107,7 +108,11 @@ def read_lines(data: bytes, names: Collection[str] | None = None) -> Entries:
 
 def encoded(entry: Sequence[object]) -> bytes:
     """One line."""
-    body = json.dumps(entry, separators=(",", ":")).encode()
+    return _line(json.dumps(entry, separators=(",", ":")))
+
+
+def _line(text: str) -> bytes:
+    body = text.encode()
     return xxhash.xxh3_64_hexdigest(body).encode() + b" " + body + b"\n"
 
 
@@ -118,7 +123,10 @@ def plan_line(plan: str, layout: str, facts: Mapping[str, str]) -> bytes:
 
 def tensor_line(name: str, done: Finished) -> bytes:
     """The line of one finished tensor."""
-    return encoded(["tensor", name, *done])
+    flags = (done.distance, done.differing, done.nonfinite)
+    rest = "null,false,false" if flags == (None, False, False) else json.dumps(flags, separators=(",", ":"))[1:-1]
+    # What json.dumps makes of it, in a tenth of the time: there may be a hundred thousand lines.
+    return _line(f'["tensor",{_quoted(name)},{_quoted(done.checksum)},{_quoted(done.made_from)},{rest}]')
 
 
 def product_line(name: str, checksum: str) -> bytes:

@@ -22,7 +22,7 @@ from weightsmith._base.files import read_bounded, show
 from weightsmith._base.strict_json import parse
 from weightsmith._files.containers import MAX_HEADER_BYTES, Layout
 from weightsmith._files.copied import is_loaded
-from weightsmith._outputs.checksum import Stored, grain_bytes, hash_bytes, reread
+from weightsmith._outputs.checksum import StoredBytes, grain_bytes, hash_bytes, reread
 from weightsmith.abc.output import Finished, OtherFile, Progress, Verified
 
 MANIFEST_NAME = "weightsmith.json"
@@ -331,7 +331,7 @@ def damaged(
         elif tensor.nbytes and size < tensor.offset + tensor.nbytes:
             problems.append(f"tensor {name}: differs from what was written ({tensor.file})")
         else:
-            stored.append(Stored(name, partial(read, tensor.file), tensor.offset, tensor.nbytes, tensor.grain_bytes))
+            stored.append(StoredBytes(name, partial(read, tensor.file), tensor.offset, tensor.nbytes, tensor.grain_bytes))
     checksums = reread(stored, threads=threads, progress=progress, piece_bytes=piece_bytes)
     for name, checksum in checksums.items():
         tensor = manifest.tensors[name]

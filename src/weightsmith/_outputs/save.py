@@ -9,7 +9,7 @@ import json
 import os
 import secrets
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,9 +18,9 @@ import numpy as np
 
 from weightsmith._base.errors import NOTHING_WRITTEN, CannotResume, Finding, OutputExists, ParameterError, StoreError
 from weightsmith._base.files import FULL, expand_user, write_all
-from weightsmith._base.options.option import parse_size
+from weightsmith._base.options import parse_size
 from weightsmith._files.arrays import TILE_BYTES, View, pieces, view_of
-from weightsmith._files.containers import PT_METADATA, make_layout
+from weightsmith._files.containers import PT_METADATA, Layout, make_layout
 from weightsmith._outputs import disk
 from weightsmith._outputs.area import staged_plan, staging_folder
 from weightsmith._outputs.checksum import GrainHasher, grain_bytes, hash_bytes
@@ -85,21 +85,8 @@ def save_file(
     _check_file(target, overwrite)
     _make_folder(target)
     temporary = target.parent / f".weightsmith-{os.getpid()}-{secrets.token_hex(4)}.tmp"
-    tile = np.empty(TILE_BYTES, np.uint8)
     try:
-        fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        try:
-            disk.reserve(fd, shard.nbytes)
-            write_all(fd, memoryview(shard.header), 0)
-            for view in views:
-                offset = layout.places[view.spec.name].offset
-                for piece in pieces(view, tile):
-                    write_all(fd, piece, offset)
-                    offset += piece.nbytes
-            if fsync:
-                disk.sync_data(fd)
-        finally:
-            os.close(fd)
+        _write_file(temporary, layout, views, fsync=fsync)
         if overwrite:
             temporary.replace(target)
         else:
@@ -119,6 +106,25 @@ def save_file(
         temporary.unlink(missing_ok=True)
         raise
     return Saved(target, (target.name,), shard.nbytes, aliases)
+
+
+def _write_file(path: Path, layout: Layout, views: Sequence[View], *, fsync: bool) -> None:
+    """Write the one file of a layout. Raises OSError, also if it exists."""
+    (shard,) = layout.shards
+    tile = np.empty(TILE_BYTES, np.uint8)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        disk.reserve(fd, shard.nbytes)
+        write_all(fd, memoryview(shard.header), 0)
+        for view in views:
+            offset = layout.places[view.spec.name].offset
+            for piece in pieces(view, tile):
+                write_all(fd, piece, offset)
+                offset += piece.nbytes
+        if fsync:
+            disk.sync_data(fd)
+    finally:
+        os.close(fd)
 
 
 def save_model(
@@ -145,12 +151,7 @@ def save_model(
     ParameterError for a wrong size, OutputExists, NoSpace, and CannotResume if an interrupted merge into this folder can still
     be resumed.
     """
-    if isinstance(max_shard_bytes, str):
-        try:
-            max_shard_bytes = parse_size(max_shard_bytes)
-        except ValueError:
-            what = f"must be a size such as 800MB, 5GB or 2GiB, not {max_shard_bytes!r}"
-            raise ParameterError(what, where="max_shard_bytes", state=NOTHING_WRITTEN) from None
+    max_shard_bytes = _size(max_shard_bytes)
     views, aliases = _views(tensors, tied)
     specs = [view.spec for view in views]
     layout = make_layout(specs, max_shard_bytes, _with_aliases(metadata, aliases))
@@ -164,17 +165,8 @@ def save_model(
     plan = _PLAN + hash_bytes(b"".join(shard.header for shard in layout.shards))
     spec = OutputSpec(layout, plan, resume=False, overwrite=overwrite)
     staging = Staging.open(LocalTarget(os.fspath(folder)), spec)
-    tile = np.empty(TILE_BYTES, np.uint8)
     try:
-        for view in views:
-            name = view.spec.name
-            hasher = GrainHasher(grain_bytes(view.spec))
-            start = 0
-            for piece in pieces(view, tile):
-                staging.write(name, start, piece)
-                hasher.update(piece)
-                start += piece.nbytes
-            staging.finish(name, Finished(hasher.checksum()))
+        _stage(staging, views)
         if config is not None:
             staging.add_file("config.json", (json.dumps(config, indent=2) + "\n").encode())
         staging.publish({}, fsync=fsync)
@@ -189,6 +181,27 @@ def save_model(
         staging.close()
     files = tuple(shard.name for shard in layout.shards)
     return Saved(absolute(folder), files, sum(shard.nbytes for shard in layout.shards), aliases, staging.warnings)
+
+
+def _size(max_shard_bytes: int | str) -> int:
+    try:
+        return parse_size(max_shard_bytes) if isinstance(max_shard_bytes, str) else max_shard_bytes
+    except ValueError:
+        what = f"must be a size such as 800MB, 5GB or 2GiB, not {max_shard_bytes!r}"
+        raise ParameterError(what, where="max_shard_bytes", state=NOTHING_WRITTEN) from None
+
+
+def _stage(staging: Staging, views: Sequence[View]) -> None:
+    """Write all tensors of an output."""
+    tile = np.empty(TILE_BYTES, np.uint8)
+    for view in views:
+        name, start = view.spec.name, 0
+        hasher = GrainHasher(grain_bytes(view.spec))
+        for piece in pieces(view, tile):
+            staging.write(name, start, piece)
+            hasher.update(piece)
+            start += piece.nbytes
+        staging.finish(name, Finished(hasher.checksum()))
 
 
 def _views(tensors: Mapping[str, Any], tied: Tied) -> tuple[list[View], dict[str, str]]:

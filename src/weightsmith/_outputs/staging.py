@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from weightsmith._base.errors import NOTHING_WRITTEN, Busy, Finding, NoSpace, StoreError
 from weightsmith._base.files import FULL, expand_user
@@ -160,17 +160,21 @@ class Staging(Closing):
         """Say in errors what is left. where: what is written; more_bytes: needed in addition to the unfinished tensors."""
         try:
             yield
-        except StoreError as error:
+        except (StoreError, OSError) as error:
+            self._explain(error, where, more_bytes)
+
+    def _explain(self, error: StoreError | OSError, where: str, more_bytes: Callable[[], int] = lambda: 0) -> NoReturn:
+        """Raise the error of `_kept`. Called by itself where entering a context would take longer than the work."""
+        if isinstance(error, StoreError):
             error.state = error.state or self.kept
-            raise
-        except OSError as error:
-            place = f"{self.folder}, {where}" if where else str(self.folder)
-            if error.errno in FULL:
-                done, places = self.records, self.layout.places
-                needed = more_bytes() + sum(place.nbytes for name, place in places.items() if name not in done)
-                raise disk.no_space(self.path.parent, needed, state=self.kept, cause=error) from error
-            what, fix = f"writing failed: {error.strerror}", "check the disk and its permissions, and run again"
-            raise StoreError(what, where=place, fix=fix, state=self.kept) from error
+            raise error
+        place = f"{self.folder}, {where}" if where else str(self.folder)
+        if error.errno in FULL:
+            done, places = self.records, self.layout.places
+            needed = more_bytes() + sum(place.nbytes for name, place in places.items() if name not in done)
+            raise disk.no_space(self.path.parent, needed, state=self.kept, cause=error) from error
+        what, fix = f"writing failed: {error.strerror}", "check the disk and its permissions, and run again"
+        raise StoreError(what, where=place, fix=fix, state=self.kept) from error
 
     # opening
 
@@ -331,8 +335,10 @@ class Staging(Closing):
 
         The file is closed by `close`. May wait, as `write` does.
         """
-        with self._kept(f"tensor {name}"):
+        try:
             return self.weights.location(name)
+        except (StoreError, OSError) as error:
+            self._explain(error, f"tensor {name}")
 
     def write(self, name: str, start_byte: int, buffer: BytesLike) -> None:
         """Write a C-contiguous buffer at byte `start_byte` of a tensor. Thread-safe; see `WeightFile.write` for what is fast.
@@ -343,8 +349,10 @@ class Staging(Closing):
         view, nbytes = byte_view(buffer), self.layout.places[name].nbytes
         if start_byte < 0 or start_byte + view.nbytes > nbytes:
             raise ValueError(f"{name}: bytes {start_byte}..{start_byte + view.nbytes} of a tensor of {nbytes} bytes")
-        with self._kept(f"tensor {name}"):
+        try:
             self.weights.write(name, start_byte, view)
+        except (StoreError, OSError) as error:
+            self._explain(error, f"tensor {name}")
 
     def finish(self, name: str, done: Finished) -> None:
         """Record that all bytes of a tensor are written: in the journal before it returns. Thread-safe."""
@@ -352,11 +360,13 @@ class Staging(Closing):
             raise KeyError(name)
         if not _CHECKSUM.fullmatch(done.checksum):
             raise ValueError(f"{name}: {done.checksum!r} is not a checksum of 32 hex digits")
-        with self._kept(f"journal, tensor {name}"):
+        try:
             journal, weights = self._opened()
             journal.tensor(name, done)
             self._tensors[name] = done
             weights.finish(name)
+        except (StoreError, OSError) as error:
+            self._explain(error, f"journal, tensor {name}")
 
     def redo(self, names: Collection[str]) -> bool:
         """These finished tensors are computed again. True if others, in files that are put, must be too."""

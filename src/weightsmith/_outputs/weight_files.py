@@ -26,7 +26,7 @@ from weightsmith._base.errors import NOTHING_WRITTEN, NoSpace, StoreError
 from weightsmith._base.files import FULL, read_all, write_all
 from weightsmith._files.containers import Layout
 from weightsmith._outputs import disk
-from weightsmith._outputs.checksum import Stored, grain_bytes, read_at, reread
+from weightsmith._outputs.checksum import StoredBytes, grain_bytes, read_at, reread
 from weightsmith.abc.output import Finished, Progress
 
 PAGE_BYTES = 4096
@@ -190,7 +190,9 @@ class StagedFiles:
         """The checksums of these tensors as they are on disk; names that the layout does not have are left out."""
         asked = set(names)
         stored = [
-            Stored(spec.name, partial(read_at, file.fd), self.layout.places[spec.name].offset, spec.nbytes, grain_bytes(spec))
+            StoredBytes(
+                spec.name, partial(read_at, file.fd), self.layout.places[spec.name].offset, spec.nbytes, grain_bytes(spec)
+            )
             for file, shard in zip(self._files, self.layout.shards, strict=True)
             for spec in shard.tensors
             if spec.name in asked
@@ -330,7 +332,9 @@ class StreamedFiles(StagedFiles):
         shards = self.layout.shards
         put = {name: self._checksums[name] for name in asked if shards[self.layout.places[name].shard].name in self.put}
         stored = [
-            Stored(spec.name, partial(read_at, file.fd), self.layout.places[spec.name].offset, spec.nbytes, grain_bytes(spec))
+            StoredBytes(
+                spec.name, partial(read_at, file.fd), self.layout.places[spec.name].offset, spec.nbytes, grain_bytes(spec)
+            )
             for number, file in self._open.items()
             for spec in shards[number].tensors
             if spec.name in asked

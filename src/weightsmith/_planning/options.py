@@ -11,8 +11,6 @@ from weightsmith._base.options import option, option_record, options_of
 from weightsmith._base.tensors import DTYPE_NAMES, DType
 
 SHARD_BYTES = 5_000_000_000
-ONE_FILE_BYTES = 50_000_000_000
-"""The largest file that the Hub takes: people expect one GGUF file, not one for each 5 GB."""
 
 PLANNED = ("merge", "moe", "plan", "preview")
 RECIPES = (*PLANNED, "tune")
@@ -123,14 +121,12 @@ class RecipeOptions:
 
     @property
     def shard_bytes(self) -> int:
-        """`max_shard_bytes`, or its default.
+        """`max_shard_bytes`, or its default; a quantised format may have another one.
 
-        >>> RecipeOptions().shard_bytes, RecipeOptions(quantize="gguf-q4_0").shard_bytes
-        (5000000000, 50000000000)
+        >>> RecipeOptions().shard_bytes
+        5000000000
         """
-        if self.max_shard_bytes is not None:
-            return self.max_shard_bytes
-        return ONE_FILE_BYTES if self.quantize is not None and self.quantize.startswith("gguf-") else SHARD_BYTES
+        return SHARD_BYTES if self.max_shard_bytes is None else self.max_shard_bytes
 
 
 def output_dtype(asked: object) -> DType | None:

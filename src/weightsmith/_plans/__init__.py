@@ -1,12 +1,15 @@
 """The Plan: everything a run will do, as a value. Imports `_base` and `_files`.
 
-`values.py` defines it; `draft.py` is a plan in the making, and has the checks that every plan passes. `codec.py` and `forms.py`
-read and write its JSON, which is untrusted; `parts.py` divides it among processes. `statistics.py` names what a plan may ask
-of a model and a text. (A module named `plan` would hide the function `weightsmith.plan`.)
+`values.py` defines it; `draft.py` is a plan in the making or from JSON, and has the checks that every plan passes; `codec.py`
+writes and reads records as JSON, which is untrusted. `parts.py` divides a plan among processes, and hashes its parts;
+`summary.py` has the records of its totals. (A module named `plan` would hide the function `weightsmith.plan`.)
 """
 
 from weightsmith._plans.draft import PlanDraft as PlanDraft
-from weightsmith._plans.forms import plan_from_json as plan_from_json
+from weightsmith._plans.draft import ProductSettings as ProductSettings
+from weightsmith._plans.draft import StatisticRequest as StatisticRequest
+from weightsmith._plans.draft import TextSource as TextSource
+from weightsmith._plans.draft import plan_from_json as plan_from_json
 from weightsmith._plans.values import CAST as CAST
 from weightsmith._plans.values import COPY as COPY
 from weightsmith._plans.values import FILL as FILL

@@ -167,7 +167,7 @@ class Summary:
     write_bytes     of the weight files, headers included
     input_bytes     input tensors as they are decoded, each use counted once
     stored_bytes    the same as they are stored in their files, by the share of each model
-    read_bytes      decoded, in all passes; an upper bound, as a pass may prove needless
+    read_bytes      as stored, in all passes; an upper bound, as a pass may prove needless
     survey_bytes    the part of `read_bytes` before the first tensor is merged, for statistics of the whole model
     passes          maximum number of times that a tensor is read
     memory          peak of resident memory
@@ -260,9 +260,9 @@ class Summary:
 def reading_text(summary: Summary) -> str:
     """What is read, in words."""
     several = summary.passes > 1
-    facts = [f"inputs of {size(summary.input_bytes)}, read up to {summary.passes} times"] if several else []
+    facts = [f"inputs of {size(summary.stored_bytes)}, read up to {summary.passes} times"] if several else []
     if summary.stored_bytes != summary.input_bytes:
-        facts.append(f"{size(summary.stored_bytes)} as stored")
+        facts.append(f"the inputs decoded: {size(summary.input_bytes)}")
     details = f" ({'; '.join(facts)})" if facts else ""
     return f"{'up to ' if several else ''}{size(summary.read_bytes)}{details}"
 

@@ -58,6 +58,7 @@ PLAIN = "plain"
 PRODUCTS = -1
 """`Read.model` of a product's array."""
 
+NO_NEEDS = frozenset[str]()
 _SUMMARY = "weightsmith._execution.summary"
 """Makes summaries. It needs the engine and the models, which import this module."""
 
@@ -504,7 +505,7 @@ class Plan:
 
     def needs(self, step: Step) -> frozenset[str]:
         """The products that must be finished before a step can run."""
-        return needs_of(step, self.maker)
+        return needs_of(step, self.maker) if self.products else NO_NEEDS
 
     @cached_property
     def hash(self) -> str:

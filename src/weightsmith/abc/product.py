@@ -27,7 +27,6 @@ import threading
 from typing import Literal
 
 from weightsmith._kernels.codecs import BLOCK, decode
-from weightsmith._kernels.codes import block_maxima
 from weightsmith.abc.job import Bytes
 
 # ---- The interface of a statistic of a text: a sum or maximum over its tokens for each linear layer of a model
@@ -111,6 +110,8 @@ class Largest:
         self.largest = 0.0
 
     def take(self, start_byte: int, data: Bytes) -> None:
+        from weightsmith._kernels.codes import block_maxima
+
         count, row, top = len(data) // self._spec.dtype.itemsize, np.empty(BLOCK, np.float32), np.empty(1, np.float32)
         largest = 0.0
         for start in range(0, count, BLOCK):

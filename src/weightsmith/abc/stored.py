@@ -352,6 +352,7 @@ class ModelFormat(ABC):
     program   the one whose names and types it has
     settings  options that `prepare` reads, besides those of a measurement
     measures  whether importances may be measured, and types chosen for a size
+    shard_bytes  maximum size of a weight file, unless the user says another
     """
 
     name: str
@@ -360,6 +361,7 @@ class ModelFormat(ABC):
     program: str
     settings: frozenset[str]
     measures: bool = False
+    shard_bytes: int = 5_000_000_000
 
     @abstractmethod
     def prepare(self, draft: PlanDraft, companions: ModelFiles, request: ModelRequest) -> Mapping[str, bytes]:
@@ -425,4 +427,4 @@ class StoredFormat:
     @property
     def encodings(self) -> tuple[Encoding, ...]:
         """All without a setting."""
-        return (*self.unlisted, *(encoding for each in self.writes for encoding in each.encodings.values()))
+        return (*self.unlisted, *(encoding for family in self.writes for encoding in family.encodings.values()))

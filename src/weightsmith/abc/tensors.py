@@ -189,6 +189,8 @@ class FileKind:
               FormatError for files that contradict each other
     open      the tensors of its files: (paths, index or None, the model as the user named it, opener of files). Reads only
               headers. Raises FormatError, Unsupported, NotFound, CheckpointError
+    joins     its files are those of the processes of a training run, each with parts of tensors
+    owns      whether a file without a suffix is one of its own, judged by its path
     """
 
     name: str
@@ -196,3 +198,5 @@ class FileKind:
     indexes: tuple[str, ...]
     choose: Callable[[Sequence[str], str], FolderWeights | None]
     open: Callable[[Sequence[Path], Index | None, str, Opener], OpenedFiles]
+    joins: bool = False
+    owns: Callable[[Path], bool] = lambda path: False

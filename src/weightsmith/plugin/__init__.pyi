@@ -21,11 +21,11 @@ from weightsmith._base.report import Facts as Facts
 from weightsmith._base.report import HeatMap as HeatMap
 from weightsmith._base.report import Mark as Mark
 from weightsmith._base.report import Table as Table
-from weightsmith._base.report import chart_files as chart_files
 from weightsmith._base.report.blocks import finite_or_mark as finite_or_mark
 from weightsmith._base.report.blocks import many as many
 from weightsmith._base.report.blocks import safe as safe
 from weightsmith._base.report.blocks import written as written
+from weightsmith._base.report.html import chart_files as chart_files
 from weightsmith._base.strict_json import parse_json as parse_json
 from weightsmith._base.tensors import DTYPES as DTYPES
 from weightsmith._base.tensors import TensorSpec as TensorSpec
@@ -49,7 +49,7 @@ from weightsmith._methods.describe import describe_method as describe_method
 # merge methods
 from weightsmith._methods.jobs.combination import GramJob as GramJob
 from weightsmith._methods.signature import merge_method as merge_method
-from weightsmith._methods.user_files import names_file as names_file
+from weightsmith._methods.user import names_file as names_file
 
 # stored formats
 from weightsmith._models.formats.config import method_of as method_of
@@ -87,8 +87,8 @@ from weightsmith._planning.recipe import Scalar as Scalar
 from weightsmith._planning.recipe import Setting as Setting
 from weightsmith._planning.recipe import load_recipe as load_recipe
 from weightsmith._planning.recipe import numeric as numeric
-from weightsmith._planning.recipe.references import parse_reference as parse_reference
 from weightsmith._planning.recipe.tuning import in_yaml as in_yaml
 from weightsmith._planning.recipe.tuning import value_end as value_end
+from weightsmith._planning.recipe.values import parse_reference as parse_reference
 from weightsmith._reports.tuning.texts import Fit as Fit
 from weightsmith._reports.tuning.texts import RecipeTexts as RecipeTexts

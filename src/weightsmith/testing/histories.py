@@ -233,10 +233,10 @@ class _History:
         assert staging is not None
         plain, fails = staging.target.publish, self.case.fails
 
-        def publish(*arguments: Any, **more: Any) -> None:
+        def publish(*arguments: Any, **options: Any) -> None:
             with nullcontext() if fails is None else fails(change, _Killed()):
                 if after:
-                    plain(*arguments, **more)
+                    plain(*arguments, **options)
             raise _Killed
 
         staging.add_file("config.json", _CONFIG)
@@ -301,12 +301,12 @@ class _History:
         """Which output is visible after a publication was cut off: the old one, the new one, or none."""
         before = self.published
         try:
-            found = self.case.target().verify(threads=1, progress=None).plan
+            visible = self.case.target().verify(threads=1, progress=None).plan
         except (NotFound, CheckpointError, Corrupt):
             assert not before or self.case.target().publication == "requests", "an output is lost"
-            found = ""
-        assert found in ("", before, self.ended)
-        self.published = found
+            visible = ""
+        assert visible in ("", before, self.ended)
+        self.published = visible
         if not keep:
             self.ended = ""
 

@@ -98,16 +98,16 @@ class OutputTests:
         _check(case)
 
     def test_products_are_kept_for_the_next_run(self, case: OutputCase) -> None:
-        wanted = np.arange(3, dtype=np.float32)
+        values = np.arange(3, dtype=np.float32)
         with _open(case) as staging:
             staging.product(_PRODUCT)
             arrays = staging.create(_PRODUCT) or [np.zeros(3, np.float32)]
-            arrays[0][:] = wanted
-            assert (staging.keep(_PRODUCT, arrays)[0] == wanted).all()
+            arrays[0][:] = values
+            assert (staging.keep(_PRODUCT, arrays)[0] == values).all()
         with _open(case) as staging:
-            found = staging.product(_PRODUCT)
-            assert found is not None
-            assert (found[0] == wanted).all()
+            kept = staging.product(_PRODUCT)
+            assert kept is not None
+            assert (kept[0] == values).all()
             staging.forget(_PRODUCT)
             assert staging.product(_PRODUCT) is None
 
@@ -250,14 +250,14 @@ def _build(
 
 def _check(case: OutputCase, extra: Mapping[str, bytes] = {}) -> None:
     """The visible files are those of the layout, with the right bytes, and `verify` finds nothing wrong."""
-    layout, found = layout_of_tests(), case.files()
+    layout, files = layout_of_tests(), case.files()
     index = set() if layout.index is None else {layout.index_name}
-    assert {*found} - {".gitattributes"} == {MANIFEST_NAME, *index, *extra, *(shard.name for shard in layout.shards)}
-    assert {name: found[name] for name in extra} == dict(extra)
+    assert {*files} - {".gitattributes"} == {MANIFEST_NAME, *index, *extra, *(shard.name for shard in layout.shards)}
+    assert {name: files[name] for name in extra} == dict(extra)
     for shard in layout.shards:
-        assert found[shard.name].startswith(shard.header)
+        assert files[shard.name].startswith(shard.header)
         for spec in shard.tensors:
             place = layout.places[spec.name]
-            assert found[shard.name][place.offset : place.offset + place.nbytes] == tensor_data(spec).tobytes()
+            assert files[shard.name][place.offset : place.offset + place.nbytes] == tensor_data(spec).tobytes()
     verified = case.target().verify(threads=1, progress=None)
     assert (verified.tensors, verified.extra) == (len(_SPECS), ())

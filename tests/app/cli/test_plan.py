@@ -19,7 +19,7 @@ from tests.methods.test_post_steps import make_recipe
 from tests.mini import write_checkpoint
 from weightsmith import merge, open_checkpoint
 from weightsmith._app.cli.plan import short
-from weightsmith._app.cli.work import Work
+from weightsmith._app.cli.work import CommandWork
 from weightsmith._base.errors import UnknownName
 from weightsmith._plans import plan_from_json
 from weightsmith._plans.summary import config_changes
@@ -304,5 +304,5 @@ def test_what_an_earlier_run_made_of_calibrated_weights_is_counted_in_arrays(
     small: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = quantise(small / "llama", small / "out", settings(small, bits=None, uniform=False), name="w4a16")
-    Work("out", quiet=False, as_json=False, began=0.0).report(replace(made, resumed=12))
+    CommandWork("out", quiet=False, as_json=False, began=0.0).report(replace(made, resumed=12))
     assert "out: 21 tensors, 12 of the 49 stored arrays by an earlier run, " in capsys.readouterr().out

@@ -14,29 +14,29 @@ from pathlib import Path
 import pytest
 
 from weightsmith._app.studio import kept
-from weightsmith._app.studio.kept import FOLDER, Kept, Run
+from weightsmith._app.studio.kept import FOLDER, KeptRuns, StudioRun
 from weightsmith._base.errors import Busy, StoreError
 
 
-def run(number: int, kind: str = "try") -> Run:
-    return Run(number, kind, 1.0, "title", "recipe\n", numbers={"distance": "1 %"}, report=True)
+def run(number: int, kind: str = "try") -> StudioRun:
+    return StudioRun(number, kind, 1.0, "title", "recipe\n", numbers={"distance": "1 %"}, report=True)
 
 
 def test_recipe_and_runs_are_there_after_a_restart(tmp_path: Path) -> None:
-    first = Kept(tmp_path / "out")
+    first = KeptRuns(tmp_path / "out")
     assert not (tmp_path / "out").exists()
     first.save("# one\n", "a", 4)
     first.save("merge_method: ties\n", "b", 1)
     first.add(run(first.next_id()), "<p>one</p>")
     first.close()
-    again = Kept(tmp_path / "out")
+    again = KeptRuns(tmp_path / "out")
     assert (again.text, again.version, again.runs) == ("merge_method: ties\n", 2, [run(1)])
     assert again.taken == {"a": 4, "b": 1}
     assert (again.report(1), again.report(2), again.next_id()) == ("<p>one</p>", None, 2)
 
 
 def test_a_preview_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
-    found = Kept(tmp_path)
+    found = KeptRuns(tmp_path)
     for kind in ("preview", "preview", "try", "preview"):
         found.add(run(found.next_id(), kind), "page")
     assert [each.kind for each in found.runs] == ["preview", "try", "preview"]
@@ -45,7 +45,7 @@ def test_a_preview_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
 
 def test_the_oldest_runs_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept, "MAX_RUNS", 3)
-    found = Kept(tmp_path)
+    found = KeptRuns(tmp_path)
     for _ in range(5):
         found.add(run(found.next_id()), "page")
     assert [each.id for each in found.runs] == [3, 4, 5]
@@ -53,32 +53,32 @@ def test_the_oldest_runs_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_one_studio_at_a_time(tmp_path: Path) -> None:
-    first = Kept(tmp_path)
+    first = KeptRuns(tmp_path)
     first.save("a\n")
     with pytest.raises(Busy, match="another studio writes its results here"):
-        Kept(tmp_path)
+        KeptRuns(tmp_path)
     first.close()
-    assert Kept(tmp_path).text == "a\n"
+    assert KeptRuns(tmp_path).text == "a\n"
 
 
 def test_a_studio_that_wrote_here_meanwhile_is_not_overwritten(tmp_path: Path) -> None:
-    first, second = Kept(tmp_path / "out"), Kept(tmp_path / "out")
+    first, second = KeptRuns(tmp_path / "out"), KeptRuns(tmp_path / "out")
     first.save("# first\n")
     first.close()
     with pytest.raises(Busy, match="another studio has written"):
         second.save("# second\n")
     assert second.text == ""
-    assert Kept(tmp_path / "out").text == "# first\n"
+    assert KeptRuns(tmp_path / "out").text == "# first\n"
 
 
 def test_a_folder_that_was_removed_is_made_again(tmp_path: Path) -> None:
-    found = Kept(tmp_path / "out")
+    found = KeptRuns(tmp_path / "out")
     found.save("# one\n")
     shutil.rmtree(tmp_path / "out")
     found.save("# two\n")
     found.add(run(1), "page")
     found.close()
-    again = Kept(tmp_path / "out")
+    again = KeptRuns(tmp_path / "out")
     assert (again.text, again.report(1)) == ("# two\n", "page")
 
 
@@ -89,15 +89,15 @@ def test_what_is_broken_is_left_out_and_a_link_is_not_followed(tmp_path: Path) -
     (tmp_path / "a" / FOLDER / "runs.json").write_text(
         '[{"id": 1}, 3, {"id": "1", "kind": "try", "when": 1.0, "title": "", "recipe": ""}]'
     )
-    found = Kept(tmp_path / "a")
+    found = KeptRuns(tmp_path / "a")
     assert (found.text, found.version, found.runs) == ("", 0, [])
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / FOLDER).symlink_to(tmp_path / "b" / FOLDER)
     with pytest.raises(StoreError, match="is a link"):
-        Kept(tmp_path / "c")
+        KeptRuns(tmp_path / "c")
     (tmp_path / "d").write_text("a file")
     with pytest.raises(StoreError):
-        Kept(tmp_path / "d").save("x\n")
+        KeptRuns(tmp_path / "d").save("x\n")
 
 
 # ---- a disk that refuses
@@ -147,7 +147,7 @@ def replaced(folder: Path) -> Iterator[None]:
 def test_what_the_disk_refuses_is_kept_until_it_takes_it(
     tmp_path: Path, refusing: Callable[[Path], AbstractContextManager[None]], why: str
 ) -> None:
-    found = Kept(tmp_path / "out")
+    found = KeptRuns(tmp_path / "out")
     found.save("# one\n")
     with refusing(found.folder):
         for _ in range(2):
@@ -161,7 +161,7 @@ def test_what_the_disk_refuses_is_kept_until_it_takes_it(
     found.flush()
     found.flush()
     found.close()
-    again = Kept(tmp_path / "out")
+    again = KeptRuns(tmp_path / "out")
     assert (again.text, again.version, again.runs, again.taken) == ("# two\n", 2, [run(1)], {"a": 7})
     assert again.report(1) == "<p>page</p>"
     assert not list(again.folder.glob("*.part"))
@@ -170,25 +170,25 @@ def test_what_the_disk_refuses_is_kept_until_it_takes_it(
 @pytest.mark.usefixtures("no_root")
 def test_the_first_edit_is_kept_where_no_folder_can_be_made(tmp_path: Path) -> None:
     with read_only(tmp_path):
-        found = Kept(tmp_path / "out")
+        found = KeptRuns(tmp_path / "out")
         with pytest.raises(StoreError, match="Permission denied"):
             found.save("# one\n")
         assert (found.text, found.version) == ("# one\n", 1)
     found.flush()
     found.close()
-    assert Kept(tmp_path / "out").text == "# one\n"
+    assert KeptRuns(tmp_path / "out").text == "# one\n"
 
 
 def test_a_folder_that_was_removed_is_written_again_without_an_edit(tmp_path: Path) -> None:
-    found = Kept(tmp_path / "out")
+    found = KeptRuns(tmp_path / "out")
     found.save("# one\n")
     found.add(run(1))
     shutil.rmtree(tmp_path / "out")
     found.flush()
     with pytest.raises(Busy):
-        Kept(tmp_path / "out")
+        KeptRuns(tmp_path / "out")
     found.close()
-    again = Kept(tmp_path / "out")
+    again = KeptRuns(tmp_path / "out")
     assert (again.text, [each.id for each in again.runs]) == ("# one\n", [1])
 
 
@@ -196,21 +196,21 @@ def test_a_folder_that_was_removed_is_written_again_without_an_edit(tmp_path: Pa
 
 
 def test_what_ran_is_known_to_the_next_studio(tmp_path: Path) -> None:
-    first = Kept(tmp_path)
+    first = KeptRuns(tmp_path)
     first.began("try", "the merge")
     first.began("merge", "merged")
     first.ended("try")
     left = first.folder / "tune-abc"
     left.mkdir()
     first.close()
-    second = Kept(tmp_path)
+    second = KeptRuns(tmp_path)
     assert second.interrupted == {"merge": "merged"}
     assert not left.exists()
     second.began("sweep", "density")
     second.ended("sweep")
     second.close()
-    third = Kept(tmp_path)
+    third = KeptRuns(tmp_path)
     assert third.interrupted == {}
     third.close()
     (tmp_path / FOLDER / "running.json").write_text(json.dumps({"try": 3}))
-    assert Kept(tmp_path).interrupted == {}
+    assert KeptRuns(tmp_path).interrupted == {}

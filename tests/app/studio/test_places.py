@@ -11,7 +11,7 @@ from tests.plan_help import model
 from weightsmith._app.studio.places import ListedModel, Places, reference
 from weightsmith._base.errors import NotFound, ParameterError, StoreError
 from weightsmith._planning.recipe import ModelRef
-from weightsmith._planning.recipe.references import parse_reference
+from weightsmith._planning.recipe.values import parse_reference
 
 
 @pytest.fixture(scope="module")

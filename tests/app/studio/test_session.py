@@ -23,7 +23,7 @@ from tests.output_help import tree
 from weightsmith import open_checkpoint, preview
 from weightsmith._app.studio import show
 from weightsmith._app.studio.check import PageError
-from weightsmith._app.studio.kept import Kept, Run
+from weightsmith._app.studio.kept import KeptRuns, StudioRun
 from weightsmith._app.studio.places import Places
 from weightsmith._app.studio.session import Session, listed_methods
 from weightsmith._app.studio.tasks import MAX_SWEEP, Asked, available, tried
@@ -164,7 +164,7 @@ def test_a_disk_that_is_full_loses_no_edit(root: Path, session: Session, monkeyp
         assert "No space left" in session.board.get("unsaved"), "it is said as long as it is so"
     until(lambda: session.board.get("unsaved") == "")
     session.close()
-    assert Kept(session.places.out).text.endswith("# two\n"), "without another edit"
+    assert KeptRuns(session.places.out).text.endswith("# two\n"), "without another edit"
 
 
 def test_a_folder_that_is_another_studios_refuses_the_edit(root: Path, session: Session) -> None:
@@ -482,7 +482,7 @@ def test_another_folder_of_that_name_stays(session: Session) -> None:
 
 
 def test_what_was_interrupted_is_said_by_the_next_studio(root: Path, session: Session) -> None:
-    killed = Kept(session.places.out)
+    killed = KeptRuns(session.places.out)
     killed.save(recipe(root))
     killed.began("try", "the merge")
     killed.began("merge", "mine")
@@ -541,7 +541,7 @@ def test_hostile_names_stay_text(root: Path, session: Session) -> None:
     group = GroupPreview(HOSTILE, 1, 10, 1, 1.0, 1.0, (kept,), (NonFiniteCounts(),) * 3)
     plan: Any = type("P", (), {"recipe": HOSTILE})()
     found = Preview(HOSTILE, HOSTILE, (HOSTILE,), 1, 10, (group,), (group,), group, (), (), (), plan)
-    run = Run(1, "try", 1.0, HOSTILE, HOSTILE, numbers={HOSTILE: HOSTILE})
+    run = StudioRun(1, "try", 1.0, HOSTILE, HOSTILE, numbers={HOSTILE: HOSTILE})
     sample = show.Sample(HOSTILE, HOSTILE, 2.0)
     shown = [
         followed(session, "notes", write(session, text))["html"],

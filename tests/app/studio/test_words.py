@@ -14,8 +14,7 @@ from weightsmith._app.cli.app import COMMANDS
 from weightsmith._app.studio import check, show, tasks
 from weightsmith._app.studio.check import Mend, PageError, is_for_terminals, said
 from weightsmith._base.errors import Finding, OutputExists, ParameterError, PlanError, SyntaxProblem
-from weightsmith._base.options import assignment, named
-from weightsmith._base.options.option import option_records, options_of
+from weightsmith._base.options import assignment, named, option_records, options_of
 from weightsmith._reports.judge import Judge
 
 SOURCE = Path(weightsmith.__file__).parent

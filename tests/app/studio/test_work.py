@@ -12,7 +12,7 @@ import weightsmith
 import weightsmith._app.studio.work
 from tests.app.studio.models import make, recipe
 from weightsmith._app.studio import show
-from weightsmith._app.studio.work import Status, Work, unfinished
+from weightsmith._app.studio.work import Status, StudioWork, unfinished
 from weightsmith._base.errors import Busy, OutputExists
 
 
@@ -29,7 +29,7 @@ def tensors(folder: Path) -> bytes:
 
 @pytest.mark.slow
 def test_a_merge_ends_with_its_report(root: Path) -> None:
-    work = Work()
+    work = StudioWork()
     assert show.status(work.status) == ""
     work.start(recipe(root), root / "out" / "first")
     done = work.wait(60)
@@ -43,7 +43,7 @@ def test_a_merge_ends_with_its_report(root: Path) -> None:
 
 @pytest.mark.slow
 def test_cancelled_work_is_kept_and_resumed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    work, out, seen = Work(), root / "out" / "cancelled", list[Status]()
+    work, out, seen = StudioWork(), root / "out" / "cancelled", list[Status]()
     whole = weightsmith._app.studio.work._Watching.show
 
     def show_reading(self: Any, reading: Any) -> None:
@@ -88,7 +88,7 @@ def test_a_second_merge_waits_for_the_first(root: Path, monkeypatch: pytest.Monk
         raise ValueError("no <b>merge</b>")
 
     monkeypatch.setattr(weightsmith._app.studio.work, "merge", merge)
-    work = Work()
+    work = StudioWork()
     work.start("a: b\n", root / "out" / "busy")
     begun.wait(30)
     assert work.status.state == "running"
@@ -102,7 +102,7 @@ def test_a_second_merge_waits_for_the_first(root: Path, monkeypatch: pytest.Monk
 
 
 def test_errors_are_shown_in_full(root: Path) -> None:
-    work = Work()
+    work = StudioWork()
     (root / "out" / "mine").mkdir(parents=True)
     (root / "out" / "mine" / "notes.txt").write_text("mine")
     work.start(recipe(root), root / "out" / "mine", overwrite=True)

@@ -19,7 +19,7 @@ from tests.features.mixture.test_moe import recipe as recipe_of
 from tests.mini import as_bytes, write_checkpoint
 from tests.models.lora.test_lora import P, adapter, factors
 from tests.moe_help import Models, recipe
-from weightsmith._models.structure.fused import role_of
+from weightsmith._models.structure.projections import role_of
 from weightsmith.abc.layout import ExpertLayout
 
 

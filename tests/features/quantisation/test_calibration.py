@@ -41,7 +41,7 @@ from weightsmith._engine.products import find_kind
 from weightsmith._execution.execute import execute
 from weightsmith._execution.options import RunOptions
 from weightsmith._features.quantisation.calibration import layer
-from weightsmith._features.quantisation.calibration.common import split
+from weightsmith._features.quantisation.calibration.layer import split
 from weightsmith._features.quantisation.calibration.plan import without_measuring
 from weightsmith._features.quantisation.formats import FOLLOW_UP
 from weightsmith._features.quantisation.options import QuantizeSettings
@@ -49,8 +49,7 @@ from weightsmith._models.checkpoint import open_checkpoint
 from weightsmith._models.formats import find_encoding, hessians
 from weightsmith._outputs.area import staging_folder
 from weightsmith._planning.planner.reopen import reopen
-from weightsmith._plans import PlanDraft, plan_from_json
-from weightsmith._plans.statistics import StatisticRequest
+from weightsmith._plans import PlanDraft, StatisticRequest, plan_from_json
 
 __all__ = ["few_options"]
 
@@ -402,7 +401,7 @@ def test_killed_and_run_again_it_gives_the_same_bytes(llama: Path, tmp_path: Pat
     made: list[str] = []
     plain = layer.stages
     monkeypatch.setattr(layer, "stages", lambda weights: made.append("layer") or plain(weights))
-    resumed = weightsmith.quantize(llama, out, "exl2", **{name: getattr(given, name) for name in given.given}, progress=False)
+    resumed = weightsmith.quantize(llama, out, "exl2", **{name: getattr(given, name) for name in given.changed}, progress=False)
     assert weights_of(resumed.out) == whole
     assert len(made) == 1
     assert not staging_folder(out).exists()
@@ -533,6 +532,17 @@ def test_what_follows_a_measurement_from_elsewhere_is_checked(llama: Path, tmp_p
         changed = replace(then, settings={**then.settings, "bits": None, "head_bits": 7})
         wrong = replace(prepared.plan, then=changed)
         with pytest.raises(PlanError, match=r"--head-bits \(head_bits\): must be one of .*, not 7"):
+            FOLLOW_UP.follow(prepared.with_plan(wrong), {}, None, None)
+
+
+@pytest.mark.parametrize("products", [None, 7, ["measurement: of no plan"], [7]], ids=repr)
+def test_the_products_of_a_measurement_are_those_of_its_plan(products: object, llama: Path, tmp_path: Path) -> None:
+    with prepared_for(llama, settings(tmp_path, uniform=False)) as prepared:
+        then = prepared.plan.then
+        assert then is not None
+        assert set(then.settings["products"]) == {product.name for product in prepared.plan.products}
+        wrong = replace(prepared.plan, then=replace(then, settings={**then.settings, "products": products}))
+        with pytest.raises(FormatError, match="no format of ours measures so"):
             FOLLOW_UP.follow(prepared.with_plan(wrong), {}, None, None)
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.calibration_help import quantise, save_model, settings
 from weightsmith._base.errors import Unsupported
-from weightsmith._features.quantisation.calibration import float16
+from weightsmith._features.quantisation.calibration import activations
 from weightsmith._plans import Product
 
 pytestmark = pytest.mark.slow
@@ -35,11 +35,11 @@ def large_model(folder: Path) -> Path:
     for name, factor in (("down_proj", 3e5), ("up_proj", 100)):
         tensors[f"model.layers.1.mlp.{name}.weight"] *= factor
     save_file(tensors, path, metadata={"format": "pt"})
-    assert max(float(tensor.abs().max()) for tensor in tensors.values()) < float16.LARGEST
+    assert max(float(tensor.abs().max()) for tensor in tensors.values()) < activations.LARGEST
     loaded = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     with torch.no_grad():
         hidden = loaded(torch.arange(64)[None], output_hidden_states=True).hidden_states
-    assert float(hidden[1].abs().max()) < float16.LARGEST
+    assert float(hidden[1].abs().max()) < activations.LARGEST
     return model
 
 
@@ -77,11 +77,11 @@ def test_a_program_that_computes_in_float16_is_an_error(tmp_path: Path) -> None:
 
 
 def test_the_report_counts_layers() -> None:
-    report = float16.LargestStates((0, 1), np.float32([1, 7e5]), fixed=True)
+    report = activations.LargestStates((0, 1), np.float32([1, 7e5]), fixed=True)
     assert report.warnings("")[0].what.endswith("7e+05 behind layer 1")
     [table] = report.blocks()
     assert table.rows == (("0", 1.0), ("1", 7e5))
-    none = float16.LargestStates((0,), np.float32([float16.LARGEST]), fixed=True)
+    none = activations.LargestStates((0,), np.float32([activations.LARGEST]), fixed=True)
     assert (none.warnings(""), none.blocks(), none.section(), none.files()) == ([], [], "", {})
 
 
@@ -90,6 +90,6 @@ def test_settings_of_a_plan_from_elsewhere_are_checked(changes: dict[str, Any]) 
     from weightsmith._base.tensors import DTYPES, TensorSpec
 
     out = (TensorSpec("largest states", DTYPES["F32"], (1,)),)
-    good = {"layers": [0], "fixed": True}
-    assert float16.ALL.check(Product("n", "largest_states", out, good, (), (), ("a",))) == ""
-    assert float16.ALL.check(Product("n", "largest_states", out, json.loads(json.dumps({**good, **changes})), (), (), ("a",)))
+    good, check = {"layers": [0], "fixed": True}, activations.LARGEST_STATES.check
+    assert check(Product("n", "largest_states", out, good, (), (), ("a",))) == ""
+    assert check(Product("n", "largest_states", out, json.loads(json.dumps({**good, **changes})), (), (), ("a",)))

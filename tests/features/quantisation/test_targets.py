@@ -13,7 +13,7 @@ from tests.calibration_help import TEXT, save_model
 from tests.cli_help import Cli, cli
 from weightsmith._base.errors import ParameterError, PlanError, Unsupported
 from weightsmith._execution import targets
-from weightsmith._execution.targets import Trial, search
+from weightsmith._execution.targets import SizeTrial, search
 from weightsmith._outputs.area import staging_folder
 from weightsmith._outputs.manifest import read_manifest
 
@@ -184,9 +184,9 @@ def test_the_plan_says_what_is_tried(folder: Path, cli: Cli) -> None:
 def test_a_search_ends_close_above_the_smallest_size(target: float) -> None:
     """Sizes come in steps, and the divergence is not that of the first guess."""
 
-    def evaluated(asked: int) -> Trial:
+    def evaluated(asked: int) -> SizeTrial:
         nbytes = asked // 7 * 7
-        return Trial(asked, nbytes, 3.0 ** -(nbytes / 1000))
+        return SizeTrial(asked, nbytes, 3.0 ** -(nbytes / 1000))
 
     trials = search(target, 1001, evaluated, lambda: (8001, 9000))
     best = min(trial.nbytes for trial in trials if trial.divergence <= target)
@@ -197,5 +197,5 @@ def test_a_search_ends_close_above_the_smallest_size(target: float) -> None:
 
 @pytest.mark.parametrize(("target", "asked"), [(1e-9, 8001), (0.9, 1001)])
 def test_a_search_looks_at_the_ends(target: float, asked: int) -> None:
-    trials = search(target, 1001, lambda asked: Trial(asked, asked, 3.0 ** -(asked / 1000)), lambda: (8001, 9000))
+    trials = search(target, 1001, lambda asked: SizeTrial(asked, asked, 3.0 ** -(asked / 1000)), lambda: (8001, 9000))
     assert trials[-1].asked == asked

@@ -78,7 +78,7 @@ def test_a_rotated_table_is_found_again(name: str) -> None:
 
 
 def test_pursuit_takes_the_same_atoms_as_a_plain_one() -> None:
-    from weightsmith._features.transplant.pursuit import pursue
+    from weightsmith._features.transplant.approximations.pursuit import pursue
 
     atoms, targets = normal(60, DONOR), normal(5, DONOR, seed=2)
     asked = problem(normal(60, 4), atoms, [])
@@ -99,7 +99,7 @@ def test_pursuit_takes_the_same_atoms_as_a_plain_one() -> None:
 @pytest.mark.parametrize("name", ["omp", "mp_rope"])
 def test_all_atoms_take_part_in_a_small_vocabulary(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A vocabulary of 1,200 tokens, and k = 16: 128 candidates would do worse."""
-    from weightsmith._features.transplant import pursuit
+    from weightsmith._features.transplant.approximations import pursuit
 
     width = np.linspace(1, 0.05, 48).astype(np.float32)
     donor = normal(1200, 48) * width
@@ -112,7 +112,7 @@ def test_all_atoms_take_part_in_a_small_vocabulary(name: str, monkeypatch: pytes
 
 
 def test_equal_atoms_and_targets_of_zeros_are_no_problem() -> None:
-    from weightsmith._features.transplant.pursuit import pursue
+    from weightsmith._features.transplant.approximations.pursuit import pursue
 
     atoms = np.repeat(normal(3, DONOR), 5, 0)
     targets = np.stack([np.zeros(DONOR, np.float32), atoms[0] + atoms[5]])

@@ -20,7 +20,7 @@ from weightsmith._base.errors import CheckpointError, WeightsmithError
 from weightsmith._files.hub import _explain, _first_lines
 from weightsmith._models.checkpoint import open_checkpoint
 from weightsmith._planning.planner.inputs import open_models
-from weightsmith._planning.recipe.references import parse_reference
+from weightsmith._planning.recipe.values import parse_reference
 
 OLD = "0" * 40
 INDEX = "model.safetensors.index.json"

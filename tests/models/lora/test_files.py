@@ -252,5 +252,5 @@ def test_a_file_of_factors_is_no_model(tmp_path: Path) -> None:
 
 def test_the_config_names_what_is_not_read(tmp_path: Path) -> None:
     """PEFT's checks are those of the folder."""
-    folder, lora = base(tmp_path / "base", np.float32), adapter(tmp_path / "lora", **{**CONFIG, "peft_type": "LOHA"})
+    folder, lora = base(tmp_path / "base", np.float32), adapter(tmp_path / "lora", **{**CONFIG, "peft_type": "GRALORA"})
     assert "peft_type" in str(refusal(folder, lora / "adapter_model.safetensors"))

@@ -67,8 +67,8 @@ def test_convert_to_lora_is_recommended_for_what_it_converts() -> None:
 @pytest.mark.parametrize(
     ("kind", "fix"),
     [
-        ("LOHA", "convert_to_lora"),
-        ("IA3", "Merge it with peft (merge_and_unload"),
+        ("GRALORA", "convert_to_lora"),
+        ("GLORA", "Merge it with peft (merge_and_unload"),
         ("PROMPT_TUNING", "neither peft nor weightsmith can merge it"),
         ("SOMETHING", "Merge it with the program that wrote it"),
         (["LORA"], "Name a folder that PEFT's save_pretrained has written"),
@@ -80,7 +80,7 @@ def test_other_kinds_are_refused_with_advice_that_works(kind: Any, fix: str, tmp
     assert isinstance(problem, Unsupported)
     assert "an adapter of peft_type" in str(problem)
     assert fix in problem.finding.fix
-    assert ("convert_to_lora" in problem.finding.fix) == (kind == "LOHA")
+    assert ("convert_to_lora" in problem.finding.fix) == (kind == "GRALORA")
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,6 @@ def test_other_kinds_are_refused_with_advice_that_works(kind: Any, fix: str, tmp
         ({"bias": "all"}, "bias: 'all'", True),
         ({"lora_bias": True}, "lora_bias: a bias of B", True),
         ({"megatron_config": {"x": 1}}, "megatron_config: ", True),
-        ({"trainable_token_indices": [1]}, "trainable_token_indices: ", True),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights: 'pissa_niter_4': the base weights were changed", True),
         ({"init_lora_weights": "lora_ga"}, "init_lora_weights: 'lora_ga': the base weights were changed", True),
         ({"layer_replication": [[0, 1], [0, 1]]}, "layer_replication: layers that are repeated", False),

@@ -25,7 +25,7 @@ from weightsmith._base.errors import (
 )
 from weightsmith._base.installation import install
 from weightsmith._models.lora import apply_adapter, open_adapter
-from weightsmith._planning.recipe.references import parse_reference
+from weightsmith._planning.recipe.values import parse_reference
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 H, INNER, TOKENS = 24, 40, 50

@@ -104,6 +104,30 @@ def test_the_class_of_the_training_is_taken_where_the_task_is_not_said(tmp_path:
     assert json.loads((tmp_path / "out/config.json").read_text())["architectures"] == ["LlamaForTokenClassification"]
 
 
+@pytest.mark.parametrize("beside", [True, False])
+def test_the_tokenizer_of_an_adapter_that_adds_tokens(beside: bool, tmp_path: Path) -> None:
+    tokenizers, transformers = (pytest.importorskip(name) for name in ("tokenizers", "transformers"))
+
+    def tokenizer(folder: Path, size: int) -> None:
+        words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(size)}, unk_token="w0"))
+        transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)
+
+    model = base(tmp_path / "base", np.float32)
+    tokenizer(model, TOKENS)
+    (model / "generation_config.json").write_text('{"max_length": 7}')
+    tensors = {f"{P}model.embed_tokens.weight": normal(TOKENS + 3, H), f"{P}lm_head.weight": normal(TOKENS + 3, H, seed=2)}
+    lora = adapter(tmp_path / "adapter", factors(Q, H, H) | tensors)
+    if beside:
+        tokenizer(lora, TOKENS + 3)
+    found = baked(model, lora, tmp_path / "out")
+    assert len(found["lm_head.weight"]) == TOKENS + 3
+    assert json.loads((tmp_path / "out/config.json").read_text())["vocab_size"] == TOKENS + 3
+    assert (tmp_path / "out/generation_config.json").exists()
+    loaded = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert loaded.convert_tokens_to_ids(f"w{TOKENS + 2}") == (TOKENS + 2 if beside else 0)
+    assert len(loaded) == TOKENS + 3 * beside
+
+
 def test_a_tied_base_keeps_its_embedding_as_it_is(tmp_path: Path) -> None:
     """A classifier has no head that the embedding could be."""
     embedding = normal(TOKENS, H, seed=6)

@@ -17,7 +17,7 @@ import weightsmith
 from tests import zoo
 from weightsmith._base.errors import FormatError, Unsupported
 from weightsmith._base.tensors import DTYPES
-from weightsmith._models.formats.plain import STRIDED_BYTES, open_pytorch
+from weightsmith._models.formats.pytorch import STRIDED_BYTES, open_pytorch
 from weightsmith.testing import SourceCase, SourceTests
 
 BF16 = DTYPES["BF16"].numpy

@@ -20,7 +20,7 @@ from weightsmith import _methods as methods
 from weightsmith._base.errors import NonFinite
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._models.structure import analyse
-from weightsmith._models.structure.fused import SubMatrix, fused_parts
+from weightsmith._models.structure.projections import SubMatrix, fused_parts
 from weightsmith._plans import Step, plan_from_json
 
 BF16 = np.dtype(ml_dtypes.bfloat16)

@@ -18,7 +18,7 @@ from weightsmith._features.mixture.layouts.dense_config import semantics
 from weightsmith._features.mixture.surgery.build import router_groups, with_experts
 from weightsmith._models.structure import Structure, analyse, resize_config
 from weightsmith._models.structure.configs import MAX_DEPTH, replace_value, sections
-from weightsmith._models.structure.fused import fused_names, fused_parts
+from weightsmith._models.structure.projections import fused_names, fused_parts
 from weightsmith._models.structure.vocabulary import is_embedding, is_head, is_vocabulary, tie_flag, untie
 from weightsmith._planning.planner.files import output_config
 

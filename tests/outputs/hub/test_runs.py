@@ -30,7 +30,7 @@ from weightsmith._execution.run import Callbacks
 from weightsmith._features.any_recipe import prepare_any
 from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._outputs import hub_repository
-from weightsmith._outputs.hub_repository import Content, HubRepository, parse_hub_address
+from weightsmith._outputs.hub_repository import HubContent, HubRepository, parse_hub_address
 from weightsmith._outputs.local import LocalTarget
 from weightsmith._outputs.staging import Staging
 from weightsmith._outputs.weight_files import FILLED, UPLOADS, StreamedFiles
@@ -642,7 +642,7 @@ def test_the_hub_is_asked_about_a_hundred_uploaded_files_at_a_time(hub: FakeHub,
     known = lfs.post_lfs_batch_info
     monkeypatch.setattr(lfs, "post_lfs_batch_info", ask)
     hub.put("org/out", {})
-    files = {f"{i}.safetensors": Content(1, "", hashlib.sha256(b"%d" % i).hexdigest()) for i in range(250)}
+    files = {f"{i}.safetensors": HubContent(1, "", hashlib.sha256(b"%d" % i).hexdigest()) for i in range(250)}
     hub.objects = {each.sha256: b"x" for name, each in files.items() if name not in ("7.safetensors", "249.safetensors")}
     model = HubRepository(parse_hub_address(OUT))
     assert model.missing(files) == ["7.safetensors", "249.safetensors"]

@@ -18,7 +18,7 @@ from tests.plan_help import model
 from weightsmith._base.errors import OutputExists, StoreError
 from weightsmith._outputs import disk
 from weightsmith._outputs.area import OtherFiles, staging_folder
-from weightsmith._outputs.checksum import Stored, reread
+from weightsmith._outputs.checksum import StoredBytes, reread
 from weightsmith._outputs.places import verify
 from weightsmith._outputs.save import save_model
 
@@ -175,7 +175,7 @@ def test_a_copy_of_an_output_is_replaced_whatever_the_times_of_its_files(here: P
     os.utime(here / "copy" / "weightsmith.json", (0, 0))
     read = [0]
 
-    def counted(tensors: Sequence[Stored], **more: Any) -> dict[str, str]:
+    def counted(tensors: Sequence[StoredBytes], **more: Any) -> dict[str, str]:
         read[0] += len(tensors)
         return reread(tensors, **more)
 

@@ -378,6 +378,15 @@ def test_of_a_list_that_decides_nothing_its_rest_is_not_named(abc: tuple[str, st
     ]
 
 
+def test_many_warnings_of_one_kind_are_counted_together(abc: tuple[str, str, str]) -> None:
+    filters = [{"filter": f"absent{i}", "value": 0.1} for i in range(2500)]
+    entry = {"model": abc[1], "parameters": {"weight": [*filters, {"value": 0.5}]}}
+    said = warnings(plan({"merge_method": "linear", "models": [{"model": abc[0], "parameters": {"weight": 1}}, entry]}))
+    whats = [warning.split("\n")[0].partition(".filter: ")[2] for warning in said]
+    expected = [f"the filter 'absent{i}' of weight decides for no tensor" for i in range(5)]
+    assert whats == [*expected[:4], f"{expected[4]}; so for 2,495 more like it"]
+
+
 def test_a_filter_hidden_behind_a_wider_one_warns(abc: tuple[str, str, str]) -> None:
     a, b, _ = abc
     t = [{"value": 0.5}, {"filter": "mlp", "value": 0.1}]

@@ -186,3 +186,18 @@ def test_plans_and_refusals_do_not_depend_on_the_order_of_hashes(tmp_path: Path)
     (printed,) = outputs
     assert len(printed) > 5000
     assert "3 problems" in printed
+
+
+def test_what_tensors_have_in_common_is_kept_once(tmp_path: Path) -> None:
+    a, b = (plan_help.model(tmp_path / name, 3) for name in "ab")
+    weight = {"parameters": {"weight": 0.5}}
+    with prepare(
+        {"merge_method": "linear", "models": [{"model": a, **weight}, {"model": b, **weight}]}, RecipeOptions()
+    ) as prepared:
+        merged = [step for step in prepared.plan.steps if len(step.inputs) == 2]
+        assert len(merged) > 5
+        assert all(read.tensor is step.out.name for step in merged for read in step.inputs)
+        shapes = {step.out.shape: step.out.shape for step in merged}
+        assert all(shapes[step.out.shape] is step.out.shape for step in merged)
+        assert len({id(origin) for origin in prepared.origins.values()}) <= 3 + 1  # one for each layer, one for what is outside
+        assert [origin.value for origin in prepared.explain(merged[0].out.name) if origin.parameter == "weight"] == [0.5, 0.5]

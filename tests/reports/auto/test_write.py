@@ -9,15 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import weightsmith
 from tests.calibration_help import save_model
 from tests.cli_help import Cli, cli
 from weightsmith._base.errors import OutputExists, ParameterError, PlanError, StoreError
+from weightsmith._execution.options import RunOptions
 from weightsmith._execution.progress import Silent
 from weightsmith._reports.auto.options import WriteSettings
-from weightsmith._reports.auto.write import Sampling, draw
+from weightsmith._reports.auto.write import Sampling, draw, writer
 from weightsmith._reports.evaluate.opening import opened, prepare_named
 
 __all__ = ["cli"]
@@ -121,9 +122,6 @@ def test_what_cannot_be_written_is_refused_first(folder: Path, tmp_path: Path) -
 
 @pytest.mark.slow
 def test_rows_longer_than_the_model_takes_are_refused(folder: Path) -> None:
-    from weightsmith._execution.options import RunOptions
-    from weightsmith._reports.auto.write import writer
-
     with prepare_named(folder) as prepared:
         draw_text = writer("llama", prepared, RunOptions())
         most = opened("llama", prepared).positions
@@ -137,3 +135,99 @@ def test_the_command_says_what_it_wrote(folder: Path, tmp_path: Path, cli: Cli) 
     assert "2 rows written: " in done.out
     assert json.loads(cli("write", folder, tmp_path / "o.jsonl", "--rows", "1", "--tokens", "4", "--json").out)["rows"] == 1
     assert len(text_of(tmp_path / "own.jsonl")) == 2
+
+
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }};{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+def chat_model(folder: Path, template: str) -> Path:
+    """A tiny model with a chat template. Its tokens are bytes."""
+    save_model(folder, "llama")
+    settings = {"chat_template": template, "bos_token": "!", "eos_token": {"content": ";"}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+@pytest.mark.slow
+def test_rows_of_a_chat_model_also_begin_with_the_turns_of_its_template(tmp_path: Path) -> None:
+    model = chat_model(tmp_path / "chat", TEMPLATE)
+    starts = ("!", ";", "\n", "\n\n", "![user]", "![user];[assistant]")
+    chat = weightsmith.write(model, tmp_path / "chat.jsonl", rows=12, tokens=8, progress=False)
+    assert chat.starts == starts
+    assert chat.unused_template == ""
+    assert chat.to_json()["starts"] == list(starts)
+    given = weightsmith.write(model, tmp_path / "given.jsonl", rows=12, tokens=8, start=starts, progress=False)
+    assert text_of(chat.out) == text_of(given.out)
+    assert weightsmith.write(model, tmp_path / "few.jsonl", rows=2, tokens=8, progress=False).starts == starts[:2]
+
+
+@pytest.mark.slow
+def test_a_template_starts_rows_as_transformers_writes_it(tmp_path: Path) -> None:
+    """With a system prompt that the template adds, and blocks on lines of their own."""
+    template = """
+    {%- if messages[0].role != 'system' %}
+    {{- bos_token + '[system]Be brief;' }}
+    {%- endif %}
+    {%- for m in messages %}
+    {{- '[' ~ m.role ~ ']' ~ m.content | trim ~ ';' }}
+    {%- endfor %}
+    {%- if add_generation_prompt %}
+    {{- '[assistant]' }}
+    {%- endif %}"""
+    model = chat_model(tmp_path / "chat", template)
+    found = weightsmith.write(model, tmp_path / "chat.jsonl", rows=6, tokens=4, progress=False)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(model / "tokenizer.json"), bos_token="!", chat_template=template)
+    empty = [{"role": "user", "content": ""}]
+    assert found.starts[-1] == tokenizer.apply_chat_template(empty, tokenize=False, add_generation_prompt=True)
+    assert found.starts[-2] == "![system]Be brief;[user]"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        ("{{ raise_exception('no') }}", "no"),
+        ("{{ 'a' * 10**10 }}", "it takes more than 512 MiB of memory"),
+        ("{% for i in range(10**5) %}{% for j in range(10**5) %}{% endfor %}{% endfor %}", "it takes more than 1 seconds"),
+        ("{{ ''.__class__.__mro__ }}", "access to attribute '__class__' of 'str' object is unsafe."),
+        ("{{ 'a' * 70000 }}" + TEMPLATE, "it writes more than 65,536 characters before the first turn"),
+        ("{{ 'a' * 200 }}" + TEMPLATE, "it takes 207 tokens, and 8 more do not fit into a row"),
+        ("always the same", "it does not show where a turn begins"),
+    ],
+)
+def test_without_a_usable_template_rows_begin_plainly_and_it_is_said_why(
+    template: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weightsmith._activations.scored_rows.RENDERING_SECONDS", 1)
+    model = chat_model(tmp_path / "chat", template)
+    settings = json.loads((model / "config.json").read_text()) | {"max_position_embeddings": 128}
+    (model / "config.json").write_text(json.dumps(settings))
+    with prepare_named(model) as prepared:
+        starts = writer("chat", prepared, RunOptions()).starts(WriteSettings(tokens=8))
+    assert starts.ids == ((0,), (26,), (198,), (198, 198))
+    assert starts.unused_template == why
+
+
+@pytest.mark.slow
+def test_a_template_that_refuses_an_empty_question_still_lets_the_model_ask(tmp_path: Path) -> None:
+    refusing = "{% if not messages[0].content %}{{ raise_exception('empty') }}{% endif %}" + TEMPLATE
+    found = weightsmith.write(chat_model(tmp_path / "chat", refusing), tmp_path / "o.jsonl", rows=9, tokens=2, progress=False)
+    assert found.starts == ("!", ";", "\n", "\n\n", "![user]")
+
+
+@pytest.mark.slow
+def test_the_command_says_what_rows_begin_with(tmp_path: Path, cli: Cli) -> None:
+    model = chat_model(tmp_path / "chat", TEMPLATE)
+    found = cli("write", model, tmp_path / "a.jsonl", "--rows", "6", "--tokens", "4").out
+    assert r'Rows begin with: "!", ";", "\n", "\n\n", "![user]", "![user];[assistant]"' in found
+    broken = chat_model(tmp_path / "broken", "{{ raise_exception('no') }}")
+    assert "The chat template is not used: no" in cli("write", broken, tmp_path / "b.jsonl", "--tokens", "4").out
+
+
+@pytest.mark.slow
+def test_a_start_without_a_token_is_refused(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ParameterError, match="rows have no token to begin with"):
+        weightsmith.write(folder, tmp_path / "own.jsonl", start=("",), progress=False)

@@ -16,8 +16,9 @@ import pytest
 import weightsmith
 from tests.cli_help import Cli, cli
 from tests.mini import write_checkpoint
-from weightsmith._base.report import HeatMap, Mark, to_html
+from weightsmith._base.report import HeatMap, Mark
 from weightsmith._base.report.charts import heat_map
+from weightsmith._base.report.html import to_html
 from weightsmith._reports.look.difference import TensorDifference
 from weightsmith._reports.look.reports import comparison_report, difference_report, inspection_report, preview_report
 from weightsmith._reports.look.surveys import NonFiniteCounts

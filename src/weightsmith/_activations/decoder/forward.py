@@ -24,7 +24,7 @@ from weightsmith._activations.decoder import Arithmetic, Base, WeightSource
 from weightsmith._activations.decoder.unfused import put_back, unfuse
 from weightsmith._base.errors import ShapeError, Unsupported, WeightsmithError, first_line
 from weightsmith._base.tensors import TensorSpec
-from weightsmith._models.structure.fused import role_of
+from weightsmith._models.structure.projections import role_of
 
 BATCH_TOKENS = 2048
 """Per batch, including padding: enough to keep a processor busy while attention masks stay small."""

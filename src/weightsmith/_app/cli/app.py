@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from weightsmith._app.cli import options
-from weightsmith._app.cli.help import Command, Group, overview, page_of, terminal_width
+from weightsmith._app.cli.help import CommandGroup, CommandWithPage, overview, page_of, terminal_width
 from weightsmith._app.cli.mergekit_flags import MergeCommand, MoeCommand
 from weightsmith._base.errors import nearest
 from weightsmith._base.text import result
@@ -46,7 +46,7 @@ class App(typer.Typer):
 
     def command(self, name: str | None = None, *, group: str = "More", **how: Any) -> Callable[..., Any]:
         """Register a command. group: its heading in `weightsmith --help`."""
-        register = super().command(name, rich_help_panel=group, **{"cls": Command, **how})
+        register = super().command(name, rich_help_panel=group, **{"cls": CommandWithPage, **how})
         return lambda function: register(options.common(function))
 
 
@@ -94,7 +94,7 @@ def make_app(args: Sequence[str] = ()) -> App:
     app = App(
         name="weightsmith",
         help="Merge, stack and quantise LLM checkpoints.",
-        cls=Group,
+        cls=CommandGroup,
         no_args_is_help=True,
         rich_markup_mode=None,
         pretty_exceptions_enable=False,

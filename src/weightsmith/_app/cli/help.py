@@ -39,7 +39,7 @@ START = (
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class HelpRows:
     """A heading, and names with their meanings."""
 
     title: str
@@ -65,7 +65,7 @@ class HelpPage:
     summary: str
     text: tuple[str, ...]
     examples: tuple[str, ...]
-    sections: tuple[Rows, ...]
+    sections: tuple[HelpRows, ...]
     notes: tuple[str, ...] = ()
     aligned: bool = True
 
@@ -207,7 +207,7 @@ class _Plain:
         return parameters
 
 
-class Command(_Plain, TyperCommand):
+class CommandWithPage(_Plain, TyperCommand):
     """A command with our help page."""
 
     def get_help(self, ctx: Any) -> str:
@@ -219,7 +219,7 @@ class Command(_Plain, TyperCommand):
         return f"usage: {name} {page_of(self, name).usage}"
 
 
-class Group(_Plain, TyperGroup):
+class CommandGroup(_Plain, TyperGroup):
     """All commands, with our help page."""
 
     def get_help(self, ctx: Any) -> str:
@@ -261,7 +261,7 @@ def page_of(command: Any, name: str, *, brief: bool = False) -> HelpPage:
     summary, text, examples = _parts(command.help)
     arguments = [parameter for parameter in command.params if parameter.param_type_name == "argument"]
     usage = " ".join(["[OPTIONS]", *map(_place, arguments)])
-    listed = Rows("Arguments", tuple((_argument(parameter), _meaning(parameter)) for parameter in arguments))
+    listed = HelpRows("Arguments", tuple((_argument(parameter), _meaning(parameter)) for parameter in arguments))
     notes = (command.epilog,) if command.epilog else ()
     return HelpPage(
         name, usage, summary, text, examples, (*([listed] if arguments else []), *_options(command, brief=brief)), notes
@@ -274,10 +274,10 @@ def overview(group: Any, name: str) -> HelpPage:
 
     shown = [(called, command) for called, command in group.commands.items() if not command.hidden]
     commands = grouped((command.rich_help_panel, (called, _parts(command.help)[0])) for called, command in shown)
-    listed = [Rows(title, tuple(rows)) for title, rows in commands.items()]
-    codes = Rows("Exit codes", tuple((f"{code:d}", meaning) for code, meaning in MEANINGS.items()))
+    listed = [HelpRows(title, tuple(rows)) for title, rows in commands.items()]
+    codes = HelpRows("Exit codes", tuple((f"{code:d}", meaning) for code, meaning in MEANINGS.items()))
     summary, text, _ = _parts(group.help)
-    sections = (Rows("Start here", START), *listed, *_options(group), codes)
+    sections = (HelpRows("Start here", START), *listed, *_options(group), codes)
     return HelpPage(name, "[OPTIONS] COMMAND [ARGS]...", summary, text, (), sections, aligned=False)
 
 
@@ -288,7 +288,7 @@ def _parts(text: str | None) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
     return summary, tuple(paragraphs), tuple(line.strip() for line in examples.splitlines() if line.strip())
 
 
-def _options(command: Any, *, brief: bool = False) -> list[Rows]:
+def _options(command: Any, *, brief: bool = False) -> list[HelpRows]:
     options = [option for option in command.params if option.param_type_name == "option" and not option.hidden]
     shown = [option for option in options if not brief or _is_brief(command, option.name)]
     groups = grouped((option.rich_help_panel or GROUPS[0], (_names(option), _meaning(option))) for option in shown)
@@ -297,7 +297,7 @@ def _options(command: Any, *, brief: bool = False) -> list[Rows]:
     if len(shown) < len(options):
         general.append((HELP_ALL, f"Show all options, {len(options) - len(shown)} more."))
     order = [GROUPS[0], *(name for name in groups if name not in GROUPS), *GROUPS[1:]]
-    return [Rows(name, tuple(groups[name])) for name in order if name in groups]
+    return [HelpRows(name, tuple(groups[name])) for name in order if name in groups]
 
 
 def _is_brief(command: Any, name: str) -> bool:

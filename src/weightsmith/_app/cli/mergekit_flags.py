@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import typer
 
-from weightsmith._app.cli.help import Command
+from weightsmith._app.cli.help import CommandWithPage
 from weightsmith._base.text import note
 
 
@@ -194,7 +194,7 @@ ANSWERS = "weightsmith.mergekit_flags"
 """Key of `translate`'s result in the context's `meta`."""
 
 
-class MergeCommand(Command):
+class MergeCommand(CommandWithPage):
     """`merge`, with mergekit's flags removed before typer reads the command line; they are in no help text."""
 
     flags: Sequence[Flag] = FLAGS

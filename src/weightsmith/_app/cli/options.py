@@ -35,7 +35,7 @@ _MAX_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class UserSetting:
     """One setting.
 
     key       in a file
@@ -71,22 +71,22 @@ class Setting:
 class InForce:
     """A setting that is in force. source: `variable NAME`, or file and line."""
 
-    setting: Setting
+    setting: UserSetting
     value: Any
     source: str
 
 
-def settings() -> dict[str, Setting]:
+def settings() -> dict[str, UserSetting]:
     """All settings, by key."""
     of_runs = {}
     for option in options_of(RunOptions).values():
         if option.setting:
             key = option.flag().removeprefix("--")
-            of_runs[key] = Setting(key, f"WEIGHTSMITH_{key.upper().replace('-', '_')}", option.sentence(str), option)
+            of_runs[key] = UserSetting(key, f"WEIGHTSMITH_{key.upper().replace('-', '_')}", option.sentence(str), option)
     of_every_command = (
-        Setting("quiet", "WEIGHTSMITH_QUIET", "Hide progress and summary."),
-        Setting("hub-cache", "HF_HUB_CACHE", "Folder for downloaded Hub models.", user_only=True),
-        Setting("hub-endpoint", "HF_ENDPOINT", "Address of the Hub; your token is sent there.", user_only=True),
+        UserSetting("quiet", "WEIGHTSMITH_QUIET", "Hide progress and summary."),
+        UserSetting("hub-cache", "HF_HUB_CACHE", "Folder for downloaded Hub models.", user_only=True),
+        UserSetting("hub-endpoint", "HF_ENDPOINT", "Address of the Hub; your token is sent there.", user_only=True),
     )
     return of_runs | {setting.key: setting for setting in of_every_command}
 
@@ -126,7 +126,7 @@ def in_force() -> dict[str, InForce]:
     return chosen
 
 
-def _of_file(path: Path, known: Mapping[str, Setting], table: tuple[str, ...], *, is_users: bool) -> dict[str, InForce]:
+def _of_file(path: Path, known: Mapping[str, UserSetting], table: tuple[str, ...], *, is_users: bool) -> dict[str, InForce]:
     with open_regular(path) as file:
         data = file.read(_MAX_BYTES + 1)
     if len(data) > _MAX_BYTES:

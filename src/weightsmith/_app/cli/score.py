@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -165,8 +166,9 @@ def write(
 ) -> None:
     """Let MODEL write text by itself, as a text for statistics, calibration or tuning.
 
-    Tokens are drawn from the model's predictions, beginning with a start token. A fine-tune writes text of its domain if its
-    training was long enough: look at the file before you use it. The model is in memory as float32.
+    Tokens are drawn from the model's predictions, beginning with a start token, and with the turns of its chat template. A
+    fine-tune writes text of its domain if its training was long enough: look at the file before you use it. The model is in
+    memory as float32.
 
     Examples:
         weightsmith write ./fr fr.jsonl
@@ -183,6 +185,10 @@ def write(
             show_json(text_file.to_json())
         elif work.shows:
             say(f"{count(text_file.rows, 'row')} written: {printable(str(text_file.out))}")
+            starts = ", ".join(json.dumps(start, ensure_ascii=False) for start in text_file.starts)
+            say(f"Rows begin with: {printable(starts)}")
+            if text_file.unused_template:
+                say(f"The chat template is not used: {printable(text_file.unused_template)}")
 
 
 # ---- weightsmith statistics

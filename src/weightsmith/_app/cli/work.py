@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class CommandWork:
     """A command at work.
 
     began   when it began, by `time.monotonic`
@@ -121,21 +121,21 @@ def working(
     page: Path | None = None,
     resumes: bool = False,
     told: Callable[[str], str] | None = None,
-) -> Iterator[Work]:
+) -> Iterator[CommandWork]:
     """Errors as messages, and a status line.
 
     doing    until there is a progress bar
     resumes  a command without output keeps its unfinished work
     told     what to say after Ctrl-C; None: `interrupted`
     """
-    work = Work(out, quiet, as_json, time.monotonic(), page)
+    work = CommandWork(out, quiet, as_json, time.monotonic(), page)
     kept = f" Finished layers are kept.\n  -> Resume with the same command: {_command()}" if resumes else ""
     message = (lambda: (told or interrupted)(out)) if out else (lambda: f"Interrupted.{kept}")
     with failures(as_json=as_json, interrupted=message, writes=bool(out)), status_line(doing, quiet=quiet or as_json):
         if quiet or not is_terminal(sys.stderr):
             os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # huggingface_hub reads it when it is imported
         if page is not None:
-            from weightsmith._base.report import check_page
+            from weightsmith._base.report.html import check_page
 
             check_page(page)
         yield work

@@ -73,7 +73,7 @@ class Control:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class RecipeBlock:
     """A slice, which can be moved. place: in the recipe's list."""
 
     place: int
@@ -94,7 +94,7 @@ class Draft:
     models: tuple[str, ...] = ()
     controls: tuple[Control, ...] = ()
     held: str = ""
-    blocks: tuple[Block, ...] = ()
+    blocks: tuple[RecipeBlock, ...] = ()
 
 
 def read(text: str) -> Draft:
@@ -172,7 +172,7 @@ def _parts(p: Parameter, setting: Setting | None) -> tuple[tuple[str, float], ..
     return numbers if len(numbers) == len(setting.entries) else ()
 
 
-def _blocks(text: str) -> Iterator[Block]:
+def _blocks(text: str) -> Iterator[RecipeBlock]:
     """The slices of a recipe."""
     slices = edits.at(edits.parsed(as_text(text)), _SLICES)
     for i, entry in enumerate(slices if isinstance(slices, list) else []):
@@ -182,7 +182,7 @@ def _blocks(text: str) -> Iterator[Block]:
             layers = edits.at(source, ("layer_range",))
             span = f" layers {layers[0]} to {layers[1]}" if isinstance(layers, list) and len(layers) == 2 else ""
             words.append(f"{edits.at(source, ('model',))}{span}")
-        yield Block(i, ", ".join(words) or "no source")
+        yield RecipeBlock(i, ", ".join(words) or "no source")
 
 
 def _shown(p: Parameter, setting: Setting) -> tuple[Value, str]:

@@ -28,7 +28,7 @@ _TABS = 200
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class StudioRun:
     """One entry of the list of runs.
 
     id       from 1 on
@@ -38,7 +38,7 @@ class Run:
     recipe   its text
     seconds  how long it took
     numbers  results by name, as texts
-    report   whether it has a page: `Kept.report`
+    report   whether it has a page: `KeptRuns.report`
     model    the result of a merge, as a recipe names it
     """
 
@@ -53,7 +53,7 @@ class Run:
     model: str = ""
 
 
-class Kept:
+class KeptRuns:
     """The folder. The first edit creates it. Only one studio can use it at a time.
 
     What the disk refuses stays in memory, and is written by the next call that can: `save`, `add`, `began`, `ended`, `flush`.
@@ -64,7 +64,7 @@ class Kept:
 
     def __init__(self, out: Path) -> None:
         self.folder = out / FOLDER
-        self.runs: list[Run] = []
+        self.runs: list[StudioRun] = []
         self.text, self.version = "", 0
         self.taken: dict[str, int] = {}
         self.interrupted: dict[str, str] = {}
@@ -88,7 +88,7 @@ class Kept:
             self._waiting[_RECIPE] = self._recipe_json()
             self.flush()
 
-    def add(self, run: Run, report: str = "") -> None:
+    def add(self, run: StudioRun, report: str = "") -> None:
         """Store a run. report: its page, as HTML. A preview replaces the last run if that is a preview too."""
         with self._writing:
             self._check_free()
@@ -180,7 +180,7 @@ class Kept:
             os.close(self._lock)
             self._lock = None
 
-    def _drop(self, run: Run) -> None:
+    def _drop(self, run: StudioRun) -> None:
         self._waiting.pop(f"{run.id}.html", None)
         with suppress(OSError):  # a page that nothing names
             (self.folder / f"{run.id}.html").unlink(missing_ok=True)
@@ -246,7 +246,7 @@ class Kept:
 _FIELDS = {"id": int, "kind": str, "when": float, "title": str, "recipe": str, "seconds": float, "report": bool, "model": str}
 
 
-def _decoded(value: object) -> Run | None:
+def _decoded(value: object) -> StudioRun | None:
     """A run from JSON; None for one of another version."""
     if not isinstance(value, dict) or set(value) != {*_FIELDS, "numbers"} or not isinstance(value["numbers"], dict):
         return None
@@ -256,7 +256,7 @@ def _decoded(value: object) -> Run | None:
     }
     fits = all(type(values[name]) is kind for name, kind in _FIELDS.items())
     fits = fits and all(isinstance(text, str) for text in value["numbers"].values())
-    return Run(**values, numbers=value["numbers"]) if fits else None
+    return StudioRun(**values, numbers=value["numbers"]) if fits else None
 
 
 def _refused(error: OSError, path: Path) -> StoreError:

@@ -43,10 +43,10 @@ from weightsmith._app.studio.check import (
     model_allowed,
     said,
 )
-from weightsmith._app.studio.kept import Kept, Run
+from weightsmith._app.studio.kept import KeptRuns, StudioRun
 from weightsmith._app.studio.places import Places, reference
 from weightsmith._app.studio.tasks import MAX_BUDGET, MAX_NEW_TOKENS, MAX_SWEEP, MAX_TEXT, Tasks, available
-from weightsmith._app.studio.work import PAGE_NAME, Board, Cancelled, Status, Work, unfinished
+from weightsmith._app.studio.work import PAGE_NAME, Board, Status, StudioWork, WorkCancelled, unfinished
 from weightsmith.plugin import duration, size
 
 _TICK_SECONDS = 0.2
@@ -66,8 +66,8 @@ class Session:
     def __init__(self, places: Places) -> None:
         self.places = places
         self.board = Board()
-        self.kept = Kept(places.out)
-        self.work = Work(self._interrupted())
+        self.kept = KeptRuns(places.out)
+        self.work = StudioWork(self._interrupted())
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._back: deque[str] = deque(maxlen=_HISTORY)
@@ -225,7 +225,7 @@ class Session:
 
         def progress(_now: Progress) -> None:
             if self.kept.version != version or self._closed:
-                raise Cancelled
+                raise WorkCancelled
 
         try:
             result = preview(allowed(text, self.places), stream=True, progress=progress)
@@ -382,7 +382,7 @@ class Session:
         """Record a run, and return its number. page: its report, as HTML; model: the path of its result."""
         with self._lock:
             number = self.kept.next_id()
-            run = Run(number, kind, time.time(), title, recipe, round(seconds, 3), dict(numbers), bool(page), model)
+            run = StudioRun(number, kind, time.time(), title, recipe, round(seconds, 3), dict(numbers), bool(page), model)
             self._stored(lambda: self.kept.add(run, page))
             self._show_runs()
             return number
@@ -410,7 +410,7 @@ def _survives(result: Preview) -> dict[str, list[float | None]]:
     return {name: [share(layer, i) for layer in layers] for i, name in enumerate(result.names)}
 
 
-def _command(run: Run) -> str:
+def _command(run: StudioRun) -> str:
     """The equivalent command. The recipe is saved as recipe.yml."""
     if run.kind == "merge":
         return f"weightsmith merge recipe.yml {shlex.quote(run.model)}"

@@ -14,7 +14,7 @@ from typing import Any
 
 from weightsmith import Inspection, Preview, Report, WeightsmithError
 from weightsmith._app.studio.check import Checked, Mend, Note, notes_of
-from weightsmith._app.studio.kept import Run
+from weightsmith._app.studio.kept import StudioRun
 from weightsmith._app.studio.places import reference
 from weightsmith._app.studio.work import Status, unfinished
 from weightsmith.plugin import (
@@ -343,7 +343,7 @@ def verdict(report: Report) -> str:
     return f"<p class='ws-verdict'>{first}</p><dl>{numbers}</dl><ul>{lines}</ul>"
 
 
-def two_runs(first: Run, second: Run) -> str:
+def two_runs(first: StudioRun, second: StudioRun) -> str:
     """Two runs: their numbers side by side, and what was changed in the recipe."""
     names = [*dict.fromkeys([*first.numbers, *second.numbers])]
     pairs = ((name, [safe(run.numbers.get(name, "")) for run in (first, second)]) for name in names)

@@ -31,9 +31,9 @@ from weightsmith import (
 )
 from weightsmith._app.studio import draft, edits, show
 from weightsmith._app.studio.check import TEXT_FILE, TEXT_FOLDER, Mend, PageError, allowed, first_finding, model_allowed, said
-from weightsmith._app.studio.kept import Kept
+from weightsmith._app.studio.kept import KeptRuns
 from weightsmith._app.studio.places import Places
-from weightsmith._app.studio.work import Board, Cancelled
+from weightsmith._app.studio.work import Board, WorkCancelled
 from weightsmith.plugin import Fit, Meter, Reading, RecipeTexts, count, first_line, install
 
 MAX_SWEEP = 9
@@ -116,7 +116,12 @@ class Tasks:
     """
 
     def __init__(
-        self, places: Places, board: Board, kept: Kept, add: Callable[..., int], stored: Callable[[Callable[[], None]], None]
+        self,
+        places: Places,
+        board: Board,
+        kept: KeptRuns,
+        add: Callable[..., int],
+        stored: Callable[[Callable[[], None]], None],
     ) -> None:
         self.places = places
         self.board = board
@@ -301,7 +306,7 @@ class Tasks:
     def stop_if_asked(self, _now: Progress | None = None) -> None:
         """Raise Cancelled if the task is to stop."""
         if self._stop.is_set():
-            raise Cancelled
+            raise WorkCancelled
 
     def _begin(self, kind: str, work: Callable[[], None], title: str) -> None:
         with self._lock:

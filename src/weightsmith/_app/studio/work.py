@@ -71,11 +71,11 @@ class Status:
     merged: Merged | None = None
 
 
-class Cancelled(KeyboardInterrupt):
+class WorkCancelled(KeyboardInterrupt):
     """Raised in the thread of a merge, so that the engine stops as after Ctrl-C: finished tensors are kept."""
 
 
-class Work:
+class StudioWork:
     """The merge of this process. Its methods may be called from any thread."""
 
     def __init__(self, status: Status = Status()) -> None:
@@ -148,7 +148,7 @@ class _Watching(Meter):
 
     def _stop_if_asked(self) -> None:
         if self._cancel.is_set():
-            raise Cancelled
+            raise WorkCancelled
 
     def show(self, reading: Reading) -> None:
         """Keep it. Called about ten times a second."""

@@ -1,7 +1,6 @@
 """Reports: what commands found out, as values, and four ways to show them.
 
-report.py    `Report`, and results that have one
-blocks.py    its parts: facts, tables, heat maps, curves; how numbers and names are written; charts as JSON
+blocks.py    `Report`, and its parts: facts, tables, heat maps, curves; how numbers and names are written; charts as JSON
 charts.py    colours; heat maps and curves as SVG and as tables of a page; charts.css and charts.js are theirs
 html.py      a report as a page, which needs no network, no other file and no server, and in a cell of a notebook; page.css,
              page.js
@@ -16,11 +15,8 @@ from weightsmith._base.report.blocks import Facts as Facts
 from weightsmith._base.report.blocks import HeatMap as HeatMap
 from weightsmith._base.report.blocks import Mark as Mark
 from weightsmith._base.report.blocks import Pictures as Pictures
+from weightsmith._base.report.blocks import Report as Report
+from weightsmith._base.report.blocks import Reported as Reported
 from weightsmith._base.report.blocks import Table as Table
 from weightsmith._base.report.blocks import heat_maps as heat_maps
-from weightsmith._base.report.html import chart_files as chart_files
-from weightsmith._base.report.html import check_page as check_page
-from weightsmith._base.report.html import to_html as to_html
-from weightsmith._base.report.report import Report as Report
-from weightsmith._base.report.report import Reported as Reported
-from weightsmith._base.report.report import report_by as report_by
+from weightsmith._base.report.blocks import report_by as report_by

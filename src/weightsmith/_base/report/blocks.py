@@ -1,13 +1,20 @@
-"""What a report shows, as values: facts, tables, heat maps, curves; and how numbers and names are written in it."""
+"""A report, and what it shows, as values: facts, tables, heat maps, curves; and how numbers and names are written in it.
+
+A run that shows no report imports none of the modules that render one.
+"""
 
 from __future__ import annotations
 
 import math
+import os
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from html import escape
+from importlib import import_module
+from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
 from weightsmith._base.errors import printable
@@ -441,8 +448,8 @@ def _defined(value: float | Mark) -> float | Mark:
 
 
 @dataclass(frozen=True, slots=True)
-class Content:
-    """What a report says, before anything renders it.
+class Report:
+    """What a command found out, for people: made once from a result, and rendered in four ways. Notebooks show it as its page.
 
     title    what it is about
     summary  sentences; the first is the verdict, the others are notes
@@ -468,3 +475,63 @@ class Content:
     def notes(self) -> tuple[str, ...]:
         """Whatever else is to be said, in sentences."""
         return self.summary[1:]
+
+    def show(self, *, details: bool = False) -> None:
+        """Print it on the terminal: facts, tables, heat maps as blocks, the verdict last.
+
+        details  with the tables that have a row for each tensor
+        """
+        from weightsmith._base.report.terminal import show_report
+
+        show_report(self, details=details)
+
+    def to_json(self) -> dict[str, Any]:
+        """The result as JSON values: what `--json` prints."""
+        return dict(self.data)
+
+    def to_html(self) -> str:
+        """One HTML document, which needs no network, no other file and no server."""
+        from weightsmith._base.report.html import to_html
+
+        return to_html(self)
+
+    def charts(self) -> tuple[str, list[dict[str, Any]]]:
+        """The heat maps and curves as HTML, for a page that has the `chart_files`; and the JSON of each, in order."""
+        from weightsmith._base.report.html import charts_html
+
+        return charts_html(self)
+
+    def write(self, path: str | os.PathLike[str]) -> Path:
+        """Write `to_html`, whole or not at all. An earlier report of that name is replaced.
+
+        Raises OutputExists for another file, and StoreError where none can be written.
+        """
+        from weightsmith._base.report.html import write_html
+
+        return write_html(path, self.to_html().encode(errors="replace"))
+
+    def _repr_html_(self) -> str:
+        from weightsmith._base.report.html import in_cell
+
+        return in_cell(self)
+
+
+def report_by(place: str, *arguments: Any) -> Report:
+    """What a function makes of a result. place: its module, below `weightsmith`, and its name.
+
+    Named as text, because it imports the results that name it.
+    """
+    module, _, name = place.partition(":")
+    report: Report = getattr(import_module(f"weightsmith.{module}"), name)(*arguments)
+    return report
+
+
+class Reported(ABC):
+    """A result that notebooks show as its report."""
+
+    @abstractmethod
+    def report(self) -> Report:
+        """The result as a report: `report().write("page.html")`, `report().show()`, `report().to_html()`."""
+
+    def _repr_html_(self) -> str:
+        return self.report()._repr_html_()

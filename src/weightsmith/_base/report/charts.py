@@ -108,11 +108,11 @@ PATTERNS: Mapping[Mark, str] = {
 
 def heat_map(heat: HeatMap) -> str:
     """A heat map: a row for each part, a column for each layer, then the scale and the marks."""
-    left = 12 + _CHARACTER * max((len(name) for name in heat.rows), default=0)
+    first_x = 12 + _CHARACTER * max((len(name) for name in heat.rows), default=0)
     cell = max(6, min(26, 720 // max(1, len(heat.columns))))
     height = _CELL_HEIGHT * len(heat.rows)
     marks = marks_of(heat)
-    width = max(left + cell * len(heat.columns) + 12, left + 300)
+    width = max(first_x + cell * len(heat.columns) + 12, first_x + 300)
     below = height + 34
     limits, parts = heat.limits, [_opening(width, below + 16 + _CELL_HEIGHT * len(marks), f"{heat.title}: {extremes(heat)}")]
     tiles = "".join(
@@ -122,17 +122,17 @@ def heat_map(heat: HeatMap) -> str:
     parts.append(f"<defs>{tiles}</defs>" if tiles else "")
     for i, name in enumerate(heat.rows):
         y = _CELL_HEIGHT * i
-        parts.append(f'<text x="{left - 6:.0f}" y="{y + 11}" text-anchor="end">{safe(name)}</text>')
+        parts.append(f'<text x="{first_x - 6:.0f}" y="{y + 11}" text-anchor="end">{safe(name)}</text>')
         for j, (value, share) in enumerate(zip(heat.values[i], scaled(heat.values[i], heat.scale, limits), strict=True)):
             if value is not None:
                 parts.append(
-                    _cell(left + cell * j, y, cell, share, value, heat, f"{cell_name(heat, i, j)}: {said(value, heat)}")
+                    _cell(first_x + cell * j, y, cell, share, value, heat, f"{cell_name(heat, i, j)}: {said(value, heat)}")
                 )
     for j in ticks(len(heat.columns)):
-        x = left + cell * (j + 0.5)
+        x = first_x + cell * (j + 0.5)
         parts.append(f'<text x="{x:.0f}" y="{height + 12}" text-anchor="middle">{safe(heat.columns[j])}</text>')
-    parts.append(f'<text x="{left - 6:.0f}" y="{height + 12}" text-anchor="end">{safe(heat.axis)}</text>')
-    parts.append(_legend(heat, marks, left, below))
+    parts.append(f'<text x="{first_x - 6:.0f}" y="{height + 12}" text-anchor="end">{safe(heat.axis)}</text>')
+    parts.append(_legend(heat, marks, first_x, below))
     return "".join([*parts, "</svg>"])
 
 

@@ -21,11 +21,11 @@ from weightsmith._base.redaction import redacted
 from weightsmith._base.report.blocks import (
     Block,
     Code,
-    Content,
     Curves,
     Facts,
     HeatMap,
     Mark,
+    Report,
     Table,
     Unit,
     Value,
@@ -61,7 +61,7 @@ _POLICY = "; ".join(
 )
 
 
-def to_html(report: Content) -> str:
+def to_html(report: Report) -> str:
     """A report as one HTML document: the verdict, three numbers, charts; the rest is folded.
 
     What it shows is escaped: names of tensors, tokens and files are hostile until then. Readable without its script; with it,
@@ -111,13 +111,13 @@ def to_html(report: Content) -> str:
     )
 
 
-def charts_html(report: Content) -> tuple[str, list[dict[str, Any]]]:
+def charts_html(report: Report) -> tuple[str, list[dict[str, Any]]]:
     """The heat maps and curves of a report as HTML, and the JSON of each, in order."""
     charts = [block for block in report.blocks if isinstance(block, HeatMap | Curves)]
     return "".join(_charts(report.blocks, charts)), [_plain_values(chart.to_json()) for chart in charts]
 
 
-def in_cell(report: Content) -> str:
+def in_cell(report: Report) -> str:
     """The page in a frame, for a cell of a notebook: as interactive as the file, and as much shut off.
 
     >>> from weightsmith._base.report import Facts, Report
@@ -157,7 +157,7 @@ def _identifier(block: Block, i: int) -> str:
     return f"{re.sub(r'[^a-z0-9]+', '-', name.lower()).strip('-') or 'part'}-{i + 1}"
 
 
-def _head(report: Content) -> Iterator[str]:
+def _head(report: Report) -> Iterator[str]:
     yield f"<h1>{safe(report.title)}</h1>"
     if report.summary:
         yield f'<p class="verdict">{safe(report.summary[0])}</p>'

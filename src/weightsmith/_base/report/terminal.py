@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 
 from weightsmith._base.errors import printable
-from weightsmith._base.report.blocks import Cell, Content, Curves, Facts, HeatMap, Mark, Table, written
+from weightsmith._base.report.blocks import Cell, Curves, Facts, HeatMap, Mark, Report, Table, written
 from weightsmith._base.report.charts import limits_text, marks_of, scaled
 from weightsmith._base.text import BOLD, colour, columns, result, say, section, show_fact, show_table
 
@@ -22,7 +22,7 @@ _MARKS |= {Mark.NEW: "+", Mark.UNDEFINED: "?"}
 _LOW, _MIDDLE, _HIGH, _BAD = "34", "36", "33", "31"
 
 
-def show_report(report: Content, *, details: bool = False) -> None:
+def show_report(report: Report, *, details: bool = False) -> None:
     """Print a report to stdout, nothing wider than the terminal, but for words that are.
 
     details  with the tables that heat maps lead to, of which each tensor has a row
@@ -47,7 +47,7 @@ def show_report(report: Content, *, details: bool = False) -> None:
         say(colour(printable(sentence), BOLD, sys.stdout) if i == 0 and _short(sentence) else printable(sentence))
 
 
-def _maps(report: Content) -> Iterator[HeatMap]:
+def _maps(report: Report) -> Iterator[HeatMap]:
     """The heat maps of a report; of maps that are compared the lines by layer, a row for each."""
     compared = any(isinstance(block, HeatMap) and block.group for block in report.blocks)
     for block in report.blocks:

@@ -18,8 +18,7 @@ from weightsmith._base.idioms import grouped
 from weightsmith._base.tensors import MAX_STACKED, TensorSpec
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import Structure, analyse
-from weightsmith._models.structure.fused import role_of
-from weightsmith._models.structure.projections import GATED
+from weightsmith._models.structure.projections import GATED, role_of
 from weightsmith._models.structure.vocabulary import TIED_HEAD, is_embedding, is_head, ties
 from weightsmith._planning.planner.loading import Began, describe
 from weightsmith._plans import Block

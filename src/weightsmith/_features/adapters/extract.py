@@ -29,6 +29,7 @@ from weightsmith._base.errors import (
     as_plan_error,
 )
 from weightsmith._base.tensors import BY_TORCH_NAME, DTYPE_NAMES, DTYPES, DType, TensorSpec
+from weightsmith._base.torch_use import needs_torch
 from weightsmith._features.adapters.built import BuiltModel, built_of, guessed, needs_asking
 from weightsmith._features.adapters.factors import FactorWork
 from weightsmith._features.adapters.options import ExtractSettings
@@ -46,7 +47,6 @@ from weightsmith._features.adapters.select import (
 )
 from weightsmith._files.containers import PEFT
 from weightsmith._files.copied import is_read
-from weightsmith._methods.jobs.requires import needs_torch
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import Structure, analyse
 from weightsmith._models.structure.vocabulary import TIED_HEAD, is_vocabulary
@@ -56,7 +56,7 @@ from weightsmith._planning.planner.inputs import find_model, open_models
 from weightsmith._planning.planner.match import is_buffer
 from weightsmith._planning.planner.prepared import model_input
 from weightsmith._planning.recipe import ModelRef
-from weightsmith._planning.recipe.references import parse_reference
+from weightsmith._planning.recipe.values import parse_reference
 from weightsmith._plans import (
     CAST,
     COPY,

@@ -27,13 +27,11 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from weightsmith._base.one_thread import one_thread
 from weightsmith._base.tensors import DTYPES, MAX_STACKED, TensorSpec
+from weightsmith._base.torch_use import one_thread, usable_device
 from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._methods.jobs.decompose import thin_svd
-from weightsmith._methods.jobs.requires import usable_device
-from weightsmith._plans import Product, Step
-from weightsmith._plans.forms import ProductSettings
+from weightsmith._plans import Product, ProductSettings, Step
 from weightsmith.abc.product import Arrays, Floats
 
 Tensor = Any  # torch is optional, so mypy cannot use its type

@@ -29,6 +29,7 @@ from weightsmith._base.files import same_bytes
 from weightsmith._base.idioms import grouped
 from weightsmith._base.options import assignment, named, option_error
 from weightsmith._base.tensors import DType, TensorSpec
+from weightsmith._base.torch_use import needs_torch
 from weightsmith._features.adapters.built import WEIGHT
 from weightsmith._features.adapters.combinations import MAJORITIES, NAMES, ON_FACTORS, PREFIX, CombinationWork, PeftCombination
 from weightsmith._features.adapters.cores import AdaptedModule, CoreWork, MergedWork, Space, basis_steps, core_step, scales_step
@@ -37,7 +38,6 @@ from weightsmith._features.adapters.placing import AdapterPlaces, SingleFile, la
 from weightsmith._features.adapters.report import with_layer
 from weightsmith._files.containers import PEFT
 from weightsmith._methods.base import BaseRole
-from weightsmith._methods.jobs.requires import needs_torch
 from weightsmith._models.lora.config import transposed_of
 from weightsmith._models.lora.forms import as_matrix
 from weightsmith._models.structure.vocabulary import is_vocabulary

@@ -79,6 +79,7 @@ class OpenedAdapters:
                 try:
                     adapter = open_adapter(ref.path, revision=ref.revision or None)
                     stack.callback(adapter.checkpoint.close)
+                    _check_kind(adapter)
                     self.adapters.append(adapter)
                 except WeightsmithError as error:
                     problems.append(at(error, ref.where))
@@ -296,6 +297,14 @@ def _check_layouts(adapters: Sequence[Adapter]) -> None:
         if levels and all(specs[level.a].shape[1] == specs[level.b].shape[0] for level in levels):
             what = "all matrices of experts are square, and both of PEFT's layouts of experts fit"
             raise Unsupported(what, where=where, fix="merge them with the version of PEFT that has written them")
+
+
+def _check_kind(adapter: Adapter) -> None:
+    """Raise Unsupported for an adapter that has no factors to merge."""
+    if adapter.others:
+        what = f"it is {adapter.title}: adapters are merged by the factors of LoRA or DoRA"
+        fix = f"{MERGE_MODELS}; or make a LoRA of it first: weightsmith extract-lora BASE+{adapter.checkpoint.ref} BASE OUT"
+        raise Unsupported(what, where=adapter.checkpoint.ref, fix=fix)
 
 
 def _last(name: str) -> str:

@@ -18,7 +18,7 @@ from weightsmith._features.adapters.factors import FactorTarget, Form, prefers_e
 from weightsmith._features.adapters.options import ExtractSettings
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import Structure, analyse
-from weightsmith._models.structure.fused import COMPONENTS, fused_parts, role_of
+from weightsmith._models.structure.projections import COMPONENTS, fused_parts, role_of
 from weightsmith._models.structure.vocabulary import TIED_HEAD, is_embedding, is_head, is_vocabulary, ties
 from weightsmith._planning.planner.inputs import analyse_all
 from weightsmith._planning.planner.match import ModelNames, is_buffer

@@ -13,7 +13,7 @@ from weightsmith._features.mixture.layouts.dense_config import semantics
 from weightsmith._files.hf_folder import natural_key
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import Structure, analyse
-from weightsmith._models.structure.fused import fused_parts
+from weightsmith._models.structure.projections import fused_parts
 from weightsmith._planning.planner.match import is_buffer
 from weightsmith._planning.planner.prepared import Prepared, model_input
 from weightsmith._planning.planner.steps import main_dtype

@@ -308,7 +308,7 @@ class _Builder:
                 if (number, tensor) in buffers:
                     dropped.append(Dropped(number, tensor, "models compute it themselves"))
                 elif (number, tensor) not in used:
-                    own = (number, tensor) in of_base
-                    reason = "replaced by the experts" if own else "only the MLPs of this model are used"
+                    is_of_base = (number, tensor) in of_base
+                    reason = "replaced by the experts" if is_of_base else "only the MLPs of this model are used"
                     dropped.append(Dropped(number, tensor, reason))
         return tuple(dropped)

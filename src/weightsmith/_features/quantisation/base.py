@@ -1,7 +1,8 @@
-"""The interface of a format, and `--target kl=0.02`: a divergence that a result must not exceed, instead of a size.
+"""What formats share: the interface, whether programs that run models load an output, and a divergence as a target.
 
-The format chooses the settings of a size, from its measurement; which size, is found by evaluating results
-(`_execution/targets.py`).
+An output that some program cannot load is a warning, or with `--for` an error, before tensor data is read. With `--target
+kl=0.02` a result must not exceed a divergence: the format chooses the settings of a size, from its measurement; which size, is
+found by evaluating results (`_execution/targets.py`).
 """
 
 from __future__ import annotations
@@ -11,10 +12,24 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from weightsmith._base.errors import Finding, PlanError, Unsupported, WeightsmithError
+from weightsmith._base.idioms import grouped
 from weightsmith._base.options import assignment, named, option_error
+from weightsmith._base.tensors import TensorSpec
 from weightsmith._features.quantisation.options import QuantizeSettings
+from weightsmith._models.formats import formats
+from weightsmith._models.formats.engines import (
+    Engine,
+    engines_of,
+    find_engine,
+    find_support,
+    formats_of,
+    objections,
+)
+from weightsmith._planning.options import SHARD_BYTES
 from weightsmith._planning.planner import Prepared
-from weightsmith._plans import Product
+from weightsmith._planning.planner.encode import encodable
+from weightsmith._plans import PlanDraft, Product
 from weightsmith.abc.product import Arrays
 
 
@@ -30,6 +45,7 @@ class Format:
     settings  fields of `QuantizeSettings` that it reads; any other that is given is an error before `apply` is called
     follow    if `apply` sets `then`: (as for `apply`, the measured products, their arrays by name): makes the draft of plain
               tensors the draft of the format; returns files to add to the output
+    shard_bytes  maximum size of a weight file, unless the user says another
     """
 
     name: str
@@ -38,6 +54,7 @@ class Format:
     apply: Callable[[Prepared, QuantizeSettings], None]
     settings: frozenset[str] = frozenset()
     follow: Callable[[Prepared, QuantizeSettings, Sequence[Product], Mapping[str, Arrays]], Mapping[str, bytes]] | None = None
+    shard_bytes: int = SHARD_BYTES
 
 
 # ---- a divergence instead of a size
@@ -73,3 +90,99 @@ def check_target(settings: QuantizeSettings) -> float | None:
         what = "the size follows from the target"
         raise option_error("target", what, f"leave out {named(*contradicting)} or {named('target')}")
     return value
+
+
+_Refusals = list[tuple[Engine, str, list[str]]]
+"""(program, reason, names of weights)"""
+
+
+def unloaded(format: str, settings: QuantizeSettings) -> list[WeightsmithError]:
+    """A problem if the program of `--for` does not load the format at all."""
+    if settings.engine is None or find_support(settings.engine, format) is not None:
+        return []
+    engine = find_engine(settings.engine)
+    loads = ", ".join(formats_of(engine.name)) or "no format that weightsmith writes"
+    what, fix = f"{engine.release} does not load {format}, only {loads}", ""
+    if others := engines_of(format):
+        fix = f"choose another format, or a program that loads {format}: {', '.join(other.name for other in others)}"
+    return [option_error("engine", what, fix)]
+
+
+def family_problems(format: str, config: Mapping[str, object] | None, settings: QuantizeSettings) -> list[Finding]:
+    """Programs that load the format, but no model of this type. Raises PlanError if it is that of `--for`."""
+    family = (config or {}).get("model_type")
+    refused: _Refusals = [
+        (engine, f"has no models of the type {family}", [])
+        for engine in engines_of(format)
+        if engine.families and family is not None and family not in engine.families
+    ]
+    return _reported(refused, format, settings, lambda engine: "")
+
+
+def check_engines(draft: PlanDraft, encoding: str, format: str, settings: QuantizeSettings) -> None:
+    """Warn of the weights of a draft that programs which load the format do not run, one warning for each reason.
+
+    Raises PlanError with all reasons if one of them is the program of `--for`.
+    """
+    stored = [step.out for step in draft.steps if step.encoding == encoding]
+    plain = [step.out for step in draft.steps if step.encoding != encoding]
+
+    def instead(engine: Engine) -> str:
+        fitting = _fitting(engine, [*stored, *plain], draft, len(stored))
+        return f"choose {', '.join(fitting)} for {engine.title}" if fitting else ""
+
+    draft.warnings += _reported(_refused(format, stored, plain, family_of(draft)), format, settings, instead)
+
+
+def engine_findings(format: str, stored: Sequence[TensorSpec], settings: QuantizeSettings, instead: str) -> list[Finding]:
+    """As `check_engines`, for a format that one program loads. instead: what to do, for its users."""
+    return _reported(_refused(format, stored, (), None), format, settings, lambda engine: instead)
+
+
+def family_of(draft: PlanDraft) -> object:
+    """`model_type` of config.json."""
+    return (draft.config or {}).get("model_type")
+
+
+def _refused(format: str, stored: Sequence[TensorSpec], plain: Sequence[TensorSpec], family: object) -> _Refusals:
+    return [
+        (engine, reason, names)
+        for engine in engines_of(format)
+        if (support := find_support(engine.name, format)) is not None
+        for reason, names in objections(support, format, stored, plain, family).items()
+    ]
+
+
+def _reported(refused: _Refusals, format: str, settings: QuantizeSettings, instead: Callable[[Engine], str]) -> list[Finding]:
+    """Warnings, one for each reason, or none if a program is named. Raises PlanError with the reasons of that program."""
+    asked = [refusal for refusal in refused if settings.engine in (None, refusal[0].name)]
+    by_reason = grouped(
+        ((reason, names[0] if names else "model_type in config.json"), (engine, names)) for engine, reason, names in asked
+    )
+    findings = []
+    for (reason, where), refusals in by_reason.items():
+        who, refusing = " and ".join(engine.release for engine, _ in refusals), [engine for engine, _ in refusals]
+        others = [other.title for other in engines_of(format) if other not in refusing]
+        ways = [*filter(None, map(instead, refusing)), *([f"use {' or '.join(others)}"] if others else [])]
+        findings.append(Finding(f"{who} {reason}{_count(refusals[0][1])}", where, fix="; or ".join(dict.fromkeys(ways))))
+    if settings.engine is not None and findings:
+        raise PlanError([Unsupported(finding.what, where=finding.where, fix=finding.fix) for finding in findings])
+    return findings
+
+
+def _count(names: Sequence[str]) -> str:
+    return f": {len(names):,} weights" if len(names) > 1 else ": one weight" if names else ""
+
+
+def _fitting(engine: Engine, specs: Sequence[TensorSpec], draft: PlanDraft, least: int) -> list[str]:
+    """Formats in which the program runs this model, each with at least this many weights."""
+    chosen = []
+    for writing in (writing for stored_format in formats() for writing in stored_format.writes):
+        support = find_support(engine.name, writing.name)
+        for group, encoding in writing.encodings.items() if support is not None else ():
+            names = set(encodable(draft, encoding.name))
+            stored, plain = [s for s in specs if s.name in names], [s for s in specs if s.name not in names]
+            if support and len(stored) >= least and not objections(support, writing.name, stored, plain, family_of(draft)):
+                chosen.append(writing.name if encoding.name == writing.name else f"{writing.name} --group-size {group}")
+                break
+    return chosen

@@ -18,7 +18,7 @@ from weightsmith._base.errors import Finding, FormatError, PlanError, Weightsmit
 from weightsmith._base.files import expand_user
 from weightsmith._base.idioms import grouped
 from weightsmith._base.options import assignment, named, option_error
-from weightsmith._features.quantisation.base import Format, read_target
+from weightsmith._features.quantisation.base import Format, engine_findings, read_target
 from weightsmith._features.quantisation.calibration.plan import (
     CALIBRATION_SETTINGS,
     MEASURED_ROWS,
@@ -28,7 +28,6 @@ from weightsmith._features.quantisation.calibration.plan import (
     calibrates,
     unused,
 )
-from weightsmith._features.quantisation.engines import engine_findings
 from weightsmith._features.quantisation.optimise import Candidate, choose
 from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._models.formats.exl2.blocks import (

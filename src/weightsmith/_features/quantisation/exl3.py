@@ -12,9 +12,8 @@ from typing import Any
 from weightsmith._base.errors import Finding, PlanError, Unsupported, WeightsmithError
 from weightsmith._base.options import assignment, option_error
 from weightsmith._base.tensors import TensorSpec
-from weightsmith._features.quantisation.base import Format
+from weightsmith._features.quantisation.base import Format, engine_findings
 from weightsmith._features.quantisation.calibration.plan import CALIBRATION_SETTINGS, Chain, calibrate, calibrates, unused
-from weightsmith._features.quantisation.engines import engine_findings
 from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._models.formats.exl2.loader import OTHER_FORMATS
 from weightsmith._models.formats.exl3.layout import (
@@ -37,14 +36,14 @@ from weightsmith._models.formats.unfused import (
     tokenizer_notes,
     unfused_steps,
 )
-from weightsmith._models.structure.projections import Role, role_of
+from weightsmith._models.structure.projections import ProjectionRole, projection_role
 from weightsmith._models.structure.vocabulary import is_model_head
 from weightsmith._planning.planner import Prepared
 from weightsmith._planning.planner.encode import encodable
 from weightsmith._plans import PlanDraft
 
 _WEIGHT = ".weight"
-_FIRST: tuple[Role, ...] = ("v", "k", "o", "down", "q")
+_FIRST: tuple[ProjectionRole, ...] = ("v", "k", "o", "down", "q")
 """Projections that get more bits first: those with few weights, and those whose errors go straight to the residual stream."""
 
 
@@ -126,7 +125,7 @@ def _order(names: Sequence[str]) -> Any:
     place: dict[str, tuple[int, int]] = {}
     count: dict[int, int] = {}
     for name in names:
-        role = role_of(name.removesuffix(_WEIGHT))
+        role = projection_role(name.removesuffix(_WEIGHT))
         kind = _FIRST.index(role) if role in _FIRST else len(_FIRST)
         count[kind] = count.get(kind, -1) + 1
         place[name] = kind, int(f"{count[kind]:032b}"[::-1], 2)  # 0, 1/2, 1/4, 3/4, 1/8, … of 2^32

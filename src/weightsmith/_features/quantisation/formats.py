@@ -3,40 +3,302 @@
 Formats that need no data are an encoding for each weight, applied to rows as they leave the merge. w4a16, w8a16, GPTQ and AWQ
 may have a calibration text; their weights are then products. Static scales of activations, and of a KV cache, are products of
 a text beside the weights.
+
+Other formats write whole models, and may weigh the columns of weights by a calibration text, or choose types for a size. What
+such a format is made of, it knows itself (`abc.stored.ModelFormat`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
+import numpy as np
+
 from weightsmith._activations.rows import BUILT_IN
+from weightsmith._activations.statistic import keys_of
+from weightsmith._activations.statistics import find_statistic
+from weightsmith._activations.work import StatisticWork
 from weightsmith._base.errors import Finding, FormatError, ParameterError, PlanError, WeightsmithError
-from weightsmith._base.files import expand_user
+from weightsmith._base.files import expand_user, read_bounded
+from weightsmith._base.idioms import grouped
 from weightsmith._base.options import assignment, named, option_error, read_options
+from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._features.quantisation import exl2, exl3
-from weightsmith._features.quantisation.base import Format, check_target, read_target
+from weightsmith._features.quantisation.base import Format, check_engines, check_target, family_problems, read_target, unloaded
 from weightsmith._features.quantisation.calibration.plan import (
     CACHE_SETTINGS,
     CALIBRATION_SETTINGS,
+    MEASURED,
+    MEASURED_ROWS,
+    MEASURING,
     NONE,
+    Chain,
     measure_activations,
     text_problems,
+    unused,
     without_measuring,
 )
-from weightsmith._features.quantisation.engines import check_engines, family_problems, unloaded
+from weightsmith._features.quantisation.optimise import solve_together
 from weightsmith._features.quantisation.options import QuantizeSettings
-from weightsmith._features.quantisation.weighed import format_of
+from weightsmith._files.copied import MAX_COPIED_BYTES
+from weightsmith._models.card import CARD_NAME, hub_id_of, read_card
 from weightsmith._models.checkpoint import Checkpoint
-from weightsmith._models.formats import formats
+from weightsmith._models.formats import find_encoding, formats
+from weightsmith._models.structure.projections import site_of
+from weightsmith._models.structure.vocabulary import is_vocabulary
 from weightsmith._planning.follow_ups import FollowUpKind, SecondPlan
 from weightsmith._planning.planner import Prepared
 from weightsmith._planning.planner.encode import encodable, quantise
-from weightsmith._plans import PlanDraft, Step
+from weightsmith._planning.planner.files import drop_subfolders, joined, lacking
+from weightsmith._plans import PlanDraft, Product, Step
 from weightsmith._plans.codec import has_type
-from weightsmith.abc.product import Arrays
-from weightsmith.abc.stored import Writing
+from weightsmith.abc.product import Arrays, Floats
+from weightsmith.abc.stored import ModelFiles, ModelFormat, ModelOrigin, ModelRequest, Writing
+
+_SIZES = frozenset({"size_bytes", "target"})
+
+
+def format_of(model_format: ModelFormat) -> Format:
+    """The format as users ask for it."""
+    measures = model_format.measures
+    return Format(
+        model_format.name,
+        model_format.summary,
+        model_format.readers,
+        partial(_apply, model_format),
+        model_format.settings | (CALIBRATION_SETTINGS | _SIZES if measures else frozenset[str]()),
+        partial(_follow_measurement, model_format) if measures else None,
+        model_format.shard_bytes,
+    )
+
+
+def _apply(model_format: ModelFormat, assembled: Prepared, settings: QuantizeSettings) -> None:
+    """Make the draft one of the format. Raises PlanError."""
+    sized = settings.size_bytes is not None or settings.target is not None
+    if sized and settings.calibration is None:
+        settings = replace(settings, calibration=BUILT_IN)
+    measures = settings.calibration not in (None, NONE)
+    _check(settings, sized=sized, measures=measures)
+    draft, request = assembled.draft, _request(model_format, settings)
+    drop_subfolders(draft, model_format.program)
+    with _problems_of_a_plan():
+        if not measures:
+            _prepare(model_format, assembled, request)
+            return
+        model_format.weighed(draft.config, ())  # refuses a model that it cannot write, before the text is read
+        chain = Chain(assembled, settings, None, MEASURED_ROWS if sized else None, MEASURING)
+        weights = [model_format.weighed(draft.config, _outs(draft, chain.names(layer))) for layer in range(chain.layers)]
+        tried = [model_format.candidates(draft.config, specs, request) for specs in weights] if sized else []
+        ends = model_format.candidates(draft.config, _vocabulary(chain.steps(chain.layers)), request) if sized else {}
+        ones = {spec.name: np.ones(spec.shape[1:], np.float32) for specs in weights for spec in specs}
+        trial = replace(assembled, draft=PlanDraft.of(draft))
+        _prepare(model_format, trial, replace(request, importances=ones))  # its errors, before anything is measured
+        if sized:
+            encodings = {name: names for candidates in (*tried, ends) for name, names in candidates.items()}
+            _slots(model_format, trial.draft, draft, settings, encodings)
+
+    def moments(layer: int, states: Product) -> list[Product]:
+        return [chain.statistic("moments", layer, states, [spec.name for spec in weights[layer]])]
+
+    def scores(layer: int, states: Product, _gradients: Product, leaving: Product) -> list[Product]:
+        return [chain.scores(layer, states, leaving, tried[layer])] if tried[layer] else []
+
+    def of_ends(entering: Product, gradients: Product, leaving: Product) -> list[Product]:
+        return [chain.vocabulary_scores(entering, gradients, leaving, ends)] if ends else []
+
+    products = chain.backward(scores, before=moments, after=of_ends) if sized else chain.forward(moments)
+    chain.measure(draft, products, model_format.name, settings)
+
+
+def _check(settings: QuantizeSettings, *, sized: bool, measures: bool) -> None:
+    """Raise PlanError for settings that contradict each other."""
+    if sized and not measures:
+        what = "types for a size are chosen by a measurement on a text"
+        which = "size_bytes" if settings.target is None else "target"
+        raise PlanError([option_error(which, what, f"leave out {named('calibration')}, or name a text")])
+    if measures and settings.imatrix is not None:
+        what = "importances come from a file or from a calibration text, not both"
+        raise PlanError([option_error("imatrix", what, f"leave out {named('imatrix')} or {named('calibration')}")])
+    if problems := unused(settings, calibrates=measures):
+        raise PlanError(problems)
+
+
+def _follow_measurement(
+    model_format: ModelFormat,
+    assembled: Prepared,
+    settings: QuantizeSettings,
+    measured: Sequence[Product],
+    arrays: Mapping[str, Arrays],
+) -> Mapping[str, bytes]:
+    """Make the draft one of the format with the importances that were measured; these as a file.
+
+    Raises PlanError, FormatError.
+    """
+    importances: dict[str, Floats] = {}
+    scores: dict[str, Floats] = {}
+    tried: dict[str, tuple[str, ...]] = {}
+    for product in measured:
+        if product.name in arrays and product.op in ("scored_layer", "scored_vocabulary"):
+            candidates: Mapping[str, tuple[str, ...]] = product.settings["candidates"]
+            tried |= candidates
+            scores |= dict(zip(candidates, arrays[product.name][0], strict=True))
+        elif product.name in arrays:
+            importances |= _by_weight(StatisticWork.of(product), arrays[product.name])
+    with _problems_of_a_plan():
+        request = replace(_request(model_format, settings), importances=importances)
+        if settings.size_bytes is not None:  # the search for a target gives one
+            trial = replace(assembled, draft=PlanDraft.of(assembled.draft))
+            _prepare(model_format, trial, request)
+            slots, budget = _slots(model_format, trial.draft, assembled.draft, settings, tried)
+            request = replace(request, types=_fitting_types(slots, budget, scores))
+        return _prepare(model_format, assembled, request)
+
+
+def _request(model_format: ModelFormat, settings: QuantizeSettings) -> ModelRequest:
+    return ModelRequest({name: getattr(settings, name) for name in model_format.settings})
+
+
+def _prepare(model_format: ModelFormat, assembled: Prepared, request: ModelRequest) -> Mapping[str, bytes]:
+    """`ModelFormat.prepare` of a draft, which then lists what the output lacks."""
+    draft, held = assembled.draft, set[str]()
+    origins = [_origin(checkpoint) for checkpoint in assembled.inputs]
+    companions = ModelFiles(origins, partial(_files_of, assembled), partial(_file_of_donor, assembled), held.update)
+    files = model_format.prepare(draft, companions, request)
+    draft.lacking = joined([draft.lacking, lacking(((model.ref, model.files) for model in assembled.inputs), held)])
+    return files
+
+
+def _outs(draft: PlanDraft, names: Iterable[str]) -> list[TensorSpec]:
+    listed = set(names)
+    return [step.out for step in draft.steps if step.out.name in listed]
+
+
+def _vocabulary(steps: Iterable[Step]) -> list[TensorSpec]:
+    """The embedding, and the head."""
+    return [step.out for step in steps if is_vocabulary(step.out) and len(step.out.shape) == 2]
+
+
+@contextmanager
+def _problems_of_a_plan() -> Iterator[None]:
+    try:
+        yield
+    except WeightsmithError as error:
+        if isinstance(error, PlanError):
+            raise
+        error.finding = replace(error.finding, where=f"quantize: {error.finding.where}".removesuffix(": "))
+        raise PlanError([error]) from error
+
+
+# ---- what is beside the weights
+
+
+def _files_of(assembled: Prepared, names: Sequence[str]) -> dict[str, bytes]:
+    """Those of some files that the output has."""
+    draft = assembled.draft
+    donor = assembled.inputs[draft.donor]
+    carried = [name for name in names if name in draft.carried]
+    donor.fetch(carried)
+    written = {name: data for name, data in draft.files.items() if name in names}
+    return {name: read_bounded(donor.folder / name, MAX_COPIED_BYTES) for name in carried} | written
+
+
+def _file_of_donor(assembled: Prepared, name: str) -> bytes | None:
+    donor = assembled.inputs[assembled.draft.donor]
+    donor.fetch([name])
+    path = donor.folder / name
+    return read_bounded(path, MAX_COPIED_BYTES) if path.is_file() else None
+
+
+def _origin(checkpoint: Checkpoint) -> ModelOrigin:
+    """What a model is called, and its card."""
+    checkpoint.fetch([CARD_NAME])
+    if checkpoint.repositories:
+        address = checkpoint.repositories[0].name
+        name = address.rstrip("/").rpartition("/")[2] if "://" in address else address
+        return ModelOrigin(name, read_card(checkpoint.folder))
+    weights = next((path.absolute() for path in checkpoint.paths), None)
+    folder = checkpoint.folder.absolute()
+    if weights is not None and not weights.is_relative_to(folder):  # a GGUF file, whose other files are made from it
+        folder = weights.parent
+    if checkpoint.alone and weights is not None and weights.stem != "model":
+        return ModelOrigin(weights.stem)
+    return ModelOrigin(hub_id_of(str(folder)) or folder.name or "model", {} if checkpoint.alone else read_card(folder))
+
+
+# ---- types for a size
+
+_HEADER_BYTES = 100
+"""At most what a file has for a tensor besides name and numbers, with padding."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """A tensor whose type is chosen.
+
+    bits     that the tensor has in each type
+    weights  that it is made of: several, for experts
+    default  the type that the format gives it
+    """
+
+    bits: dict[str, int]
+    weights: list[str]
+    default: str
+
+
+def _slots(
+    model_format: ModelFormat,
+    prepared: PlanDraft,
+    plain: PlanDraft,
+    settings: QuantizeSettings,
+    tried: Mapping[str, Sequence[str]],
+) -> tuple[dict[str, _Slot], int]:
+    """The tensors whose types are chosen, by name, and the bits available for them.
+
+    prepared  the draft with the types of the format; plain: before
+    tried     the encodings that were tried for each weight
+
+    Raises ParameterError if even the smallest do not fit.
+    """
+    weights = grouped((model_format.stored_name(plain.config, weight), weight) for weight in tried)
+    slots: dict[str, _Slot] = {}
+    fixed = len(prepared.header) + len(prepared.mmproj) + 4096
+    for out in (out for step in prepared.steps for out in step.stored):
+        fixed += len(out.name) + _HEADER_BYTES
+        if out.name not in weights:
+            fixed += out.nbytes
+            continue
+        plain_out = replace(out, dtype=DTYPES["F32"])
+        encoded = [find_encoding(name).outs(plain_out)[0] for name in tried[weights[out.name][0]]]
+        slots[out.name] = _Slot({spec.dtype.name: 8 * spec.nbytes for spec in encoded}, weights[out.name], out.dtype.name)
+    budget = 8 * ((settings.size_bytes or 0) - fixed)
+    least = sum(min(slot.bits.values()) for slot in slots.values())
+    if settings.target is not None:
+        budget = max(budget, least)
+    if budget < least:
+        what = f"the file has at least {fixed + least // 8:,} bytes with the types that are tried, not {settings.size_bytes:,}"
+        fix = f"ask for more, or set types that are smaller ({named('tensor_types')})"
+        raise option_error("size_bytes", what, fix)
+    return slots, budget
+
+
+def _fitting_types(slots: Mapping[str, _Slot], budget: int, scores: Mapping[str, Floats]) -> dict[str, str]:
+    """The types that change the predictions least and fit into the size. scores: of each weight, [encodings, tokens]."""
+    bits = [list(slot.bits.values()) for slot in slots.values()]
+    losses = [np.sum([scores[weight][: len(slot.bits)] for weight in slot.weights], 0) for slot in slots.values()]
+    defaults = [list(slot.bits).index(slot.default) if slot.default in slot.bits else 0 for slot in slots.values()]
+    chosen = solve_together(bits, losses, budget, [defaults])
+    return {name: list(slot.bits)[i] for (name, slot), i in zip(slots.items(), chosen, strict=True)}
+
+
+def _by_weight(work: StatisticWork, arrays: Arrays) -> dict[str, Floats]:
+    """The importances of each weight; 1 where no token reached it."""
+    at_site = dict(zip(keys_of(find_statistic(work.kind), work.weights), arrays, strict=True))
+    of_weights = {weight: at_site[site_of(weight)] for weight in work.weights}
+    return {weight: array if array.any() else np.ones_like(array) for weight, array in of_weights.items()}
 
 
 def _streamed(writing: Writing, *, caches: bool) -> Format:
@@ -73,8 +335,10 @@ def _streamed(writing: Writing, *, caches: bool) -> Format:
 
 
 _STREAMED = [_streamed(writing, caches=bool(stored.caches)) for stored in formats() for writing in stored.writes]
-_WHOLE = [format_of(each) for stored in formats() for each in stored.models()]
-FORMATS: dict[str, Format] = {each.name: each for each in (*_STREAMED, *_WHOLE, *exl2.FORMATS, *exl3.FORMATS)}
+_WHOLE = [format_of(model_format) for stored in formats() for model_format in stored.models()]
+FORMATS: dict[str, Format] = {
+    model_format.name: model_format for model_format in (*_STREAMED, *_WHOLE, *exl2.FORMATS, *exl3.FORMATS)
+}
 """Every format, by name."""
 
 
@@ -128,15 +392,18 @@ def _unquantised(prepared: Prepared) -> Prepared:
 
 
 FOLLOW_UP = FollowUpKind(_follow, expected=_expected_steps, target=_target, reference=_unquantised)
-"""A format whose settings follow from a measurement. `FollowUp.settings`: `format`, and the fields of `QuantizeSettings`."""
+"""A format whose settings follow from a measurement. `FollowUp.settings`: `format`, the `products` of the
+measurement, and the fields of `QuantizeSettings`."""
 
 
 def _following(prepared: Prepared) -> tuple[Format, QuantizeSettings]:
     """The format and the settings that follow. Raises FormatError for a plan that no format of ours made."""
     values = dict(prepared.plan.then.settings) if prepared.plan.then is not None else {}
-    name = values.pop("format", None)
+    name, products = values.pop("format", None), values.pop(MEASURED, None)
+    names = {product.name for product in prepared.plan.products}
+    is_ours = isinstance(products, list | tuple) and all(isinstance(product, str) and product in names for product in products)
     measuring = FORMATS[name] if isinstance(name, str) and name in FORMATS else None
-    if measuring is None or measuring.follow is None or not has_type(values, QuantizeSettings):
+    if measuring is None or measuring.follow is None or not is_ours or not has_type(values, QuantizeSettings):
         raise FormatError("not a plan that can be run: no format of ours measures so", where="then", fix="make the plan again")
     (settings,) = read_options("run", values, QuantizeSettings)
     return measuring, settings
@@ -145,12 +412,12 @@ def _following(prepared: Prepared) -> tuple[Format, QuantizeSettings]:
 def problems_of(name: str | None, settings: QuantizeSettings) -> list[WeightsmithError]:
     """The problems of a format's name and settings."""
     if name is None:
-        if not settings.given:
+        if not settings.changed:
             return []
-        fix = f"add {assignment('quantize', _first_that_reads(settings.given[0]))} or another"
-        return [ParameterError("needs a quantised format that reads it", where=named(*settings.given), fix=fix)]
+        fix = f"add {assignment('quantize', _first_that_reads(settings.changed[0]))} or another"
+        return [ParameterError("needs a quantised format that reads it", where=named(*settings.changed), fix=fix)]
     known = FORMATS[name].settings
-    unread = [name for name in settings.given if name not in known and name != "engine"]
+    unread = [name for name in settings.changed if name not in known and name != "engine"]
     if not unread:
         try:
             check_target(settings)

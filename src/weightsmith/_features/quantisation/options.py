@@ -122,6 +122,6 @@ class QuantizeSettings:
     )
 
     @property
-    def given(self) -> tuple[str, ...]:
+    def changed(self) -> tuple[str, ...]:
         """The names of the fields that differ from their default."""
-        return tuple(each.name for each in fields(self) if getattr(self, each.name) != each.default)
+        return tuple(option_.name for option_ in fields(self) if getattr(self, option_.name) != option_.default)

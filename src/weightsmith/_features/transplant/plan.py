@@ -21,12 +21,12 @@ from weightsmith._base.files import expand_user, file_names, is_folder, read_bou
 from weightsmith._base.installation import install_package
 from weightsmith._base.options import option_error
 from weightsmith._base.tensors import TensorSpec
+from weightsmith._base.torch_use import needs_torch
 from weightsmith._features.transplant.approximations import APPROXIMATIONS, find_approximation
 from weightsmith._features.transplant.options import TransplantSettings
 from weightsmith._features.transplant.rows import RowTable, RowWork
 from weightsmith._files.copied import copied_files, is_tokenizer
 from weightsmith._files.subfolders import template_names
-from weightsmith._methods.jobs.requires import needs_torch
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import vocabulary
 from weightsmith._models.structure.configs import count_of, number_of, text_sections
@@ -42,7 +42,7 @@ from weightsmith._planning.planner.files import held_files, joined, lacking
 from weightsmith._planning.planner.inputs import open_models
 from weightsmith._planning.planner.prepared import PlanRequest, Prepared, model_input
 from weightsmith._planning.recipe import ModelRef
-from weightsmith._planning.recipe.references import parse_reference
+from weightsmith._planning.recipe.values import parse_reference
 from weightsmith._plans import PRODUCTS, Block, Gather, PlanDraft, Provenance, Read, Step
 from weightsmith._plans import Table as Numbers
 from weightsmith._version import __version__

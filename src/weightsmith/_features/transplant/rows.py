@@ -17,12 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsmith._base.tensors import DTYPES, DType, TensorSpec
+from weightsmith._base.torch_use import usable_device
 from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._features.transplant.approximations import APPROXIMATIONS, find_approximation
 from weightsmith._features.transplant.report import NewRow, Transplant
-from weightsmith._methods.jobs.requires import usable_device
-from weightsmith._plans import COPY, Block, Product, Read, Step
-from weightsmith._plans.forms import ProductSettings
+from weightsmith._plans import COPY, Block, Product, ProductSettings, Read, Step
 from weightsmith.abc.approximation import Choices, Floats, Numbers, Problem, Side, Tables
 from weightsmith.abc.product import Arrays
 

@@ -125,7 +125,7 @@ class RemoteFile:
         retry_request(self.ranges.check_unchanged, self.ranges.where)
 
 
-class ModelFiles:
+class FetchedFiles:
     """What models elsewhere have in common: the files that a plan needs, and where each of them is.
 
     folder  of the files that were brought here
@@ -203,7 +203,7 @@ _PROBED = (
 _IN_MODULES = ("config.json", "model.safetensors", "pytorch_model.bin", "tokenizer.json")
 
 
-class RemoteFolder(ModelFiles):
+class RemoteFolder(FetchedFiles):
     """A folder elsewhere, with what `hub.Repository` has. Made by `open_folder`.
 
     name    its address

@@ -22,10 +22,9 @@ import numpy.typing as npt
 import xxhash
 
 from weightsmith._base.errors import ParameterError
-from weightsmith._base.one_thread import Tensor, one_thread
+from weightsmith._base.torch_use import Tensor, load_linear_algebra, needs_torch, one_thread
 from weightsmith._kernels.codecs import Encoded, EncodedInputs
 from weightsmith._kernels.delta import combine_with, copy_rows
-from weightsmith._methods.jobs.requires import load_linear_algebra, needs_torch
 from weightsmith.abc.job import Bytes, Job, Matrix, Tile
 
 Vector = npt.NDArray[np.float64]

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 from weightsmith._base.tensors import TensorSpec
+from weightsmith._models.formats import formats
 from weightsmith._models.formats.mlx import JOINED, STACKED
-from weightsmith._models.structure.projections import joined_sets, role_of
+from weightsmith._models.structure.projections import joined_sets, projection_role
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,7 @@ ENGINE_NAMES = tuple(engine.name for engine in ENGINES)
 class Support:
     """Limits of one program for one format.
 
-    formats  names of formats, or `gguf` for all that begin so
+    formats  names of formats, or of a stored format for all that it writes: `gguf`
     source   the file that says so
     note     further conditions, for the docs; Markdown
     tiles    (outputs, inputs): one of the pairs must divide a (joined) matrix. Empty: any matrix
@@ -242,8 +243,14 @@ def find_support(engine: str, format: str) -> Support | None:
     >>> find_support("sglang", "mxfp4") is None, find_support("llama.cpp", "gguf-q4_k_m").formats
     (True, ('gguf',))
     """
-    names = {format, format.partition("-")[0]} if format.startswith("gguf-") else {format}
+    names = {format, _stored_format(format)}
     return next((support for support in SUPPORT if support.engine == engine and not names.isdisjoint(support.formats)), None)
+
+
+@cache
+def _stored_format(format: str) -> str:
+    """The stored format that writes models in a format: `gguf` for `gguf-q4_k_m`; the format itself if none lists it."""
+    return next((stored.name for stored in formats() for model in stored.models() if model.name == format), format)
 
 
 def engines_of(format: str) -> tuple[Engine, ...]:
@@ -321,7 +328,7 @@ def _is_expert(name: str) -> bool:
 
 
 def _is_down(name: str) -> bool:
-    return role_of(name.removesuffix(".weight")) == "down"
+    return projection_role(name.removesuffix(".weight")) == "down"
 
 
 def _partly(experts: Sequence[TensorSpec], plain: Iterable[TensorSpec]) -> list[str]:

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsmith._base.errors import NonFinite, ParameterError
-from weightsmith._base.one_thread import Tensor, one_thread
+from weightsmith._base.torch_use import Tensor, one_thread
 from weightsmith.abc.product import Arrays, Floats
 from weightsmith.abc.stored import FactoredHessian, Unread
 

@@ -20,7 +20,6 @@ from weightsmith._models.formats.config import (
     config_entries,
     without_entries,
 )
-from weightsmith._models.formats.unread import are_plain, describe_codes
 from weightsmith.abc.stored import Config, Specs, Wrapped
 from weightsmith.abc.tensors import FileKind, Index, OpenedFiles
 
@@ -79,13 +78,15 @@ def choose_kind(names: Collection[str], where: str) -> tuple[FileKind, FolderWei
     Raises what `FileKind.choose` raises, and the errors of `no_weights` and of `of_ranks`.
     """
     listed = list(names)
+    error: Unsupported | None = None
     for kind in kinds():
+        if error is not None and not kind.joins:
+            continue
         chosen = kind.choose(listed, where)
         if chosen is not None:
-            if error := of_ranks(chosen.files, where):
-                raise error
-            return kind, chosen
-    raise of_ranks(listed, where) or no_weights(listed, where, suffixes())
+            if kind.joins or (error := of_ranks(chosen.files, where)) is None:
+                return kind, chosen
+    raise error or of_ranks(listed, where) or no_weights(listed, where, suffixes())
 
 
 def find_weights(folder: Path, names: Collection[str], where: str) -> WeightFiles:
@@ -120,7 +121,7 @@ def open_file(path: Path, where: str, opener: Opener = open_local) -> OpenedFile
     if error := of_ranks([path.name], str(path.parent)):
         raise error
     for kind in kinds():
-        if path.name.lower().endswith(kind.suffixes):
+        if path.name.lower().endswith(kind.suffixes) or kind.owns(path):
             return kind.open((path,), None, where, opener)
     if path.suffix in (".yml", ".yaml"):
         fix = "Name a model. For a recipe: weightsmith plan, or weightsmith preview."
@@ -160,6 +161,8 @@ def describe_quantisation(config: Mapping[str, Any] | None, specs: Specs) -> str
             for suffix, mark in marks:
                 if name.endswith(suffix) and (label := mark(name, specs)):
                     return f"{label} (tensor {show(name)})"
+    from weightsmith._models.formats.unread import describe_codes
+
     return describe_codes(specs)
 
 
@@ -172,7 +175,11 @@ def stale_entry(config: Config | None, specs: Specs) -> str:
     "'gptq', 4 bits (quantization_config in config.json)"
     """
     described = describe_quantisation(config, {}) or ""
-    return described if described and are_plain(specs) and describe_quantisation({}, specs) is None else ""
+    if not described:
+        return ""
+    from weightsmith._models.formats.unread import are_plain
+
+    return described if are_plain(specs) and describe_quantisation({}, specs) is None else ""
 
 
 def without_stale_entry(wrapped: Wrapped, where: str) -> Wrapped:

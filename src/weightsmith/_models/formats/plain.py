@@ -2,7 +2,7 @@
 
 They are written as one tensor, rounded to nearest even. `plain F16` stores float16, whatever the dtype without the encoding is.
 
-PyTorch's zip checkpoints (.bin, .pt, .pth and .ckpt, one file or shards) are read without executing code from them.
+`pytorch.py` reads PyTorch's zip checkpoints (.bin, .pt, .pth and .ckpt, one file or shards).
 """
 
 from __future__ import annotations
@@ -10,19 +10,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from weightsmith._base.errors import NonFinite, Unsupported
-from weightsmith._base.files import Extent, Opener, open_local, show
+from weightsmith._base.files import Opener, open_local, show
 from weightsmith._base.tensors import DTYPES, DType, TensorSpec
 from weightsmith._files.copied import TRAINING
-from weightsmith._files.hf_folder import FolderWeights, choose_weights
-from weightsmith._files.pytorch import SUFFIXES, StoredView, read_pickle_header, read_view
+from weightsmith._files.hf_folder import PYTORCH_SUFFIXES, FolderWeights, choose_weights
 from weightsmith._files.safetensors import Header, read_header
-from weightsmith._models.sources.files import FileTensors, PlainFiles, SourceFile, unite
+from weightsmith._models.sources.files import PlainFiles, SourceFile, unite
 from weightsmith._plans import PLAIN
 from weightsmith.abc.stored import Bytes, Encoding, Kind, Rows, StoredFormat
 from weightsmith.abc.tensors import FileKind, Index, OpenedFiles
@@ -53,38 +51,8 @@ def _common_metadata(headers: Iterable[Header]) -> dict[str, str]:
 
 # ---- PyTorch's files
 
-STRIDED_BYTES = 2 << 20
-"""Bytes to read at once from a tensor whose rows are scattered: each read may scan its whole storage."""
-
 _FIRST = ("pytorch_model.bin", "diffusion_pytorch_model.bin")  # what transformers and diffusers write
 _SLICED = re.compile(r"consolidated\.\d+\.pth")
-
-
-class StoredViews(FileTensors[StoredView]):
-    """A source whose tensors are views of storages in files: transposed, sliced, expanded or contiguous.
-
-    Names that share a storage are separate tensors.
-    """
-
-    def preferred_rows(self, name: str) -> int:
-        view = self._find(name)
-        if view.contiguous:
-            return 1
-        row_bytes = view.spec.shape[-1] * view.spec.dtype.itemsize
-        return max(1, min(view.spec.nbytes, STRIDED_BYTES) // row_bytes)
-
-    def location(self, name: str) -> tuple[int, int] | None:
-        view = self._find(name)
-        return self._files.location(view.file, view.start) if view.contiguous else None
-
-    def extents(self, name: str, start_byte: int, nbytes: int) -> tuple[Extent, ...]:
-        view = self._find(name)
-        if view.contiguous:
-            return self._files.extents(view.file, view.start + start_byte, nbytes)
-        return self._files.extents(view.file, view.start, view.span)
-
-    def _read(self, tensor: StoredView, start_byte: int, out: memoryview) -> None:
-        read_view(partial(self._files.read, tensor.file, tensor.spec.name), tensor, start_byte, out)
 
 
 def choose_pytorch(names: Sequence[str], where: str) -> FolderWeights | None:
@@ -93,7 +61,7 @@ def choose_pytorch(names: Sequence[str], where: str) -> FolderWeights | None:
     Raises Unsupported for Meta's `consolidated.00.pth`, `.01.pth`, …, which hold slices of each tensor, else as
     `choose_weights`.
     """
-    chosen = choose_weights([n for n in names if not TRAINING.fullmatch(n.lower())], where, SUFFIXES, _FIRST)
+    chosen = choose_weights([n for n in names if not TRAINING.fullmatch(n.lower())], where, PYTORCH_SUFFIXES, _FIRST)
     if chosen is not None and sum(_SLICED.fullmatch(name) is not None for name in chosen.files) > 1:
         raise Unsupported(
             f"{chosen.files[0]} and similar files hold slices of each tensor, one per device",
@@ -103,16 +71,10 @@ def choose_pytorch(names: Sequence[str], where: str) -> FolderWeights | None:
     return chosen
 
 
-def open_pytorch(paths: Sequence[Path], index: Index | None, where: str, open_file: Opener = open_local) -> OpenedFiles:
-    """The tensors of PyTorch files; paths in natural order. Reads and checks only pickles and zip directories.
+def _open_pytorch(paths: Sequence[Path], index: Index | None, where: str, open_file: Opener = open_local) -> OpenedFiles:
+    from weightsmith._models.formats.pytorch import open_pytorch  # a model of safetensors files needs no reader of pickles
 
-    Raises as `read_pickle_header` and `unite`.
-    """
-    headers = {path: read_pickle_header(path, open_file) for path in paths}
-    stored = unite((header.tensors for header in headers.values()), paths[0].parent, index)
-    files = [SourceFile(path, header.state, header.digest) for path, header in headers.items()]
-    notes = tuple(note for header in headers.values() for note in header.notes)
-    return OpenedFiles(StoredViews(stored, files, where), notes=notes)
+    return open_pytorch(paths, index, where, open_file)
 
 
 # ---- writing
@@ -185,6 +147,12 @@ def parse(name: str) -> Plain | None:
 
 FILES = (
     FileKind("safetensors", (".safetensors",), ("*.safetensors.index.json",), choose_weights, open_safetensors),
-    FileKind("PyTorch", SUFFIXES, tuple(f"*{suffix}.index.json" for suffix in SUFFIXES), choose_pytorch, open_pytorch),
+    FileKind(
+        "PyTorch",
+        PYTORCH_SUFFIXES,
+        tuple(f"*{suffix}.index.json" for suffix in PYTORCH_SUFFIXES),
+        choose_pytorch,
+        _open_pytorch,
+    ),
 )
 FORMAT = StoredFormat("plain", "plain numbers", files=FILES, unlisted=(ENCODING,), parse=parse)

@@ -15,7 +15,7 @@ from weightsmith._base.files import show
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._models.formats import find_encoding
 from weightsmith._models.structure import analyse
-from weightsmith._models.structure.fused import SubMatrix, fused_parts
+from weightsmith._models.structure.projections import SubMatrix, fused_parts
 from weightsmith._models.structure.vocabulary import TIED_HEAD, is_embedding, is_model_head, ties
 from weightsmith._plans import JOIN, Block, Plan, PlanDraft, Read, Step
 

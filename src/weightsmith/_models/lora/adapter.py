@@ -3,7 +3,7 @@
 LoRA (Hu et al. 2021, arXiv 2106.09685) adds scaling · B @ A to a matrix, with scaling = alpha / r; rsLoRA (Kalajdzievski 2023,
 arXiv 2312.03732) has alpha / √r. DoRA (Liu et al. 2024, arXiv 2402.09353) then gives each row a norm of its own.
 
-Adapters in single files, without a config, are in `files.py`.
+Adapters in single files, without a config, are in `opening.py`, those of other kinds in `others.py`.
 """
 
 from __future__ import annotations
@@ -11,26 +11,17 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from weightsmith._base.errors import FormatError, NotFound
-from weightsmith._base.files import file_names, show
-from weightsmith._base.strict_json import read_object
+from weightsmith._base.errors import FormatError
+from weightsmith._base.files import show
 from weightsmith._base.text import count
-from weightsmith._files.copied import is_tokenizer
-from weightsmith._models.card import CARD_NAME
-from weightsmith._models.checkpoint import Checkpoint, HubModel, ModelFolder, locate, open_place
-from weightsmith._models.formats.opening import open_file
-from weightsmith._models.lora.config import Layouts, ModulePatterns, check_config
+from weightsmith._models.checkpoint import Checkpoint
+from weightsmith._models.lora.config import Layouts, ModulePatterns
 from weightsmith._models.lora.forms import FactorNames
+from weightsmith._models.lora.kinds import KINDS
 from weightsmith._models.structure.configs import finite_number, whole_number
-
-if TYPE_CHECKING:
-    from weightsmith._files.hub import Repository
-    from weightsmith._files.remote.addresses import Address
-    from weightsmith._files.remote.folder import RemoteFolder
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAMES = ("adapter_model.safetensors", "adapter_model.bin")  # the first that exists is read
@@ -39,10 +30,11 @@ MAX_CONFIG_BYTES = 16 << 20
 PREFIX = "base_model.model."
 _FACTOR = re.compile(r"(.+)\.(?:lora_([AB])(?:\.default)?\.weight|lora_embedding_([AB])(?:\.default)?)")
 _MAGNITUDE = re.compile(r"(.+)\.lora_magnitude_vector(?:\.default)?(?:\.weight)?")
-_WRAPPERS = re.compile(r"(?<![^.])(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+WRAPPERS = re.compile(r"(?<![^.])(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 """What torch.compile, FSDP and activation checkpointing add to names, which trainers may have saved."""
-_SAVED = re.compile(r"(?<=\.)modules_to_save\.(?:default\.)?")
+SAVED = re.compile(r"(?<=\.)modules_to_save\.(?:default\.)?")
 _VELORA = (".lora_velora_embed", ".lora_velora_embed.default")
+_TOKENS = re.compile(r"(.+?)(?:\.token_adapter)?\.trainable_tokens_delta(?:\.default)?")
 _LAYER = ".base_layer"
 _REPAIR = "Repair it, or download the adapter again."
 _MERGE_WITH_PEFT = "Merge it with peft (merge_and_unload, then save_pretrained), and name that folder."
@@ -104,6 +96,20 @@ class FileNames:
     alphas: Set[str]
 
 
+@dataclass(frozen=True, slots=True)
+class OtherParts:
+    """The tensors of a module in an adapter of another kind than LoRA.
+
+    kind      its name in `kinds.KINDS`
+    parts     part of the name → the tensor; those that all modules share are among them
+    settings  see `AdapterModule`
+    """
+
+    kind: str
+    parts: Mapping[str, str]
+    settings: Mapping[str, Any]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Adapter:
     """An adapter's tensors, and what each is for. Made by `open_adapter`.
@@ -117,6 +123,7 @@ class Adapter:
     weights       those of `updates` that are factors of the parameter `weight` (`target_parameters`), not of the module
     saved         modules that are saved whole, with all inside (`modules_to_save`): other replacements are put in place
     file          of an adapter in a single file: how it names its modules. None for PEFT's folders
+    others        module → its tensors of another kind than LoRA. Of trainable tokens, beside a LoRA's updates
     """
 
     checkpoint: Checkpoint
@@ -128,71 +135,37 @@ class Adapter:
     weights: Set[str] = frozenset()
     saved: Set[str] = frozenset()
     file: FileNames | None = None
+    others: Mapping[str, OtherParts] = field(default_factory=dict)
 
-
-def open_peft(ref: str, *, revision: str | None = None) -> Adapter:
-    """Open an adapter in PEFT's format: a local folder, or a Hub id `org/name[@revision]`. Reads its config and header.
-
-    Raises NotFound, FormatError (bytes or settings that break the format), Unsupported (what is more than LoRA), and what
-    `open_checkpoint` raises for a name. All problems of one file are in one error.
-    """
-    place = locate(ref, revision)
-    folder, names, repository = _files(place)
-    weights = next((name for name in WEIGHTS_NAMES if name in names), "")
-    if repository is not None and weights:
-        repository.download([CONFIG_NAME], quiet=True)
-        repository.want([weights, CARD_NAME])
-        repository.read_starts([weights])
-        if isinstance(place, HubModel) and place.streams:
-            repository.stream()
-    if CONFIG_NAME not in names or not weights:
-        missing = [] if CONFIG_NAME in names else [CONFIG_NAME]
-        missing += [] if weights else [" or ".join(WEIGHTS_NAMES)]
-        details = (f"it holds {', '.join(sorted(names)[:8])}",) if names else ()
-        fix = "name a folder that PEFT's save_pretrained has written"
-        raise NotFound(f"not a PEFT adapter: it has no {' and no '.join(missing)}", where=ref, details=details, fix=fix)
-    config_path, path = folder / CONFIG_NAME, folder / weights
-    config = read_object(config_path, MAX_CONFIG_BYTES, CONFIG_NAME, _REPAIR)
-    check_config(config, str(config_path))
-    tokenizer = tuple(sorted(name for name in names if is_tokenizer(name)))
-    opened = open_file(path, ref) if repository is None else open_file(path, ref, repository.open)
-    checkpoint = Checkpoint(
-        ref,
-        opened.source,
-        ModelFolder.of(folder, repository, config=config, files=tokenizer),
-        metadata=opened.metadata,
-        notes=(*(() if repository is None else repository.notes), *opened.notes),
-    )
-    return sort_tensors(checkpoint, config)
-
-
-def _files(place: Path | HubModel | Address) -> tuple[Path, list[str], Repository | RemoteFolder | None]:
-    """The adapter's folder, the names of its files, and the repository of one that is elsewhere."""
-    if isinstance(place, Path):
-        return place, file_names(place), None
-    repository, _ = open_place(place)
-    return repository.folder, [name for name in (CONFIG_NAME, *WEIGHTS_NAMES) if name in repository.sizes], repository
+    @property
+    def title(self) -> str:
+        """What it is, for messages: "LoHa"; "LoRA" for one that has nothing else."""
+        kinds = dict.fromkeys(KINDS.get(parts.kind).title for parts in self.others.values())
+        return " and ".join([*(["LoRA"] if self.updates or self.stacked or not kinds else []), *kinds])
 
 
 def sort_tensors(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Adapter:
     """The adapter in a file. Raises FormatError with everything in it that cannot be."""
-    _check_empty(checkpoint)
+    check_empty(checkpoint)
     problems: list[str] = []
     factors: dict[str, dict[str, str]] = {}
     embeddings: set[str] = set()
     magnitudes: dict[str, str] = {}
     replacements: dict[str, str] = {}
+    tokens: dict[str, str] = {}
     for name, spec in checkpoint.specs.items():
-        inner = _WRAPPERS.sub("", name).removeprefix(PREFIX)
+        inner = WRAPPERS.sub("", name).removeprefix(PREFIX)
         match = _FACTOR.fullmatch(inner)
         if ".original_module." in inner or (config.get("velora_config") and inner.endswith(_VELORA)):
             continue  # what a module that is saved whole was before the training; what VeLoRA's training alone needs
         if match is None and (magnitude_name := _MAGNITUDE.fullmatch(inner)):
             magnitudes[magnitude_name[1]] = name
+        elif config.get("trainable_token_indices") and (of_tokens := _TOKENS.fullmatch(inner)):
+            tokens[of_tokens[1]] = name
         elif match is None and any(part.startswith("lora_") for part in inner.split(".")):
             problems.append(f"{show(name)} is no A or B of a LoRA")
         elif match is None:
-            replacements[_SAVED.sub("", inner).replace(_LAYER, "")] = name
+            replacements[SAVED.sub("", inner).replace(_LAYER, "")] = name
         elif not spec.dtype.floating or len(spec.shape) != 2 or 0 in spec.shape:
             problems.append(f"{spec} is no matrix of floating numbers: only linear and embedding layers are applied")
         elif factors.setdefault(match[1], {}).setdefault(match[2] or match[3], name) != name:
@@ -229,12 +202,14 @@ def sort_tensors(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Adapter:
         if any(name == "weight" and f".{module}".endswith(f".{end}") for end, name in targets):
             of_weights.add(module)
     problems += [f"{show(name)} is of a module without A and B" for name in magnitudes.values()]
+    if config.get("trainable_token_indices") and not tokens:
+        problems.append("the config has trainable_token_indices, and no tensor is trainable_tokens_delta")
     if problems:
         where, n = str(checkpoint.paths[0]), len(problems)
         shown = [*problems[:8], *([f"and {n - 8} more"] if n > 8 else [])]
         fix = "Save it again with peft: the config and the weights are of different adapters, or this is not one of PEFT's."
         raise FormatError(f"the adapter's tensors have {count(n, 'problem')}", where=where, details=shown, fix=fix)
-    return Adapter(
+    adapter = Adapter(
         checkpoint,
         updates,
         replacements,
@@ -242,11 +217,16 @@ def sort_tensors(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Adapter:
         stacked={module: tuple(levels[depth] for depth in sorted(levels, reverse=True)) for module, levels in stacked.items()},
         parameters={module: tuple(_parameters(module, targets, scalings, layouts)) for module in stacked},
         weights=frozenset(of_weights),
-        saved=frozenset(_saved_modules(config, replacements)),
+        saved=frozenset(saved_modules(config, replacements)),
     )
+    if not tokens:
+        return adapter
+    settings = {"trainable_token_indices": config.get("trainable_token_indices")}
+    parts = {module: {"trainable_tokens_delta": name} for module, name in tokens.items()}
+    return replace(adapter, others={module: OtherParts("trainable_tokens", part, settings) for module, part in parts.items()})
 
 
-def _check_empty(checkpoint: Checkpoint) -> None:
+def check_empty(checkpoint: Checkpoint) -> None:
     """Raise FormatError for tensors without elements: ZeRO-3 leaves them where each process has a part of the weights."""
     empty = [show(name) for name, spec in checkpoint.specs.items() if spec.size == 0]
     if empty:
@@ -259,7 +239,7 @@ def _check_empty(checkpoint: Checkpoint) -> None:
         raise FormatError(what, where=str(checkpoint.paths[0]), details=details, fix=fix)
 
 
-def _saved_modules(config: Mapping[str, Any], replacements: Iterable[str]) -> Iterator[str]:
+def saved_modules(config: Mapping[str, Any], replacements: Iterable[str]) -> Iterator[str]:
     """The modules of `modules_to_save`. PEFT compares the ends of names."""
     listed = config.get("modules_to_save")
     ends = tuple(filter(None, map(str, listed))) if isinstance(listed, list) else ()

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import re
+import shutil
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -16,16 +19,17 @@ from weightsmith._base.files import same_bytes, show
 from weightsmith._base.idioms import grouped
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._base.text import count
+from weightsmith._files.copied import holds_tokens
 from weightsmith._models.checkpoint import Checkpoint, ModelFolder
-from weightsmith._models.lora.adapter import Adapter, Factors
+from weightsmith._models.lora.adapter import Adapter, Factors, OtherParts
 from weightsmith._models.lora.experts import match_stacked, names_of
 from weightsmith._models.lora.forms import as_matrix
+from weightsmith._models.lora.kinds import KINDS
 from weightsmith._models.lora.networks import find_places as find_modules
-from weightsmith._models.sources.adapted import Adapted, AdaptedTensor, Update
+from weightsmith._models.sources.adapted import Adapted, AdaptedTensor, RowChange, Update
 from weightsmith._models.structure import analyse
 from weightsmith._models.structure.configs import replace_value
-from weightsmith._models.structure.fused import SubMatrix, fused_names, fused_parts
-from weightsmith._models.structure.projections import UNMIXTRAL
+from weightsmith._models.structure.projections import UNMIXTRAL, SubMatrix, fused_names, fused_parts
 from weightsmith._models.structure.vocabulary import (
     class_of,
     is_embedding,
@@ -38,6 +42,7 @@ from weightsmith._models.structure.vocabulary import (
     tie_flag,
     untie,
 )
+from weightsmith.abc.adapter import AdapterModule
 
 _SHOWN = 8  # problems that a message lists
 _BEGINNINGS = 100  # of names that are tried; models have up to ten
@@ -64,9 +69,12 @@ def apply_adapter(base: Checkpoint, adapter: Adapter, ref: str, names: Names = d
     match, adapter_checkpoint = _matched(base, adapter, ref, names), adapter.checkpoint
     notes = [*base.notes, *adapter_checkpoint.notes, *match.notes, *_unused(adapter)]
     base.fetch([name for name in adapter_checkpoint.files if name in base.files])
-    if other := [
-        name for name in adapter_checkpoint.files if not same_bytes(adapter_checkpoint.folder / name, base.folder / name)
-    ]:
+    replaced = match.grown and not base.subfolders and any(map(holds_tokens, adapter_checkpoint.files))
+    if not replaced and (
+        other := [
+            name for name in adapter_checkpoint.files if not same_bytes(adapter_checkpoint.folder / name, base.folder / name)
+        ]
+    ):
         fix = "copy it into the output, if the adapter was trained with it"
         what = f"tokenizer files beside the adapter differ from the base's, and are not used: {', '.join(other)}"
         notes.append(Finding(what, ref, fix=fix))
@@ -80,10 +88,27 @@ def apply_adapter(base: Checkpoint, adapter: Adapter, ref: str, names: Names = d
         repositories=(*base.repositories, *adapter_checkpoint.repositories),
         subfolders=base.subfolders,
     )
+    if replaced:
+        folder = _with_tokenizer(base, adapter_checkpoint, folder)
+        what = f"the adapter adds tokens: the tokenizer is the one beside it: {', '.join(adapter_checkpoint.files)}"
+        notes.append(Finding(what, ref))
     source = Adapted(base, adapter_checkpoint, match.origins(), ref)
     return Checkpoint(
         ref, source, folder, metadata=base.metadata, notes=tuple(notes), untied=match.untied, decoded=base.decoded
     )
+
+
+def _with_tokenizer(base: Checkpoint, adapter: Checkpoint, folder: ModelFolder) -> ModelFolder:
+    """The base's folder with the tokenizer that lies beside an adapter. It is a temporary one: both are read from elsewhere."""
+    kept = [name for name in base.files if name not in adapter.files and not holds_tokens(name)]
+    base.fetch(kept)
+    temporary = tempfile.TemporaryDirectory(prefix="weightsmith-", ignore_cleanup_errors=True)
+    for source, names in ((base, kept), (adapter, adapter.files)):
+        for name in names:
+            (Path(temporary.name) / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source.folder / name, Path(temporary.name) / name)
+    files = tuple(sorted({*kept, *adapter.files}))
+    return replace(folder, path=Path(temporary.name), files=files, subfolders=(), temporary=temporary)
 
 
 def _unused(adapter: Adapter) -> Iterator[Finding]:
@@ -95,7 +120,7 @@ def _unused(adapter: Adapter) -> Iterator[Finding]:
     pairs = [(factors.a, factors.b) for factors in adapter.updates.values()]
     pairs += [(level.a, level.b) for levels in adapter.stacked.values() for level in levels]
     dora = any(factors.magnitude for factors in adapter.updates.values())
-    if checkpoint.repositories or adapter.replacements or dora or not pairs:
+    if checkpoint.repositories or adapter.replacements or adapter.others or dora or not pairs:
         return
     if not any(checkpoint.read(b).any() and checkpoint.read(a).any() for a, b in pairs):
         what = f"the adapter changes nothing: B @ A of its {count(len(pairs), 'module')} is all zeros"
@@ -129,6 +154,7 @@ class _Match:
     notes   what the user should know
     untied  the one of them on an embedding and a head that were one tensor
     places  see `find_places`
+    grown   whether there are more tokens than in the base
 
     sources  tensor of the model that transformers builds → tensors of the base; {}: names are the base's
     """
@@ -142,9 +168,11 @@ class _Match:
         self.notes: list[Finding] = []
         self.untied: Finding | None = None
         self.places: dict[str, str] = {}
+        self.grown = False
         self._base_names = {name: name for name in base.specs}  # tensor → the base's that it stands for
         self._updates: dict[str, Factors] = {}
         self._parts: dict[str, list[Update]] = {}  # of tensors with several matrices
+        self._changes: dict[str, list[RowChange]] = {}  # by adapters of other kinds than LoRA
         self._replaced: dict[str, str] = {}
         self._located: Mapping[str, tuple[str, SubMatrix]] = {}  # parts of tensors that a file names as matrices
         self._match()
@@ -152,7 +180,9 @@ class _Match:
     def origins(self) -> dict[str, AdaptedTensor]:
         """What each tensor of the result is made from."""
         return {
-            name: AdaptedTensor(base_name, self._replaced.get(name, ""), tuple(self._updates_of(name)))
+            name: AdaptedTensor(
+                base_name, self._replaced.get(name, ""), tuple(self._updates_of(name)), tuple(self._changes.get(name, ()))
+            )
             for name, base_name in self._base_names.items()
         }
 
@@ -168,7 +198,7 @@ class _Match:
         ]
         head = self._take_task_head()
         replacements = {name: source for name, source in adapter.replacements.items() if name not in head}
-        targets = [*(f"{m}.weight" for m in adapter.updates), *replacements, *stacked]
+        targets = [*(f"{m}.weight" for m in (*adapter.updates, *adapter.others)), *replacements, *stacked]
         rename = located or (self._stored if self._sources else self._renaming(targets))
         tied = "" if head else self._tied_embedding()
         for stored_name, source in replacements.items():
@@ -198,6 +228,11 @@ class _Match:
                 problem = self._no_place(name) if len(problems) < _SHOWN else name
             if problem:
                 problems.append(problem)
+        for module, parts in adapter.others.items():
+            name = rename(f"{module}.weight")
+            if tied and is_head(replace(self.base.specs[tied], name=name)):
+                self._base_names.setdefault(name, tied)
+            problems += self._change(module, name, parts)
         modules = {m: rename(f"{m}.x")[:-2] for m in adapter.stacked}
         stacked_updates, strange = match_stacked(adapter, self.base, modules, self._sources)
         problems += strange
@@ -241,7 +276,7 @@ class _Match:
 
     def _is_unloadable(self, name: str) -> bool:
         """Whether a class has other names for layers than the base: Llama's for answers has `transformer.` for `model.`."""
-        modules = {module.partition(".")[0] for module in self.adapter.updates}
+        modules = {module.partition(".")[0] for module in (*self.adapter.updates, *self.adapter.others)}
         return name.endswith("ForQuestionAnswering") and not modules & {tensor.partition(".")[0] for tensor in self.base.specs}
 
     def _stored(self, name: str) -> str:
@@ -276,12 +311,21 @@ class _Match:
             return None
         shapes = ((module, self._shapes(factors)) for module, factors in adapter.updates.items())
         modules = {module: (b[0], a[1]) for module, (a, b) in shapes}
+        modules |= {module: self._shape_of_other(parts) for module, parts in adapter.others.items()}
         places = find_modules(modules, base.specs, adapter.checkpoint.ref, base.ref, flat=adapter.file.flat)
         if places.names:
-            self.adapter = replace(adapter, updates={module: adapter.updates[module] for module in places.names})
+            placed = {module: factors for module, factors in adapter.updates.items() if module in places.names}
+            others = {module: parts for module, parts in adapter.others.items() if module in places.names}
+            self.adapter = replace(adapter, updates=placed, others=others)
             self.notes += places.notes
             self._located = places.parts
         return lambda name: places.names.get(name.removesuffix(".weight"), name)
+
+    def _shape_of_other(self, parts: OtherParts) -> tuple[int, int]:
+        """Outputs and inputs of a module of LoHa, to tell networks apart; zeros if the factors do not show them."""
+        shapes = {part: self.adapter.checkpoint.specs[name].shape for part, name in parts.parts.items()}
+        rows, cols = shapes.get("hada_w1_a", ()), shapes.get("hada_w1_b", ())
+        return (rows[0], cols[1]) if len(rows) == len(cols) == 2 and "hada_t1" not in shapes else (0, 0)
 
     def _part_of(self, name: str) -> tuple[str, SubMatrix] | None:
         """The base's tensor that a matrix is part of, and the part."""
@@ -311,6 +355,36 @@ class _Match:
         self._parts.setdefault(tensor, []).append(Update(factors.a, factors.b, factors.scaling, transposed=False, rows=rows))
         return ""
 
+    def _change(self, module: str, name: str, parts: OtherParts) -> list[str]:
+        """Add the change of a module's weight, and of its bias; the problems with that."""
+        tensor, rows = name, None
+        if name in self._base_names:
+            shape = self._source_spec(name).shape
+            self.places[module] = self._base_names[name]
+        elif part := self._part_of(name):
+            tensor, (first, shape) = part[0], (part[1].offset // part[1].shape[1], part[1].shape)
+            rows = first, shape[0]
+        else:
+            return [self._no_place(name)]
+        if not self.base.specs[self._base_names[tensor]].dtype.floating or len(shape) < 2 or 0 in shape:
+            return [f"{name}: {list(shape)} in the base, and {self.adapter.title} changes weights of layers"]
+        if tensor in self._updates or tensor in self._parts:
+            return [f"{name}: the adapter has two changes for it"]
+        if any(change.rows is None or change.rows == rows for change in self._changes.get(tensor, ())):
+            return [f"{name}: the adapter changes it under several names, {module} is one of them"]
+        kind, specs = KINDS.get(parts.kind), self.adapter.checkpoint.specs
+        transposed = self.adapter.transposed and len(shape) == 2 and rows is None and parts.kind != "trainable_tokens"
+        turned = shape[::-1] if transposed else shape
+        described = AdapterModule(module, turned, {part: specs[stored] for part, stored in parts.parts.items()}, parts.settings)
+        if problems := list(kind.problems(described)):
+            return [f"{name}: {problem}" for problem in problems]
+        code = KINDS.identity(parts.kind)
+        self._changes.setdefault(tensor, []).append(RowChange(kind, described, transposed, rows, code))
+        bias = f"{tensor.removesuffix('weight')}bias"
+        if bias in self._base_names and kind.biases(described):
+            self._changes.setdefault(bias, []).append(RowChange(kind, kind.of_bias(described), rows=rows, code=code))
+        return []
+
     def _no_place(self, name: str) -> str:
         fused = next((fused for fused in fused_names(name) if fused in self.base.specs), "")
         if fused:
@@ -335,6 +409,7 @@ class _Match:
         grown = {old: new for old, new in grown.items() if old != new}
         if grown and len(set(rows.values())) > 1:
             return [f"{name}: would have {n} rows, and embedding and head need as many" for name, n in rows.items()]
+        self.grown = any(new > old for old, new in grown.items())
         for old, new in grown.items():
             replace_value(self.config, "vocab_size", old, new)
         return []
@@ -367,7 +442,8 @@ class _Match:
     def _untie(self, embedding: str) -> None:
         """Give the head numbers of its own, where the adapter changes it or the embedding alone."""
         heads = [name for name in self._base_names if is_head(self._source_spec(name))]
-        changed = embedding in self._updates or embedding in self._replaced
+        turned = [change for change in self._changes.get(embedding, ()) if change.kind is not KINDS.get("trainable_tokens")]
+        changed = embedding in self._updates or embedding in self._replaced or bool(turned)
         if not heads and changed and self._source_spec(embedding).shape == self.base.specs[embedding].shape:
             heads = ["lm_head.weight"]
             self._base_names[heads[0]] = embedding

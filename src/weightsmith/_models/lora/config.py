@@ -105,8 +105,8 @@ def transposed_of(version: object, model_type: object) -> bool | None:
 # ---- Every key of adapter_config.json, and every kind of PEFT adapter: what each means for the weights
 
 
-_MERGE_WITH_PEFT = "Merge it with peft (merge_and_unload, then save_pretrained), and name that folder."
-_REPAIR = "Repair it, or download the adapter again."
+MERGE_WITH_PEFT = "Merge it with peft (merge_and_unload, then save_pretrained), and name that folder."
+REPAIR = "Repair it, or download the adapter again."
 
 USED = frozenset(
     {
@@ -125,6 +125,7 @@ USED = frozenset(
         "rank_pattern",
         "target_parameters",
         "task_type",
+        "trainable_token_indices",
         "unsloth_fused_expert_lora",  # Unsloth's
         "use_dora",
         "use_rslora",
@@ -166,7 +167,6 @@ NOT_APPLIED: Mapping[str, NotApplied] = {
     "use_qalora": NotApplied("QA-LoRA, which pools the inputs of A"),
     "use_bdlora": NotApplied("block-diagonal factors", by_peft=False),
     "layer_replication": NotApplied("layers that are repeated before the adapter is applied, and share weights", by_peft=False),
-    "trainable_token_indices": NotApplied("single rows of the embedding, trained apart"),
     "alora_invocation_tokens": NotApplied("an activated LoRA, which is on for some tokens only", by_peft=False),
     "arrow_config": NotApplied("Arrow routing between several adapters", by_peft=False),
     "kasa_config": NotApplied("KaSA, which changes the base weights"),
@@ -211,7 +211,7 @@ def check_config(config: Mapping[str, Any], where: str) -> None:
     reasons = dict(_not_applied(config))
     unknown = [f"{show(key)}: {show(value)}" for key, value in config.items() if _unknown(key, value)]
     if reasons:
-        fix = _MERGE_WITH_PEFT if all(reasons.values()) else "Use the adapter with peft, which cannot merge it either."
+        fix = MERGE_WITH_PEFT if all(reasons.values()) else "Use the adapter with peft, which cannot merge it either."
         what = "the adapter does more than LoRA, and would be applied wrongly"
         raise Unsupported(what, where=where, details=[*reasons, *unknown], fix=fix)
     if unknown:
@@ -219,7 +219,7 @@ def check_config(config: Mapping[str, Any], where: str) -> None:
         fix = "Merge the adapter with the program that wrote it. If a key changes no weights, remove it from the file."
         raise Unsupported(what, where=where, details=unknown, fix=fix)
     if problems := list(_wrong_values(config)):
-        raise FormatError("values that PEFT does not know", where=where, details=problems, fix=_REPAIR)
+        raise FormatError("values that PEFT does not know", where=where, details=problems, fix=REPAIR)
 
 
 def _unknown(key: str, value: object) -> bool:
@@ -261,9 +261,9 @@ def _fix_of_kind(kind: object) -> str:
     if not isinstance(kind, str):
         return "Name a folder that PEFT's save_pretrained has written."
     if kind in CONVERTED_KINDS:
-        return f"Convert it with peft's convert_to_lora, and name the folder of the result. Or: {_MERGE_WITH_PEFT}"
+        return f"Convert it with peft's convert_to_lora, and name the folder of the result. Or: {MERGE_WITH_PEFT}"
     if kind in MERGED_KINDS:
-        return _MERGE_WITH_PEFT
+        return MERGE_WITH_PEFT
     if kind in UNMERGED_KINDS:
         return "Use the adapter with peft: it is no change of weights, so neither peft nor weightsmith can merge it."
     return "Merge it with the program that wrote it, and name the folder of the result."

@@ -16,7 +16,7 @@ from weightsmith._base.errors import Finding, Unsupported
 from weightsmith._base.idioms import grouped
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._base.text import count
-from weightsmith._models.structure.fused import SubMatrix
+from weightsmith._models.structure.projections import SubMatrix
 
 Specs = Mapping[str, TensorSpec]
 Shape = tuple[int, int]

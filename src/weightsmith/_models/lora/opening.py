@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from weightsmith._base.files import exists, file_names, is_folder, show
 from weightsmith._base.strict_json import parse_object, read_object
 from weightsmith._base.text import count
 from weightsmith._files.copied import is_weights
-from weightsmith._files.pytorch import SUFFIXES as PYTORCH
+from weightsmith._files.hf_folder import PYTORCH_SUFFIXES
 from weightsmith._models.checkpoint import Checkpoint, HubModel, ModelFolder, locate, open_place
 from weightsmith._models.formats.opening import open_file
 from weightsmith._models.lora.adapter import (
@@ -23,8 +23,8 @@ from weightsmith._models.lora.adapter import (
     Adapter,
     Factors,
     FileNames,
+    OtherParts,
     Scalings,
-    open_peft,
     sort_tensors,
 )
 from weightsmith._models.lora.apply import apply_adapter
@@ -40,7 +40,9 @@ from weightsmith._models.lora.forms import (
     split_factor,
     unnamed,
 )
+from weightsmith._models.lora.kinds import kind_of_part
 from weightsmith._models.lora.networks import UNKNOWN, network_of
+from weightsmith._models.lora.peft_folder import open_peft
 from weightsmith._models.sources.composed import Selected
 
 # ---- Single files of LoRA factors, without an adapter_config.json: kohya's, diffusers', ComfyUI's
@@ -62,11 +64,12 @@ def read_file(checkpoint: Checkpoint, path: Path) -> Adapter:
     """
     where = str(path)
     parts_of_module, alphas, strange = _sorted(checkpoint)
+    others, strange = _others(checkpoint, strange, alphas)
     if kinds := dict.fromkeys(filter(None, map(other_kind, strange))):
         named = [f"{show(name)}: {other_kind(name)}" for name in strange if other_kind(name)]
-        what = f"it is {' and '.join(kinds)}, not plain LoRA, and is neither applied nor merged"
+        what = f"it is {' and '.join(kinds)}, which is not applied from a single file"
         raise Unsupported(what, where=where, details=named[:_SHOWN], fix=_WAY_OUT)
-    if not parts_of_module:
+    if not parts_of_module and not others:
         fix = f"name the folder that holds {CONFIG_NAME}, or a single file with lora_down and lora_up, or lora_A and lora_B"
         details = [show(name) for name in strange[:3]]
         what = "a single file that is not a LoRA of kohya's scripts, or of diffusers"
@@ -75,7 +78,7 @@ def read_file(checkpoint: Checkpoint, path: Path) -> Adapter:
     if strange:
         what = f"{count(len(strange), 'tensor')} of it are neither factors nor alpha of a module"
         raise Unsupported(what, where=where, details=[show(name) for name in strange[:_SHOWN]], fix=_WAY_OUT)
-    flat = _is_flat(parts_of_module, where)
+    flat = _is_flat([*parts_of_module, *others], where)
     scale = _Scale(checkpoint, alphas, where, flat=flat)
     problems, updates = list[str](), dict[str, Factors]()
     for module, parts in parts_of_module.items():
@@ -88,7 +91,36 @@ def read_file(checkpoint: Checkpoint, path: Path) -> Adapter:
         what = f"the adapter's tensors have {count(len(problems), 'problem')}"
         raise FormatError(what, where=where, details=problems[:_SHOWN], fix="repair it, or save it again with its trainer")
     pairs = {module: parts["A"][1] for module, parts in parts_of_module.items()}
-    return Adapter(checkpoint, updates, file=FileNames(flat, pairs, frozenset(alphas)))
+    return Adapter(checkpoint, updates, file=FileNames(flat, pairs, frozenset(alphas)), others=others)
+
+
+def _others(checkpoint: Checkpoint, strange: Sequence[str], alphas: dict[str, str]) -> tuple[dict[str, OtherParts], list[str]]:
+    """Module → its tensors of LoHa or LoKr; and the tensors that are of neither. Takes their alphas out of `alphas`."""
+    parts_of_module: dict[str, dict[str, str]] = {}
+    rest = list[str]()
+    for name in strange:
+        module, dot, part = name.rpartition(".")
+        if dot and kind_of_part(part):
+            parts_of_module.setdefault(module, {})[part] = name
+        else:
+            rest.append(name)
+    others = dict[str, OtherParts]()
+    for module, parts in parts_of_module.items():
+        settings: dict[str, Any] = {}
+        if module in alphas:
+            alpha = _alpha_in(checkpoint, alphas.pop(module))
+            settings["alpha"] = alpha
+        others[module] = OtherParts(kind_of_part(next(iter(parts))), parts, settings)
+    return others, rest
+
+
+def _alpha_in(checkpoint: Checkpoint, name: str) -> float | str:
+    """A number of a module; or what is wrong with it."""
+    spec = checkpoint.specs[name]
+    if spec.size != 1 or spec.dtype.name == "BOOL":
+        return f"{spec} is not one number"
+    alpha = float(checkpoint.read(name).astype(float).reshape(()))
+    return alpha if math.isfinite(alpha) else f"{name} is {alpha}"
 
 
 def _sorted(checkpoint: Checkpoint) -> tuple[dict[str, _Parts], dict[str, str], list[str]]:
@@ -107,7 +139,7 @@ def _sorted(checkpoint: Checkpoint) -> tuple[dict[str, _Parts], dict[str, str], 
     return parts_of_module, alphas, strange
 
 
-def _is_flat(modules: Mapping[str, _Parts], where: str) -> bool:
+def _is_flat(modules: Sequence[str], where: str) -> bool:
     """Whether names of modules have `_` for each dot. Raises Unsupported if some do and others do not."""
     dotted = [module for module in modules if "." in module]
     if dotted and len(dotted) < len(modules):
@@ -147,11 +179,8 @@ class _Scale:
         return 1.0
 
     def _alpha(self, name: str, rank: int) -> float | str:
-        spec = self._checkpoint.specs[name]
-        if spec.size != 1 or spec.dtype.name == "BOOL":
-            return f"{spec} is not one number"
-        alpha = float(self._checkpoint.read(name).astype(float).reshape(()))
-        return alpha / rank if math.isfinite(alpha) else f"{name} is {alpha}"
+        alpha = _alpha_in(self._checkpoint, name)
+        return alpha if isinstance(alpha, str) else alpha / rank
 
     def _of_network(self, beginning: str) -> Scalings | None:
         """What the metadata says of a network; None if it says nothing."""
@@ -289,7 +318,7 @@ def _split(checkpoint: Checkpoint) -> tuple[Checkpoint, Selected]:
 DIFFUSERS_NAME = "pytorch_lora_weights.safetensors"
 """The file that diffusers looks for in a folder."""
 
-_SUFFIXES = (".safetensors", *PYTORCH)
+_SUFFIXES = (".safetensors", *PYTORCH_SUFFIXES)
 
 
 def open_adapter(ref: str, *, revision: str | None = None) -> Adapter:

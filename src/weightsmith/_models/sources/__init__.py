@@ -1,6 +1,7 @@
 """Sources of tensors. One interface, `abc.tensors.Tensors`; one file for each kind; composition, no inheritance.
 
 files.py    tensors stored as plain bytes in files
+boxes.py    tensors of which each part is elsewhere, as training runs leave them
 adapted.py  a source with a LoRA adapter applied
 composed.py some tensors of a source, under other names; a folder and its subfolders, as one; state dicts. `_files/arrays.py`
             streams the bytes of a tensor in memory

@@ -1,4 +1,6 @@
-"""A source with a LoRA adapter applied: W + scaling · B @ A, computed on read; with DoRA, its rows scaled to given norms."""
+"""A source with an adapter applied, computed on read: W + scaling · B @ A; with DoRA, its rows scaled to given norms; or the
+change of another kind of adapter, row by row.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from weightsmith._base.errors import FormatError
 from weightsmith._base.files import Extent
 from weightsmith._base.tensors import DTYPES, DType, TensorSpec
 from weightsmith._files.hf_folder import natural_key
+from weightsmith.abc.adapter import AdapterKind, AdapterModule
 from weightsmith.abc.tensors import Tensors, check_range, digest, read, spec_of
 
 if TYPE_CHECKING:
@@ -53,17 +57,49 @@ class Update:
 
 
 @dataclass(frozen=True, slots=True)
+class RowChange:
+    """What an adapter of another kind than LoRA does to the rows of a matrix.
+
+    kind        which function does it; `code` is the identity of one that an installed package brings
+    module      what the function is told; the names of its parts are those of the adapter's tensors
+    transposed  the matrix is stored [inputs, outputs]
+    rows        first row and number of rows of the matrix in its tensor; None: all of it
+    """
+
+    kind: AdapterKind
+    module: AdapterModule
+    transposed: bool = False
+    rows: tuple[int, int] | None = None
+    code: str = ""
+
+    def __repr__(self) -> str:
+        return f"RowChange({self.kind.title!r}, {self.module!r}, {self.transposed}, {self.rows}, {self.code!r})"
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """The adapter's tensors that it needs."""
+        return tuple(spec.name for spec in self.module.parts.values())
+
+
+@dataclass(frozen=True, slots=True)
 class AdaptedTensor:
     """The origin of a tensor of an adapted source.
 
     base         the corresponding tensor of the base, which determines the output dtype
     replacement  the adapter's tensor that replaces it; "" for none
     updates      what is added to it, or to matrices in it: in the order of their rows, which do not overlap
+    changes      what changes its rows after that; matrices in it, or all of it
     """
 
     base: str
     replacement: str = ""
     updates: tuple[Update, ...] = ()
+    changes: tuple[RowChange, ...] = ()
+
+    @property
+    def computed(self) -> bool:
+        """Whether its numbers are not those of a file."""
+        return bool(self.updates or self.changes)
 
 
 class Adapted:
@@ -100,16 +136,17 @@ class Adapted:
     def location(self, name: str) -> tuple[int, int] | None:
         origin = self._origin(name)
         source, stored = self._stored(origin)
-        return None if origin.updates else source.location(stored)
+        return None if origin.computed else source.location(stored)
 
     def extents(self, name: str, start_byte: int, nbytes: int) -> tuple[Extent, ...]:
         origin, spec = self._origin(name), self.specs[name]
         source, stored = self._stored(origin)
-        if not origin.updates:
+        if not origin.computed:
             return source.extents(stored, start_byte, nbytes)
         width, before = spec.dtype.itemsize, source.specs[stored].dtype.itemsize
         extents = source.extents(stored, start_byte // width * before, -(-nbytes // width) * before)
         factors = dict.fromkeys(part for u in origin.updates for part in (u.a, u.b, u.magnitude) if part)
+        factors |= dict.fromkeys(part for change in origin.changes for part in change.tensors)
         specs = self._adapter.specs
         return (*extents, *(part for factor in factors for part in self._adapter.extents(factor, 0, specs[factor].nbytes)))
 
@@ -118,8 +155,11 @@ class Adapted:
         source, stored = self._stored(origin)
         into = np.frombuffer(out, np.uint8)
         check_range(spec, start_byte, into.size, self._where)
-        if not origin.updates:
+        if not origin.computed:
             source.read_into(stored, start_byte, out)
+            return
+        if origin.changes:
+            self._read_changed(name, start_byte, into)
             return
         before = source.specs[stored].dtype
         width, cols = spec.dtype.itemsize, _columns(spec, origin.updates[0])
@@ -137,6 +177,49 @@ class Adapted:
             trained_norms = read(self._adapter, magnitude, slice(first // cols, end // cols)).astype(np.float64)
             rows *= (trained_norms / np.where(norms > 0, norms, 1.0))[:, None]
         into[:] = values.view(np.uint8)[start_byte - first * width :][: into.size]
+
+    def _read_changed(self, name: str, start_byte: int, into: Array) -> None:
+        """Fill `into` with bytes of a tensor whose rows change: computes whole rows, or all of one stored [inputs, outputs]."""
+        origin, spec = self._origin(name), self.specs[name]
+        (source, stored), width = self._stored(origin), spec.dtype.itemsize
+        cols = spec.size // (spec.shape[0] if spec.shape else 1) if origin.changes[0].rows is None else spec.shape[-1]
+        if any(change.transposed for change in origin.changes):
+            whole = self._kept.get((name, "whole"), lambda: (self._changed(origin, read(source, stored), 0, spec),))[0]
+            into[:] = whole.reshape(-1).view(np.uint8)[start_byte:][: into.size]
+            return
+        if spec.size == spec.shape[0]:  # a bias: its elements are rows
+            cols = 1
+        first, end = start_byte // width // cols, -(-(start_byte + into.size) // (width * cols))
+        before = source.specs[stored].dtype
+        raw = np.empty((end - first) * cols * before.itemsize, np.uint8)
+        source.read_into(stored, first * cols * before.itemsize, raw)
+        rows = self._changed(origin, raw.view(before.numpy).reshape(-1, cols), first, spec)
+        into[:] = rows.reshape(-1).view(np.uint8)[start_byte - first * cols * width :][: into.size]
+
+    def _changed(self, origin: AdaptedTensor, stored: Array, first: int, spec: TensorSpec) -> Array:
+        """Rows of a tensor from number `first` on, changed, in the dtype of the result."""
+        values = np.ascontiguousarray(stored, np.float64)
+        for change in origin.changes:
+            begin, count = change.rows or (0, first + len(values))
+            start, stop = max(begin, first), min(begin + count, first + len(values))
+            if start >= stop:
+                continue
+            rows = np.ascontiguousarray(values.T) if change.transposed else values[start - first : stop - first]
+            change.kind.apply(change.module, self._arrays_of(change), rows, start - begin)
+            if change.transposed:
+                values = np.ascontiguousarray(rows.T)
+        return values.astype(spec.dtype.numpy, copy=False)
+
+    def _arrays_of(self, change: RowChange) -> tuple[Array, ...]:
+        def make() -> tuple[Array, ...]:
+            parts = {part: read(self._adapter, spec.name).astype(np.float64) for part, spec in change.module.parts.items()}
+            try:
+                return change.kind.prepare(change.module, parts)
+            except ValueError as error:
+                fix = "Repair it, or download the adapter again."
+                raise FormatError(f"{change.module.name}: {error}", where=str(self._adapter.paths[0]), fix=fix) from None
+
+        return self._kept.get((change.kind.title, change.module.name, change.module.tensor), make)
 
     def _add(self, origin: AdaptedTensor, raw: Array, before: DType, first: int, cols: int, values: Array) -> None:
         """values = the elements `raw` from number `first` of a tensor, stored as `before`, with its updates."""
@@ -183,7 +266,7 @@ class Adapted:
     def _spec(self, name: str, origin: AdaptedTensor) -> TensorSpec:
         source, stored = self._stored(origin)
         spec = replace(source.specs[stored], name=name)
-        return spec if not origin.updates or spec.dtype.name == "F64" else replace(spec, dtype=DTYPES["F32"])
+        return spec if not origin.computed or spec.dtype.name == "F64" else replace(spec, dtype=DTYPES["F32"])
 
     def _factors_of(self, update: Update) -> tuple[Array, Array]:
         """Of an update to a matrix [rows, cols]: left, float64 [rows, rank], and right, float32 [rank, cols]."""

@@ -223,11 +223,11 @@ class FileTensors(ABC, Generic[_InFile]):
 
     @abstractmethod
     def location(self, name: str) -> tuple[int, int] | None:
-        """See `Tensors.location`."""
+        """Descriptor and offset of a tensor that is stored as plain bytes on this disk; None for another."""
 
     @abstractmethod
     def extents(self, name: str, start_byte: int, nbytes: int) -> tuple[Extent, ...]:
-        """See `Tensors.extents`."""
+        """The parts of remote files that are read for these bytes, at most; () if all of them are on this disk."""
 
     def read_into(self, name: str, start_byte: int, out: Buffer) -> None:
         tensor, view = self._find(name), byte_view(out)

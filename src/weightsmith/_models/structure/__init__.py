@@ -4,8 +4,7 @@
     stacks.py   which prefixes are stacks of layers; which keys of config.json hold a number of layers, and of which stack
     model.py    `analyse` -> `Structure`: locate, rename, module_of, experts; modules (text decoder, vision tower ...)
     vocabulary.py  embeddings and heads: names and tying; heads of classifiers
-    projections.py  the roles of projections, by their names
-    fused.py    how methods treat a tensor; tensors that hold several matrices
+    projections.py  the roles of projections, by their names; how methods treat a tensor; tensors that hold several matrices
     perlayer.py lists and maps of config.json with one entry per layer
     rules.py    numbers of config.json that determine the kind of each layer (`first_k_dense_replace`)
     resize.py   `resize_config`: config.json after layers were dropped, repeated or reordered

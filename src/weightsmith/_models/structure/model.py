@@ -75,10 +75,6 @@ class Partition:
         return ("", path) if "" in self.roots else (None, path.removeprefix("model."))
 
 
-def _group(kind: StackKind) -> str:
-    return "text" if kind in ("decoder", "encoder") else kind
-
-
 def _root_of(stack: Stack, others: Sequence[Stack]) -> str:
     """The shortest dotted prefix of a stack that no stack of another kind shares."""
     names = stack.prefix[:-1].split(".")
@@ -114,7 +110,7 @@ def find_modules(stacks: Sequence[Stack], main: Stack | None, loose: Iterable[st
         roots.setdefault(root, root or WHOLE)
         kinds.setdefault(roots[root], stack.kind)
     towers = any(stack.kind in TOWERS for stack in primary)
-    text_modules = [name for name, kind in kinds.items() if _group(kind) == "text"]
+    text_modules = [name for name, kind in kinds.items() if kind in ("decoder", "encoder")]
     text = text_modules[0] if len(text_modules) == 1 else None
     if text is None and main is not None:
         text = roots[_root_of(main, [other for other in primary if other.kind != main.kind])]

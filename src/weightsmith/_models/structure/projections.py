@@ -4,14 +4,36 @@
     gate, up, down  of a gated MLP or expert    gate_proj, up_proj, down_proj; w1, w3, w2 (Mixtral's); gate_linear, up_linear; …
 
 A new spelling is one line here, for every stored format. (llama.cpp's names of the roles are in `formats/gguf/tensors.py`.)
+
+Tensors may hold several matrices, fused projections and stacked experts:
+
+    qkv_proj, qkv, Wqkv                        [(heads + 2 kv_heads) · head_dim, H]   q, k, v
+    query_key_value with one kv head           as above
+    gate_up_proj, input_linear, Wi, dense_h_to_4h   [2I, H]                           gate, up
+    experts [E, rows, cols]                    contiguous, each fused or not
+
+The name suggests the matrices, and the shape confirms them: the rows of q, k and v must match config.json, gate and up must
+each fit the matrix that follows them (`down_proj` [H, I]). Otherwise the tensor counts as one matrix. So does a tensor whose
+matrices are not, or may not be, contiguous: `query_key_value` with several kv heads (GPT-NeoX and Bloom interleave the heads
+of q, k and v, Falcon groups of heads, ChatGLM neither), and tensors fused along the columns (GPT-2's `c_attn` [H, 3H];
+experts [E, H, 2I] of Llama 4 and gpt-oss, one matrix for each expert).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
-from typing import Literal
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from weightsmith._base.idioms import grouped
+from weightsmith._base.tensors import MAX_STACKED, TensorSpec
+from weightsmith._models.structure.configs import whole_number
+from weightsmith._models.structure.model import Structure
+from weightsmith._models.structure.vocabulary import is_vocabulary
+from weightsmith._plans import Block, Role
+
+# ---- names of projections
 
 ATTENTION = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -41,13 +63,13 @@ MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 UNMIXTRAL = {there: here for here, there in MIXTRAL.items()}
 """The usual names of Mixtral's."""
 
-Role = Literal["q", "k", "v", "o", "gate", "up", "down"]
+ProjectionRole = Literal["q", "k", "v", "o", "gate", "up", "down"]
 """What a projection does, also the beginning of its usual name: `q_proj`."""
 
 _META, _MIXTRAL = ("wq", "wk", "wv"), ("w1", "w3", "w2")
-_ATTENTION_ROLES: tuple[Role, ...] = ("q", "k", "v")
-_MLP_ROLES: tuple[Role, ...] = ("gate", "up", "down")
-_ROLES: Mapping[str, Role] = {
+_ATTENTION_ROLES: tuple[ProjectionRole, ...] = ("q", "k", "v")
+_MLP_ROLES: tuple[ProjectionRole, ...] = ("gate", "up", "down")
+_ROLES: Mapping[str, ProjectionRole] = {
     **{name: role for names in (*ATTENTION.values(), _META) for role, name in zip(_ATTENTION_ROLES, names, strict=True)},
     "o_proj": "o",
     **{name: role for names in (*GATED.values(), _MIXTRAL) for role, name in zip(_MLP_ROLES, names, strict=True)},
@@ -68,11 +90,11 @@ JOINED = {
 """Projection → the input that it shares with others, or the matrix that engines join them into."""
 
 
-def role_of(module: str) -> Role | None:
+def projection_role(module: str) -> ProjectionRole | None:
     """What a module of a layer does, by the last component of its name; None for one that is no projection.
 
-    >>> role_of("model.layers.0.self_attn.q_proj"), role_of("block_sparse_moe.experts.3.w2"), role_of("model.norm")
-    ('q', 'down', None)
+    >>> [projection_role(name) for name in ("model.layers.0.self_attn.q_proj", "block_sparse_moe.experts.3.w2", "model.norm")]
+    ['q', 'down', None]
     """
     return _ROLES.get(module.rpartition(".")[2])
 
@@ -114,3 +136,158 @@ def by_site(weights: Iterable[str]) -> dict[str, list[str]]:
 def is_attention(weight: str) -> bool:
     """Whether a weight of a layer is one of the attention's."""
     return not _ATTENTION.isdisjoint(weight.split("."))
+
+
+# ---- How methods treat a tensor: the weight of a linear layer inside a block, one row per token, or anything else
+
+
+NOT_LINEAR = ("embed", "norm", "conv", "bias", "router", "lm_head")
+"""A tensor with one of these anywhere in its name is not a linear layer of a block."""
+
+COMPONENTS = frozenset({"wpe", "gate", "shared_expert_gate", "score", "classifier", "A_log"})
+"""The same for these as a whole component: `mlp.gate.weight` is a router, `mlp.gate_proj.weight` is not."""
+
+
+def role_of(spec: TensorSpec) -> Role:
+    """The role of a tensor: `linear` for a weight matrix of a linear layer inside a block.
+
+    >>> from weightsmith._base.tensors import DTYPES
+    >>> names = ("lm_head.weight", "layers.0.mlp.gate_proj.weight", "layers.0.mlp.gate.weight")
+    >>> [role_of(TensorSpec(name, DTYPES["BF16"], (64, 8))) for name in names]
+    ['vocabulary', 'linear', 'other']
+    """
+    name = spec.name
+    other = len(spec.shape) != 2 or min(spec.shape) < 2 or any(part in name for part in NOT_LINEAR)
+    if not other and COMPONENTS.isdisjoint(name.split(".")) and not is_vocabulary(spec):
+        return "linear"
+    return "vocabulary" if is_vocabulary(spec) else "other"
+
+
+Specs = Mapping[str, TensorSpec]
+Rows = tuple[tuple[str, int], ...]
+"""For each matrix, the component that names it, and its rows."""
+
+INTERLEAVED = frozenset({"query_key_value"})
+"""Projections whose heads some models interleave. With one kv head they cannot be interleaved."""
+
+
+@dataclass(frozen=True, slots=True)
+class SubMatrix:
+    """A matrix or vector in a tensor: its name in an unfused model, its first element, its shape."""
+
+    name: str
+    offset: int
+    shape: tuple[int, ...]
+
+    @property
+    def block(self) -> Block:
+        """Its block of the tensor."""
+        cols = self.shape[-1]
+        return Block(self.offset, math.prod(self.shape[:-1]), cols, cols)
+
+
+def fused_names(name: str) -> list[str]:
+    """The possible names of the fused tensor that contains a matrix.
+
+    >>> fused_names("layers.0.mlp.up_proj.weight")
+    ['layers.0.mlp.gate_up_proj.weight', 'layers.0.mlp.dense_h_to_4h.weight']
+    """
+    head, leaf, _ = _components(name)
+    return [f"{head}{fused}{name[len(head) + len(leaf) :]}" for fused, named in PARTS.items() if leaf in named]
+
+
+def fused_parts(
+    spec: TensorSpec, specs: Specs, structure: Structure, config: Mapping[str, Any] | None, name: str = ""
+) -> tuple[SubMatrix, ...]:
+    """The matrices of a tensor, in storage order; () if it is a single matrix.
+
+    specs   of all tensors of the model; structure and config are the model's
+    name    the tensor's name in the output, if its number or prefix differs there; the parts are named after it
+
+    >>> from weightsmith._models.structure import analyse
+    >>> from weightsmith._base.tensors import DTYPES
+    >>> shapes = {"gate_up_proj": (2, 6, 4), "down_proj": (2, 4, 3)}
+    >>> found = [TensorSpec(f"layers.{i}.mlp.experts.{n}", DTYPES["BF16"], s) for i in (0, 1) for n, s in shapes.items()]
+    >>> for part in fused_parts(found[0], {s.name: s for s in found}, analyse(found, None), None):
+    ...     print(part.offset, part.shape, part.name)
+    0 (3, 4) layers.0.mlp.experts.0.gate_proj.weight
+    12 (3, 4) layers.0.mlp.experts.0.up_proj.weight
+    24 (3, 4) layers.0.mlp.experts.1.gate_proj.weight
+    36 (3, 4) layers.0.mlp.experts.1.up_proj.weight
+    """
+    dims = len(spec.shape)
+    experts = structure.experts(spec) if dims == 3 else 1
+    experts = experts if experts <= MAX_STACKED else 1
+    if not spec.size or dims not in (1, 2, 3) or (dims == 3 and experts == 1):
+        return ()
+    _, leaf, kind = _components(spec.name)
+    if experts == 1 and leaf not in ATTENTION and leaf not in GATED:
+        return ()
+    rows = _rows(spec, specs, structure, config or {})
+    if experts == 1 and not rows:
+        return ()
+    rows = rows or ((leaf, spec.shape[1]),)
+    cols = spec.shape[-1:] if dims > 1 else ()
+    head, _, _ = _components(name or spec.name)
+    parts, offset = [], 0
+    for e in range(experts):
+        place = f"{head}{e}." if experts > 1 else head
+        for part, height in rows:
+            parts.append(SubMatrix(f"{place}{part}.{kind}", offset, (height, *cols)))
+            offset += height * math.prod(cols)
+    assert offset == spec.size
+    return tuple(parts)
+
+
+def _components(name: str) -> tuple[str, str, str]:
+    """The part before the component that names the matrix, that component, and `weight` or `bias`.
+
+    >>> _components("layers.0.mlp.gate_up_proj.bias"), _components("layers.0.mlp.experts.down_proj")
+    (('layers.0.mlp.', 'gate_up_proj', 'bias'), ('layers.0.mlp.experts.', 'down_proj', 'weight'))
+    """
+    rest, _, last = name.rpartition(".")
+    if last not in ("weight", "bias"):
+        return f"{rest}." if rest else "", last, "weight"
+    head, dot, leaf = rest.rpartition(".")
+    return head + dot, leaf, last
+
+
+def _rows(spec: TensorSpec, specs: Specs, structure: Structure, config: Mapping[str, Any]) -> Rows:
+    """The rows of each matrix in a fused projection (of one expert); () if it is not fused. A bias is like its weight."""
+    head, leaf, kind = _components(spec.name)
+    if kind == "bias":
+        weight = specs.get(f"{head}{leaf}.weight")
+        if weight is None or len(weight.shape) != 2 or spec.shape != weight.shape[:1]:
+            return ()
+        return _rows(weight, specs, structure, config)
+    if len(spec.shape) == 2 and leaf in ATTENTION:
+        return _attention(leaf, spec.shape, _section(spec.name, structure, config))
+    if len(spec.shape) > 1 and leaf in GATED:
+        *halves, after = GATED[leaf]
+        following = specs.get(head + after + spec.name[len(head) + len(leaf) :])
+        *stack, height, width = spec.shape
+        if height % 2 == 0 and following is not None and following.shape == (*stack, width, height // 2):
+            return tuple((half, height // 2) for half in halves)
+    return ()
+
+
+def _attention(leaf: str, shape: tuple[int, ...], config: Mapping[str, Any]) -> Rows:
+    """The rows of q, k and v by the numbers of heads in config.json; () if they do not add up to the tensor's."""
+    heads = _count(config, "num_attention_heads") or _count(config, "num_heads")
+    if not heads:
+        return ()
+    kv_heads = 1 if leaf in INTERLEAVED else _count(config, "num_key_value_heads") or heads
+    head_dim = _count(config, "head_dim") or (shape[1] // heads if shape[1] % heads == 0 else 0)
+    if not head_dim or shape[0] != (heads + 2 * kv_heads) * head_dim:
+        return ()
+    return tuple(zip(ATTENTION[leaf], (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim), strict=True))
+
+
+def _section(name: str, structure: Structure, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The section of config.json that describes the tensor's stack: the one with its number of layers."""
+    position = structure.locate(name) or structure.extra(name)
+    return position[0].section(config) if position is not None and position[0].config_paths else {}
+
+
+def _count(config: Mapping[str, Any], key: str) -> int:
+    return max(whole_number(config.get(key)) or 0, 0)

@@ -174,8 +174,9 @@ def _rope(config: Config) -> Config:
     return {}
 
 
-def _theta(config: Config) -> Any:
-    return _stated("rope_theta")(_rope(config)) or _stated("rope_theta", "rotary_emb_base")(config)
+def _of_rope(key: str, older: str) -> Callable[[Config], Any]:
+    """A number of RoPE, which older configs have at the top level."""
+    return lambda config: _stated(key)(_rope(config)) or _stated(key, older)(config)
 
 
 def _scaling(config: Config) -> dict[str, Any]:
@@ -187,17 +188,13 @@ def _scaling(config: Config) -> dict[str, Any]:
     return {"type": kind, **(numbers if kind != "default" else {})}
 
 
-def _partial(config: Config) -> Any:
-    return _stated("partial_rotary_factor")(_rope(config)) or _stated("partial_rotary_factor", "rotary_pct")(config)
-
-
 _KINDS = (
     _ComparedSetting(
         "model type", _stated("model_type"), "merge models of one architecture; mergekit refuses this without --allow-crimes"
     ),
-    _ComparedSetting("RoPE theta", _theta),
+    _ComparedSetting("RoPE theta", _of_rope("rope_theta", "rotary_emb_base")),
     _ComparedSetting("RoPE scaling", _scaling),
-    _ComparedSetting("the share of a head that RoPE turns", _partial),
+    _ComparedSetting("the share of a head that RoPE turns", _of_rope("partial_rotary_factor", "rotary_pct")),
     _ComparedSetting("activation", _activation),
     _ComparedSetting("norm epsilon", _stated(*_EPSILONS)),
     _ComparedSetting("number of attention heads", _stated(*_HEADS)),
@@ -270,13 +267,11 @@ def _templates(models: Sequence[ComparedModel], donor: int) -> list[Finding]:
     if not stated or stated == {templates[donor]}:
         return []
     taken = f"the output has {models[donor].label}'s" if templates[donor] else "the output has none"
-    details = _by_value(models, [f"{len(t):,} characters ({_digest(t)})" if t else _NONE for t in templates])
+    digests = [hashlib.sha256(template.encode("utf-8", "replace")).hexdigest()[:8] for template in templates]
+    told = [f"{len(t):,} characters ({digest})" if t else _NONE for t, digest in zip(templates, digests, strict=True)]
+    details = _by_value(models, told)
     fix = "choose one with chat_template: auto, a name or a file"
     return [Finding(f"the models differ in chat template; {taken}", "chat_template", details, fix)]
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:8]
 
 
 def _template(model: ComparedModel) -> str:

@@ -28,6 +28,7 @@ from weightsmith._planning.planner.merges import (
     Opening,
     Request,
     assemble_matched,
+    folded,
     in_order,
     match,
     missing_methods,
@@ -281,7 +282,7 @@ class _Stages:
         """Add all that is known of these to the draft of the result."""
         if self._stages:
             draft = assembled.draft
-            draft.warnings = [*self._warnings, *self._same_names(), *draft.warnings]
+            draft.warnings = folded([*self._warnings, *self._same_names(), *draft.warnings])
             draft.lacking = joined([*self._lacking, draft.lacking], held_files(draft, assembled.inputs[draft.donor].folder))
             assembled.named = [*(path for stage in self._stages for path in code_files(stage.plan)), *assembled.named]
             assembled.stages = [*self._stages]

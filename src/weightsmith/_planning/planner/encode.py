@@ -22,8 +22,7 @@ from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._engine.products.magnitudes import magnitudes
 from weightsmith._models.formats import Encoding, find_encoding
 from weightsmith._models.structure import Structure, analyse
-from weightsmith._models.structure.fused import role_of
-from weightsmith._models.structure.projections import joined_sets
+from weightsmith._models.structure.projections import joined_sets, role_of
 from weightsmith._models.structure.vocabulary import HEADS, is_embedding, is_head, is_model_head
 from weightsmith._plans import PLAIN, Plan, PlanDraft, Product, Step, arrays_of, needs_of
 from weightsmith.abc.stored import Modules, maximum_name
@@ -117,7 +116,9 @@ def _products(draft: PlanDraft, steps: Sequence[Step], structure: Structure, enc
 
 def _reasons(specs: Sequence[TensorSpec], structure: Structure, encoding: Encoding) -> dict[str, str]:
     """Why tensors are stored as they are, by name; those that are not in it are encoded."""
-    transposed = any(_module(spec).rpartition(".")[2] in _CONV1D and _is_wide(spec) for spec in specs)
+    transposed = any(
+        _module(spec).rpartition(".")[2] in _CONV1D and len(spec.shape) == 2 and spec.shape[1] > spec.shape[0] for spec in specs
+    )
     reasons = ((spec.name, _reason(spec, structure, encoding, transposed=transposed)) for spec in specs)
     return {name: why for name, why in reasons if why}
 
@@ -140,10 +141,6 @@ def _reason(spec: TensorSpec, structure: Structure, encoding: Encoding, *, trans
     if transposed and _module(spec).rpartition(".")[2].startswith("c_"):
         return "it is stored transposed (Conv1D)"
     return encoding.refusal(replace(spec, dtype=DTYPES["BF16"]))  # of a name or shape; a dtype is the caller's to change
-
-
-def _is_wide(spec: TensorSpec) -> bool:
-    return len(spec.shape) == 2 and spec.shape[1] > spec.shape[0]
 
 
 def _module(spec: TensorSpec) -> str:

@@ -348,7 +348,7 @@ class _Matcher:
         files = pattern.lower().endswith(suffixes())
         matches = [Path(p) for p in every]
         meant = [path.is_dir() or (files and path.is_file() and is_weights(path.name)) for path in matches]
-        paths = sorted(itertools.compress(every, meant), key=_natural)
+        paths = sorted(itertools.compress(every, meant), key=lambda path: [natural_key(part) for part in Path(path).parts])
         paths = [p for p in paths if self.base is None or _pattern_place(p) != self.base]
         kept, left_out = _sort_out(paths)
         if kept:
@@ -422,10 +422,6 @@ def _no_match(ref: ModelRef, pattern: str) -> NotFound:
 
 def _some(lines: Sequence[str]) -> tuple[str, ...]:
     return (*lines[:_SHOWN], f"and {len(lines) - _SHOWN} more") if len(lines) > _SHOWN else tuple(lines)
-
-
-def _natural(path: str) -> tuple[tuple[str, str], ...]:
-    return tuple(natural_key(part) for part in Path(path).parts)
 
 
 def _pattern_place(path: str) -> Path:

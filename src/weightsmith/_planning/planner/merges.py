@@ -8,6 +8,7 @@ Only the first and the last depend on the values of parameters.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -20,9 +21,8 @@ from weightsmith._base.tensors import DType, TensorSpec
 from weightsmith._base.text import status
 from weightsmith._files.copied import left_out_findings
 from weightsmith._files.hf_folder import natural_key
-from weightsmith._methods import any_method
+from weightsmith._methods import any_method, code_of
 from weightsmith._methods.base import Method
-from weightsmith._methods.user_files import loaded
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import Structure
 from weightsmith._models.structure.resize import LAYERS_UNSPECIFIED
@@ -134,6 +134,35 @@ def in_order(problems: Iterable[WeightsmithError], filename: str) -> list[Weight
         return (int(match[1]), int(match[2])) if match else (float("inf"), 0)
 
     return sorted(problems, key=line)
+
+
+_ALIKE = re.compile(r"'[^']*'|\d[\d,]*")
+"""What differs in warnings of one kind: names in quotes, and numbers."""
+_SHOWN_ALIKE = 5
+
+
+def folded(findings: Iterable[Finding]) -> list[Finding]:
+    """The first five warnings of each kind, with the number of the others.
+
+    A recipe may hold thousands of filters that match nothing: each would be shown with its line.
+
+    >>> [finding.what for finding in folded(Finding(f"'{name}' fits no tensor") for name in "abcdefg")][3:]
+    ["'d' fits no tensor", "'e' fits no tensor; so for 2 more like it"]
+    """
+    shown: list[Finding] = []
+    last: dict[tuple[str, str], int] = {}
+    counts: Counter[tuple[str, str]] = Counter()
+    for finding in findings:
+        kind = _ALIKE.sub("", finding.what), finding.fix
+        counts[kind] += 1
+        if counts[kind] <= _SHOWN_ALIKE:
+            last[kind] = len(shown)
+            shown.append(finding)
+    for kind, n in counts.items():
+        if n > _SHOWN_ALIKE:
+            finding = shown[last[kind]]
+            shown[last[kind]] = replace(finding, what=f"{finding.what}; so for {n - _SHOWN_ALIKE:,} more like it")
+    return shown
 
 
 def missing_methods(methods: Iterable[tuple[str, str]], find_method: Callable[[str], Method]) -> list[WeightsmithError]:
@@ -381,7 +410,7 @@ class _Assembler:
             naming=donor.naming,
             max_shard_bytes=options.shard_bytes,
             seed=options.seed,
-            warnings=self.warnings,
+            warnings=folded(self.warnings),
             recipe=self.recipe.text,
         )
         draft.lacking = lacking(zip(self.labels, (c.files for c in self.inputs), strict=True), held_files(draft, donor.folder))
@@ -450,6 +479,5 @@ class _Assembler:
 
 def made_by(method: Method) -> Provenance:
     """What the card and the manifest say of a merge by this method."""
-    user_file = loaded(method.name)
     title = f"Merged with weightsmith {__version__}, method `{method.name}` ({method.title})."
-    return Provenance(method.name, title, method.source, code=None if user_file is None else user_file.code)
+    return Provenance(method.name, title, method.source, code=code_of(method.name))

@@ -11,7 +11,7 @@ from weightsmith._base.tensors import TensorSpec
 from weightsmith._base.text import count
 from weightsmith._methods.base import Method
 from weightsmith._models.structure import vocabulary
-from weightsmith._models.structure.fused import fused_parts, role_of
+from weightsmith._models.structure.projections import fused_parts, role_of
 from weightsmith._models.structure.vocabulary import is_other_head, is_task_head
 from weightsmith._planning.planner.agreement import Mismatches
 from weightsmith._planning.planner.files import NEVER_USED, Counterparts, is_unused
@@ -23,7 +23,9 @@ from weightsmith._planning.planner.steps import DTypes, operation, split_fused
 from weightsmith._plans import CAST, COPY, Read, Settings, Step
 
 Specs = Mapping[str, TensorSpec]
-Origins = dict[str, tuple[Segment, tuple[str, ...], float]]
+StepOrigin = tuple[Segment, tuple[str, ...], float]
+"""What the parameters of a tensor were looked up with: segment, names in the models (() if all have its own), depth."""
+Origins = dict[str, StepOrigin]
 
 
 AVERAGE = "linear"
@@ -66,6 +68,7 @@ class StepMaker:
         self._rows = vocabulary.count_rows(models.specs[donor].values(), models.configs[donor])
         self._problems: list[WeightsmithError] = []
         self._whole: dict[int, Segment] = {}
+        self._shared: dict[tuple[int, float], StepOrigin] = {}
         self._unused: list[str] = []
         self._always: dict[int, tuple[int, ...]] = {}
         self._rests: dict[int, dict[str, TensorSpec]] = {}
@@ -339,7 +342,7 @@ class StepMaker:
         if not weighted or not all(spec.dtype.floating for spec in specs):
             self.mismatches.missing(name, segment, range(len(sources)), sources)
             return
-        self.origins[name] = (segment, tuple(names), 0.0)
+        self._note_origin(name, segment, names, 0.0)
         for feed, source in zip(segment.feeds, sources, strict=True):
             if source is not None:
                 self.account.drop(feed.model, source, UNREAD)
@@ -480,7 +483,8 @@ class StepMaker:
         if not all(spec.dtype.floating for spec in specs.values()):
             self._integers(name, list(inputs.values()), list(specs.values()))
             return
-        self.origins[name] = (segment, tuple(names), t)
+        name = first.name if first.name == name else name  # one string serves the step and its inputs
+        self._note_origin(name, segment, names, t)
         dtype = self.dtypes.of(list(inputs.values()))
         out = first if first.name == name and first.dtype is dtype else TensorSpec(name, dtype, first.shape)
         settings, places = self.resolver.taken(settings, role_of(out), base=segment.base)
@@ -497,6 +501,13 @@ class StepMaker:
             parts = fused_parts(first, models.specs[model], models.structures[model], models.configs[model], name)
             step = split_fused(step, parts)
         self.steps.append(step)
+
+    def _note_origin(self, name: str, segment: Segment, names: Sequence[str], t: float) -> None:
+        """Keep what the parameters of a tensor were looked up with. Tensors of a layer share it if all models use one name."""
+        if any(other != name for other in names):
+            self.origins[name] = segment, tuple(names), t
+        else:
+            self.origins[name] = self._shared.setdefault((id(segment), t), (segment, (), t))
 
     def _integers(self, name: str, inputs: Sequence[Read], specs: Sequence[TensorSpec]) -> None:
         """Integers and booleans are not merged: the base's (else the first model's) are copied, and compared on the way."""

@@ -147,7 +147,7 @@ class Prepared(Closing):
         if self.resolver is None or tensor not in self.origins:
             return []
         segment, sources, t = self.origins[tensor]
-        return self.resolver.explain(segment, tensor, sources, t)
+        return self.resolver.explain(segment, tensor, sources or (tensor,) * len(segment.feeds), t)
 
     def close(self) -> None:
         """Close the checkpoints."""

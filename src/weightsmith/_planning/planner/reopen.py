@@ -19,7 +19,7 @@ from weightsmith._engine.products import find_kind
 from weightsmith._files.containers import GGUF
 from weightsmith._files.copied import is_read
 from weightsmith._files.safetensors import collector_paused
-from weightsmith._methods import user_files
+from weightsmith._methods import user
 from weightsmith._methods.base import Parameter
 from weightsmith._models.checkpoint import Checkpoint, HubModel, locate, open_checkpoint
 from weightsmith._models.formats import find_encoding
@@ -32,7 +32,7 @@ from weightsmith._planning.planner.inputs import open_models
 from weightsmith._planning.planner.parameters import coerce
 from weightsmith._planning.planner.prepared import Prepared, Stage, code_files
 from weightsmith._planning.recipe import ModelRef
-from weightsmith._planning.recipe.references import parse_reference
+from weightsmith._planning.recipe.values import parse_reference
 from weightsmith._plans import (
     COPY,
     FILL,
@@ -188,16 +188,16 @@ def _load_method(plan: Plan, *, allow_code: bool) -> None:
     code = plan.provenance.code
     if code is None:
         return
-    if code.folder == user_files.PROCESS:
-        if user_files.loaded(plan.provenance.name) is None:
+    if code.folder == user.PROCESS:
+        if user.loaded(plan.provenance.name) is None:
             what = f"merge_method {code.name} is a function of the Python process that made the plan"
             fix = f"write it into a file, name it in the recipe as ./my_method.py:{code.name}, and make the plan again"
             raise PlanError([MethodError(what, fix=fix)])
         return
     if code.folder:
-        method = user_files.load_file(code.name, Path(code.folder), allow_code=allow_code)
+        method = user.load_file(code.name, Path(code.folder), allow_code=allow_code)
     else:
-        method = user_files.load_installed(code.name)
+        method = user.load_installed(code.name)
     if method.name != plan.provenance.name:
         what = f"the code of the merge method {code.name} has changed since the plan was made"
         raise PlanError([CheckpointError(what, where=code.name, fix="make the plan again")])

@@ -24,7 +24,7 @@ from weightsmith._base.tensors import DType, TensorSpec
 from weightsmith._files.arrays import View, view_of
 from weightsmith._methods.base import Method, Parameter
 from weightsmith._models.structure import analyse
-from weightsmith._models.structure.fused import fused_parts, role_of
+from weightsmith._models.structure.projections import fused_parts, role_of
 from weightsmith._planning.options import output_dtype
 from weightsmith._planning.planner.merges import made_by
 from weightsmith._planning.planner.parameters import coerce, taking_part, without

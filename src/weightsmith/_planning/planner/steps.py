@@ -19,11 +19,23 @@ from weightsmith._base.tensors import DType, TensorSpec, promote
 from weightsmith._methods.base import Method, Requirement
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.lora.forms import find_factors
-from weightsmith._models.structure.fused import SubMatrix, role_of
+from weightsmith._models.structure.projections import SubMatrix, role_of
 from weightsmith._planning.planner.inputs import at
 from weightsmith._planning.recipe import ModelRef, Recipe, TextRef
-from weightsmith._plans import CAST, COPY, JOIN, PRODUCTS, Block, Product, Read, Settings, StatisticRead, Step
-from weightsmith._plans.statistics import StatisticRequest, TextSource
+from weightsmith._plans import (
+    CAST,
+    COPY,
+    JOIN,
+    PRODUCTS,
+    Block,
+    Product,
+    Read,
+    Settings,
+    StatisticRead,
+    StatisticRequest,
+    Step,
+    TextSource,
+)
 
 if TYPE_CHECKING:
     from weightsmith._activations.model import TextModel
@@ -202,10 +214,7 @@ def with_statistics(
     measured = MeasuredSteps(list(steps))
     texts = own_texts(recipe, models, measured.problems)
     required = [method.requires(values.shared) for values in settings]
-    requirements: Requirements = {}
-    for leaf in (leaf for step in steps for leaf in step.leaves if any(required)):
-        for requirement, i in _required(leaf, required):
-            requirements.setdefault(leaf.inputs[i].model, {})[requirement] = None
+    requirements = _requirements_of(steps, required)
     _refuse_unread(method, recipe, texts, requirements, labels, measured)
     missing = [number for number in requirements if texts.get(number, recipe.measured) is None]
     if missing:
@@ -313,6 +322,14 @@ def own_texts(recipe: Recipe, models: Mapping[ModelRef, int], problems: list[Wei
             what = f"{entry.model} has two texts, {first.path} and {entry.measured.path}"
             problems.append(ParameterError(what, where=entry.measured.where, fix="write the same text in each entry"))
     return texts
+
+
+def _requirements_of(steps: Sequence[Step], required: Sequence[Sequence[Requirement]]) -> Requirements:
+    requirements: Requirements = {}
+    for leaf in (leaf for step in steps for leaf in step.leaves if any(required)):
+        for requirement, i in _required(leaf, required):
+            requirements.setdefault(leaf.inputs[i].model, {})[requirement] = None
+    return requirements
 
 
 def _required(leaf: Step, required: Sequence[Sequence[Requirement]]) -> list[tuple[Requirement, int]]:

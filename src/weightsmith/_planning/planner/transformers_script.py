@@ -131,7 +131,6 @@ def describe(config: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
 
     Where config.json names no class, it is the one of `_MAPPINGS` that has most of the checkpoint's tensors, under their names.
     """
-    import torch
     import transformers
 
     transformers.utils.logging.set_verbosity(transformers.utils.logging.CRITICAL)
@@ -143,38 +142,44 @@ def describe(config: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     if isinstance(name, str) and not hasattr(model_class, "from_pretrained"):
         return {"unknown": f"transformers has no model class {name!r}"}
     try:
-        loaded = _open_config(config)
-        mappings = [getattr(transformers, mapping_name, {}) for mapping_name in _MAPPINGS]
-        classes = [mapping[type(loaded)] for mapping in mappings if type(loaded) in mapping]
-
-        def build(model_class: Any) -> Any:
-            with torch.device("meta"):
-                model = model_class._from_config(loaded)
-            model.tie_weights()
-            return model
-
-        if model_class is None:
-            model_class = max(classes, key=lambda mapping_name: _fit(_names(build(mapping_name), names)))
-        model = build(model_class)
-        modules = dict(_modules(model))
-        state = {key: list(tensor.shape) for key, tensor in model.state_dict().items()}
-        answer = {
-            "modules": modules,
-            "tensors": state,
-            "names": _names(model, names),
-            "tied": _tied(model),
-            "redirected": (redirected := sorted(_redirected(model, lasts := _lasts(modules)))),
-            "refused": sorted(
-                _refused(partial(build, model_class), [name for last, name in lasts.items() if last not in redirected])
-            ),
-            "peft": find_spec("peft") is not None,
-            "rows": [key for key, module in model.named_modules() if getattr(module, "is_transposed", False)],
-        }
+        return _description(_open_config(config), model_class, names)
     except ImportError as error:  # a package that this architecture needs
         return {"unknown": f"it cannot be asked without {error.name or str(error).splitlines()[0]}"}
     except Exception as error:
         return {"unknown": f"transformers cannot build it: {type(error).__name__}: {' '.join(str(error).split())}"[:500]}
-    return answer
+
+
+def _description(loaded: Any, model_class: Any, names: Sequence[str]) -> dict[str, Any]:
+    """The answer of `describe` for a config; model_class: None if it names none."""
+    import torch
+    import transformers
+
+    mappings = [getattr(transformers, mapping_name, {}) for mapping_name in _MAPPINGS]
+    classes = [mapping[type(loaded)] for mapping in mappings if type(loaded) in mapping]
+
+    def build(model_class: Any) -> Any:
+        with torch.device("meta"):
+            model = model_class._from_config(loaded)
+        model.tie_weights()
+        return model
+
+    if model_class is None:
+        model_class = max(classes, key=lambda candidate: _fit(_names(build(candidate), names)))
+    model = build(model_class)
+    modules = dict(_modules(model))
+    state = {key: list(tensor.shape) for key, tensor in model.state_dict().items()}
+    return {
+        "modules": modules,
+        "tensors": state,
+        "names": _names(model, names),
+        "tied": _tied(model),
+        "redirected": (redirected := sorted(_redirected(model, lasts := _lasts(modules)))),
+        "refused": sorted(
+            _refused(partial(build, model_class), [name for last, name in lasts.items() if last not in redirected])
+        ),
+        "peft": find_spec("peft") is not None,
+        "rows": [key for key, module in model.named_modules() if getattr(module, "is_transposed", False)],
+    }
 
 
 def _fit(renamed: Mapping[str, Sequence[Any]]) -> tuple[int, int]:

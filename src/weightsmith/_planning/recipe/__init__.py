@@ -1,14 +1,16 @@
 """Recipes as the user wrote them: the YAML grammar, gradients and filters, with positions. Nothing is resolved yet.
 
-    text ─ yaml.py ─▶ Node tree ─ walk.py ─▶ Recipe + every problem
+    written.py ─ yaml.py ─▶ Node tree ─ walk.py ─▶ Recipe + every problem
 
-    kinds.py                     the form of the grammar: Kind, Key, Level; kinds of single values: how each is read, its words
-    references.py parameters.py  models, texts and tokenizers; parameters of methods
-    grammar.py                   the keys of each mapping, of merges and of mixtures
-    walk.py                      reads a tree by the grammar, and knows what to say of keys that no mapping has
-    records.py                   what a recipe becomes; gradients
-    tuning.py                    values to tune, in place of others
-    schema.py                    the JSON Schema of it all
+    written.py   recipes as the user wrote them, in a file or in Python; values set by key path
+    load.py      a recipe of all that, and the recipes whose results it reads
+    kinds.py     the form of the grammar: Kind, Key, Level; kinds of single values: how each is read, its words
+    values.py    the kinds of larger values: models, texts, tokenizers, parameters of methods
+    grammar.py   the keys of each mapping, of merges and of mixtures
+    walk.py      reads a tree by the grammar, and knows what to say of keys that no mapping has
+    records.py   what a recipe becomes; gradients
+    tuning.py    values to tune, in place of others
+    schema.py    the JSON Schema of it all
 
 A wrong value does not stop reading: all problems are reported at once, each with file, line and column.
 """
@@ -16,15 +18,9 @@ A wrong value does not stop reading: all problems are reported at once, each wit
 from weightsmith._planning.recipe.grammar import GATE_MODES as GATE_MODES
 from weightsmith._planning.recipe.load import Command as Command
 from weightsmith._planning.recipe.load import Loaded as Loaded
-from weightsmith._planning.recipe.load import Source as Source
-from weightsmith._planning.recipe.load import StandardInput as StandardInput
-from weightsmith._planning.recipe.load import Template as Template
-from weightsmith._planning.recipe.load import WrittenRecipe as WrittenRecipe
-from weightsmith._planning.recipe.load import copy_of as copy_of
 from weightsmith._planning.recipe.load import load as load
 from weightsmith._planning.recipe.load import load_recipe as load_recipe
 from weightsmith._planning.recipe.load import parse as parse
-from weightsmith._planning.recipe.load import read_template as read_template
 from weightsmith._planning.recipe.records import SCHEDULED as SCHEDULED
 from weightsmith._planning.recipe.records import Entry as Entry
 from weightsmith._planning.recipe.records import Expert as Expert
@@ -44,8 +40,14 @@ from weightsmith._planning.recipe.records import TokenRule as TokenRule
 from weightsmith._planning.recipe.records import Upcycling as Upcycling
 from weightsmith._planning.recipe.records import gradient as gradient
 from weightsmith._planning.recipe.records import numeric as numeric
+from weightsmith._planning.recipe.tuning import Template as Template
 from weightsmith._planning.recipe.tuning import Tunable as Tunable
+from weightsmith._planning.recipe.tuning import read_template as read_template
 from weightsmith._planning.recipe.walk import HARMLESS as HARMLESS
 from weightsmith._planning.recipe.walk import OPTIONS as OPTIONS
 from weightsmith._planning.recipe.walk import RETIRED as RETIRED
+from weightsmith._planning.recipe.written import Source as Source
+from weightsmith._planning.recipe.written import StandardInput as StandardInput
+from weightsmith._planning.recipe.written import WrittenRecipe as WrittenRecipe
+from weightsmith._planning.recipe.written import copy_of as copy_of
 from weightsmith._planning.recipe.yaml import Scalar as Scalar

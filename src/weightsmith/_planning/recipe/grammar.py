@@ -32,7 +32,6 @@ from weightsmith._planning.recipe.kinds import (
     number,
     section,
 )
-from weightsmith._planning.recipe.parameters import CONDITION, MODEL_PARAMETERS, PARAMETERS, SCHEDULE
 from weightsmith._planning.recipe.records import (
     Expert,
     Input,
@@ -45,16 +44,20 @@ from weightsmith._planning.recipe.records import (
     Tokenizer,
     Upcycling,
 )
-from weightsmith._planning.recipe.references import LEVELS as TOKENIZER_LEVELS
-from weightsmith._planning.recipe.references import (
+from weightsmith._planning.recipe.values import (
+    CONDITION,
     MEASURED_ON,
     MODEL,
+    MODEL_PARAMETERS,
+    PARAMETERS,
     PATH,
     REFERENCE,
+    SCHEDULE,
     SOURCE_OF_TOKENIZER,
     TEXT_FILE,
     TOKENIZER,
 )
+from weightsmith._planning.recipe.values import LEVELS as TOKENIZER_LEVELS
 from weightsmith._planning.recipe.yaml import Node, Pair, float_of, plain
 
 MAX_RECIPE_DEPTH = 8

@@ -1,7 +1,7 @@
 """The form of the grammar: a kind of value, a key of a mapping, a level of mappings. The kinds that hold mappings.
 
-A `Kind` is everything there is to know of a kind of value, so adding one is one entry in one file: here, in `single.py`
-(single values), `references.py` (models) or `parameters.py`.
+A `Kind` is everything there is to know of a kind of value, so adding one is one entry in one file: here (single
+values) or in `values.py` (models, texts, tokenizers, parameters).
 
     FLAG = Kind(_flag, {"type": "boolean"}, "`true`, `false`")
     Key("match", FLAG, "Reorder the neurons of each expert to match the group's first; false by default.")

@@ -1,148 +1,37 @@
-"""A recipe from a file, a YAML text or a Python mapping; or several, as stages of one."""
+"""A recipe from its source; or several, as stages of one."""
 
 from __future__ import annotations
 
 import math
 import os
 import re
-import stat
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal, cast
-
-import yaml
 
 from weightsmith._base.errors import (
     Finding,
-    NotFound,
     ParameterError,
-    PlanError,
     SyntaxProblem,
     UnknownName,
     Unsupported,
     WeightsmithError,
-    nearest,
 )
-from weightsmith._base.files import is_folder
 from weightsmith._base.redaction import redactor
 from weightsmith._planning.recipe.grammar import SURGERY, read_moe, read_recipe
 from weightsmith._planning.recipe.records import ModelRef, Recipe, Surgery, Upcycling
-from weightsmith._planning.recipe.tuning import Tunable, filled, spliced, tunables
+from weightsmith._planning.recipe.tuning import tunables
 from weightsmith._planning.recipe.walk import Walker
-from weightsmith._planning.recipe.yaml import MAX_BYTES, Document, Node, Pair, Scalar, describe, from_python, plain, read_yaml
+from weightsmith._planning.recipe.written import Source, WrittenRecipe, name_of, read_source, with_settings
+from weightsmith._planning.recipe.yaml import Document, Node, read_yaml
 
 Command = Literal["merge", "moe"]
-
-
-class StandardInput(str):
-    """A recipe's text that was read from standard input; messages name it `<stdin>`."""
-
-
-@dataclass(frozen=True, slots=True)
-class WrittenRecipe:
-    """Recipes before they are parsed: trees, the whole text, file name for positions; and the name and text these refer to."""
-
-    documents: tuple[Document, ...]
-    text: str
-    filename: str
-    shown: tuple[str, str] = ("", "")
-
-    @property
-    def last(self) -> int:
-        """The document of the result: the first one without a name, else the last."""
-        unnamed = (i for i, document in enumerate(self.documents) if not _name(document))
-        return next(unnamed, len(self.documents) - 1)
-
-    @property
-    def folder(self) -> Path:
-        """Folder of the recipe's file; the current folder if it has no file."""
-        return Path() if self.filename.startswith("<") or not self.shown[0] else Path(self.filename).parent
-
-
-Source = str | os.PathLike[str] | Mapping[str, Any] | Sequence[Mapping[str, Any]] | WrittenRecipe
-
-
-@dataclass(frozen=True, slots=True)
-class Template:
-    """A recipe with values to tune.
-
-    tunables  in the order of the text
-    """
-
-    tunables: tuple[Tunable, ...]
-    written: WrittenRecipe
-    is_text: bool
-
-    @property
-    def start(self) -> tuple[Scalar, ...]:
-        """The values that a search starts from."""
-        return tuple(tunable.start for tunable in self.tunables)
-
-    def fill(self, values: Sequence[Scalar], *, layout: bool = True) -> WrittenRecipe:
-        """The recipe with these values: a source for `load`, and its text. values: of `tunables`.
-
-        Comments and layout of a YAML text stay; with `layout=False` they do not, which takes a third of the time.
-        """
-        value_at = {tunable.where: value for tunable, value in zip(self.tunables, values, strict=True)}
-        documents = []
-        for document in self.written.documents:
-            assert document.root is not None
-            root = filled(document.root, value_at)
-            documents.append(replace(document, root=root, text=_as_yaml(root)))
-        text = "---\n".join(document.text for document in documents)
-        if self.is_text and layout:
-            spliced_text = spliced(
-                self.written.text, {where.removeprefix(f"{self.written.filename}:"): v for where, v in value_at.items()}
-            )
-            read = read_yaml(spliced_text, self.written.filename)
-            if [d.root and plain(d.root) for d in read] == [d.root and plain(d.root) for d in documents]:
-                text = spliced_text
-        return replace(self.written, documents=tuple(documents), text=text)
-
-
-def read_template(source: Source, *, settings: Mapping[str, Any] | None = None, lenient: bool = False) -> Template:
-    """A recipe with values to tune. settings, lenient: as for `load`. Raises PlanError with all problems of these values.
-
-    >>> made = read_template("models: [{model: a, parameters: {weight: {tune: [0, 1]}}}]\\n")
-    >>> made.tunables[0].name, made.fill((0.25,)).text
-    ('models[0].parameters.weight', 'models: [{model: a, parameters: {weight: 0.25}}]\\n')
-    """
-    written = _read(source, lenient=lenient)
-    if isinstance(written, WeightsmithError):
-        raise PlanError([written])
-    if settings:
-        written = _with_settings(written, settings)
-    all_tunables: list[Tunable] = []
-    problems = [problem for document in written.documents for problem in document.problems]
-    for document in written.documents:
-        if document.root is not None:
-            tunables_of_document, wrong = tunables(document.root)
-            all_tunables += tunables_of_document
-            problems += wrong
-    if not all_tunables and not problems:
-        fix = "Write a range in place of a number, weight: {tune: [0, 1]}, or choices: {choice: [ties, dare_ties]}."
-        problems.append(ParameterError("the recipe has no value to tune", where=written.filename, fix=fix))
-    if problems:
-        raise PlanError(problems, written.shown)
-    return Template(tuple(all_tunables), written, bool(written.shown[0]) and not settings)
-
-
-def copy_of(model: str | os.PathLike[str], **keys: Any) -> WrittenRecipe:
-    """The recipe that copies a model: the argument MODEL of a command, which is the position of all its problems.
-
-    keys  further ones of the recipe
-    """
-    document = from_python({"merge_method": "passthrough", "models": [{"model": os.fspath(model)}], **keys}, "MODEL")
-    return WrittenRecipe((document,), _as_yaml(document.root), "recipe")
-
 
 MAX_RECIPES = 100
 """In one file."""
 
-_PIPES = (("/", "dev"), ("/", "proc"))
-"""Where the pipes of the process itself are: /dev/stdin, and `<(command)` of a shell."""
 _MERGE_KEYS = frozenset({"merge_method", "models", "slices", "modules"})
+
 _MOE_KEYS = frozenset({"experts", *SURGERY.one_of})
 
 
@@ -195,11 +84,11 @@ def load(
     >>> type(load(mixture | {"experts": [{"source_model": "b"}]}, None).recipe).__name__
     'Upcycling'
     """
-    written = _read(source, lenient=lenient)
+    written = read_source(source, lenient=lenient)
     if isinstance(written, WeightsmithError):
         return Loaded(None, (written,))
     if settings:
-        written = _with_settings(written, settings)
+        written = with_settings(written, settings)
     for document in written.documents:
         if document.root is not None and (problem := _of_another_kind(document.root, written.filename)):
             return Loaded(None, (problem,), source=written.shown)
@@ -240,13 +129,6 @@ def parse(
     written = WrittenRecipe(read_yaml(text, filename, lenient=lenient), text, filename, (filename, text))
     loaded = _build(written, "merge", lenient, parameter_names)
     return cast("Recipe | None", loaded.recipe), list(loaded.problems)
-
-
-def _name(document: Document) -> str:
-    """Of a recipe, perhaps a broken one; "" for none."""
-    pairs = document.root.value if document.root is not None else None
-    name = pairs["name"].value.value if isinstance(pairs, dict) and "name" in pairs else None
-    return name if isinstance(name, str) else ""
 
 
 def _where(document: Document, filename: str, key: str = "") -> str:
@@ -300,7 +182,7 @@ def _build(written: WrittenRecipe, command: Command, lenient: bool, parameter_na
         methods += walk.methods
     recipe = recipes[written.last]
     if several:
-        named = {_name(d): r for i, (d, r) in enumerate(zip(documents, recipes, strict=True)) if i != written.last}
+        named = {name_of(d): r for i, (d, r) in enumerate(zip(documents, recipes, strict=True)) if i != written.last}
         stages |= {name: r if isinstance(r, Recipe) else None for name, r in named.items() if name}
     # A document that could not be read may have the name of any model.
     models = [ref for ref in models if ref.path not in stages] if all(d.root is not None for d in documents) else []
@@ -348,9 +230,6 @@ def _secrets(written: WrittenRecipe) -> list[WeightsmithError]:
     return problems
 
 
-# ---- several recipes
-
-
 def _name_problems(written: WrittenRecipe) -> list[WeightsmithError]:
     """Every recipe but one has a name, and no two have the same."""
     problems: list[WeightsmithError] = []
@@ -358,7 +237,7 @@ def _name_problems(written: WrittenRecipe) -> list[WeightsmithError]:
     for document in written.documents:
         if document.root is None:
             continue
-        name = _name(document)
+        name = name_of(document)
         where = _where(document, written.filename, "name")
         if name not in firsts:
             firsts[name] = where
@@ -450,9 +329,11 @@ def _unused(written: WrittenRecipe, last: Recipe | Upcycling | Surgery, stages: 
         to_visit += [stages[name] for name in new]
     fix = "Use its name as a model, or put it into a file of its own."
     return [
-        Finding(f"the recipe {_name(document)!r} is not run: the result does not use it", _where(document, "", "name"), fix=fix)
+        Finding(
+            f"the recipe {name_of(document)!r} is not run: the result does not use it", _where(document, "", "name"), fix=fix
+        )
         for i, document in enumerate(written.documents)
-        if i != written.last and _name(document) and _name(document) not in reached
+        if i != written.last and name_of(document) and name_of(document) not in reached
     ]
 
 
@@ -472,131 +353,3 @@ def _with_stages(recipe: Upcycling, stages: Mapping[str, Recipe | None]) -> Upcy
 def _position(problem: WeightsmithError) -> tuple[float, int]:
     match = re.search(r":(\d+):(\d+)$", problem.finding.where)
     return (int(match[1]), int(match[2])) if match else (math.inf, 0)
-
-
-_STEP = re.compile(r"\.?([^.\[\]]+)|\[(\d+)\]")
-
-
-def _with_settings(written: WrittenRecipe, settings: Mapping[str, Any]) -> WrittenRecipe:
-    """Set values by key path. The texts are generated again, without comments."""
-    documents = list(written.documents)
-    names = [_name(document) for document in documents] if len(documents) > 1 else []
-    for path, value in settings.items():
-        where = f"--set {path}"
-        i = next((i for i, name in enumerate(names) if name and path.startswith(f"{name}.")), written.last)
-        inner = path.removeprefix(f"{names[i]}.") if names else path
-        document = documents[i]
-        root, problems = document.root, list(document.problems)
-        if root is None:
-            continue
-        new = from_python({"value": value}, where)
-        problems += new.problems
-        steps = [name or int(index) for name, index in _STEP.findall(inner)]
-        if "".join(m[0] for m in _STEP.finditer(inner)) != inner or not steps or not isinstance(root.value, dict):
-            fix = "Write the keys with dots between them: parameters.t, models[0].parameters.weight."
-            problems.append(SyntaxProblem("this is not the place of a value in the recipe", where=where, fix=fix))
-        elif new.root is not None and isinstance(new.root.value, dict):
-            changed = _put(root, steps, new.root.value["value"].value, where)
-            root = changed if isinstance(changed, Node) else root
-            problems += [changed] if isinstance(changed, WeightsmithError) else []
-        documents[i] = replace(document, root=root, problems=tuple(problems), text=_as_yaml(root))
-    return replace(written, documents=tuple(documents), text="---\n".join(_as_yaml(document.root) for document in documents))
-
-
-def _as_yaml(root: Node | None) -> str:
-    return "" if root is None else yaml.safe_dump(plain(root), sort_keys=False, allow_unicode=True)
-
-
-def _put(node: Node, steps: Sequence[str | int], value: Node, where: str) -> Node | SyntaxProblem:
-    """The tree with one value set; missing mappings are created."""
-    if not steps:
-        return value
-    (step, *rest), inside = steps, node.value
-    if isinstance(step, int) and isinstance(inside, tuple) and step < len(inside):
-        changed = _put(inside[step], rest, value, where)
-        return (
-            changed
-            if isinstance(changed, SyntaxProblem)
-            else replace(node, value=(*inside[:step], changed, *inside[step + 1 :]))
-        )
-    if isinstance(step, str) and (inside is None or isinstance(inside, dict)):
-        pairs = inside or {}
-        old = pairs.get(step)
-        changed = _put(old.value if old else Node(None, where), rest, value, where)
-        new = {**pairs, step: Pair(old.where if old and rest else where, changed)} if isinstance(changed, Node) else pairs
-        return changed if isinstance(changed, SyntaxProblem) else replace(node, value=new)
-    what = f"{step!r} cannot be set in {describe(node)}"
-    if isinstance(step, int):
-        known = len(inside) if isinstance(inside, tuple) else 0
-        what = f"the recipe has no entry [{step}] there" + (f", but {known}, counted from 0" if known else "")
-    return SyntaxProblem(what, where=where, fix="Write the place of a value in the recipe.")
-
-
-def _read(source: Source, *, lenient: bool) -> WrittenRecipe | WeightsmithError:
-    if isinstance(source, WrittenRecipe):
-        return source
-    if isinstance(source, Mapping):
-        document = from_python(source)
-        return WrittenRecipe((document,), _as_yaml(document.root), "recipe")
-    if isinstance(source, list | tuple) and source and all(isinstance(mapping, Mapping) for mapping in source):
-        read = [from_python(mapping, within=f"[{i}]") for i, mapping in enumerate(source)]
-        documents = tuple(replace(document, text=_as_yaml(document.root)) for document in read)
-        return WrittenRecipe(documents, "---\n".join(document.text for document in documents), "recipe")
-    if not isinstance(source, str | os.PathLike):
-        what = "a recipe is the path of a file, YAML text, a mapping or a list of mappings"
-        raise TypeError(f"{what}, not {type(source).__name__}")
-    if isinstance(source, str) and "\n" in source:
-        name = "<stdin>" if isinstance(source, StandardInput) else "<text>"
-        return WrittenRecipe(read_yaml(source, name, lenient=lenient), source, name, (name, source))
-    text_or_problem = _text(Path(source))
-    if isinstance(text_or_problem, WeightsmithError):
-        return text_or_problem
-    name = os.fspath(source)
-    return WrittenRecipe(read_yaml(text_or_problem, name, lenient=lenient), text_or_problem, name, (name, text_or_problem))
-
-
-_WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt")
-
-
-def _text(path: Path) -> str | WeightsmithError:
-    try:
-        about = path.stat()
-        if stat.S_ISFIFO(about.st_mode) and path.parts[:2] not in _PIPES:  # reading might wait forever
-            return NotFound("the recipe is a named pipe, not a file", where=str(path), fix="Name a YAML file.")
-        with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)  # longer ones are refused
-    except IsADirectoryError:
-        inside = path / "mergekit_config.yml"
-        fix = f"Name the file in it: {inside}." if inside.is_file() else "Name a YAML file."
-        if (path / "config.json").is_file():
-            fix = f"Write a recipe that names it: weightsmith init --model {path}."
-            return NotFound("this is the folder of a model, not a recipe", where=str(path), fix=fix)
-        return NotFound("the recipe is a folder", where=str(path), fix=fix)
-    except FileNotFoundError:
-        return _not_found(path)
-    except (OSError, ValueError) as error:  # ValueError: a NUL byte in the path
-        reason = error.strerror if isinstance(error, OSError) else error
-        return NotFound(f"the recipe cannot be read: {reason}", where=str(path))
-    if len(data) > MAX_BYTES:
-        return SyntaxProblem(f"the recipe is larger than {MAX_BYTES:,} bytes", where=f"{path}:1:1")
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        before = data[: error.start].decode()
-        line = before.count("\n") + 1
-        column = len(before) - before.rfind("\n")
-        if path.suffix in _WEIGHTS:
-            return NotFound("this is a file of weights, not a recipe", where=str(path), fix="Name a YAML file.")
-        what = f"the recipe is not UTF-8 text: byte 0x{data[error.start]:02x}"
-        return SyntaxProblem(what, where=f"{path}:{line}:{column}", fix="Save the file as UTF-8.")
-
-
-def _not_found(path: Path) -> NotFound:
-    folder = path.parent
-    if not is_folder(folder):
-        return NotFound(f"no such recipe: the folder {folder} does not exist", where=str(path))
-    names = sorted(p.name for p in folder.iterdir()) if os.access(folder, os.R_OK) else []
-    recipes = [name for name in names if name.endswith((".yml", ".yaml"))]
-    details = (f"recipes in {folder}: {', '.join(recipes[:10])}{', ...' if len(recipes) > 10 else ''}",)
-    fix = "" if recipes else "Write a recipe with `weightsmith init`."
-    return NotFound(f"no such recipe{nearest(path.name, names)}", where=str(path), details=details if recipes else (), fix=fix)

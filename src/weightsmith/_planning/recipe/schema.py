@@ -12,9 +12,9 @@ from typing import Any
 from weightsmith._methods.base import Method, Parameter
 from weightsmith._planning.recipe.grammar import LEVELS, MOE_LEVELS, RECIPE, SURGERY, UPCYCLING
 from weightsmith._planning.recipe.kinds import NUMERAL, Level, Schema
-from weightsmith._planning.recipe.parameters import ANY_SCALAR, CONDITION, MODEL_PARAMETERS, PARAMETERS, SCHEDULE
 from weightsmith._planning.recipe.records import NESTED, SCHEDULED
 from weightsmith._planning.recipe.tuning import CHOOSABLE, or_choice, tuned_schemas
+from weightsmith._planning.recipe.values import ANY_SCALAR, CONDITION, MODEL_PARAMETERS, PARAMETERS, SCHEDULE
 
 _DRAFT = "https://json-schema.org/draft/2020-12/schema"
 NUMBER: Schema = {"anyOf": [{"type": "number"}, NUMERAL]}

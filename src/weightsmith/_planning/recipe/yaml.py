@@ -181,7 +181,7 @@ class _PythonReader:
 
     def _method(self, value: Any, where: str) -> str:
         """The name of a merge method of the user's own: the function itself. Raises MethodError."""
-        from weightsmith._methods.user_files import name_of
+        from weightsmith._methods.user import name_of
 
         with raised_at(where):
             return name_of(value)

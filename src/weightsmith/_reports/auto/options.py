@@ -19,7 +19,7 @@ class WriteSettings:
         (),
         "--start TEXT",
         "Text that rows begin with, not written itself (repeatable)",
-        unset="the tokens that begin and end texts, and line breaks",
+        unset="the tokens that begin and end texts, line breaks, and the first turns of the chat template",
         details="Rows take the starts in turn.",
     )
     seed: int = option(0, "--seed N", "Seed of the tokens that are drawn", least=0)

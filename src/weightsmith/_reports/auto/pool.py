@@ -20,7 +20,7 @@ from weightsmith._base.strict_json import JsonError, parse
 from weightsmith._engine.memory import JobMemory
 from weightsmith._execution.options import RunOptions, resources_of
 from weightsmith._planning.planner import Prepared
-from weightsmith._plans.statistics import TextSource
+from weightsmith._plans import TextSource
 from weightsmith._reports.evaluate.opening import Opened, opened, prepare_named
 from weightsmith._reports.evaluate.values import TOLD_APART, Mean
 from weightsmith._reports.tuning.evaluator import MEMORY_BYTES, Evaluator, Reference, Rows
@@ -101,7 +101,7 @@ class Pool:
         """
         limit = running.max_memory_bytes
         budget = MEMORY_BYTES if limit is None else limit // 2
-        resources = resources_of(one.prepared.plan, running)
+        resources = resources_of(one.prepared, running)
         self._evaluator = Evaluator(one, resources, budget, allow_nonfinite=running.allow_nonfinite, memory=memory)
         self._parts = [_parts(one, path, tokens) for path in held]
         self._texts = [text_source(str(path), None, tokens, 0, "") for path in held]

@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from weightsmith._activations.rows import encoded
 from weightsmith._activations.running import workers
-from weightsmith._activations.scored_rows import Cutter
+from weightsmith._activations.scored_rows import Cutter, rendered
 from weightsmith._base.errors import (
     NOTHING_WRITTEN,
     NonFinite,
@@ -24,15 +25,16 @@ from weightsmith._base.errors import (
     PlanError,
     StoreError,
     Unsupported,
+    WeightsmithError,
     first_line,
 )
 from weightsmith._base.files import expand_user, write_whole
 from weightsmith._base.options import lists_options, read_options
+from weightsmith._base.torch_use import usable_device
 from weightsmith._engine.local import MemoryOutput, run
 from weightsmith._engine.resources import Workload
 from weightsmith._execution.options import RunOptions, resources_of
 from weightsmith._execution.progress import Meter, Reading, Silent, watched_meter
-from weightsmith._methods.jobs.requires import usable_device
 from weightsmith._planning.planner import Prepared
 from weightsmith._planning.planner.prepared import download, missing_files, stream
 from weightsmith._reports.auto.options import WriteSettings
@@ -52,16 +54,22 @@ class OwnText:
     model   that wrote it, as it was named
     rows    number of lines
     tokens  drawn in all
+    starts  texts that rows begin with, in turn; they are not in the file
+    unused_template  why no row begins as the model's chat template does; "" if rows do, or the model has no template
     """
 
     out: Path
     model: str
     rows: int
     tokens: int
+    starts: tuple[str, ...] = ()
+    unused_template: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values."""
-        return {"out": str(self.out), "model": self.model, "rows": self.rows, "tokens": self.tokens}
+        counts = {"rows": self.rows, "tokens": self.tokens}
+        starts = {"starts": list(self.starts), "unused_template": self.unused_template}
+        return {"out": str(self.out), "model": self.model, **counts, **starts}
 
 
 @lists_options("write", WriteSettings, RunOptions)
@@ -76,8 +84,10 @@ def write(
     progress  True: a bar in terminals and notebooks, False: none
     options   see `weightsmith._base.options`: `WriteSettings` and `RunOptions`
 
-    Tokens are drawn from the model's predictions, beginning with a start token. A fine-tune writes text of its domain if its
-    training was long enough; look at the file. The same seed gives the same text on one machine, for any number of threads.
+    Tokens are drawn from the model's predictions, beginning with a start token. With a chat template, rows also begin where the
+    template lets a user speak, and where it lets the model answer an empty question (Xu et al. 2024, Magpie,
+    https://arxiv.org/abs/2406.08464). A fine-tune writes text of its domain if its training was long enough; look at the file.
+    The same seed gives the same text on one machine, for any number of threads.
 
     Raises PlanError for a model that is not a decoder with a tokenizer.json; OutputExists; NonFinite.
 
@@ -96,40 +106,77 @@ def written(model: Named, out: str, settings: WriteSettings, running: RunOptions
     path = _check_output(out, overwrite=running.overwrite)
     name = name_of(model)
     with prepare_named(model) as prepared:
-        rows = writer(name, prepared, running)(settings, shown)
+        model_writer = writer(name, prepared, running)
+        rows, starts = model_writer(settings, shown), model_writer.starts(settings)
     lines = [json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in rows]
     try:
         write_whole(path, "".join(lines).encode(errors="surrogatepass"))
     except OSError as error:
         raise StoreError(f"the text cannot be written: {error.strerror}", where=out) from error
-    return OwnText(path, name, len(rows), settings.rows * settings.tokens)
+    cutter, tokens = model_writer.cutter, settings.rows * settings.tokens
+    texts = tuple(cutter.tokenizer.decode(list(ids), skip_special_tokens=False) for ids in starts.ids[: settings.rows])
+    return OwnText(path, name, len(rows), tokens, texts, starts.unused_template)
 
 
-Draw = Callable[[WriteSettings, Meter], list[str]]
-
-
-def writer(name: str, prepared: Prepared, running: RunOptions) -> Draw:
-    """A model in memory, as a function that draws texts. Raises PlanError."""
-    from weightsmith._reports.auto.write import draw
-
+def writer(name: str, prepared: Prepared, running: RunOptions) -> Writer:
+    """A model in memory, which draws texts. Raises PlanError."""
     if running.stream:
         stream(prepared.inputs)
     if missing_files(prepared.inputs):
         download(prepared.inputs)
     one = opened(name, prepared)
-    resources = resources_of(prepared.plan, running)
+    resources = resources_of(prepared, running)
     device = usable_device(resources.device)
-    module = _module(one, running, device)
+    return Writer(one, _module(one, running, device), resources.workers, device)
 
-    def texts(settings: WriteSettings, shown: Meter) -> list[str]:
+
+class Writer:
+    """A model in memory that draws texts."""
+
+    def __init__(self, model: Opened, module: Any, threads: int, device: str) -> None:
+        """module: transformers' causal language model, on the device."""
+        self._model, self._module, self._threads, self._device = model, module, threads, device
+        self._template: _TemplateStarts | None = None
+
+    @property
+    def cutter(self) -> Cutter:
+        """The model's tokenizer and chat template."""
+        return self._model.cutter
+
+    def starts(self, settings: WriteSettings) -> Starts:
+        """What rows begin with, in turn. Raises Unsupported for a tokenizer that is not the model's."""
+        if settings.start:
+            starts, unused_template = tuple(_encoded(self.cutter, settings.start)), ""
+        else:
+            self._template = self._template or _template_starts(self.cutter, self._model.name)
+            room = self._model.positions - settings.tokens
+            fitting = tuple(ids for ids in self._template.ids if len(ids) <= room)
+            starts, unused_template = (*_plain_starts(self.cutter), *fitting), self._template.problem
+            if self._template.ids and not fitting:
+                shortest = min(map(len, self._template.ids))
+                unused_template = f"it takes {shortest:,} tokens, and {settings.tokens:,} more do not fit into a row"
+        if not starts or not all(starts):
+            fix = "use --start TEXT (start), with a text of at least one token"
+            raise ParameterError("rows have no token to begin with", where=self._model.name, fix=fix)
+        if (last := max(map(max, starts))) >= self.cutter.vocabulary:
+            what = f"the tokenizer produces token {last}, but the embedding has {self.cutter.vocabulary} rows"
+            raise Unsupported(what, where=self._model.name, fix="use the model's own tokenizer")
+        return Starts(tuple(dict.fromkeys(starts)), unused_template)
+
+    def __call__(self, settings: WriteSettings, shown: Meter) -> list[str]:
+        """The texts of the rows, without their starts.
+
+        Raises ParameterError for rows that are longer than the model takes; and as `starts` and `draw` do.
+        """
+        name = self._model.name
+
         def tell(done: int, total: int) -> None:
             shown.show(Reading(f"{name} writes", done, total, None))
 
-        rows = draw(module, _sampling(one, settings), resources.workers, device, tell, name)
-        decoded: list[str] = one.cutter.tokenizer.decode_batch(rows, skip_special_tokens=False)
+        sampling = _sampling(self._model, self.starts(settings).ids, settings)
+        rows = draw(self._module, sampling, self._threads, self._device, tell, name)
+        decoded: list[str] = self.cutter.tokenizer.decode_batch(rows, skip_special_tokens=False)
         return decoded
-
-    return texts
 
 
 def _check_output(out: str, *, overwrite: bool) -> Path:
@@ -156,7 +203,7 @@ def _module(one: Opened, running: RunOptions, device: str) -> Any:
     targets = {step.out.name: WholeTensor(step.out, arrays[step.out.name]) for step in plan.steps}
     folders = [model.folder for model in one.prepared.inputs]
     work = Workload(folders=folders, allow_nonfinite=running.allow_nonfinite)
-    run(plan, one.prepared.inputs, MemoryOutput(targets), resources_of(plan, running), work)
+    run(plan, one.prepared.inputs, MemoryOutput(targets), resources_of(one.prepared, running), work)
     settings = dict(one.base.config)
     kind = settings.pop("model_type", "")
     bars = logging.is_progress_bar_enabled()
@@ -184,10 +231,7 @@ def _module(one: Opened, running: RunOptions, device: str) -> Any:
     return module.eval().to(device)
 
 
-def _sampling(one: Opened, settings: WriteSettings) -> Sampling:
-    from weightsmith._reports.auto.write import Sampling
-
-    starts = tuple(dict.fromkeys(_starts(one.cutter, settings.start)))
+def _sampling(one: Opened, starts: tuple[tuple[int, ...], ...], settings: WriteSettings) -> Sampling:
     longest = max(map(len, starts))
     if longest + settings.tokens > one.positions:
         what = (
@@ -197,17 +241,28 @@ def _sampling(one: Opened, settings: WriteSettings) -> Sampling:
     return Sampling(starts, settings.rows, settings.tokens, settings.temperature, settings.seed)
 
 
-def _starts(cutter: Cutter, texts: tuple[str, ...]) -> Iterator[tuple[int, ...]]:
-    """What rows begin with: the texts given, or else the tokens that begin and end texts, and line breaks."""
+@dataclass(frozen=True, slots=True)
+class Starts:
+    """What rows begin with.
+
+    ids              tokens of each start
+    unused_template  as of `OwnText`
+    """
+
+    ids: tuple[tuple[int, ...], ...]
+    unused_template: str
+
+
+def _encoded(cutter: Cutter, texts: Sequence[str]) -> Iterator[tuple[int, ...]]:
+    """Starts that the user gives, after the tokens that the tokenizer puts before a text."""
     before = cutter.before
+    for text in texts:
+        yield (*before, *encoded(cutter.tokenizer, text, cutter.where).ids)
 
-    def encode(text: str) -> tuple[int, ...]:
-        return tuple(cutter.tokenizer.encode(text, add_special_tokens=False).ids)
 
-    if texts:
-        for text in texts:
-            yield (*before, *encode(text))
-        return
+def _plain_starts(cutter: Cutter) -> Iterator[tuple[int, ...]]:
+    """The tokens that begin and end texts, and line breaks."""
+    before = cutter.before
     if before:
         yield before
     else:
@@ -215,9 +270,55 @@ def _starts(cutter: Cutter, texts: tuple[str, ...]) -> Iterator[tuple[int, ...]]
             token = cutter.tokenizer.token_to_id((cutter.names or {}).get(name, ""))
             if token is not None:
                 yield (token,)
-    for text in NEWLINES:
-        if ids := encode(text):
-            yield (*before, *ids)
+    for ids in _encoded(cutter, NEWLINES):
+        if len(ids) > len(before):
+            yield ids
+
+
+@dataclass(frozen=True, slots=True)
+class _TemplateStarts:
+    """Starts of a chat template. problem: why there are none; "" where there are, or there is no template."""
+
+    ids: tuple[tuple[int, ...], ...] = ()
+    problem: str = ""
+
+
+MOST_START_CHARACTERS = 1 << 16
+"""A template may write a system prompt, or a book."""
+
+_QUESTION, _ANSWER = "weightsmith-question", "weightsmith-answer"  # no template has these words
+
+
+def _template_starts(cutter: Cutter, name: str) -> _TemplateStarts:
+    """A conversation up to the user's first word, and up to the answer to an empty question.
+
+    As in transformers, only the template says which tokens begin the text. A template that refuses one of the two conversations
+    may still give the other start.
+    """
+    if not cutter.template:
+        return _TemplateStarts()
+    texts, problem = list[str](), ""
+    talks = [[{"role": "user", "content": question}, {"role": "assistant", "content": _ANSWER}] for question in (_QUESTION, "")]
+    try:
+        for (question, *_), (whole, answers, _) in zip(
+            talks, rendered(talks, cutter.template, cutter.names or {}, name), strict=True
+        ):
+            if question["content"]:
+                texts += [whole[: whole.index(_QUESTION)]] if _QUESTION in whole else []
+            else:
+                texts += [whole[:first] for first, _ in answers]
+    except WeightsmithError as error:
+        problem = error.finding.what.removeprefix("the chat template failed: ")
+    short = [text for text in texts if len(text) <= MOST_START_CHARACTERS]
+    try:
+        starts = tuple(ids for text in short if (ids := tuple(encoded(cutter.tokenizer, text, cutter.where).ids)))
+    except WeightsmithError as error:
+        starts, problem = (), error.finding.what
+    if starts:
+        return _TemplateStarts(starts)
+    if len(short) < len(texts):
+        problem = f"it writes more than {MOST_START_CHARACTERS:,} characters before the first turn"
+    return _TemplateStarts((), problem or "it does not show where a turn begins")
 
 
 ROWS_TOGETHER = 16

@@ -32,7 +32,7 @@ from weightsmith._models.structure.configs import EXPERT_COUNTS, text_sections, 
 from weightsmith._models.structure.vocabulary import is_embedding, is_head, ties
 from weightsmith._models.tokenizers.files import template_of
 from weightsmith._planning.recipe import ModelRef
-from weightsmith._planning.recipe.references import parse_reference
+from weightsmith._planning.recipe.values import parse_reference
 from weightsmith._plans import COPY, Product, Read, Step
 from weightsmith._reports.look.models import (
     LayerPlace,
@@ -206,12 +206,16 @@ class TokenizerFacts:
 
 @dataclass(frozen=True, slots=True)
 class AdapterFacts:
-    """base: the model that its config names; ranks: how many modules have which rank; modules: their last names."""
+    """base: the model that its config names; ranks: how many modules have which rank; modules: their last names.
+
+    title  its kind: "LoRA"
+    """
 
     base: str
     ranks: Mapping[int, int]
     modules: tuple[str, ...]
     replaced: tuple[str, ...]
+    title: str = "LoRA"
 
 
 @dataclass(frozen=True)
@@ -415,9 +419,9 @@ def _adapter_facts(adapter: Adapter) -> AdapterFacts:
     for factors in adapter.updates.values():
         ranks[specs[factors.a].shape[0]] += 1
     base = (adapter.checkpoint.config or {}).get("base_model_name_or_path")
-    modules = dict.fromkeys(name.rpartition(".")[2] for name in adapter.updates)
+    modules = dict.fromkeys(name.rpartition(".")[2] for name in (*adapter.updates, *adapter.others))
     name = base if isinstance(base, str) else ""
-    return AdapterFacts(name, dict(sorted(ranks.items())), tuple(modules), tuple(adapter.replacements))
+    return AdapterFacts(name, dict(sorted(ranks.items())), tuple(modules), tuple(adapter.replacements), adapter.title)
 
 
 def _measure(

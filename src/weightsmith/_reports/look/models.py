@@ -16,10 +16,10 @@ from weightsmith._files.copied import is_tokenizer
 from weightsmith._models.card import CARD_NAME, read_card
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import Structure
-from weightsmith._models.structure.fused import fused_parts, role_of
 from weightsmith._models.structure.model import OUTSIDE as OUTSIDE
 from weightsmith._models.structure.model import LayerPlace as LayerPlace
 from weightsmith._models.structure.model import place_of as place_of
+from weightsmith._models.structure.projections import fused_parts, role_of
 from weightsmith._models.structure.vocabulary import is_vocabulary
 from weightsmith._models.tokenizers.files import settings_of, template_of
 from weightsmith._models.tokenizers.vocabulary import Vocabulary, read_vocabulary
@@ -27,7 +27,7 @@ from weightsmith._planning.planner.inputs import analyse_all, open_models
 from weightsmith._planning.planner.match import ModelNames
 from weightsmith._planning.planner.steps import split_fused
 from weightsmith._planning.recipe import ModelRef
-from weightsmith._planning.recipe.references import parse_reference
+from weightsmith._planning.recipe.values import parse_reference
 from weightsmith._plans import COPY, Block, Read, Step
 from weightsmith._plans.summary import ConfigChange, config_changes
 

@@ -230,7 +230,8 @@ def inspection_report(inspection: Inspection) -> Report:
     stats = ["--stats"] if statistics is not None else []
     blocks.append(Code("Reproduce", shlex.join(["weightsmith", "inspect", inspection.name, *stats])))
     dtypes = ", ".join(amount.name for amount in sorted(inspection.dtypes, key=lambda amount: -amount.nbytes)[:3])
-    what = inspection.architecture or ("A LoRA adapter" if inspection.adapter is not None else "A model without config.json")
+    kind = "" if inspection.adapter is None else f"A {inspection.adapter.title} adapter"
+    what = inspection.architecture or kind or "A model without config.json"
     summary = [f"{what} of {many(inspection.elements)} parameters in {count(len(inspection.tensors), 'tensor')}, {dtypes}."]
     held = together(one.nonfinite for one in statistics or ())
     summary = [f"The weights have {held}.", *summary] if held else summary
@@ -481,7 +482,8 @@ def _facts(inspection: Inspection) -> Facts:
         facts.append(("head", "the embedding (tied)" if inspection.tied else "a separate matrix"))
     if inspection.adapter is not None:
         ranks = ", ".join(f"rank {rank} in {count(n, 'module')}" for rank, n in inspection.adapter.ranks.items())
-        facts.append(("adapter", f"LoRA for {inspection.adapter.base or 'an unnamed model'}: {ranks}"))
+        what = f"{inspection.adapter.title} for {inspection.adapter.base or 'an unnamed model'}"
+        facts.append(("adapter", f"{what}: {ranks}" if ranks else what))
         facts.append(("modules", ", ".join(inspection.adapter.modules)))
         facts.append(("saved whole", ", ".join(inspection.adapter.replaced)))
     facts.append(("context", f"{inspection.context:,} positions" if inspection.context else ""))

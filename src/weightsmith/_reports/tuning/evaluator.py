@@ -27,9 +27,9 @@ from weightsmith._activations.losses import LOGITS_AT_ONCE, TOKENS_AT_ONCE
 from weightsmith._activations.running import workers
 from weightsmith._activations.scored_rows import ScoredRows
 from weightsmith._base.errors import MismatchError, NonFinite, PlanError, WeightsmithError
+from weightsmith._base.torch_use import usable_device
 from weightsmith._engine.memory import JobMemory
 from weightsmith._engine.resources import Resources
-from weightsmith._methods.jobs.requires import usable_device
 from weightsmith._models.structure import Structure
 from weightsmith._plans import Plan, Step
 from weightsmith._reports.evaluate.opening import Opened

@@ -21,7 +21,7 @@ from weightsmith._engine.resources import Resources, Workload
 from weightsmith._engine.results import Results
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._plans import Plan
-from weightsmith._plans.hashes import PartHashes
+from weightsmith._plans.parts import PartHashes
 from weightsmith.abc.product import Arrays, Floats, Target, WholeTensor
 
 

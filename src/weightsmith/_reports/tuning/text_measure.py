@@ -20,9 +20,9 @@ from weightsmith._activations.decoder import Arithmetic
 from weightsmith._activations.decoder.forward import has_bfloat16
 from weightsmith._activations.scored_rows import ScoredRows, together
 from weightsmith._base.errors import NOTHING_WRITTEN, NonFinite, ParameterError, PlanError
+from weightsmith._base.torch_use import usable_device
 from weightsmith._execution.options import RunOptions, resources_of
 from weightsmith._execution.progress import Meter
-from weightsmith._methods.jobs.requires import usable_device
 from weightsmith._planning.planner import Prepared
 from weightsmith._planning.planner.prepared import download, missing_files
 from weightsmith._planning.recipe import Scalar, Tunable
@@ -91,7 +91,7 @@ class TextMeasure:
         self._tokens = [_tokens(rows) for rows in self._texts.tune]
         memory = running.max_memory_bytes
         budget = MEMORY_BYTES if memory is None else memory // 2
-        resources = resources_of(first.plan, running)
+        resources = resources_of(first, running)
         arithmetic = _arithmetic(settings, usable_device(resources.device))
         nonfinite = running.allow_nonfinite
         self._evaluator = Evaluator(self._one, resources, budget, arithmetic=arithmetic, allow_nonfinite=nonfinite)

@@ -22,13 +22,12 @@ from weightsmith._base.errors import (
 )
 from weightsmith._base.installation import absent_packages
 from weightsmith._base.tensors import DTYPES, TensorSpec
+from weightsmith._base.torch_use import usable_device
 from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._features.mixture.routing.gates import MODES, PromptSample, Rows
 from weightsmith._features.mixture.routing.prompts import ExpertTexts, Row, Tokens
 from weightsmith._features.mixture.routing.report import PromptGroup, Routing, RoutingReport, runs
-from weightsmith._methods.jobs.requires import usable_device
-from weightsmith._plans import Product
-from weightsmith._plans.forms import ProductSettings
+from weightsmith._plans import Product, ProductSettings
 from weightsmith.abc.product import Arrays
 
 if TYPE_CHECKING:

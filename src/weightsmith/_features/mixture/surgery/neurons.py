@@ -19,8 +19,7 @@ from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._features.mixture.surgery.selection import ExpertLayer
 from weightsmith._models.structure.configs import text_sections
-from weightsmith._plans import COPY, Block, Gather, Product, Read, Step
-from weightsmith._plans.forms import ProductSettings
+from weightsmith._plans import COPY, Block, Gather, Product, ProductSettings, Read, Step
 from weightsmith.abc.product import Arrays, Floats
 
 Pattern = Literal["plain", "halves", "pairs"]

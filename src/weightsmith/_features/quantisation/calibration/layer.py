@@ -1,28 +1,146 @@
-"""Two products: `quantised_layer`, the weights of a layer quantised for what enters it, and `quantised_states`, what leaves the
-layer with them.
+"""A layer quantised for a calibration text, as two products: `quantised_layer`, its weights, and `quantised_states`, what
+leaves it with them; and what all products of a calibration share: checks of settings, places of errors, memory of Hessians.
 
 Attention is quantised first, then the MLP for what it receives from the quantised attention. Inputs of both are those of
-unquantised weights in the module itself.
+unquantised weights in the module itself. An encoding with a `hessian` chooses the codes of a weight (`Encoding.quantise`); it
+stores what it stores without one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from weightsmith._activations.states import check, run
 from weightsmith._activations.work import LayerWork
+from weightsmith._base.errors import WeightsmithError
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._engine.products import ProductContext, ProductKind
-from weightsmith._features.quantisation.calibration import common
-from weightsmith._features.quantisation.calibration.common import CalibratedWork, split
-from weightsmith._models.formats import find_encoding
+from weightsmith._models.formats import Encoding, find_encoding, hessians
 from weightsmith._models.structure.projections import is_attention, site_of
 from weightsmith._plans import Product
-from weightsmith.abc.product import Arrays
-from weightsmith.abc.stored import Unread
+from weightsmith.abc.product import Arrays, Floats
+from weightsmith.abc.stored import FactoredHessian, HessianForm, Unread
+
+if TYPE_CHECKING:
+    from weightsmith._activations.decoder.forward import Layer
+    from weightsmith._activations.sums import Inputs
+
+Hessian = Floats | FactoredHessian | None
+Shapes = list[tuple[str, tuple[int, ...]]]
+"""dtype and shape of each."""
+
+
+def split(weights: Mapping[str, str], specs: Mapping[str, TensorSpec], arrays: Arrays) -> Iterator[tuple[str, Arrays]]:
+    """The stored arrays of each weight. weights: encodings by name; arrays: of all of them, in order."""
+    rest = iter(arrays)
+    for name, encoding in weights.items():
+        yield name, [next(rest) for _ in find_encoding(encoding).outs(specs[name])]
+
+
+class CalibratedWork(LayerWork):
+    """A layer, some weights of which are quantised."""
+
+    def encodings(self) -> Iterable[tuple[str, str]]:
+        """The names of the weights, and their encodings."""
+        raise NotImplementedError
+
+    def shapes(self, specs: Mapping[str, TensorSpec]) -> Shapes:
+        """The arrays of the product. specs: of the layer's tensors, by name."""
+        raise NotImplementedError
+
+    def problem(self, product: Product, shapes: Mapping[str, tuple[int, ...]]) -> str:
+        if problem := super().problem(product, shapes):
+            return problem
+        specs = {step.out.name: step.out for step in product.steps}
+        forms: dict[str, HessianForm] = {}
+        for name, setting in self.encodings():
+            try:
+                encoding = find_encoding(setting)
+            except WeightsmithError as error:
+                return error.finding.what
+            if name not in specs or encoding.hessian == "no":
+                return "it has no step for a weight, or cannot calibrate its encoding"
+            if forms.setdefault(site_of(name), encoding.hessian) != encoding.hessian:
+                return "weights with the same inputs take the Hessian in different forms"
+            if why := encoding.refusal(specs[name]):
+                return why
+        arrays = [(out.dtype.name, out.shape) for out in product.outs]
+        return "" if arrays == self.shapes(specs) else "its arrays are not those of its settings"
+
+
+def set_weight(layer: Layer, name: str, weight: Floats) -> None:
+    """Give a linear layer another weight."""
+    import torch
+
+    with torch.no_grad():
+        layer.linear(name).weight.copy_(torch.from_numpy(weight))
+
+
+@contextmanager
+def located(where: str) -> Iterator[None]:
+    """Errors of weightsmith are of this place."""
+    try:
+        yield
+    except WeightsmithError as error:
+        error.finding = replace(error.finding, where=where)
+        raise
+
+
+def factorised(hessian: Hessian, form: HessianForm, threads: int) -> Hessian:
+    """A Hessian in the form that an encoding takes. threads: that may compute; the result does not depend on their number."""
+    if form == "whole" or not isinstance(hessian, np.ndarray):
+        return hessian
+    return hessians.prepare(hessian, sort=form == "sorted", threads=threads)
+
+
+class FactoredHessians:
+    """Factorises Hessians on any thread, as many at once as `limit_bytes` allow. One alone may take more."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit = limit_bytes
+        self._taken = 0
+        self._condition = threading.Condition()
+
+    @contextmanager
+    def hessian(
+        self, inputs: Inputs, site: str, finish: Callable[[str], Any], encodings: Iterable[Encoding]
+    ) -> Iterator[Hessian]:
+        """The Hessian of a site, as encodings take it; None if no token reached it. Memory is counted while it is whole.
+
+        finish     gives the array of a key: see `activations.sums.use_sums`
+        encodings  of the weights of the site, which all take it in one form
+        """
+        with self.room(inputs.width(site)):
+            plain: Hessian = finish(site)
+            form: HessianForm = next((encoding.hessian for encoding in encodings), "sorted")
+            if form == "whole":
+                yield plain
+                return
+            factored = factorised(plain, form, inputs.threads)
+            del plain
+        yield factored
+
+    @contextmanager
+    def room(self, width: int) -> Iterator[None]:
+        """The memory in which a Hessian of so many inputs is factorised; waits for it."""
+        nbytes = hessians.PREPARE_BYTES * width**2
+        with self._condition:
+            self._condition.wait_for(lambda: not self._taken or self._taken + nbytes <= self._limit)
+            self._taken += nbytes
+        try:
+            yield
+        finally:
+            with self._condition:
+                self._taken -= nbytes
+                self._condition.notify_all()
+
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,7 +170,7 @@ class QuantisedWork(CalibratedWork):
         """The names of the weights, and their encodings."""
         return self.weights.items()
 
-    def shapes(self, specs: Mapping[str, TensorSpec]) -> common.Shapes:
+    def shapes(self, specs: Mapping[str, TensorSpec]) -> Shapes:
         """The stored tensors of each weight."""
         outs = [out for name, encoding in self.weights.items() for out in find_encoding(encoding).outs(specs[name])]
         return [(out.dtype.name, out.shape) for out in outs]
@@ -98,12 +216,12 @@ def _quantise(rows: LayerRows, stage: Mapping[str, str], span: tuple[float, floa
 
     routed = any("experts" in name.split(".") for name in stage)
     last = [site_of(name) for name in stage if not routed and name.split(".")[-2] in _LAST]
-    factors = common.Factors(budget(rows.context))
+    factors = FactoredHessians(budget(rows.context))
 
     def quantise(inputs: Inputs, site: str, finish: Callable[[str], Any]) -> None:
         encodings = {name: find_encoding(stage[name]) for name in inputs.sites[site]}
         with (
-            common.located(f"{site}, {rows.base.label}"),
+            located(f"{site}, {rows.base.label}"),
             factors.hessian(inputs, site, finish, encodings.values()) as hessian,
         ):
             for name, encoding in encodings.items():
@@ -119,7 +237,7 @@ def _give(rows: LayerRows, stage: Mapping[str, str], quantised: Mapping[str, Arr
 
     def give(name: str) -> None:
         shape = tuple(rows.layer.linear(name).weight.shape)
-        common.set_weight(rows.layer, name, find_encoding(stage[name]).dequantise(quantised[name], shape))
+        set_weight(rows.layer, name, find_encoding(stage[name]).dequantise(quantised[name], shape))
 
     with workers(rows.context.threads, "cpu") as pool:
         list(pool.map(give, stage))
@@ -150,12 +268,12 @@ def _head(context: ProductContext, work: QuantisedWork) -> Arrays:
         for some in rows.batches():
             sums.add(list(pool.map(run, some)), pool)
     weight = Unread((n, k), lambda array: context.fill({name: array}))
-    with common.located(f"{name}, {work.base.label}"):
-        hessian = common.factorised(sums.finish(name), encoding.hessian, context.threads)
+    with located(f"{name}, {work.base.label}"):
+        hessian = factorised(sums.finish(name), encoding.hessian, context.threads)
         return encoding.quantise(weight, hessian, context.threads)
 
 
-KIND = ProductKind(LAYER_BY_LAYER, compute=_compute, check=QuantisedWork.check, device=True)
+QUANTISED = ProductKind(LAYER_BY_LAYER, compute=_compute, check=QuantisedWork.check, device=True)
 
 
 # ---- what leaves the layer
@@ -165,17 +283,17 @@ KIND = ProductKind(LAYER_BY_LAYER, compute=_compute, check=QuantisedWork.check, 
 class QuantisedStatesWork(LayerWork):
     """Settings of the product.
 
-    weights  the encoding of each quantised weight, by name
-    made     the product that makes them
+    weights       the encoding of each quantised weight, by name
+    quantised_by  the product that makes them
     """
 
     weights: Mapping[str, str]
-    made: str
+    quantised_by: str
 
     @property
     def needs(self) -> set[str]:
         """The products that the settings name."""
-        return {self.states, self.made}
+        return {self.states, self.quantised_by}
 
 
 def _compute_states(context: ProductContext) -> Arrays:
@@ -186,7 +304,7 @@ def _compute_states(context: ProductContext) -> Arrays:
     work = QuantisedStatesWork.of(context.product)
     specs = {step.out.name: step.out for step in context.product.steps}
     dequantised = {}
-    for name, stored in split(work.weights, specs, context.arrays(work.made)):
+    for name, stored in split(work.weights, specs, context.arrays(work.quantised_by)):
         dequantised[name] = torch.from_numpy(find_encoding(work.weights[name]).dequantise(stored, specs[name].shape))
         for array in stored:
             release_pages(array)

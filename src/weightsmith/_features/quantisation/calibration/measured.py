@@ -33,8 +33,14 @@ from weightsmith._activations.states import FORWARD
 from weightsmith._base.errors import ParameterError
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._engine.products import ProductContext, ProductKind
-from weightsmith._features.quantisation.calibration import common
-from weightsmith._features.quantisation.calibration.common import CalibratedWork
+from weightsmith._features.quantisation.calibration.layer import (
+    CalibratedWork,
+    FactoredHessians,
+    Hessian,
+    Shapes,
+    located,
+    set_weight,
+)
 from weightsmith._models.formats import find_encoding
 from weightsmith._models.structure.projections import is_attention, site_of
 from weightsmith._plans import Product
@@ -72,7 +78,7 @@ class MeasureWork(CalibratedWork):
         """The names of the weights, and the encodings to try."""
         return ((name, encoding) for name, tried in self.candidates.items() for encoding in tried)
 
-    def shapes(self, specs: Mapping[str, TensorSpec]) -> common.Shapes:
+    def shapes(self, specs: Mapping[str, TensorSpec]) -> Shapes:
         """The losses: nats for each token, [weights, candidates]."""
         return [("F64", (len(self.candidates), max(map(len, self.candidates.values()), default=0)))]
 
@@ -84,7 +90,7 @@ def _compute(context: ProductContext) -> Arrays:
     work = MeasureWork.of(context.product)
     _, norms, squares = context.arrays(work.gradients)
     losses = np.zeros(context.product.outs[0].shape)
-    factors = common.Factors(budget(context))
+    factors = FactoredHessians(budget(context))
     places = {name: i for i, name in enumerate(work.candidates)}
     scales = {name: norms[i] for name, i in places.items()}
     with layer_rows(context, work, 0.3, 1, back=True) as rows:
@@ -99,7 +105,7 @@ def _compute(context: ProductContext) -> Arrays:
                     if weighted is not None:  # else no token reached it, and nothing depends on it
                         weight = rows.layer.linear(name).weight.detach().cpu().numpy()
                         of_features = squares[places[name]][: len(weight)]
-                        with common.located(f"{name}, {work.base.label}"):
+                        with located(f"{name}, {work.base.label}"):
                             quantised = partial(_quantised, hessian=hessian)
                             changes = _losses(weight, quantised, weighted, of_features, work.candidates[name])
                         losses[places[name], : len(changes)] = np.divide(changes, tokens)
@@ -108,7 +114,7 @@ def _compute(context: ProductContext) -> Arrays:
     return [losses]
 
 
-def _quantised(part: Floats, encoding: str, *, hessian: common.Hessian) -> Floats:
+def _quantised(part: Floats, encoding: str, *, hessian: Hessian) -> Floats:
     """Rows of a weight as loaders compute them. hessian: of its inputs."""
     value = find_encoding(encoding)
     return value.dequantise(value.quantise(part, hessian, 1), part.shape)
@@ -179,7 +185,7 @@ class BlocksWork(CalibratedWork):
         """The names of the weights, and the encodings to try."""
         return (pair for options in self.blocks.values() for option in options for pair in option.items())
 
-    def shapes(self, specs: Mapping[str, TensorSpec]) -> common.Shapes:
+    def shapes(self, specs: Mapping[str, TensorSpec]) -> Shapes:
         """The errors: [blocks, options]."""
         return [("F64", (len(self.blocks), max(map(len, self.blocks.values()), default=0)))]
 
@@ -207,7 +213,7 @@ def _compute_blocks(context: ProductContext) -> Arrays:
 
 def _hessians(
     rows: LayerRows, layer: int, options: Sequence[Mapping[str, str]], span: tuple[float, float]
-) -> dict[str, common.Hessian]:
+) -> dict[str, Hessian]:
     """The Hessian of each weight, ready for all its settings. Raises ParameterError if they take too much memory together."""
     from weightsmith._activations.running import budget
     from weightsmith._activations.sums import use_sums
@@ -220,8 +226,8 @@ def _hessians(
         what = f"the Hessians of layer {layer} take {nbytes:,} bytes, and the limit is {limit:,}"
         fix = "use --measure proxy, which needs one at a time, or a larger --max-memory"
         raise ParameterError(what, where=rows.base.label, fix=fix)
-    factored: dict[str, common.Hessian] = {}
-    factors = common.Factors(limit)
+    factored: dict[str, Hessian] = {}
+    factors = FactoredHessians(limit)
 
     def use(inputs: Inputs, site: str, finish: Callable[[str], Any]) -> None:
         names = inputs.sites[site]
@@ -233,7 +239,7 @@ def _hessians(
     return factored
 
 
-class _Left(Exception):
+class _LayerReached(Exception):
     """What leaves the attention is known; the rest of the layer need not run."""
 
     def __init__(self, state: Tensor) -> None:
@@ -241,7 +247,7 @@ class _Left(Exception):
 
 
 def _leave(_module: object, args: tuple[Tensor, ...]) -> None:
-    raise _Left(args[0][0])
+    raise _LayerReached(args[0][0])
 
 
 @contextmanager
@@ -255,7 +261,7 @@ def _block(layer: Layer, weights: Collection[str]) -> Iterator[dict[str, Floats]
         for hook in hooks:
             hook.remove()
         for name, weight in plain.items():
-            common.set_weight(layer, name, weight)
+            set_weight(layer, name, weight)
 
 
 def _run(layer: Layer, hidden: Tensor) -> Tensor:
@@ -265,14 +271,14 @@ def _run(layer: Layer, hidden: Tensor) -> Tensor:
     with torch.no_grad():
         try:
             return layer(hidden)
-        except _Left as left:
-            return left.state
+        except _LayerReached as reached:
+            return reached.state
 
 
 def _errors(
     weights: Mapping[str, Floats],
     options: tuple[Mapping[str, str], ...],
-    hessians: Mapping[str, common.Hessian],
+    hessians: Mapping[str, Hessian],
     rows: LayerRows,
     pool: ThreadPoolExecutor,
     span: tuple[float, float],
@@ -290,7 +296,7 @@ def _errors(
         name, encoding = item
         value = find_encoding(encoding)
         arrays = value.quantise(weights[name], hessians[name], 1)
-        common.set_weight(rows.layer, name, value.dequantise(arrays, weights[name].shape))
+        set_weight(rows.layer, name, value.dequantise(arrays, weights[name].shape))
 
     share = (span[1] - span[0]) / (len(options) + 1)
     plain = [out for some in rows.batches((span[0], span[0] + share)) for out in pool.map(run, some)]

@@ -12,10 +12,8 @@ from weightsmith._base.errors import ParameterError, PlanError, Unsupported, Wei
 from weightsmith._base.files import show
 from weightsmith._base.idioms import grouped
 from weightsmith._base.options import assignment, named
-from weightsmith._features.quantisation.calibration.activations import ScalesWork, attention_of
-from weightsmith._features.quantisation.calibration.common import CalibratedWork
-from weightsmith._features.quantisation.calibration.float16 import LargestStateWork, collected
-from weightsmith._features.quantisation.calibration.layer import QuantisedStatesWork, QuantisedWork
+from weightsmith._features.quantisation.calibration.activations import LargestStateWork, ScalesWork, attention_of, collected
+from weightsmith._features.quantisation.calibration.layer import CalibratedWork, QuantisedStatesWork, QuantisedWork
 from weightsmith._features.quantisation.calibration.measured import BlocksWork, MeasureWork
 from weightsmith._features.quantisation.calibration.scored import ScoreWork, VocabularyWork, shape_of
 from weightsmith._features.quantisation.options import QuantizeSettings
@@ -185,7 +183,9 @@ def with_scales(steps: Iterable[Step], products: Iterable[Product]) -> list[Step
 
 
 MEASURING = "measurement: "
-"""Prefix of the names of a measurement's products."""
+"""Prefix of the names of a measurement's products: a merge may measure the same on another text."""
+MEASURED = "products"
+"""Key of `FollowUp.settings`: the names of a measurement's products."""
 
 MEASURED_ROWS = 32
 """The most rows of a calibration text that losses are measured with: their states are stored for all layers at once."""
@@ -193,9 +193,10 @@ MEASURED_ROWS = 32
 
 def without_measuring(draft: PlanDraft) -> list[Product]:
     """Remove the measurement from the draft to which it was added; its products. A merge keeps what it measures itself."""
-    own = [product for product in draft.products if product.name.startswith(MEASURING)]
-    draft.then, draft.products = None, [product for product in draft.products if product not in own]
-    return own
+    names = set() if draft.then is None else {*draft.then.settings[MEASURED]}
+    measured = [product for product in draft.products if product.name in names]
+    draft.then, draft.products = None, [product for product in draft.products if product.name not in names]
+    return measured
 
 
 class Chain(TextRun):
@@ -230,8 +231,10 @@ class Chain(TextRun):
 
     def measure(self, draft: PlanDraft, products: Iterable[Product], format: str, settings: QuantizeSettings) -> None:
         """Add a measurement to a draft, from which `Format.follow` makes another plan."""
-        self.add_to(draft, products)
-        draft.then = FollowUp("quantised", {"format": format, **asdict(settings)})
+        measured = [*products]
+        self.add_to(draft, measured)
+        names = [product.name for product in measured]
+        draft.then = FollowUp("quantised", {"format": format, MEASURED: names, **asdict(settings)})
 
     @property
     def described(self) -> dict[str, object]:

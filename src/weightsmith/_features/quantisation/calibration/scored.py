@@ -25,11 +25,10 @@ from weightsmith._activations.work import LayerWork
 from weightsmith._base.errors import WeightsmithError
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._engine.products import ProductContext, ProductKind
-from weightsmith._features.quantisation.calibration.common import located
+from weightsmith._features.quantisation.calibration.layer import located
 from weightsmith._models.formats import Encoding, find_encoding
 from weightsmith._models.structure.vocabulary import is_embedding, is_model_head
-from weightsmith._plans import Product
-from weightsmith._plans.statistics import TextSource
+from weightsmith._plans import Product, TextSource
 from weightsmith.abc.product import Arrays, Floats
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from weightsmith._models.formats.exl2.loader import OTHER_FORMATS
 from weightsmith._models.formats.exl2.writing import Exl2
 from weightsmith._models.structure import Structure
 from weightsmith._models.structure.configs import finite_number
-from weightsmith._models.structure.projections import MIXTRAL, role_of
+from weightsmith._models.structure.projections import MIXTRAL, projection_role
 
 BlockParams = Mapping[str, Params]
 """A setting for each linear layer of a block, by the module's role: q, k, v, o, or gate, up, down."""
@@ -164,7 +164,7 @@ def find_blocks(specs: Sequence[TensorSpec], structure: Structure) -> tuple[Subl
         layer = spec.name.removesuffix(f".{suffix}")
         for pattern, module in ((_IN_ATTENTION, "self_attn"), (_IN_MLP, "mlp"), (_IN_EXPERT, "mlp")):
             if match := pattern.fullmatch(suffix):
-                role = str(role_of(match[1]))
+                role = str(projection_role(match[1]))
                 by_block.setdefault(f"{layer}.{module}", {}).setdefault(role, []).append(spec)
                 if ".experts." in suffix:
                     mixtures.add(f"{layer}.{module}")

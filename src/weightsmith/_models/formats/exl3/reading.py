@@ -17,7 +17,7 @@ from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._models.formats.config import plain_dtype
 from weightsmith._models.formats.decoded import F32, QuantisedModel, Weight, join_projections, read_all, read_columns, reader
 from weightsmith._models.formats.exl3.layout import BLOCK, CODEBOOKS, Rate, padded_size, values_of
-from weightsmith._models.structure.projections import role_of
+from weightsmith._models.structure.projections import projection_role
 from weightsmith.abc.tensors import Tensors
 
 READ_INPUTS = 4096
@@ -162,7 +162,7 @@ def _named_sizes(config: Mapping[str, Any], module: str) -> tuple[int | None, in
     hidden, inner = size("hidden_size"), size("intermediate_size")
     if "experts" in module.split("."):
         inner = size("moe_intermediate_size") or inner
-    match role_of(module):
+    match projection_role(module):
         case "q":
             return heads(_HEADS[0]), hidden
         case "o":

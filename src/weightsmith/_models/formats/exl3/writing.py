@@ -29,8 +29,8 @@ import numpy.typing as npt
 
 from weightsmith._base.errors import NonFinite, Unsupported, raised_at
 from weightsmith._base.files import show
-from weightsmith._base.one_thread import Tensor, one_thread
 from weightsmith._base.tensors import DTYPES, DType, TensorSpec
+from weightsmith._base.torch_use import Tensor, one_thread
 from weightsmith._models.formats.exl3.layout import (
     BLOCK,
     CODEBOOKS,

@@ -15,6 +15,7 @@ tokenizer.py    the tokenizer's files from the keys, and the keys from the token
 values.py       values of config.json and of the keys, checked
 imatrix.py      llama.cpp's importance matrices
 reading.py      the tensors of files
+ollama.py       files that Ollama has pulled, by their manifests
 cuts.py         the encoding of tensors that llama.cpp stores in parts
 ordered.py      tensors whose rows or columns have another order
 writing.py      the encodings: ggml's blocks of numbers, and llama.cpp's order of rows
@@ -24,6 +25,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
+from weightsmith._models.formats.gguf import ollama
 from weightsmith._models.formats.gguf.cuts import find_cut
 from weightsmith._models.formats.gguf.reading import KIND
 from weightsmith._models.formats.gguf.writing import find
@@ -32,7 +34,7 @@ from weightsmith.abc.stored import StoredFormat
 FORMAT = StoredFormat(
     "gguf",
     "GGUF",
-    files=(KIND,),
+    files=(KIND, ollama.KIND),
     models=lambda: tuple(import_module("weightsmith._models.formats.gguf.prepare").FORMATS),
     parse=lambda name: find(name) or find_cut(name),
 )

@@ -287,8 +287,8 @@ class _Reader:
             return
         if end > MAX_HEADER_BYTES:
             raise self.wrong(f"its header is longer than {MAX_HEADER_BYTES:,} bytes")
-        more = max(end - len(self.data), _PIECE, len(self.data))  # twice as much each time
-        self.data += self.file.read_at(len(self.data), min(more, MAX_HEADER_BYTES - len(self.data)))
+        nbytes = max(end - len(self.data), _PIECE, len(self.data))  # twice as much each time
+        self.data += self.file.read_at(len(self.data), min(nbytes, MAX_HEADER_BYTES - len(self.data)))
         if end > len(self.data):
             raise FormatError(f"its header does not end within {self.nbytes:,} bytes", where=str(self.path), fix=_AGAIN)
 

@@ -16,8 +16,7 @@ from weightsmith._models.formats.gguf.layout import encode_metadata
 from weightsmith._models.formats.gguf.types import MIXTURES
 from weightsmith._models.formats.gguf.vision import PROCESSOR, VisionHalf
 from weightsmith._models.formats.gguf.writing import PLAIN, TYPES, GgufEncoding
-from weightsmith._plans import COPY, PRODUCTS, PlanDraft, Product, Read, Step, arrays_of, needs_of
-from weightsmith._plans.forms import ProductSettings
+from weightsmith._plans import COPY, PRODUCTS, PlanDraft, Product, ProductSettings, Read, Step, arrays_of, needs_of
 from weightsmith.abc.product import Arrays, ProductContext, ProductKind
 
 TOKENIZER = ("tokenizer_config.json", "tokenizer.json")

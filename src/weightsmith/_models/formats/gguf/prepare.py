@@ -57,6 +57,7 @@ class GgufFormat(ModelFormat):
 
     program = "llama.cpp"
     readers = "llama.cpp, Ollama, LM Studio"
+    shard_bytes = 50_000_000_000  # the largest file that the Hub takes: people expect one file, not one for each 5 GB
 
     def __init__(self, mixture: Mixture) -> None:
         bits = TYPES[mixture.default].itemsize * 8 / TYPES[mixture.default].block

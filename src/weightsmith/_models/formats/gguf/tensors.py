@@ -16,11 +16,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from weightsmith._models.formats.gguf.values import GgufConfig
-from weightsmith._models.structure.projections import MIXTRAL, Role
+from weightsmith._models.structure.projections import MIXTRAL, ProjectionRole
 
 LAYERS = "model.layers."
 
-ROLES: Mapping[Role, str] = {
+ROLES: Mapping[ProjectionRole, str] = {
     **{"q": "attn_q", "k": "attn_k", "v": "attn_v", "o": "attn_output"},
     **{"gate": "ffn_gate", "up": "ffn_up", "down": "ffn_down"},
 }
@@ -39,7 +39,7 @@ NORMS_AFTER = {**NORM_BETWEEN, "post_ffw_norm": "post_feedforward_layernorm"}
 NORMS_AROUND = {**NORMS_AFTER, "ffn_norm": "pre_feedforward_layernorm"}
 LLAMA_LAYER = {**ATTENTION, **MLP, **MLP_NORM}
 ROUTER = {"ffn_gate_inp": "mlp.gate"}
-_MLP_ROLES: tuple[Role, ...] = ("gate", "up", "down")
+_MLP_ROLES: tuple[ProjectionRole, ...] = ("gate", "up", "down")
 EXPERTS = {f"{ROLES[role]}_exps": f"mlp.experts.{{}}.{role}_proj" for role in _MLP_ROLES}
 MIXTRAL_EXPERTS = {f"{ROLES[role]}_exps": f"block_sparse_moe.experts.{{}}.{MIXTRAL[f'{role}_proj']}" for role in _MLP_ROLES}
 SHARED_EXPERT = {f"{ROLES[role]}_shexp": f"mlp.shared_expert.{role}_proj" for role in _MLP_ROLES} | {

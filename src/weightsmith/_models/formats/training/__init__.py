@@ -1,0 +1,14 @@
+"""Checkpoints of training runs, in which each process has stored its part of every tensor. They are read as one model.
+
+dcp.py        PyTorch's distributed checkpoints, as FSDP and torchtitan write them
+deepspeed.py  ZeRO's partitions
+
+No pickle is run. `_models/sources/boxes.py` reads tensors in parts.
+"""
+
+from __future__ import annotations
+
+from weightsmith._models.formats.training import dcp, deepspeed
+from weightsmith.abc.stored import StoredFormat
+
+FORMAT = StoredFormat("training", "training checkpoints", files=(dcp.KIND, deepspeed.KIND))
