@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weightsmith._base.one_thread import one_thread
+from weightsmith._base.torch_use import one_thread
 from weightsmith._base.report import Column, Facts, Report, Reported, Table
 from weightsmith._base.report.blocks import Value
 from weightsmith._base.text import count, duration, size
