@@ -258,7 +258,7 @@ def plan_merge(models: Models, out: str, settings: AutoSettings, running: RunOpt
     with ExitStack() as stack:
         one = _opened_mean(models, stack)
         candidates = min(settings.budget, 7 if with_texts else 4)
-        threads = resources_of(one.prepared.plan, running).workers
+        threads = resources_of(one.prepared, running).workers
         path = expand_user(out).absolute()
         return plan_search(one, path, len(names), row_tokens(one), candidates, threads, with_texts=with_texts)
 

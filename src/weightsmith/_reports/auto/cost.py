@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weightsmith._base.torch_use import one_thread
 from weightsmith._base.report import Column, Facts, Report, Reported, Table
 from weightsmith._base.report.blocks import Value
 from weightsmith._base.text import count, duration, size
+from weightsmith._base.torch_use import one_thread
 from weightsmith._plans import Step
 from weightsmith._reports.auto.pool import FEW_ROWS
 from weightsmith._reports.auto.texts import HELD_ROWS, OWN_ROWS, STATISTICS_ROWS
