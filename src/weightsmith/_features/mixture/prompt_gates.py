@@ -19,8 +19,8 @@ half, and the lowest cross-entropy of softmax(rows · x) wins. So the scale of t
 on text like the prompts. A single prompt is split by tokens, which is less informative: give several prompts.
 
 Measured on SmolLM2-135M with four kinds of text (French, German, Python, English), 1,500 tokens of each for fitting and 1,000
-held out, mean of six layers: the right expert of four came first for 77 % of the held-out tokens, for any λ from 0.001 to
-0.03; for 68 to 74 % with Σ about the means; for 63 % with S = 1, the plain difference of means.
+held out, mean of six layers: the right expert of four came first for 77% of the held-out tokens, for any λ from 0.001 to
+0.03; for 68 to 74% with Σ about the means; for 63% with S = 1, the plain difference of means.
 
 A shared expert's row (its gate, before the sigmoid) is fitted the same way, its own prompts against the mean of the routed
 experts'. Without prompts it is zero, a gate of 0.5.
