@@ -84,7 +84,7 @@ def test_the_pages_program(files: Page, tmp_path: Path, capsys: pytest.CaptureFi
     assert [verdict.startswith("Merged with weightsmith") for verdict in verdicts] == [True]
     assert {path.name for path in out.iterdir() if not path.name.startswith(".")} == {"a", "a.html"}
     said = capsys.readouterr().out
-    assert "100 %" in said
+    assert "100%" in said
     assert "b.yml: not in" in said
     assert "d.yml: it names a Python file" in said
     assert "^^^" in said

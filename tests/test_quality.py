@@ -37,7 +37,7 @@ def test_spearman_is_that_of_scipy() -> None:
 
 
 def test_differences_are_paired_by_row() -> None:
-    # Rows differ by far more than the models do, which are 1 % apart in every row but one.
+    # Rows differ by far more than the models do, which are 1% apart in every row but one.
     reference = {d: [1.0, 3.0] for d in table.DOMAINS}
     row = {d: [1.01, 3.01] for d in table.DOMAINS} | {"en": [1.01, 3.03]}
     change, error = table.difference(row, reference)

@@ -94,7 +94,7 @@ def _random(name: str, seed: int) -> np.random.Generator:
 
 
 def _scaled(change: np.ndarray, tensor: np.ndarray) -> np.ndarray:
-    """A change with 3 % of the tensor's norm."""
+    """A change with 3% of the tensor's norm."""
     return change * (0.03 * np.linalg.norm(tensor) / np.linalg.norm(change))
 
 

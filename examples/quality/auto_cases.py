@@ -312,8 +312,8 @@ def main() -> None:
     parser.add_argument("--build", action="store_true", help="only build the models")
     parser.add_argument("--merges", nargs="+", choices=MATCHING, default=MATCHING)
     asked = parser.parse_args()
-    for setting in ("HF_HUB_OFFLINE", "TQDM_DISABLE"):
-        os.environ.setdefault(setting, "1")
+    for setting, value in {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", "OMP_WAIT_POLICY": "PASSIVE"}.items():
+        os.environ.setdefault(setting, value)
     work = asked.work.resolve()
     for name in asked.cases or CASES:
         if asked.build:

@@ -15,7 +15,7 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ EXAMPLES = HERE.parent
 sys.path.insert(0, str(EXAMPLES))
 sys.path.insert(0, str(HERE))
 
+import auto_cases  # noqa: E402
 from judge import DOMAINS  # noqa: E402
 from measured import Measured, Row, Texts, ask, line, mean, table  # noqa: E402
 from smollm2 import BASE, FINE_TUNES, build_models  # noqa: E402
@@ -131,11 +132,34 @@ def page() -> str:
         "{SOURCES}": lambda: str(len(sources()) - len(PARENTS)),
         "{ROWS}": lambda: str(TESTBEDS["gemma"].rows),
         "{STEPS}": lambda: str(STEPS),
+        "{AUTO}": auto_table,
     }
     text = (HERE / "page.md").read_text(encoding="utf-8")
     for name, make in tables.items():
         text = text.replace(name, make().rstrip("\n")) if name in text else text
     return text
+
+
+def auto_table() -> str:
+    """The cases of `auto` as a Markdown table: each merge against the mean, on all texts, and on kinds of no fine-tune."""
+    lines = [
+        "| fine-tunes | with texts, % | on other kinds | chosen | without, % | on other kinds | chosen |",
+        "| --- | ---: | ---: | --- | ---: | ---: | --- |",
+    ]
+    measured = auto_cases.known()
+    for name, case in auto_cases.CASES.items():
+        merges = measured.get(name, {})
+        if not {"mean", "with", "without"} <= merges.keys():
+            continue
+        reference, cells = merges["mean"]["rows"], [case.about]
+        others = [kind for kind in case.judged if kind not in case.kinds.values()]
+        for merge in ("with", "without"):
+            rows, chosen = merges[merge]["rows"], merges[merge]["choice"]["name"]
+            changes = [difference(rows, reference, kinds) for kinds in (case.judged, others)]
+            cells += ["0" if chosen == "mean" else f"{change:+.1f} ± {error:.1f}" for change, error in changes]
+            cells.append(chosen)
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def known(model: str) -> dict[str, Row]:
@@ -150,9 +174,9 @@ def perplexities(row: Row) -> dict[str, float]:
     return {name: math.exp(sum(kept) / len(kept)) if isinstance(kept, list) else kept for name, kept in row.items()}
 
 
-def difference(row: Row, reference: Row) -> tuple[float, float]:
+def difference(row: Row, reference: Row, kinds: Sequence[str] = DOMAINS) -> tuple[float, float]:
     """By how many percent the geometric mean of the perplexities differs, and the standard error of this: row by row."""
-    pairs = [np.subtract(row[d], reference[d]) for d in DOMAINS]
+    pairs = [np.subtract(row[d], reference[d]) for d in kinds]
     error = math.sqrt(sum(float(p.var(ddof=1)) / len(p) for p in pairs)) / len(pairs)
     return 100 * math.expm1(sum(float(p.mean()) for p in pairs) / len(pairs)), 100 * error
 

@@ -150,7 +150,7 @@ def test_the_meter_is_a_bar_on_a_terminal_a_cell_in_a_notebook_and_silent_elsewh
         assert isinstance(cell, meters.Cell)
         cell.show(meters.Reading("<merging>", 1, 4, 1))
         cell.show(meters.Reading("<merging>", 2, 4, 2))
-    assert drawn == ["<progress value='0.250' max='1'></progress> &lt;merging&gt;:  25 %, 1 bytes of 4 bytes", ""]
+    assert drawn == ["<progress value='0.250' max='1'></progress> &lt;merging&gt;:  25%, 1 bytes of 4 bytes", ""]
 
 
 # ---- results

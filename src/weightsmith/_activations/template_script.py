@@ -1,4 +1,4 @@
-"""Conversations as a chat template writes them. `bounded_script.py` runs it for `conversations.py`.
+"""Conversations as a chat template writes them. `bounded_script.py` runs it for `scored_rows.py`.
 
 A template is a program from the internet, and Jinja's sandbox bounds neither its time nor its memory.
 

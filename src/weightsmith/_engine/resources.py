@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weightsmith._engine.results import Results
-from weightsmith._engine.schedule import RESIDENT_BYTES
-from weightsmith._engine.tiles import ALIGNED_BYTES, TILE_BYTES
+from weightsmith._engine.tiles import ALIGNED_BYTES, RESIDENT_BYTES, TILE_BYTES
 from weightsmith._files.remote import STREAM_CACHE_BYTES
 from weightsmith._plans import Product, Step
 from weightsmith.abc.output import Finished

@@ -15,10 +15,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from weightsmith._engine.active import ActivePass, LeafPass, Task
+from weightsmith._engine.tiles import RESIDENT_BYTES
 from weightsmith._plans import Step
-
-RESIDENT_BYTES = 1 << 30
-"""Default limit of the memory that jobs hold between their passes. Most hold almost nothing."""
 
 
 class Scheduler:

@@ -30,6 +30,9 @@ MIN_TILE_BYTES = 128 << 10
 KERNEL_BYTES = 8 << 20
 """A thread's other memory: rows, sums and two histograms."""
 
+RESIDENT_BYTES = 1 << 30
+"""Default limit of the memory that jobs hold between their passes. Most hold almost nothing."""
+
 PROCESS_BYTES = 150 << 20
 """The interpreter, numpy, numba and its compiled kernels, as measured after an empty merge."""
 

@@ -169,7 +169,7 @@ def line(reading: Reading, speed: float | None, seconds_left: float | None) -> s
     """One line of a log.
 
     >>> line(Reading("merging", 550_000_000, 2_200_000_000, 0, "50 of 201 tensors"), 2.1e9, 0.8)
-    'merging:  25 %, 550 MB of 2.20 GB, 50 of 201 tensors, 2.10 GB/s, 0.8 s left'
+    'merging:  25%, 550 MB of 2.20 GB, 50 of 201 tensors, 2.10 GB/s, 0.8 s left'
     """
     return f"{reading.label}: {', '.join(how_far(reading, speed, seconds_left, reading.detail))}"
 
@@ -178,9 +178,9 @@ def how_far(reading: Reading, speed: float | None, seconds_left: float | None, d
     """The texts of a reading in a line or a bar; see `line`.
 
     >>> how_far(Reading("measuring", 1, 4, None), None, 60.0)
-    [' 25 %', '1:00 left']
+    [' 25%', '1:00 left']
     """
-    parts = [f"{int(100 * reading.share):3d} %"]
+    parts = [f"{int(100 * reading.share):3d}%"]
     parts += [f"{size(reading.done)} of {size(reading.total)}"] if reading.moved_bytes is not None else []
     parts += [detail] if detail else []
     parts += [f"{size(speed)}/s"] if speed is not None else []

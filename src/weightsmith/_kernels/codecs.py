@@ -138,6 +138,9 @@ def encode(row: np.ndarray, n: int, code: int, start: int, raw: np.ndarray) -> N
         bf16 = raw.view(np.uint16)[start : start + n]
         for j in range(n):
             u = as_bits(source[j])
+            # Half of the last kept bit less one, and one more if that bit is set: the carry rounds to nearest, ties to even,
+            # also into the exponent, and past the largest number into infinity. A NaN may have its only set bits among those
+            # that are dropped, and would become infinity: it is made quiet instead.
             last = np.uint32(np.uint32(u >> np.uint32(16)) & np.uint32(1))
             rounded = np.uint32(np.uint32(u + np.uint32(0x7FFF)) + last)
             quiet = np.uint32(u | np.uint32(0x400000))

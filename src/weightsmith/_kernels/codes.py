@@ -30,7 +30,8 @@ LARGEST = np.float32(448)
 """The largest float8_e4m3fn."""
 
 _ROUND = np.float32(1.5 * 2.0**23)
-"""Adding it and taking it away again rounds a small float32 to the nearest integer, ties to even."""
+"""Adding it and taking it away again rounds a small float32 to the nearest integer, ties to even: np.rint is a call, and a call
+keeps a loop from vectorising."""
 
 
 @kernel
@@ -48,10 +49,10 @@ def quantise_integers(rows: np.ndarray, group: int, scales: np.ndarray, bits: in
     for g in range(scales.size):
         scale, row = scales[g], rows[g * group : (g + 1) * group]
         for j in range(group):
-            q = row[j] / scale
+            q = row[j] / scale  # a product with 1 / scale would be rounded twice, and decide some ties otherwise
             q = high if q > high else q
             q = low if q < low else q
-            q = q if q == q else np.float32(0)
+            q = q if q == q else np.float32(0)  # NaN
             whole[j] = np.uint8(np.int32((q + _ROUND) - _ROUND) + np.int32(offset))
         _store(whole, bits, g * group, codes)
 
@@ -71,6 +72,7 @@ def quantise_float4(rows: np.ndarray, group: int, scales: np.ndarray, codes: np.
         for j in range(group):
             q = row[j] / scale
             a = abs(q)
+            # Each comparison is with the middle of two neighbours; a tie goes to the even code, so every other one is >=.
             code = np.uint8(a > np.float32(0.25)) + np.uint8(a >= np.float32(0.75)) + np.uint8(a > np.float32(1.25))
             code += np.uint8(a >= np.float32(1.75)) + np.uint8(a > np.float32(2.5)) + np.uint8(a >= np.float32(3.5))
             code += np.uint8(a > np.float32(5))

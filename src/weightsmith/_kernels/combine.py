@@ -89,6 +89,8 @@ LANES = 64
 @kernel
 def add_products(a: np.ndarray, b: np.ndarray, n: int, lanes: np.ndarray) -> None:
     """lanes[j % LANES] += a[j] * b[j] for j < n, in float64 (the product of two float32 is exact)."""
+    # The lane of an element depends on its place in its block, and blocks on the shape of the tensor alone. LLVM adds lanes
+    # side by side, in vectors of any width, but may not change the order within one: that would need fastmath.
     sums = lanes[:LANES]
     whole = n - n % LANES
     for start in range(0, whole, LANES):

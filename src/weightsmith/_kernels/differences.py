@@ -319,6 +319,7 @@ def survival(raw: np.ndarray, codes: np.ndarray, n: int, group: int, out: np.nda
             for i in range(out.shape[1] - 1):
                 decode(raw[2 + i], codes[2 + i], start, m, x)
                 subtract(x, base, m)
+                # Sums of a block first, in float64: a long group loses no digits of its small terms.
                 energy, kept, used, against, dropped, apart = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
                 for j in range(m):
                     d, y = np.float64(x[j]), np.float64(merged[j])

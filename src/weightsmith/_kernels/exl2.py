@@ -98,7 +98,7 @@ def quantise_rows(
                 out[j] = np.uint8(q - low)
             if factor.size == 0:
                 continue
-            if half:
+            if half:  # the later rows make up for the error of the weight that a reader of float16 has
                 encode(rounded, m, F16, 0, raw)
                 decode(raw, F16, 0, m, rounded)
             error, pivot = errors[k, first : first + m], factor[k, k]
@@ -140,7 +140,7 @@ def dequantise(
                     if unread < b:
                         code |= words[at + 1, first + j] << unread
                     values[j] = (np.float32(np.uint32(code) & mask) - zero) * scales[g, first + j]
-                encode(values, m, F16, 0, raw)
+                encode(values, m, F16, 0, raw)  # the loader keeps weights in float16
                 column = order[k]
                 for j in range(m):
                     out[first + j, 2 * column] = raw[2 * j]

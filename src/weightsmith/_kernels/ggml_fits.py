@@ -88,7 +88,7 @@ def store(bytes_: np.ndarray, count: int, first: int, out: np.ndarray) -> None:
 
 @kernel(known={"in": [F16], "out": [F16]})
 def store_half(values: np.ndarray, bytes_: np.ndarray) -> None:
-    """bytes_ [2, LANES] = values as float16; values = what they became."""
+    """bytes_ [2, LANES] = values as float16; values = what they became: levels are chosen for the scale that readers have."""
     raw = np.empty(2 * LANES, np.uint8)
     encode(values, LANES, F16, 0, raw)
     decode(raw, F16, 0, LANES, values)
@@ -204,7 +204,7 @@ def fit_offsets(x: np.ndarray, w: np.ndarray, top: np.float32, search: Any, fit:
 
 @kernel
 def _finite(slope: Any) -> Any:
-    """0 for an infinite slope: ggml's rounding makes 0 of what it gives."""
+    """0 for an infinite slope: ggml's rounding makes 0 of what it gives, which infinity · 0 = NaN would not."""
     return slope if slope < np.float32(np.inf) else ZERO
 
 

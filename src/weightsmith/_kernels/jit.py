@@ -26,6 +26,7 @@ import threading
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, update_wrapper
+from importlib import import_module
 from types import FunctionType
 from typing import Any, TypeVar, overload
 from weakref import WeakSet
@@ -86,8 +87,7 @@ class Kernel:
         """The function for these values of the axes, as numba will compile it when it is called."""
         axis_values = {**axis_values, **self._known}
         setting = called_by_kernel, *(switch.on(axis_values) for switch in self._switches)
-        from weightsmith._kernels.compiler import njit
-
+        njit = import_module("weightsmith._kernels.compiler").njit  # named as text, for it imports this module
         with self._lock:
             if setting not in self._by_setting:
                 bound = {

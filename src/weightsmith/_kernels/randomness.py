@@ -189,7 +189,7 @@ def chosen_sums(weight: Encoded, first: int, n: int, grain: int, neurons: Neuron
     chosen, by_rows, cols = neurons
     for g in range(out.shape[0]):
         end = min(n, (g + 1) * grain)
-        total, squares = 0.0, 0.0
+        total, squares = 0.0, 0.0  # one after the other: a grain is a unit, so the order is that of the elements on any machine
         for start in range(g * grain, end, BLOCK):
             m = min(BLOCK, end - start)
             decode(weight.data, weight.code, start, m, row)

@@ -3,7 +3,7 @@
 One pass counts the elements above a window of bit patterns, and how often each pattern inside it occurs. The window is
 guessed from the ranks of the first tile; if the k-th lies elsewhere, two more passes find it for certain: a histogram
 of the high 16 bits, then a window that is the bin found. Counts add, so tiles, threads and machines merge without
-rounding, and a wrong guess costs time only. bf16 deltas are full of equal magnitudes (7 % of elements sit exactly on a
+rounding, and a wrong guess costs time only. bf16 deltas are full of equal magnitudes (7% of elements sit exactly on a
 usual threshold), so the tie rule is part of the result: of the elements equal to the threshold those with the lower
 flat index are kept, and exactly k in all. Magnitudes are compared as float32; a NaN counts as larger than anything.
 """

@@ -226,7 +226,7 @@ def decode_delta(raw: np.ndarray, code: int, start: int, n: int, base: np.ndarra
 def elected_signs(total: np.ndarray, n: int, sign: np.ndarray) -> None:
     """sign[:n] = 1 where total is zero or more, else -1."""
     t, s = total[:n], sign[:n]
-    for j in range(n):
+    for j in range(n):  # a tie is positive, as in mergekit
         s[j] = np.float32(1.0) if t[j] >= 0.0 else np.float32(-1.0)
 
 
@@ -244,6 +244,8 @@ def add_elected(
     factor: float, weight: float, delta: np.ndarray, sign: np.ndarray, n: int, mixed: np.ndarray, divisor: np.ndarray
 ) -> None:
     """Where factor·delta has the elected sign: mixed[:n] += it, divisor[:n] += weight; in the rows' dtype."""
+    # All terms of a sum have the elected sign: nothing cancels, so k terms in float32 are wrong by k · 2^-24 of the sum at
+    # most, far below half a step of bf16 (2^-9), and the loop moves half the bytes.
     d, e, s, v = delta[:n], sign[:n], mixed[:n], divisor[:n]
     for j in range(n):
         x = factor * d[j]
@@ -265,7 +267,7 @@ def add_pair(
     nothing, (v, w) = np.float32(0), (weights[0], weights[1])
     for j in range(n):
         a, b = scaled[0] * x[j], scaled[1] * y[j]
-        total = v * np.float64(x[j]) + w * np.float64(y[j])
+        total = v * np.float64(x[j]) + w * np.float64(y[j])  # in float64, as the sum of `set_scaled` and `add_scaled`
         sign = np.float32(1) if total >= 0.0 else np.float32(-1)
         first, second = a * sign > nothing, b * sign > nothing
         mixed = (a if first else nothing) + (b if second else nothing)

@@ -127,6 +127,7 @@ def dequantise_trellis(
             row = (first_output + o) * inputs + origin - first
             scale = output_scales[o]
             for i in range(max(0, -row), min(128, inputs - origin, out.size - row)):
+                # 1 / 128 is a power of two: it rounds nothing. Two rotations each lack their factor 1 / √128.
                 out[row + i] = block[o * 128 + i] * scales[i] * scale * np.float32(1 / 128)
 
 

@@ -15,7 +15,7 @@ from weightsmith.abc.job import Job, Matrix
 share `density` that it changed most, among the positions that no earlier model has kept. So masks are balanced over the
 matrix and never overlap, and the deltas are simply added. The authors keep 64 of 256, and give each of two 7 B models a
 weight of 1.2. Here a group ends with its row. The authors' groups run on over the flattened matrix, which is the same if the
-number of columns is a multiple of `group`. With 576 columns, 3 % of the kept positions differ.""",
+number of columns is a multiple of `group`. With 576 columns, 3% of the kept positions differ.""",
     use="""For two models with about the same basic skill. List the more important one first: the next model cannot touch what
 it keeps. If the densities sum to more than 1, little is left for the last models.""",
     passes="One: the result is written as the inputs are read.",

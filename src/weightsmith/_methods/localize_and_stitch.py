@@ -18,7 +18,7 @@ base. Where the deltas of several models overlap, they are averaged, without an 
 heads are copied from the base and do not count in the ranking, as in the authors' code; `embeddings: true` merges them too.
 In MergeBench (language models of 2 to 9 B), this was among the best methods without data. This is the authors' method without
 data ("dataless"); with data, they find the positions by training. Takes a pass over all tensors before the merge.""",
-    use="""For several specialised models, keeping 5 to 10 % of each. It changes little, so little is forgotten. Do not use it
+    use="""For several specialised models, keeping 5 to 10% of each. It changes little, so little is forgotten. Do not use it
 for one model: it only weakens it.""",
     passes="One over all tensors, and a sample of them, then the result.",
     source="He et al. 2024, Localize-and-Stitch, section 3, https://arxiv.org/abs/2408.13656; for language models "

@@ -19,7 +19,7 @@ from weightsmith.abc.job import Job, Matrix
     summary="""RAM, with the delta of a model that is active alone multiplied by λᵢ. A model that shares more of its changes
 loses more by averaging, so its own part is strengthened more. Positions are counted within each tensor, as in mergekit. With
 the defaults, λᵢ is at most 1.02. `ramplus` is the authors' form.""",
-    use="Like ram; with mergekit's defaults, the difference from ram is at most 2 % of a delta.",
+    use="Like ram; with mergekit's defaults, the difference from ram is at most 2% of a delta.",
     passes="Two: counts, then the result.",
     source="Yuan et al. 2026, Behavior Knowledge Merge in Reinforced Agentic Models (RAM+), https://arxiv.org/abs/2601.13572; "
     "tensor by tensor as in mergekit",

@@ -142,6 +142,8 @@ class AutoKeywords(RunKeywords, total=False):
     """`AutoSettings` and those of runs."""
 
     seed: int
+    budget: int
+    time: str | None
 
 
 class TuneKeywords(RecipeKeywords, EvaluateKeywords, total=False):

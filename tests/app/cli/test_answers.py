@@ -35,6 +35,15 @@ COMMANDS = {
     "linear.yml": "Run weightsmith merge linear.yml OUT.",
     "./a": "Run weightsmith inspect ./a",
     "weightsmith merge linear.yml out": "Leave out the second weightsmith: weightsmith merge linear.yml out.",
+    "pip install gguf": "Install packages with pip or uv",
+    "uv add gguf": "Install packages with pip or uv",
+    "add a": "Install packages with pip or uv",
+    "install gguf": "Install packages with pip or uv",
+    "imatrix -m a -f x.txt": "weightsmith quantize MODEL OUT --format gguf-q4_k_m --calibration FILE.txt",
+    "yaml linear.yml out": "Run weightsmith merge RECIPE OUT.",
+    "multi linear.yml out": "Run weightsmith merge RECIPE OUT.",
+    "llama-cli -m a": "run model.gguf in Ollama or llama.cpp",
+    "llama-perplexity -m a": "weightsmith eval MODEL MODEL --text FILE.txt",
     "help slerp": "a merge method: weightsmith methods slerp",
 }
 OPTIONS = {

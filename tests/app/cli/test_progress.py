@@ -27,8 +27,8 @@ def test_a_log_gets_a_line_at_once_and_then_one_every_ten_seconds() -> None:
         log.show(Reading("merging", second * 10, 1000, second * 30_000_000_000))
     assert LINE_SECONDS == 10
     assert len(lines) == 4
-    assert lines[0] == "merging:   0 %, 0 bytes of 1.00 kB"
-    assert lines[1] == "merging:  10 %, 100 bytes of 1.00 kB, 30.0 GB/s, 1:30 left"
+    assert lines[0] == "merging:   0%, 0 bytes of 1.00 kB"
+    assert lines[1] == "merging:  10%, 100 bytes of 1.00 kB, 30.0 GB/s, 1:30 left"
 
 
 def test_another_label_begins_with_a_line_and_counts_anew() -> None:
@@ -39,7 +39,7 @@ def test_another_label_begins_with_a_line_and_counts_anew() -> None:
     log.show(Reading("merging", 500, 1000, 0))
     clock.now += 10
     log.show(Reading("merging", 600, 1000, 1_000_000))
-    assert lines[1:] == ["merging:  50 %, 500 bytes of 1.00 kB", "merging:  60 %, 600 bytes of 1.00 kB, 100 kB/s, 40 s left"]
+    assert lines[1:] == ["merging:  50%, 500 bytes of 1.00 kB", "merging:  60%, 600 bytes of 1.00 kB, 100 kB/s, 40 s left"]
 
 
 def test_work_that_takes_turns_keeps_its_time_left() -> None:
@@ -52,10 +52,10 @@ def test_work_that_takes_turns_keeps_its_time_left() -> None:
         clock.now += 3
     log.show(Reading("merging", 0, 10, 0))  # another merge
     assert lines == [
-        "computing:   0 %",
-        "merging:   0 %, 0 bytes of 10 bytes",
-        "merging:  20 %, 2 bytes of 10 bytes, 0 bytes/s, 48 s left",
-        "merging:   0 %, 0 bytes of 10 bytes",
+        "computing:   0%",
+        "merging:   0%, 0 bytes of 10 bytes",
+        "merging:  20%, 2 bytes of 10 bytes, 0 bytes/s, 48 s left",
+        "merging:   0%, 0 bytes of 10 bytes",
     ]
 
 
@@ -72,7 +72,7 @@ def test_a_computation_shows_how_far_it_is_and_no_bytes() -> None:
         measured = Computation("measuring", done, 30_000)
         show_progress(log, Progress(0, 9, 0, 0, 2, 0.0, waiting=True, computation=measured), "merging")
         clock.now += 15
-    assert lines == ["measuring:   0 %", "measuring:  20 %, 1:00 left"]
+    assert lines == ["measuring:   0%", "measuring:  20%, 1:00 left"]
 
 
 def test_the_speed_is_of_the_last_seconds_and_the_time_left_of_this_run() -> None:
@@ -97,7 +97,7 @@ def test_a_log_says_once_what_the_work_waits_for() -> None:
         log.say("compiling kernels")
         clock.now += 1
         log.show(Reading("merging", 10, 1000, 10))
-    assert lines == ["merging:   0 %, 0 bytes of 1.00 kB", "compiling kernels"]
+    assert lines == ["merging:   0%, 0 bytes of 1.00 kB", "compiling kernels"]
 
 
 def test_nothing_to_do_is_all_done() -> None:
@@ -127,7 +127,7 @@ def test_a_terminal_gets_a_bar_with_speed_and_time_left_that_goes_away(monkeypat
         shown.show(Reading("[b]merging", 1_000_000_000, 4_000_000_000, 6_000_000_000))
     text = terminal.getvalue()
     assert "[b]merging" in text  # brackets are text
-    assert " 25 %  1.00 GB of 4.00 GB  3.00 GB/s  6.0 s left" in text
+    assert " 25%  1.00 GB of 4.00 GB  3.00 GB/s  6.0 s left" in text
     assert text.rstrip().endswith("\x1b[2K")  # its line is cleared at the end
 
 
@@ -145,10 +145,10 @@ def test_a_bar_shows_what_the_work_waits_for_in_place_of_its_facts(monkeypatch: 
         text = terminal.getvalue()[begin:]
         assert "compiling kernels" in text
         assert "too soon" not in text
-        assert "50 %" not in text
+        assert "50%" not in text
         clock.now += 1
         shown.show(Reading("merging", 600, 1000, 0))
-    assert " 60 %  600 bytes of 1.00 kB" in terminal.getvalue()
+    assert " 60%  600 bytes of 1.00 kB" in terminal.getvalue()
 
 
 def test_a_dumb_terminal_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:

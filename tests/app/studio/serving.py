@@ -18,7 +18,7 @@ from typing import Any
 from tests.cli_help import environment
 from tests.fork_help import Forked
 
-SECONDS = 60.0
+SECONDS = 180.0
 
 
 @dataclass

@@ -254,7 +254,7 @@ def test_the_bar_says_nothing_that_is_not_known(browser: Any, studio: Studio) ->
         page = visit.page
         visit.write(RECIPE)
         visit.until("!document.querySelector('#merge').disabled")
-        running = "<div><p><b>mine</b> merging · 36 % · 250 MB/s · 4.8 s left</p></div>"
+        running = "<div><p><b>mine</b> merging · 36% · 250 MB/s · 4.8 s left</p></div>"
         shown = {"state": "running", "number": 9, "name": "mine", "share": 0.36, "html": running, "problem": ""}
         page.route("**/events", lambda route: route.fulfill(body=f"data: {json.dumps({'work': shown})}\n\n", headers=EVENTS))
         page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")  # the page listens again

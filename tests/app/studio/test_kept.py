@@ -19,7 +19,7 @@ from weightsmith._base.errors import Busy, StoreError
 
 
 def run(number: int, kind: str = "try") -> StudioRun:
-    return StudioRun(number, kind, 1.0, "title", "recipe\n", numbers={"distance": "1 %"}, report=True)
+    return StudioRun(number, kind, 1.0, "title", "recipe\n", numbers={"distance": "1%"}, report=True)
 
 
 def test_recipe_and_runs_are_there_after_a_restart(tmp_path: Path) -> None:

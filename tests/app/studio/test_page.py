@@ -291,7 +291,7 @@ FIRST_EVENT = """fetch('/events').then(async answer => {
   let text = "";
   while (!text.includes("\\n\\n")) text += new TextDecoder().decode((await reader.read()).value);
   reader.cancel();
-  return JSON.parse(text.slice(5)).document.text;
+  return JSON.parse(text.slice(5, text.indexOf("\\n\\n"))).document.text;
 })"""
 TYPE = """text => {
   const area = document.querySelector("#text");

@@ -52,7 +52,7 @@ def test_the_value_at_the_pointer_and_what_a_cell_is_made_of(browser: Any, repor
     with opened(browser, report, viewport={"width": width, "height": 800}, color_scheme=scheme) as page:
         assert not page.evaluate("document.documentElement.scrollWidth > innerWidth")
         cell(page, 1, 4).hover()
-        assert page.locator(".tip").inner_text() == "layer 4, mlp.up_proj: 0.100 %"
+        assert page.locator(".tip").inner_text() == "layer 4, mlp.up_proj: 0.100%"
         cell(page, 1, 4).click()
         drawer = page.locator(".drawer")
         assert drawer.locator("h2").inner_text() == "layer 4, mlp.up_proj"
@@ -64,7 +64,7 @@ def test_the_value_at_the_pointer_and_what_a_cell_is_made_of(browser: Any, repor
         assert page.evaluate("document.activeElement.tagName") == "TD"
         cell(page, 1, 4).click()
         drawer.get_by_text("Show in the table").click()
-        assert page.locator("#tensors-4 tbody tr").all_inner_texts() == ["4.mlp.up_proj\t0.100 %\t-"]
+        assert page.locator("#tensors-4 tbody tr").all_inner_texts() == ["4.mlp.up_proj\t0.100%\t-"]
 
 
 def test_the_drawer_and_names_of_a_hostile_model_stay_text(browser: Any, report: Path) -> None:
@@ -78,7 +78,7 @@ def test_the_drawer_and_names_of_a_hostile_model_stay_text(browser: Any, report:
 def test_a_first_tap_says_the_value_and_a_second_opens_the_tensors(browser: Any, report: Path) -> None:
     with opened(browser, report, viewport={"width": 390, "height": 800}, has_touch=True) as page:
         cell(page, 0, 2).tap()
-        assert page.locator("figure.heat .said").inner_text() == "layer 2, self_attn.q_proj: 0.0300 %"
+        assert page.locator("figure.heat .said").inner_text() == "layer 2, self_attn.q_proj: 0.0300%"
         assert page.locator(".drawer").is_hidden()
         cell(page, 0, 2).tap()
         assert page.locator(".drawer h2").inner_text() == "layer 2, self_attn.q_proj"
@@ -90,12 +90,12 @@ def test_the_keyboard_reaches_every_cell(browser: Any, report: Path) -> None:
         for key in ("ArrowDown", "ArrowRight", "ArrowRight", "ArrowLeft"):
             page.keyboard.press(key)
         said = page.locator("figure.heat .said")
-        assert said.inner_text() == "layer 1, mlp.up_proj: 0.0400 %"
+        assert said.inner_text() == "layer 1, mlp.up_proj: 0.0400%"
         assert said.get_attribute("aria-live") == "polite"
-        assert page.evaluate("document.activeElement.getAttribute('aria-label')") == "layer 1, mlp.up_proj: 0.0400 %"
+        assert page.evaluate("document.activeElement.getAttribute('aria-label')") == "layer 1, mlp.up_proj: 0.0400%"
         assert page.locator("figure.heat td[tabindex='0']").count() == 1
         page.keyboard.press("End")
-        assert said.inner_text() == f"layer {LAYERS[-1]}, mlp.up_proj: 0.600 %"
+        assert said.inner_text() == f"layer {LAYERS[-1]}, mlp.up_proj: 0.600%"
         page.keyboard.press("Enter")
         assert page.locator(".drawer h2").inner_text() == f"layer {LAYERS[-1]}, mlp.up_proj"
 
@@ -138,9 +138,9 @@ def test_ten_thousand_rows_scroll_and_few_are_in_the_document(browser: Any, tmp_
         page.evaluate("document.querySelector('.rows').scrollTop = 1e9")
         page.locator("tbody", has_text="layers.9999.").first.wait_for()  # a function would be evaluated, which the page forbids
         page.locator("thead button").nth(1).click()
-        assert page.locator(shown).first.inner_text() == "model.layers.9999.weight\t100 %"
+        assert page.locator(shown).first.inner_text() == "model.layers.9999.weight\t100%"
         page.fill("input", ".777.")
-        assert page.locator(shown).all_inner_texts() == ["model.layers.777.weight\t7.77 %"]
+        assert page.locator(shown).all_inner_texts() == ["model.layers.777.weight\t7.77%"]
         height = page.evaluate("document.querySelector('tbody tr').getBoundingClientRect().height")
         assert height == 28  # ROW of page.js
 
@@ -158,7 +158,7 @@ def test_experts_unfold_and_their_cells_have_values(browser: Any, tmp_path: Path
         assert page.locator("tr.inner th").all_inner_texts() == ["expert 0", "expert 7"]
         assert page.locator("tr.inner td").nth(1).get_attribute("class") == "m-nan"
         page.locator("tr.inner td").nth(3).click()
-        assert page.locator("figure.heat .said").inner_text() == "layer 1, expert 7 of mlp.experts.up: 40.0 %"
+        assert page.locator("figure.heat .said").inner_text() == "layer 1, expert 7 of mlp.experts.up: 40.0%"
         assert page.locator(".drawer summary").all_inner_texts() == ["1.mlp.experts.7.up.weight"]
         page.keyboard.press("Escape")
         page.locator("button.fold").click()
@@ -204,11 +204,11 @@ def test_lines_say_their_values_at_the_pointer_a_tap_and_by_keys(browser: Any, t
         box = svg.bounding_box()
         at = (box["x"] + box["width"] * 0.98, box["y"] + box["height"] * 0.3)
         page.touchscreen.tap(*at) if width < 500 else page.mouse.move(*at)
-        assert said.inner_text() == "layer 6: A 25.0 %, <b>B 30.0 %"
+        assert said.inner_text() == "layer 6: A 25.0%, <b>B 30.0%"
         svg.focus()
         page.keyboard.press("Home")
         page.keyboard.press("ArrowRight")
-        assert said.inner_text() == "layer 5: A -, <b>B 20.0 %"
+        assert said.inner_text() == "layer 5: A -, <b>B 20.0%"
         assert (svg.get_attribute("role"), svg.get_attribute("aria-valuetext")) == ("slider", said.inner_text())
         assert (svg.get_attribute("aria-valuemin"), svg.get_attribute("aria-valuemax")) == ("4", "6")
         assert not page.evaluate("document.documentElement.scrollWidth > innerWidth")

@@ -116,8 +116,8 @@ def test_the_patterns_of_a_page_differ_without_their_colours() -> None:
 def test_a_mark_is_no_end_of_the_scale() -> None:
     found = a_map(("1", 0.2), ("2", Mark.INFINITE), ("3", Mark.SAME), ("4", 0.4), scale="log")
     text = heat_map(found)
-    assert "20.0 % to 40.0 % (logarithmic)" in text
-    assert "from 20.0 % (layer 1, up) to 40.0 % (layer 4, up)" in text
+    assert "20.0% to 40.0% (logarithmic)" in text
+    assert "from 20.0% (layer 1, up) to 40.0% (layer 4, up)" in text
     fills = re.findall(r'fill="(#[0-9a-f]{6})"><title>', text)
     assert fills == [colour(0, "log"), colour(STEPS - 1, "log")]
     assert re.findall(r"<td class=(\S+?)>", grid(found, 0)) == ["s0", "m-inf", "m-unchanged", "s24"]
@@ -126,7 +126,7 @@ def test_a_mark_is_no_end_of_the_scale() -> None:
 def test_no_cell_where_nothing_is() -> None:
     found = HeatMap("Moved", ("q", "up"), ("0", "1"), ((0.5, 0.001), (None, 0.25)), "share")
     text = heat_map(found)
-    assert 'aria-label="Moved: from 0.100 % (layer 1, q) to 50.0 % (layer 0, q)"' in text
+    assert 'aria-label="Moved: from 0.100% (layer 1, q) to 50.0% (layer 0, q)"' in text
     assert text.count("<title>") == 3
     assert grid(found, 0).count("<td></td>") == 1
 
@@ -139,7 +139,7 @@ def test_maps_of_several_stacks_have_one_scale_and_draw_it() -> None:
     values = dict(zip(places, (0.1, 0.2, 0.7, 0.9), strict=True))
     found = heat_maps("Moved", [(p, values[p]) for p in places], lambda own: own[0], "share", "about")
     assert [one.span for one in found] == [(0.1, 0.9)] * 2
-    assert all("10.0 % to 90.0 %" in heat_map(one) for one in found)
+    assert all("10.0% to 90.0%" in heat_map(one) for one in found)
     nothing = heat_maps("Moved", [(p, Mark.SAME) for p in places], lambda own: own[0], "share", "about")
     assert nothing == []
 
@@ -181,7 +181,7 @@ def test_the_json_of_charts_is_strict_and_has_words_for_marks() -> None:
 
 
 def test_a_notebook_shows_the_page_in_a_frame_without_access_to_the_notebook() -> None:
-    report = Report('t" onload="x', ("v",), (a_map(("0", 0.1), ("1", Mark.NAN)),), {}, (("moved", "1 %"),))
+    report = Report('t" onload="x', ("v",), (a_map(("0", 0.1), ("1", Mark.NAN)),), {}, (("moved", "1%"),))
     frames = list[dict[str, str | None]]()
 
     class Frames(HTMLParser):

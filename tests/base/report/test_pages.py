@@ -46,7 +46,7 @@ def a_page(layers: tuple[str, ...] = LAYERS, parts: tuple[str, ...] = PARTS) -> 
             Code("Recipe", f"merge_method: {HOSTILE}"),
         ),
         {"name": HOSTILE, "values": values},
-        (("moved", "1.00 %"), ("changed", "2.00 %"), ("cosine", "0.5")),
+        (("moved", "1.00%"), ("changed", "2.00%"), ("cosine", "0.5")),
         (("A", HOSTILE),),
     )
 

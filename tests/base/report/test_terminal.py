@@ -42,7 +42,7 @@ def test_layers_are_characters_of_a_row(capsys: pytest.CaptureFixture[str]) -> N
     assert lines[2].split() == ["up", "▁▁▂▂▃▃▄▄▅▅▆▆▇▇██"]
     assert lines[3].split("  ")[-1] == "=·FHNIX+? =·FHNI"
     assert lines[4].strip() == "layer 0 to 15"
-    assert lines[5] == "▁ to █: 0 % to 100 %"
+    assert lines[5] == "▁ to █: 0% to 100%"
     assert lines[6].startswith("= no element differs, · not applicable, F full rank")
     assert lines[-1] == "All."
 
@@ -60,7 +60,7 @@ def test_maps_that_are_compared_are_shown_by_layer_with_a_row_for_each_model(cap
     lines = Curves("What survives", (("A", (0.0, 1.0)), ("B", (1.0, None))), "layer", "share", "share", first=0)
     text = "\n".join(shown(Report("T", (), (a_map(16, group="all"), lines)), capsys))
     assert "moved by A" not in text
-    assert re.search(r"what survives\nA  ▁█\nB  █ ?\n +layer 0 to 1\n▁ to █: 0 % to 100 %", text)
+    assert re.search(r"what survives\nA  ▁█\nB  █ ?\n +layer 0 to 1\n▁ to █: 0% to 100%", text)
 
 
 def test_a_terminal_without_blocks_gets_digits_and_colour_is_for_terminals(

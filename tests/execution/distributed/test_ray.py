@@ -111,7 +111,7 @@ def test_the_command_starts_a_cluster_and_leaves_no_process(here: Path) -> None:
     )
     assert ran.returncode == 0, ran.stderr
     assert "10 tensors" in ran.stdout
-    assert "saving to disk: 100 %" in ran.stderr
+    assert "saving to disk: 100%" in ran.stderr
     assert "ray" not in ran.stderr.lower()
     assert files(here / "out") == files(here / "whole")
     listed = subprocess.run(["ps", "-eo", "stat,args"], capture_output=True, text=True, check=True).stdout

@@ -17,7 +17,7 @@ from tests.features.mixture.test_gates import models, recipe_of, told
 from weightsmith._app.api import moe
 from weightsmith._app.cli.mergekit_flags import MOE_FLAGS
 from weightsmith._base.report.charts import heat_map, picture
-from weightsmith._features.mixture.routing.report import PromptGroup, Routing, runs
+from weightsmith._features.mixture.routing_report import PromptGroup, Routing, runs
 
 __all__ = ["cli", "models"]
 
@@ -54,7 +54,7 @@ def test_the_picture_is_xml_with_a_cell_for_each_layer_and_expert_and_names_do_n
     root = ElementTree.fromstring(picture(heat_map(found.by_expert())))
     cells = [e for e in root.iter("{http://www.w3.org/2000/svg}rect") if len(e)]
     assert len(cells) == 3 * 2 * 2
-    assert [c[0].text for c in cells if "100" in str(c[0].text)] == ["layer 1, prompts of 0 <a&b>: → 0: 100 %"]
+    assert [c[0].text for c in cells if "100" in str(c[0].text)] == ["layer 1, prompts of 0 <a&b>: → 0: 100%"]
     assert len({c.get("fill") for c in cells}) == 2
 
 

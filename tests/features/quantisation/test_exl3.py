@@ -146,7 +146,7 @@ BOUND = {rate.halves: 2.0 ** (-2 * rate.bits) for rate in RATES}
 @pytest.mark.slow
 @pytest.mark.parametrize(("bits", "most"), [(1, 1.12), (2, 1.13), (2.5, 1.13), (3, 1.14), (4, 1.2), (5, 1.24), (6, 1.32)])
 def test_the_error_is_close_to_the_least_that_is_possible(bits: float, most: float) -> None:
-    """64 tiles; their errors have a standard deviation of 1 %. The best scalar code has 1.5 to 2.5 times the bound."""
+    """64 tiles; their errors have a standard deviation of 1%. The best scalar code has 1.5 to 2.5 times the bound."""
     rate = Rate(int(2 * bits))
     rows = np.random.default_rng(4).standard_normal((16, 1024)).astype(np.float32)
     gain = SEARCH[rate].gain

@@ -76,7 +76,7 @@ TEXTS = {name: f"{name}.txt" for name in FINE_TUNES}
 def test_without_texts_the_fine_tunes_write_and_the_recipe_repeats_the_merge(work: Path) -> None:
     found = auto()
     assert not found.with_texts
-    assert [each.name for each in found.candidates] == ["mean", "sum", "tsv_m", "regmean, prior tsv_m", "regmean, prior sum"]
+    assert [each.name for each in found.candidates] == ["mean", "regmean, prior tsv_m", "tsv_m", "regmean, prior sum", "sum"]
     assert found.choice.name in {each.name for each in found.candidates}
     weightsmith.merge("merged/recipe.yml", "again", progress=False)
     assert Path("merged/model.safetensors").read_bytes() == Path("again/model.safetensors").read_bytes()
@@ -131,6 +131,36 @@ def test_with_texts_every_fourth_row_is_held_back_and_strengths_of_regmean_are_t
     whole = Path("fr.txt").read_text()
     assert all(row in whole for row in (*measured, *held))
     assert not set(measured) & set(held)
+
+
+@pytest.mark.slow
+def test_the_candidate_that_is_usually_best_comes_first_and_a_limit_leaves_the_others(work: Path) -> None:
+    one = auto(budget=1)
+    assert [candidate.name for candidate in one.candidates] == ["mean", "regmean, prior tsv_m"]
+    assert one.stopped
+    assert one.reading[-1] == "The limit on candidates or time left some unscored."
+    in_time = auto("in-time", time="0.001s")
+    assert in_time.candidates == one.candidates
+    more = auto("more", budget=4)
+    assert more.candidates[:2] == one.candidates
+    assert not more.stopped
+
+
+def test_the_plan_counts_and_writes_nothing(work: Path, cli: Cli) -> None:
+    before = sorted(path.name for path in work.iterdir())
+    command = ("auto", "base", *FINE_TUNES, "merged", "--plan", "--json", "--threads", "1")
+    plan = json.loads(cli(*command).out)
+    assert plan["candidates"] == 4
+    assert plan["threads"] == 1
+    assert [stage["name"] for stage in plan["stages"]] == ["text", "references", "strengths", "statistics", "candidates"]
+    assert plan["stages"][0]["what"] == "2,048 tokens are written"
+    assert sum(stage["processor_seconds"] for stage in plan["stages"]) == pytest.approx(plan["processor_seconds"])
+    texts = [part for name in FINE_TUNES for part in ("--text", f"{name}={name}.txt")]
+    given = json.loads(cli(*command, *texts, "--budget", "2").out)
+    assert given["candidates"] == 2
+    assert [stage["name"] for stage in given["stages"]] == ["references", "strengths", "statistics", "candidates"]
+    assert "Nothing was written." in cli(*command[:6]).out
+    assert sorted(path.name for path in work.iterdir()) == before
 
 
 @pytest.mark.slow

@@ -69,9 +69,9 @@ def said(change: Change) -> str:
 
 def test_what_is_noise_is_said_to_be_noise() -> None:
     assert said(Change(0.031, 0.007, 14, 16)) == (
-        "b is 3.1 ± 0.7 % better than a: perplexity 7.389 against 7.389, lower on 14 of 16 rows."
+        "b is 3.1 ± 0.7% better than a: perplexity 7.389 against 7.389, lower on 14 of 16 rows."
     )
-    assert said(Change(-0.01, 0.007, 7, 16)).startswith("b and a cannot be told apart on this text: b is 1.0 ± 0.7 % worse")
+    assert said(Change(-0.01, 0.007, 7, 16)).startswith("b and a cannot be told apart on this text: b is 1.0 ± 0.7% worse")
     assert said(Change(0.2, math.nan, 1, 1)).endswith("One row does not tell how much of it is noise.")
     assert said(Change(0.0, 0.0, 0, 16)) == "b and a predict this text equally well."
-    assert of_change(Change(0.00012, 0.00003, 9, 16)) == "0.012 ± 0.003 % better"
+    assert of_change(Change(0.00012, 0.00003, 9, 16)) == "0.012 ± 0.003% better"

@@ -277,7 +277,7 @@ WORDS: dict[str, tuple[int, Change, str]] = {
     "unrelated, 16 x 16": (16, every(lambda x: other(*x.shape), dims=BOTH), f"{FULL}, as between models of which neither"),
     "trained, 16 x 16": (16, every(added(other), dims=BOTH), f"{FULL}, as full fine-tuning"),
     "trained, 200 x 200": (200, every(added(other), dims=BOTH), f"{FULL}, or of a rank above 64, as full"),
-    "white noise, 200 x 200": (200, every(added(other)), "White noise, as rounding makes it: about 1 % in all linear layers"),
+    "white noise, 200 x 200": (200, every(added(other)), "White noise, as rounding makes it: about 1% in all linear layers"),
     "rank 12 of 16": (16, every(added(ranked(12))), "A change of mixed ranks (4 weights of a higher rank), as full"),
     "rank 2 of 16": (16, every(added(ranked(2))), f"{LOW} 2 in all linear layers of all layers."),
     "rank 70 of 200": (200, every(added(ranked(70))), f"{LOW} 70 in all linear layers"),
@@ -288,7 +288,7 @@ WORDS: dict[str, tuple[int, Change, str]] = {
     "nothing": (16, lambda tensors: None, "The same weights: every tensor that both have is equal in every element."),
     "another dtype": (16, every(lambda x: x.astype(ml_dtypes.bfloat16)), "Rounding, not training: nothing but what storing"),
     "NaN in every matrix": (16, every(lambda x: put(x, NAN)), "B has NaN in 4 elements of 4 tensors, the first"),
-    "to zero": (16, every(lambda x: 0 * x, dims=BOTH), f"{FULL}: all tensors of all layers; 100 % of the elements"),
+    "to zero": (16, every(lambda x: 0 * x, dims=BOTH), f"{FULL}: all tensors of all layers; 100% of the elements"),
 }
 
 
@@ -495,7 +495,7 @@ def test_the_terminal_has_marks_and_the_json_is_strict(cli: Cli, folders: tuple[
         assert cells[NAMES["NaN in B"]][1:4] == ["NaN", "NaN", "NaN"]
         assert cells[NAMES["infinite in B"]][1:4] == ["inf", "inf", "inf"]
         assert cells[NAMES["NaN and infinities"]][1:4] == ["NaN+inf", "NaN+inf", "NaN+inf"]
-        assert cells[NAMES["equal"]][:4] == ["0 %", "same", "1", "same"]
-        assert cells[NAMES["from zero"]][:4] == ["100 %", "new", "?", "full"]
+        assert cells[NAMES["equal"]][:4] == ["0%", "same", "1", "same"]
+        assert cells[NAMES["from zero"]][:4] == ["100%", "new", "?", "full"]
         assert cells[NAMES["unrelated"]][3] == "full"
         assert cells[NAMES["rank 300 of 300"]][3] == "high"

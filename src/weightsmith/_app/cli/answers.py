@@ -23,7 +23,9 @@ _UPLOAD = "add --push org/name to merge or quantize. For a finished folder: hf u
 _LORA = "merge an adapter into its base with a recipe: weightsmith init --goal bake"
 
 COMMANDS: Mapping[str, str] = {
-    **dict.fromkeys(("chat", "serve", "generate", "infer", "complete", "prompt", "server", "cli", "api"), _RUN),
+    **dict.fromkeys(
+        ("chat", "serve", "generate", "infer", "llama-cli", "llama-server", "complete", "prompt", "server", "cli", "api"), _RUN
+    ),
     **dict.fromkeys(("convert", "gguf", "export", "quant", "quantise", "convert_hf_to_gguf.py", "llama-quantize"), _CONVERT),
     **dict.fromkeys(("upload", "push", "publish"), _UPLOAD),
     **dict.fromkeys(
@@ -39,7 +41,7 @@ COMMANDS: Mapping[str, str] = {
     **dict.fromkeys(("extract", "lora-extract"), "run weightsmith extract-lora FINETUNED BASE OUT"),
     **dict.fromkeys(("compare", "cmp", "delta"), "run weightsmith diff MODEL MODEL, or eval to compare their perplexity"),
     **dict.fromkeys(
-        ("evaluate", "perplexity", "ppl", "benchmark", "bench", "test", "score"),
+        ("evaluate", "perplexity", "ppl", "benchmark", "bench", "test", "score", "llama-perplexity"),
         "run weightsmith eval MODEL MODEL --text FILE.txt",
     ),
     **dict.fromkeys(("info", "show", "ls", "view", "cat", "describe", "gguf-dump"), "run weightsmith inspect MODEL"),
@@ -51,12 +53,23 @@ COMMANDS: Mapping[str, str] = {
     **dict.fromkeys(("gui", "ui", "web", "webui", "app"), "run weightsmith studio"),
     **dict.fromkeys(("evolve", "search", "optimize", "optimise"), "run weightsmith tune RECIPE OUT --text FILE.txt"),
     **dict.fromkeys(("tokensurgeon", "tokenizer"), "run weightsmith transplant-tokenizer MODEL DONOR OUT"),
+    **dict.fromkeys(
+        ("imatrix", "llama-imatrix", "calibrate"),
+        "run weightsmith quantize MODEL OUT --format gguf-q4_k_m --calibration FILE.txt: it measures importances first, and "
+        "writes them as imatrix.dat",
+    ),
+    **dict.fromkeys(("yaml", "merge-yaml", "megamerge", "multi"), "run weightsmith merge RECIPE OUT"),
+    **dict.fromkeys(("merge-gguf", "gguf-split"), "run weightsmith merge RECIPE OUT --quantize gguf-q4_k_m"),
     **dict.fromkeys(("mixture", "merge-moe"), "run weightsmith moe RECIPE OUT"),
     **dict.fromkeys(
         ("stack", "frankenmerge"), "stack layers with slices in a recipe: see docs/recipe.md, then run weightsmith merge"
     ),
     **dict.fromkeys(("cache", "prune", "clear"), "run weightsmith clean"),
-    **dict.fromkeys(("update", "upgrade", "install", "self"), "upgrade weightsmith with pip or uv: see docs/installation.md"),
+    **dict.fromkeys(
+        ("pip", "uv", "add", "sync", "install", "tool"),
+        "install packages with pip or uv, outside weightsmith: docs/installation.md lists the extras",
+    ),
+    **dict.fromkeys(("update", "upgrade", "self"), "upgrade weightsmith with pip or uv: see docs/installation.md"),
     "version": "run weightsmith --version",
     "info-system": "run weightsmith doctor",
     "resume": "repeat the command that was interrupted: it resumes by itself",

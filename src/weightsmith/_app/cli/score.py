@@ -122,6 +122,7 @@ def auto(
     out: Annotated[str, typer.Argument(metavar="OUT", help="Folder to create.")],
     settings: AutoSettings,
     running: RunOptions,
+    plan: Annotated[bool, typer.Option("--plan", help="Show what would be done and what it takes; write nothing.")] = False,
     quiet: options.Quiet = False,
     as_json: options.Json = False,
 ) -> None:
@@ -134,13 +135,17 @@ def auto(
     Examples:
         weightsmith auto ./base ./fr ./de merged
         weightsmith auto ./base ./fr ./de merged --text fr=fr.txt --text de=de.txt
+        weightsmith auto ./base ./fr ./de merged --plan
     """
     base, *fine_tunes = models
     with working("reading the models' headers", out=out, quiet=quiet, as_json=as_json) as work:
         from weightsmith._execution.progress import meter
-        from weightsmith._reports.auto.auto import find_merge
+        from weightsmith._reports.auto.auto import find_merge, plan_merge
         from weightsmith._reports.auto.pool import Models
 
+        if plan:
+            work.present(plan_merge(Models(base, tuple(fine_tunes)), out, settings, running).report())
+            return
         with meter(quiet=quiet) as shown:
             result = find_merge(Models(base, tuple(fine_tunes)), out, settings, running, shown)
         wrote(f"The output is complete: {printable(str(result.out))}")

@@ -31,6 +31,8 @@ export class Mix {
   get draft() { return this.link.state.document?.draft ?? { models: [], controls: [], blocks: [] }; }
   get chosen() { return [...new Set([this.draft.base, ...this.draft.models].filter(Boolean))]; }
 
+  get fineTunes() { return this.chosen.filter(name => name !== this.draft.base); }
+
   // ---- models
 
   cards() {

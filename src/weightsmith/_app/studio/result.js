@@ -4,8 +4,8 @@ import { button, make, named, short } from "/assets/controls.js";
 
 const $ = id => document.getElementById(id);
 const FIT_MS = 400;
-const NAMES = { look: "compare" };
-const TABS = ["preview", "try", "sweep", "tune", "runs", "report"];
+const NAMES = { look: "compare", auto: "find" };
+const TABS = ["preview", "find", "try", "sweep", "tune", "runs", "report"];
 const quoted = text => /^[\w./~@+-]+$/.test(text) ? text : `'${text.replaceAll("'", `'"'"'`)}'`;  // for a shell
 const saved = (name, text) => {
   const link = make("a", { href: URL.createObjectURL(new Blob([text], { type: "text/plain" })), download: name });
@@ -33,6 +33,18 @@ export class Result {
     $("save").addEventListener("click", async () => { await link.settled(); saved("recipe.yml", link.text); });
     $("save-python").addEventListener("click", async () => { await link.settled(); saved("merge.py", this.python(link.text)); });
     $("copy-command").addEventListener("click", () => navigator.clipboard?.writeText(`weightsmith merge recipe.yml ${quoted(`${link.state.studio.out}/${$("name").value}`)}`));
+  }
+
+  // The models of a search, and a field for a text of each fine-tune: those that were written are kept.
+  finds(base, models) {
+    const drawn = JSON.stringify([base, models]);
+    if (drawn === this.chosen) return;
+    this.chosen = drawn;
+    const row = (term, names) => make("div", {}, make("dt", {}, term), ...(names.length ? names.map(name => make("dd", {}, named(name))) : [make("dd", { class: "ws-soft" }, "not chosen yet")]));
+    $("find-models").replaceChildren(row("Base", base ? [base] : []), row("Fine-tunes", models));
+    const written = new Map([...$("find-fields").querySelectorAll("textarea")].map(each => [each.dataset.model, each.value]));
+    $("find-fields").replaceChildren(...models.map(name => make("label", { class: "field" }, make("span", {}, "Text for ", named(name)), make("textarea", { rows: 3, "data-model": name }, written.get(name) ?? ""))));
+    $("find-texts").hidden = !models.length;
   }
 
   python(recipe) { return `import weightsmith\n\nrecipe = ${JSON.stringify(recipe)}\nweightsmith.merge(recipe, ${JSON.stringify(`${this.link.state.studio.out}/${$("name").value}`)})\n`; }
@@ -111,7 +123,7 @@ export class Result {
     for (const stop of document.querySelectorAll("button.stop")) stop.hidden = !task.running;
     for (const doing of document.querySelectorAll(".doing")) doing.textContent = "";  // one task at a time; none after a restart
     this.actions.gate();
-    const where = { try: ["try", "tried"], sweep: ["sweep", "swept-cards"], tune: ["tune", "tuned"], look: ["report", "looked"] }[task.kind];
+    const where = { auto: ["find", "find-result"], try: ["try", "tried"], sweep: ["sweep", "swept-cards"], tune: ["tune", "tuned"], look: ["report", "looked"] }[task.kind];
     if (!where) return;
     $(where[0]).querySelector(".doing").textContent = task.running ? `${task.doing} …` : "";
     if ($(where[1]).innerHTML !== task.html) $(where[1]).innerHTML = task.html;

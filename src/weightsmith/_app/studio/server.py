@@ -292,6 +292,14 @@ def _tune(session: Session, request: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
+def _find(session: Session, request: Mapping[str, Any]) -> dict[str, Any]:
+    texts = request.get("texts", {})
+    if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):
+        raise ParameterError("not a text for each model")
+    session.find(int(request["version"]), str(request["name"]), texts, overwrite=request.get("overwrite") is True)
+    return {}
+
+
 def _row_tokens(request: Mapping[str, Any]) -> int | None:
     """Tokens in each row of a text; None: as the model suits."""
     tokens = request.get("tokens")
@@ -321,6 +329,7 @@ _ACTIONS: Mapping[str, Callable[[Session, Mapping[str, Any]], dict[str, Any]]] =
     "try": _try,
     "sweep": _sweep,
     "tune": _tune,
+    "find": _find,
     "fit": lambda session, request: session.fit(str(request["text"]), _row_tokens(request)),
     "example": _example,
     "look": _look,

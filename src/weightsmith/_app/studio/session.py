@@ -45,6 +45,7 @@ from weightsmith._app.studio.check import (
 )
 from weightsmith._app.studio.kept import KeptRuns, StudioRun
 from weightsmith._app.studio.places import Places, reference
+from weightsmith._app.studio.search import FEWEST, MOST, MergeSearch, can_search
 from weightsmith._app.studio.tasks import MAX_BUDGET, MAX_NEW_TOKENS, MAX_SWEEP, MAX_TEXT, Tasks, available
 from weightsmith._app.studio.work import PAGE_NAME, Board, Status, StudioWork, WorkCancelled, unfinished
 from weightsmith.plugin import duration, size
@@ -306,6 +307,10 @@ class Session:
         """How many rows a text has for a search, with the tokenizer of the recipe's result. Raises as `Tasks.tune`."""
         return asdict(self.tasks.fit(self.recipe(self.kept.version), text, tokens))
 
+    def find(self, version: int, name: str, texts: Mapping[str, str], *, overwrite: bool = False) -> None:
+        """Find a good merge of the models that the page shows. Raises as `recipe` and `Tasks.find`."""
+        self.tasks.find(MergeSearch.of_recipe(self.recipe(version), name, texts, overwrite=overwrite))
+
     def example(self) -> None:
         """Make the demo's models among the results, if they are not there, and a recipe of them. Raises StoreError."""
         recipe = make_example(self.places)
@@ -371,8 +376,6 @@ class Session:
         self.add_run(
             "merge", status.out.name, merged.plan.recipe or self.text, merged.seconds, numbers, html, reference(status.out)
         )
-        self._facts.pop(reference(status.out), None)  # it may have been replaced
-        threading.Thread(target=self._list_models, daemon=True).start()
 
     # ---- runs
 
@@ -385,7 +388,10 @@ class Session:
             run = StudioRun(number, kind, time.time(), title, recipe, round(seconds, 3), dict(numbers), bool(page), model)
             self._stored(lambda: self.kept.add(run, page))
             self._show_runs()
-            return number
+        if model:
+            self._facts.pop(model, None)  # it may have been replaced
+            threading.Thread(target=self._list_models, daemon=True).start()
+        return number
 
     def _show_runs(self) -> None:
         runs = self.kept.runs
@@ -412,7 +418,7 @@ def _survives(result: Preview) -> dict[str, list[float | None]]:
 
 def _command(run: StudioRun) -> str:
     """The equivalent command. The recipe is saved as recipe.yml."""
-    if run.kind == "merge":
+    if run.kind in ("merge", "auto"):
         return f"weightsmith merge recipe.yml {shlex.quote(run.model)}"
     if run.kind == "look":
         base, *others = run.title.split(", ")
@@ -426,6 +432,9 @@ def limits() -> dict[str, Any]:
     """What can be done here, and how much of it: the page says so before anything is sent."""
     return {
         "can_run": available(),
+        "can_find": can_search(),
+        "fewest": FEWEST,
+        "most": MOST,
         "can_tune": available() and find_spec("cmaes") is not None,
         "max_new_tokens": MAX_NEW_TOKENS,
         "max_characters": MAX_TEXT,

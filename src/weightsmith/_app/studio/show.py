@@ -65,7 +65,7 @@ def _note(note: Note) -> str:
         else ""
     )
     parts = [f'<li class="ws-{note.level}">{place} {safe(finding.what)}']
-    if note.excerpt:
+    if note.excerpt and note.level != "open":  # what is not chosen yet is no mistake to look at
         parts.append(f"<pre>{safe_lines(note.excerpt)}</pre>")
     parts += [f'<div class="ws-detail">{safe(line)}</div>' for line in finding.details[:6]]
     if finding.fix:
@@ -309,6 +309,32 @@ def _small(name: str, share: float, words: str) -> str:
     width = 100 * min(1.0, max(0.0, share))
     bar = f"<div class='ws-bar'><i style='width:{width:.1f}%'></i></div>"
     return f"<div><dt>{_parameter(name)}</dt><dd>{bar}<b>{safe(words)}</b></dd></div>"
+
+
+def stages(titles: Sequence[str], now: int, detail: str, share: float | None) -> str:
+    """The stages of a search: those that are done, the present one, and those to come.
+
+    now    number of the present one, from 0 on
+    share  of the present one that is done; None while it is not known
+    """
+    items = []
+    for i, title in enumerate(titles):
+        state = "done" if i < now else "now" if i == now else "next"
+        more = ""
+        if i == now:
+            bar = "" if share is None else f"<div class='ws-bar'><i style='width:{100 * share:.1f}%'></i></div>"
+            more = f"<p class='ws-soft'>{safe(detail)}</p>{bar}"
+        current = " aria-current='step'" if i == now else ""
+        items.append(f"<li class='{state}'{current}><span>{safe(title)}</span>{more}</li>")
+    return f"<ol class='ws-stages'>{''.join(items)}</ol>"
+
+
+def found(sentences: Sequence[str], where: str) -> str:
+    """The result of a search: what was chosen and why, and where it is."""
+    lines = "".join(f"<li>{safe(line)}</li>" for line in sentences[1:])
+    first, *_ = sentences
+    written = f"<p class='ws-good'>Written: <b>{safe(where)}</b></p>"
+    return f"<p class='ws-verdict'>{safe(first)}</p>{written}<ul>{lines}</ul>{_mend(Mend('report', 'See all candidates'))}"
 
 
 def trials(names: Sequence[str], rows: Sequence[tuple[int, Sequence[Any], float | None]]) -> str:

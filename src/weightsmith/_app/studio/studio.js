@@ -39,6 +39,8 @@ const MENDS = {
   models: () => { step("models"); $("search").focus(); },
   text: () => { show("tune"); $("tune-text").focus(); },
   prompt: () => { show("try"); $("prompt").focus(); },
+  find: () => { show("find"); $("find-texts").open = true; },
+  report: () => show("report"),
   why: () => refused(link.state.work.problem),
 };
 
@@ -62,6 +64,8 @@ const actions = {
     set("try-first", trying);
     set("sweep-now", recipe || sweep || ($("sweep-asks").checked ? packages || asked || limit : ""), "sweep-limit");
     set("tune-now", recipe || this.tuning(), "tune-limit");
+    set("find-now", server || this.finding() || name, "find-limit");
+    for (const id of ["find-first", "find-open"]) $(id).disabled = Boolean(server);
     $("look").disabled = Boolean(server) || task?.running || !mix.chosen.length;
     $("example").disabled = Boolean(server);
     $("merge").disabled = running || Boolean(why);
@@ -82,6 +86,22 @@ const actions = {
     if (!(budget >= 2 && budget <= studio.max_budget)) return `Candidates are from 2 to ${studio.max_budget.toLocaleString("en")}.`;
     if (!(tokens >= 2)) return "Rows have 2 tokens or more.";
     return result.fitted && result.fitted.rows < result.fitted.needed ? "The text is too short." : "";
+  },
+  finding() {
+    const { studio } = link.state, { base } = mix.draft, models = mix.fineTunes, written = [...$("find-fields").querySelectorAll("textarea")].map(each => each.value);
+    if (!studio.can_find) return "Finding a merge needs torch: pip install 'weightsmith[calibration]'";
+    if (!base) return "Press Base on the model that the others were tuned from.";
+    if (models.length < studio.fewest) return models.length ? "Press Add on one more fine-tune." : "Press Add on two or more fine-tunes.";
+    if (models.length > studio.most) return `Choose up to ${studio.most} fine-tunes.`;
+    if (written.some(text => text.length > studio.max_characters)) return `Shorten the texts: ${studio.max_characters.toLocaleString("en")} characters are the most.`;
+    const texts = written.filter(text => text.trim()).length;
+    return texts && texts < models.length ? "Write a text for each fine-tune, or for none." : "";
+  },
+  async find() {
+    const version = await link.settled();
+    if (version === null) return;
+    const texts = Object.fromEntries([...$("find-fields").querySelectorAll("textarea")].map(each => [each.dataset.model, each.value]));
+    if (await actions.do("find", { version, name: $("name").value, texts, overwrite: $("overwrite").checked })) $("overwrite").checked = false;
   },
   async do(action, given = {}) {
     refused("");
@@ -145,7 +165,7 @@ const announce = () => {
   const { notes, work, task, preview, document: now } = link.state;
   if (notes && notes.version === now?.version) tell("notes", notes.good ? "The recipe is correct." : now.text.trim() ? notes.reason : "");
   if (work) tell("work", work.state === "running" ? `Merging ${work.name}: ${25 * Math.floor(4 * work.share)} percent.` : { done: `${work.name} is merged.`, failed: `Merging ${work.name} failed.`, cancelled: `Merging ${work.name} was cancelled.`, interrupted: `Merging ${work.name} was interrupted.` }[work.state] ?? "");
-  if (task) tell("task", task.running ? `${task.kind} runs.` : task.kind ? `${task.kind} is done.` : "");
+  if (task) tell("task", task.running ? (task.kind === "auto" ? `${task.doing}.` : `${task.kind} runs.`) : task.kind ? `${task.kind === "auto" ? "The search" : task.kind} is done.` : "");
   if (preview && !link.pending.length && preview.version === now?.version) tell("preview", $("shown").querySelector(".ws-verdict")?.textContent ?? "");
 };
 
@@ -165,6 +185,8 @@ const draw = changed => {
     mix.write();
     result.parameters(now.draft.controls);
     $("start").hidden = Boolean(now.text.trim());
+    $("find-open").hidden = !now.text.trim();
+    result.finds(mix.draft.base, mix.fineTunes);
     $("restore").hidden = !remembered;
     if (!$("tune").hidden) result.fit();
   }
@@ -173,13 +195,13 @@ const draw = changed => {
     const { preview } = link.state;
     preview.total = Object.fromEntries(Object.entries(preview.survives ?? {}).map(([name, layers]) => {
       const known = layers.filter(share => share !== null);
-      return [name, known.length ? `${(100 * known.reduce((a, b) => a + b, 0) / known.length).toFixed(0)} % survives, on average over layers` : ""];
+      return [name, known.length ? `${(100 * known.reduce((a, b) => a + b, 0) / known.length).toFixed(0)}% survives, on average over layers` : ""];
     }));
   }
   if (["document", "models", "preview", "verdicts"].some(name => changed.has(name))) mix.cards();
   if (["document", "preview"].some(name => changed.has(name))) { mix.strips(); result.preview(); }
   if (["document", "notes"].some(name => changed.has(name))) mix.notes();
-  if (changed.has("task")) result.task();
+  if (changed.has("task")) { result.task(); if (link.state.task?.kind === "auto" && !link.state.task.running) named(); }
   if (changed.has("runs")) { result.runs(); merged(); }
   if (changed.has("work")) work();
   actions.gate();
@@ -246,6 +268,8 @@ $("tune-text").addEventListener("change", () => { try { localStorage.setItem("ws
 $("name").addEventListener("input", named);
 $("overwrite").addEventListener("change", () => actions.gate());
 $("again").addEventListener("change", named);
+for (const id of ["find-first", "find-open"]) $(id).addEventListener("click", () => show("find"));
+$("find-now").addEventListener("click", () => actions.find());
 $("merge").addEventListener("click", () => actions.merge());
 $("cancel").addEventListener("click", () => actions.do("cancel"));
 $("try-first").addEventListener("click", () => actions.try());

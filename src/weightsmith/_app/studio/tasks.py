@@ -20,19 +20,32 @@ from typing import Any
 from weightsmith import (
     Busy,
     Judge,
+    OutputExists,
     ParameterError,
     Progress,
     Unsupported,
     WeightsmithError,
+    auto,
     diff,
     inspect,
     preview,
     tune,
 )
 from weightsmith._app.studio import draft, edits, show
-from weightsmith._app.studio.check import TEXT_FILE, TEXT_FOLDER, Mend, PageError, allowed, first_finding, model_allowed, said
+from weightsmith._app.studio import search as merge_search
+from weightsmith._app.studio.check import (
+    NOTHING_WRITTEN,
+    TEXT_FILE,
+    TEXT_FOLDER,
+    Mend,
+    PageError,
+    allowed,
+    first_finding,
+    model_allowed,
+    said,
+)
 from weightsmith._app.studio.kept import KeptRuns
-from weightsmith._app.studio.places import Places
+from weightsmith._app.studio.places import Places, reference
 from weightsmith._app.studio.work import Board, WorkCancelled
 from weightsmith.plugin import Fit, Meter, Reading, RecipeTexts, count, first_line, install
 
@@ -49,7 +62,7 @@ MAX_NEW_TOKENS = 256
 MAX_MODELS = 12
 ROWS = 8
 """Rows of the text to use, of 384 tokens each."""
-_BUTTONS: Mapping[str, str] = {"try": "Try", "sweep": "Sweep", "tune": "Tune", "look": "Compare"}
+_BUTTONS: Mapping[str, str] = {"auto": "Find a good merge", "try": "Try", "sweep": "Sweep", "tune": "Tune", "look": "Compare"}
 """What begins each kind of task."""
 
 
@@ -279,6 +292,31 @@ class Tasks:
             self.show("tune", "", html, running=False, report=number)
 
         self._begin("tune", work, ", ".join(names))
+
+    def find(self, search: merge_search.MergeSearch) -> None:
+        """Find a good merge and write it; see `weightsmith.auto`. Raises as `MergeSearch.check`, Busy."""
+        out = search.check(self.places, MAX_TEXT)
+        if out.exists() and not search.overwrite:
+            fix = "choose another name, or replace it: --overwrite"
+            raise OutputExists("a result of this name exists", where=reference(out), fix=fix, state=NOTHING_WRITTEN)
+        title = ", ".join((search.base, *search.fine_tunes))
+
+        def work() -> None:
+            began = time.monotonic()
+            shown = merge_search.Stages(search, lambda doing, html: self.show("auto", doing, html), self.stop_if_asked)
+            out.parent.mkdir(parents=True, exist_ok=True)
+            with self.kept.scratch() as folder:
+                text = search.text_files(folder)
+                models = search.base, search.fine_tunes
+                result = auto(*models, out, text=text, progress=shown, overwrite=search.overwrite)
+            page = result.report()
+            numbers = merge_search.numbers(result)
+            spent = time.monotonic() - began
+            run = self._add("auto", title, result.recipe, spent, numbers, page.to_html(), reference(out))
+            html = show.found(merge_search.page_words(page), reference(out))
+            self.show("auto", "", html, running=False, report=run)
+
+        self._begin("auto", work, f"a merge of {', '.join(search.fine_tunes)}")
 
     def look(self, recipe: str, models: Sequence[str]) -> None:
         """Report on models: a summary of one, the differences of two, or the deltas of several from the first."""

@@ -284,7 +284,7 @@ def written(value: Value, unit: Unit = "text") -> str:
     Shares have three digits, other numbers four, cosines five places.
 
     >>> written(0.01234, "share"), written(0.25, "share"), written(1234567, "count"), written(2.5e-7), written(32.7)
-    ('1.23 %', '25.0 %', '1,234,567', '2.500e-07', '32.70')
+    ('1.23%', '25.0%', '1,234,567', '2.500e-07', '32.70')
     >>> written(0.9999, "cosine"), written(1 - 1e-7, "cosine"), written(1.0, "cosine")
     ('0.99990', '> 0.99999', '1')
     >>> written(None), written(math.nan), written(Mark.NAN, "share")
@@ -305,7 +305,7 @@ def written(value: Value, unit: Unit = "text") -> str:
     if unit == "bytes":
         return size(int(value))
     if unit == "share":
-        return f"{_digits(100 * value, 3)} %"
+        return f"{_digits(100 * value, 3)}%"
     if unit == "cosine":
         if abs(value) > 1 - 5e-6:
             return ("1" if value > 0 else "-1") if abs(value) > 1 - 1e-12 else "> 0.99999" if value > 0 else "< -0.99999"
@@ -481,9 +481,7 @@ class Report:
 
         details  with the tables that have a row for each tensor
         """
-        from weightsmith._base.report.terminal import show_report
-
-        show_report(self, details=details)
+        _renderer("terminal").show_report(self, details=details)
 
     def to_json(self) -> dict[str, Any]:
         """The result as JSON values: what `--json` prints."""
@@ -491,29 +489,30 @@ class Report:
 
     def to_html(self) -> str:
         """One HTML document, which needs no network, no other file and no server."""
-        from weightsmith._base.report.html import to_html
-
-        return to_html(self)
+        page: str = _renderer("html").to_html(self)
+        return page
 
     def charts(self) -> tuple[str, list[dict[str, Any]]]:
         """The heat maps and curves as HTML, for a page that has the `chart_files`; and the JSON of each, in order."""
-        from weightsmith._base.report.html import charts_html
-
-        return charts_html(self)
+        drawn: tuple[str, list[dict[str, Any]]] = _renderer("html").charts_html(self)
+        return drawn
 
     def write(self, path: str | os.PathLike[str]) -> Path:
         """Write `to_html`, whole or not at all. An earlier report of that name is replaced.
 
         Raises OutputExists for another file, and StoreError where none can be written.
         """
-        from weightsmith._base.report.html import write_html
-
-        return write_html(path, self.to_html().encode(errors="replace"))
+        written_to: Path = _renderer("html").write_html(path, self.to_html().encode(errors="replace"))
+        return written_to
 
     def _repr_html_(self) -> str:
-        from weightsmith._base.report.html import in_cell
+        cell: str = _renderer("html").in_cell(self)
+        return cell
 
-        return in_cell(self)
+
+def _renderer(name: str) -> Any:
+    """The module `html` or `terminal`. Named as text, because it imports the reports that it renders."""
+    return import_module(f"weightsmith._base.report.{name}")
 
 
 def report_by(place: str, *arguments: Any) -> Report:

@@ -28,7 +28,7 @@ const weightsmithCharts = (() => {
     if (typeof value === "string") return unit === "text" ? value : WORDS[value] ?? value;
     if (unit === "count") return value.toLocaleString("en-US", { maximumFractionDigits: 0 });
     if (unit === "bytes") return bytes(value);
-    if (unit === "share") return `${digits(100 * value, 3)} %`;
+    if (unit === "share") return `${digits(100 * value, 3)}%`;
     if (unit === "cosine") {
       const size = Math.abs(value);
       if (size > 1 - 5e-6) return size > 1 - 1e-12 ? (value > 0 ? "1" : "-1") : value > 0 ? "> 0.99999" : "< -0.99999";

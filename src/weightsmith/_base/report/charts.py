@@ -269,9 +269,9 @@ def _tick(value: float, unit: Unit) -> str:
     """A round number at an axis.
 
     >>> _tick(0.05, "number"), _tick(0.2, "share")
-    ('0.05', '20 %')
+    ('0.05', '20%')
     """
-    return f"{100 * value:.6g} %" if unit == "share" else f"{value:.6g}"
+    return f"{100 * value:.6g}%" if unit == "share" else f"{value:.6g}"
 
 
 def _runs(values: Sequence[float | None], *, log: bool) -> Iterator[list[tuple[int, float]]]:

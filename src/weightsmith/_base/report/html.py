@@ -308,7 +308,7 @@ def _pictures(table: Table) -> dict[str, Any]:
 
 
 def _logarithm(ratio: float) -> str:
-    """A ratio from 1e-8 to 1 in three characters, within 0.002 %."""
+    """A ratio from 1e-8 to 1 in three characters, within 0.002%."""
     n = min(_BASE**3 - 1, max(0, round(-math.log(max(ratio, 1e-9)) / math.log(1e8) * (_BASE**3 - 1))))
     return "".join(chr(_FIRST + n // _BASE**k % _BASE) for k in (2, 1, 0))
 

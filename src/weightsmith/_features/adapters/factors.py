@@ -3,7 +3,7 @@
 The factors of a matrix have its largest rank. They come from a randomised singular value decomposition, or from an exact one,
 whichever the plan says. The randomised one looks in the span of all blocks of some power iterations, a Krylov space (Musco and
 Musco 2015, https://arxiv.org/abs/1504.05477), and not of the last block alone: of a matrix of noise, whose singular values are
-nearly equal, factors of rank 32 then keep 98 % of what the best ones keep, instead of 85 %. Each block is orthogonal to those
+nearly equal, factors of rank 32 then keep 98% of what the best ones keep, instead of 85%. Each block is orthogonal to those
 before it (block Lanczos), so the product of the matrix with the basis is known when the basis is.
 
 The energy that factors keep is exact in both cases: B @ A is a projection of the difference. How much more the best factors of

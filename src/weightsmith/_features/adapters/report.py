@@ -193,7 +193,7 @@ def _least(matrix: AdapterMatrix) -> str:
 
 
 def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{100 * share:.1f} %"
+    return "-" if share is None else f"{100 * share:.1f}%"
 
 
 def _ranks(matrices: Sequence[AdapterMatrix]) -> str:

@@ -15,11 +15,11 @@ from weightsmith._base.files import expand_user, read_bounded
 from weightsmith._base.installation import package_version
 from weightsmith._features.mixture.assembly import Assembly, Dense, Donor, Steps, check_transforms, dense_parts, sharded
 from weightsmith._features.mixture.checks import Checks, choose_layout
+from weightsmith._features.mixture.gates import MODES
 from weightsmith._features.mixture.layouts.dense_config import config_of, semantics
-from weightsmith._features.mixture.routing.gates import MODES
-from weightsmith._features.mixture.routing.product import INSTEAD, GatedExpert, Gating, uses_states
-from weightsmith._features.mixture.routing.prompts import ExpertTexts
-from weightsmith._features.mixture.surgery.build import assemble_surgery
+from weightsmith._features.mixture.prompts import ExpertTexts
+from weightsmith._features.mixture.router import INSTEAD, GatedExpert, Gating, uses_states
+from weightsmith._features.mixture.surgery import assemble_surgery
 from weightsmith._files.copied import MAX_COPIED_BYTES, left_out_findings
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._planning import recipe as recipes
@@ -110,19 +110,7 @@ class _Builder:
             checks.warn_of_silent(texts[len(self.recipe.experts) :])
         n, groups = len(self.recipe.experts), self.recipe.virtual_groups
         donors = [*(shard for donor in donors[:n] for shard in sharded(donor, groups)), *donors[n:]]
-        facts = Facts(
-            config=semantics(base.donor.config, base.donor.label),
-            present=frozenset(base.layers[0].rest),
-            experts=n * groups,
-            shared=len(self.recipe.shared_experts),
-            per_token=self.recipe.experts_per_token,
-            intermediate=donors[0].intermediate,
-            hidden=base.hidden,
-            scales=(
-                tuple(expert.residual_scale for expert in self.recipe.experts for _ in range(groups)),
-                tuple(expert.residual_scale for expert in self.recipe.shared_experts),
-            ),
-        )
+        facts = self._facts(base, donors[0].intermediate)
         self.warnings += [Finding(text, self.recipe.filename) for text in layout.warnings(facts)]
         makes = Steps(self.recipe, base, layout, facts, self.assembly, self.asked)
         steps = makes.make(donors)
@@ -131,11 +119,7 @@ class _Builder:
         self._add_router(mode, makes, gated, texts, tokenizer)
         if self.problems:
             raise PlanError(self.problems)
-        self.warnings += companions.findings
-        n_compared = max(len({id(d.donor) for d in (base, *donors)}), companions.tokenizer + 1, companions.template + 1)
-        members = list(zip(companions.labels, companions.opened, strict=True))[:n_compared]
-        alike = [ComparedModel(label, {}, checkpoint.folder, checkpoint.files) for label, checkpoint in members]
-        self.warnings += tokenizer_disagreements(alike, companions.tokenizer, companions.template)
+        self.warnings += [*companions.findings, *_disagreements(companions, [base, *donors])]
         self._fill(layout, facts, base, steps, companions)
         self.named += [self.folder / expand_user(n) for e in listed for n in (e.prompts_file, e.held_out_file) if n]
         draft, base_donor, loading = self.assembly.draft, base.donor, None
@@ -146,6 +130,23 @@ class _Builder:
             )
         inputs = self.assembly.inputs
         return Prepared(draft, inputs, base_donor.structure, named=self.named, stages=self.stages, loading=loading)
+
+    def _facts(self, base: Dense, intermediate: int) -> Facts:
+        """What the layout is told. intermediate: the width of an expert, after donors were cut into virtual groups."""
+        groups = self.recipe.virtual_groups
+        return Facts(
+            config=semantics(base.donor.config, base.donor.label),
+            present=frozenset(base.layers[0].rest),
+            experts=len(self.recipe.experts) * groups,
+            shared=len(self.recipe.shared_experts),
+            per_token=self.recipe.experts_per_token,
+            intermediate=intermediate,
+            hidden=base.hidden,
+            scales=(
+                tuple(expert.residual_scale for expert in self.recipe.experts for _ in range(groups)),
+                tuple(expert.residual_scale for expert in self.recipe.shared_experts),
+            ),
+        )
 
     def _companions(self, dense: Sequence[Dense]) -> Companions:
         """What the base lacks of tokenizer, chat template and generation_config.json, from the other models in their order."""
@@ -312,3 +313,11 @@ class _Builder:
                     reason = "replaced by the experts" if is_of_base else "only the MLPs of this model are used"
                     dropped.append(Dropped(number, tensor, reason))
         return tuple(dropped)
+
+
+def _disagreements(companions: Companions, dense: Sequence[Dense]) -> Sequence[Finding]:
+    """What differs in the tokenizers of the models that are merged, and of those that tokenizer and template come from."""
+    count = max(len({id(model.donor) for model in dense}), companions.tokenizer + 1, companions.template + 1)
+    members = list(zip(companions.labels, companions.opened, strict=True))[:count]
+    alike = [ComparedModel(label, {}, checkpoint.folder, checkpoint.files) for label, checkpoint in members]
+    return tokenizer_disagreements(alike, companions.tokenizer, companions.template)

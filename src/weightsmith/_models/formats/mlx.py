@@ -335,18 +335,10 @@ def _encoding(bits: int, group: int) -> MatrixEncoding:
         from weightsmith._kernels import codecs
         from weightsmith._kernels.codes import group_extremes, quantise_affine
 
-        flat = rows.reshape(-1)
+        flat, code = rows.reshape(-1), spec.dtype.code
         lows, highs = np.empty((2, flat.size // group), np.float32)
         group_extremes(flat, group, lows, highs)
-        with np.errstate(all="ignore"):
-            scales = np.maximum((highs - lows) / np.float32(2**bits - 1), _SMALLEST_SCALE)
-            from_low = np.abs(lows) > np.abs(highs)
-            scales = np.where(from_low, scales, -scales)
-            edges = np.where(from_low, lows, highs)
-            steps = np.rint(edges / scales)
-            scales = np.where(steps != 0, edges / np.where(steps != 0, steps, 1), scales).astype(np.float32)
-            biases = np.where(steps != 0, edges, 0).astype(np.float32)
-        code = spec.dtype.code
+        scales, biases = _affine_scales(lows, highs, bits)
         for values, out in ((scales, outs[1]), (biases, outs[2])):
             codecs.encode(values, values.size, code, 0, out)
             codecs.decode(out, code, 0, values.size, values)
@@ -371,6 +363,22 @@ def _encoding(bits: int, group: int) -> MatrixEncoding:
         symmetric=False,
         vocabulary=True,
     )
+
+
+def _affine_scales(lows: Rows, highs: Rows, bits: int) -> tuple[Rows, Rows]:
+    """Scales and biases of groups from their smallest and largest numbers, as MLX chooses them: float32.
+
+    The end of the range that is farther from 0 is a whole number of steps, so that it and 0 have exact codes; the scale is
+    adjusted to that, and negative where this end is the upper one.
+    """
+    with np.errstate(all="ignore"):
+        scales = np.maximum((highs - lows) / np.float32(2**bits - 1), _SMALLEST_SCALE)
+        from_low = np.abs(lows) > np.abs(highs)
+        scales = np.where(from_low, scales, -scales)
+        edges = np.where(from_low, lows, highs)
+        steps = np.rint(edges / scales)
+        scales = np.where(steps != 0, edges / np.where(steps != 0, steps, 1), scales).astype(np.float32)
+        return scales, np.where(steps != 0, edges, 0).astype(np.float32)
 
 
 def affine(bits: int) -> dict[int, MatrixEncoding]:

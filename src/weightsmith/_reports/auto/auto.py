@@ -33,13 +33,14 @@ from weightsmith._base.files import expand_user, is_folder
 from weightsmith._base.options import lists_options, option_error, read_options
 from weightsmith._engine.memory import JobMemory
 from weightsmith._execution.execute import execute
-from weightsmith._execution.options import RunOptions
+from weightsmith._execution.options import RunOptions, resources_of
 from weightsmith._execution.progress import Meter, Silent, callbacks, watched_meter
 from weightsmith._execution.run import Callbacks
 from weightsmith._features.any_recipe import prepare_any
 from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._features.statistics import prepare_statistics
 from weightsmith._planning.options import RecipeOptions
+from weightsmith._reports.auto.cost import SearchPlan, plan_search
 from weightsmith._reports.auto.options import AutoSettings
 from weightsmith._reports.auto.pool import (
     Journal,
@@ -55,6 +56,7 @@ from weightsmith._reports.auto.pool import (
 )
 from weightsmith._reports.auto.result import Auto, CandidateScore, FineTune
 from weightsmith._reports.auto.texts import TextPair, cut, row_tokens, write_own
+from weightsmith._reports.command import seconds_of
 from weightsmith._reports.evaluate.opening import Opened, opened, prepare_named
 from weightsmith._reports.keywords import AutoKeywords
 
@@ -96,8 +98,8 @@ def auto(
 
     Memory: a model in float32 twice, the statistics of all fine-tunes, and predictions of the held-back rows.
 
-    >>> found = weightsmith.auto("base", ["fr", "de"], "merged")  # doctest: +SKIP
-    >>> found.reading[0]  # doctest: +SKIP
+    >>> result = weightsmith.auto("base", ["fr", "de"], "merged")  # doctest: +SKIP
+    >>> result.reading[0]  # doctest: +SKIP
     'merged is regmean, prior tsv_m: 0.0214 ± 0.0052 nats a token better than the mean on held-back text.'
     """
     given = [f"{name}={os.fspath(path)}" for name, path in (text or {}).items()]
@@ -114,13 +116,14 @@ def find_merge(models: Models, out: str, settings: AutoSettings, running: RunOpt
     out = out.rstrip("/") or "/"
     names = _names(models)
     texts = _texts_of(settings, models, names)
+    seconds = seconds_of("time", settings.time)
     folder = _work_folder(out, running)
     with ExitStack() as stack:
         one = _opened_mean(models, stack)
         folder.mkdir(exist_ok=True)
         journal = Journal(folder / _SCORES, _about(one, models), resume=running.resume)
         pairs = _pairs(one, models, names, texts, folder, settings, running, shown)
-        search = _Search(one, models, names, pairs, folder, journal, bool(texts), running, shown)
+        search = _Search(one, models, names, pairs, folder, journal, settings, began + seconds, running, shown)
         result = search.run()
     shown.say(f"writing {result.choice.name}")
     with prepare_any(search.recipe(result.choice.name), RecipeOptions(), QuantizeSettings()) as prepared:
@@ -246,10 +249,25 @@ def _pairs(
     return pairs
 
 
+def plan_merge(models: Models, out: str, settings: AutoSettings, running: RunOptions) -> SearchPlan:
+    """What `auto` would do, and what it would cost. Reads headers, and writes nothing."""
+    names = _names(models)
+    with_texts = bool(_texts_of(settings, models, names))
+    seconds_of("time", settings.time)
+    _work_folder(out, running)
+    with ExitStack() as stack:
+        one = _opened_mean(models, stack)
+        candidates = min(settings.budget, 7 if with_texts else 4)
+        threads = resources_of(one.prepared, running).workers
+        path = expand_user(out).absolute()
+        return plan_search(one, path, len(names), row_tokens(one), candidates, threads, with_texts=with_texts)
+
+
 @dataclass(eq=False)
 class _Search:
     """The candidates of one call, by name.
 
+    until    no candidate begins after this `time.monotonic()`
     folders  statistics of the fine-tunes; [] while there are none
     memory   of the candidates' jobs
     """
@@ -260,7 +278,8 @@ class _Search:
     pairs: Sequence[TextPair]
     folder: Path
     journal: Journal
-    with_texts: bool
+    settings: AutoSettings
+    until: float
     running: RunOptions
     shown: Meter
 
@@ -269,6 +288,8 @@ class _Search:
         self._factors = dict[str, float]()
         self._scored = dict[str, Scores]()
         self._tokens = row_tokens(self.one)
+        self._stopped = False
+        self.with_texts = bool(self.settings.text)
         self.folders: list[str] = []
         self.memory = JobMemory(self.folder)
 
@@ -300,6 +321,7 @@ class _Search:
             candidates=tuple(self._summary(name) for name in self._scored),
             fine_tunes=tuple(self._fine_tune(i, alone, base) for i in range(len(self.names))),
             rows=tuple(pool.rows),
+            stopped=self._stopped,
             seconds=0.0,
         )
 
@@ -310,23 +332,32 @@ class _Search:
                 raise ParameterError("it predicts exactly what the base predicts", where=name, fix=fix, state=NOTHING_WRITTEN)
 
     def _measure_all(self, pool: Pool) -> None:
-        n = len(self.names)
-        self._strengths[SUM] = self._strength(pool, SUM, {1 / n: self.models.mean()}, SUM_STRENGTHS)
-        self._strengths[TSV] = self._strength(pool, TSV, {}, TSV_STRENGTHS)
-        for name in (SUM, TSV):
-            self.shown.say(f"strengths 3/5: {name} at {self._strengths[name]:g}")
-            self._scored[name] = pool.scores(self.recipe(name))
-        self.folders = [self._statistics(i) for i in range(n)]
-        for name in (REGMEAN_TSV, REGMEAN_SUM):
+        """Score the candidates, the one that is usually best first, while number and time allow."""
+        for name, prior in ((REGMEAN_TSV, TSV), (TSV, TSV), (REGMEAN_SUM, SUM), (SUM, SUM)):
+            if not self._may_score():
+                return
+            if prior not in self._strengths:
+                self._strengths[prior] = self._strength(pool, prior)
+            if name != prior and not self.folders:
+                self.folders = [self._statistics(i) for i in range(len(self.names))]
             self.shown.say(f"candidates 5/5: {name}")
             self._scored[name] = pool.scores(self.recipe(name, self.folders))
         if self.with_texts:
             self._scale(pool)
 
-    def _strength(self, pool: Pool, name: str, known: Mapping[float, Mapping[str, Any]], tried: Sequence[float]) -> float:
+    def _may_score(self) -> bool:
+        """Whether another candidate may begin. The first always may."""
+        candidates = len(self._scored) - 1
+        self._stopped = bool(candidates) and (candidates >= self.settings.budget or time.monotonic() >= self.until)
+        return not self._stopped
+
+    def _strength(self, pool: Pool, name: str) -> float:
         """The best strength of `sum` or `tsv_m`, by a parabola."""
-        make = self.models.sum if name == SUM else self.models.tsv
-        recipes: dict[float, Mapping[str, Any]] = {0.0: self.models.sum(0.0), **known, **{x: make(x) for x in tried}}
+        recipes: dict[float, Mapping[str, Any]] = {0.0: self.models.sum(0.0)}
+        if name == SUM:
+            recipes |= {1 / len(self.names): self.models.mean()} | {x: self.models.sum(x) for x in SUM_STRENGTHS}
+        else:
+            recipes |= {x: self.models.tsv(x) for x in TSV_STRENGTHS}
         points = dict[float, float]()
         for place, recipe in recipes.items():
             self.shown.say(f"strengths 3/5: {name} at {place:.3g}")
@@ -337,9 +368,11 @@ class _Search:
         """RegMean's result times factors: with texts, the score sees deltas that are too long or too short."""
         points = {1.0: score(self._scored[REGMEAN_TSV], "nats")}
         for factor in FACTORS:
+            if not self._may_score():
+                return
             points[factor] = score(self._factored(pool, factor), "nats")
         best = strength(points)
-        if min(abs(best - factor) for factor in points) > 0.05:
+        if min(abs(best - factor) for factor in points) > 0.05 and self._may_score():
             self._factored(pool, best)
 
     def _factored(self, pool: Pool, factor: float) -> Scores:
@@ -378,15 +411,15 @@ class _Search:
         return str(folder)
 
     def _summary(self, name: str) -> CandidateScore:
-        own, mean = self._scored[name], self._scored[MEAN]
+        scores, mean = self._scored[name], self._scored[MEAN]
         which = SUM if name == SUM else TSV if name == TSV else None
         return CandidateScore(
             name,
             None if which is None else self._strengths[which],
-            score(own, "nats"),
-            score(own, "divergences"),
-            None if name == MEAN else difference(own, mean, "nats"),
-            None if name == MEAN else difference(own, mean, "divergences"),
+            score(scores, "nats"),
+            score(scores, "divergences"),
+            None if name == MEAN else difference(scores, mean, "nats"),
+            None if name == MEAN else difference(scores, mean, "divergences"),
         )
 
     def _fine_tune(self, number: int, alone: Sequence[RowScores], base: Scores) -> FineTune:

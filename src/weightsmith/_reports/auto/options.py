@@ -38,3 +38,17 @@ class AutoSettings:
         path=True,
     )
     seed: int = option(0, "--seed N", "Seed of the text that fine-tunes write", least=0)
+    budget: int = option(
+        7,
+        "--budget N",
+        "Number of candidates to score, beside the mean",
+        least=1,
+        details="The one that is usually best comes first. Without texts, there are four.",
+    )
+    time: str | None = option(
+        None,
+        "--time TIME",
+        "Start no candidate after this time, such as 90s, 30m or 2h",
+        unset="no limit",
+        details="The first is always scored. Writing the merge comes on top.",
+    )

@@ -230,7 +230,7 @@ class Journal:
                 return
             for line in rest:
                 entry = parse(line)
-                parts = [RowScores(*(np.array(values, np.float64) for values in own)) for own in entry["scores"]]
+                parts = [RowScores(*(np.array(values, np.float64) for values in of_model)) for of_model in entry["scores"]]
                 self.scores[str(entry["candidate"])] = parts
                 self._lines.append(line.decode())
         except (JsonError, KeyError, TypeError, ValueError):
@@ -291,8 +291,8 @@ def difference(scores: Scores, other: Scores, measure: str) -> Mean:
 
 def is_better(scores: Scores, other: Scores, measure: str) -> bool:
     """Whether a candidate has a lower score by more than noise."""
-    found = difference(scores, other, measure)
-    return found.value < -TOLD_APART * found.error
+    change = difference(scores, other, measure)
+    return change.value < -TOLD_APART * change.error
 
 
 def strength(points: Mapping[float, float]) -> float:

@@ -61,6 +61,7 @@ class Auto(Reported):
     with_texts  whether texts were given; otherwise the fine-tunes wrote their own
     candidates  in the order in which they were scored; the first is the mean
     rows        held back, of each fine-tune
+    stopped     whether number or time ended the search before all candidates were scored
     seconds     of this call
     """
 
@@ -72,6 +73,7 @@ class Auto(Reported):
     candidates: tuple[CandidateScore, ...]
     fine_tunes: tuple[FineTune, ...]
     rows: tuple[int, ...]
+    stopped: bool
     seconds: float
 
     @property
@@ -82,14 +84,16 @@ class Auto(Reported):
             lines.append(
                 "No text was given: each fine-tune wrote its own, and candidates were scored by their distance from it."
             )
-            if sum(each.distance for each in self.fine_tunes) / len(self.fine_tunes) > FAR_NATS:
+            if sum(tune.distance for tune in self.fine_tunes) / len(self.fine_tunes) > FAR_NATS:
                 lines.append("Give a text for each fine-tune, --text NAME=FILE, to find a strength for them.")
-        for each in self.fine_tunes:
-            if self.with_texts and each.change.value > -TOLD_APART * each.change.error:
-                lines.append(f"{each.name} is not better than the base on its own text: check the fine-tune, or its text.")
-            if not self.with_texts and each.distance < NEAR_NATS:
-                what = f"{each.name} hardly differs from the base ({each.distance:.3f} nats a token)"
+        for tune in self.fine_tunes:
+            if self.with_texts and tune.change.value > -TOLD_APART * tune.change.error:
+                lines.append(f"{tune.name} is not better than the base on its own text: check the fine-tune, or its text.")
+            if not self.with_texts and tune.distance < NEAR_NATS:
+                what = f"{tune.name} hardly differs from the base ({tune.distance:.3f} nats a token)"
                 lines.append(f"{what}, so what it wrote is the base's text.")
+        if self.stopped:
+            lines.append("The limit on candidates or time left some unscored.")
         return tuple(lines)
 
     def report(self) -> Report:
@@ -104,9 +108,10 @@ class Auto(Reported):
             work=str(self.work),
             choice=asdict(self.choice),
             with_texts=self.with_texts,
-            candidates=[asdict(each) for each in self.candidates],
-            fine_tunes=[asdict(each) for each in self.fine_tunes],
+            candidates=[asdict(record) for record in self.candidates],
+            fine_tunes=[asdict(record) for record in self.fine_tunes],
             rows=list(self.rows),
+            stopped=self.stopped,
             reading=list(self.reading),
             recipe=self.recipe,
             seconds=self.seconds,
@@ -150,15 +155,15 @@ def _candidates(result: Auto) -> Table:
     )
     rows = tuple(
         (
-            each.name,
-            each.strength,
-            each.nats,
-            _change(each.nats_change),
-            each.divergence,
-            _change(each.divergence_change),
-            "yes" if each.name == result.choice.name else "",
+            candidate.name,
+            candidate.strength,
+            candidate.nats,
+            _change(candidate.nats_change),
+            candidate.divergence,
+            _change(candidate.divergence_change),
+            "yes" if candidate.name == result.choice.name else "",
         )
-        for each in result.candidates
+        for candidate in result.candidates
     )
     measure = "the cross entropy" if result.with_texts else "the KL divergence"
     return Table("Candidates", columns, rows, f"Lower is better. {measure.capitalize()} chooses.")
@@ -171,7 +176,7 @@ def _fine_tunes(result: Auto) -> Table:
         Column("against the base", "text", "its cross entropy on its own held-back rows, with the standard error"),
         Column("distance", "number", "KL divergence of the base from it on these rows, nats a token"),
     )
-    rows = tuple((each.name, each.text or "its own", _change(each.change), each.distance) for each in result.fine_tunes)
+    rows = tuple((tune.name, tune.text or "its own", _change(tune.change), tune.distance) for tune in result.fine_tunes)
     return Table("Each fine-tune against the base, on its own text", columns, rows, "Negative is better than the base.")
 
 

@@ -77,15 +77,16 @@ def write_own(name: str, model: str, tokens: int, folder: Path, seed: int, runni
     """Let a fine-tune write both texts; those of an earlier call with the same seed are taken as they are."""
     settings = WriteSettings(rows=OWN_ROWS + HELD_ROWS, tokens=tokens, seed=seed)
     with prepare_named(model) as prepared:
-        identity = hashlib.sha256("\n".join([repr(settings), *(each.state for each in prepared.inputs)]).encode()).hexdigest()
+        facts = [repr(settings), *(checkpoint.state for checkpoint in prepared.inputs)]
+        identity = hashlib.sha256("\n".join(facts).encode()).hexdigest()
         record = folder / TEXTS / f"{name}.written"
         pair = _pair(name, "", folder)
         if _recorded(record) == identity and pair.statistics.is_file() and pair.held.is_file():
             return pair
         rows = writer(name, prepared, running)(settings, shown)
-    found = _write(name, "", folder, rows[:OWN_ROWS], rows[OWN_ROWS:])
+    _write(name, "", folder, rows[:OWN_ROWS], rows[OWN_ROWS:])
     write_whole(record, identity.encode())
-    return found
+    return pair
 
 
 def _recorded(path: Path) -> str:

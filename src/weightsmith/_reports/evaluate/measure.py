@@ -76,7 +76,7 @@ def evaluate(
 
     >>> found = weightsmith.evaluate("base", "ties.yml", text="fr.txt", reference="base")  # doctest: +SKIP
     >>> found.reading  # doctest: +SKIP
-    ('ties.yml is 3.1 ± 0.7 % better than base: perplexity 10.12 against 10.44, lower on 14 of 16 rows.',)
+    ('ties.yml is 3.1 ± 0.7% better than base: perplexity 10.12 against 10.44, lower on 14 of 16 rows.',)
     """
     with as_files(text=text) as texts:
         settings, running = read_options("evaluate", {**texts.paths, **options}, EvaluateSettings, RunOptions)

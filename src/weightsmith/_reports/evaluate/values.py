@@ -283,11 +283,11 @@ def of_change(change: Change) -> str:
     """A change in words, with its standard error.
 
     >>> of_change(Change(0.0312, 0.007, 14, 16)), of_change(Change(-0.2, 0.01, 0, 16))
-    ('3.1 ± 0.7 % better', '20.0 ± 1.0 % worse')
+    ('3.1 ± 0.7% better', '20.0 ± 1.0% worse')
     """
     digits = 1 if math.isnan(change.error) or change.error >= 0.0005 else 2 if change.error >= 0.00005 else 3
     value, error = f"{100 * abs(change.value):.{digits}f}", f"{100 * change.error:.{digits}f}"
-    size = f"{value} %" if math.isnan(change.error) else f"{value} ± {error} %"
+    size = f"{value}%" if math.isnan(change.error) else f"{value} ± {error}%"
     return f"{size} {'better' if change.value >= 0 else 'worse'}"
 
 

@@ -204,7 +204,7 @@ class Alignment:
     cosines    of the deltas of each pair, (i, j) with i < j in row order; nan where one is zero
     shared     elements where two or more deltas are not zero
     conflicts  those of them where two signs differ
-    overlaps   for each pair, the share of the largest elements (1 % of each delta) that both have; by chance it is 1 %; nan
+    overlaps   for each pair, the share of the largest elements (1% of each delta) that both have; by chance it is 1%; nan
                where one is zero
     nonfinite  NaN and infinities in the base, and in each model
     subspaces  for each pair, the mean squared cosine of the principal angles between the spans of the 8 leading singular

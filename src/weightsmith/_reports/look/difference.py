@@ -24,7 +24,7 @@ class Leading:
     """The largest singular values of a difference.
 
     values  estimates, descending; never larger than the true ones; () if they are beyond what float32 holds
-    upper   the true ones are at most so large, but for a probability of about 1 %
+    upper   the true ones are at most so large, but for a probability of about 1%
     rank    how many are above the rounding noise of the stored weights; None if that is not known: more than half as many as
             a sketch of a larger matrix has columns (128), without a gap after them; or hidden in the rounding
     """
@@ -533,6 +533,6 @@ def _percent(share: float) -> str:
     """A share with two digits.
 
     >>> _percent(0.123), _percent(0.000456), _percent(1)
-    ('12 %', '0.046 %', '100 %')
+    ('12%', '0.046%', '100%')
     """
-    return f"{100 * share:.2g} %" if share < 0.995 else f"{100 * share:.0f} %"
+    return f"{100 * share:.2g}%" if share < 0.995 else f"{100 * share:.0f}%"

@@ -50,7 +50,7 @@ from weightsmith.abc.product import Arrays
 #
 # Bounds: the singular values of Qᵀ D are never larger than those of D. In the other direction, the i-th of D is at most the
 # i-th of Y over the smallest singular value of an i-dimensional part of S, which is above 1 - √(i / width) - 3 / √width but
-# for a probability of about 1 % (section 8 of the former: Gaussian matrices; sparse signs behave like them).
+# for a probability of about 1% (section 8 of the former: Gaussian matrices; sparse signs behave like them).
 
 WIDTH = 128
 """Columns of a sketch."""

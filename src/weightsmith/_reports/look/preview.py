@@ -60,7 +60,7 @@ class Kept:
     norm      of the delta
     survives  share of its energy (squared norm): Σ min(|m|, |d|)² / Σ d², over elements where merge and model move the base
               in the same direction; m and d are the deltas of merge and model. nan if the model does not differ from the base
-    error     the share is off by no more than this, but for a probability of about 5 %; 0 if nothing was sampled
+    error     the share is off by no more than this, but for a probability of about 5%; 0 if nothing was sampled
     against   of the elements that the model changed, the share that the merge moves the other way; nan if there are none
     dropped   the share that the merge leaves as in the base; nan as above
     apart     ‖merge - model‖ / ‖model's delta‖; nan as above

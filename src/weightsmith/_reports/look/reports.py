@@ -120,7 +120,7 @@ def comparison_report(comparison: Comparison) -> Report:
     columns = (
         Column("pair"),
         Column("cosine", "number", "of the deltas"),
-        Column("largest in common", "share", "of the largest 1 % of elements of each delta; 1 % by chance"),
+        Column("largest in common", "share", "of the largest 1% of elements of each delta; 1% by chance"),
         Column("directions in common", "share", "mean squared cosine of the angles between the 8 leading directions"),
     )
     rows = tuple((pair, total.cosines[k], total.overlaps[k], total.subspaces[k]) for k, pair in enumerate(pairs))

@@ -95,7 +95,7 @@ def tune(
 
     >>> found = weightsmith.tune("ties.yml", "tuned.yml", text="fr.txt", budget=200)  # doctest: +SKIP
     >>> found.reading[0]  # doctest: +SKIP
-    'The tuned recipe is 3.1 ± 0.7 % better than the start on the report text: perplexity 10.12 against 10.44.'
+    'The tuned recipe is 3.1 ± 0.7% better than the start on the report text: perplexity 10.12 against 10.44.'
     """
     models = [reference] if isinstance(reference, str | os.PathLike) else list(reference)
     kinds = RecipeOptions, EvaluateSettings, TuneSettings, RunOptions

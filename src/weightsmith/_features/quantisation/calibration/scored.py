@@ -34,7 +34,9 @@ from weightsmith.abc.product import Arrays, Floats
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from weightsmith._activations.running import NumberedRow
+    from weightsmith._activations.running import NumberedRow, Rows
+
+Places = npt.NDArray[np.int64]
 
 TOKENS = 4096
 """The most tokens that have scores."""
@@ -110,7 +112,7 @@ class VocabularyWork(ScoreWork):
         return "its seed is negative" if self.seed < 0 else ScoreWork.problem(self, product, shapes)
 
 
-def places(rows: int, tokens: int) -> npt.NDArray[np.int64]:
+def places(rows: int, tokens: int) -> Places:
     """The tokens of a row that have scores, of so many rows.
 
     >>> places(4, 8), places(2048, 8)
@@ -196,38 +198,51 @@ def _score_layer(context: ProductContext) -> Arrays:
 
 
 def _score_vocabulary(context: ProductContext) -> Arrays:
-    import torch
-
-    from weightsmith._activations.running import decoder_of, rows_of_states, workers
+    from weightsmith._activations.running import rows_of_states
 
     work = VocabularyWork.of(context.product)
     rows = rows_of_states(context, work, 0, 0, back=True)
-    count, tokens, _ = rows.states.shape
-    chosen = places(count, tokens)
-    specs = {step.out.name: step.out for step in context.product.steps}
+    chosen = places(rows.states.shape[0], rows.states.shape[1])
+    specs = [step.out for step in context.product.steps]
+    table = next(spec for spec in specs if is_embedding(spec))
+    head = next((spec for spec in specs if is_model_head(spec)), table)
     scores = np.zeros(context.product.outs[0].shape, np.float32)
-    decoder, cap = decoder_of(work.base), decoder_of(work.base).logit_cap
-    table = next(spec for spec in specs.values() if is_embedding(spec))
-    head = next((spec for spec in specs.values() if is_model_head(spec)), table)
-    embedded, gradients = context.arrays(work.embedded)[0], context.arrays(work.gradients)[0]
+    names = list(work.candidates)
+    if table.name in names:
+        _add_embedding(context, work, table, chosen, scores[names.index(table.name)])
+    if head.name in names:
+        _add_head(rows, work, head, chosen, scores[names.index(head.name)])
+    return [scores]
+
+
+def _add_embedding(context: ProductContext, work: VocabularyWork, table: TensorSpec, chosen: Places, scores: Floats) -> None:
+    """scores[i] += what each chosen token loses with candidate i of the embedding: the error of its row times the gradient."""
 
     def flat(states: Floats) -> Floats:
         return np.ascontiguousarray(states[:, chosen]).reshape(-1, states.shape[-1])
 
-    if table.name in work.candidates:
-        ids = rows_of(work.text, context.folder(work.base.model), table.shape[0], work.bos)[:, chosen].reshape(-1)
-        used, which = np.unique(ids, return_inverse=True)
-        stored, entering, back = context.rows(table.name, used.tolist()), flat(embedded), flat(gradients)
-        plain = stored[which]
-        scale = float((entering * plain).sum(dtype=np.float64) / (plain * plain).sum(dtype=np.float64))  # Gemma has one
-        for i, encoding in enumerate(work.candidates[table.name]):
-            error = _error(np.ascontiguousarray(stored), find_encoding(encoding), NONE)[which]
-            scores[list(work.candidates).index(table.name), i] += (error * back).sum(1) * np.float32(scale)
-    if head.name not in work.candidates:
-        return [scores]
+    embedded, gradients = context.arrays(work.embedded)[0], context.arrays(work.gradients)[0]
+    ids = rows_of(work.text, context.folder(work.base.model), table.shape[0], work.bos)[:, chosen].reshape(-1)
+    used, which = np.unique(ids, return_inverse=True)
+    stored, entering, back = context.rows(table.name, used.tolist()), flat(embedded), flat(gradients)
+    plain = stored[which]
+    scale = float((entering * plain).sum(dtype=np.float64) / (plain * plain).sum(dtype=np.float64))  # Gemma has one
+    for i, encoding in enumerate(work.candidates[table.name]):
+        error = _error(np.ascontiguousarray(stored), find_encoding(encoding), NONE)[which]
+        scores[i] += (error * back).sum(1) * np.float32(scale)
+
+
+def _add_head(rows: Rows, work: VocabularyWork, head: TensorSpec, chosen: Places, scores: Floats) -> None:
+    """scores[i] += what each chosen token loses with candidate i of the head, for a label drawn from its own predictions."""
+    import torch
+
+    from weightsmith._activations.running import decoder_of, workers
+
+    context, decoder = rows.context, decoder_of(work.base)
+    count, tokens, _ = rows.states.shape
     numbers = np.empty(head.shape, np.float32)
     context.fill({head.name: numbers})
-    weight = torch.from_numpy(numbers).to(rows.device)
+    weight, cap = torch.from_numpy(numbers).to(rows.device), decoder.logit_cap
     draws = np.stack([np.random.default_rng([work.seed, row]).random((tokens,), np.float32)[chosen] for row in range(count)])
     with decoder.final_norm(context, rows.device) as norm, workers(context.threads, rows.device) as pool, torch.no_grad():
         final = torch.cat([norm(torch.from_numpy(np.array(rows.states[row])).to(rows.device))[chosen] for row in range(count)])
@@ -244,16 +259,7 @@ def _score_vocabulary(context: ProductContext) -> Arrays:
 
         def score(first: int) -> list[Floats]:
             part = weight[first : first + ROWS_AT_ONCE]
-            logits = final @ part.T
-            slope = None
-            if cap is not None:
-                slope = 1 - (logits / cap).tanh().square()
-                logits = (logits / cap).tanh() * cap
-            of_logits = (logits - logs[:, None]).exp().neg()
-            inside = (labels >= first) & (labels < first + len(part))
-            of_logits[inside.nonzero()[:, 0], labels[inside] - first] += 1
-            if slope is not None:
-                of_logits *= slope
+            of_logits = _gradients(final @ part.T, cap, labels - first, logs)
             plain = np.ascontiguousarray(part.cpu().numpy())
             sums = []
             for encoding in tried:
@@ -261,11 +267,27 @@ def _score_vocabulary(context: ProductContext) -> Arrays:
                 sums.append(((of_logits @ error) * final).sum(1).cpu().numpy())
             return sums
 
-        place = list(work.candidates).index(head.name)
         for done, sums in enumerate(pool.map(score, range(0, len(weight), ROWS_AT_ONCE)), 1):
-            scores[place, : len(tried)] += np.stack(sums)
+            scores[: len(tried)] += np.stack(sums)
             rows.progress(min(1.0, done * ROWS_AT_ONCE / len(weight)))
-    return [scores]
+
+
+def _gradients(logits: Tensor, cap: float | None, labels: Tensor, logs: Tensor) -> Tensor:
+    """The gradients of the labels' log-probabilities at some logits [tokens, n], before Gemma's cap on them.
+
+    labels  the column of each token's label; outside 0 … n - 1 it is among other logits
+    logs    the logarithm of each token's sum of exponentials
+    """
+    slope = None
+    if cap is not None:
+        slope = 1 - (logits / cap).tanh().square()
+        logits = (logits / cap).tanh() * cap
+    gradients = (logits - logs[:, None]).exp().neg()
+    inside = (labels >= 0) & (labels < logits.shape[1])
+    gradients[inside.nonzero()[:, 0], labels[inside]] += 1
+    if slope is not None:
+        gradients *= slope
+    return gradients
 
 
 LAYER = ProductKind(LAST_FIRST, compute=_score_layer, check=ScoreWork.check, device=True)

@@ -8,7 +8,7 @@ fp8-dynamic: 8-bit weights with a scale for each output channel, like compressed
 Activations are quantised at run time: vLLM and SGLang scale and round them per token.
 
 **The scale is always bfloat16.** transformers casts scales to the dtype in which the model is loaded, so a float32 scale would
-be rounded after the codes were computed from it (an error of 0.3 % on every weight of a bfloat16 model). A bfloat16 scale is
+be rounded after the codes were computed from it (an error of 0.3% on every weight of a bfloat16 model). A bfloat16 scale is
 exact in all readers, and rows are divided by the scale as stored.
 
 **Error.** For every finite x of a row with scale s, |code · s - x| ≤ 2^-4 · |x| + 2^-10 · s: half a unit in the last place of a

@@ -72,7 +72,7 @@ class Search(NamedTuple):
 
     gain    what numbers with a variance of 1 are multiplied by
     units   of 1, in which the search computes
-    around  see `encode_tiles`: 128, as in exllamav3, makes errors 0.3 to 1 % smaller, in a third more time
+    around  see `encode_tiles`: 128, as in exllamav3, makes errors 0.3 to 1% smaller, in a third more time
     """
 
     gain: float

@@ -1,0 +1,166 @@
+"""What a search for a good merge will cost: `weightsmith auto --plan`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from weightsmith._base.report import Column, Facts, Report, Reported, Table
+from weightsmith._base.report.blocks import Value
+from weightsmith._base.text import count, duration, size
+from weightsmith._base.torch_use import one_thread
+from weightsmith._plans import Step
+from weightsmith._reports.auto.pool import FEW_ROWS
+from weightsmith._reports.auto.texts import HELD_ROWS, OWN_ROWS, STATISTICS_ROWS
+from weightsmith._reports.evaluate.opening import Opened
+
+PROCESS_BYTES = 700_000_000
+"""Memory of Python, torch and transformers."""
+
+EIGENVECTORS = 25
+"""Operations for the eigenvectors of a symmetric matrix, as a multiple of the cube of its side."""
+
+FLOAT64 = 2
+"""A product in float64 takes so many times as long as one in float32."""
+
+SAMPLING = 2.5
+"""A token that is written takes so many times as long as one that is read: few run together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One stage: what it does, and the products of numbers that it takes."""
+
+    name: str
+    what: str
+    operations: float
+
+
+@dataclass(frozen=True)
+class SearchPlan(Reported):
+    """What `auto` would do.
+
+    out                the folder that would be written
+    candidates         that would be scored on all held-back rows, besides the base and the mean
+    stages             in order
+    processor_seconds  estimate, from the speed of a product of matrices on this machine just now
+    threads            that share them
+    memory_bytes       peak, about
+    disk_bytes         that statistics and matrices take until the end, besides the output
+    """
+
+    out: Path
+    candidates: int
+    stages: tuple[Stage, ...]
+    processor_seconds: float
+    threads: int
+    memory_bytes: int
+    disk_bytes: int
+
+    def report(self) -> Report:
+        rate = sum(stage.operations for stage in self.stages) / self.processor_seconds
+        facts: tuple[tuple[str, Value], ...] = (
+            ("would write", str(self.out)),
+            ("candidates", f"{self.candidates}, the base and the mean"),
+            ("time", f"about {duration(self.processor_seconds / self.threads)} on {count(self.threads, 'thread')}"),
+            ("processor time", f"about {duration(self.processor_seconds)}"),
+            ("memory", f"about {size(self.memory_bytes)}"),
+            ("disk", f"{size(self.disk_bytes)} until the end, and the output"),
+        )
+        rows = tuple((stage.name, stage.what, duration(stage.operations / rate)) for stage in self.stages)
+        columns = (Column("stage"), Column("what"), Column("processor time", "text"))
+        return Report(
+            f"{self.out.name}: what auto would do",
+            ("Nothing was written.",),
+            (Facts("Plan", facts), Table("Stages", columns, rows, "An estimate: other programs take their share.")),
+            self.to_json(),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values."""
+        rate = sum(stage.operations for stage in self.stages) / self.processor_seconds
+        return {
+            "out": str(self.out),
+            "candidates": self.candidates,
+            "stages": [
+                {"name": stage.name, "what": stage.what, "processor_seconds": stage.operations / rate} for stage in self.stages
+            ],
+            "processor_seconds": self.processor_seconds,
+            "threads": self.threads,
+            "memory_bytes": self.memory_bytes,
+            "disk_bytes": self.disk_bytes,
+        }
+
+
+def plan_search(
+    one: Opened, out: Path, models: int, tokens: int, candidates: int, threads: int, *, with_texts: bool
+) -> SearchPlan:
+    """Count what a search does.
+
+    one         the mean of the fine-tunes
+    models      fine-tunes
+    tokens      of a row
+    candidates  scored on all held-back rows, besides the base and the mean
+    """
+    steps = one.model.steps
+    linear = [step for step in steps if step.role == "linear" and len(step.out.shape) >= 2]
+    layers = 2.0 * sum(step.out.size for step in linear)
+    head = 2.0 * max((step.out.size for step in steps if step.role == "vocabulary"), default=0)
+    scored = layers + 2 * head  # a fine-tune's head predicts beside the candidate's
+    held = models * HELD_ROWS * tokens
+    measured = models * (STATISTICS_ROWS if with_texts else OWN_ROWS) * tokens
+    strengths = 4 * models * FEW_ROWS * tokens
+    written = 0 if with_texts else models * (OWN_ROWS + HELD_ROWS) * tokens
+    moments = sum(2.0 * step.out.shape[-1] ** 2 for step in linear)
+    searching = (2 * held + strengths) * scored + _singular_vectors(linear, models)
+    scoring = candidates * held * scored + 2 * _solutions(linear, models)
+    stages = (
+        Stage("text", f"{written:,} tokens are written", SAMPLING * written * (layers + head)),
+        Stage("references", f"{count(models, 'fine-tune')}, on {held:,} tokens", held * (layers + head)),
+        Stage("strengths", f"the base and the mean on {held:,} tokens, four merges on {strengths // 4:,}", searching),
+        Stage("statistics", f"of {measured:,} tokens", measured * (layers + moments)),
+        Stage("candidates", f"{candidates:,}, on {held:,} tokens each", scoring),
+    )[0 if written else 1 :]
+    operations = sum(stage.operations for stage in stages)
+    parameters = sum(step.out.size for step in steps)
+    states = models * HELD_ROWS * tokens * 4 * min((step.out.shape[-1] for step in linear), default=0)
+    inputs = {(step.layer, step.out.shape[-1]) for step in linear}
+    statistics = sum(4 * models * columns**2 for _, columns in inputs)
+    matrices = 3 * 8 * sum(step.out.size for step in linear)
+    return SearchPlan(
+        out,
+        candidates,
+        stages,
+        operations / _rate(),
+        threads,
+        PROCESS_BYTES + 8 * parameters + 2 * states,
+        statistics + matrices,
+    )
+
+
+def _singular_vectors(linear: Sequence[Step], models: int) -> float:
+    return sum(models * FLOAT64 * EIGENVECTORS * float(min(step.out.shape[-2:])) ** 3 for step in linear)
+
+
+def _solutions(linear: Sequence[Step], models: int) -> float:
+    """Of RegMean: a product with each model's moments, a Cholesky factor, two triangular systems."""
+    products = sum(2.0 * (models + 1) * step.out.size * step.out.shape[-1] for step in linear)
+    return FLOAT64 * (products + sum(float(step.out.shape[-1]) ** 3 / 3 for step in linear))
+
+
+def _rate() -> float:
+    """Products of float32 numbers that one thread computes in a second, now."""
+    import torch
+
+    side = 768
+    matrix = torch.ones(side, side)
+    with one_thread():
+        matrix @ matrix
+        began, calls = time.thread_time(), 0
+        while time.thread_time() - began < 0.2 or calls < 3:
+            matrix @ matrix
+            calls += 1
+        return 2.0 * side**3 * calls / (time.thread_time() - began)
