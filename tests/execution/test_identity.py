@@ -238,7 +238,7 @@ def test_the_program_is_its_version_and_its_code(tmp_path: Path, monkeypatch: py
             "_base/tensors.py",
             "_plans/values.py",
             "_outputs/checksum.py",
-            "_features/mixture/routing/gates/hidden.py",
+            "_features/mixture/prompt_gates.py",
             "_methods/ties.py",
             "_models/formats/gguf/writing.py",
             "_models/formats/exl2/blocks.py",

@@ -19,7 +19,7 @@ from weightsmith._base.errors import CannotResume, CheckpointError, PlanError, U
 from weightsmith._engine.local import Progress
 from weightsmith._engine.product_graph import ProductGraph
 from weightsmith._engine.products import ProductContext
-from weightsmith._features.mixture.routing import product
+from weightsmith._features.mixture import router
 from weightsmith._outputs.manifest import MANIFEST_NAME
 from weightsmith._plans import Product
 
@@ -34,13 +34,13 @@ def tree(folder: Path) -> dict[str, bytes]:
 def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Router weights are there when it is set, and not before."""
     opened = threading.Event()
-    plain = product.route
+    plain = router.route
 
     def route(*args: Any) -> Any:
         assert opened.wait(60)
         return plain(*args)
 
-    monkeypatch.setattr(product, "route", route)
+    monkeypatch.setattr(router, "route", route)
     return opened
 
 
@@ -154,7 +154,7 @@ def test_an_error_of_a_later_run_keeps_what_an_earlier_one_copied(
         raise Unsupported("no router today")
 
     with monkeypatch.context() as patch:
-        patch.setattr(product, "route", fail)
+        patch.setattr(router, "route", fail)
         with pytest.raises(Unsupported, match="no router today"):
             moe(recipe, tmp_path / "out")
     assert moe(recipe, tmp_path / "out").resumed
@@ -179,8 +179,8 @@ def test_router_weights_are_not_computed_twice(
             moe(recipe, tmp_path / "out")
     (file,) = next(tmp_path.glob(".out.*/products")).iterdir()
     calls: list[int] = []
-    plain = product.route
-    monkeypatch.setattr(product, "route", lambda *args: calls.append(1) or plain(*args))
+    plain = router.route
+    monkeypatch.setattr(router, "route", lambda *args: calls.append(1) or plain(*args))
     if damaged:
         data = bytearray(file.read_bytes())
         data[7] ^= 1
@@ -235,13 +235,13 @@ def test_a_tokenizer_that_changes_after_it_was_planned_is_an_error(
 ) -> None:
     shutil.copytree(models / "a", tmp_path / "a")
     recipe = recipe_of(models, told(0, 1)) | {"base_model": str(tmp_path / "a")}
-    plain = product.route
+    plain = router.route
 
     def route(*args: Any) -> Any:
         (tmp_path / "a/tokenizer.json").write_text("{}")
         return plain(*args)
 
-    monkeypatch.setattr(product, "route", route)
+    monkeypatch.setattr(router, "route", route)
     with pytest.raises(CheckpointError, match="has changed since the plan was made"):
         moe(recipe, tmp_path / "out")
     assert {f.name for f in tmp_path.iterdir()} == {"a"}

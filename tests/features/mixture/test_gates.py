@@ -22,11 +22,10 @@ from weightsmith._engine.local import DiscardedOutput, run
 from weightsmith._engine.products import find_kind
 from weightsmith._engine.resources import Resources, Workload
 from weightsmith._features.mixture.build import prepare_moe
-from weightsmith._features.mixture.routing.gates import MODES, PromptSample
-from weightsmith._features.mixture.routing.gates.hidden import average, last, summed
-from weightsmith._features.mixture.routing.gates.router_input import discriminant
-from weightsmith._features.mixture.routing.prompts import MAX_BYTES, ExpertTexts, Tokens, paragraphs
-from weightsmith._features.mixture.routing.report import RoutingReport
+from weightsmith._features.mixture.gates import MODES, PromptSample
+from weightsmith._features.mixture.prompt_gates import average, discriminant, last, summed
+from weightsmith._features.mixture.prompts import MAX_BYTES, ExpertTexts, Tokens, paragraphs
+from weightsmith._features.mixture.routing_report import RoutingReport
 from weightsmith._planning.recipe import GATE_MODES
 
 WORDS = [f"w{i}" for i in range(60)]
@@ -369,7 +368,7 @@ def test_an_empty_prompt_is_the_bos_token_as_in_mergekit(models: Path, tmp_path:
 
 
 def test_packages_that_are_missing_are_those_of_a_mixture(monkeypatch: pytest.MonkeyPatch) -> None:
-    from weightsmith._features.mixture.routing.product import missing_packages
+    from weightsmith._features.mixture.router import missing_packages
 
     monkeypatch.setattr("weightsmith._base.installation.find_spec", lambda name: None)
     [found] = missing_packages()

@@ -253,7 +253,7 @@ def test_an_output_that_cannot_be_is_refused_before_router_weights_are_computed(
     (tmp_path / "made").mkdir()
     (tmp_path / "made" / "notes.txt").write_text("mine")
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr("weightsmith._features.mixture.routing.product.route", lambda *_: pytest.fail("computed"))
+    monkeypatch.setattr("weightsmith._features.mixture.router.route", lambda *_: pytest.fail("computed"))
     with pytest.raises(StoreError):
         weightsmith.moe(recipe(models, ["a", "b"]), tmp_path / out, overwrite=overwrite)
     assert not list(tmp_path.glob(".*"))

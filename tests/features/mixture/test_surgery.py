@@ -21,11 +21,11 @@ from weightsmith._base.errors import PlanError, WeightsmithError
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._engine.reader import Reader
 from weightsmith._engine.results import Results
+from weightsmith._features.mixture import neurons
 from weightsmith._features.mixture.build import prepare_moe
-from weightsmith._features.mixture.surgery import neurons
-from weightsmith._features.mixture.surgery.build import with_experts
-from weightsmith._features.mixture.surgery.neurons import NeuronTensor, places_of, read_matched
-from weightsmith._features.mixture.surgery.selection import find_blocks
+from weightsmith._features.mixture.neurons import NeuronTensor, places_of, read_matched
+from weightsmith._features.mixture.selection import find_blocks
+from weightsmith._features.mixture.surgery import with_experts
 from weightsmith._models.checkpoint import open_checkpoint
 from weightsmith._plans import Plan, Product, Provenance
 

@@ -15,7 +15,7 @@ from weightsmith._base.files import expand_user
 from weightsmith._base.strict_json import texts
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._features.mixture.layouts.dense_config import semantics
-from weightsmith._features.mixture.surgery.build import router_groups, with_experts
+from weightsmith._features.mixture.surgery import router_groups, with_experts
 from weightsmith._models.structure import Structure, analyse, resize_config
 from weightsmith._models.structure.configs import MAX_DEPTH, replace_value, sections
 from weightsmith._models.structure.projections import fused_names, fused_parts

@@ -42,7 +42,7 @@ _SILENT = {"--quiet", "--json", "--help", "-h"}
 
 
 def main() -> None:
-    """The `weightsmith` command: reads `sys.argv`, ends the process with one of the codes in `exits.py`."""
+    """The `weightsmith` command: reads `sys.argv`, ends the process with one of the codes in `failures.py`."""
     # What is imported lives on, so looking for garbage 700 objects later finds none: a seventh of a small merge's time.
     gc.set_threshold(50_000, 10, 10)
     atexit.register(gc.freeze)  # as it ends Python looks for garbage in all that was imported: 0.4 s after a merge

@@ -19,10 +19,10 @@ hold most of all differences (singular vectors of all Mᵢ side by side, and of 
 
 **DoRA** (Liu et al. 2024, https://arxiv.org/abs/2402.09353) gives the rows of W + B A other norms. With c the quotients of new
 and old norms, the result is diag(c) W + diag(c) B A: the rows of the base scaled, and a difference of low rank. So the c - 1
-are merged as a vector, and the diag(c) B A as above. The result is a DoRA adapter again (`merged_factors.py`).
+are merged as a vector, and the diag(c) B A as above. The result is a DoRA adapter again.
 
-A `cores` product computes U, V and Mᵢ of one layer, and the c - 1. `merged_factors.py` decomposes what the method makes of
-the Mᵢ.
+A `cores` product computes U, V and Mᵢ of one layer, and the c - 1. A `merged_factors` product decomposes what the
+method makes of the Mᵢ.
 """
 
 from __future__ import annotations

@@ -15,11 +15,11 @@ from weightsmith._base.files import expand_user, read_bounded
 from weightsmith._base.installation import package_version
 from weightsmith._features.mixture.assembly import Assembly, Dense, Donor, Steps, check_transforms, dense_parts, sharded
 from weightsmith._features.mixture.checks import Checks, choose_layout
+from weightsmith._features.mixture.gates import MODES
 from weightsmith._features.mixture.layouts.dense_config import config_of, semantics
-from weightsmith._features.mixture.routing.gates import MODES
-from weightsmith._features.mixture.routing.product import INSTEAD, GatedExpert, Gating, uses_states
-from weightsmith._features.mixture.routing.prompts import ExpertTexts
-from weightsmith._features.mixture.surgery.build import assemble_surgery
+from weightsmith._features.mixture.prompts import ExpertTexts
+from weightsmith._features.mixture.router import INSTEAD, GatedExpert, Gating, uses_states
+from weightsmith._features.mixture.surgery import assemble_surgery
 from weightsmith._files.copied import MAX_COPIED_BYTES, left_out_findings
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._planning import recipe as recipes

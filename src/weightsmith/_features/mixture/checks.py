@@ -11,11 +11,11 @@ from typing import Any
 
 from weightsmith._base.errors import Finding, ParameterError, ShapeError, Unsupported, WeightsmithError
 from weightsmith._features.mixture.assembly import Dense
+from weightsmith._features.mixture.gates import MODES
 from weightsmith._features.mixture.layouts import LAYOUTS
 from weightsmith._features.mixture.layouts.dense_config import neutral_factors, rope_scaling, rotary_share, semantics
-from weightsmith._features.mixture.routing.gates import MODES
-from weightsmith._features.mixture.routing.product import missing_packages
-from weightsmith._features.mixture.routing.prompts import ExpertTexts, read_texts
+from weightsmith._features.mixture.prompts import ExpertTexts, read_texts
+from weightsmith._features.mixture.router import missing_packages
 from weightsmith._models.structure.vocabulary import is_embedding
 from weightsmith._planning.recipe import Expert, Upcycling
 from weightsmith.abc.layout import ExpertLayout

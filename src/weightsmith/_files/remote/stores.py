@@ -30,7 +30,6 @@ from weightsmith._files.remote.addresses import check_network, check_text, check
 # ---- Where keys, regions and endpoints of object stores come from: for models that are read and for outputs that are written
 
 
-GOOGLE_ENDPOINT = "https://storage.googleapis.com"
 _GOOGLE_SCOPES = ("https://www.googleapis.com/auth/devstorage.read_write",)
 _AZURE_SCOPE = "https://storage.azure.com/.default"
 _AWS_MINUTES = 10

@@ -65,7 +65,6 @@ landmark_pca = Approximation(
 )
 
 
-Matrix = npt.NDArray[np.float64]
 Numbers = npt.NDArray[np.int64]
 
 NEIGHBOURS = 32

@@ -12,12 +12,12 @@ about.py        keys that come from the files beside the weights
 tensors.py      names that architectures share, and tensors that llama.cpp stores in parts
 rope.py         RoPE whose frequencies are scaled
 tokenizer.py    the tokenizer's files from the keys, and the keys from the tokenizer's files
+chat.py        chat templates, tokens that end a generation
 values.py       values of config.json and of the keys, checked
 imatrix.py      llama.cpp's importance matrices
 reading.py      the tensors of files
 ollama.py       files that Ollama has pulled, by their manifests
-cuts.py         the encoding of tensors that llama.cpp stores in parts
-ordered.py      tensors whose rows or columns have another order
+cuts.py        tensors that llama.cpp stores in parts, or with rows or columns in another order
 writing.py      the encodings: ggml's blocks of numbers, and llama.cpp's order of rows
 """
 

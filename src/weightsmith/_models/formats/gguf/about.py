@@ -14,7 +14,7 @@ from weightsmith._base.errors import Finding, FormatError, Unsupported
 from weightsmith._base.files import show
 from weightsmith._base.strict_json import JsonError, parse
 from weightsmith._models.formats.gguf.architecture import GgufArchitecture
-from weightsmith._models.formats.gguf.chat_templates import NAMED_TEMPLATE
+from weightsmith._models.formats.gguf.chat import NAMED_TEMPLATE
 from weightsmith._models.formats.gguf.layout import Value, ValueType
 from weightsmith._models.formats.gguf.tokenizer import READ, tokenizer_keys
 from weightsmith._models.tokenizers.files import settings_in

@@ -26,7 +26,7 @@ from weightsmith._models.formats.gguf.tensors import ENDS, LAYERS, LLAMA_LAYER, 
 from weightsmith._models.formats.gguf.values import Floats, GgufConfig, GgufKeys, GgufValues, token_id
 
 if TYPE_CHECKING:
-    from weightsmith._models.formats.gguf.ordered import HeadOrder
+    from weightsmith._models.formats.gguf.cuts import HeadOrder
     from weightsmith._models.formats.gguf.vision import VisionHalf
 
 LAYER_NORM = ("attention.layer_norm_epsilon", "layer_norm_eps")

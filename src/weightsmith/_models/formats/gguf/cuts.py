@@ -1,4 +1,6 @@
-"""Tensors of the Hub that llama.cpp stores as several: written by one encoding, and put together again when they are read.
+"""Tensors of the Hub that llama.cpp stores as several, or in another order.
+
+Those in parts are written by one encoding, and put together again when they are read.
 
     gguf-256:q5_0[0-128]t,q4_k[128-256]         of every 256 rows, the first 128 transposed, and the others
     gguf-32:f16[0-32,0+2]t,f16[0-32,1+2]t       of every 32 rows, the even columns transposed, and the odd ones
@@ -16,8 +18,11 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from weightsmith._base.errors import FormatError, Unsupported
 from weightsmith._base.files import DAMAGED, show
@@ -321,3 +326,63 @@ def _whole_shape(split: SplitTensor, shapes: Sequence[tuple[int, ...]]) -> tuple
     else:
         rows = sum(shape[-2] for shape in turned)
     return (math.prod(before) * rows, cols) if split.bands else (*before, rows, cols)
+
+
+# ---- Tensors whose rows or columns have another order in a GGUF file: those of value heads that share a key head. The Hub has
+# those of the first key head first, then those of the second, and so on; llama.cpp has the first of every key head first, then
+# the second of every one.
+
+
+@dataclass(frozen=True, slots=True)
+class HeadOrder:
+    """Rows (axis 0) or columns (axis 1) of a tensor: `before` that stay, then `width` for each value head."""
+
+    axis: Literal[0, 1]
+    before: int
+    keys: int
+    values: int
+    width: int
+
+    @property
+    def size(self) -> int:
+        """Rows or columns of the tensor."""
+        return self.before + self.values * self.width
+
+    @property
+    def places(self) -> npt.NDArray[np.int64]:
+        """int64 [size]: where each of llama.cpp's is in the Hub's."""
+        heads = np.arange(self.values * self.width).reshape(self.keys, self.values // self.keys, self.width)
+        return np.concatenate([np.arange(self.before), self.before + heads.swapaxes(0, 1).reshape(-1)])
+
+
+@dataclass(frozen=True, slots=True)
+class OrderedWeight(Weight):
+    """A tensor whose rows or columns the file has in another order."""
+
+    order: HeadOrder
+
+    def decode(self, stored: Tensors, first: int, values: npt.NDArray[np.float32]) -> None:
+        stored_at, rows = np.argsort(self.order.places), self.spec.shape[0]
+        cols = self.spec.size // rows
+        for row, end, skip, target in bands(first, values, cols):
+            if self.order.axis == 1:
+                whole = self._read(stored, row * cols, end * cols).reshape(-1, cols)[:, stored_at]
+            else:
+                places = stored_at[row:end]
+                starts = [0, *(np.flatnonzero(np.diff(places) != 1) + 1).tolist(), len(places)]
+                runs = [(int(places[a]) * cols, (int(places[b - 1]) + 1) * cols) for a, b in pairwise(starts)]
+                whole = np.concatenate([self._read(stored, a, b) for a, b in runs])
+            target[:] = whole.reshape(-1)[skip : skip + target.size]
+
+    def _read(self, stored: Tensors, start: int, end: int) -> npt.NDArray[np.float32]:
+        return read_all(stored, self.stored[0], start, end).astype(np.float32)
+
+
+def ordered_weight(spec: TensorSpec, name: str, order: HeadOrder, natural_dtype: DType, where: str) -> OrderedWeight:
+    """A tensor under the Hub's name, from one of the file. Raises FormatError for one of another size than the keys say."""
+    matrix = order.axis == 0 or len(spec.shape) == 2
+    if not matrix or not spec.shape or spec.shape[order.axis] != order.size:
+        heads = f"{order.size:,} for {order.values:,} value heads"
+        what = f"tensor {show(spec.name)} has the shape {list(spec.shape)}, and not {heads}"
+        raise FormatError(what, where=where, fix=DAMAGED)
+    return OrderedWeight(TensorSpec(name, DTYPES["F32"], spec.shape), (spec.name,), natural_dtype, order)

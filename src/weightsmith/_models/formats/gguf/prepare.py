@@ -20,12 +20,11 @@ from weightsmith._files.copied import is_read
 from weightsmith._models.formats.gguf.about import MODULES, keys_of_files, said_generation
 from weightsmith._models.formats.gguf.architecture import GgufArchitecture
 from weightsmith._models.formats.gguf.architectures import architecture_of_config, text_config
-from weightsmith._models.formats.gguf.chat_templates import NAMED_TEMPLATE
-from weightsmith._models.formats.gguf.cuts import CutEncoding, Pieces, part_shape, pieces_of
+from weightsmith._models.formats.gguf.chat import NAMED_TEMPLATE
+from weightsmith._models.formats.gguf.cuts import CutEncoding, HeadOrder, Pieces, part_shape, pieces_of
 from weightsmith._models.formats.gguf.imatrix import RUN, imatrix_bytes, read_imatrix, with_defaults
 from weightsmith._models.formats.gguf.layout import Value, encode_metadata
 from weightsmith._models.formats.gguf.mmproj import TOKENIZER, UNUSED, ImageFile, left_out, vision_half
-from weightsmith._models.formats.gguf.ordered import HeadOrder
 from weightsmith._models.formats.gguf.tensors import SplitTensor, is_decay, is_router, predicts, text_name
 from weightsmith._models.formats.gguf.tokenizer import READ
 from weightsmith._models.formats.gguf.types import MIXTURES, Chosen, Mixture, Shape, read_types, type_of

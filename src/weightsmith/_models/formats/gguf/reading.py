@@ -25,9 +25,8 @@ from weightsmith._files.hf_folder import FolderWeights, natural_key
 from weightsmith._models.formats.decoded import DecodedTensors, Weight
 from weightsmith._models.formats.gguf.architecture import Contents, GgufArchitecture
 from weightsmith._models.formats.gguf.architectures import architecture_of_keys
-from weightsmith._models.formats.gguf.cuts import cut_weight
+from weightsmith._models.formats.gguf.cuts import cut_weight, ordered_weight
 from weightsmith._models.formats.gguf.header import SMALL, GgufHeader, GgufTensor, read_gguf_header
-from weightsmith._models.formats.gguf.ordered import ordered_weight
 from weightsmith._models.formats.gguf.tensors import is_decay, predicts
 from weightsmith._models.formats.gguf.tokenizer import tokenizer_files
 from weightsmith._models.formats.gguf.values import GgufConfig

@@ -15,8 +15,7 @@ from weightsmith._base.errors import Finding, FormatError, Unsupported
 from weightsmith._base.files import DAMAGED, show
 from weightsmith._base.strict_json import parse_object
 from weightsmith._models.formats.gguf.architecture import GgufArchitecture
-from weightsmith._models.formats.gguf.chat_templates import template_keys
-from weightsmith._models.formats.gguf.end_tokens import stops_of, with_ends
+from weightsmith._models.formats.gguf.chat import stops_of, template_keys, with_ends
 from weightsmith._models.formats.gguf.layout import Value
 from weightsmith._models.formats.gguf.unsaid import recognised_name, unsaid
 from weightsmith._models.formats.gguf.values import token_id

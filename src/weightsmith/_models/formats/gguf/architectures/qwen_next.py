@@ -8,7 +8,7 @@ import numpy as np
 
 from weightsmith._models.formats.gguf.architecture import Contents, GgufArchitecture, GgufFamily, GgufKey
 from weightsmith._models.formats.gguf.architectures.qwen import ALL_SPARSE, EXPERT_WIDTHS
-from weightsmith._models.formats.gguf.ordered import HeadOrder
+from weightsmith._models.formats.gguf.cuts import HeadOrder
 from weightsmith._models.formats.gguf.tensors import (
     ATTENTION,
     EXPERTS,

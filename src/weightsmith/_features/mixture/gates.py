@@ -1,10 +1,11 @@
-"""Ways to compute router weights: one file each, with a function that returns rows. `MODES` lists them.
+"""Ways to compute router weights. `MODES` lists them; those that see prompts are functions of `prompt_gates`.
 
 Statistics never include padding, so they do not depend on which prompts share a batch.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -46,17 +47,31 @@ class Mode:
     def function(self) -> Callable[..., Any]:
         """The function that `make` names."""
         file, _, name = self.make.partition(":")
-        function: Callable[..., Any] = getattr(import_module(f"weightsmith._features.mixture.routing.gates.{file}"), name)
+        function: Callable[..., Any] = getattr(import_module(f"weightsmith._features.mixture.{file}"), name)
         return function
 
 
 MODES: Mapping[str, Mode] = {
-    "router_input": Mode("router_input:discriminant", "mlp_input"),
-    "hidden": Mode("hidden:last", "entering", plain=True),
-    "hidden_last": Mode("hidden:last", "entering", plain=True),
-    "hidden_avg": Mode("hidden:average", "entering", plain=True),
-    "cheap_embed": Mode("hidden:summed", "embedding", plain=True),
-    "random": Mode("random:normal"),
-    "uniform_random": Mode("random:uniform"),
+    "router_input": Mode("prompt_gates:discriminant", "mlp_input"),
+    "hidden": Mode("prompt_gates:last", "entering", plain=True),
+    "hidden_last": Mode("prompt_gates:last", "entering", plain=True),
+    "hidden_avg": Mode("prompt_gates:average", "entering", plain=True),
+    "cheap_embed": Mode("prompt_gates:summed", "embedding", plain=True),
+    "random": Mode("gates:normal"),
+    "uniform_random": Mode("gates:uniform"),
 }
 """Every gate mode that recipes can name."""
+
+
+# ---- random rows, for models that will be trained
+
+
+def normal(shape: tuple[int, int, int], seed: int) -> Rows:
+    """N(0, 1) entries, like mergekit's `random`. Logits are as large as the hidden state's norm, so one expert dominates."""
+    return np.random.Generator(np.random.PCG64(seed)).standard_normal(shape, np.float32)
+
+
+def uniform(shape: tuple[int, int, int], seed: int) -> Rows:
+    """U(-1/√hidden, 1/√hidden) entries, like mergekit's `uniform_random` and torch's linear layers."""
+    bound = np.float32(1 / math.sqrt(shape[2]))
+    return np.random.Generator(np.random.PCG64(seed)).random(shape, np.float32) * (2 * bound) - bound

@@ -13,8 +13,8 @@ from weightsmith._base.errors import LayerError, PlanError, Unsupported, Weights
 from weightsmith._base.installation import absent_packages
 from weightsmith._base.strict_json import texts
 from weightsmith._base.tensors import DType, TensorSpec
-from weightsmith._features.mixture.surgery.neurons import matching, neuron_tensors, read_matched
-from weightsmith._features.mixture.surgery.selection import (
+from weightsmith._features.mixture.neurons import matching, neuron_tensors, read_matched
+from weightsmith._features.mixture.selection import (
     ExpertGroup,
     ExpertLayer,
     ExpertSelection,

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from weightsmith._base.errors import NonFinite, Unsupported
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._engine.products import ProductContext, ProductKind
-from weightsmith._features.mixture.surgery.selection import ExpertLayer
+from weightsmith._features.mixture.selection import ExpertLayer
 from weightsmith._models.structure.configs import text_sections
 from weightsmith._plans import COPY, Block, Gather, Product, ProductSettings, Read, Step
 from weightsmith.abc.product import Arrays, Floats

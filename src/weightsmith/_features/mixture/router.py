@@ -24,9 +24,9 @@ from weightsmith._base.installation import absent_packages
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._base.torch_use import usable_device
 from weightsmith._engine.products import ProductContext, ProductKind
-from weightsmith._features.mixture.routing.gates import MODES, PromptSample, Rows
-from weightsmith._features.mixture.routing.prompts import ExpertTexts, Row, Tokens
-from weightsmith._features.mixture.routing.report import PromptGroup, Routing, RoutingReport, runs
+from weightsmith._features.mixture.gates import MODES, PromptSample, Rows
+from weightsmith._features.mixture.prompts import ExpertTexts, Row, Tokens
+from weightsmith._features.mixture.routing_report import PromptGroup, Routing, RoutingReport, runs
 from weightsmith._plans import Product, ProductSettings
 from weightsmith.abc.product import Arrays
 
@@ -314,7 +314,7 @@ def useless_rows(rows: Any, gating: Gating) -> list[WeightsmithError]:
 
 
 def _useless(what: str, layers: Any, where: str, mode: str) -> ParameterError:
-    if MODES[mode].make == "hidden:last" and list(layers) == [0]:
+    if MODES[mode].make == "prompt_gates:last" and list(layers) == [0]:
         what += ": their prompts end in the same token, and in layer 0 gate_mode hidden only uses the last token"
         fix = "write gate_mode: router_input or hidden_avg, which use all tokens"
     else:
