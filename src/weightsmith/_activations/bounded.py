@@ -31,19 +31,19 @@ class BoundedScript:
 
     out: IO[bytes]
 
-    def __init__(self, script: str, doing: str, max_bytes: int, seconds: int, given: IO[str] | IO[bytes], **env: str) -> None:
+    def __init__(self, script: str, doing: str, max_bytes: int, seconds: int, stdin: IO[str] | IO[bytes], **env: str) -> None:
         """
         script     its name, without `.py`
         doing      what takes so much time, for messages
         max_bytes  of memory, besides the code of its libraries
         seconds    of processor time
-        given      its stdin
+        stdin      its stdin
         env        added to `_KEPT`
         """
         self._doing, self._seconds = doing, seconds
         self._command = [sys.executable, "-P", str(_RUNNER), str(_RUNNER.with_name(f"{script}.py"))]
         self._command += [str(max_bytes), str(seconds)]
-        self._given, self._env = given, {name: os.environ[name] for name in _KEPT if name in os.environ} | env
+        self._given, self._env = stdin, {name: os.environ[name] for name in _KEPT if name in os.environ} | env
 
     def __enter__(self) -> Self:
         self._complaint = tempfile.TemporaryFile()

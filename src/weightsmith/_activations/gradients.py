@@ -72,16 +72,16 @@ def _of_head(context: ProductContext, work: GradientWork) -> Arrays:
         def gradient(numbered: NumberedRow) -> Tensor:
             row, hidden = numbered
             draws = np.random.default_rng([work.seed, row]).random(len(hidden), np.float32)
-            given = torch.from_numpy(draws).to(rows.device)
+            targets = torch.from_numpy(draws).to(rows.device)
             if ids is not None:
-                given = torch.from_numpy(ids[row, 1:].astype(np.int64)).to(rows.device)
+                targets = torch.from_numpy(ids[row, 1:].astype(np.int64)).to(rows.device)
             with torch.enable_grad():
                 final = norm(hidden.requires_grad_())
-                labelled = final.detach()[: len(given)]
-                parts = zip(labelled.split(TOKENS_AT_ONCE), given.split(TOKENS_AT_ONCE), strict=True)
-                found = [_of_logits(x, weight, cap, own) for x, own in parts]
-                found.append(torch.zeros_like(final[len(given) :]))
-                return torch.autograd.grad(final, hidden, torch.cat(found))[0]
+                labelled = final.detach()[: len(targets)]
+                parts = zip(labelled.split(TOKENS_AT_ONCE), targets.split(TOKENS_AT_ONCE), strict=True)
+                slopes = [_of_logits(x, weight, cap, part_targets) for x, part_targets in parts]
+                slopes.append(torch.zeros_like(final[len(targets) :]))
+                return torch.autograd.grad(final, hidden, torch.cat(slopes))[0]
 
         rows.fill(gradients, gradient, "the gradient of the prediction")
     return [gradients]
@@ -111,17 +111,17 @@ def predict(final: Tensor, head: Tensor, cap: float | None, draws: Tensor) -> tu
         return p, labels[:, 0], (largest + total.log())[:, 0], slope
 
 
-def _of_logits(final: Tensor, head: Tensor, cap: float | None, given: Tensor) -> Tensor:
+def _of_logits(final: Tensor, head: Tensor, cap: float | None, targets: Tensor) -> Tensor:
     """The gradient of Σ log p(label) with respect to the inputs of the head. given: draws as in `predict`, or labels, int64.
 
     That of the logits is 1 for the label, minus p. autograd would keep five arrays of the size of the logits; here are two.
     """
     import torch
 
-    drawn = given.is_floating_point()
-    p, labels, _, slope = predict(final, head, cap, given if drawn else torch.zeros_like(final[:, 0]))
+    drawn = targets.is_floating_point()
+    p, labels, _, slope = predict(final, head, cap, targets if drawn else torch.zeros_like(final[:, 0]))
     with torch.no_grad():
-        labels = labels if drawn else given
+        labels = labels if drawn else targets
         of_logits = p.neg_().scatter_add_(1, labels[:, None], torch.ones_like(p[:, :1]))
         return (of_logits if slope is None else of_logits.mul_(slope)) @ head
 
@@ -143,14 +143,14 @@ def _of_layer(context: ProductContext, work: GradientWork) -> Arrays:
             row, hidden = numbered
             with torch.enable_grad():
                 hidden.requires_grad_()
-                found = outputs.begin()
-                left = rows.layer(hidden)
-                given = torch.from_numpy(np.array(leaving[row])).to(rows.device)
-                gradient, *inside = torch.autograd.grad(left, [hidden, *found.values()], given)
+                outputs_here = outputs.begin()
+                layer_states = rows.layer(hidden)
+                leaving_gradient = torch.from_numpy(np.array(leaving[row])).to(rows.device)
+                gradient, *inside = torch.autograd.grad(layer_states, [hidden, *outputs_here.values()], leaving_gradient)
             rows.check_finite(gradient, f"the gradient of layer {work.layer}", row)
             gradients[row] = gradient.cpu().numpy()
             sums = [np.zeros(0, np.float32)] * len(work.weights)
-            for name, g in zip(found, inside, strict=True):
+            for name, g in zip(outputs_here, inside, strict=True):
                 place, g = work.weights.index(name), g.reshape(-1, g.shape[-1])
                 norms[place, row, : len(g)] = g.norm(dim=1).cpu().numpy()
                 sums[place] = g.square().sum(0).cpu().numpy()
@@ -177,11 +177,11 @@ def made_beside(context: ProductContext, layer: LayerWork, leaving: str) -> Floa
         if product.op != "gradients" or product.steps != context.product.steps:
             return False
         work = GradientWork.of(product)
-        own = GradientWork(layer.base, layer.packages, layer.layer, layer.states, leaving, work.weights, work.seed)
-        return work == own and not work.weights
+        row_work = GradientWork(layer.base, layer.packages, layer.layer, layer.states, leaving, work.weights, work.seed)
+        return work == row_work and not work.weights
 
-    found = context.also(same)
-    return None if found is None else found[0]
+    shared_arrays = context.also(same)
+    return None if shared_arrays is None else shared_arrays[0]
 
 
 def shapes_of(states: tuple[int, ...], weights: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -80,8 +80,12 @@ def result_of(draft: PlanDraft, inputs: Sequence[Checkpoint], steps: Sequence[St
         analyse([step.out for step in steps], draft.config),
         arrays_of(draft.products),
     )
-    label, own, needs = draft.models[draft.donor].ref, TOKENIZER not in draft.files, partial(needs_of, maker=maker)
-    return TextModel(label, draft.donor, donor, draft.config, tuple(steps), structure, needs, own, instead)
+    label, has_own_tokenizer, needs = (
+        draft.models[draft.donor].ref,
+        TOKENIZER not in draft.files,
+        partial(needs_of, maker=maker),
+    )
+    return TextModel(label, draft.donor, donor, draft.config, tuple(steps), structure, needs, has_own_tokenizer, instead)
 
 
 def input_of(inputs: Sequence[Checkpoint], number: int, instead: str = "") -> TextModel:
@@ -115,13 +119,13 @@ def text_for(
     Raises PlanError: packages that are missing, a text that cannot be read or is too short, a model without a tokenizer.
     """
     problems = absent_packages(PACKAGES, "texts", "calibration", model.instead)
-    found = [] if model.structure.main is not None and model.config is not None else [_no_decoder(model)]
+    finding_list = [] if model.structure.main is not None and model.config is not None else [_no_decoder(model)]
     text = TextSource("", "", 0, 0, 0)
     with noting(problems):
         text = text_source(path, rows, tokens, seed, option)
-    with noting(found):
+    with noting(finding_list):
         text = replace(text, tokenizer=tokenizer_hash(model))
-    if problems := [*problems, *found]:
+    if problems := [*problems, *finding_list]:
         raise PlanError(problems)
     with as_plan_error():
         count = len(rows_of(text, model.checkpoint.folder, model.vocabulary, model.bos, option))
@@ -223,10 +227,14 @@ class TextRun:
         work = GradientWork(self.base, self.packages, layer, states.name, leaving.name, weights, self.text.seed)
         name, steps = f"{OF_LABELS[labels]} {layer}", self.steps(layer)
         shapes = {step.out.name: step.out.shape for step in steps}
-        own = self.rows(name)
-        norms, squares = gradient_shapes(own.shape, [shapes[weight] for weight in weights])
+        gradient_rows = self.rows(name)
+        norms, squares = gradient_shapes(gradient_rows.shape, [shapes[weight] for weight in weights])
         of = "of layer" if labels == "drawn" else "of the text, of layer"
-        outs = own, self.array(f"norms {of} {layer}", "F32", norms), self.array(f"squares {of} {layer}", "F64", squares)
+        outs = (
+            gradient_rows,
+            self.array(f"norms {of} {layer}", "F32", norms),
+            self.array(f"squares {of} {layer}", "F64", squares),
+        )
         return self.product(name, "gradients", outs, work, steps, (states, leaving), transient=True)
 
     def statistic(
@@ -275,11 +283,11 @@ class TextRun:
         """
         products = self._ahead(before)
         states = [product for product in products if product.op in ("embedding", "states")]
-        for each in labels:
-            gradients = self.head_gradients(states[-1], each)
+        for label in labels:
+            gradients = self.head_gradients(states[-1], label)
             products.append(gradients)
             for layer in reversed(range(self.layers)):
-                leaving, gradients = gradients, self.gradients(layer, states[layer], gradients, weights(layer), each)
+                leaving, gradients = gradients, self.gradients(layer, states[layer], gradients, weights(layer), label)
                 measured = list(measure(layer, states[layer], gradients, leaving))
                 alone = [product for product in measured if gradients.name not in product.needs]  # they may make them, too
                 products += [*alone, gradients, *(product for product in measured if product not in alone)]
@@ -331,7 +339,7 @@ def _needed(products: Sequence[Product]) -> tuple[Product, ...]:
 
 def _kinds(requests: Iterable[StatisticRequest]) -> dict[tuple[int, TextSource], list[str]]:
     """The statistics of each model on each text."""
-    return grouped(((each.model, each.text), each.kind) for each in dict.fromkeys(requests))
+    return grouped(((request.model, request.text), request.kind) for request in dict.fromkeys(requests))
 
 
 def statistic_products(models: Callable[[int], TextModel], requests: Iterable[StatisticRequest]) -> tuple[Product, ...]:

@@ -39,7 +39,7 @@ def text_of(row: Mapping[str, Any]) -> str:
     for column, key in _CONVERSATIONS.items():
         if isinstance(turns := row.get(column), list):
             said = (turn.get(key, turn.get("content")) for turn in turns if isinstance(turn, dict))
-            return "\n".join(each for each in said if isinstance(each, str))
+            return "\n".join(part for part in said if isinstance(part, str))
     return " ".join(value for value in row.values() if isinstance(value, str))
 
 

@@ -143,8 +143,8 @@ def read_pieces(text: TextSource) -> Generator[str, None, None]:
     """
     if text.source == BUILT_IN:
         texts = _built_in()
-        found = hashlib.sha256(b"\0".join(text.encode() for text in texts)).hexdigest()
-        _check(found, text)
+        sha256 = hashlib.sha256(b"\0".join(text.encode() for text in texts)).hexdigest()
+        _check(sha256, text)
         for document in texts:
             yield from pieces([document])
         return
@@ -175,8 +175,8 @@ def pieces(document: Iterable[str]) -> Iterator[str]:
         yield rest
 
 
-def _check(found: str, text: TextSource) -> None:
-    if found != text.sha256:
+def _check(sha256: str, text: TextSource) -> None:
+    if sha256 != text.sha256:
         raise CheckpointError("the text has changed", where=text.source, fix="plan again")
 
 
@@ -342,26 +342,26 @@ class TextFiles:
         return tuple(self.names.get(path, path) for path in paths)
 
 
-def is_text(given: str | os.PathLike[str]) -> bool:
+def is_text(value: str | os.PathLike[str]) -> bool:
     r"""Whether it is a text itself, not the name of a file: it has a space or a line break, and no suffix of a text file.
 
     >>> [is_text(given) for given in ("Hello, world.", "line\n", "my notes.txt", "notes.text", "built-in")]
     [True, True, False, False, False]
     """
-    if not isinstance(given, str) or given == BUILT_IN:
+    if not isinstance(value, str) or value == BUILT_IN:
         return False
-    if "\n" in given:
+    if "\n" in value:
         return True
-    return any(c.isspace() for c in given) and not given.endswith(SUFFIXES) and not os.path.lexists(given)
+    return any(c.isspace() for c in value) and not value.endswith(SUFFIXES) and not os.path.lexists(value)
 
 
 @contextmanager
-def as_files(**given: GivenText) -> Iterator[TextFiles]:
+def as_files(**arguments: GivenText) -> Iterator[TextFiles]:
     """Files of the texts of a call. The strings of one argument are the documents of one text, a .jsonl file that is deleted
     at the end."""
     paths, names = dict[str, list[str]](), dict[str, str]()
     with ExitStack() as stack:
-        for argument, value in given.items():
+        for argument, value in arguments.items():
             items = [value] if isinstance(value, str | os.PathLike) else list(value)
             texts = [item for item in items if is_text(item)]
             paths[argument] = [os.fspath(item) for item in items if not is_text(item)]

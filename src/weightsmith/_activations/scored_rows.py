@@ -101,19 +101,19 @@ class Cutter:
         """
         status("tokenizing the text")
         talks = conversations(text)
-        found = (
+        scored = (
             self._plain(text, text.rows or most_rows) if talks is None else self._answers(talks, text, text.rows or most_rows)
         )
-        if text.rows > len(found.ids):
-            what = f"it has {len(found.ids):,} rows of {text.tokens:,} tokens, not {text.rows:,}"
+        if text.rows > len(scored.ids):
+            what = f"it has {len(scored.ids):,} rows of {text.tokens:,} tokens, not {text.rows:,}"
             raise ParameterError(what, where=text.source, fix="give a longer text, or fewer or shorter rows")
-        if not found.tokens:
+        if not scored.tokens:
             what = "it has no token to score" if talks is not None else "it has fewer than two tokens"
             raise ParameterError(what, where=text.source, fix="give a longer text")
-        if found.ids.max() >= self.vocabulary:
-            what = f"the tokenizer produces token {found.ids.max()}, but the embedding has {self.vocabulary} rows"
+        if scored.ids.max() >= self.vocabulary:
+            what = f"the tokenizer produces token {scored.ids.max()}, but the embedding has {self.vocabulary} rows"
             raise Unsupported(what, where=self.where, fix="use the model's own tokenizer")
-        return found
+        return scored
 
     def _plain(self, text: TextSource, most_rows: int) -> ScoredRows:
         before = self.before
@@ -121,9 +121,9 @@ class Cutter:
         ids, nbytes = list[Ints](), list[Ints]()
         with contextlib.closing(read_pieces(text)) as pieces:
             for piece in pieces:
-                own = encoded(self.tokenizer, piece, self.where)
-                ids.append(np.array(own.ids, np.int32))
-                nbytes.append(_bytes_of(piece, own))
+                encoding = encoded(self.tokenizer, piece, self.where)
+                ids.append(np.array(encoding.ids, np.int32))
+                nbytes.append(_bytes_of(piece, encoding))
                 if sum(map(len, ids)) >= most_rows * width:
                     break
         stream, counts = (np.concatenate(parts) if parts else np.empty(0, np.int32) for parts in (ids, nbytes))
@@ -153,9 +153,9 @@ class Cutter:
         special = {number for number, token in self.tokenizer.get_added_tokens_decoder().items() if token.special}
         rows, shortened, unplaced = list[tuple[Ints, Ints]](), 0, 0
         for number, (whole, answers, missing) in enumerate(rendered(chosen, self.template, self.names or {}, self.where)):
-            own = encoded(self.tokenizer, whole, self.where)
-            ids, nbytes = np.array(own.ids, np.int32), _bytes_of(whole, own)
-            starts, ends = np.array(own.offsets, np.int64).reshape(-1, 2).T
+            encoding = encoded(self.tokenizer, whole, self.where)
+            ids, nbytes = np.array(encoding.ids, np.int32), _bytes_of(whole, encoding)
+            starts, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
             scored = np.zeros(len(ids), bool)
             for first, last in answers:
                 scored |= (starts >= first) & (ends <= last) & (ends > starts)
@@ -167,12 +167,12 @@ class Cutter:
             rows.append((ids[: text.tokens], nbytes[: text.tokens]))
             status(f"tokenizing the text: conversation {number + 1:,}")
         width = max((len(ids) for ids, _ in rows), default=0)
-        made = np.zeros((2, len(rows), width), np.int32)
-        made[1] = UNSCORED
+        padded = np.zeros((2, len(rows), width), np.int32)
+        padded[1] = UNSCORED
         for row, arrays in enumerate(rows):
-            for array, own_array in zip(made, arrays, strict=True):
+            for array, own_array in zip(padded, arrays, strict=True):
                 array[row, : len(own_array)] = own_array
-        return ScoredRows(made[0], made[1], shortened, unplaced)
+        return ScoredRows(padded[0], padded[1], shortened, unplaced)
 
 
 def _bytes_of(piece: str, encoding: Any) -> Ints:

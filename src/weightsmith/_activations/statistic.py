@@ -47,9 +47,11 @@ def _compute(context: ProductContext) -> Arrays:
                 release_pages(places[key])
 
     leaving = context.arrays(work.gradients)[0] if statistic.gradients else None
-    beside = gradients.made_beside(context, work, work.gradients) if statistic.gradients else states.made_beside(context, work)
-    with layer_rows(context, work, 0, 0.7 if beside is None else 1, back=statistic.gradients) as rows:
-        use_sums(rows, work.weights, keep, statistic, forward=Forward(leaving=leaving, beside=beside))
+    gradient_states = (
+        gradients.made_beside(context, work, work.gradients) if statistic.gradients else states.made_beside(context, work)
+    )
+    with layer_rows(context, work, 0, 0.7 if gradient_states is None else 1, back=statistic.gradients) as rows:
+        use_sums(rows, work.weights, keep, statistic, forward=Forward(leaving=leaving, beside=gradient_states))
     return arrays
 
 

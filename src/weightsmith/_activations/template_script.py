@@ -56,17 +56,17 @@ def run(loaded: tuple[dict[str, Any], Any]) -> None:
     template, written = environment.from_string(asked["template"]), 0
 
     def render(messages: list[Any], prompts: bool) -> str:
-        found: str = template.render(
+        rendered: str = template.render(
             messages=messages, add_generation_prompt=prompts, tools=None, documents=None, **asked["names"]
         )
-        return found
+        return rendered
 
     for talk in asked["talks"]:
-        found = _placed(talk, render)
-        written += len(found[0])
+        placed = _placed(talk, render)
+        written += len(placed[0])
         if written > MAX_CHARACTERS:
             sys.exit(f"its texts have more than {MAX_CHARACTERS:,} characters")
-        print(json.dumps(found), flush=True)
+        print(json.dumps(placed), flush=True)
 
 
 def _placed(talk: list[Any], render: Any) -> tuple[str, list[tuple[int, int]], int]:

@@ -60,10 +60,10 @@ def equal_constants(raw: Bytes, dtypes: Sequence[DType], size: int) -> Constants
     """
     tiles = [row[: size * dtype.itemsize].view(dtype.numpy) for row, dtype in zip(raw, dtypes, strict=False)]
     with np.errstate(invalid="ignore"):  # a signalling NaN
-        found = [tile.astype(np.float64) for tile in tiles]
-    where = np.flatnonzero(~np.isfinite(found[0]))
-    values = found[0][where]
-    for other in found[1:]:
+        wide_tiles = [tile.astype(np.float64) for tile in tiles]
+    where = np.flatnonzero(~np.isfinite(wide_tiles[0]))
+    values = wide_tiles[0][where]
+    for other in wide_tiles[1:]:
         if not np.array_equal(np.flatnonzero(~np.isfinite(other)), where):
             return None
         if not np.array_equal(other[where].view(np.uint64), values.view(np.uint64)):
@@ -105,11 +105,11 @@ class Finite:
         if not any_nonfinite(raw, inputs.codes, place.size):
             return None
         dtypes = inputs.dtypes
-        found = equal_constants(raw, dtypes, place.size) if len(dtypes) > 1 and not encoded else None
-        if found is None:
+        constants = equal_constants(raw, dtypes, place.size) if len(dtypes) > 1 and not encoded else None
+        if constants is None:
             for i, data in enumerate(raw[: len(dtypes)]):
                 self.check_input(step, i, place, data)
-        return found
+        return constants
 
     def check_copied(self, step: Step, place: Cut, data: Bytes, *, encoded: bool = False) -> None:
         """Raise NonFinite for a NaN or infinity in numbers that are copied, if they were computed from codes or factors.
@@ -146,13 +146,13 @@ class Finite:
     def _ways_out(self, step: Step, i: int, label: str) -> list[str]:
         """How to look at a tensor of an input, and how to merge it without that input, where these can be done."""
         plan, read = self._reader.plan, step.inputs[i]
-        found = []
+        steps = []
         if read.model != PRODUCTS and plan.models[read.model].plan is None and self._reader.source(read).paths:
-            found.append(f"to look at it:       weightsmith inspect {shlex.join([label, read.tensor])} --stats")
+            steps.append(f"to look at it:       weightsmith inspect {shlex.join([label, read.tensor])} --stats")
         if step.merges and "weight" in plan.settings[step.settings].models[i]:
             entry = f"{{filter: {json.dumps(read.tensor)}, value: 0}}"
-            found.append(f"to merge without it: weight: [{entry}, ...] in the parameters of {label}")
-        return found
+            steps.append(f"to merge without it: weight: [{entry}, ...] in the parameters of {label}")
+        return steps
 
     def check_result(self, leaf: Step, out: TensorSpec, origin: int, place: Cut, raw: Bytes, data: Bytes) -> None:
         """Raise NonFinite for a result that the output's dtype cannot hold.

@@ -291,6 +291,6 @@ def _span(stored: TensorSpec, rows: int, align: int, first: int, count: int) -> 
     (4, 4)
     """
     unit, units = (1, rows) if stored.nbytes % rows == 0 and stored.shape[0] == rows else (align, -(-rows // align))
-    each = stored.nbytes // units
+    unit_bytes = stored.nbytes // units
     start, end = first // unit, -(-(first + count) // unit)
-    return start * each, (end - start) * each
+    return start * unit_bytes, (end - start) * unit_bytes

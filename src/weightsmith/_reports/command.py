@@ -69,14 +69,14 @@ class Command:
     def of(cls, name: str, text: str, settings: EvaluateSettings) -> Command:
         """Raises ParameterError for a command that cannot be read or has no place for the model; for a time that is none."""
         seconds = seconds_of("command_timeout", settings.command_timeout)
-        made = cls(name, text, settings.metric or "", seconds, settings.shell)
+        command = cls(name, text, settings.metric or "", seconds, settings.shell)
         if MODEL not in text:
             raise option_error(name, f"the command does not name the model: {text!r}", f"write {MODEL} in place of its folder")
-        if OUTPUT in text and not made.metric:
+        if OUTPUT in text and not command.metric:
             fix = "name it with --metric (metric), such as results/mine/acc"
             raise option_error(name, f"{OUTPUT} is for JSON files, and nothing says where in them the number is", fix)
-        made._words({})
-        return made
+        command._words({})
+        return command
 
     @classmethod
     def asked(cls, settings: EvaluateSettings) -> Command | None:
@@ -117,10 +117,10 @@ class Command:
             if status:
                 what = f"the command ended with status {status}: {self._shown(words)}"
                 raise self._failed(what, complaints or lines, "run it yourself to see why")
-            found = self._number(lines, complaints, words, Path(output))
-        if not math.isfinite(found):
-            raise NonFinite(f"the command printed {found}", where=self.name)
-        return found
+            number = self._number(lines, complaints, words, Path(output))
+        if not math.isfinite(number):
+            raise NonFinite(f"the command printed {number}", where=self.name)
+        return number
 
     def _words(self, places: Mapping[str, str]) -> list[str]:
         """The program and its arguments, with folders in place of their names."""
@@ -178,12 +178,12 @@ class Command:
         return self._in_json((having or values)[0], lines, files[0].name)
 
     def _in_json(self, value: object, lines: Sequence[str], where: str) -> float:
-        found = _at(value, self._keys)
-        if isinstance(found, bool) or not isinstance(found, int | float):
+        number = _at(value, self._keys)
+        if isinstance(number, bool) or not isinstance(number, int | float):
             known = [f"there are: {', '.join(_paths(value)) or 'none'}"]
             what = f"there is no number {self._path} in {where}"
             raise self._failed(what, known if value is not None else lines, "choose another --metric (metric)")
-        return -float(found) if self.metric.startswith("-") else float(found)
+        return -float(number) if self.metric.startswith("-") else float(number)
 
     @property
     def _path(self) -> str:
@@ -210,15 +210,15 @@ def seconds_of(name: str, text: str | None) -> float:
     """
     if text is None:
         return math.inf
-    found = _TIME.fullmatch(text.strip())
-    if found is None or float(found[1]) <= 0:
+    match = _TIME.fullmatch(text.strip())
+    if match is None or float(match[1]) <= 0:
         raise option_error(name, f"must be a time such as 90s, 30m or 2h, not {text!r}")
-    return float(found[1]) * {"s": 1, "h": 3600}.get(found[2].lower(), 60)
+    return float(match[1]) * {"s": 1, "h": 3600}.get(match[2].lower(), 60)
 
 
 def _filled(text: str, places: Mapping[str, str]) -> str:
     """A text with folders in place of their names. A name inside a folder's path stays."""
-    return re.sub("|".join(map(re.escape, (MODEL, OUTPUT))), lambda found: places.get(found[0], found[0]), text)
+    return re.sub("|".join(map(re.escape, (MODEL, OUTPUT))), lambda match: places.get(match[0], match[0]), text)
 
 
 def _end_all(running: subprocess.Popen[bytes]) -> None:
@@ -258,13 +258,13 @@ def _at(value: Any, keys: Sequence[str]) -> Any:
 
 def _paths(value: Any) -> Iterator[str]:
     """The paths of the numbers in an object, the first dozen."""
-    todo, given = [("", value)], 0
-    while todo and given < 12:
+    todo, count = [("", value)], 0
+    while todo and count < 12:
         path, value = todo.pop(0)
         if isinstance(value, dict):
-            todo += [(f"{path}/{key}" if path else str(key), own) for key, own in value.items()]
+            todo += [(f"{path}/{key}" if path else str(key), item) for key, item in value.items()]
         elif isinstance(value, int | float) and not isinstance(value, bool):
-            given += 1
+            count += 1
             yield path
 
 

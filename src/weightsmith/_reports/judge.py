@@ -153,8 +153,8 @@ class Judge:
         inputs = self.tokenizer(prompt, return_tensors="pt")
         with torch.inference_mode():
             output = self.model.generate(**inputs, max_new_tokens=new_tokens, do_sample=False)
-        found: str = self.tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-        return found
+        text: str = self.tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        return text
 
 
 def _tokenizer(folder: Path) -> Any:

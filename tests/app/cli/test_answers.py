@@ -67,6 +67,8 @@ OPTIONS = {
     "merge linear.yml out -t 4": "--threads N",
     "merge linear.yml out --man": "--help-all",
     "inspect a -o x.html": "--report FILE.html",
+    "run a": "Run the model elsewhere, for weightsmith only makes it: load its folder with transformers or vLLM",
+    "run org/name": "run takes a plan and OUT, and org/name is no plan",
     "quantize a out --format gguf": "gguf-q4_k_m",
     "quantize a out --format fp8": "write one of fp8-dynamic, fp8-static, fp8-block",
 }
@@ -79,6 +81,24 @@ def test_the_answer_says_what_to_type(cli: Cli, work: Path, line: str) -> None:
     assert (COMMANDS | OPTIONS)[line] in ran.err
     assert "did you mean" not in ran.err
     assert not (work / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("merge https://huggingface.co/org/name out", "Write a recipe that names it: weightsmith init --model org/name."),
+        ("plan https://me:secret@example.org/r.yml?key=secret", "Download it, and name the file."),
+        ("moe folder out", "Name a YAML file: weightsmith init writes one, with --goal experts for moe."),
+    ],
+)
+def test_what_is_no_recipe_is_one_error_with_the_next_step(cli: Cli, work: Path, line: str, words: str) -> None:
+    Path("folder").mkdir()
+    ran = cli(*line.split())
+    assert ran.code == 1
+    assert ran.err.count("error[") == 1
+    assert words in ran.err
+    assert "secret" not in ran.err
+    assert not Path("out").exists()
 
 
 def test_no_answer_is_about_what_exists() -> None:

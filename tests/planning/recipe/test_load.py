@@ -69,7 +69,7 @@ def test_a_missing_folder_is_said_to_be_missing(tmp_path: Path) -> None:
 
 def test_a_folder_that_mergekit_wrote_names_the_recipe_in_it(tmp_path: Path) -> None:
     _, (problem,) = load(tmp_path)
-    assert str(problem) == f"{tmp_path}: the recipe is a folder\n  -> Name a YAML file."
+    assert str(problem).startswith(f"{tmp_path}: the recipe is a folder\n  -> Name a YAML file: weightsmith init writes one")
     (tmp_path / "mergekit_config.yml").write_text(TEXT)
     _, (problem,) = load(tmp_path)
     assert str(problem).endswith(f"-> Name the file in it: {tmp_path}/mergekit_config.yml.")

@@ -28,8 +28,8 @@ class Expert(nn.Module):  # type: ignore[misc,unused-ignore]  # torch has no typ
 
     def forward(self, x: Tensor) -> Tensor:
         """float32 [tokens, hidden] → the same."""
-        found: Tensor = self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
-        return found
+        projected: Tensor = self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
+        return projected
 
 
 class Experts(nn.ModuleList):  # type: ignore[misc,unused-ignore]

@@ -145,6 +145,10 @@ def misuse(error: Any) -> Finding:
     if type(error).__name__ == "MissingParameter" and parameter is not None:
         named = _argument(parameter) if parameter.param_type_name == "argument" else _names(parameter)
         what, fix = f"{named} is missing", f"{fix}, which has examples"
+        if named == "OUT" and context is not None and context.info_name == "run":
+            plan = sys.argv[2] if len(sys.argv) > 2 else ""
+            if plan and not plan.endswith(".json") and not Path(plan).is_file():
+                what, fix = f"run takes a plan and OUT, and {plan} is no plan", answers.COMMANDS["chat"]
         if named.startswith("--format "):
             fix = "add it, such as --format gguf-q4_k_m; weightsmith quantize --list lists all"
     elif options in PLACED:

@@ -32,9 +32,11 @@ def magnitudes(
 
 def _compute(context: ProductContext) -> Arrays:
     names = [step.out.name for step in context.product.steps]
-    found = dict(zip(names, context.largest(names), strict=True))
+    largest = dict(zip(names, context.largest(names), strict=True))
     return [
-        np.array([max(found[name] for name in names)], np.float32) for names in context.product.settings["sets"] for _ in names
+        np.array([max(largest[name] for name in names)], np.float32)
+        for names in context.product.settings["sets"]
+        for _ in names
     ]
 
 

@@ -31,11 +31,11 @@ class Thresholds(StreamingReduction):
     """
 
     def __init__(self, product: Product) -> None:
-        wanted: Sequence[tuple[int, float, float]] = product.settings["wanted"]
+        limits: Sequence[tuple[int, float, float]] = product.settings["wanted"]
         self._sizes = dict(zip(product.models, product.settings["sizes"], strict=True))
         self.searches: dict[tuple[int, int], ThresholdSearch] = {}
         self._limits: list[tuple[int, int, int]] = []
-        for k, density, gamma in wanted:
+        for k, density, gamma in limits:
             model = product.models[k]
             first, end = kept_ranks(self._sizes[model], density, gamma)
             self._limits.append((model, end, first))
@@ -94,7 +94,7 @@ class Thresholds(StreamingReduction):
 
     def _high(self, matrix: Matrix, tile: Tile) -> list[tuple[int, npt.NDArray[np.int64]]]:
         """For each input (a model may occur twice), the bins in use and their counts."""
-        scratch, found = tile.scratch, []
+        scratch, used_counts = tile.scratch, []
         rows = scratch.rows(2, matrix.codes, matrix.out_code)
         models = {model for model, _ in self.searches}
         for i, model in enumerate(matrix.inputs):
@@ -103,8 +103,8 @@ class Thresholds(StreamingReduction):
                 scores = Scores(tile.raw, matrix.codes, i, NO_FACTORS, matrix.cols, rows, scratch.bits)
                 count_high(scores, tile.size, counts)
                 used = np.flatnonzero(counts)
-                found.append((model, np.stack([used, counts[used].astype(np.int64)])))
-        return found
+                used_counts.append((model, np.stack([used, counts[used].astype(np.int64)])))
+        return used_counts
 
     def _end_high(self, number: int) -> None:
         for (model, rank), search in self.searches.items():
@@ -119,33 +119,35 @@ class Thresholds(StreamingReduction):
             search.set_window(high, max(1, round((share - slack) * seen)), min(seen, round((share + slack) * seen)))
 
     def _window(self, number: int, matrix: Matrix, tile: Tile) -> list[tuple[tuple[int, int], Counts]]:
-        found = []
+        pattern_counts = []
         rows = tile.scratch.rows(2, matrix.codes, matrix.out_code)
         for i, model in enumerate(matrix.inputs):
             for key, search in self.searches.items():
                 if i == 0 or key[0] != model or (number == 3 and not search.missed):
                     continue
-                found.append((key, count_patterns(matrix, tile, i, [search], NO_FACTORS, rows)[0]))
-        return found
+                pattern_counts.append((key, count_patterns(matrix, tile, i, [search], NO_FACTORS, rows)[0]))
+        return pattern_counts
 
 
 def _check(product: Product) -> str:
-    sizes, wanted = product.settings.get("sizes", 0), product.settings.get("wanted", 0)
-    if not has_type(sizes, tuple[int, ...]) or not has_type(wanted, tuple[tuple[int, float, float], ...]):
+    sizes, limits = product.settings.get("sizes", 0), product.settings.get("wanted", 0)
+    if not has_type(sizes, tuple[int, ...]) or not has_type(limits, tuple[tuple[int, float, float], ...]):
         return "its settings are sizes, and wanted: [place, density, gamma] each"
     if len(sizes) != len(product.models) or any(not 0 < size < 1 << 62 for size in sizes):
         return "it needs one size for each model"
-    if any(not (0 <= k < len(sizes) and 0 <= density <= 1 and 0 <= gamma <= 1) for k, density, gamma in wanted):
+    if any(not (0 <= k < len(sizes) and 0 <= density <= 1 and 0 <= gamma <= 1) for k, density, gamma in limits):
         return "its wanted models, densities or gammas are out of range"
     if len(set(product.models)) < len(sizes):
         return "it has a model twice"
-    fits = [(out.dtype.name, out.shape) for out in product.outs] == [("I64", (len(wanted), 2))]
+    fits = [(out.dtype.name, out.shape) for out in product.outs] == [("I64", (len(limits), 2))]
     return "" if fits else "its array is not [wanted, 2] of int64"
 
 
 def _serves(product: Product, other: Product) -> bool:
-    own, wanted = ({(each.models[k], *limits) for k, *limits in each.settings["wanted"]} for each in (product, other))
-    return wanted <= own
+    limits_here, limits_other = (
+        {(one.models[k], *limits) for k, *limits in one.settings["wanted"]} for one in (product, other)
+    )
+    return limits_other <= limits_here
 
 
 KIND = ProductKind("finding thresholds of the whole model", reduce=Thresholds, check=_check, serves=_serves)

@@ -88,6 +88,8 @@ def read_source(source: Source, *, lenient: bool) -> WrittenRecipe | Weightsmith
     if isinstance(source, str) and "\n" in source:
         name = "<stdin>" if isinstance(source, StandardInput) else "<text>"
         return WrittenRecipe(read_yaml(source, name, lenient=lenient), source, name, (name, source))
+    if isinstance(source, str) and "://" in source:
+        return _address_problem(source)
     text_or_problem = _text_of_file(Path(source))
     if isinstance(text_or_problem, WeightsmithError):
         return text_or_problem
@@ -104,7 +106,11 @@ def _text_of_file(path: Path) -> str | WeightsmithError:
             data = file.read(MAX_BYTES + 1)  # longer ones are refused
     except IsADirectoryError:
         inside = path / "mergekit_config.yml"
-        fix = f"Name the file in it: {inside}." if inside.is_file() else "Name a YAML file."
+        fix = (
+            f"Name the file in it: {inside}."
+            if inside.is_file()
+            else "Name a YAML file: weightsmith init writes one, with --goal experts for moe."
+        )
         if (path / "config.json").is_file():
             fix = f"Write a recipe that names it: weightsmith init --model {path}."
             return NotFound("this is the folder of a model, not a recipe", where=str(path), fix=fix)
@@ -126,6 +132,19 @@ def _text_of_file(path: Path) -> str | WeightsmithError:
             return NotFound("this is a file of weights, not a recipe", where=str(path), fix="Name a YAML file.")
         what = f"the recipe is not UTF-8 text: byte 0x{data[error.start]:02x}"
         return SyntaxProblem(what, where=f"{path}:{line}:{column}", fix="Save the file as UTF-8.")
+
+
+_HUB_PAGE = re.compile(r"(?:https?://(?:www\.)?(?:huggingface\.co|hf\.co)|hf:/)/([\w.-]+/[\w.-]+)/?", re.ASCII)
+
+
+def _address_problem(address: str) -> NotFound:
+    """Why an address is no recipe. No key or password of it is shown."""
+    if page := _HUB_PAGE.fullmatch(address):
+        fix = f"Write a recipe that names it: weightsmith init --model {page[1]}."
+        return NotFound("this is the address of a model, not a recipe", where=address, fix=fix)
+    scheme, _, rest = address.partition("://")
+    shown = f"{scheme}://{rest.rpartition('@')[2]}".partition("?")[0]
+    return NotFound("a recipe is read from this disk, not from an address", where=shown, fix="Download it, and name the file.")
 
 
 def _not_found(path: Path) -> NotFound:

@@ -367,8 +367,8 @@ def draw(
         choose = _Choose(rows, sampling, lambda: progress(min(total, next(done)), total), where)
         with torch.inference_mode():
             drawn = _generated(module, torch.tensor(starts, device=device), sampling.tokens, choose, where)
-        found: list[list[int]] = drawn[:, len(starts[0]) :].tolist()
-        return found
+        written: list[list[int]] = drawn[:, len(starts[0]) :].tolist()
+        return written
 
     by_row = dict[int, list[int]]()
     with workers(threads, device) as pool:
@@ -391,7 +391,7 @@ def _generated(module: Any, ids: Tensor, tokens: int, choose: _Choose, where: st
 
     settings = GenerationConfig(max_new_tokens=tokens, do_sample=False, pad_token_id=0, use_cache=True)
     try:
-        found: Tensor = module.generate(
+        token_ids: Tensor = module.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             generation_config=settings,
@@ -402,7 +402,7 @@ def _generated(module: Any, ids: Tensor, tokens: int, choose: _Choose, where: st
     except (AttributeError, NotImplementedError, TypeError, ValueError) as error:
         what = f"transformers cannot generate text with this model: {first_line(error)}"
         raise Unsupported(what, where=where, fix="give a text of your own") from error
-    return found
+    return token_ids
 
 
 class _Choose:

@@ -52,9 +52,9 @@ def layer_errors(arrays: Mapping[str, Arrays], reference: Mapping[str, Arrays], 
         error = norm = 0.0
         for mine, other, nbytes in zip(ours, theirs, rows.nbytes, strict=False):
             is_scored = nbytes >= 0
-            wanted = other[is_scored].astype(np.float64)
-            error += float(np.square(mine[is_scored] - wanted).sum())
-            norm += float(np.square(wanted).sum())
+            reference_states = other[is_scored].astype(np.float64)
+            error += float(np.square(mine[is_scored] - reference_states).sum())
+            norm += float(np.square(reference_states).sum())
         errors.append((error / norm) ** 0.5 if norm else 0.0)
     return tuple(errors)
 
@@ -67,4 +67,4 @@ def worst_layers(errors: Sequence[float], most: int = 3) -> list[tuple[int, floa
     """
     before = [0.0, *errors[:-1]]
     grown = [(layer, error, round(error - last, 12)) for layer, (error, last) in enumerate(zip(errors, before, strict=True))]
-    return sorted(grown, key=lambda each: -each[2])[:most]
+    return sorted(grown, key=lambda layer: -layer[2])[:most]

@@ -80,8 +80,8 @@ def evaluate(
     """
     with as_files(text=text) as texts:
         settings, running = read_options("evaluate", {**texts.paths, **options}, EvaluateSettings, RunOptions)
-        found = evaluation(named(models, reference), reference is not None, settings, running, progress)
-        return replace(found, texts=texts.named(found.texts))
+        measured = evaluation(named(models, reference), reference is not None, settings, running, progress)
+        return replace(measured, texts=texts.named(measured.texts))
 
 
 def named(models: Sequence[Named], reference: Named | None) -> dict[str, Named]:
@@ -118,16 +118,16 @@ def evaluation(
         tokens = _row_tokens(ready, settings)
         parts = _cut(ready, settings, tokens)
         check_families([one.base for one in ready])
-        rows = [together(own) for own in parts]
+        rows = [together(model_rows) for model_rows in parts]
         shown = stack.enter_context(_watching(progress))
-        found, errors = _losses(ready, rows, compared, settings, running, shown)
-    own_rows = [[len(part.ids) for part in own] for own in parts]
-    losses = [_by_text(each, own, counts) for each, own, counts in zip(found, rows, own_rows, strict=True)]
+        computed, errors = _losses(ready, rows, compared, settings, running, shown)
+    own_rows = [[len(part.ids) for part in model_rows] for model_rows in parts]
+    losses = [_by_text(arrays, model_rows, counts) for arrays, model_rows, counts in zip(computed, rows, own_rows, strict=True)]
     scores = tuple(
-        tuple(score_of(own, first if i else None) for own, first in zip(each, losses[0], strict=True))
-        for i, each in enumerate(losses)
+        tuple(score_of(model_rows, first if i else None) for model_rows, first in zip(arrays, losses[0], strict=True))
+        for i, arrays in enumerate(losses)
     )
-    notes = _notes(names, settings, parts, found, compared)
+    notes = _notes(names, settings, parts, computed, compared)
     return Evaluation(names, settings.text, names[0] if compared else None, scores, tokens, notes, tuple(errors), **numbers)
 
 
@@ -161,21 +161,21 @@ def _row_tokens(ready: Sequence[Opened], settings: EvaluateSettings) -> int:
 def _cut(ready: Sequence[Opened], settings: EvaluateSettings, tokens: int) -> list[list[ScoredRows]]:
     """The rows of each text for each model. Raises PlanError with all problems."""
     problems = dict[str, WeightsmithError]()
-    found: list[list[ScoredRows]] = [[] for _ in ready]
+    parts: list[list[ScoredRows]] = [[] for _ in ready]
     for path in settings.text:
         try:
             source = text_source(path, settings.rows, tokens, 0, "text")
         except WeightsmithError as error:
             problems[str(error)] = error
             continue
-        for one, own in zip(ready, found, strict=True):
+        for one, model_parts in zip(ready, parts, strict=True):
             try:
-                own.append(one.cutter.rows(source, MAX_ROWS))
+                model_parts.append(one.cutter.rows(source, MAX_ROWS))
             except WeightsmithError as error:
                 problems[str(error)] = error
     if problems:
         raise PlanError([*problems.values()])
-    return found
+    return parts
 
 
 def _losses(
@@ -187,40 +187,40 @@ def _losses(
     shown: Callable[[str], Callbacks],
 ) -> tuple[list[Arrays], list[LayerErrors | None]]:
     """The arrays of the losses of each model, and the errors of its layers. compare: with the first one's predictions."""
-    found, errors, reference = list[Arrays](), list[LayerErrors | None](), dict[str, Arrays]()
+    computed, errors, reference = list[Arrays](), list[LayerErrors | None](), dict[str, Arrays]()
     with ExitStack() as stack:
         finished = list[Staging]()
         known: Known | None = None
-        for one, own in zip(ready, rows, strict=True):
+        for one, model_rows in zip(ready, rows, strict=True):
             first = one is ready[0]
-            usable = known if not first and _comparable(ready[0], rows[0], one, own) else None
-            made = scored(one.model, own, usable, keep=head_weights(one.base) if first and compare else ())
+            usable = known if not first and _comparable(ready[0], rows[0], one, model_rows) else None
+            model_products = scored(one.model, model_rows, usable, keep=head_weights(one.base) if first and compare else ())
             if (first and compare) or usable is not None:
-                made = replace(made, products=with_samples(made))
-            staging, arrays = stack.enter_context(_computed(one, made, settings, running, shown(one.name)))
+                model_products = replace(model_products, products=with_samples(model_products))
+            staging, arrays = stack.enter_context(_computed(one, model_products, settings, running, shown(one.name)))
             finished.append(staging)
-            found.append([np.array(array) for array in arrays[made.losses.name][: 1 if first else None]])
-            errors.append(layer_errors(arrays, reference, own) if usable is not None else None)
+            computed.append([np.array(array) for array in arrays[model_products.losses.name][: 1 if first else None]])
+            errors.append(layer_errors(arrays, reference, model_rows) if usable is not None else None)
             if first and compare:
-                known, reference = made.reference(arrays, staging.plan_hash), dict(arrays)
+                known, reference = model_products.reference(arrays, staging.plan_hash), dict(arrays)
         for staging in finished:
             staging.discard()
-    return found, errors
+    return computed, errors
 
 
-def _comparable(first: Opened, rows: ScoredRows, other: Opened, own: ScoredRows) -> bool:
+def _comparable(first: Opened, rows: ScoredRows, other: Opened, other_rows: ScoredRows) -> bool:
     """Whether two models predict the same tokens of the same vocabulary."""
-    return rows.sha256 == own.sha256 and first.model.vocabulary == other.model.vocabulary
+    return rows.sha256 == other_rows.sha256 and first.model.vocabulary == other.model.vocabulary
 
 
 @contextmanager
 def _computed(
-    one: Opened, made: Scored, settings: EvaluateSettings, running: RunOptions, watching: Callbacks
+    one: Opened, model_products: Scored, settings: EvaluateSettings, running: RunOptions, watching: Callbacks
 ) -> Iterator[tuple[Staging, Mapping[str, Arrays]]]:
     """The staging folder of a model's losses, while it is open, and the arrays that are kept."""
     draft = PlanDraft.of(one.prepared.plan)
     draft.provenance, draft.steps, draft.then = Provenance("evaluation"), [], None
-    made.run.add_to(draft, made.products)
+    model_products.run.add_to(draft, model_products.products)
     plan = draft.finish()
     prepared = replace(one.prepared.with_plan(plan), loading=None)
     with (
@@ -228,13 +228,13 @@ def _computed(
         staged(prepared, RunRequest(folder, running, watching)) as (staging, run),
     ):
         try:
-            results = run(results=kept_products(plan, staging, made.given), release=True).results
+            results = run(results=kept_products(plan, staging, model_products.given), release=True).results
         except WeightsmithError:
             if not staging.products:  # what fails first leaves nothing behind
                 staging.discard()
             raise
-        sampled = [product for product in made.products if product.op == "sampled_states"]
-        kept = [product for product in (made.losses, made.states, *sampled) if not product.transient]
+        sampled = [product for product in model_products.products if product.op == "sampled_states"]
+        kept = [product for product in (model_products.losses, model_products.states, *sampled) if not product.transient]
         yield staging, {product.name: results.arrays(product.name) for product in kept}
 
 
@@ -268,17 +268,17 @@ def _by_text(arrays: Arrays, rows: ScoredRows, counts: Sequence[int]) -> list[Ro
     """The sums of the rows of each text. counts: rows of each."""
     is_scored, losses, start = rows.nbytes >= 0, list[RowLosses](), 0
     for n in counts:
-        own = slice(start, start + n)
-        tokens = is_scored[own].sum(1).astype(np.float64)
+        places = slice(start, start + n)
+        tokens = is_scored[places].sum(1).astype(np.float64)
         used = tokens > 0
 
-        def sums(array: npt.NDArray[Any], own: slice = own, used: npt.NDArray[Any] = used) -> Numbers:
-            found: Numbers = np.where(is_scored[own], array[own], 0).astype(np.float64).sum(1)[used]
-            return found
+        def sums(array: npt.NDArray[Any], places: slice = places, used: npt.NDArray[Any] = used) -> Numbers:
+            row_sums: Numbers = np.where(is_scored[places], array[places], 0).astype(np.float64).sum(1)[used]
+            return row_sums
 
         nats, *others = map(sums, arrays)
         divergences, agreements = others or (None, None)
-        tokenized = ScoredRows(rows.ids[own], rows.nbytes[own]).sha256
+        tokenized = ScoredRows(rows.ids[places], rows.nbytes[places]).sha256
         losses.append(RowLosses(nats, tokens[used], sums(rows.nbytes), divergences, agreements, tokenized))
         start += n
     return losses
@@ -288,21 +288,21 @@ def _notes(
     names: Sequence[str],
     settings: EvaluateSettings,
     parts: Sequence[Sequence[ScoredRows]],
-    found: Sequence[Arrays],
+    computed: Sequence[Arrays],
     compared: bool,
 ) -> tuple[str, ...]:
     notes = []
-    for text, own in zip(settings.text, parts[0], strict=True):
-        if not settings.rows and len(own.ids) == MAX_ROWS:
+    for text, text_rows in zip(settings.text, parts[0], strict=True):
+        if not settings.rows and len(text_rows.ids) == MAX_ROWS:
             notes.append(f"Only the first {MAX_ROWS:,} rows of {text} are scored; --rows N (rows=N) scores more.")
-        if own.shortened:
+        if text_rows.shortened:
             notes.append(
-                f"{count(own.shortened, 'conversation')} of {text} cut off at the end of a row: see --tokens (tokens)."
+                f"{count(text_rows.shortened, 'conversation')} of {text} cut off at the end of a row: see --tokens (tokens)."
             )
-        if own.unplaced:
+        if text_rows.unplaced:
             what = "because the chat template changes earlier turns when the conversation goes on"
-            notes.append(f"{count(own.unplaced, 'answer')} of {text} not scored, {what}.")
-    without = [name for name, arrays in zip(names[1:], found[1:], strict=True) if len(arrays) == 1]
+            notes.append(f"{count(text_rows.unplaced, 'answer')} of {text} not scored, {what}.")
+    without = [name for name, arrays in zip(names[1:], computed[1:], strict=True) if len(arrays) == 1]
     if without and compared:
         notes.append(f"No divergence for {', '.join(without)}: its vocabulary or its tokens are not those of {names[0]}.")
     return tuple(notes)

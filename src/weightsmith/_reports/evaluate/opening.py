@@ -101,15 +101,15 @@ def _cutter(name: str, model: TextModel, files: Mapping[str, bytes]) -> Cutter:
     donor = model.checkpoint
     if TOKENIZER in files:
         with tempfile.TemporaryDirectory() as folder:
-            made = Path(folder) / TOKENIZER
-            made.write_bytes(files[TOKENIZER])
-            tokenizer = load_tokenizer(made)
+            path = Path(folder) / TOKENIZER
+            path.write_bytes(files[TOKENIZER])
+            tokenizer = load_tokenizer(path)
     else:
         tokenizer = load_tokenizer(donor.folder / TOKENIZER)
     settings = settings_in(files[_SETTINGS]) if _SETTINGS in files else settings_of(donor.folder, donor.files, _SETTINGS)
     template = files[TEMPLATE_FILE].decode(errors="replace") if TEMPLATE_FILE in files else ""
-    if not template and _SETTINGS in files and isinstance(found := settings.get("chat_template"), str):
-        template = found
+    if not template and _SETTINGS in files and isinstance(template_text := settings.get("chat_template"), str):
+        template = template_text
     template = template or template_of(donor.folder, donor.files)
     tokens = {key: _text_of(value) for key, value in settings.items() if key.endswith("_token")}
     names = {key: text for key, text in tokens.items() if text is not None}
@@ -118,8 +118,8 @@ def _cutter(name: str, model: TextModel, files: Mapping[str, bytes]) -> Cutter:
 
 def _text_of(token: object) -> str | None:
     """A token of tokenizer_config.json: its text, or an object with it."""
-    found = token.get("content") if isinstance(token, dict) else token
-    return found if isinstance(found, str) else None
+    content = token.get("content") if isinstance(token, dict) else token
+    return content if isinstance(content, str) else None
 
 
 def head_weights(base: Base) -> tuple[str, ...]:
@@ -183,9 +183,9 @@ def work_folder(settings: EvaluateSettings, name: str) -> Iterator[Path]:
     try:
         yield (Path(settings.work) if settings.work else evaluations_folder()) / f"{PREFIX}{name}"
     except StoreError as error:
-        own = "choose another folder for unfinished work" + ("" if settings.work else f" with {named('work')}")
+        step = "choose another folder for unfinished work" + ("" if settings.work else f" with {named('work')}")
         fix = error.finding.fix
         for text in _OUTPUT:
-            fix = fix.replace(text, own).replace(text.capitalize(), own.capitalize())
+            fix = fix.replace(text, step).replace(text.capitalize(), step.capitalize())
         error.finding = replace(error.finding, fix=fix)
         raise

@@ -37,20 +37,20 @@ class ResultEvaluation:
     @property
     def lines(self) -> tuple[str, ...]:
         """For the summary."""
-        [text], own = self.found.texts, self.found.totals[-1]
-        facts = [f"perplexity {perplexity(own.perplexity)}"]
+        [text], score = self.found.texts, self.found.totals[-1]
+        facts = [f"perplexity {perplexity(score.perplexity)}"]
         if len(self.found.models) > 1:
             facts[0] += f" ({perplexity(self.found.totals[0].perplexity)} for {self.found.models[0]})"
-        facts += [of_change(own.change)] if own.change is not None else []
-        if own.divergence is not None and own.agreement is not None:
-            facts += [f"KL {own.divergence.value:.5f}", f"same top token {own.agreement:.2%}"]
+        facts += [of_change(score.change)] if score.change is not None else []
+        if score.divergence is not None and score.agreement is not None:
+            facts += [f"KL {score.divergence.value:.5f}", f"same top token {score.agreement:.2%}"]
         return (f"on {text}: {'; '.join(facts)}", *self._layers, *self.found.notes)
 
     @property
     def divergence(self) -> float | None:
         """From the model that it is compared with, in nats per token."""
-        found = self.found.totals[-1].divergence
-        return None if found is None else found.value
+        divergence = self.found.totals[-1].divergence
+        return None if divergence is None else divergence.value
 
     @property
     def _layers(self) -> list[str]:

@@ -149,8 +149,8 @@ def mean_score(scores: Sequence[Score]) -> Score:
     changes = [score.change for score in scores if score.change is not None]
     change = None
     if len(changes) == len(scores):
-        less = _mean([Mean(math.log1p(-each.value), each.error / (1 - each.value)) for each in changes])
-        better, rows = sum(each.better for each in changes), sum(each.rows for each in changes)
+        less = _mean([Mean(math.log1p(-change.value), change.error / (1 - change.value)) for change in changes])
+        better, rows = sum(change.better for change in changes), sum(change.rows for change in changes)
         change = Change(1 - math.exp(less.value), math.exp(less.value) * less.error, better, rows)
     n = len(scores)
     return Score(
@@ -168,7 +168,7 @@ def mean_score(scores: Sequence[Score]) -> Score:
 
 def _mean(means: Sequence[Mean]) -> Mean:
     n = len(means)
-    return Mean(sum(each.value for each in means) / n, math.sqrt(sum(each.error**2 for each in means)) / n)
+    return Mean(sum(mean.value for mean in means) / n, math.sqrt(sum(mean.error**2 for mean in means)) / n)
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ class Evaluation(Reported):
     def __repr__(self) -> str:
         """Short: a dataclass's own would list every score."""
         if not self.texts:
-            measured = (f"{name} {found:g}" for name, found in zip(self.models, self.measured, strict=True))
+            measured = (f"{name} {number:g}" for name, number in zip(self.models, self.measured, strict=True))
             return f"<Evaluation by a command: {', '.join(measured)}>"
         scores = (f"{name} {perplexity(total.perplexity)}" for name, total in zip(self.models, self.totals, strict=True))
         return f"<Evaluation on {', '.join(self.texts)}: perplexity {', '.join(scores)}>"
@@ -208,7 +208,7 @@ class Evaluation(Reported):
     @cached_property
     def totals(self) -> tuple[Score, ...]:
         """The score of each model on all texts together; () without a text."""
-        return tuple(own[0] if len(own) == 1 else mean_score(own) for own in self.scores if own)
+        return tuple(scores[0] if len(scores) == 1 else mean_score(scores) for scores in self.scores if scores)
 
     @property
     def reading(self) -> tuple[str, ...]:
@@ -225,12 +225,12 @@ class Evaluation(Reported):
         """
         if not self.texts:
             return [{"model": name, "measured": number} for name, number in zip(self.models, self.measured, strict=True)]
-        found = []
+        rows = []
         for i, (model, scores) in enumerate(zip(self.models, self.scores, strict=True)):
             for text, score in zip(self.texts, scores, strict=True):
-                own = {"model": model, "text": text, **_columns(score)}
-                found.append({**own, "measured": self.measured[i]} if self.measured else own)
-        return found
+                row = {"model": model, "text": text, **_columns(score)}
+                rows.append({**row, "measured": self.measured[i]} if self.measured else row)
+        return rows
 
     def report(self) -> Report:
         from weightsmith._reports.evaluate.values import evaluation_report
@@ -245,7 +245,7 @@ class Evaluation(Reported):
             reference=self.reference,
             row_tokens=self.row_tokens,
             reading=self.reading,
-            scores=[[asdict(score) for score in own] for own in self.scores],
+            scores=[[asdict(score) for score in scores] for scores in self.scores],
             totals=[asdict(score) for score in self.totals],
             layers=self.layers,
             command=self.command,

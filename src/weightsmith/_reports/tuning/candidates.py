@@ -37,9 +37,9 @@ class Candidates(Closing):
         self._template = read_template(source, settings=options.settings, lenient=options.lenient)
         self._options = replace(options, settings={})
         self.tunables = self._template.tunables
-        names = {each.parameter for each in self.tunables}
+        names = {tunable.parameter for tunable in self.tunables}
         kinds = {name: {p.kind for m in methods.all_methods() for p in m.parameters if p.name == name} for name in names}
-        self.whole = tuple(kinds[each.parameter] == {"int"} for each in self.tunables)
+        self.whole = tuple(kinds[tunable.parameter] == {"int"} for tunable in self.tunables)
         self._bounds: list[Bound] = []
         self._check_ranges()
 
@@ -94,15 +94,15 @@ class Candidates(Closing):
     def _check_ranges(self) -> None:
         """Raise PlanError for an end of a range, or a choice, that its parameter does not allow."""
         start, problems = self._template.start, dict[str, WeightsmithError]()
-        places = {each.where for each in self.tunables}
-        for ends in ([each.low for each in self.tunables], [each.high for each in self.tunables]):
+        places = {tunable.where for tunable in self.tunables}
+        for ends in ([tunable.low for tunable in self.tunables], [tunable.high for tunable in self.tunables]):
             values = [first if end is None else end for end, first in zip(ends, start, strict=True)]
-            found = parameter_problems(self.fill(values), self._options)
-            problems |= {str(problem): problem for problem in found if problem.finding.where in places}
-        for i, each in enumerate(self.tunables):
-            for choice in each.choices:
-                found = parameter_problems(self.fill([*start[:i], choice, *start[i + 1 :]]), self._options)
-                problems |= {str(problem): problem for problem in found}
+            of_values = parameter_problems(self.fill(values), self._options)
+            problems |= {str(problem): problem for problem in of_values if problem.finding.where in places}
+        for i, tunable in enumerate(self.tunables):
+            for choice in tunable.choices:
+                of_values = parameter_problems(self.fill([*start[:i], choice, *start[i + 1 :]]), self._options)
+                problems |= {str(problem): problem for problem in of_values}
         if problems:
             raise PlanError([*problems.values()], self.source)
 

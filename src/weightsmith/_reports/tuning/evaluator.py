@@ -295,7 +295,7 @@ class Evaluator:
             before = hashlib.sha256("\n".join([before, *(candidate.tensors[n] for n in names)]).encode()).hexdigest()
             chain[i] = before
         kept = self._states.setdefault(rows.name, {})
-        for i in [i for i, (made, _) in kept.items() if i <= layers and made != chain[i]]:
+        for i in [i for i, (made_from, _) in kept.items() if i <= layers and made_from != chain[i]]:
             del kept[i]
         first = max((i for i in kept if i <= layers), default=-1)
         if first < 0:
@@ -318,13 +318,15 @@ class Evaluator:
         """Rows of so many tokens that run together."""
         return max(1, (BATCH_TOKENS if self.device == "cpu" else GPU_BATCH_TOKENS) // tokens)
 
-    def _keep(self, name: str, layer: int, made: str, states: Tensor) -> None:
+    def _keep(self, name: str, layer: int, chain_hash: str, states: Tensor) -> None:
         """Keep the states that enter a layer, if they fit: of all layers, or of every second, third, …"""
         nbytes = states.numel() * 4
-        others = sum(each.numel() * 4 for rows, kept in self._states.items() if rows != name for _, each in kept.values())
+        others = sum(
+            kept_states.numel() * 4 for rows, kept in self._states.items() if rows != name for _, kept_states in kept.values()
+        )
         places = max(0, self._states_budget - others) // nbytes
         if places >= 2 and layer % -(-(self.base.layers + 1) // places) == 0:
-            self._states[name][layer] = made, states
+            self._states[name][layer] = chain_hash, states
 
     def _score(self, rows: Rows, states: Tensor, reference: Reference | None) -> tuple[Numbers, Numbers | None]:
         nats = np.zeros(len(rows.scored.ids))

@@ -97,14 +97,14 @@ def _texts(keys: Mapping[str, Pair], problems: list[WeightsmithError]) -> tuple[
     tasks = keys["tasks"].value.value if "tasks" in keys else ()
     texts = []
     for task in tasks if isinstance(tasks, tuple) else ():
-        given = plain(task)
-        given = given if isinstance(given, dict) else {"name": given}
-        text = given.get("name")
+        entry = plain(task)
+        entry = entry if isinstance(entry, dict) else {"name": entry}
+        text = entry.get("name")
         if not isinstance(text, str) or Path(text).suffix not in _TEXTS:
             fix = f"name a text that ends in {', '.join(_TEXTS)}; a benchmark's own text may be one"
             problems.append(NotFound(f"the task {text!r} is no text", where=task.where, fix=fix))
             continue
-        if given.get("weight", 1) != 1 or "metric" in given:
+        if entry.get("weight", 1) != 1 or "metric" in entry:
             fix = "remove 'weight' and 'metric': --objective mean counts all texts the same, worst counts the worst one"
             problems.append(UnknownKey("texts have no weights and metrics", where=task.where, fix=fix))
         texts.append(text)
@@ -140,12 +140,12 @@ def _recipe(genome: Mapping[str, Any], where: str) -> dict[str, Any]:
 
     def values(n: int) -> dict[str, Any]:
         """Parameters of one model: for each parameter and filter one number, or n numbers over the layers."""
-        found: dict[str, Any] = {}
+        parameters: dict[str, Any] = {}
         for name in PARAMETERS[method]:
             one = _ranged(name, len(models), negative=negative)
             value: Any = one if n == 1 else [dict(one) for _ in range(n)]
-            found[name] = value if len(filters) == 1 else [{"filter": f or "*", "value": value} for f in filters]
-        return found
+            parameters[name] = value if len(filters) == 1 else [{"filter": f or "*", "value": value} for f in filters]
+        return parameters
 
     if genome.get("smooth") or groups == 1:
         recipe["models"] = [{"model": model, "parameters": values(groups)} for model in models]

@@ -56,7 +56,7 @@ class Trial:
     @property
     def whole(self) -> bool:
         """Whether it was scored on all rows."""
-        return bool(self.nats) and all(value is not None for own in self.nats for value in own)
+        return bool(self.nats) and all(value is not None for text_nats in self.nats for value in text_nats)
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values."""
@@ -132,18 +132,18 @@ class Journal(Closing):
 
     def _begin(self, *, resume: bool) -> None:
         """Read what is there, or begin a file."""
-        found = self._unread()
-        self._check_kind(found)
-        is_other = bool(found) and found[0] != self._wanted
-        if not resume or (is_other and len(found) == 1):  # nothing is lost of a search without trials
-            found = []
+        entries = self._unread()
+        self._check_kind(entries)
+        is_other = bool(entries) and entries[0] != self._wanted
+        if not resume or (is_other and len(entries) == 1):  # nothing is lost of a search without trials
+            entries = []
         elif is_other:
-            different = [key for key in self._wanted if found[0].get(key) != self._wanted[key]]
+            different = [key for key in self._wanted if entries[0].get(key) != self._wanted[key]]
             what = f"this journal is of another search: {', '.join(different) or 'its keys'} differ"
             fix = "choose another name for the output, or begin again with --no-resume (resume=False)"
             raise CannotResume(what, where=str(self.path), fix=fix)
-        if found:
-            self._enter(found)
+        if entries:
+            self._enter(entries)
             return
         if not lock(self._file, _PRESENT, fcntl.LOCK_EX):
             fix = "wait for it, or choose another name for the output"
@@ -151,8 +151,8 @@ class Journal(Closing):
         self._end = self._lines = 0
         self._write(self._wanted)
 
-    def _check_kind(self, found: Sequence[Mapping[str, Any]]) -> None:
-        if found:
+    def _check_kind(self, entries: Sequence[Mapping[str, Any]]) -> None:
+        if entries:
             return
         self._file.seek(0)
         data = self._file.read(64)
@@ -172,7 +172,7 @@ class Journal(Closing):
         if len(data) > MAX_BYTES:
             raise self._damaged(1, f"the file is larger than {MAX_BYTES >> 20} MiB")
         lines = data.split(b"\n")
-        torn, found = lines.pop(), list[dict[str, Any]]()
+        torn, entries = lines.pop(), list[dict[str, Any]]()
         for number, line in enumerate(lines, 1):
             value = _checked(line)
             if value is None and number == len(lines) and not torn and self._lines + number > 1:
@@ -181,10 +181,10 @@ class Journal(Closing):
                 if self._lines + number == 1:
                     return []
                 raise self._damaged(self._lines + number, "it does not match its hash")
-            found.append(value)
+            entries.append(value)
             self._end += len(line) + 1
-        self._lines += len(found)
-        return found
+        self._lines += len(entries)
+        return entries
 
     def _enter(self, values: Sequence[Mapping[str, Any]]) -> None:
         first = self._lines - len(values) + 1
@@ -274,11 +274,11 @@ def lock(file: IO[bytes], place: int, kind: int, *, wait: bool = False) -> bool:
 
     Returns False if another has it. Raises StoreError where files cannot be locked.
     """
-    wanted = {fcntl.LOCK_EX: fcntl.F_WRLCK, fcntl.LOCK_SH: fcntl.F_RDLCK, fcntl.LOCK_UN: fcntl.F_UNLCK}[kind]
+    lock_type = {fcntl.LOCK_EX: fcntl.F_WRLCK, fcntl.LOCK_SH: fcntl.F_RDLCK, fcntl.LOCK_UN: fcntl.F_UNLCK}[kind]
     try:
         if hasattr(fcntl, "F_OFD_SETLK"):
             command = fcntl.F_OFD_SETLKW if wait else fcntl.F_OFD_SETLK
-            fcntl.fcntl(file, command, struct.pack("hhqqi4x", wanted, os.SEEK_SET, place, 1, 0))
+            fcntl.fcntl(file, command, struct.pack("hhqqi4x", lock_type, os.SEEK_SET, place, 1, 0))
         else:  # not Linux: the locks are the process's
             fcntl.lockf(file, kind if wait or kind == fcntl.LOCK_UN else kind | fcntl.LOCK_NB, 1, place)
     except BlockingIOError:

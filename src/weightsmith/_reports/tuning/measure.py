@@ -95,13 +95,13 @@ class CommandMeasure:
     def score(self, number: int, values: Values, prepared: Prepared, *, slopes: bool) -> Trial:
         """Write a candidate, and run the command. A command that fails before it ever worked ends the search."""
         try:
-            found = self._measured(self._command, prepared)
+            number_measured = self._measured(self._command, prepared)
         except CommandFailed as error:
             if not self._works:
                 raise
             return Trial(number, values, error=error.finding.what[:500])
         self._works = True
-        return Trial(number, values, ((found,),))
+        return Trial(number, values, ((number_measured,),))
 
     def told(self, trial: Trial) -> float:
         """The number."""
@@ -110,9 +110,9 @@ class CommandMeasure:
 
     def losses(self, trial: Trial) -> list[float]:
         """The number."""
-        [[found]] = trial.nats
-        assert found is not None
-        return [found]
+        [[measured]] = trial.nats
+        assert measured is not None
+        return [measured]
 
     def written(self, loss: float) -> str:
         """The number."""

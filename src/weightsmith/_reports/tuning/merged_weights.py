@@ -138,7 +138,7 @@ class MergedWeights:
         work = Workload(steps, products, None, results, folders, self._allow_nonfinite, memory=self._memory)
         run(plan, candidate.inputs, MemoryOutput(targets), self._resources, work)
         if products:
-            made = [product.name for product in products if results.finished(product.name)]
-            known_now = {hashes[name]: results.arrays(name) for name in made}
+            finished = [product.name for product in products if results.finished(product.name)]
+            known_now = {hashes[name]: results.arrays(name) for name in finished}
             known.clear()
             known.update(known_now)

@@ -87,8 +87,8 @@ class Tuning(Reported):
     @cached_property
     def changes(self) -> Mapping[str, Change]:
         """How much better the tuned recipe is on the text of the report, by what it is compared with."""
-        found = {name: total(scores).change for name, scores in self.against.items()}
-        return {name: change for name, change in found.items() if change is not None}
+        changes = {name: total(scores).change for name, scores in self.against.items()}
+        return {name: change for name, change in changes.items() if change is not None}
 
     @property
     def reading(self) -> tuple[str, ...]:
@@ -110,8 +110,10 @@ class Tuning(Reported):
         """Trials for which no other is at least as good on each text and better on one."""
         return tuple(
             number
-            for number, own in self.losses.items()
-            if not any(other != own and all(b <= a for a, b in zip(own, other, strict=True)) for other in self.losses.values())
+            for number, losses in self.losses.items()
+            if not any(
+                other != losses and all(b <= a for a, b in zip(losses, other, strict=True)) for other in self.losses.values()
+            )
         )
 
     def objective_of(self, number: int) -> float:
@@ -124,10 +126,10 @@ class Tuning(Reported):
         Columns: trial; the value of each key path in `names`; objective, and loss of each text as `loss TEXT`, which are None
         unless the trial was scored on all rows; best; error.
         """
-        found = []
+        rows = []
         for trial in self.trials:
             losses = self.losses.get(trial.number, [None] * len(self.texts))
-            found.append(
+            rows.append(
                 {
                     "trial": trial.number,
                     **dict(zip(self.names, trial.values, strict=True)),
@@ -137,7 +139,7 @@ class Tuning(Reported):
                     "error": trial.error,
                 }
             )
-        return found
+        return rows
 
     def report(self) -> Report:
         from weightsmith._reports.tuning.result import tuning_report

@@ -115,7 +115,7 @@ def _random(tunables: Sequence[Tunable], start: Values, seed: int) -> Iterator[V
     rng = np.random.default_rng(seed)
     yield start
     while True:
-        yield tuple(_drawn(each, rng) for each in tunables)
+        yield tuple(_drawn(tunable, rng) for tunable in tunables)
 
 
 def _drawn(tunable: Tunable, rng: np.random.Generator) -> Scalar:
@@ -126,8 +126,8 @@ def _drawn(tunable: Tunable, rng: np.random.Generator) -> Scalar:
 
 def _grid(tunables: Sequence[Tunable], budget: int) -> Iterator[Values]:
     """As many values of each number as the budget allows."""
-    choices = math.prod(len(each.choices) for each in tunables if each.is_choice)
-    numbers = sum(not each.is_choice for each in tunables)
+    choices = math.prod(len(tunable.choices) for tunable in tunables if tunable.is_choice)
+    numbers = sum(not tunable.is_choice for tunable in tunables)
     points = 2
     if choices * 2**numbers > budget:
         what = f"a grid of two values of each number takes {choices * 2**numbers:,} candidates, and the budget is {budget:,}"
@@ -135,8 +135,10 @@ def _grid(tunables: Sequence[Tunable], budget: int) -> Iterator[Values]:
     while numbers and choices * (points + 1) ** numbers <= budget:
         points += 1
     axes = [
-        each.choices if each.low is None or each.high is None else [float(x) for x in np.linspace(each.low, each.high, points)]
-        for each in tunables
+        tunable.choices
+        if tunable.low is None or tunable.high is None
+        else [float(x) for x in np.linspace(tunable.low, tunable.high, points)]
+        for tunable in tunables
     ]
     return itertools.product(*axes)
 
@@ -147,7 +149,7 @@ class _Numbers:
     def __init__(self, tunables: Sequence[Tunable], start: Values, budget: int) -> None:
         self.numbers: Sequence[int] = ()
         self._tunables, self._budget = tunables, budget
-        self._places = [i for i, each in enumerate(tunables) if not each.is_choice]
+        self._places = [i for i, tunable in enumerate(tunables) if not tunable.is_choice]
         self._best = start, math.inf
         self._rounds = self._sequence()
         self._asked: Round = []
@@ -188,19 +190,19 @@ class _Numbers:
 
     def _chosen(self, start: Values) -> Iterator[Round]:
         """Choices, with the numbers at their start."""
-        places = [i for i, each in enumerate(self._tunables) if each.is_choice]
+        places = [i for i, tunable in enumerate(self._tunables) if tunable.is_choice]
         combinations = math.prod(len(self._tunables[i].choices) for i in places)
         if not places:
             return
         if combinations <= max(2, self._budget // 4):
-            found = []
+            vectors = []
             for chosen in itertools.product(*(self._tunables[i].choices for i in places)):
                 values = list(start)
                 for i, choice in zip(places, chosen, strict=True):
                     values[i] = choice
                 if tuple(values) != start:
-                    found.append(tuple(values))
-            yield found
+                    vectors.append(tuple(values))
+            yield vectors
             return
         for i in places:
             now = self._best[0]
@@ -216,13 +218,13 @@ class _Line(_Numbers):
 
     def _moved(self, first: Values) -> Iterator[Round]:
         points = {float(self._point(first)[0]): self._best[1]}
-        while (more := [x for x in (0.0, 0.5, 1.0) if x not in points]) or len(points) < MOST_POINTS:
-            asked = more or [float(f"{lowest(points, 0.0, 1.0):.4g}")]
-            if not more and min(abs(asked[0] - x) for x in points) < SAME:
+        while (missing := [x for x in (0.0, 0.5, 1.0) if x not in points]) or len(points) < MOST_POINTS:
+            asked = missing or [float(f"{lowest(points, 0.0, 1.0):.4g}")]
+            if not missing and min(abs(asked[0] - x) for x in points) < SAME:
                 return
             yield [self._at(first, (x,)) for x in asked]
             points |= {x: told for x, told in zip(asked, self._told, strict=True) if math.isfinite(told)}
-            if more and any(x not in points for x in more):
+            if missing and any(x not in points for x in missing):
                 return  # an end of the range cannot be scored
 
 
@@ -333,7 +335,7 @@ def lowest(points: Mapping[float, float], low: float, high: float) -> float:
         return places[at]
     first = min(max(at - 1, 0), len(places) - 3)
     x = np.array(places[first : first + 3])
-    y = np.array([points[each] for each in x])
+    y = np.array([points[place] for place in x])
     slopes = np.diff(y) / np.diff(x)
     curve = (slopes[1] - slopes[0]) / (x[2] - x[0])
     if not curve > 1e-12:

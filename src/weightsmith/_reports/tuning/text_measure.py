@@ -87,7 +87,7 @@ class TextMeasure:
         whole = [list(range(n)) for n in self.counts]
         self._stages = [whole]
         if settings.search not in ("gradient", "line"):  # others compare many candidates on few rows first
-            self._stages = [list(own) for own in zip(*map(stages, self.counts), strict=True)]
+            self._stages = [list(text_stages) for text_stages in zip(*map(stages, self.counts), strict=True)]
         self._tokens = [_tokens(rows) for rows in self._texts.tune]
         memory = running.max_memory_bytes
         budget = MEMORY_BYTES if memory is None else memory // 2
@@ -95,7 +95,7 @@ class TextMeasure:
         arithmetic = _arithmetic(settings, usable_device(resources.device))
         nonfinite = running.allow_nonfinite
         self._evaluator = Evaluator(self._one, resources, budget, arithmetic=arithmetic, allow_nonfinite=nonfinite)
-        numbers = [i for i, each in enumerate(candidates.tunables) if not each.is_choice]
+        numbers = [i for i, tunable in enumerate(candidates.tunables) if not tunable.is_choice]
         self._slopes = None if exact is None else Slopes(exact, self._evaluator, numbers)
         self._references = [self._open_reference(name, stack) for name in settings.reference]
         self.identity: Mapping[str, Any] = {
@@ -112,11 +112,11 @@ class TextMeasure:
         prepared = stack.enter_context(prepare_named(name))
         if missing_files(prepared.inputs):
             download(prepared.inputs)
-        found = opened(name, prepared)
+        text_model = opened(name, prepared)
         if not self._evaluator.fits(prepared.plan):
             fix = "compare with a model of the merge's family, size and tokenizer"
             raise ParameterError("its tensors are not those of the merge", where=name, fix=fix, state=NOTHING_WRITTEN)
-        return prepared, found
+        return prepared, text_model
 
     def written(self, loss: float) -> str:
         """A loss, for a line of progress."""
@@ -129,13 +129,13 @@ class TextMeasure:
         if not trial.whole:
             return losses[-1] + (self._offsets[len(losses) - 1] if self._offsets else 0.0)
         if not self._offsets:
-            self._offsets = [losses[-1] - own for own in losses]
+            self._offsets = [losses[-1] - loss for loss in losses]
         if not self._best or losses[-1] < self._best[-1]:
             self._best = losses
         return losses[-1]
 
     def _scored(self, trial: Trial, numbers: Sequence[Sequence[int]]) -> bool:
-        return all(trial.nats[i][k] is not None for i, own in enumerate(numbers) for k in own)
+        return all(trial.nats[i][k] is not None for i, places in enumerate(numbers) for k in places)
 
     def _total(self, trial: Trial, numbers: Sequence[Sequence[int]] | None = None) -> float:
         """The loss of a trial. numbers: the rows of each text that count; None: all."""
@@ -144,11 +144,11 @@ class TextMeasure:
     def losses(self, trial: Trial, numbers: Sequence[Sequence[int]] | None = None) -> list[float]:
         """The loss of each text, in nats for a token."""
         sums = trial.divergences if self.objective == "kl" else trial.nats
-        found = []
-        for i, own in enumerate(sums):
-            places = range(len(own)) if numbers is None else numbers[i]
-            found.append(sum(own[k] or 0.0 for k in places) / float(self._tokens[i][list(places)].sum()))
-        return found
+        losses = []
+        for i, row_nats in enumerate(sums):
+            places = range(len(row_nats)) if numbers is None else numbers[i]
+            losses.append(sum(row_nats[k] or 0.0 for k in places) / float(self._tokens[i][list(places)].sum()))
+        return losses
 
     def score(self, number: int, values: Values, prepared: Prepared, *, slopes: bool) -> Trial:
         """Score a candidate: on few rows, and on more as long as it is good enough. See `Measure`."""
@@ -156,21 +156,21 @@ class TextMeasure:
         if not self._groups:
             self._groups = self._grouped()
         nats: list[list[float | None]] = [[None] * len(rows.ids) for rows in self._texts.tune]
-        divergences = [list(own) for own in nats]
+        divergences = [list(row_nats) for row_nats in nats]
 
         def enter(group: _Group, rows: Rows, numbers: Mapping[int, Sequence[int]]) -> None:
-            found, others = self._evaluator.losses(candidate, rows, group.reference)
+            trial_now, others = self._evaluator.losses(candidate, rows, group.reference)
             at = 0
             for i, places in numbers.items():
                 for k in places:
-                    nats[i][k] = float(found[at])
+                    nats[i][k] = float(trial_now[at])
                     if others is not None:
                         divergences[i][k] = float(others[at])
                     at += 1
 
         def trial() -> Trial:
-            own = tuple(map(tuple, divergences)) if self.objective == "kl" else ()
-            return Trial(number, values, tuple(map(tuple, nats)), own)
+            row_nats = tuple(map(tuple, divergences)) if self.objective == "kl" else ()
+            return Trial(number, values, tuple(map(tuple, nats)), row_nats)
 
         for stage in range(len(self._stages)):
             if stage and not self._goes_on(stage, trial()):
@@ -179,10 +179,10 @@ class TextMeasure:
                 rows = group.rows[stage]
                 if rows is not None:
                     enter(group, rows, {i: self._added(stage, i) for i in group.texts})
-        found = trial()
+        trial_now = trial()
         if self._slopes is None or not slopes:
-            return found
-        return replace(found, slopes=self._slopes_at(found, candidate, self._slopes))
+            return trial_now
+        return replace(trial_now, slopes=self._slopes_at(trial_now, candidate, self._slopes))
 
     def _slopes_at(self, trial: Trial, candidate: Candidate, slopes: Slopes) -> tuple[float, ...]:
         """The slopes of the objective. All rows are those of one stage."""
@@ -226,8 +226,8 @@ class TextMeasure:
             reference = None
             if self._references:
                 prepared, _ = self._references[texts[0] if several else 0]
-                wanted = [each for each in rows if each is not None]
-                reference = self._evaluator.reference(Candidate.of(prepared.plan, prepared.inputs), wanted)
+                read_rows = [chosen for chosen in rows if chosen is not None]
+                reference = self._evaluator.reference(Candidate.of(prepared.plan, prepared.inputs), read_rows)
             groups.append(_Group(texts, rows, reference))
         return groups
 
@@ -238,21 +238,21 @@ class TextMeasure:
     def judge(self, best: Prepared) -> Judged:
         """Score the best candidate, the start and the base on the text of the report: in float32, as `evaluate` does."""
         self._evaluator.multiply_in("float32")
-        wanted: dict[str, Prepared] = {"tuned": best, "start": self._first}
+        judged_models: dict[str, Prepared] = {"tuned": best, "start": self._first}
         scores: dict[str, list[RowLosses]] = {}
         with ExitStack() as stack:
             base = self._base()
             if base is not None:
-                wanted["base"] = stack.enter_context(base)
+                judged_models["base"] = stack.enter_context(base)
             rows = Rows.of(together(self._texts.report))
-            for name, prepared in wanted.items():
+            for name, prepared in judged_models.items():
                 self._shown.say(f"judging on the text of the report: {name}")
-                found, _ = self._evaluator.losses(Candidate.of(prepared.plan, prepared.inputs), rows, keep=False)
-                scores[name] = list(_by_text(found, self._texts.report))
-        judged = {name: tuple(score_of(a, None) for a in own) for name, own in scores.items()}
+                row_nats, _ = self._evaluator.losses(Candidate.of(prepared.plan, prepared.inputs), rows, keep=False)
+                scores[name] = list(_by_text(row_nats, self._texts.report))
+        judged = {name: tuple(score_of(a, None) for a in model_losses) for name, model_losses in scores.items()}
         against = {
-            name: tuple(score_of(a, b) for a, b in zip(scores["tuned"], own, strict=True))
-            for name, own in scores.items()
+            name: tuple(score_of(a, b) for a, b in zip(scores["tuned"], model_losses, strict=True))
+            for name, model_losses in scores.items()
             if name != "tuned"
         }
         return Judged(
@@ -270,12 +270,12 @@ class TextMeasure:
         if name is None:
             return None
         try:
-            found = prepare_named(name)
+            base = prepare_named(name)
         except PlanError:
             return None
-        if self._evaluator.fits(found.plan):
-            return found
-        found.close()
+        if self._evaluator.fits(base.plan):
+            return base
+        base.close()
         return None
 
 
@@ -287,16 +287,16 @@ def _arithmetic(settings: TuneSettings, device: str) -> Arithmetic:
 
 
 def _tokens(rows: ScoredRows) -> np.ndarray:
-    found: np.ndarray = (rows.nbytes >= 0).sum(1).astype(np.float64)
-    return found
+    counts: np.ndarray = (rows.nbytes >= 0).sum(1).astype(np.float64)
+    return counts
 
 
 def _by_text(nats: np.ndarray, texts: Sequence[ScoredRows]) -> Iterator[RowLosses]:
     start = 0
     for rows in texts:
-        own = nats[start : start + len(rows.ids)]
+        text_nats = nats[start : start + len(rows.ids)]
         nbytes = np.where(rows.nbytes >= 0, rows.nbytes, 0).sum(1).astype(np.float64)
-        yield RowLosses(own, _tokens(rows), nbytes, None, None, rows.sha256)
+        yield RowLosses(text_nats, _tokens(rows), nbytes, None, None, rows.sha256)
         start += len(rows.ids)
 
 

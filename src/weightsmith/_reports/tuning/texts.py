@@ -118,12 +118,12 @@ def fit(cutter: Cutter, positions: int, path: str, tokens: int | None) -> Fit:
     def rows(width: int) -> int:
         return len(_scored_rows(cutter, path, None, most, width)[1])
 
-    found = rows(width)
+    row_count = rows(width)
     halves = (1 << n for n in range(width.bit_length(), NARROWEST.bit_length() - 2, -1))
     shorter = 0
-    if found < LEAST_ROWS:
-        shorter = next((each for each in halves if NARROWEST <= each < width and rows(each) >= LEAST_ROWS), 0)
-    return Fit(found, width, LEAST_ROWS, shorter)
+    if row_count < LEAST_ROWS:
+        shorter = next((half for half in halves if NARROWEST <= half < width and rows(half) >= LEAST_ROWS), 0)
+    return Fit(row_count, width, LEAST_ROWS, shorter)
 
 
 def stages(n: int) -> list[list[int]]:
@@ -164,9 +164,9 @@ def read_texts(one: Opened, texts: Sequence[str], report_texts: Sequence[str], r
     held = [rows for rows in report if rows is not None]
     names = tuple(report_texts)
     if split:
-        parts = [len(own.ids) - max(2, len(own.ids) // 3) for own in cut]
-        held = [part(own, range(n, len(own.ids))) for own, n in zip(cut, parts, strict=True)]
-        cut = [part(own, range(n)) for own, n in zip(cut, parts, strict=True)]
+        parts = [len(text_rows.ids) - max(2, len(text_rows.ids) // 3) for text_rows in cut]
+        held = [part(text_rows, range(n, len(text_rows.ids))) for text_rows, n in zip(cut, parts, strict=True)]
+        cut = [part(text_rows, range(n)) for text_rows, n in zip(cut, parts, strict=True)]
         names = tuple(texts)
     _check_apart(texts, cut, names, held, split=split)
     return Texts(tuple(texts), tuple(cut), names, tuple(held))
@@ -176,21 +176,21 @@ def _cut(
     one: Opened, path: str, rows: int | None, most: int, width: int, problems: list[WeightsmithError], least: int
 ) -> ScoredRows | None:
     try:
-        found, numbers = _scored_rows(one.cutter, path, rows, most, width)
+        scored, numbers = _scored_rows(one.cutter, path, rows, most, width)
     except WeightsmithError as error:
         problems.append(error)
         return None
     if len(numbers) < least:
         what = f"the text has {count(len(numbers), 'row')} of {width:,} tokens, and {least} are needed"
         fix = f"give a longer text, or shorter rows: {assignment('tokens', max(2, width // 4))}"
-        if rows is not None and rows < least and len(found.ids) == rows:
+        if rows is not None and rows < least and len(scored.ids) == rows:
             what = f"{count(rows, 'row')} of {width:,} tokens {'are' if rows > 1 else 'is'} read, and {least} are needed"
             fix = f"use {assignment('rows', least)} or more"
         if least > 1:
             fix += "; or name a text for the report: --report-text (report_text)"
         problems.append(ParameterError(what, where=path, fix=fix))
         return None
-    return part(found, numbers)
+    return part(scored, numbers)
 
 
 def _scored_rows(cutter: Cutter, path: str, rows: int | None, most: int, width: int) -> tuple[ScoredRows, list[int]]:
@@ -205,15 +205,16 @@ def _check_apart(
     """Raise PlanError if rows of the report are in a text to tune on, wherever they begin there."""
     problems: list[WeightsmithError] = []
     held_rows = [[ids for ids in _scored(held) if len(ids) >= LEAST_RUN] for held in report]
-    run = min([RUN, *(len(ids) for own in held_rows for ids in own)])
+    run = min([RUN, *(len(ids) for text_rows in held_rows for ids in text_rows)])
     for name, rows in zip(names, tune, strict=True):
         whole = np.concatenate(_scored(rows))
         known = {_digest(whole[i : i + run]) for i in range(len(whole) - run + 1)}
-        for other, own in zip(report_names, held_rows, strict=True):
-            shared = sum(_is_in(ids, known, run) for ids in own)
+        for other, text_rows in zip(report_names, held_rows, strict=True):
+            shared = sum(_is_in(ids, known, run) for ids in text_rows)
             if shared:
                 which = "the other rows of" if split and other == name else "the rows of"
-                what = f"{shared:,} of {count(len(own), 'row')} of {other} for the report are in {which} {name} to tune on too"
+                shared_rows = f"{shared:,} of {count(len(text_rows), 'row')} of {other}"
+                what = f"{shared_rows} for the report are in {which} {name} to tune on too"
                 fix = "give another text: a gain on rows that were tuned on says nothing"
                 problems.append(option_error("report_text", what, fix))
     if problems:

@@ -101,11 +101,11 @@ def tune(
     kinds = RecipeOptions, EvaluateSettings, TuneSettings, RunOptions
     meter = progress if isinstance(progress, Meter) else watched_meter() if progress else Silent()
     with as_files(text=text, report_text=report_text) as files:
-        given = {**files.paths, "reference": [os.fspath(model) for model in models], **options}
-        planning, texts, settings, running = read_options("tune", given, *kinds)
+        values = {**files.paths, "reference": [os.fspath(model) for model in models], **options}
+        planning, texts, settings, running = read_options("tune", values, *kinds)
         with nullcontext(meter) if isinstance(progress, Meter) else meter as shown:
-            found = tuned(recipe, os.fspath(out), planning, texts, settings, running, shown, on_trial or _unwatched)
-        return replace(found, texts=files.named(found.texts), report_texts=files.named(found.report_texts))
+            result = tuned(recipe, os.fspath(out), planning, texts, settings, running, shown, on_trial or _unwatched)
+        return replace(result, texts=files.named(result.texts), report_texts=files.named(result.report_texts))
 
 
 def tuned(
@@ -131,8 +131,8 @@ def tuned(
 
         def measure(first: Prepared) -> Measure:
             if texts.command is not None:
-                beside, judge = target.with_suffix(".candidate"), settings.report_command
-                return CommandMeasure(first, beside, texts.command, judge, texts, running, shown)
+                candidate_place, judge = target.with_suffix(".candidate"), settings.report_command
+                return CommandMeasure(first, candidate_place, texts.command, judge, texts, running, shown)
             exact = None
             if settings.search == "gradient":
                 exact = stack.enter_context(Candidates(recipe, replace(planning, out_dtype=DTYPES["F32"])))
@@ -148,7 +148,7 @@ def tuned(
 def _check_measure(settings: TuneSettings, texts: EvaluateSettings) -> None:
     if texts.command is not None:
         wrong = {"text": texts.text, "report_text": settings.report_text, "reference": settings.reference}
-        for name in [name for name, given in wrong.items() if given]:
+        for name in [name for name, is_set in wrong.items() if is_set]:
             raise option_error(name, f"{named(name)} and {named('command')} exclude each other", "leave one of them out")
         if settings.search == "gradient":
             fix = f"use {assignment('search', 'cma')}"
@@ -250,8 +250,8 @@ class _Search:
     def _about(self, planning: RecipeOptions) -> dict[str, Any]:
         """Description of the search: the first line of the journal."""
         states = [model.state for model in self.first.inputs]
-        for i, each in enumerate(self.candidates.tunables):
-            for choice in each.choices if each.chooses_models else ():
+        for i, tunable in enumerate(self.candidates.tunables):
+            for choice in tunable.choices if tunable.chooses_models else ():
                 start = self.candidates.start
                 states += [model.state for model in self._prepare((*start[:i], choice, *start[i + 1 :])).inputs]
         return {
@@ -284,7 +284,7 @@ class _Search:
         tuning = Tuning(
             out=self.target,
             recipe=self.candidates.fill(best.values).text,
-            names=tuple(each.name for each in self.candidates.tunables),
+            names=tuple(tunable.name for tunable in self.candidates.tunables),
             start=self.candidates.start,
             best=best.number,
             trials=tuple(self.done),
@@ -302,7 +302,7 @@ class _Search:
         """Try candidates, round by round. end: by the clock."""
         while len(self.done) < self.settings.budget:
             asked = (self.searcher.ask() or [])[: self.settings.budget - len(self.done)]
-            values = {len(self.done) + i: self.candidates.rounded(each) for i, each in enumerate(asked, 1)}
+            values = {len(self.done) + i: self.candidates.rounded(place) for i, place in enumerate(asked, 1)}
             learned: list[tuple[float, Sequence[float]]] = []
             try:
                 self._make(values, end)
@@ -320,8 +320,8 @@ class _Search:
         """Make the trials of a round, by number, with the other processes that share the search."""
         while True:
             self.journal.refresh()
-            for number, own in values.items():
-                self._check(number, own)
+            for number, trial_values in values.items():
+                self._check(number, trial_values)
                 self._report(number)
             missing = [number for number in values if number not in self.journal.trials]
             self._show(len(values) - len(missing))
@@ -383,7 +383,7 @@ class _Search:
 
 def _depends_on_budget(settings: TuneSettings, candidates: Candidates) -> bool:
     """Whether the sequence of candidates depends on how many there may be."""
-    return settings.search == "grid" or (settings.search == "cma" and any(each.is_choice for each in candidates.tunables))
+    return settings.search == "grid" or (settings.search == "cma" and any(tunable.is_choice for tunable in candidates.tunables))
 
 
 def _equal(a: Sequence[Scalar], b: Sequence[Scalar]) -> bool:

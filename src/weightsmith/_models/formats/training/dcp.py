@@ -103,7 +103,7 @@ def open_files(paths: Sequence[Path], index: Index | None, where: str, open_file
     Raises FormatError, Unsupported, NotFound, CheckpointError. Cost: about 0.4 ms for each part of a tensor.
     """
     metadata = next(path for path in paths if path.name == METADATA)
-    beside = {path.name: path for path in paths if path is not metadata}
+    data_files = {path.name: path for path in paths if path is not metadata}
     with raised_at(str(metadata)), open_file(metadata) as file:
         state = file.state
         if state.nbytes > MAX_PICKLE_BYTES:
@@ -115,16 +115,18 @@ def open_files(paths: Sequence[Path], index: Index | None, where: str, open_file
             for part in tensor.parts:
                 in_file.setdefault(part.file, []).append((name, part))
         needed = sorted(in_file, key=natural_key)
-        if absent := [name for name in needed if name not in beside]:
+        if absent := [name for name in needed if name not in data_files]:
             what = f"{len(absent)} of {len(needed)} files are missing: {show_all(absent)}"
             raise FormatError(what, fix="Get the missing files: each process of the run has written its own.")
     files: list[SourceFile] = []  # without `.metadata`, which is in the digest of each: nothing more is read from it
     boxes: dict[str, list[Box]] = {name: [] for name in listed}
     for file_name in needed:
-        files.append(_read_parts(beside[file_name], in_file[file_name], listed, boxes, open_file, xxhash.xxh3_128(text)))
+        files.append(_read_parts(data_files[file_name], in_file[file_name], listed, boxes, open_file, xxhash.xxh3_128(text)))
     with raised_at(str(metadata.parent)):
         stored = {
-            name: fill(tensor.spec, tensor.spec.shape, boxes[name], beside[tensor.parts[0].file] if tensor.parts else metadata)
+            name: fill(
+                tensor.spec, tensor.spec.shape, boxes[name], data_files[tensor.parts[0].file] if tensor.parts else metadata
+            )
             for name, tensor in listed.items()
         }
     return OpenedFiles(BoxedTensors(stored, files, where), notes=notes)
