@@ -124,7 +124,9 @@ def _save_noise(base: Path, tuned: Path, out: Path) -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, trust_remote_code=False)
     weights = model.state_dict()
-    for name, tensor in AutoModelForCausalLM.from_pretrained(tuned, dtype=torch.float32).state_dict().items():
+    for name, tensor in (
+        AutoModelForCausalLM.from_pretrained(tuned, dtype=torch.float32, trust_remote_code=False).state_dict().items()
+    ):
         delta = tensor - weights[name]
         if delta.ndim == 2 and bool(delta.any()) and ".layers." in name:
             values = torch.linalg.svdvals(delta)[:8]

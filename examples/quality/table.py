@@ -133,6 +133,7 @@ def page() -> str:
         "{ROWS}": lambda: str(TESTBEDS["gemma"].rows),
         "{STEPS}": lambda: str(STEPS),
         "{AUTO}": auto_table,
+        "{AUTO_COST}": auto_cost,
     }
     text = (HERE / "page.md").read_text(encoding="utf-8")
     for name, make in tables.items():
@@ -160,6 +161,24 @@ def auto_table() -> str:
             cells.append(chosen)
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def auto_cost() -> str:
+    """What the runs of `auto` took, in a sentence for each way."""
+    measured = auto_cases.known()
+    lines = []
+    for merge, title in (("with", "With texts"), ("without", "Without texts")):
+        for base, cases in (("SmolLM2", [n for n in measured if n != "gemma"]), ("Gemma", ["gemma"])):
+            runs = [r for n in cases if (r := measured.get(n, {}).get(merge)) and r["choice"]["name"] != "mean"]
+            if runs:
+                seconds, peaks = ([run[key] for run in runs] for key in ("processor_seconds", "peak_bytes"))
+                lines.append(f"{title}, {base}: {_span(seconds, 1)} CPU seconds, {_span(peaks, 1e9, 1)} GB of memory.")
+    return "* " + " ".join(lines)
+
+
+def _span(values: Sequence[float], unit: float, digits: int = 0) -> str:
+    least, most = (f"{value / unit:,.{digits}f}" for value in (min(values), max(values)))
+    return least if least == most else f"{least} to {most}"
 
 
 def known(model: str) -> dict[str, Row]:

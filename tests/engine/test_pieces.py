@@ -15,6 +15,7 @@ import pytest
 from tests.mini import Memory, as_bytes, write_checkpoint
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._engine.local import Outcome, run
+from weightsmith._engine.memory import JobMemory
 from weightsmith._engine.reader import Reader
 from weightsmith._engine.resources import Resources, Workload
 from weightsmith._engine.results import Results
@@ -190,9 +191,9 @@ def test_jobs_remember_their_statistics_unless_a_table_says_which_rows_they_see(
     reads = tuple(Read(i, "w", Gather(0, Block(0, 600, 96, 96)) if gathered else None) for i in range(3))
     step = Step(spec("out", (300 if gathered else 600, 96)), "ties", reads, base=True)
     inputs = tuple(ModelInput(path.name, "", path.name) for path in paths)
-    memory: dict[object, dict[object, Any]] = {}
+    memory = JobMemory()
 
-    def merged(first: int, remembered: dict[object, dict[object, Any]] | None) -> tuple[bytes, int]:
+    def merged(first: int, remembered: JobMemory | None) -> tuple[bytes, int]:
         table = Table.of(range(first, first + 300))
         plan = Plan(Provenance("test"), inputs, (step,), (settings,), tables=(table,) if gathered else ())
         with ExitStack() as stack:

@@ -131,7 +131,7 @@ def search(
     evaluated  (bytes asked for) → what came out
     most       bytes of the largest size, and the number of weights
 
-    >>> halving = lambda asked: Trial(asked, asked, 4.0 ** -(asked / 1000))
+    >>> halving = lambda asked: SizeTrial(asked, asked, 4.0 ** -(asked / 1000))
     >>> found = search(0.02, 1000, halving, lambda: (8000, 8000))
     >>> [each.asked for each in found]
     [4500, 2840]

@@ -176,7 +176,7 @@ def test_folders_with_a_file_and_results_are_merged_again(tmp_path: Path) -> Non
         ("comfy", "adapters that name the modules of the diffusion model in different ways"),
         ("original", "adapters that name the modules of the diffusion model in different ways"),
         ("another base", "adapters of different bases"),
-        ("LoKr", "it is LoKr, not plain LoRA"),
+        ("LoKr", "it is LoKr: adapters are merged by the factors of LoRA or DoRA"),
         ("model", "an adapter (LoRA), not a model"),
     ],
 )

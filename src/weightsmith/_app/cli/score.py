@@ -135,7 +135,6 @@ def auto(
     Examples:
         weightsmith auto ./base ./fr ./de merged
         weightsmith auto ./base ./fr ./de merged --text fr=fr.txt --text de=de.txt
-        weightsmith auto ./base ./fr ./de merged --plan
     """
     base, *fine_tunes = models
     with working("reading the models' headers", out=out, quiet=quiet, as_json=as_json) as work:

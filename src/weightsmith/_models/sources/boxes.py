@@ -72,9 +72,9 @@ class BoxedTensor:
 def fill(spec: TensorSpec, grid: tuple[int, ...], boxes: Sequence[Box], file: Path) -> BoxedTensor:
     """The tensor of these boxes. Raises FormatError unless each element is in exactly one.
 
-    >>> from weightsmith._base.tensors import F32
+    >>> from weightsmith._base.tensors import DTYPES
     >>> path = Path("w.pt")
-    >>> fill(TensorSpec("w", F32, (2, 2)), (4,), [Box(path, 0, (0,), (3,), (1,))], path)
+    >>> fill(TensorSpec("w", DTYPES["F32"], (2, 2)), (4,), [Box(path, 0, (0,), (3,), (1,))], path)
     Traceback (most recent call last):
     weightsmith._base.errors.FormatError: tensor 'w': its parts have 3 of 4 elements
       -> Copy the checkpoint again, with the files of all processes: some are damaged, or of another run.
