@@ -100,7 +100,7 @@ BESIDE = {
     "_models/lora": ["features/adapters", "app/cli/test_merge.py"],
     "_methods": ["engine/products"],
     "_features/mixture": ["features/quantisation/test_exl2_format.py"],
-    "_base/options": ["app/cli", "execution/test_run.py"],
+    "_base/options.py": ["app/cli", "execution/test_run.py"],
     "_base/report": ["base/report", "reports/look", "app/cli/test_look.py"],
     "_planning/planner": ["test_merge.py", "execution/test_stages.py", "app/cli/test_plan.py", "models/structure"],
     "_planning/planner/segments.py": ["app/cli/test_plan.py", "app/cli/test_merge.py"],
