@@ -49,7 +49,7 @@ ROW_TOKENS, ROWS = 256, 2
 SHORT_STEPS, STEPS = 24, 40
 LORA_RATE, FULL_RATE, WARMUP_STEPS = 1e-3, 5e-5, 5
 CHAT_CHARACTERS = 700
-"""Of an answer in the rows of the chat model."""
+"""The length of an answer in the rows of the chat model."""
 MATCHING = ("mean", "with", "without")
 """The merges that are judged: the plain mean, `auto` with texts, and `auto` without."""
 

@@ -64,7 +64,7 @@ class _Memory(MutableMapping[object, Any]):
 
 
 class _Place:
-    """Of an array in the file."""
+    """Where an array is in the file."""
 
     def __init__(self, offset: int, like: npt.NDArray[Any]) -> None:
         self.offset, self.dtype, self.shape, self.nbytes = offset, like.dtype, like.shape, like.nbytes

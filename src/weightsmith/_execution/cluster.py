@@ -90,7 +90,7 @@ class Share:
 
     @property
     def label(self) -> str:
-        """Of its lock and its journal."""
+        """The label that its lock and its journal have."""
         return PRODUCTS_LABEL if self.part is None else label(self.part) + "-again" * self.second
 
     def __str__(self) -> str:

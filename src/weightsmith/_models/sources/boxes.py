@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 MAX_CELLS = 1 << 20
-"""Of the grid that the edges of a tensor's boxes make: 8 dimensions cut in 5, one dimension cut in a million."""
+"""The most cells of the grid that the edges of a tensor's boxes make: 8 dimensions cut in 5, one dimension cut in a million."""
 FIX = "Copy the checkpoint again, with the files of all processes: some are damaged, or of another run."
 
 
