@@ -310,9 +310,9 @@ def open_checkpoint(
     docs/remote.md. Their tensors are read by byte range.
 
     Weights are safetensors, PyTorch's zip checkpoints (.bin, .pt, .pth, .ckpt), which are read without executing code, or GGUF,
-    whose config.json and tokenizer are made from the file, or what the processes of a training run have of each tensor (DCP,
-    DeepSpeed's ZeRO). GGUF's blocks, and FP8, compressed-tensors, GPTQ, AWQ, AutoRound, Quark, bitsandbytes, ComfyUI, EXL3 and
-    MLX weights are dequantised to float32; others are returned as stored.
+    whose config.json and tokenizer are made from the file. Checkpoints of training runs (DCP, DeepSpeed's ZeRO) hold parts of
+    each tensor, one for each process. GGUF's blocks, and FP8, compressed-tensors, GPTQ, AWQ, AutoRound, Quark, bitsandbytes,
+    ComfyUI, EXL3 and MLX weights are dequantised to float32; others are returned as stored.
 
     The result of `merge` and other functions is opened where it was written. A local path takes precedence over a Hub id of the
     same name; a Path is never a Hub id. A single file is opened without
