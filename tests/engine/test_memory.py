@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections import namedtuple
 from pathlib import Path
@@ -55,3 +56,23 @@ def test_a_folder_that_is_gone_keeps_nothing(tmp_path: Path) -> None:
     memory = JobMemory(tmp_path / "gone").of("a")
     memory["large"] = np.zeros(LARGE)
     assert not memory
+
+
+def test_an_array_that_the_disk_does_not_give_back_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = JobMemory(tmp_path).of("a")
+    memory["large"] = np.zeros(LARGE)
+
+    def broken(*_arguments: object) -> int:
+        raise OSError("no such block")
+
+    monkeypatch.setattr(os, "preadv", broken)
+    assert memory.get("large") is None
+
+
+def test_an_array_that_the_disk_takes_in_pieces_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pwrite, preadv = os.pwrite, os.preadv
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: pwrite(fd, data[:1000], offset))
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: preadv(fd, [buffers[0][:999]], offset))
+    memory, array = JobMemory(tmp_path).of("a"), np.arange(float(LARGE))
+    memory["large"] = array
+    assert (memory["large"] == array).all()

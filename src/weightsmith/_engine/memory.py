@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 import threading
@@ -43,7 +44,12 @@ class _Memory(MutableMapping[object, Any]):
 
     def __getitem__(self, key: object) -> Any:
         value = self._values[key]
-        return self._arrays.read(value) if isinstance(value, _Place) else value
+        if not isinstance(value, _Place):
+            return value
+        try:
+            return self._arrays.read(value)
+        except OSError:
+            raise KeyError(key) from None
 
     def __setitem__(self, key: object, value: Any) -> None:
         if isinstance(value, np.ndarray) and value.nbytes >= LARGE_BYTES:
@@ -87,14 +93,14 @@ class _ArrayFile:
                 if self._folder is None:
                     return None
                 if self._file is None:
-                    self._file = tempfile.TemporaryFile(dir=self._folder)
+                    self._file = tempfile.TemporaryFile(dir=self._folder, buffering=0)
                     weakref.finalize(self, self._file.close)
                     self._limit = int(DISK_SHARE * shutil.disk_usage(self._folder).free)
                 if self._end + array.nbytes > self._limit:
                     return None
-                self._file.seek(self._end)
-                self._file.write(np.ascontiguousarray(array).data)
-                self._file.flush()
+                data, done = _bytes(np.ascontiguousarray(array)), 0
+                while done < array.nbytes:
+                    done += os.pwrite(self._file.fileno(), data[done:], self._end + done)
             except OSError:
                 return None
             place = _Place(self._end, array)
@@ -102,10 +108,17 @@ class _ArrayFile:
             return place
 
     def read(self, place: _Place) -> npt.NDArray[Any]:
-        """An array, as a new one."""
+        """An array, as a new one. Raises OSError if the disk does not give it back."""
         assert self._file is not None
-        array = np.empty(place.shape, place.dtype)
-        with self._lock:
-            self._file.seek(place.offset)
-            self._file.readinto(array.reshape(-1).view(np.uint8).data)  # type: ignore[attr-defined]
+        array, done = np.empty(place.shape, place.dtype), 0
+        data = _bytes(array)
+        while done < array.nbytes:
+            got = os.preadv(self._file.fileno(), [data[done:]], place.offset + done)
+            if not got:
+                raise OSError("the file ends early")
+            done += got
         return array
+
+
+def _bytes(array: npt.NDArray[Any]) -> memoryview:
+    return array.reshape(-1).view(np.uint8).data

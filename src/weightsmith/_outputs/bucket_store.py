@@ -28,9 +28,9 @@ MARK = "weightsmith"
 THREADS = 8
 """Small requests at a time."""
 PART_BYTES = 8 << 20
-"""Of a file that is put in parts; more for a file of more than 9,000 of them, for stores take 10,000."""
+"""The size of a part of a file. A file of more than 9,000 such parts has larger ones: stores take 10,000 parts."""
 PARTS_AT_ONCE = 4
-"""Of each file, in memory."""
+"""Parts of a file that are in memory together."""
 _MOST_PARTS = 9_000
 _MOST_OBJECTS = 100_000
 _DAMAGED = re.compile("<Code>(BadDigest|InvalidDigest|Md5Mismatch|XAmzContent(?:SHA256|Checksum)Mismatch)</Code>")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from collections import Counter
@@ -21,7 +22,16 @@ import weightsmith._methods.tsv_m
 from tests.calibration_help import save_model
 from tests.cli_help import Cli, cli
 from tests.reports.tuning.help import words
-from weightsmith._base.errors import MismatchError, NonFinite, OutputExists, ParameterError, PlanError, StoreError
+from weightsmith._base.errors import (
+    CheckpointError,
+    MismatchError,
+    NonFinite,
+    OutputExists,
+    ParameterError,
+    PlanError,
+    StoreError,
+)
+from weightsmith._execution.progress import Silent
 from weightsmith._planning.planner import Prepared
 from weightsmith._plans import Plan
 from weightsmith._reports.auto import auto as module
@@ -144,6 +154,37 @@ def test_the_candidate_that_is_usually_best_comes_first_and_a_limit_leaves_the_o
     more = auto("more", budget=4)
     assert more.candidates[:2] == one.candidates
     assert not more.stopped
+
+
+@pytest.mark.slow
+def test_a_model_that_changes_during_the_search_is_not_merged(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matrices that were computed before are of the old file, and what else is read is of the new."""
+    for name in FINE_TUNES:
+        shutil.copytree(Path(name).resolve(), f"my-{name}")
+
+    def retrained(*_scored: Any, **_how: Any) -> Choice:
+        fine_tune(Path("base").resolve(), work / "new", 9)
+        Path("new/model.safetensors").rename("my-fr/model.safetensors")
+        return Choice("tsv_m", "said the test")
+
+    monkeypatch.setattr(module, "choose", retrained)
+    with pytest.raises(CheckpointError, match=r"my-fr/model\.safetensors"):
+        weightsmith.auto("base", ["my-fr", "my-de"], "merged", progress=False)
+    assert not Path("merged").exists()
+
+
+@pytest.mark.slow
+def test_stages_come_in_order(work: Path) -> None:
+    stages = list[int]()
+
+    class Told(Silent):
+        def say(self, text: str) -> None:
+            if match := re.match(r"\w+ (\d)/5:", text):
+                stages.append(int(match[1]))
+
+    auto(progress=Told())
+    assert stages == sorted(stages)
+    assert set(stages) == {1, 2, 3, 4, 5}
 
 
 def test_the_plan_counts_and_writes_nothing(work: Path, cli: Cli) -> None:

@@ -207,8 +207,8 @@ def fused_parts(
     >>> from weightsmith._models.structure import analyse
     >>> from weightsmith._base.tensors import DTYPES
     >>> shapes = {"gate_up_proj": (2, 6, 4), "down_proj": (2, 4, 3)}
-    >>> found = [TensorSpec(f"layers.{i}.mlp.experts.{n}", DTYPES["BF16"], s) for i in (0, 1) for n, s in shapes.items()]
-    >>> for part in fused_parts(found[0], {s.name: s for s in found}, analyse(found, None), None):
+    >>> specs = [TensorSpec(f"layers.{i}.mlp.experts.{n}", DTYPES["BF16"], s) for i in (0, 1) for n, s in shapes.items()]
+    >>> for part in fused_parts(specs[0], {s.name: s for s in specs}, analyse(specs, None), None):
     ...     print(part.offset, part.shape, part.name)
     0 (3, 4) layers.0.mlp.experts.0.gate_proj.weight
     12 (3, 4) layers.0.mlp.experts.0.up_proj.weight

@@ -6,7 +6,7 @@ is checked. It runs in a process of its own (`transformers_script.py`): importin
 config.json of unknown origin may ask for a model of any size. Code that a model brings with it is never executed.
 
 Planning makes a `Question`. `weightsmith plan` waits for its answer; a merge has a `Check` ask it meanwhile, and publishes
-nothing before it is answered. Answers are kept, one small file for each, in `~/.cache/weightsmith/loading`. A file that is
+only once the answer is there. Answers are kept, one small file for each, in `~/.cache/weightsmith/loading`. A file that is
 missing, damaged or cannot be written costs nothing but the time to ask.
 """
 
@@ -282,7 +282,7 @@ def _sound(answer: Mapping[str, Any]) -> bool:
 _OURS = re.compile(r"[0-9a-f]{1,64}\.(json|\d+)")
 MAX_ANSWERS = 200
 MAX_ANSWER_BYTES = 1 << 20
-"""Of an answer: a longer one is not kept."""
+"""The longest answer that is kept."""
 
 Sound = Callable[[dict[str, Any]], bool]
 

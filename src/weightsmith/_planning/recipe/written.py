@@ -220,7 +220,7 @@ def as_yaml(root: Node | None) -> str:
 
 
 def name_of(document: Document) -> str:
-    """Of a recipe, perhaps a broken one; "" for none."""
+    """The name that a recipe has, which may be broken; "" for none."""
     pairs = document.root.value if document.root is not None else None
     name = pairs["name"].value.value if isinstance(pairs, dict) and "name" in pairs else None
     return name if isinstance(name, str) else ""
@@ -229,7 +229,7 @@ def name_of(document: Document) -> str:
 # ---- sums of models: `base + 0.5 * (fr - base)`
 
 _TOLERANCE = 1e-6
-"""Of the sum of the coefficients: (a + b + c) / 3 has 0.9999999999999999."""
+"""How far the sum of the coefficients may be from 1: that of (a + b + c) / 3 is 0.9999999999999999."""
 
 
 def model(name: str | os.PathLike[str]) -> Sum:

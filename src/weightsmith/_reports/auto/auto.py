@@ -68,6 +68,8 @@ FACTORS = (0.6, 1.4)
 
 FEWEST, MOST = 2, 10
 MEAN, SUM, TSV, REGMEAN_TSV, REGMEAN_SUM = "mean", "sum", "tsv_m", "regmean, prior tsv_m", "regmean, prior sum"
+CANDIDATES = ((REGMEAN_TSV, TSV), (TSV, TSV), (REGMEAN_SUM, SUM), (SUM, SUM))
+"""In the order in which they are scored, each with the merge whose strength it takes."""
 
 
 @lists_options("auto", AutoSettings, RunOptions, besides=("text",))
@@ -120,20 +122,25 @@ def find_merge(models: Models, out: str, settings: AutoSettings, running: RunOpt
     folder = _work_folder(out, running)
     with ExitStack() as stack:
         one = _opened_mean(models, stack)
+        opened_models = (*stack.enter_context(prepare_named(models.base)).inputs, *one.prepared.inputs)
         folder.mkdir(exist_ok=True)
-        journal = Journal(folder / _SCORES, _about(one, models), resume=running.resume)
+        about = {"kind": "weightsmith auto", "models": [model.state for model in opened_models]}
+        journal = Journal(folder / _SCORES, about, resume=running.resume)
         pairs = _pairs(one, models, names, texts, folder, settings, running, shown)
         search = _Search(one, models, names, pairs, folder, journal, settings, began + seconds, running, shown)
         result = search.run()
-    shown.say(f"writing {result.choice.name}")
-    with prepare_any(search.recipe(result.choice.name), RecipeOptions(), QuantizeSettings()) as prepared:
-        text = prepared.plan.recipe
-    # The recipe names the texts. This merge reads what was measured on them.
-    with prepare_any(search.recipe(result.choice.name, search.folders), RecipeOptions(), QuantizeSettings()) as prepared:
-        repeatable = prepared.draft_again()
-        repeatable.draft.recipe = text
-        telling = Callbacks(*callbacks(shown, "merging"))
-        execute(repeatable.finish(), out, running, telling, began=began, memory=search.memory)
+        shown.say(f"writing {result.choice.name}")
+        with prepare_any(search.recipe(result.choice.name), RecipeOptions(), QuantizeSettings()) as prepared:
+            text = prepared.plan.recipe
+        # The recipe names the texts. This merge reads what was measured on them.
+        with prepare_any(search.recipe(result.choice.name, search.folders), RecipeOptions(), QuantizeSettings()) as prepared:
+            repeatable = prepared.draft_again()
+            repeatable.draft.recipe = text
+            # What the search remembers is of the files as they were: this merge opens them again.
+            for model in opened_models:
+                model.check_unchanged()
+            telling = Callbacks(*callbacks(shown, "merging"))
+            execute(repeatable.finish(), out, running, telling, began=began, memory=search.memory)
     shutil.rmtree(folder / _STATISTICS, ignore_errors=True)
     result = replace(result, out=expand_user(out).absolute(), recipe=text, seconds=time.monotonic() - began)
     result.report().write(folder / PAGE)
@@ -220,13 +227,6 @@ def _opened_mean(models: Models, stack: ExitStack) -> Opened:
     with prepare_any(models.sum(1.0), RecipeOptions(), QuantizeSettings()):
         pass
     return opened(MEAN, stack.enter_context(prepare_named(models.mean())))
-
-
-def _about(one: Opened, models: Models) -> dict[str, Any]:
-    """Whose scores the journal has."""
-    with prepare_named(models.base) as prepared:
-        states = [model.state for model in (*prepared.inputs, *one.prepared.inputs)]
-    return {"kind": "weightsmith auto", "models": states}
 
 
 def _pairs(
@@ -333,13 +333,14 @@ class _Search:
 
     def _measure_all(self, pool: Pool) -> None:
         """Score the candidates, the one that is usually best first, while number and time allow."""
-        for name, prior in ((REGMEAN_TSV, TSV), (TSV, TSV), (REGMEAN_SUM, SUM), (SUM, SUM)):
-            if not self._may_score():
-                return
-            if prior not in self._strengths:
+        for prior in dict.fromkeys(prior for _, prior in CANDIDATES[: self.settings.budget]):
+            if not self._strengths or time.monotonic() < self.until:
                 self._strengths[prior] = self._strength(pool, prior)
-            if name != prior and not self.folders:
-                self.folders = [self._statistics(i) for i in range(len(self.names))]
+        self.folders = [self._statistics(i) for i in range(len(self.names))]
+        for name, prior in CANDIDATES:
+            if prior not in self._strengths or not self._may_score():
+                self._stopped = True
+                return
             self.shown.say(f"candidates 5/5: {name}")
             self._scored[name] = pool.scores(self.recipe(name, self.folders))
         if self.with_texts:
