@@ -1,12 +1,16 @@
 """llama.cpp's vision halves through ctypes, as a judge.
 
 They are in the extension module of the PyPI package xllamacpp, which `make test` installs. WEIGHTSMITH_LIBMTMD names another
-library that has llama.cpp's `mtmd`.
+library that has llama.cpp's `mtmd`. It runs in a process of its own (this module as a program): another version of llama.cpp in
+the same process (`tests.llama_cpp`) would take the place of some of its functions, and it aborts.
 """
 
 from __future__ import annotations
 
 import ctypes as c
+import subprocess
+import sys
+import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -30,7 +34,7 @@ class _Settings(c.Structure):
 
 
 class _Text(c.Structure):
-    _fields_ = [("text", c.c_char_p), ("add_special", c.c_bool), ("parse_special", c.c_bool)]
+    _fields_ = [("text", c.c_char_p), ("add_special", c.c_bool), ("parse_special", c.c_bool), ("more", c.c_uint8 * 64)]
 
 
 @cache
@@ -52,6 +56,16 @@ def _call(name: str, result: Any, *arguments: tuple[Any, Any]) -> Any:
 
 def embeddings(model: Path, mmproj: Path, image: npt.NDArray[np.uint8], width: int) -> npt.NDArray[np.float32]:
     """What the language model gets for an image [height, width, 3]: float32 [tokens, width]. Of pieces, the last: all of it."""
+    with tempfile.TemporaryDirectory() as folder:
+        image_file, values_file = Path(folder, "image.npy"), Path(folder, "values.npy")
+        np.save(image_file, image)
+        command = [sys.executable, "-m", "tests.mtmd", *map(str, (model, mmproj, image_file, width, values_file))]
+        subprocess.run(command, cwd=Path(__file__).parents[1], check=True)
+        return np.load(values_file)
+
+
+def _embeddings(model: Path, mmproj: Path, image: npt.NDArray[np.uint8], width: int) -> npt.NDArray[np.float32]:
+    """What `embeddings` returns, computed in this process."""
     pointer = c.c_void_p
     path = (c.c_char_p, str(model).encode())
     loaded = _call("llama_model_load_from_file", pointer, path, (_Settings, _call("llama_model_default_params", _Settings)))
@@ -76,3 +90,8 @@ def embeddings(model: Path, mmproj: Path, image: npt.NDArray[np.uint8], width: i
     _call("mtmd_free", None, (pointer, context))
     _call("llama_model_free", None, (pointer, loaded))
     return found[-1]
+
+
+if __name__ == "__main__":
+    model, mmproj, image_file, width, values_file = sys.argv[1:]
+    np.save(values_file, _embeddings(Path(model), Path(mmproj), np.load(image_file), int(width)))

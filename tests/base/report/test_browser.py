@@ -64,7 +64,8 @@ def test_the_value_at_the_pointer_and_what_a_cell_is_made_of(browser: Any, repor
         assert page.evaluate("document.activeElement.tagName") == "TD"
         cell(page, 1, 4).click()
         drawer.get_by_text("Show in the table").click()
-        assert page.locator("#tensors-4 tbody tr").all_inner_texts() == ["4.mlp.up_proj\t0.100%\t-"]
+        page.locator("#tensors-4 tbody tr").wait_for()
+        assert page.locator("#tensors-4 tbody tr > *").all_inner_texts() == ["4.mlp.up_proj", "0.100%", "-"]
 
 
 def test_the_drawer_and_names_of_a_hostile_model_stay_text(browser: Any, report: Path) -> None:

@@ -210,7 +210,7 @@ def test_llama_cpp_computes_the_images_that_transformers_does(name: str) -> None
     Path("m/processor_config.json").write_text(json.dumps({"size": {"longest_edge": side}}))
     mmproj_file = quantize("m", "q", "f32")
     image = np.random.default_rng(0).integers(0, 256, (side, side, 3)).astype(np.uint8)
-    found = embeddings(mmproj_file.with_name("model.gguf"), mmproj_file, image, vision_zoo.WIDTH)
+    found = embeddings(mmproj_file.with_name("model.gguf").resolve(), mmproj_file.resolve(), image, vision_zoo.WIDTH)
     model = getattr(transformers, config["architectures"][0]).from_pretrained("m", dtype=torch.float32).eval()
     if name == "internvl":  # llama.cpp has the class token at the end, so that each place is one off
         places = model.model.vision_tower.embeddings.position_embeddings
