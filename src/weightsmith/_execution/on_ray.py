@@ -307,10 +307,11 @@ def serve(fd: int) -> None:
 def _answer_one(pipe: Connection, workers: RayWorkers) -> None:
     number, name, arguments = pipe.recv()
     try:
-        answer = number, None, getattr(workers, name)(*arguments)
+        value = getattr(workers, name)(*arguments)
     except Exception as error:
-        answer = number, portable(error), None
-    pipe.send(answer)
+        pipe.send((number, portable(error), None))
+    else:
+        pipe.send((number, None, value))
 
 
 def _join(ray: Any, address: str, stack: ExitStack) -> None:
