@@ -64,7 +64,7 @@ PRODUCTS = {
     "combined": ("combination",),
     "transplanted": ("transplanted_rows",),
     "looks": ("differences", "statistics", "alignments", "survival"),
-    "calibrated": ("embedding", "quantised_layer", "quantised_states", "largest_state", "largest_states"),
+    "calibrated": ("text_rows", "quantised_layer", "quantised_states", "largest_state", "largest_states"),
     "scaled": ("activation_scales",),
     "losses": ("states", "gradients", "measured_layer"),
     "sized": ("scored_layer", "scored_vocabulary"),

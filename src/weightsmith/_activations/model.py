@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal
 
 from weightsmith._activations.decoder import Base
@@ -13,7 +13,7 @@ from weightsmith._activations.gradients import shapes_of as gradient_shapes
 from weightsmith._activations.rows import TOKENIZER, rows_of, text_source
 from weightsmith._activations.statistic import shapes_of
 from weightsmith._activations.statistics import find_statistic
-from weightsmith._activations.work import EmbeddingWork, GradientWork, LayerWork, StatisticWork, Work
+from weightsmith._activations.work import GradientWork, LayerWork, StatisticWork, TextRowsWork, Work
 from weightsmith._base.errors import NotFound, PlanError, Unsupported, WeightsmithError, as_plan_error, noting
 from weightsmith._base.files import read_bounded
 from weightsmith._base.idioms import grouped
@@ -193,17 +193,19 @@ class TextRun:
         """The weights of the linear layers of a layer. Experts that are one tensor are not among them."""
         return tuple(step.out.name for step in self.steps(layer) if role_of(step.out) == "linear")
 
-    def embedding(self) -> Product:
-        """What enters the first layer."""
-        work = EmbeddingWork(self.base, self.packages, self.text, self._model.bos)
-        steps = [step for step in self.steps(self.layers) if not is_head(step.out)]
-        return self.product(
-            "states 0", "embedding", (self.rows("states 0"),), work, steps, files=(self._tokenizer,), transient=True
-        )
+    @cached_property
+    def text_rows(self) -> Product:
+        """The rows of tokens of the text."""
+        out = self.array("ids", "I32", (self.text.rows, self.text.tokens))
+        work = TextRowsWork(self.base, self.packages, self.text, self._model.vocabulary, self._model.bos)
+        files = (FileRead(self._model.number, TOKENIZER, self.text.tokenizer),)
+        return self.product("rows", "text_rows", (out,), work, (), files=files, transient=True)
 
-    @property
-    def _tokenizer(self) -> FileRead:
-        return FileRead(self._model.number, TOKENIZER, self.text.tokenizer)
+    def embedding(self, rows: Product) -> Product:
+        """What enters the first layer. rows: of tokens."""
+        work = LayerWork(self.base, self.packages, 0, rows.name)
+        steps = [step for step in self.steps(self.layers) if not is_head(step.out)]
+        return self.product("states 0", "embedded_rows", (self.rows("states 0"),), work, steps, (rows,), transient=True)
 
     def states(self, layer: int, states: Product) -> Product:
         """What leaves a layer. states: what enters it."""
@@ -212,13 +214,10 @@ class TextRun:
 
     def head_gradients(self, states: Product, labels: Labels = "drawn") -> Product:
         """The gradients of what leaves the last layer. states: what leaves it."""
-        name, text, bos = f"{OF_LABELS[labels]} {self.layers}", None, None
-        files: tuple[FileRead, ...] = ()
-        if labels == "text":
-            text, bos, files = self.text, self._model.bos, (self._tokenizer,)
-        work = GradientWork(self.base, self.packages, self.layers, states.name, "", (), self.text.seed, text, bos)
-        steps = self.steps(self.layers)
-        return self.product(name, "gradients", (self.rows(name),), work, steps, (states,), files, transient=True)
+        name, needs = f"{OF_LABELS[labels]} {self.layers}", (states, self.text_rows) if labels == "text" else (states,)
+        rows = self.text_rows.name if labels == "text" else ""
+        work = GradientWork(self.base, self.packages, self.layers, states.name, "", (), self.text.seed, rows)
+        return self.product(name, "gradients", (self.rows(name),), work, self.steps(self.layers), needs, transient=True)
 
     def gradients(
         self, layer: int, states: Product, leaving: Product, weights: tuple[str, ...] = (), labels: Labels = "drawn"
@@ -257,8 +256,8 @@ class TextRun:
         return _needed(self._ahead(measure))
 
     def _ahead(self, measure: Callable[[int, Product], Iterable[Product]]) -> list[Product]:
-        products = [self.embedding()]
-        states = products[0]
+        states = self.embedding(self.text_rows)
+        products = [self.text_rows, states]
         for layer in range(self.layers):
             products += measure(layer, states)
             states = self.states(layer, states)
@@ -282,7 +281,7 @@ class TextRun:
         after    (what enters the first layer, the gradients of that, what leaves the last layer) → the products to add
         """
         products = self._ahead(before)
-        states = [product for product in products if product.op in ("embedding", "states")]
+        states = [product for product in products if product.op in ("embedded_rows", "states")]
         for label in labels:
             gradients = self.head_gradients(states[-1], label)
             products.append(gradients)
@@ -377,7 +376,8 @@ def merged_products(
         structure, needs = analyse([step.out for step in steps], model.config), partial(needs_of, maker=maker)
         merge = replace(model, label="the merge", steps=tuple(steps), structure=structure, needs=needs)
         runs.append((TextRun(model, text, prefix), TextRun(merge, text, prefix), own_kinds))
-    states = [merge.embedding() for _, merge, _ in runs]
+    states = [merge.embedding(run.text_rows) for run, merge, _ in runs]
+    products += [run.text_rows for run, _, _ in runs]
     products += states
     for layer in range(runs[0][1].layers):
         for (run, _, kinds), entering in zip(runs, states, strict=True):

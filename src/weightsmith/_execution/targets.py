@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from weightsmith._activations.rows import TOKENS, text_source
-from weightsmith._activations.work import EmbeddingWork
+from weightsmith._activations.work import TextRowsWork
 from weightsmith._base.errors import NOTHING_WRITTEN, ParameterError, Unsupported
 from weightsmith._base.options import named, option_error
 from weightsmith._base.tensors import DTYPES, TensorSpec
@@ -70,7 +70,7 @@ def check_target(prepared: Prepared, target: float | None, options: RunOptions) 
         fix = f"name a text that is not the calibration text: {named('evaluate')}"
         raise option_error("target", "the divergence is measured on a text, and none is named", fix)
     text = text_source(options.evaluate, None, TOKENS, 0, "evaluate").sha256
-    if text in {EmbeddingWork.of(product).text.sha256 for product in prepared.plan.products if product.op == "embedding"}:
+    if text in {TextRowsWork.of(product).text.sha256 for product in prepared.plan.products if product.op == "text_rows"}:
         fix = "name another text, which no setting was chosen by"
         raise option_error("evaluate", "the settings are chosen by this text, so a divergence on it is too low", fix)
     return target

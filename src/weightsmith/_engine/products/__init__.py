@@ -20,7 +20,7 @@ OWN = {
     "magnitudes": "weightsmith._engine.products.magnitudes:KIND",
     "router": "weightsmith._features.mixture.router:KIND",
     "neuron_order": "weightsmith._features.mixture.neurons:KIND",
-    "embedding": "weightsmith._activations.states:EMBEDDING",
+    "text_rows": "weightsmith._activations.states:TEXT_ROWS",
     "states": "weightsmith._activations.states:STATES",
     "gradients": "weightsmith._activations.gradients:KIND",
     "statistic": "weightsmith._activations.statistic:KIND",
