@@ -78,6 +78,13 @@ def workers(threads: int, device: str) -> Iterator[ThreadPoolExecutor]:
 
 
 @contextmanager
+def together(threads: int) -> Iterator[ThreadPoolExecutor]:
+    """So many threads that wait for each other, on each of which torch computes alone. A GPU gets its work from all of them."""
+    with one_thread(), ThreadPoolExecutor(threads) as pool:
+        yield pool
+
+
+@contextmanager
 def processors(threads: int, device: str, pool: ThreadPoolExecutor) -> Iterator[ThreadPoolExecutor]:
     """Threads for what processors compute, whatever the device. pool: of `workers`, which is used if it has as many."""
     if on_cpu(device):

@@ -12,6 +12,7 @@ from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
+from weightsmith._activations.own_text import OwnTextReport
 from weightsmith._base.errors import NOTHING_WRITTEN, Finding, PlanError, WeightsmithError
 from weightsmith._base.files import expand_user
 from weightsmith._base.report import Report, Reported
@@ -176,6 +177,9 @@ class RunRequest:
     began: float = field(default_factory=time.monotonic)
     memory: JobMemory | None = None
 
+
+OWN_TEXTS = "own_texts"
+"""Key of the manifest: texts that models wrote for the run, with the sha256 of their tokens."""
 
 MEASUREMENT = "measurement"
 """Key of the manifest: the identity of the measurement that the output follows from."""
@@ -377,6 +381,8 @@ def _describe(run: PlanRun, staging: Staging, computed: _Computed, name: str, re
             staging.add_file(file, data)
         evaluated = run.request.callbacks.evaluating(plan, Path(staging.folder) / CONTENT, run.reference)
         reports[EVALUATION], manifest[EVALUATION] = evaluated, evaluated.to_json()
+    if texts := [report.to_json() for report in reports.values() if isinstance(report, OwnTextReport)]:
+        manifest[OWN_TEXTS] = texts
     for file, data in {**files(reports=reports, options=inside), **run.files}.items():
         if file not in first:
             staging.add_file(file, data)

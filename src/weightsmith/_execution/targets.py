@@ -105,7 +105,8 @@ def search_target(target: float, run: PlanRun, kind: FollowUpKind, arrays: Mappi
         if kept is None:
             status(f"trying {size(_nbytes(prepared))}")
             folder = sibling(run.request.out, f".trial-{key[:8]}")
-            merged = run_plan(PlanRun(prepared, RunRequest(folder, trying, compared, run.request.began), files=second.files))
+            trial_request = RunRequest(folder, trying, compared, run.request.began)
+            merged = run_plan(PlanRun(prepared, trial_request, arrays=second.arrays, files=second.files))
             kept = staging.keep(trial, [np.array([_divergence(merged.reports[EVALUATION])])])
             remove_checkpoint(folder)
         return SizeTrial(max_bytes, _nbytes(prepared), float(kept[0][0]))
@@ -119,7 +120,15 @@ def search_target(target: float, run: PlanRun, kind: FollowUpKind, arrays: Mappi
         raise Unsupported(what, where="target", fix=fix, state="Nothing was published; the measurement is kept.")
     second = sized(best.asked)
     manifest = {**run.manifest, "target": {"kl": target, "trials": [asdict(trial) for trial in trials]}}
-    return replace(run, prepared=second.prepared, files=second.files, manifest=manifest, reference=plain)
+    return replace(
+        run,
+        prepared=second.prepared,
+        arrays=second.arrays,
+        files=second.files,
+        reports=second.reports,
+        manifest=manifest,
+        reference=plain,
+    )
 
 
 def search(

@@ -485,7 +485,10 @@ def _layer(plan: dict[str, Any]) -> dict[str, Any]:
         (lambda plan: _rows(plan)["text"].update(tokens=0), "its rows are not those of its text"),
         (lambda plan: _rows(plan)["text"].update(seed=-1), "its seed is negative"),
         (lambda plan: _rows(plan)["base"].update(model=7), "it does not name the tokenizer's file"),
-        (lambda plan: _made(plan, "embedded_rows")["settings"]["base"].update(hidden=1), "its states are not those of its rows"),
+        (
+            lambda plan: _made(plan, "embedded_rows")["settings"]["base"].update(hidden=1),
+            "its states are not those of its rows",
+        ),
         (
             lambda plan: _layer(plan)["base"].update(arithmetic="float64"),
             "not those of a quantised_layer product",

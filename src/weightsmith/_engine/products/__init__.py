@@ -20,6 +20,7 @@ OWN = {
     "magnitudes": "weightsmith._engine.products.magnitudes:KIND",
     "router": "weightsmith._features.mixture.router:KIND",
     "neuron_order": "weightsmith._features.mixture.neurons:KIND",
+    "own_text": "weightsmith._activations.own_text:KIND",
     "text_rows": "weightsmith._activations.states:TEXT_ROWS",
     "states": "weightsmith._activations.states:STATES",
     "gradients": "weightsmith._activations.gradients:KIND",
