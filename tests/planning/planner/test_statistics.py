@@ -88,12 +88,12 @@ def test_the_built_in_text_is_named_built_in() -> None:
 def test_a_method_without_a_text_says_what_to_write() -> None:
     assert refused(recipe()) == [
         "merge_method: merge_method regmean measures the models on a text, and the recipe names none\n"
-        "  -> Write text: and a file, or text: built-in, at the top level."
+        "  -> Write text: and a file, text: built-in, or text: own, at the top level."
     ]
     (one,) = refused(recipe(a=short("a")))
     assert one == (
         "merge_method: merge_method regmean measures ./b on a text, and the recipe names none\n"
-        "  -> Write text: and a file, or text: built-in, at the top level or in the entry of the model."
+        "  -> Write text: and a file, text: built-in, or text: own, at the top level or in the entry of the model."
     )
 
 

@@ -212,8 +212,7 @@ def statistics(
 
     Examples:
         weightsmith statistics fr fr.txt fr-stats
-        weightsmith statistics fr fr.txt fr-stats --kind fisher --rows 64
-        weightsmith statistics fr own fr-stats
+        weightsmith statistics fr own fr-stats --kind fisher --rows 64
     """
     with working("reading the model's headers and the text", out=out, quiet=quiet, as_json=as_json) as work:
         work.make(weightsmith.statistics, model, text, records=(settings, running))
