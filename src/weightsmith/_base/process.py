@@ -39,6 +39,14 @@ def return_large_blocks() -> None:
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, LARGE_BYTES)
 
 
+def allow_nesting(stages: int) -> None:
+    """Raise Python's limit of nested calls for so many stages, each of which may be in the next one.
+
+    One takes two calls while it is planned and closed. A limit that is too high does no harm: these calls take no C stack.
+    """
+    sys.setrecursionlimit(max(sys.getrecursionlimit(), 1000 + 4 * stages))
+
+
 def return_freed() -> None:
     """Return what is free now to the system. Takes milliseconds."""
     with contextlib.suppress(OSError, AttributeError):
