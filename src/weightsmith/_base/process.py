@@ -15,6 +15,7 @@ import select
 import sys
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any, TextIO
 
 from weightsmith._base.errors import WeightsmithError
@@ -112,3 +113,16 @@ def _stream(before: TextIO | None, number: int, failed: Callable[[OSError], None
     encoding = before.encoding if before is not None else "utf-8"
     buffer = io.BufferedWriter(_Raw(number, failed))
     return io.TextIOWrapper(buffer, encoding=encoding, errors="backslashreplace", line_buffering=line_by_line)
+
+
+def memory_bytes() -> tuple[int | None, int | None]:
+    """Bytes of the machine, and those that are free or can be freed; None where the system does not tell."""
+    try:
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError, AttributeError):
+        return None, None
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return total, next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return total, None
