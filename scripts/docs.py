@@ -539,7 +539,15 @@ THEMES = {
         *("inspect", "diff", "preview", "evaluate", "statistics"),
         *("Inspection", "Difference", "Comparison", "Preview", "Evaluation", "Report", "Judge"),
     ),
-    "Read and write checkpoints": ("open_checkpoint", "Checkpoint", "save_file", "save_model", "verify", "find_unfinished"),
+    "Read and write checkpoints": (
+        "open_checkpoint",
+        "Checkpoint",
+        "save_file",
+        "save_model",
+        "verify",
+        "status",
+        "find_unfinished",
+    ),
     "Write a merge method": ("methods", "block_method", "tensor_method", "PerModel", "Bounds"),
 }
 PER_MODEL = (

@@ -81,6 +81,7 @@ NAMES = [
     "save_file",
     "save_model",
     "statistics",
+    "status",
     "tensor_method",
     "transplant_tokenizer",
     "tune",

@@ -55,6 +55,7 @@ from weightsmith._outputs.places import find_unfinished as find_unfinished
 from weightsmith._outputs.places import verify as verify
 from weightsmith._outputs.save import save_file as save_file
 from weightsmith._outputs.save import save_model as save_model
+from weightsmith._outputs.status import status as status
 from weightsmith._planning.recipe.written import Sum as Sum
 from weightsmith._planning.recipe.written import model as model
 from weightsmith._plans import Plan as Plan

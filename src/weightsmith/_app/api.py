@@ -199,10 +199,10 @@ def _execute(prepared: Prepared, out: str | os.PathLike[str], running: RunOption
     if running.ray is None:
         return execute(prepared, out, running, watching, began=began)
     from weightsmith._execution.cluster import share_out
-    from weightsmith._execution.on_ray import RayWorkers
+    from weightsmith._execution.on_ray import watched
 
     check_options(out, running)  # before a cluster is started
-    with RayWorkers.connect(running) as workers:
+    with watched(running) as workers:
         helpers = partial(share_out, workers=workers)
         return execute(prepared, out, running, watching, began=began, helpers=helpers)
 

@@ -1,9 +1,11 @@
-"""`weightsmith inspect`, `diff`, `preview` and `verify`: what looks at models, before and after."""
+"""`weightsmith inspect`, `diff`, `preview`, `verify` and `status`: what looks at models, before and after."""
 
 from __future__ import annotations
 
 import os
-from typing import Annotated, Any
+import time
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -11,10 +13,13 @@ from weightsmith._app.cli import options
 from weightsmith._app.cli.failures import failures
 from weightsmith._app.cli.work import show_warnings, working
 from weightsmith._base.errors import printable
-from weightsmith._base.text import count, note, say, show_json, size, status_line
+from weightsmith._base.text import count, duration, note, say, show_json, show_table, size, status_line
 from weightsmith._execution.options import RunOptions
 from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._planning.options import RecipeOptions
+
+if TYPE_CHECKING:
+    from weightsmith._outputs.status import Builder
 
 
 @options.expand
@@ -182,3 +187,61 @@ def verify(
                 f"{printable(str(report.folder))}: OK, {count(report.tensors, 'tensor')} and "
                 f"{count(report.files, 'other file')} match their checksums ({size(report.nbytes)})"
             )
+
+
+# ---- weightsmith status
+
+
+def status(
+    out: Annotated[str, typer.Argument(metavar="OUT", help="Folder or address that is being built.")],
+    staging: Annotated[
+        str | None,
+        typer.Option("--staging", metavar="FOLDER", help="Folder with the work for an address.", show_default="current folder"),
+    ] = None,
+    quiet: options.Quiet = False,
+    as_json: options.Json = False,
+) -> None:
+    """Show who builds OUT, and how far it is.
+
+    Reads the work beside OUT, and disturbs no run.
+
+    Examples:
+        weightsmith status ./merged
+        weightsmith status s3://bucket/merged --staging /scratch
+    """
+    with failures(checking=True, as_json=as_json), status_line("reading the journals", quiet=quiet or as_json):
+        from weightsmith._outputs.status import status as progress_of
+
+        progress = progress_of(out, staging=staging)
+        if as_json:
+            show_json(asdict(progress) | {"folder": None if progress.folder is None else str(progress.folder)})
+            return
+        if progress.published:
+            say(f"{printable(progress.out)}: complete" + ", and being replaced" * (progress.folder is not None))
+        if progress.folder is None:
+            return
+        total = f" of {progress.total:,}" if progress.total else ""
+        say(f"{printable(progress.out)}: {progress.tensors:,}{total} tensors are finished")
+        rows = [
+            (
+                f"part {builder.part.replace('-', ' ')}" if builder.part else "all",
+                _progress(builder),
+                f"{builder.process} on {printable(builder.machine)}" if builder.process else "",
+                _state(builder),
+                f"{duration(max(0.0, time.time() - builder.changed))} ago",
+            )
+            for builder in progress.builders
+        ]
+        show_table(("builds", "tensors", "process", "", "last change"), rows, right={1})
+
+
+def _progress(builder: Builder) -> str:
+    return f"{builder.tensors:,} of {builder.total:,}" if builder.total else f"{builder.tensors:,}"
+
+
+def _state(builder: Builder) -> str:
+    if builder.part and builder.done:
+        return "done"
+    if not builder.process:
+        return ""
+    return {True: "running", False: "ended", None: "on another machine"}[builder.running]

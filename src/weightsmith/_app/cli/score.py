@@ -196,7 +196,9 @@ def write(
 @options.expand
 def statistics(
     model: options.Model,
-    text: Annotated[str, typer.Argument(metavar="TEXT", help="A txt, jsonl or parquet file, or built-in.")],
+    text: Annotated[
+        str, typer.Argument(metavar="TEXT", help="A txt, jsonl or parquet file, built-in, or own: what MODEL writes by itself.")
+    ],
     out: options.Out,
     settings: StatisticsSettings,
     running: RunOptions,
@@ -210,7 +212,7 @@ def statistics(
 
     Examples:
         weightsmith statistics fr fr.txt fr-stats
-        weightsmith statistics fr fr.txt fr-stats --kind fisher --rows 64
+        weightsmith statistics fr own fr-stats --kind fisher --rows 64
     """
     with working("reading the model's headers and the text", out=out, quiet=quiet, as_json=as_json) as work:
         work.make(weightsmith.statistics, model, text, records=(settings, running))

@@ -18,7 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
-from weightsmith._activations.rows import BUILT_IN
+from weightsmith._activations.own_text import own_text_reports
+from weightsmith._activations.rows import BUILT_IN, OWN
 from weightsmith._activations.statistic import keys_of
 from weightsmith._activations.statistics import find_statistic
 from weightsmith._activations.work import StatisticWork
@@ -358,9 +359,15 @@ def _follow(prepared: Prepared, arrays: Mapping[str, Arrays], _answer: object, m
         settings = replace(settings, size_bytes=max_bytes)
     second = prepared.draft_again()
     assert measuring.follow is not None
-    files = measuring.follow(second, settings, without_measuring(second.draft), arrays)
+    measured = without_measuring(second.draft)
+    texts = [product for product in measured if product.op == "own_text"]
+    files = measuring.follow(second, settings, [product for product in measured if product not in texts], arrays)
     second.named += _files(settings)
-    return SecondPlan(second.finish(), files=files)
+    prepared = second.finish()
+    written = {str(product.settings): arrays[product.name] for product in texts}
+    again = {p.name: written[key] for p in prepared.plan.products if (key := str(p.settings)) in written and p.op == "own_text"}
+    reports = {} if again else own_text_reports(texts, arrays)
+    return SecondPlan(prepared, again, files, reports)
 
 
 def _expected_steps(prepared: Prepared) -> list[Step]:
@@ -434,7 +441,7 @@ def _first_that_reads(setting: str) -> str:
 
 def _files(settings: QuantizeSettings) -> list[Path]:
     """The files that settings name."""
-    calibration = None if settings.calibration in (BUILT_IN, NONE) else settings.calibration
+    calibration = None if settings.calibration in (BUILT_IN, OWN, NONE) else settings.calibration
     return [expand_user(name) for name in (calibration, settings.measurement, settings.imatrix) if name is not None]
 
 

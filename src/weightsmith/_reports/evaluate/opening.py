@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -13,7 +12,7 @@ from typing import Any
 
 from weightsmith._activations.decoder import Base
 from weightsmith._activations.model import PACKAGES, TextModel, base_of, result_of
-from weightsmith._activations.rows import TOKENIZER, load_tokenizer
+from weightsmith._activations.rows import TOKENIZER
 from weightsmith._activations.scored_rows import Cutter
 from weightsmith._base.errors import NOTHING_WRITTEN, NotFound, PlanError, StoreError, WeightsmithError
 from weightsmith._base.installation import absent_packages, cache_home
@@ -22,8 +21,6 @@ from weightsmith._base.tensors import DTYPES
 from weightsmith._execution.execute import check_computable
 from weightsmith._features.any_recipe import prepare_any, prepare_copy
 from weightsmith._features.quantisation.options import QuantizeSettings
-from weightsmith._models.structure.configs import count_of
-from weightsmith._models.tokenizers.files import TEMPLATE_FILE, settings_in, settings_of, template_of
 from weightsmith._outputs.local import remove_checkpoint
 from weightsmith._outputs.manifest import MANIFEST_NAME
 from weightsmith._outputs.places import find_unfinished
@@ -39,8 +36,6 @@ Named = str | os.PathLike[str] | Mapping[str, Any]
 Asked = Named | Prepared
 """A model, a recipe, or a plan with its models open."""
 
-_SETTINGS = "tokenizer_config.json"
-_FILES = (TOKENIZER, _SETTINGS, TEMPLATE_FILE, "chat_template.json")
 _RECIPES = (".yml", ".yaml")
 
 
@@ -85,41 +80,10 @@ def opened(name: str, prepared: Prepared) -> Opened:
     plan = prepared.plan
     model = replace(result_of(PlanDraft.of(plan), prepared.inputs, plan.steps), label=name)
     base, donor = base_of(model), model.checkpoint
-    donor.fetch([file for file in _FILES if file in donor.files])
     if TOKENIZER not in plan.files and TOKENIZER not in donor.files:
         fix = "put the model's tokenizer.json next to its weights"
         raise PlanError([NotFound("a text needs the model's tokenizer.json", where=name, fix=fix)])
-    positions = count_of(base.config, _POSITIONS) or 1 << 30
-    return Opened(name, prepared, model, base, _cutter(name, model, plan.files), positions)
-
-
-_POSITIONS = "max_position_embeddings"
-
-
-def _cutter(name: str, model: TextModel, files: Mapping[str, bytes]) -> Cutter:
-    """The tokenizer and chat template of a model. files: those that the plan makes in place of the donor's."""
-    donor = model.checkpoint
-    if TOKENIZER in files:
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / TOKENIZER
-            path.write_bytes(files[TOKENIZER])
-            tokenizer = load_tokenizer(path)
-    else:
-        tokenizer = load_tokenizer(donor.folder / TOKENIZER)
-    settings = settings_in(files[_SETTINGS]) if _SETTINGS in files else settings_of(donor.folder, donor.files, _SETTINGS)
-    template = files[TEMPLATE_FILE].decode(errors="replace") if TEMPLATE_FILE in files else ""
-    if not template and _SETTINGS in files and isinstance(template_text := settings.get("chat_template"), str):
-        template = template_text
-    template = template or template_of(donor.folder, donor.files)
-    tokens = {key: _text_of(value) for key, value in settings.items() if key.endswith("_token")}
-    names = {key: text for key, text in tokens.items() if text is not None}
-    return Cutter(tokenizer, name, model.vocabulary, template, names)
-
-
-def _text_of(token: object) -> str | None:
-    """A token of tokenizer_config.json: its text, or an object with it."""
-    content = token.get("content") if isinstance(token, dict) else token
-    return content if isinstance(content, str) else None
+    return Opened(name, prepared, model, base, model.cutter, model.positions)
 
 
 def head_weights(base: Base) -> tuple[str, ...]:
