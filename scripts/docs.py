@@ -557,8 +557,8 @@ def _cell(support: Support | None) -> str:
 THEMES = {
     "Make models": (
         *("merge", "model", "moe", "quantize", "dequantize", "extract_lora", "transplant_tokenizer", "merge_state_dicts"),
-        *("auto", "tune", "write", "goals", "demo_models", "plan", "run"),
-        *("Merged", "Auto", "Sum", "Tuning", "OwnText", "Plan", "Summary", "Progress", "Finding"),
+        *("auto", "plan_auto", "tune", "write", "goals", "demo_models", "plan", "run"),
+        *("Merged", "Auto", "SearchPlan", "Sum", "Tuning", "OwnText", "Plan", "Summary", "Progress", "Finding"),
     ),
     "Inspect and measure": (
         *("inspect", "diff", "preview", "evaluate", "statistics"),
