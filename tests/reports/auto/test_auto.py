@@ -203,7 +203,7 @@ def test_the_plan_counts_and_writes_nothing(work: Path, cli: Cli) -> None:
         "base", FINE_TUNES, "merged", text={n: f"{n}.txt" for n in FINE_TUNES}, budget=2, threads=1
     )
     assert {**in_python.to_json(), "processor_seconds": 0, "stages": 0} == {**given, "processor_seconds": 0, "stages": 0}
-    with pytest.raises(PlanError, match="there is no fine-tune .other."):
+    with pytest.raises(PlanError, match="there is no fine-tune"):
         weightsmith.plan_auto("base", FINE_TUNES, "merged", text={"other": "fr.txt"})
     assert [stage["name"] for stage in given["stages"]] == ["references", "strengths", "statistics", "candidates"]
     assert "Nothing was written." in cli(*command[:6]).out
