@@ -33,7 +33,7 @@ from weightsmith._engine.tiles import Cut, fit_resident_bytes, fit_tile_bytes, p
 from weightsmith._execution.identity import merges_on_device, work_identity
 from weightsmith._methods import cart, iso_c, iso_cts, resmerge, star, svc, tsv_m, wudi
 from weightsmith._methods.jobs.decompose import polar, thin_svd
-from weightsmith._methods.jobs.matrix import Deltas
+from weightsmith._methods.jobs.matrix import Deltas, _is_finite
 from weightsmith._models.structure.projections import role_of
 from weightsmith._plans import Step
 from weightsmith.abc.job import Bytes, Job, Matrix, Tile
@@ -607,3 +607,13 @@ def test_jobs_that_are_not_portable_are_those_whose_methods_say_so() -> None:
             assert not method.on_device(shared), name
             continue
         assert job.portable != method.on_device(shared), name
+
+
+def test_a_sum_that_overflows_does_not_make_finite_rows_infinite() -> None:
+    torch = pytest.importorskip("torch")
+    rows = torch.full((2, 3, 4), 3e38)
+    assert _is_finite(rows)
+    rows[1, 2, 3] = torch.nan
+    assert not _is_finite(rows)
+    rows[1, 2, 2:] = torch.tensor([torch.inf, -torch.inf])
+    assert not _is_finite(rows)

@@ -132,7 +132,7 @@ def tuned(
         def measure(first: Prepared) -> Measure:
             if texts.command is not None:
                 candidate_place, judge = target.with_suffix(".candidate"), settings.report_command
-                return CommandMeasure(first, candidate_place, texts.command, judge, texts, running, shown)
+                return CommandMeasure(candidates, first, candidate_place, texts.command, judge, texts, running, shown)
             exact = None
             if settings.search == "gradient":
                 exact = stack.enter_context(Candidates(recipe, replace(planning, out_dtype=DTYPES["F32"])))

@@ -15,6 +15,7 @@ from weightsmith._models.formats.compressed_tensors.writing import (
     DYNAMIC,
     INT8,
     MXFP4,
+    MXFP8,
     NVFP4,
     NVFP4A16,
     STATIC,
@@ -49,6 +50,7 @@ FORMAT = StoredFormat(
         Writing("nvfp4a16", "4-bit floats with a scale for 16 elements, and one for the weight", _ENGINES, {0: NVFP4A16}),
         Writing("nvfp4", "nvfp4a16, with a scale for the input: 4-bit activations (W4A4)", _ENGINES, {0: NVFP4}),
         Writing("mxfp4", "4-bit floats with a power of two for 32 elements", "transformers, vLLM", {0: MXFP4}),
+        Writing("mxfp8", "8-bit floats with a power of two for 32 elements (W8A8)", "transformers, vLLM", {0: MXFP8}),
     ),
     caches=(CACHE,),
 )
