@@ -172,7 +172,9 @@ def mixed_config(configs: Sequence[Mapping[str, Any]], targets: Sequence[Sequenc
     ('mixed-precision', {'group_0': ('float-quantized', ['re:.*attn.*']), 'group_1': ('int-quantized', ['re:.*mlp.*'])})
     """
     entries = [config["quantization_config"] for config in configs]
-    groups = [{**entry["config_groups"]["group_0"], "targets": list(names)} for entry, names in zip(entries, targets, strict=True)]
+    groups = [
+        {**entry["config_groups"]["group_0"], "targets": list(names)} for entry, names in zip(entries, targets, strict=True)
+    ]
     formats = dict.fromkeys(group["format"] for group in groups)
     format_ = next(iter(formats)) if len(formats) == 1 else MIXED
     named_groups = {f"group_{number}": group for number, group in enumerate(groups)}
