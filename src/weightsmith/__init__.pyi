@@ -61,6 +61,8 @@ from weightsmith._planning.recipe.written import model as model
 from weightsmith._plans import Plan as Plan
 from weightsmith._plans.summary import Summary as Summary
 from weightsmith._reports.auto.auto import auto as auto
+from weightsmith._reports.auto.auto import plan_auto as plan_auto
+from weightsmith._reports.auto.cost import SearchPlan as SearchPlan
 from weightsmith._reports.auto.result import Auto as Auto
 from weightsmith._reports.auto.write import OwnText as OwnText
 from weightsmith._reports.auto.write import write as write
