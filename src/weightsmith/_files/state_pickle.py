@@ -370,8 +370,8 @@ class _Machine:
         if value is None:
             if not (_IDENTIFIERS.fullmatch(module) and _IDENTIFIERS.fullmatch(name)):
                 self.reject(f"{show(module)} and {show(name)} are no names of a module and of a function or class")
-            known = (full == _MEMBER and self.classes) or full in _CALLS or full in STORAGES or full in _OPAQUE or full in _CLASSES or full in self.classes
-            if not (known or _DTYPE.fullmatch(full)):
+            known = full in _CALLS or full in STORAGES or full in _OPAQUE or full in _CLASSES or full in self.classes
+            if not (known or (full == _MEMBER and self.classes) or _DTYPE.fullmatch(full)):
                 reasons = [reason for prefix, reason in _REASONS if full.startswith(prefix)]
                 what = f"the pickle uses {show(full)}, which is not needed for a state dict of plain tensors; it was not run"
                 raise Unsupported(what, details=reasons[:1], fix=CONVERT)
