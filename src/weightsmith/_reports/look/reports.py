@@ -161,10 +161,10 @@ def preview_report(preview: Preview) -> Report:
     ]
     facts.append(("sample", sampled))
     facts += [("not sampled", count(len(preview.left_out), "tensor"))] if preview.left_out else []
-    summary, memory = preview.summary, preview.summary.memory
-    facts += [("reads, at most", size(summary.read_bytes)), ("writes", size(summary.write_bytes))]
+    merge, memory = preview.summary, preview.summary.memory
+    facts += [("reads, at most", size(merge.read_bytes)), ("writes", size(merge.write_bytes))]
     facts += [("memory, at most", size(memory.peak_bytes)), ("threads", f"{memory.threads:,}")]
-    costs = {"read_bytes_at_most": summary.read_bytes, "write_bytes": summary.write_bytes}
+    costs = {"read_bytes_at_most": merge.read_bytes, "write_bytes": merge.write_bytes}
     costs |= {"peak_memory_bytes": memory.peak_bytes, "threads": memory.threads}
     blocks: list[Block] = []
     about = "Frobenius norm of merge - base over that of the base."
