@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -121,22 +122,54 @@ def bytes_of(ids: Any) -> bytes:
 
 @pytest.mark.slow
 def test_a_layer_that_cannot_be_loaded_ends_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    loads = 0
-
-    def advance(turns: Turns) -> None:
-        nonlocal loads
-        layer = turns._layer
-        real(turns)
-        loads += turns._layer != layer
-        if loads == 5:
-            raise turns_error
-
-    real, turns_error = Turns._advance, WeightsmithError("gone")
-    monkeypatch.setattr(Turns, "_advance", advance)
+    loads = watched_loads(monkeypatch, fails_at=5)
     with prepared_for(save_model(Path("m")), own(rows=5), "gptq-4bit") as prepared:
         with pytest.raises(WeightsmithError, match="gone"):
             written(prepared, memory=1)
+    assert len(loads) == 5
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("ThreadPool")]
+
+
+@pytest.mark.slow
+def test_a_layer_is_loaded_once_for_the_rows_of_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    loads = watched_loads(monkeypatch)
+    with prepared_for(save_model(Path("m")), own(rows=5), "gptq-4bit") as prepared:
+        written(prepared, memory=1)
+    assert loads == [0, 1] * 15  # a row of 16 tokens after a start of one; other starts are longer
+
+
+@pytest.mark.slow
+def test_a_thread_that_fails_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, calls, loads = sampling._Choose.__call__, list[int](), watched_loads(monkeypatch)
+
+    def choose(*args: Any) -> Any:
+        calls.append(0)
+        if len(calls) == 1:
+            raise WeightsmithError("gone")
+        return real(*args)
+
+    monkeypatch.setattr(sampling._Choose, "__call__", choose)
+    with prepared_for(save_model(Path("m")), own(rows=5), "gptq-4bit") as prepared:
+        with pytest.raises(WeightsmithError, match="gone"):
+            written(prepared, memory=1)
+    assert len(loads) <= 4  # of the 30 that all rows take
+
+
+def watched_loads(monkeypatch: pytest.MonkeyPatch, fails_at: int | None = None) -> list[int]:
+    """The layers that are loaded, in order. fails_at: the number of the one that cannot be."""
+    of, loads = Turns.of, list[int]()
+
+    def watched(turns: Turns, layers: Any) -> Any:
+        def load(number: int, layer: Any) -> Any:
+            loads.append(number)
+            if len(loads) == fails_at:
+                raise WeightsmithError("gone")
+            return layer()
+
+        return of(turns, [partial(load, number, layer) for number, layer in enumerate(layers)])
+
+    monkeypatch.setattr(Turns, "of", watched)
+    return loads
 
 
 # ---- features that read it
@@ -246,7 +279,7 @@ def test_what_no_text_can_be_written_for_is_a_problem_of_the_plan() -> None:
     assert "a row of 1 token has no room for one behind its start" in refused(folder, tokens=1)
     assert "must be at least 0 for a text that a model writes, not -1" in refused(folder, seed=-1)
     Path("own").mkdir()
-    assert "there is a file or folder of this name here\n  -> Write ./own for that" in refused(folder)
+    assert "there is a file or folder of this name\n  -> Write ./own for that" in refused(folder)
     Path("own").rmdir()
     (folder / "config.json").write_text(json.dumps({**config, "model_type": "unheard-of"}))
     assert "transformers cannot build a model of type 'unheard-of'" in refused(folder)
@@ -302,3 +335,53 @@ def test_a_plan_from_elsewhere_is_checked(change: Any, words: str) -> None:
     change(next(product for product in plan["products"] if product["op"] == "own_text")["settings"])
     [why] = {find_kind(product.op).check(product) for product in plan_from_json(plan).products} - {""}
     assert words in why
+
+
+# ---- gates of mixtures
+
+
+def mixture_of(**more: Any) -> dict[str, Any]:
+    experts = [{"source_model": f"./{name}", "prompts_file": "own"} for name in ("a", "b")]
+    return {"base_model": "./base", "gate_mode": "hidden", "prompt_tokens": 24, "experts": experts, **more}
+
+
+@pytest.mark.slow
+def test_gates_come_from_what_the_model_of_each_expert_writes() -> None:
+    save_all()
+    weightsmith.moe(mixture_of(), "one", threads=1, progress=False)
+    weightsmith.moe(mixture_of(), "two", threads=2, progress=False)
+    assert weights("one") == weights("two")
+    texts = json.loads(Path("one/weightsmith.json").read_text())["own_texts"]
+    rows = []
+    for name, text in zip(("a", "b"), texts, strict=True):
+        weightsmith.statistics(name, "own", f"{name}-stats", tokens=24, progress=False)
+        ids = load_file(f"{name}-stats/model.safetensors")["ids"]
+        assert hashlib.sha256(ids.numpy()).hexdigest() == text["sha256"]
+        base = AutoModelForCausalLM.from_pretrained("base", dtype=torch.float32).eval()
+        with torch.no_grad():
+            entering = base(ids.long(), output_hidden_states=True).hidden_states[1][:, -1]
+        rows.append(torch.nn.functional.normalize(entering.double().mean(0), dim=0))
+    router = load_file("one/model.safetensors")["model.layers.1.block_sparse_moe.gate.weight"].double()
+    torch.testing.assert_close(router, torch.stack(rows), rtol=1e-2, atol=1e-3)
+
+
+def test_an_expert_that_cannot_write_is_a_problem_of_the_plan() -> None:
+    save_all()
+    tokenizer = json.loads(Path("b/tokenizer.json").read_text())
+    tokenizer["model"]["vocab"] = {token: 255 - number for token, number in tokenizer["model"]["vocab"].items()}
+    Path("b/tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(PlanError, match=r"\./b writes tokens of its own tokenizer, and the mixture has that of \./base"):
+        weightsmith.plan(mixture_of())
+    Path("own").write_text("a text")
+    with pytest.raises(PlanError, match="there is a file or folder of this name"):
+        weightsmith.plan(mixture_of())
+    assert weightsmith.plan(mixture_of(experts=[{"source_model": f"./{n}", "positive_prompts": n} for n in "ab"]))
+
+
+def test_a_router_from_elsewhere_needs_the_rows_that_it_names() -> None:
+    save_all()
+    plan = json.loads(json.dumps(weightsmith.plan(mixture_of()).to_json()))
+    router = next(product for product in plan["products"] if product["op"] == "router")
+    assert [find_kind(product.op).check(product) for product in plan_from_json(plan).products] == ["", "", ""]
+    router["needs"] = router["needs"][:1]
+    assert "it does not need what its settings name" in [find_kind(p.op).check(p) for p in plan_from_json(plan).products]

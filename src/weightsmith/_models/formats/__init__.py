@@ -106,6 +106,18 @@ def encodings() -> dict[str, Encoding]:
     return {encoding.name: encoding for stored_format in formats() for encoding in stored_format.encodings}
 
 
+def format_of_encoding(name: str) -> StoredFormat:
+    """The format that has an encoding without a setting. Raises UnknownName.
+
+    >>> format_of_encoding("w4a16").name
+    'compressed_tensors'
+    """
+    for stored_format in each_format():
+        if any(encoding.name == name for encoding in stored_format.encodings):
+            return stored_format
+    raise UnknownName(f"unknown encoding '{name}'{nearest(name, encodings())}")
+
+
 def find_cache(name: str) -> CacheEncoding | None:
     """How keys and values are stored as `name`: `fp8`."""
     return next((cache for stored_format in formats() for cache in stored_format.caches if cache.name == name), None)
