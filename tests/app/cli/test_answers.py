@@ -104,7 +104,7 @@ def test_the_answer_says_what_to_type(cli: Cli, work: Path, line: str) -> None:
     [
         ("merge https://huggingface.co/org/name out", "Write a recipe that names it: weightsmith init --model org/name."),
         ("plan https://me:secret@example.org/r.yml?key=secret", "Download it, and name the file."),
-        ("merge org/name out", "write a recipe that names it: weightsmith init --model org/name."),
+        ("merge org/name out", "Write a recipe that names it, if it is a model of the Hub: weightsmith init --model org/name."),
         ("merge model.gguf out", "Write a recipe that names it: weightsmith init --model model.gguf."),
         ("moe folder out", "Name a YAML file: weightsmith init writes one, with --goal experts for moe."),
     ],

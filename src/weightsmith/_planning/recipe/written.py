@@ -156,7 +156,7 @@ def _not_found(path: Path) -> NotFound:
     folder = path.parent
     if not is_folder(folder):
         is_name = _HUB_NAME.fullmatch(str(path)) and path.suffix not in (".yml", ".yaml")
-        fix = f"For a model of the Hub, write a recipe that names it: weightsmith init --model {path}." if is_name else ""
+        fix = f"Write a recipe that names it, if it is a model of the Hub: weightsmith init --model {path}." if is_name else ""
         return NotFound(f"no such recipe: the folder {folder} does not exist", where=str(path), fix=fix)
     names = sorted(p.name for p in folder.iterdir()) if os.access(folder, os.R_OK) else []
     recipes = [name for name in names if name.endswith((".yml", ".yaml"))]
