@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 import weightsmith
 from tests.calibration_help import captured, few_options, interrupted, prepared_for, quantise, save_model
+from tests.cli_help import Cli, cli
 from weightsmith._activations import own_text, sampling
 from weightsmith._activations.decoder.forward import Turns
 from weightsmith._activations.model import input_of, text_for
@@ -28,7 +29,7 @@ from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner import Prepared, prepare
 from weightsmith._plans import plan_from_json
 
-__all__ = ["few_options"]
+__all__ = ["cli", "few_options"]
 
 TEMPLATE = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }};{% endfor %}"
 SHORT = {"file": "own", "rows": 5, "tokens": 12}
@@ -191,6 +192,17 @@ def test_each_model_is_measured_on_the_text_that_it_wrote() -> None:
     weightsmith.merge({key: value for key, value in recipe.items() if value is not None}, "stored", progress=False)
     assert weights("stored") == weights("merged")
     assert len(merged.reports) == 2
+
+
+def test_a_plan_says_what_models_write_and_the_memory_for_it(cli: Cli) -> None:
+    save_all()
+    Path("own.yml").write_text(json.dumps(merge_of(SHORT)))
+    printed = " ".join(cli("plan", "own.yml").out.split())
+    parameters = sum(tensor.numel() for tensor in load_file("a/model.safetensors").values())
+    nbytes = json.loads(cli("plan", "own.yml", "--json").out)["summary"]["writing_bytes"]
+    assert nbytes == 4 * (parameters + 5 * 12)
+    assert "5 rows of 12 tokens of own, through ./a: second_moments" in printed
+    assert "while a model writes its text: " in printed
 
 
 @pytest.mark.slow
