@@ -228,7 +228,9 @@ def test_a_quantised_merge_is_calibrated_on_what_the_merge_writes() -> None:
     one = quantise(recipe, Path("one"), own(), name="gptq-4bit")
     two = quantise("merged", Path("two"), own(), name="gptq-4bit")
     assert weights(one.out) == weights(two.out)
-    assert "own" in json.dumps([p.settings for p in one.plan.products if p.op == "own_text"])
+    written_by = [json.loads(Path(name, "weightsmith.json").read_text())["own_texts"] for name in ("one", "two")]
+    assert [[text.pop("model") for text in texts] for texts in written_by] == [["the merge"], ["merged"]]
+    assert written_by[0] == written_by[1]
 
 
 @pytest.mark.slow
