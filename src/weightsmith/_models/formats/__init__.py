@@ -27,7 +27,7 @@ from weightsmith.abc.stored import StoredFormat as StoredFormat
 
 NAMES = (
     "plain", "compressed_tensors", "fp8", "gptq", "awq", "autoround", "bitsandbytes", "comfyui", "exl2", "exl3", "gguf",
-    "mlx", "modelopt", "mxfp4", "quark", "training",
+    "mlx", "modelopt", "mxfp4", "quark", "torchao", "training",
 )  # fmt: skip
 """weightsmith's formats. The first that recognises a model reads it."""
 
