@@ -54,11 +54,13 @@ def evaluate(
     """
     doing = "reading the models' headers"
     with working(doing, quiet=quiet, as_json=as_json, page=report, resumes=True) as work:
+        from weightsmith._activations.rows import is_text
         from weightsmith._execution.progress import meter
-        from weightsmith._reports.evaluate.measure import evaluation, named
 
+        told = options.keywords("evaluate", settings, running)
+        told["text"] = [Path(text) if is_text(text) else text for text in settings.text]  # an option names files alone
         with meter(quiet=quiet) as shown:
-            measured = evaluation(named(models, reference), reference is not None, settings, running, shown)
+            measured = weightsmith.evaluate(*models, reference=reference, progress=shown, **told)
         work.present(measured.report())
 
 
