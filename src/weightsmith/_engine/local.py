@@ -173,7 +173,7 @@ class Run:
                 job = None if leaf.op == COPY else self._job(leaf)
                 active.leaves.append(self._encoder.reserve(LeafPass(active, leaf, job, origin, self.reader.cuts(leaf, align))))
             origin += leaf.out.size
-        active.left = len(active.leaves)
+        active.unfinished = len(active.leaves)
         if not active.leaves:
             self._step_done(active)
         return active.leaves

@@ -138,7 +138,7 @@ class ActiveStep:
 
     hashes  of the tensors that it writes
     leaves  that make it, in the order of their elements
-    left    leaves that are not yet finished
+    unfinished  number of leaves that are not finished
     differing, nonfinite   see `abc.output.Finished`
     gathered  its numbers so far, if its encoding needs all of them at once
     """
@@ -147,7 +147,7 @@ class ActiveStep:
         self.step = step
         self.hashes = tuple(map(TensorHash, step.outs))
         self.leaves: list[LeafPass] = []
-        self.left = 0
+        self.unfinished = 0
         self.differing = self.nonfinite = False
         self.gathered: Gathered | None = None
 
@@ -221,14 +221,14 @@ class LeafPass(ActivePass):
         self.phase = self.number if self.job is not None and self.number < self.job.passes() else APPLY
         self.in_order = self.job is not None and self.job.sequential and self.phase != APPLY
         self.next_tile = 0
-        self.left = len(self.cuts)
+        self.tiles_to_do = len(self.cuts)
         self.results: list[Any] = [None] * len(self.cuts)
 
     @property
     def ready(self) -> bool:
         if self.next_tile == len(self.cuts):
             return False
-        return not self.in_order or self.left == len(self.cuts) - self.next_tile
+        return not self.in_order or self.tiles_to_do == len(self.cuts) - self.next_tile
 
     def take(self) -> Task:
         self.next_tile += 1
@@ -236,8 +236,8 @@ class LeafPass(ActivePass):
 
     def enter(self, task: Task, result: Any) -> bool:
         self.results[task.tile] = result
-        self.left -= 1
-        return self.left == 0
+        self.tiles_to_do -= 1
+        return self.tiles_to_do == 0
 
     def finish_pass(self) -> None:
         if self.phase != APPLY:
@@ -252,8 +252,8 @@ class LeafPass(ActivePass):
         return self.phase != APPLY or self.applies
 
     def complete(self) -> bool:
-        self.active.left -= 1
-        return not self.active.left
+        self.active.unfinished -= 1
+        return not self.active.unfinished
 
     def free(self) -> None:
         if self.applies:
