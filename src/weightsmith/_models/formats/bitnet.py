@@ -1,7 +1,7 @@
 """BitNet's ternary weights, as transformers loads them: quant_method bitnet. They are read.
 
-X.weight        U8 [rows / 4, cols]: row r is in row r mod (rows / 4), in the bits from 2 · (r div (rows / 4)). 0, 1 and 2 are -1,
-                0 and 1
+X.weight        U8 [rows / 4, cols]: row r is in row r mod (rows / 4), in the bits from 2 · (r div (rows / 4)). 0, 1 and 2 are
+                -1, 0 and 1
 X.weight_scale  [1] or []: codes are divided by it (linear_class bitlinear, the default), or multiplied (autobitlinear)
 
 Layers round what enters them to 8 bits while they run. The plain model does not.
