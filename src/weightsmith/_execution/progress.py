@@ -208,7 +208,7 @@ class Drawn(Meter):
 
     @abstractmethod
     def draw(self, reading: Reading, speed: float | None, seconds_left: float | None) -> None:
-        """Draw a reading. speed, left: see `Rates.take`."""
+        """Draw a reading. speed, seconds_left: see `Rates.take`."""
 
 
 class Bar(Drawn):

@@ -25,7 +25,6 @@ from weightsmith._outputs.staging import Staging
 from weightsmith._planning.planner import Prepared
 from weightsmith._plans import PlanDraft, Provenance
 from weightsmith._reports.command import Command
-from weightsmith._reports.evaluate.commanded import measured
 from weightsmith._reports.evaluate.layers import LayerErrors, layer_errors, with_samples
 from weightsmith._reports.evaluate.opening import (
     Asked,
@@ -33,6 +32,7 @@ from weightsmith._reports.evaluate.opening import (
     Opened,
     check_families,
     head_weights,
+    measured,
     name_of,
     opened,
     prepare_named,

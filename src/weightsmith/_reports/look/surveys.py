@@ -65,20 +65,20 @@ class Survey(StreamingReduction):
     row     of each step, by name
     specs   of the steps
     linear  names of steps that are weights of linear layers
-    found   the arrays, which begin as zeros
+    totals  the arrays, which begin as zeros
     """
 
     def __init__(self, product: Product) -> None:
         self.row = {step.out.name: i for i, step in enumerate(product.steps)}
         self.specs = [step.out for step in product.steps]
         self.linear = {step.out.name for step in product.steps if step.role == "linear"}
-        self.found: list[npt.NDArray[Any]] = [np.zeros(out.shape, out.dtype.numpy) for out in product.outs]
+        self.totals: list[npt.NDArray[Any]] = [np.zeros(out.shape, out.dtype.numpy) for out in product.outs]
 
     def passes(self) -> int:
         return 1
 
     def arrays(self) -> Arrays:
-        return self.found
+        return self.totals
 
 
 def added(held: npt.NDArray[np.float64], parts: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
