@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 import weightsmith
 from tests.calibration_help import captured, few_options, interrupted, prepared_for, quantise, save_model
+from tests.cli_help import Cli, cli
 from weightsmith._activations import own_text, sampling
 from weightsmith._activations.decoder.forward import Turns
 from weightsmith._activations.model import input_of, text_for
@@ -28,7 +29,7 @@ from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner import Prepared, prepare
 from weightsmith._plans import plan_from_json
 
-__all__ = ["few_options"]
+__all__ = ["cli", "few_options"]
 
 TEMPLATE = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }};{% endfor %}"
 SHORT = {"file": "own", "rows": 5, "tokens": 12}
@@ -193,6 +194,17 @@ def test_each_model_is_measured_on_the_text_that_it_wrote() -> None:
     assert len(merged.reports) == 2
 
 
+def test_a_plan_says_what_models_write_and_the_memory_for_it(cli: Cli) -> None:
+    save_all()
+    Path("own.yml").write_text(json.dumps(merge_of(SHORT)))
+    printed = " ".join(cli("plan", "own.yml").out.split())
+    parameters = sum(tensor.numel() for tensor in load_file("a/model.safetensors").values())
+    nbytes = json.loads(cli("plan", "own.yml", "--json").out)["summary"]["writing_bytes"]
+    assert nbytes == 4 * (parameters + 5 * 12)
+    assert "5 rows of 12 tokens of own, through ./a: second_moments" in printed
+    assert "while a model writes its text: " in printed
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "parameters"),
@@ -216,7 +228,9 @@ def test_a_quantised_merge_is_calibrated_on_what_the_merge_writes() -> None:
     one = quantise(recipe, Path("one"), own(), name="gptq-4bit")
     two = quantise("merged", Path("two"), own(), name="gptq-4bit")
     assert weights(one.out) == weights(two.out)
-    assert "own" in json.dumps([p.settings for p in one.plan.products if p.op == "own_text"])
+    written_by = [json.loads(Path(name, "weightsmith.json").read_text())["own_texts"] for name in ("one", "two")]
+    assert [[text.pop("model") for text in texts] for texts in written_by] == [["the merge"], ["merged"]]
+    assert written_by[0] == written_by[1]
 
 
 @pytest.mark.slow

@@ -273,7 +273,10 @@ class TextRun:
         """The rows of tokens of the text."""
         out = self.array("ids", "I32", (self.text.rows, self.text.tokens))
         if self.text.source == OWN:
-            starts, base = self._model.own_starts(self.text.tokens), replace(self.base, arithmetic="float32")
+            starts = self._model.own_starts(self.text.tokens)
+            merged = any(leaf.merges for step in self._model.steps for leaf in step.leaves)
+            label = "the merge" if merged else self.base.label
+            base = replace(self.base, label=label, arithmetic="float32")
             drawn = starts.ids, TEMPERATURE, VERSION, starts.unused_template
             own_work = OwnTextWork(base, self.packages, self.text, *drawn)
             return self.product("rows", "own_text", (out,), own_work, self._model.steps)
