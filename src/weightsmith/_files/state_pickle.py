@@ -14,7 +14,7 @@ from __future__ import annotations
 import io
 import pickletools
 import re
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -159,7 +159,7 @@ _REASONS = (
 )
 
 
-def interpret(data: bytes, classes: Container[str] = ()) -> Any:
+def interpret(data: bytes, classes: Collection[str] = ()) -> Any:
     """What a pickle holds, as records of this module, tuples, lists, str, int, float, bool and None.
 
     data     the pickle, protocols 2 to 5, of at most `MAX_PICKLE_BYTES`: the caller sees to it
@@ -198,7 +198,7 @@ def describe(value: Any) -> str:
 
 
 class _Machine:
-    def __init__(self, data: bytes, classes: Container[str]) -> None:
+    def __init__(self, data: bytes, classes: Collection[str]) -> None:
         self.data = data
         self.classes = classes
         self.file = io.BytesIO(data)
@@ -400,9 +400,9 @@ class _Machine:
                 case (Global(kind), str(member)) if kind in self.classes:
                     return Instance(kind, (member,))
             self.reject("asks for an attribute of something that is no class of a checkpoint")
-        kind = _OPAQUE.get(function.name)
-        if kind is not None:
-            return Opaque(kind)
+        opaque = _OPAQUE.get(function.name)
+        if opaque is not None:
+            return Opaque(opaque)
         make = _CALLS.get(function.name)
         record = make(self, args) if make is not None else None
         if record is None:
