@@ -172,6 +172,24 @@ def torchao(case: Case) -> np.ndarray:
     return _numpy(unflatten_tensor_state_dict(tensors, metadata)[0][name].dequantize())
 
 
+def bitnet(case: Case) -> np.ndarray:
+    """The layer of transformers, on what enters it unrounded: one feature at a time."""
+    import torch
+    from transformers.integrations import bitnet as layers
+
+    (name,) = case.plain
+    (outputs, inputs), scale = case.plain[name].shape, _tensor(case.tensors[f"{name}_scale"]).float()
+    codes, kind = _tensor(case.tensors[name]), case.config["quantization_config"]["linear_class"]
+    if kind == "autobitlinear":
+        layer = layers.AutoBitLinear(inputs, outputs, bias=False, dtype=torch.float32)
+        layer.weight.data = layers.unpack_weights(codes, torch.float32)
+    else:
+        layer = layers.BitLinear(inputs, outputs, bias=False, dtype=torch.float32)
+        layer.weight = codes
+    layer.weight_scale = scale
+    return np.ascontiguousarray(_numpy(layer(torch.eye(inputs)).detach()).T)
+
+
 ORACLES: dict[str, Callable[[Case], np.ndarray]] = {
     "bnb": bitsandbytes,
     "gptq": gptq,
@@ -180,6 +198,7 @@ ORACLES: dict[str, Callable[[Case], np.ndarray]] = {
     "exl3": exl3,
     "mlx": mlx,
     "torchao": torchao,
+    "bitnet": bitnet,
 }
 
 

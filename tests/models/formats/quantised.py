@@ -396,6 +396,19 @@ def torchao(
     return Case(stored, config_of(entry, "bfloat16"), {f"{name}.weight": plain}, BF16)
 
 
+def bitnet(shape: tuple[int, int], kind: str = "bitlinear", *, name: str = "q_proj", seed: int = 0) -> Case:
+    """A ternary matrix of BitNet. kind: `linear_class`."""
+    rng = np.random.default_rng(seed)
+    codes = rng.integers(0, 3, shape).astype(np.uint8)
+    parts = codes.reshape(4, shape[0] // 4, shape[1])
+    scale = rng.uniform(0.5, 40, 1).astype(BF16)
+    plain = codes.astype(np.float32) - 1
+    plain = plain / scale.astype(np.float32) if kind == "bitlinear" else plain * scale.astype(np.float32)
+    tensors = {f"{name}.weight": parts[0] | parts[1] << 2 | parts[2] << 4 | parts[3] << 6, f"{name}.weight_scale": scale}
+    entry = {"quant_method": "bitnet", "linear_class": kind, "quantization_mode": "offline"}
+    return Case(tensors, config_of(entry, "bfloat16"), {f"{name}.weight": plain}, BF16)
+
+
 _EXL3 = [*((k, "mul1") for k in range(1, 9)), (2, "mcg"), (5, "mcg"), (3, "3inst"), (4, "3inst")]
 
 CASES: dict[str, Callable[[], Case]] = {
@@ -428,6 +441,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "mlx-mxfp4": lambda: mlx((48, 128), mode="mxfp4", group_size=32),
     "mlx-mxfp8": lambda: mlx((48, 128), mode="mxfp8", bits=8, group_size=32),
     "mlx-nvfp4": lambda: mlx((48, 128), mode="nvfp4", group_size=16),
+    "bitnet-divided": lambda: bitnet((48, 64)),
+    "bitnet-multiplied": lambda: bitnet((48, 64), "autobitlinear"),
     "torchao-int8-row": lambda: torchao((48, 64), grid=(48, 1)),
     "torchao-int8-tensor": lambda: torchao((48, 64)),
     "torchao-int4-group": lambda: torchao((48, 64), "IntxUnpackedToInt8Tensor", grid=(48, 2), bits=4),

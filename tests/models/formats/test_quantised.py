@@ -27,6 +27,7 @@ from tests.models.formats.quantised import (
     Case,
     autoround,
     awq,
+    bitnet,
     bnb4,
     bnb8,
     exl3,
@@ -101,6 +102,7 @@ EXL3 = exl3((128, 256))
 MLX, MXFP4 = mlx((48, 128)), mlx((48, 128), mode="mxfp4", group_size=32)
 NVFP4 = modelopt((8, 32))
 NF4, NESTED, INT8 = bnb4((8, 64)), bnb4((8, 64), nested=True), bnb8((8, 16))
+BITNET = bitnet((8, 16))
 TORCHAO, _TORCHAO = torchao((8, 16), grid=(8, 1)), "q_proj._weight_"
 _STATE = "q.weight.quant_state.bitsandbytes__nf4"
 _F32 = np.float32
@@ -132,6 +134,12 @@ REFUSED: dict[str, tuple[Case, type[WeightsmithError], str]] = {
         "say different things",
     ),
     "bnb: transposed model": (replace(NF4, config={**NF4.config, "model_type": "gpt2"}), Unsupported, r"\[inputs, outputs\]"),
+    "bitnet: rounded while it runs": (changed(BITNET, quantization_mode="online"), Unsupported, "quantization_mode 'online'"),
+    "bitnet: norms in layers": (changed(BITNET, use_rms_norm=True), Unsupported, "use_rms_norm True"),
+    "bitnet: other layers": (changed(BITNET, linear_class="bit"), Unsupported, "linear_class 'bit'"),
+    "bitnet: no scale": (changed(BITNET, {"q_proj.weight_scale": None}), FormatError, "weight_scale' is missing"),
+    "bitnet: scales of rows": (changed(BITNET, {"q_proj.weight_scale": np.ones(8, _F32)}), FormatError, r"is \[8\]"),
+    "bitnet: stacked": (changed(BITNET, {"q_proj.weight": np.ones((1, 2, 16), np.uint8)}), FormatError, r"is \[1, 2, 16\]"),
     "torchao: no scale": (changed(TORCHAO, {f"{_TORCHAO}scale": None}), FormatError, "_weight_scale' is missing"),
     "torchao: exponents": (
         changed(TORCHAO, {f"{_TORCHAO}scale": np.ones((8, 1), np.uint8)}),
@@ -290,6 +298,7 @@ READ: dict[str, tuple[Case, type[WeightsmithError], str]] = {
         FormatError,
         "holds groups -1 to 2, and the weight has 3",
     ),
+    "bitnet: fourth code": (changed(BITNET, {"q_proj.weight": np.full((2, 16), 255, np.uint8)}), FormatError, "the code 3"),
     "int8: for one GPU": (changed(INT8, {"q.weight_format": np.ones((), np.uint8)}), Unsupported, "only rows"),
 }
 
@@ -333,6 +342,10 @@ class TestMlx(Quantised):
 
 class TestTorchao(Quantised):
     cases = torchao((37, 192), grid=(37, 3), name="a"), torchao((300, 128), "Float8Tensor", grid=(3, 1), name="b", seed=1)
+
+
+class TestBitNet(Quantised):
+    cases = bitnet((36, 192), name="a"), bitnet((300, 128), name="b", seed=1)
 
 
 class TestModelOpt(Quantised):

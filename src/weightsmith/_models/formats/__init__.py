@@ -26,8 +26,8 @@ from weightsmith.abc.stored import Encoding as Encoding
 from weightsmith.abc.stored import StoredFormat as StoredFormat
 
 NAMES = (
-    "plain", "compressed_tensors", "fp8", "gptq", "awq", "autoround", "bitsandbytes", "comfyui", "exl2", "exl3", "gguf",
-    "mlx", "modelopt", "mxfp4", "quark", "torchao", "training",
+    "plain", "compressed_tensors", "fp8", "gptq", "awq", "autoround", "bitnet", "bitsandbytes", "comfyui", "exl2", "exl3",
+    "gguf", "mlx", "modelopt", "mxfp4", "quark", "torchao", "training",
 )  # fmt: skip
 """weightsmith's formats. The first that recognises a model reads it."""
 
