@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -279,7 +279,7 @@ class Archive:
     digest: str
 
 
-def read_archive(file: RandomAccess, nbytes: int, classes: Collection[str] = ()) -> Archive:
+def read_archive(file: RandomAccess, nbytes: int, classes: Container[str] = ()) -> Archive:
     """The pickle and the directory of an archive of torch.save. nbytes: its size; classes: as for `interpret`.
 
     Raises as `read_pickle_header`; the errors do not name the file.

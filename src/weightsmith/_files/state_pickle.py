@@ -14,7 +14,7 @@ from __future__ import annotations
 import io
 import pickletools
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -159,7 +159,7 @@ _REASONS = (
 )
 
 
-def interpret(data: bytes, classes: Collection[str] = ()) -> Any:
+def interpret(data: bytes, classes: Container[str] = ()) -> Any:
     """What a pickle holds, as records of this module, tuples, lists, str, int, float, bool and None.
 
     data     the pickle, protocols 2 to 5, of at most `MAX_PICKLE_BYTES`: the caller sees to it
@@ -198,7 +198,7 @@ def describe(value: Any) -> str:
 
 
 class _Machine:
-    def __init__(self, data: bytes, classes: Collection[str]) -> None:
+    def __init__(self, data: bytes, classes: Container[str]) -> None:
         self.data = data
         self.classes = classes
         self.file = io.BytesIO(data)
@@ -371,7 +371,7 @@ class _Machine:
             if not (_IDENTIFIERS.fullmatch(module) and _IDENTIFIERS.fullmatch(name)):
                 self.reject(f"{show(module)} and {show(name)} are no names of a module and of a function or class")
             known = full in _CALLS or full in STORAGES or full in _OPAQUE or full in _CLASSES or full in self.classes
-            if not (known or (full == _MEMBER and self.classes) or _DTYPE.fullmatch(full)):
+            if not (known or (full == _MEMBER and self.classes != ()) or _DTYPE.fullmatch(full)):
                 reasons = [reason for prefix, reason in _REASONS if full.startswith(prefix)]
                 what = f"the pickle uses {show(full)}, which is not needed for a state dict of plain tensors; it was not run"
                 raise Unsupported(what, details=reasons[:1], fix=CONVERT)
