@@ -40,7 +40,7 @@ def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def own(rows: int = 6, tokens: int = 16, **more: Any) -> QuantizeSettings:
+def own_settings(rows: int = 6, tokens: int = 16, **more: Any) -> QuantizeSettings:
     return QuantizeSettings(calibration="own", calibration_rows=rows, calibration_tokens=tokens, **more)
 
 
@@ -74,7 +74,7 @@ def weights(folder: Any) -> dict[str, bytes]:
 def test_each_token_is_drawn_from_what_transformers_predicts(family: str) -> None:
     """Also where the plan stores experts, or q, k and v, one by one; and with one layer in memory at a time."""
     folder = save_model(Path("m"), family)
-    with prepared_for(folder, own(rows=5), "gptq-4bit") as prepared:
+    with prepared_for(folder, own_settings(rows=5), "gptq-4bit") as prepared:
         whole, one_by_one = written(prepared), written(prepared, memory=1)
         [product] = [product for product in prepared.plan.products if product.op == "own_text"]
     starts = product.settings["starts"]
@@ -96,7 +96,7 @@ def test_threads_change_no_token_and_the_seed_does() -> None:
     folder = save_model(Path("m"))
     found = []
     for seed in (0, 1):
-        with prepared_for(folder, own(rows=20), "gptq-4bit", seed=seed) as prepared:
+        with prepared_for(folder, own_settings(rows=20), "gptq-4bit", seed=seed) as prepared:
             found.append([written(prepared, threads).tobytes() for threads in (1, 3)])
     assert found[0][0] == found[0][1]
     assert found[0][0] != found[1][0]
@@ -106,10 +106,10 @@ def test_threads_change_no_token_and_the_seed_does() -> None:
 def test_rows_of_a_chat_model_also_begin_with_its_turns() -> None:
     folder = save_model(Path("m"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, "bos_token": "!"}))
-    with prepared_for(folder, own(tokens=40), "gptq-4bit") as prepared:
+    with prepared_for(folder, own_settings(tokens=40), "gptq-4bit") as prepared:
         [product] = [product for product in prepared.plan.products if product.op == "own_text"]
         assert [*b"![user]"] in [[*bytes_of(ids)] for ids in product.settings["starts"]]
-    with prepared_for(folder, own(tokens=10), "gptq-4bit") as prepared:
+    with prepared_for(folder, own_settings(tokens=10), "gptq-4bit") as prepared:
         assert all(len(ids) <= 5 for p in prepared.plan.products if p.op == "own_text" for ids in p.settings["starts"])
     merged = weightsmith.quantize(folder, "q", format="gptq-4bit", calibration="own", calibration_tokens=10, progress=False)
     assert any("takes 7 tokens, and at most half of the 10" in str(warning) for warning in merged.warnings)
@@ -124,7 +124,7 @@ def bytes_of(ids: Any) -> bytes:
 @pytest.mark.slow
 def test_a_layer_that_cannot_be_loaded_ends_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     loads = watched_loads(monkeypatch, fails_at=5)
-    with prepared_for(save_model(Path("m")), own(rows=5), "gptq-4bit") as prepared:
+    with prepared_for(save_model(Path("m")), own_settings(rows=5), "gptq-4bit") as prepared:
         with pytest.raises(WeightsmithError, match="gone"):
             written(prepared, memory=1)
     assert len(loads) == 5
@@ -134,7 +134,7 @@ def test_a_layer_that_cannot_be_loaded_ends_all_threads(monkeypatch: pytest.Monk
 @pytest.mark.slow
 def test_a_layer_is_loaded_once_for_the_rows_of_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     loads = watched_loads(monkeypatch)
-    with prepared_for(save_model(Path("m")), own(rows=5), "gptq-4bit") as prepared:
+    with prepared_for(save_model(Path("m")), own_settings(rows=5), "gptq-4bit") as prepared:
         written(prepared, memory=1)
     assert loads == [0, 1] * 15  # a row of 16 tokens after a start of one; other starts are longer
 
@@ -150,7 +150,7 @@ def test_a_thread_that_fails_ends_the_others(monkeypatch: pytest.MonkeyPatch) ->
         return real(*args)
 
     monkeypatch.setattr(sampling._Choose, "__call__", choose)
-    with prepared_for(save_model(Path("m")), own(rows=5), "gptq-4bit") as prepared:
+    with prepared_for(save_model(Path("m")), own_settings(rows=5), "gptq-4bit") as prepared:
         with pytest.raises(WeightsmithError, match="gone"):
             written(prepared, memory=1)
     assert len(loads) <= 4  # of the 30 that all rows take
@@ -225,8 +225,8 @@ def test_a_quantised_merge_is_calibrated_on_what_the_merge_writes() -> None:
     recipe = merge_of(None, "linear", weight=1)
     recipe = {key: value for key, value in recipe.items() if key not in ("text", "base_model")}
     weightsmith.merge(recipe, "merged", progress=False)
-    one = quantise(recipe, Path("one"), own(), name="gptq-4bit")
-    two = quantise("merged", Path("two"), own(), name="gptq-4bit")
+    one = quantise(recipe, Path("one"), own_settings(), name="gptq-4bit")
+    two = quantise("merged", Path("two"), own_settings(), name="gptq-4bit")
     assert weights(one.out) == weights(two.out)
     written_by = [json.loads(Path(name, "weightsmith.json").read_text())["own_texts"] for name in ("one", "two")]
     assert [[text.pop("model") for text in texts] for texts in written_by] == [["the merge"], ["merged"]]
@@ -255,7 +255,7 @@ def test_a_measurement_and_what_follows_from_it_share_a_text(
 
     real = sampling.draw
     monkeypatch.setattr(sampling, "draw", draw)
-    merged = quantise(save_model(Path("m")), Path("q"), own(**more), name=name)
+    merged = quantise(save_model(Path("m")), Path("q"), own_settings(**more), name=name)
     [text] = json.loads(Path(str(merged.out), "weightsmith.json").read_text())["own_texts"]
     assert (text["rows"], text["tokens"], len(draws)) == (6, 16, 1)
 
@@ -264,10 +264,10 @@ def test_a_measurement_and_what_follows_from_it_share_a_text(
 def test_a_run_that_died_goes_on_with_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save_model(Path("m"))
     with interrupted(monkeypatch, "states 1"):
-        quantise(folder, Path("q"), own(), name="gptq-4bit")
-    whole = quantise(folder, Path("other"), own(), name="gptq-4bit")
+        quantise(folder, Path("q"), own_settings(), name="gptq-4bit")
+    whole = quantise(folder, Path("other"), own_settings(), name="gptq-4bit")
     monkeypatch.setattr(own_text, "_fits", _never)
-    merged = quantise(folder, Path("q"), own(), name="gptq-4bit")
+    merged = quantise(folder, Path("q"), own_settings(), name="gptq-4bit")
     assert weights(merged.out) == weights(whole.out)
 
 
@@ -343,7 +343,7 @@ def test_scores_need_a_file() -> None:
     ],
 )
 def test_a_plan_from_elsewhere_is_checked(change: Any, words: str) -> None:
-    with prepared_for(save_model(Path("m")), own(), "gptq-4bit") as prepared:
+    with prepared_for(save_model(Path("m")), own_settings(), "gptq-4bit") as prepared:
         plan = json.loads(json.dumps(prepared.plan.to_json()))
     assert {find_kind(product.op).check(product) for product in plan_from_json(plan).products} == {""}
     change(next(product for product in plan["products"] if product["op"] == "own_text")["settings"])
