@@ -400,9 +400,9 @@ class _Machine:
                 case (Global(of), str(member)) if of in self.classes:
                     return Instance(of, (member,))
             self.reject("asks for an attribute of something that is no class of a checkpoint")
-        kind = _OPAQUE.get(function.name)
-        if kind is not None:
-            return Opaque(kind)
+        opaque = _OPAQUE.get(function.name)
+        if opaque is not None:
+            return Opaque(opaque)
         make = _CALLS.get(function.name)
         record = make(self, args) if make is not None else None
         if record is None:
