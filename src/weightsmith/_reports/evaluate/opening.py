@@ -117,7 +117,7 @@ def check_families(bases: Sequence[Base]) -> None:
         raise PlanError(problems)
 
 
-_OUTPUT = ("choose another output folder", "write to another disk")
+_OUTPUT = ("choose another output folder", "write to another disk", "write somewhere else")
 
 
 PREFIX = "evaluation-"
