@@ -74,7 +74,7 @@ def difference_report(difference: Difference) -> Report:
         (f"cosine of A and B{_of_measured(total)}", written(total.cosine, "cosine")),
     )
     title, models = f"{b}, compared with {a}", tuple(zip("AB", difference.names, strict=True))
-    return Report(title, difference.reading, tuple(blocks), difference.to_json(), numbers, models)
+    return Report(title, difference.reading, tuple(blocks), difference.to_json, numbers, models)
 
 
 def comparison_report(comparison: Comparison) -> Report:
@@ -147,7 +147,7 @@ def comparison_report(comparison: Comparison) -> Report:
     )
     models = (("base", comparison.base), *zip(names, comparison.names, strict=True))
     title = f"Task vectors of {len(comparison.names)} models"
-    return Report(title, comparison.reading, tuple(blocks), comparison.to_json(), numbers, models)
+    return Report(title, comparison.reading, tuple(blocks), comparison.to_json, numbers, models)
 
 
 def preview_report(preview: Preview) -> Report:
@@ -235,7 +235,7 @@ def inspection_report(inspection: Inspection) -> Report:
     numbers = [("parameters", many(inspection.elements)), ("weight files", size(sum(nbytes for _, nbytes in inspection.files)))]
     layers = sum(stack.layers for stack in inspection.stacks)
     numbers += [("layers", f"{layers:,}")] if layers else []
-    return Report(inspection.name, (*summary, *inspection.notes), tuple(blocks), inspection.to_json(), tuple(numbers))
+    return Report(inspection.name, (*summary, *inspection.notes), tuple(blocks), inspection.to_json, tuple(numbers))
 
 
 def _pictures(tensor: TensorDifference) -> Pictures:
