@@ -38,6 +38,7 @@ import pytest
 from tests.cli_help import environment
 from tests.fork_help import forked
 from tests.script_help import load
+from weightsmith._activations.starts import Starts
 from weightsmith._base.errors import PlanError
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._features.mixture.build import prepare_moe
@@ -231,6 +232,7 @@ def test_a_recipe_in_the_docs_plans_unless_it_is_wrong_on_purpose(
         (folder / f"{name}.txt").write_text("a text of its own kind")
     (folder / "merged").symlink_to(folder / "models/base")
     monkeypatch.setattr("weightsmith._activations.model.rows_of", lambda text, *_: range(text.rows or 10))
+    monkeypatch.setattr("weightsmith._activations.model.TextModel.own_starts", lambda *_: Starts(((0,),), ""))
     if block.wrong:
         with pytest.raises(PlanError):
             prepare(block.text)

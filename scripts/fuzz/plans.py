@@ -64,7 +64,8 @@ PRODUCTS = {
     "combined": ("combination",),
     "transplanted": ("transplanted_rows",),
     "looks": ("differences", "statistics", "alignments", "survival"),
-    "calibrated": ("embedding", "quantised_layer", "quantised_states", "largest_state", "largest_states"),
+    "calibrated": ("text_rows", "quantised_layer", "quantised_states", "largest_state", "largest_states"),
+    "written": ("own_text",),
     "scaled": ("activation_scales",),
     "losses": ("states", "gradients", "measured_layer"),
     "sized": ("scored_layer", "scored_vocabulary"),
@@ -161,6 +162,9 @@ def _make_products() -> None:
         "transplanted": lambda: plan_of(prepare_transplant("b", "a", TransplantSettings(k=2))),
         "looks": looks,
         "calibrated": lambda: weightsmith.plan(copy, quantize="exl2", bits=4.1, uniform=True, **calibration),
+        "written": lambda: weightsmith.plan(
+            copy, quantize="gptq-4bit", calibration="own", calibration_rows=2, calibration_tokens=8
+        ),
         "scaled": lambda: weightsmith.plan(copy, quantize="fp8-static", **calibration),
         "losses": lambda: weightsmith.plan(copy, quantize="exl2", bits=4.1, **calibration),
         "sized": lambda: weightsmith.plan(copy, quantize="gguf-q4_k_m", size_bytes=10**9, **calibration),

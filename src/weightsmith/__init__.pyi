@@ -55,11 +55,14 @@ from weightsmith._outputs.places import find_unfinished as find_unfinished
 from weightsmith._outputs.places import verify as verify
 from weightsmith._outputs.save import save_file as save_file
 from weightsmith._outputs.save import save_model as save_model
+from weightsmith._outputs.status import status as status
 from weightsmith._planning.recipe.written import Sum as Sum
 from weightsmith._planning.recipe.written import model as model
 from weightsmith._plans import Plan as Plan
 from weightsmith._plans.summary import Summary as Summary
 from weightsmith._reports.auto.auto import auto as auto
+from weightsmith._reports.auto.auto import plan_auto as plan_auto
+from weightsmith._reports.auto.cost import SearchPlan as SearchPlan
 from weightsmith._reports.auto.result import Auto as Auto
 from weightsmith._reports.auto.write import OwnText as OwnText
 from weightsmith._reports.auto.write import write as write

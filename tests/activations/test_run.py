@@ -42,10 +42,10 @@ def test_states_are_those_of_transformers(tmp_path: Path, name: str) -> None:
     with prepare({"merge_method": "passthrough", "models": [{"model": str(folder)}]}) as prepared:
         prepared = prepared.with_plan(replace(prepared.plan, steps=tuple(prepare_model(prepared.plan).steps)))
         run = text_run(prepared, given)
-        states = [run.embedding()]
+        states = [run.embedding(run.text_rows)]
         for i in range(run.layers):
             states.append(run.states(i, states[-1]))
-        kept = [replace(each, transient=False) for each in states]
+        kept = [replace(each, transient=False) for each in (run.text_rows, *states)]
         prepared = prepared.with_plan(replace(prepared.plan, products=tuple(kept)))
         found = captured(prepared, kept).arrays
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -71,7 +71,7 @@ def test_gradients_are_those_of_the_whole_model(name: str, tmp_path: Path) -> No
         prepared = prepared.with_plan(replace(prepared.plan, steps=tuple(prepare_model(prepared.plan).steps)))
         run = text_run(prepared, given)
         kept = [replace(each, transient=False) for each in run.backward(lambda *_: (), lambda layer: run.linear(layer))]
-        kept.append(replace(run.gradients(0, kept[0], kept[-1]), transient=False))
+        kept.append(replace(run.gradients(0, kept[1], kept[-1]), transient=False))
         prepared = prepared.with_plan(replace(prepared.plan, products=tuple(kept)))
         found = captured(prepared, kept).arrays
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().requires_grad_(False)

@@ -305,10 +305,11 @@ def test_products_are_computed_layer_by_layer_and_what_nothing_needs_is_left_out
         other = with_statistics(prepared, requests_for(prepared, replace(given, calibration_rows=5), ("moments",), 0)).plan
     assert {product.name for product in other.products}.isdisjoint(product.name for product in forward)
     assert made == [
-        *("states 0", "moments 0", "states 1", "moments 1", "states 2"),
+        *("rows", "states 0", "moments 0", "states 1", "moments 1", "states 2"),
         *("gradients 2", "fisher 1", "gradients 1", "fisher 0"),
     ]
-    assert [product.name.partition(": ")[2] for product in forward] == ["states 0", "moments 0", "states 1", "moments 1"]
+    ahead = ["rows", "states 0", "moments 0", "states 1", "moments 1"]
+    assert [product.name.partition(": ")[2] for product in forward] == ahead
 
 
 def arrays_as_output(prepared: Prepared) -> Prepared:
@@ -403,7 +404,7 @@ def _settings(plan: dict[str, Any], name: str) -> dict[str, Any]:
         (lambda plan: _settings(plan, "moments 1").update(weights=["model.norm.weight"]), "it has no step for a weight"),
         (lambda plan: _settings(plan, "moments 1")["weights"].clear(), "its arrays are not those of its weights"),
         (lambda plan: _settings(plan, "moments 1").update(more=1), "its settings are not those of a statistic product"),
-        (lambda plan: _settings(plan, "states 0")["text"].update(tokenizer="0"), "it does not name the tokenizer's file"),
+        (lambda plan: _settings(plan, "rows")["text"].update(tokenizer="0"), "it does not name the tokenizer's file"),
     ],
 )
 def test_a_plan_from_elsewhere_is_checked(change: Any, words: str, tmp_path: Path) -> None:

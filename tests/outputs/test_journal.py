@@ -15,7 +15,7 @@ NAMES = ["a", "b.weight", 'quo"te', "back\\slash", "ümlaut", "a,b"]
 
 def write(path: Path) -> None:
     journal = Journal(path)
-    journal.start("plan", "layout", {})
+    journal.start("plan", "layout", {}, 3)
     for i, name in enumerate(NAMES):
         journal.tensor(name, Finished(f"{i:032x}"))
     journal.product("p", "0" * 32)

@@ -15,17 +15,15 @@ the gradients of some kernels are sums in any order: a measurement there may dif
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from weightsmith._activations.rows import BUILT_IN, TOKENIZER, rows_of
 from weightsmith._activations.work import GradientWork, LayerWork
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._models.structure.vocabulary import is_embedding, is_head
-from weightsmith._plans import FileRead, Product, TextSource
+from weightsmith._plans import Product
 from weightsmith.abc.product import Arrays, Floats
 
 if TYPE_CHECKING:
@@ -55,7 +53,7 @@ def _of_head(context: ProductContext, work: GradientWork) -> Arrays:
     """The gradients of what leaves the last layer."""
     import torch
 
-    from weightsmith._activations.running import decoder_of, rows_of_states
+    from weightsmith._activations.running import decoder_of, ids_of, rows_of_states
 
     rows = rows_of_states(context, work, 0, 0, back=True)
     [gradients] = context.create()
@@ -66,7 +64,7 @@ def _of_head(context: ProductContext, work: GradientWork) -> Arrays:
     weight = torch.from_numpy(numbers).to(rows.device)
     decoder = decoder_of(work.base)
     cap = decoder.logit_cap
-    ids = None if work.text is None else rows_of(work.text, context.folder(work.base.model), head.shape[0], work.bos)
+    ids = ids_of(context, work.rows, rows.states.shape) if work.rows else None
     with decoder.final_norm(context, rows.device) as norm:
 
         def gradient(numbered: NumberedRow) -> Tensor:
@@ -157,7 +155,7 @@ def _of_layer(context: ProductContext, work: GradientWork) -> Arrays:
             return sums
 
         try:
-            for some in rows.each(run):
+            for some in rows.map(run):
                 for sums in some:
                     for place, total in enumerate(sums):
                         squares[place, : len(total)] += total
@@ -206,8 +204,8 @@ def _check(product: Product) -> str:
     if work.layer == work.base.layers:
         if len(outs) != 1 or _head(product) is None:
             return "it has no step for the head, or other arrays"
-        return "" if work.text is None else _check_labels(product, work.text)
-    if work.text is not None:
+        return ""
+    if work.rows:
         return "it has labels, and is not of the head"
     specs = {step.out.name: step.out.shape for step in product.steps}
     if not all(len(specs.get(name, ())) == 2 for name in work.weights):
@@ -218,19 +216,4 @@ def _check(product: Product) -> str:
     return "" if work.gradients else "it does not need what its settings name"
 
 
-def _check_labels(product: Product, text: TextSource) -> str:
-    if text.seed < 0:
-        return "its seed is negative"
-    if (text.rows, text.tokens) != product.outs[0].shape[:2]:
-        return "its rows are not those of its text"
-    if FileRead(GradientWork.of(product).base.model, TOKENIZER, text.tokenizer) not in product.files:
-        return "it does not name the tokenizer's file"
-    return ""
-
-
-def _reads(product: Product) -> list[Path]:
-    text = GradientWork.of(product).text
-    return [] if text is None or text.source == BUILT_IN else [Path(text.source)]
-
-
-KIND = ProductKind(LAST_FIRST, compute=_compute, check=_check, reads=_reads, device=True, transient=True)
+KIND = ProductKind(LAST_FIRST, compute=_compute, check=_check, device=True, transient=True)

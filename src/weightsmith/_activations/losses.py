@@ -132,7 +132,7 @@ def _compute(context: ProductContext) -> Arrays:
                 release_pages(theirs)
 
         with torch.no_grad():
-            for _ in rows.each(measure):
+            for _ in rows.map(measure):
                 pass
     return arrays
 
@@ -230,10 +230,7 @@ def scored(model: TextModel, rows: ScoredRows, reference: Known | None = None, *
         digest = hashlib.sha256(reference.identity.encode()).hexdigest()
         products.append(Product("reference", "given", tuple(specs), {"sha256": digest}))
         given["reference"] = reference.arrays
-    first = LayerWork(run.base, run.packages, 0, ids.name)
-    states = run.product(
-        "states 0", "embedded_rows", (run.rows("states 0"),), first, run.steps(run.layers), (ids,), transient=True
-    )
+    states = run.embedding(ids)
     products.append(states)
     for layer in range(run.layers):
         states = run.states(layer, states)

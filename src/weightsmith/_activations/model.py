@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property, partial
 from typing import Any, Literal
 
 from weightsmith._activations.decoder import Base
 from weightsmith._activations.gradients import shapes_of as gradient_shapes
-from weightsmith._activations.rows import TOKENIZER, rows_of, text_source
+from weightsmith._activations.own_text import TEMPERATURE, VERSION, OwnTextWork
+from weightsmith._activations.rows import OWN, OWN_ROWS, OWN_TOKENS, TOKENIZER, rows_of, text_source
+from weightsmith._activations.scored_rows import Cutter, cutter_of
+from weightsmith._activations.starts import Starts, TemplateStarts, starts_of, template_starts
 from weightsmith._activations.statistic import shapes_of
 from weightsmith._activations.statistics import find_statistic
-from weightsmith._activations.work import EmbeddingWork, GradientWork, LayerWork, StatisticWork, Work
-from weightsmith._base.errors import NotFound, PlanError, Unsupported, WeightsmithError, as_plan_error, noting
+from weightsmith._activations.work import GradientWork, LayerWork, StatisticWork, TextRowsWork, Work
+from weightsmith._base.errors import NotFound, ParameterError, PlanError, Unsupported, WeightsmithError, as_plan_error, noting
 from weightsmith._base.files import read_bounded
 from weightsmith._base.idioms import grouped
 from weightsmith._base.installation import absent_packages, package_version
+from weightsmith._base.options import option_error
 from weightsmith._base.tensors import DTYPES, TensorSpec
+from weightsmith._base.text import count
 from weightsmith._engine.products import find_kind
 from weightsmith._files.copied import MAX_COPIED_BYTES
 from weightsmith._models.checkpoint import Checkpoint
@@ -49,6 +55,7 @@ class TextModel:
     needs       (step) → the products that must be finished before it
     tokenizes   whether the checkpoint's tokenizer is the model's
     instead     what else the user may do, for errors: `; or use …`
+    files       that the plan makes in place of the checkpoint's
     """
 
     label: str
@@ -60,6 +67,7 @@ class TextModel:
     needs: Callable[[Step], Collection[str]] = lambda step: ()
     tokenizes: bool = True
     instead: str = ""
+    files: Mapping[str, bytes] = field(default_factory=dict)
 
     @property
     def vocabulary(self) -> int:
@@ -71,6 +79,35 @@ class TextModel:
         """The token that begins a text, by config.json."""
         token = (self.config or {}).get("bos_token_id")
         return token if type(token) is int else None
+
+    @property
+    def positions(self) -> int:
+        """The most tokens that a row may have, by config.json."""
+        return count_of(self.config or {}, "max_position_embeddings") or 1 << 30
+
+    @cached_property
+    def cutter(self) -> Cutter:
+        """The tokenizer and chat template. Raises as `cutter_of`."""
+        return cutter_of(self.checkpoint, self.files, self.vocabulary, self.label)
+
+    @cached_property
+    def template_starts(self) -> TemplateStarts:
+        """What rows of its own text begin with, by its chat template. Cost: a process that renders the template."""
+        return template_starts(self.cutter, self.label)
+
+    def own_starts(self, tokens: int) -> Starts:
+        """What rows of its own text begin with. Those of a chat template may take half of a row.
+
+        Raises ParameterError for rows without room behind a start; NotFound, FormatError, Unsupported for a bad tokenizer.
+        """
+        starts = starts_of(
+            self.cutter, self.template_starts, tokens // 2, f"at most half of the {tokens:,} in a row are for it"
+        )
+        fitting = tuple(ids for ids in starts.ids if len(ids) < tokens)
+        if not fitting:
+            what = f"a row of {count(tokens, 'token')} has no room for one behind its start"
+            raise ParameterError(what, where=self.label, fix="use more tokens for a row")
+        return replace(starts, ids=fitting)
 
 
 def result_of(draft: PlanDraft, inputs: Sequence[Checkpoint], steps: Sequence[Step], instead: str = "") -> TextModel:
@@ -85,7 +122,8 @@ def result_of(draft: PlanDraft, inputs: Sequence[Checkpoint], steps: Sequence[St
         TOKENIZER not in draft.files,
         partial(needs_of, maker=maker),
     )
-    return TextModel(label, draft.donor, donor, draft.config, tuple(steps), structure, needs, has_own_tokenizer, instead)
+    of_plan = structure, needs, has_own_tokenizer, instead, draft.files
+    return TextModel(label, draft.donor, donor, draft.config, tuple(steps), *of_plan)
 
 
 def input_of(inputs: Sequence[Checkpoint], number: int, instead: str = "") -> TextModel:
@@ -110,7 +148,7 @@ def text_for(
 ) -> TextSource:
     """A text for a model: checked, with the number of its rows.
 
-    path       of the file; None or `built-in`: the built-in text
+    path       of the file; None or `built-in`: the built-in text; `own`: what the model writes by itself
     rows       None: as many as the text has, at most `rows.MAX_ROWS`
     tokens     of a row; None: `rows.TOKENS`
     most_rows  that are used, if `rows` or the text allow more
@@ -118,6 +156,10 @@ def text_for(
 
     Raises PlanError: packages that are missing, a text that cannot be read or is too short, a model without a tokenizer.
     """
+    if path == OWN:
+        if os.path.lexists(OWN):
+            raise PlanError([own_file_problem(f"--{option} {OWN}" if option else "")])
+        return own_text_for(model, rows, tokens, seed, most_rows)
     problems = absent_packages(PACKAGES, "texts", "calibration", model.instead)
     finding_list = [] if model.structure.main is not None and model.config is not None else [_no_decoder(model)]
     text = TextSource("", "", 0, 0, 0)
@@ -130,6 +172,39 @@ def text_for(
     with as_plan_error():
         count = len(rows_of(text, model.checkpoint.folder, model.vocabulary, model.bos, option))
     return replace(text, rows=min(count, most_rows or count))
+
+
+def own_text_problems(source: str, kinds: Iterable[str]) -> list[WeightsmithError]:
+    """Statistics that say nothing of a text that the model writes by itself. source: of the text."""
+    what = "a model's own text does not become likelier in any direction, so its {} are zero but for chance"
+    fix = "name a text of what the model is to learn"
+    blind = [kind for kind in kinds if source == OWN and find_statistic(kind).labels == "text"]
+    return [ParameterError(what.format(kind), fix=fix) for kind in blind]
+
+
+def own_file_problem(where: str) -> WeightsmithError:
+    """A file or folder has the name of the text that a model writes."""
+    what = f"{OWN} is the text that the model writes by itself, and there is a file or folder of this name"
+    return ParameterError(what, where=where, fix=f"write ./{OWN} for that, or rename it")
+
+
+def own_text_for(model: TextModel, rows: int | None, tokens: int | None, seed: int, most_rows: int | None = None) -> TextSource:
+    """The text that a model writes by itself. As `text_for`, but no file can be meant."""
+    from weightsmith._activations.running import decoder_of
+
+    if problems := absent_packages(PACKAGES, "texts", "calibration", model.instead):
+        raise PlanError(problems)
+    decoder_of(base_of(model))  # refuses what transformers cannot build
+    tokens = tokens or min(OWN_TOKENS, model.positions)
+    with as_plan_error():
+        text = TextSource(OWN, "", min(rows or OWN_ROWS, most_rows or rows or OWN_ROWS), tokens, seed, tokenizer_hash(model))
+        if seed < 0:
+            raise option_error("seed", f"must be at least 0 for a text that a model writes, not {seed}")
+        if tokens > model.positions:
+            what = f"a row has at most {model.positions:,} tokens, not {tokens:,}"
+            raise ParameterError(what, where=model.label, fix="use fewer tokens for a row")
+        model.own_starts(tokens)
+    return text
 
 
 def base_of(model: TextModel) -> Base:
@@ -193,17 +268,27 @@ class TextRun:
         """The weights of the linear layers of a layer. Experts that are one tensor are not among them."""
         return tuple(step.out.name for step in self.steps(layer) if role_of(step.out) == "linear")
 
-    def embedding(self) -> Product:
-        """What enters the first layer."""
-        work = EmbeddingWork(self.base, self.packages, self.text, self._model.bos)
-        steps = [step for step in self.steps(self.layers) if not is_head(step.out)]
-        return self.product(
-            "states 0", "embedding", (self.rows("states 0"),), work, steps, files=(self._tokenizer,), transient=True
-        )
+    @cached_property
+    def text_rows(self) -> Product:
+        """The rows of tokens of the text."""
+        out = self.array("ids", "I32", (self.text.rows, self.text.tokens))
+        if self.text.source == OWN:
+            starts = self._model.own_starts(self.text.tokens)
+            merged = any(leaf.merges for step in self._model.steps for leaf in step.leaves)
+            label = "the merge" if merged else self.base.label
+            base = replace(self.base, label=label, arithmetic="float32")
+            drawn = starts.ids, TEMPERATURE, VERSION, starts.unused_template
+            own_work = OwnTextWork(base, self.packages, self.text, *drawn)
+            return self.product("rows", "own_text", (out,), own_work, self._model.steps)
+        work = TextRowsWork(self.base, self.packages, self.text, self._model.vocabulary, self._model.bos)
+        files = (FileRead(self._model.number, TOKENIZER, self.text.tokenizer),)
+        return self.product("rows", "text_rows", (out,), work, (), files=files, transient=True)
 
-    @property
-    def _tokenizer(self) -> FileRead:
-        return FileRead(self._model.number, TOKENIZER, self.text.tokenizer)
+    def embedding(self, rows: Product) -> Product:
+        """What enters the first layer. rows: of tokens."""
+        work = LayerWork(self.base, self.packages, 0, rows.name)
+        steps = [step for step in self.steps(self.layers) if not is_head(step.out)]
+        return self.product("states 0", "embedded_rows", (self.rows("states 0"),), work, steps, (rows,), transient=True)
 
     def states(self, layer: int, states: Product) -> Product:
         """What leaves a layer. states: what enters it."""
@@ -212,13 +297,10 @@ class TextRun:
 
     def head_gradients(self, states: Product, labels: Labels = "drawn") -> Product:
         """The gradients of what leaves the last layer. states: what leaves it."""
-        name, text, bos = f"{OF_LABELS[labels]} {self.layers}", None, None
-        files: tuple[FileRead, ...] = ()
-        if labels == "text":
-            text, bos, files = self.text, self._model.bos, (self._tokenizer,)
-        work = GradientWork(self.base, self.packages, self.layers, states.name, "", (), self.text.seed, text, bos)
-        steps = self.steps(self.layers)
-        return self.product(name, "gradients", (self.rows(name),), work, steps, (states,), files, transient=True)
+        name, needs = f"{OF_LABELS[labels]} {self.layers}", (states, self.text_rows) if labels == "text" else (states,)
+        rows = self.text_rows.name if labels == "text" else ""
+        work = GradientWork(self.base, self.packages, self.layers, states.name, "", (), self.text.seed, rows)
+        return self.product(name, "gradients", (self.rows(name),), work, self.steps(self.layers), needs, transient=True)
 
     def gradients(
         self, layer: int, states: Product, leaving: Product, weights: tuple[str, ...] = (), labels: Labels = "drawn"
@@ -257,8 +339,8 @@ class TextRun:
         return _needed(self._ahead(measure))
 
     def _ahead(self, measure: Callable[[int, Product], Iterable[Product]]) -> list[Product]:
-        products = [self.embedding()]
-        states = products[0]
+        states = self.embedding(self.text_rows)
+        products = [self.text_rows, states]
         for layer in range(self.layers):
             products += measure(layer, states)
             states = self.states(layer, states)
@@ -282,7 +364,7 @@ class TextRun:
         after    (what enters the first layer, the gradients of that, what leaves the last layer) → the products to add
         """
         products = self._ahead(before)
-        states = [product for product in products if product.op in ("embedding", "states")]
+        states = [product for product in products if product.op in ("embedded_rows", "states")]
         for label in labels:
             gradients = self.head_gradients(states[-1], label)
             products.append(gradients)
@@ -377,7 +459,8 @@ def merged_products(
         structure, needs = analyse([step.out for step in steps], model.config), partial(needs_of, maker=maker)
         merge = replace(model, label="the merge", steps=tuple(steps), structure=structure, needs=needs)
         runs.append((TextRun(model, text, prefix), TextRun(merge, text, prefix), own_kinds))
-    states = [merge.embedding() for _, merge, _ in runs]
+    states = [merge.embedding(run.text_rows) for run, merge, _ in runs]
+    products += [run.text_rows for run, _, _ in runs]
     products += states
     for layer in range(runs[0][1].layers):
         for (run, _, kinds), entering in zip(runs, states, strict=True):

@@ -19,6 +19,6 @@ class StatisticsSettings:
         unset="second_moments and magnitudes",
         details="The merge methods and their statistics: [merges that look at text](statistics.md).",
     )
-    rows: int | None = option(None, "--rows N", "Number of rows of the text", unset="all, at most 128", least=1)
-    tokens: int | None = option(None, "--tokens N", "Number of tokens in each row", unset="512", least=1)
+    rows: int | None = option(None, "--rows N", "Number of rows of the text", unset="all, at most 128; own text: 20", least=1)
+    tokens: int | None = option(None, "--tokens N", "Number of tokens in each row", unset="512; own text: 128", least=1)
     seed: int = option(0, "--seed N", "Seed of the rows that are drawn, and of the labels of fisher")

@@ -44,6 +44,13 @@ TOKENIZER = "tokenizer.json"
 BUILT_IN = "built-in"
 """The text that comes with the package: `texts/`, one document per file."""
 
+OWN = "own"
+"""The text that a model writes by itself: `own_text.py`."""
+OWN_ROWS = 20
+"""Rows that a model writes if their number is not given."""
+OWN_TOKENS = 128
+"""Tokens of such a row if not given, with its start."""
+
 MAX_ROWS = 128
 """Rows taken from a text if their number is not given."""
 TOKENS = 512
@@ -74,6 +81,10 @@ def text_source(path: str | None, rows: int | None, tokens: int | None, seed: in
     if path is None or path == BUILT_IN:
         digest = hashlib.sha256(b"\0".join(text.encode() for text in _built_in())).hexdigest()
         return TextSource(BUILT_IN, digest, rows or 0, tokens or TOKENS, seed)
+    if path == OWN:
+        what = f"a model writes a text by itself for statistics and calibrations alone, and {show(path)} is no file"
+        fix = "write it first: weightsmith write MODEL own.jsonl; then name own.jsonl"
+        raise option_error(option, what, fix) if option else ParameterError(what, fix=fix)
     if is_text(path):
         # A plan names its texts, so that it can be run again, on another day.
         what = f"it is a text itself, and the name of a file is needed: {show(path)}"

@@ -11,13 +11,14 @@ from functools import lru_cache
 from typing import TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from weightsmith._activations.decoder import Base
 from weightsmith._activations.decoder.forward import Decoder, Layer, build
 from weightsmith._activations.work import LayerWork
-from weightsmith._base.errors import NonFinite, ParameterError, PlanError, WeightsmithError
+from weightsmith._base.errors import FormatError, NonFinite, ParameterError, PlanError, WeightsmithError
 from weightsmith._base.torch_use import one_thread, usable_device
 from weightsmith._files.arrays import release_pages
 from weightsmith.abc.product import Floats, ProductContext
@@ -29,6 +30,8 @@ ROWS_AT_ONCE = 4
 """Rows that are shared out to the threads, unless there are more threads. Threads wait for each other after each batch, and
 memory holds what enters the linear layers in each row of it.
 """
+
+Ints = npt.NDArray[np.int32]
 
 NumberedRow = tuple[int, Tensor]
 """A row's number, and its states [tokens, hidden]."""
@@ -71,6 +74,13 @@ def budget(context: ProductContext) -> int:
 def workers(threads: int, device: str) -> Iterator[ThreadPoolExecutor]:
     """Threads on each of which torch computes alone. A GPU gets its work from one."""
     with one_thread(), ThreadPoolExecutor(threads if on_cpu(device) else 1) as pool:
+        yield pool
+
+
+@contextmanager
+def together(threads: int) -> Iterator[ThreadPoolExecutor]:
+    """So many threads that wait for each other, on each of which torch computes alone. A GPU gets its work from all of them."""
+    with one_thread(), ThreadPoolExecutor(threads) as pool:
         yield pool
 
 
@@ -126,7 +136,7 @@ class Rows:
             yield [(r, torch.from_numpy(np.array(self.states[r])).to(self.device)) for r in numbers]
             release_pages(self.states)
 
-    def each(self, function: Callable[[NumberedRow], T]) -> Iterator[list[T]]:
+    def map(self, function: Callable[[NumberedRow], T]) -> Iterator[list[T]]:
         """What a function makes of each row, on any thread: in order, some at a time."""
         with workers(self.context.threads, self.device) as pool:
             for rows in self.batches():
@@ -140,7 +150,7 @@ class Rows:
             self.check_finite(states_out, what, numbered[0])
             array[numbered[0]] = states_out.cpu().numpy()
 
-        for _ in self.each(run):
+        for _ in self.map(run):
             release_pages(array)
 
     def check_finite(self, x: Tensor, what: str, row: int) -> None:
@@ -177,6 +187,21 @@ def rows_of_states(context: ProductContext, work: LayerWork, first: float, last:
     [states] = context.arrays(work.states)
     number = max(work.base.layers - 1 - work.layer, 0) if back else work.layer
     return Rows(context, work.base, states, device_of(context), PhaseProgress(context, work.base, number, first, last))
+
+
+def ids_of(context: ProductContext, rows: str, states: tuple[int, ...]) -> Ints:
+    """The tokens of the states of a text: int32 [rows, tokens].
+
+    rows    the product that has them
+    states  their shape: [rows, tokens, hidden]
+
+    Raises FormatError for those of other states, which a plan from elsewhere may name.
+    """
+    ids: Ints = context.arrays(rows)[0]
+    if ids.shape != states[:2]:
+        what = f"its states are those of {list(states[:2])} tokens, but product {rows} has {list(ids.shape)}"
+        raise FormatError(what, where=f"product {context.product.name}", fix="plan again")
+    return ids
 
 
 @contextmanager

@@ -22,10 +22,12 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsmith._activations.bounded import BoundedScript
-from weightsmith._activations.rows import encoded, read_lines, read_pieces
+from weightsmith._activations.rows import TOKENIZER, encoded, load_tokenizer, read_lines, read_pieces
 from weightsmith._base.errors import FormatError, ParameterError, Unsupported
 from weightsmith._base.installation import absent_packages
 from weightsmith._base.text import status
+from weightsmith._models.checkpoint import Checkpoint
+from weightsmith._models.tokenizers.files import TEMPLATE_FILE, settings_in, settings_of, template_of
 from weightsmith._plans import TextSource
 
 MAX_ROWS = 512
@@ -173,6 +175,44 @@ class Cutter:
             for array, own_array in zip(padded, arrays, strict=True):
                 array[row, : len(own_array)] = own_array
         return ScoredRows(padded[0], padded[1], shortened, unplaced)
+
+
+_SETTINGS = "tokenizer_config.json"
+_FILES = (TOKENIZER, _SETTINGS, TEMPLATE_FILE, "chat_template.json")
+
+
+def cutter_of(donor: Checkpoint, files: Mapping[str, bytes], vocabulary: int, name: str) -> Cutter:
+    """The tokenizer and chat template of a model.
+
+    donor       the checkpoint whose files the model has
+    files       those that a plan makes in place of the donor's
+    vocabulary  rows of the embedding
+    name        of the model, for messages
+
+    Raises NotFound, FormatError. Downloads the files that are missing.
+    """
+    donor.fetch([file for file in _FILES if file in donor.files])
+    if TOKENIZER in files:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / TOKENIZER
+            path.write_bytes(files[TOKENIZER])
+            tokenizer = load_tokenizer(path)
+    else:
+        tokenizer = load_tokenizer(donor.folder / TOKENIZER)
+    settings = settings_in(files[_SETTINGS]) if _SETTINGS in files else settings_of(donor.folder, donor.files, _SETTINGS)
+    template = files[TEMPLATE_FILE].decode(errors="replace") if TEMPLATE_FILE in files else ""
+    if not template and _SETTINGS in files and isinstance(template_text := settings.get("chat_template"), str):
+        template = template_text
+    template = template or template_of(donor.folder, donor.files)
+    tokens = {key: _text_of(value) for key, value in settings.items() if key.endswith("_token")}
+    names = {key: text for key, text in tokens.items() if text is not None}
+    return Cutter(tokenizer, name, vocabulary, template, names)
+
+
+def _text_of(token: object) -> str | None:
+    """A token of tokenizer_config.json: its text, or an object with it."""
+    content = token.get("content") if isinstance(token, dict) else token
+    return content if isinstance(content, str) else None
 
 
 def _bytes_of(piece: str, encoding: Any) -> Ints:

@@ -1,7 +1,7 @@
 """The products of states: what enters the first layer, what enters the layer after one, and what others compare them with.
 
-embedding       rows of tokens of a text, embedded
-embedded_rows   the same, of rows of tokens that another product holds
+text_rows       rows of tokens of a text
+embedded_rows   rows of tokens that another product holds, embedded
 states          what leaves a layer, from what enters it
 sampled_states  the first rows of what leaves a layer, kept to compare it with another model's
 given           arrays that whoever runs the plan has already, such as the tokens of a text
@@ -14,11 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
-from weightsmith._activations.decoder import Base
 from weightsmith._activations.rows import BUILT_IN, TOKENIZER, rows_of
-from weightsmith._activations.work import EmbeddingWork, LayerWork
+from weightsmith._activations.work import LayerWork, TextRowsWork
 from weightsmith._base.errors import CheckpointError
 from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._models.structure.vocabulary import is_embedding
@@ -33,9 +31,6 @@ if TYPE_CHECKING:
 
 FORWARD = "measuring layer by layer"
 """The progress of states and statistics."""
-
-_NO_EMBEDDING = "it has no step for an embedding"
-
 
 # ---- what leaves a layer
 
@@ -92,59 +87,60 @@ def _sample(context: ProductContext) -> Arrays:
 SAMPLED_STATES = ProductKind(FORWARD, compute=_sample, check=check)
 
 
+# ---- rows of tokens
+
+
+def _cut_rows(context: ProductContext) -> Arrays:
+    work = TextRowsWork.of(context.product)
+    return [rows_of(work.text, context.folder(work.base.model), work.vocabulary, work.bos)]
+
+
+def _check_rows(product: Product) -> str:
+    if problem := TextRowsWork.check(product):
+        return problem
+    work = TextRowsWork.of(product)
+    if work.text.seed < 0:
+        return "its seed is negative"
+    shape = work.text.rows, work.text.tokens
+    if min(shape) < 1 or [(out.dtype.name, out.shape) for out in product.outs] != [("I32", shape)]:
+        return "its rows are not those of its text"
+    if FileRead(work.base.model, TOKENIZER, work.text.tokenizer) not in product.files:
+        return "it does not name the tokenizer's file"
+    return ""
+
+
+def _reads(product: Product) -> list[Path]:
+    source = TextRowsWork.of(product).text.source
+    return [] if source == BUILT_IN else [Path(source)]
+
+
+TEXT_ROWS = ProductKind("tokenizing the text", compute=_cut_rows, check=_check_rows, reads=_reads, transient=True)
+
+
 # ---- what enters the first layer
 
 
-def embedded(context: ProductContext, base: Base, ids: npt.NDArray[np.int32]) -> Arrays:
-    """Embed rows of tokens, int32 [rows, tokens]: the states that enter the first layer."""
-    from weightsmith._activations.running import PhaseProgress, decoder_of
+def _embed_rows(context: ProductContext) -> Arrays:
+    from weightsmith._activations.running import PhaseProgress, decoder_of, ids_of
     from weightsmith._files.arrays import release_pages
 
-    progress = PhaseProgress(context, base, 0, 0, 0)
+    work = LayerWork.of(context.product)
+    ids = ids_of(context, work.states, context.product.outs[0].shape)
+    progress = PhaseProgress(context, work.base, 0, 0, 0)
     [states] = context.create()
-    for row, hidden in enumerate(decoder_of(base).embedded(context, ids.tolist())):
+    for row, hidden in enumerate(decoder_of(work.base).embedded(context, ids.tolist())):
         states[row] = hidden.numpy()
         progress(0)
     release_pages(states)
     return [states]
 
 
-def _embed_text(context: ProductContext) -> Arrays:
-    work = EmbeddingWork.of(context.product)
-    vocabulary = next(step.out.shape[0] for step in context.product.steps if is_embedding(step.out))
-    rows = rows_of(work.text, context.folder(work.base.model), vocabulary, work.bos)
-    return embedded(context, work.base, rows)
-
-
-def _check_embedding(product: Product) -> str:
-    if problem := EmbeddingWork.check(product):
-        return problem
-    work = EmbeddingWork.of(product)
-    if work.text.seed < 0:
-        return "its seed is negative"
-    shape = work.text.rows, work.text.tokens, work.base.hidden
-    if min(shape) < 1 or [(out.dtype.name, out.shape) for out in product.outs] != [("F32", shape)]:
-        return "its states are not those of its calibration text"
-    if FileRead(work.base.model, TOKENIZER, work.text.tokenizer) not in product.files:
-        return "it does not name the tokenizer's file"
-    return "" if any(is_embedding(step.out) for step in product.steps) else _NO_EMBEDDING
-
-
-def _reads(product: Product) -> list[Path]:
-    source = EmbeddingWork.of(product).text.source
-    return [] if source == BUILT_IN else [Path(source)]
-
-
-EMBEDDING = ProductKind(FORWARD, compute=_embed_text, check=_check_embedding, reads=_reads, transient=True)
-
-
-def _embed_rows(context: ProductContext) -> Arrays:
-    work = LayerWork.of(context.product)
-    return embedded(context, work.base, context.arrays(work.states)[0])
-
-
 def _check_embedded_rows(product: Product) -> str:
-    return check(product) or ("" if any(is_embedding(step.out) for step in product.steps) else _NO_EMBEDDING)
+    if problem := check(product):
+        return problem
+    if product.outs[0].shape[2] != LayerWork.of(product).base.hidden:
+        return "its states are not those of its rows"
+    return "" if any(is_embedding(step.out) for step in product.steps) else "it has no step for an embedding"
 
 
 EMBEDDED_ROWS = ProductKind(FORWARD, compute=_embed_rows, check=_check_embedded_rows, transient=True)

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import xxhash
 
 from weightsmith._activations.model import TextModel, TextRun, prefix_of
-from weightsmith._activations.rows import BUILT_IN, text_source
+from weightsmith._activations.rows import BUILT_IN, OWN, text_source
 from weightsmith._activations.statistic import shapes_of
 from weightsmith._activations.statistics import STATISTICS, find_statistic
 from weightsmith._base.errors import CheckpointError, Corrupt, FormatError, NotFound, ParameterError, WeightsmithError
@@ -106,7 +106,7 @@ def record_of(model: ModelRecord, text: TextSource, kinds: Collection[str], pack
 
 def is_stored(path: str) -> bool:
     """Whether a path in place of a text is a folder of statistics."""
-    return path != BUILT_IN and expand_user(path).is_dir()
+    return path not in (BUILT_IN, OWN) and expand_user(path).is_dir()
 
 
 def read_stored(path: str) -> Stored:
@@ -172,7 +172,7 @@ def check_stored(stored: Stored, model: TextModel, tokenizer: str, kinds: Collec
     if tokenizer != stored.text.tokenizer:
         problems.append(_other(stored, f"the tokenizer of {label} is not the one that cut the text"))
     source = stored.text.source
-    if source != BUILT_IN and Path(source).is_file():
+    if source not in (BUILT_IN, OWN) and Path(source).is_file():
         now = text_source(source, None, None, 0, option="")
         if now.sha256 != stored.text.sha256:
             problems.append(_other(stored, f"the text {show(source)} has changed since it was measured"))

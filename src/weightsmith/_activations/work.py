@@ -25,14 +25,16 @@ class Work(ProductSettings):
 
 
 @dataclass(frozen=True, slots=True)
-class EmbeddingWork(Work):
-    """The states that enter the first layer.
+class TextRowsWork(Work):
+    """The rows of tokens of a text.
 
-    text  whose rows are embedded
-    bos   token that begins half of the rows; None: no such token
+    text        that is cut into rows
+    vocabulary  rows of the model's embedding
+    bos         token that begins half of the rows; None: no such token
     """
 
     text: TextSource
+    vocabulary: int
     bos: int | None
 
 
@@ -67,8 +69,7 @@ class GradientWork(LayerWork):
     gradients  the product whose first array is the gradients of what leaves it; "" after the last layer
     weights    the linear layers at whose outputs gradients are looked at, in the order of the arrays
     seed       of the labels
-    text       after the last layer: the text whose next tokens are the labels; None: they are drawn
-    bos        as of `EmbeddingWork`
+    rows       after the last layer: the product of the rows of tokens whose next tokens are the labels; "": they are drawn
     """
 
     HEAD = True
@@ -76,13 +77,12 @@ class GradientWork(LayerWork):
     gradients: str
     weights: tuple[str, ...]
     seed: int
-    text: TextSource | None = None
-    bos: int | None = None
+    rows: str = ""
 
     @property
     def needs(self) -> set[str]:
         """The products that the settings name."""
-        return {self.states, *filter(None, [self.gradients])}
+        return {self.states, *filter(None, [self.gradients, self.rows])}
 
 
 @dataclass(frozen=True, slots=True)

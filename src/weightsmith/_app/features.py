@@ -87,7 +87,7 @@ def statistics(
     """Write the statistics of a model on a text into a new folder, which recipes name in place of the text.
 
     model    folder, Hub id or `base+adapter`, stored in any format that weightsmith reads
-    text     a .txt, .jsonl or .parquet file, or `built-in`
+    text     a .txt, .jsonl or .parquet file; `built-in`; or `own`: what the model writes by itself
     options  see `weightsmith._base.options`: `StatisticsSettings` and `RunOptions`
 
     The folder has one float32 array for each kind and linear layer, and `statistics.json` with the hashes of weights, text and

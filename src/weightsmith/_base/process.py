@@ -15,6 +15,7 @@ import select
 import sys
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any, TextIO
 
 from weightsmith._base.errors import WeightsmithError
@@ -36,6 +37,14 @@ def return_large_blocks() -> None:
     """Have freed blocks of `LARGE_BYTES` and more returned to the system at once."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, LARGE_BYTES)
+
+
+def allow_nesting(stages: int) -> None:
+    """Raise Python's limit of nested calls for so many stages, each of which may be in the next one.
+
+    One takes two calls while it is planned and closed. A limit that is too high does no harm: these calls take no C stack.
+    """
+    sys.setrecursionlimit(max(sys.getrecursionlimit(), 1000 + 4 * stages))
 
 
 def return_freed() -> None:
@@ -104,3 +113,16 @@ def _stream(before: TextIO | None, number: int, failed: Callable[[OSError], None
     encoding = before.encoding if before is not None else "utf-8"
     buffer = io.BufferedWriter(_Raw(number, failed))
     return io.TextIOWrapper(buffer, encoding=encoding, errors="backslashreplace", line_buffering=line_by_line)
+
+
+def memory_bytes() -> tuple[int | None, int | None]:
+    """Bytes of the machine, and those that are free or can be freed; None where the system does not tell."""
+    try:
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError, AttributeError):
+        return None, None
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return total, next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return total, None

@@ -30,7 +30,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from weightsmith._base.errors import Busy, Finding, ParameterError, WorkerLost, legible
+from weightsmith._base.errors import (
+    Busy,
+    CheckpointError,
+    Finding,
+    NotFound,
+    ParameterError,
+    PlanError,
+    WorkerLost,
+    first_line,
+    legible,
+)
 from weightsmith._base.options import named
 from weightsmith._base.text import count
 from weightsmith._base.torch_use import named_device
@@ -106,9 +116,13 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The worker raised an error, which a run without workers would raise too."""
+    """The worker raised an error, which a run without workers would raise too.
+
+    missing   it did not find or could not read a file: the disk that has it may be away for a moment
+    """
 
     error: BaseException
+    missing: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +167,16 @@ def do(order: Order, share: Share) -> bytes:
             built = execute_part(prepared, order.out, share.part, order.options, helping=share.label, products=share.products)
         return pickle.dumps(Done(built))
     except Exception as error:
-        return pickle.dumps(Failed(_portable(error)))
+        return pickle.dumps(Failed(portable(error), _is_missing(error)))
+
+
+def _is_missing(error: BaseException) -> bool:
+    """An input is not there, or cannot be read."""
+    if isinstance(error, PlanError):
+        return all(map(_is_missing, error.problems))
+    return isinstance(error, NotFound | OSError) or (
+        isinstance(error, CheckpointError) and isinstance(error.__cause__, OSError)
+    )
 
 
 _open: dict[str, Prepared] = {}
@@ -190,7 +213,7 @@ def _check_same(order: Order, prepared: Prepared) -> None:
     )
 
 
-def _portable(error: Exception) -> Exception:
+def portable(error: Exception) -> Exception:
     """The error, or one with its text if it cannot be sent to another process."""
     try:
         pickle.loads(pickle.dumps(error))
@@ -207,6 +230,9 @@ MOST_LOSSES = 3
 """Of one share; then the workers, or the share, have a problem that another attempt does not solve."""
 BUSY_SECONDS = 120.0
 """How long the lock of a lost worker is waited for: NFS gives up the locks of a machine that is gone after 90 s."""
+MISSING_SECONDS = 120.0
+"""How long files that the driver saw and a worker does not are waited for: a shared disk may be mounted again."""
+MISSING_PAUSE_SECONDS = 5.0
 SLOW = 2.0
 """A part is slow if it takes so many times as long as the median."""
 SLOW_SECONDS = 10.0
@@ -226,6 +252,9 @@ def share_out(prepared: Prepared, staging: Staging, request: RunRequest, *, work
     with staging.shared():
         try:
             driver.go()
+        except WorkerLost as error:
+            error.state = error.state or f"Finished tensors are kept in {staging.folder}; run again to resume."
+            raise
         finally:
             driver.stop()
     return driver.helped
@@ -248,11 +277,18 @@ def _order(prepared: Prepared, out: str | os.PathLike[str], options: RunOptions)
 
 @dataclass(slots=True)
 class _State:
-    """One share. losses: workers that were lost; busy_since: its lock is held by a lost worker; not_before: next attempt."""
+    """One share.
+
+    losses         workers that were lost
+    busy_since     its lock is held by a lost worker
+    missing_since  workers do not see files of it
+    not_before     when the next attempt begins
+    """
 
     began: float = 0.0
     losses: int = 0
     busy_since: float = 0.0
+    missing_since: float = 0.0
     not_before: float = 0.0
 
 
@@ -355,6 +391,13 @@ class Driver:
                 if now - state.busy_since > BUSY_SECONDS:
                     raise error
                 self._again(share, 1.0)
+            case Failed(error, missing=True):
+                now = time.monotonic()
+                if not state.missing_since or now - state.began > MISSING_SECONDS:  # or it has worked meanwhile
+                    state.missing_since = now
+                if now - state.missing_since > MISSING_SECONDS:
+                    raise self._stays_missing(share, error)
+                self._again(share, MISSING_PAUSE_SECONDS)
             case Failed(error):
                 raise error
             case Lost(why):
@@ -364,9 +407,16 @@ class Driver:
                         f"the worker of {share} was lost {state.losses} times: {why}",
                         where=named("ray"),
                         fix="read the logs of Ray; if the machines are short of memory, lower --max-memory or --threads",
-                        state=f"Finished tensors are kept in {self.staging.folder}; run again to resume.",
                     )
                 self._again(share, 0.0)
+
+    def _stays_missing(self, share: Share, error: BaseException) -> WorkerLost:
+        return WorkerLost(
+            f"workers cannot read the files of {share}, for {MISSING_SECONDS:.0f} s now",
+            where=named("ray"),
+            details=[first_line(error.problems[0] if isinstance(error, PlanError) else error)],
+            fix="check that the disk with these files is mounted on all machines, and run again",
+        )
 
     def _again(self, share: Share, seconds: float) -> None:
         if replace(share, second=not share.second) in self._running:

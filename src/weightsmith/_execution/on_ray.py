@@ -2,6 +2,9 @@
 
 Ray only finds the machine and starts the process. It does not repeat tasks (`max_retries=0`), because the driver must know,
 and it moves no tensors: the plan's JSON goes to each machine once, and all else through the shared folder or the bucket.
+
+Ray ends the process that has joined its cluster, without a word, when its own processes on that machine die. So `watched`
+joins in a process of its own: when that ends, the driver says so, and ends as after any other loss.
 """
 
 from __future__ import annotations
@@ -11,22 +14,29 @@ import os
 import pickle
 import secrets
 import shutil
+import signal
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import cache
 from importlib import import_module
-from typing import Any
+from importlib.util import find_spec
+from typing import IO, TYPE_CHECKING, Any
 
-from weightsmith._base.errors import ParameterError, first_line
+from weightsmith._base.errors import ParameterError, WorkerLost, first_line
 from weightsmith._base.installation import install
 from weightsmith._base.options import named
 from weightsmith._base.redaction import know
 from weightsmith._base.torch_use import named_device
-from weightsmith._execution.cluster import Answer, Lost, Order, Share, do
+from weightsmith._execution.cluster import Answer, Lost, Order, Share, Workers, do, portable
 from weightsmith._execution.options import RunOptions
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
 
 AUTO = "auto"
 """The cluster of this machine, or a new one."""
@@ -34,6 +44,10 @@ LOCAL = "local"
 """A new cluster on this machine, for this command alone."""
 NODES_SECONDS = 2.0
 """How long the list of machines is used before Ray is asked again."""
+
+
+END_SECONDS = 60.0
+"""How long a cluster of this command may take to end."""
 
 
 class RayWorkers:
@@ -56,13 +70,11 @@ class RayWorkers:
     def connect(cls, options: RunOptions) -> Iterator[RayWorkers]:
         """Join the cluster that `options.ray` names, or start one. Raises ParameterError."""
         address = options.ray or AUTO
-        if "://" in address:
-            what = f"{address}: only machines of the cluster can give out parts and publish"
-            raise ParameterError(what, where=named("ray"), fix="run the command on one of them, with --ray auto")
+        _check_address(address)
         try:
             ray = import_module("ray")
         except ImportError:
-            raise ParameterError("Ray is not installed", where=named("ray"), fix=f"run {install('ray')}") from None
+            raise _not_installed() from None
         ours = not ray.is_initialized()
         if ours:
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -146,6 +158,160 @@ class RayWorkers:
         """End the worker of a share, if it still runs."""
         if (ref := self._running.pop(share, None)) is not None:
             self._ray.cancel(ref, force=True)
+
+
+def _check_address(address: str) -> None:
+    if "://" in address:
+        what = f"{address}: only machines of the cluster can give out parts and publish"
+        raise ParameterError(what, where=named("ray"), fix="run the command on one of them, with --ray auto")
+
+
+def _not_installed() -> ParameterError:
+    return ParameterError("Ray is not installed", where=named("ray"), fix=f"run {install('ray')}")
+
+
+# ---- in a process of their own
+
+
+@contextmanager
+def watched(options: RunOptions) -> Iterator[Workers]:
+    """`RayWorkers.connect` in a process of its own; in this one if it has joined a cluster already, or has no pipes for it.
+
+    Raises ParameterError as `RayWorkers.connect`. The workers raise WorkerLost once Ray has ended that process.
+    """
+    _check_address(options.ray or AUTO)
+    ray = sys.modules.get("ray")
+    if ray is None and ("ray" in sys.modules or find_spec("ray") is None):
+        raise _not_installed()
+    if os.name != "posix" or (ray is not None and ray.is_initialized()):
+        with RayWorkers.connect(options) as workers:
+            yield workers
+        return
+    with WatchedWorkers(options) as workers:
+        yield workers
+
+
+_SERVE = "import sys; sys.path[:] = {path!r}; from weightsmith._execution.on_ray import serve; serve({fd})"
+
+
+class WatchedWorkers:
+    """Workers of a cluster that another process has joined: it does what the methods of `RayWorkers` do, and answers."""
+
+    def __init__(self, options: RunOptions) -> None:
+        """Start the process, and have it join. Raises as `RayWorkers.connect`."""
+        from multiprocessing.connection import Pipe
+
+        self._asked = 0
+        self._errors: IO[bytes] = tempfile.TemporaryFile()
+        self._pipe, theirs = Pipe()
+        code = _SERVE.format(path=sys.path, fd=theirs.fileno())
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=self._errors,
+        )
+        theirs.close()
+        try:
+            token = self._ask("", options)
+        except BaseException:
+            self._end()
+            raise
+        if token:
+            know(token)
+
+    def __enter__(self) -> WatchedWorkers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        """The process leaves the cluster when it reads no more."""
+        self._pipe.close()
+        try:
+            self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._errors.close()
+
+    def _ask(self, name: str, *arguments: object) -> Any:
+        self._asked += 1
+        try:
+            self._pipe.send((self._asked, name, arguments))
+            number = 0
+            while number != self._asked:  # an answer may be left of a call that Ctrl-C interrupted
+                while not self._pipe.poll(0.2):
+                    pass
+                number, error, value = self._pipe.recv()
+        except (EOFError, OSError) as lost:
+            raise self._lost() from lost
+        if error is not None:
+            raise error
+        return value
+
+    def _lost(self) -> WorkerLost:
+        self._errors.seek(max(0, self._errors.seek(0, os.SEEK_END) - (1 << 14)))
+        lines = [line.strip() for line in self._errors.read().decode(errors="replace").splitlines()]
+        causes = [line for line in lines if "died" in line or "Error" in line]
+        return WorkerLost(
+            "Ray has ended the process that gives out the parts: its own processes on this machine are gone",
+            where=named("ray"),
+            details=causes[-1:],
+            fix="run the same command again; if it happens again, read the logs of Ray, or leave out --ray",
+        )
+
+    def begin(self, order: Order) -> None:
+        """Put the order into the cluster."""
+        self._ask("begin", order)
+
+    def slots(self) -> int:
+        """Workers that fit on the machines that are there now."""
+        count: int = self._ask("slots")
+        return count
+
+    def start(self, share: Share) -> None:
+        """Start a worker on a machine that Ray chooses."""
+        self._ask("start", share)
+
+    def answers(self, seconds: float) -> list[tuple[Share, Answer]]:
+        """The answers of the workers that have ended."""
+        answers: list[tuple[Share, Answer]] = self._ask("answers", seconds)
+        return answers
+
+    def stop(self, share: Share) -> None:
+        """End the worker of a share. Nothing of a lost cluster runs."""
+        with suppress(WorkerLost):
+            self._ask("stop", share)
+
+
+def serve(fd: int) -> None:
+    """Join a cluster, and do what `WatchedWorkers` asks at the other end of this pipe, until it is closed."""
+    from multiprocessing.connection import Connection
+
+    signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C is the driver's; a handler is not inherited, SIG_IGN would be
+    pipe = Connection(fd)
+    number, _, (options,) = pipe.recv()
+    with suppress(EOFError, BrokenPipeError):
+        try:
+            with RayWorkers.connect(options) as workers:
+                pipe.send((number, None, os.environ.get("RAY_AUTH_TOKEN", "")))
+                while True:
+                    _answer_one(pipe, workers)
+        except ParameterError as error:
+            pipe.send((number, portable(error), None))
+
+
+def _answer_one(pipe: Connection, workers: RayWorkers) -> None:
+    number, name, arguments = pipe.recv()
+    try:
+        value = getattr(workers, name)(*arguments)
+    except Exception as error:
+        pipe.send((number, portable(error), None))
+    else:
+        pipe.send((number, None, value))
 
 
 def _join(ray: Any, address: str, stack: ExitStack) -> None:

@@ -177,6 +177,9 @@ class RunRequest:
     memory: JobMemory | None = None
 
 
+OWN_TEXTS = "own_texts"
+"""Key of the manifest: texts that models wrote for the run, with the sha256 of their tokens."""
+
 MEASUREMENT = "measurement"
 """Key of the manifest: the identity of the measurement that the output follows from."""
 
@@ -290,7 +293,7 @@ class _Computed:
 
 def _compute(run: PlanRun, staging: Staging, engine: Callable[..., Outcome], watched: _Watched) -> _Computed:
     """Make all products and tensors, or take over what an earlier run or other processes have made."""
-    from weightsmith._engine.constants import copied
+    from weightsmith._engine.tile_work import copied
 
     plan, earlier, helped = run.plan, staging.holds_work, Helped()
     try:
@@ -377,10 +380,20 @@ def _describe(run: PlanRun, staging: Staging, computed: _Computed, name: str, re
             staging.add_file(file, data)
         evaluated = run.request.callbacks.evaluating(plan, Path(staging.folder) / CONTENT, run.reference)
         reports[EVALUATION], manifest[EVALUATION] = evaluated, evaluated.to_json()
+    if run.reports or any(product.op == "own_text" for product in plan.products):
+        manifest |= _own_texts(reports)
     for file, data in {**files(reports=reports, options=inside), **run.files}.items():
         if file not in first:
             staging.add_file(file, data)
     return _Described(reports, warnings, manifest, page)
+
+
+def _own_texts(reports: Mapping[str, ProductReport]) -> dict[str, Any]:
+    """The entry of the manifest for texts that models wrote; none if there is no such text."""
+    from weightsmith._activations.own_text import OwnTextReport
+
+    texts = [report.to_json() for report in reports.values() if isinstance(report, OwnTextReport)]
+    return {OWN_TEXTS: texts} if texts else {}
 
 
 # ---- publish

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from weightsmith._activations.work import EmbeddingWork
+from weightsmith._activations.own_text import OwnTextWork
+from weightsmith._activations.work import TextRowsWork
 from weightsmith._base.idioms import grouped
 from weightsmith._base.options import read_options
 from weightsmith._base.tensors import TensorSpec
@@ -95,6 +96,7 @@ def summarise(prepared: Prepared, options: RunOptions) -> Summary:
         texts=_texts(plan),
         product_bytes=most_bytes(plan),
         measuring_bytes=max((_measuring_bytes(product) for product in plan.products if product.op == "statistic"), default=0),
+        writing_bytes=max((_measuring_bytes(product) for product in plan.products if product.op == "own_text"), default=0),
     )
 
 
@@ -204,10 +206,10 @@ def _texts(plan: Plan) -> tuple[TextFacts, ...]:
     read = {plan.maker[statistic.read.tensor] for step in plan.steps for leaf in step.leaves for statistic in leaf.statistics}
     by_chain: dict[str, TextFacts] = {}
     chain: dict[str, str] = {}
-    for product in plan.products:  # a model's states come from one embedding, layer after layer
+    for product in plan.products:  # a model's states come from its rows of tokens, layer after layer
         chain[product.name] = next((chain[need] for need in product.needs if need in chain), product.name)
-        if product.op == "embedding":
-            work = EmbeddingWork.of(product)
+        if product.op in ("text_rows", "own_text"):
+            work = (TextRowsWork if product.op == "text_rows" else OwnTextWork).of(product)
             text, label = work.text, plan.models[work.base.model].ref
             by_chain[product.name] = TextFacts(label, text.source, text.rows, text.tokens, (), 0)
         elif product.op == "stored_statistic":

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from weightsmith._activations.rows import TOKENS, text_source
-from weightsmith._activations.work import EmbeddingWork
+from weightsmith._activations.work import TextRowsWork
 from weightsmith._base.errors import NOTHING_WRITTEN, ParameterError, Unsupported
 from weightsmith._base.options import named, option_error
 from weightsmith._base.tensors import DTYPES, TensorSpec
@@ -70,7 +70,7 @@ def check_target(prepared: Prepared, target: float | None, options: RunOptions) 
         fix = f"name a text that is not the calibration text: {named('evaluate')}"
         raise option_error("target", "the divergence is measured on a text, and none is named", fix)
     text = text_source(options.evaluate, None, TOKENS, 0, "evaluate").sha256
-    if text in {EmbeddingWork.of(product).text.sha256 for product in prepared.plan.products if product.op == "embedding"}:
+    if text in {TextRowsWork.of(product).text.sha256 for product in prepared.plan.products if product.op == "text_rows"}:
         fix = "name another text, which no setting was chosen by"
         raise option_error("evaluate", "the settings are chosen by this text, so a divergence on it is too low", fix)
     return target
@@ -105,7 +105,8 @@ def search_target(target: float, run: PlanRun, kind: FollowUpKind, arrays: Mappi
         if kept is None:
             status(f"trying {size(_nbytes(prepared))}")
             folder = sibling(run.request.out, f".trial-{key[:8]}")
-            merged = run_plan(PlanRun(prepared, RunRequest(folder, trying, compared, run.request.began), files=second.files))
+            trial_request = RunRequest(folder, trying, compared, run.request.began)
+            merged = run_plan(PlanRun(prepared, trial_request, arrays=second.arrays, files=second.files))
             kept = staging.keep(trial, [np.array([_divergence(merged.reports[EVALUATION])])])
             remove_checkpoint(folder)
         return SizeTrial(max_bytes, _nbytes(prepared), float(kept[0][0]))
@@ -119,7 +120,15 @@ def search_target(target: float, run: PlanRun, kind: FollowUpKind, arrays: Mappi
         raise Unsupported(what, where="target", fix=fix, state="Nothing was published; the measurement is kept.")
     second = sized(best.asked)
     manifest = {**run.manifest, "target": {"kl": target, "trials": [asdict(trial) for trial in trials]}}
-    return replace(run, prepared=second.prepared, files=second.files, manifest=manifest, reference=plain)
+    return replace(
+        run,
+        prepared=second.prepared,
+        arrays=second.arrays,
+        files=second.files,
+        reports=second.reports,
+        manifest=manifest,
+        reference=plain,
+    )
 
 
 def search(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
-from weightsmith._activations.model import input_of, prefix_of, statistic_products, text_for
+from weightsmith._activations.model import input_of, own_text_problems, prefix_of, statistic_products, text_for
 from weightsmith._activations.options import StatisticsSettings
 from weightsmith._activations.statistics import STATISTICS
 from weightsmith._activations.stored import RECORD, ModelRecord, record_of
@@ -23,7 +23,7 @@ def prepare_statistics(model: str | os.PathLike[str], text: str | os.PathLike[st
     """Plan a folder of the statistics of a model on a text.
 
     model  as in a recipe: a folder, a hub id, `base+adapter`
-    text   a .txt, .jsonl or .parquet file, or `built-in`
+    text   a .txt, .jsonl or .parquet file, `built-in`, or `own`: what the model writes by itself
 
     Raises PlanError with all problems. Cost: hashes the weights, and tokenizes the text.
     """
@@ -52,11 +52,14 @@ def _kinds(settings: StatisticsSettings) -> tuple[tuple[str, ...], list[Weightsm
 def _fill(assembled: Prepared, text: str, kinds: tuple[str, ...], settings: StatisticsSettings) -> None:
     draft, opened = assembled.draft, input_of(assembled.inputs, 0)
     source = text_for(opened, text, settings.rows, settings.tokens, settings.seed, option="")
+    if problems := own_text_problems(source.source, kinds):
+        raise PlanError(problems)
     requests = [StatisticRequest(kind, 0, source) for kind in kinds]
     draft.products = list(statistic_products(lambda number: opened, requests))
     prefix = prefix_of(0, source)
     draft.settings = [Settings({}, ({},))]
-    draft.steps = [step for product in draft.products if product.op == "statistic" for step in _steps(product, prefix)]
+    copied = [product for product in draft.products if product.op in ("own_text", "statistic")]
+    draft.steps = [step for product in copied for step in _steps(product, prefix)]
     packages = draft.products[0].settings["packages"]
     draft.files = {RECORD: record_of(ModelRecord.of(opened.checkpoint), source, kinds, packages)}
     draft.config, draft.carried, draft.dropped, draft.lacking, draft.vocabulary = None, [], [], {}, None

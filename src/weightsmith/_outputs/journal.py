@@ -27,7 +27,7 @@ from weightsmith._outputs import disk
 from weightsmith._outputs.checksum import hash_bytes
 from weightsmith.abc.output import Finished
 
-VERSION = 5
+VERSION = 6
 MAX_JOURNAL_BYTES = 128 << 20  # 100,000 tensors take 15 MB
 
 
@@ -42,6 +42,7 @@ class Entries:
 
     plan, layout  hashes of the plan and of all weight files' headers; "" when the first line is unreadable
     facts         what the plan was built from, for messages
+    total         number of tensors of the plan, or of the part that this journal is of; 0: not known
     tensors       finished tensors by name
     products      checksums of finished products by name
     published     (device, inode) of the folder that was about to be renamed to its final name, or None
@@ -52,6 +53,7 @@ class Entries:
     plan: str = ""
     layout: str = ""
     facts: dict[str, str] = field(default_factory=dict)
+    total: int = 0
     tensors: dict[str, Finished] = field(default_factory=dict)
     products: dict[str, str] = field(default_factory=dict)
     published: tuple[int, int] | None = None
@@ -88,8 +90,8 @@ def read_lines(data: bytes, names: Collection[str] | None = None) -> Entries:
             continue
         entries.lines += 1
         match entry:
-            case ["plan", int(version), str(plan_hash), str(layout_hash), dict(facts)] if version == VERSION:
-                entries.plan, entries.layout = plan_hash, layout_hash
+            case ["plan", int(version), str(plan_hash), str(layout_hash), dict(facts), int(total)] if version == VERSION:
+                entries.plan, entries.layout, entries.total = plan_hash, layout_hash, total
                 entries.facts = {term: value for term, value in facts.items() if isinstance(value, str)}
             case ["tensor", str(name), str(checksum), str(made_from), distance, bool(differing), bool(nonfinite)]:
                 match distance:
@@ -97,6 +99,8 @@ def read_lines(data: bytes, names: Collection[str] | None = None) -> Entries:
                         entries.tensors[name] = Finished(checksum, made_from, None, differing, nonfinite)
                     case [float(moved), float(base)]:
                         entries.tensors[name] = Finished(checksum, made_from, (moved, base), differing, nonfinite)
+            case ["part", int(total)]:
+                entries.total = entries.total or total  # lines of parts are moved into the journal of the whole
             case ["product", str(name), str(checksum)]:
                 entries.products[name] = checksum
             case ["publish", int(device), int(inode)]:
@@ -116,9 +120,9 @@ def _line(text: str) -> bytes:
     return xxhash.xxh3_64_hexdigest(body).encode() + b" " + body + b"\n"
 
 
-def plan_line(plan: str, layout: str, facts: Mapping[str, str]) -> bytes:
-    """The first line."""
-    return encoded(["plan", VERSION, plan, layout, dict(facts)])
+def plan_line(plan: str, layout: str, facts: Mapping[str, str], total: int) -> bytes:
+    """The first line. total: number of tensors of the plan."""
+    return encoded(["plan", VERSION, plan, layout, dict(facts), total])
 
 
 def tensor_line(name: str, done: Finished) -> bytes:
@@ -170,10 +174,14 @@ class Journal:
         read_all(self._fd, memoryview(last), max(0, size - 1))
         self._torn = size > 0 and last != b"\n"
 
-    def start(self, plan: str, layout: str, facts: Mapping[str, str]) -> None:
-        """The first line."""
-        self._write(plan_line(plan, layout, facts))
+    def start(self, plan: str, layout: str, facts: Mapping[str, str], total: int) -> None:
+        """The first line. total: number of tensors of the plan."""
+        self._write(plan_line(plan, layout, facts, total))
         os.fsync(self._fd)
+
+    def part(self, total: int) -> None:
+        """The number of tensors of the part that this journal is of."""
+        self._write(encoded(["part", total]))
 
     def tensor(self, name: str, done: Finished) -> None:
         """One finished tensor."""

@@ -1,7 +1,7 @@
 """The marks and locks of a staging folder: whose it is, and who works in it.
 
     lock                  held alone to build the whole output, shared by processes that build parts; names its holder
-    parts/lock-2-of-4     held by the one process that builds this part
+    parts/lock-2-of-4     held by the one process that builds this part; names it
     parts/lock-products   held by the one process that computes products which several parts need
     parts/lock-driver     held by the process that has others do parts, as long as they may begin one
 
@@ -107,7 +107,7 @@ def _names(folder: Path) -> list[str]:
         return []
 
 
-_DRIVER = "lock-driver"
+DRIVER = "lock-driver"
 
 
 class Locks:
@@ -152,8 +152,7 @@ class Locks:
                     if about.st_nlink > 1:  # leave this file to its other names
                         path.unlink()
                         continue
-                    os.ftruncate(file.fileno(), 0)
-                    os.pwrite(file.fileno(), f"{OWNER}{os.getpid()} on {socket.gethostname()}".encode(), 0)
+                    _sign(file)
                     if not locked:
                         what = "this file system has no locks, so nothing stops a second process from building the same output"
                         self.warnings = (Finding(what, str(path)),)
@@ -216,7 +215,7 @@ class Locks:
     def lead(self, seconds: float) -> Iterator[None]:
         """Show the processes that do parts for this one that it is there: `check_led` looks. seconds: to wait for the lock."""
         (self.folder / PARTS).mkdir(exist_ok=True)
-        with FileIO(disk.open_own(self.folder / PARTS / _DRIVER, os.O_RDWR), "r+") as file:
+        with FileIO(disk.open_own(self.folder / PARTS / DRIVER, os.O_RDWR), "r+") as file:
             self._wait(file, seconds)  # a process that looks holds it for a moment
             yield
 
@@ -228,7 +227,7 @@ class Locks:
         what = "the locks of this folder are not shared between machines"
         fix = "mount it so that they are (NFS: without nolock and local_lock; Lustre: with flock), or leave --ray out"
         try:
-            with _open(self.folder / PARTS / _DRIVER) as file:
+            with _open(self.folder / PARTS / DRIVER) as file:
                 disk.lock(file.fileno(), shared=True)
         except BlockingIOError:
             return
@@ -271,6 +270,7 @@ class Locks:
             what = f"another process is doing part {part.replace('-', ' ')}"
             fix = "wait until it has ended, or do another part"
             raise Busy(what, where=str(self.out), fix=fix, state=NOTHING_WRITTEN) from None
+        _sign(file)
 
     @contextmanager
     def products(self, waiting: Callable[[], None] | None = None) -> Iterator[None]:
@@ -335,6 +335,12 @@ class FollowedJournals:
 
 def _open(path: Path, flags: int = 0) -> FileIO:
     return FileIO(os.open(path, flags | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666), "r+")
+
+
+def _sign(lock: FileIO) -> None:
+    """Write into a lock whose it is."""
+    os.ftruncate(lock.fileno(), 0)
+    os.pwrite(lock.fileno(), f"{OWNER}{os.getpid()} on {socket.gethostname()}".encode(), 0)
 
 
 def _text(lock: FileIO) -> str:

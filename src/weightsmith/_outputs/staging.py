@@ -221,7 +221,7 @@ class Staging(Closing):
         spec = self._spec
         self._journal = Journal(self.folder / JOURNAL)
         if fresh:
-            self._journal.start(spec.plan_hash, layout_hash(spec.layout), spec.facts)
+            self._journal.start(spec.plan_hash, layout_hash(spec.layout), spec.facts, len(spec.layout.places))
             self.area.content.mkdir()
         for path in part_journals(self.folder):  # lines of this run are newer
             self._journal.absorb(path)
@@ -289,6 +289,8 @@ class Staging(Closing):
         self._locks.take_part(spec.part)
         self._weights = StagedFiles(self.area.content, self.layout)
         self._journal = Journal(self.folder / PARTS / f"journal-{spec.part}")
+        if spec.names is not None:
+            self._journal.part(len(spec.names))
         self._notes = Notes({}, self._journal)
         self._take_over(read_journals(self.folder, spec.names), spec.names, spec.progress)
 

@@ -402,11 +402,11 @@ class ProductSettings(ABC):
 class TextSource:
     """A text, cut into rows of tokens.
 
-    source     the absolute path of a file: .txt, .jsonl or .parquet; `built-in`
-    sha256     of the text
+    source     the absolute path of a file: .txt, .jsonl or .parquet; `built-in`; `own`: the model writes it
+    sha256     of the text; "" for one that the model writes, when the plan is run
     rows       number of rows
     tokens     tokens per row
-    seed       for choosing rows
+    seed       for choosing rows, or for writing them
     tokenizer  sha256 of the tokenizer.json that cuts it
     """
 

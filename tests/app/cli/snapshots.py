@@ -92,6 +92,7 @@ MISTAKES: Mapping[str, Sequence[str]] = {
     "empty-folder-as-model": ["inspect", "empty"],
     "verify-of-a-model": ["verify", "a"],
     "verify-of-nothing": ["verify", "nothing"],
+    "status-of-nothing": ["status", "nothing"],
     "out-is-a-model": ["merge", "linear.yml", "a"],
     "out-is-a-file": ["merge", "linear.yml", "linear.yml"],
     "out-below-a-file": ["merge", "linear.yml", "linear.yml/out"],

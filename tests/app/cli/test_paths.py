@@ -64,6 +64,7 @@ READ: dict[str, Callable[[str], list[str]]] = {
     "prompts_file": written(EXPERTS + "a\n    prompts_file: PATH\n", "moe"),
     "source_model": written(EXPERTS + "PATH\n    positive_prompts: [x]\n", "moe"),
     "verify": lambda path: ["verify", path],
+    "status": lambda path: ["status", path],
     "clean": lambda path: ["clean", path],
 }
 WRITTEN: dict[str, Callable[[str], list[str]]] = {

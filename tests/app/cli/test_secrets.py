@@ -55,6 +55,7 @@ SUCCEEDING: dict[str, list[list[str]]] = {
     "write": [["a", "own.jsonl", "--rows", "1", "--tokens", "4"]],
     "run": [["plan.json", "out"]],
     "verify": [["made"]],
+    "status": [["made"]],
     "init": [["new.yml", "--goal", "average", "--model", "a", "--model", "b"], ["-", "--preset", "ties-paper"]],
     "methods": [[], ["ties"]],
     "schema": [[]],

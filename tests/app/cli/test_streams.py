@@ -34,6 +34,7 @@ COMMANDS: dict[str, tuple[list[str], str]] = {
     "transplant-tokenizer": (["model", "donor", "OUT", "--approximation", "mean"], "The output is complete: "),
     "run": (["plan.json", "OUT"], "The output is complete: "),
     "verify": (["done"], ""),
+    "status": (["done"], ""),
     "init": (["OUT.yml", "--preset", "ties-paper"], "Recipe written: "),
     "methods": ([], ""),
     "schema": ([], ""),

@@ -133,6 +133,7 @@ COMMANDS = {
     "extraction plan": ["extract-lora", "a", "b", "--plan"],
     "extraction": ["extract-lora", "a", "b", "OUT5"],
     "verify": ["verify", "OUT"],
+    "status": ["status", "OUT"],
     "clean": ["clean"],
 }
 
@@ -298,6 +299,7 @@ STARTED: dict[str, list[str]] = {
     "write": ["a", "OUT.jsonl"],
     "run": ["plan.json", "OUT"],
     "verify": ["a"],
+    "status": ["out"],
     "clean": [],
     "doctor": [],
     "demo": ["out"],

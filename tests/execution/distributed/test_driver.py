@@ -20,6 +20,7 @@ from tests.execution.distributed.threads import Died, Threads
 from tests.execution.test_run import files
 from tests.mini import write_checkpoint
 from tests.output_help import open_staging
+from weightsmith._app.cli.failures import Exit, exit_code
 from weightsmith._base.errors import Busy, CheckpointError, NonFinite, ParameterError, StoreError, WeightsmithError, WorkerLost
 from weightsmith._execution import cluster
 from weightsmith._execution import execute as execution
@@ -191,6 +192,39 @@ def test_a_lock_that_stays_is_an_error(here: Path, monkeypatch: pytest.MonkeyPat
             merge(workers)
         for staging in held:
             staging.close()
+
+
+def test_a_disk_that_is_away_for_a_moment_is_waited_for(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weightsmith.merge(TIES, "whole", progress=False, max_shard_bytes=SHARD)
+    monkeypatch.setattr(cluster, "MISSING_PAUSE_SECONDS", 0.1)
+    seen: list[bool] = []
+
+    def before(share: Share) -> None:
+        cluster._open.clear()  # as in a new process
+        if len(seen) == 0:
+            (here / "b").rename(here / "away")
+        elif len(seen) == 2:
+            (here / "away").rename(here / "b")
+        seen.append((here / "b").exists())
+
+    merge(Threads(1, before))
+    assert seen[:3] == [False, False, True]
+    assert files(here / "out") == files(here / "whole")
+
+
+def test_a_disk_that_stays_away_ends_the_run_and_the_work_is_kept(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "MISSING_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(cluster, "MISSING_SECONDS", 0.1)
+
+    def before(share: Share) -> None:
+        cluster._open.clear()  # as in a new process
+        if (here / "b").exists():
+            (here / "b").rename(here / "away")
+
+    with pytest.raises(WorkerLost, match=r"workers cannot read the files of part 1 of \d+, for 0 s now") as caught:
+        merge(Threads(1, before))
+    assert "Finished tensors are kept in" in str(caught.value.state)
+    assert exit_code(caught.value) == Exit.INPUT_FAILED
 
 
 @pytest.mark.slow

@@ -119,6 +119,45 @@ def test_the_command_starts_a_cluster_and_leaves_no_process(here: Path) -> None:
     assert not [line for line in running if "ray::" in line]
 
 
+def raylets_below(process: int) -> list[int]:
+    """Processes of Ray's that manage this machine, started by a process or by those that it has started."""
+    lines = subprocess.run(
+        ["ps", "-ww", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True
+    ).stdout.splitlines()[1:]
+    listed = [(int(pid), int(parent), args) for pid, parent, args in (line.split(None, 2) for line in lines)]
+    below = {process}
+    for _ in range(3):
+        below |= {pid for pid, parent, _ in listed if parent in below}
+    return [pid for pid, _, args in listed if pid in below and args.split()[0].endswith("raylet/raylet")]
+
+
+@pytest.mark.slow
+def test_ray_dies_and_the_command_says_so_and_keeps_the_work(here: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    pytest.importorskip("ray", reason="needs ray")
+    slow = tmp_path_factory.mktemp("slow")
+    only = "import sys\nif any('default_worker' in word for word in sys.orig_argv):"
+    (slow / "sitecustomize.py").write_text(only + SLOW.replace("\n", "\n    "))
+    paths = [str(slow), str(Path(weightsmith.__file__).parents[1])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "RAY_raylet_start_wait_time_s": "120"}
+    options = ["--ray", "local", "--threads", "1", "--max-shard-size", "500kB", "--no-check-loading"]
+    command = [sys.executable, "-m", "weightsmith", "merge", "ties.yml", "out", *options]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as ran:
+        deadline, parts = time.monotonic() + 300, staging_folder(here / "out") / "parts"
+        while not any(path.stat().st_size > 200 for path in parts.glob("journal-*-of-*")):
+            assert time.monotonic() < deadline, "no tensor is finished"
+            assert ran.poll() is None, ran.stderr.read() if ran.stderr else ""
+            time.sleep(0.05)
+        (raylet,) = raylets_below(ran.pid)
+        os.kill(raylet, signal.SIGKILL)
+        _, errors = ran.communicate(timeout=300)
+    assert ran.returncode == 5, errors
+    assert "error[worker-lost]: --ray (ray): Ray has ended the process that gives out the parts" in errors
+    assert "Finished tensors are kept in" in errors
+    assert 0 < weightsmith.merge("ties.yml", "out", progress=False, max_shard_bytes=SHARD).resumed
+    weightsmith.merge("ties.yml", "whole", progress=False, max_shard_bytes=SHARD)
+    assert files(here / "out") == files(here / "whole")
+
+
 LISTENING = """
 import json, os
 from pathlib import Path
@@ -188,14 +227,14 @@ def merge_while_one_dies(cluster: Any, out: str, monkeypatch: pytest.MonkeyPatch
     """A merge on the cluster, of which one machine is killed when two tensors are finished."""
     monkeypatch.setattr("weightsmith._execution.cluster.PART_BYTES", 1 << 20)
     lost: list[str] = []
-    take = on_ray.RayWorkers.answers
+    take = on_ray.WatchedWorkers.answers
 
-    def answers(self: on_ray.RayWorkers, seconds: float) -> Any:
+    def answers(self: on_ray.WatchedWorkers, seconds: float) -> Any:
         found = take(self, seconds)
         lost.extend(answer.why for _, answer in found if isinstance(answer, on_ray.Lost))
         return found
 
-    monkeypatch.setattr(on_ray.RayWorkers, "answers", answers)
+    monkeypatch.setattr(on_ray.WatchedWorkers, "answers", answers)
 
     killed: list[int] = []
 

@@ -78,7 +78,7 @@ def test_each_layer_is_quantised_for_what_leaves_the_quantised_ones(llama: Path,
         states = model(rows_for(given, llama), output_hidden_states=True).hidden_states
     torch.testing.assert_close(torch.from_numpy(output.arrays["states 1"][0]), states[1], rtol=1e-4, atol=2e-5)
     log = output.log
-    assert log[:4] == ["states 0", "layer 0", "states 1", "-states 0"]
+    assert log[:6] == ["rows", "states 0", "-rows", "layer 0", "states 1", "-states 0"]
     assert sorted(log[-2:]) == ["-states 2", "largest states"]
     assert output.arrays["head"]
 
@@ -261,7 +261,7 @@ def test_statistics_of_other_users_are_no_part_of_a_measurement(llama: Path, tmp
         text = text_for(model, given.calibration, given.calibration_rows, given.calibration_tokens, 0)
         others = statistic_products(lambda number: model, [StatisticRequest("gram", 0, text)])
     draft.products += others
-    assert {product.op for product in others} == {"embedding", "states", "statistic"}
+    assert {product.op for product in others} == {"text_rows", "embedded_rows", "states", "statistic"}
     assert without_measuring(draft) == list(prepared.plan.products)
     assert (draft.products, draft.then) == (list(others), None)
 
@@ -469,8 +469,8 @@ def _made(plan: dict[str, Any], op: str) -> dict[str, Any]:
     return found
 
 
-def _embedding(plan: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = _made(plan, "embedding")["settings"]
+def _rows(plan: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = _made(plan, "text_rows")["settings"]
     return found
 
 
@@ -482,16 +482,19 @@ def _layer(plan: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda plan: _embedding(plan)["text"].update(tokens=0), "its states are not those of its calibration text"),
-        (lambda plan: _embedding(plan)["text"].update(seed=-1), "its seed is negative"),
-        (lambda plan: _embedding(plan)["base"].update(hidden=1), "its states are not those of its calibration text"),
-        (lambda plan: _embedding(plan)["base"].update(model=7), "it does not name the tokenizer's file"),
+        (lambda plan: _rows(plan)["text"].update(tokens=0), "its rows are not those of its text"),
+        (lambda plan: _rows(plan)["text"].update(seed=-1), "its seed is negative"),
+        (lambda plan: _rows(plan)["base"].update(model=7), "it does not name the tokenizer's file"),
+        (
+            lambda plan: _made(plan, "embedded_rows")["settings"]["base"].update(hidden=1),
+            "its states are not those of its rows",
+        ),
         (
             lambda plan: _layer(plan)["base"].update(arithmetic="float64"),
             "not those of a quantised_layer product",
         ),
         (lambda plan: _layer(plan).update(layer=99), "there is no layer 99"),
-        (lambda plan: _made(plan, "embedding").pop("transient"), "the arrays of 'embedding' are transient"),
+        (lambda plan: _made(plan, "embedded_rows").pop("transient"), "the arrays of 'embedded_rows' are transient"),
         (
             lambda plan: _made(plan, "quantised_states").update(transient=False),
             "'quantised_states' are transient",

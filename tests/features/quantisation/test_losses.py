@@ -107,7 +107,7 @@ def test_rows_of_a_measurement_are_limited(tmp_path: Path, monkeypatch: pytest.M
     with prepared_for(save_model(tmp_path / "m"), settings(tmp_path, uniform=False)) as prepared:
         assert {out.shape for p in prepared.plan.products for out in p.outs if "states" in out.name} == {(2, 16, 64)}
         merged = execute(prepared, tmp_path / "out", RunOptions(card=False))
-    assert merged.plan.products[0].outs[0].shape == (6, 16, 64)
+    assert merged.plan.products[1].outs[0].shape == (6, 16, 64)
 
 
 def test_features_are_drawn_by_their_shares(monkeypatch: pytest.MonkeyPatch) -> None:

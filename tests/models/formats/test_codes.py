@@ -152,6 +152,9 @@ def decoded(name: str, rows: np.ndarray, dtype: str = "F32", whole: float | None
     if name == "mxfp4":
         scales = spread(2.0 ** (parts[1].astype(np.float64) - 127), cols)
         return E2M1[halves(parts[0])] * scales, scales
+    if name == "mxfp8":
+        scales = spread(2.0 ** (parts[1].astype(np.float64) - 127), cols)
+        return parts[0].astype(np.float64) * scales, scales
     assert name.startswith("mlx")
     scales, biases = spread(parts[1], cols), spread(parts[2], cols)
     whole_codes = halves(parts[0]) if "4bit" in name else parts[0].view(np.uint8)
@@ -167,6 +170,7 @@ BOUNDS: dict[str, Bound] = {
     "w8a16": lambda x, s: s,
     "nvfp4a16": lambda x, s: np.maximum(s / 4, x / 3),
     "mxfp4": lambda x, s: np.maximum(s / 4, x / 5),
+    "mxfp8": lambda x, s: 2.0**-4 * x + 2.0**-10 * s,
 }
 
 
@@ -213,11 +217,12 @@ def test_exponents_round_up_from_a_significand_of_seven_quarters() -> None:
     rows = np.zeros((1, 96), np.float32)
     rows[0, [0, 32, 64]] = 1.7, 1.75, 2**-140  # tiny groups have the smallest normal scale
     assert stored("mxfp4", rows)[1].tolist() == [[125, 126, 1]]
+    assert stored("mxfp8", rows)[1].tolist() == [[119, 120, 1]]
 
 
 @pytest.mark.parametrize(
     ("name", "group"),
-    [("fp8-block", 128), ("w4a16", 128), ("w4a16-g32", 32), ("nvfp4a16", 16), ("mxfp4", 32), ("mlx-4bit", 64)],
+    [("fp8-block", 128), ("w4a16", 128), ("w4a16-g32", 32), ("nvfp4a16", 16), ("mxfp4", 32), ("mxfp8", 32), ("mlx-4bit", 64)],
 )
 def test_widths_that_the_group_does_not_divide_are_refused(name: str, group: int) -> None:
     spec = TensorSpec("x.weight", DTYPES["BF16"], (4, group + group // 2))
@@ -227,7 +232,7 @@ def test_widths_that_the_group_does_not_divide_are_refused(name: str, group: int
 
 @pytest.mark.reader
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["int8", "fp8-static", "fp8-block", "w4a16", "w8a16", "nvfp4a16", "nvfp4", "mxfp4"])
+@pytest.mark.parametrize("name", ["int8", "fp8-static", "fp8-block", "w4a16", "w8a16", "nvfp4a16", "nvfp4", "mxfp4", "mxfp8"])
 def test_compressed_tensors_decompresses_to_the_same_numbers(name: str) -> None:
     """The format's own library, in float32, from the stored tensors alone."""
     pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")

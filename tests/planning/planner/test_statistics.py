@@ -72,7 +72,7 @@ def refused(source: Mapping[str, Any]) -> list[str]:
 
 def test_a_models_own_text_wins_over_that_of_the_recipe() -> None:
     plan = plan_of(recipe(a=short("a"), text=short("all", rows=5)))
-    texts = [product.settings["text"] for product in plan.products if product.op == "embedding"]
+    texts = [product.settings["text"] for product in plan.products if product.op == "text_rows"]
     assert [(Path(text["source"]).name, text["rows"]) for text in texts] == [("a.txt", 4), ("all.txt", 5)]
     step = next(step for step in plan.steps if step.out.name == DOWN)
     assert [(each.kind, each.input) for each in step.statistics] == [("second_moments", 1), ("second_moments", 2)]
@@ -82,18 +82,18 @@ def test_a_models_own_text_wins_over_that_of_the_recipe() -> None:
 
 def test_the_built_in_text_is_named_built_in() -> None:
     plan = plan_of(recipe(text={"file": "built-in", "rows": 2, "tokens": 8}))
-    assert {product.settings["text"]["source"] for product in plan.products if product.op == "embedding"} == {"built-in"}
+    assert {product.settings["text"]["source"] for product in plan.products if product.op == "text_rows"} == {"built-in"}
 
 
 def test_a_method_without_a_text_says_what_to_write() -> None:
     assert refused(recipe()) == [
         "merge_method: merge_method regmean measures the models on a text, and the recipe names none\n"
-        "  -> Write text: and a file, or text: built-in, at the top level."
+        "  -> Write text: and a file, text: built-in, or text: own, at the top level."
     ]
     (one,) = refused(recipe(a=short("a")))
     assert one == (
         "merge_method: merge_method regmean measures ./b on a text, and the recipe names none\n"
-        "  -> Write text: and a file, or text: built-in, at the top level or in the entry of the model."
+        "  -> Write text: and a file, text: built-in, or text: own, at the top level or in the entry of the model."
     )
 
 
@@ -277,7 +277,7 @@ def test_the_plan_says_what_is_measured(folder: Path, monkeypatch: pytest.Monkey
 
 def test_the_seed_chooses_the_rows() -> None:
     with prepare(recipe(text=short("all")), RecipeOptions(seed=3)) as prepared:
-        assert {p.settings["text"]["seed"] for p in prepared.plan.products if p.op == "embedding"} == {3}
+        assert {p.settings["text"]["seed"] for p in prepared.plan.products if p.op == "text_rows"} == {3}
 
 
 @pytest.mark.parametrize(("value", "fits"), [({"lambda": 0.8, "directions": 8}, True), ({"lambda": [1, 2]}, False), (3, False)])

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+import weightsmith
+from tests.cli_help import CONFIG
+from tests.mini import write_checkpoint
 from tests.work import steps
 from weightsmith._planning.recipe import Recipe, Upcycling, load
 from weightsmith._planning.recipe.grammar import MAX_RECIPE_DEPTH
@@ -188,7 +193,7 @@ def test_of_broken_yaml_nothing_is_said_about_models() -> None:
 
 def test_the_number_of_recipes_and_their_depth_have_limits() -> None:
     many = [recipe("org/b", f"r{i}") for i in range(MAX_RECIPES + 1)]
-    assert problems(*many) == [f"<text>:{4 * MAX_RECIPES + 1}:1: more than 100 recipes\n  -> Write them into several files."]
+    assert problems(*many) == [f"<text>:{4 * MAX_RECIPES + 1}:1: more than 500 recipes\n  -> Write them into several files."]
     deep = "org/b"
     for _ in range(MAX_RECIPE_DEPTH + 1):
         deep = f"{{merge_method: linear, models: [{{model: {deep}}}]}}"
@@ -197,13 +202,26 @@ def test_the_number_of_recipes_and_their_depth_have_limits() -> None:
     assert problems(recipe(deep.replace("{merge_method: linear, models: [{model: ", "", 1).replace("}]}", "", 1))) == []
 
 
+@pytest.mark.slow
+def test_a_chain_of_the_most_recipes_is_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in "ab":
+        write_checkpoint(tmp_path / folder, {"model.layers.0.mlp.up_proj.weight": np.full((4, 4), 1.0, np.float32)}, CONFIG)
+    models = ["./b", *(f"r{i}" for i in range(MAX_RECIPES))]
+    equal = "parameters: {weight: 1}\n"
+    chain = [recipe(model, f"r{i}").replace("org", ".") + equal for i, model in enumerate(models[:MAX_RECIPES])]
+    chain[-1] = chain[-1].partition("\n")[2]
+    assert len(weightsmith.plan("---\n".join(chain)).steps) == 1
+
+
 @pytest.mark.process
 @pytest.mark.slow
 def test_many_recipes_that_each_use_all_before_them_are_read_in_time() -> None:
+    many = 100
     recipes = [
         f"name: r{i}\nmerge_method: linear\nmodels: [{{model: org/a}}, {', '.join(f'{{model: r{k}}}' for k in range(i))}]\n"
-        for i in range(1, MAX_RECIPES)
+        for i in range(1, many)
     ]
-    assert len(read(*recipes).stages) == MAX_RECIPES - 2
-    half = recipes[: MAX_RECIPES // 2]  # a quarter of the names
+    assert len(read(*recipes).stages) == many - 2
+    half = recipes[: many // 2]  # a quarter of the names
     assert steps(lambda: read(*recipes)) < 5 * steps(lambda: read(*half))

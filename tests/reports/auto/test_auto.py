@@ -199,6 +199,12 @@ def test_the_plan_counts_and_writes_nothing(work: Path, cli: Cli) -> None:
     texts = [part for name in FINE_TUNES for part in ("--text", f"{name}={name}.txt")]
     given = json.loads(cli(*command, *texts, "--budget", "2").out)
     assert given["candidates"] == 2
+    in_python = weightsmith.plan_auto(
+        "base", FINE_TUNES, "merged", text={n: f"{n}.txt" for n in FINE_TUNES}, budget=2, threads=1
+    )
+    assert {**in_python.to_json(), "processor_seconds": 0, "stages": 0} == {**given, "processor_seconds": 0, "stages": 0}
+    with pytest.raises(PlanError, match="there is no fine-tune"):
+        weightsmith.plan_auto("base", FINE_TUNES, "merged", text={"other": "fr.txt"})
     assert [stage["name"] for stage in given["stages"]] == ["references", "strengths", "statistics", "candidates"]
     assert "Nothing was written." in cli(*command[:6]).out
     assert sorted(path.name for path in work.iterdir()) == before

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from tests.cli_help import Cli, cli
 from tests.reports.tuning.test_tune import LINEAR, trials
 from weightsmith._base.errors import OutputExists, ParameterError, StoreError, WeightsmithError
 from weightsmith._reports.command import CommandFailed
-from weightsmith._reports.tuning.result import Tuning
+from weightsmith._reports.tuning.result import NOT_BETTER, Tuning
 
 pytestmark = pytest.mark.process
 
@@ -62,10 +64,13 @@ def test_the_number_that_a_command_prints_is_made_small(wanted: None, cli: Cli) 
     best = min(trial.nats[0][0] for trial in found.trials)  # type: ignore[type-var]
     assert found.measured["tuned"] == best == found.objective_of(found.best)
     assert best < 0.9 * found.measured["start"]  # type: ignore[operator]
-    assert found.reading[0].startswith("The tuned recipe has")
+    assert re.fullmatch(r"The tuned recipe has \S+, the start \S+, the mean \S+, by the command .*", found.reading[0])
+    assert (NOT_BETTER in found.reading) == (found.measured["tuned"] >= found.measured["mean"])
+    worse = replace(found, measured={**found.measured, "mean": found.measured["tuned"]})
+    assert worse.reading[-1] == NOT_BETTER
     assert "by no other" in found.reading[0]
     assert not Path("tuned.candidate").exists()
-    assert len(Path("seen.txt").read_text().splitlines()) == 8 + 2
+    assert len(Path("seen.txt").read_text().splitlines()) == 8 + 3  # tuned, start, mean
     Path("lin.yml").write_text(json.dumps({**LINEAR, "out_dtype": "float32"}))
     args = ["tune", "lin.yml", "cli.yml", "--command", script(), "--report-command", script("# other"), "--budget", 2]
     ran = cli(*args)
@@ -84,7 +89,7 @@ def test_a_search_by_a_command_resumes(wanted: None) -> None:
     lines = trials()
     assert tune(command=script(), budget=5).resumed == 3
     assert trials()[:3] == lines
-    assert len(Path("seen.txt").read_text().splitlines()) == 5 + 2 * 2
+    assert len(Path("seen.txt").read_text().splitlines()) == 5 + 2 * 3  # twice tuned, start, mean
     with pytest.raises(WeightsmithError, match="another search: command"):
         tune(command=script() + " more")
 
@@ -109,6 +114,13 @@ def test_a_command_that_never_worked_ends_the_search_and_a_later_failure_is_a_li
     found = tune(command=script(f"if n == 2:\n    {before}"), budget=4)
     assert [bool(trial.error) for trial in found.trials] == [False, True, False, False]
     assert message in found.trials[1].error
+
+
+@pytest.mark.slow
+def test_a_command_that_fails_on_the_mean_does_not_lose_the_search(wanted: None) -> None:
+    found = tune(command=script("if n == 6: sys.exit('no')"), budget=3)  # three trials, tuned, start
+    assert found.measured.keys() == {"tuned", "start"}
+    assert NOT_BETTER not in found.reading
 
 
 @pytest.mark.slow

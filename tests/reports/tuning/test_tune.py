@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,12 @@ from weightsmith._execution.options import RunOptions
 from weightsmith._execution.progress import Silent
 from weightsmith._planning.options import RecipeOptions
 from weightsmith._reports.evaluate.options import EvaluateSettings
+from weightsmith._reports.evaluate.values import Change
 from weightsmith._reports.tuning import tune as module
 from weightsmith._reports.tuning.evaluator import Evaluator
 from weightsmith._reports.tuning.journal import Trial
 from weightsmith._reports.tuning.options import TuneSettings
-from weightsmith._reports.tuning.result import Tuning
+from weightsmith._reports.tuning.result import NOT_BETTER, Tuning
 
 __all__ = ["cli"]
 
@@ -81,6 +83,33 @@ def test_the_result_is_the_recipe_with_numbers_and_its_page(work: Path) -> None:
     assert found.objective_of(best) <= found.objective_of(1)
     assert best in found.front
     json.dumps(found.to_json(), allow_nan=False)
+
+
+@pytest.mark.slow
+def test_the_plain_mean_is_a_reference_and_the_report_says_if_it_is_not_beaten(work: Path) -> None:
+    found = tune(budget=3)
+    assert [*found.judged] == ["tuned", "start", "mean", "base"]
+    mean = {"merge_method": "linear", "models": [{"model": name, "parameters": {"weight": 1}} for name in "bc"]}
+    weightsmith.merge(mean, "mean", progress=False)
+    expected = weightsmith.evaluate("mean", text="u.txt", tokens=32, rows=23, progress=False)
+    assert found.judged["mean"][0].loss.value == pytest.approx(expected.scores[0][0].loss.value, rel=1e-5)
+    assert any("than the mean" in line for line in found.reading)
+    change = found.changes["mean"]
+    assert (NOT_BETTER in found.reading) == (not (change.told_apart and change.value > 0))
+    for value, beats in ((3.0, True), (1.9, False), (0.0, False), (-3.0, False)):
+        [score] = found.against["mean"]
+        scores = (replace(score, change=Change(value, 1.0, 12, 23)),)
+        judged = replace(found, against={**found.against, "mean": scores})
+        assert judged.beats_mean == beats
+        assert (judged.reading[-1] == NOT_BETTER) == (not beats)
+
+
+@pytest.mark.slow
+def test_a_recipe_of_one_fine_tune_has_no_mean(work: Path) -> None:
+    models = [{"model": "b", "parameters": {"weight": {"tune": [0, 1]}}}]
+    found = tune({"merge_method": "task_arithmetic", "base_model": "a", "models": models}, "one.yml", budget=2)
+    assert [*found.judged] == ["tuned", "start", "base"]
+    assert NOT_BETTER not in found.reading
 
 
 def _start() -> dict[str, Any]:
@@ -166,7 +195,7 @@ def test_a_larger_budget_goes_on_and_nothing_is_computed_twice(work: Path, monke
     scored, losses = list[object](), Evaluator.losses
     monkeypatch.setattr(Evaluator, "losses", lambda *args, **more: scored.append(args[1]) or losses(*args, **more))
     found = tune(budget=4)
-    assert (found.resumed, len(scored)) == (4, 3)  # the report: tuned, start, base
+    assert (found.resumed, len(scored)) == (4, 4)  # the report: tuned, start, mean, base
     assert trials() == first
     assert tune(budget=7).resumed == 4
     assert trials()[:4] == first

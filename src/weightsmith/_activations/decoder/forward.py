@@ -12,8 +12,9 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -237,6 +238,43 @@ class Decoder:
                     return scores.float()
 
                 yield logits
+
+    @contextmanager
+    def generating(self, source: WeightSource, device: str = "cpu", turns: Turns | None = None) -> Iterator[Any]:
+        """transformers' whole module, for its own `generate`.
+
+        source  supplies weights; matrices that transformers fuses may be stored one by one
+        turns   the threads that generate: each layer is loaded when they reach it. None: all layers are in memory
+
+        Memory: what is outside the layers in float32, with all layers or one.
+
+        Raises ShapeError if the tensors are not those of the module.
+        """
+        table, shapes = self._name(self._embedding), {name: spec.shape for name, spec in source.specs.items()}
+        outside, memory = {**self.head_weights, table: table}, _Memory(source, device)
+        expected = {stored: tuple(self._whole.get_parameter(name).shape) for name, stored in outside.items()}
+        layers: list[tuple[nn.Module, dict[str, str]]] = []
+        with torch.no_grad(), ExitStack() as stack:
+            for i, layer in enumerate(self._layers):
+                with _Weightless():
+                    names, replaced = unfuse(layer, f"{self._base.prefix}{i}.", shapes)
+                stack.callback(put_back, layer, replaced)
+                expected |= {names[name]: tuple(parameter.shape) for name, parameter in layer.named_parameters()}
+                layers.append((layer, names))
+            if wrong := _wrong_shapes(expected, shapes):
+                fix = f"check its config.json{self._base.instead}"
+                raise ShapeError(_MISMATCH, where=self._base.label, details=wrong, fix=fix)
+            self._to(device)
+            stack.enter_context(_loaded(self._whole, outside, memory))
+            if turns is None:
+                for layer, names in layers:
+                    _assign(layer, names, memory)
+            else:
+                stack.enter_context(turns.of([partial(_loaded, layer, names, memory) for layer, names in layers]))
+                for i, (layer, _) in enumerate(layers):
+                    stack.callback(layer.__dict__.pop, "forward")
+                    layer.forward = turns.within(i, layer.forward)
+            yield self._whole
 
     @property
     def head_parameters(self) -> list[tuple[str, nn.Parameter]]:
@@ -503,6 +541,74 @@ def _skipped(layers: nn.ModuleList) -> Iterator[Callable[[Tensor], contextlib.Ab
     finally:
         for layer in layers:
             del layer.forward
+
+
+class Turns:
+    """Lets threads run through layers one of which is in memory at a time.
+
+    A layer is loaded when all threads that have not ended wait for one: so it is loaded once for all, whatever their speed.
+    """
+
+    def __init__(self, threads: int) -> None:
+        """threads: that run through the layers, each as often as it likes, until it calls `end`."""
+        self._running, self._inside, self._layer = threads, 0, -1
+        self._waiting: list[int] = []
+        self._changed = threading.Condition()
+        self._layers: Sequence[Callable[[], contextlib.AbstractContextManager[None]]] = ()
+        self._open = ExitStack()
+        self._error: BaseException | None = None
+
+    @contextmanager
+    def of(self, layers: Sequence[Callable[[], contextlib.AbstractContextManager[None]]]) -> Iterator[None]:
+        """The layers: contexts in which one is in memory."""
+        self._layers = layers
+        with self._open:
+            yield
+
+    def within(self, i: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """The forward pass of layer i, in its turn."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self._changed:
+                self._waiting.append(i)
+                self._advance()
+                self._changed.wait_for(lambda: self._error is not None or self._layer == i)
+                self._waiting.remove(i)
+                if self._error is not None:
+                    raise self._error
+                self._inside += 1
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                with self._changed:
+                    self._inside -= 1
+                    self._advance()
+
+        return run
+
+    def end(self, error: BaseException | None = None) -> None:
+        """A thread has ended. error: that it failed with, and with which the others end at their next layer."""
+        with self._changed:
+            self._running -= 1
+            self._error = self._error or error
+            self._changed.notify_all()
+            self._advance()
+
+    def _advance(self) -> None:
+        """Load another layer, if all wait for it. The caller has the lock."""
+        if self._error is not None or self._inside or not self._waiting or len(self._waiting) < self._running:
+            return
+        if self._layer in self._waiting:
+            return
+        try:
+            self._open.close()
+            self._layer = self._waiting[0]
+            self._open.enter_context(self._layers[self._layer]())
+        except BaseException as error:
+            self._error = error
+            raise
+        finally:
+            self._changed.notify_all()
 
 
 _BEFORE_MLP = ("pre_feedforward_layernorm", "post_attention_layernorm")

@@ -4,7 +4,7 @@
     merge.py           merge, moe, run
     convert.py         extract-lora, quantize, dequantize, transplant-tokenizer
     plan.py            plan
-    look.py            inspect, diff, preview, verify
+    look.py            inspect, diff, preview, verify, status
     score.py           eval, tune, auto, write, statistics
     recipes.py         init, methods, schema, studio; presets/ has the recipes of the papers
     housekeeping.py    demo, clean, doctor
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 WORKING = (
     "merge", "moe", "plan", "preview", "inspect", "diff", "eval", "tune", "studio", "quantize", "dequantize", "extract-lora",
-    "transplant-tokenizer", "statistics", "auto", "write", "run", "verify", "clean", "doctor", "demo",
+    "transplant-tokenizer", "statistics", "auto", "write", "run", "verify", "status", "clean", "doctor", "demo",
 )  # fmt: skip
 """Commands that take a while. Each shows a `status_line`."""
 

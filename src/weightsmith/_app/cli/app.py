@@ -23,7 +23,7 @@ COMMANDS: dict[str, tuple[str, dict[str, Any]]] = {
     "moe": (MAKE, {"cls": MoeCommand, "epilog": _MERGEKIT.format("moe")}),
     **dict.fromkeys(("quantize", "dequantize", "extract-lora", "transplant-tokenizer", "auto", "tune", "run"), (MAKE, {})),
     "plan": (LOOK, {"cls": MoeCommand}),
-    **dict.fromkeys(("preview", "inspect", "diff", "eval", "statistics", "write", "verify"), (LOOK, {})),
+    **dict.fromkeys(("preview", "inspect", "diff", "eval", "statistics", "write", "verify", "status"), (LOOK, {})),
     **dict.fromkeys(("init", "methods", "schema", "studio"), (WRITE, {})),
     **dict.fromkeys(("demo", "clean", "doctor", "help"), (KEEP, {})),
 }
@@ -32,7 +32,7 @@ COMMANDS: dict[str, tuple[str, dict[str, Any]]] = {
 _PLACES = {
     **{name: f"merge:{name}" for name in ("moe", "run")},
     **{name: f"convert:{name}" for name in ("quantize", "dequantize", "extract-lora", "transplant-tokenizer")},
-    **{name: f"look:{name}" for name in ("inspect", "diff", "preview", "verify")},
+    **{name: f"look:{name}" for name in ("inspect", "diff", "preview", "verify", "status")},
     **{name: f"score:{name}" for name in ("tune", "auto", "write", "statistics")},
     **{name: f"recipes:{name}" for name in ("init", "methods", "schema", "studio")},
     **{name: f"housekeeping:{name}" for name in ("demo", "clean", "doctor")},

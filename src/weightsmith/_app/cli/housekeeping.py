@@ -22,6 +22,7 @@ from weightsmith._app.cli.failures import Exit, failures, wrote
 from weightsmith._app.cli.options import FILE, in_force, user_file
 from weightsmith._base.errors import NotFound, OutputExists, StoreError, Unsupported, first_line, printable, undoing
 from weightsmith._base.installation import install_package, reinstall
+from weightsmith._base.process import memory_bytes
 from weightsmith._base.text import (
     count,
     duration,
@@ -277,7 +278,7 @@ def _facts(folder: Path) -> dict[str, Any]:
             return None
 
     place = next((path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir()), Path("/"))
-    memory, available = _memory()
+    memory, available = memory_bytes()
     return {
         "weightsmith": __version__,
         "python": platform.python_version(),
@@ -292,19 +293,6 @@ def _facts(folder: Path) -> dict[str, Any]:
         "settings": {key: {"value": chosen.value, "source": chosen.source} for key, chosen in in_force().items()},
         "hub": _hub(),
     }
-
-
-def _memory() -> tuple[int | None, int | None]:
-    """Bytes of the machine, and those that are free or can be freed; None where the system does not tell."""
-    try:
-        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError, AttributeError):
-        return None, None
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        return total, next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return total, None
 
 
 def _hub() -> dict[str, Any]:

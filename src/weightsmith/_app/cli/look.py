@@ -1,20 +1,25 @@
-"""`weightsmith inspect`, `diff`, `preview` and `verify`: what looks at models, before and after."""
+"""`weightsmith inspect`, `diff`, `preview`, `verify` and `status`: what looks at models, before and after."""
 
 from __future__ import annotations
 
 import os
-from typing import Annotated, Any
+import time
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+import weightsmith
 from weightsmith._app.cli import options
 from weightsmith._app.cli.failures import failures
 from weightsmith._app.cli.work import show_warnings, working
 from weightsmith._base.errors import printable
-from weightsmith._base.text import count, note, say, show_json, size, status_line
+from weightsmith._base.text import count, duration, note, say, show_json, show_table, size, status_line
 from weightsmith._execution.options import RunOptions
-from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._planning.options import RecipeOptions
+
+if TYPE_CHECKING:
+    from weightsmith._outputs.status import Builder
 
 
 @options.expand
@@ -42,12 +47,10 @@ def inspect(
     """
     with working("reading the model's headers", quiet=quiet, as_json=as_json, page=report) as work:
         from weightsmith._execution.progress import meter
-        from weightsmith._reports.look.inspect import inspect as look
 
         with meter(quiet=quiet or not stats) as shown:
-            inspection = look(
-                model, tensors=tensors or (), stats=stats, threads=running.threads, stream=running.stream, progress=shown
-            )
+            told = options.keywords("inspect", running)
+            inspection = weightsmith.inspect(model, tensors=tensors or (), stats=stats, progress=shown, **told)
         work.present(inspection.report(), details=bool(tensors))
 
 
@@ -86,12 +89,10 @@ def diff(
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     with working("reading the models' headers", quiet=quiet, as_json=as_json, page=report) as work:
         from weightsmith._execution.progress import meter
-        from weightsmith._reports.look.diff import diff as compare
 
+        told = options.keywords("diff", running) | ({} if base is None else {"base": base})
         with meter(quiet=quiet) as shown:
-            how: dict[str, Any] = {} if base is None else {"base": base}
-            how |= {"tensors": tensors or (), "threads": running.threads, "stream": running.stream, "progress": shown}
-            comparison = compare(*models, **how)
+            comparison = weightsmith.diff(*models, tensors=tensors or (), progress=shown, **told)
         work.present(comparison.report(), details=bool(tensors))
 
 
@@ -120,22 +121,12 @@ def preview(
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # see diff.py
     with working("reading the recipe and the models' headers", quiet=quiet, as_json=as_json, page=report) as work:
         from weightsmith._execution.progress import meter
-        from weightsmith._execution.summary import summarise
-        from weightsmith._features.any_recipe import prepare_any
-        from weightsmith._reports.look.preview import preview_of
 
-        with prepare_any(options.recipe_source(recipe), planning, QuantizeSettings(), check=True) as prepared:
-            show_warnings(prepared.plan, prepared.source)
-            summary = summarise(prepared, running)
-            with meter(quiet=quiet) as shown:
-                seen = preview_of(prepared, full=full, threads=running.threads, progress=shown)
-            costs = {
-                "read_bytes_at_most": summary.read_bytes,
-                "write_bytes": summary.write_bytes,
-                "peak_memory_bytes": summary.memory.peak_bytes,
-                "threads": summary.memory.threads,
-            }
-            work.present(seen.report(costs))
+        told = options.keywords("preview", planning, running)
+        with meter(quiet=quiet) as shown:
+            shown.announce = show_warnings
+            previewed = weightsmith.preview(options.recipe_source(recipe), full=full, progress=shown, **told)
+        work.present(previewed.report())
 
 
 # ---- weightsmith verify
@@ -157,10 +148,9 @@ def verify(
     """
     with failures(checking=True, as_json=as_json), status_line("reading the manifest", quiet=quiet or as_json):
         from weightsmith._execution.progress import Reading, meter
-        from weightsmith._outputs.places import verify as check
 
         with meter(quiet=quiet) as shown:
-            report = check(
+            report = weightsmith.verify(
                 out,
                 threads=threads,
                 progress=lambda done, total: shown.show(Reading("verifying", done, total, done)),
@@ -182,3 +172,59 @@ def verify(
                 f"{printable(str(report.folder))}: OK, {count(report.tensors, 'tensor')} and "
                 f"{count(report.files, 'other file')} match their checksums ({size(report.nbytes)})"
             )
+
+
+# ---- weightsmith status
+
+
+def status(
+    out: Annotated[str, typer.Argument(metavar="OUT", help="Folder or address that is being built.")],
+    staging: Annotated[
+        str | None,
+        typer.Option("--staging", metavar="FOLDER", help="Folder with the work for an address.", show_default="current folder"),
+    ] = None,
+    quiet: options.Quiet = False,
+    as_json: options.Json = False,
+) -> None:
+    """Show who builds OUT, and how far it is.
+
+    Reads the work beside OUT, and disturbs no run.
+
+    Examples:
+        weightsmith status ./merged
+        weightsmith status s3://bucket/merged --staging /scratch
+    """
+    with failures(checking=True, as_json=as_json), status_line("reading the journals", quiet=quiet or as_json):
+        progress = weightsmith.status(out, staging=staging)
+        if as_json:
+            show_json(asdict(progress) | {"folder": None if progress.folder is None else str(progress.folder)})
+            return
+        if progress.published:
+            say(f"{printable(progress.out)}: complete" + ", and being replaced" * (progress.folder is not None))
+        if progress.folder is None:
+            return
+        total = f" of {progress.total:,}" if progress.total else ""
+        say(f"{printable(progress.out)}: {progress.tensors:,}{total} tensors are finished")
+        rows = [
+            (
+                f"part {builder.part.replace('-', ' ')}" if builder.part else "all",
+                _progress(builder),
+                f"{builder.process} on {printable(builder.machine)}" if builder.process else "",
+                _state(builder),
+                f"{duration(max(0.0, time.time() - builder.changed))} ago",
+            )
+            for builder in progress.builders
+        ]
+        show_table(("builds", "tensors", "process", "", "last change"), rows, right={1})
+
+
+def _progress(builder: Builder) -> str:
+    return f"{builder.tensors:,} of {builder.total:,}" if builder.total else f"{builder.tensors:,}"
+
+
+def _state(builder: Builder) -> str:
+    if builder.part and builder.done:
+        return "done"
+    if not builder.process:
+        return ""
+    return {True: "running", False: "ended", None: "on another machine"}[builder.running]

@@ -35,7 +35,7 @@ from weightsmith.plugin import (
 
 _NAME = "<text>"
 """Under which the planner names the recipe in positions."""
-BUILT_IN = "built-in"
+BUILT_IN, OWN = "built-in", "own"
 """The text that weightsmith has."""
 _NAMED = frozenset({"auto", *CHAT_TEMPLATES})
 
@@ -175,7 +175,7 @@ def _other_files(recipe: Recipe, places: Places) -> Iterator[WeightsmithError]:
             what = "the chat template is a file outside the folders that the studio was started with"
             yield SyntaxProblem(what, where=recipe.at("chat_template"), fix="write the template itself, or auto")
     for text in (recipe.measured, *(entry.measured for entry in _entries(recipe))):
-        if text is not None and text.path != BUILT_IN and not _inside(text.path, places):
+        if text is not None and text.path not in (BUILT_IN, OWN) and not _inside(text.path, places):
             what = f"{text.path} is outside the folders that the studio was started with"
             yield CheckpointError(what, where=text.where, fix=f"start it with this folder too, or write {BUILT_IN}")
 
@@ -270,7 +270,7 @@ _IN_PLACE: Mapping[str, tuple[str, Mend]] = {
 COMMANDS = frozenset(
     (
         *("auto", "clean", "demo", "dequantize", "diff", "doctor", "eval", "extract-lora", "help", "init", "inspect"),
-        *("merge", "methods", "moe", "plan", "preview", "quantize", "run", "schema", "statistics", "studio"),
+        *("merge", "methods", "moe", "plan", "preview", "quantize", "run", "schema", "statistics", "status", "studio"),
         *("transplant-tokenizer", "tune", "verify", "write"),
     )
 )

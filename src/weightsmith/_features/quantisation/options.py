@@ -37,16 +37,17 @@ class QuantizeSettings:
     calibration: str | None = option(
         None,
         "--calibration FILE",
-        "Calibration text: a file, built-in, or none",
+        "Calibration text: a file, built-in, own, or none",
         unset="EXL2, EXL3, fp8-static, nvfp4, KV cache: built-in; others: none",
         path=True,
-        details="The file is txt, jsonl or parquet; `none` rounds to nearest. See [calibration](calibration.md).",
+        details="The file is txt, jsonl or parquet; `own` is what the model writes by itself; `none` rounds to nearest. "
+        "See [calibration](calibration.md).",
     )
     calibration_rows: int | None = option(
         None,
         "--calibration-rows N",
         "Number of rows of calibration text",
-        unset="at most 128",
+        unset="at most 128; own text: 20",
         least=1,
         brief=(),
     )
@@ -54,7 +55,7 @@ class QuantizeSettings:
         None,
         "--calibration-tokens N",
         "Tokens in each row of calibration text",
-        unset="512",
+        unset="512; own text: 128",
         least=1,
         brief=(),
     )
@@ -89,8 +90,9 @@ class QuantizeSettings:
     tensor_types: tuple[str, ...] = option(
         (),
         "--tensor-type REGEX=TYPE",
-        "GGUF only: type of tensors whose llama.cpp name matches, such as ffn_down=Q6_K (repeatable; the last one wins)",
-        details="See [GGUF](gguf.md#types-of-single-tensors).",
+        "GGUF: type of tensors whose llama.cpp name matches, such as ffn_down=Q6_K; compressed-tensors: format of "
+        "weights whose name matches, such as self_attn=fp8-dynamic (repeatable; the last one wins)",
+        details="See [GGUF](gguf.md#types-of-single-tensors) and [mixed precision](quantize.md#mixed-precision).",
     )
     mmproj: bool = option(
         True,

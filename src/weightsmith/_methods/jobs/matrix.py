@@ -152,7 +152,7 @@ class MatrixJob(Job):
         with one_thread():
             load_linear_algebra(self.matrix.device)
             deltas = Deltas(held, self.weights, self.matrix.device, from_mean=self.from_mean, memory=self._memory)
-            merge = self.merged if bool(held.isfinite().all()) else mean
+            merge = self.merged if _is_finite(held) else mean
             update[:] = (merge(deltas) * self.factor).to("cpu", update.dtype)
         self._update = update.view(-1).numpy()
 
@@ -184,6 +184,13 @@ class MatrixJob(Job):
 
     def apply(self, tile: Tile, out: Bytes) -> None:
         write_with(self.matrix, tile, out, self.coefficients, self.update(tile))
+
+
+def _is_finite(rows: Tensor) -> bool:
+    """Whether all elements are finite. A finite sum says so in a tenth of the time of a look at each; that of finite ones may
+    overflow.
+    """
+    return bool(rows.sum().isfinite()) or bool(rows.isfinite().all())
 
 
 def write_with(matrix: Matrix, tile: Tile, out: Bytes, coefficients: Vector, update: npt.NDArray[Any]) -> None:

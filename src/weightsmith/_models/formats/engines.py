@@ -123,7 +123,7 @@ _EXLLAMAV3_MLPS = (("hidden", 128, "does not run MLPs with padded outputs"),)
 
 SUPPORT = (
     Support("transformers", ("fp8-dynamic", "w8a16", "w4a16", "mxfp4"), _COMPRESSED),
-    Support("transformers", ("fp8-block", "int8"), _COMPRESSED, experts=_UNREAD),
+    Support("transformers", ("fp8-block", "int8", "mxfp8"), _COMPRESSED, experts=_UNREAD),
     Support("transformers", ("fp8-static",), _COMPRESSED, "does not quantise what enters experts"),
     Support(
         "transformers",
@@ -167,6 +167,11 @@ SUPPORT = (
         ("mxfp4",),
         f"{_VLLM}/compressed_tensors/schemes/compressed_tensors_w4a4_mxfp4.py",
         "from compute capability 8.0; padded, as `w4a16`",
+    ),
+    _vllm(
+        ("mxfp8",),
+        f"{_VLLM}/compressed_tensors/schemes/compressed_tensors_w8a8_mxfp8.py",
+        "from compute capability 7.5; its kernel depends on the GPU",
     ),
     _sglang(("fp8-dynamic", "fp8-static"), f"{_SGLANG}/compressed_tensors/schemes/compressed_tensors_w8a8_fp8.py"),
     _sglang(

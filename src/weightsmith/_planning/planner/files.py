@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -384,6 +385,7 @@ class Counterparts:
         self.names, self.configs, self.donor, self.labels = models.names, models.configs, models.donor, models.labels
         self._shapes: dict[tuple[int, str], list[Shapes]] = {}
         self._kinds: dict[tuple[int, str], list[Hashable]] = {}
+        self._alike: dict[str, dict[Hashable, list[int]]] = {}
         self._found: dict[tuple[int, str, int], int] = {}
 
     def find(self, prefix: str, model: int, layer: int) -> int:
@@ -400,17 +402,31 @@ class Counterparts:
 
     def _find(self, prefix: str, model: int, layer: int) -> int:
         theirs, mine = self._shapes_of(self.donor, prefix), self._shapes_of(model, prefix)[layer]
-        alike = [i for i, shapes in enumerate(theirs) if shapes == mine]
-        if not alike:
+        alike, shapes = self._alike_of(prefix), frozenset(mine.items())
+        if shapes not in alike:
             raise self._unlike(prefix, model, layer, theirs[min(layer, len(theirs) - 1)], mine)
         kind, kinds = self._kinds_of(model, prefix)[layer], self._kinds_of(self.donor, prefix)
-        same = [i for i in alike if kinds[i] == kind]
-        if not same:
+        if (shapes, kind) not in alike:
             label, donors = self.labels[model], self.labels[self.donor]
             what = f"layer {layer} of {label} is of a kind that no layer of {donors} has, whose config.json the output takes"
             fix = "take layers that both models have, or name the other model as base_model"
-            raise LayerError(what, details=[f"{label}: {kind}", f"{donors}: {kinds[alike[0]]}"], fix=fix)
-        return min(same, key=lambda i: (abs(i - layer), i))
+            raise LayerError(what, details=[f"{label}: {kind}", f"{donors}: {kinds[alike[shapes][0]]}"], fix=fix)
+        same = alike[shapes, kind]
+        after = bisect_left(same, layer)
+        return min(same[max(0, after - 1) : after + 1], key=lambda i: (abs(i - layer), i))
+
+    def _alike_of(self, prefix: str) -> dict[Hashable, list[int]]:
+        """The donor's layers, in order, by their shapes, and by (shapes, kind)."""
+        if prefix not in self._alike:
+            alike: dict[Hashable, list[int]] = {}
+            for i, (shapes, kind) in enumerate(
+                zip(self._shapes_of(self.donor, prefix), self._kinds_of(self.donor, prefix), strict=True)
+            ):
+                key = frozenset(shapes.items())
+                alike.setdefault(key, []).append(i)
+                alike.setdefault((key, kind), []).append(i)
+            self._alike[prefix] = alike
+        return self._alike[prefix]
 
     def _unlike(self, prefix: str, model: int, layer: int, theirs: Shapes, mine: Shapes) -> LayerError:
         differing = next(n for n in dict.fromkeys([*theirs, *mine]) if theirs.get(n) != mine.get(n))

@@ -257,7 +257,7 @@ def _read_texts(
 
     Adds to the problems and files of `measured`.
     """
-    from weightsmith._activations.model import text_for
+    from weightsmith._activations.model import own_text_problems, text_for
     from weightsmith._activations.stored import is_stored
 
     requests: Requests = {}
@@ -273,6 +273,7 @@ def _read_texts(
                 from_folders |= {(number, one): StatisticRequest(one.kind, number, text) for one in of_model}
             else:
                 text = text_for(model, ref.path, ref.rows, ref.tokens, seed, option="")
+                measured.problems += [at(p, ref.where) for p in own_text_problems(text.source, [one.kind for one in of_model])]
                 requests |= {(number, one): StatisticRequest(one.kind, number, text, one.merged) for one in of_model}
         except PlanError as error:
             measured.problems += [at(problem, ref.where) for problem in error.problems]
@@ -365,7 +366,8 @@ def _refuse_unread(
 
 def _no_text(method: Method, recipe: Recipe, labels: Sequence[str], count: int) -> WeightsmithError:
     every = len(labels) == count
-    fix = "write text: and a file, or text: built-in, at the top level" + ("" if every else " or in the entry of the model")
+    fix = "write text: and a file, text: built-in, or text: own, at the top level"
+    fix += "" if every else " or in the entry of the model"
     what = f"merge_method {method.name} measures the models on a text, and the recipe names none"
     if not every:
         what = f"merge_method {method.name} measures {' and '.join(labels)} on a text, and the recipe names none"
@@ -379,9 +381,9 @@ def _without(names: Sequence[str]) -> Finding:
 
 
 def _text_files(texts: Iterable[TextSource]) -> list[Path]:
-    from weightsmith._activations.rows import BUILT_IN
+    from weightsmith._activations.rows import BUILT_IN, OWN
 
-    return [Path(source) for source in dict.fromkeys(text.source for text in texts) if source != BUILT_IN]
+    return [Path(source) for source in dict.fromkeys(text.source for text in texts) if source not in (BUILT_IN, OWN)]
 
 
 class _StatisticReads:

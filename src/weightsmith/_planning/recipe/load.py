@@ -17,6 +17,7 @@ from weightsmith._base.errors import (
     Unsupported,
     WeightsmithError,
 )
+from weightsmith._base.process import allow_nesting
 from weightsmith._base.redaction import redactor
 from weightsmith._planning.recipe.grammar import SURGERY, read_moe, read_recipe
 from weightsmith._planning.recipe.records import ModelRef, Recipe, Surgery, Upcycling
@@ -27,7 +28,7 @@ from weightsmith._planning.recipe.yaml import Document, Node, read_yaml
 
 Command = Literal["merge", "moe"]
 
-MAX_RECIPES = 100
+MAX_RECIPES = 500
 """In one file."""
 
 _MERGE_KEYS = frozenset({"merge_method", "models", "slices", "modules"})
@@ -172,6 +173,7 @@ def _build(written: WrittenRecipe, command: Command, lenient: bool, parameter_na
         where = _where(documents[MAX_RECIPES], written.filename)
         all_problems = [SyntaxProblem(f"more than {MAX_RECIPES} recipes", where=where, fix="Write them into several files.")]
         return Loaded(None, tuple(all_problems), source=written.shown)
+    allow_nesting(len(documents))
     for i, document in enumerate(documents):
         walk = Walker(document, written.filename, lenient=lenient, parameter_names=parameter_names, stages=stages)
         read = read_moe if command == "moe" and i == written.last else read_recipe

@@ -230,7 +230,7 @@ class ModelRef:
 class TextRef:
     """A text that models are measured on.
 
-    path    a file, or `built-in`
+    path    a file; `built-in`; `own`: what the model writes by itself
     rows    of tokens that are read; None: as many as the text has, with a limit
     tokens  of a row; None: the default of a calibration
     where   position

@@ -164,14 +164,23 @@ TEXT_FILE = Level(
     "in a text",
     "A text that models are measured on, and how much of it.",
     (
-        Key("file", TEXT, "A .txt, .jsonl or .parquet file, or `built-in`.", required=True),
-        Key("rows", count(), "Rows of tokens that are read; by default as many as the text has, at most 128."),
-        Key("tokens", count(), "Tokens of a row; 512 by default."),
+        Key(
+            "file",
+            TEXT,
+            "A .txt, .jsonl or .parquet file; `built-in`; or `own`: what the model writes by itself.",
+            required=True,
+        ),
+        Key(
+            "rows",
+            count(),
+            "Rows of tokens that are read; by default as many as the text has, at most 128. Of `own`: rows to write, 20.",
+        ),
+        Key("tokens", count(), "Tokens of a row; 512 by default, 128 for `own`."),
     ),
     make=_text_file,
 )
 
-_WORDS = "a path, `built-in`, or a [text_file](#text_file)"
+_WORDS = "a path, `built-in`, `own`, or a [text_file](#text_file)"
 MEASURED_ON = Kind(_text, {"anyOf": [TEXT.schema, TEXT_FILE.schema]}, _WORDS, TEXT_FILE)
 
 

@@ -11,7 +11,7 @@ import os
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Unpack
@@ -34,7 +34,7 @@ from weightsmith._base.options import lists_options, option_error, read_options
 from weightsmith._engine.memory import JobMemory
 from weightsmith._execution.execute import execute
 from weightsmith._execution.options import RunOptions, resources_of
-from weightsmith._execution.progress import Meter, Silent, callbacks, watched_meter
+from weightsmith._execution.progress import Meter, callbacks, shown_meter
 from weightsmith._execution.run import Callbacks
 from weightsmith._features.any_recipe import prepare_any
 from weightsmith._features.quantisation.options import QuantizeSettings
@@ -104,12 +104,41 @@ def auto(
     >>> result.reading[0]  # doctest: +SKIP
     'merged is regmean, prior tsv_m: 0.0214 ± 0.0052 nats a token better than the mean on held-back text.'
     """
+    models, settings, running = _asked(base, fine_tunes, text, options)
+    with shown_meter(progress) as shown:
+        return find_merge(models, os.fspath(out), settings, running, shown)
+
+
+@lists_options("auto", AutoSettings, RunOptions, besides=("text",))
+def plan_auto(
+    base: str | os.PathLike[str],
+    fine_tunes: Sequence[str | os.PathLike[str]],
+    out: str | os.PathLike[str],
+    *,
+    text: Mapping[str, str | os.PathLike[str]] | None = None,
+    **options: Unpack[AutoKeywords],
+) -> SearchPlan:
+    """What `auto` would do with the same arguments: its stages, and an estimate of time, memory and disk. Writes nothing.
+
+    Reads headers, and multiplies matrices for 0.2 s to see how fast this machine is. Raises as `auto` does before it starts.
+
+    >>> plan = weightsmith.plan_auto("base", ["fr", "de"], "merged")  # doctest: +SKIP
+    >>> round(plan.processor_seconds), plan.memory_bytes  # doctest: +SKIP
+    (311, 1830000000)
+    """
+    models, settings, running = _asked(base, fine_tunes, text, options)
+    return plan_merge(models, os.fspath(out), settings, running)
+
+
+def _asked(
+    base: str | os.PathLike[str],
+    fine_tunes: Sequence[str | os.PathLike[str]],
+    text: Mapping[str, str | os.PathLike[str]] | None,
+    options: Mapping[str, Any],
+) -> tuple[Models, AutoSettings, RunOptions]:
     given = [f"{name}={os.fspath(path)}" for name, path in (text or {}).items()]
     settings, running = read_options("auto", {"text": given, **options}, AutoSettings, RunOptions)
-    meter = progress if isinstance(progress, Meter) else watched_meter() if progress else Silent()
-    models = Models(os.fspath(base), tuple(os.fspath(model) for model in fine_tunes))
-    with nullcontext(meter) if isinstance(progress, Meter) else meter as shown:
-        return find_merge(models, os.fspath(out), settings, running, shown)
+    return Models(os.fspath(base), tuple(os.fspath(model) for model in fine_tunes)), settings, running
 
 
 def find_merge(models: Models, out: str, settings: AutoSettings, running: RunOptions, shown: Meter) -> Auto:

@@ -1,9 +1,13 @@
-"""A model, or a recipe whose result need not be written, with what cuts its texts into tokens; where unfinished work is."""
+"""A model, or a recipe whose result need not be written, with what cuts its texts into tokens; where unfinished work is.
+
+A folder on this disk is measured by a command as it is. Another model, or the result of a recipe, is written first, and removed
+afterwards. Its folder has the same name each time, so that the next run replaces what a killed one has left.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import os
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -13,23 +17,26 @@ from typing import Any
 
 from weightsmith._activations.decoder import Base
 from weightsmith._activations.model import PACKAGES, TextModel, base_of, result_of
-from weightsmith._activations.rows import TOKENIZER, load_tokenizer
+from weightsmith._activations.rows import TOKENIZER
 from weightsmith._activations.scored_rows import Cutter
 from weightsmith._base.errors import NOTHING_WRITTEN, NotFound, PlanError, StoreError, WeightsmithError
+from weightsmith._base.files import expand_user
 from weightsmith._base.installation import absent_packages, cache_home
 from weightsmith._base.options import named
 from weightsmith._base.tensors import DTYPES
-from weightsmith._execution.execute import check_computable
+from weightsmith._base.text import status
+from weightsmith._execution.execute import check_computable, execute
+from weightsmith._execution.identity import work_identity
+from weightsmith._execution.options import RunOptions
 from weightsmith._features.any_recipe import prepare_any, prepare_copy
 from weightsmith._features.quantisation.options import QuantizeSettings
-from weightsmith._models.structure.configs import count_of
-from weightsmith._models.tokenizers.files import TEMPLATE_FILE, settings_in, settings_of, template_of
 from weightsmith._outputs.local import remove_checkpoint
 from weightsmith._outputs.manifest import MANIFEST_NAME
 from weightsmith._outputs.places import find_unfinished
 from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner import Prepared
 from weightsmith._plans import PlanDraft
+from weightsmith._reports.command import Command
 from weightsmith._reports.evaluate.options import EvaluateSettings
 from weightsmith.abc.output import Unfinished
 
@@ -39,8 +46,6 @@ Named = str | os.PathLike[str] | Mapping[str, Any]
 Asked = Named | Prepared
 """A model, a recipe, or a plan with its models open."""
 
-_SETTINGS = "tokenizer_config.json"
-_FILES = (TOKENIZER, _SETTINGS, TEMPLATE_FILE, "chat_template.json")
 _RECIPES = (".yml", ".yaml")
 
 
@@ -85,41 +90,10 @@ def opened(name: str, prepared: Prepared) -> Opened:
     plan = prepared.plan
     model = replace(result_of(PlanDraft.of(plan), prepared.inputs, plan.steps), label=name)
     base, donor = base_of(model), model.checkpoint
-    donor.fetch([file for file in _FILES if file in donor.files])
     if TOKENIZER not in plan.files and TOKENIZER not in donor.files:
         fix = "put the model's tokenizer.json next to its weights"
         raise PlanError([NotFound("a text needs the model's tokenizer.json", where=name, fix=fix)])
-    positions = count_of(base.config, _POSITIONS) or 1 << 30
-    return Opened(name, prepared, model, base, _cutter(name, model, plan.files), positions)
-
-
-_POSITIONS = "max_position_embeddings"
-
-
-def _cutter(name: str, model: TextModel, files: Mapping[str, bytes]) -> Cutter:
-    """The tokenizer and chat template of a model. files: those that the plan makes in place of the donor's."""
-    donor = model.checkpoint
-    if TOKENIZER in files:
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / TOKENIZER
-            path.write_bytes(files[TOKENIZER])
-            tokenizer = load_tokenizer(path)
-    else:
-        tokenizer = load_tokenizer(donor.folder / TOKENIZER)
-    settings = settings_in(files[_SETTINGS]) if _SETTINGS in files else settings_of(donor.folder, donor.files, _SETTINGS)
-    template = files[TEMPLATE_FILE].decode(errors="replace") if TEMPLATE_FILE in files else ""
-    if not template and _SETTINGS in files and isinstance(template_text := settings.get("chat_template"), str):
-        template = template_text
-    template = template or template_of(donor.folder, donor.files)
-    tokens = {key: _text_of(value) for key, value in settings.items() if key.endswith("_token")}
-    names = {key: text for key, text in tokens.items() if text is not None}
-    return Cutter(tokenizer, name, model.vocabulary, template, names)
-
-
-def _text_of(token: object) -> str | None:
-    """A token of tokenizer_config.json: its text, or an object with it."""
-    content = token.get("content") if isinstance(token, dict) else token
-    return content if isinstance(content, str) else None
+    return Opened(name, prepared, model, base, model.cutter, model.positions)
 
 
 def head_weights(base: Base) -> tuple[str, ...]:
@@ -189,3 +163,46 @@ def work_folder(settings: EvaluateSettings, name: str) -> Iterator[Path]:
             fix = fix.replace(text, step).replace(text.capitalize(), step.capitalize())
         error.finding = replace(error.finding, fix=fix)
         raise
+
+
+# ---- models that a command of the user's measures
+
+
+def measured(
+    asked: Mapping[str, Asked], command: Command, settings: EvaluateSettings, running: RunOptions
+) -> tuple[float, ...]:
+    """The number that a command finds for each model. Raises CommandFailed, and what writing a model raises."""
+    numbers = []
+    for name, model in asked.items():
+        with _folder_of(model, command, settings, running) as folder:
+            status(f"measuring {name} by the command")
+            numbers.append(command.measured(folder))
+    return tuple(numbers)
+
+
+@contextmanager
+def _folder_of(model: Asked, command: Command, settings: EvaluateSettings, running: RunOptions) -> Iterator[Path]:
+    if not isinstance(model, Prepared | Mapping) and (folder := expand_user(model)).is_dir():
+        yield folder
+        return
+    with _prepared(model) as prepared:
+        identity = f"{work_identity(prepared.plan, prepared.inputs, running.device)} {command.identity}"
+        with work_folder(settings, hashlib.sha256(identity.encode()).hexdigest()[:12]) as out:
+            execute(prepared, out, replace(running, report=None, push=None, evaluate=None, overwrite=True))
+    try:
+        yield out
+    finally:
+        remove_checkpoint(out)
+
+
+@contextmanager
+def _prepared(model: Asked) -> Iterator[Prepared]:
+    """The plan of what is to be measured, in the dtypes that it would be written in."""
+    if isinstance(model, Prepared):
+        yield model
+    elif isinstance(model, Mapping) or is_recipe(model):
+        with prepare_named(model) as prepared:
+            yield prepared
+    else:
+        with prepare_copy(model, RecipeOptions(), QuantizeSettings()) as prepared:
+            yield prepared

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 from weightsmith import _methods as methods
 from weightsmith._base.errors import PlanError, WeightsmithError
 from weightsmith._base.idioms import Closing
 from weightsmith._execution.execute import check_computable
+from weightsmith._features.any_recipe import prepare_any
+from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner import Prepared
 from weightsmith._planning.planner.build import Bound, bind, parameter_problems
@@ -90,6 +94,22 @@ class Candidates(Closing):
         assert prepared is not None
         check_computable(prepared)
         return prepared
+
+    def prepare_mean(self) -> Prepared | None:
+        """The plain mean of the fine-tunes of the recipe that was prepared last, in its dtypes.
+
+        None unless the recipe lists at least two, and they can be merged so: models of unequal vocabularies cannot.
+        """
+        recipe = self._bounds[-1].request.recipe
+        refs = dict.fromkeys(entry.model for entry in recipe.models if entry.model != recipe.base_model)
+        if len(refs) < 2 or any(ref.path in recipe.stages for ref in refs):
+            return None
+        models = [{"model": str(ref), "parameters": {"weight": 1}} for ref in refs]
+        mean: dict[str, Any] = {"merge_method": "linear", "models": models}
+        mean |= {key: dtype.torch for key in ("dtype", "out_dtype") if (dtype := getattr(recipe, key)) is not None}
+        with suppress(PlanError):
+            return prepare_any(mean, self._options, QuantizeSettings())
+        return None
 
     def _check_ranges(self) -> None:
         """Raise PlanError for an end of a range, or a choice, that its parameter does not allow."""

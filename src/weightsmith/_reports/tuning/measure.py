@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,7 +20,7 @@ from weightsmith._outputs.local import remove_checkpoint
 from weightsmith._planning.planner import Prepared
 from weightsmith._reports.command import Command, CommandFailed
 from weightsmith._reports.evaluate.options import EvaluateSettings
-from weightsmith._reports.tuning.candidates import Values
+from weightsmith._reports.tuning.candidates import Candidates, Values
 from weightsmith._reports.tuning.journal import Trial
 from weightsmith._reports.tuning.result import Judged
 
@@ -67,6 +68,7 @@ class CommandMeasure:
 
     def __init__(
         self,
+        candidates: Candidates,
         first: Prepared,
         folder: Path,
         command: str,
@@ -87,7 +89,7 @@ class CommandMeasure:
         self._report = None if report_command is None else Command.of("report_command", report_command, settings)
         digest = hashlib.sha256(repr(self._command.identity).encode()).hexdigest()
         self.identity: Mapping[str, Any] = {"command": digest}
-        self._first, self._beside, self._shown = first, folder, shown
+        self._candidates, self._first, self._beside, self._shown = candidates, first, folder, shown
         self.seat = 0
         self._running = replace(running, report=None, push=None, evaluate=None, overwrite=True, resume=False)
         self._works = False
@@ -119,12 +121,17 @@ class CommandMeasure:
         return f"{loss:.6g}"
 
     def judge(self, best: Prepared) -> Judged:
-        """Measure the best and the start again, with the command of the report if there is one."""
+        """Measure the best, the start and the mean again, with the command of the report if there is one."""
         command = self._command if self._report is None else self._report
         measured = {}
         for model, prepared in {"tuned": best, "start": self._first}.items():
             self._shown.say(f"judging: {model}")
             measured[model] = self._measured(command, prepared)
+        mean = self._candidates.prepare_mean()
+        if mean is not None:
+            self._shown.say("judging: mean")
+            with mean, suppress(CommandFailed):  # which does not lose the search
+                measured["mean"] = self._measured(command, mean)
         return Judged((self._command.text,), () if self._report is None else (self._report.text,), measured=measured)
 
     @property

@@ -17,6 +17,12 @@ from weightsmith._reports.evaluate.values import Change, Score, mean_score, of_c
 from weightsmith._reports.look.models import json_values
 from weightsmith._reports.tuning.journal import Trial
 
+NOT_BETTER = (
+    "It is not proven better than the plain mean of the models, so use the mean: merge_method: linear, with weight 1 for each. "
+    "weightsmith auto looks for a method that beats it."
+)
+"""The conclusion of a search that did not beat the mean by two standard errors, as `auto` requires."""
+
 
 @dataclass(frozen=True)
 class Judged:
@@ -46,11 +52,12 @@ class Tuning(Reported):
     texts       that were tuned on, or the command
     losses      of each trial that was scored on all rows, by its number: of each text, in nats for a token; or of the command
     report_texts  of the report
-    judged      `tuned`, `start`, and `base` if the recipe has one: the score on each text of the report
-    against     of the tuned recipe, with its change from `start` and from `base`
+    judged      `tuned`, `start`, the plain `mean` of the fine-tunes, and `base`, if the recipe has them: the score on each text
+                of the report
+    against     of the tuned recipe, with its change from the others
     rows        that were tuned on, and of the report
     few_rows    that every candidate was scored on
-    measured    by the command of the report, or else by that of the search: `tuned` and `start`; empty for texts
+    measured    by the command of the report, or else by that of the search: `tuned`, `start` and `mean`; empty for texts
     seconds     of this call
     journal     the trials as a file
     """
@@ -91,12 +98,23 @@ class Tuning(Reported):
         return {name: change for name, change in changes.items() if change is not None}
 
     @property
+    def beats_mean(self) -> bool:
+        """False if the tuned recipe is not better than the plain mean: on texts, by two standard errors."""
+        if "mean" in self.measured:
+            return self.measured["tuned"] < self.measured["mean"]
+        change = self.changes.get("mean")
+        return change is None or change.told_apart is None or (change.told_apart and change.value > 0)
+
+    @property
     def reading(self) -> tuple[str, ...]:
         """The conclusions, in sentences."""
         lines = [_compared(self, name, change) for name, change in self.changes.items()]
         if self.measured:
             by = f"by {self.report_texts[0]}" if self.report_texts else "by the command that chose it, and by no other"
-            lines = [f"The tuned recipe has {self.measured['tuned']:g}, the start {self.measured['start']:g}, {by}."]
+            others = [f"the {name} {number:g}" for name, number in self.measured.items() if name != "tuned"]
+            lines = [f"The tuned recipe has {self.measured['tuned']:g}, {', '.join(others)}, {by}."]
+        if not self.beats_mean:
+            lines.append(NOT_BETTER)
         if self.trials and self.values == self.start:
             lines[:1] = ["No candidate was better than the start, whose values were written."]
         failed = sum(bool(trial.error) for trial in self.trials)

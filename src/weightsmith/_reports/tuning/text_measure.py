@@ -236,14 +236,17 @@ class TextMeasure:
         return Rows.of(together(added)) if added else None
 
     def judge(self, best: Prepared) -> Judged:
-        """Score the best candidate, the start and the base on the text of the report: in float32, as `evaluate` does."""
+        """Score the best candidate, start, mean and base on the text of the report: in float32, as `evaluate` does."""
         self._evaluator.multiply_in("float32")
         judged_models: dict[str, Prepared] = {"tuned": best, "start": self._first}
         scores: dict[str, list[RowLosses]] = {}
         with ExitStack() as stack:
-            base = self._base()
-            if base is not None:
-                judged_models["base"] = stack.enter_context(base)
+            for name, prepared in {"mean": self._candidates.prepare_mean(), "base": self._base()}.items():
+                if prepared is None:
+                    continue
+                stack.enter_context(prepared)
+                if self._evaluator.fits(prepared.plan):
+                    judged_models[name] = prepared
             rows = Rows.of(together(self._texts.report))
             for name, prepared in judged_models.items():
                 self._shown.say(f"judging on the text of the report: {name}")
@@ -265,18 +268,12 @@ class TextMeasure:
         )
 
     def _base(self) -> Prepared | None:
-        """The base of the recipe, if it is a model of the same tensors."""
+        """The base of the recipe, if it is a model."""
         name = self._candidates.base
-        if name is None:
-            return None
         try:
-            base = prepare_named(name)
+            return None if name is None else prepare_named(name)
         except PlanError:
             return None
-        if self._evaluator.fits(base.plan):
-            return base
-        base.close()
-        return None
 
 
 def _arithmetic(settings: TuneSettings, device: str) -> Arithmetic:

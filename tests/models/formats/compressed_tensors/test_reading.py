@@ -19,7 +19,7 @@ from weightsmith._models.formats.config import config_entries
 from weightsmith._plans import plan_from_json
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
-FORMATS = ("fp8-block", "int8", "w4a16", "w8a16", "nvfp4a16", "mxfp4")
+FORMATS = ("fp8-block", "int8", "w4a16", "w8a16", "nvfp4a16", "mxfp4", "mxfp8")
 CONFIG = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2, "dtype": "bfloat16"}
 PARTS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 Q, K = (f"model.layers.1.self_attn.{part}_proj.weight" for part in "qk")
@@ -309,7 +309,7 @@ def test_mlx_quantises_the_vocabulary_too(models: Path, tmp_path: Path) -> None:
 # ---- transformers
 
 
-MISREAD = ("fp8-block", "int8", "nvfp4a16")
+MISREAD = ("fp8-block", "int8", "nvfp4a16", "mxfp8")
 """Formats whose experts transformers cannot read."""
 
 
@@ -319,15 +319,9 @@ def write_transformer(folder: Path, kind: str, **settings: Any) -> Path:
     import transformers
 
     torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(
-        vocab_size=67,
-        hidden_size=128,
-        intermediate_size=192,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        **settings,
-    )
+    sizes = {"vocab_size": 67, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    config = getattr(transformers, f"{kind}Config")(**sizes | heads | settings)
     getattr(transformers, f"{kind}ForCausalLM")(config).to(torch.bfloat16).save_pretrained(folder)
     return folder
 
@@ -381,7 +375,7 @@ def test_transformers_loads_the_weights_that_we_read(name: str, model: Path, tmp
     tokens = torch.arange(8)[None]
     with torch.no_grad():
         expected, found = ours(tokens).logits, load()(tokens).logits
-    rounded = name in ("fp8-dynamic", "fp8-block", "int8")  # activations too
+    rounded = name in ("fp8-dynamic", "fp8-block", "int8", "mxfp8")  # activations too
     assert (found - expected).norm() <= (0.1 if rounded else 0) * expected.norm()
 
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import PurePath
 
 from weightsmith._activations.model import TextRun, result_of, text_for
-from weightsmith._activations.rows import BUILT_IN, TOKENIZER
+from weightsmith._activations.rows import BUILT_IN
 from weightsmith._base.errors import ParameterError, PlanError, Unsupported, WeightsmithError
 from weightsmith._base.files import show
 from weightsmith._base.idioms import grouped
@@ -20,7 +20,7 @@ from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._models.formats import Encoding, find_cache, find_encoding
 from weightsmith._models.formats.engines import find_engine
 from weightsmith._planning.planner import Prepared
-from weightsmith._plans import COPY, PRODUCTS, FileRead, FollowUp, PlanDraft, Product, Read, Step
+from weightsmith._plans import COPY, PRODUCTS, FollowUp, PlanDraft, Product, Read, Step
 from weightsmith.abc.stored import CacheEncoding
 
 NONE = "none"
@@ -124,8 +124,8 @@ def calibrate(chain: Chain, draft: PlanDraft, prefix: str = "", *, cache: CacheE
     """
     calibrated = [step for step in draft.steps if find_encoding(step.encoding).hessian != "no"]
     encoded = {step.out.name.removeprefix(prefix): step for step in calibrated}
-    states = chain.embedding()
-    products = [states]
+    states = chain.embedding(chain.text_rows)
+    products = [chain.text_rows, states]
     inside: set[str] = set()
     float16 = {find_encoding(step.encoding).float16 for step in calibrated} - {"no"}
     largest: list[Product] = []
@@ -296,12 +296,11 @@ class Chain(TextRun):
         entering, gradients  what enters the first layer, and the gradients of that
         leaving              output of the last layer
         """
-        text, layers = self.text, self.layers
-        of_text = (text, self._model.bos, entering.name, text.seed)
+        layers, of_text = self.layers, (self.text_rows.name, entering.name, self.text.seed)
         work = VocabularyWork(self.base, self.packages, layers, leaving.name, gradients.name, dict(candidates), *of_text)
         out = self.array("scores of the vocabulary", "F32", shape_of(candidates, leaving.outs[0].shape))
-        files, needs = (FileRead(self._model.number, TOKENIZER, text.tokenizer),), (entering, gradients, leaving)
-        return self.product("scored vocabulary", "scored_vocabulary", (out,), work, self.steps(layers), needs, files)
+        needs = (self.text_rows, entering, gradients, leaving)
+        return self.product("scored vocabulary", "scored_vocabulary", (out,), work, self.steps(layers), needs)
 
     def errors(self, layer: int, states: Product, blocks: Mapping[str, tuple[Mapping[str, str], ...]]) -> Product:
         """The errors of the options of each block of a layer."""

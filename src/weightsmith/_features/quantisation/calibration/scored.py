@@ -20,7 +20,6 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsmith._activations.gradients import LAST_FIRST, predict
-from weightsmith._activations.rows import rows_of
 from weightsmith._activations.work import LayerWork
 from weightsmith._base.errors import WeightsmithError
 from weightsmith._base.tensors import DTYPES, TensorSpec
@@ -28,7 +27,7 @@ from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._features.quantisation.calibration.layer import located
 from weightsmith._models.formats import Encoding, find_encoding
 from weightsmith._models.structure.vocabulary import is_embedding, is_model_head
-from weightsmith._plans import Product, TextSource
+from weightsmith._plans import Product
 from weightsmith.abc.product import Arrays, Floats
 
 if TYPE_CHECKING:
@@ -89,22 +88,21 @@ class ScoreWork(LayerWork):
 class VocabularyWork(ScoreWork):
     """Settings of `scored_vocabulary`. `layer` is the number of layers; `gradients` are those of the first layer's input.
 
-    text, bos  whose rows are embedded, as in `EmbeddingWork`
-    embedded   the product with the first layer's input
-    seed       of the labels
+    rows      the product of the rows of tokens
+    embedded  the product with the first layer's input
+    seed      of the labels
     """
 
     HEAD = True
 
-    text: TextSource
-    bos: int | None
+    rows: str
     embedded: str
     seed: int
 
     @property
     def needs(self) -> set[str]:
         """The products that the settings name."""
-        return {self.states, self.gradients, self.embedded}
+        return {self.states, self.gradients, self.rows, self.embedded}
 
     def problem(self, product: Product, shapes: Mapping[str, tuple[int, ...]]) -> str:
         if self.layer != self.base.layers or not any(is_embedding(step.out) for step in product.steps):
@@ -163,7 +161,7 @@ def _score_layer(context: ProductContext) -> Arrays:
             return sampled_inputs
 
         try:
-            samples = [sample for some in rows.each(sampled) for sample in some]
+            samples = [sample for some in rows.map(sampled) for sample in some]
         finally:
             inputs.close()
 
@@ -218,11 +216,13 @@ def _score_vocabulary(context: ProductContext) -> Arrays:
 def _add_embedding(context: ProductContext, work: VocabularyWork, table: TensorSpec, chosen: Places, scores: Floats) -> None:
     """scores[i] += what each chosen token loses with candidate i of the embedding: the error of its row times the gradient."""
 
+    from weightsmith._activations.running import ids_of
+
     def flat(states: Floats) -> Floats:
         return np.ascontiguousarray(states[:, chosen]).reshape(-1, states.shape[-1])
 
     embedded, gradients = context.arrays(work.embedded)[0], context.arrays(work.gradients)[0]
-    ids = rows_of(work.text, context.folder(work.base.model), table.shape[0], work.bos)[:, chosen].reshape(-1)
+    ids = ids_of(context, work.rows, embedded.shape)[:, chosen].reshape(-1)
     used, which = np.unique(ids, return_inverse=True)
     stored, entering, back = context.rows(table.name, used.tolist()), flat(embedded), flat(gradients)
     plain = stored[which]

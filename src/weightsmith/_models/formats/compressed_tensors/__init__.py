@@ -8,13 +8,14 @@ Reading is that of `formats/scaled.py`, which `fp8` shares.
 
 from __future__ import annotations
 
-from weightsmith._models.formats.compressed_tensors.config import METHOD, read_entry, read_groups
+from weightsmith._models.formats.compressed_tensors.config import METHOD, mixed_config, read_entry, read_groups
 from weightsmith._models.formats.compressed_tensors.writing import (
     BLOCK,
     CACHE,
     DYNAMIC,
     INT8,
     MXFP4,
+    MXFP8,
     NVFP4,
     NVFP4A16,
     STATIC,
@@ -49,6 +50,8 @@ FORMAT = StoredFormat(
         Writing("nvfp4a16", "4-bit floats with a scale for 16 elements, and one for the weight", _ENGINES, {0: NVFP4A16}),
         Writing("nvfp4", "nvfp4a16, with a scale for the input: 4-bit activations (W4A4)", _ENGINES, {0: NVFP4}),
         Writing("mxfp4", "4-bit floats with a power of two for 32 elements", "transformers, vLLM", {0: MXFP4}),
+        Writing("mxfp8", "8-bit floats with a power of two for 32 elements (W8A8)", "transformers, vLLM", {0: MXFP8}),
     ),
     caches=(CACHE,),
+    mixed=mixed_config,
 )

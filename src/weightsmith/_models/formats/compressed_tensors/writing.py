@@ -91,6 +91,16 @@ significand is at least 1.75. So the largest element is 3.5 … 7 scales.
 **Error.** With scale s, |value - x| ≤ max(s / 4, |x| / 5) for every finite x: the spacing of E2M1 is s / 2 up to 2 s, and what
 lies between 6 s and 7 s becomes 6 s. (Groups below 2^-124 have the scale 2^-126.)
 
+mxfp8: 8-bit floats with a power of two for each 32 elements of a row, like compressed-tensors' MXFP8 (OCP's MX formats).
+
+    X.weight        F8_E4M3 [rows, cols]    codes, to be multiplied by their group's scale
+    X.weight_scale  U8 [rows, cols / 32]    exponents e: the scale is 2^(e - 127)
+
+The exponent is that of mxfp4's rule, six lower: the largest element is 224 … 448 scales. Activations are quantised at run time,
+in groups of 32.
+
+**Error.** As fp8-dynamic, with s the scale of the group: |code · s - x| ≤ 2^-4 · |x| + 2^-10 · s.
+
 # Static scales of activations
 
     X.input_scale            BF16 [1]   fp8-static: largest magnitude / 448. x is stored as e4m3(x / scale)
@@ -346,17 +356,31 @@ def _fill_mxfp4(spec: TensorSpec, rows: Rows, outs: Sequence[Bytes], numbers: Ro
     """NaN becomes 0."""
     from weightsmith._kernels.codes import quantise_float4
 
+    quantise_float4(rows.reshape(-1), MXFP4_GROUP, _powers(rows, 2, outs[1]), outs[0])
+
+
+def _fill_mxfp8(spec: TensorSpec, rows: Rows, outs: Sequence[Bytes], numbers: Rows) -> None:
+    """NaN stays NaN."""
+    from weightsmith._kernels.codes import quantise_float8
+
+    quantise_float8(rows.reshape(-1), rows.shape[1], 1, MXFP4_GROUP, _powers(rows, 8, outs[1]), outs[0])
+
+
+def _powers(rows: Rows, largest: int, stored: Bytes) -> Rows:
+    """Write the exponents of groups, and return their scales: float32 [groups].
+
+    largest  exponent of the largest code: 2 of E2M1, 8 of E4M3
+    """
     bits = maxima_of(rows, 1, MXFP4_GROUP).view(np.uint32)
-    exponents = (bits >> 23).astype(np.int64) + ((bits & 0x7FFFFF) >= 0x600000) - 2
+    exponents = (bits >> 23).astype(np.int64) + ((bits & 0x7FFFFF) >= 0x600000) - largest
     exponents = np.clip(exponents, 1, 254)
-    outs[1][:] = exponents
-    scales = (exponents.astype(np.uint32) << 23).view(np.float32)
-    quantise_float4(rows.reshape(-1), MXFP4_GROUP, scales, outs[0])
+    stored[:] = exponents
+    return (exponents.astype(np.uint32) << 23).view(np.float32)
 
 
-def _float4(strategy: str, group: int, scale: str) -> dict[str, Any]:
+def _floats(bits: int, strategy: str, group: int, scale: str) -> dict[str, Any]:
     dtypes = {"scale_dtype": scale, "zp_dtype": scale}
-    return {"num_bits": 4, "type": "float", "strategy": strategy, "group_size": group, **dtypes}
+    return {"num_bits": bits, "type": "float", "strategy": strategy, "group_size": group, **dtypes}
 
 
 def _scale_of_float4s(largest: float) -> npt.NDArray[Any]:
@@ -371,12 +395,14 @@ def _nvfp4(family: str, **fields: Any) -> MatrixEncoding:
     return compressed(family, "nvfp4-pack-quantized", _NVFP4, _fill_nvfp4, scale=scale, maxima=True, **fields)
 
 
-_NVFP4 = _float4("tensor_group", NVFP4_GROUP, "torch.float8_e4m3fn")
+_NVFP4 = _floats(4, "tensor_group", NVFP4_GROUP, "torch.float8_e4m3fn")
 NVFP4A16 = _nvfp4("nvfp4a16")
 NVFP4 = _nvfp4(
     "nvfp4",
     activations={**_NVFP4, "dynamic": "local"},
     inputs=ActivationScale("input_global_scale", "F32", _scale_of_float4s),
 )
-_MXFP4 = _float4("group", MXFP4_GROUP, "torch.uint8")
+_MXFP4 = _floats(4, "group", MXFP4_GROUP, "torch.uint8")
 MXFP4 = compressed("mxfp4", "mxfp4-pack-quantized", _MXFP4, _fill_mxfp4, scale=DTYPES["U8"])
+_MXFP8 = _floats(8, "group", MXFP4_GROUP, "torch.uint8")
+MXFP8 = compressed("mxfp8", "mxfp8-quantized", _MXFP8, _fill_mxfp8, scale=DTYPES["U8"], activations=_MXFP8)
