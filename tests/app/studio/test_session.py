@@ -498,6 +498,15 @@ def test_what_was_interrupted_is_said_by_the_next_studio(root: Path, session: Se
         assert "press Merge again" in work["html"], "nothing of it is kept"
     finally:
         again.close()
+    (session.places.out / "mine").mkdir()  # it was published, and the studio killed before it said so
+    again = Session(session.places)
+    try:
+        work = again.board.get("work")
+        assert work["state"] == "published"
+        assert "mine</b> is merged." in work["html"]
+        assert "mine/report.html" in work["html"]
+    finally:
+        again.close()
     (session.places.out / ".studio" / "running.json").write_text('{"merge": "../evil", "other": "x"}')
     third = Session(session.places)
     try:
