@@ -355,6 +355,16 @@ def modelopt(shape: tuple[int, int], *, algorithm: str = "NVFP4", name: str = "q
         codes = rng.integers(0, 126, shape).astype(np.uint8).view(E4M3)
         tensors |= {f"{name}.weight": codes, f"{name}.weight_scale": factor}
         plain = codes.astype(np.float32) * factor
+    elif "NVFP4" not in algorithm:
+        codes = rng.integers(0, 126, shape).astype(np.uint8).view(E4M3)
+        high, wide = {"FP8_PER_CHANNEL_PER_TOKEN": (1, inputs), "MXFP8": (1, 32)}.get(algorithm, (128, 128))
+        grid = -(-outputs // high), -(-inputs // wide)
+        exponents = rng.integers(110, 130, grid).astype(np.uint8)
+        values = rng.uniform(0.001, 0.01, grid).astype(np.float32)
+        spread = np.ldexp(np.float32(1), exponents.astype(np.int32) - 127) if algorithm == "MXFP8" else values
+        stored = {"MXFP8": exponents, "FP8_PER_CHANNEL_PER_TOKEN": values[:, 0]}.get(algorithm, values[:, None, :, None])
+        tensors |= {f"{name}.weight": codes, f"{name}.weight_scale": stored}
+        plain = codes.astype(np.float32) * spread.repeat(high, 0)[:outputs].repeat(wide, 1)[:, :inputs]
     else:
         codes = rng.integers(0, 16, shape).astype(np.uint8)
         scales = rng.integers(1, 126, (outputs, inputs // 16)).astype(np.uint8).view(E4M3)

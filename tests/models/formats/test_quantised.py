@@ -428,9 +428,12 @@ def test_mlx_modules_may_have_settings_of_their_own(tmp_path: Path) -> None:
             np.testing.assert_array_equal(checkpoint.read(name), plain)
 
 
-@pytest.mark.parametrize("algorithm", ["FP8", "NVFP4"])
+ALGORITHMS = ["FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "fp8_pb_wo", "MXFP8", "NVFP4", "W4A16_NVFP4"]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_modelopt_weights_are_codes_times_scales(algorithm: str, tmp_path: Path) -> None:
-    case = modelopt((40, 96), algorithm=algorithm)
+    case = modelopt((160, 288), algorithm=algorithm)
     with opened(tmp_path, case) as checkpoint:
         assert list(checkpoint.specs) == ["q_proj.weight"]
         np.testing.assert_array_equal(checkpoint.read("q_proj.weight"), case.plain["q_proj.weight"])

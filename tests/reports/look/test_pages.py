@@ -120,7 +120,7 @@ def test_a_preview_by_model(base: Path, tmp_path: Path) -> None:
     ]
     recipe = {"merge_method": "task_arithmetic", "base_model": str(base), "models": models}
     found = weightsmith.preview(recipe, progress=False)
-    page = preview_report(found, {"write_bytes": 1})
+    page = preview_report(found)
     x, y = maps(page)["What survives of A"], maps(page)["What survives of B"]
     kept = dict(found.cells)
     for place, group in kept.items():
@@ -129,7 +129,13 @@ def test_a_preview_by_model(base: Path, tmp_path: Path) -> None:
             assert [m.values[i][j] for m in (x, y)] == [m.survives for m in group.models if m is not None]
     assert sum(group.elements for group in kept.values()) == found.elements
     assert [row[1] for row in table(page, "What survives of the models").rows] == [m.survives for m in found.total.models if m]
-    assert page.data["merge"] == {"write_bytes": 1}
+    summary = found.summary
+    assert page.data["merge"] == {
+        "read_bytes_at_most": summary.read_bytes,
+        "write_bytes": weightsmith.plan(recipe).summary().write_bytes,
+        "peak_memory_bytes": summary.memory.peak_bytes,
+        "threads": summary.memory.threads,
+    }
     to_html(page)
 
 

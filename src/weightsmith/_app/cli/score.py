@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -54,14 +55,19 @@ def evaluate(
     """
     doing = "reading the models' headers"
     with working(doing, quiet=quiet, as_json=as_json, page=report, resumes=True) as work:
-        from weightsmith._activations.rows import is_text
         from weightsmith._execution.progress import meter
 
-        told = options.keywords("evaluate", settings, running)
-        told["text"] = [Path(text) if is_text(text) else text for text in settings.text]  # an option names files alone
+        told = options.keywords("evaluate", settings, running) | {"text": _files(settings.text)}
         with meter(quiet=quiet) as shown:
             measured = weightsmith.evaluate(*models, reference=reference, progress=shown, **told)
         work.present(measured.report())
+
+
+def _files(texts: Sequence[str]) -> list[str | Path]:
+    """The files of an option, as paths: a string with a space, which is no file, would be a text in Python."""
+    from weightsmith._activations.rows import is_text
+
+    return [Path(text) if is_text(text) else text for text in texts]
 
 
 # ---- weightsmith tune
@@ -102,10 +108,11 @@ def tune(
         "reading the models' headers", out=out, quiet=quiet, as_json=as_json, page=page, told=tuning_interrupted
     ) as work:
         from weightsmith._execution.progress import meter
-        from weightsmith._reports.tuning.tune import tuned
 
+        told = options.keywords("tune", planning, texts, settings, running)
+        told |= {"text": _files(texts.text), "report_text": _files(settings.report_text)}
         with meter(quiet=quiet) as shown:
-            tuning = tuned(options.recipe_source(recipe), out, planning, texts, settings, running, shown)
+            tuning = weightsmith.tune(options.recipe_source(recipe), out, progress=shown, **told)
         wrote(f"The recipe is complete: {printable(str(tuning.out))}")
         work.present(tuning.report())
         if work.shows:
@@ -177,10 +184,9 @@ def write(
     """
     with working("reading the model's headers", out=out, quiet=quiet, as_json=as_json) as work:
         from weightsmith._execution.progress import meter
-        from weightsmith._reports.auto.write import written
 
         with meter(quiet=quiet) as shown:
-            text_file = written(model, out, settings, running, shown)
+            text_file = weightsmith.write(model, out, progress=shown, **options.keywords("write", settings, running))
         wrote(f"The text is complete: {printable(str(text_file.out))}")
         if as_json:
             show_json(text_file.to_json())

@@ -11,7 +11,7 @@ import os
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Unpack
@@ -34,7 +34,7 @@ from weightsmith._base.options import lists_options, option_error, read_options
 from weightsmith._engine.memory import JobMemory
 from weightsmith._execution.execute import execute
 from weightsmith._execution.options import RunOptions, resources_of
-from weightsmith._execution.progress import Meter, Silent, callbacks, watched_meter
+from weightsmith._execution.progress import Meter, callbacks, shown_meter
 from weightsmith._execution.run import Callbacks
 from weightsmith._features.any_recipe import prepare_any
 from weightsmith._features.quantisation.options import QuantizeSettings
@@ -105,8 +105,7 @@ def auto(
     'merged is regmean, prior tsv_m: 0.0214 ± 0.0052 nats a token better than the mean on held-back text.'
     """
     models, settings, running = _asked(base, fine_tunes, text, options)
-    meter = progress if isinstance(progress, Meter) else watched_meter() if progress else Silent()
-    with nullcontext(meter) if isinstance(progress, Meter) else meter as shown:
+    with shown_meter(progress) as shown:
         return find_merge(models, os.fspath(out), settings, running, shown)
 
 

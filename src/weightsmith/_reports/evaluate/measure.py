@@ -19,7 +19,7 @@ from weightsmith._base.options import named as named_option
 from weightsmith._base.text import count
 from weightsmith._engine.local import Progress
 from weightsmith._execution.options import RunOptions
-from weightsmith._execution.progress import Meter, callbacks, watched_meter
+from weightsmith._execution.progress import Meter, callbacks, shown_meter
 from weightsmith._execution.run import Callbacks, RunRequest, kept_products, staged
 from weightsmith._outputs.staging import Staging
 from weightsmith._planning.planner import Prepared
@@ -259,7 +259,7 @@ def _watching(progress: Watching) -> Iterator[Callable[[str], Callbacks]]:
     elif not isinstance(progress, bool | Meter):
         yield lambda name: Callbacks(_Labelled(name, progress))
     else:
-        with watched_meter() if progress is True else nullcontext(progress) as meter:
+        with shown_meter(progress) as meter:
             show, rechecking, waiting, uploading = callbacks(meter, "evaluating")
             yield lambda name: Callbacks(_Labelled(name, show), rechecking, waiting, uploading)
 

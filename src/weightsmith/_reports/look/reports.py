@@ -81,6 +81,25 @@ def comparison_report(comparison: Comparison) -> Report:
     """The task vectors of several models, side by side."""
     names = letters(len(comparison.names))
     pairs = [f"{names[i]} and {names[j]}" for i, j in comparison.pairs]
+    blocks = _task_vector_pictures(comparison, pairs)
+    blocks.append(Facts("Models", (("base", comparison.base), *zip(names, comparison.names, strict=True))))
+    blocks += _task_vector_tables(comparison, names, pairs)
+    blocks.append(Code("Reproduce", shlex.join(["weightsmith", "diff", "--base", comparison.base, *comparison.names])))
+    total = comparison.total
+    known = [(abs(cosine), pair, cosine) for pair, cosine in zip(pairs, total.cosines, strict=True) if math.isfinite(cosine)]
+    _, pair, cosine = max(known, default=(0.0, "the models", math.nan))
+    overlaps = [overlap for overlap in total.overlaps if math.isfinite(overlap)]
+    numbers = (
+        (f"cosine of {pair}{', the largest' if len(pairs) > 1 else ''}", written(cosine, "number")),
+        ("signs in conflict", written(total.conflict_share, "share")),
+        ("largest elements in common", written(max(overlaps, default=math.nan), "share")),
+    )
+    models = (("base", comparison.base), *zip(names, comparison.names, strict=True))
+    title = f"Task vectors of {len(comparison.names)} models"
+    return Report(title, comparison.reading, tuple(blocks), comparison.to_json(), numbers, models)
+
+
+def _task_vector_pictures(comparison: Comparison, pairs: Sequence[str]) -> list[Block]:
     blocks: list[Block] = []
     placed = [(tensor.place, tensor) for tensor in comparison.tensors if tensor.place is not None]
     about = "Share of the elements that two or more models change in which their signs differ."
@@ -104,7 +123,11 @@ def comparison_report(comparison: Comparison) -> Report:
     if by_layer:
         lines = tuple((pair, tuple(layer.cosines[k] for layer in by_layer)) for k, pair in enumerate(pairs[:PAIRS]))
         blocks.append(Curves("Cosines by layer", lines, "layer", "cosine", first=0))
-    blocks.append(Facts("Models", (("base", comparison.base), *zip(names, comparison.names, strict=True))))
+    return blocks
+
+
+def _task_vector_tables(comparison: Comparison, names: Sequence[str], pairs: Sequence[str]) -> list[Block]:
+    blocks: list[Block] = []
     total, longest = comparison.total, max(comparison.total.norms)
     lengths = tuple(
         (name, norm, norm / longest if longest else Mark.UNDEFINED) for name, norm in zip(names, total.norms, strict=True)
@@ -136,18 +159,7 @@ def comparison_report(comparison: Comparison) -> Report:
         blocks.append(Table(title, heads, values, name=name, places=places))
     if comparison.missing:
         blocks.append(Table("Not in all models", (Column("tensor"),), tuple((name,) for name in comparison.missing)))
-    blocks.append(Code("Reproduce", shlex.join(["weightsmith", "diff", "--base", comparison.base, *comparison.names])))
-    known = [(abs(cosine), pair, cosine) for pair, cosine in zip(pairs, total.cosines, strict=True) if math.isfinite(cosine)]
-    _, pair, cosine = max(known, default=(0.0, "the models", math.nan))
-    overlaps = [overlap for overlap in total.overlaps if math.isfinite(overlap)]
-    numbers = (
-        (f"cosine of {pair}{', the largest' if len(pairs) > 1 else ''}", written(cosine, "number")),
-        ("signs in conflict", written(total.conflict_share, "share")),
-        ("largest elements in common", written(max(overlaps, default=math.nan), "share")),
-    )
-    models = (("base", comparison.base), *zip(names, comparison.names, strict=True))
-    title = f"Task vectors of {len(comparison.names)} models"
-    return Report(title, comparison.reading, tuple(blocks), comparison.to_json(), numbers, models)
+    return blocks
 
 
 def preview_report(preview: Preview) -> Report:
