@@ -251,7 +251,9 @@ def inspection_report(inspection: Inspection) -> Report:
 
 
 def _pictures(tensor: TensorDifference) -> Pictures:
-    return Pictures(tensor.leading.values if tensor.leading is not None else (), *shares(tensor.magnitudes), "difference")
+    return Pictures(
+        tuple(tensor.leading.values) if tensor.leading is not None else (), *shares(tensor.magnitudes), "difference"
+    )
 
 
 def _together(tensors: Sequence[TensorDifference]) -> float | Mark:
@@ -398,7 +400,7 @@ def _spectra(tensors: Sequence[TensorDifference]) -> list[Curves]:
     chosen = sorted(most.values(), key=lambda tensor: -_by_share(tensor))[:SPECTRA]
     if not chosen:
         return []
-    lines = tuple((t.name, t.leading.values) for t in chosen if t.leading is not None)
+    lines = tuple((t.name, tuple(t.leading.values)) for t in chosen if t.leading is not None)
     about = "Of the delta that moved most in each part. A step down to the rounding noise shows the rank of a LoRA."
     return [Curves("Leading singular values", lines, "number", "singular value", about=about, log=True)]
 
