@@ -62,7 +62,7 @@ BESIDE = {
     "abc/stored.py": ["models/formats"],
     "abc/tensors.py": ["models/sources", "models/test_checkpoint.py"],
     "_app/api.py": ["test_merge.py", "execution/test_run.py", "execution/test_stages.py", "app/cli"],
-    "_execution/cards.py": ["features/quantisation/test_mmproj.py", "app/cli"],
+    "_execution/cards.py": ["execution/test_cards.py", "features/quantisation/test_mmproj.py", "app/cli"],
     "_kernels/ggml.py": ["models/formats/gguf/test_blocks.py"],
     "_kernels/ggml_fits.py": ["models/formats/gguf/test_blocks.py"],
     "_kernels/ggml_k.py": ["models/formats/gguf/test_blocks.py"],
@@ -70,7 +70,6 @@ BESIDE = {
     "_app/cli/convert.py": ["features/adapters", "app/test_quantize_commands.py"],
     "_app/cli/merge.py": ["features/mixture", "execution/test_run.py", "app/cli/test_plan.py"],
     "_app/cli/options.py": ["base/test_options.py", "app/test_quantize_commands.py"],
-    "_base/citations.py": ["app/cli/test_methods.py", "execution/test_cards.py"],
     "_files/containers.py": ["outputs", "files/containers"],
     "_activations": [
         "features/quantisation/test_calibration.py",

@@ -113,7 +113,7 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         def show(self, reading: meters.Reading) -> None:
             labels.append(reading.label)
 
-    monkeypatch.setattr("weightsmith._app.api.watched_meter", Recorder)
+    monkeypatch.setattr("weightsmith._execution.progress.watched_meter", Recorder)
     return labels
 
 
@@ -129,6 +129,25 @@ def test_progress_is_shown_by_default_and_can_be_turned_off(
     weightsmith.merge(recipe, tmp_path / "third", progress=lambda p: seen.append(p.tensors), fsync=False)
     assert labels == []
     assert seen[-1] == 6
+
+
+def test_a_call_clears_its_own_bar_and_leaves_the_caller_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[meters.Meter] = []
+
+    class Counted(meters.Silent):
+        def close(self) -> None:
+            closed.append(self)
+
+    own, callers = Counted(), Counted()
+    monkeypatch.setattr("weightsmith._execution.progress.watched_meter", lambda: own)
+    with meters.shown_meter(callers) as shown:
+        assert shown is callers
+    with meters.shown_meter(False) as shown:
+        assert shown is not own
+    assert closed == []
+    with meters.shown_meter(True) as shown:
+        assert shown is own
+    assert closed == [own]
 
 
 def test_the_meter_is_a_bar_on_a_terminal_a_cell_in_a_notebook_and_silent_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:

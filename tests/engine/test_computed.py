@@ -17,11 +17,10 @@ import weightsmith
 from tests.mini import write_checkpoint
 from weightsmith._base.errors import NonFinite
 from weightsmith._base.tensors import DTYPES, TensorSpec
-from weightsmith._engine.active import ActiveStep, LeafPass
 from weightsmith._engine.computed import Computed
 from weightsmith._engine.local import open_merge
 from weightsmith._engine.resources import Resources
-from weightsmith._engine.schedule import Scheduler
+from weightsmith._engine.schedule import ActiveStep, LeafPass, Scheduler
 from weightsmith._engine.tiles import Cut
 from weightsmith._models.checkpoint import open_checkpoint
 from weightsmith._planning.options import RecipeOptions

@@ -11,13 +11,12 @@ import pytest
 
 from weightsmith._base.errors import NonFinite
 from weightsmith._base.tensors import DTYPES, TensorSpec
-from weightsmith._engine.active import APPLY, ActiveStep, LeafPass
-from weightsmith._engine.constants import Finite
 from weightsmith._engine.local import DiscardedOutput
 from weightsmith._engine.reader import Reader
 from weightsmith._engine.resources import Resources
 from weightsmith._engine.results import Results
-from weightsmith._engine.tile_work import Copier, Encoder, Merger
+from weightsmith._engine.schedule import APPLY, ActiveStep, LeafPass
+from weightsmith._engine.tile_work import Copier, Encoder, Finite, Merger
 from weightsmith._engine.tiles import Buffers
 from weightsmith._files.arrays import view_of
 from weightsmith._models.formats import find_encoding

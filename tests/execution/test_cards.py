@@ -15,9 +15,8 @@ import yaml
 import weightsmith
 from tests.mini import write_checkpoint
 from weightsmith import _methods as methods
-from weightsmith._base.citations import cite, entries
 from weightsmith._execution import cards
-from weightsmith._execution.cards import model_card
+from weightsmith._execution.cards import cite, entries, model_card
 from weightsmith._models.card import read_card
 from weightsmith._planning.planner.build import prepare
 
@@ -199,12 +198,7 @@ def test_every_method_is_cited(here: Path) -> None:
 
 def test_citations_are_entries_of_bibtex() -> None:
     found = list(entries().values())
-    assert (
-        len(found)
-        == Path(cards.__file__).parents[1].joinpath("_base", "citations.bib").read_text().count("@")
-        == len(set(found))
-        >= 30
-    )
+    assert len(found) == Path(cards.__file__).with_name("citations.bib").read_text().count("@") == len(set(found)) >= 30
     keys = set()
     for text in found:
         assert re.fullmatch(r"@(misc|article)\{[a-z0-9]+,\n(  \w+ += \{.+\},\n)+\}", text), text

@@ -207,7 +207,6 @@ for name in {*sys.modules} - planned | {"weightsmith._models.checkpoint"}:
     loaded = {name.removeprefix("weightsmith.") for name in ran.out.split()}
     others = (
         "_execution",
-        "_base.citations",
         "_app.api",
         "_outputs.bucket",
         "_outputs.hub",

@@ -27,8 +27,7 @@ from weightsmith._base.errors import CannotResume, ParameterError, PlanError
 from weightsmith._base.installation import install
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._base.torch_use import one_thread
-from weightsmith._engine.active import ActivePass, ActiveStep, LeafPass
-from weightsmith._engine.schedule import Scheduler
+from weightsmith._engine.schedule import ActivePass, ActiveStep, LeafPass, Scheduler
 from weightsmith._engine.tiles import Cut, fit_resident_bytes, fit_tile_bytes, peak_memory_bytes
 from weightsmith._execution.identity import merges_on_device, work_identity
 from weightsmith._methods import cart, iso_c, iso_cts, resmerge, star, svc, tsv_m, wudi
@@ -326,7 +325,7 @@ def run_hoards(sizes: list[int], allowed: int) -> tuple[int, int]:
 
     def begin(step: Step) -> list[LeafPass]:
         active = ActiveStep(step)
-        active.left = 1
+        active.unfinished = 1
         return [LeafPass(active, step, Hoard(next(waiting)), 0, [Cut(0, 2), Cut(2, 2)])]
 
     scheduler = Scheduler([(step, frozenset())] * len(sizes), (), begin, finished.append, allowed)
@@ -374,7 +373,7 @@ def test_a_job_larger_than_the_bound_is_run_alone() -> None:
 def test_a_finished_part_lets_go_of_its_job() -> None:
     step = Step(TensorSpec("w", DTYPES["F32"], (2,)), "x", ())
     active = ActiveStep(step)
-    active.left = 1
+    active.unfinished = 1
     part = LeafPass(active, step, Hoard(10), 0, [Cut(0, 2)])
     scheduler = Scheduler([(step, frozenset())], (), lambda _: [part], lambda _: None, 100)
     for _ in range(2):

@@ -155,7 +155,7 @@ def _of_layer(context: ProductContext, work: GradientWork) -> Arrays:
             return sums
 
         try:
-            for some in rows.each(run):
+            for some in rows.map(run):
                 for sums in some:
                     for place, total in enumerate(sums):
                         squares[place, : len(total)] += total

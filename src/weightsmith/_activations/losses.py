@@ -132,7 +132,7 @@ def _compute(context: ProductContext) -> Arrays:
                 release_pages(theirs)
 
         with torch.no_grad():
-            for _ in rows.each(measure):
+            for _ in rows.map(measure):
                 pass
     return arrays
 

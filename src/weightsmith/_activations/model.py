@@ -157,7 +157,9 @@ def text_for(
     Raises PlanError: packages that are missing, a text that cannot be read or is too short, a model without a tokenizer.
     """
     if path == OWN:
-        return _own_text_for(model, rows, tokens, seed, most_rows, option)
+        if os.path.lexists(OWN):
+            raise PlanError([own_file_problem(f"--{option} {OWN}" if option else "")])
+        return own_text_for(model, rows, tokens, seed, most_rows)
     problems = absent_packages(PACKAGES, "texts", "calibration", model.instead)
     finding_list = [] if model.structure.main is not None and model.config is not None else [_no_decoder(model)]
     text = TextSource("", "", 0, 0, 0)
@@ -180,15 +182,16 @@ def own_text_problems(source: str, kinds: Iterable[str]) -> list[WeightsmithErro
     return [ParameterError(what.format(kind), fix=fix) for kind in blind]
 
 
-def _own_text_for(
-    model: TextModel, rows: int | None, tokens: int | None, seed: int, most_rows: int | None, option: str
-) -> TextSource:
-    """See `text_for`."""
+def own_file_problem(where: str) -> WeightsmithError:
+    """A file or folder has the name of the text that a model writes."""
+    what = f"{OWN} is the text that the model writes by itself, and there is a file or folder of this name"
+    return ParameterError(what, where=where, fix=f"write ./{OWN} for that, or rename it")
+
+
+def own_text_for(model: TextModel, rows: int | None, tokens: int | None, seed: int, most_rows: int | None = None) -> TextSource:
+    """The text that a model writes by itself. As `text_for`, but no file can be meant."""
     from weightsmith._activations.running import decoder_of
 
-    if os.path.lexists(OWN):
-        what = f"{OWN} is the text that the model writes by itself, and there is a file or folder of this name here"
-        raise PlanError([ParameterError(what, where=f"--{option} {OWN}" if option else "", fix=_OWN_FILE)])
     if problems := absent_packages(PACKAGES, "texts", "calibration", model.instead):
         raise PlanError(problems)
     decoder_of(base_of(model))  # refuses what transformers cannot build
@@ -202,9 +205,6 @@ def _own_text_for(
             raise ParameterError(what, where=model.label, fix="use fewer tokens for a row")
         model.own_starts(tokens)
     return text
-
-
-_OWN_FILE = f"write ./{OWN} for that, or start weightsmith in another folder"
 
 
 def base_of(model: TextModel) -> Base:
@@ -273,11 +273,13 @@ class TextRun:
         """The rows of tokens of the text."""
         out = self.array("ids", "I32", (self.text.rows, self.text.tokens))
         if self.text.source == OWN:
-            starts, base = self._model.own_starts(self.text.tokens), replace(self.base, arithmetic="float32")
-            own = OwnTextWork(
-                base, self.packages, self.text, starts.ids, TEMPERATURE, VERSION, unused_template=starts.unused_template
-            )
-            return self.product("rows", "own_text", (out,), own, self._model.steps)
+            starts = self._model.own_starts(self.text.tokens)
+            merged = any(leaf.merges for step in self._model.steps for leaf in step.leaves)
+            label = "the merge" if merged else self.base.label
+            base = replace(self.base, label=label, arithmetic="float32")
+            drawn = starts.ids, TEMPERATURE, VERSION, starts.unused_template
+            own_work = OwnTextWork(base, self.packages, self.text, *drawn)
+            return self.product("rows", "own_text", (out,), own_work, self._model.steps)
         work = TextRowsWork(self.base, self.packages, self.text, self._model.vocabulary, self._model.bos)
         files = (FileRead(self._model.number, TOKENIZER, self.text.tokenizer),)
         return self.product("rows", "text_rows", (out,), work, (), files=files, transient=True)

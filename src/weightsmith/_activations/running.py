@@ -136,7 +136,7 @@ class Rows:
             yield [(r, torch.from_numpy(np.array(self.states[r])).to(self.device)) for r in numbers]
             release_pages(self.states)
 
-    def each(self, function: Callable[[NumberedRow], T]) -> Iterator[list[T]]:
+    def map(self, function: Callable[[NumberedRow], T]) -> Iterator[list[T]]:
         """What a function makes of each row, on any thread: in order, some at a time."""
         with workers(self.context.threads, self.device) as pool:
             for rows in self.batches():
@@ -150,7 +150,7 @@ class Rows:
             self.check_finite(states_out, what, numbered[0])
             array[numbered[0]] = states_out.cpu().numpy()
 
-        for _ in self.each(run):
+        for _ in self.map(run):
             release_pages(array)
 
     def check_finite(self, x: Tensor, what: str, row: int) -> None:

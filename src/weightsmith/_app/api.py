@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from weightsmith._base.options import lists_options, read_options
 from weightsmith._execution.execute import execute, execute_part
 from weightsmith._execution.options import RunOptions
 from weightsmith._execution.output import check_options
-from weightsmith._execution.progress import Meter, callbacks, watched_meter
+from weightsmith._execution.progress import Meter, callbacks, shown_meter
 from weightsmith._execution.run import Callbacks, Merged
 from weightsmith._features.any_recipe import prepare_any
 from weightsmith._features.quantisation.options import QuantizeSettings
@@ -218,7 +218,7 @@ def _watched(
 ) -> Iterator[Callbacks]:
     """The callbacks of a call: the user's, or a progress bar's in terminals and notebooks. out: whose result is evaluated."""
     if progress is True or isinstance(progress, Meter):
-        with watched_meter() if progress is True else nullcontext(progress) as shown:
+        with shown_meter(progress) as shown:
             show, recheck, waiting, uploading = callbacks(shown, doing)
             evaluating = _evaluator(running, out, shown)
             if shown.announce is not None:

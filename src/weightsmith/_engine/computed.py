@@ -16,13 +16,11 @@ import numpy as np
 
 from weightsmith._base.files import Extent
 from weightsmith._base.tensors import DType, TensorSpec
-from weightsmith._engine.active import APPLY, ActiveStep, LeafPass, Task
-from weightsmith._engine.constants import Finite
 from weightsmith._engine.reader import Reader, Source
 from weightsmith._engine.resources import DEFAULTS, Resources
 from weightsmith._engine.results import Results
-from weightsmith._engine.schedule import Scheduler
-from weightsmith._engine.tile_work import Merger
+from weightsmith._engine.schedule import APPLY, ActiveStep, LeafPass, Scheduler, Task
+from weightsmith._engine.tile_work import Finite, Merger
 from weightsmith._engine.tiles import Buffers
 from weightsmith._files.hf_folder import natural_key
 from weightsmith._models.checkpoint import Checkpoint

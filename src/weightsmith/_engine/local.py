@@ -17,16 +17,14 @@ from typing import Any
 import numpy as np
 
 from weightsmith._base.files import Extent
-from weightsmith._engine.active import APPLY, ActivePass, ActiveStep, LeafPass, ReductionPass, Task
 from weightsmith._engine.computed import Computed, inner_passes
-from weightsmith._engine.constants import Finite
 from weightsmith._engine.product_graph import Computation, ProductGraph
 from weightsmith._engine.products import find_kind
 from weightsmith._engine.reader import Reader
 from weightsmith._engine.resources import DEFAULTS, WHOLE, Resources, Workload
 from weightsmith._engine.results import Results
-from weightsmith._engine.schedule import Scheduler
-from weightsmith._engine.tile_work import Copier, Encoder, Merger
+from weightsmith._engine.schedule import APPLY, ActivePass, ActiveStep, LeafPass, ReductionPass, Scheduler, Task
+from weightsmith._engine.tile_work import Copier, Encoder, Finite, Merger
 from weightsmith._engine.tiles import Buffers
 from weightsmith._files.remote.ahead import ReadAhead
 from weightsmith._kernels.jit import is_compiling, leave
@@ -175,7 +173,7 @@ class Run:
                 job = None if leaf.op == COPY else self._job(leaf)
                 active.leaves.append(self._encoder.reserve(LeafPass(active, leaf, job, origin, self.reader.cuts(leaf, align))))
             origin += leaf.out.size
-        active.left = len(active.leaves)
+        active.unfinished = len(active.leaves)
         if not active.leaves:
             self._step_done(active)
         return active.leaves

@@ -1,4 +1,4 @@
-"""The model card: README.md with the front matter that the Hub reads."""
+"""The model card: README.md with the front matter that the Hub reads, and the papers of the method as BibTeX."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 import yaml
 
-from weightsmith._base.citations import cite
 from weightsmith._base.errors import printable
 from weightsmith._base.files import exists, expand_user
 from weightsmith._base.redaction import redacted
@@ -276,3 +277,32 @@ def _sentences(text: str) -> str:
 def _quoted(name: str) -> str:
     """A folder's name as Python writes it; with escapes only where letters cannot be seen."""
     return json.dumps(name, ensure_ascii=not name.isprintable())
+
+
+# ---- BibTeX, from `citations.bib`: the text in which a method names its sources finds the entries
+
+_ENTRY = re.compile(r"(?:% named: ([^\n]+)\n)?(@\w+\{.+?\n\})", re.DOTALL)
+_EPRINT = re.compile(r"eprint += \{(.+)\}")
+
+
+def cite(source: str) -> list[str]:
+    """The entries of the papers that a text names, in its order.
+
+    >>> print(cite("Jang et al. 2024, Model Stock, https://arxiv.org/abs/2403.19522")[0])
+    @misc{jang2024model,
+      title         = {{Model Stock}: All We Need Is Just a Few Fine-Tuned Models},
+      author        = {Dong-Hwan Jang and Sangdoo Yun and Dongyoon Han},
+      year          = {2024},
+      eprint        = {2403.19522},
+      archivePrefix = {arXiv},
+    }
+    """
+    entry_at = {source.index(words): entry for words, entry in entries().items() if words in source}
+    return [entry_at[place] for place in sorted(entry_at)]
+
+
+@cache
+def entries() -> dict[str, str]:
+    """Every entry, by the words with which sources name it."""
+    text = Path(__file__).with_name("citations.bib").read_text("utf-8")
+    return {words or f"arxiv.org/abs/{_EPRINT.findall(entry)[0]}": entry for words, entry in _ENTRY.findall(text)}

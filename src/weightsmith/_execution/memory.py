@@ -16,9 +16,9 @@ import numpy as np
 
 from weightsmith._base.errors import Finding, PlanError, Unsupported, WeightsmithError
 from weightsmith._base.tensors import DType
-from weightsmith._engine.constants import copied
 from weightsmith._engine.local import DiscardedOutput, run
 from weightsmith._engine.resources import Resources, Workload
+from weightsmith._engine.tile_work import copied
 from weightsmith._files.arrays import Bytes
 from weightsmith._methods import get
 from weightsmith._methods.user import OwnMethod, at_hand

@@ -16,7 +16,7 @@ import time
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from html import escape
 from importlib import import_module
@@ -208,7 +208,7 @@ class Drawn(Meter):
 
     @abstractmethod
     def draw(self, reading: Reading, speed: float | None, seconds_left: float | None) -> None:
-        """Draw a reading. speed, left: see `Rates.take`."""
+        """Draw a reading. speed, seconds_left: see `Rates.take`."""
 
 
 class Bar(Drawn):
@@ -286,6 +286,13 @@ def watched_meter() -> Meter:
     if in_notebook():
         return Cell()
     return Bar() if is_terminal(sys.stderr) else Silent()
+
+
+def shown_meter(progress: bool | Meter) -> AbstractContextManager[Meter]:
+    """The meter of a Python call: the caller's, which stays open; True: `watched_meter`; False: none."""
+    if isinstance(progress, Meter):
+        return nullcontext(progress)
+    return watched_meter() if progress else Silent()
 
 
 def callbacks(

@@ -293,7 +293,7 @@ class _Computed:
 
 def _compute(run: PlanRun, staging: Staging, engine: Callable[..., Outcome], watched: _Watched) -> _Computed:
     """Make all products and tensors, or take over what an earlier run or other processes have made."""
-    from weightsmith._engine.constants import copied
+    from weightsmith._engine.tile_work import copied
 
     plan, earlier, helped = run.plan, staging.holds_work, Helped()
     try:

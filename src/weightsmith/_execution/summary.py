@@ -96,6 +96,7 @@ def summarise(prepared: Prepared, options: RunOptions) -> Summary:
         texts=_texts(plan),
         product_bytes=most_bytes(plan),
         measuring_bytes=max((_measuring_bytes(product) for product in plan.products if product.op == "statistic"), default=0),
+        writing_bytes=max((_measuring_bytes(product) for product in plan.products if product.op == "own_text"), default=0),
     )
 
 

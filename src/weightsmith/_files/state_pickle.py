@@ -142,6 +142,8 @@ _OPAQUE = {
     "_codecs.encode": "bytes",
     "collections.Counter": "Counter",
 }
+_MEMBER = "builtins.getattr"
+"""Python 3.11.0 to 3.11.3 pickle the member of an enum as this of its class and name; others, as a call of the class."""
 _CLASSES = ("torch.Tensor", "torch.nn.parameter.Parameter")
 _REASONS = (
     ("torch._utils._rebuild_sparse", "It holds a sparse tensor."),
@@ -369,7 +371,7 @@ class _Machine:
             if not (_IDENTIFIERS.fullmatch(module) and _IDENTIFIERS.fullmatch(name)):
                 self.reject(f"{show(module)} and {show(name)} are no names of a module and of a function or class")
             known = full in _CALLS or full in STORAGES or full in _OPAQUE or full in _CLASSES or full in self.classes
-            if not (known or _DTYPE.fullmatch(full)):
+            if not (known or (full == _MEMBER and self.classes != ()) or _DTYPE.fullmatch(full)):
                 reasons = [reason for prefix, reason in _REASONS if full.startswith(prefix)]
                 what = f"the pickle uses {show(full)}, which is not needed for a state dict of plain tensors; it was not run"
                 raise Unsupported(what, details=reasons[:1], fix=CONVERT)
@@ -393,9 +395,14 @@ class _Machine:
         """The record of what a function of the list would return."""
         if function.name in self.classes:
             return Instance(function.name, args)
-        kind = _OPAQUE.get(function.name)
-        if kind is not None:
-            return Opaque(kind)
+        if function.name == _MEMBER:
+            match args:
+                case (Global(of), str(member)) if of in self.classes:
+                    return Instance(of, (member,))
+            self.reject("asks for an attribute of something that is no class of a checkpoint")
+        opaque = _OPAQUE.get(function.name)
+        if opaque is not None:
+            return Opaque(opaque)
         make = _CALLS.get(function.name)
         record = make(self, args) if make is not None else None
         if record is None:

@@ -184,6 +184,8 @@ class Summary:
     texts           what models are measured on first, for the merge method
     product_bytes   the most that the values computed before tensors take beside the output, at a time
     measuring_bytes  memory for the largest layer that is measured, in float32, and its statistics
+    writing_bytes    memory for the largest model that writes a text by itself, in float32; it takes one layer at a time if
+                     that does not fit
     """
 
     tensors: int
@@ -209,6 +211,7 @@ class Summary:
     texts: tuple[TextFacts, ...] = ()
     product_bytes: int = 0
     measuring_bytes: int = 0
+    writing_bytes: int = 0
 
     @property
     def download_bytes(self) -> int:
@@ -233,6 +236,7 @@ class Summary:
             "calibrates": self.memory.calibrates,
             "product_bytes": self.product_bytes,
             "measuring_bytes": self.measuring_bytes,
+            "writing_bytes": self.writing_bytes,
             "threads": self.memory.threads,
             "time": None if self.time is None else asdict(self.time),
             "downloads": _records(self.downloads),

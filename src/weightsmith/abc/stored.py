@@ -407,6 +407,8 @@ class StoredFormat:
     writes      encodings of weights that users can ask for
     models      ways to write whole models that they can ask for; a function, because plans that write none need none
     unlisted    encodings without a setting that they cannot ask for
+    mixed       config.json of a model whose weights are in several of the encodings: (`Encoding.config` of each; for each,
+                the names of its modules, or patterns after `re:`). None: there is one encoding for all
     caches      how programs that load what it writes can store keys and values
     parse       the encoding of a name with a setting: `exl2 4/g128`; None for other names. Raises ValueError for a setting that
                 there is not
@@ -422,6 +424,7 @@ class StoredFormat:
     models: Callable[[], tuple[ModelFormat, ...]] = lambda: ()
     unlisted: tuple[Encoding, ...] = ()
     caches: tuple[CacheEncoding, ...] = ()
+    mixed: Callable[[Sequence[Config], Sequence[Sequence[str]]], dict[str, Any]] | None = None
     parse: Callable[[str], Encoding | None] = lambda name: None
 
     @property

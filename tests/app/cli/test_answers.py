@@ -44,6 +44,18 @@ COMMANDS = {
     "multi linear.yml out": "Run weightsmith merge RECIPE OUT.",
     "llama-cli -m a": "run model.gguf in Ollama or llama.cpp",
     "llama-perplexity -m a": "weightsmith eval MODEL MODEL --text FILE.txt",
+    "rm a": "rm -r FOLDER",
+    "cp a b": "cp -r FOLDER OTHER",
+    "ps": "Press Ctrl-C where the command runs",
+    "remove gguf": "Install packages with pip or uv",
+    "lock": "Install packages with pip or uv",
+    "bakllama x.yml out": "Stack layers with slices in a recipe",
+    "llama-bench -m a": "run model.gguf in Ollama or llama.cpp",
+    "llama-export-lora -m a": "weightsmith init --goal bake",
+    "llama-gguf-split --merge a b": "weightsmith merge RECIPE OUT --quantize gguf-q4_k_m",
+    "convert-hf-to-gguf a": "weightsmith quantize MODEL OUT --format gguf-bf16",
+    "-m a.gguf": "run model.gguf in Ollama or llama.cpp",
+    "-hf org/name": "run model.gguf in Ollama or llama.cpp",
     "help slerp": "a merge method: weightsmith methods slerp",
 }
 OPTIONS = {
@@ -69,6 +81,10 @@ OPTIONS = {
     "inspect a -o x.html": "--report FILE.html",
     "run a": "Run the model elsewhere, for weightsmith only makes it: load its folder with transformers or vLLM",
     "run org/name": "run takes a plan and OUT, and org/name is no plan",
+    "run a out": "Run the model elsewhere, for weightsmith only makes it: load its folder with transformers or vLLM",
+    "run org/name out": "run takes a plan and OUT, and org/name is no plan",
+    "merge --lora b a out": "base+adapter",
+    "init a": "a is a folder, and FILE is the recipe to write: name a model with --model a",
     "quantize a out --format gguf": "gguf-q4_k_m",
     "quantize a out --format fp8": "write one of fp8-dynamic, fp8-static, fp8-block",
 }
@@ -88,11 +104,14 @@ def test_the_answer_says_what_to_type(cli: Cli, work: Path, line: str) -> None:
     [
         ("merge https://huggingface.co/org/name out", "Write a recipe that names it: weightsmith init --model org/name."),
         ("plan https://me:secret@example.org/r.yml?key=secret", "Download it, and name the file."),
+        ("merge org/name out", "Write a recipe that names it, if it is a model of the Hub: weightsmith init --model org/name."),
+        ("merge model.gguf out", "Write a recipe that names it: weightsmith init --model model.gguf."),
         ("moe folder out", "Name a YAML file: weightsmith init writes one, with --goal experts for moe."),
     ],
 )
 def test_what_is_no_recipe_is_one_error_with_the_next_step(cli: Cli, work: Path, line: str, words: str) -> None:
     Path("folder").mkdir()
+    Path("model.gguf").write_bytes(b"GGUF\x03\0\0\0")
     ran = cli(*line.split())
     assert ran.code == 1
     assert ran.err.count("error[") == 1

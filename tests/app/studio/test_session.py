@@ -29,8 +29,10 @@ from weightsmith._app.studio.session import Session, listed_methods
 from weightsmith._app.studio.tasks import MAX_SWEEP, Asked, available, tried
 from weightsmith._base.errors import Busy, CannotResume, OutputExists, ParameterError, PlanError, Unsupported
 from weightsmith._base.report.blocks import written
+from weightsmith._files.remote.ahead import TransferEstimate
 from weightsmith._methods import NAMES, all_methods
 from weightsmith._methods.base import FAMILIES
+from weightsmith._plans.summary import Memory, Summary
 from weightsmith._reports.look.preview import GroupPreview, Preview
 from weightsmith._reports.look.preview import Kept as Survives
 from weightsmith._reports.look.surveys import NonFiniteCounts
@@ -496,6 +498,15 @@ def test_what_was_interrupted_is_said_by_the_next_studio(root: Path, session: Se
         assert "press Merge again" in work["html"], "nothing of it is kept"
     finally:
         again.close()
+    (session.places.out / "mine").mkdir()  # it was published, and the studio killed before it said so
+    again = Session(session.places)
+    try:
+        work = again.board.get("work")
+        assert work["state"] == "published"
+        assert "mine</b> is merged." in work["html"]
+        assert "mine/report.html" in work["html"]
+    finally:
+        again.close()
     (session.places.out / ".studio" / "running.json").write_text('{"merge": "../evil", "other": "x"}')
     third = Session(session.places)
     try:
@@ -540,7 +551,8 @@ def test_hostile_names_stay_text(root: Path, session: Session) -> None:
     kept = Survives(1.0, 0.5, 0.1, 0.1, 0.1, 0.5)
     group = GroupPreview(HOSTILE, 1, 10, 1, 1.0, 1.0, (kept,), (NonFiniteCounts(),) * 3)
     plan: Any = type("P", (), {"recipe": HOSTILE})()
-    found = Preview(HOSTILE, HOSTILE, (HOSTILE,), 1, 10, (group,), (group,), group, (), (), (), plan)
+    summary = Summary(1, False, *(1,) * 7, memory=Memory(1, 1, 1), transfer=TransferEstimate(0, 0, 0, 0))
+    found = Preview(HOSTILE, HOSTILE, (HOSTILE,), 1, 10, (group,), (group,), group, (), (), (), plan, summary)
     run = StudioRun(1, "try", 1.0, HOSTILE, HOSTILE, numbers={HOSTILE: HOSTILE})
     sample = show.Sample(HOSTILE, HOSTILE, 2.0)
     shown = [

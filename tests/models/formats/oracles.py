@@ -3,7 +3,7 @@
 Run it where the other programs are installed; the suite needs none of them, and compares with the file:
 
     pip install bitsandbytes==0.50.2 mlx[cpu]==0.32.4
-    pip install auto-round==0.16.1
+    pip install auto-round==0.16.1 torchao==0.18.0
     pip install "setuptools>=80" && BUILD_CUDA_EXT=0 pip install --no-build-isolation gptqmodel==7.6.0
     python -m tests.models.formats.oracles --write            # --only autoround: the others stay as they are
 """
@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.models.formats.quantised import BF16, CASES, Case, exl3_codes
+from tests.models.formats.quantised import BF16, CASES, E4M3, Case, exl3_codes
 
 TOLERANCE = 5e-4
 """Of the largest weight: float16 values of EXL3's codebooks, which GPTQModel does not round."""
@@ -144,6 +144,52 @@ def mlx(case: Case) -> np.ndarray:
     return np.array(found.astype(mx.float32))
 
 
+def torchao(case: Case) -> np.ndarray:
+    import torch
+    from torchao.prototype.safetensors.safetensors_support import unflatten_tensor_state_dict
+
+    (name,) = case.plain
+    kind = case.config["quantization_config"]["quant_type"]["default"]["_type"]
+    tensors = {key: _tensor(a.view(np.uint8)).view(torch.float8_e4m3fn) if a.dtype == E4M3 else _tensor(a)
+               for key, a in case.tensors.items()}  # fmt: skip
+    prefix = f"{name.rpartition('.')[0]}._weight_"
+    grid, (rows, cols) = case.tensors[f"{prefix}scale"].shape, case.plain[name].shape
+    data = {"block_size": [rows // grid[0], cols // grid[1]], "dtype": {"_type": "torch.dtype", "_data": "bfloat16"}}
+    others: dict[str, dict[str, Any]] = {
+        "Int8Tensor": {"act_quant_kwargs": None, "reduce_range": False},
+        "Float8Tensor": {"act_quant_kwargs": None, "mm_config": None},
+        "IntxUnpackedToInt8Tensor": {
+            "target_dtype": {"_type": "torch.dtype", "_data": "int4"},
+            "activation_quantization": None,
+        },
+    }
+    described = {
+        "_type": kind,
+        "_data": data | others[kind],
+        "_tensor_data_names": [key.removeprefix(prefix) for key in tensors],
+    }
+    metadata = {name: json.dumps(described), "tensor_names": json.dumps([name])}
+    return _numpy(unflatten_tensor_state_dict(tensors, metadata)[0][name].dequantize())
+
+
+def bitnet(case: Case) -> np.ndarray:
+    """The layer of transformers, on what enters it unrounded: one feature at a time."""
+    import torch
+    from transformers.integrations import bitnet as layers
+
+    (name,) = case.plain
+    (outputs, inputs), scale = case.plain[name].shape, _tensor(case.tensors[f"{name}_scale"]).float()
+    codes, kind = _tensor(case.tensors[name]), case.config["quantization_config"]["linear_class"]
+    if kind == "autobitlinear":
+        layer = layers.AutoBitLinear(inputs, outputs, bias=False, dtype=torch.float32)
+        layer.weight.data = layers.unpack_weights(codes, torch.float32)
+    else:
+        layer = layers.BitLinear(inputs, outputs, bias=False, dtype=torch.float32)
+        layer.weight = codes
+    layer.weight_scale = scale
+    return np.ascontiguousarray(_numpy(layer(torch.eye(inputs)).detach()).T)
+
+
 ORACLES: dict[str, Callable[[Case], np.ndarray]] = {
     "bnb": bitsandbytes,
     "gptq": gptq,
@@ -151,6 +197,8 @@ ORACLES: dict[str, Callable[[Case], np.ndarray]] = {
     "autoround": autoround,
     "exl3": exl3,
     "mlx": mlx,
+    "torchao": torchao,
+    "bitnet": bitnet,
 }
 
 

@@ -355,6 +355,16 @@ def modelopt(shape: tuple[int, int], *, algorithm: str = "NVFP4", name: str = "q
         codes = rng.integers(0, 126, shape).astype(np.uint8).view(E4M3)
         tensors |= {f"{name}.weight": codes, f"{name}.weight_scale": factor}
         plain = codes.astype(np.float32) * factor
+    elif "NVFP4" not in algorithm:
+        codes = rng.integers(0, 126, shape).astype(np.uint8).view(E4M3)
+        high, wide = {"FP8_PER_CHANNEL_PER_TOKEN": (1, inputs), "MXFP8": (1, 32)}.get(algorithm, (128, 128))
+        grid = -(-outputs // high), -(-inputs // wide)
+        exponents = rng.integers(110, 130, grid).astype(np.uint8)
+        values = rng.uniform(0.001, 0.01, grid).astype(np.float32)
+        spread = np.ldexp(np.float32(1), exponents.astype(np.int32) - 127) if algorithm == "MXFP8" else values
+        stored = {"MXFP8": exponents, "FP8_PER_CHANNEL_PER_TOKEN": values[:, 0]}.get(algorithm, values[:, None, :, None])
+        tensors |= {f"{name}.weight": codes, f"{name}.weight_scale": stored}
+        plain = codes.astype(np.float32) * spread.repeat(high, 0)[:outputs].repeat(wide, 1)[:, :inputs]
     else:
         codes = rng.integers(0, 16, shape).astype(np.uint8)
         scales = rng.integers(1, 126, (outputs, inputs // 16)).astype(np.uint8).view(E4M3)
@@ -364,6 +374,49 @@ def modelopt(shape: tuple[int, int], *, algorithm: str = "NVFP4", name: str = "q
         plain = float4[codes] * np.repeat(scales.astype(np.float32) * factor, 16, 1)
     entry = {"quant_method": "modelopt", "quant_algo": algorithm, "config_groups": {}}
     return Case(tensors, config_of(entry, "bfloat16"), {f"{name}.weight": plain.astype(np.float32)}, BF16)
+
+
+def torchao(
+    shape: tuple[int, int],
+    kind: str = "Int8Tensor",
+    *,
+    grid: tuple[int, int] = (1, 1),
+    bits: int = 8,
+    zeros: bool = True,
+    name: str = "q_proj",
+    seed: int = 0,
+) -> Case:
+    """A matrix of torchao, in safetensors. grid: its blocks; scales are F32, but BF16 of IntxUnpackedToInt8Tensor."""
+    rng = np.random.default_rng(seed)
+    high, wide = shape[0] // grid[0], shape[1] // grid[1]
+    scales = rng.uniform(0.001, 0.01, grid).astype(BF16 if kind.startswith("Intx") else np.float32)
+    prefix = f"{name}._weight_"
+    if kind == "Float8Tensor":
+        codes = (rng.standard_normal(shape) * 100).astype(E4M3)
+        zero = np.zeros(grid, np.int8)
+    else:
+        codes = rng.integers(-(2 ** (bits - 1)), 2 ** (bits - 1), shape).astype(np.int8)
+        zero = (rng.integers(-3, 4, grid) * zeros).astype(np.int8)
+    stored = {f"{prefix}qdata": codes, f"{prefix}scale": scales}
+    if kind != "Float8Tensor":
+        stored[f"{prefix}zero_point"] = zero
+    spread = [np.repeat(np.repeat(a.astype(np.float32), high, 0), wide, 1) for a in (zero, scales)]
+    plain = (codes.astype(np.float32) - spread[0]) * spread[1]
+    entry = {"quant_method": "torchao", "quant_type": {"default": {"_type": kind}}}
+    return Case(stored, config_of(entry, "bfloat16"), {f"{name}.weight": plain}, BF16)
+
+
+def bitnet(shape: tuple[int, int], kind: str = "bitlinear", *, name: str = "q_proj", seed: int = 0) -> Case:
+    """A ternary matrix of BitNet. kind: `linear_class`."""
+    rng = np.random.default_rng(seed)
+    codes = rng.integers(0, 3, shape).astype(np.uint8)
+    parts = codes.reshape(4, shape[0] // 4, shape[1])
+    scale = rng.uniform(0.5, 40, 1).astype(BF16)
+    plain = codes.astype(np.float32) - 1
+    plain = plain / scale.astype(np.float32) if kind == "bitlinear" else plain * scale.astype(np.float32)
+    tensors = {f"{name}.weight": parts[0] | parts[1] << 2 | parts[2] << 4 | parts[3] << 6, f"{name}.weight_scale": scale}
+    entry = {"quant_method": "bitnet", "linear_class": kind, "quantization_mode": "offline"}
+    return Case(tensors, config_of(entry, "bfloat16"), {f"{name}.weight": plain}, BF16)
 
 
 _EXL3 = [*((k, "mul1") for k in range(1, 9)), (2, "mcg"), (5, "mcg"), (3, "3inst"), (4, "3inst")]
@@ -398,6 +451,13 @@ CASES: dict[str, Callable[[], Case]] = {
     "mlx-mxfp4": lambda: mlx((48, 128), mode="mxfp4", group_size=32),
     "mlx-mxfp8": lambda: mlx((48, 128), mode="mxfp8", bits=8, group_size=32),
     "mlx-nvfp4": lambda: mlx((48, 128), mode="nvfp4", group_size=16),
+    "bitnet-divided": lambda: bitnet((48, 64)),
+    "bitnet-multiplied": lambda: bitnet((48, 64), "autobitlinear"),
+    "torchao-int8-row": lambda: torchao((48, 64), grid=(48, 1)),
+    "torchao-int8-tensor": lambda: torchao((48, 64)),
+    "torchao-int4-group": lambda: torchao((48, 64), "IntxUnpackedToInt8Tensor", grid=(48, 2), bits=4),
+    "torchao-float8-row": lambda: torchao((48, 64), "Float8Tensor", grid=(48, 1)),
+    "torchao-float8-block": lambda: torchao((48, 64), "Float8Tensor", grid=(3, 2)),
     "awq-4-one-group": lambda: awq((64, 96), group_size=-1),
     "gptq-8-rounded": lambda: gptq((64, 96), bits=8, weight=WEIGHT),
     "gptq-4-rounded": lambda: gptq((64, 96), weight=WEIGHT),

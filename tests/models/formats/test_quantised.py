@@ -20,7 +20,22 @@ import weightsmith
 from tests.fake_hub import COMMIT, serve, use
 from tests.mini import write_checkpoint
 from tests.models.formats import oracles
-from tests.models.formats.quantised import BF16, CASES, E4M3, Case, autoround, awq, bnb4, bnb8, exl3, gptq, mlx, modelopt
+from tests.models.formats.quantised import (
+    BF16,
+    CASES,
+    E4M3,
+    Case,
+    autoround,
+    awq,
+    bitnet,
+    bnb4,
+    bnb8,
+    exl3,
+    gptq,
+    mlx,
+    modelopt,
+    torchao,
+)
 from weightsmith._base.errors import CheckpointError, FormatError, NonFinite, Unsupported, WeightsmithError
 from weightsmith._models.checkpoint import Checkpoint, open_checkpoint
 from weightsmith._models.formats import decoded
@@ -87,6 +102,8 @@ EXL3 = exl3((128, 256))
 MLX, MXFP4 = mlx((48, 128)), mlx((48, 128), mode="mxfp4", group_size=32)
 NVFP4 = modelopt((8, 32))
 NF4, NESTED, INT8 = bnb4((8, 64)), bnb4((8, 64), nested=True), bnb8((8, 16))
+BITNET = bitnet((8, 16))
+TORCHAO, _TORCHAO = torchao((8, 16), grid=(8, 1)), "q_proj._weight_"
 _STATE = "q.weight.quant_state.bitsandbytes__nf4"
 _F32 = np.float32
 
@@ -117,6 +134,34 @@ REFUSED: dict[str, tuple[Case, type[WeightsmithError], str]] = {
         "say different things",
     ),
     "bnb: transposed model": (replace(NF4, config={**NF4.config, "model_type": "gpt2"}), Unsupported, r"\[inputs, outputs\]"),
+    "bitnet: rounded while it runs": (changed(BITNET, quantization_mode="online"), Unsupported, "quantization_mode 'online'"),
+    "bitnet: norms in layers": (changed(BITNET, use_rms_norm=True), Unsupported, "use_rms_norm True"),
+    "bitnet: other layers": (changed(BITNET, linear_class="bit"), Unsupported, "linear_class 'bit'"),
+    "bitnet: no scale": (changed(BITNET, {"q_proj.weight_scale": None}), FormatError, "weight_scale' is missing"),
+    "bitnet: scales of rows": (changed(BITNET, {"q_proj.weight_scale": np.ones(8, _F32)}), FormatError, r"is \[8\]"),
+    "bitnet: stacked": (changed(BITNET, {"q_proj.weight": np.ones((1, 2, 16), np.uint8)}), FormatError, r"is \[1, 2, 16\]"),
+    "torchao: no scale": (changed(TORCHAO, {f"{_TORCHAO}scale": None}), FormatError, "_weight_scale' is missing"),
+    "torchao: exponents": (
+        changed(TORCHAO, {f"{_TORCHAO}scale": np.ones((8, 1), np.uint8)}),
+        Unsupported,
+        "is U8, and only F32",
+    ),
+    "torchao: other blocks": (changed(TORCHAO, {f"{_TORCHAO}scale": np.ones((3, 1), _F32)}), FormatError, "do not divide"),
+    "torchao: bands of integers": (changed(TORCHAO, {f"{_TORCHAO}scale": np.ones((4, 2), _F32)}), FormatError, "do not divide"),
+    "torchao: column": (changed(TORCHAO, {f"{_TORCHAO}scale": np.ones(8, _F32)}), FormatError, "do not divide the matrix"),
+    "torchao: other zeros": (
+        changed(TORCHAO, {f"{_TORCHAO}zero_point": np.ones((4, 1), np.int8)}),
+        FormatError,
+        r"is \[4, 1\]",
+    ),
+    "torchao: zeros of floats": (changed(TORCHAO, {f"{_TORCHAO}zero_point": np.ones((8, 1), _F32)}), Unsupported, "is F32"),
+    "torchao: 4 bits in a byte": (
+        changed(TORCHAO, {f"{_TORCHAO}qdata": np.ones((8, 8), np.uint8)}),
+        Unsupported,
+        "U8; of",
+    ),
+    "torchao: scaled inputs": (changed(TORCHAO, {f"{_TORCHAO}act_pre_scale": np.ones(16, _F32)}), Unsupported, "is part of a"),
+    "torchao: no codes": (changed(TORCHAO, {f"{_TORCHAO}qdata": None}), FormatError, "_weight_scale' is part of"),
     "gptq: other bits": (changed(GPTQ, bits=5), Unsupported, "bits 5 are not read, only 2, 3, 4 and 8"),
     "gptq: boolean bits": (changed(GPTQ, bits=True), Unsupported, "bits True are not read"),
     "gptq: no bits": (changed(GPTQ, bits=None), Unsupported, "bits None are not read"),
@@ -253,6 +298,7 @@ READ: dict[str, tuple[Case, type[WeightsmithError], str]] = {
         FormatError,
         "holds groups -1 to 2, and the weight has 3",
     ),
+    "bitnet: fourth code": (changed(BITNET, {"q_proj.weight": np.full((2, 16), 255, np.uint8)}), FormatError, "the code 3"),
     "int8: for one GPU": (changed(INT8, {"q.weight_format": np.ones((), np.uint8)}), Unsupported, "only rows"),
 }
 
@@ -292,6 +338,14 @@ class TestExl3(Quantised):
 
 class TestMlx(Quantised):
     cases = mlx((37, 192), bits=3, group_size=32, name="a"), mlx((300, 128), bits=3, group_size=32, name="b", seed=1)
+
+
+class TestTorchao(Quantised):
+    cases = torchao((37, 192), grid=(37, 3), name="a"), torchao((300, 128), "Float8Tensor", grid=(3, 1), name="b", seed=1)
+
+
+class TestBitNet(Quantised):
+    cases = bitnet((36, 192), name="a"), bitnet((300, 128), name="b", seed=1)
 
 
 class TestModelOpt(Quantised):
@@ -374,9 +428,12 @@ def test_mlx_modules_may_have_settings_of_their_own(tmp_path: Path) -> None:
             np.testing.assert_array_equal(checkpoint.read(name), plain)
 
 
-@pytest.mark.parametrize("algorithm", ["FP8", "NVFP4"])
+ALGORITHMS = ["FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "fp8_pb_wo", "MXFP8", "NVFP4", "W4A16_NVFP4"]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_modelopt_weights_are_codes_times_scales(algorithm: str, tmp_path: Path) -> None:
-    case = modelopt((40, 96), algorithm=algorithm)
+    case = modelopt((160, 288), algorithm=algorithm)
     with opened(tmp_path, case) as checkpoint:
         assert list(checkpoint.specs) == ["q_proj.weight"]
         np.testing.assert_array_equal(checkpoint.read("q_proj.weight"), case.plain["q_proj.weight"])

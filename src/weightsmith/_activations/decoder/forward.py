@@ -546,8 +546,7 @@ def _skipped(layers: nn.ModuleList) -> Iterator[Callable[[Tensor], contextlib.Ab
 class Turns:
     """Lets threads run through layers one of which is in memory at a time.
 
-    A layer is loaded when all threads that have not ended wait for a layer: first the next one that any of them waits for. So
-    it is loaded once for all, whatever their speed.
+    A layer is loaded when all threads that have not ended wait for one: so it is loaded once for all, whatever their speed.
     """
 
     def __init__(self, threads: int) -> None:
@@ -603,7 +602,7 @@ class Turns:
             return
         try:
             self._open.close()
-            self._layer = min(self._waiting, key=lambda i: (i < self._layer, i))
+            self._layer = self._waiting[0]
             self._open.enter_context(self._layers[self._layer]())
         except BaseException as error:
             self._error = error

@@ -24,9 +24,26 @@ _LORA = "merge an adapter into its base with a recipe: weightsmith init --goal b
 
 COMMANDS: Mapping[str, str] = {
     **dict.fromkeys(
-        ("chat", "serve", "generate", "infer", "llama-cli", "llama-server", "complete", "prompt", "server", "cli", "api"), _RUN
+        (
+            "chat",
+            "serve",
+            "generate",
+            "infer",
+            "llama-cli",
+            "llama-server",
+            "complete",
+            "prompt",
+            "server",
+            "cli",
+            "api",
+            "llama-bench",
+        ),
+        _RUN,
     ),
-    **dict.fromkeys(("convert", "gguf", "export", "quant", "quantise", "convert_hf_to_gguf.py", "llama-quantize"), _CONVERT),
+    **dict.fromkeys(
+        ("convert", "gguf", "export", "quant", "quantise", "convert_hf_to_gguf.py", "convert-hf-to-gguf", "llama-quantize"),
+        _CONVERT,
+    ),
     **dict.fromkeys(("upload", "push", "publish"), _UPLOAD),
     **dict.fromkeys(
         ("download", "pull", "fetch"),
@@ -37,7 +54,7 @@ COMMANDS: Mapping[str, str] = {
         ("train", "finetune", "fine-tune", "sft"),
         "train with another program, such as TRL or Axolotl: weightsmith merges what it makes",
     ),
-    **dict.fromkeys(("lora", "merge-lora", "apply-lora", "bake", "merge-adapter", "export-lora"), _LORA),
+    **dict.fromkeys(("lora", "merge-lora", "apply-lora", "bake", "merge-adapter", "export-lora", "llama-export-lora"), _LORA),
     **dict.fromkeys(("extract", "lora-extract"), "run weightsmith extract-lora FINETUNED BASE OUT"),
     **dict.fromkeys(("compare", "cmp", "delta"), "run weightsmith diff MODEL MODEL, or eval to compare their perplexity"),
     **dict.fromkeys(
@@ -59,17 +76,25 @@ COMMANDS: Mapping[str, str] = {
         "writes them as imatrix.dat",
     ),
     **dict.fromkeys(("yaml", "merge-yaml", "megamerge", "multi"), "run weightsmith merge RECIPE OUT"),
-    **dict.fromkeys(("merge-gguf", "gguf-split"), "run weightsmith merge RECIPE OUT --quantize gguf-q4_k_m"),
+    **dict.fromkeys(
+        ("merge-gguf", "gguf-split", "llama-gguf-split"), "run weightsmith merge RECIPE OUT --quantize gguf-q4_k_m"
+    ),
     **dict.fromkeys(("mixture", "merge-moe"), "run weightsmith moe RECIPE OUT"),
     **dict.fromkeys(
-        ("stack", "frankenmerge"), "stack layers with slices in a recipe: see docs/recipe.md, then run weightsmith merge"
+        ("stack", "frankenmerge", "bakllama"),
+        "stack layers with slices in a recipe: see docs/recipe.md, then run weightsmith merge",
     ),
     **dict.fromkeys(("cache", "prune", "clear"), "run weightsmith clean"),
     **dict.fromkeys(
-        ("pip", "uv", "add", "sync", "install", "tool"),
+        ("pip", "uv", "uvx", "add", "sync", "install", "tool", "remove", "uninstall", "lock", "venv"),
         "install packages with pip or uv, outside weightsmith: docs/installation.md lists the extras",
     ),
     **dict.fromkeys(("update", "upgrade", "self"), "upgrade weightsmith with pip or uv: see docs/installation.md"),
+    **dict.fromkeys(
+        ("rm", "delete"), "delete the folder of a model with rm -r FOLDER. For interrupted work: weightsmith clean"
+    ),
+    **dict.fromkeys(("cp", "copy"), "copy the folder of a model with cp -r FOLDER OTHER"),
+    **dict.fromkeys(("ps", "stop"), "press Ctrl-C where the command runs: nothing runs in the background"),
     "version": "run weightsmith --version",
     "info-system": "run weightsmith doctor",
     "resume": "repeat the command that was interrupted: it resumes by itself",
@@ -79,6 +104,7 @@ COMMANDS: Mapping[str, str] = {
 
 _RECIPE_KEY = "write {name}: in the recipe. For a single run: --set {name}=VALUE"
 
+LORA_FLAGS = ("--lora", "--adapter", "--lora-path")
 OUT_FLAGS = ("-o", "--out", "--output", "--outfile", "--out-dir", "--output-dir", "--save", "--out_path")
 OPTIONS: Mapping[str, str] = {
     **dict.fromkeys(OUT_FLAGS, "write OUT without a flag, as in the usage"),
@@ -108,9 +134,16 @@ OPTIONS: Mapping[str, str] = {
     **dict.fromkeys(("-q", "-s", "--silent", "--no-progress"), "use --quiet"),
     **dict.fromkeys(("--debug", "--trace"), "use --verbose"),
     **dict.fromkeys(("--man",), "use --help-all"),
+    **dict.fromkeys(
+        LORA_FLAGS,
+        "write base+adapter for a model in the recipe: weightsmith init --goal bake writes one",
+    ),
     **dict.fromkeys(("--resume", "--continue"), "repeat the command that was interrupted: it resumes by itself"),
 }
 """Option → the next step. Only for options that the command does not have."""
+
+RUN_FLAGS = {"-m", "--model", "-p", "--prompt", "-hf", "--hf-repo"}
+"""llama.cpp's, without a command before them: `COMMANDS["chat"]` is the answer."""
 
 _FORMAT = "use {flag} FORMAT, such as {example}; weightsmith quantize --list lists all"
 _FORMATS = {

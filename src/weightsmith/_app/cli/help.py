@@ -133,6 +133,10 @@ COMMANDS_OF_MERGEKIT = {
 """The commands that do the same here."""
 
 
+NO_PLAN = " is no plan"
+"""The end of what `run` says of a model."""
+
+
 def misuse(error: Any) -> Finding:
     """A typer error as a message of ours: the problem, the usage, the next step."""
     context = error.ctx
@@ -148,7 +152,7 @@ def misuse(error: Any) -> Finding:
         if named == "OUT" and context is not None and context.info_name == "run":
             plan = sys.argv[2] if len(sys.argv) > 2 else ""
             if plan and not plan.endswith(".json") and not Path(plan).is_file():
-                what, fix = f"run takes a plan and OUT, and {plan} is no plan", answers.COMMANDS["chat"]
+                what, fix = f"run takes a plan and OUT, and {plan}{NO_PLAN}", answers.COMMANDS["chat"]
         if named.startswith("--format "):
             fix = "add it, such as --format gguf-q4_k_m; weightsmith quantize --list lists all"
     elif options in PLACED:
@@ -156,8 +160,13 @@ def misuse(error: Any) -> Finding:
     elif options and hasattr(error, "possibilities"):
         known = [flag for taken in context.command.params for flag in (*taken.opts, *taken.secondary_opts)]
         arguments = {taken.name: taken for taken in context.command.params if taken.param_type_name == "argument"}
+        run = answers.COMMANDS["chat"] if context.parent is None and answers.RUN_FLAGS & {options, *sys.argv[1:2]} else ""
         what = f"no such option: {options}{nearest(options, [flag for flag in known if flag not in arguments])}"
-        if answer := _models_for_recipe(context) or answers.for_option(options, known, [*map(_argument, arguments.values())]):
+        if (
+            answer := run
+            or _models_for_recipe(context)
+            or answers.for_option(options, known, [*map(_argument, arguments.values())])
+        ):
             what, fix = f"no such option: {options}", answer
         elif (argument := arguments.get(options.lstrip("-").replace("-", "_"))) is not None:
             what, fix = f"no such option: {options}", f"write {_argument(argument)} without a flag, as in the usage"
@@ -174,7 +183,7 @@ def misuse(error: Any) -> Finding:
         fix = _models_for_recipe(context) or fix
     elif (match := re.match(r"Invalid value(?: for ([^:]*))?: (.*)", what)) is not None:
         what = f"{match[1].strip(QUOTES)}: {match[2]}" if match[1] else match[2]
-        fix = _models_for_recipe(context) or fix
+        fix = answers.COMMANDS["chat"] if what.endswith(NO_PLAN) else _models_for_recipe(context) or fix
     if context is not None and hasattr(context.command, "usage_line"):
         details = (context.command.usage_line(name),)
     return Finding(what, details=details, fix=fix)
@@ -193,7 +202,11 @@ def _models_for_recipe(context: Any) -> str:
     """The next step for `merge MODEL MODEL … OUT`, which has no recipe; an empty string for other command lines."""
     words = sys.argv[2:]
     named = next((words[i + 1] for i, word in enumerate(words[:-1]) if word in answers.OUT_FLAGS), "")
-    if context is None or context.info_name != "merge" or any(word.endswith(answers.RECIPES) for word in words):
+    if (
+        context is None
+        or context.info_name != "merge"
+        or any(word.endswith(answers.RECIPES) or word in answers.LORA_FLAGS for word in words)
+    ):
         return ""
     models = [word for word in words if word != named and (Path(word).is_dir() or Path(word).is_file())]
     others = [word for word in words if word not in models and not word.startswith("-")]

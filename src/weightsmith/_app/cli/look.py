@@ -5,17 +5,17 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+import weightsmith
 from weightsmith._app.cli import options
 from weightsmith._app.cli.failures import failures
 from weightsmith._app.cli.work import show_warnings, working
 from weightsmith._base.errors import printable
 from weightsmith._base.text import count, duration, note, say, show_json, show_table, size, status_line
 from weightsmith._execution.options import RunOptions
-from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._planning.options import RecipeOptions
 
 if TYPE_CHECKING:
@@ -47,12 +47,10 @@ def inspect(
     """
     with working("reading the model's headers", quiet=quiet, as_json=as_json, page=report) as work:
         from weightsmith._execution.progress import meter
-        from weightsmith._reports.look.inspect import inspect as look
 
         with meter(quiet=quiet or not stats) as shown:
-            inspection = look(
-                model, tensors=tensors or (), stats=stats, threads=running.threads, stream=running.stream, progress=shown
-            )
+            told = options.keywords("inspect", running)
+            inspection = weightsmith.inspect(model, tensors=tensors or (), stats=stats, progress=shown, **told)
         work.present(inspection.report(), details=bool(tensors))
 
 
@@ -91,12 +89,10 @@ def diff(
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     with working("reading the models' headers", quiet=quiet, as_json=as_json, page=report) as work:
         from weightsmith._execution.progress import meter
-        from weightsmith._reports.look.diff import diff as compare
 
+        told = options.keywords("diff", running) | ({} if base is None else {"base": base})
         with meter(quiet=quiet) as shown:
-            how: dict[str, Any] = {} if base is None else {"base": base}
-            how |= {"tensors": tensors or (), "threads": running.threads, "stream": running.stream, "progress": shown}
-            comparison = compare(*models, **how)
+            comparison = weightsmith.diff(*models, tensors=tensors or (), progress=shown, **told)
         work.present(comparison.report(), details=bool(tensors))
 
 
@@ -125,22 +121,12 @@ def preview(
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # see diff.py
     with working("reading the recipe and the models' headers", quiet=quiet, as_json=as_json, page=report) as work:
         from weightsmith._execution.progress import meter
-        from weightsmith._execution.summary import summarise
-        from weightsmith._features.any_recipe import prepare_any
-        from weightsmith._reports.look.preview import preview_of
 
-        with prepare_any(options.recipe_source(recipe), planning, QuantizeSettings(), check=True) as prepared:
-            show_warnings(prepared.plan, prepared.source)
-            summary = summarise(prepared, running)
-            with meter(quiet=quiet) as shown:
-                seen = preview_of(prepared, full=full, threads=running.threads, progress=shown)
-            costs = {
-                "read_bytes_at_most": summary.read_bytes,
-                "write_bytes": summary.write_bytes,
-                "peak_memory_bytes": summary.memory.peak_bytes,
-                "threads": summary.memory.threads,
-            }
-            work.present(seen.report(costs))
+        told = options.keywords("preview", planning, running)
+        with meter(quiet=quiet) as shown:
+            shown.announce = show_warnings
+            previewed = weightsmith.preview(options.recipe_source(recipe), full=full, progress=shown, **told)
+        work.present(previewed.report())
 
 
 # ---- weightsmith verify
@@ -162,10 +148,9 @@ def verify(
     """
     with failures(checking=True, as_json=as_json), status_line("reading the manifest", quiet=quiet or as_json):
         from weightsmith._execution.progress import Reading, meter
-        from weightsmith._outputs.places import verify as check
 
         with meter(quiet=quiet) as shown:
-            report = check(
+            report = weightsmith.verify(
                 out,
                 threads=threads,
                 progress=lambda done, total: shown.show(Reading("verifying", done, total, done)),
@@ -210,9 +195,7 @@ def status(
         weightsmith status s3://bucket/merged --staging /scratch
     """
     with failures(checking=True, as_json=as_json), status_line("reading the journals", quiet=quiet or as_json):
-        from weightsmith._outputs.status import status as progress_of
-
-        progress = progress_of(out, staging=staging)
+        progress = weightsmith.status(out, staging=staging)
         if as_json:
             show_json(asdict(progress) | {"folder": None if progress.folder is None else str(progress.folder)})
             return

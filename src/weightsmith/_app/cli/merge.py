@@ -168,6 +168,7 @@ def run(
         weightsmith run plan.json merged
         weightsmith run plan.json merged --part 2/4
     """
+    options.check_plan(plan)
     chosen = parse_part(part) if part else None
     if chosen and running.push:
         raise typer.BadParameter("a part publishes nothing: give it to the run without --part.", param_hint="--push")

@@ -237,6 +237,13 @@ def check_order(recipe: str, out: str) -> None:
         raise typer.BadParameter(f"{printable(recipe)} and {printable(out)} are folders, and neither is a recipe.")
 
 
+def check_plan(plan: str) -> None:
+    """Raise BadParameter for a model in the place of a plan: a folder, or the name of one."""
+    path = Path(plan)
+    if is_folder(path) or not (plan.endswith(".json") or os.path.lexists(path)):
+        raise typer.BadParameter(f"run takes a plan and OUT, and {printable(plan)} is no plan.")
+
+
 def expand(function: Callable[..., None]) -> Callable[..., None]:
     """Make a command of a function whose parameters are option records: each option that it has becomes a flag."""
     name = function.__name__

@@ -175,6 +175,9 @@ def _show_cost(summary: Summary, max_memory: int | None) -> None:
         fact("", f"plus the measurement: torch, transformers, {layer}")
     elif memory.calibrates:
         fact("", "plus the calibration: torch, transformers, a layer in float32 and its inputs")
+    if summary.writing_bytes:
+        whole = f"{size(summary.writing_bytes)} for the whole model in float32"
+        fact("", f"while a model writes its text: {whole}, or one layer at a time if that does not fit")
     if summary.time is not None:
         fact("time", time_text(summary.time))
 

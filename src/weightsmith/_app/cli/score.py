@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -55,11 +56,18 @@ def evaluate(
     doing = "reading the models' headers"
     with working(doing, quiet=quiet, as_json=as_json, page=report, resumes=True) as work:
         from weightsmith._execution.progress import meter
-        from weightsmith._reports.evaluate.measure import evaluation, named
 
+        told = options.keywords("evaluate", settings, running) | {"text": _files(settings.text)}
         with meter(quiet=quiet) as shown:
-            measured = evaluation(named(models, reference), reference is not None, settings, running, shown)
+            measured = weightsmith.evaluate(*models, reference=reference, progress=shown, **told)
         work.present(measured.report())
+
+
+def _files(texts: Sequence[str]) -> list[str | Path]:
+    """The files of an option, as paths: a string with a space, which is no file, would be a text in Python."""
+    from weightsmith._activations.rows import is_text
+
+    return [Path(text) if is_text(text) else text for text in texts]
 
 
 # ---- weightsmith tune
@@ -100,10 +108,11 @@ def tune(
         "reading the models' headers", out=out, quiet=quiet, as_json=as_json, page=page, told=tuning_interrupted
     ) as work:
         from weightsmith._execution.progress import meter
-        from weightsmith._reports.tuning.tune import tuned
 
+        told = options.keywords("tune", planning, texts, settings, running)
+        told |= {"text": _files(texts.text), "report_text": _files(settings.report_text)}
         with meter(quiet=quiet) as shown:
-            tuning = tuned(options.recipe_source(recipe), out, planning, texts, settings, running, shown)
+            tuning = weightsmith.tune(options.recipe_source(recipe), out, progress=shown, **told)
         wrote(f"The recipe is complete: {printable(str(tuning.out))}")
         work.present(tuning.report())
         if work.shows:
@@ -143,10 +152,10 @@ def auto(
         from weightsmith._reports.auto.pool import Models
 
         if plan:
-            work.present(plan_merge(Models(base, tuple(fine_tunes)), out, settings, running).report())
+            work.present(plan_merge(Models.of(base, fine_tunes), out, settings, running).report())
             return
         with meter(quiet=quiet) as shown:
-            result = find_merge(Models(base, tuple(fine_tunes)), out, settings, running, shown)
+            result = find_merge(Models.of(base, fine_tunes), out, settings, running, shown)
         wrote(f"The output is complete: {printable(str(result.out))}")
         work.present(result.report())
 
@@ -175,10 +184,9 @@ def write(
     """
     with working("reading the model's headers", out=out, quiet=quiet, as_json=as_json) as work:
         from weightsmith._execution.progress import meter
-        from weightsmith._reports.auto.write import written
 
         with meter(quiet=quiet) as shown:
-            text_file = written(model, out, settings, running, shown)
+            text_file = weightsmith.write(model, out, progress=shown, **options.keywords("write", settings, running))
         wrote(f"The text is complete: {printable(str(text_file.out))}")
         if as_json:
             show_json(text_file.to_json())

@@ -110,6 +110,13 @@ class KeptRuns:
         """Note that it runs no longer."""
         self._note({name: title for name, title in self._running.items() if name != kind})
 
+    def is_newer(self, result: Path) -> bool:
+        """Whether a result was published after it was noted that it began: by an earlier studio, which was killed then."""
+        try:
+            return result.stat().st_ctime_ns > (self.folder / _RUNNING).stat().st_mtime_ns
+        except OSError:
+            return False
+
     def _note(self, running: dict[str, str]) -> None:
         with self._writing:
             if running != self._running:

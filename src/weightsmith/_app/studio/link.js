@@ -16,6 +16,7 @@ export class Link {
     this.sending = false;
     this.refusals = 0;
     this.heard = performance.now();
+    this.dead = false;
     this.listen();
     // A browser has six connections to a server for all its tabs: one that nobody sees gives its own back.
     document.addEventListener("visibilitychange", () => {
@@ -33,19 +34,23 @@ export class Link {
     this.events.onmessage = event => {
       this.heard = performance.now();
       const changed = JSON.parse(event.data);
-      if (changed.studio && this.state.studio && changed.studio.id !== this.state.studio.id) {
+      const again = changed.studio && this.state.studio && changed.studio.id !== this.state.studio.id;
+      const { document: old, unsaved } = this.state;
+      if (again) {
         delete this.state.document;
         delete this.state.work;
       }
       this.take(changed);
+      // The disk refused the recipe until the server ended: this page alone has it.
+      if (again && unsaved && old && changed.document && old.text !== changed.document.text) this.restore(old.text, changed.document.text);
       this.check();
     };
     this.events.onerror = () => { if (this.events.readyState === EventSource.CLOSED && !document.hidden) setTimeout(() => this.listen(), RETRY_MS); };
   }
 
   check() {
-    const dead = !document.hidden && performance.now() - this.heard > DEAD_MS;
-    this.said(dead ? "dead" : this.pending.length ? "saving" : "saved");
+    this.dead = !document.hidden && performance.now() - this.heard > DEAD_MS;
+    this.said(this.dead ? "dead" : this.pending.length ? "saving" : "saved");
   }
 
   take(changed) {
@@ -54,6 +59,14 @@ export class Link {
     if (changed.work && work && changed.work.number < work.number) delete changed.work;
     Object.assign(this.state, changed);
     if (Object.keys(changed).length) this.shown(Object.keys(changed));
+  }
+
+  // Send a text that the server lost, before the edits that were made to it.
+  restore(text, base) {
+    this.queue.unshift({ kind: "text", base, text });
+    keep("ws-queue", this.queue);
+    this.check();
+    this.send();
   }
 
   edit(change) {

@@ -70,7 +70,7 @@ export class Mix {
       $("hub-found").replaceChildren(make("p", {}, facts.join(" · ")), make("div", { class: "row" },
         button("base", "Base", { onclick: () => this.link.edit({ kind: "base", name }) }),
         button("plus", "Add", { onclick: () => this.link.edit({ kind: "add", name }) })));
-    } catch (error) { $("hub-found").innerHTML = error.html ?? "<p class='ws-error'>The server does not answer.</p>"; }
+    } catch (error) { $("hub-found").innerHTML = error.html || "<p class='ws-error'>The server does not answer. Press the button again when it is back.</p>"; }
   }
 
   // ---- strips

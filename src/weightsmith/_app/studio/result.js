@@ -78,7 +78,7 @@ export class Result {
         if (fit.rows >= fit.needed) $("tune-fit").textContent = `${rows}: ${fit.rows - report} to tune on, ${report} for the report.`;
         else $("tune-fit").replaceChildren(`The text has ${rows}, and ${fit.needed} are needed. ${fit.shorter ? "Write more, or " : "Write more."}`,
           fit.shorter ? make("button", { type: "button", "data-mend": "tokens", "data-value": fit.shorter }, `use rows of ${fit.shorter} tokens`) : "");
-      } catch (error) { $("tune-fit").innerHTML = error.html ?? ""; }
+      } catch (error) { $("tune-fit").innerHTML = error.html || "The server does not answer. The text is counted when it is back."; }
       this.actions.gate();
     }, FIT_MS);
   }
@@ -125,13 +125,16 @@ export class Result {
     this.actions.gate();
     const where = { auto: ["find", "find-result"], try: ["try", "tried"], sweep: ["sweep", "swept-cards"], tune: ["tune", "tuned"], look: ["report", "looked"] }[task.kind];
     if (!where) return;
-    $(where[0]).querySelector(".doing").textContent = task.running ? `${task.doing} …` : "";
+    const silent = this.link.dead;  // how far it is, or whether it runs at all, is not known
+    if (silent && task.running) for (const stop of document.querySelectorAll("button.stop")) stop.hidden = true;
+    $(where[0]).querySelector(".doing").textContent = !task.running ? "" : silent ? "No news: the server does not answer." : `${task.doing} …`;
     if ($(where[1]).innerHTML !== task.html) $(where[1]).innerHTML = task.html;
     if (task.report && this.framed !== task.report) this.frame(task.report);
   }
 
   frame(number) {
-    this.framed = number;
+    this.framed = this.link.dead ? null : number;
+    if (this.link.dead) { $("frame").replaceChildren(make("p", { class: "ws-error" }, "The server does not answer. Press Report again when it is back.")); return; }
     $("frame").replaceChildren(make("a", { href: `/runs/${number}`, target: "_blank", rel: "noopener" }, "Open the report in its own tab"),
       make("iframe", { src: `/runs/${number}`, title: `report of run ${number}`, sandbox: "allow-scripts allow-downloads" }));
   }
@@ -160,7 +163,7 @@ export class Result {
     $("two").replaceChildren();
     if (this.ticked.length === 2) {
       const [first, second] = [...this.ticked].sort((a, b) => a - b);
-      try { $("two").innerHTML = (await this.link.post("two", { first, second })).html; } catch (error) { $("two").innerHTML = error.html ?? ""; }
+      try { $("two").innerHTML = (await this.link.post("two", { first, second })).html; } catch (error) { $("two").innerHTML = error.html || "<p class='ws-error'>The server does not answer. Tick the runs again when it is back.</p>"; }
     }
   }
 }

@@ -195,7 +195,7 @@ def application(session: Session, ended: Callable[[], bool], *, names: Collectio
         html = await asyncio.to_thread(session.kept.report, request.path_params["number"])
         headers = {"content-security-policy": _REPORT_POLICY}
         return (
-            Response("This run has no report.", 404)
+            Response("The report of this run is not in the studio's folder: it was removed, or could not be written.", 404)
             if html is None
             else Response(html, media_type="text/html", headers=headers)
         )
@@ -203,6 +203,7 @@ def application(session: Session, ended: Callable[[], bool], *, names: Collectio
     async def events(request: Request) -> Response:
         async def changes() -> AsyncIterator[str]:
             revision, quiet = 0, _BEAT_SECONDS
+            yield f"retry: {1000 * _BEAT_SECONDS:.0f}\n\n"  # a browser waits seconds otherwise, when the server is back
             while not ended():
                 revision, changed = session.board.since(revision)
                 if changed or quiet >= _BEAT_SECONDS:

@@ -292,6 +292,8 @@ class Session:
                 what = "a studio that others can reach replaces no result, and discards no unfinished work"
                 raise ParameterError(what, where=name, fix="choose another name", state=NOTHING_WRITTEN)
             target = self.places.target(name.strip())
+            if self.work.status.state != "running":  # noted first: a studio that is killed at once leaves word of it
+                self._stored(lambda: self.kept.began("merge", target.name))
             return _shown_work(self.work.start(recipe, target, overwrite=overwrite is True, resume=again is not True))
 
     def recipe(self, version: int) -> str:
@@ -321,9 +323,10 @@ class Session:
     def _interrupted(self) -> Status:
         """The merge that ran when an earlier studio was killed."""
         try:
-            return Status("interrupted", out=self.places.target(self.kept.interrupted.get("merge", "")))
+            out = self.places.target(self.kept.interrupted.get("merge", ""))
         except WeightsmithError:
             return Status()
+        return Status("published" if self.kept.is_newer(out) else "interrupted", out=out)
 
     def about_name(self, name: str) -> dict[str, bool]:
         """Whether a result of this name exists, and whether a merge of this name was interrupted."""
@@ -342,24 +345,17 @@ class Session:
                     return
                 before, self._status = self._status, self.work.status
                 if self._status is not before:
-                    self._progressed(before, self._status)
+                    self._progressed(self._status)
 
-    def _progressed(self, before: Status, now: Status) -> None:
+    def _progressed(self, now: Status) -> None:
         self.board.put("work", _shown_work(now))
         try:
-            self._note(before, now)
-            if now.state == "done":  # a fast merge may never be seen while it runs
+            if now.state == "done":
                 self._ended(now)
+            if now.state != "running":  # last: a studio that is killed before leaves word of it
+                self._stored(lambda: self.kept.ended("merge"))
         except Busy as error:  # the next merge must be watched too
             self._unsaved(error)
-
-    def _note(self, before: Status, now: Status) -> None:
-        """Note on disk that a merge began or ended, for a studio that follows if this one is killed."""
-        if now.state != "running":
-            self._stored(lambda: self.kept.ended("merge"))
-        elif (before.state, before.number) != (now.state, now.number) and now.out is not None:
-            name = now.out.name
-            self._stored(lambda: self.kept.began("merge", name))
 
     def _ended(self, status: Status) -> None:
         merged = status.merged

@@ -16,7 +16,7 @@ from weightsmith import Inspection, Preview, Report, WeightsmithError
 from weightsmith._app.studio.check import Checked, Mend, Note, notes_of
 from weightsmith._app.studio.kept import StudioRun
 from weightsmith._app.studio.places import reference
-from weightsmith._app.studio.work import Status, unfinished
+from weightsmith._app.studio.work import PAGE_NAME, Status, unfinished
 from weightsmith.plugin import (
     Method,
     count,
@@ -216,6 +216,9 @@ def status(now: Status) -> str:
         if now.out is not None and unfinished(now.out):
             return f"<p class='ws-warn'><b>{name}</b> was interrupted. Finished tensors are kept: press Resume.</p>"
         return f"<p class='ws-warn'><b>{name}</b> was interrupted before a tensor was finished: press Merge again.</p>"
+    if now.state == "published":
+        report = safe(reference(now.out / PAGE_NAME)) if now.out is not None else ""
+        return f"<p class='ws-good'><b>{name}</b> is merged. The studio ended just then. Its report: {report}</p>"
     if now.state == "failed":
         return f"<p class='ws-bad'><b>{name}</b> was not merged. {_mend(Mend('why', 'Why?'))}</p>"
     merged = now.merged

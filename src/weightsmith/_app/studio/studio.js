@@ -7,6 +7,8 @@ import { Result } from "/assets/result.js";
 
 const $ = id => document.getElementById(id);
 const refused = html => { $("refused").innerHTML = html ?? ""; if (html) $("refused").append(button("close", "Close", { onclick: () => refused("") })); };
+// The request may have arrived, and only the answer be lost.
+const SILENT = "<p class='silent'>The server did not answer. When it is back, what had begun is shown as interrupted. Press again what did not begin.</p>";
 const SAID = { saved: "Saved", saving: "Saving …", dead: "Not connected" };
 let link, mix, result, nameTimer = 0, state = "saving", about = null;
 
@@ -26,7 +28,7 @@ link = new Link({
   said: now => {
     if (now === state) return;
     state = now;
-    if (result) { said(); work(); actions.gate(); }
+    if (result) { said(); work(); result.task(); actions.gate(); }
   },
   shown: names => mix && result && draw(new Set(names)),
 });
@@ -97,33 +99,40 @@ const actions = {
     const texts = written.filter(text => text.trim()).length;
     return texts && texts < models.length ? "Write a text for each fine-tune, or for none." : "";
   },
+  // The version of the recipe once the server has every edit; null if it refused one, or was started again meanwhile.
+  async version() {
+    const { id } = link.state.studio, version = await link.settled();
+    if (version === null || link.state.studio.id === id) return version;
+    refused("<p>The studio was started again. Nothing was started: press again.</p>");
+    return null;
+  },
   async find() {
-    const version = await link.settled();
+    const version = await actions.version();
     if (version === null) return;
     const texts = Object.fromEntries([...$("find-fields").querySelectorAll("textarea")].map(each => [each.dataset.model, each.value]));
     if (await actions.do("find", { version, name: $("name").value, texts, overwrite: $("overwrite").checked })) $("overwrite").checked = false;
   },
   async do(action, given = {}) {
     refused("");
-    try { return await link.post(action, given); } catch (error) { refused(error.html ?? "<p>The server does not answer. Nothing was started.</p>"); return null; }
+    try { return await link.post(action, given); } catch (error) { refused(error.html || SILENT); return null; }
   },
   async look(models) { if (await actions.do("look", { models })) { $("frame").replaceChildren(); show("report"); } },
   async try() {
-    const version = await link.settled();
+    const version = await actions.version();
     if (version === null) return;
     const models = mix.chosen.slice(0, 11);
     show("try");
     await actions.do("try", { version, models, prompt: $("prompt").value, text: $("judged").value, new_tokens: Number($("tokens").value) });
   },
   async sweep() {
-    const version = await link.settled(), [path, model] = JSON.parse($("swept").value || "[[],\"\"]");
+    const version = await actions.version(), [path, model] = JSON.parse($("swept").value || "[[],\"\"]");
     if (version === null) return;
     const values = $("values").value.split(/[\s,;]+/).filter(Boolean).map(Number);
     const asks = $("sweep-asks").checked;
     await actions.do("sweep", { version, path, model, values, prompt: asks ? $("prompt").value : "", text: asks ? $("judged").value : "" });
   },
   async tune() {
-    const version = await link.settled();
+    const version = await actions.version();
     if (version === null) return;
     const ranges = [...$("ranges").querySelectorAll(".range[data-key]")].filter(row => row.querySelector("input").checked).map(row => {
       const [, low, high] = row.querySelectorAll("input");
@@ -132,7 +141,7 @@ const actions = {
     await actions.do("tune", { version, ranges, text: $("tune-text").value, budget: Number($("budget").value), tokens: $("row-tokens").value ? Number($("row-tokens").value) : null });
   },
   async merge() {
-    const version = await link.settled();
+    const version = await actions.version();
     if (version === null) return;
     before = lastMerge()?.id ?? 0;
     const answer = await actions.do("merge", { version, name: $("name").value, overwrite: $("overwrite").checked, again: $("again").checked });
@@ -164,7 +173,7 @@ const tell = (what, words) => {
 const announce = () => {
   const { notes, work, task, preview, document: now } = link.state;
   if (notes && notes.version === now?.version) tell("notes", notes.good ? "The recipe is correct." : now.text.trim() ? notes.reason : "");
-  if (work) tell("work", work.state === "running" ? `Merging ${work.name}: ${25 * Math.floor(4 * work.share)} percent.` : { done: `${work.name} is merged.`, failed: `Merging ${work.name} failed.`, cancelled: `Merging ${work.name} was cancelled.`, interrupted: `Merging ${work.name} was interrupted.` }[work.state] ?? "");
+  if (work) tell("work", work.state === "running" ? `Merging ${work.name}: ${25 * Math.floor(4 * work.share)} percent.` : { done: `${work.name} is merged.`, published: `${work.name} is merged.`, failed: `Merging ${work.name} failed.`, cancelled: `Merging ${work.name} was cancelled.`, interrupted: `Merging ${work.name} was interrupted.` }[work.state] ?? "");
   if (task) tell("task", task.running ? (task.kind === "auto" ? `${task.doing}.` : `${task.kind} runs.`) : task.kind ? `${task.kind === "auto" ? "The search" : task.kind} is done.` : "");
   if (preview && !link.pending.length && preview.version === now?.version) tell("preview", $("shown").querySelector(".ws-verdict")?.textContent ?? "");
 };
@@ -172,6 +181,7 @@ const announce = () => {
 const draw = changed => {
   if (changed.has("studio")) {
     const { studio } = link.state;
+    if ($("refused").querySelector(".silent")) refused("<p>The studio was started again. What had begun is shown as interrupted. Press again what did not begin.</p>");
     $("hub").hidden = !studio.hub;
     $("where").textContent = `in ${studio.out}`;
     $("tokens").max = studio.max_new_tokens;
@@ -274,5 +284,13 @@ $("merge").addEventListener("click", () => actions.merge());
 $("cancel").addEventListener("click", () => actions.do("cancel"));
 $("try-first").addEventListener("click", () => actions.try());
 $("restore").addEventListener("click", () => link.edit({ kind: "text", base: link.text, text: remembered }));
-fetch("/about").then(answer => answer.json()).then(about => mix.known(about));
+// Goals and methods; asked again if the server ends before it has answered.
+const learn = async () => {
+  try {
+    const answer = await fetch("/about");
+    if (answer.ok) return mix.known(await answer.json());
+  } catch { /* no server */ }
+  setTimeout(learn, 500);
+};
+learn();
 if (Object.keys(link.state).length) draw(new Set(Object.keys(link.state)));

@@ -15,7 +15,7 @@ from weightsmith.plugin import Meter, Rates, Reading
 PAGE_NAME = "report.html"
 """The report in the folder of a result."""
 
-State = Literal["idle", "running", "cancelled", "interrupted", "failed", "done"]
+State = Literal["idle", "running", "cancelled", "interrupted", "published", "failed", "done"]
 
 
 class Board:
@@ -57,7 +57,7 @@ class Status:
     problem  why it failed
     merged   the result
 
-    interrupted: an earlier studio was killed while it ran
+    interrupted: an earlier studio was killed while it ran; published: after it had written the result
     """
 
     state: State = "idle"

@@ -383,22 +383,24 @@ class _Adapter:
                 self._reads[key] = tuple(stored[name] for name in sources)
         self._reads |= {key: (read,) for key, read in reads_of_key.items() if key not in self.built.operations}
         self.places.add_whole(reads_of_key, self._reads, shared)
+        problems += self._misfits()
+        if problems:
+            what = f"PEFT's adapters have no place for {len(problems):,} tensors that differ from {base.ref}"
+            fix = "leave them out: --exclude (exclude=...) with their names"
+            raise PlanError([Unsupported(what, where=tuned.ref, details=problems, fix=fix)])
+
+    def _misfits(self) -> Iterator[str]:
+        """The tensors of the adapter that have another shape in the model that transformers builds, or are made of others."""
         for key in (*(key for keys in self.places.whole.values() for key in keys), *self.places.in_place):
             shape, operations = self._spec(key).shape, self.built.operations.get(key)
             expected = self.built.tensors.get(key)
             grown = expected is not None and is_vocabulary(self._spec(key)) and expected[1:] == shape[1:]
             if operations and not self.built.fused(key):
-                problems.append(
-                    f"{key}: transformers makes it of {', '.join(self.built.sources[key][:3])} ({', '.join(operations)})"
-                )
+                yield f"{key}: transformers makes it of {', '.join(self.built.sources[key][:3])} ({', '.join(operations)})"
             elif expected != shape and not grown:
                 there = "in the model that transformers builds"
                 there = f"which is not {there}" if expected is None else f"{list(expected)} {there}"
-                problems.append(f"{key}: {list(shape)} in the fine-tune, {there}")
-        if problems:
-            what = f"PEFT's adapters have no place for {len(problems):,} tensors that differ from {base.ref}"
-            fix = "leave them out: --exclude (exclude=...) with their names"
-            raise PlanError([Unsupported(what, where=tuned.ref, details=problems, fix=fix)])
+                yield f"{key}: {list(shape)} in the fine-tune, {there}"
 
     def _spec(self, key: str) -> TensorSpec:
         """A tensor of the fine-tune, under the model's name, in the dtype that it has on disk."""

@@ -6,10 +6,13 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from weightsmith._activations.decoder import Base
+from weightsmith._activations.model import TextModel, TextRun, own_text_for
+from weightsmith._activations.rows import OWN
 from weightsmith._base.errors import CheckpointError, Finding, PlanError, Unsupported, WeightsmithError, noting
 from weightsmith._base.files import expand_user, read_bounded
 from weightsmith._base.installation import package_version
@@ -33,6 +36,7 @@ from weightsmith._planning.planner.prepared import PlanRequest, Prepared, Stage,
 from weightsmith._planning.planner.steps import main_dtype
 from weightsmith._planning.recipe import Expert, ModelRef, Recipe, Surgery, Upcycling
 from weightsmith._plans import Dropped, FileRead, Product, Provenance, Step
+from weightsmith._plans.values import arrays_of, needs_of
 from weightsmith._version import __version__
 from weightsmith.abc.layout import ExpertLayout, Facts
 
@@ -109,6 +113,8 @@ class _Builder:
         if layout.shared_router and MODES[mode].needs != "nothing":
             checks.warn_of_silent(texts[len(self.recipe.experts) :])
         n, groups = len(self.recipe.experts), self.recipe.virtual_groups
+        if MODES[mode].needs != "nothing" or self.options.routing_report:
+            self._add_texts(base, donors, listed, texts)
         donors = [*(shard for donor in donors[:n] for shard in sharded(donor, groups)), *donors[n:]]
         facts = self._facts(base, donors[0].intermediate)
         self.warnings += [Finding(text, self.recipe.filename) for text in layout.warnings(facts)]
@@ -121,7 +127,8 @@ class _Builder:
             raise PlanError(self.problems)
         self.warnings += [*companions.findings, *_disagreements(companions, [base, *donors])]
         self._fill(layout, facts, base, steps, companions)
-        self.named += [self.folder / expand_user(n) for e in listed for n in (e.prompts_file, e.held_out_file) if n]
+        names = [name for expert in listed for name in (expert.prompts_file, expert.held_out_file) if name not in ("", OWN)]
+        self.named += [self.folder / expand_user(name) for name in names]
         draft, base_donor, loading = self.assembly.draft, base.donor, None
         if self.options.check_loading:
             specs = [step.out for step in base_donor.steps.values()]
@@ -162,6 +169,35 @@ class _Builder:
             companions.fill_generation()
         return companions
 
+    def _add_texts(self, base: Dense, donors: Sequence[Dense], experts: Sequence[Expert], texts: Sequence[ExpertTexts]) -> None:
+        """Add the products of what the models of experts write by themselves."""
+        known: set[str] = set()
+        vocabulary: dict[str, int] | None = None
+        for dense, expert, texts_of_expert in zip(donors, experts, texts, strict=True):
+            name = texts_of_expert.written
+            if not name or name in known:
+                continue
+            known.add(name)
+            where, donor = expert.section.at("prompts_file"), dense.donor
+            try:
+                model = self._text_model(donor)
+                vocabulary = vocabulary or self._text_model(base.donor).cutter.tokenizer.get_vocab()
+                if model.cutter.tokenizer.get_vocab() != vocabulary:
+                    what = f"{donor.label} writes tokens of its own tokenizer, and the mixture has that of {base.donor.label}"
+                    raise Unsupported(what, fix="write a file of its text: weightsmith write MODEL FILE.jsonl")
+                text = own_text_for(model, None, self.recipe.prompt_tokens, self.options.seed)
+                self.assembly.draft.products.append(TextRun(model, text, name.removesuffix("rows")).text_rows)
+            except PlanError as error:
+                self.problems += [at(problem, where) for problem in error.problems]
+            except WeightsmithError as error:
+                self.problems.append(at(error, where))
+
+    def _text_model(self, donor: Donor) -> TextModel:
+        needs = partial(needs_of, maker=arrays_of(self.assembly.draft.products))
+        steps = tuple(donor.steps.values())
+        number = self.assembly.add(donor.checkpoint)
+        return TextModel(donor.label, number, donor.checkpoint, donor.config, steps, donor.structure, needs, instead=INSTEAD)
+
     def _add_router(
         self, mode: str, steps: Steps, gated: Sequence[Expert], texts: Sequence[ExpertTexts], tokenizer: Checkpoint
     ) -> None:
@@ -194,13 +230,14 @@ class _Builder:
             packages={name: package_version(name) for name in ("torch", "transformers", "tokenizers")} if seen else {},
             lenient=self.options.lenient,
         )
+        written = [expert.texts.written for expert in gating.experts if expert.texts.written]
         product = Product(
             name="router",
             op="router",
             outs=gating.outs([steps.routers(i) for i in range(len(base.layers))]),
             settings=gating.to_json(),
             steps=read,
-            needs=tuple(dict.fromkeys(name for step in read for leaf in step.leaves for name in leaf.needs)),
+            needs=tuple(dict.fromkeys([*(name for step in read for leaf in step.leaves for name in leaf.needs), *written])),
             files=self._tokenizer_files(tokenizer) if seen else (),
         )
         self.assembly.draft.products.append(product)

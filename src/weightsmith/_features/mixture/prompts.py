@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from weightsmith._activations.model import own_file_problem
+from weightsmith._activations.rows import OWN
 from weightsmith._base.errors import CheckpointError, NotFound, ParameterError, SyntaxProblem, WeightsmithError
 from weightsmith._base.files import expand_user, read_bounded
-from weightsmith._planning.recipe import Expert
+from weightsmith._planning.recipe import Expert, ModelRef
+from weightsmith._plans.codec import OMITTED
 
 MAX_BYTES = 4 << 20
 """Size limit of a text file: about a million tokens, which take a 7B model hours on a CPU."""
@@ -18,17 +22,22 @@ MAX_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class ExpertTexts:
-    """The texts of one expert. whole: text files to be split into rows, by kind."""
+    """The texts of one expert.
+
+    whole    text files to be split into rows, by kind
+    written  the product of rows that its model writes by itself, more positive prompts; "": it writes none
+    """
 
     positive: tuple[str, ...] = ()
     negative: tuple[str, ...] = ()
     held_out: tuple[str, ...] = ()
     whole: Mapping[str, str] | None = None
+    written: str = field(default="", metadata=OMITTED)
 
     @property
     def has_prompts(self) -> bool:
         """Whether there are positive prompts."""
-        return bool(self.positive or (self.whole or {}).get("positive"))
+        return bool(self.positive or (self.whole or {}).get("positive") or self.written)
 
     @property
     def has_held_out(self) -> bool:
@@ -38,7 +47,7 @@ class ExpertTexts:
     @property
     def said(self) -> tuple[object, ...]:
         """What router weights are computed from: equal values give equal weights."""
-        return self.positive, self.negative, (self.whole or {}).get("positive")
+        return self.positive, self.negative, (self.whole or {}).get("positive"), self.written
 
 
 def read_texts(expert: Expert, folder: Path, prompt_tokens: int | None) -> tuple[ExpertTexts, list[WeightsmithError]]:
@@ -52,18 +61,29 @@ def read_texts(expert: Expert, folder: Path, prompt_tokens: int | None) -> tuple
     """
     problems: list[WeightsmithError] = []
     read: dict[str, str] = {}
+    written = ""
+    if expert.prompts_file == OWN:
+        model = expert.model if isinstance(expert.model, ModelRef) else expert.section.where
+        written = f"{own_prefix(str(model))}rows"
+        if os.path.lexists(folder / OWN):
+            problems.append(own_file_problem(expert.section.at("prompts_file")))
     for key, what in (("prompts_file", "positive"), ("held_out_file", "held_out")):
-        if name := getattr(expert, key):
+        if (name := getattr(expert, key)) and not (written and what == "positive"):
             text = _read(folder / expand_user(name), expert.section.at(key))
             if isinstance(text, WeightsmithError):
                 problems.append(text)
             else:
                 read[what] = text
     if prompt_tokens is not None:
-        return ExpertTexts(expert.positive_prompts, expert.negative_prompts, whole=read), problems
+        return ExpertTexts(expert.positive_prompts, expert.negative_prompts, whole=read, written=written), problems
     cut = {what: tuple(paragraphs(text)) for what, text in read.items()}
     positive = expert.positive_prompts + cut.get("positive", ())
-    return ExpertTexts(positive, expert.negative_prompts, cut.get("held_out", ())), problems
+    return ExpertTexts(positive, expert.negative_prompts, cut.get("held_out", ()), written=written), problems
+
+
+def own_prefix(model: str) -> str:
+    """Prefix of the names of the product and the array of what a model writes by itself."""
+    return f"written by {model}: "
 
 
 def paragraphs(text: str) -> list[str]:

@@ -25,7 +25,7 @@ from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._base.torch_use import usable_device
 from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._features.mixture.gates import MODES, PromptSample, Rows
-from weightsmith._features.mixture.prompts import ExpertTexts, Row, Tokens
+from weightsmith._features.mixture.prompts import ExpertTexts, Row, TokenRows, Tokens
 from weightsmith._features.mixture.routing_report import PromptGroup, Routing, RoutingReport, runs
 from weightsmith._plans import Product, ProductSettings
 from weightsmith.abc.product import Arrays
@@ -106,6 +106,8 @@ class Gating(ProductSettings):
         expected = [(self.routed * self.groups, hidden), (experts - self.routed, hidden)][:n]
         if len(routers) != layers or any([out.shape for out in layer] != expected for layer in routers):
             return "its arrays are not the rows of its experts"
+        if not {expert.texts.written for expert in self.experts} - {""} <= set(product.needs):
+            return "it does not need what its settings name"
         return "" if self.outs(routers) == product.outs else "its arrays are not those of its report"
 
     @property
@@ -157,7 +159,7 @@ class _Route:
         self.dtype = context.product.outs[0].dtype.numpy
         self.device = context.device
         self.decoder, self.tokens = self._begin()
-        self.prompts = [self.tokens.rows(expert.texts, gating.prompt_tokens) for expert in gating.experts]
+        self.prompts = [self._rows(expert.texts) for expert in gating.experts]
         self._check_prompts()
         self.all: list[Row] = []
 
@@ -190,6 +192,13 @@ class _Route:
                     self._count(counted, rows[i, : gating.routed], states, [numbers for _, numbers in groups])
         self._check(rows)
         return rows, counted if gating.report else None
+
+    def _rows(self, texts: ExpertTexts) -> TokenRows:
+        """The prompts of an expert, with those that its model has written."""
+        rows = self.tokens.rows(texts, self.gating.prompt_tokens)
+        if not texts.written:
+            return rows
+        return replace(rows, positive=(*rows.positive, *map(tuple, self.context.arrays(texts.written)[0].tolist())))
 
     def _begin(self) -> tuple[Decoder, Tokens]:
         """The module and the tokenizer."""

@@ -43,6 +43,7 @@ from weightsmith._features.quantisation.calibration.plan import (
     unused,
     without_measuring,
 )
+from weightsmith._features.quantisation.mixed import check_mixture, encodings_by_weight, measured_encoding
 from weightsmith._features.quantisation.optimise import solve_together
 from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._files.copied import MAX_COPIED_BYTES
@@ -302,7 +303,7 @@ def _by_weight(work: StatisticWork, arrays: Arrays) -> dict[str, Floats]:
     return {weight: array if array.any() else np.ones_like(array) for weight, array in of_weights.items()}
 
 
-def _streamed(writing: Writing, *, caches: bool) -> Format:
+def _streamed(writing: Writing, *, caches: bool, mixes: bool) -> Format:
     """A format that encodes rows as they leave the merge. If no group size is asked for, it is the first that stores the most
     weights: the width of a weight must be a multiple of it.
 
@@ -316,26 +317,34 @@ def _streamed(writing: Writing, *, caches: bool) -> Format:
         if group_size is not None and group_size not in groups:
             what = f"{writing.name} has groups of {', '.join(map(str, sorted(groups)))}, not of {group_size}"
             raise PlanError([option_error("group_size", what)])
-        has_text = calibrates and settings.calibration not in (None, NONE)
-        if problems := text_problems(default, settings):
-            raise PlanError(problems)
         draft, plain = assembled.draft, replace(assembled, draft=PlanDraft.of(assembled.draft))
         group = group_size or max(groups, key=lambda group: len(encodable(draft, writing.encodings[group].name)))
         encoding = writing.encodings[group]
-        quantise(draft, encoding.name)
+        others = encodings_by_weight(draft, encoding, settings.tensor_types) if settings.tensor_types else {}
+        measured = measured_encoding(encoding, others)
+        if problems := text_problems(measured, settings):
+            raise PlanError(problems)
+        has_text = measured.inputs is None and measured.hessian != "no" and settings.calibration not in (None, NONE)
+        quantise(draft, encoding.name, others)
         if group_size is None and group != groups[0]:
             what = f"groups of {group} are used: more weights have a multiple of it as their width than of {groups[0]}"
             draft.warn(what, "quantize")
         check_engines(draft, encoding.name, writing.name, settings)
-        measure_activations(plain, draft, encoding, settings, calibrates=has_text)
+        check_mixture(draft, encoding, others, settings)
+        measure_activations(plain, draft, measured, settings, calibrates=has_text)
         writing.adapt(draft, encoding)
 
     text_settings = CACHE_SETTINGS if caches else CALIBRATION_SETTINGS if calibrates else frozenset[str]()
     sizes = frozenset({"group_size"}) if len(groups) > 1 else frozenset[str]()
-    return Format(writing.name, writing.summary, writing.readers, apply, sizes | text_settings)
+    types = frozenset({"tensor_types"}) if mixes else frozenset[str]()
+    return Format(writing.name, writing.summary, writing.readers, apply, sizes | text_settings | types)
 
 
-_STREAMED = [_streamed(writing, caches=bool(stored.caches)) for stored in formats() for writing in stored.writes]
+_STREAMED = [
+    _streamed(writing, caches=bool(stored.caches), mixes=stored.mixed is not None)
+    for stored in formats()
+    for writing in stored.writes
+]
 _WHOLE = [format_of(model_format) for stored in formats() for model_format in stored.models()]
 FORMATS: dict[str, Format] = {
     model_format.name: model_format for model_format in (*_STREAMED, *_WHOLE, *exl2.FORMATS, *exl3.FORMATS)

@@ -26,8 +26,8 @@ from weightsmith.abc.stored import Encoding as Encoding
 from weightsmith.abc.stored import StoredFormat as StoredFormat
 
 NAMES = (
-    "plain", "compressed_tensors", "fp8", "gptq", "awq", "autoround", "bitsandbytes", "comfyui", "exl2", "exl3", "gguf",
-    "mlx", "modelopt", "mxfp4", "quark", "training",
+    "plain", "compressed_tensors", "fp8", "gptq", "awq", "autoround", "bitnet", "bitsandbytes", "comfyui", "exl2", "exl3",
+    "gguf", "mlx", "modelopt", "mxfp4", "quark", "torchao", "training",
 )  # fmt: skip
 """weightsmith's formats. The first that recognises a model reads it."""
 
@@ -104,6 +104,18 @@ def encodings() -> dict[str, Encoding]:
     ['plain', 'fp8-dynamic', 'fp8-static', 'fp8-block']
     """
     return {encoding.name: encoding for stored_format in formats() for encoding in stored_format.encodings}
+
+
+def format_of_encoding(name: str) -> StoredFormat:
+    """The format that has an encoding without a setting. Raises UnknownName.
+
+    >>> format_of_encoding("w4a16").name
+    'compressed_tensors'
+    """
+    for stored_format in each_format():
+        if any(encoding.name == name for encoding in stored_format.encodings):
+            return stored_format
+    raise UnknownName(f"unknown encoding '{name}'{nearest(name, encodings())}")
 
 
 def find_cache(name: str) -> CacheEncoding | None:

@@ -413,8 +413,9 @@ def _described(name: str, spec: TensorSpec, scale: str, scheme: Scheme, dtype: D
 
 
 def _spellings(grid: tuple[int, int]) -> list[tuple[int, ...]]:
-    """The shapes in which scales of a grid of blocks are stored: [rows, cols], [rows] of a column, [] of a single one."""
-    return [grid, *([grid[:1]] if grid[1] == 1 else []), *([()] if grid == (1, 1) else [])]
+    """The shapes in which scales of a grid of blocks are stored: [rows, cols], [rows] of a column, [] of a single one; and
+    [rows, 1, cols, 1], as ModelOpt's."""
+    return [grid, (grid[0], 1, grid[1], 1), *([grid[:1]] if grid[1] == 1 else []), *([()] if grid == (1, 1) else [])]
 
 
 def _check_others(others: Sequence[str], specs: Specs, weights: Sequence[ScaledWeight], where: str) -> None:

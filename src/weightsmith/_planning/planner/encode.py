@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from weightsmith._base.errors import Finding, PlanError, Unsupported
+from weightsmith._base.idioms import grouped
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._engine.products.magnitudes import magnitudes
-from weightsmith._models.formats import Encoding, find_encoding
+from weightsmith._models.formats import Encoding, find_encoding, format_of_encoding
 from weightsmith._models.structure import Structure, analyse
 from weightsmith._models.structure.projections import joined_sets, role_of
 from weightsmith._models.structure.vocabulary import HEADS, is_embedding, is_head, is_model_head
@@ -30,6 +31,9 @@ from weightsmith.abc.stored import Modules, maximum_name
 FUSED_EXPERTS = "its experts are one tensor"
 """Why a tensor is stored as it is: the planner warns of these, which may be most of a model."""
 
+ASKED = "its type is asked for"
+"""The reason of a weight that could be stored in the encoding."""
+
 _WEIGHT = ".weight"
 _SIZES = ("its width", "its outputs")
 """What the reason begins with when an encoding does not take a weight for its size."""
@@ -38,43 +42,48 @@ _CONV1D = frozenset({"c_attn", "c_fc"})
 """Modules with more outputs than inputs: a matrix with more columns than rows is stored transposed."""
 
 
-def quantise(draft: PlanDraft, name: str) -> None:
+def quantise(draft: PlanDraft, name: str, others: Mapping[str, str] | None = None) -> None:
     """Store the weights of the linear layers as `name`, and say so in config.json.
 
-    name  of an encoding
+    name    of an encoding
+    others  weights that are stored as another encoding of the same format: its name, by tensor; `PLAIN` for none
 
     Raises PlanError: no config.json, no linear weight, a dtype that the encoding cannot take.
     """
-    encoding, config = find_encoding(name), draft.config
+    config, by_tensor = draft.config, _Encodings(name, others or {})
     if config is None:
         what = f"the output has no config.json, in which readers of {name} find what is quantised"
         fix = "put a config.json into the folder of the model that it is taken from"
         raise PlanError([Unsupported(what, where="quantize", fix=fix)])
     specs = [step.out for step in draft.steps]
     structure = analyse(specs, config)
-    reasons = _reasons(specs, structure, encoding)
+    reasons = _reasons(specs, structure, by_tensor)
     encoded = [spec for spec in specs if spec.name not in reasons]
     if not encoded:
         raise PlanError([_nothing(name, structure, reasons)])
-    refused = [(spec, why) for spec in encoded if (why := encoding.refusal(spec))]
+    refused = [(spec, why) for spec in encoded if (why := by_tensor.of(spec).refusal(spec))]
     if refused:
         spec, why = refused[0]
         many = f" (and {len(refused) - 1:,} more)" if len(refused) > 1 else ""
-        what = f"the weight cannot be stored as {name}: {why}{many}"
+        what = f"the weight cannot be stored as {by_tensor.of(spec).name}: {why}{many}"
         raise PlanError([Unsupported(what, where=spec.name, fix="write weights as bfloat16: --out-dtype bfloat16 (out_dtype)")])
     plain = [spec for spec in specs if spec.name in reasons and not draft.naming.folder_of(spec.name)]
-    products = _products(draft, [step for step in draft.steps if step.out.name not in reasons], structure, encoding)
+    measured = [step for step in draft.steps if step.out.name not in reasons and by_tensor.of(step.out).maxima]
+    products = _products(draft, measured, structure)
     maker = arrays_of(products)
-    draft.steps = [_stored(step, encoding, maker) if step.out.name not in reasons else step for step in draft.steps]
+    draft.steps = [
+        _stored(step, by_tensor.of(step.out), maker) if step.out.name not in reasons else step for step in draft.steps
+    ]
     draft.products += products
-    draft.config = {**config, **_described(encoding, plain, encoded, structure)}
+    by_encoding = grouped((by_tensor.of(spec).name, spec) for spec in encoded)
+    draft.config = {**config, **_described(by_encoding, plain, structure)}
     draft.warnings += [*_fused_findings(plain, reasons, name), *_width_findings(plain, reasons)]
 
 
 def encodable(draft: PlanDraft, name: str) -> list[str]:
     """The tensors of a draft that an encoding would store."""
     specs = [step.out for step in draft.steps]
-    reasons = _reasons(specs, analyse(specs, draft.config), find_encoding(name))
+    reasons = _reasons(specs, analyse(specs, draft.config), _Encodings(name))
     return [spec.name for spec in specs if spec.name not in reasons]
 
 
@@ -86,8 +95,27 @@ def stored_plain(plan: Plan) -> dict[str, str]:
     name = next((step.encoding for step in plan.steps if step.family != PLAIN), None)
     if name is None:
         return {}
-    reasons = _reasons(specs, analyse(specs, plan.config), find_encoding(name))
-    return {step.out.name: reasons.get(step.out.name, "") for step in plan.steps if step.family == PLAIN}
+    reasons = _reasons(specs, analyse(specs, plan.config), _Encodings(name))
+    return {step.out.name: reasons.get(step.out.name, ASKED) for step in plan.steps if step.family == PLAIN}
+
+
+@dataclass(frozen=True, slots=True)
+class _Encodings:
+    """The encoding of each tensor that can be encoded.
+
+    name    of most
+    others  of the rest, by tensor; see `quantise`
+    """
+
+    name: str
+    others: Mapping[str, str] = field(default_factory=dict)
+
+    def is_plain(self, spec: TensorSpec) -> bool:
+        return self.others.get(spec.name) == PLAIN
+
+    def of(self, spec: TensorSpec) -> Encoding:
+        name = self.others.get(spec.name, self.name)
+        return find_encoding(self.name if name == PLAIN else name)
 
 
 def _stored(step: Step, encoding: Encoding, maker: Mapping[str, str]) -> Step:
@@ -95,11 +123,11 @@ def _stored(step: Step, encoding: Encoding, maker: Mapping[str, str]) -> Step:
     return replace(step, encoding=encoding.name, stored=encoding.outs(step.out), needs=needs)
 
 
-def _products(draft: PlanDraft, steps: Sequence[Step], structure: Structure, encoding: Encoding) -> list[Product]:
-    """One product for each layer, so that its weights are still in the page cache when they are encoded."""
+def _products(draft: PlanDraft, steps: Sequence[Step], structure: Structure) -> list[Product]:
+    """Largest magnitudes: one product for each layer, whose weights are still in the page cache when they are encoded."""
     layers: dict[str, dict[str, Step]] = {}
     maker = arrays_of(draft.products)
-    for step in steps if encoding.maxima else ():
+    for step in steps:
         place = structure.locate(step.out.name)
         layers.setdefault("the vocabulary" if place is None else f"layer {place[1]}", {})[step.out.name] = step
     return [
@@ -114,13 +142,13 @@ def _products(draft: PlanDraft, steps: Sequence[Step], structure: Structure, enc
     ]
 
 
-def _reasons(specs: Sequence[TensorSpec], structure: Structure, encoding: Encoding) -> dict[str, str]:
+def _reasons(specs: Sequence[TensorSpec], structure: Structure, by_tensor: _Encodings) -> dict[str, str]:
     """Why tensors are stored as they are, by name; those that are not in it are encoded."""
     transposed = any(
         _module(spec).rpartition(".")[2] in _CONV1D and len(spec.shape) == 2 and spec.shape[1] > spec.shape[0] for spec in specs
     )
-    reasons = ((spec.name, _reason(spec, structure, encoding, transposed=transposed)) for spec in specs)
-    return {name: why for name, why in reasons if why}
+    reasons = ((spec, _reason(spec, structure, by_tensor.of(spec), transposed=transposed)) for spec in specs)
+    return {spec.name: why or ASKED for spec, why in reasons if why or by_tensor.is_plain(spec)}
 
 
 def _reason(spec: TensorSpec, structure: Structure, encoding: Encoding, *, transposed: bool) -> str:
@@ -182,13 +210,21 @@ def _width_findings(plain: Sequence[TensorSpec], reasons: Mapping[str, str]) -> 
 
 
 def _described(
-    encoding: Encoding, plain: Sequence[TensorSpec], encoded: Sequence[TensorSpec], structure: Structure
+    by_encoding: Mapping[str, Sequence[TensorSpec]], plain: Sequence[TensorSpec], structure: Structure
 ) -> dict[str, Any]:
-    """`Encoding.config`. Raises PlanError."""
+    """`Encoding.config`, or `StoredFormat.mixed` of several. by_encoding: the encoded weights. Raises PlanError."""
+    encoded = [spec for specs in by_encoding.values() for spec in specs]
     modules = [_module(spec) for spec in plain if _may_be_linear(spec, structure) and not is_embedding(spec)]
     ignored = ignored_modules(plain, encoded, structure)
+    listed = Modules(ignored, tuple(dict.fromkeys(["lm_head", *modules])), tuple(map(_module, encoded)))
+    encodings = [find_encoding(name) for name in by_encoding]
     try:
-        return encoding.config(Modules(ignored, tuple(dict.fromkeys(["lm_head", *modules])), tuple(map(_module, encoded))))
+        configs = [encoding.config(listed) for encoding in encodings]
+        if len(configs) == 1:
+            return configs[0]
+        mixed = format_of_encoding(encodings[0].name).mixed
+        assert mixed is not None, "only encodings of a format that mixes them are asked for together"
+        return mixed(configs, targets_of(list(by_encoding.values()), structure))
     except Unsupported as error:
         raise PlanError([error]) from error
 
@@ -218,6 +254,38 @@ def ignored_modules(plain: Sequence[TensorSpec], encoded: Sequence[TensorSpec], 
     if not any(is_model_head(spec) for spec in plain):
         entries[rf"re:(\w+\.)?({'|'.join(HEADS[1:])})$"] = None  # one component before it: the model's, and no layer's
     return list(entries)
+
+
+def targets_of(groups: Sequence[Sequence[TensorSpec]], structure: Structure) -> list[list[str]]:
+    """Entries for the modules of each group of encoded weights, as `ignored_modules` has them. No entry fits two groups.
+
+    Names of classes would not do: vLLM asks for the class of a joined matrix before it asks for the names of its parts.
+    """
+    group_of = {spec.name: number for number, specs in enumerate(groups) for spec in specs}
+    kinds = {spec.name: _kinds(spec, structure) for specs in groups for spec in specs}
+    used: dict[str, set[int]] = {}
+    for name, number in group_of.items():
+        for pattern in kinds[name]:
+            used.setdefault(pattern, set()).add(number)
+    entries: list[dict[str, None]] = [{} for _ in groups]
+    for name, number in group_of.items():
+        pattern = next((pattern for pattern in kinds[name] if len(used[pattern]) == 1), "")
+        entries[number][f"re:{pattern}" if pattern else name.removesuffix(_WEIGHT)] = None
+    return [list(group) for group in entries]
+
+
+def _kinds(spec: TensorSpec, structure: Structure) -> tuple[str, ...]:
+    """Patterns for a module of the decoder, the widest first: of all layers, of one layer. With experts, all projections come
+    first: vLLM asks for `….experts.0.gate_proj`, whatever the model calls it."""
+    place, inner = structure.locate(spec.name), (structure.suffix(spec.name) or "").removesuffix(_WEIGHT)
+    if place is None or not inner:
+        return ()
+    parent, expert, projection = re.fullmatch(r"(?:(.*\bexperts)(\.\d+)?\.)?(.*)", inner).groups()  # type: ignore[union-attr]
+    inside = [rf"{re.escape(inner)}$"]
+    if parent is not None and expert is not None:
+        inside = [rf"{re.escape(parent)}\..*", rf"{re.escape(parent)}\.\d+\.{re.escape(projection)}$"]
+    layer = re.escape(f"{place[0].prefix.removeprefix('model.')}{place[1]}")
+    return (*(rf".*\.{part}" for part in inside), *(rf"(.*\.)?{layer}\.{part}" for part in inside))
 
 
 def _pattern(spec: TensorSpec, structure: Structure, *, fused: bool) -> str:

@@ -329,7 +329,7 @@ EXPERT = Level(
             "prompts_file",
             TEXT,
             "Text file of further positive prompts: one a paragraph, or cut by `prompt_tokens`. A relative path starts at the "
-            "recipe's folder.",
+            "recipe's folder. `own`: what the model writes by itself, 20 rows of `prompt_tokens` or 128 tokens.",
         ),
         Key("held_out_file", TEXT, "Text file in the same format, used only for the routing report."),
         Key("noise_scale", number(0), "Standard deviation of normal noise added to its weights."),

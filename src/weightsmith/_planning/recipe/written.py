@@ -120,6 +120,9 @@ def _text_of_file(path: Path) -> str | WeightsmithError:
     except (OSError, ValueError) as error:  # ValueError: a NUL byte in the path
         reason = error.strerror if isinstance(error, OSError) else error
         return NotFound(f"the recipe cannot be read: {reason}", where=str(path))
+    if path.suffix in _MODEL_FILES:
+        fix = f"Write a recipe that names it: weightsmith init --model {path}."
+        return NotFound("this is the file of a model, not a recipe", where=str(path), fix=fix)
     if len(data) > MAX_BYTES:
         return SyntaxProblem(f"the recipe is larger than {MAX_BYTES:,} bytes", where=f"{path}:1:1")
     try:
@@ -134,6 +137,8 @@ def _text_of_file(path: Path) -> str | WeightsmithError:
         return SyntaxProblem(what, where=f"{path}:{line}:{column}", fix="Save the file as UTF-8.")
 
 
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]*[\w-]", re.ASCII)
+_MODEL_FILES = (".gguf", ".safetensors")
 _HUB_PAGE = re.compile(r"(?:https?://(?:www\.)?(?:huggingface\.co|hf\.co)|hf:/)/([\w.-]+/[\w.-]+)/?", re.ASCII)
 
 
@@ -150,7 +155,9 @@ def _address_problem(address: str) -> NotFound:
 def _not_found(path: Path) -> NotFound:
     folder = path.parent
     if not is_folder(folder):
-        return NotFound(f"no such recipe: the folder {folder} does not exist", where=str(path))
+        is_name = _HUB_NAME.fullmatch(str(path)) and path.suffix not in (".yml", ".yaml")
+        fix = f"Write a recipe that names it, if it is a model of the Hub: weightsmith init --model {path}." if is_name else ""
+        return NotFound(f"no such recipe: the folder {folder} does not exist", where=str(path), fix=fix)
     names = sorted(p.name for p in folder.iterdir()) if os.access(folder, os.R_OK) else []
     recipes = [name for name in names if name.endswith((".yml", ".yaml"))]
     details = (f"recipes in {folder}: {', '.join(recipes[:10])}{', ...' if len(recipes) > 10 else ''}",)

@@ -11,7 +11,7 @@ import os
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Unpack
@@ -34,7 +34,7 @@ from weightsmith._base.options import lists_options, option_error, read_options
 from weightsmith._engine.memory import JobMemory
 from weightsmith._execution.execute import execute
 from weightsmith._execution.options import RunOptions, resources_of
-from weightsmith._execution.progress import Meter, Silent, callbacks, watched_meter
+from weightsmith._execution.progress import Meter, callbacks, shown_meter
 from weightsmith._execution.run import Callbacks
 from weightsmith._features.any_recipe import prepare_any
 from weightsmith._features.quantisation.options import QuantizeSettings
@@ -105,8 +105,7 @@ def auto(
     'merged is regmean, prior tsv_m: 0.0214 ± 0.0052 nats a token better than the mean on held-back text.'
     """
     models, settings, running = _asked(base, fine_tunes, text, options)
-    meter = progress if isinstance(progress, Meter) else watched_meter() if progress else Silent()
-    with nullcontext(meter) if isinstance(progress, Meter) else meter as shown:
+    with shown_meter(progress) as shown:
         return find_merge(models, os.fspath(out), settings, running, shown)
 
 
@@ -139,7 +138,7 @@ def _asked(
 ) -> tuple[Models, AutoSettings, RunOptions]:
     given = [f"{name}={os.fspath(path)}" for name, path in (text or {}).items()]
     settings, running = read_options("auto", {"text": given, **options}, AutoSettings, RunOptions)
-    return Models(os.fspath(base), tuple(os.fspath(model) for model in fine_tunes)), settings, running
+    return Models.of(os.fspath(base), [os.fspath(model) for model in fine_tunes]), settings, running
 
 
 def find_merge(models: Models, out: str, settings: AutoSettings, running: RunOptions, shown: Meter) -> Auto:
@@ -195,8 +194,8 @@ def _names(models: Models) -> tuple[str, ...]:
 
 
 def _short(model: str) -> str:
-    """The last part of a model's name: of `org/fr@main` and `./models/fr` it is `fr`."""
-    name = Path(model.partition("@")[0]).name
+    """The last part of a model's name: of `org/fr@main`, `./models/fr` and `base+fr` it is `fr`."""
+    name = Path(model.rpartition("+")[2].partition("@")[0]).name
     return Path(model).resolve().name or "model" if name in ("", "..") else name
 
 

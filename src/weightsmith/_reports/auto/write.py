@@ -27,7 +27,7 @@ from weightsmith._base.torch_use import usable_device
 from weightsmith._engine.local import MemoryOutput, run
 from weightsmith._engine.resources import Workload
 from weightsmith._execution.options import RunOptions, resources_of
-from weightsmith._execution.progress import Meter, Reading, Silent, watched_meter
+from weightsmith._execution.progress import Meter, Reading, shown_meter
 from weightsmith._planning.planner import Prepared
 from weightsmith._planning.planner.prepared import download, missing_files, stream
 from weightsmith._reports.auto.options import WriteSettings
@@ -87,12 +87,11 @@ def write(
     20
     """
     settings, running = read_options("write", options, WriteSettings, RunOptions)
-    meter = progress if isinstance(progress, Meter) else watched_meter() if progress else Silent()
-    return written(model, os.fspath(out), settings, running, meter)
+    with shown_meter(progress) as shown:
+        return _written(model, os.fspath(out), settings, running, shown)
 
 
-def written(model: Named, out: str, settings: WriteSettings, running: RunOptions, shown: Meter) -> OwnText:
-    """See `write`."""
+def _written(model: Named, out: str, settings: WriteSettings, running: RunOptions, shown: Meter) -> OwnText:
     path = _check_output(out, overwrite=running.overwrite)
     name = name_of(model)
     with prepare_named(model) as prepared:

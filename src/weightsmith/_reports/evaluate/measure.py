@@ -19,13 +19,12 @@ from weightsmith._base.options import named as named_option
 from weightsmith._base.text import count
 from weightsmith._engine.local import Progress
 from weightsmith._execution.options import RunOptions
-from weightsmith._execution.progress import Meter, callbacks, watched_meter
+from weightsmith._execution.progress import Meter, callbacks, shown_meter
 from weightsmith._execution.run import Callbacks, RunRequest, kept_products, staged
 from weightsmith._outputs.staging import Staging
 from weightsmith._planning.planner import Prepared
 from weightsmith._plans import PlanDraft, Provenance
 from weightsmith._reports.command import Command
-from weightsmith._reports.evaluate.commanded import measured
 from weightsmith._reports.evaluate.layers import LayerErrors, layer_errors, with_samples
 from weightsmith._reports.evaluate.opening import (
     Asked,
@@ -33,6 +32,7 @@ from weightsmith._reports.evaluate.opening import (
     Opened,
     check_families,
     head_weights,
+    measured,
     name_of,
     opened,
     prepare_named,
@@ -259,7 +259,7 @@ def _watching(progress: Watching) -> Iterator[Callable[[str], Callbacks]]:
     elif not isinstance(progress, bool | Meter):
         yield lambda name: Callbacks(_Labelled(name, progress))
     else:
-        with watched_meter() if progress is True else nullcontext(progress) as meter:
+        with shown_meter(progress) as meter:
             show, rechecking, waiting, uploading = callbacks(meter, "evaluating")
             yield lambda name: Callbacks(_Labelled(name, show), rechecking, waiting, uploading)
 

@@ -1,7 +1,12 @@
-"""A model, or a recipe whose result need not be written, with what cuts its texts into tokens; where unfinished work is."""
+"""A model, or a recipe whose result need not be written, with what cuts its texts into tokens; where unfinished work is.
+
+A folder on this disk is measured by a command as it is. Another model, or the result of a recipe, is written first, and removed
+afterwards. Its folder has the same name each time, so that the next run replaces what a killed one has left.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,10 +20,14 @@ from weightsmith._activations.model import PACKAGES, TextModel, base_of, result_
 from weightsmith._activations.rows import TOKENIZER
 from weightsmith._activations.scored_rows import Cutter
 from weightsmith._base.errors import NOTHING_WRITTEN, NotFound, PlanError, StoreError, WeightsmithError
+from weightsmith._base.files import expand_user
 from weightsmith._base.installation import absent_packages, cache_home
 from weightsmith._base.options import named
 from weightsmith._base.tensors import DTYPES
-from weightsmith._execution.execute import check_computable
+from weightsmith._base.text import status
+from weightsmith._execution.execute import check_computable, execute
+from weightsmith._execution.identity import work_identity
+from weightsmith._execution.options import RunOptions
 from weightsmith._features.any_recipe import prepare_any, prepare_copy
 from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._outputs.local import remove_checkpoint
@@ -27,6 +36,7 @@ from weightsmith._outputs.places import find_unfinished
 from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner import Prepared
 from weightsmith._plans import PlanDraft
+from weightsmith._reports.command import Command
 from weightsmith._reports.evaluate.options import EvaluateSettings
 from weightsmith.abc.output import Unfinished
 
@@ -153,3 +163,46 @@ def work_folder(settings: EvaluateSettings, name: str) -> Iterator[Path]:
             fix = fix.replace(text, step).replace(text.capitalize(), step.capitalize())
         error.finding = replace(error.finding, fix=fix)
         raise
+
+
+# ---- models that a command of the user's measures
+
+
+def measured(
+    asked: Mapping[str, Asked], command: Command, settings: EvaluateSettings, running: RunOptions
+) -> tuple[float, ...]:
+    """The number that a command finds for each model. Raises CommandFailed, and what writing a model raises."""
+    numbers = []
+    for name, model in asked.items():
+        with _folder_of(model, command, settings, running) as folder:
+            status(f"measuring {name} by the command")
+            numbers.append(command.measured(folder))
+    return tuple(numbers)
+
+
+@contextmanager
+def _folder_of(model: Asked, command: Command, settings: EvaluateSettings, running: RunOptions) -> Iterator[Path]:
+    if not isinstance(model, Prepared | Mapping) and (folder := expand_user(model)).is_dir():
+        yield folder
+        return
+    with _prepared(model) as prepared:
+        identity = f"{work_identity(prepared.plan, prepared.inputs, running.device)} {command.identity}"
+        with work_folder(settings, hashlib.sha256(identity.encode()).hexdigest()[:12]) as out:
+            execute(prepared, out, replace(running, report=None, push=None, evaluate=None, overwrite=True))
+    try:
+        yield out
+    finally:
+        remove_checkpoint(out)
+
+
+@contextmanager
+def _prepared(model: Asked) -> Iterator[Prepared]:
+    """The plan of what is to be measured, in the dtypes that it would be written in."""
+    if isinstance(model, Prepared):
+        yield model
+    elif isinstance(model, Mapping) or is_recipe(model):
+        with prepare_named(model) as prepared:
+            yield prepared
+    else:
+        with prepare_copy(model, RecipeOptions(), QuantizeSettings()) as prepared:
+            yield prepared

@@ -32,30 +32,30 @@ RESULT = "the result"
 class ResultEvaluation:
     """How well a result predicts a text, beside its source: a report of the run that made it."""
 
-    found: Evaluation
+    evaluation: Evaluation
 
     @property
     def lines(self) -> tuple[str, ...]:
         """For the summary."""
-        [text], score = self.found.texts, self.found.totals[-1]
+        [text], score = self.evaluation.texts, self.evaluation.totals[-1]
         facts = [f"perplexity {perplexity(score.perplexity)}"]
-        if len(self.found.models) > 1:
-            facts[0] += f" ({perplexity(self.found.totals[0].perplexity)} for {self.found.models[0]})"
+        if len(self.evaluation.models) > 1:
+            facts[0] += f" ({perplexity(self.evaluation.totals[0].perplexity)} for {self.evaluation.models[0]})"
         facts += [of_change(score.change)] if score.change is not None else []
         if score.divergence is not None and score.agreement is not None:
             facts += [f"KL {score.divergence.value:.5f}", f"same top token {score.agreement:.2%}"]
-        return (f"on {text}: {'; '.join(facts)}", *self._layers, *self.found.notes)
+        return (f"on {text}: {'; '.join(facts)}", *self._layers, *self.evaluation.notes)
 
     @property
     def divergence(self) -> float | None:
         """From the model that it is compared with, in nats per token."""
-        divergence = self.found.totals[-1].divergence
+        divergence = self.evaluation.totals[-1].divergence
         return None if divergence is None else divergence.value
 
     @property
     def _layers(self) -> list[str]:
         """Layers where the error grows most."""
-        errors = self.found.layers[-1] if self.found.layers else None
+        errors = self.evaluation.layers[-1] if self.evaluation.layers else None
         if not errors:
             return []
         listed = ", ".join(f"{layer} ({grown:+.2%})" for layer, _, grown in worst_layers(errors))
@@ -63,7 +63,7 @@ class ResultEvaluation:
 
     def to_json(self) -> dict[str, Any]:
         """For the manifest and `--json`."""
-        return self.found.to_json()
+        return self.evaluation.to_json()
 
     def files(self) -> Mapping[str, bytes]:
         """None besides the manifest."""
@@ -73,19 +73,22 @@ class ResultEvaluation:
         """For the model card."""
         head = ["model", "perplexity", "bits per byte", "KL", "same top token", "against the source"]
         rows = []
-        for name, score in zip(self.found.models, self.found.totals, strict=True):
+        for name, score in zip(self.evaluation.models, self.evaluation.totals, strict=True):
             kl = "" if score.divergence is None else f"{score.divergence.value:.5f}"
             same = "" if score.agreement is None else f"{score.agreement:.2%}"
             change = "" if score.change is None else of_change(score.change)
             rows.append((name, perplexity(score.perplexity), f"{score.bits_per_byte:.4f}", kl, same, change))
-        text, tokens = Path(self.found.texts[0]).name, self.found.totals[-1].tokens
+        text, tokens = Path(self.evaluation.texts[0]).name, self.evaluation.totals[-1].tokens
         layers = "".join(f"\n{line[0].upper()}{line[1:]}.\n" for line in self._layers)
-        about = f"On {tokens:,} tokens of {markdown(text)}, in rows of {self.found.row_tokens:,}."
+        about = f"On {tokens:,} tokens of {markdown(text)}, in rows of {self.evaluation.row_tokens:,}."
         return f"\n## Evaluation\n\n{about}\n\n{markdown_table(head, rows, right=range(1, 6))}\n{layers}"
 
     def blocks(self) -> Sequence[Block]:
         """For the page of the run."""
-        return [score_table(f"Evaluation on {self.found.texts[0]}", self.found, self.found.totals), *layer_blocks(self.found)]
+        return [
+            score_table(f"Evaluation on {self.evaluation.texts[0]}", self.evaluation, self.evaluation.totals),
+            *layer_blocks(self.evaluation),
+        ]
 
     def warnings(self, where: str) -> list[Finding]:
         """None."""

@@ -93,7 +93,7 @@ class Alignments(Survey):
 
     def __init__(self, product: Product) -> None:
         super().__init__(product)
-        self._products, self._counts, self._cosines, self._nonfinite = self.found
+        self._products, self._counts, self._cosines, self._nonfinite = self.totals
         self._cosines.fill(np.nan)
         self._k = self._nonfinite.shape[1] - 1
         self._bins: dict[str, Count] = {}

@@ -194,7 +194,7 @@ class Differences(Survey):
 
     def __init__(self, product: Product) -> None:
         super().__init__(product)
-        self._sums, self._nonfinite, self._values, self._upper, self._rank, self._moved, self._magnitudes = self.found
+        self._sums, self._nonfinite, self._values, self._upper, self._rank, self._moved, self._magnitudes = self.totals
         self._rank.fill(np.nan)
         self._moved.fill(-1)
         self._noises: list[list[float]] = [[] for _ in self.specs]

@@ -94,7 +94,7 @@ class Statistics(Survey):
 
     def __init__(self, product: Product) -> None:
         super().__init__(product)
-        self._sums, self._rows, self._spread, self._magnitudes = self.found
+        self._sums, self._rows, self._spread, self._magnitudes = self.totals
         self._sums[:, 2], self._sums[:, 3] = np.inf, -np.inf
         self._rows.fill(-1)
 

@@ -7,10 +7,9 @@ a survey reads them, to compare them with the models.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
@@ -25,16 +24,19 @@ from weightsmith._base.tensors import DTYPES
 from weightsmith._engine.local import open_merge
 from weightsmith._engine.resources import Resources
 from weightsmith._execution.execute import check_computable
+from weightsmith._execution.options import RunOptions
+from weightsmith._execution.progress import Meter
 from weightsmith._execution.report import share_of
+from weightsmith._execution.summary import summarise
 from weightsmith._features.any_recipe import prepare_any
 from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import analyse
 from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner.prepared import download
-from weightsmith._planning.planner.prepared import stream as stream_weights
 from weightsmith._planning.recipe import Source
 from weightsmith._plans import COPY, PLAIN, PRODUCTS, Block, Plan, PlanDraft, Read, Step, Table
+from weightsmith._plans.summary import Summary
 from weightsmith._reports.keywords import PlanKeywords
 from weightsmith._reports.look.difference import in_layers
 from weightsmith._reports.look.models import LayerPlace, by_layer_and_part, json_values, place_of
@@ -114,6 +116,7 @@ class Preview(Reported):
     left_out tensors that are merged and cannot be sampled
     stops    tensors at which the merge will stop, as they have NaN or infinities that are not the same in all models
     plan     of the merge
+    summary  of the merge: what it reads, writes and holds; see `Plan.summary`
     """
 
     method: str
@@ -128,6 +131,7 @@ class Preview(Reported):
     left_out: tuple[str, ...]
     stops: tuple[str, ...]
     plan: Plan
+    summary: Summary
 
     def __repr__(self) -> str:
         """Short: a dataclass's own would list every layer."""
@@ -139,9 +143,8 @@ class Preview(Reported):
         """What may be wrong with the merge, in words; besides the plan's own warnings."""
         return tuple(_warn(self))
 
-    def report(self, costs: Mapping[str, int] = MappingProxyType({})) -> Report:
-        """costs: bytes and threads of the merge, by name."""
-        return report_by("_reports.look.reports:preview_report", self, costs)
+    def report(self) -> Report:
+        return report_by("_reports.look.reports:preview_report", self)
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values; null for what is undefined or infinite."""
@@ -186,18 +189,19 @@ def preview(
     Nothing is written. Whole-matrix statistics (thresholds, norms, singular vectors) are estimated from the sampled rows.
     Raises PlanError as `merge` does, and Unsupported for a recipe of a mixture or of adapters.
 
-    >>> weightsmith.preview("ties.yml").total.models[0].survives  # doctest: +SKIP
-    0.62
+    >>> seen = weightsmith.preview("ties.yml")  # doctest: +SKIP
+    >>> seen.total.models[0].survives, seen.summary.memory.peak_bytes  # doctest: +SKIP
+    (0.62, 312475648)
     """
     planning, settings = read_options("preview", {**options, "quantize": None}, RecipeOptions, QuantizeSettings)
     with prepare_any(recipe, planning, settings, check=True) as prepared:
-        if stream:
-            stream_weights(prepared.inputs)
-        return preview_of(prepared, full=full, threads=threads, progress=progress)
+        if isinstance(progress, Meter) and progress.announce is not None:
+            progress.announce(prepared.plan, prepared.source)
+        summary = summarise(prepared, RunOptions(threads=threads, stream=stream))  # streams, if asked
+        return _previewed(prepared, summary, full=full, threads=threads, progress=progress)
 
 
-def preview_of(prepared: Prepared, *, full: bool, threads: int | None, progress: Watching) -> Preview:
-    """The preview of a prepared plan; see `preview`."""
+def _previewed(prepared: Prepared, summary: Summary, *, full: bool, threads: int | None, progress: Watching) -> Preview:
     plan = prepared.plan
     leaves = merging_leaves(plan)
     if not leaves or any(read.model == PRODUCTS for leaf in leaves for read in leaf.inputs):
@@ -210,7 +214,7 @@ def preview_of(prepared: Prepared, *, full: bool, threads: int | None, progress:
     product = survivals(label, looked.steps)
     models = [*prepared.inputs, looked.merged]
     outcome = survey("preview", models, [product], threads=threads, progress=progress, doing="previewing", tables=looked.tables)
-    return _preview(plan, looked, *outcome.results.arrays(label))
+    return _preview(plan, summary, looked, *outcome.results.arrays(label))
 
 
 # ---- what is looked at
@@ -280,6 +284,7 @@ class _Matrix:
 
 def _preview(
     plan: Plan,
+    summary: Summary,
     looked: _Looked,
     sums: npt.NDArray[np.float64],
     squares: npt.NDArray[np.float64],
@@ -320,6 +325,7 @@ def _preview(
         looked.left_out,
         tuple(stops),
         plan,
+        summary,
     )
 
 

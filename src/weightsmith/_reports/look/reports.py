@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import math
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
-from types import MappingProxyType
 from typing import Any
 
 from weightsmith._base.idioms import grouped
@@ -30,12 +29,6 @@ SPECTRA = 8
 PAIRS = 6
 """Pairs, or models, that have heat maps."""
 _TENSORS, _LAYERS = "tensors", "layers"
-_COSTS = {
-    "read_bytes_at_most": "reads, at most",
-    "write_bytes": "writes",
-    "peak_memory_bytes": "memory, at most",
-    "threads": "threads",
-}
 _name = attrgetter("name")
 _LEFT_OUT = "Norms and cosines are of the tensors without NaN and infinities."
 
@@ -81,13 +74,32 @@ def difference_report(difference: Difference) -> Report:
         (f"cosine of A and B{_of_measured(total)}", written(total.cosine, "cosine")),
     )
     title, models = f"{b}, compared with {a}", tuple(zip("AB", difference.names, strict=True))
-    return Report(title, difference.reading, tuple(blocks), difference.to_json(), numbers, models)
+    return Report(title, difference.reading, tuple(blocks), difference.to_json, numbers, models)
 
 
 def comparison_report(comparison: Comparison) -> Report:
     """The task vectors of several models, side by side."""
     names = letters(len(comparison.names))
     pairs = [f"{names[i]} and {names[j]}" for i, j in comparison.pairs]
+    blocks = _task_vector_pictures(comparison, pairs)
+    blocks.append(Facts("Models", (("base", comparison.base), *zip(names, comparison.names, strict=True))))
+    blocks += _task_vector_tables(comparison, names, pairs)
+    blocks.append(Code("Reproduce", shlex.join(["weightsmith", "diff", "--base", comparison.base, *comparison.names])))
+    total = comparison.total
+    known = [(abs(cosine), pair, cosine) for pair, cosine in zip(pairs, total.cosines, strict=True) if math.isfinite(cosine)]
+    _, pair, cosine = max(known, default=(0.0, "the models", math.nan))
+    overlaps = [overlap for overlap in total.overlaps if math.isfinite(overlap)]
+    numbers = (
+        (f"cosine of {pair}{', the largest' if len(pairs) > 1 else ''}", written(cosine, "number")),
+        ("signs in conflict", written(total.conflict_share, "share")),
+        ("largest elements in common", written(max(overlaps, default=math.nan), "share")),
+    )
+    models = (("base", comparison.base), *zip(names, comparison.names, strict=True))
+    title = f"Task vectors of {len(comparison.names)} models"
+    return Report(title, comparison.reading, tuple(blocks), comparison.to_json, numbers, models)
+
+
+def _task_vector_pictures(comparison: Comparison, pairs: Sequence[str]) -> list[Block]:
     blocks: list[Block] = []
     placed = [(tensor.place, tensor) for tensor in comparison.tensors if tensor.place is not None]
     about = "Share of the elements that two or more models change in which their signs differ."
@@ -111,7 +123,11 @@ def comparison_report(comparison: Comparison) -> Report:
     if by_layer:
         lines = tuple((pair, tuple(layer.cosines[k] for layer in by_layer)) for k, pair in enumerate(pairs[:PAIRS]))
         blocks.append(Curves("Cosines by layer", lines, "layer", "cosine", first=0))
-    blocks.append(Facts("Models", (("base", comparison.base), *zip(names, comparison.names, strict=True))))
+    return blocks
+
+
+def _task_vector_tables(comparison: Comparison, names: Sequence[str], pairs: Sequence[str]) -> list[Block]:
+    blocks: list[Block] = []
     total, longest = comparison.total, max(comparison.total.norms)
     lengths = tuple(
         (name, norm, norm / longest if longest else Mark.UNDEFINED) for name, norm in zip(names, total.norms, strict=True)
@@ -143,22 +159,11 @@ def comparison_report(comparison: Comparison) -> Report:
         blocks.append(Table(title, heads, values, name=name, places=places))
     if comparison.missing:
         blocks.append(Table("Not in all models", (Column("tensor"),), tuple((name,) for name in comparison.missing)))
-    blocks.append(Code("Reproduce", shlex.join(["weightsmith", "diff", "--base", comparison.base, *comparison.names])))
-    known = [(abs(cosine), pair, cosine) for pair, cosine in zip(pairs, total.cosines, strict=True) if math.isfinite(cosine)]
-    _, pair, cosine = max(known, default=(0.0, "the models", math.nan))
-    overlaps = [overlap for overlap in total.overlaps if math.isfinite(overlap)]
-    numbers = (
-        (f"cosine of {pair}{', the largest' if len(pairs) > 1 else ''}", written(cosine, "number")),
-        ("signs in conflict", written(total.conflict_share, "share")),
-        ("largest elements in common", written(max(overlaps, default=math.nan), "share")),
-    )
-    models = (("base", comparison.base), *zip(names, comparison.names, strict=True))
-    title = f"Task vectors of {len(comparison.names)} models"
-    return Report(title, comparison.reading, tuple(blocks), comparison.to_json(), numbers, models)
+    return blocks
 
 
-def preview_report(preview: Preview, costs: Mapping[str, int] = MappingProxyType({})) -> Report:
-    """What a merge will do to its models. costs: bytes and threads of the merge, by name."""
+def preview_report(preview: Preview) -> Report:
+    """What a merge will do to its models, and what it will cost."""
     names = letters(len(preview.names))
     sampled = f"{written(preview.looked_at / max(1, preview.elements), 'share')} of {many(preview.elements)} elements"
     facts: list[tuple[str, Value]] = [
@@ -168,7 +173,11 @@ def preview_report(preview: Preview, costs: Mapping[str, int] = MappingProxyType
     ]
     facts.append(("sample", sampled))
     facts += [("not sampled", count(len(preview.left_out), "tensor"))] if preview.left_out else []
-    facts += [(_COSTS[name], f"{n:,}" if name == "threads" else size(n)) for name, n in costs.items()]
+    merge, memory = preview.summary, preview.summary.memory
+    facts += [("reads, at most", size(merge.read_bytes)), ("writes", size(merge.write_bytes))]
+    facts += [("memory, at most", size(memory.peak_bytes)), ("threads", f"{memory.threads:,}")]
+    costs = {"read_bytes_at_most": merge.read_bytes, "write_bytes": merge.write_bytes}
+    costs |= {"peak_memory_bytes": memory.peak_bytes, "threads": memory.threads}
     blocks: list[Block] = []
     about = "Frobenius norm of merge - base over that of the base."
     blocks += heat_maps("Distance from the base", preview.cells, _distance, "share", about, scale="log", detail="cells")
@@ -200,7 +209,7 @@ def preview_report(preview: Preview, costs: Mapping[str, int] = MappingProxyType
     numbers += [("signs turned over, at most", written(max(against), "share"))] if against else []
     summary = [*warnings, f"{verdict}."] if preview.stops else [f"{verdict}.", *warnings]
     models = (("base", preview.base), *zip(names, preview.names, strict=True))
-    title, data = f"Preview of a merge with {preview.method}", preview.to_json() | {"merge": dict(costs)}
+    title, data = f"Preview of a merge with {preview.method}", preview.to_json() | {"merge": costs}
     return Report(title, tuple(summary), tuple(blocks), data, tuple(numbers), models)
 
 
@@ -238,11 +247,13 @@ def inspection_report(inspection: Inspection) -> Report:
     numbers = [("parameters", many(inspection.elements)), ("weight files", size(sum(nbytes for _, nbytes in inspection.files)))]
     layers = sum(stack.layers for stack in inspection.stacks)
     numbers += [("layers", f"{layers:,}")] if layers else []
-    return Report(inspection.name, (*summary, *inspection.notes), tuple(blocks), inspection.to_json(), tuple(numbers))
+    return Report(inspection.name, (*summary, *inspection.notes), tuple(blocks), inspection.to_json, tuple(numbers))
 
 
 def _pictures(tensor: TensorDifference) -> Pictures:
-    return Pictures(tensor.leading.values if tensor.leading is not None else (), *shares(tensor.magnitudes), "difference")
+    return Pictures(
+        tuple(tensor.leading.values) if tensor.leading is not None else (), *shares(tensor.magnitudes), "difference"
+    )
 
 
 def _together(tensors: Sequence[TensorDifference]) -> float | Mark:
@@ -389,7 +400,7 @@ def _spectra(tensors: Sequence[TensorDifference]) -> list[Curves]:
     chosen = sorted(most.values(), key=lambda tensor: -_by_share(tensor))[:SPECTRA]
     if not chosen:
         return []
-    lines = tuple((t.name, t.leading.values) for t in chosen if t.leading is not None)
+    lines = tuple((t.name, tuple(t.leading.values)) for t in chosen if t.leading is not None)
     about = "Of the delta that moved most in each part. A step down to the rounding noise shows the rank of a LoRA."
     return [Curves("Leading singular values", lines, "number", "singular value", about=about, log=True)]
 

@@ -174,7 +174,7 @@ class Survivals(Survey):
         return _Part(matrix.name, sums, counted(numbers), int(same.sum()))
 
     def take(self, number: int, result: _Part) -> None:
-        sums, squares, groups, nonfinite, constants = self.found
+        sums, squares, groups, nonfinite, constants = self.totals
         i, result_sums, k = self.row[result.name], result.sums, result.sums.shape[1] - 1
         if result.nonfinite is not None:
             nonfinite[i, : 2 + k] += result.nonfinite

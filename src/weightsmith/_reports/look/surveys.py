@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ import numpy.typing as npt
 from weightsmith._base.report import Mark
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._base.text import count
-from weightsmith._execution.progress import Meter, Reading, show_progress, watched_meter
+from weightsmith._execution.progress import Meter, Reading, show_progress, shown_meter
 from weightsmith._kernels.codecs import decode
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._planning.planner.prepared import download
@@ -65,20 +64,20 @@ class Survey(StreamingReduction):
     row     of each step, by name
     specs   of the steps
     linear  names of steps that are weights of linear layers
-    found   the arrays, which begin as zeros
+    totals  the arrays, which begin as zeros
     """
 
     def __init__(self, product: Product) -> None:
         self.row = {step.out.name: i for i, step in enumerate(product.steps)}
         self.specs = [step.out for step in product.steps]
         self.linear = {step.out.name for step in product.steps if step.role == "linear"}
-        self.found: list[npt.NDArray[Any]] = [np.zeros(out.shape, out.dtype.numpy) for out in product.outs]
+        self.totals: list[npt.NDArray[Any]] = [np.zeros(out.shape, out.dtype.numpy) for out in product.outs]
 
     def passes(self) -> int:
         return 1
 
     def arrays(self) -> Arrays:
-        return self.found
+        return self.totals
 
 
 def added(held: npt.NDArray[np.float64], parts: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
@@ -188,7 +187,7 @@ def survey(
         return go(progress=progress)
     reads = [(models[read.model], read, leaf) for product in products for leaf in product.steps for read in leaf.inputs]
     total = passes * sum(leaf.out.size * model.specs[read.tensor].dtype.itemsize for model, read, leaf in reads)
-    with watched_meter() if progress is True else nullcontext(progress) as shown:
+    with shown_meter(progress) as shown:
         return go(progress=lambda now: _show(shown, now, doing, total))
 
 

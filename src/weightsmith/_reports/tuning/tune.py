@@ -7,7 +7,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
@@ -27,9 +27,8 @@ from weightsmith._base.errors import (
 )
 from weightsmith._base.files import expand_user, write_whole
 from weightsmith._base.options import assignment, find_option, named, option_error, read_options
-from weightsmith._base.tensors import DTYPES
 from weightsmith._execution.options import RunOptions
-from weightsmith._execution.progress import Meter, Reading, Silent, watched_meter
+from weightsmith._execution.progress import Meter, Reading, shown_meter
 from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner import Prepared
 from weightsmith._planning.planner.prepared import download, missing_files, stream
@@ -99,11 +98,10 @@ def tune(
     """
     models = [reference] if isinstance(reference, str | os.PathLike) else list(reference)
     kinds = RecipeOptions, EvaluateSettings, TuneSettings, RunOptions
-    meter = progress if isinstance(progress, Meter) else watched_meter() if progress else Silent()
     with as_files(text=text, report_text=report_text) as files:
         values = {**files.paths, "reference": [os.fspath(model) for model in models], **options}
         planning, texts, settings, running = read_options("tune", values, *kinds)
-        with nullcontext(meter) if isinstance(progress, Meter) else meter as shown:
+        with shown_meter(progress) as shown:
             result = tuned(recipe, os.fspath(out), planning, texts, settings, running, shown, on_trial or _unwatched)
         return replace(result, texts=files.named(result.texts), report_texts=files.named(result.report_texts))
 
@@ -133,10 +131,7 @@ def tuned(
             if texts.command is not None:
                 candidate_place, judge = target.with_suffix(".candidate"), settings.report_command
                 return CommandMeasure(candidates, first, candidate_place, texts.command, judge, texts, running, shown)
-            exact = None
-            if settings.search == "gradient":
-                exact = stack.enter_context(Candidates(recipe, replace(planning, out_dtype=DTYPES["F32"])))
-            return TextMeasure(candidates, exact, first, texts, settings, running, shown, stack)
+            return TextMeasure(candidates, first, texts, settings, running, shown, stack, target.parent)
 
         if settings.search == "gradient" and any(candidates.whole):
             name = candidates.tunables[candidates.whole.index(True)].name

@@ -319,15 +319,9 @@ def write_transformer(folder: Path, kind: str, **settings: Any) -> Path:
     import transformers
 
     torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(
-        vocab_size=67,
-        hidden_size=128,
-        intermediate_size=192,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        **settings,
-    )
+    sizes = {"vocab_size": 67, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    config = getattr(transformers, f"{kind}Config")(**sizes | heads | settings)
     getattr(transformers, f"{kind}ForCausalLM")(config).to(torch.bfloat16).save_pretrained(folder)
     return folder
 

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, ChunkStorageMetadata, MetadataIndex
 
 import weightsmith
 from tests import plan_help
@@ -23,6 +23,7 @@ from tests.models.formats.training.processes import tensors, write_sharded
 from tests.models.sources.test_pytorch import as_array
 from weightsmith._base.errors import FormatError, Unsupported
 from weightsmith._files.hf_folder import natural_key
+from weightsmith._files.state_pickle import Instance, interpret
 from weightsmith._models.checkpoint import open_checkpoint
 from weightsmith._models.formats.training.dcp import METADATA, open_files
 from weightsmith.testing import SourceCase, SourceTests
@@ -188,3 +189,22 @@ def test_a_missing_file_and_an_incomplete_folder(sharded: Path, tmp_path: Path) 
     save_file({"w": torch.ones(2)}, tmp_path / "c" / "model.safetensors")  # a whole model beside parts comes first
     with open_checkpoint(tmp_path / "c") as opened:
         assert list(opened) == ["w"]
+
+
+def test_a_member_of_an_enum_as_python_3_11_0_pickles_it() -> None:
+    class Pickled:
+        def __init__(self, *of: object) -> None:
+            self.of = of
+
+        def __reduce__(self) -> tuple[Any, ...]:
+            return getattr, self.of
+
+    member = pickle.dumps(Pickled(_MEM_FORMAT_ENCODING, "TORCH_PRESERVE_FORMAT"))
+    name = f"{_MEM_FORMAT_ENCODING.__module__}._MEM_FORMAT_ENCODING"
+    made = interpret(member, {name})
+    assert isinstance(made, Instance)
+    assert (made.kind, made.args) == (name, ("TORCH_PRESERVE_FORMAT",))
+    with pytest.raises(Unsupported, match=r"uses 'builtins\.getattr'"):
+        interpret(member)
+    with pytest.raises(FormatError, match="an attribute of something that is no class"):
+        interpret(pickle.dumps(Pickled(torch.Tensor, "data")), {name})

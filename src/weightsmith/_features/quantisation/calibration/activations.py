@@ -138,7 +138,7 @@ def _compute_scales(context: ProductContext) -> Arrays:
             rows = replace(rows, layer=rows.layer.with_cache(cached))
         inputs = _inputs(rows, work.weights, after)
         if not work.weights:
-            for _ in rows.each(lambda numbered: rows.layer.batch(numbered[1][None])):
+            for _ in rows.map(lambda numbered: rows.layer.batch(numbered[1][None])):
                 pass
     if work.attention and not cached.largest:
         what = f"layer {work.layer} gives no keys and values to a cache"

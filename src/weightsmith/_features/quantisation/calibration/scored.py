@@ -161,7 +161,7 @@ def _score_layer(context: ProductContext) -> Arrays:
             return sampled_inputs
 
         try:
-            samples = [sample for some in rows.each(sampled) for sample in some]
+            samples = [sample for some in rows.map(sampled) for sample in some]
         finally:
             inputs.close()
 

@@ -8,7 +8,7 @@ Reading is that of `formats/scaled.py`, which `fp8` shares.
 
 from __future__ import annotations
 
-from weightsmith._models.formats.compressed_tensors.config import METHOD, read_entry, read_groups
+from weightsmith._models.formats.compressed_tensors.config import METHOD, mixed_config, read_entry, read_groups
 from weightsmith._models.formats.compressed_tensors.writing import (
     BLOCK,
     CACHE,
@@ -53,4 +53,5 @@ FORMAT = StoredFormat(
         Writing("mxfp8", "8-bit floats with a power of two for 32 elements (W8A8)", "transformers, vLLM", {0: MXFP8}),
     ),
     caches=(CACHE,),
+    mixed=mixed_config,
 )

@@ -28,7 +28,7 @@ from weightsmith._models.formats.config import damaged, unsupported
 from weightsmith._models.formats.scaled import TENSOR, Scheme, Structure, read_block
 from weightsmith._models.lora.config import INSTRUCTIONS, MAX_PATTERNS, MAX_STEPS, compiled
 
-METHOD = "compressed-tensors"
+METHOD, MIXED = "compressed-tensors", "mixed-precision"
 
 
 def read_entry(entry: Mapping[str, Any], place: str, where: str) -> tuple[list[Scheme], list[Finding]]:
@@ -157,6 +157,28 @@ def quantization_config(
             "global_compression_ratio": None,
         }
     }
+
+
+def mixed_config(configs: Sequence[Mapping[str, Any]], targets: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """The entry of weights in several encodings: a group for each, of the format `mixed-precision`.
+
+    configs  `quantization_config` of each
+    targets  the modules of each, names or patterns
+
+    >>> floats = quantization_config("float-quantized", {"num_bits": 8}, None, ["lm_head"])
+    >>> integers = quantization_config("int-quantized", {"num_bits": 8}, None, ["lm_head"])
+    >>> both = mixed_config([floats, integers], [["re:.*attn.*"], ["re:.*mlp.*"]])["quantization_config"]
+    >>> both["format"], {name: (group["format"], group["targets"]) for name, group in both["config_groups"].items()}
+    ('mixed-precision', {'group_0': ('float-quantized', ['re:.*attn.*']), 'group_1': ('int-quantized', ['re:.*mlp.*'])})
+    """
+    entries = [config["quantization_config"] for config in configs]
+    groups = [
+        {**entry["config_groups"]["group_0"], "targets": list(names)} for entry, names in zip(entries, targets, strict=True)
+    ]
+    formats = dict.fromkeys(group["format"] for group in groups)
+    format_ = next(iter(formats)) if len(formats) == 1 else MIXED
+    named_groups = {f"group_{number}": group for number, group in enumerate(groups)}
+    return {"quantization_config": {**entries[0], "format": format_, "config_groups": named_groups}}
 
 
 # ---- the group of a module
