@@ -189,8 +189,8 @@ def auto_rivals(first: Mapping[str, Row], second: Mapping[str, Row]) -> str:
     if tuned := demo.get(auto_cases.TUNED):
         change, error = difference(tuned["rows"], demo["mean"]["rows"], auto_cases.CASES["demo"].judged)
         lines.append(
-            f"* [`weightsmith tune`](tune.md) with the same texts, on the weights of `ties`: {change:+.1f} ± {error:.1f}% on the "
-            f"demo's models, after {tuned['trials']} trials in {tuned['processor_seconds']:,.0f} CPU seconds."
+            f"* [`weightsmith tune`](tune.md) with the same texts, on the weights of `ties`: {change:+.1f} ± {error:.1f}% on "
+            f"the demo's models, after {tuned['trials']} trials in {tuned['processor_seconds']:,.0f} CPU seconds."
         )
     return "\n".join(lines)
 
