@@ -52,6 +52,9 @@ CHAT_CHARACTERS = 700
 """The length of an answer in the rows of the chat model."""
 MATCHING = ("mean", "with", "without")
 """The merges that are judged: the plain mean, `auto` with texts, and `auto` without."""
+TUNED = "tuned"
+"""One more for the case `demo`: what `weightsmith tune` makes of `ties` with the same texts, in about the time of `auto`."""
+TRIALS = 40
 
 
 @dataclass(frozen=True)
@@ -270,6 +273,8 @@ def measure(name: str, merge: str, work: Path) -> dict[str, Any]:
     if merge == "mean":
         models = [{"model": str(path), "parameters": {"weight": 1}} for _, path in fine_tunes]
         weightsmith.merge({"merge_method": "linear", "models": models}, out, progress=False)
+    elif merge == TUNED:
+        about = _run_tune(base[1], dict(fine_tunes), case, texts, out)
     else:
         about = _run_auto(base[1], dict(fine_tunes), case, texts if merge == "with" else None, out)
     judge = Judge.of_folder(out)
@@ -289,17 +294,36 @@ def _run_auto(base: Path, fine_tunes: dict[str, Path], case: Case, texts: Path |
     command += [str(out), "--json", "--quiet"]
     for name, kind in case.kinds.items() if texts else ():
         command += ["--text", f"{name}={texts / 'tune' / kind}.txt"]
+    result, cost = _timed(command)
+    return {key: result[key] for key in ("choice", "reading", "candidates", "fine_tunes")} | cost
+
+
+def _run_tune(base: Path, fine_tunes: dict[str, Path], case: Case, texts: Path, out: Path) -> dict[str, Any]:
+    """The recipe of docs/tune.md, with weights that `weightsmith tune` finds, merged."""
+    weights = {"weight": {"tune": [0, 1.5]}, "density": 0.5}
+    models = [{"model": str(path), "parameters": weights} for path in fine_tunes.values()]
+    recipe, found = out.with_suffix(".range.yml"), out.with_suffix(".yml")
+    recipe.write_text(json.dumps({"merge_method": "ties", "base_model": str(base), "models": models}))
+    command = [sys.executable, "-m", "weightsmith", "tune", str(recipe), str(found), "--json", "--quiet", "--no-resume"]
+    for kind in case.kinds.values():
+        command += ["--text", f"{texts / 'tune' / kind}.txt"]
+    result, cost = _timed([*command, "--budget", str(TRIALS), "--tokens", "384"])
+    weightsmith.merge(found, out, progress=False)
+    return {"values": result["values"], "reading": result["reading"], "trials": len(result["trials"])} | cost
+
+
+def _timed(command: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a command answers as JSON; the processor time, time and memory that it took."""
     began = time.monotonic()
     with tempfile.TemporaryFile() as answer:
         process = subprocess.Popen(command, stdout=answer)
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
         if process.returncode:
-            raise SystemExit(f"auto failed: {shlex.join(command)}")
+            raise SystemExit(f"it failed: {shlex.join(command)}")
         answer.seek(0)
-        result = json.load(answer)
-    facts = {key: result[key] for key in ("choice", "reading", "candidates", "fine_tunes")}
-    return facts | {
+        result: dict[str, Any] = json.load(answer)
+    return result, {
         "processor_seconds": round(usage.ru_utime + usage.ru_stime, 1),
         "seconds": round(time.monotonic() - began, 1),
         "peak_bytes": usage.ru_maxrss * 1024,
@@ -312,7 +336,7 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", help=f"of {', '.join(CASES)} (default: all)")
     parser.add_argument("--work", type=Path, default=Path("build/demo"), help="folder for texts and models")
     parser.add_argument("--build", action="store_true", help="only build the models")
-    parser.add_argument("--merges", nargs="+", choices=MATCHING, default=MATCHING)
+    parser.add_argument("--merges", nargs="+", choices=(*MATCHING, TUNED), default=MATCHING)
     asked = parser.parse_args()
     for setting, value in {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", "OMP_WAIT_POLICY": "PASSIVE"}.items():
         os.environ.setdefault(setting, value)

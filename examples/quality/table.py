@@ -134,6 +134,7 @@ def page() -> str:
         "{STEPS}": lambda: str(STEPS),
         "{AUTO}": auto_table,
         "{AUTO_COST}": auto_cost,
+        "{AUTO_RIVALS}": lambda: auto_rivals(first, second),
     }
     text = (HERE / "page.md").read_text(encoding="utf-8")
     for name, make in tables.items():
@@ -174,6 +175,24 @@ def auto_cost() -> str:
                 seconds, peaks = ([run[key] for run in runs] for key in ("processor_seconds", "peak_bytes"))
                 lines.append(f"{title}, {base}: {_span(seconds, 1)} CPU seconds, {_span(peaks, 1e9, 1)} GB of memory.")
     return "* " + " ".join(lines)
+
+
+def auto_rivals(first: Mapping[str, Row], second: Mapping[str, Row]) -> str:
+    """What else could have been done: the best recipe of each testbed with hindsight, and `tune`."""
+    best = []
+    for testbed, rows in (("SmolLM2", first), ("Gemma", second)):
+        scores = {name: mean(perplexities(row)) for name, row in rows.items() if name not in PARENTS}
+        name = min(scores, key=lambda name: scores[name])
+        best.append(f"`{name}` on {testbed} ({100 * (scores[name] / scores[REFERENCE] - 1):+.1f}%)")
+    lines = [f"* With hindsight, the best of the recipes below are {' and '.join(best)}."]
+    demo = auto_cases.known().get("demo", {})
+    if tuned := demo.get(auto_cases.TUNED):
+        change, error = difference(tuned["rows"], demo["mean"]["rows"], auto_cases.CASES["demo"].judged)
+        lines.append(
+            f"* [`weightsmith tune`](tune.md) with the same texts, on the weights of `ties`: {change:+.1f} ± {error:.1f}% on "
+            f"the demo's models, after {tuned['trials']} trials in {tuned['processor_seconds']:,.0f} CPU seconds."
+        )
+    return "\n".join(lines)
 
 
 def _span(values: Sequence[float], unit: float, digits: int = 0) -> str:

@@ -52,6 +52,26 @@ def test_at_most_half_of_the_free_space_is_taken(tmp_path: Path, monkeypatch: py
     assert memory[1][0] == 1.0
 
 
+def test_the_array_that_was_not_used_for_longest_makes_room_and_the_file_does_not_grow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = namedtuple("usage", "free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage(6 * LARGE_BYTES))  # of which half is taken
+    job_memory = JobMemory(tmp_path, 2)
+    memory = job_memory.of("a")
+    memory["small"] = 1.5
+    for i in range(3):
+        memory[i] = np.full(LARGE, float(i))
+        assert memory.get(0, [0.0])[0] == 0.0
+    assert list(memory) == ["small", 2, 0]
+    for i in range(3, 9):
+        memory[i] = np.full(LARGE, float(i))
+    assert {key: memory[key][0] for key in (7, 8)} == {7: 7.0, 8: 8.0}
+    assert list(memory) == ["small", 7, 8]
+    job_memory.of("b")[0] = np.full(LARGE, 5.0)
+    assert job_memory.of("b")[0][0] == 5.0, "the third place is still free"
+
+
 def test_a_folder_that_is_gone_keeps_nothing(tmp_path: Path) -> None:
     memory = JobMemory(tmp_path / "gone").of("a")
     memory["large"] = np.zeros(LARGE)

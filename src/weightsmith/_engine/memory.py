@@ -24,28 +24,32 @@ DISK_SHARE = 0.5
 class JobMemory:
     """A memory for the jobs of each tensor and its inputs."""
 
-    def __init__(self, folder: Path | None = None) -> None:
-        """folder: where large arrays are kept, in a file without a name, which goes with the process. None: they are not
-        kept."""
+    def __init__(self, folder: Path | None = None, most: int | None = None) -> None:
+        """
+        folder  where large arrays are kept, in a file without a name, which goes with the process; None: they are not kept
+        most    large arrays of one tensor, at least 1; the one that was not used for longest makes room. None: any number
+        """
         self._arrays = _ArrayFile(folder)
+        self._most = most
         self._memories = dict[object, _Memory]()
 
     def of(self, key: object) -> MutableMapping[object, Any]:
         """The memory of a tensor and its inputs."""
-        return self._memories.setdefault(key, _Memory(self._arrays))
+        return self._memories.setdefault(key, _Memory(self._arrays, self._most))
 
 
 class _Memory(MutableMapping[object, Any]):
     """A dictionary whose large arrays are on disk. An array that does not fit there is forgotten: it is computed again."""
 
-    def __init__(self, arrays: _ArrayFile) -> None:
-        self._arrays = arrays
+    def __init__(self, arrays: _ArrayFile, most: int | None) -> None:
+        self._arrays, self._most = arrays, most
         self._values = dict[object, Any]()
 
     def __getitem__(self, key: object) -> Any:
         value = self._values[key]
         if not isinstance(value, _Place):
             return value
+        self._values[key] = self._values.pop(key)  # the last in order is the one that was used last
         try:
             return self._arrays.read(value)
         except OSError:
@@ -53,11 +57,16 @@ class _Memory(MutableMapping[object, Any]):
 
     def __setitem__(self, key: object, value: Any) -> None:
         if isinstance(value, np.ndarray) and value.nbytes >= LARGE_BYTES:
-            place = self._arrays.write(value)
+            place = self._arrays.write(value, self._freed())
             if place is None:
                 return
             value = place
         self._values[key] = value
+
+    def _freed(self) -> _Place | None:
+        """Forget the array that was not used for longest, if there is no room for one more. Where it was."""
+        places = [key for key, value in self._values.items() if isinstance(value, _Place)]
+        return self._values.pop(places[0]) if self._most is not None and len(places) >= self._most else None
 
     def __delitem__(self, key: object) -> None:
         del self._values[key]
@@ -86,8 +95,11 @@ class _ArrayFile:
         self._limit = 0
         self._lock = threading.Lock()
 
-    def write(self, array: npt.NDArray[Any]) -> _Place | None:
-        """Append an array. None if there is no folder, or the disk has no room for it."""
+    def write(self, array: npt.NDArray[Any], freed: _Place | None = None) -> _Place | None:
+        """Write an array where one of as many bytes was that is forgotten, or append it.
+
+        None if there is no folder, or the disk has no room for it.
+        """
         with self._lock:
             try:
                 if self._folder is None:
@@ -96,16 +108,16 @@ class _ArrayFile:
                     self._file = tempfile.TemporaryFile(dir=self._folder, buffering=0)
                     weakref.finalize(self, self._file.close)
                     self._limit = int(DISK_SHARE * shutil.disk_usage(self._folder).free)
-                if self._end + array.nbytes > self._limit:
+                offset = freed.offset if freed is not None and freed.nbytes == array.nbytes else self._end
+                if offset + array.nbytes > self._limit:
                     return None
                 data, done = _bytes(np.ascontiguousarray(array)), 0
                 while done < array.nbytes:
-                    done += os.pwrite(self._file.fileno(), data[done:], self._end + done)
+                    done += os.pwrite(self._file.fileno(), data[done:], offset + done)
             except OSError:
                 return None
-            place = _Place(self._end, array)
-            self._end += array.nbytes
-            return place
+            self._end = max(self._end, offset + array.nbytes)
+            return _Place(offset, array)
 
     def read(self, place: _Place) -> npt.NDArray[Any]:
         """An array, as a new one. Raises OSError if the disk does not give it back."""

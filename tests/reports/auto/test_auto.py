@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 
 import weightsmith
@@ -357,6 +358,7 @@ def test_each_fine_tune_has_a_name_of_its_own() -> None:
     names = module._names(module.Models("m", ("x/a", "y/A", "z/a-1")))
     assert len({name.casefold() for name in names}) == 3
     assert module._names(module.Models("m", ("org/fr@main", "base+./adapters/de"))) == ("fr", "de")
+    assert module._names(module.Models("m", ("m+fr", "./c++/de"))) == ("fr", "de")
     assert module._names(module.Models("m", (".", "x")))[0] == Path.cwd().name
 
 
@@ -402,3 +404,16 @@ def test_the_command_shows_the_candidates_and_the_choice(work: Path, cli: Cli) -
     data = json.loads(cli("auto", "base", *FINE_TUNES, "other", *texts, "--json").out)
     assert data["choice"]["name"] in page
     assert data["with_texts"] is True
+
+
+@pytest.mark.slow
+def test_adapters_are_fine_tunes(work: Path) -> None:
+    for name in FINE_TUNES:
+        weightsmith.extract_lora(name, "base", f"{name}-lora", max_rank=2, progress=False)
+    adapters = [f"{name}-lora" for name in FINE_TUNES]
+    texts = {f"{name}-lora": f"{name}.txt" for name in FINE_TUNES}
+    result = weightsmith.auto("base", adapters, "merged", text=texts, budget=1, progress=False)
+    assert [tune.name for tune in result.fine_tunes] == adapters
+    assert yaml.safe_load(result.recipe)["models"][0]["model"] == "base+fr-lora"
+    weightsmith.merge("merged/recipe.yml", "again", progress=False)
+    assert Path("again/model.safetensors").read_bytes() == Path("merged/model.safetensors").read_bytes()

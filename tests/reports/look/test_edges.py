@@ -472,7 +472,7 @@ def test_a_page_has_one_mark_for_each_reason_and_no_number_that_is_none(found: w
     for mark in {rank for rank in RANKS.values() if isinstance(rank, Mark)}:
         assert f">{mark.meaning}</text>" in heat_map(ranks)  # type: ignore[union-attr]
     assert not re.search(r">(nan|inf|-inf)( ?%)?<", text.replace(f">{Mark.INFINITE.word}<", "><"))
-    json.dumps(page.data, allow_nan=False)
+    json.dumps(page.to_json(), allow_nan=False)
 
 
 def refuse(constant: str) -> None:

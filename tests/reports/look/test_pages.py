@@ -57,7 +57,7 @@ def test_a_difference_by_layer_and_part(base: Path, tmp_path: Path) -> None:
     assert by_layer.series[0][1] == pytest.approx([group.share for group in found.layers[1:]])
     assert len({name.split(".", 3)[3] for name, _ in spectra.series}) == len(spectra.series) == 7
     assert all(values[6] > 10 * values[12] for _, values in spectra.series)  # a step at rank 8
-    assert page.data == found.to_json()
+    assert page.to_json() == found.to_json()
     to_html(page)
 
 
@@ -108,7 +108,7 @@ def test_task_vectors_by_pair(base: Path, tmp_path: Path) -> None:
     assert [row[:2] for row in table(page, "Pairs").rows] == [
         (pair, found.total.cosines[k]) for k, pair in enumerate(("A and B", "A and C", "B and C"))
     ]
-    assert page.data == found.to_json()
+    assert page.to_json() == found.to_json()
     to_html(page)
 
 
@@ -130,7 +130,7 @@ def test_a_preview_by_model(base: Path, tmp_path: Path) -> None:
     assert sum(group.elements for group in kept.values()) == found.elements
     assert [row[1] for row in table(page, "What survives of the models").rows] == [m.survives for m in found.total.models if m]
     summary = found.summary
-    assert page.data["merge"] == {
+    assert page.to_json()["merge"] == {
         "read_bytes_at_most": summary.read_bytes,
         "write_bytes": weightsmith.plan(recipe).summary().write_bytes,
         "peak_memory_bytes": summary.memory.peak_bytes,

@@ -13,14 +13,17 @@ import numpy as np
 import pytest
 
 import weightsmith
+import weightsmith._methods.tsv_m
 from tests.cli_help import Cli, cli, environment
 from tests.fork_help import Forked, started_cli
 from weightsmith._base.errors import NonFinite, OutputExists, PlanError, WeightsmithError
+from weightsmith._engine import memory
 from weightsmith._execution.options import RunOptions
 from weightsmith._execution.progress import Silent
 from weightsmith._planning.options import RecipeOptions
 from weightsmith._reports.evaluate.options import EvaluateSettings
 from weightsmith._reports.evaluate.values import Change
+from weightsmith._reports.tuning import text_measure
 from weightsmith._reports.tuning import tune as module
 from weightsmith._reports.tuning.evaluator import Evaluator
 from weightsmith._reports.tuning.journal import Trial
@@ -249,6 +252,29 @@ def test_without_a_valid_candidate_there_is_one_error_and_no_recipe(work: Path) 
     with pytest.raises(NonFinite, match="none of 3 candidates could be scored"):
         tune(recipe(text), budget=3)
     assert not Path("tuned.yml").exists()
+
+
+@pytest.mark.slow
+def test_matrices_that_a_number_does_not_change_are_computed_once(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """λ scales what task singular vectors give: only the first candidate decomposes."""
+    calls, thin_svd = list[int](), weightsmith._methods.tsv_m.thin_svd
+
+    def counted(matrix: Any, keep: int) -> Any:
+        calls.append(1)
+        return thin_svd(matrix, keep)
+
+    monkeypatch.setattr(memory, "LARGE_BYTES", 1)  # these are kept in a file
+    monkeypatch.setattr(weightsmith._methods.tsv_m, "thin_svd", counted)
+    text = "merge_method: tsv_m\nbase_model: a\nmodels: [{model: b}, {model: c}]\nparameters: {lambda: {tune: [0.2, 1.4]}}\n"
+    tune(recipe(text), budget=1)
+    of_one = len(calls)
+    first = tune("own.yml", "more.yml", budget=3)
+    assert len(calls) == 2 * of_one > 0
+    monkeypatch.setattr(text_measure, "MOST_MATRICES", 1)
+    scores = [trial.nats for trial in first.trials]
+    assert [trial.nats for trial in tune("own.yml", "again.yml", budget=3).trials] == scores
+    assert len(set(scores)) == 3
+    assert {path.suffix for path in work.iterdir() if "own" in path.name or "more" in path.name} == {".yml", ".jsonl"}
 
 
 @pytest.mark.slow

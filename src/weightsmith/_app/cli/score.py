@@ -152,10 +152,10 @@ def auto(
         from weightsmith._reports.auto.pool import Models
 
         if plan:
-            work.present(plan_merge(Models(base, tuple(fine_tunes)), out, settings, running).report())
+            work.present(plan_merge(Models.of(base, fine_tunes), out, settings, running).report())
             return
         with meter(quiet=quiet) as shown:
-            result = find_merge(Models(base, tuple(fine_tunes)), out, settings, running, shown)
+            result = find_merge(Models.of(base, fine_tunes), out, settings, running, shown)
         wrote(f"The output is complete: {printable(str(result.out))}")
         work.present(result.report())
 

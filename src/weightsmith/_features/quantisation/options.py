@@ -90,9 +90,9 @@ class QuantizeSettings:
     tensor_types: tuple[str, ...] = option(
         (),
         "--tensor-type REGEX=TYPE",
-        "GGUF: type of tensors whose llama.cpp name matches, such as ffn_down=Q6_K; compressed-tensors: format of "
-        "weights whose name matches, such as self_attn=fp8-dynamic (repeatable; the last one wins)",
-        details="See [GGUF](gguf.md#types-of-single-tensors) and [mixed precision](quantize.md#mixed-precision).",
+        "Store tensors whose names match in another type (repeatable; the last wins)",
+        details="Of GGUF llama.cpp's names and types, `ffn_down=Q6_K`; of compressed-tensors formats, `self_attn=fp8-dynamic`. "
+        "See [GGUF](gguf.md#types-of-single-tensors) and [mixed precision](quantize.md#mixed-precision).",
     )
     mmproj: bool = option(
         True,

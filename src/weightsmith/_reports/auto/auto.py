@@ -138,7 +138,7 @@ def _asked(
 ) -> tuple[Models, AutoSettings, RunOptions]:
     given = [f"{name}={os.fspath(path)}" for name, path in (text or {}).items()]
     settings, running = read_options("auto", {"text": given, **options}, AutoSettings, RunOptions)
-    return Models(os.fspath(base), tuple(os.fspath(model) for model in fine_tunes)), settings, running
+    return Models.of(os.fspath(base), [os.fspath(model) for model in fine_tunes]), settings, running
 
 
 def find_merge(models: Models, out: str, settings: AutoSettings, running: RunOptions, shown: Meter) -> Auto:
@@ -194,8 +194,8 @@ def _names(models: Models) -> tuple[str, ...]:
 
 
 def _short(model: str) -> str:
-    """The last part of a model's name: of `org/fr@main` and `./models/fr` it is `fr`."""
-    name = Path(model.partition("@")[0]).name
+    """The last part of a model's name: of `org/fr@main`, `./models/fr` and `base+fr` it is `fr`."""
+    name = Path(model.rpartition("+")[2].partition("@")[0]).name
     return Path(model).resolve().name or "model" if name in ("", "..") else name
 
 

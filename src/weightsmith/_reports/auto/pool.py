@@ -19,6 +19,7 @@ from weightsmith._base.files import write_whole
 from weightsmith._base.strict_json import JsonError, parse
 from weightsmith._engine.memory import JobMemory
 from weightsmith._execution.options import RunOptions, resources_of
+from weightsmith._models.lora.opening import is_adapter
 from weightsmith._planning.planner import Prepared
 from weightsmith._plans import TextSource
 from weightsmith._reports.evaluate.opening import Opened, opened, prepare_named
@@ -49,6 +50,11 @@ class Models:
 
     base: str
     fine_tunes: tuple[str, ...]
+
+    @classmethod
+    def of(cls, base: str, fine_tunes: Sequence[str]) -> Models:
+        """An adapter's folder stands for the base with it."""
+        return cls(base, tuple(f"{base}+{model}" if is_adapter(Path(model)) else model for model in fine_tunes))
 
     def mean(self) -> dict[str, Any]:
         """The plain mean of the fine-tunes."""

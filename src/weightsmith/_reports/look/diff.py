@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import overload
@@ -133,7 +134,7 @@ def _tensor(matched: MatchedTensor, arrays: Arrays, models: Sequence[Checkpoint]
     linear, leading = matched.step.role == "linear", None
     if linear and changed and known:
         k = min(VALUES, *matched.step.out.shape) if math.isfinite(rank) else 0
-        leading = Leading(tuple(values[:k].tolist()), tuple(upper[:k].tolist()), int(rank) if rank >= 0 else None)
+        leading = Leading(array("d", values[:k].tobytes()), array("d", upper[:k].tobytes()), int(rank) if rank >= 0 else None)
     size = matched.step.out.size
     tensor = TensorDifference(
         matched.step.out.name,
@@ -152,7 +153,7 @@ def _tensor(matched: MatchedTensor, arrays: Arrays, models: Sequence[Checkpoint]
         leading,
         (in_a, in_b),
         matched.rows,
-        tuple(powers.tolist()),
+        array("q", powers.tobytes()),
     )
     return tensor, (tensor.name, tuple((int(row), float(share)) for row, share in moved.tolist() if row >= 0))
 

@@ -29,8 +29,8 @@ class Leading:
             a sketch of a larger matrix has columns (128), without a gap after them; or hidden in the rounding
     """
 
-    values: tuple[float, ...]
-    upper: tuple[float, ...]
+    values: Sequence[float]
+    upper: Sequence[float]
     rank: int | None
 
     @property
@@ -73,7 +73,7 @@ class TensorDifference:
     leading: Leading | None
     nonfinite: tuple[NonFiniteCounts, NonFiniteCounts] = (NonFiniteCounts(), NonFiniteCounts())
     common_rows: int = 0
-    magnitudes: tuple[int, ...] = ()
+    magnitudes: Sequence[int] = ()
 
     @property
     def measured(self) -> bool:

@@ -74,7 +74,7 @@ def difference_report(difference: Difference) -> Report:
         (f"cosine of A and B{_of_measured(total)}", written(total.cosine, "cosine")),
     )
     title, models = f"{b}, compared with {a}", tuple(zip("AB", difference.names, strict=True))
-    return Report(title, difference.reading, tuple(blocks), difference.to_json(), numbers, models)
+    return Report(title, difference.reading, tuple(blocks), difference.to_json, numbers, models)
 
 
 def comparison_report(comparison: Comparison) -> Report:
@@ -96,7 +96,7 @@ def comparison_report(comparison: Comparison) -> Report:
     )
     models = (("base", comparison.base), *zip(names, comparison.names, strict=True))
     title = f"Task vectors of {len(comparison.names)} models"
-    return Report(title, comparison.reading, tuple(blocks), comparison.to_json(), numbers, models)
+    return Report(title, comparison.reading, tuple(blocks), comparison.to_json, numbers, models)
 
 
 def _task_vector_pictures(comparison: Comparison, pairs: Sequence[str]) -> list[Block]:
@@ -247,11 +247,13 @@ def inspection_report(inspection: Inspection) -> Report:
     numbers = [("parameters", many(inspection.elements)), ("weight files", size(sum(nbytes for _, nbytes in inspection.files)))]
     layers = sum(stack.layers for stack in inspection.stacks)
     numbers += [("layers", f"{layers:,}")] if layers else []
-    return Report(inspection.name, (*summary, *inspection.notes), tuple(blocks), inspection.to_json(), tuple(numbers))
+    return Report(inspection.name, (*summary, *inspection.notes), tuple(blocks), inspection.to_json, tuple(numbers))
 
 
 def _pictures(tensor: TensorDifference) -> Pictures:
-    return Pictures(tensor.leading.values if tensor.leading is not None else (), *shares(tensor.magnitudes), "difference")
+    return Pictures(
+        tuple(tensor.leading.values) if tensor.leading is not None else (), *shares(tensor.magnitudes), "difference"
+    )
 
 
 def _together(tensors: Sequence[TensorDifference]) -> float | Mark:
@@ -398,7 +400,7 @@ def _spectra(tensors: Sequence[TensorDifference]) -> list[Curves]:
     chosen = sorted(most.values(), key=lambda tensor: -_by_share(tensor))[:SPECTRA]
     if not chosen:
         return []
-    lines = tuple((t.name, t.leading.values) for t in chosen if t.leading is not None)
+    lines = tuple((t.name, tuple(t.leading.values)) for t in chosen if t.leading is not None)
     about = "Of the delta that moved most in each part. A step down to the rounding noise shows the rank of a LoRA."
     return [Curves("Leading singular values", lines, "number", "singular value", about=about, log=True)]
 

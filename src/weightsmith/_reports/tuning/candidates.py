@@ -11,6 +11,7 @@ from typing import Any
 from weightsmith import _methods as methods
 from weightsmith._base.errors import PlanError, WeightsmithError
 from weightsmith._base.idioms import Closing
+from weightsmith._base.tensors import DTYPES
 from weightsmith._execution.execute import check_computable
 from weightsmith._features.any_recipe import prepare_any
 from weightsmith._features.quantisation.options import QuantizeSettings
@@ -38,6 +39,7 @@ class Candidates(Closing):
 
     def __init__(self, source: Source, options: RecipeOptions) -> None:
         """Raises PlanError with all problems of the recipe, and of ranges that a parameter does not allow."""
+        self._asked = source, options
         self._template = read_template(source, settings=options.settings, lenient=options.lenient)
         self._options = replace(options, settings={})
         self.tunables = self._template.tunables
@@ -46,6 +48,11 @@ class Candidates(Closing):
         self.whole = tuple(kinds[tunable.parameter] == {"int"} for tunable in self.tunables)
         self._bounds: list[Bound] = []
         self._check_ranges()
+
+    def in_float32(self) -> Candidates:
+        """The same, with float32 as the dtype of the output."""
+        source, options = self._asked
+        return Candidates(source, replace(options, out_dtype=DTYPES["F32"]))
 
     @property
     def start(self) -> Values:

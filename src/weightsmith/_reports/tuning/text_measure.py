@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from weightsmith._activations.decoder.forward import has_bfloat16
 from weightsmith._activations.scored_rows import ScoredRows, together
 from weightsmith._base.errors import NOTHING_WRITTEN, NonFinite, ParameterError, PlanError
 from weightsmith._base.torch_use import usable_device
+from weightsmith._engine.memory import JobMemory
 from weightsmith._execution.options import RunOptions, resources_of
 from weightsmith._execution.progress import Meter
 from weightsmith._planning.planner import Prepared
@@ -43,6 +45,10 @@ PROMOTED = 4
 RECENT = 16
 """Candidates among which a promoted one is compared."""
 
+MOST_MATRICES = 4
+"""Kept on disk of each tensor, such as those of four methods to choose from. More would fill the disk where weights inside of
+singular vectors are tuned: each candidate then has a matrix of its own."""
+
 
 @dataclass(frozen=True, eq=False)
 class _Group:
@@ -64,17 +70,17 @@ class TextMeasure:
     def __init__(
         self,
         candidates: Candidates,
-        exact: Candidates | None,
         first: Prepared,
         texts: EvaluateSettings,
         settings: TuneSettings,
         running: RunOptions,
         shown: Meter,
         stack: ExitStack,
+        folder: Path,
     ) -> None:
         """
-        exact  with float32 as the dtype of the output, for slopes; None for a search without
-        first  the candidate at the start values
+        first   the candidate at the start values
+        folder  where matrices that methods computed are kept for the next candidate, in a file without a name
 
         Raises PlanError and others for texts and references that cannot be used.
         """
@@ -94,9 +100,14 @@ class TextMeasure:
         resources = resources_of(first, running)
         arithmetic = _arithmetic(settings, usable_device(resources.device))
         nonfinite = running.allow_nonfinite
-        self._evaluator = Evaluator(self._one, resources, budget, arithmetic=arithmetic, allow_nonfinite=nonfinite)
+        matrices = JobMemory(folder, MOST_MATRICES)
+        self._evaluator = Evaluator(
+            self._one, resources, budget, arithmetic=arithmetic, allow_nonfinite=nonfinite, memory=matrices
+        )
         numbers = [i for i, tunable in enumerate(candidates.tunables) if not tunable.is_choice]
-        self._slopes = None if exact is None else Slopes(exact, self._evaluator, numbers)
+        self._slopes: Slopes | None = None
+        if settings.search == "gradient":
+            self._slopes = Slopes(stack.enter_context(candidates.in_float32()), self._evaluator, numbers)
         self._references = [self._open_reference(name, stack) for name in settings.reference]
         self.identity: Mapping[str, Any] = {
             "texts": self._texts.identity,

@@ -27,7 +27,6 @@ from weightsmith._base.errors import (
 )
 from weightsmith._base.files import expand_user, write_whole
 from weightsmith._base.options import assignment, find_option, named, option_error, read_options
-from weightsmith._base.tensors import DTYPES
 from weightsmith._execution.options import RunOptions
 from weightsmith._execution.progress import Meter, Reading, shown_meter
 from weightsmith._planning.options import RecipeOptions
@@ -132,10 +131,7 @@ def tuned(
             if texts.command is not None:
                 candidate_place, judge = target.with_suffix(".candidate"), settings.report_command
                 return CommandMeasure(candidates, first, candidate_place, texts.command, judge, texts, running, shown)
-            exact = None
-            if settings.search == "gradient":
-                exact = stack.enter_context(Candidates(recipe, replace(planning, out_dtype=DTYPES["F32"])))
-            return TextMeasure(candidates, exact, first, texts, settings, running, shown, stack)
+            return TextMeasure(candidates, first, texts, settings, running, shown, stack, target.parent)
 
         if settings.search == "gradient" and any(candidates.whole):
             name = candidates.tunables[candidates.whole.index(True)].name
