@@ -290,7 +290,7 @@ def test_what_no_text_can_be_written_for_is_a_problem_of_the_plan() -> None:
     config = json.loads((folder / "config.json").read_text())
     positions = config["max_position_embeddings"]
     assert f"a row has at most {positions} tokens, not {positions + 1}" in refused(folder, tokens=positions + 1)
-    assert "a row of 1 token has no room for one behind its start" in refused(folder, tokens=1)
+    assert "a row of 1 token has no space for one behind its start" in refused(folder, tokens=1)
     assert "must be at least 0 for a text that a model writes, not -1" in refused(folder, seed=-1)
     Path("own").mkdir()
     assert "there is a file or folder of this name\n  -> Write ./own for that" in refused(folder)
@@ -316,9 +316,9 @@ def test_a_file_that_is_called_own_is_named_with_its_folder() -> None:
 def test_slopes_of_its_own_text_say_nothing() -> None:
     """The gradient of the log probability is zero on average over what a model says."""
     save_all()
-    with pytest.raises(PlanError, match="its slopes are zero but for chance"):
+    with pytest.raises(PlanError, match="its slopes are zero, except for chance"):
         prepare(merge_of("own", "core_step"))
-    with pytest.raises(PlanError, match="its slopes are zero but for chance"):
+    with pytest.raises(PlanError, match="its slopes are zero, except for chance"):
         weightsmith.statistics("a", "own", "stats", kind=("fisher", "slopes"), progress=False)
 
 

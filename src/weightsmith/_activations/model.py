@@ -105,7 +105,7 @@ class TextModel:
         )
         fitting = tuple(ids for ids in starts.ids if len(ids) < tokens)
         if not fitting:
-            what = f"a row of {count(tokens, 'token')} has no room for one behind its start"
+            what = f"a row of {count(tokens, 'token')} has no space for one behind its start"
             raise ParameterError(what, where=self.label, fix="use more tokens for a row")
         return replace(starts, ids=fitting)
 
@@ -176,7 +176,7 @@ def text_for(
 
 def own_text_problems(source: str, kinds: Iterable[str]) -> list[WeightsmithError]:
     """Statistics that say nothing of a text that the model writes by itself. source: of the text."""
-    what = "a model's own text does not become likelier in any direction, so its {} are zero but for chance"
+    what = "a model's own text does not become likelier in any direction, so its {} are zero, except for chance"
     fix = "name a text of what the model is to learn"
     blind = [kind for kind in kinds if source == OWN and find_statistic(kind).labels == "text"]
     return [ParameterError(what.format(kind), fix=fix) for kind in blind]

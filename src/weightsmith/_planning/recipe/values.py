@@ -173,7 +173,8 @@ TEXT_FILE = Level(
         Key(
             "rows",
             count(),
-            "Rows of tokens that are read; by default as many as the text has, at most 128. Of `own`: rows to write, 20.",
+            "Rows of tokens that are read; by default as many as the text has, at most 128. With `own`, the number to write, "
+            "20 by default.",
         ),
         Key("tokens", count(), "Tokens of a row; 512 by default, 128 for `own`."),
     ),
