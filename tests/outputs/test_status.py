@@ -73,6 +73,18 @@ def test_a_run_that_was_killed(work: Path) -> None:
     assert weightsmith.status("out").published
 
 
+def test_an_output_that_is_published_while_it_is_looked_at(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def check(folder: Path) -> None:
+        monkeypatch.undo()
+        monkeypatch.chdir(work)
+        weightsmith.merge("linear.yml", "out", progress=False)
+
+    killed()
+    monkeypatch.setattr("weightsmith._outputs.status.check_kinds", check)
+    status = weightsmith.status("out")
+    assert (status.published, status.folder) == (True, None)
+
+
 def test_parts_are_counted_each_and_together(work: Path) -> None:
     plan = weightsmith.plan("linear.yml", max_shard_bytes=SHARD)
     weightsmith.run(plan, "out", part=(2, 3), progress=False)

@@ -1,6 +1,6 @@
 """The `own_text` product: rows of tokens that a model writes by itself, in place of a text.
 
-Each row begins with a start (`starts.py`), and the model goes on with it until the row is full: tokens are drawn from its
+Each row begins with a start (`starts.py`), and the model continues it until the row is full: tokens are drawn from its
 predictions, with random numbers of the row. Statistics are then of what the model would say, without a text of its domain
 (Williams and Aletras 2024, self-calibration, https://arxiv.org/abs/2410.17170). Rows are tokens from the beginning: nothing is
 decoded, and cut again in another way.

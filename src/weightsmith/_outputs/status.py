@@ -95,6 +95,8 @@ def status(out: str | os.PathLike[str], *, staging: str | os.PathLike[str] | Non
         raise NotFound(what, where=str(out), fix=fix)
     check_kinds(folder)
     whole = read_journal(folder / JOURNAL)
+    if not whole.lines and not folder.is_dir():  # it has just been published
+        return status(out, staging=staging)
     tensors = set(whole.tensors)
     parts = []
     for journal in part_journals(folder):
