@@ -237,10 +237,13 @@ def check_order(recipe: str, out: str) -> None:
         raise typer.BadParameter(f"{printable(recipe)} and {printable(out)} are folders, and neither is a recipe.")
 
 
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
 def check_plan(plan: str) -> None:
     """Raise BadParameter for a model in the place of a plan: a folder, or the name of one."""
-    path = Path(plan)
-    if is_folder(path) or not (plan.endswith(".json") or os.path.lexists(path)):
+    is_id = _HUB_ID.fullmatch(plan) is not None and not plan.endswith(".json")
+    if is_folder(Path(plan)) or (is_id and not os.path.lexists(plan)):
         raise typer.BadParameter(f"run takes a plan and OUT, and {printable(plan)} is no plan.")
 
 
