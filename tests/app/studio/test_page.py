@@ -289,9 +289,10 @@ def _edits(page: Any, seed: int, count: int = 50) -> None:
 FIRST_EVENT = """fetch('/events').then(async answer => {
   const reader = answer.body.getReader();
   let text = "";
-  while (!text.includes("\\n\\n")) text += new TextDecoder().decode((await reader.read()).value);
+  const first = () => text.split("\\n\\n").slice(0, -1).find(event => event.startsWith("data:"));
+  while (!first()) text += new TextDecoder().decode((await reader.read()).value);
   reader.cancel();
-  return JSON.parse(text.slice(5, text.indexOf("\\n\\n"))).document.text;
+  return JSON.parse(first().slice(5)).document.text;
 })"""
 TYPE = """text => {
   const area = document.querySelector("#text");
