@@ -24,7 +24,7 @@ from tests.browser_help import browser
 
 __all__ = ["browser"]
 
-pytestmark = [pytest.mark.process, pytest.mark.slow]
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.sweep]
 FRENCH, GERMAN = "./out/demo/french", "./out/demo/german"
 PROBLEMS = "document.querySelector('#why').textContent.includes('problem')"
 NOT_RUNNING = "[...document.querySelectorAll('.doing')].every(each => each.textContent === '')"
@@ -84,7 +84,7 @@ class Killed:
         )
         self.visit.until(NOT_RUNNING)
         self.visit.until("!document.querySelector('#progress').textContent.includes('merging')")
-        assert self.page.locator("#cancel").is_hidden(), name
+        self.page.locator("#cancel").wait_for(state="hidden")
         if self.visit.recipe.strip():
             self.visit.until("!document.querySelector('#why').textContent.includes('Checking')")
         self.words[name] = " ".join(self.page.locator("#progress, #refused").all_text_contents()).strip()
