@@ -8,7 +8,7 @@ import socket
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from weightsmith._base.errors import NotFound
+from weightsmith._base.errors import NotFound, StoreError
 from weightsmith._outputs import disk
 from weightsmith._outputs.area import staging_folder
 from weightsmith._outputs.journal import read_journal
@@ -75,7 +75,7 @@ def status(out: str | os.PathLike[str], *, staging: str | os.PathLike[str] | Non
     staging  folder in which the work for an address is kept; None: the current folder
 
     Costs one reading of the journals: 15 MB for 100,000 tensors. Raises NotFound if nothing is there, StoreError for a staging
-    folder that weightsmith did not make.
+    folder that weightsmith did not make, and for what may not be read.
 
     >>> import weightsmith
     >>> weightsmith.status("nowhere")
@@ -83,6 +83,14 @@ def status(out: str | os.PathLike[str], *, staging: str | os.PathLike[str] | Non
     weightsmith._base.errors.NotFound: nowhere: no output, and no unfinished work on it
       -> Write the OUT of the command that builds it; for an address, run this in the same folder, or add --staging.
     """
+    try:
+        return _status(out, staging)
+    except OSError as error:
+        what, fix = f"cannot be read: {error.strerror}", "change its permissions"
+        raise StoreError(what, where=error.filename or str(out), fix=fix) from error
+
+
+def _status(out: str | os.PathLike[str], staging: str | os.PathLike[str] | None) -> BuildStatus:
     target = place_of(out)
     path = staged_path(target, staging)
     folder = staging_folder(path)
@@ -96,7 +104,7 @@ def status(out: str | os.PathLike[str], *, staging: str | os.PathLike[str] | Non
     check_kinds(folder)
     whole = read_journal(folder / JOURNAL)
     if not whole.lines and not folder.is_dir():  # it has just been published
-        return status(out, staging=staging)
+        return _status(out, staging)
     tensors = set(whole.tensors)
     parts = []
     for journal in part_journals(folder):

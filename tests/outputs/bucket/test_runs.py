@@ -223,7 +223,7 @@ def test_killed_half_way_and_resumed_no_file_is_uploaded_twice(
 def test_ctrl_c_leaves_work_that_one_of_two_processes_resumes(here: Path, moto: Server) -> None:
     Path("r.yml").write_text(AVERAGE)
     out = moto.address("x/out")
-    first = spawned(SLOW, out, "0.3")
+    first = spawned(SLOW, out, "1.5")
     while not any(name.startswith("out/") for name in moto.contents("x")):
         assert first.poll() is None, first.communicate()
         time.sleep(0.02)
