@@ -179,7 +179,8 @@ weightsmith.merge("r.yml", sys.argv[1], progress=False, max_shard_bytes=100_000)
 """
 """A merge that is killed after four files."""
 SLOW = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 from weightsmith._app.cli import main
 from weightsmith._outputs.bucket import BucketTarget
 put, (out, seconds) = BucketTarget.put, sys.argv[1:]
@@ -223,7 +224,7 @@ def test_killed_half_way_and_resumed_no_file_is_uploaded_twice(
 def test_ctrl_c_leaves_work_that_one_of_two_processes_resumes(here: Path, moto: Server) -> None:
     Path("r.yml").write_text(AVERAGE)
     out = moto.address("x/out")
-    first = spawned(SLOW, out, "1.5")
+    first = spawned(SLOW, out, "0.3")
     while not any(name.startswith("out/") for name in moto.contents("x")):
         assert first.poll() is None, first.communicate()
         time.sleep(0.02)
