@@ -302,13 +302,13 @@ def _run_tune(base: Path, fine_tunes: dict[str, Path], case: Case, texts: Path, 
     """The recipe of docs/tune.md, with weights that `weightsmith tune` finds, merged."""
     weights = {"weight": {"tune": [0, 1.5]}, "density": 0.5}
     models = [{"model": str(path), "parameters": weights} for path in fine_tunes.values()]
-    recipe, found = out.with_suffix(".range.yml"), out.with_suffix(".yml")
+    recipe, tuned = out.with_suffix(".range.yml"), out.with_suffix(".yml")
     recipe.write_text(json.dumps({"merge_method": "ties", "base_model": str(base), "models": models}))
-    command = [sys.executable, "-m", "weightsmith", "tune", str(recipe), str(found), "--json", "--quiet", "--no-resume"]
+    command = [sys.executable, "-m", "weightsmith", "tune", str(recipe), str(tuned), "--json", "--quiet", "--no-resume"]
     for kind in case.kinds.values():
         command += ["--text", f"{texts / 'tune' / kind}.txt"]
     result, cost = _timed([*command, "--budget", str(TRIALS), "--tokens", "384"])
-    weightsmith.merge(found, out, progress=False)
+    weightsmith.merge(tuned, out, progress=False)
     return {"values": result["values"], "reading": result["reading"], "trials": len(result["trials"])} | cost
 
 

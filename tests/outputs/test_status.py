@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -69,6 +70,9 @@ def test_a_run_that_was_killed(work: Path) -> None:
     lock.write_text("process 1 on elsewhere")
     [builder] = weightsmith.status("out").builders
     assert (builder.machine, builder.running) == ("elsewhere", None)
+    lock.write_text(f"process {10**30} on {socket.gethostname()}")
+    [builder] = weightsmith.status("out").builders
+    assert builder.running is False
     weightsmith.merge("linear.yml", "out", progress=False)
     assert weightsmith.status("out").published
 

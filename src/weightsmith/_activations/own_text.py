@@ -34,10 +34,10 @@ TEMPERATURE = 1.0
 """Divisor of the logits."""
 
 VERSION = 1
-"""Of the way in which tokens are drawn: another one for each change of the tokens."""
+"""Version of the sampling. A change that draws other tokens gets a new one."""
 
 _SHARE = 0.8
-"""Of the free memory, for the whole model and its keys and values: programs and layers need some, too."""
+"""Share of the free memory that the model, its keys and its values may take. Programs and layers need the rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ class OwnTextReport:
 
     @classmethod
     def of(cls, product: Product, arrays: Sequence[npt.NDArray[Any]]) -> OwnTextReport:
-        """Of a finished product."""
+        """The report on a finished product."""
         work = OwnTextWork.of(product)
         digest = hashlib.sha256(np.ascontiguousarray(arrays[0], "<i4").tobytes()).hexdigest()
         return cls(work.base.label, work.text.rows, work.text.tokens, work.text.seed, digest, work.unused_template)

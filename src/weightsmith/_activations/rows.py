@@ -49,7 +49,7 @@ OWN = "own"
 OWN_ROWS = 20
 """Rows that a model writes if their number is not given."""
 OWN_TOKENS = 128
-"""Tokens of such a row if not given, with its start."""
+"""Default number of tokens in such a row, including its start."""
 
 MAX_ROWS = 128
 """Rows taken from a text if their number is not given."""

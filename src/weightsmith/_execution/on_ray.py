@@ -3,7 +3,7 @@
 Ray only finds the machine and starts the process. It does not repeat tasks (`max_retries=0`), because the driver must know,
 and it moves no tensors: the plan's JSON goes to each machine once, and all else through the shared folder or the bucket.
 
-Ray ends the process that has joined its cluster, without a word, when its own processes on that machine die. So `watched`
+When Ray's own processes on a machine die, Ray silently ends the process that has joined its cluster. So `watched`
 joins in a process of its own: when that ends, the driver says so, and ends as after any other loss.
 """
 

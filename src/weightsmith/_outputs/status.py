@@ -136,8 +136,8 @@ def _changed(path: Path) -> float:
 def _is_running(process: int) -> bool:
     try:
         os.kill(process, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):  # no process has a number that large
         return False
-    except (PermissionError, OverflowError):
-        return True
+    except PermissionError:  # another user's
+        pass
     return True
