@@ -14,6 +14,15 @@ VALUES = """() => [...document.querySelectorAll(".ws-control")].map(each => {
   const value = each.classList.contains("ws-layer") ? points : each.classList.contains("ws-part") ? numbers : numbers[0];
   return [each.dataset.model ?? "", each.dataset.name, value];
 })"""
+HEARD = """{
+  const Source = EventSource;
+  window.EventSource = class extends Source {
+    constructor(...given) {
+      super(...given);
+      this.addEventListener("message", event => { window.heard = JSON.parse(event.data).studio?.id ?? window.heard; });
+    }
+  };
+}"""
 WAIT_MS = 60_000  # the machine may be busy
 
 
@@ -25,6 +34,7 @@ class Visit:
         self.context = browser.new_context(
             viewport={"width": width, "height": height}, color_scheme=scheme, has_touch=width < 500
         )
+        self.context.add_init_script(HEARD)
         self.said: list[str] = []
         self.elsewhere: list[str] = []
         self.page = self.tab()
@@ -57,6 +67,12 @@ class Visit:
 
     def __exit__(self, *given: object) -> None:
         self.context.close()
+
+    @property
+    def heard(self) -> str:
+        """The start of the studio that the page heard last: each has an id of its own."""
+        found: str = self.page.evaluate("window.heard ?? ''")
+        return found
 
     def step(self, name: str) -> None:
         """On a phone the three panes are three steps."""

@@ -225,12 +225,11 @@ export class Mix {
   }
 
   notes() {
-    const { notes, document: now } = this.link.state;
-    const old = notes && now && notes.version !== now.version;
-    $("notes").classList.toggle("old", Boolean(old));
-    if (notes && $("notes").dataset.version !== String(notes.version)) {
+    const { notes } = this.link.state;
+    $("notes").classList.toggle("old", !this.link.checked);
+    if (notes && this.noted !== notes) {
       $("notes").innerHTML = notes.html;
-      $("notes").dataset.version = notes.version;
+      this.noted = notes;
     }
     this.lines();
     $("costs").replaceChildren(...(notes?.costs ?? []).map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value))));

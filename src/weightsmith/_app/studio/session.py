@@ -193,6 +193,9 @@ class Session:
                     hint = show.hint("The preview appears when the recipe is correct.") if text.strip() else ""
                     self._show_preview(version, hint)
             except Exception as error:  # the page must go on, whatever a model holds
+                if (self.board.get("notes") or {}).get("version") != version:
+                    facts = {"version": version, "html": show.error(error), "marks": [], "good": False}
+                    self.board.put("notes", facts | {"reason": "The recipe cannot be checked."})
                 self._show_preview(version, show.error(error))
             done = version
 
