@@ -118,7 +118,7 @@ def test_limits_are_said_while_typing(browser: Any, studio: Studio) -> None:
         visit.until("!document.querySelector('#merge').disabled")
         page.click("#tab-sweep")
         page.fill("#values", "1, 2, 3, 4, 5, 6, 7, 8, 9, 10")
-        visit.has("#sweep-limit", "Write up to 9 numbers")
+        visit.has("#sweep-limit", "Enter up to 9 numbers")
         page.fill("#values", "0.2 0.4")
         assert not disabled(page, "#sweep-now")
         page.click("#tab-try")
@@ -126,12 +126,12 @@ def test_limits_are_said_while_typing(browser: Any, studio: Studio) -> None:
             visit.has("#try-limit", "needs torch and transformers") if not RUNS_MODELS else None
             return
         page.fill("#prompt", "")
-        visit.has("#try-limit", "Write a prompt, or a text.")
+        visit.has("#try-limit", "Enter a prompt or some text.")
         assert disabled(page, "#try-now")
         page.evaluate("document.querySelector('#judged').value = 'x'.repeat(100001)")
         page.locator("#judged").press("End")
         page.locator("#judged").press("y")
-        visit.has("#try-limit", "100,002 characters, and 100,000 are the most")
+        visit.has("#try-limit", "100,002 characters, and the limit is 100,000")
         page.click("#tab-tune")
         page.fill("#tune-text", " ".join(f"word{i}" for i in range(30)))
         page.fill("#row-tokens", "64")
@@ -143,7 +143,7 @@ def test_limits_are_said_while_typing(browser: Any, studio: Studio) -> None:
         assert int(page.input_value("#row-tokens")) < 64
         visit.until("!document.querySelector('#tune-now').disabled")
         page.get_by_label(f"tune weight of {FR}: least value").fill("3")
-        visit.has("#tune-limit", "Each range goes from a smaller number to a larger one.")
+        visit.has("#tune-limit", "Each range must go from a smaller number to a larger one.")
         visit.fine()
 
 
@@ -341,17 +341,28 @@ def test_a_name_is_asked_for_until_the_answer_is_about_it(browser: Any, studio: 
         assert not disabled(page, "#merge"), "mine is a good name"
 
 
-def test_an_edit_whose_answer_is_lost_is_sent_again(browser: Any, studio: Studio) -> None:
+@pytest.mark.parametrize("answer", ["", '{"number": 1, "docum'])
+def test_an_edit_whose_answer_is_lost_is_sent_again(browser: Any, studio: Studio, answer: str) -> None:
+    """None at all, or half of one."""
     with Visit(browser, studio.address) as visit:
         page = visit.page
         visit.write(RECIPE)
         visit.until("!document.querySelector('#merge').disabled")
         lost: list[Any] = []
-        page.route("**/do/edit", lambda route: route.continue_() if lost else lost.append(route))
+
+        def edit(route: Any) -> None:
+            lost.append(route)
+            if len(lost) > 1:
+                route.continue_()
+            elif answer:
+                route.fulfill(body=answer, headers={"content-type": "application/json"})
+
+        page.route("**/do/edit", edit)
         visit.write(f"{RECIPE}# more\n")
         while not lost:
             page.wait_for_timeout(20)
-        assert page.inner_text("#saved") == "Saving …"
+        if not answer:
+            assert page.inner_text("#saved") == "Saving …"
         visit.saved()
         assert visit.recipe == f"{RECIPE}# more\n"
         visit.until("!document.querySelector('#merge').disabled")

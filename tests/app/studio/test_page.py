@@ -187,7 +187,7 @@ def test_hostile_recipes_and_names(browser: Any, studio: Studio, root: Path) -> 
         visit.until("!document.querySelector('#merge').disabled")
         for name in ("../evil", "/tmp/evil", HOSTILE):
             page.fill("#name", name)
-            visit.has("#why", "A name has up to 100 letters, digits")
+            visit.has("#why", "A name can have up to 100 letters, digits")
             assert page.locator("#merge").is_disabled()
         visit.write("merge_method: linear\n# " + "x" * 100_001)
         visit.has("#notes", "more than 100,000 characters")
@@ -237,7 +237,7 @@ def test_a_model_of_the_hub_is_checked_previewed_and_merged(browser: Any, root: 
             assert "error[" not in page.inner_text("#hub-found")
             page.fill("#hub-name", "org/fr")
             page.keyboard.press("Enter")
-            visit.has("#hub-found", "LlamaForCausalLM · 1.1 M parameters · 4 layers · BF16")
+            visit.has("#hub-found", "LlamaForCausalLM 1.1 M params 4 layers BF16")
             page.locator("#hub-found button", has_text="Add").click()
             visit.choose(DE)
             visit.has("#notes", "The recipe is correct")

@@ -14,6 +14,7 @@ VALUES = """() => [...document.querySelectorAll(".ws-control")].map(each => {
   const value = each.classList.contains("ws-layer") ? points : each.classList.contains("ws-part") ? numbers : numbers[0];
   return [each.dataset.model ?? "", each.dataset.name, value];
 })"""
+STATE = "['saved', 'why', 'progress', 'refused', 'dead'].map(id => `${id}: ${document.getElementById(id).innerText}`).join('\\n')"
 HEARD = """{
   const Source = EventSource;
   window.EventSource = class extends Source {
@@ -55,7 +56,9 @@ class Visit:
         """Wait until JavaScript says so. The page's policy forbids Playwright's own way, which evaluates texts."""
         end = time.monotonic() + WAIT_MS / 1000
         while not (page or self.page).evaluate(expression):
-            assert time.monotonic() < end, expression
+            if time.monotonic() > end:
+                words = (page or self.page).evaluate(STATE)
+                raise AssertionError(f"{expression}\n{words}\n{self.said}")
             (page or self.page).wait_for_timeout(20)
 
     def _request(self, request: Any) -> None:

@@ -140,10 +140,11 @@ export class Link {
   // Throws an error with `html` for what the server refuses, without it if it does not answer.
   async post(action, given, signal = this.life.signal) {
     const answer = await fetch(`/do/${action}`, { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(given), signal });
-    const found = await answer.json().catch(() => ({ problem: `The server said ${answer.status}.` }));
+    const found = await answer.json().catch(error => { if (error.name === "TimeoutError") throw error; return null; });
+    if (answer.ok && found) return found;  // half an answer is none
     // Only the studio refuses; a proxy in between, or a studio that was started again with another token, may answer later.
-    if (!answer.ok) throw Object.assign(new Error(action), { html: [400, 409, 413].includes(answer.status) ? found.problem : "" });
-    return found;
+    const refusal = answer.status === 413 ? "<p>This is too long for the studio.</p>" : [400, 409].includes(answer.status) ? found?.problem : "";
+    throw Object.assign(new Error(action), { html: refusal ?? "" });
   }
 
   // The value of a control: the newest edit of it, else the recipe's.
