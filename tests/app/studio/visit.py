@@ -25,6 +25,7 @@ HEARD = """{
   };
 }"""
 WAIT_MS = 60_000  # the machine may be busy
+SLOW_MS = 300_000  # a busy machine that imports torch
 
 
 class Visit:
