@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from weightsmith._engine.resources import Resources
     from weightsmith._planning.planner.prepared import Prepared
 
-WRITING = ("merge", "moe", "plan", "quantize", "dequantize", "extract_lora", "transplant_tokenizer", "run")
+WRITING = ("merge", "moe", "plan", "quantize", "dequantize", "extract_lora", "convert_lora", "transplant_tokenizer", "run")
 LOOKING = ("inspect", "diff", "preview", "evaluate", "tune")
 RUNNING = (*WRITING, "evaluate", "statistics", "tune", "auto")
 
