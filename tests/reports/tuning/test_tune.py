@@ -21,13 +21,12 @@ from weightsmith._engine import memory
 from weightsmith._execution.options import RunOptions
 from weightsmith._execution.progress import Silent
 from weightsmith._planning.options import RecipeOptions
-from weightsmith._reports.evaluate.options import EvaluateSettings
 from weightsmith._reports.evaluate.values import Change
+from weightsmith._reports.options import EvaluateSettings, TuneSettings
 from weightsmith._reports.tuning import text_measure
 from weightsmith._reports.tuning import tune as module
 from weightsmith._reports.tuning.evaluator import Evaluator
 from weightsmith._reports.tuning.journal import Trial
-from weightsmith._reports.tuning.options import TuneSettings
 from weightsmith._reports.tuning.result import NOT_BETTER, Tuning
 
 __all__ = ["cli"]

@@ -30,9 +30,9 @@ from weightsmith._execution.options import RunOptions, resources_of
 from weightsmith._execution.progress import Meter, Reading, shown_meter
 from weightsmith._planning.planner import Prepared
 from weightsmith._planning.planner.prepared import download, missing_files, stream
-from weightsmith._reports.auto.options import WriteSettings
 from weightsmith._reports.evaluate.opening import Named, Opened, name_of, opened, prepare_named
 from weightsmith._reports.keywords import WriteKeywords
+from weightsmith._reports.options import WriteSettings
 from weightsmith.abc.product import WholeTensor
 
 

@@ -38,10 +38,10 @@ from weightsmith._reports.evaluate.opening import (
     prepare_named,
     work_folder,
 )
-from weightsmith._reports.evaluate.options import EvaluateSettings
 from weightsmith._reports.evaluate.values import Evaluation, Numbers, RowLosses, score_of
 from weightsmith._reports.keywords import EvaluateKeywords
 from weightsmith._reports.look.surveys import Watching
+from weightsmith._reports.options import EvaluateSettings
 from weightsmith.abc.product import Arrays
 
 

@@ -19,7 +19,7 @@ from weightsmith._execution.progress import Meter
 from weightsmith._outputs.local import remove_checkpoint
 from weightsmith._planning.planner import Prepared
 from weightsmith._reports.command import Command, CommandFailed
-from weightsmith._reports.evaluate.options import EvaluateSettings
+from weightsmith._reports.options import EvaluateSettings
 from weightsmith._reports.tuning.candidates import Candidates, Values
 from weightsmith._reports.tuning.journal import Trial
 from weightsmith._reports.tuning.result import Judged

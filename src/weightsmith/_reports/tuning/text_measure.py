@@ -29,13 +29,12 @@ from weightsmith._planning.planner import Prepared
 from weightsmith._planning.planner.prepared import download, missing_files
 from weightsmith._planning.recipe import Scalar, Tunable
 from weightsmith._reports.evaluate.opening import Opened, opened, prepare_named
-from weightsmith._reports.evaluate.options import EvaluateSettings
 from weightsmith._reports.evaluate.values import RowLosses, score_of
+from weightsmith._reports.options import EvaluateSettings, TuneSettings
 from weightsmith._reports.tuning.candidates import Candidates, Values
 from weightsmith._reports.tuning.evaluator import MEMORY_BYTES, Evaluator, Reference, Rows
 from weightsmith._reports.tuning.journal import Trial
 from weightsmith._reports.tuning.merged_weights import Candidate
-from weightsmith._reports.tuning.options import TuneSettings
 from weightsmith._reports.tuning.result import Judged, combined
 from weightsmith._reports.tuning.texts import part, read_texts, stages
 
