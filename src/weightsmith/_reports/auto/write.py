@@ -10,9 +10,9 @@ from typing import Any, Unpack
 
 import numpy as np
 
+from weightsmith._activations.own_text import Starts, checked_starts, encoded_starts, starts_of
 from weightsmith._activations.sampling import Sampling, draw
 from weightsmith._activations.scored_rows import Cutter
-from weightsmith._activations.starts import Starts, checked_starts, encoded_starts, starts_of
 from weightsmith._base.errors import (
     NOTHING_WRITTEN,
     OutputExists,
