@@ -39,10 +39,9 @@ from weightsmith._reports.options import EvaluateSettings, TuneSettings
 from weightsmith._reports.tuning.candidates import Candidates, Values
 from weightsmith._reports.tuning.evolve import evolution
 from weightsmith._reports.tuning.journal import Journal, Trial
-from weightsmith._reports.tuning.measure import CommandMeasure, Measure
+from weightsmith._reports.tuning.measure import CommandMeasure, Measure, TextMeasure
 from weightsmith._reports.tuning.result import Tuning, combined
 from weightsmith._reports.tuning.search import searcher
-from weightsmith._reports.tuning.text_measure import TextMeasure
 
 WAIT_SECONDS = 0.3
 """Between two looks for trials that other processes are making."""
