@@ -125,8 +125,7 @@ class MergedWeights:
 
     def rows(self, name: str, numbers: Sequence[int]) -> Floats:
         tensor = self.take([name])[name]
-        picked: Floats = tensor[torch.tensor(numbers, device=tensor.device)].cpu().numpy()
-        return picked
+        return tensor[torch.tensor(numbers, device=tensor.device)].cpu().numpy()
 
     def merged(self, candidate: Candidate, names: Sequence[str]) -> dict[str, Floats]:
         """Some tensors of any candidate, with its own dtypes; nothing is kept."""
@@ -140,8 +139,7 @@ class MergedWeights:
         spare = self._spare.pop(name, None)
         if spare is None or not self.holds_model or spare.device.type != "cpu":
             return np.empty(self.specs[name].shape, np.float32)
-        array: Floats = spare.numpy()
-        return array
+        return spare.numpy()
 
     def _merge(self, candidate: Candidate, arrays: Mapping[str, Floats], known: dict[str, Arrays]) -> None:
         """Fill arrays with tensors of a candidate. known: arrays of products by their hash, in; those that were needed, out."""

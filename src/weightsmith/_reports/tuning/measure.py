@@ -425,8 +425,7 @@ def _arithmetic(settings: TuneSettings, device: str) -> Arithmetic:
 
 
 def _tokens(rows: ScoredRows) -> np.ndarray:
-    counts: np.ndarray = (rows.nbytes >= 0).sum(1).astype(np.float64)
-    return counts
+    return (rows.nbytes >= 0).sum(1).astype(np.float64)
 
 
 def _by_text(nats: np.ndarray, texts: Sequence[ScoredRows]) -> Iterator[RowLosses]:
