@@ -35,11 +35,11 @@ RECORDS = (
     "_execution.options:RunOptions",
     "_features.adapters.options:ExtractSettings",
     "_features.transplant.options:TransplantSettings",
-    "_reports.evaluate.options:EvaluateSettings",
+    "_reports.options:EvaluateSettings",
     "_activations.options:StatisticsSettings",
-    "_reports.auto.options:WriteSettings",
-    "_reports.auto.options:AutoSettings",
-    "_reports.tuning.options:TuneSettings",
+    "_reports.options:WriteSettings",
+    "_reports.options:AutoSettings",
+    "_reports.options:TuneSettings",
 )
 """Where the records of options are, below `weightsmith`. Of options with one name, messages name the first."""
 

@@ -41,7 +41,6 @@ from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._features.statistics import prepare_statistics
 from weightsmith._planning.options import RecipeOptions
 from weightsmith._reports.auto.cost import SearchPlan, plan_search
-from weightsmith._reports.auto.options import AutoSettings
 from weightsmith._reports.auto.pool import (
     Journal,
     Models,
@@ -59,6 +58,7 @@ from weightsmith._reports.auto.texts import TextPair, cut, row_tokens, write_own
 from weightsmith._reports.command import seconds_of
 from weightsmith._reports.evaluate.opening import Opened, opened, prepare_named
 from weightsmith._reports.keywords import AutoKeywords
+from weightsmith._reports.options import AutoSettings
 
 SUM_STRENGTHS, TSV_STRENGTHS = (0.6, 1.0), (0.4, 0.8)
 """Scored beside 0, which is the base, and for sums 1/N, which is the mean."""

@@ -10,9 +10,9 @@ from typing import Any, Unpack
 
 import numpy as np
 
+from weightsmith._activations.own_text import Starts, checked_starts, encoded_starts, starts_of
 from weightsmith._activations.sampling import Sampling, draw
 from weightsmith._activations.scored_rows import Cutter
-from weightsmith._activations.starts import Starts, checked_starts, encoded_starts, starts_of
 from weightsmith._base.errors import (
     NOTHING_WRITTEN,
     OutputExists,
@@ -30,9 +30,9 @@ from weightsmith._execution.options import RunOptions, resources_of
 from weightsmith._execution.progress import Meter, Reading, shown_meter
 from weightsmith._planning.planner import Prepared
 from weightsmith._planning.planner.prepared import download, missing_files, stream
-from weightsmith._reports.auto.options import WriteSettings
 from weightsmith._reports.evaluate.opening import Named, Opened, name_of, opened, prepare_named
 from weightsmith._reports.keywords import WriteKeywords
+from weightsmith._reports.options import WriteSettings
 from weightsmith.abc.product import WholeTensor
 
 
