@@ -4,7 +4,7 @@ Run it where the other programs are installed; the suite needs none of them, and
 
     pip install bitsandbytes==0.50.2 mlx[cpu]==0.32.4
     pip install auto-round==0.16.1 torchao==0.18.0
-    pip install compressed-tensors==0.13.0
+    pip install compressed-tensors==0.13.0 hqq==0.2.8.post1
     pip install "setuptools>=80" && BUILD_CUDA_EXT=0 pip install --no-build-isolation gptqmodel==7.6.0
     python -m tests.models.formats.oracles --write            # --only autoround: the others stay as they are
 """
@@ -108,6 +108,21 @@ def compressed(case: Case) -> np.ndarray:
     return _numpy(PackedQuantizationCompressor.decompress_weight(None, state, QuantizationArgs(**weights)))
 
 
+def hqq(case: Case) -> np.ndarray:
+    from hqq.core.quantize import HQQLinear, torch
+
+    (name,) = case.plain
+    prefix = name.removesuffix("weight")
+    layer = HQQLinear(None, None, compute_dtype=torch.float32, device="cpu")
+    state = {key.removeprefix(prefix): _tensor(a) for key, a in case.tensors.items()}
+    offloaded = state.pop("zero_scale", None)  # else hqq asks for a GPU
+    if offloaded is not None:
+        state |= {"zero": offloaded[0], "scale": offloaded[1], "offload_meta": torch.tensor(0, dtype=torch.uint8)}
+    others = {"optimize": False, "round_zero": False}
+    layer.load_state_dict({**state, **{key: torch.tensor(int(value), dtype=torch.uint8) for key, value in others.items()}})
+    return _numpy(layer.dequantize())
+
+
 def autoround(case: Case) -> np.ndarray:
     import torch
     from auto_round.export.export_to_awq.utils import dequantize_gemm
@@ -207,6 +222,7 @@ ORACLES: dict[str, Callable[[Case], np.ndarray]] = {
     "awq": awq,
     "autoround": autoround,
     "compressed": compressed,
+    "hqq": hqq,
     "exl3": exl3,
     "mlx": mlx,
     "torchao": torchao,
