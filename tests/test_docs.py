@@ -40,7 +40,7 @@ import pytest
 from tests.cli_help import environment
 from tests.fork_help import forked
 from tests.script_help import load
-from weightsmith._activations.starts import Starts
+from weightsmith._activations.own_text import Starts
 from weightsmith._base.errors import PlanError
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._features.mixture.build import prepare_moe

@@ -321,7 +321,7 @@ def open_checkpoint(
     Weights are safetensors, PyTorch's zip checkpoints (.bin, .pt, .pth, .ckpt), which are read without executing code, or GGUF,
     whose config.json and tokenizer are made from the file. Checkpoints of training runs (DCP, DeepSpeed's ZeRO) hold parts of
     each tensor, one for each process. GGUF's blocks, and FP8, compressed-tensors, GPTQ, AWQ, AutoRound, Quark, bitsandbytes,
-    ComfyUI, EXL3 and MLX weights are dequantised to float32; others are returned as stored.
+    ComfyUI, EXL3, HQQ and MLX weights are dequantised to float32; others are returned as stored.
 
     The result of `merge` and other functions is opened where it was written. A local path takes precedence over a Hub id of the
     same name; a Path is never a Hub id. A single file is opened without

@@ -387,8 +387,7 @@ class ProductSettings(ABC):
 
     def to_json(self) -> dict[str, Any]:
         """The settings of a product."""
-        data: dict[str, Any] = encode(self)
-        return data
+        return encode(self)
 
     @classmethod
     def check(cls, product: Product) -> str:
