@@ -655,15 +655,13 @@ class Layer:
     def __call__(self, hidden: Tensor) -> Tensor:
         """Run one row, float32 [tokens, hidden]. Thread-safe."""
         after = self.module(hidden[None], *self.args, **self.kwargs)
-        states: Tensor = (after if isinstance(after, Tensor) else after[0])[0]
-        return states
+        return (after if isinstance(after, Tensor) else after[0])[0]
 
     def batch(self, hidden: Tensor) -> Tensor:
         """Run some rows, float32 [rows, tokens, hidden], without gradients. Thread-safe."""
         with torch.no_grad():
             after = self.module(hidden, *self.args, **self.kwargs)
-        states: Tensor = after if isinstance(after, Tensor) else after[0]
-        return states
+        return after if isinstance(after, Tensor) else after[0]
 
     def pull(self, hidden: Tensor, leaving: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the gradients of the layer's input, [rows, tokens, hidden], and of its `weights`. Thread-safe.
@@ -700,8 +698,7 @@ class Layer:
     @property
     def before_mlp(self) -> nn.Module:
         """The norm that gets the residual stream between attention and MLP."""
-        norm: nn.Module = next(getattr(self.module, name) for name in _BEFORE_MLP if hasattr(self.module, name))
-        return norm
+        return next(getattr(self.module, name) for name in _BEFORE_MLP if hasattr(self.module, name))
 
 
 class _Batch:

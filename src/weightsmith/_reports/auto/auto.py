@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from weightsmith._activations.decoder.forward import fast_arithmetic
 from weightsmith._activations.options import StatisticsSettings
@@ -43,7 +43,6 @@ from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._features.statistics import prepare_statistics
 from weightsmith._planning.options import RecipeOptions
 from weightsmith._reports.auto.cost import SearchPlan, plan_search
-from weightsmith._reports.auto.options import AutoSettings
 from weightsmith._reports.auto.pool import (
     Journal,
     Models,
@@ -60,7 +59,10 @@ from weightsmith._reports.auto.result import Auto, CandidateScore, FineTune
 from weightsmith._reports.auto.texts import TextPair, cut, row_tokens, write_own
 from weightsmith._reports.command import seconds_of
 from weightsmith._reports.evaluate.opening import Opened, opened, prepare_named
-from weightsmith._reports.keywords import AutoKeywords
+from weightsmith._reports.options import AutoSettings
+
+if TYPE_CHECKING:
+    from weightsmith._reports.keywords import AutoKeywords
 
 SUM_STRENGTHS, TSV_STRENGTHS = (0.6, 1.0), (0.4, 0.8)
 """Scored beside 0, which is the base, and for sums 1/N, which is the mean."""

@@ -26,8 +26,7 @@ from weightsmith._planning.planner import Prepared
 from weightsmith._plans import TextSource
 from weightsmith._reports.evaluate.opening import Opened, opened, prepare_named
 from weightsmith._reports.evaluate.values import TOLD_APART, Mean
-from weightsmith._reports.tuning.evaluator import MEMORY_BYTES, Evaluator, Reference, Rows
-from weightsmith._reports.tuning.merged_weights import Candidate
+from weightsmith._reports.tuning.evaluator import MEMORY_BYTES, Candidate, Evaluator, Reference, Rows
 from weightsmith._reports.tuning.search import lowest
 from weightsmith._reports.tuning.texts import part
 

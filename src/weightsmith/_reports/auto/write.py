@@ -6,14 +6,14 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 
 from weightsmith._activations.decoder.forward import fast_arithmetic, narrow_linears
+from weightsmith._activations.own_text import Starts, checked_starts, encoded_starts, starts_of
 from weightsmith._activations.sampling import Sampling, draw
 from weightsmith._activations.scored_rows import Cutter
-from weightsmith._activations.starts import Starts, checked_starts, encoded_starts, starts_of
 from weightsmith._base.errors import (
     NOTHING_WRITTEN,
     OutputExists,
@@ -31,10 +31,12 @@ from weightsmith._execution.options import RunOptions, resources_of
 from weightsmith._execution.progress import Meter, Reading, shown_meter
 from weightsmith._planning.planner import Prepared
 from weightsmith._planning.planner.prepared import download, missing_files, stream
-from weightsmith._reports.auto.options import WriteSettings
 from weightsmith._reports.evaluate.opening import Named, Opened, name_of, opened, prepare_named
-from weightsmith._reports.keywords import WriteKeywords
+from weightsmith._reports.options import WriteSettings
 from weightsmith.abc.product import WholeTensor
+
+if TYPE_CHECKING:
+    from weightsmith._reports.keywords import WriteKeywords
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +155,7 @@ class Writer:
 
         sampling = _sampling(self._model, self.starts(settings).ids, settings)
         rows = draw(self._module, sampling, self._threads, self._device, tell, name)
-        decoded: list[str] = self.cutter.tokenizer.decode_batch(rows, skip_special_tokens=False)
-        return decoded
+        return self.cutter.tokenizer.decode_batch(rows, skip_special_tokens=False)
 
 
 def _check_output(out: str, *, overwrite: bool) -> Path:
