@@ -53,10 +53,10 @@ from weightsmith._methods.user import tensor_method as tensor_method
 from weightsmith._models.checkpoint import Checkpoint as Checkpoint
 from weightsmith._models.checkpoint import open_checkpoint as open_checkpoint
 from weightsmith._outputs.places import find_unfinished as find_unfinished
+from weightsmith._outputs.places import status as status
 from weightsmith._outputs.places import verify as verify
 from weightsmith._outputs.save import save_file as save_file
 from weightsmith._outputs.save import save_model as save_model
-from weightsmith._outputs.status import status as status
 from weightsmith._planning.recipe.written import Sum as Sum
 from weightsmith._planning.recipe.written import model as model
 from weightsmith._plans import Plan as Plan

@@ -31,9 +31,7 @@ from weightsmith._models.formats.exl2.blocks import HEAD
 from weightsmith._models.formats.unfused import PLAIN_HEAD
 from weightsmith._planning.options import RecipeOptions
 from weightsmith._reports import keywords
-from weightsmith._reports.auto.options import AutoSettings, WriteSettings
-from weightsmith._reports.evaluate.options import EvaluateSettings
-from weightsmith._reports.tuning.options import TuneSettings
+from weightsmith._reports.options import AutoSettings, EvaluateSettings, TuneSettings, WriteSettings
 
 __all__ = ["cli"]
 

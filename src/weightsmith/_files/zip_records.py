@@ -213,8 +213,7 @@ def _data_offset(file: RandomAccess, header: int, name: bytes, method: int, size
         raise _invalid(
             f"has the member {show(name.decode())} at byte {header:,} according to its directory, and something else is there"
         )
-    end: int = header + _LOCAL.size + name_len + extra_len
-    return end
+    return header + _LOCAL.size + name_len + extra_len
 
 
 def _check_overlaps(spans: list[tuple[int, int, str]]) -> None:

@@ -21,7 +21,7 @@ from weightsmith._planning.options import RecipeOptions
 if TYPE_CHECKING:
     from weightsmith._execution.run import Merged
     from weightsmith._features.adapters.report import Extraction
-    from weightsmith._features.transplant.report import Transplant
+    from weightsmith._features.transplant.rows import Transplant
     from weightsmith._plans import Plan
 
 

@@ -15,10 +15,11 @@ from weightsmith._base.files import show
 from weightsmith._base.idioms import grouped
 from weightsmith._base.options import named, option_error
 from weightsmith._base.tensors import DTYPES, TensorSpec
+from weightsmith._base.text import count
 from weightsmith._files.containers import GGUF
 from weightsmith._files.copied import is_read
 from weightsmith._models.formats.gguf.about import MODULES, keys_of_files, said_generation
-from weightsmith._models.formats.gguf.architecture import GgufArchitecture
+from weightsmith._models.formats.gguf.architecture import COMPUTED, GgufArchitecture
 from weightsmith._models.formats.gguf.architectures import architecture_of_config, text_config
 from weightsmith._models.formats.gguf.chat import NAMED_TEMPLATE
 from weightsmith._models.formats.gguf.cuts import CutEncoding, HeadOrder, Pieces, part_shape, pieces_of
@@ -170,7 +171,7 @@ def _prepare(model: _Model, draft: PlanDraft, companions: ModelFiles, importance
     draft.dropped += dropped
     draft.container, draft.header, draft.mmproj = GGUF, encode_metadata(keys | about), vision.header
     _keep_files(model, draft, companions, about)
-    draft.warnings += [*_unused(importances, stored), *defaults, *_left_out(dropped), *warnings, *findings]
+    draft.warnings += [*_unused(importances, stored), *defaults, *_left_out(dropped, model.architecture), *warnings, *findings]
     draft.warnings += [*_changed(steps, model.chosen), *_fallen_back(model, steps)]
 
 
@@ -179,7 +180,7 @@ def _shape(model: _Model, stored: Sequence[_Stored], keys: Mapping[str, Value], 
     names = _names(stored)
     stated: dict[str, Any] = {name.removeprefix(f"{model.architecture.name}."): value.value for name, value in keys.items()}
     layers, heads = model.config.count("num_hidden_layers"), model.config.count("num_attention_heads")
-    kv_heads = stated["attention.head_count_kv"]
+    kv_heads = stated.get("attention.head_count_kv", heads)
     kv_heads = kv_heads[0] if isinstance(kv_heads, list) else kv_heads
     return Shape(
         layers=layers,
@@ -262,14 +263,19 @@ def _fallen_back(model: _Model, steps: Sequence[Step]) -> list[Finding]:
     return findings
 
 
-def _left_out(dropped: Sequence[Dropped]) -> list[Finding]:
-    """A stored head that transformers would use, if it differs from the embedding; layers that predict."""
+def _left_out(dropped: Sequence[Dropped], architecture: GgufArchitecture) -> list[Finding]:
+    """A stored head that transformers would use, if it differs from the embedding; layers that predict; heads of encoders."""
     what = "it is left out: config.json ties the head to the embedding"
     fix = "set tie_word_embeddings to false in the input's config.json if the two differ"
     findings = [Finding(what, head.tensor, fix=fix) for head in dropped if head.reason == _HEAD_IS_EMBEDDING]
     if predict := [layer.tensor for layer in dropped if layer.reason == _PREDICTS]:
         what = f"{len(predict):,} tensors are left out: layers that predict several tokens at a time"
         findings.append(Finding(what, predict[0], fix="use the model as it is: it works without them"))
+    for reason in dict.fromkeys(architecture.unused.values()):
+        names = [tensor.tensor for tensor in dropped if tensor.reason == reason]
+        if names and reason != COMPUTED:
+            what = f"left out, {count(len(names), 'tensor')}: {reason}"
+            findings.append(Finding(what, names[0], fix="use the model as it is: its vectors do not need them"))
     return findings
 
 
@@ -297,7 +303,7 @@ def _parts(model: _Model, draft: PlanDraft) -> _Parts:
     architecture, layers = model.architecture, math.inf
     if architecture.predicting and model.config.count(architecture.predicting, 0, least=0):
         layers = model.config.count("num_hidden_layers")
-    dropped, kept = _without_doubles(draft.steps, model.config)
+    dropped, kept = _without_doubles(draft.steps, model)
     text, others, predict = list[Step](), list[Step](), list[Step]()
     for step in kept:
         name = step.out.name
@@ -310,14 +316,16 @@ def _parts(model: _Model, draft: PlanDraft) -> _Parts:
     return _Parts(text, others, predict, dropped)
 
 
-def _without_doubles(steps: Sequence[Step], config: GgufConfig) -> tuple[list[Dropped], list[Step]]:
-    """The steps without what llama.cpp computes: a tied head that is stored twice, and frequencies of RoPE."""
+def _without_doubles(steps: Sequence[Step], model: _Model) -> tuple[list[Dropped], list[Step]]:
+    """The steps without what llama.cpp does not store: a tied head that is stored twice, frequencies of RoPE, and `unused`."""
     dropped, kept = list[Dropped](), []
     for step in steps:
-        if _is_tied_head(step.out.name) and config.get("tie_word_embeddings"):
+        if _is_tied_head(step.out.name) and model.config.get("tie_word_embeddings"):
             dropped += _dropped([step], _HEAD_IS_EMBEDDING)
+        elif reason := model.architecture.reason_unused(step.out.name):
+            dropped += _dropped([step], reason)
         elif step.out.name.endswith(".rotary_emb.inv_freq"):
-            dropped += _dropped([step], "llama.cpp computes it")
+            dropped += _dropped([step], COMPUTED)
         else:
             kept.append(step)
     return list(dict.fromkeys(dropped)), kept
@@ -457,7 +465,8 @@ def _encoded(stored: _Stored, kinds: Sequence[str], importances: Importances, mo
         heads = config.count("num_attention_heads")
         turned = architecture.rotated_heads(spec.name, heads, config.count("num_key_value_heads", heads))
         head_rows, decays = spec.shape[0] // turned if turned else 0, is_decay(spec.name)
-        encoding = GgufEncoding(dtypes[0], head_rows, architecture.shift_of(spec.name), decays)
+        shift, skipped = architecture.shift_of(spec.name), architecture.rows_skipped(spec.name, config)
+        encoding = GgufEncoding(dtypes[0], head_rows, shift, decays, skipped=skipped)
     tables, weighted = list[Floats](), -1
     for part, kind in zip(stored.specs, kinds, strict=True):
         values = _importances(importances, part, kind, model.mixture) if TYPES[kind].block > 1 else None
