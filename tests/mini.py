@@ -40,8 +40,8 @@ def write_checkpoint(
     for shard in layout.shards:
         body = b"".join(as_bytes(tensors[spec.name]) for spec in shard.tensors)
         (folder / shard.name).write_bytes(shard.header + body)
-    if layout.index is not None:
-        (folder / "model.safetensors.index.json").write_bytes(layout.index)
+    for name, index in layout.indexes.items():
+        (folder / name).write_bytes(index)
     if config is not None:
         (folder / "config.json").write_text(json.dumps(config))
     return folder

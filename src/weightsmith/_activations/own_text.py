@@ -13,13 +13,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from weightsmith._activations.rows import OWN, encoded
-from weightsmith._activations.scored_rows import Cutter, rendered
 from weightsmith._activations.work import Work
 from weightsmith._base.errors import Finding, ParameterError, PlanError, Unsupported, WeightsmithError
 from weightsmith._base.process import memory_bytes
@@ -30,6 +29,9 @@ from weightsmith._engine.products import ProductContext, ProductKind, ProductRep
 from weightsmith._models.structure.vocabulary import is_embedding
 from weightsmith._plans import Product, TextSource
 from weightsmith.abc.product import Arrays
+
+if TYPE_CHECKING:
+    from weightsmith._activations.scored_rows import Cutter
 
 # ---- starts
 
@@ -120,6 +122,8 @@ def template_starts(cutter: Cutter, name: str) -> TemplateStarts:
     """
     if not cutter.template:
         return TemplateStarts()
+    from weightsmith._activations.scored_rows import rendered
+
     texts, problem = list[str](), ""
     talks = [[{"role": "user", "content": question}, {"role": "assistant", "content": _ANSWER}] for question in (_QUESTION, "")]
     try:

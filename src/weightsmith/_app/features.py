@@ -14,10 +14,10 @@ from weightsmith._execution.options import RunOptions
 from weightsmith._execution.run import Merged
 from weightsmith._features.adapters.options import ExtractSettings
 from weightsmith._features.transplant.options import TransplantSettings
-from weightsmith._reports.keywords import ExtractKeywords, StatisticsKeywords, TransplantKeywords
 
 if TYPE_CHECKING:
     from weightsmith._engine.local import Progress
+    from weightsmith._reports.keywords import ExtractKeywords, StatisticsKeywords, TransplantKeywords
 
 
 @lists_options("extract_lora", ExtractSettings, RunOptions)

@@ -307,8 +307,7 @@ def matched(rows: Floats, problem: Problem, *, use_donor: bool) -> Floats:
 
 
 def _lengths(rows: Floats) -> npt.NDArray[np.float64]:
-    lengths: npt.NDArray[np.float64] = np.maximum(np.linalg.norm(rows, axis=1).astype(np.float64), 1e-30)
-    return lengths
+    return np.maximum(np.linalg.norm(rows, axis=1).astype(np.float64), 1e-30)
 
 
 # ---- Tokens that are in a vocabulary, and hardly ever were in the training data.

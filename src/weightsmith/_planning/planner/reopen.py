@@ -206,7 +206,8 @@ def _load_method(plan: Plan, *, allow_code: bool) -> None:
 def _check_carried(plan: Plan, donor: Checkpoint) -> list[WeightsmithError]:
     """A plan may copy only files that our own plans would copy, never an `id_rsa`."""
     wrong = [name for name in plan.carried if name not in donor.files]
-    wrong += [name for name in plan.files if not is_read(name)]
+    parts = {f"{part}/config.json" for part in plan.naming.parts}
+    wrong += [name for name in plan.files if not is_read(name) and name not in parts]
     what = "the plan carries a file that the model does not have, or that no loader reads"
     return [FormatError(f"{what}: {show(name)}", where=donor.ref, fix="make the plan again") for name in wrong]
 

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -41,10 +41,12 @@ from weightsmith._reports.evaluate.opening import (
     work_folder,
 )
 from weightsmith._reports.evaluate.values import Evaluation, LayerErrors, Numbers, RowLosses, score_of
-from weightsmith._reports.keywords import EvaluateKeywords
 from weightsmith._reports.look.surveys import Watching
 from weightsmith._reports.options import EvaluateSettings
 from weightsmith.abc.product import Arrays
+
+if TYPE_CHECKING:
+    from weightsmith._reports.keywords import EvaluateKeywords
 
 
 @lists_options("evaluate", EvaluateSettings, RunOptions, besides=("text",))
@@ -275,8 +277,7 @@ def _by_text(arrays: Arrays, rows: ScoredRows, counts: Sequence[int]) -> list[Ro
         used = tokens > 0
 
         def sums(array: npt.NDArray[Any], places: slice = places, used: npt.NDArray[Any] = used) -> Numbers:
-            row_sums: Numbers = np.where(is_scored[places], array[places], 0).astype(np.float64).sum(1)[used]
-            return row_sums
+            return np.where(is_scored[places], array[places], 0).astype(np.float64).sum(1)[used]
 
         nats, *others = map(sums, arrays)
         divergences, agreements = others or (None, None)

@@ -44,7 +44,6 @@ from weightsmith._planning.planner.steps import with_needs
 from weightsmith._planning.recipe import Source
 from weightsmith._plans import COPY, PLAIN, PRODUCTS, Block, Gather, Plan, PlanDraft, Product, Read, Step, Table
 from weightsmith._plans.summary import Summary
-from weightsmith._reports.keywords import PlanKeywords
 from weightsmith._reports.look.difference import in_layers
 from weightsmith._reports.look.models import LayerPlace, by_layer_and_part, json_values, place_of
 from weightsmith._reports.look.surveys import (
@@ -66,6 +65,7 @@ from weightsmith.abc.job import Matrix, Tile
 
 if TYPE_CHECKING:
     from weightsmith._planning.planner import Prepared
+    from weightsmith._reports.keywords import PlanKeywords
 
 
 LOST = 0.2
@@ -500,8 +500,7 @@ def _chosen(spec: TensorSpec) -> npt.NDArray[np.int64] | None:
     random = np.random.Generator(np.random.Philox(xxhash.xxh64_intdigest(spec.name.encode())))
     edges = np.linspace(0, rows, count + 1).astype(np.int64)
     starts = edges[:-1] + (random.random(count) * np.maximum(1, np.diff(edges) - run + 1)).astype(np.int64)
-    chosen: npt.NDArray[np.int64] = (starts[:, None] + np.arange(run)).reshape(-1)
-    return chosen
+    return (starts[:, None] + np.arange(run)).reshape(-1)
 
 
 class _Tables:

@@ -127,7 +127,7 @@ def make_layout(specs: Sequence[TensorSpec], max_shard_bytes: int, header: bytes
             places[spec.name] = TensorPlace(number, offset, spec.nbytes)
             offset += _padded(spec.nbytes)
         shards.append(ShardLayout(name, start, offset, tuple(group)))
-    return Layout(tuple(shards), MappingProxyType(places), None, sum(shard.nbytes for shard in shards))
+    return Layout(tuple(shards), MappingProxyType(places), {}, sum(shard.nbytes for shard in shards))
 
 
 def _padded(nbytes: int) -> int:
