@@ -4,7 +4,7 @@ Run it where the other programs are installed; the suite needs none of them, and
 
     pip install bitsandbytes==0.50.2 mlx[cpu]==0.32.4
     pip install auto-round==0.16.1 torchao==0.18.0
-    pip install compressed-tensors==0.13.0 hqq==0.2.8.post1
+    pip install compressed-tensors==0.13.0 hqq==0.2.8.post1 amd-quark==0.13
     pip install "setuptools>=80" && BUILD_CUDA_EXT=0 pip install --no-build-isolation gptqmodel==7.6.0
     python -m tests.models.formats.oracles --write            # --only autoround: the others stay as they are
 """
@@ -123,6 +123,22 @@ def hqq(case: Case) -> np.ndarray:
     return _numpy(layer.dequantize())
 
 
+def quark(case: Case) -> np.ndarray:
+    import torch
+    from quark.torch.export.nn.modules.realquantizer import StaticScaledRealQuantizer
+    from quark.torch.quantization.config.config import QTensorConfig
+
+    entry, prefix = case.config["quantization_config"], next(iter(case.plain))
+    settings = entry["global_quant_config"]["weight"]
+    parts = {key.removeprefix(prefix): _tensor(a) for key, a in case.tensors.items()}
+    reorder = entry["export"]["pack_method"] == "reorder"
+    layer = StaticScaledRealQuantizer(
+        QTensorConfig.from_dict(settings), None, reorder, True, torch.float32, torch.device("cpu")
+    )
+    layer.scale, layer.zero_point = parts["_scale"], parts["_zero_point"]
+    return _numpy(layer(parts[""]))
+
+
 def autoround(case: Case) -> np.ndarray:
     import torch
     from auto_round.export.export_to_awq.utils import dequantize_gemm
@@ -223,6 +239,7 @@ ORACLES: dict[str, Callable[[Case], np.ndarray]] = {
     "autoround": autoround,
     "compressed": compressed,
     "hqq": hqq,
+    "quark": quark,
     "exl3": exl3,
     "mlx": mlx,
     "torchao": torchao,

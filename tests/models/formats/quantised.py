@@ -318,6 +318,62 @@ def hqq(
     return Case(tensors, config_of(entry), {f"{name}.weight": plain}, np.dtype(dtype))
 
 
+# ---- Quark's integers
+
+
+def quark(
+    shape: tuple[int, int] = (48, 96),
+    dtype: str = "int4",
+    qscheme: str = "per_group",
+    *,
+    group: int = 32,
+    symmetric: bool = False,
+    method: str = "reorder",
+    zeros: bool = True,
+    name: str = "q_proj",
+    seed: int = 0,
+    **weights: Any,
+) -> Case:
+    """zeros: whether they are stored."""
+    rng = np.random.default_rng(seed)
+    rows, cols = shape
+    bits, signed = int(dtype[-1]), not dtype.startswith("u")
+    low = -(1 << bits - 1) if signed else 0
+    grid = {"per_group": (rows, cols // group), "per_channel": (rows, 1), "per_tensor": (1, 1)}[qscheme]
+    codes, scales = rng.integers(low, low + (1 << bits), shape), rng.uniform(0.001, 0.02, grid).astype(np.float32)
+    zero = np.zeros(grid, int) if symmetric or not zeros else rng.integers(low, low + (1 << bits), grid)
+    spread = [a.repeat(rows // grid[0], 0).repeat(cols // grid[1], 1) for a in (zero, scales)]
+    plain = (codes - spread[0]).astype(np.float32) * spread[1]
+    order = [0, 2, 4, 6, 1, 3, 5, 7] if method == "reorder" else range(8)
+
+    def packed(values: np.ndarray) -> np.ndarray:
+        if bits == 8:
+            return values.astype(np.int8 if signed else np.uint8)
+        padded = np.pad(values, ((0, 0), (0, -values.shape[1] % 8)))
+        return pack((padded & 15).reshape(len(values), -1, 8)[..., list(order)].reshape(padded.shape), 4).view(np.int32)
+
+    if qscheme == "per_group":
+        stored, scale, zero_codes = packed(codes.T), scales.T, packed(zero.T)
+    elif qscheme == "per_channel":
+        stored, scale, zero_codes = packed(codes), scales[:, 0], packed(zero.T)[0]
+    else:
+        stored, scale = packed(codes), scales[0, 0]
+        zero_codes = zero[0, 0].astype(np.int32 if bits == 4 else np.int8 if signed else np.uint8)
+    arrays = {"weight": stored, "weight_scale": scale, "weight_zero_point": zero_codes}
+    tensors = {f"{name}.{key}": np.array(a, order="C") for key, a in arrays.items() if zeros or key != "weight_zero_point"}
+    observer = f"Per{qscheme.removeprefix('per_').title()}MinMaxObserver"
+    settings = {"dtype": dtype, "qscheme": qscheme, "symmetric": symmetric, "is_dynamic": False, **weights}
+    settings |= {"round_method": "half_even", "scale_type": "float", "observer_cls": observer}
+    settings |= {
+        "ch_axis": {"per_group": -1, "per_channel": 0}.get(qscheme),
+        "group_size": group if qscheme == "per_group" else None,
+    }
+    layers = {"weight": settings, "input_tensors": None}
+    entry = {"quant_method": "quark", "global_quant_config": layers, "layer_quant_config": {}}
+    entry["export"] = {"weight_format": "real_quantized", "pack_method": method}
+    return Case(tensors, config_of(entry, "bfloat16"), {f"{name}.weight": plain}, BF16)
+
+
 # ---- AutoRound
 
 
@@ -563,6 +619,13 @@ CASES: dict[str, Callable[[], Case]] = {
     },
     "hqq-4-as-float": lambda: hqq(as_float=True, dtype=np.float32),
     "hqq-4-offloaded": lambda: hqq(offloaded=True, axis=0, dtype=np.float32),
+    **{
+        f"quark-{dtype}-{qscheme}": partial(quark, dtype=dtype, qscheme=qscheme)
+        for dtype in ("int4", "uint4", "int8", "uint8")
+        for qscheme in ("per_group", "per_channel", "per_tensor")
+    },
+    "quark-int4-order": lambda: quark(method="order"),
+    "quark-int4-symmetric": lambda: quark(symmetric=True),
     "autoround-4": lambda: autoround(gptq, "auto_round:auto_gptq", indexed=False, bias=True),
     "autoround-3": lambda: autoround(gptq, "auto_round:auto_gptq", bits=3, indexed=False),
     "autoround-2-asymmetric": lambda: autoround(gptq, "auto_round", bits=2, indexed=False, symmetric=False, version="gptq_v2"),

@@ -86,8 +86,9 @@ def _apply(model_format: ModelFormat, assembled: Prepared, settings: QuantizeSet
     measures = settings.calibration not in (None, NONE)
     _check(settings, sized=sized, measures=measures)
     draft, request = assembled.draft, _request(model_format, settings)
-    drop_subfolders(draft, model_format.program)
     with _problems_of_a_plan():
+        kept = () if measures else model_format.modules(draft.config, partial(_file_of_donor, assembled))
+        drop_subfolders(draft, model_format.program, kept)
         if not measures:
             _prepare(model_format, assembled, request)
             return

@@ -307,7 +307,7 @@ def read_scaled(
             what = f"{place} in config.json says that the weights are quantised, and no tensor is {expected}"
             raise FormatError(what, where=where, fix=f"Remove {place} from config.json, if the weights are plain numbers.")
         foreign = [name for name in specs if name.rpartition(".")[2] in unused]
-        dropped = [name for name in specs if name.rpartition(".")[2] in _UNUSED or name.endswith("_proj_activation_scale")]
+        dropped = [name for name in specs if is_unused(name)]
         dropped += [name for name, spec in specs.items() if name.endswith((".k_bias", ".v_bias")) and spec.size == 1]
         hidden = {*foreign, *dropped}
         _check_others([name for name in specs if name not in hidden], specs, weights, where)
@@ -322,6 +322,11 @@ def is_codes(spec: TensorSpec) -> bool:
     if spec.dtype.name in ("F8_E4M3", "F8_E5M2"):
         return not spec.name.endswith((".weight_scale", ".weight_scale_inv"))
     return spec.name.endswith(_PACKED) or (spec.dtype.name == "I8" and spec.name.endswith(".weight"))
+
+
+def is_unused(name: str) -> bool:
+    """The tensor is a scale of activations or of the KV cache, which plain weights have not."""
+    return name.rpartition(".")[2] in _UNUSED or name.endswith("_proj_activation_scale")
 
 
 def read_block(value: object, key: str, where: str) -> Structure:

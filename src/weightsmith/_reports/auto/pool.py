@@ -13,10 +13,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from weightsmith._activations.decoder.forward import fast_arithmetic
 from weightsmith._activations.rows import text_source
 from weightsmith._base.errors import NOTHING_WRITTEN, MismatchError, ParameterError
 from weightsmith._base.files import write_whole
 from weightsmith._base.strict_json import JsonError, parse
+from weightsmith._base.torch_use import usable_device
 from weightsmith._engine.memory import JobMemory
 from weightsmith._execution.options import RunOptions, resources_of
 from weightsmith._models.lora.opening import is_adapter
@@ -107,7 +109,15 @@ class Pool:
         limit = running.max_memory_bytes
         budget = MEMORY_BYTES if limit is None else limit // 2
         resources = resources_of(one.prepared, running)
-        self._evaluator = Evaluator(one, resources, budget, allow_nonfinite=running.allow_nonfinite, memory=memory)
+        self._evaluator = Evaluator(
+            one,
+            resources,
+            budget,
+            arithmetic=fast_arithmetic(usable_device(resources.device)),
+            exact_head=True,
+            allow_nonfinite=running.allow_nonfinite,
+            memory=memory,
+        )
         self._parts = [_parts(one, path, tokens) for path in held]
         self._texts = [text_source(str(path), None, tokens, 0, "") for path in held]
         self._references: list[Reference] = []

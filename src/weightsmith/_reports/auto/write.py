@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 
+from weightsmith._activations.decoder.forward import fast_arithmetic, narrow_linears
 from weightsmith._activations.own_text import Starts, checked_starts, encoded_starts, starts_of
 from weightsmith._activations.sampling import Sampling, draw
 from weightsmith._activations.scored_rows import Cutter
@@ -171,7 +172,9 @@ def _check_output(out: str, *, overwrite: bool) -> Path:
 
 
 def _module(one: Opened, running: RunOptions, device: str) -> Any:
-    """transformers' module with the weights of the model, float32, on a device. Raises PlanError."""
+    """transformers' module with the weights of the model, on a device: in float32, but for linear layers where a processor
+    multiplies bfloat16. Raises PlanError.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
@@ -206,6 +209,8 @@ def _module(one: Opened, running: RunOptions, device: str) -> Any:
     if missing := sorted(report["missing_keys"]):
         what = f"transformers finds no weights for {len(missing):,} of its tensors, such as {missing[0]}"
         raise PlanError([Unsupported(what, where=one.name, fix="check its config.json")])
+    if fast_arithmetic(device) == "bfloat16":
+        narrow_linears(module, module.get_output_embeddings())
     return module.eval().to(device)
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from weightsmith._activations.decoder import Arithmetic, Base
 from weightsmith._activations.decoder.forward import Decoder, Layer, build, gradients_at
-from weightsmith._activations.losses import LOGITS_AT_ONCE, TOKENS_AT_ONCE
+from weightsmith._activations.losses import LOGITS_AT_ONCE, TOKENS_AT_ONCE, token_losses
 from weightsmith._activations.running import workers
 from weightsmith._activations.scored_rows import ScoredRows
 from weightsmith._base.errors import MismatchError, NonFinite, PlanError, WeightsmithError
@@ -226,17 +226,20 @@ class Evaluator:
         budget: int = MEMORY_BYTES,
         *,
         arithmetic: Arithmetic = "float32",
+        exact_head: bool = False,
         allow_nonfinite: bool = False,
         memory: JobMemory | None = None,
     ) -> None:
         """
         arithmetic  dtype in which linear layers multiply, and the head where there is no reference
+        exact_head  the head multiplies in float32 there too: for nats that are compared with those of others that have one
         memory      of the jobs of candidates; None: a new one
 
         Raises PlanError for a model that transformers cannot build, or a device that cannot be used.
         """
         self.base = replace(one.base, arithmetic=arithmetic)
         self.device = usable_device(resources.device)
+        self._exact_head = exact_head
         self._threads = resources.workers
         specs = {step.out.name: step.out for step in one.model.steps}
         memory = memory or JobMemory()
@@ -349,7 +352,7 @@ class Evaluator:
                     with torch.enable_grad():
                         entering = states[row, places].detach().requires_grad_()
                         logs = head(entering).log_softmax(1)
-                        loss = _nats(logs, targets) if expected is None else _divergence(logs, expected)
+                        loss = _nats(logs, targets) if expected is None else _divergence(logs, expected.log_softmax(1))
                         at = [entering, *(parameter for _, parameter in weights)]
                         leaving[row, places], *parts = gradients_at(loss * float(shares[row]), at)
                     for total, part in zip(sums, parts, strict=True):
@@ -365,7 +368,7 @@ class Evaluator:
     def _predicted(
         self, rows: Rows, row: int, reference: Reference | None, reference_head: _Head | None
     ) -> Iterator[tuple[npt.NDArray[np.intp], Tensor | None, Tensor]]:
-        """Yield pieces of a row: positions, the reference's predictions of the next tokens, and these tokens."""
+        """Yield pieces of a row: positions, the reference's logits of the next tokens, and these tokens."""
         vocabulary = max(self._weights.specs[name].shape[0] for name in self._decoder.head_weights.values())
         at_once = max(1, min(TOKENS_AT_ONCE, LOGITS_AT_ONCE // vocabulary))
         scored = np.flatnonzero(rows.scored.nbytes[row] >= 0)
@@ -375,7 +378,7 @@ class Evaluator:
             expected = None
             if reference_head is not None and reference is not None:
                 with torch.no_grad():
-                    expected = reference_head(reference.states[rows.name][row, tokens - 1]).log_softmax(1)
+                    expected = reference_head(reference.states[rows.name][row, tokens - 1])
             yield tokens - 1, expected, targets
 
     # ---- the model
@@ -459,16 +462,19 @@ class Evaluator:
     def _score(self, rows: Rows, states: Tensor, reference: Reference | None) -> tuple[Numbers, Numbers | None]:
         nats = np.zeros(len(rows.scored.ids))
         divergences = None if reference is None else np.zeros(len(nats))
-        narrow = self.base.arithmetic if reference is None else "float32"  # a divergence is small beside what rounding does
-        with self._head(narrow) as head, self._reference_head(reference) as reference_head:
+        exact = self._exact_head or reference is not None  # a divergence is small beside what rounding does
+        with (
+            self._head("float32" if exact else self.base.arithmetic) as head,
+            self._reference_head(reference) as reference_head,
+        ):
 
             def measure(row: int) -> None:
                 with torch.no_grad():
                     for places, expected, targets in self._predicted(rows, row, reference, reference_head):
-                        logs = head(states[row, places], targets).log_softmax(1)
-                        nats[row] += float(_nats(logs, targets))
-                        if divergences is not None and expected is not None:
-                            divergences[row] += float(_divergence(logs, expected))
+                        losses, distances = token_losses(head(states[row, places], targets), targets, expected)
+                        nats[row] += float(losses.double().sum())
+                        if divergences is not None and distances is not None:
+                            divergences[row] += float(distances.double().sum())
 
             with workers(self._threads, self.device) as pool:
                 list(pool.map(measure, range(len(nats))))

@@ -22,7 +22,7 @@ import numpy as np
 from torch import Tensor
 
 from weightsmith._activations.decoder import Arithmetic
-from weightsmith._activations.decoder.forward import has_bfloat16
+from weightsmith._activations.decoder.forward import fast_arithmetic
 from weightsmith._activations.scored_rows import ScoredRows, together
 from weightsmith._base.errors import NOTHING_WRITTEN, NonFinite, ParameterError, PlanError
 from weightsmith._base.torch_use import usable_device
@@ -421,7 +421,7 @@ def _arithmetic(settings: TuneSettings, device: str) -> Arithmetic:
     """The dtype of products: float32 for slopes, and on a GPU, unless the user says otherwise."""
     if settings.scoring_dtype is not None:
         return "bfloat16" if settings.scoring_dtype == "bfloat16" else "float32"
-    return "bfloat16" if settings.search != "gradient" and device == "cpu" and has_bfloat16() else "float32"
+    return "float32" if settings.search == "gradient" else fast_arithmetic(device)
 
 
 def _tokens(rows: ScoredRows) -> np.ndarray:
