@@ -218,7 +218,11 @@ def test_a_gguf_file_becomes_a_folder_of_peft(models: Any, tmp_path: Path) -> No
 def test_peft_computes_the_same_after_both_ways(models: Any, tmp_path: Path) -> None:
     torch, peft = pytest.importorskip("torch"), pytest.importorskip("peft")
     model = models("llama")
-    case = {"target_modules": ["q_proj", "k_proj", "embed_tokens"], "rank_pattern": {"q_proj": 8}, "alpha_pattern": {"k_proj": 3}}
+    case = {
+        "target_modules": ["q_proj", "k_proj", "embed_tokens"],
+        "rank_pattern": {"q_proj": 8},
+        "alpha_pattern": {"k_proj": 3},
+    }
     tuned = trained(model, tmp_path / "adapter", dtype="bfloat16", **case)
     path = converted(tmp_path / "adapter", tmp_path / "out", base=str(model), out_dtype=torch.float32)
     back = converted(path, tmp_path / "back", "peft", base=str(model))
@@ -338,7 +342,7 @@ def test_a_gguf_file_that_is_no_lora_says_so(case: str, tmp_path: Path) -> None:
 def test_heads_that_do_not_fit_are_refused(models: Any, tmp_path: Path) -> None:
     odd = {**THEIRS, "blk.0.attn_k.weight.lora_b": normal(18, RANK)}
     path = of_llama_cpp(tmp_path, odd)
-    with pytest.raises(PlanError, match="18 rows for 2 heads|and the adapter is for"):
+    with pytest.raises(PlanError, match=r"18 rows for 2 heads|and the adapter is for"):
         weightsmith.dequantize(f"{models('llama')}+{path}", tmp_path / "out", progress=False)
 
 

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 
 WORKING = (
-    "merge", "moe", "plan", "preview", "inspect", "diff", "eval", "tune", "studio", "quantize", "dequantize", "extract-lora", "convert-lora",
-    "transplant-tokenizer", "statistics", "auto", "write", "run", "verify", "status", "clean", "doctor", "demo",
+    "merge", "moe", "plan", "preview", "inspect", "diff", "eval", "tune", "studio", "quantize", "dequantize", "extract-lora",
+    "convert-lora", "transplant-tokenizer", "statistics", "auto", "write", "run", "verify", "status", "clean", "doctor", "demo",
 )  # fmt: skip
 """Commands that take a while. Each shows a `status_line`."""
 

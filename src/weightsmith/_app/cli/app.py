@@ -21,7 +21,9 @@ MAKE, LOOK, WRITE, KEEP = "Make a model", "Look before and after", "Write a reci
 COMMANDS: dict[str, tuple[str, dict[str, Any]]] = {
     "merge": (MAKE, {"cls": MergeCommand, "epilog": _MERGEKIT.format("yaml")}),
     "moe": (MAKE, {"cls": MoeCommand, "epilog": _MERGEKIT.format("moe")}),
-    **dict.fromkeys(("quantize", "dequantize", "extract-lora", "convert-lora", "transplant-tokenizer", "auto", "tune", "run"), (MAKE, {})),
+    **dict.fromkeys(
+        ("quantize", "dequantize", "extract-lora", "convert-lora", "transplant-tokenizer", "auto", "tune", "run"), (MAKE, {})
+    ),
     "plan": (LOOK, {"cls": MoeCommand}),
     **dict.fromkeys(("preview", "inspect", "diff", "eval", "statistics", "write", "verify", "status"), (LOOK, {})),
     **dict.fromkeys(("init", "methods", "schema", "studio"), (WRITE, {})),

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,6 @@ import yaml
 from weightsmith._base.errors import (
     Finding,
     MismatchError,
-    ParameterError,
     PlanError,
     Unsupported,
     WeightsmithError,
@@ -154,7 +154,9 @@ def _open_base(ref: ModelRef | None, stack: ExitStack) -> Checkpoint:
 
 def _draft(adapter: Adapter, settings: ConvertSettings, base: Checkpoint | None, base_ref: ModelRef | None) -> PlanDraft:
     title = f"Converted for {settings.layout} with weightsmith {__version__}."
-    draft = PlanDraft(Provenance(COMMAND, title, relation="adapter"), models=[model_input(adapter.checkpoint)], settings=[Settings({}, ())])
+    draft = PlanDraft(
+        Provenance(COMMAND, title, relation="adapter"), models=[model_input(adapter.checkpoint)], settings=[Settings({}, ())]
+    )
     places: Mapping[str, str] = {}
     if base is not None:
         places = asking(base, partial(find_places, base, adapter))
@@ -313,7 +315,7 @@ class _GgufAdapterDraft:
                 self._add_experts(name, members, config)
         if self.problems:
             raise PlanError(self.problems)
-        keys = adapter_keys(architecture, config, alpha, base_name if _on_hub(base_name) else os.path.basename(base_name))
+        keys = adapter_keys(architecture, config, alpha, base_name if _on_hub(base_name) else Path(base_name).name)
         self.draft.header, self.draft.container = encode_metadata(keys), GGUF_ADAPTER
 
     def _merge(self) -> str:

@@ -51,5 +51,7 @@ def in_hub_order(adapter: Adapter, config: Mapping[str, Any] | None) -> Adapter:
     from weightsmith._models.formats.gguf import adapter_file
 
     source = adapter_file.in_hub_order(checkpoint.source, adapter.turned, config, checkpoint.ref)
-    ordered = Checkpoint(checkpoint.ref, source, ModelFolder(checkpoint.folder, config=checkpoint.config), notes=checkpoint.notes)
+    ordered = Checkpoint(
+        checkpoint.ref, source, ModelFolder(checkpoint.folder, config=checkpoint.config), notes=checkpoint.notes
+    )
     return replace(adapter, checkpoint=ordered, turned={})

@@ -6,8 +6,8 @@
     NAME.lora_a           A [rank, inputs] of the tensor NAME; of the experts of a layer [experts, rank, inputs]
     NAME.lora_b           B [outputs, rank]; of experts [experts, outputs, rank]
 
-Names are llama.cpp's, and so is the order of rows: those of B for q and k of Llama are reordered within each head. The factors of
-`token_embd.weight` are [tokens, rank] and [hidden, rank]. llama.cpp skips norms without a word, and knows no norms of DoRA.
+Names are llama.cpp's, and so is the order of rows: those of B for q and k of Llama are reordered within each head. The factors
+of `token_embd.weight` are [tokens, rank] and [hidden, rank]. llama.cpp skips norms without a word, and knows no norms of DoRA.
 
 llama.cpp's converter does not write the number of heads, which the order of rows depends on. weightsmith does
 (`attention.head_count`), and takes it from the base for files that lack it.
@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from weightsmith._base.errors import FormatError, Unsupported
 from weightsmith._base.files import DAMAGED, Opener, open_local, show
-from weightsmith._base.tensors import DTYPES, DType, TensorSpec
+from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._models.formats.decoded import DecodedTensors, Weight, read_all
 from weightsmith._models.formats.gguf.architecture import GgufArchitecture
 from weightsmith._models.formats.gguf.architectures import architectures, text_config
@@ -92,8 +92,12 @@ def open_gguf_adapter(path: Path, where: str, open_file: Opener = open_local) ->
     header = read_gguf_header(path, open_file)
     keys = header.keys
     if keys.get("general.type") != ADAPTER_TYPE or keys.get(TYPE_KEY) != LORA:
-        what = f"general.type is {show(keys.get('general.type'))} and {TYPE_KEY} {show(keys.get(TYPE_KEY))}, not adapter and lora"
-        raise Unsupported(what, where=where, fix="name a LoRA that llama.cpp's convert_lora_to_gguf.py or weightsmith has written")
+        what = (
+            f"general.type is {show(keys.get('general.type'))} and {TYPE_KEY} {show(keys.get(TYPE_KEY))}, not adapter and lora"
+        )
+        raise Unsupported(
+            what, where=where, fix="name a LoRA that llama.cpp's convert_lora_to_gguf.py or weightsmith has written"
+        )
     if _ALORA in keys:
         what = "an activated LoRA, which is on for some tokens only"
         raise Unsupported(what, where=where, fix="use it with llama.cpp: it cannot be merged")
@@ -108,7 +112,9 @@ def open_gguf_adapter(path: Path, where: str, open_file: Opener = open_local) ->
         hub_name = architecture.hub_name(name)
         split = architecture.part_of(name) is not None or architecture.order(name, GgufConfig({})) is not None
         if hub_name is None or split or not name.endswith(".weight"):
-            what = f"factors of {show(name)}, which the Hub stores otherwise" if hub_name or split else f"factors of {show(name)}"
+            what = (
+                f"factors of {show(name)}, which the Hub stores otherwise" if hub_name or split else f"factors of {show(name)}"
+            )
             what += f", in an adapter of {show(architecture.name)}"
             raise Unsupported(what, where=where, fix=f"use the adapter that it was made of, or {_MERGE}")
         for module, one_a, one_b in _of_modules(hub_name.removesuffix(".weight"), a, b, where):
@@ -230,7 +236,9 @@ def _matrix(tensor: GgufTensor, expert: int) -> GgufTensor:
 def _rank(a: GgufTensor, b: GgufTensor, *, embedding: bool, where: str) -> int:
     ranks = {a.shape[1 if embedding else 0], b.shape[-1]} if len(a.shape) == len(b.shape) == 2 else set()
     if len(ranks) != 1 or not all(tensor.dtype.floating or tensor.dtype.block > 1 for tensor in (a, b)):
-        what = f"{show(a.name)} is {list(a.shape)} {a.dtype}, and {show(b.name)} {list(b.shape)} {b.dtype}: no factors of a matrix"
+        what = (
+            f"{show(a.name)} is {list(a.shape)} {a.dtype}, and {show(b.name)} {list(b.shape)} {b.dtype}: no factors of a matrix"
+        )
         raise FormatError(what, where=where, fix=DAMAGED)
     return ranks.pop()
 
@@ -257,9 +265,7 @@ def _base(keys: Mapping[str, Any]) -> str:
     return name if isinstance(name, str) else ""
 
 
-def adapter_keys(
-    architecture: GgufArchitecture, config: Mapping[str, Any], alpha: float, base: str
-) -> dict[str, Value]:
+def adapter_keys(architecture: GgufArchitecture, config: Mapping[str, Any], alpha: float, base: str) -> dict[str, Value]:
     """The keys of an adapter. config: of the language model; base: its name, or Hub id."""
     keys = {"general.architecture": Value("str", architecture.name), "general.type": Value("str", ADAPTER_TYPE)}
     keys[TYPE_KEY] = Value("str", LORA)
