@@ -43,8 +43,8 @@ from weightsmith._base.errors import WeightsmithError as WeightsmithError
 from weightsmith._base.errors import WorkerLost as WorkerLost
 from weightsmith._base.report import Report as Report
 from weightsmith._engine.local import Progress as Progress
-from weightsmith._execution.memory import merge_state_dicts as merge_state_dicts
 from weightsmith._execution.run import Merged as Merged
+from weightsmith._execution.state_dicts import merge_state_dicts as merge_state_dicts
 from weightsmith._methods import methods as methods
 from weightsmith._methods.signature import Bounds as Bounds
 from weightsmith._methods.signature import PerModel as PerModel

@@ -183,8 +183,14 @@ def resources_of(prepared: Prepared, options: RunOptions) -> Resources:
 
     Raises ParameterError for less memory than the plan needs.
     """
-    from weightsmith._engine.resources import Resources, processors
-    from weightsmith._engine.tiles import ALIGNED_BYTES, RESIDENT_BYTES, fit_resident_bytes, fit_tile_bytes
+    from weightsmith._engine.resources import (
+        ALIGNED_BYTES,
+        RESIDENT_BYTES,
+        Resources,
+        fit_resident_bytes,
+        fit_tile_bytes,
+        processors,
+    )
 
     threads, memory = options.threads or processors(), options.max_memory_bytes
     plan, records_bytes = prepared.plan, tensors_bytes(prepared)
