@@ -156,7 +156,6 @@ def other_files(
     repo     the model on the Hub that it becomes; "" for none
     squares, distance   how far its tensors and layers are from the base
     reports  of products
-    warnings    warnings
     """
     plan = prepared.plan
     donor = prepared.inputs[plan.donor]

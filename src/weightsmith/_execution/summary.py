@@ -15,8 +15,8 @@ from weightsmith._engine.computed import Computed
 from weightsmith._engine.local import visits, whole_passes
 from weightsmith._engine.product_graph import most_bytes
 from weightsmith._engine.reader import Reader
+from weightsmith._engine.resources import peak_memory_bytes
 from weightsmith._engine.results import Results
-from weightsmith._engine.tiles import peak_memory_bytes
 from weightsmith._execution.options import RunOptions, resources_of, tensors_bytes
 from weightsmith._execution.output import other_names
 from weightsmith._execution.progress import similar_time

@@ -22,7 +22,7 @@ from weightsmith._files.remote.addresses import STORES, Address, is_file_name
 from weightsmith._files.remote.http import HttpFile, ask, check_status, tag_of
 from weightsmith._files.remote.retries import Ranges, fetch, fetch_into, retry_request
 from weightsmith._files.remote.stores import Store
-from weightsmith._files.subfolders import MAX_FILES, MAX_MODULES, MAX_SETTINGS_BYTES, MODULES, TEMPLATES, folders_in
+from weightsmith._files.subfolders import MAX_FILES, MAX_MODULES, MAX_SETTINGS_BYTES, MODULES, PIPELINE, TEMPLATES, folders_in
 
 # ---- A file elsewhere, as sources read it
 
@@ -205,6 +205,7 @@ _PROBED = (
     f"{TEMPLATES}/tool_use.jinja",
     f"{TEMPLATES}/rag.jinja",
     MODULES,
+    PIPELINE,
     "config_sentence_transformers.json",
     "sentence_bert_config.json",
     "preprocessor_config.json",
@@ -355,9 +356,9 @@ def _probe(address: Address, name: str) -> HttpFile | None:
 
 
 def _modules(files: Mapping[str, Ranges]) -> tuple[str, ...]:
-    """The subfolders that modules.json names."""
-    listed = files.get(MODULES)
-    return folders_in(_content(listed)) if listed is not None and listed.nbytes <= MAX_SETTINGS_BYTES else ()
+    """The subfolders that modules.json and model_index.json name."""
+    listed = [files[name] for name in (MODULES, PIPELINE) if name in files]
+    return tuple(folder for file in listed if file.nbytes <= MAX_SETTINGS_BYTES for folder in folders_in(_content(file)))
 
 
 def _content(file: Ranges) -> bytes:
