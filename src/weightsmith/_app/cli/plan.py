@@ -39,7 +39,11 @@ def plan(
     running: RunOptions,
     out: Annotated[
         str,
-        typer.Argument(metavar="[OUT]", help="An address shows its uploads; a folder is ignored, so that plan can replace merge.", show_default=False),
+        typer.Argument(
+            metavar="[OUT]",
+            help="An address shows its uploads; a folder is ignored, so that plan can replace merge.",
+            show_default=False,
+        ),
     ] = "",
     explain: Annotated[
         str,
