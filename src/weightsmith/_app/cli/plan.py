@@ -15,8 +15,8 @@ from weightsmith._app.cli.work import show_warnings, working
 from weightsmith._base.errors import printable
 from weightsmith._base.text import count, fact, heading, result, say, section, show_json, show_table, size
 from weightsmith._execution.options import RunOptions
-from weightsmith._files.remote.addresses import is_address
 from weightsmith._features.quantisation.options import QuantizeSettings
+from weightsmith._files.remote.addresses import is_address
 from weightsmith._planning.options import RecipeOptions
 from weightsmith._plans.summary import reading_text, stream_text, time_text
 
