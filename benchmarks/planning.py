@@ -88,8 +88,8 @@ class Mixture:
             with (folder / shard.name).open("wb") as file:
                 file.write(shard.header)
                 file.truncate(shard.nbytes)
-        if layout.index is not None:
-            (folder / layout.index_name).write_bytes(layout.index)
+        for name, index in layout.indexes.items():
+            (folder / name).write_bytes(index)
         (folder / "config.json").write_text(json.dumps(self.config()))
         return sum(spec.nbytes for spec in specs)
 

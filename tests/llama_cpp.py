@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import ctypes as c
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -116,12 +117,12 @@ class Judge:
     def __exit__(self, *error: object) -> None:
         self._call("llama_model_free", None, c.c_void_p)(self._model)
 
-    def tokens(self, text: str) -> list[int]:
-        """Of a text, with special ones that are found in it, and without those that are added."""
+    def tokens(self, text: str, *, around: bool = False) -> list[int]:
+        """Of a text, with special ones that are found in it. around: with those that are put before and behind it."""
         data, call = text.encode(), self._call
         out = (c.c_int32 * (len(data) + 16))()
         arguments = c.c_void_p, c.c_char_p, c.c_int32, c.c_void_p, c.c_int32, c.c_bool, c.c_bool
-        count = call("llama_tokenize", c.c_int32, *arguments)(self._vocab, data, len(data), out, len(out), False, True)
+        count = call("llama_tokenize", c.c_int32, *arguments)(self._vocab, data, len(data), out, len(out), around, True)
         assert count >= 0
         return list(out[:count])
 
@@ -129,13 +130,47 @@ class Judge:
         """Whether the token ends a generation."""
         return bool(self._call("llama_vocab_is_eog", c.c_bool, c.c_void_p, c.c_int32)(self._vocab, token))
 
-    def logits(self, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
-        """What follows each of some tokens: float32 [tokens, vocabulary]."""
+    def logits(self, tokens: Sequence[int], adapter: Path | None = None) -> npt.NDArray[np.float32]:
+        """What follows each of some tokens: float32 [tokens, vocabulary]. adapter: a GGUF file that is added."""
+        size = self._call("llama_vocab_n_tokens", c.c_int32, c.c_void_p)(self._vocab)
+        with self._computed(tokens, adapter=adapter) as context:
+            found = self._call("llama_get_logits", c.POINTER(c.c_float), c.c_void_p)(context)
+            return np.ctypeslib.as_array(found, (len(tokens), size)).copy()
+
+    def vectors(self, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
+        """The vector of each of some tokens, of a model that does not pool them: float32 [tokens, width]."""
+        width = self._call("llama_model_n_embd", c.c_int32, c.c_void_p)(self._model)
+        with self._computed(tokens, vectors=True) as context:
+            assert self._call("llama_pooling_type", c.c_int, c.c_void_p)(context) == 0
+            found = self._call("llama_get_embeddings", c.POINTER(c.c_float), c.c_void_p)(context)
+            return np.ctypeslib.as_array(found, (len(tokens), width)).copy()
+
+    def pooled(self, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
+        """The vector of a text, or its scores, as the file says that tokens are pooled: float32 [width or labels]."""
+        call = self._call
+        with self._computed(tokens, vectors=True) as context:
+            pooling = call("llama_pooling_type", c.c_int, c.c_void_p)(context)
+            assert pooling > 0
+            size = "llama_model_n_cls_out" if pooling == 4 else "llama_model_n_embd_out"
+            count = call(size, c.c_int32, c.c_void_p)(self._model)
+            found = call("llama_get_embeddings_seq", c.POINTER(c.c_float), c.c_void_p, c.c_int32)(context, 0)
+            return np.ctypeslib.as_array(found, (count,)).copy()
+
+    @contextmanager
+    def _computed(self, tokens: Sequence[int], *, vectors: bool = False, adapter: Path | None = None) -> Iterator[Any]:
+        """A context in which the model has read some tokens."""
         call, n = self._call, max(64, len(tokens))
         settings = call("llama_context_default_params", _Context)()
         settings.n_ctx = settings.n_batch = settings.n_ubatch = n
         context = call("llama_init_from_model", c.c_void_p, c.c_void_p, _Context)(self._model, settings)
         assert context
+        call("llama_set_embeddings", None, c.c_void_p, c.c_bool)(context, vectors)
+        if adapter is not None:
+            lora = call("llama_adapter_lora_init", c.c_void_p, c.c_void_p, c.c_char_p)(self._model, str(adapter).encode())
+            assert lora, f"llama.cpp does not load {adapter}"
+            adapters, scales = (c.c_void_p * 1)(lora), (c.c_float * 1)(1)
+            arguments = c.c_void_p, c.POINTER(c.c_void_p), c.c_size_t, c.POINTER(c.c_float)
+            assert call("llama_set_adapters_lora", c.c_int32, *arguments)(context, adapters, 1, scales) == 0
         # Its threads wait for each other by spinning: beside other workers several take a hundred times as long as one.
         call("llama_set_n_threads", None, c.c_void_p, c.c_int32, c.c_int32)(context, 1, 1)
         batch = call("llama_batch_init", _Batch, c.c_int32, c.c_int32, c.c_int32)(len(tokens), 0, 1)
@@ -144,9 +179,6 @@ class Judge:
             batch.token[i], batch.position[i], batch.n_sequences[i], batch.logits[i] = token, i, 1, 1
             batch.sequences[i][0] = 0
         assert call("llama_decode", c.c_int32, c.c_void_p, _Batch)(context, batch) == 0
-        size = call("llama_vocab_n_tokens", c.c_int32, c.c_void_p)(self._vocab)
-        found = call("llama_get_logits", c.POINTER(c.c_float), c.c_void_p)(context)
-        copied: npt.NDArray[np.float32] = np.ctypeslib.as_array(found, (len(tokens), size)).copy()
+        yield context
         call("llama_batch_free", None, _Batch)(batch)
         call("llama_free", None, c.c_void_p)(context)
-        return copied

@@ -14,8 +14,7 @@ import numpy as np
 from weightsmith import _methods as methods
 from weightsmith._base.tensors import DTYPES, DType, TensorSpec
 from weightsmith._engine.local import DiscardedOutput, run
-from weightsmith._engine.resources import Resources, Workload
-from weightsmith._engine.tiles import TILE_BYTES
+from weightsmith._engine.resources import TILE_BYTES, Resources, Workload
 from weightsmith._files.containers import make_layout
 from weightsmith._models.checkpoint import open_checkpoint
 from weightsmith._models.structure.projections import SubMatrix
@@ -40,8 +39,8 @@ def write_checkpoint(
     for shard in layout.shards:
         body = b"".join(as_bytes(tensors[spec.name]) for spec in shard.tensors)
         (folder / shard.name).write_bytes(shard.header + body)
-    if layout.index is not None:
-        (folder / "model.safetensors.index.json").write_bytes(layout.index)
+    for name, index in layout.indexes.items():
+        (folder / name).write_bytes(index)
     if config is not None:
         (folder / "config.json").write_text(json.dumps(config))
     return folder

@@ -13,12 +13,14 @@ Conventions of fenced blocks in README.md, CHANGELOG.md and docs/:
 * ```` ```text ````: is only shown. Commands in it need such a reason too.
 
 The blocks of one page run in order in one folder with the models `base`, `fr`, `de`, `py` and `over`: the demo's in every
-header and size, but full of zeros.
+header and size, but full of zeros. There are two tiny pipelines of diffusers, `photo` and `anime`, and two single files of the
+same names, too.
 """
 
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import shlex
@@ -38,7 +40,7 @@ import pytest
 from tests.cli_help import environment
 from tests.fork_help import forked
 from tests.script_help import load
-from weightsmith._activations.starts import Starts
+from weightsmith._activations.own_text import Starts
 from weightsmith._base.errors import PlanError
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._features.mixture.build import prepare_moe
@@ -199,7 +201,39 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
             os.truncate(folder / name / file, nbytes)
         (folder / name / "tokenizer.json").write_text(TOKENIZER)
         (folder / name / "tokenizer_config.json").write_text("{}".ljust(297))
+    for name in ("photo", "anime"):
+        _write_images(folder, name)
     return folder
+
+
+_UNET = {f"{side}_blocks.{i}.0.in_layers.2.weight": (2, 2) for side in ("input", "output") for i in range(9)}
+_SINGLE = {
+    **{f"model.diffusion_model.{name}": shape for name, shape in ({"middle_block.1.norm.weight": (2,)} | _UNET).items()},
+    "first_stage_model.decoder.conv_in.weight": (2, 2, 3, 3),
+    "conditioner.embedders.0.transformer.text_model.final_layer_norm.weight": (2,),
+}
+_PARTS = {
+    "unet/diffusion_pytorch_model": {
+        f"{side}_blocks.{i}.resnets.0.conv1.weight": (2, 2) for side in ("down", "up") for i in (0, 1, 2)
+    },
+    "vae/diffusion_pytorch_model": {"decoder.conv_in.weight": (2, 2, 3, 3)},
+    "text_encoder/model": {f"text_model.encoder.layers.{i}.mlp.fc1.weight": (2, 2) for i in (0, 1)},
+}
+
+
+def _write_images(folder: Path, name: str) -> None:
+    """A pipeline of diffusers, and a single file, of a model for images."""
+    for file, shapes in {f"{name}": _SINGLE, **{f"{name}/{part}": shapes for part, shapes in _PARTS.items()}}.items():
+        (shard,) = make_layout([TensorSpec(tensor, DTYPES["F16"], shape) for tensor, shape in shapes.items()], 10**9).shards
+        path = folder / f"{file}.safetensors"
+        path.parent.mkdir(exist_ok=True, parents=True)
+        path.write_bytes(shard.header.ljust(shard.nbytes, b"\0"))
+    classes = {"unet": "UNet2DConditionModel", "vae": "AutoencoderKL", "text_encoder": "CLIPTextModel"}
+    libraries = {part: ["transformers" if part == "text_encoder" else "diffusers", kind] for part, kind in classes.items()}
+    (folder / name / "model_index.json").write_text(json.dumps({"_class_name": "StableDiffusionPipeline", **libraries}))
+    for part, kind in classes.items():
+        settings = {"model_type": "clip_text_model"} if part == "text_encoder" else {"_class_name": kind}
+        (folder / name / part / "config.json").write_text(json.dumps(settings))
 
 
 @pytest.fixture

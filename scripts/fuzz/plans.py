@@ -94,11 +94,11 @@ def _make_products() -> None:
     from weightsmith._planning.options import RecipeOptions
     from weightsmith._planning.planner import Prepared, prepare
     from weightsmith._plans import COPY, Plan, Read, Step
-    from weightsmith._reports.evaluate.layers import with_samples
+    from weightsmith._reports.evaluate.measure import with_samples
     from weightsmith._reports.look.comparison import alignments
     from weightsmith._reports.look.differences import differences
     from weightsmith._reports.look.inspect import statistics_product
-    from weightsmith._reports.look.sampling import survivals
+    from weightsmith._reports.look.preview import survivals
 
     make_tokenizers()
     save_model(Path("m"))

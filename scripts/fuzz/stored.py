@@ -32,7 +32,7 @@ def mutate_quantised(rng: Rng, data: bytes) -> bytes:
 _EXL2 = "exl2"
 _QUANTISED = (
     *("gptq-3", "gptq-4-act-order", "awq-4", "autoround-6-asymmetric", "bnb-nf4-nested", "bnb-int8", "exl3-3-3inst", "mlx-3"),
-    "mlx-nvfp4",
+    *("mlx-nvfp4", "hqq-3-axis-0", "hqq-4-offloaded", "compressed-3-loose", "compressed-8-act-order", "quark-int4-per_group"),
 )
 _SCALED = ("DeepSeek V4 experts", "stacked experts", "Quark INT8", "Quark MXFP4", "AutoRound NVFP4")
 _COMFYUI = ("comfyui-old", "comfyui", "comfyui-metadata")

@@ -19,7 +19,7 @@ from tests.context_help import context_of
 from tests.mini import write_checkpoint
 from tests.zoo import HEADS, SIZES
 from weightsmith._activations.decoder import Base
-from weightsmith._activations.decoder.forward import Decoder, _Bfloat16, _Memory, build
+from weightsmith._activations.decoder.forward import Decoder, _Bfloat16, _Memory, build, narrow_linears
 from weightsmith._base.errors import Unsupported, WeightsmithError
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._features.mixture.assembly import Assembly, Dense, Donor, dense_parts
@@ -295,6 +295,22 @@ def test_layers_that_get_more_than_hidden_states_are_refused_by_name(tmp_path: P
     assert isinstance(found, Unsupported)
     assert f"{key} 1" in found.finding.what
     assert found.finding.fix.startswith("Choose what needs no text; or …")
+
+
+def test_linear_layers_are_narrowed_and_the_head_is_not() -> None:
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS["llama"]()).eval()
+    ids = torch.tensor([PROMPTS[1]])
+    with torch.no_grad():
+        expected = model(ids).logits
+        narrow_linears(model, model.get_output_embeddings())
+        logits = model(ids).logits
+    narrowed = {name for name, parameter in model.named_parameters() if parameter.dtype == torch.bfloat16}
+    assert narrowed == {f"{name}.weight" for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)} - {
+        "lm_head.weight"
+    }
+    assert logits.dtype == torch.float32
+    assert 0 < (logits - expected).abs().max() < 0.01 * expected.abs().max()
 
 
 def test_a_layer_that_multiplies_in_bfloat16_notices_a_changed_weight() -> None:

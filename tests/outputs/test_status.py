@@ -84,7 +84,7 @@ def test_an_output_that_is_published_while_it_is_looked_at(work: Path, monkeypat
         weightsmith.merge("linear.yml", "out", progress=False)
 
     killed()
-    monkeypatch.setattr("weightsmith._outputs.status.check_kinds", check)
+    monkeypatch.setattr("weightsmith._outputs.places.check_kinds", check)
     status = weightsmith.status("out")
     assert (status.published, status.folder) == (True, None)
 

@@ -12,7 +12,7 @@ import pytest
 
 from weightsmith._base.errors import NonFinite, ParameterError
 from weightsmith._reports.command import Command, CommandFailed
-from weightsmith._reports.evaluate.options import EvaluateSettings
+from weightsmith._reports.options import EvaluateSettings
 
 JSON = "import json; print(json.dumps({'results': {'mine': {'acc,none': 0.25, 'name': 'x'}}, 'n': [3, 4]}, indent=INDENT))"
 WRITES = """import json, sys

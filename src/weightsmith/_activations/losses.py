@@ -41,6 +41,10 @@ LOGITS_AT_ONCE = 1 << 23
 TOKENS_AT_ONCE = 128
 """The most tokens whose logits are computed at once."""
 
+SMALL_LOGITS = 1 << 18
+"""The most logits whose losses are found at once on a processor. malloc keeps blocks of 1 MiB. Those of all logits come from
+the system each time, page by page, which took a third of the time."""
+
 
 @dataclass(frozen=True, slots=True)
 class Reference:
@@ -117,17 +121,18 @@ def _compute(context: ProductContext) -> Arrays:
             places = np.flatnonzero(scored[row] >= 0)
             for start in range(0, len(places), at_once):
                 tokens = places[start : start + at_once]
-                logs = head(states[tokens - 1]).log_softmax(1)
+                logits = head(states[tokens - 1])
                 targets = torch.from_numpy(ids[row, tokens].astype(np.int64)).to(device)
-                losses = -logs.gather(1, targets[:, None])[:, 0]
+                expected = None
+                if other is not None and theirs is not None:
+                    expected = other(torch.from_numpy(np.array(theirs[row, tokens - 1])).to(device))
+                losses, divergences = token_losses(logits, targets, expected)
                 rows.check_finite(losses, "the prediction", row)
                 arrays[0][row, tokens] = losses.cpu().numpy()
-                if other is not None and theirs is not None:
-                    expected = other(torch.from_numpy(np.array(theirs[row, tokens - 1])).to(device)).log_softmax(1)
-                    arrays[2][row, tokens] = (expected.argmax(1) == logs.argmax(1)).cpu().numpy()
-                    divergence = torch.nn.functional.kl_div(logs, expected, reduction="none", log_target=True).sum(1)
-                    rows.check_finite(divergence, "the divergence from the reference", row)
-                    arrays[1][row, tokens] = divergence.cpu().numpy()
+                if expected is not None and divergences is not None:
+                    rows.check_finite(divergences, "the divergence from the reference", row)
+                    arrays[1][row, tokens] = divergences.cpu().numpy()
+                    arrays[2][row, tokens] = (expected.argmax(1) == logits.argmax(1)).cpu().numpy()
             if theirs is not None:
                 release_pages(theirs)
 
@@ -135,6 +140,27 @@ def _compute(context: ProductContext) -> Arrays:
             for _ in rows.map(measure):
                 pass
     return arrays
+
+
+def token_losses(logits: Tensor, targets: Tensor, expected: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """The nats of each token, and KL(expected, predicted): float32 [tokens] each. Without gradients.
+
+    logits    float32 [tokens, vocabulary]
+    targets   the tokens that came, int64 [tokens]
+    expected  logits of the reference; None: no divergences
+    """
+    import torch
+
+    at_once = max(1, SMALL_LOGITS // logits.shape[1]) if logits.device.type == "cpu" else len(logits)
+    nats, divergences = torch.empty_like(logits[:, 0]), None if expected is None else torch.empty_like(logits[:, 0])
+    for start in range(0, len(logits), at_once):
+        part = slice(start, start + at_once)
+        logs = logits[part].log_softmax(1)
+        nats[part] = -logs.gather(1, targets[part, None])[:, 0]
+        if expected is not None and divergences is not None:
+            theirs = expected[part].log_softmax(1)
+            divergences[part] = torch.nn.functional.kl_div(logs, theirs, reduction="none", log_target=True).sum(1)
+    return nats, divergences
 
 
 def _tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:

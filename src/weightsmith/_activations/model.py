@@ -11,10 +11,17 @@ from typing import Any, Literal
 
 from weightsmith._activations.decoder import Base
 from weightsmith._activations.gradients import shapes_of as gradient_shapes
-from weightsmith._activations.own_text import TEMPERATURE, VERSION, OwnTextWork
+from weightsmith._activations.own_text import (
+    TEMPERATURE,
+    VERSION,
+    OwnTextWork,
+    Starts,
+    TemplateStarts,
+    starts_of,
+    template_starts,
+)
 from weightsmith._activations.rows import OWN, OWN_ROWS, OWN_TOKENS, TOKENIZER, rows_of, text_source
 from weightsmith._activations.scored_rows import Cutter, cutter_of
-from weightsmith._activations.starts import Starts, TemplateStarts, starts_of, template_starts
 from weightsmith._activations.statistic import shapes_of
 from weightsmith._activations.statistics import find_statistic
 from weightsmith._activations.work import GradientWork, LayerWork, StatisticWork, TextRowsWork, Work

@@ -80,8 +80,7 @@ def draw(
         choose = _Choose(rows, sampling, lambda: progress(min(total, next(done)), total), where)
         with torch.inference_mode(), _ending(turns):
             drawn = _generated(module, torch.tensor(starts, device=device), sampling.count(rows[0]), choose, where)
-        written: list[list[int]] = drawn[:, len(starts[0]) :].tolist()
-        return written
+        return drawn[:, len(starts[0]) :].tolist()
 
     by_row = dict[int, list[int]]()
     with workers(threads, device) if turns is None else together(len(groups)) as pool:

@@ -48,8 +48,7 @@ class Outputs:
     def begin(self) -> dict[str, Tensor]:
         """The outputs of the row that this thread runs next, by weight."""
         self._found.outputs = {}
-        outputs: dict[str, Tensor] = self._found.outputs
-        return outputs
+        return self._found.outputs
 
     def close(self) -> None:
         """Remove the hooks."""

@@ -56,10 +56,7 @@ def run(loaded: tuple[dict[str, Any], Any]) -> None:
     template, written = environment.from_string(asked["template"]), 0
 
     def render(messages: list[Any], prompts: bool) -> str:
-        rendered: str = template.render(
-            messages=messages, add_generation_prompt=prompts, tools=None, documents=None, **asked["names"]
-        )
-        return rendered
+        return template.render(messages=messages, add_generation_prompt=prompts, tools=None, documents=None, **asked["names"])
 
     for talk in asked["talks"]:
         placed = _placed(talk, render)

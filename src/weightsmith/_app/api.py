@@ -22,12 +22,12 @@ from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.recipe import Source
 from weightsmith._plans import Plan
-from weightsmith._reports.keywords import Keywords, PlanKeywords, RunKeywords
 
 if TYPE_CHECKING:
     from weightsmith._engine.local import Progress
     from weightsmith._execution.run import Evaluated
     from weightsmith._planning.planner import Prepared
+    from weightsmith._reports.keywords import Keywords, PlanKeywords, RunKeywords
     from weightsmith._reports.look.surveys import Watching
 
 _ALL = RecipeOptions, QuantizeSettings, RunOptions

@@ -34,12 +34,13 @@ RECORDS = (
     "_features.quantisation.options:QuantizeSettings",
     "_execution.options:RunOptions",
     "_features.adapters.options:ExtractSettings",
+    "_features.adapters.options:ConvertSettings",
     "_features.transplant.options:TransplantSettings",
-    "_reports.evaluate.options:EvaluateSettings",
+    "_reports.options:EvaluateSettings",
     "_activations.options:StatisticsSettings",
-    "_reports.auto.options:WriteSettings",
-    "_reports.auto.options:AutoSettings",
-    "_reports.tuning.options:TuneSettings",
+    "_reports.options:WriteSettings",
+    "_reports.options:AutoSettings",
+    "_reports.options:TuneSettings",
 )
 """Where the records of options are, below `weightsmith`. Of options with one name, messages name the first."""
 
@@ -223,8 +224,7 @@ def parse_size(text: str) -> int:
     whole, _, decimals = number.partition(".")
     # In integers: 1.1 is not exact as a float, and importing the decimal module is slow.
     unit: int = (1024 if binary else 1000) ** power
-    nbytes: int = int(whole + decimals) * unit // 10 ** len(decimals)
-    return nbytes
+    return int(whole + decimals) * unit // 10 ** len(decimals)
 
 
 def parse_settings(texts: Collection[str]) -> dict[str, Any]:
@@ -276,8 +276,7 @@ def _strings(value: Any) -> tuple[str, ...]:
 
 def _mapping(value: Any) -> Mapping[str, Any]:
     _strings(list(_instance(Mapping)(value)))
-    mapping: Mapping[str, Any] = value
-    return mapping
+    return value
 
 
 def _torch_name(value: Any) -> str:

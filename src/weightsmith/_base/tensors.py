@@ -51,8 +51,7 @@ class DType:
         if self.name == "BF16" or self.name.startswith("F8_"):
             import ml_dtypes
 
-            dtype: np.dtype[Any] = np.dtype(getattr(ml_dtypes, self.torch))
-            return dtype
+            return np.dtype(getattr(ml_dtypes, self.torch))
         return np.dtype(self.torch)
 
 

@@ -149,8 +149,7 @@ class RayWorkers:
 
     def _answer(self, ref: Any) -> Answer:
         try:
-            answer: Answer = pickle.loads(self._ray.get(ref))
-            return answer
+            return pickle.loads(self._ray.get(ref))
         except self._ray.exceptions.RayError as error:
             return Lost(first_line(error))
 
@@ -269,8 +268,7 @@ class WatchedWorkers:
 
     def slots(self) -> int:
         """Workers that fit on the machines that are there now."""
-        count: int = self._ask("slots")
-        return count
+        return self._ask("slots")
 
     def start(self, share: Share) -> None:
         """Start a worker on a machine that Ray chooses."""
@@ -278,8 +276,7 @@ class WatchedWorkers:
 
     def answers(self, seconds: float) -> list[tuple[Share, Answer]]:
         """The answers of the workers that have ended."""
-        answers: list[tuple[Share, Answer]] = self._ask("answers", seconds)
-        return answers
+        return self._ask("answers", seconds)
 
     def stop(self, share: Share) -> None:
         """End the worker of a share. Nothing of a lost cluster runs."""

@@ -105,7 +105,6 @@ def to_markdown(moved: tuple[Moved, ...]) -> str:
 _TENSORS = "tensors"
 _MOVED, _BY_LAYER = "Distance from the base", "Distance by layer"
 
-"""Approximate limit of a page with its pictures, for 10,000 tensors."""
 MOVED_NAME, BY_LAYER_NAME = "distance.svg", "distance_by_layer.svg"
 PICTURES = f"""
 ## Distance from the base
@@ -135,8 +134,7 @@ def merge_report(
 
     name      name of the output
     distance  distance from the base: in total, then by layer; () without a base
-    reports   reports of products
-    warnings     warnings
+    reports   of products
     """
     structure = analyse([step.out for step in plan.steps], plan.config)
     places = {step.out.name: place_of(structure, step.out.name) for step in plan.steps}

@@ -39,11 +39,13 @@ class Naming:
     metadata  of the files, besides `format`
     folders   subfolders with a weight file of their own: the tensor `2_Dense/linear.weight` is `linear.weight` in
               `2_Dense/model.safetensors`
+    parts     those of a pipeline of diffusers, whose loader reads shards and an index in each: folder → stem
     """
 
     stem: str = "model"
     metadata: Mapping[str, str] = field(default_factory=dict)
     folders: tuple[str, ...] = ()
+    parts: Mapping[str, str] = field(default_factory=dict, metadata={"omit": True})  # of the JSON of a plan, while empty
 
     def folder_of(self, tensor: str) -> str:
         """The subfolder with the weight file of a tensor; "" for the model's folder.
@@ -81,16 +83,14 @@ class Layout:
 
     shards       in file order
     places       tensor name -> place, in model order
-    index        bytes of the index; None with one shard
-    total_bytes  sizes of all weight files and the index
-    index_name   of its file
+    indexes      of shards, the bytes of each by file name; none for a model, or a part of a pipeline, in one file
+    total_bytes  sizes of all weight files and indexes
     """
 
     shards: tuple[ShardLayout, ...]
     places: Mapping[str, TensorPlace]
-    index: bytes | None
+    indexes: Mapping[str, bytes]
     total_bytes: int
-    index_name: str = "model.safetensors.index.json"
 
 
 def split(specs: Sequence[TensorSpec], max_shard_bytes: int, nbytes: Callable[[TensorSpec], int]) -> list[list[TensorSpec]]:
@@ -136,7 +136,8 @@ def make_layout(
     max_shard_bytes maximum bytes of tensor data per file; a larger tensor gets its own file
     metadata        `__metadata__` of every weight file; None means `{"format": "pt"}`
     index_metadata  keys of the index's metadata besides `total_size`; unused with one file
-    naming          of the files; each of its folders with tensors has one file, because loaders of modules read no index
+    naming          of the files; each of its folders with tensors has one file, because loaders of modules read no index,
+                    but for the parts of a pipeline
 
     Without tensors, lays out one valid, empty file. Raises StoreError for names that cannot be stored, a maximum of 0 or
     less, and headers longer than readers accept. Cost: about 6 us per tensor.
@@ -150,7 +151,6 @@ def make_layout(
         raise TypeError(f"specs must be a sequence in model order, not {type(specs).__name__}")
     _check_names(spec.name for spec in specs)
     inner = {spec.name: folder for spec in specs if (folder := naming.folder_of(spec.name))} if naming.folders else {}
-    groups = split([spec for spec in specs if spec.name not in inner], max_shard_bytes, lambda spec: spec.nbytes)
     metadata = {**PT_METADATA, **naming.metadata} if metadata is None else metadata
     _check_metadata(metadata)
 
@@ -166,18 +166,28 @@ def make_layout(
             offset += spec.nbytes
         shards.append(ShardLayout(name, header, offset, tuple(group)))
 
-    for number, group in enumerate(groups, 1):
-        part = f"-{number:05d}-of-{len(groups):05d}" if len(groups) > 1 else ""
-        add(f"{naming.stem}{part}.safetensors", group, metadata)
-    index = None
-    if len(groups) > 1:
-        outer_places = {spec.name: places[spec.name] for spec in specs if spec.name not in inner}
-        index = _index(shards, outer_places, index_metadata or {})
+    indexes: dict[str, bytes] = {}
+
+    def add_shards(stem: str, whole: list[TensorSpec], written: Mapping[str, str], prefix: str = "") -> None:
+        groups = split(whole, max_shard_bytes, lambda spec: spec.nbytes)
+        for number, group in enumerate(groups, 1):
+            part = f"-{number:05d}-of-{len(groups):05d}" if len(groups) > 1 else ""
+            add(f"{prefix}{stem}{part}.safetensors", group, written, prefix)
+        if len(groups) > 1:
+            whole_places = {spec.name: places[spec.name] for spec in whole}
+            indexes[f"{prefix}{stem}.safetensors.index.json"] = _index(shards, whole_places, index_metadata or {}, prefix)
+
+    outer = [spec for spec in specs if spec.name not in inner]
+    if outer or not naming.parts:
+        add_shards(naming.stem, outer, metadata)
     for folder in dict.fromkeys(inner.values()):
         group = [spec for spec in specs if inner.get(spec.name) == folder]
-        add(f"{folder}/model.safetensors", group, PT_METADATA, f"{folder}/")
-    total = sum(shard.nbytes for shard in shards) + (len(index) if index else 0)
-    return Layout(tuple(shards), MappingProxyType(places), index, total, f"{naming.stem}.safetensors.index.json")
+        if folder in naming.parts:
+            add_shards(naming.parts[folder], group, PT_METADATA, f"{folder}/")
+        else:
+            add(f"{folder}/model.safetensors", group, PT_METADATA, f"{folder}/")
+    total = sum(shard.nbytes for shard in shards) + sum(map(len, indexes.values()))
+    return Layout(tuple(shards), MappingProxyType(places), MappingProxyType(indexes), total)
 
 
 def make_adapter_layout(specs: Sequence[TensorSpec], name: str = PEFT_NAME) -> Layout:
@@ -238,11 +248,17 @@ def _header(group: Sequence[TensorSpec], metadata: Mapping[str, str], name: str,
     return length.to_bytes(8, "little") + text + b" " * padding
 
 
-def _index(shards: Sequence[ShardLayout], places: Mapping[str, TensorPlace], index_metadata: Mapping[str, str]) -> bytes:
-    """The index as transformers writes it: indented by two, keys sorted, with a trailing newline."""
+def _index(
+    shards: Sequence[ShardLayout], places: Mapping[str, TensorPlace], index_metadata: Mapping[str, str], prefix: str
+) -> bytes:
+    """The index as transformers writes it: indented by two, keys sorted, with a trailing newline.
+
+    prefix  of tensors and files, the folder that the index is in
+    """
     metadata = {**index_metadata, "total_size": sum(place.nbytes for place in places.values())}
     head = json.dumps(metadata, indent=2, sort_keys=True).replace("\n", "\n  ")
-    lines = [f'    {quote(name)}: "{shards[places[name].shard].name}"' for name in sorted(places)]
+    files = {name: shards[places[name].shard].name.removeprefix(prefix) for name in sorted(places)}
+    lines = [f'    {quote(name.removeprefix(prefix))}: "{file}"' for name, file in files.items()]
     body = ",\n".join(lines)
     return f'{{\n  "metadata": {head},\n  "weight_map": {{\n{body}\n  }}\n}}\n'.encode()
 
@@ -252,7 +268,8 @@ GGUF = "gguf"
 PEFT = "peft"
 KOHYA = "kohya"
 DIFFUSERS_LORA = "diffusers-lora"
-ADAPTERS = frozenset({PEFT, KOHYA, DIFFUSERS_LORA})
+GGUF_ADAPTER = "gguf-adapter"
+ADAPTERS = frozenset({PEFT, KOHYA, DIFFUSERS_LORA, GGUF_ADAPTER})
 """Those that hold an adapter."""
 
 
@@ -262,6 +279,9 @@ CONTAINERS: Mapping[str, Callable[[Sequence[TensorSpec], int, Naming, bytes, byt
     GGUF: lambda specs, max_shard_bytes, naming, *headers: import_module("weightsmith._models.formats.gguf.layout").make_layout(
         specs, max_shard_bytes, *headers
     ),
+    GGUF_ADAPTER: lambda specs, max_shard_bytes, naming, *headers: import_module(
+        "weightsmith._models.formats.gguf.layout"
+    ).make_adapter_layout(specs, headers[0]),
     PEFT: lambda specs, *rest: make_adapter_layout(specs),
     KOHYA: lambda specs, *rest: make_adapter_layout(specs, KOHYA_NAME),
     DIFFUSERS_LORA: lambda specs, *rest: make_adapter_layout(specs, DIFFUSERS_LORA_NAME),

@@ -37,9 +37,9 @@ _ALTERNATIVES = (
     # settings of the model
     r"config\.json|generation_config\.json|configuration\.json",
     *_TOKENIZER,
-    # processors, sentence-transformers
+    # processors, diffusers, sentence-transformers
     r"(preprocessor|processor|video_preprocessor)_config\.json|(image_processor|feature_extractor)(_\w+)?\.json",
-    r"modules\.json|config_sentence_transformers\.json|sentence_\w+_config\.json",
+    r"model_index\.json|modules\.json|config_sentence_transformers\.json|sentence_\w+_config\.json",
 )
 _LICENCE = re.compile(
     r"(licen[cs]e|notice|use_policy|copying)([-_. ][\w-]+(\.\d+)*)?(\.(txt|md|rst))?", re.ASCII | re.IGNORECASE

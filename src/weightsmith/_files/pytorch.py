@@ -16,6 +16,7 @@ to read than to skip and all of it fits into 1 MiB; over the others it loops.
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import re
 from collections.abc import Callable, Container, Iterator, Sequence
@@ -29,7 +30,17 @@ from weightsmith._base.errors import CheckpointError, Finding, FormatError, Unsu
 from weightsmith._base.files import DAMAGED, RESAVE, FileState, Opener, RandomAccess, lookalike, open_local, show, show_all
 from weightsmith._base.tensors import BY_TORCH_NAME, DType, TensorSpec
 from weightsmith._files.safetensors import MAX_BYTES, MAX_DIMENSIONS, checked_product
-from weightsmith._files.state_pickle import CONVERT, MAX_PICKLE_BYTES, STORAGES, Mapping, Storage, Tensor, describe, interpret
+from weightsmith._files.state_pickle import (
+    CONVERT,
+    MAX_PICKLE_BYTES,
+    STORAGES,
+    Global,
+    Mapping,
+    Storage,
+    Tensor,
+    describe,
+    interpret,
+)
 from weightsmith._files.zip_records import Record, read_at, read_records
 
 if TYPE_CHECKING:
@@ -206,6 +217,7 @@ class PickleHeader:
     notes     what was done to find the tensors: which state dict was taken, which prefix was removed
     state     of the file, taken before it was read
     digest    xxh3_128 of the pickle and the zip directory (which holds a CRC-32 of each storage), hex
+    metadata  HQQ's settings of each module, JSON under `HQQ_SETTINGS`; {} in other files
     """
 
     tensors: tuple[StoredView, ...]
@@ -213,6 +225,7 @@ class PickleHeader:
     notes: tuple[Finding, ...]
     state: FileState
     digest: str
+    metadata: dict[str, str]
 
 
 def read_pickle_header(path: Path, open_file: Opener = open_local) -> PickleHeader:
@@ -240,7 +253,9 @@ def _read_pickle_header(path: Path, open_file: Opener) -> PickleHeader:
         state = file.state
         archive = read_archive(file, state.nbytes)
 
-    outer, state_dict, ignored, notes = _find_state_dict(archive.value, where)
+    by_module = _by_module(archive.value)
+    metadata = {HQQ_SETTINGS: json.dumps({"modules": by_module.settings})} if by_module else {}
+    outer, state_dict, ignored, notes = _find_state_dict(by_module.tensors if by_module else archive.value, where)
     tensors, skipped = _split(state_dict, outer)
     if skipped:
         notes.append(Finding(f"entries of the state dict that are no tensors are ignored: {show_all(skipped)}", where))
@@ -260,6 +275,7 @@ def _read_pickle_header(path: Path, open_file: Opener) -> PickleHeader:
         notes=tuple(notes),
         state=state,
         digest=archive.digest,
+        metadata=metadata,
     )
 
 
@@ -347,6 +363,65 @@ def _check_byteorder(order: bytes) -> None:
         raise Unsupported(what, fix="Load it with torch on a little-endian machine, and save it again.")
     if order != b"little":
         raise FormatError(f"its byte order is {show(order)}, neither little nor big", fix=DAMAGED)
+
+
+HQQ_SETTINGS = "_hqq"
+_CODES, _META, _NESTED_META = "W_q", "meta", ("meta_zero", "meta_scale")
+_MAX_ENTRIES = 1_000_000  # of all modules; values may be shared, so that a small pickle has very many
+
+
+@dataclass(frozen=True, slots=True)
+class _Modules:
+    """What HQQ's `qmodel.pt` holds: a dict for each module, flattened.
+
+    tensors   by the names that a state dict has: `model.norm.weight`, `model.layers.0.mlp.up_proj.W_q`
+    settings  of the modules with codes: numbers, texts, lists, dicts of the same
+    """
+
+    tensors: Mapping
+    settings: dict[str, dict[str, Any]]
+
+
+def _by_module(value: Any) -> _Modules | None:
+    """A dict of dicts, some of which have HQQ's codes; None for anything else. Raises FormatError, Unsupported."""
+    if type(value) is not Mapping or not value.flat:
+        return None
+    parts = value.flat[1::2]
+    if not all(type(part) is Mapping for part in parts) or not any(_CODES in _texts(part) for part in parts):
+        return None
+    modules, entries = _Modules(Mapping(), {}), 0
+    for module, part in _entries(value):
+        inlined = [(key, inner) for key, inner in _entries(part) if key == _META and type(inner) is Mapping]
+        items = [(key, inner) for key, inner in _entries(part) if not (inlined and key == _META)]
+        items += [item for _, meta in inlined for item in _entries(meta)]
+        nested = [(f"{key}.", inner) for key, inner in items if _text(key) in _NESTED_META and type(inner) is Mapping]
+        settings: dict[str, Any] = {}
+        for prefix, flat in (("", items), *((key, _entries(inner)) for key, inner in nested)):
+            entries += len(flat)
+            if entries > _MAX_ENTRIES:
+                raise Unsupported(f"its modules have more than {_MAX_ENTRIES:,} entries", fix=f"{CONVERT} It may be an attack.")
+            for key, inner in flat:
+                name = prefix + _text(key)
+                if type(inner) is Tensor:
+                    modules.tensors.flat += [f"{_text(module)}.{name}", inner]
+                elif (setting := _setting(inner)) is not None:
+                    settings[name] = setting
+        if _CODES in _texts(part):
+            modules.settings[_text(module)] = settings
+    return modules
+
+
+def _texts(mapping: Mapping) -> list[str]:
+    return [key for key in mapping.flat[::2] if type(key) is str]
+
+
+def _setting(value: Any) -> Any:
+    """A value of a module as JSON: a number, a text, the numbers of a shape, the name of a dtype. None for others."""
+    if type(value) is Global:
+        return value.name
+    if type(value) is tuple:
+        return list(value) if len(value) <= MAX_DIMENSIONS and all(type(n) is int for n in value) else None
+    return value if type(value) in (bool, int, float, str) else None
 
 
 def _find_state_dict(value: Any, where: str) -> tuple[str, Mapping, list[str], list[Finding]]:

@@ -1,6 +1,7 @@
 """Subfolders of a model's folder: which of them loaders read.
 
     1_Pooling/, 2_Dense/         modules of sentence-transformers, which modules.json and router_config.json name
+    unet/, vae/, tokenizer/      parts of a pipeline of diffusers, which model_index.json names
     additional_chat_templates/   chat templates of transformers besides the default one
     qformer_tokenizer/           a second tokenizer of a processor, which has no weights
     code/                        Python packages that the model's own code imports
@@ -22,7 +23,8 @@ from weightsmith._base.files import read_bounded, show
 from weightsmith._base.strict_json import JsonError, parse
 
 MODULES, ROUTER = "modules.json", "router_config.json"
-SETTINGS = (MODULES, ROUTER, f"*/{ROUTER}")
+PIPELINE = "model_index.json"
+SETTINGS = (MODULES, ROUTER, f"*/{ROUTER}", PIPELINE)
 """Patterns of the files that name subfolders."""
 TEMPLATES = "additional_chat_templates"
 
@@ -83,13 +85,16 @@ def _within(folder: Path, prefix: str) -> list[str]:
 
 
 def module_folders(folder: Path, names: Collection[str]) -> tuple[str, ...]:
-    """The subfolders with modules of sentence-transformers, in the order of the files that name them. Not the folder itself.
+    """The subfolders with modules of sentence-transformers, or parts of a pipeline, in the order of the files that name them.
+    Not the folder itself.
 
     names  of all files, relative
 
     Raises FormatError for a path that leaves the folder, and for more files or modules than there can be.
     """
     folders: dict[str, None] = {}
+    if PIPELINE in names:
+        folders |= dict.fromkeys(_checked(part, folder / PIPELINE) for part in _parts(_settings(folder / PIPELINE)))
     if MODULES in names:
         folders |= dict.fromkeys(_checked(path, folder / MODULES) for path in _paths(_settings(folder / MODULES)))
     for parent in ("", *folders):
@@ -101,22 +106,31 @@ def module_folders(folder: Path, names: Collection[str]) -> tuple[str, ...]:
 
 
 def folders_in(data: bytes) -> tuple[str, ...]:
-    """The subfolders that the bytes of a modules.json name, as far as they can be read: opening the model says what is wrong.
+    """The subfolders that the bytes of a modules.json or model_index.json name, as far as they can be read: opening the model
+    says what is wrong.
 
     >>> folders_in(b'[{"path": ""}, {"path": "1_Pooling"}, {"path": "../../etc"}]')
     ('1_Pooling',)
+    >>> folders_in(b'{"_class_name": "FluxPipeline", "vae": ["diffusers", "AutoencoderKL"], "image_encoder": [null, null]}')
+    ('vae',)
     """
     try:
-        return tuple(path for path in _paths(parse(data, unique=False)) if _is_subfolder(path))[:MAX_MODULES]
+        settings = parse(data, unique=False)
     except JsonError:
         return ()
+    return tuple(path for path in (*_paths(settings), *_parts(settings)) if _is_subfolder(path))[:MAX_MODULES]
 
 
 def module_code(folder: Path, names: Collection[str], folders: Collection[str]) -> Iterator[str]:
-    """The classes of modules that are the model's own code: `custom_st.Transformer`. folders: see `module_folders`."""
+    """The classes of modules that may be the model's own code: `custom_st.Transformer`. folders: see `module_folders`."""
     routers = [name for parent in ("", *folders) if (name := f"{parent}/{ROUTER}".lstrip("/")) in names]
     listed = _settings(folder / MODULES) if MODULES in names else []
     types = [module.get("type") for module in listed if isinstance(module, dict)] if isinstance(listed, list) else []
+    if PIPELINE in names:
+        pipeline = _settings(folder / PIPELINE)
+        types += [".".join(reference) for reference in _parts(pipeline).values()]
+        own_class = pipeline.get("_class_name")  # of a pipeline with code of its own: [its file, its class]
+        types += [".".join(own_class)] if _is_reference(own_class) else []
     for reference in (*types, *(value for router in routers for value in _types(folder / router).values())):
         if (
             isinstance(reference, str)
@@ -159,6 +173,16 @@ def _paths(modules: Any) -> Iterator[str]:
         path = module.get("path") if isinstance(module, dict) else None
         if isinstance(path, str) and (folder := posixpath.normpath(path or ".")) != ".":
             yield folder
+
+
+def _parts(pipeline: Any) -> dict[str, list[str]]:
+    """The parts of a pipeline: the name of each one's folder, and its [library, class]."""
+    listed = pipeline.items() if isinstance(pipeline, dict) else ()
+    return {name: value for name, value in listed if not name.startswith("_") and _is_reference(value)}
+
+
+def _is_reference(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(isinstance(word, str) for word in value)
 
 
 def _types(path: Path) -> Mapping[str, Any]:

@@ -33,8 +33,7 @@ def _places() -> np.ndarray:
     lane, j = t // 8, t % 8
     row = lane % 4 * 2 + np.array([0, 1, 8, 9])[j % 4]
     col = lane // 4 + 8 * (j // 4)
-    places: np.ndarray = row * 128 + col
-    return places
+    return row * 128 + col
 
 
 PLACES = _places()

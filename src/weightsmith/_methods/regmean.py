@@ -38,6 +38,7 @@ def solve(
     mu: float,
     prior: Any,
     where: str,
+    recall: Callable[[Callable[[], Any]], Any] = lambda compute: compute(),
 ) -> Any:
     """(Σ δᵢ Gᵢ + μ m Δ₀) (Σ Gᵢ + (μ + ridge) m I)⁻¹, with m the mean of the diagonal of Σ Gᵢ.
 
@@ -46,26 +47,38 @@ def solve(
     alpha    factor on what is not on the diagonal of each Gᵢ
     prior    Δ₀; None: none, and μ counts as 0
     where    the tensor, for errors
+    recall   gives Σ δᵢ Gᵢ from what computes it, or from a call with another prior
 
     By Cholesky in float64: summed, the Gᵢ of a real layer reach a condition of 2e9, where an inverse in float32 is noise.
     Directions in which nothing enters take the prior, or 0. Raises ParameterError if the sum is singular: with `ridge` 0.
     """
     import torch
 
-    total, target = None, torch.zeros_like(deltas[0])
-    for i in range(len(deltas)):
+    total: Any = None
+
+    def add(i: int) -> Any:
+        nonlocal total
         gram = moments(i)
         if alpha != 1.0:
             diagonal = gram.diagonal().clone()
             gram.mul_(alpha).diagonal().copy_(diagonal)
-        target.addmm_(deltas[i], gram)
         total = gram if total is None else total.add_(gram)
-    assert total is not None
+        return gram
+
+    def weighed() -> Any:
+        products = torch.zeros_like(deltas[0])
+        for i in range(len(deltas)):
+            products.addmm_(deltas[i], add(i))
+        return products
+
+    target = recall(weighed)
+    for i in range(len(deltas) if total is None else 0):
+        add(i)
     mean = float(total.diagonal().mean())
     if mean == 0:  # no token reached the layer
         return prior if prior is not None else sum(deltas[i] for i in range(len(deltas))) / len(deltas)
     if prior is not None:
-        target.add_(prior, alpha=mu * mean)
+        target = target.add(prior, alpha=mu * mean)
     total.diagonal().add_((ridge + (mu if prior is not None else 0.0)) * mean)
     factor, failed = torch.linalg.cholesky_ex(total)
     if int(failed):
@@ -191,10 +204,16 @@ def regmean(
     def merge(deltas: Deltas) -> Any:
         import torch
 
+        from weightsmith._methods.jobs.matrix import statistics_digest
+
         def moments(i: int) -> Any:
             return torch.from_numpy(np.array(known[first + i], np.float64)).to(matrix.device)
 
-        return solve(deltas, moments, alpha, ridge, mu, None if towards is None else towards(deltas), matrix.name)
+        def recall(weighed: Callable[[], Any]) -> Any:
+            return deltas.recall(("Σ δG", alpha, deltas.weights, statistics_digest(matrix)), weighed)
+
+        prior_delta = None if towards is None else towards(deltas)
+        return solve(deltas, moments, alpha, ridge, mu, prior_delta, matrix.name, recall)
 
     copies = 8 + 2 * len(matrix.codes)
     return linears_job(matrix, weight, lambda_, merge, copies=copies, side=matrix.cols, known=bool(known))

@@ -11,11 +11,11 @@ import os
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, final
 
-from weightsmith._base.errors import CheckpointError, Finding, NotFound, ParameterError, nearest_names
+from weightsmith._base.errors import CheckpointError, Finding, NotFound, ParameterError, Unsupported, nearest_names
 from weightsmith._base.files import exists, expand_user, open_local, real_path, show
 from weightsmith._base.idioms import Closing
 from weightsmith._base.tensors import DType, TensorSpec
@@ -65,7 +65,7 @@ class ModelFolder:
 
     path         of the folder
     revision     commit hash of a Hub model, digest of the files' versions at another address, "" otherwise
-    config, files, left_out, ignored, alone, repositories, subfolders   see `Checkpoint`
+    config, files, left_out, ignored, alone, repositories, subfolders, parts   see `Checkpoint`
     temporary    the folder, if it is removed when the checkpoint is closed
     """
 
@@ -78,6 +78,7 @@ class ModelFolder:
     alone: bool = False
     repositories: tuple[Repository | RemoteFolder, ...] = ()
     subfolders: tuple[str, ...] = ()
+    parts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     temporary: tempfile.TemporaryDirectory[str] | None = None
 
     @classmethod
@@ -109,6 +110,7 @@ class Checkpoint(NamedTensors, Closing):
     decoded      the quantisation of stored weights that the source decodes; "" if there is none
     subfolders   with weights of their own, as modules of sentence-transformers have: `2_Dense/linear.weight` is a tensor of
                  the subfolder `2_Dense`
+    parts        of a pipeline of diffusers, whose weights are all in subfolders: the config.json of each
     repositories  Hub repositories, and folders elsewhere, whose files may have to be downloaded before tensors are read
     notes        warnings about the model
     untied       the one of `notes` on an embedding and a head that were one tensor, and are two with its adapter
@@ -138,12 +140,14 @@ class Checkpoint(NamedTensors, Closing):
         self.alone = folder.alone
         self.ignored = folder.ignored
         self.metadata = dict(metadata or {})
-        self.quantised = opening.describe_quantisation(folder.config, source.specs)
+        described = (opening.describe_quantisation(part, {}) for part in folder.parts.values())
+        self.quantised = opening.describe_quantisation(folder.config, source.specs) or next(filter(None, described), None)
         self.stale = opening.stale_entry(folder.config, source.specs)
         self.notes = notes
         self.untied = untied
         self.repositories = folder.repositories
         self.subfolders = folder.subfolders
+        self.parts = folder.parts
         self.decoded = decoded
         self.plan = plan
         self._temporary = folder.temporary
@@ -184,8 +188,8 @@ class Checkpoint(NamedTensors, Closing):
     @property
     def naming(self) -> Naming:
         """How the safetensors files of a new model with this one's files are named, and what they say besides tensors."""
-        stem = "diffusion_pytorch_model" if of_diffusers(self.config or {}) else "model"  # diffusers looks for no other
-        return Naming(stem, kept_metadata(self.metadata), self.subfolders)
+        parts = {name: _stem(config) for name, config in self.parts.items()}
+        return Naming(_stem(self.config or {}), kept_metadata(self.metadata), self.subfolders, parts)
 
     @property
     def paths(self) -> tuple[Path, ...]:
@@ -293,6 +297,11 @@ class Checkpoint(NamedTensors, Closing):
         return f"<Checkpoint {self.ref}: {len(self.specs):,} tensors, {self.nbytes:,} bytes>"
 
 
+def _stem(config: Mapping[str, Any]) -> str:
+    """What the names of weight files begin with: diffusers looks for no other."""
+    return "diffusion_pytorch_model" if of_diffusers(config) else "model"
+
+
 def open_checkpoint(
     ref: str | os.PathLike[str],
     *,
@@ -312,7 +321,7 @@ def open_checkpoint(
     Weights are safetensors, PyTorch's zip checkpoints (.bin, .pt, .pth, .ckpt), which are read without executing code, or GGUF,
     whose config.json and tokenizer are made from the file. Checkpoints of training runs (DCP, DeepSpeed's ZeRO) hold parts of
     each tensor, one for each process. GGUF's blocks, and FP8, compressed-tensors, GPTQ, AWQ, AutoRound, Quark, bitsandbytes,
-    ComfyUI, EXL3 and MLX weights are dequantised to float32; others are returned as stored.
+    ComfyUI, EXL3, HQQ and MLX weights are dequantised to float32; others are returned as stored.
 
     The result of `merge` and other functions is opened where it was written. A local path takes precedence over a Hub id of the
     same name; a Path is never a Hub id. A single file is opened without
@@ -362,7 +371,7 @@ def _fetch_headers(repository: Repository | RemoteFolder, name: str, *, download
     repository.download(["config.json", *SETTINGS_FILES, *indexes, *subfolders.SETTINGS], quiet=True)
     folders = subfolders.module_folders(repository.folder, repository.sizes)
     repository.download([f"{inner}/{file}" for inner in folders for file in ("config.json", *indexes)], quiet=True)
-    files = [opening.find_weights(repository.folder, repository.sizes, name)]
+    files = [] if subfolders.PIPELINE in repository.sizes else [opening.find_weights(repository.folder, repository.sizes, name)]
     files += opening.find_subfolders(repository.folder, repository.sizes, folders, name).values()
     weights = [path.relative_to(repository.folder).as_posix() for file in files for path in file.paths]
     repository.want([*weights, *copied_files(repository.sizes, folders), CARD_NAME])
@@ -436,14 +445,13 @@ def _open_folder(
 ) -> Checkpoint:
     """A folder with the files `names`; `repository` if it is in the Hub's cache (whose links need no check)."""
     where, open_file = (str(folder), open_local) if repository is None else (ref, repository.open)
+    if subfolders.PIPELINE in names:
+        return _open_pipeline(ref, folder, names, repository, raw=raw)
     weights = opening.find_weights(folder, names, where)
     config: Mapping[str, Any] | None = opening.read_config(folder / "config.json") if "config.json" in names else None
     folders = subfolders.module_folders(folder, names)
     inner = opening.find_subfolders(folder, names, folders, where)
-    files, left_out = choose_copied(folder, names, config, folders)
-    if repository is None:
-        check_links(folder, files)
-    check_copied(folder, [name for name in files if repository is None or name not in repository.missing])
+    files, left_out = _choose_copied(folder, names, config, folders, repository)
     opened = weights.open(ref, open_file)
     config = opening.complete_config(config, folder, names, opened.source.specs)
     sources = {}
@@ -453,6 +461,55 @@ def _open_folder(
         sources[name] = stored.source if raw else opening.wrap(stored, module_config, f"{ref}/{name}").source
     rest = {"config": config, "files": files, "left_out": left_out, "ignored": weights.ignored, "subfolders": tuple(sources)}
     return _checkpoint(ref, opened, ModelFolder.of(folder, repository, **rest), sources, raw=raw, plain=plain)
+
+
+def _open_pipeline(
+    ref: str, folder: Path, names: Sequence[str], repository: Repository | RemoteFolder | None, *, raw: bool
+) -> Checkpoint:
+    """The folder of a pipeline of diffusers. Weight files beside model_index.json are another copy of it: none is read."""
+    where, open_file = (str(folder), open_local) if repository is None else (ref, repository.open)
+    folders = subfolders.module_folders(folder, names)
+    inner = opening.find_subfolders(folder, names, folders, where)
+    if not inner:
+        what = f"no part that {subfolders.PIPELINE} names has weights"
+        raise NotFound(what, where=where, details=(", ".join(folders[:20]) or "it names none",), fix="Download it again.")
+    files, left_out = _choose_copied(folder, names, None, folders, repository)
+    sources, parts, decoded, notes = {}, {}, [], []
+    for name, weights in inner.items():
+        config = opening.read_config(folder / name / "config.json") if f"{name}/config.json" in names else {}
+        part = f"{ref}/{name}"
+        opened = weights.open(part, open_file)
+        if opened.files:
+            what = "a part of a pipeline in a format that brings its own config.json and tokenizer"
+            raise Unsupported(what, where=part, fix="Convert the part to safetensors first: weightsmith dequantize.")
+        wrapped = Wrapped(opened.source, config) if raw else opening.wrap(opened, config, part)
+        sources[name], parts[name] = wrapped.source, wrapped.config or {}
+        decoded += [kind for kind in (wrapped.kind or opened.decoded,) if kind]
+        notes += [*opened.notes, *wrapped.notes]
+    ignored = tuple(name for name in names if "/" not in name and name.lower().endswith(opening.suffixes()))
+    rest = {"files": files, "left_out": left_out, "ignored": ignored, "subfolders": tuple(sources), "parts": parts}
+    return Checkpoint(
+        ref,
+        Foldered(None, sources, ref),
+        ModelFolder.of(folder, repository, **rest),
+        notes=(*([] if repository is None else repository.notes), *notes),
+        decoded=", ".join(dict.fromkeys(decoded)),
+    )
+
+
+def _choose_copied(
+    folder: Path,
+    names: Sequence[str],
+    config: Mapping[str, Any] | None,
+    folders: Sequence[str],
+    repository: Repository | RemoteFolder | None,
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The files to copy, checked, and those that are left out."""
+    files, left_out = choose_copied(folder, names, config, folders)
+    if repository is None:
+        check_links(folder, files)
+    check_copied(folder, [name for name in files if repository is None or name not in repository.missing])
+    return files, left_out
 
 
 def _checkpoint(

@@ -5,6 +5,6 @@ manifest.py      what was written, with the checksums of `checksum.py`
 local.py         a folder as the target, which a rename publishes: with `disk` (system calls) and `locks`
 bucket.py        a prefix in S3, Google Cloud Storage or Azure; `bucket_store` sends its requests
 hub.py           a model on the Hub, which a commit publishes, and `--push`; `hub_repository` sends its requests
-places.py        the target that a path or an address names; unfinished work there
+places.py        the target that a path or an address names; unfinished work there, and who does it
 save.py          `save_file`, `save_model`: tensors in memory
 """

@@ -60,7 +60,7 @@ from weightsmith._outputs.manifest import (
 )
 from weightsmith.abc.output import FilesGone, OutputScheme, OutputSpec, Progress, Target, Unfinished, Verified
 
-ENTRANCES = ("config.json", "adapter_config.json")
+ENTRANCES = ("config.json", "adapter_config.json", "model_index.json")
 """Files that loaders read first: put after all others, but for the manifest."""
 _MAX_PREFIX_BYTES = 700  # of 1,024 of a key
 _MAX_CLAIM_BYTES = 1 << 16

@@ -43,7 +43,7 @@ def _libc(name: str) -> Callable[..., int] | None:
     else:
         function.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
     function.restype = ctypes.c_int
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 def reserve(fd: int, nbytes: int) -> bool:

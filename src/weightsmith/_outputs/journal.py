@@ -252,7 +252,7 @@ class Notes(MutableMapping[str, Any]):
 
 def layout_hash(layout: Layout) -> str:
     """Hash of all headers and the index."""
-    return hash_bytes(b"".join(shard.header for shard in layout.shards) + (layout.index or b""))
+    return hash_bytes(b"".join(shard.header for shard in layout.shards) + b"".join(layout.indexes.values()))
 
 
 def is_resumable(entries: Entries, plan_hash: str, layout: Layout, facts: Mapping[str, str], folder: Path | str) -> bool:

@@ -155,7 +155,7 @@ def save_model(
     views, aliases = _views(tensors, tied)
     specs = [view.spec for view in views]
     layout = make_layout(specs, max_shard_bytes, _with_aliases(metadata, aliases))
-    if layout.index is not None and aliases:
+    if layout.indexes and aliases:
         layout = make_layout(specs, max_shard_bytes, metadata, index_metadata=aliases)
     unfinished_plan = staged_plan(folder)
     if unfinished_plan and not unfinished_plan.startswith(_PLAN):

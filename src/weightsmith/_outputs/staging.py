@@ -534,7 +534,9 @@ class Staging(Closing):
         """
         if self._spec.part:
             raise ValueError(f"{self.folder}: a part cannot publish the whole")
-        with self._kept("publish", lambda: BOOKKEEPING_BYTES * len(self.layout.places) + len(self.layout.index or b"")):
+        with self._kept(
+            "publish", lambda: BOOKKEEPING_BYTES * len(self.layout.places) + sum(map(len, self.layout.indexes.values()))
+        ):
             weights, records = self.weights, self.records
             self._check_complete([f"tensor {name} is not finished" for name in self.layout.places if name not in records])
             weights.drain(self._spec.uploading)
@@ -557,8 +559,8 @@ class Staging(Closing):
     def _add_index_and_manifest(self, manifest: Mapping[str, Any]) -> None:
         (self.folder / SPACE).unlink(missing_ok=True)
         layout, files = self.layout, self._files
-        if layout.index is not None:
-            files.records[layout.index_name] = files.write(layout.index_name, layout.index)
+        for name, index in layout.indexes.items():
+            files.records[name] = files.write(name, index)
         files.write(MANIFEST_NAME, encode_manifest(layout, self.plan_hash, self.records, files.records, manifest))
         files.check_names(self.weights.names)
 

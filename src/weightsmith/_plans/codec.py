@@ -94,8 +94,7 @@ def decode(kind: type[T], value: Any, at: str) -> T:
     (1, 2)
     """
     hint: Any = kind  # types are hashable, which mypy does not know
-    decoded: T = _decoder(hint)(value, at)
-    return decoded
+    return _decoder(hint)(value, at)
 
 
 def has_type(value: object, hint: Any) -> bool:

@@ -155,6 +155,10 @@ def _check(plan: Plan) -> None:
     check_name(plan.naming.stem, "plan.naming")
     for folder in plan.naming.folders:
         check_path(folder, "plan.naming")
+    for part, stem in plan.naming.parts.items():
+        if part not in plan.naming.folders:
+            raise invalid("plan.naming", f"{part!r} is none of its folders")
+        check_name(stem, "plan.naming")
     for model in plan.models:
         inner = model.plan
         if inner is not None and (inner.products or inner.then is not None or any(s.encoding != PLAIN for s in inner.steps)):
@@ -383,8 +387,7 @@ class ProductSettings(ABC):
 
     def to_json(self) -> dict[str, Any]:
         """The settings of a product."""
-        data: dict[str, Any] = encode(self)
-        return data
+        return encode(self)
 
     @classmethod
     def check(cls, product: Product) -> str:

@@ -458,8 +458,7 @@ class Plan:
         read      up to 13.2 GB (inputs of 6.6 GB, read up to 2 times)
         memory    184 MB at most, with 2 threads
         """
-        summary: Summary = import_module(_SUMMARY).summary_of(self, options, allow_code=allow_code)
-        return summary
+        return import_module(_SUMMARY).summary_of(self, options, allow_code=allow_code)
 
     @property
     def nbytes(self) -> int:
@@ -542,8 +541,7 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """The plan as JSON values; `plan_from_json` is its inverse."""
-        data: dict[str, Any] = encode(self)
-        return data
+        return encode(self)
 
 
 def arrays_of(products: Iterable[Product]) -> dict[str, str]:

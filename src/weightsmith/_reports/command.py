@@ -23,7 +23,7 @@ from weightsmith._base.errors import NonFinite, WeightsmithError
 from weightsmith._base.files import read_bounded
 from weightsmith._base.options import named, option_error
 from weightsmith._base.strict_json import JsonError, parse
-from weightsmith._reports.evaluate.options import EvaluateSettings
+from weightsmith._reports.options import EvaluateSettings
 
 MODEL = "{model}"
 """Stands for the folder of the model in a command."""

@@ -153,8 +153,7 @@ class Judge:
         inputs = self.tokenizer(prompt, return_tensors="pt")
         with torch.inference_mode():
             output = self.model.generate(**inputs, max_new_tokens=new_tokens, do_sample=False)
-        text: str = self.tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-        return text
+        return self.tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
 def _tokenizer(folder: Path) -> Any:

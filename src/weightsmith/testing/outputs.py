@@ -251,8 +251,7 @@ def _build(
 def _check(case: OutputCase, extra: Mapping[str, bytes] = {}) -> None:
     """The visible files are those of the layout, with the right bytes, and `verify` finds nothing wrong."""
     layout, files = layout_of_tests(), case.files()
-    index = set() if layout.index is None else {layout.index_name}
-    assert {*files} - {".gitattributes"} == {MANIFEST_NAME, *index, *extra, *(shard.name for shard in layout.shards)}
+    assert {*files} - {".gitattributes"} == {MANIFEST_NAME, *layout.indexes, *extra, *(shard.name for shard in layout.shards)}
     assert {name: files[name] for name in extra} == dict(extra)
     for shard in layout.shards:
         assert files[shard.name].startswith(shard.header)

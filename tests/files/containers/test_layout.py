@@ -28,7 +28,7 @@ def header(layout: Layout, shard: int) -> dict[str, object]:
 def test_one_shard_has_the_plain_name_and_no_index() -> None:
     layout = make_layout([spec("a", 10), spec("b", 20)], 30)
     assert [s.name for s in layout.shards] == ["model.safetensors"]
-    assert layout.index is None
+    assert not layout.indexes
 
 
 def test_shards_are_filled_in_model_order_up_to_the_bound() -> None:
@@ -63,21 +63,20 @@ def test_data_starts_on_a_4096_byte_boundary_and_has_no_holes() -> None:
 
 def test_the_index_is_written_as_transformers_writes_it() -> None:
     layout = make_layout([spec("z\u00e9", 20), spec("a", 20)], 20)
-    assert layout.index is not None
     expected = {
         "metadata": {"total_size": 40},
         "weight_map": {"a": "model-00002-of-00002.safetensors", "z\u00e9": "model-00001-of-00002.safetensors"},
     }
     text = json.dumps(expected, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
-    assert layout.index.decode() == text
-    assert layout.total_bytes == sum(s.nbytes for s in layout.shards) + len(layout.index)
+    assert layout.indexes["model.safetensors.index.json"].decode() == text
+    assert layout.total_bytes == sum(s.nbytes for s in layout.shards) + sum(map(len, layout.indexes.values()))
 
 
 def test_no_tensors_make_one_valid_empty_file() -> None:
     layout = make_layout([], 10)
     (shard,) = layout.shards
     assert safetensors.numpy.load(shard.header) == {}
-    assert layout.index is None
+    assert not layout.indexes
 
 
 def test_metadata_is_format_pt_unless_given() -> None:
@@ -146,7 +145,7 @@ def test_a_subfolder_has_one_file_with_the_names_of_its_own() -> None:
     ]
     assert list(header(layout, 2)) == ["__metadata__", "w", "deep/w"]
     assert list(layout.places) == [s.name for s in specs]
-    assert json.loads(layout.index or b"")["weight_map"].keys() == {"a", "b", "1_Denser"}
+    assert json.loads(layout.indexes["model.safetensors.index.json"])["weight_map"].keys() == {"a", "b", "1_Denser"}
     assert [t.name for t in layout.shards[2].tensors] == ["1_Dense/w", "1_Dense/deep/w"]
 
 
@@ -154,5 +153,5 @@ def test_the_names_of_diffusers_and_metadata() -> None:
     naming = Naming("diffusion_pytorch_model", {"modelspec.title": "Ink"})
     layout = make_layout([spec("a", 10), spec("b", 20)], 25, naming=naming)
     assert layout.shards[0].name == "diffusion_pytorch_model-00001-of-00002.safetensors"
-    assert layout.index_name == "diffusion_pytorch_model.safetensors.index.json"
+    assert [*layout.indexes] == ["diffusion_pytorch_model.safetensors.index.json"]
     assert header(layout, 1)["__metadata__"] == {"format": "pt", "modelspec.title": "Ink"}

@@ -4,6 +4,7 @@ Run it where the other programs are installed; the suite needs none of them, and
 
     pip install bitsandbytes==0.50.2 mlx[cpu]==0.32.4
     pip install auto-round==0.16.1 torchao==0.18.0
+    pip install compressed-tensors==0.13.0 hqq==0.2.8.post1 amd-quark==0.13
     pip install "setuptools>=80" && BUILD_CUDA_EXT=0 pip install --no-build-isolation gptqmodel==7.6.0
     python -m tests.models.formats.oracles --write            # --only autoround: the others stay as they are
 """
@@ -95,6 +96,47 @@ def awq(case: Case) -> np.ndarray:
     parts = [_tensor(case.tensors[name.replace("weight", part)]) for part in ("qweight", "qzeros", "scales")]
     size = case.config["quantization_config"]["group_size"]
     return np.ascontiguousarray(_numpy(dequantize_gemm(*parts, 4, len(parts[0]) if size < 0 else size)).T)
+
+
+def compressed(case: Case) -> np.ndarray:
+    """Of a release that still has a `g_idx`."""
+    from compressed_tensors.compressors.quantized_compressors.pack_quantized import PackedQuantizationCompressor
+    from compressed_tensors.quantization import QuantizationArgs
+
+    weights = case.config["quantization_config"]["config_groups"]["group_0"]["weights"]
+    state = {key.rpartition(".")[2]: _tensor(a) for key, a in case.tensors.items()}
+    return _numpy(PackedQuantizationCompressor.decompress_weight(None, state, QuantizationArgs(**weights)))
+
+
+def hqq(case: Case) -> np.ndarray:
+    from hqq.core.quantize import HQQLinear, torch
+
+    (name,) = case.plain
+    prefix = name.removesuffix("weight")
+    layer = HQQLinear(None, None, compute_dtype=torch.float32, device="cpu")
+    state = {key.removeprefix(prefix): _tensor(a) for key, a in case.tensors.items()}
+    offloaded = state.pop("zero_scale", None)  # else hqq asks for a GPU
+    if offloaded is not None:
+        state |= {"zero": offloaded[0], "scale": offloaded[1], "offload_meta": torch.tensor(0, dtype=torch.uint8)}
+    others = {"optimize": False, "round_zero": False}
+    layer.load_state_dict({**state, **{key: torch.tensor(int(value), dtype=torch.uint8) for key, value in others.items()}})
+    return _numpy(layer.dequantize())
+
+
+def quark(case: Case) -> np.ndarray:
+    import torch
+    from quark.torch.export.nn.modules.realquantizer import StaticScaledRealQuantizer
+    from quark.torch.quantization.config.config import QTensorConfig
+
+    entry, prefix = case.config["quantization_config"], next(iter(case.plain))
+    settings = entry["global_quant_config"]["weight"]
+    parts = {key.removeprefix(prefix): _tensor(a) for key, a in case.tensors.items()}
+    reorder = entry["export"]["pack_method"] == "reorder"
+    layer = StaticScaledRealQuantizer(
+        QTensorConfig.from_dict(settings), None, reorder, True, torch.float32, torch.device("cpu")
+    )
+    layer.scale, layer.zero_point = parts["_scale"], parts["_zero_point"]
+    return _numpy(layer(parts[""]))
 
 
 def autoround(case: Case) -> np.ndarray:
@@ -195,6 +237,9 @@ ORACLES: dict[str, Callable[[Case], np.ndarray]] = {
     "gptq": gptq,
     "awq": awq,
     "autoround": autoround,
+    "compressed": compressed,
+    "hqq": hqq,
+    "quark": quark,
     "exl3": exl3,
     "mlx": mlx,
     "torchao": torchao,

@@ -122,7 +122,7 @@ def pack(codes: np.ndarray, bits: int) -> np.ndarray:
     stream = (codes[..., None].astype(np.uint8) >> np.arange(bits, dtype=np.uint8)) & np.uint8(1)
     stream = stream.reshape(*codes.shape[:-1], -1)
     padding = [(0, 0)] * (stream.ndim - 1) + [(0, -stream.shape[-1] % 32)]
-    return np.packbits(np.pad(stream, padding), axis=-1, bitorder="little").view("<u4")
+    return np.ascontiguousarray(np.packbits(np.pad(stream, padding), axis=-1, bitorder="little")).view("<u4")
 
 
 def gptq(
@@ -203,6 +203,175 @@ def awq(
     plain = ((codes - zeros[index]) * scales.astype(np.float64)[index]).T.astype(np.float32)
     settings = {"quant_method": "awq", "bits": 4, "group_size": group_size, "zero_point": True, "version": "gemm", **entry}
     return Case(tensors, config_of(settings), {f"{name}.weight": np.ascontiguousarray(plain)}, np.dtype(np.float16))
+
+
+# ---- compressed-tensors' packed integers
+
+
+def compressed(
+    shape: tuple[int, int],
+    *,
+    bits: int = 4,
+    group_size: int | None = 32,
+    symmetric: bool = True,
+    loose: bool = False,
+    ordered: bool = True,
+    name: str = "q_proj",
+    seed: int = 0,
+) -> Case:
+    """group_size: None for one scale a row; loose: no code is in two words; ordered: False for groups of columns anywhere."""
+    rng = np.random.default_rng(seed)
+    rows, cols = shape
+    width = cols if group_size is None else group_size
+    index = np.arange(cols) // width
+    if not ordered:
+        rng.shuffle(index)
+    groups = -(-cols // width)
+    codes, scales = rng.integers(0, 1 << bits, shape), rng.uniform(0.001, 0.02, (rows, groups)).astype(np.float32)
+    zeros = np.full((rows, groups), 1 << bits - 1) if symmetric else rng.integers(0, 1 << bits, (rows, groups))
+
+    def packed(values: np.ndarray) -> np.ndarray:
+        if not loose:
+            return pack(values, bits)
+        per_word = 32 // bits
+        padded = np.pad(values, ((0, 0), (0, -values.shape[1] % per_word))).astype(np.uint32)
+        shifts = np.arange(per_word, dtype=np.uint32) * np.uint32(bits)
+        return np.bitwise_or.reduce(padded.reshape(len(values), -1, per_word) << shifts, axis=2)
+
+    tensors = {
+        f"{name}.weight_packed": packed(codes).view(np.int32),
+        f"{name}.weight_scale": scales,
+        f"{name}.weight_shape": np.array(shape),
+    }
+    if not symmetric:
+        tensors[f"{name}.weight_zero_point"] = np.ascontiguousarray(packed(zeros.T).T).view(np.int32)
+    if not ordered:
+        tensors[f"{name}.weight_g_idx"] = index.astype(np.int32)
+    plain = (codes - zeros[:, index]).astype(np.float32) * scales[:, index]
+    strategy = {"strategy": "channel"} if group_size is None else {"strategy": "group", "group_size": group_size}
+    weights = {"num_bits": bits, "type": "int", "symmetric": symmetric, "dynamic": False, **strategy}
+    entry = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    groups_of_config = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    config = config_of({**entry, "config_groups": groups_of_config}, "bfloat16")
+    return Case(tensors, config, {f"{name}.weight": plain}, BF16)
+
+
+# ---- HQQ
+
+
+def hqq_array(
+    shape: tuple[int, int], bits: int, group: int | None, axis: int, rng: Any, dtype: Any
+) -> tuple[Any, Any, np.ndarray]:
+    """The codes of an array as HQQ packs them; its settings, scales and zeros; and its values."""
+    size = shape[0] * shape[1]
+    rows, cols = shape if group is None else (size // group, group) if axis == 1 else (group, size // group)
+    codes = rng.integers(0, 1 << bits, (rows, cols))
+    each = (rows, 1) if axis == 1 else (1, cols)
+    scale, zero = rng.uniform(0.001, 0.02, each).astype(dtype), rng.uniform(0, (1 << bits) - 1, each).astype(dtype)
+    per_word = {8: 1, 4: 2, 3: 10, 2: 4, 1: 8}[bits]
+    padded = np.pad(codes, ((0, -rows % per_word), (0, 0))).reshape(per_word, -1, cols).astype(np.int32)
+    words = np.bitwise_or.reduce([run << bits * (per_word - 1 - k) for k, run in enumerate(padded)])
+    settings = {
+        "nbits": bits, "group_size": group, "shape": list(shape), "axis": axis, "view_as_float": False,
+        "packing": "3bit_32" if bits == 3 else f"{bits}bit_u8",
+        "unpack_view_dtype": "torch.int32" if bits == 3 else "torch.uint8",
+    }  # fmt: skip
+    values = (codes.astype(np.float32) - zero.astype(np.float32)) * scale.astype(np.float32)
+    numbers = {"scale": scale, "zero": zero}
+    return words.astype(np.int32 if bits == 3 else np.uint8), {**settings, **numbers}, values.reshape(shape)
+
+
+def encoded(value: Any) -> np.ndarray:
+    """A setting of HQQ's as a tensor."""
+    if isinstance(value, str):
+        return np.frombuffer(value.encode(), np.uint8).copy()
+    if isinstance(value, list):
+        return np.array(value, np.int64)
+    return np.array(value, np.uint8 if isinstance(value, bool) else np.int32)
+
+
+def hqq(
+    shape: tuple[int, int] = (48, 96),
+    *,
+    bits: int = 4,
+    group: int | None = 32,
+    axis: int = 1,
+    as_float: bool = False,
+    offloaded: bool = False,
+    dtype: Any = np.float16,
+    name: str = "q_proj",
+    seed: int = 0,
+) -> Case:
+    """as_float: codes under the dtype of floats; offloaded: scales and zeros in one tensor."""
+    words, meta, plain = hqq_array(shape, bits, group, axis, np.random.default_rng(seed), dtype)
+    compute = "torch.bfloat16" if np.dtype(dtype) == BF16 else f"torch.{np.dtype(dtype)}"
+    meta |= {"view_as_float": as_float, "compute_dtype": compute, "quant_scale": False, "quant_zero": False}
+    meta |= {"offload_meta": offloaded, "encoded_state_dict": True, "stores_quant_config": True, "channel_wise": True}
+    if offloaded:
+        meta["zero_scale"] = np.stack([meta.pop("zero"), meta.pop("scale")])
+    tensors = {f"{name}.W_q": words.view(np.float16) if as_float else words}
+    for key, value in meta.items():
+        if value is not None:
+            tensors[f"{name}.{key}"] = value if isinstance(value, np.ndarray) else encoded(value)
+    weights = {"nbits": bits, "group_size": group, "axis": axis, "view_as_float": as_float}
+    entry = {"quant_method": "hqq", "quant_config": {"weight_quant_params": weights}, "skip_modules": ["lm_head"]}
+    return Case(tensors, config_of(entry), {f"{name}.weight": plain}, np.dtype(dtype))
+
+
+# ---- Quark's integers
+
+
+def quark(
+    shape: tuple[int, int] = (48, 96),
+    dtype: str = "int4",
+    qscheme: str = "per_group",
+    *,
+    group: int = 32,
+    symmetric: bool = False,
+    method: str = "reorder",
+    zeros: bool = True,
+    name: str = "q_proj",
+    seed: int = 0,
+    **weights: Any,
+) -> Case:
+    """zeros: whether they are stored."""
+    rng = np.random.default_rng(seed)
+    rows, cols = shape
+    bits, signed = int(dtype[-1]), not dtype.startswith("u")
+    low = -(1 << bits - 1) if signed else 0
+    grid = {"per_group": (rows, cols // group), "per_channel": (rows, 1), "per_tensor": (1, 1)}[qscheme]
+    codes, scales = rng.integers(low, low + (1 << bits), shape), rng.uniform(0.001, 0.02, grid).astype(np.float32)
+    zero = np.zeros(grid, int) if symmetric or not zeros else rng.integers(low, low + (1 << bits), grid)
+    spread = [a.repeat(rows // grid[0], 0).repeat(cols // grid[1], 1) for a in (zero, scales)]
+    plain = (codes - spread[0]).astype(np.float32) * spread[1]
+    order = [0, 2, 4, 6, 1, 3, 5, 7] if method == "reorder" else range(8)
+
+    def packed(values: np.ndarray) -> np.ndarray:
+        if bits == 8:
+            return values.astype(np.int8 if signed else np.uint8)
+        padded = np.pad(values, ((0, 0), (0, -values.shape[1] % 8)))
+        return pack((padded & 15).reshape(len(values), -1, 8)[..., list(order)].reshape(padded.shape), 4).view(np.int32)
+
+    if qscheme == "per_group":
+        stored, scale, zero_codes = packed(codes.T), scales.T, packed(zero.T)
+    elif qscheme == "per_channel":
+        stored, scale, zero_codes = packed(codes), scales[:, 0], packed(zero.T)[0]
+    else:
+        stored, scale = packed(codes), scales[0, 0]
+        zero_codes = zero[0, 0].astype(np.int32 if bits == 4 else np.int8 if signed else np.uint8)
+    arrays = {"weight": stored, "weight_scale": scale, "weight_zero_point": zero_codes}
+    tensors = {f"{name}.{key}": np.array(a, order="C") for key, a in arrays.items() if zeros or key != "weight_zero_point"}
+    observer = f"Per{qscheme.removeprefix('per_').title()}MinMaxObserver"
+    settings = {"dtype": dtype, "qscheme": qscheme, "symmetric": symmetric, "is_dynamic": False, **weights}
+    settings |= {"round_method": "half_even", "scale_type": "float", "observer_cls": observer}
+    settings |= {
+        "ch_axis": {"per_group": -1, "per_channel": 0}.get(qscheme),
+        "group_size": group if qscheme == "per_group" else None,
+    }
+    layers = {"weight": settings, "input_tensors": None}
+    entry = {"quant_method": "quark", "global_quant_config": layers, "layer_quant_config": {}}
+    entry["export"] = {"weight_format": "real_quantized", "pack_method": method}
+    return Case(tensors, config_of(entry, "bfloat16"), {f"{name}.weight": plain}, BF16)
 
 
 # ---- AutoRound
@@ -438,6 +607,25 @@ CASES: dict[str, Callable[[], Case]] = {
     "gptq-v2-3": lambda: gptq((64, 96), bits=3, symmetric=False, version="gptq_v2"),
     "gptq-8": lambda: gptq((64, 96), bits=8, symmetric=False, dtype=BF16),
     "awq-4": lambda: awq((64, 96), bias=True),
+    "compressed-4-act-order": lambda: compressed((40, 96), ordered=False),
+    "compressed-8-act-order": lambda: compressed((40, 96), bits=8, ordered=False, symmetric=False),
+    "compressed-3-loose": lambda: compressed((40, 96), bits=3, loose=True, symmetric=False),
+    "compressed-5-loose": lambda: compressed((37, 99), bits=5, loose=True, group_size=None, symmetric=False),
+    "compressed-4-odd": lambda: compressed((37, 99), group_size=None),
+    **{
+        f"hqq-{bits}-axis-{axis}": partial(hqq, bits=bits, axis=axis, dtype=np.float32)
+        for bits in (8, 4, 3, 2, 1)
+        for axis in (0, 1)
+    },
+    "hqq-4-as-float": lambda: hqq(as_float=True, dtype=np.float32),
+    "hqq-4-offloaded": lambda: hqq(offloaded=True, axis=0, dtype=np.float32),
+    **{
+        f"quark-{dtype}-{qscheme}": partial(quark, dtype=dtype, qscheme=qscheme)
+        for dtype in ("int4", "uint4", "int8", "uint8")
+        for qscheme in ("per_group", "per_channel", "per_tensor")
+    },
+    "quark-int4-order": lambda: quark(method="order"),
+    "quark-int4-symmetric": lambda: quark(symmetric=True),
     "autoround-4": lambda: autoround(gptq, "auto_round:auto_gptq", indexed=False, bias=True),
     "autoround-3": lambda: autoround(gptq, "auto_round:auto_gptq", bits=3, indexed=False),
     "autoround-2-asymmetric": lambda: autoround(gptq, "auto_round", bits=2, indexed=False, symmetric=False, version="gptq_v2"),

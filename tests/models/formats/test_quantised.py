@@ -352,8 +352,8 @@ class TestModelOpt(Quantised):
     cases = modelopt((37, 192), name="a"), modelopt((300, 128), algorithm="FP8", name="b", seed=1)
 
 
-class TestBitsandbytes4(Quantised):
-    cases = bnb4((37, 65), block=64, nested=True, name="a.weight"), bnb4((300, 128), name="b.weight", seed=1)
+class QuantisedWithShapes(Quantised):
+    """The shapes of weights are stored with their codes."""
 
     def test_a_file_that_was_replaced_before_the_first_read_is_not_read(self, case: SourceCase) -> None:
         """Shapes are read when it is opened, so the files are open: the old ones are read, and the change is noticed."""
@@ -366,6 +366,10 @@ class TestBitsandbytes4(Quantised):
             for name in source.specs:
                 with contextlib.suppress(CheckpointError):  # of a file that was not opened yet
                     assert read(source, name).tobytes() == case.expected[name].tobytes()
+
+
+class TestBitsandbytes4(QuantisedWithShapes):
+    cases = bnb4((37, 65), block=64, nested=True, name="a.weight"), bnb4((300, 128), name="b.weight", seed=1)
 
 
 class TestBitsandbytes8(Quantised):

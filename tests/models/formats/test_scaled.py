@@ -257,17 +257,11 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, np.ndarray], type[Weightsmith
         "no block for whole rows",
     ),
     "fbgemm by tensor": (ROWS, {"q.weight": Q8, "q.weight_scale": ONE[0]}, FormatError, r"is \[1\], and its blocks need"),
-    "Quark uint4": (
-        quark("uint4", "per_group"),
-        {"q.weight": np.zeros((96, 6), np.int32), "q.weight_scale": numbers(3, 48)},
+    "Quark fp6": (
+        quark("fp6_e2m3", "per_group"),
+        {"q.weight": np.zeros((96, 6), np.uint8), "q.weight_scale": numbers(3, 48)},
         Unsupported,
-        "'uint4' 'per_group' are not read, only fp8_e4m3 per_tensor",
-    ),
-    "Quark asymmetric": (
-        quark("int8", "per_channel", symmetric=False),
-        {"q.weight": INT8, "q.weight_scale": EACH},
-        Unsupported,
-        "symmetric False are not read",
+        "'fp6_e2m3' 'per_group' are not read, only fp8_e4m3 per_tensor",
     ),
     "Quark fake": (
         {**quark("fp8_e4m3", "per_tensor"), "export": {"weight_format": "fake_quantized"}},

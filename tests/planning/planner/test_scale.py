@@ -65,8 +65,8 @@ def write_sparse(folder: Path, specs: list[TensorSpec]) -> str:
         with (folder / shard.name).open("wb") as file:
             file.write(shard.header)
             file.truncate(shard.nbytes)
-    assert layout.index is not None
-    (folder / "model.safetensors.index.json").write_bytes(layout.index)
+    for name, index in layout.indexes.items():
+        (folder / name).write_bytes(index)
     layers = len({spec.name.split(".")[2] for spec in specs if spec.name.startswith("model.layers.")})
     settings = {"num_hidden_layers": layers, "n_routed_experts": EXPERTS, "model_type": "deepseek_v3", "vocab_size": 128_000}
     (folder / "config.json").write_text(json.dumps(settings))

@@ -213,14 +213,23 @@ def test_the_plan_counts_and_writes_nothing(work: Path, cli: Cli) -> None:
 
 @pytest.mark.slow
 def test_no_matrix_is_computed_twice_for_strengths_priors_and_the_merge(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """tsv_m once; RegMean once with each prior, for all factors and for the file that is written."""
-    solved, decomposed = Counter[str](), Counter[int]()
+    """tsv_m once; RegMean once with each prior, for all factors and for the file that is written; Σ δG once for both priors."""
+    solved, weighed, decomposed = Counter[str](), Counter[str](), Counter[int]()
     regmean, tsv_m = (sys.modules[f"weightsmith._methods.{name}"] for name in ("regmean", "tsv_m"))
     solve, merge = regmean.solve, tsv_m.merge
 
     def count_solve(*arguments: Any) -> Any:
-        solved[arguments[-1]] += 1
-        return solve(*arguments)
+        *others, where, recall = arguments
+        solved[where] += 1
+
+        def count_weighed(compute: Any) -> Any:
+            def counted() -> Any:
+                weighed[where] += 1
+                return compute()
+
+            return recall(counted)
+
+        return solve(*others, where, count_weighed)
 
     def count_merge(*arguments: Any) -> Any:
         decomposed[0] += 1
@@ -231,6 +240,7 @@ def test_no_matrix_is_computed_twice_for_strengths_priors_and_the_merge(work: Pa
     monkeypatch.setattr(module, "choose", lambda *_scored, **_how: Choice("regmean, prior tsv_m, times 1.4", "said the test"))
     auto(text=TEXTS)
     assert set(solved.values()) == {2}
+    assert set(weighed.values()) == {1}
     assert decomposed[0] == len(solved)
 
 

@@ -17,9 +17,9 @@ from tests.cli_help import Cli, cli
 from weightsmith._base.errors import OutputExists, ParameterError, PlanError, StoreError
 from weightsmith._execution.options import RunOptions
 from weightsmith._execution.progress import Silent
-from weightsmith._reports.auto.options import WriteSettings
 from weightsmith._reports.auto.write import Sampling, draw, writer
 from weightsmith._reports.evaluate.opening import opened, prepare_named
+from weightsmith._reports.options import WriteSettings
 
 __all__ = ["cli"]
 

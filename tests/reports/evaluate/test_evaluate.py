@@ -359,7 +359,7 @@ def test_the_errors_of_layers_are_those_of_transformers(work: Path) -> None:
 
 @pytest.mark.slow
 def test_only_the_first_rows_are_kept_for_the_errors_of_layers(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weightsmith._reports.evaluate.layers.SAMPLE_BYTES", 2 * 2 * 32 * 64 * 4)
+    monkeypatch.setattr("weightsmith._reports.evaluate.measure.SAMPLE_BYTES", 2 * 2 * 32 * 64 * 4)
     found = weightsmith.evaluate("a", "b", text="t.txt", tokens=32, reference="a", progress=False)
     theirs, own = layer_outputs(work / "a", TEXT, 32), layer_outputs(work / "b", TEXT, 32)
     wanted = [float((y - x)[:2, 1:].norm() / x[:2, 1:].norm()) for x, y in zip(theirs, own, strict=True)]

@@ -17,8 +17,8 @@ from tests.reports.look.models import changed, low_rank, save, trained, weights
 from weightsmith._base.errors import PlanError, Unsupported
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._plans import COPY, Block, Gather, ModelInput, Plan, Provenance, Read, Settings, Step, Table
-from weightsmith._reports.look import sampling
-from weightsmith._reports.look.sampling import KIND, sample, survivals
+from weightsmith._reports.look import preview as module
+from weightsmith._reports.look.preview import KIND, sample, survivals
 
 Recipe = dict[str, Any]
 
@@ -47,8 +47,8 @@ def preview(of: Recipe, **options: Any) -> weightsmith.Preview:
 @pytest.fixture
 def small_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """Samples of a fifth of the matrices of the small models."""
-    monkeypatch.setattr(sampling, "SAMPLE_ELEMENTS", 8192)
-    monkeypatch.setattr(sampling, "GROUP_ELEMENTS", 320)
+    monkeypatch.setattr(module, "SAMPLE_ELEMENTS", 8192)
+    monkeypatch.setattr(module, "GROUP_ELEMENTS", 320)
 
 
 @pytest.mark.slow

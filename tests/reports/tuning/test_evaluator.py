@@ -21,8 +21,7 @@ from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.recipe import Scalar
 from weightsmith._reports.evaluate.opening import Opened, opened, prepare_named
 from weightsmith._reports.tuning.candidates import Candidates
-from weightsmith._reports.tuning.evaluator import MEMORY_BYTES, Evaluator, Rows
-from weightsmith._reports.tuning.merged_weights import Candidate
+from weightsmith._reports.tuning.evaluator import MEMORY_BYTES, Candidate, Evaluator, Rows
 from weightsmith.abc.output import Output
 
 SCALAR = """merge_method: {choice: [ties, dare_ties, task_arithmetic]}
@@ -102,7 +101,7 @@ def test_only_what_the_changed_numbers_touch_is_computed_again(work: Path, monke
     Path("r.yml").write_text(SCALAR)
     made, ran = list[str](), list[int]()
     from weightsmith._activations.decoder.forward import Decoder
-    from weightsmith._reports.tuning import merged_weights as module
+    from weightsmith._reports.tuning import evaluator as module
 
     run, layer = module.run, Decoder.layer
 

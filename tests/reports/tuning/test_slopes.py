@@ -13,9 +13,8 @@ from weightsmith._engine.resources import Resources
 from weightsmith._planning.options import RecipeOptions
 from weightsmith._reports.evaluate.opening import opened
 from weightsmith._reports.tuning.candidates import Candidates
-from weightsmith._reports.tuning.evaluator import MEMORY_BYTES, Evaluator
-from weightsmith._reports.tuning.merged_weights import Candidate
-from weightsmith._reports.tuning.text_measure import Slopes
+from weightsmith._reports.tuning.evaluator import MEMORY_BYTES, Candidate, Evaluator
+from weightsmith._reports.tuning.measure import Slopes
 
 LAYERS = """merge_method: task_arithmetic
 base_model: a

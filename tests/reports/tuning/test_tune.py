@@ -21,13 +21,12 @@ from weightsmith._engine import memory
 from weightsmith._execution.options import RunOptions
 from weightsmith._execution.progress import Silent
 from weightsmith._planning.options import RecipeOptions
-from weightsmith._reports.evaluate.options import EvaluateSettings
 from weightsmith._reports.evaluate.values import Change
-from weightsmith._reports.tuning import text_measure
+from weightsmith._reports.options import EvaluateSettings, TuneSettings
+from weightsmith._reports.tuning import measure
 from weightsmith._reports.tuning import tune as module
 from weightsmith._reports.tuning.evaluator import Evaluator
 from weightsmith._reports.tuning.journal import Trial
-from weightsmith._reports.tuning.options import TuneSettings
 from weightsmith._reports.tuning.result import NOT_BETTER, Tuning
 
 __all__ = ["cli"]
@@ -270,7 +269,7 @@ def test_matrices_that_a_number_does_not_change_are_computed_once(work: Path, mo
     of_one = len(calls)
     first = tune("own.yml", "more.yml", budget=3)
     assert len(calls) == 2 * of_one > 0
-    monkeypatch.setattr(text_measure, "MOST_MATRICES", 1)
+    monkeypatch.setattr(measure, "MOST_MATRICES", 1)
     scores = [trial.nats for trial in first.trials]
     assert [trial.nats for trial in tune("own.yml", "again.yml", budget=3).trials] == scores
     assert len(set(scores)) == 3

@@ -455,7 +455,23 @@ def _multiplying(head: Any, arithmetic: Arithmetic) -> Iterator[Callable[[Tensor
         del head.forward
 
 
-def has_bfloat16() -> bool:
+def narrow_linears(model: nn.Module, head: nn.Module | None) -> None:
+    """Let all linear layers of a model but its head multiply in bfloat16, with results in the dtype of what enters them.
+
+    Their weights are rounded in place. Logits that are rounded would be too coarse to draw tokens from.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and module is not head:
+            module.weight = nn.Parameter(module.weight.bfloat16(), requires_grad=False)
+            module.forward = _Bfloat16(module)  # type: ignore[method-assign,unused-ignore]
+
+
+def fast_arithmetic(device: str) -> Arithmetic:
+    """The dtype in which linear layers multiply fastest: bfloat16 on a processor that has instructions for it."""
+    return "bfloat16" if device == "cpu" and _has_bfloat16() else "float32"
+
+
+def _has_bfloat16() -> bool:
     """Whether this processor has instructions for products of bfloat16 matrices, as far as torch says: AVX512-BF16 or AMX."""
     known: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     return bool(known.get("avx512_bf16") or known.get("amx_bf16"))
@@ -639,15 +655,13 @@ class Layer:
     def __call__(self, hidden: Tensor) -> Tensor:
         """Run one row, float32 [tokens, hidden]. Thread-safe."""
         after = self.module(hidden[None], *self.args, **self.kwargs)
-        states: Tensor = (after if isinstance(after, Tensor) else after[0])[0]
-        return states
+        return (after if isinstance(after, Tensor) else after[0])[0]
 
     def batch(self, hidden: Tensor) -> Tensor:
         """Run some rows, float32 [rows, tokens, hidden], without gradients. Thread-safe."""
         with torch.no_grad():
             after = self.module(hidden, *self.args, **self.kwargs)
-        states: Tensor = after if isinstance(after, Tensor) else after[0]
-        return states
+        return after if isinstance(after, Tensor) else after[0]
 
     def pull(self, hidden: Tensor, leaving: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the gradients of the layer's input, [rows, tokens, hidden], and of its `weights`. Thread-safe.
@@ -684,8 +698,7 @@ class Layer:
     @property
     def before_mlp(self) -> nn.Module:
         """The norm that gets the residual stream between attention and MLP."""
-        norm: nn.Module = next(getattr(self.module, name) for name in _BEFORE_MLP if hasattr(self.module, name))
-        return norm
+        return next(getattr(self.module, name) for name in _BEFORE_MLP if hasattr(self.module, name))
 
 
 class _Batch:

@@ -28,8 +28,7 @@ class Expert(nn.Module):  # type: ignore[misc,unused-ignore]  # torch has no typ
 
     def forward(self, x: Tensor) -> Tensor:
         """float32 [tokens, hidden] → the same."""
-        projected: Tensor = self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
-        return projected
+        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Experts(nn.ModuleList):  # type: ignore[misc,unused-ignore]

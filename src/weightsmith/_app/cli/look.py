@@ -19,7 +19,7 @@ from weightsmith._execution.options import RunOptions
 from weightsmith._planning.options import RecipeOptions
 
 if TYPE_CHECKING:
-    from weightsmith._outputs.status import Builder
+    from weightsmith._outputs.places import Builder
 
 
 @options.expand

@@ -18,9 +18,7 @@ from weightsmith._base.errors import printable
 from weightsmith._base.text import count, say, show_json
 from weightsmith._execution.options import RunOptions
 from weightsmith._planning.options import RecipeOptions
-from weightsmith._reports.auto.options import AutoSettings, WriteSettings
-from weightsmith._reports.evaluate.options import EvaluateSettings
-from weightsmith._reports.tuning.options import TuneSettings
+from weightsmith._reports.options import AutoSettings, EvaluateSettings, TuneSettings, WriteSettings
 
 
 @options.expand

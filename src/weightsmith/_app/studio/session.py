@@ -127,8 +127,7 @@ class Session:
                 if changed:
                     self._publish()
                     self._changed.notify_all()
-            document: dict[str, Any] = self.board.get("document")
-            return document
+            return self.board.get("document")
 
     def _stored(self, store: Callable[[], None]) -> None:
         """Store something on disk. If that fails, it stays in memory, and the page says why until it is on the disk."""

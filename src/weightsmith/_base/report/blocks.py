@@ -489,25 +489,21 @@ class Report:
 
     def to_html(self) -> str:
         """One HTML document, which needs no network, no other file and no server."""
-        page: str = _renderer("html").to_html(self)
-        return page
+        return _renderer("html").to_html(self)
 
     def charts(self) -> tuple[str, list[dict[str, Any]]]:
         """The heat maps and curves as HTML, for a page that has the `chart_files`; and the JSON of each, in order."""
-        drawn: tuple[str, list[dict[str, Any]]] = _renderer("html").charts_html(self)
-        return drawn
+        return _renderer("html").charts_html(self)
 
     def write(self, path: str | os.PathLike[str]) -> Path:
         """Write `to_html`, whole or not at all. An earlier report of that name is replaced.
 
         Raises OutputExists for another file, and StoreError where none can be written.
         """
-        written_to: Path = _renderer("html").write_html(path, self.to_html().encode(errors="replace"))
-        return written_to
+        return _renderer("html").write_html(path, self.to_html().encode(errors="replace"))
 
     def _repr_html_(self) -> str:
-        cell: str = _renderer("html").in_cell(self)
-        return cell
+        return _renderer("html").in_cell(self)
 
 
 def _renderer(name: str) -> Any:
@@ -521,8 +517,7 @@ def report_by(place: str, *arguments: Any) -> Report:
     Named as text, because it imports the results that name it.
     """
     module, _, name = place.partition(":")
-    report: Report = getattr(import_module(f"weightsmith.{module}"), name)(*arguments)
-    return report
+    return getattr(import_module(f"weightsmith.{module}"), name)(*arguments)
 
 
 class Reported(ABC):

@@ -48,7 +48,7 @@ OWN = {
     "differences": "weightsmith._reports.look.differences:KIND",
     "statistics": "weightsmith._reports.look.inspect:KIND",
     "alignments": "weightsmith._reports.look.comparison:KIND",
-    "survival": "weightsmith._reports.look.sampling:KIND",
+    "survival": "weightsmith._reports.look.preview:KIND",
     "combination": "weightsmith._features.adapters.combinations:KIND",
 }
 """`Product.op` → its kind, imported when a plan first uses it."""

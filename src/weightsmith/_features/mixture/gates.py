@@ -47,8 +47,7 @@ class Mode:
     def function(self) -> Callable[..., Any]:
         """The function that `make` names."""
         file, _, name = self.make.partition(":")
-        function: Callable[..., Any] = getattr(import_module(f"weightsmith._features.mixture.{file}"), name)
-        return function
+        return getattr(import_module(f"weightsmith._features.mixture.{file}"), name)
 
 
 MODES: Mapping[str, Mode] = {

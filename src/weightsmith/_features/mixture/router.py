@@ -332,8 +332,7 @@ def _useless(what: str, layers: Any, where: str, mode: str) -> ParameterError:
 
 
 def _scaled(rows: Any, gating: Gating) -> Rows:
-    scaled: Rows = (rows * np.float32(gating.scale)).astype(np.float32)
-    return scaled
+    return (rows * np.float32(gating.scale)).astype(np.float32)
 
 
 def _numpy(values: Tensor) -> Any:

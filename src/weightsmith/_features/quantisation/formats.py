@@ -23,7 +23,7 @@ from weightsmith._activations.rows import BUILT_IN, OWN
 from weightsmith._activations.statistic import keys_of
 from weightsmith._activations.statistics import find_statistic
 from weightsmith._activations.work import StatisticWork
-from weightsmith._base.errors import Finding, FormatError, ParameterError, PlanError, WeightsmithError
+from weightsmith._base.errors import Finding, FormatError, ParameterError, PlanError, Unsupported, WeightsmithError
 from weightsmith._base.files import expand_user, read_bounded
 from weightsmith._base.idioms import grouped
 from weightsmith._base.options import assignment, named, option_error, read_options
@@ -86,8 +86,9 @@ def _apply(model_format: ModelFormat, assembled: Prepared, settings: QuantizeSet
     measures = settings.calibration not in (None, NONE)
     _check(settings, sized=sized, measures=measures)
     draft, request = assembled.draft, _request(model_format, settings)
-    drop_subfolders(draft, model_format.program)
     with _problems_of_a_plan():
+        kept = () if measures else model_format.modules(draft.config, partial(_file_of_donor, assembled))
+        drop_subfolders(draft, model_format.program, kept)
         if not measures:
             _prepare(model_format, assembled, request)
             return
@@ -355,6 +356,11 @@ FORMATS: dict[str, Format] = {
 def apply_format(prepared: Prepared, name: str, settings: QuantizeSettings) -> None:
     """Change a draft of plain tensors to one in the format `name`. Raises as `Format.apply`."""
     draft = prepared.draft
+    if draft.naming.parts:
+        model, parts = prepared.inputs[draft.donor].ref, ", ".join(draft.naming.parts)
+        what = f"a pipeline of several models, and a quantised output holds one: {parts}"
+        fix = f"name the folder of one part, such as {model}/{next(iter(draft.naming.parts))}, and copy the result there"
+        raise PlanError([Unsupported(what, where=model, fix=fix)])
     draft.warnings += family_problems(name, draft.config, settings)
     FORMATS[name].apply(prepared, settings)
     prepared.draft.provenance = replace(prepared.draft.provenance, format=name)

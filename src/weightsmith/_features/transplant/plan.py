@@ -367,10 +367,9 @@ class _Transplant:
         defaults = asdict(TransplantSettings())
         chosen = {name: value for name, value in asdict(self.settings).items() if value != defaults[name]}
         models = {"model": self.assembled.draft.models[_MODEL].ref, "donor": self.donor.label}
-        text: str = yaml.safe_dump(
+        return yaml.safe_dump(
             {COMMAND: {**models, "approximation": self.approximation.name, **chosen}}, sort_keys=False, allow_unicode=True
         )
-        return text
 
 
 _SOURCE = "Tokens that both have keep the rows of the model; missing tokens: "

@@ -249,8 +249,7 @@ def obstore(where: str) -> ModuleType:
     except ImportError:
         what = "the package obstore, which reads object stores, is not installed"
         raise Unsupported(what, where=where, fix=f"run {install('remote')}") from None
-    module: ModuleType = package
-    return module
+    return package
 
 
 class Store:

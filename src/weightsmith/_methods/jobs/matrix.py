@@ -68,6 +68,24 @@ class Deltas(Sequence[Tensor]):
         deltas._weights = weights
         return deltas
 
+    def recall(self, key: object, compute: Callable[[], Tensor]) -> Tensor:
+        """What compute returns: from the memory, if it has it. key: of all that it depends on, besides the inputs."""
+        import torch
+
+        if self.memory is None:
+            return compute()
+        known = self.memory.get(key)
+        if known is not None:
+            return torch.from_numpy(known).to(self._device)
+        result = compute()
+        self.memory[key] = result.cpu().numpy()
+        return result
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """The factor on each."""
+        return tuple(float(weight) for weight in self._weights)
+
     def __len__(self) -> int:
         return len(self._rows)
 
@@ -158,25 +176,9 @@ class MatrixJob(Job):
 
     def merged(self, deltas: Deltas) -> Tensor:
         """merge(deltas). λ does not change it: it is computed once for all jobs that share a memory."""
-        import torch
-
-        if deltas.memory is None or not self.identity:
+        if not self.identity:
             return self.merge(deltas)
-        key = self.identity, self._statistics_digest()
-        known = deltas.memory.get(key)
-        if known is not None:
-            return torch.from_numpy(known).to(self.matrix.device)
-        result = self.merge(deltas)
-        deltas.memory[key] = result.cpu().numpy()
-        return result
-
-    def _statistics_digest(self) -> str:
-        digest = xxhash.xxh3_128()
-        for kind, arrays in sorted(self.matrix.statistics.items()):
-            for number, array in sorted(arrays.items()):
-                digest.update(f"{kind} {number}\0".encode())
-                digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-        return digest.hexdigest()
+        return deltas.recall((self.identity, statistics_digest(self.matrix)), lambda: self.merge(deltas))
 
     def update(self, tile: Tile) -> npt.NDArray[Any]:
         """The tile's elements of factor · merge(deltas)."""
@@ -184,6 +186,16 @@ class MatrixJob(Job):
 
     def apply(self, tile: Tile, out: Bytes) -> None:
         write_with(self.matrix, tile, out, self.coefficients, self.update(tile))
+
+
+def statistics_digest(matrix: Matrix) -> str:
+    """Of the statistics of a matrix, for `Deltas.recall`."""
+    digest = xxhash.xxh3_128()
+    for kind, arrays in sorted(matrix.statistics.items()):
+        for number, array in sorted(arrays.items()):
+            digest.update(f"{kind} {number}\0".encode())
+            digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()
 
 
 def _is_finite(rows: Tensor) -> bool:

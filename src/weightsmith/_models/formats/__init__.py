@@ -27,7 +27,7 @@ from weightsmith.abc.stored import StoredFormat as StoredFormat
 
 NAMES = (
     "plain", "compressed_tensors", "fp8", "gptq", "awq", "autoround", "bitnet", "bitsandbytes", "comfyui", "exl2", "exl3",
-    "gguf", "mlx", "modelopt", "mxfp4", "quark", "torchao", "training",
+    "gguf", "hqq", "mlx", "modelopt", "mxfp4", "quark", "torchao", "training",
 )  # fmt: skip
 """weightsmith's formats. The first that recognises a model reads it."""
 

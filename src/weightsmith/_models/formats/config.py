@@ -21,7 +21,7 @@ SETTINGS_FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "g
 """Files that describe the quantisation in place of config.json → `quant_method`: ModelOpt's, AutoGPTQ's and AutoAWQ's."""
 
 
-SETTINGS_METADATA = {"_quantization_metadata": "comfyui"}
+SETTINGS_METADATA = {"_quantization_metadata": "comfyui", "_hqq": "hqq"}
 """Keys of the metadata of weight files that do the same."""
 
 

@@ -18,6 +18,7 @@ from weightsmith._models.formats.config import (
     SETTINGS_FILES,
     SETTINGS_METADATA,
     config_entries,
+    method_of,
     without_entries,
 )
 from weightsmith.abc.stored import Config, Specs, Wrapped
@@ -216,17 +217,18 @@ def complete_config(config: Config | None, folder: Path, names: Collection[str],
 
 
 def with_metadata(config: Config | None, opened: OpenedFiles, where: str) -> Config | None:
-    """config.json; if it says nothing of a quantisation that the tensors have, with what the metadata of their files say.
+    """config.json; if it says nothing of a quantisation that the tensors have, with what the metadata of their files say. Both
+    may name the same one: the metadata say more.
 
     Raises FormatError if that is no JSON object.
     """
-    if config_entries(config or {}):
-        return config
     for key, method in SETTINGS_METADATA.items():
+        if config_entries(config or {}) and method_of(config or {}) != method:
+            continue
         named = {**(config or {}), "quantization_config": {"quant_method": method}}
         if key in opened.metadata and _is_quantised(named, opened.source.specs):
             entry = parse_object(opened.metadata[key].encode(), f"{key} in its metadata", where, DAMAGED_CHECKPOINT)
-            return {**named, "quantization_config": {**entry, "quant_method": method}}
+            return {**without_entries(config or {}), "quantization_config": {**entry, "quant_method": method}}
     return config
 
 

@@ -51,4 +51,5 @@ def open_pytorch(paths: Sequence[Path], index: Index | None, where: str, open_fi
     stored = unite((header.tensors for header in headers.values()), paths[0].parent, index)
     files = [SourceFile(path, header.state, header.digest) for path, header in headers.items()]
     notes = tuple(note for header in headers.values() for note in header.notes)
-    return OpenedFiles(StoredViews(stored, files, where), notes=notes)
+    settings = {key: text for header in headers.values() for key, text in header.metadata.items()}
+    return OpenedFiles(StoredViews(stored, files, where), settings, notes=notes)

@@ -10,13 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith._base.errors import Finding, FormatError
+from weightsmith._base.errors import CheckpointError, Finding, FormatError, Unsupported
 from weightsmith._base.files import DAMAGED, show
 from weightsmith._base.tensors import DTYPES, DType, TensorSpec
 from weightsmith._models.formats.config import (
@@ -27,8 +26,9 @@ from weightsmith._models.formats.config import (
     unsupported,
     without_entries,
 )
-from weightsmith._models.formats.decoded import F32, DecodedTensors, Weight, chunks, read_if_here
+from weightsmith._models.formats.decoded import F32, DecodedTensors, Weight, bands, chunks, read_all, read_if_here
 from weightsmith._models.formats.matrices import powers_of_two
+from weightsmith._models.formats.words import WORD_BITS, is_loose, rows_of_a_word, unpack_rows, words_of
 from weightsmith.abc.stored import Config, Specs, Wrapped
 from weightsmith.abc.tensors import Tensors, read
 
@@ -39,11 +39,11 @@ TENSOR: Structure = (None, None)
 COLUMNS: Structure = (None, 1)
 TITLE = "codes with scales"
 
-PACKED, SHAPE, DIVISOR, FACTOR, ZEROS = "_packed", "_shape", "_global_scale", "_scale_2", "_zero_point"
+PACKED, SHAPE, DIVISOR, FACTOR, ZEROS, INDEX = "_packed", "_shape", "_global_scale", "_scale_2", "_zero_point", "_g_idx"
 """Ends of the names of a weight's other tensors: X.weight_packed, …"""
 _PACKED = f".weight{PACKED}"
 _PARTS = tuple(f".weight{part}" for part in (PACKED, SHAPE, DIVISOR, FACTOR))
-_FOREIGN = (f".weight{ZEROS}", ".weight_g_idx")
+_FOREIGN = (f".weight{ZEROS}", f".weight{INDEX}")
 _UNUSED = frozenset(
     "input_scale input_scale_ub output_scale activation_scale qscale_act k_scale v_scale q_scale kv_scale "
     "input_global_scale input_zero_point output_zero_point".split()
@@ -59,7 +59,7 @@ POWERS = ("U8", "F8_E8M0")
 class Scheme:
     """One way to store weights.
 
-    kind      of the codes, as `kernels.codes.TABLES` names them: float8, int8, offset8, offset4, float4
+    kind      of the codes, as `kernels.codes.TABLES` names them: float8, int8, float4; or offset1 … offset8
     codes     dtype of their tensor; it is packed if it is not the dtype of a single code
     packed    the tensor of codes is X.weight_packed, not X.weight
     block     what a scale is for
@@ -126,14 +126,16 @@ class ScaledWeight(Weight):
     """A matrix of codes and its scales, or several matrices of one shape, whose rows count as those of one.
 
     stored   the tensors of codes, and of scales, one for each block: ceil(rows / block[0]) · ceil(cols / block[1]) in row-major
-             order; then those of the next four that there are
-    kind     of the codes, as `kernels.codes.TABLES` names them
+             order; then those of the next five that there are
+    kind     of the codes, as `Scheme.kind`
     block    (rows, cols) of a block; the last of a row or column may be smaller
     extent   name of the tensor that holds the shape once more, integers [2]; "" for none
     divisor  name of the tensor, F32 of one element, by which scales are divided; "" for none
     factor   the same, by which they are multiplied
     zeros    name of the tensor of the code of zero of each block, I32 [ceil(rows · bits / 32), blocks of a row]: the lowest
              bits of a word are the first row's; "" where the code of zero is 2^(bits - 1). Blocks then have one row
+    index    name of the tensor of the group of each column, I32 [cols]; "" where groups are in order. If it holds a -1, too
+    loose    no code is in two words: the rest of each word is empty; see `words.py`
     """
 
     kind: str
@@ -142,6 +144,8 @@ class ScaledWeight(Weight):
     divisor: str = ""
     factor: str = ""
     zeros: str = ""
+    index: str = ""
+    loose: bool = False
 
     @property
     def bits(self) -> int:
@@ -164,10 +168,19 @@ class ScaledWeight(Weight):
         """The height of a block, so that no scale is read twice; 1 if one block is the whole matrix."""
         return self.block[0] if self.block[0] < self.rows else 1
 
+    @property
+    def by_rows(self) -> bool:
+        """Whole rows are unpacked: codes of other widths than 4 and 8 bits, words that are not full, columns in any order."""
+        whole = self.bits in (4, 8) and self.spec.shape[-1] * self.bits % WORD_BITS == 0
+        return self.kind.startswith("offset") and (not whole or bool(self.index))
+
     def decode(self, stored: Tensors, first: int, values: npt.NDArray[np.float32]) -> None:
         from weightsmith._kernels.codes import TABLES, dequantise
 
         self._check_extent(stored)
+        if self.by_rows:
+            self._decode_rows(stored, first, values)
+            return
         cols, (block_rows, block_cols), across = self.spec.shape[-1], self.block, self.grid[1]
         for at, part in chunks(first, values):
             band, last = at // cols // block_rows, (at + part.size - 1) // cols // block_rows
@@ -185,18 +198,50 @@ class ScaledWeight(Weight):
             with np.errstate(all="ignore"):  # NaN and infinities are the caller's to refuse
                 part *= scales[block]
 
+    def _decode_rows(self, stored: Tensors, first: int, values: npt.NDArray[np.float32]) -> None:
+        cols, high, across = self.spec.shape[1], self.block[0], self.grid[1]
+        width, groups = words_of(cols, self.bits, loose=self.loose), self._groups_of_columns(stored)
+        for row, end, skip, part in bands(first, values, cols):
+            words = read_all(stored, self.stored[0], row * width, end * width).view(np.uint32).reshape(-1, width)
+            numbers = unpack_rows(words, self.bits, cols, loose=self.loose).astype(np.float32)
+            top = row // high
+            block = np.arange(row, end) // high - top
+            scales = self._scales(stored, top * across, ((end - 1) // high + 1) * across).reshape(-1, across)
+            if self.zeros:
+                numbers -= self._zero_codes(stored, row, end)[:, groups]
+            else:
+                numbers -= np.float32(1 << (self.bits - 1))
+            with np.errstate(all="ignore"):  # NaN and infinities are the caller's to refuse
+                numbers *= scales[block][:, groups]
+            part[:] = numbers.reshape(-1)[skip : skip + part.size]
+
+    def _groups_of_columns(self, stored: Tensors) -> npt.NDArray[np.int64]:
+        """[cols]: the block of each column."""
+        in_order = np.arange(self.spec.shape[-1]) // self.block[1]
+        if not self.index:
+            return in_order
+        index: npt.NDArray[np.int64] = read_all(stored, self.index).astype(np.int64)
+        low, top = int(index.min()), int(index.max())
+        if low == -1:  # compressed-tensors' mark of groups in order
+            return in_order
+        if low < 0 or top >= self.grid[1]:
+            what = f"tensor {show(self.index)} holds groups {low:,} to {top:,}, and the weight has {self.grid[1]:,}"
+            raise FormatError(what, fix=DAMAGED)
+        return index
+
     def _zeros(self, stored: Tensors, first: int, end: int) -> npt.NDArray[np.float32]:
         """The values of the codes of zero in rows first … end: float32 [blocks], in row-major order."""
-        from weightsmith._kernels.codes import TABLES
+        return self._zero_codes(stored, first, end).reshape(-1) - np.float32(1 << (self.bits - 1))
 
+    def _zero_codes(self, stored: Tensors, first: int, end: int) -> npt.NDArray[np.float32]:
+        """The codes of zero in rows first … end: float32 [rows, blocks of a row]."""
         bits, across = self.bits, self.grid[1]
-        per_word = 32 // bits
-        words = np.empty((-(-end // per_word) - first // per_word, across), "<u4")
-        stored.read_into(self.zeros, first // per_word * across * 4, words.view(np.uint8).reshape(-1))
-        rows = np.arange(first, end)
-        shifts = (rows % per_word * bits).astype(np.uint32)[:, None]
-        codes = words[rows // per_word - first // per_word] >> shifts & np.uint32((1 << bits) - 1)
-        return np.asarray(TABLES[self.kind][codes.reshape(-1)])
+        run = rows_of_a_word(bits, loose=self.loose)
+        start = first // run * run
+        begin, stop = (words_of(row, bits, loose=self.loose) for row in (start, end))
+        words = read_all(stored, self.zeros, begin * across, stop * across).view(np.uint32).reshape(-1, across)
+        codes = unpack_rows(np.ascontiguousarray(words.T), bits, end - start, loose=self.loose)
+        return codes.T[first - start :].astype(np.float32)
 
     def _scales(self, stored: Tensors, first: int, end: int) -> npt.NDArray[np.float32]:
         """Scales first … end, by which the values of the codes are multiplied."""
@@ -255,14 +300,14 @@ def read_scaled(
         specs, dtype = stored.specs, plain_dtype(config)
         unpacked = {scheme.codes for scheme in schemes if not scheme.packed}
         codes = [s for s in specs.values() if is_codes(s) or (s.dtype.name in unpacked and s.name.endswith(".weight"))]
-        choose = partial(_chosen, stored, groups(entry, where))
-        weights = [_weight(spec, specs, schemes, dtype, where, choose) for spec in codes]
+        group_of = groups(entry, where)
+        weights = [_weight(spec, stored, schemes, dtype, where, group_of) for spec in codes]
         if not weights:
             expected = " or ".join(dict.fromkeys(scheme.codes for scheme in schemes))
             what = f"{place} in config.json says that the weights are quantised, and no tensor is {expected}"
             raise FormatError(what, where=where, fix=f"Remove {place} from config.json, if the weights are plain numbers.")
         foreign = [name for name in specs if name.rpartition(".")[2] in unused]
-        dropped = [name for name in specs if name.rpartition(".")[2] in _UNUSED or name.endswith("_proj_activation_scale")]
+        dropped = [name for name in specs if is_unused(name)]
         dropped += [name for name, spec in specs.items() if name.endswith((".k_bias", ".v_bias")) and spec.size == 1]
         hidden = {*foreign, *dropped}
         _check_others([name for name in specs if name not in hidden], specs, weights, where)
@@ -279,6 +324,11 @@ def is_codes(spec: TensorSpec) -> bool:
     return spec.name.endswith(_PACKED) or (spec.dtype.name == "I8" and spec.name.endswith(".weight"))
 
 
+def is_unused(name: str) -> bool:
+    """The tensor is a scale of activations or of the KV cache, which plain weights have not."""
+    return name.rpartition(".")[2] in _UNUSED or name.endswith("_proj_activation_scale")
+
+
 def read_block(value: object, key: str, where: str) -> Structure:
     if isinstance(value, Sequence) and len(value) == 2 and all(type(n) is int and n > 0 for n in value):
         return value[0], value[1]
@@ -287,13 +337,13 @@ def read_block(value: object, key: str, where: str) -> Structure:
 
 def _weight(
     spec: TensorSpec,
-    specs: Specs,
+    stored: Tensors,
     schemes: Sequence[Scheme],
     dtype: DType,
     where: str,
-    choose: Callable[[Candidates], Sequence[ScaledWeight]],
+    group_of: Callable[[str], str],
 ) -> ScaledWeight:
-    packed = spec.name.endswith(_PACKED)
+    specs, packed = stored.specs, spec.name.endswith(_PACKED)
     name = spec.name.removesuffix(PACKED) if packed else spec.name
     fitting = [scheme for scheme in schemes if (scheme.packed, scheme.codes) == (packed, spec.dtype.name)]
     stacked = len(spec.shape) == 3 and not packed
@@ -315,16 +365,65 @@ def _weight(
         return _stacked(spec, scale, fitting, dtype, where)
     candidates: dict[ScaledWeight, list[str]] = {}
     for scheme in fitting:
-        candidates.setdefault(_described(name, spec, scale.name, scheme, dtype), []).append(scheme.group)
-    choices = choose({weight: groups for weight, groups in candidates.items() if scale.shape in _spellings(weight.grid)})
+        row = _row_of(stored, spec, scale, name, scheme)
+        if row is not None:
+            index = name + INDEX if scheme.shaped and name + INDEX in specs else ""
+            weight = replace(_described(name, spec, row[0], scale.name, scheme, dtype), index=index, loose=row[1])
+            weight = replace(weight, stored=(*weight.stored, index)) if index else weight
+            candidates.setdefault(weight, []).append(scheme.group)
+    fitting_scales = {weight: groups for weight, groups in candidates.items() if scale.shape in _spellings(weight.grid)}
+    choices = _chosen(stored, group_of, fitting_scales)
+    if not candidates:
+        raise _no_width(stored, spec, name, fitting, where)
     if len(choices) != 1:
         raise _no_choice(spec, scale, candidates, choices, where)
-    _check_part(choices[0].extent, _INTEGERS, [(2,)], specs, spec, where)
-    for factor in (choices[0].divisor, choices[0].factor):
+    (weight,) = choices
+    _check_part(weight.extent, _INTEGERS, [(2,)], specs, spec, where)
+    for factor in (weight.divisor, weight.factor):
         _check_part(factor, ("F32",), [(1,), ()], specs, spec, where)
-    words = -(-choices[0].spec.shape[0] * choices[0].bits // 32)
-    _check_part(choices[0].zeros, ("I32",), [(words, choices[0].grid[1])], specs, spec, where)
-    return choices[0]
+    words = words_of(weight.spec.shape[0], weight.bits, loose=weight.loose)
+    _check_part(weight.zeros, ("I32",), [(words, weight.grid[1])], specs, spec, where)
+    _check_part(weight.index, ("I32",), [weight.spec.shape[1:]], specs, spec, where)
+    return weight
+
+
+def _row_of(stored: Tensors, codes: TensorSpec, scale: TensorSpec, name: str, scheme: Scheme) -> tuple[int, bool] | None:
+    """The codes of a row, and whether its words are loose. None if nothing tells how many there are.
+
+    Words need not be full, so the width follows from the groups; of rows with one scale, from the stored shape.
+    """
+    rows, words = codes.shape
+    most = words * codes.dtype.itemsize * 8 // scheme.bits
+    if not scheme.shaped:
+        return most, False
+    if scheme.block[1] is not None and len(scale.shape) == 2:
+        loose = is_loose(cols := scale.shape[1] * scheme.block[1], scheme.bits, words)
+        if loose is not None:
+            return cols, loose
+    shape = _stored_shape(stored, name + SHAPE)
+    if shape is not None and shape[0] == rows and shape[1] > 0:
+        loose = is_loose(shape[1], scheme.bits, words)
+        if loose is not None:
+            return shape[1], loose
+    return (most, False) if WORD_BITS % scheme.bits == 0 else None
+
+
+def _no_width(stored: Tensors, codes: TensorSpec, name: str, schemes: Sequence[Scheme], where: str) -> CheckpointError:
+    """The error of codes whose number in a row is not known."""
+    bits, shape = " or ".join(str(scheme.bits) for scheme in schemes), _stored_shape(stored, name + SHAPE)
+    if shape is None and name + SHAPE in stored.specs:
+        what = f"the widths of codes of {bits} bits are stored with them, and these are not downloaded yet"
+        return Unsupported(what, where=where, fix="Download the model first, with `hf download`.")
+    what = f"tensor {show(codes.name)} is {list(codes.shape)}, and {show(name + SHAPE)} is {shape or 'missing'}"
+    if (
+        shape
+        and shape[0] == codes.shape[0]
+        and any(shape[1] > 0 and words_of(shape[1], s.bits) == codes.shape[1] for s in schemes)
+    ):
+        return unsupported(
+            f"{what}: rows of so few codes of {bits} bits may be stored in two ways, and nothing tells which", where
+        )
+    return damaged(f"{what}: codes of {bits} bits cannot have this shape", where)
 
 
 def _no_choice(
@@ -401,15 +500,14 @@ def _check_part(
     raise damaged(f"{show(name)} is {stored_part}, and the codes {show(codes.name)} need it to be {needed}", where)
 
 
-def _described(name: str, spec: TensorSpec, scale: str, scheme: Scheme, dtype: DType) -> ScaledWeight:
+def _described(name: str, spec: TensorSpec, cols: int, scale: str, scheme: Scheme, dtype: DType) -> ScaledWeight:
     """A weight as a scheme describes it; whether the scales fit is for the caller to check."""
-    rows, cols = spec.shape
-    cols = cols * spec.dtype.itemsize * 8 // scheme.bits
+    rows = spec.shape[0]
     ends = (SHAPE, scheme.shaped), (DIVISOR, scheme.divided), (FACTOR, scheme.multiplied), (ZEROS, scheme.zeroed)
-    others = [name + end if has else "" for end, has in ends]
+    extent, divisor, factor, zeros = others = [name + end if has else "" for end, has in ends]
     block = scheme.block_of(rows, cols)  # which makes different names of the same block equal
     stored = spec.name, scale, *filter(None, others)
-    return ScaledWeight(TensorSpec(name, F32, (rows, cols)), stored, dtype, scheme.kind, block, *others)
+    return ScaledWeight(TensorSpec(name, F32, (rows, cols)), stored, dtype, scheme.kind, block, extent, divisor, factor, zeros)
 
 
 def _spellings(grid: tuple[int, int]) -> list[tuple[int, ...]]:

@@ -68,22 +68,23 @@ class Selected:
         return self._names[spec_of(self.specs, name, self._where).name]
 
 
-# ---- The weights of a model's folder and of its subfolders as one source, as sentence-transformers stores its modules
+# ---- The weights of a model's folder and of its subfolders as one source, as sentence-transformers stores its modules, and
+# diffusers the parts of a pipeline
 
 
 class Foldered:
     """A source `main` with the sources of subfolders: `2_Dense/linear.weight` is `linear.weight` of the subfolder `2_Dense`.
 
-    main        closed with this one, as are the others
+    main        closed with this one, as are the others; None: the folder itself has no weights
     subfolders  by path, relative to the folder of `main`
     where       the model as the user named it, for messages
 
     Raises FormatError if `main` has a tensor of the same name.
     """
 
-    def __init__(self, main: Tensors, subfolders: Mapping[str, Tensors], where: str) -> None:
-        self._sources, self._where = (main, *subfolders.values()), where
-        self._places = {name: (main, name) for name in main.specs}
+    def __init__(self, main: Tensors | None, subfolders: Mapping[str, Tensors], where: str) -> None:
+        self._sources, self._where = (*([] if main is None else [main]), *subfolders.values()), where
+        self._places = {} if main is None else {name: (main, name) for name in main.specs}
         for folder, source in subfolders.items():
             inner = {f"{folder}/{name}": (source, name) for name in source.specs}
             if taken := inner.keys() & self._places.keys():
@@ -92,7 +93,8 @@ class Foldered:
             self._places |= inner
         named = sorted(self._places, key=natural_key)
         self.specs: Mapping[str, TensorSpec] = {name: self._spec(name) for name in named}
-        self.identity = digest([main.identity, *((folder, source.identity) for folder, source in subfolders.items())])
+        outer = "" if main is None else main.identity
+        self.identity = digest([outer, *((folder, source.identity) for folder, source in subfolders.items())])
         self.paths: tuple[Path, ...] = tuple(path for source in self._sources for path in source.paths)
 
     def _spec(self, name: str) -> TensorSpec:

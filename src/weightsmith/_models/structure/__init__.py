@@ -3,6 +3,7 @@
     configs.py  traverses config.json
     stacks.py   which prefixes are stacks of layers; which keys of config.json hold a number of layers, and of which stack
     model.py    `analyse` -> `Structure`: locate, rename, module_of, experts; modules (text decoder, vision tower ...)
+    parts.py    models of several parts that names tell apart: pipelines of diffusers, single files with a VAE
     vocabulary.py  embeddings and heads: names and tying; heads of classifiers
     projections.py  the roles of projections, by their names; how methods treat a tensor; tensors that hold several matrices
     perlayer.py lists and maps of config.json with one entry per layer

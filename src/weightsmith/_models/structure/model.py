@@ -18,6 +18,7 @@ from typing import Any
 from weightsmith._base.errors import LayerError, UnknownName, nearest
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._models.structure.configs import sections, whole_numbers
+from weightsmith._models.structure.parts import Parts, find_parts
 from weightsmith._models.structure.stacks import INDEX, TOWERS, Stack, StackKind, find_stacks, main_stack
 from weightsmith._models.structure.vocabulary import in_head
 
@@ -177,7 +178,7 @@ class Structure:
     aliases: Mapping[str, str]
     signatures: Mapping[str, tuple[int, ...]]
     tapered: frozenset[str]
-    _partition: Partition
+    _partition: Partition | Parts
     _expert_counts: frozenset[int]
     _by_prefix: Mapping[str, Stack] = field(repr=False)
 
@@ -259,6 +260,8 @@ class Structure:
 def analyse(specs: Iterable[TensorSpec], config: Mapping[str, Any] | None) -> Structure:
     """The structure of a model, from its tensors' names and shapes and its config.json (None if missing).
 
+    A model whose parts are known by the beginnings of names (`parts.py`) has a module for each. Each is analysed alone.
+
     >>> from weightsmith._base.tensors import DTYPES
     >>> names = [f"model.layers.{i}.mlp.up_proj.weight" for i in range(3)] + ["lm_head.weight"]
     >>> found = analyse([TensorSpec(n, DTYPES["BF16"], (4, 4)) for n in names], {"num_hidden_layers": 3})
@@ -268,9 +271,11 @@ def analyse(specs: Iterable[TensorSpec], config: Mapping[str, Any] | None) -> St
     (2, 'model.layers.7.mlp.up_proj.weight', None)
     """
     specs = tuple(specs)
-    bare, loose = find_stacks([spec.name for spec in specs], config)
-    main = main_stack(bare)
-    partition = find_modules(bare, main, loose)
+    names = [spec.name for spec in specs]
+    parts = find_parts(names)
+    bare, loose = find_stacks(names, config) if parts is None else (parts.find_stacks(names), ())
+    main = main_stack(bare) if parts is None else None
+    partition = find_modules(bare, main, loose) if parts is None else parts
     # `of_path` expects a tensor name: `model.layers.` -> `model.layers.x`
     stacks = tuple(replace(stack, module=partition.of_path(stack.prefix + "x")) for stack in bare)
     by_prefix = {stack.prefix: stack for stack in stacks}

@@ -154,7 +154,9 @@ def pair_stacks(stacks: Sequence[Stack], donor: Sequence[Stack], names: Collecti
     for stack in stacks:
         if stack.prefix in paired:
             continue
+        part = stack.prefix.rpartition("/")[0]  # of a pipeline
         free = [d for d in donor if d.kind == stack.kind and d.prefix not in paired.values()]
+        free = [d for d in free if d.prefix.rpartition("/")[0] == part]
         free = [d for d in free if not any(name.startswith(d.prefix) for name in names)]
         free.sort(key=lambda d: -_common_tail(d.prefix, stack.prefix))
         unique = len(free) == 1 or (

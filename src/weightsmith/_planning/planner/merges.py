@@ -7,6 +7,7 @@ Only the first and the last depend on the values of parameters.
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,6 +26,7 @@ from weightsmith._methods import any_method, code_of
 from weightsmith._methods.base import Method
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import Structure
+from weightsmith._models.structure.parts import find_parts
 from weightsmith._models.structure.resize import LAYERS_UNSPECIFIED
 from weightsmith._models.tokenizers.vocabulary import FILES
 from weightsmith._planning.options import RecipeOptions
@@ -371,6 +373,7 @@ class _Assembler:
         self.problems += factor_problems(steps, self.labels[opened.donor], _ONE_MODEL)
         measured = self._measured(method, steps, resolver)
         config = self._config(donor, outputs, steps)
+        aligned.files.update(self._part_configs(donor, steps))
         if config is not None and aligned.move is not None:
             config, lost_ids = aligned.move(config)
             self.warnings += lost_tokens(lost_ids, "config.json")
@@ -441,6 +444,8 @@ class _Assembler:
 
     def _config(self, donor: Checkpoint, outputs: StepMaker, steps: Sequence[Step]) -> dict[str, Any] | None:
         """config.json of the output; None when the donor has none."""
+        if donor.parts or (donor.config is None and find_parts(list(donor.specs))):  # a single file of diffusion models
+            return None
         if donor.config is None:
             alone = any(donor.ref.endswith(name) for name in donor.weights)
             fix = "name its folder, not the file" if alone else "put a config.json into its folder"
@@ -463,6 +468,18 @@ class _Assembler:
             Finding(note, "config.json") for note in notes if LAYERS_UNSPECIFIED in note
         ]  # the others are seen in the plan
         return config
+
+    def _part_configs(self, donor: Checkpoint, steps: Sequence[Step]) -> dict[str, bytes]:
+        """The files config.json of the parts of a pipeline that the donor's do not describe: another dtype, no quantisation."""
+        files: dict[str, bytes] = {}
+        for part, config in donor.parts.items():
+            prefix = f"{part}/"
+            outs = [step.out for step in steps if step.out.name.startswith(prefix)]
+            stored = {name: spec for name, spec in donor.specs.items() if name.startswith(prefix)}
+            new, _ = output_config(config, self.shape, {}, outs, stored=stored, asked=self.request.dtype, untie=False)
+            if new != config or donor.decoded:
+                files[f"{prefix}config.json"] = (json.dumps(new, indent=2, ensure_ascii=False) + "\n").encode()
+        return files
 
     def _untouched(self, placements: Sequence[Placement], donor: str) -> list[Finding]:
         """A warning for the modules that the recipe does not mention."""

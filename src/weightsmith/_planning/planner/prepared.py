@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from weightsmith._base.errors import UnknownName, WeightsmithError, nearest
 from weightsmith._base.files import expand_user, read_bounded
@@ -18,6 +18,7 @@ from weightsmith._base.idioms import Closing
 from weightsmith._files.copied import MAX_COPIED_BYTES
 from weightsmith._models.checkpoint import Checkpoint, ModelFolder
 from weightsmith._models.structure import Structure
+from weightsmith._models.tokenizers.files import settings_in
 from weightsmith._outputs.manifest import check_file_name
 from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner.loading import Check, Question
@@ -215,9 +216,16 @@ class Stage:
             temporary=temporary,
             repositories=tuple(dict.fromkeys(r for checkpoint in (donor, *others) for r in checkpoint.repositories)),
             subfolders=plan.naming.folders,
+            parts={part: _part_config(plan, donor, part) for part in plan.naming.parts},
         )
         metadata = dict(plan.naming.metadata)
         return Checkpoint(self.label, self.source, folder, metadata=metadata, plan=None if self.why else plan)
+
+
+def _part_config(plan: Plan, donor: Checkpoint, part: str) -> Mapping[str, Any]:
+    """The config.json of a part of a pipeline."""
+    written = plan.files.get(f"{part}/config.json")
+    return donor.parts.get(part, {}) if written is None else settings_in(written)
 
 
 def _files_of(plan: Plan, donor: Checkpoint) -> tempfile.TemporaryDirectory[str]:

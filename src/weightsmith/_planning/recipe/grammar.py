@@ -69,8 +69,7 @@ _CONTENTS = frozenset({"merge_method", "models", "slices", "modules"})
 def _model(pair: Pair, key: Key, walk: Walk) -> ModelRef | None:
     """A model, or the recipe of one: equal recipes are one model."""
     if not isinstance(pair.value.value, dict) or _CONTENTS.isdisjoint(pair.value.value):
-        reference: ModelRef | None = MODEL.read(pair, key, walk)
-        return reference
+        return MODEL.read(pair, key, walk)
     if walk.depth == MAX_RECIPE_DEPTH:
         fix = "Write the inner ones as documents of their own, with names, and --- between them."
         walk.problem(f"recipes inside recipes, more than {MAX_RECIPE_DEPTH} deep", pair.value.where, fix)

@@ -90,8 +90,7 @@ def _model_kind(parse: Callable[[str, str], ModelRef | WeightsmithError], patter
     def read(pair: Pair, key: Key, walk: Walk) -> ModelRef | None:
         value, where = pair.value.value, pair.value.where
         if isinstance(value, dict):
-            reference: ModelRef | None = walk.mapping(pair.value, level)
-            return reference
+            return walk.mapping(pair.value, level)
         if isinstance(value, str):
             outcome = parse(value, where)
             if isinstance(outcome, ModelRef):
@@ -148,8 +147,7 @@ MODEL = _model_kind(parse_reference, r"^[^+@]+(@[^+@]+)?([+][^+@]+(@[^+@]+)?)?$"
 
 def _text(pair: Pair, key: Key, walk: Walk) -> TextRef | None:
     if isinstance(pair.value.value, dict):
-        reference: TextRef | None = walk.mapping(pair.value, TEXT_FILE)
-        return reference
+        return walk.mapping(pair.value, TEXT_FILE)
     path: str | None = TEXT.read(pair, key, walk)
     return None if path is None else TextRef(path, where=pair.value.where)
 
@@ -200,8 +198,7 @@ def _source(pair: Pair, key: Key, walk: Walk) -> str | ModelRef | None:
             what, pair.value.where, f"Write the model alone: {short(pair.value.value.removeprefix('model:').strip())}."
         )
         return None
-    reference: ModelRef | None = MODEL.read(pair, key, walk)
-    return reference
+    return MODEL.read(pair, key, walk)
 
 
 SOURCE_OF_TOKENIZER = Kind(
@@ -244,8 +241,7 @@ def _row(pair: Pair, key: Key, walk: Walk) -> Section | ModelRef | None:
     """`{kind: …}`, or a model."""
     value = pair.value.value
     if not isinstance(value, dict) or "kind" not in value:
-        reference: ModelRef | None = MODEL.read(pair, key, walk)
-        return reference
+        return MODEL.read(pair, key, walk)
     section: Section | None = walk.mapping(pair.value, ROW)
     if section is None:
         return None
@@ -425,8 +421,7 @@ CONDITION = Level(
 def _condition(node: Node, walk: Walk) -> Entry | None:
     assert isinstance(node.value, dict)
     if "value" in node.value:
-        entry: Entry | None = walk.mapping(node, CONDITION)
-        return entry
+        return walk.mapping(node, CONDITION)
     what = f"a mapping here takes 'value' and 'filter', not {describe(node)}"
     fix = "Write a list of mappings: - {filter: mlp, value: 0.5}."
     if _is_schedule(node):

@@ -14,8 +14,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
+from weightsmith._activations.decoder.forward import fast_arithmetic
 from weightsmith._activations.options import StatisticsSettings
 from weightsmith._activations.rows import text_source
 from weightsmith._activations.stored import is_stored, read_stored
@@ -31,6 +32,7 @@ from weightsmith._base.errors import (
 )
 from weightsmith._base.files import expand_user, is_folder
 from weightsmith._base.options import lists_options, option_error, read_options
+from weightsmith._base.torch_use import usable_device
 from weightsmith._engine.memory import JobMemory
 from weightsmith._execution.execute import execute
 from weightsmith._execution.options import RunOptions, resources_of
@@ -41,7 +43,6 @@ from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._features.statistics import prepare_statistics
 from weightsmith._planning.options import RecipeOptions
 from weightsmith._reports.auto.cost import SearchPlan, plan_search
-from weightsmith._reports.auto.options import AutoSettings
 from weightsmith._reports.auto.pool import (
     Journal,
     Models,
@@ -58,7 +59,10 @@ from weightsmith._reports.auto.result import Auto, CandidateScore, FineTune
 from weightsmith._reports.auto.texts import TextPair, cut, row_tokens, write_own
 from weightsmith._reports.command import seconds_of
 from weightsmith._reports.evaluate.opening import Opened, opened, prepare_named
-from weightsmith._reports.keywords import AutoKeywords
+from weightsmith._reports.options import AutoSettings
+
+if TYPE_CHECKING:
+    from weightsmith._reports.keywords import AutoKeywords
 
 SUM_STRENGTHS, TSV_STRENGTHS = (0.6, 1.0), (0.4, 0.8)
 """Scored beside 0, which is the base, and for sums 1/N, which is the mean."""
@@ -152,8 +156,13 @@ def find_merge(models: Models, out: str, settings: AutoSettings, running: RunOpt
     with ExitStack() as stack:
         one = _opened_mean(models, stack)
         opened_models = (*stack.enter_context(prepare_named(models.base)).inputs, *one.prepared.inputs)
+        device = usable_device(resources_of(one.prepared, running).device)
         folder.mkdir(exist_ok=True)
-        about = {"kind": "weightsmith auto", "models": [model.state for model in opened_models]}
+        about = {
+            "kind": "weightsmith auto",
+            "models": [model.state for model in opened_models],
+            "products": [device, fast_arithmetic(device)],
+        }
         journal = Journal(folder / _SCORES, about, resume=running.resume)
         pairs = _pairs(one, models, names, texts, folder, settings, running, shown)
         search = _Search(one, models, names, pairs, folder, journal, settings, began + seconds, running, shown)
@@ -287,9 +296,9 @@ def plan_merge(models: Models, out: str, settings: AutoSettings, running: RunOpt
     with ExitStack() as stack:
         one = _opened_mean(models, stack)
         candidates = min(settings.budget, 7 if with_texts else 4)
-        threads = resources_of(one.prepared, running).workers
+        resources = resources_of(one.prepared, running)
         path = expand_user(out).absolute()
-        return plan_search(one, path, len(names), row_tokens(one), candidates, threads, with_texts=with_texts)
+        return plan_search(one, path, len(names), row_tokens(one), candidates, resources, with_texts=with_texts)
 
 
 @dataclass(eq=False)

@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from weightsmith._activations.decoder import Arithmetic
+from weightsmith._activations.decoder.forward import fast_arithmetic
 from weightsmith._base.report import Column, Facts, Report, Reported, Table
 from weightsmith._base.report.blocks import Value
 from weightsmith._base.text import count, duration, size
-from weightsmith._base.torch_use import one_thread
+from weightsmith._base.torch_use import one_thread, usable_device
+from weightsmith._engine.resources import Resources
 from weightsmith._plans import Step
 from weightsmith._reports.auto.pool import FEW_ROWS
 from weightsmith._reports.auto.texts import HELD_ROWS, OWN_ROWS, STATISTICS_ROWS
@@ -32,7 +35,7 @@ SAMPLING = 2.5
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One stage: what it does, and the products of numbers that it takes."""
+    """One stage: what it does, and the products of float32 numbers that take as long."""
 
     name: str
     what: str
@@ -96,7 +99,7 @@ class SearchPlan(Reported):
 
 
 def plan_search(
-    one: Opened, out: Path, models: int, tokens: int, candidates: int, threads: int, *, with_texts: bool
+    one: Opened, out: Path, models: int, tokens: int, candidates: int, resources: Resources, *, with_texts: bool
 ) -> SearchPlan:
     """Count what a search does.
 
@@ -105,11 +108,14 @@ def plan_search(
     tokens      of a row
     candidates  scored on all held-back rows, besides the base and the mean
     """
+    rate, narrow = _rate("float32"), 1.0
+    if fast_arithmetic(usable_device(resources.device)) == "bfloat16":
+        narrow = rate / _rate("bfloat16")
     steps = one.model.steps
     linear = [step for step in steps if step.role == "linear" and len(step.out.shape) >= 2]
     layers = 2.0 * sum(step.out.size for step in linear)
     head = 2.0 * max((step.out.size for step in steps if step.role == "vocabulary"), default=0)
-    scored = layers + 2 * head  # a fine-tune's head predicts beside the candidate's
+    scored = narrow * layers + 2 * head  # a fine-tune's head predicts beside the candidate's
     held = models * HELD_ROWS * tokens
     measured = models * (STATISTICS_ROWS if with_texts else OWN_ROWS) * tokens
     strengths = 4 * models * FEW_ROWS * tokens
@@ -118,8 +124,8 @@ def plan_search(
     searching = (2 * held + strengths) * scored + _singular_vectors(linear, models)
     scoring = candidates * held * scored + 2 * _solutions(linear, models)
     stages = (
-        Stage("text", f"{written:,} tokens are written", SAMPLING * written * (layers + head)),
-        Stage("references", f"{count(models, 'fine-tune')}, on {held:,} tokens", held * (layers + head)),
+        Stage("text", f"{written:,} tokens are written", SAMPLING * written * (narrow * layers + head)),
+        Stage("references", f"{count(models, 'fine-tune')}, on {held:,} tokens", held * (narrow * layers + head)),
         Stage("strengths", f"the base and the mean on {held:,} tokens, four merges on {strengths // 4:,}", searching),
         Stage("statistics", f"of {measured:,} tokens", measured * (layers + moments)),
         Stage("candidates", f"{candidates:,}, on {held:,} tokens each", scoring),
@@ -129,13 +135,13 @@ def plan_search(
     states = models * HELD_ROWS * tokens * 4 * min((step.out.shape[-1] for step in linear), default=0)
     inputs = {(step.layer, step.out.shape[-1]) for step in linear}
     statistics = sum(4 * models * columns**2 for _, columns in inputs)
-    matrices = 3 * 8 * sum(step.out.size for step in linear)
+    matrices = 4 * 8 * sum(step.out.size for step in linear)
     return SearchPlan(
         out,
         candidates,
         stages,
-        operations / _rate(),
-        threads,
+        operations / rate,
+        resources.workers,
         PROCESS_BYTES + 8 * parameters + 2 * states,
         statistics + matrices,
     )
@@ -151,12 +157,12 @@ def _solutions(linear: Sequence[Step], models: int) -> float:
     return FLOAT64 * (products + sum(float(step.out.shape[-1]) ** 3 / 3 for step in linear))
 
 
-def _rate() -> float:
-    """Products of float32 numbers that one thread computes in a second, now."""
+def _rate(arithmetic: Arithmetic) -> float:
+    """Products of numbers that one thread computes in a second, now."""
     import torch
 
     side = 768
-    matrix = torch.ones(side, side)
+    matrix = torch.ones(side, side, dtype=getattr(torch, arithmetic))
     with one_thread():
         matrix @ matrix
         began, calls = time.thread_time(), 0

@@ -13,10 +13,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from weightsmith._activations.decoder.forward import fast_arithmetic
 from weightsmith._activations.rows import text_source
 from weightsmith._base.errors import NOTHING_WRITTEN, MismatchError, ParameterError
 from weightsmith._base.files import write_whole
 from weightsmith._base.strict_json import JsonError, parse
+from weightsmith._base.torch_use import usable_device
 from weightsmith._engine.memory import JobMemory
 from weightsmith._execution.options import RunOptions, resources_of
 from weightsmith._models.lora.opening import is_adapter
@@ -24,8 +26,7 @@ from weightsmith._planning.planner import Prepared
 from weightsmith._plans import TextSource
 from weightsmith._reports.evaluate.opening import Opened, opened, prepare_named
 from weightsmith._reports.evaluate.values import TOLD_APART, Mean
-from weightsmith._reports.tuning.evaluator import MEMORY_BYTES, Evaluator, Reference, Rows
-from weightsmith._reports.tuning.merged_weights import Candidate
+from weightsmith._reports.tuning.evaluator import MEMORY_BYTES, Candidate, Evaluator, Reference, Rows
 from weightsmith._reports.tuning.search import lowest
 from weightsmith._reports.tuning.texts import part
 
@@ -108,7 +109,15 @@ class Pool:
         limit = running.max_memory_bytes
         budget = MEMORY_BYTES if limit is None else limit // 2
         resources = resources_of(one.prepared, running)
-        self._evaluator = Evaluator(one, resources, budget, allow_nonfinite=running.allow_nonfinite, memory=memory)
+        self._evaluator = Evaluator(
+            one,
+            resources,
+            budget,
+            arithmetic=fast_arithmetic(usable_device(resources.device)),
+            exact_head=True,
+            allow_nonfinite=running.allow_nonfinite,
+            memory=memory,
+        )
         self._parts = [_parts(one, path, tokens) for path in held]
         self._texts = [text_source(str(path), None, tokens, 0, "") for path in held]
         self._references: list[Reference] = []

@@ -18,9 +18,9 @@ from weightsmith._base.errors import NOTHING_WRITTEN, ParameterError
 from weightsmith._base.files import write_whole
 from weightsmith._execution.options import RunOptions
 from weightsmith._execution.progress import Meter
-from weightsmith._reports.auto.options import WriteSettings
 from weightsmith._reports.auto.write import writer
 from weightsmith._reports.evaluate.opening import Opened, prepare_named
+from weightsmith._reports.options import WriteSettings
 
 TOKENS = 128
 """The most tokens of a row, also of those that a fine-tune writes."""

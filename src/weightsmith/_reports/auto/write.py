@@ -6,13 +6,14 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 
+from weightsmith._activations.decoder.forward import fast_arithmetic, narrow_linears
+from weightsmith._activations.own_text import Starts, checked_starts, encoded_starts, starts_of
 from weightsmith._activations.sampling import Sampling, draw
 from weightsmith._activations.scored_rows import Cutter
-from weightsmith._activations.starts import Starts, checked_starts, encoded_starts, starts_of
 from weightsmith._base.errors import (
     NOTHING_WRITTEN,
     OutputExists,
@@ -30,10 +31,12 @@ from weightsmith._execution.options import RunOptions, resources_of
 from weightsmith._execution.progress import Meter, Reading, shown_meter
 from weightsmith._planning.planner import Prepared
 from weightsmith._planning.planner.prepared import download, missing_files, stream
-from weightsmith._reports.auto.options import WriteSettings
 from weightsmith._reports.evaluate.opening import Named, Opened, name_of, opened, prepare_named
-from weightsmith._reports.keywords import WriteKeywords
+from weightsmith._reports.options import WriteSettings
 from weightsmith.abc.product import WholeTensor
+
+if TYPE_CHECKING:
+    from weightsmith._reports.keywords import WriteKeywords
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +155,7 @@ class Writer:
 
         sampling = _sampling(self._model, self.starts(settings).ids, settings)
         rows = draw(self._module, sampling, self._threads, self._device, tell, name)
-        decoded: list[str] = self.cutter.tokenizer.decode_batch(rows, skip_special_tokens=False)
-        return decoded
+        return self.cutter.tokenizer.decode_batch(rows, skip_special_tokens=False)
 
 
 def _check_output(out: str, *, overwrite: bool) -> Path:
@@ -170,7 +172,9 @@ def _check_output(out: str, *, overwrite: bool) -> Path:
 
 
 def _module(one: Opened, running: RunOptions, device: str) -> Any:
-    """transformers' module with the weights of the model, float32, on a device. Raises PlanError."""
+    """transformers' module with the weights of the model, on a device: in float32, but for linear layers where a processor
+    multiplies bfloat16. Raises PlanError.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
@@ -205,6 +209,8 @@ def _module(one: Opened, running: RunOptions, device: str) -> Any:
     if missing := sorted(report["missing_keys"]):
         what = f"transformers finds no weights for {len(missing):,} of its tensors, such as {missing[0]}"
         raise PlanError([Unsupported(what, where=one.name, fix="check its config.json")])
+    if fast_arithmetic(device) == "bfloat16":
+        narrow_linears(module, module.get_output_embeddings())
     return module.eval().to(device)
 
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 import numpy.typing as npt
 
 from weightsmith._activations.losses import Known, Scored, scored
+from weightsmith._activations.model import TextRun
 from weightsmith._activations.rows import TOKENS, GivenText, as_files, text_source
 from weightsmith._activations.scored_rows import MAX_ROWS, ScoredRows, together
+from weightsmith._activations.work import LayerWork
 from weightsmith._base.errors import ParameterError, PlanError, WeightsmithError
 from weightsmith._base.options import assignment, lists_options, option_error, read_options
 from weightsmith._base.options import named as named_option
@@ -23,9 +26,8 @@ from weightsmith._execution.progress import Meter, callbacks, shown_meter
 from weightsmith._execution.run import Callbacks, RunRequest, kept_products, staged
 from weightsmith._outputs.staging import Staging
 from weightsmith._planning.planner import Prepared
-from weightsmith._plans import PlanDraft, Provenance
+from weightsmith._plans import PlanDraft, Product, Provenance
 from weightsmith._reports.command import Command
-from weightsmith._reports.evaluate.layers import LayerErrors, layer_errors, with_samples
 from weightsmith._reports.evaluate.opening import (
     Asked,
     Named,
@@ -38,11 +40,13 @@ from weightsmith._reports.evaluate.opening import (
     prepare_named,
     work_folder,
 )
-from weightsmith._reports.evaluate.options import EvaluateSettings
-from weightsmith._reports.evaluate.values import Evaluation, Numbers, RowLosses, score_of
-from weightsmith._reports.keywords import EvaluateKeywords
+from weightsmith._reports.evaluate.values import Evaluation, LayerErrors, Numbers, RowLosses, score_of
 from weightsmith._reports.look.surveys import Watching
+from weightsmith._reports.options import EvaluateSettings
 from weightsmith.abc.product import Arrays
+
+if TYPE_CHECKING:
+    from weightsmith._reports.keywords import EvaluateKeywords
 
 
 @lists_options("evaluate", EvaluateSettings, RunOptions, besides=("text",))
@@ -273,8 +277,7 @@ def _by_text(arrays: Arrays, rows: ScoredRows, counts: Sequence[int]) -> list[Ro
         used = tokens > 0
 
         def sums(array: npt.NDArray[Any], places: slice = places, used: npt.NDArray[Any] = used) -> Numbers:
-            row_sums: Numbers = np.where(is_scored[places], array[places], 0).astype(np.float64).sum(1)[used]
-            return row_sums
+            return np.where(is_scored[places], array[places], 0).astype(np.float64).sum(1)[used]
 
         nats, *others = map(sums, arrays)
         divergences, agreements = others or (None, None)
@@ -306,3 +309,48 @@ def _notes(
     if without and compared:
         notes.append(f"No divergence for {', '.join(without)}: its vocabulary or its tokens are not those of {names[0]}.")
     return tuple(notes)
+
+
+# ---- how far what leaves each layer is from what leaves that of the reference, on the first rows of a text
+
+
+SAMPLE_BYTES = 128 << 20
+"""The most states of a model that are kept, of all layers together; at least one row."""
+
+
+def with_samples(scored: Scored) -> tuple[Product, ...]:
+    """Its products, and after each layer one that keeps the first rows of what leaves it: the rest need not stay on disk."""
+    run, products, layers = scored.run, list[Product](), itertools.count()
+    for product in scored.products:
+        products.append(product)
+        if product.op == "states":
+            layer = next(layers)
+            kept = run.array(f"sample {layer}", "F32", (_rows(run), run.text.tokens, run.base.hidden))
+            work = LayerWork(run.base, run.packages, layer, product.name)
+            products.append(run.product(kept.name, "sampled_states", (kept,), work, (), (product,)))
+    return tuple(products)
+
+
+def _rows(run: TextRun) -> int:
+    row = 4 * run.text.tokens * run.base.hidden * run.layers
+    return max(1, min(run.text.rows, SAMPLE_BYTES // row))
+
+
+def layer_errors(arrays: Mapping[str, Arrays], reference: Mapping[str, Arrays], rows: ScoredRows) -> LayerErrors | None:
+    """Error of each layer; None if the models' layers differ. Arrays are keyed by name, with those of `with_samples`."""
+    names = [name for name in arrays if name.startswith("sample ")]
+    if names != [name for name in reference if name.startswith("sample ")]:
+        return None
+    errors = []
+    for name in names:
+        [ours], [theirs] = arrays[name], reference[name]
+        if ours.shape != theirs.shape:
+            return None
+        error = norm = 0.0
+        for mine, other, nbytes in zip(ours, theirs, rows.nbytes, strict=False):
+            is_scored = nbytes >= 0
+            reference_states = other[is_scored].astype(np.float64)
+            error += float(np.square(mine[is_scored] - reference_states).sum())
+            norm += float(np.square(reference_states).sum())
+        errors.append((error / norm) ** 0.5 if norm else 0.0)
+    return tuple(errors)

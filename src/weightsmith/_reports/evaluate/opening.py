@@ -37,7 +37,7 @@ from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner import Prepared
 from weightsmith._plans import PlanDraft
 from weightsmith._reports.command import Command
-from weightsmith._reports.evaluate.options import EvaluateSettings
+from weightsmith._reports.options import EvaluateSettings
 from weightsmith.abc.output import Unfinished
 
 Named = str | os.PathLike[str] | Mapping[str, Any]

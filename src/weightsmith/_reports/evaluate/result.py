@@ -18,12 +18,11 @@ from weightsmith._execution.options import RunOptions
 from weightsmith._execution.output import check_options, sibling
 from weightsmith._planning.planner import Prepared
 from weightsmith._plans import Plan
-from weightsmith._reports.evaluate.layers import worst_layers
 from weightsmith._reports.evaluate.measure import evaluation
 from weightsmith._reports.evaluate.opening import Asked
-from weightsmith._reports.evaluate.options import EvaluateSettings
-from weightsmith._reports.evaluate.values import Evaluation, layer_blocks, of_change, perplexity, score_table
+from weightsmith._reports.evaluate.values import Evaluation, layer_blocks, of_change, perplexity, score_table, worst_layers
 from weightsmith._reports.look.surveys import Watching
+from weightsmith._reports.options import EvaluateSettings
 
 RESULT = "the result"
 

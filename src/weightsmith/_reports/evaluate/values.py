@@ -15,10 +15,12 @@ import numpy.typing as npt
 from weightsmith._base.report import Code, Column, Facts, Mark, Report, Reported, Table
 from weightsmith._base.report.blocks import Block, Value
 from weightsmith._base.text import count
-from weightsmith._reports.evaluate.layers import worst_layers
 from weightsmith._reports.look.models import json_values
 
 Numbers = npt.NDArray[np.float64]
+
+LayerErrors = tuple[float, ...]
+"""‖own - reference's‖ / ‖reference's‖ of what leaves each layer, over the scored tokens of the sampled rows."""
 
 TOLD_APART = 2.0
 """A difference of fewer standard errors may be noise."""
@@ -353,6 +355,17 @@ def _command_table(evaluation: Evaluation) -> Table:
     first = evaluation.measured[0]
     rows = zip(evaluation.models, evaluation.measured, strict=True)
     return Table("By the command", columns, tuple((name, number, number - first) for name, number in rows))
+
+
+def worst_layers(errors: Sequence[float], most: int = 3) -> list[tuple[int, float, float]]:
+    """Layers where the error grows most, worst first: (layer, error of its output, increase).
+
+    >>> worst_layers([0.1, 0.12, 0.3], most=2)
+    [(2, 0.3, 0.18), (0, 0.1, 0.1)]
+    """
+    before = [0.0, *errors[:-1]]
+    grown = [(layer, error, round(error - last, 12)) for layer, (error, last) in enumerate(zip(errors, before, strict=True))]
+    return sorted(grown, key=lambda layer: -layer[2])[:most]
 
 
 def layer_blocks(evaluation: Evaluation) -> list[Block]:

@@ -10,7 +10,6 @@ tensors, and a survey takes their tiles. The results are frozen values with `to_
     differences.py  the product `differences`, with singular values from sketches
     difference.py   `Difference`: values, sums, and what it says in words
     comparison.py   the task vectors of several models side by side: `Comparison`, and the product `alignments`
-    preview.py      what a merge will do to its models: `Preview`
-    sampling.py     the sample of a merge's plan, and the product `survival`
+    preview.py      what a merge will do to its models: `Preview`, from a sample of its plan, and the product `survival`
     reports.py      the report of each result
 """

@@ -19,6 +19,7 @@ from weightsmith._base.files import is_folder
 from weightsmith._base.idioms import grouped
 from weightsmith._base.report import Report, Reported, report_by
 from weightsmith._base.tensors import TensorSpec
+from weightsmith._files.subfolders import PIPELINE
 from weightsmith._kernels.codecs import BLOCK, Encoded
 from weightsmith._kernels.combine import LANES
 from weightsmith._kernels.differences import STATISTICS, statistics
@@ -30,7 +31,7 @@ from weightsmith._models.lora.opening import is_adapter
 from weightsmith._models.structure import Structure, analyse
 from weightsmith._models.structure.configs import EXPERT_COUNTS, text_sections, whole_number
 from weightsmith._models.structure.vocabulary import is_embedding, is_head, ties
-from weightsmith._models.tokenizers.files import template_of
+from weightsmith._models.tokenizers.files import settings_of, template_of
 from weightsmith._planning.recipe import ModelRef
 from weightsmith._planning.recipe.values import parse_reference
 from weightsmith._plans import COPY, Product, Read, Step
@@ -346,6 +347,9 @@ def _inspection(
     sections = text_sections(config)
     names = config.get("architectures")
     architecture = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
+    if model.parts:
+        pipeline = settings_of(model.folder, model.files, PIPELINE).get("_class_name")
+        architecture = pipeline if isinstance(pipeline, str) else PIPELINE
     kind = config.get("model_type")
     embeddings, heads = [[s for s in model.specs.values() if test(s)] for test in (is_embedding, is_head)]
     parts = _amounts(specs, [place_of(structure, spec.name).part for spec in specs])

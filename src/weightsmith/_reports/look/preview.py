@@ -1,7 +1,10 @@
 """`weightsmith preview RECIPE`: what a merge will do to its models, from a sample of it, or computed in full.
 
-The sample is a plan of its own (`sampling.py`), of some rows of each matrix. The merge is a source that computes its tiles when
-a survey reads them, to compare them with the models.
+The merge is a source that computes its tiles when a survey reads them, to compare them with the models.
+
+The sample is a plan of its own, with the same merges, of some rows of each matrix. A matrix is divided into equal parts. From
+each part one run of rows is taken, at a place that depends only on the tensor's name. Vectors and small matrices are taken
+whole. Statistics of whole matrices (thresholds, norms, singular vectors) are those of the sample instead.
 """
 
 from __future__ import annotations
@@ -14,13 +17,14 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from weightsmith._base.errors import Finding, Unsupported
 from weightsmith._base.idioms import grouped
 from weightsmith._base.options import lists_options, read_options
 from weightsmith._base.report import Report, Reported, report_by
 from weightsmith._base.report.blocks import finite_or_mark, written
-from weightsmith._base.tensors import DTYPES
+from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._engine.local import open_merge
 from weightsmith._engine.resources import Resources
 from weightsmith._execution.execute import check_computable
@@ -30,21 +34,39 @@ from weightsmith._execution.report import share_of
 from weightsmith._execution.summary import summarise
 from weightsmith._features.any_recipe import prepare_any
 from weightsmith._features.quantisation.options import QuantizeSettings
+from weightsmith._kernels.differences import SURVIVAL, survival
+from weightsmith._methods import get
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import analyse
 from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner.prepared import download
+from weightsmith._planning.planner.steps import with_needs
 from weightsmith._planning.recipe import Source
-from weightsmith._plans import COPY, PLAIN, PRODUCTS, Block, Plan, PlanDraft, Read, Step, Table
+from weightsmith._plans import COPY, PLAIN, PRODUCTS, Block, Gather, Plan, PlanDraft, Product, Read, Step, Table
 from weightsmith._plans.summary import Summary
-from weightsmith._reports.keywords import PlanKeywords
 from weightsmith._reports.look.difference import in_layers
 from weightsmith._reports.look.models import LayerPlace, by_layer_and_part, json_values, place_of
-from weightsmith._reports.look.sampling import merging_leaves, sample, survivals
-from weightsmith._reports.look.surveys import NonFiniteCounts, Watching, of_rows, sentences, survey, together
+from weightsmith._reports.look.surveys import (
+    NonFiniteCounts,
+    Survey,
+    Watching,
+    added,
+    counted,
+    decoded,
+    differs,
+    of_rows,
+    sentences,
+    survey,
+    survey_kind,
+    survey_product,
+    together,
+)
+from weightsmith.abc.job import Matrix, Tile
 
 if TYPE_CHECKING:
     from weightsmith._planning.planner import Prepared
+    from weightsmith._reports.keywords import PlanKeywords
+
 
 LOST = 0.2
 """A model that keeps less of its energy than this in a layer is warned about."""
@@ -415,3 +437,176 @@ def _layers(preview: Preview, numbers: Sequence[int] | dict[int, float]) -> str:
             others.append(name)
     texts = [f"{in_layers(numbers_of)}{f' of {prefix}' if len(stacks) > 1 else ''}" for prefix, numbers_of in stacks.items()]
     return " and ".join([*texts, *others])
+
+
+# ---- the sample
+
+
+SAMPLE_ELEMENTS = 1 << 17
+"""Elements of a matrix that are taken, about."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """A plan of some rows, and for each of its steps how many elements the whole matrix has.
+
+    left_out  tensors that cannot be sampled
+    """
+
+    plan: Plan
+    sizes: dict[str, int]
+    left_out: tuple[str, ...]
+
+
+def merging_leaves(plan: Plan) -> list[Step]:
+    """The logical matrices that a method makes, of plain numbers."""
+    leaves = [leaf for step in plan.steps for leaf in step.leaves if leaf.merges and leaf.out.size and len(leaf.inputs) > 1]
+    return [replace(leaf, encoding=PLAIN, stored=(), weighted=-1) for leaf in leaves]
+
+
+def sample(plan: Plan) -> Sampled:
+    """The sample of a plan of merges."""
+    tables = _Tables(plan.tables)
+    steps, sizes, left_out = [], {}, []
+    for leaf in merging_leaves(plan):
+        sizes[leaf.out.name] = leaf.out.size
+        rows = _chosen(leaf.out)
+        if rows is None:
+            steps.append(replace(leaf, needs=()))
+            continue
+        reads = [_sampled(read, leaf.out, rows, tables) for read in leaf.inputs]
+        if any(read is None for read in reads):
+            left_out.append(leaf.out.name)
+            continue
+        spec = replace(leaf.out, shape=(len(rows), leaf.out.shape[-1]))
+        steps.append(replace(leaf, out=spec, inputs=tuple(read for read in reads if read is not None), needs=()))
+    decided, products = with_needs(steps, plan.settings, get(steps[0].op)) if steps else ([], ())
+    roles = {leaf.out.name: leaf.role for leaf in merging_leaves(plan)}
+    draft = PlanDraft.of(plan)
+    draft.steps = [replace(step, role=roles[step.out.name]) for step in decided]
+    draft.products, draft.tables, draft.then = list(products), tables.all, None
+    return Sampled(draft.finish(stored=False), sizes, tuple(left_out))
+
+
+def _chosen(spec: TensorSpec) -> npt.NDArray[np.int64] | None:
+    """The rows that are taken of a tensor: ascending; None for all."""
+    if len(spec.shape) < 2 or spec.size <= SAMPLE_ELEMENTS:
+        return None
+    cols = spec.shape[-1]
+    rows, run = spec.size // cols, max(1, GROUP_ELEMENTS // cols)
+    count = max(2, SAMPLE_ELEMENTS // (run * cols))
+    if count * run >= rows:
+        return None
+    random = np.random.Generator(np.random.Philox(xxhash.xxh64_intdigest(spec.name.encode())))
+    edges = np.linspace(0, rows, count + 1).astype(np.int64)
+    starts = edges[:-1] + (random.random(count) * np.maximum(1, np.diff(edges) - run + 1)).astype(np.int64)
+    return (starts[:, None] + np.arange(run)).reshape(-1)
+
+
+class _Tables:
+    """The tables of a plan, and those that are added; equal ones once."""
+
+    def __init__(self, known: Sequence[Table]) -> None:
+        self._known = list(known)
+        self._numbers: dict[bytes, int] = {}
+
+    @property
+    def all(self) -> list[Table]:
+        return self._known
+
+    def rows(self, number: int) -> npt.NDArray[np.int32]:
+        return self._known[number].array
+
+    def add(self, rows: npt.NDArray[np.int64] | npt.NDArray[np.int32]) -> int:
+        table = Table.of(rows)
+        if table.data not in self._numbers:
+            self._numbers[table.data] = len(self._known)
+            self._known.append(table)
+        return self._numbers[table.data]
+
+
+def _sampled(read: Read, out: TensorSpec, rows: npt.NDArray[np.int64], tables: _Tables) -> Read | None:
+    """A read of some rows; None for one whose rows do not follow each other, or are in an order that a product determines."""
+    cols, height = out.shape[-1], out.size // out.shape[-1]
+    view = read.view
+    if view is None or (isinstance(view, Block) and view.whole_rows):
+        offset = 0 if view is None else view.offset
+        return replace(read, view=Gather(tables.add(rows), Block(offset, height, cols, cols)))
+    if isinstance(view, Block) or isinstance(view.table, str) or view.axis == 1:
+        return None
+    fallback = [_sampled(other, out, rows, tables) for other in view.fallback]
+    if any(other is None for other in fallback):
+        return None
+    taken = tables.add(tables.rows(view.table)[rows])
+    return replace(read, view=replace(view, table=taken, fallback=tuple(other for other in fallback if other is not None)))
+
+
+# ---- The `survival` product: what of each model's delta is in a merge. It streams, in one pass.
+#
+# Its steps have the base, the merge and then the models as inputs. The sums are of groups of elements, and so are their
+# squares: a sample of groups tells how far the whole may be from it.
+
+OP = "survival"
+
+GROUP_ELEMENTS = 1 << 13
+"""Elements of a group, about: whole rows."""
+
+Sums = npt.NDArray[np.float64]
+
+
+def survivals(name: str, steps: Sequence[Step]) -> Product:
+    """The product. steps: each with base, merge and models of floating numbers; up to k models.
+
+    Its arrays have a row for each step: `sums` float64 [steps, 1 + k, SURVIVAL] (see `kernels.differences`), `squares` float64
+    [steps, k, 3] (Σ kept², Σ kept · energy, Σ energy² over the groups), `groups` float64 [steps] (how many there are),
+    `nonfinite` float64 [steps, 2 + k, 2] (of each input, how many elements are NaN, and infinite), `constants` float64 [steps]
+    (how many are the same in the base and all models). The sums of a step with such elements are not numbers.
+    """
+    k = max((len(step.inputs) for step in steps), default=2) - 2
+    shapes = {"sums": (1 + k, SURVIVAL), "squares": (k, 3), "groups": (), "nonfinite": (2 + k, 2), "constants": ()}
+    return survey_product(name, OP, steps, shapes)
+
+
+@dataclass(slots=True)
+class _Part:
+    name: str
+    sums: Sums
+    nonfinite: npt.NDArray[np.int64] | None
+    constants: int
+
+
+class Survivals(Survey):
+    """See `survivals`."""
+
+    def statistics(self, number: int, matrix: Matrix, tile: Tile) -> _Part:
+        row = min(matrix.cols, matrix.grain)
+        group = max(1, GROUP_ELEMENTS // row) * row
+        sums = np.empty((-(-tile.size // group), len(matrix.codes) - 1, SURVIVAL))
+        survival(tile.raw, matrix.codes, tile.size, group, sums, tile.scratch.rows(3, matrix.codes, matrix.out_code))
+        if np.isfinite(sums).all():
+            return _Part(matrix.name, sums, None, 0)
+        numbers = decoded(matrix, tile)
+        base, models = numbers[0], numbers[2:]
+        same = ~np.isfinite(base) & ~np.logical_or.reduce([differs(base, model) for model in models])
+        return _Part(matrix.name, sums, counted(numbers), int(same.sum()))
+
+    def take(self, number: int, result: _Part) -> None:
+        sums, squares, groups, nonfinite, constants = self.totals
+        i, result_sums, k = self.row[result.name], result.sums, result.sums.shape[1] - 1
+        if result.nonfinite is not None:
+            nonfinite[i, : 2 + k] += result.nonfinite
+        sums[i, : 1 + k] = added(sums[i, : 1 + k], result_sums)
+        energy, kept = result_sums[:, 1:, 0], result_sums[:, 1:, 1]
+        with np.errstate(invalid="ignore", over="ignore"):
+            products = np.stack([kept * kept, kept * energy, energy * energy], axis=2)
+        squares[i, :k] = added(squares[i, :k], products)
+        groups[i] += len(result_sums)
+        constants[i] += result.constants
+
+
+def _problem(steps: Sequence[Step]) -> str:
+    wrong = not steps or any(len(step.inputs) < 3 or not step.out.size for step in steps)
+    return "its steps do not have a base, a merge and models" if wrong else ""
+
+
+KIND = survey_kind("previewing", Survivals, survivals, _problem)

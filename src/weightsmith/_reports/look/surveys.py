@@ -279,8 +279,7 @@ def of_rows(counts: npt.NDArray[Any]) -> tuple[NonFiniteCounts, ...]:
 
 def differs(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
     """Where two arrays differ; NaN is equal to NaN, and an infinity to itself."""
-    apart: npt.NDArray[np.bool_] = (a != b) & ~(np.isnan(a) & np.isnan(b))
-    return apart
+    return (a != b) & ~(np.isnan(a) & np.isnan(b))
 
 
 def sentences(names: Sequence[str], tensors: Sequence[tuple[str, Sequence[NonFiniteCounts]]]) -> list[str]:

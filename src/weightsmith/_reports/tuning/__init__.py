@@ -1,10 +1,8 @@
 """Values of a recipe that a text chooses: `weightsmith tune`.
 
 candidates.py  a recipe with values to tune: the plan of each candidate, from models that are opened once
-merged_weights.py  the tensors of a candidate, which is not written
-evaluator.py   its losses on rows of text
-measure.py     what a search minimises; the number of a command
-text_measure.py  the losses of texts, and their slopes
+evaluator.py   the tensors of a candidate, which is not written, and its losses on rows of text
+measure.py     what a search minimises: the number of a command; the losses of texts, and their slopes
 texts.py       rows to tune on, and rows for the report
 search.py      which candidate is next: parabolas, gradients, CMA-ES, random, grid
 journal.py     one line for each trial; a search that is resumed reads them again

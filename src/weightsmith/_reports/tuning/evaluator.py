@@ -1,6 +1,7 @@
 """How well candidates of one recipe predict rows of text. No candidate is written.
 
-Its tensors are merged into memory (`merged_weights.py`), and the rows run through its layers. The states before the first layer
+Its tensors are merged into memory, as float32 numbers, rounded as they would be stored; tensors and products that the last
+candidate has too are kept (`MergedWeights`). The rows run through its layers. The states before the first layer
 that has another tensor than the last candidate are kept. If the model does not fit the budget, one layer at a time is held.
 
 A loss depends on the candidate, on its row and on the dtype of products alone: not on threads, on other rows, or on what was
@@ -23,18 +24,145 @@ from torch import Tensor
 
 from weightsmith._activations.decoder import Arithmetic, Base
 from weightsmith._activations.decoder.forward import Decoder, Layer, build, gradients_at
-from weightsmith._activations.losses import LOGITS_AT_ONCE, TOKENS_AT_ONCE
+from weightsmith._activations.losses import LOGITS_AT_ONCE, TOKENS_AT_ONCE, token_losses
 from weightsmith._activations.running import workers
 from weightsmith._activations.scored_rows import ScoredRows
 from weightsmith._base.errors import MismatchError, NonFinite, PlanError, WeightsmithError
+from weightsmith._base.tensors import TensorSpec
 from weightsmith._base.torch_use import usable_device
+from weightsmith._engine.local import MemoryOutput, run
 from weightsmith._engine.memory import JobMemory
-from weightsmith._engine.resources import Resources
+from weightsmith._engine.resources import Resources, Workload
+from weightsmith._engine.results import Results
+from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import Structure
 from weightsmith._plans import Plan, Step
+from weightsmith._plans.parts import PartHashes
 from weightsmith._reports.evaluate.opening import Opened
-from weightsmith._reports.tuning.merged_weights import Candidate, MergedWeights
-from weightsmith.abc.product import Floats
+from weightsmith.abc.product import Arrays, Floats, Target, WholeTensor
+
+# ---- the tensors of a candidate
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """A merge that is not written.
+
+    tensors  hashes of its tensors, by name: equal ones have equal bytes
+    hashes   of all its parts
+    """
+
+    plan: Plan
+    inputs: Sequence[Checkpoint]
+    tensors: Mapping[str, str]
+    hashes: PartHashes
+
+    @classmethod
+    def of(cls, plan: Plan, inputs: Sequence[Checkpoint]) -> Candidate:
+        """From a plan and its open models."""
+        hashes = PartHashes(plan)
+        return cls(plan, inputs, hashes.tensors(), hashes)
+
+
+class MergedWeights:
+    """The weights of one candidate after another. A `WeightSource`.
+
+    specs        of all tensors, by name
+    nbytes       of all tensors in float32
+    holds_model  whether all tensors are held at once
+    """
+
+    def __init__(
+        self,
+        specs: Mapping[str, TensorSpec],
+        resources: Resources,
+        device: str,
+        budget: int,
+        *,
+        allow_nonfinite: bool,
+        memory: JobMemory,
+    ) -> None:
+        """
+        device  that holds the tensors
+        budget  bytes that they may take
+        memory  of the jobs
+        """
+        self.specs = specs
+        self.nbytes = sum(spec.size for spec in specs.values()) * 4
+        self.holds_model = self.nbytes <= budget
+        self._resources, self._device, self._allow_nonfinite = resources, device, allow_nonfinite
+        self._candidate: Candidate | None = None
+        self._tensors = dict[str, Tensor]()
+        self._hashes = dict[str, str]()
+        self._spare = dict[str, Tensor]()
+        self._products = dict[str, Arrays]()
+        self._memory = memory
+
+    def use(self, candidate: Candidate) -> None:
+        """Take tensors from this candidate from now on. Those that it changes are merged when they are next asked for."""
+        self._candidate = candidate
+        for name in [name for name, made_from in self._hashes.items() if candidate.tensors[name] != made_from]:
+            self._spare[name] = self._tensors.pop(name)  # filled again: freed and new memory would leave gaps between the two
+            del self._hashes[name]
+
+    def take(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Some tensors. Where the model does not fit, all others are dropped."""
+        assert self._candidate is not None
+        if not self.holds_model:
+            for name in [name for name in self._tensors if name not in names]:
+                del self._tensors[name], self._hashes[name]
+        if missing := [name for name in names if name not in self._tensors]:
+            arrays = {name: self._array(name) for name in missing}
+            self._merge(self._candidate, arrays, self._products)
+            for name, array in arrays.items():
+                self._tensors[name] = torch.from_numpy(array).to(self._device)
+                self._hashes[name] = self._candidate.tensors[name]
+        return {name: self._tensors[name] for name in names}
+
+    def fill(self, arrays: Mapping[str, Floats]) -> None:
+        for name, tensor in self.take(list(arrays)).items():
+            arrays[name][...] = tensor.cpu().numpy()
+
+    def rows(self, name: str, numbers: Sequence[int]) -> Floats:
+        tensor = self.take([name])[name]
+        return tensor[torch.tensor(numbers, device=tensor.device)].cpu().numpy()
+
+    def merged(self, candidate: Candidate, names: Sequence[str]) -> dict[str, Floats]:
+        """Some tensors of any candidate, with its own dtypes; nothing is kept."""
+        arrays = {name: np.empty(self.specs[name].shape, np.float32) for name in names}
+        if arrays:
+            self._merge(candidate, arrays, {})
+        return arrays
+
+    def _array(self, name: str) -> Floats:
+        """Memory for a tensor: that of the last candidate's, if the whole model is held."""
+        spare = self._spare.pop(name, None)
+        if spare is None or not self.holds_model or spare.device.type != "cpu":
+            return np.empty(self.specs[name].shape, np.float32)
+        return spare.numpy()
+
+    def _merge(self, candidate: Candidate, arrays: Mapping[str, Floats], known: dict[str, Arrays]) -> None:
+        """Fill arrays with tensors of a candidate. known: arrays of products by their hash, in; those that were needed, out."""
+        plan = candidate.plan
+        steps = [step for step in plan.steps if step.out.name in arrays]
+        results, products = Results(plan), plan.products_for(steps)
+        hashes = {product.name: candidate.hashes.product(product.name) for product in products}
+        for product in products:
+            if hashes[product.name] in known:
+                results.put(product, known[hashes[product.name]])
+        targets: dict[str, Target] = {step.out.name: WholeTensor(step.out, arrays[step.out.name]) for step in steps}
+        folders = [model.folder for model in candidate.inputs]
+        work = Workload(steps, products, None, results, folders, self._allow_nonfinite, memory=self._memory)
+        run(plan, candidate.inputs, MemoryOutput(targets), self._resources, work)
+        if products:
+            finished = [product.name for product in products if results.finished(product.name)]
+            known_now = {hashes[name]: results.arrays(name) for name in finished}
+            known.clear()
+            known.update(known_now)
+
+
+# ---- its losses
+
 
 MEMORY_BYTES = 4 << 30
 """Limit of what is kept of a candidate for the next one, if the run has no limit: tensors take at most half of it."""
@@ -98,17 +226,20 @@ class Evaluator:
         budget: int = MEMORY_BYTES,
         *,
         arithmetic: Arithmetic = "float32",
+        exact_head: bool = False,
         allow_nonfinite: bool = False,
         memory: JobMemory | None = None,
     ) -> None:
         """
         arithmetic  dtype in which linear layers multiply, and the head where there is no reference
+        exact_head  the head multiplies in float32 there too: for nats that are compared with those of others that have one
         memory      of the jobs of candidates; None: a new one
 
         Raises PlanError for a model that transformers cannot build, or a device that cannot be used.
         """
         self.base = replace(one.base, arithmetic=arithmetic)
         self.device = usable_device(resources.device)
+        self._exact_head = exact_head
         self._threads = resources.workers
         specs = {step.out.name: step.out for step in one.model.steps}
         memory = memory or JobMemory()
@@ -221,7 +352,7 @@ class Evaluator:
                     with torch.enable_grad():
                         entering = states[row, places].detach().requires_grad_()
                         logs = head(entering).log_softmax(1)
-                        loss = _nats(logs, targets) if expected is None else _divergence(logs, expected)
+                        loss = _nats(logs, targets) if expected is None else _divergence(logs, expected.log_softmax(1))
                         at = [entering, *(parameter for _, parameter in weights)]
                         leaving[row, places], *parts = gradients_at(loss * float(shares[row]), at)
                     for total, part in zip(sums, parts, strict=True):
@@ -237,7 +368,7 @@ class Evaluator:
     def _predicted(
         self, rows: Rows, row: int, reference: Reference | None, reference_head: _Head | None
     ) -> Iterator[tuple[npt.NDArray[np.intp], Tensor | None, Tensor]]:
-        """Yield pieces of a row: positions, the reference's predictions of the next tokens, and these tokens."""
+        """Yield pieces of a row: positions, the reference's logits of the next tokens, and these tokens."""
         vocabulary = max(self._weights.specs[name].shape[0] for name in self._decoder.head_weights.values())
         at_once = max(1, min(TOKENS_AT_ONCE, LOGITS_AT_ONCE // vocabulary))
         scored = np.flatnonzero(rows.scored.nbytes[row] >= 0)
@@ -247,7 +378,7 @@ class Evaluator:
             expected = None
             if reference_head is not None and reference is not None:
                 with torch.no_grad():
-                    expected = reference_head(reference.states[rows.name][row, tokens - 1]).log_softmax(1)
+                    expected = reference_head(reference.states[rows.name][row, tokens - 1])
             yield tokens - 1, expected, targets
 
     # ---- the model
@@ -331,16 +462,19 @@ class Evaluator:
     def _score(self, rows: Rows, states: Tensor, reference: Reference | None) -> tuple[Numbers, Numbers | None]:
         nats = np.zeros(len(rows.scored.ids))
         divergences = None if reference is None else np.zeros(len(nats))
-        narrow = self.base.arithmetic if reference is None else "float32"  # a divergence is small beside what rounding does
-        with self._head(narrow) as head, self._reference_head(reference) as reference_head:
+        exact = self._exact_head or reference is not None  # a divergence is small beside what rounding does
+        with (
+            self._head("float32" if exact else self.base.arithmetic) as head,
+            self._reference_head(reference) as reference_head,
+        ):
 
             def measure(row: int) -> None:
                 with torch.no_grad():
                     for places, expected, targets in self._predicted(rows, row, reference, reference_head):
-                        logs = head(states[row, places], targets).log_softmax(1)
-                        nats[row] += float(_nats(logs, targets))
-                        if divergences is not None and expected is not None:
-                            divergences[row] += float(_divergence(logs, expected))
+                        losses, distances = token_losses(head(states[row, places], targets), targets, expected)
+                        nats[row] += float(losses.double().sum())
+                        if divergences is not None and distances is not None:
+                            divergences[row] += float(distances.double().sum())
 
             with workers(self._threads, self.device) as pool:
                 list(pool.map(measure, range(len(nats))))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 
@@ -34,16 +34,16 @@ from weightsmith._planning.planner import Prepared
 from weightsmith._planning.planner.prepared import download, missing_files, stream
 from weightsmith._planning.recipe import Scalar, Source
 from weightsmith._reports.command import Command, seconds_of
-from weightsmith._reports.evaluate.options import EvaluateSettings
-from weightsmith._reports.keywords import TuneKeywords
+from weightsmith._reports.options import EvaluateSettings, TuneSettings
 from weightsmith._reports.tuning.candidates import Candidates, Values
 from weightsmith._reports.tuning.evolve import evolution
 from weightsmith._reports.tuning.journal import Journal, Trial
-from weightsmith._reports.tuning.measure import CommandMeasure, Measure
-from weightsmith._reports.tuning.options import TuneSettings
+from weightsmith._reports.tuning.measure import CommandMeasure, Measure, TextMeasure
 from weightsmith._reports.tuning.result import Tuning, combined
 from weightsmith._reports.tuning.search import searcher
-from weightsmith._reports.tuning.text_measure import TextMeasure
+
+if TYPE_CHECKING:
+    from weightsmith._reports.keywords import TuneKeywords
 
 WAIT_SECONDS = 0.3
 """Between two looks for trials that other processes are making."""

@@ -161,8 +161,7 @@ def rotary_share(config: Mapping[str, Any]) -> float:
 
 def rope_scaling(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The RoPE scaling. If both keys exist, the old one takes precedence, as in transformers."""
-    rope: Mapping[str, Any] = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    return rope
+    return config.get("rope_scaling") or config.get("rope_parameters") or {}
 
 
 def _write_rope(full: dict[str, Any], config: Mapping[str, Any], model_type: str) -> None:

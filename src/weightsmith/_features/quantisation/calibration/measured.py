@@ -158,8 +158,7 @@ def _energies(weight: Floats, hessian: Floats) -> npt.NDArray[np.float64]:
 
     with torch.no_grad():
         product = (torch.from_numpy(weight) @ torch.from_numpy(hessian)).numpy()
-    energies: npt.NDArray[np.float64] = (product.astype(np.float64) * weight).sum(1)
-    return energies
+    return (product.astype(np.float64) * weight).sum(1)
 
 
 KIND = ProductKind(LAST_FIRST, compute=_compute, check=MeasureWork.check, device=True)

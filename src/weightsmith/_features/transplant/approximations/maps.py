@@ -141,8 +141,7 @@ def _fit(problem: Problem, shared: _Shared) -> tuple[Floats, float]:
             squares += rows.T @ rows
             products += rows.T @ shared.values[batch]
         ridge = RIDGE * max(float(np.trace(squares)) / width, 1e-30)
-        solution: Floats = np.linalg.solve(squares + ridge * np.eye(width), products).astype(np.float32)
-        return solution
+        return np.linalg.solve(squares + ridge * np.eye(width), products).astype(np.float32)
 
     mapped = add(np.setdiff1d(np.arange(count), held))
     share = _share(problem, shared, held, mapped) if len(held) else 1.0
@@ -161,8 +160,7 @@ def _share(problem: Problem, shared: _Shared, held: Numbers, mapped: Floats) -> 
 def _errors_of_map(nearest: Sparse, shared: _Shared, mapped: Floats) -> Floats:
     """The weighted mean of what the map is wrong by, over the neighbours of each target."""
     theirs = Sparse(nearest.indices, nearest.coefficients * shared.lengths[nearest.indices], nearest.errors)
-    errors: Floats = nearest.of(shared.values) - theirs.of(shared.units) @ mapped
-    return errors
+    return nearest.of(shared.values) - theirs.of(shared.units) @ mapped
 
 
 def _nearest(problem: Problem, targets: Floats, units: Floats, *, exclude: Numbers | None = None) -> Sparse:
@@ -206,8 +204,7 @@ def _errors_by_pieces(problem: Problem, targets: Floats, shared: _Shared) -> Flo
 
 
 def _lengths(rows: Floats) -> Floats:
-    lengths: Floats = np.maximum(np.linalg.norm(rows, axis=1), np.float32(1e-30))
-    return lengths
+    return np.maximum(np.linalg.norm(rows, axis=1), np.float32(1e-30))
 
 
 hybrid = Approximation(

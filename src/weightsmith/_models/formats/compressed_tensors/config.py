@@ -3,8 +3,9 @@
 format                        codes                  scales
 float-, naive-quantized       X.weight, F8_E4M3      X.weight_scale: of the matrix, a row, a group of a row, a block
 int-, naive-quantized         X.weight, I8           the same
-pack-quantized, 4 or 8 bits   X.weight_packed, I32   the same; and X.weight_shape. If not symmetric, also
-                                                     X.weight_zero_point, I32, which is subtracted from the codes
+pack-quantized, 1 to 8 bits   X.weight_packed, I32   the same; and X.weight_shape. If not symmetric, also
+                                                     X.weight_zero_point, I32, which is subtracted from the codes. If groups are
+                                                     not in order, also X.weight_g_idx, I32: the group of each column
 nvfp4-pack-quantized          X.weight_packed, U8    X.weight_scale, F8_E4M3: of 16 elements, divided by
                                                      X.weight_global_scale
 mxfp4-pack-quantized          X.weight_packed, U8    X.weight_scale, U8: exponents, of 32 elements
@@ -73,10 +74,7 @@ _FORMATS: Mapping[str, Mapping[tuple[str, int], Scheme]] = {
     "float-quantized": {("float", 8): Scheme("float8", "F8_E4M3", TENSOR)},
     "int-quantized": {("int", 8): Scheme("int8", "I8", TENSOR)},
     "naive-quantized": {("float", 8): Scheme("float8", "F8_E4M3", TENSOR), ("int", 8): Scheme("int8", "I8", TENSOR)},
-    "pack-quantized": {
-        ("int", 4): Scheme("offset4", "I32", TENSOR, packed=True, shaped=True),
-        ("int", 8): Scheme("offset8", "I32", TENSOR, packed=True, shaped=True),
-    },
+    "pack-quantized": {("int", bits): Scheme(f"offset{bits}", "I32", TENSOR, packed=True, shaped=True) for bits in range(1, 9)},
     "nvfp4-pack-quantized": {("float", 4): Scheme("float4", "U8", TENSOR, packed=True, scales=("F8_E4M3",), divided=True)},
     "mxfp8-quantized": {("float", 8): Scheme("float8", "F8_E4M3", TENSOR, scales=("U8",))},
     "mxfp4-pack-quantized": {("float", 4): Scheme("float4", "U8", TENSOR, packed=True, scales=("U8",))},

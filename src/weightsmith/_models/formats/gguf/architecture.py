@@ -12,7 +12,7 @@ writes keys with the `take_…` that reads them.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -33,6 +33,8 @@ LAYER_NORM = ("attention.layer_norm_epsilon", "layer_norm_eps")
 """`GgufArchitecture.eps` of models with layer norms."""
 UNTIED, TIED = {"tie_word_embeddings": False}, {"tie_word_embeddings": True}
 GELU = "gelu_pytorch_tanh"
+COMPUTED = "llama.cpp computes it"
+"""Why a tensor is left out of which users need not hear."""
 SIGMOID_ROUTER = {"expert_gating_func": 2}
 """`GgufArchitecture.constants` of models whose routers' scores are sigmoids."""
 
@@ -131,6 +133,11 @@ class GgufArchitecture:
     predicting    config.json's number of layers behind the others, which predict several tokens at a time; "": there are none
     tokenizer     llama.cpp's name of tokenizers with a fallback to bytes; those of "llama" have scores, others merges
     readable      whether files are read, too
+    sizes         numbers that every model has: llama.cpp's name → config.json's
+    rotary        whether there is RoPE
+    bidirectional  whether config.json says that tokens attend to what follows them
+    encodes       whether it is an encoder, which makes vectors or scores of a text
+    unused        patterns of the Hub's names of tensors that llama.cpp does not store, and why; names as `canonical` gives them
     """
 
     name: ClassVar[str]
@@ -156,12 +163,25 @@ class GgufArchitecture:
     predicting: ClassVar[str] = ""
     tokenizer: ClassVar[str] = "llama"
     readable: ClassVar[bool] = True
+    sizes: ClassVar[Mapping[str, str]] = _SIZES
+    rotary: ClassVar[bool] = True
+    bidirectional: ClassVar[bool] = False
+    encodes: ClassVar[bool] = False
+    unused: ClassVar[Mapping[str, str]] = {}
 
     # ---- which models
 
     def owns(self, values: GgufValues) -> bool:
         """Whether a GGUF file with its name is one of this class: several classes of transformers may have one name."""
         return ("expert_count" in values) == bool(self.experts)
+
+    def fits(self, config: Mapping[str, Any]) -> bool:
+        """Whether a model with one of `model_types` is of this class: several classes may have one."""
+        return True
+
+    def holds(self, tensors: Container[str]) -> bool:
+        """Whether a GGUF file that `owns` accepts has the tensors of this class. tensors: their names in the file"""
+        return True
 
     def complete(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
         """config.json with those defaults of transformers on which published files rely."""
@@ -192,7 +212,8 @@ class GgufArchitecture:
             keys.u32("rope.dimension_count", self.turned(config))
         self.put_attention(config, keys)
         self.put_more(config, keys)
-        self.put_rope(config, keys)
+        if self.rotary:
+            self.put_rope(config, keys)
         values = {"general.architecture": Value("str", self.name), "general.type": Value("str", "model")}
         values |= {f"{self.name}.{name}": value for name, value in keys.values.items()}
         values |= {"general.file_type": Value("u32", file_type), "general.quantization_version": Value("u32", 2)}
@@ -201,11 +222,12 @@ class GgufArchitecture:
     def put_sizes(self, config: GgufConfig, keys: GgufKeys) -> None:
         """The numbers that most models have, and `numbers` and `constants`."""
         heads = config.count("num_attention_heads")
-        for name, setting in _SIZES.items():
+        for name, setting in self.sizes.items():
             default = heads if setting == "num_key_value_heads" else None
             if not (self.experts and setting == "intermediate_size" and config.get(setting) is None):  # all MLPs are experts
                 keys.u32(name, config.count(setting, default))
-        keys.f32("rope.freq_base", config.number("rope_theta", 10_000.0, self.rope(config)))
+        if self.rotary:
+            keys.f32("rope.freq_base", config.number("rope_theta", 10_000.0, self.rope(config)))
         keys.f32(self.eps[0], config.number(self.eps[1], 1e-6))
         if self.experts:  # under either of two names
             either = config.get("num_local_experts", config.get("num_experts"))
@@ -223,7 +245,7 @@ class GgufArchitecture:
     def check(self, config: GgufConfig) -> None:
         """Raise Unsupported for a setting that is another in llama.cpp's code."""
         config.need_all(self.fixed)
-        config.need("use_bidirectional_attention", bool(config.get("use_bidirectional_attention")), False)
+        config.need("use_bidirectional_attention", bool(config.get("use_bidirectional_attention")), self.bidirectional)
         name = "hidden_activation" if config.get("hidden_activation") is not None else "hidden_act"
         stated = config.get(name, self.activation)
         activation = self.activations.get(stated, stated) if isinstance(stated, str) else stated
@@ -317,7 +339,8 @@ class GgufArchitecture:
             config[self.predicting] = 0
         config["vocab_size"] = vocabulary
         config[self.eps[1]] = values.float32(self.eps[0])
-        config["rope_theta"] = values.float32("rope.freq_base", 10_000.0)
+        if self.rotary:
+            config["rope_theta"] = values.float32("rope.freq_base", 10_000.0)
         config["tie_word_embeddings"] = "output.weight" not in shapes
         width = max(1, config["hidden_size"] // config["num_attention_heads"])
         turned = values.count("rope.dimension_count", width)
@@ -327,7 +350,8 @@ class GgufArchitecture:
         self._take_numbers(values, config)
         self.take_tensors(config, contents, where)
         self.take_attention(values, config)
-        self.take_rope(values, config, contents)
+        if self.rotary:
+            self.take_rope(values, config, contents)
         self.take_more(values, config, contents)
         for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
             if (token := token_id(keys, key, vocabulary, where)) is not None:
@@ -347,7 +371,7 @@ class GgufArchitecture:
 
     def take_sizes(self, values: GgufValues, config: dict[str, Any]) -> None:
         """The numbers that most models have."""
-        for name, setting in _SIZES.items():
+        for name, setting in self.sizes.items():
             if not (self.experts and setting == "intermediate_size" and name not in values):  # all MLPs are experts
                 self.take_size(values, config, name, setting)
 
@@ -402,6 +426,15 @@ class GgufArchitecture:
 
     # ---- tensors
 
+    def canonical(self, name: str) -> str:
+        """A tensor's name in the Hub's layout as the tables have it, with layers in `model.layers.`."""
+        return text_name(name)
+
+    def reason_unused(self, name: str) -> str:
+        """Why llama.cpp does not store a tensor of the Hub's layout; "" if it does, or if there is no such tensor."""
+        canonical = self.canonical(name)
+        return next((reason for pattern, reason in self.unused.items() if re.fullmatch(pattern, canonical)), "")
+
     def hub_name(self, name: str) -> str | None:
         """The Hub's name of a tensor of a GGUF file, with `{}` for an expert's number; None if there is no such tensor.
 
@@ -424,7 +457,7 @@ class GgufArchitecture:
         >>> Mixtral().place("model.layers.0.block_sparse_moe.experts.7.w3.weight")
         GgufPlace(name='blk.0.ffn_up_exps.weight', expert=7)
         """
-        name = text_name(name)
+        name = self.canonical(name)
         module, _, kind = name.rpartition(".")
         end = _key_of(self.ends, module)
         if end is not None and kind in ("weight", "bias"):
@@ -440,7 +473,7 @@ class GgufArchitecture:
 
     def split_of(self, name: str) -> tuple[SplitTensor, str] | None:
         """How a tensor of the Hub's layout is split, and its layer number; None if it is stored whole."""
-        match = _HUB_BARE.fullmatch(text_name(name))
+        match = _HUB_BARE.fullmatch(self.canonical(name))
         split = next((tensor for tensor in self.splits if match is not None and tensor.name == match[2]), None)
         return None if split is None or match is None else (split, match[1])
 
@@ -472,13 +505,17 @@ class GgufArchitecture:
         """The number of heads whose rows are reordered in a tensor of a GGUF file; 0 if none are."""
         return {"attn_q": heads, "attn_k": kv_heads}.get(name.split(".")[-2], 0) if self.rotated else 0
 
+    def rows_skipped(self, name: str, config: GgufConfig) -> int:
+        """The number of rows at the start of a tensor that the GGUF file does not have."""
+        return 0
+
     def order(self, name: str, config: GgufConfig) -> HeadOrder | None:
         """The order of rows or columns of a tensor of a GGUF file; None if it is the Hub's."""
         return None
 
 
 _LAYER = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.([a-z_.0-9]+)\.(weight|bias)")
-_HUB_LAYER = re.compile(r"model\.layers\.(0|[1-9][0-9]{0,5})\.([a-z_.0-9]+)\.(weight|bias)")
+_HUB_LAYER = re.compile(r"model\.layers\.(0|[1-9][0-9]{0,5})\.([a-zA-Z_.0-9]+)\.(weight|bias)")
 _HUB_BARE = re.compile(r"model\.layers\.(0|[1-9][0-9]{0,5})\.([a-zA-Z_.0-9]+)")
 _BARE = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.([a-z_.0-9]+)")
 _EXPERT = re.compile(r"(\.experts\.)(0|[1-9][0-9]{0,5})(\.)")

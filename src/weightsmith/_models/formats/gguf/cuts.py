@@ -386,3 +386,26 @@ def ordered_weight(spec: TensorSpec, name: str, order: HeadOrder, natural_dtype:
         what = f"tensor {show(spec.name)} has the shape {list(spec.shape)}, and not {heads}"
         raise FormatError(what, where=where, fix=DAMAGED)
     return OrderedWeight(TensorSpec(name, DTYPES["F32"], spec.shape), (spec.name,), natural_dtype, order)
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedWeight(Weight):
+    """A tensor whose first rows the file does not have: they are 0."""
+
+    skipped: int
+
+    def decode(self, stored: Tensors, first: int, values: npt.NDArray[np.float32]) -> None:
+        before = max(0, self.skipped * self.spec.shape[1] - first)  # elements that are 0
+        values[:before] = 0
+        if before < len(values):
+            start = first + before - self.skipped * self.spec.shape[1]
+            values[before:] = read_all(stored, self.stored[0], start, start + len(values) - before).astype(np.float32)
+
+
+def padded_weight(spec: TensorSpec, name: str, skipped: int, natural_dtype: DType, where: str) -> PaddedWeight:
+    """A tensor under the Hub's name, from one of the file without its first rows. Raises FormatError if it is no matrix."""
+    if len(spec.shape) != 2:
+        what = f"tensor {show(spec.name)} has the shape {list(spec.shape)}, and is no matrix"
+        raise FormatError(what, where=where, fix=DAMAGED)
+    rows, cols = spec.shape
+    return PaddedWeight(TensorSpec(name, DTYPES["F32"], (rows + skipped, cols)), (spec.name,), natural_dtype, skipped)

@@ -24,9 +24,9 @@ from weightsmith._base.tensors import DTYPES, DType, TensorSpec
 from weightsmith._files.hf_folder import FolderWeights, natural_key
 from weightsmith._models.formats.decoded import DecodedTensors, Weight
 from weightsmith._models.formats.gguf.architecture import Contents, GgufArchitecture
-from weightsmith._models.formats.gguf.architectures import architecture_of_keys
-from weightsmith._models.formats.gguf.cuts import cut_weight, ordered_weight
-from weightsmith._models.formats.gguf.header import SMALL, GgufHeader, GgufTensor, read_gguf_header
+from weightsmith._models.formats.gguf.architectures import architecture_of_file
+from weightsmith._models.formats.gguf.cuts import cut_weight, ordered_weight, padded_weight
+from weightsmith._models.formats.gguf.header import ADAPTER_TYPE, SMALL, GgufHeader, GgufTensor, read_gguf_header
 from weightsmith._models.formats.gguf.tensors import is_decay, predicts
 from weightsmith._models.formats.gguf.tokenizer import tokenizer_files
 from weightsmith._models.formats.gguf.values import GgufConfig
@@ -201,8 +201,11 @@ def open_files(paths: Sequence[Path], index: Index | None, where: str, open_file
     if type(count) is not int or count not in (0, len(paths)):
         what = f"part of a file that is split into {show(count)}, and {len(paths)} were found"
         raise FormatError(what, where=str(paths[0]), fix="Do not rename the parts of a split file.")
-    architecture = architecture_of_keys(first.keys, where)
+    if first.keys.get("general.type") == ADAPTER_TYPE:
+        fix = f"write its base in front of it, BASE+{where}; to merge adapters, all models of the recipe must be adapters"
+        raise Unsupported("an adapter (LoRA), not a model", where=where, fix=fix)
     tensors = {tensor.name: tensor for header in headers.values() for tensor in header.tensors}
+    architecture = architecture_of_file(first.keys, tensors, where)
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     small = {name: values for header in headers.values() for name, values in header.small.items()}
     dtype = _dtype(tensors.values())
@@ -224,6 +227,11 @@ def open_files(paths: Sequence[Path], index: Index | None, where: str, open_file
     for spec in whole.specs.values():
         if (order := architecture.order(spec.name, GgufConfig(config))) is not None:
             weights.append(ordered_weight(spec, str(architecture.hub_name(spec.name)), order, dtype, where))
+        if skipped := architecture.rows_skipped(spec.name, GgufConfig(config)):
+            name = str(architecture.hub_name(spec.name))
+            weights.append(padded_weight(spec, name, skipped, dtype, where))
+            what = f"its first {skipped:,} rows are 0: the file does not have them, because no token has these positions"
+            notes = [*notes, Finding(what, name, fix="use the model as it is")]
     source = GgufMovedTensors(whole, weights, where) if weights else whole
     return OpenedFiles(source, notes=tuple(notes), files=other_files, decoded=decoded)
 
@@ -243,14 +251,15 @@ def _tensors(
         if tensor.name in SMALL or predicts(tensor.name, layers):
             continue
         moved = architecture.part_of(tensor.name) is not None or architecture.order(tensor.name, GgufConfig(config)) is not None
-        name = tensor.name if moved else architecture.hub_name(tensor.name)
+        padded = architecture.rows_skipped(tensor.name, GgufConfig(config)) > 0
+        name = tensor.name if moved or padded else architecture.hub_name(tensor.name)
         if name is None:
             what = f"tensor {show(tensor.name)} does not belong to a model of the family {architecture.model_types[0]}"
             raise Unsupported(what, where=str(path), fix="Use the model's original checkpoint.")
         if "{}" in name:
             stored += _experts(path, tensor, name, int(config.get(architecture.experts) or 0))
             continue
-        heads = architecture.rotated_heads(tensor.name, config["num_attention_heads"], config["num_key_value_heads"])
+        heads = architecture.rotated_heads(tensor.name, *_heads(config))
         if heads and tensor.shape[0] % (2 * heads):
             what = f"tensor {show(tensor.name)} has {tensor.shape[0]:,} rows for {heads} heads"
             raise FormatError(what, where=str(path), fix=DAMAGED)
@@ -261,6 +270,12 @@ def _tensors(
         spec = TensorSpec(name, dtype, shape)
         stored.append(StoredBlocks(spec, path, tensor.offset, tensor.dtype, head_rows, shift, decays))
     return stored
+
+
+def _heads(config: Mapping[str, Any]) -> tuple[int, int]:
+    """Heads of q and of k; of encoders, whose rows are never in another order, 0."""
+    heads = config.get("num_attention_heads", 0)
+    return heads, config.get("num_key_value_heads", heads)
 
 
 def _experts(path: Path, tensor: GgufTensor, name: str, experts: int) -> Iterator[StoredBlocks]:

@@ -8,19 +8,36 @@ second, it has scores in place of merges.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from weightsmith._base.errors import Finding, FormatError, Unsupported
 from weightsmith._base.files import DAMAGED, show
-from weightsmith._base.strict_json import parse_object
 from weightsmith._models.formats.gguf.architecture import GgufArchitecture
 from weightsmith._models.formats.gguf.chat import stops_of, template_keys, with_ends
 from weightsmith._models.formats.gguf.layout import Value
+from weightsmith._models.formats.gguf.tokenizer_parts import (
+    OF_ENCODERS,
+    SPECIAL,
+    TokenizerFiles,
+    TokenizerKeys,
+    added_tokens,
+    around_settings,
+    around_text,
+    is_token,
+    list_of,
+    numbers_of,
+    object_of,
+    separators,
+    setting,
+    special_ids,
+    unwritable,
+)
+from weightsmith._models.formats.gguf.unigram import unigram_keys, unigram_parts
 from weightsmith._models.formats.gguf.unsaid import recognised_name, unsaid
-from weightsmith._models.formats.gguf.values import token_id
+from weightsmith._models.formats.gguf.values import GgufConfig, token_id
+from weightsmith._models.formats.gguf.wordpiece import wordpiece_keys, wordpiece_parts
 from weightsmith._models.tokenizers.convert import (
-    FLAGS,
     QWEN2_SPLIT,
     bpe,
     decoders,
@@ -35,14 +52,10 @@ from weightsmith._models.tokenizers.files import json_bytes
 from weightsmith._models.tokenizers.sentencepiece import SPACE, PieceKind, read_sentencepiece
 from weightsmith._models.tokenizers.vocabulary import BYTES, byte_level, byte_of
 
-T = TypeVar("T")
-
 READ = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "chat_template.jinja", "chat_template.json")
 """The files that the keys are made from, besides config.json, generation_config.json, and templates with a name."""
 
 _MAX_CHARACTERS = 4_000_000  # of all tokens: 262,144 of them have 1.7 million
-_MAX_JSON_MEMORY = 2 << 30
-
 _ADDED_SCORE = -1000.0
 
 # How text is split: regular expressions of the models' tokenizer.json.
@@ -94,7 +107,8 @@ _LOOKED_UP = frozenset({"llama-bpe", "tekken"})
 """Of `_SPLITS`: llama.cpp looks a whole word up before it merges it."""
 _BY_NAME = {name: splits for splits, names in _NAMES.items() for name in names}
 _DIGITS = frozenset("smollm starcoder refact command-r codeshell exaone minerva-7b".split())
-_WHOLE = frozenset("gpt-2 default phi-2 mpt olmo jais trillion jina-es jina-de jina-v1-en jina-v2-es jina-v2-de".split())
+_WHOLE = frozenset("gpt-2 default phi-2 mpt olmo jais trillion roberta-bpe".split())
+_WHOLE |= frozenset("jina-es jina-de jina-v1-en jina-v2-es jina-v2-de jina-v2-code".split())
 _WHOLE_MERGES = frozenset(_NAMES[(_LLAMA3,)]) - {"dbrx", "smaug-bpe", "glm4", "chatglm-bpe"}
 """Names of tokenizers that look a whole word up before they merge it."""
 
@@ -105,8 +119,6 @@ _SHOWN = {
 
 _FOUND_WHOLE = (PieceKind.CONTROL, PieceKind.USER_DEFINED, PieceKind.UNKNOWN)
 """Types of tokens that llama.cpp finds in a text as a whole."""
-
-_SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
 
 # ---- reading
@@ -121,7 +133,7 @@ def tokenizer_files(
     other. Cost: 0.3 s for 50,000 tokens; about 3 s for 262,144 without merges, which are derived from the scores.
     """
     tokens, kind = keys.get("tokenizer.ggml.tokens"), keys.get("tokenizer.ggml.model")
-    if not isinstance(tokens, list) or not isinstance(kind, str) or kind not in ("gpt2", "llama", architecture.tokenizer):
+    if not isinstance(tokens, list) or not isinstance(kind, str) or kind not in (*_READ, architecture.tokenizer):
         what = f"the GGUF file has no tokenizer that can be read (tokenizer.ggml.model is {show(kind)})"
         return {}, [Finding(what, where, fix="copy the tokenizer's files into the output yourself")]
     if not all(isinstance(token, str) for token in tokens) or sum(map(len, tokens)) > _MAX_CHARACTERS:
@@ -129,12 +141,15 @@ def tokenizer_files(
         raise FormatError(what, where=where, fix=DAMAGED)
     if kind != "gpt2" and architecture.name.startswith("gemma"):  # in Gemma's files, runs of spaces are stored as such
         tokens = [SPACE * len(token) if token and not token.strip(" ") else token for token in tokens]
-    numbers = {name: token_id(keys, key, len(tokens), where) for name, key in _SPECIAL.items()}
+    parts_of = _byte_level if kind == "gpt2" and architecture.encodes else _ENCODER_PARTS.get(kind)
+    if parts_of is not None:
+        return _encoder_files(keys, tokens, parts_of, where), _guessed(keys, where)
+    numbers = {name: token_id(keys, key, len(tokens), where) for name, key in SPECIAL.items()}
     special = {name: None if number is None else tokens[number] for name, number in numbers.items()}
-    types = _numbers(keys, "token_type", PieceKind.NORMAL, tokens, where)
-    pre = _setting(keys, "pre", "default", where)
-    add_bos = _setting(keys, "add_bos_token", kind != "gpt2" or pre in _WHOLE_MERGES, where)
-    add_eos = _setting(keys, "add_eos_token", False, where)
+    types = numbers_of(keys, "token_type", PieceKind.NORMAL, tokens, where)
+    pre = setting(keys, "pre", "default", where)
+    add_bos = setting(keys, "add_bos_token", kind != "gpt2" or pre in _WHOLE_MERGES, where)
+    add_eos = setting(keys, "add_eos_token", False, where)
     parts = _byte_level(keys, tokens, types, where) if kind == "gpt2" else _sentencepiece(keys, tokens, architecture, where)
     marked = set(special.values()) if kind != "gpt2" else set()
     first = [token] if add_bos and (token := special["bos_token"]) else []
@@ -144,7 +159,7 @@ def tokenizer_files(
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": _added(tokens, types, marked),
+        "added_tokens": added_tokens(tokens, types, marked),
         **parts,
         "post_processor": template(one, one + two, {token: tokens.index(token) for token in (*first, *last)}),
     }
@@ -160,42 +175,42 @@ def tokenizer_files(
         "tokenizer_config.json": json_bytes(config),
         "generation_config.json": json_bytes({"_from_model_config": True, **generation}),
     }
-    unknown = kind == "gpt2" and pre not in _BY_NAME and pre not in _DIGITS and pre not in _WHOLE
+    return files, _guessed(keys, where)
+
+
+def _guessed(keys: Mapping[str, Any], where: str) -> list[Finding]:
+    """A warning if the way in which a text is split is not known."""
+    pre = setting(keys, "pre", "default", where)
+    known = pre in _BY_NAME or pre in _DIGITS or pre in _WHOLE
+    if known or keys.get("tokenizer.ggml.model") != "gpt2":
+        return []
     what = f"the tokenizer splits text as GPT-2's does, because the way called {show(pre)} (tokenizer.ggml.pre) is not known"
-    return files, [Finding(what, where, fix="compare its tokens with those of the original tokenizer")] if unknown else []
+    return [Finding(what, where, fix="compare its tokens with those of the original tokenizer")]
 
 
-def _setting(keys: Mapping[str, Any], name: str, default: T, where: str) -> T:
-    """A value of the type of its default."""
-    value = keys.get(f"tokenizer.ggml.{name}", default)
-    if type(value) is not type(default):
-        what = f"tokenizer.ggml.{name} is {show(value)}, and not {'a text' if isinstance(default, str) else 'true or false'}"
-        raise FormatError(what, where=where, fix=DAMAGED)
-    return value
+_Parts = Callable[[Mapping[str, Any], Sequence[str], Sequence[int], str], dict[str, Any]]
+_ENCODER_PARTS: Mapping[str, _Parts] = {"bert": wordpiece_parts, "t5": unigram_parts}
+_READ = ("gpt2", "llama", *_ENCODER_PARTS)
+"""Values of tokenizer.ggml.model."""
 
 
-def _numbers(keys: Mapping[str, Any], name: str, default: float, tokens: Sequence[str], where: str) -> list[Any]:
-    """A number for each token."""
-    values = keys.get(f"tokenizer.ggml.{name}")
-    numbers = [default] * len(tokens) if values is None else getattr(values, "tolist", list)()
-    if len(numbers) != len(tokens):
-        what = f"tokenizer.ggml.{name} has {len(numbers):,} numbers for {len(tokens):,} tokens"
-        raise FormatError(what, where=where, fix=DAMAGED)
-    return numbers
-
-
-def _added(tokens: Sequence[str], types: Sequence[int], marked: set[str | None]) -> list[dict[str, Any]]:
-    """Tokens that are found in text as a whole: those of special meaning, and those that a user has defined."""
-    return [
-        {"id": i, "content": token, **FLAGS, "special": kind != PieceKind.USER_DEFINED or token in marked}
-        for i, (token, kind) in enumerate(zip(tokens, types, strict=True))
-        if token and (kind in (PieceKind.CONTROL, PieceKind.USER_DEFINED) or token in marked)
-    ]
+def _encoder_files(keys: Mapping[str, Any], tokens: Sequence[str], parts_of: _Parts, where: str) -> dict[str, bytes]:
+    """tokenizer.json and tokenizer_config.json with WordPiece or Unigram."""
+    types = numbers_of(keys, "token_type", PieceKind.NORMAL, tokens, where)
+    processor, named = around_settings(keys, tokens, where, typed=parts_of is wordpiece_parts)
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": True, **named}
+    tokenizer: dict[str, Any] = {"version": "1.0", "truncation": None, "padding": None}
+    tokenizer |= {"added_tokens": added_tokens(tokens, types, set(named.values()))}
+    tokenizer |= {**parts_of(keys, tokens, types, where), "post_processor": processor or None}
+    return {
+        "tokenizer.json": json.dumps(tokenizer, ensure_ascii=False).encode(),
+        "tokenizer_config.json": json_bytes(config),
+    }
 
 
 def _byte_level(keys: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int], where: str) -> dict[str, Any]:
     """The parts of a tokenizer.json with byte-level BPE."""
-    pre = _setting(keys, "pre", "default", where)
+    pre = setting(keys, "pre", "default", where)
     vocab = {}
     for i, (token, kind) in enumerate(zip(tokens, types, strict=True)):
         whole = kind in (PieceKind.CONTROL, PieceKind.USER_DEFINED) or BYTES.keys() >= set(token)
@@ -231,7 +246,7 @@ def _sentencepiece(
     keys: Mapping[str, Any], tokens: Sequence[str], architecture: GgufArchitecture, where: str
 ) -> dict[str, Any]:
     """The parts of a tokenizer.json with SentencePiece's BPE."""
-    scores = _numbers(keys, "scores", 0.0, tokens, where)
+    scores = numbers_of(keys, "scores", 0.0, tokens, where)
     gemma = architecture.name.startswith("gemma")
     prefixed = not gemma
     if gemma:  # the scores do not follow the order of the merges, but the tokens do
@@ -246,7 +261,7 @@ def _sentencepiece(
         normalizer = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": SPACE}, marked]}
     else:
         normalizer = marked
-        prefixed = _setting(keys, "add_space_prefix", True, where)
+        prefixed = setting(keys, "add_space_prefix", True, where)
         splitter = first_prefix() if prefixed else None
     unknown = keys.get("tokenizer.ggml.unknown_token_id")
     unk_token = tokens[unknown] if gemma and unknown is not None else None
@@ -296,16 +311,43 @@ def tokenizer_keys(
 
     Raises Unsupported for a tokenizer that llama.cpp does not know, FormatError for damaged files.
     """
-    tokenizer, model = _bpe_of(files)
-    settings = _object(files, "tokenizer_config.json")
-    added = [
-        t for t in _list(tokenizer.get("added_tokens")) if isinstance(t, dict) and _is_token(t.get("id"), t.get("content"))
-    ]
-    added = [entry for entry in added if entry["id"] < rows]
+    described = _described(files, config, rows)
+    tokenizer, settings, added = dict(described.tokenizer), described.settings, described.added
+    warnings, merged, encoders = list[Finding](), "", _ENCODERS.get(str(described.model.get("type", "BPE")))
+    if encoders is not None:
+        result = encoders(described)
+        tokenizer["normalizer"] = {"type": "Sequence", "normalizers": result.unsaid}
+    else:
+        result, warnings, merged = _bpe_keys(files, described, architecture)
+    found_whole = [token for token, kind in zip(result.tokens, result.types, strict=True) if kind in _FOUND_WHOLE]
+    stripping = frozenset(entry["content"] for entry in added if entry.get("rstrip") is True)
+    name = recognised_name(name, found_whole, stripping)
+    values = result.values | {"tokenizer.ggml.tokens": Value("str", result.tokens)}
+    values |= {"tokenizer.ggml.token_type": Value("i32", result.types)}
+    values |= {"general.name": Value("str", name)} if name else {}
+    if architecture.encodes:
+        count = GgufConfig(config).count("type_vocab_size", 1, least=0)
+        values["tokenizer.ggml.token_type_count"] = Value("u32", max(1, count))
+    pieces = encoders is None and bool(described.model.get("byte_fallback"))
+    warnings += unsaid(tokenizer, added, name, pieces=pieces, merged=merged)
+    return values | template_keys(files, settings, object_of(files, "chat_template.json")), warnings
+
+
+_ENCODERS: Mapping[str, Callable[[TokenizerFiles], TokenizerKeys]] = {"WordPiece": wordpiece_keys, "Unigram": unigram_keys}
+"""Models of tokenizer.json that encoders have."""
+
+
+def _bpe_keys(
+    files: Mapping[str, bytes], described: TokenizerFiles, architecture: GgufArchitecture
+) -> tuple[TokenizerKeys, list[Finding], str]:
+    """The keys of a tokenizer with BPE, warnings, and a word that is looked up whole in one of transformers and llama.cpp."""
+    tokenizer, model, settings = described.tokenizer, described.model, described.settings
+    config, added, rows = described.config, described.added, described.rows
     pieces = bool(model.get("byte_fallback"))
     tokens, types = _tokens_and_types(model["vocab"], added, architecture, rows, pieces=pieces)
-    stops = stops_of((config, _object(files, "generation_config.json")), rows)
-    special = _special_ids(settings, config, added, model["vocab"], rows)
+    stops = stops_of((config, object_of(files, "generation_config.json")), rows)
+    names = {**SPECIAL, **(OF_ENCODERS if architecture.encodes else {})}
+    special = special_ids(settings, config, added, model["vocab"], rows, names)
     if settings.get("add_eos_token") is not False:
         special = _with_last(special, tokenizer.get("post_processor"), tokens)
     special, warnings = with_ends(special, stops, tokens, config.get("model_type"))
@@ -325,33 +367,32 @@ def tokenizer_keys(
             **_merge_values(merges),
         }
         merged = _unmerged(tokens, types, merges) if whole != (pre in _LOOKED_UP) else ""
-    values["tokenizer.ggml.tokens"] = Value("str", tokens)
-    values["tokenizer.ggml.token_type"] = Value("i32", types)
     values |= {f"tokenizer.ggml.{key}_token_id": Value("u32", number) for key, number in special.items()}
+    if architecture.encodes:
+        values["tokenizer.ggml.add_sep_token"] = Value("bool", separators(tokenizer.get("post_processor")) > 1)
     for end in ("bos", "eos"):
         adds = settings.get(f"add_{end}_token")
         adds = _adds(tokenizer.get("post_processor"), end, special, tokens) if not isinstance(adds, bool) else adds
         values[f"tokenizer.ggml.add_{end}_token"] = Value("bool", adds)
-    found_whole = [token for token, kind in zip(tokens, types, strict=True) if kind in _FOUND_WHOLE]
-    stripping = frozenset(entry["content"] for entry in added if entry.get("rstrip") is True)
-    name = recognised_name(name, found_whole, stripping)
-    values |= {"general.name": Value("str", name)} if name else {}
-    warnings += unsaid(tokenizer, added, name, pieces=pieces, merged=merged)
-    return values | template_keys(files, settings, _object(files, "chat_template.json")), warnings
+    return TokenizerKeys(tokens, types, values, []), warnings, merged
 
 
-def _bpe_of(files: Mapping[str, bytes]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """tokenizer.json, and its model. Raises Unsupported for one that is not BPE's."""
+def _described(files: Mapping[str, bytes], config: Mapping[str, Any], rows: int) -> TokenizerFiles:
+    """A tokenizer of which keys can be result. Raises Unsupported for one with another model."""
     if "tokenizer.json" not in files:
         fix = (
             "put the tokenizer.json into the model's folder (transformers: AutoTokenizer.from_pretrained(…).save_pretrained(…))"
         )
         raise Unsupported("no tokenizer.json, and a GGUF file contains its tokenizer", where="tokenizer", fix=fix)
-    tokenizer = _object(files, "tokenizer.json")
+    tokenizer = object_of(files, "tokenizer.json")
     model = tokenizer.get("model")
-    if not isinstance(model, dict) or model.get("type", "BPE") != "BPE" or not isinstance(model.get("vocab"), dict):
-        raise _unknown(f"a model of the type {show(model.get('type') if isinstance(model, dict) else model)}")
-    return tokenizer, model
+    kind = model.get("type", "BPE") if isinstance(model, dict) else model
+    vocab = list if kind == "Unigram" else dict
+    if not isinstance(model, dict) or kind not in ("BPE", *_ENCODERS) or not isinstance(model.get("vocab"), vocab):
+        raise unwritable(f"a model of the type {show(kind)}")
+    entries = [entry for entry in list_of(tokenizer.get("added_tokens")) if isinstance(entry, dict)]
+    added = [entry for entry in entries if is_token(entry.get("id"), entry.get("content")) and entry["id"] < rows]
+    return TokenizerFiles(tokenizer, model, object_of(files, "tokenizer_config.json"), config, added, rows)
 
 
 def _piece_values(
@@ -384,7 +425,7 @@ def _tokens_and_types(
     tokens = [f"[PAD{i}]" for i in range(rows)]
     types: list[int] = [PieceKind.UNUSED] * rows
     for token, number in vocab.items():
-        if _is_token(number, token) and number < rows:
+        if is_token(number, token) and number < rows:
             tokens[number], types[number] = token, PieceKind.NORMAL
     for i, token in enumerate(tokens if pieces else ()):
         if types[i] == PieceKind.NORMAL and byte_of(token) is not None:
@@ -409,25 +450,6 @@ def _unmerged(tokens: Sequence[str], types: Sequence[int], merges: Sequence[tupl
     return ""
 
 
-def _object(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
-    if name not in files:
-        return {}
-    return parse_object(files[name], name, name, "repair it, or download it again", unique=False, max_memory=_MAX_JSON_MEMORY)
-
-
-def _list(value: object) -> list[Any]:
-    return value if isinstance(value, list) else []
-
-
-def _is_token(number: object, token: object) -> bool:
-    return type(number) is int and number >= 0 and isinstance(token, str)
-
-
-def _unknown(what: str) -> Unsupported:
-    fix = "try llama.cpp's convert_hf_to_gguf.py, which may know it, or choose another format"
-    return Unsupported(f"a tokenizer that cannot be written to a GGUF file: {what}", where="tokenizer.json", fix=fix)
-
-
 def _looks_special(token: str) -> bool:
     """Tokens that some models do not mark as special, though they are."""
     names = ("<pad>", "<mask>", "<2mass>", "[@BOS@]")
@@ -435,31 +457,10 @@ def _looks_special(token: str) -> bool:
     return token in names or any(token.startswith(a) and token.endswith(b) for a, b in around)
 
 
-def _special_ids(
-    settings: Mapping[str, Any],
-    config: Mapping[str, Any],
-    added: Sequence[Mapping[str, Any]],
-    vocab: Mapping[str, Any],
-    rows: int,
-) -> dict[str, int]:
-    """The tokens of special meaning: as tokenizer_config.json names them, else as config.json numbers them."""
-    numbers = {**vocab, **{entry["content"]: entry["id"] for entry in added}}
-    special: dict[str, int] = {}
-    for name, key in _SPECIAL.items():
-        token = settings.get(name)
-        token = token.get("content") if isinstance(token, dict) else token
-        number = numbers.get(token) if isinstance(token, str) else None
-        number = config.get(f"{name}_id") if number is None else number
-        number = number[0] if isinstance(number, list) and number else number
-        if type(number) is int and 0 <= number < rows:
-            special[key] = number
-    return special
-
-
 def _pairs(merges: object) -> list[tuple[str, str]]:
     """The merges, in whichever of the two forms of tokenizer.json."""
     pairs = []
-    for merge in _list(merges):
+    for merge in list_of(merges):
         pair = merge.split(" ") if isinstance(merge, str) else merge
         if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(part, str) for part in pair):
             raise FormatError(f"the merge {show(merge)} is not two tokens", where="tokenizer.json", fix="download it again")
@@ -481,7 +482,7 @@ def _pre_name(splitter: object, architecture: GgufArchitecture, *, whole: bool) 
 def _split_name(splitter: object) -> str:
     listed = [splitter]
     if isinstance(splitter, dict) and splitter.get("type") == "Sequence":
-        listed = _list(splitter.get("pretokenizers"))
+        listed = list_of(splitter.get("pretokenizers"))
     parts: list[dict[str, Any]] = [part if isinstance(part, dict) else {} for part in listed]
     if parts and parts[-1].get("type") == "ByteLevel" and not parts[-1].get("add_prefix_space"):
         before, whole = parts[:-1], parts[-1].get("use_regex", True)
@@ -493,7 +494,7 @@ def _split_name(splitter: object) -> str:
         patterns = tuple(str(pattern.get("Regex")) for pattern in stated if isinstance(pattern, dict))
         if not whole and len(patterns) == len(before) and patterns in _SPLITS:
             return _SPLITS[patterns]
-    raise _unknown(f"it splits text by {show(splitter)}")
+    raise unwritable(f"it splits text by {show(splitter)}")
 
 
 def _has_prefix(tokenizer: Mapping[str, Any]) -> bool:
@@ -501,7 +502,7 @@ def _has_prefix(tokenizer: Mapping[str, Any]) -> bool:
     steps = [tokenizer.get("normalizer"), tokenizer.get("pre_tokenizer")]
     for step in steps:  # a sequence's steps follow
         if isinstance(step, dict):
-            steps += [*_list(step.get("normalizers")), *_list(step.get("pretokenizers"))]
+            steps += [*list_of(step.get("normalizers")), *list_of(step.get("pretokenizers"))]
             first = step.get("prepend_scheme", "always" if step.get("add_prefix_space", True) else "never")
             if step.get("type") == "Prepend" or (step.get("type") == "Metaspace" and first != "never"):
                 return True
@@ -538,29 +539,20 @@ def _with_last(special: Mapping[str, int], processor: object, tokens: Sequence[s
     """Tokens of special meaning, where the end of a text is the token that the post-processor puts there.
 
     It may be another one than the tokenizer's, as in Qwen3-Embedding, whose vectors are those of this token. That of the
-    tokenizer then ends a turn.
+    tokenizer then ends a turn. The start is that of the post-processor if the tokenizer names none, as in ModernBERT.
     """
-    around = _singles(processor)
-    last = around[-1].get("id") if around and isinstance(around[-1], dict) else None
-    if not isinstance(last, str) or last not in tokens or special.get("eos") == (number := tokens.index(last)):
+    around = around_text(processor)
+    if around and around[0] in tokens:
+        special = {"bos": tokens.index(around[0]), **special}
+    last = around[-1] if around else None
+    if last is None or last not in tokens or special.get("eos") == (number := tokens.index(last)):
         return dict(special)
     return {**({"eot": special["eos"]} if "eos" in special else {}), **special, "eos": number}
 
 
-def _singles(processor: object) -> list[object]:
-    """What post-processors put around a text, in order; None for the text."""
-    listed = [processor] if isinstance(processor, dict) else []
-    singles: list[object] = []
-    for one in [*listed, *(_list(processor.get("processors")) if isinstance(processor, dict) else [])]:
-        single = _list(one.get("single")) if isinstance(one, dict) else []
-        singles = [part.get("SpecialToken") if isinstance(part, dict) else None for part in single] or singles
-    return singles if len(singles) > 1 else []
-
-
 def _adds(processor: object, name: str, special: Mapping[str, int], tokens: Sequence[str]) -> bool:
     """Whether the post-processor puts the first or the last token of a text there."""
-    around = _singles(processor)
+    around = around_text(processor)
     if not around or name not in special:
         return False
-    token = around[0 if name == "bos" else -1]
-    return isinstance(token, dict) and token.get("id") == tokens[special[name]]
+    return around[0 if name == "bos" else -1] == tokens[special[name]]

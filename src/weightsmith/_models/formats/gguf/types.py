@@ -6,6 +6,7 @@ bytes as one that llama.cpp makes from the model's F32 file.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -74,7 +75,7 @@ _FALLBACK = {
 }
 """Where the rows are no multiple of 256."""
 
-_PLAIN = (".ssm_conv1d.weight", ".shortconv.conv.weight")
+_PLAIN = (".ssm_conv1d.weight", ".shortconv.conv.weight", "position_embd.weight", "token_types.weight")
 """Endings of the names of weights that llama.cpp leaves unquantised, besides vectors, norms and routers."""
 
 _KEPT = "per_layer_model_proj.weight"
@@ -146,7 +147,7 @@ def type_of(mixture: Mixture, spec: TensorSpec, shape: Shape, chosen: Chosen = (
     chosen  from `read_types`
     """
     name = spec.name
-    small = len(spec.shape) < 2 or not name.endswith(".weight")
+    small = math.prod(spec.shape[:-1]) == 1 or not name.endswith(".weight")  # for ggml, a matrix of one row is a vector
     if small or is_norm(name) or is_router(name) or name.endswith(_PLAIN):  # they decide much
         return "F32"
     asked = next((kind for pattern, kind in reversed(chosen) if pattern.search(name)), "")

@@ -29,6 +29,10 @@ class GgufValues:
         value = (self._values if within is None else within).get(self._prefix + name)
         return default if value is None else value
 
+    def elsewhere(self, key: str) -> Any:
+        """The value of a key with another prefix; None if there is none."""
+        return self._values.get(key)
+
     def wrong(self, name: str, value: object, expected: str) -> FormatError:
         """The error of a value that is not `wanted`."""
         return FormatError(f"{self._prefix}{name} is {show(value)}, {expected}", where=self.where, fix=self._fix)

@@ -6,6 +6,7 @@ Blocks of common types are encoded by kernels of our own, those of the others by
     gguf-q8_0/64   the same, with the rows of each head of 64 in the order that llama.cpp's RoPE wants
     gguf-f32+1     numbers, to which 1 is added: a norm of Gemma
     gguf-f32-exp   -exp of numbers: how fast the states of Qwen3.5's linear attention decay
+    gguf-f32:2     numbers without the first two rows
     gguf-f16*3     each third of the rows in a tensor of its own: q, k and v
     gguf-f16*2@2   each place along dimension 2 in a tensor of its own: the two frames of a convolution
 
@@ -55,7 +56,7 @@ _LARGEST_SCALE = 65504
 """The largest float16."""
 _LARGEST_POWER = 88.7
 """The largest power of e that a float32 holds, rounded down."""
-_NAME = re.compile(r"gguf-([a-z0-9_]+)(?:/([1-9][0-9]{0,5}))?(\+1|-exp)?(?:\*([2-9])(?:@([1-9]))?)?")
+_NAME = re.compile(r"gguf-([a-z0-9_]+)(?:/([1-9][0-9]{0,5}))?(\+1|-exp)?(?::([1-9][0-9]{0,3}))?(?:\*([2-9])(?:@([1-9]))?)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,7 @@ class GgufEncoding(Encoding):
     decays     whether -exp of every value is stored
     pieces     number of equal pieces that are tensors of their own
     axis       dimension that is cut into pieces; other than 0, it has a place for each, and the pieces do not have it
+    skipped    number of rows at the start that are left out
     """
 
     dtype: DType
@@ -76,13 +78,15 @@ class GgufEncoding(Encoding):
     decays: bool = False
     pieces: int = 1
     axis: int = 0
+    skipped: int = 0
 
     @property
     def name(self) -> str:
         """As in plans."""
         heads = f"/{self.head_rows}" if self.head_rows else ""
         pieces = "" if self.pieces == 1 else f"*{self.pieces}{f'@{self.axis}' if self.axis else ''}"
-        return f"{PREFIX}{self.dtype.name.lower()}{heads}{'+1' if self.shift else '-exp' if self.decays else ''}{pieces}"
+        change = "+1" if self.shift else "-exp" if self.decays else f":{self.skipped}" if self.skipped else ""
+        return f"{PREFIX}{self.dtype.name.lower()}{heads}{change}{pieces}"
 
     @property
     def kind(self) -> Kind:
@@ -108,13 +112,13 @@ class GgufEncoding(Encoding):
 
     @property
     def align_rows(self) -> int:
-        """A head, if its rows are reordered; all rows, if they are cut into pieces."""
-        return WHOLE if self.pieces > 1 else self.head_rows or 1
+        """A head, if its rows are reordered; all rows, if they are cut into pieces or some are left out."""
+        return WHOLE if self.pieces > 1 or self.skipped else self.head_rows or 1
 
     @property
     def whole(self) -> int:
-        """Every piece."""
-        return self.pieces if self.pieces > 1 else 0
+        """Every piece; the tensor, if rows are left out."""
+        return self.pieces if self.pieces > 1 or self.skipped else 0
 
     def refusal(self, spec: TensorSpec) -> str:
         """Accepts what has whole blocks in each row, and whole heads."""
@@ -126,8 +130,11 @@ class GgufEncoding(Encoding):
             return f"its rows of {spec.shape[-1]:,} are not a multiple of {self.dtype.block}"
         if self.head_rows and (self.head_rows % 2 or spec.shape[0] % self.head_rows):
             return f"its {spec.shape[0]:,} rows are not whole heads of {self.head_rows}"
-        if self.pieces > 1 and (self.dtype.block > 1 or self.head_rows or self.shift or self.decays):
+        changed = self.dtype.block > 1 or self.head_rows or self.shift or self.decays
+        if self.pieces > 1 and (changed or self.skipped):
             return "pieces are plain numbers"
+        if self.skipped and (changed or len(spec.shape) < 2 or spec.shape[0] <= self.skipped):
+            return f"its shape is {list(spec.shape)}, and without {self.skipped} rows it is to be plain numbers"
         if self.pieces > 1 and not self._cuts(spec.shape):
             return f"its shape {list(spec.shape)} cannot be cut into {self.pieces} pieces along dimension {self.axis}"
         return ""
@@ -143,6 +150,8 @@ class GgufEncoding(Encoding):
         shape = spec.shape
         if self.pieces > 1:
             shape = shape[: self.axis] + shape[self.axis + 1 :] if self.axis else (shape[0] // self.pieces, *shape[1:])
+        elif self.skipped:
+            shape = shape[0] - self.skipped, *shape[1:]
         elif len(shape) == 3 and shape[0] > 1 == shape[1]:
             shape = shape[0], shape[2]
         names = [spec.name] if self.pieces == 1 else [f"{spec.name}.{i}" for i in range(self.pieces)]
@@ -162,6 +171,9 @@ class GgufEncoding(Encoding):
         if self.pieces > 1:
             for piece, out in zip(np.split(rows.reshape(spec.shape), self.pieces, self.axis), outs, strict=True):
                 _plain(self.dtype, piece, out)
+            return
+        if self.skipped:
+            _plain(self.dtype, rows.reshape(spec.shape)[self.skipped :], outs[0])
             return
         n, cols = rows.shape
         rows = to_llama_order(rows, self.head_rows)
@@ -235,7 +247,8 @@ def find(name: str) -> GgufEncoding | None:
     if match is None or dtype is None:
         return None
     shift, decays = 1.0 if match[3] == "+1" else 0.0, match[3] == "-exp"
-    return GgufEncoding(dtype, int(match[2] or 0), shift, decays, int(match[4] or 1), int(match[5] or 0))
+    skipped, pieces, axis = int(match[4] or 0), int(match[5] or 1), int(match[6] or 0)
+    return GgufEncoding(dtype, int(match[2] or 0), shift, decays, pieces, axis, skipped)
 
 
 # ---- ggml's blocks of numbers, and llama.cpp's order of rows

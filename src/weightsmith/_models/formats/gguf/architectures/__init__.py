@@ -6,7 +6,7 @@ To add an architecture, add a file with a `FAMILY`, and its name to `NAMES`; or 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import TYPE_CHECKING, Any
 
 from weightsmith._base.errors import FormatError, Unsupported
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 NAMES = (
     "llama", "mistral", "qwen", "qwen_next", "qwen_vl", "gemma", "phi", "deepseek", "glm", "gpt_oss", "granite", "olmo",
     "cohere", "smollm", "internvl", "lfm2", "ernie", "exaone", "nemotron", "starcoder", "stablelm", "hunyuan", "seed_oss",
-    "dots1", "arcee",
+    "dots1", "arcee", "bert", "modernbert",
 )  # fmt: skip
 """weightsmith's files."""
 
@@ -42,29 +42,34 @@ def architectures() -> tuple[GgufArchitecture, ...]:
     return tuple(architecture for family in FAMILIES for architecture in family.architectures)
 
 
-def find_architecture(model_type: object) -> GgufArchitecture | None:
-    """The architecture of a model_type in config.json; None if no GGUF file is written of it."""
-    return next((architecture for architecture in architectures() if model_type in architecture.model_types), None)
+def find_architecture(config: Mapping[str, Any]) -> GgufArchitecture | None:
+    """The architecture of a model with this config.json; None if no GGUF file is written of it."""
+    alike = (architecture for architecture in architectures() if config.get("model_type") in architecture.model_types)
+    return next((architecture for architecture in alike if architecture.fits(config)), None)
 
 
 def architecture_of_config(config: Mapping[str, Any]) -> GgufArchitecture:
     """The architecture of a model. config: from `text_config`. Raises Unsupported for one that cannot be written."""
-    model_type = config.get("model_type")
-    if architecture := find_architecture(model_type):
+    if architecture := find_architecture(config):
         return architecture
+    model_type = config.get("model_type")
     known = ", ".join(name for architecture in architectures() for name in architecture.model_types)
     fix = f"choose another format; GGUF files are written of these: {known}"
     raise Unsupported(f"no GGUF file can be written of a model of the type {show(model_type)}", where="config.json", fix=fix)
 
 
-def architecture_of_keys(keys: Mapping[str, Any], where: str) -> GgufArchitecture:
-    """The architecture of a GGUF file. Raises Unsupported for one that is not read, FormatError if it is not stated."""
+def architecture_of_file(keys: Mapping[str, Any], tensors: Container[str], where: str) -> GgufArchitecture:
+    """The architecture of a GGUF file. Raises Unsupported for one that is not read, FormatError if it is not stated.
+
+    tensors  their names
+    """
     name = keys.get("general.architecture")
     if not isinstance(name, str):
         raise FormatError(f"general.architecture is {show(name)}, and not a name", where=where, fix=DAMAGED)
     readable = [candidate for candidate in architectures() if candidate.readable]
     alike = [candidate for candidate in readable if candidate.name == name]
-    if architecture := next((candidate for candidate in alike if candidate.owns(candidate.values(keys, where))), None):
+    owners = (candidate for candidate in alike if candidate.owns(candidate.values(keys, where)) and candidate.holds(tensors))
+    if architecture := next(owners, None):
         return architecture
     with_experts = "expert_count" in GgufValues(keys, where, DAMAGED, f"{name}.")
     what = f"a GGUF file of the architecture {show(name)}{' with experts' if with_experts else ''}"
@@ -78,7 +83,7 @@ def text_config(config: Mapping[str, Any] | None) -> Mapping[str, Any]:
     text = whole.get("text_config")
     if isinstance(text, dict):
         whole = {**text, **{name: whole[name] for name in _SEVERAL_PARTS if whole.get(name) is not None}}
-    architecture = find_architecture(whole.get("model_type"))
+    architecture = find_architecture(whole)
     return whole if architecture is None else architecture.complete(whole)
 
 

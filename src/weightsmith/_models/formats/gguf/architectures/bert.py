@@ -1,0 +1,174 @@
+"""BERT, and models that are it: MiniLM, BGE, E5, GTE; RoBERTa, XLM-RoBERTa, CamemBERT, DistilBERT. With a head that scores.
+
+llama.cpp has one architecture for all of them. Of a model without a head, a file holds what makes the vectors of tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from weightsmith._models.formats.gguf.architecture import GgufFamily
+from weightsmith._models.formats.gguf.encoder import COUNTED, EMBEDDINGS, MASKED_HEADS, POSITIONS, Encoder, classifies
+from weightsmith._models.formats.gguf.values import GgufConfig
+
+_LAYER = {
+    "attn_q": "attention.self.query",
+    "attn_k": "attention.self.key",
+    "attn_v": "attention.self.value",
+    "attn_output": "attention.output.dense",
+    "attn_output_norm": "attention.output.LayerNorm",
+    "ffn_up": "intermediate.dense",
+    "ffn_down": "output.dense",
+    "layer_output_norm": "output.LayerNorm",
+}
+_ENDS = EMBEDDINGS | POSITIONS
+_FIXED = {"position_embedding_type": "absolute", "is_decoder": False, "add_cross_attention": False}
+_DEFAULTS = {"layer_norm_eps": 1e-12, "hidden_act": "gelu", "type_vocab_size": 2}
+_PADDED = {**_DEFAULTS, "pad_token_id": 1}
+_HEAD = {"cls": "classifier.dense", "cls.output": "classifier.out_proj"}
+_SCORED = {**COUNTED, **MASKED_HEADS}
+
+
+class Bert(Encoder):
+    """BERT."""
+
+    name = "bert"
+    class_name = "BertModel"
+    model_types = ("bert",)
+    modules = ("bert.",)
+    layer = _LAYER
+    ends = _ENDS
+    fixed = _FIXED
+    defaults = _DEFAULTS
+    vocabulary = "bert"
+
+
+class BertRanks(Encoder):
+    """BERT with a pooler and a classifier, as cross-encoders have it."""
+
+    name = "bert"
+    class_name = "BertForSequenceClassification"
+    model_types = ("bert",)
+    modules = ("bert.",)
+    prefix = "bert."
+    head = ("classifier.",)
+    ranks = True
+    layer = _LAYER
+    ends = {**_ENDS, "cls": "pooler.dense", "cls.output": "classifier"}
+    unused = _SCORED
+    fixed = _FIXED
+    defaults = _DEFAULTS
+    vocabulary = "bert"
+
+
+class DistilBert(Encoder):
+    """DistilBERT: BERT without types of tokens. Its head has another activation than llama.cpp's."""
+
+    name = "bert"
+    class_name = "DistilBertModel"
+    model_types = ("distilbert",)
+    modules = ("distilbert.",)
+    layers = "transformer.layer."
+    layer = {
+        "attn_q": "attention.q_lin",
+        "attn_k": "attention.k_lin",
+        "attn_v": "attention.v_lin",
+        "attn_output": "attention.out_lin",
+        "attn_output_norm": "sa_layer_norm",
+        "ffn_up": "ffn.lin1",
+        "ffn_down": "ffn.lin2",
+        "layer_output_norm": "output_layer_norm",
+    }
+    ends = {name: module for name, module in _ENDS.items() if name != "token_types"}
+    renamed = {
+        "num_hidden_layers": "n_layers",
+        "hidden_size": "dim",
+        "intermediate_size": "hidden_dim",
+        "num_attention_heads": "n_heads",
+        "hidden_act": "activation",
+    }
+    fixed = {"sinusoidal_pos_embds": False}
+    vocabulary = "bert"
+
+    def fits(self, config: Mapping[str, Any]) -> bool:
+        return True
+
+    def complete(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {**super().complete(config), "layer_norm_eps": 1e-12, "type_vocab_size": 1}
+
+    def check(self, config: GgufConfig) -> None:
+        if classifies({"architectures": config.get("architectures")}):
+            config.need("the activation in the head of DistilBertForSequenceClassification", "relu", "tanh")
+        super().check(config)
+
+
+class XlmRoberta(Encoder):
+    """XLM-RoBERTa and CamemBERT, whose tokenizer is SentencePiece's Unigram."""
+
+    name = "bert"
+    class_name = "XLMRobertaModel"
+    model_types = ("xlm-roberta", "camembert")
+    modules = ("roberta.",)
+    layer = _LAYER
+    ends = _ENDS
+    fixed = _FIXED
+    defaults = _PADDED
+    padded = True
+    vocabulary = "t5"
+
+
+class XlmRobertaRanks(Encoder):
+    """XLM-RoBERTa with a head."""
+
+    name = "bert"
+    class_name = "XLMRobertaForSequenceClassification"
+    model_types = ("xlm-roberta", "camembert")
+    modules = ("roberta.",)
+    prefix = "roberta."
+    head = ("classifier.",)
+    ranks = True
+    layer = _LAYER
+    ends = _ENDS | _HEAD
+    unused = _SCORED
+    fixed = _FIXED
+    defaults = _PADDED
+    padded = True
+    vocabulary = "t5"
+
+
+class Roberta(Encoder):
+    """RoBERTa, whose tokenizer is GPT-2's."""
+
+    name = "bert"
+    class_name = "RobertaModel"
+    model_types = ("roberta",)
+    modules = ("roberta.",)
+    layer = _LAYER
+    ends = _ENDS
+    fixed = _FIXED
+    defaults = _PADDED
+    padded = True
+    vocabulary = "gpt2"
+
+
+class RobertaRanks(Encoder):
+    """RoBERTa with a head."""
+
+    name = "bert"
+    class_name = "RobertaForSequenceClassification"
+    model_types = ("roberta",)
+    modules = ("roberta.",)
+    prefix = "roberta."
+    head = ("classifier.",)
+    ranks = True
+    layer = _LAYER
+    ends = _ENDS | _HEAD
+    unused = _SCORED
+    fixed = _FIXED
+    defaults = _PADDED
+    padded = True
+    vocabulary = "gpt2"
+
+
+FAMILY = GgufFamily((Bert(), BertRanks(), DistilBert(), XlmRoberta(), XlmRobertaRanks(), Roberta(), RobertaRanks()))

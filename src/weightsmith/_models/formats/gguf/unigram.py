@@ -1,0 +1,137 @@
+"""Unigram, SentencePiece's tokenizer of XLM-RoBERTa and its relatives, in GGUF files.
+
+Each token has the logarithm of its probability, and a text is split into the tokens that are most probable together. Characters
+are replaced before that by SentencePiece's own table, which the file has as it is.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from weightsmith._base.errors import FormatError
+from weightsmith._base.files import DAMAGED, show
+from weightsmith._models.formats.gguf.layout import Value
+from weightsmith._models.formats.gguf.tokenizer_parts import (
+    TokenizerFiles,
+    TokenizerKeys,
+    around_values,
+    list_of,
+    numbers_of,
+    setting,
+    steps_of,
+    unwritable,
+)
+from weightsmith._models.tokenizers.convert import replace
+from weightsmith._models.tokenizers.sentencepiece import SPACE, PieceKind
+
+_UNUSED_SCORE = -10_000.0
+_MOST = 3e38
+
+
+def unigram_keys(files: TokenizerFiles) -> TokenizerKeys:
+    """The keys of a GGUF file for a tokenizer.json with Unigram. Raises Unsupported and FormatError."""
+    if files.model.get("byte_fallback"):
+        raise unwritable("Unigram with a fallback to bytes")
+    pairs = [_pair(entry) for entry in list_of(files.model.get("vocab"))][: files.rows]
+    unknown = files.model.get("unk_id")
+    if type(unknown) is not int or not 0 <= unknown < len(pairs):
+        raise unwritable(f"the number of its token for unknown characters is {show(unknown)}")
+    missing = files.rows - len(pairs)
+    tokens = [token for token, _ in pairs] + [f"[PAD{i}]" for i in range(len(pairs), files.rows)]
+    scores = [score for _, score in pairs] + [_UNUSED_SCORE] * missing
+    types: list[int] = [*[PieceKind.NORMAL] * len(pairs), *[PieceKind.UNUSED] * missing]
+    for entry in files.added:
+        i = entry["id"]
+        tokens[i], scores[i] = entry["content"], scores[i] if i < len(pairs) else 0.0
+        types[i] = PieceKind.CONTROL if entry.get("special") else PieceKind.USER_DEFINED
+    types[unknown] = PieceKind.UNKNOWN
+    charsmap, squeezes, unsaid = _normalised(files.tokenizer)
+    squeezes_too, prefixed = _splits(files.tokenizer.get("pre_tokenizer"))
+    values = {"tokenizer.ggml.model": Value("str", "t5"), "tokenizer.ggml.pre": Value("str", "default")}
+    values["tokenizer.ggml.scores"] = Value("f32", scores)
+    values["tokenizer.ggml.add_space_prefix"] = Value("bool", prefixed)
+    values["tokenizer.ggml.remove_extra_whitespaces"] = Value("bool", squeezes or squeezes_too)
+    if charsmap:
+        values["tokenizer.ggml.precompiled_charsmap"] = Value("u8", list(charsmap))
+    values |= around_values(files, tokens, {token: i for i, (token, _) in reversed(list(enumerate(pairs)))})
+    values["tokenizer.ggml.unknown_token_id"] = Value("u32", unknown)
+    return TokenizerKeys(tokens, types, values, unsaid)
+
+
+def unigram_parts(keys: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int], where: str) -> dict[str, Any]:
+    """The parts of a tokenizer.json with Unigram. Raises FormatError."""
+    scores = numbers_of(keys, "scores", 0.0, tokens, where)
+    unknown = keys.get("tokenizer.ggml.unknown_token_id")
+    if type(unknown) is not int or not 0 <= unknown < len(tokens):
+        what = f"tokenizer.ggml.unknown_token_id is {show(unknown)}, and there are {len(tokens):,} tokens"
+        raise FormatError(what, where=where, fix=DAMAGED)
+    prefixed = setting(keys, "add_space_prefix", True, where)
+    squeezes = setting(keys, "remove_extra_whitespaces", False, where)
+    charsmap = keys.get("tokenizer.ggml.precompiled_charsmap")
+    steps: list[dict[str, Any]] = []
+    if isinstance(charsmap, np.ndarray) and charsmap.size:
+        table = base64.b64encode(charsmap.astype(np.uint8).tobytes()).decode()
+        steps.append({"type": "Precompiled", "precompiled_charsmap": table})
+    if squeezes:
+        steps.append(replace({"Regex": " {2,}"}, " "))
+    mark = {"type": "Metaspace", "replacement": SPACE, "prepend_scheme": "always" if prefixed else "never", "split": True}
+    splitters = [{"type": "WhitespaceSplit"}, mark] if squeezes else [mark]
+    used = max((i + 1 for i, kind in enumerate(types) if kind != PieceKind.UNUSED), default=len(tokens))
+    vocab = [[token, float(score)] for token, score in zip(tokens[:used], scores[:used], strict=True)]
+    return {
+        "normalizer": {"type": "Sequence", "normalizers": steps} if steps else None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": splitters} if len(splitters) > 1 else mark,
+        "decoder": mark,
+        "model": {"type": "Unigram", "unk_id": unknown, "vocab": vocab, "byte_fallback": False},
+    }
+
+
+def _pair(entry: object) -> tuple[str, float]:
+    """A token and its score. Raises FormatError."""
+    if isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], str):
+        score = entry[1]
+        if isinstance(score, int | float) and not isinstance(score, bool) and abs(score) < _MOST:
+            return entry[0], float(score)
+    what = f"the entry {show(entry)} of its vocabulary is not a token and its score"
+    raise FormatError(what, where="tokenizer.json", fix="download it again")
+
+
+def _normalised(tokenizer: Mapping[str, Any]) -> tuple[bytes, bool, list[Mapping[str, Any]]]:
+    """SentencePiece's table of characters, whether spaces are squeezed, and the normalisers that llama.cpp does not have."""
+    table, squeezes, others = b"", False, list[Mapping[str, Any]]()
+    for step in steps_of(tokenizer.get("normalizer"), "normalizers"):
+        kind, pattern = step.get("type"), step.get("pattern")
+        if kind == "Precompiled":
+            table = _decoded(step.get("precompiled_charsmap"))
+        elif kind == "Replace" and pattern == {"Regex": " {2,}"} and step.get("content") in (" ", SPACE):
+            squeezes = True
+        elif not (kind == "Strip" and (squeezes or step.get("strip_left"))):
+            others.append(step)
+    return table, squeezes, others
+
+
+def _decoded(table: object) -> bytes:
+    if table is None:
+        return b""
+    try:
+        return base64.b64decode(str(table), validate=True)
+    except (ValueError, binascii.Error) as error:
+        raise FormatError(
+            f"precompiled_charsmap is no base64: {error}", where="tokenizer.json", fix="download it again"
+        ) from error
+
+
+def _splits(splitter: object) -> tuple[bool, bool]:
+    """Whether runs of spaces count as one, and whether a space is put before a text. Raises Unsupported."""
+    steps = list(steps_of(splitter, "pretokenizers"))
+    kinds = [step.get("type") for step in steps]
+    if kinds not in (["Metaspace"], ["WhitespaceSplit", "Metaspace"]):
+        raise unwritable(f"it splits text by {show(splitter)}")
+    mark = steps[-1]
+    scheme = mark.get("prepend_scheme", "always" if mark.get("add_prefix_space", True) else "never")
+    return len(kinds) > 1, scheme != "never"

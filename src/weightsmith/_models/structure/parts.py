@@ -1,0 +1,88 @@
+"""Models of several parts that names tell apart: the folders of a pipeline of diffusers, and the prefixes of a single file.
+
+A pipeline's tensors are named after its folders: `unet/conv_in.weight`. A single file of the programs before diffusers (Stable
+Diffusion, SD3, Flux, Wan) holds a diffusion model, and perhaps a VAE and text encoders, under the prefixes of `PREFIXES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from types import MappingProxyType
+
+from weightsmith._models.structure.stacks import Stack, find_stacks
+
+DIFFUSION = "model.diffusion_model."
+"""The prefix of the diffusion model of a single file. A file without it has one part."""
+
+EMA_PREFIX = "model_ema."
+PREFIXES: Mapping[str, str] = MappingProxyType(
+    {
+        DIFFUSION: "diffusion",
+        EMA_PREFIX: "ema",
+        "first_stage_model.": "vae",
+        "vae.": "vae",
+        "cond_stage_model.": "text_encoders",
+        "conditioner.": "text_encoders",
+        "text_encoders.": "text_encoders",
+    }
+)
+"""Prefix of names in a single file → module"""
+OTHER = "other"
+"""The module of all else in a single file: the steps of the noise schedule."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The parts of a model.
+
+    prefixes  of the names of each part's tensors → its module, in model order; "" for all that no other fits
+    """
+
+    prefixes: Mapping[str, str]
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """No other names of the modules."""
+        return {}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The modules, in model order."""
+        return tuple(dict.fromkeys(self.prefixes.values()))
+
+    def of_path(self, path: str) -> str:
+        """The module of a tensor."""
+        return self.prefixes[self.prefix_of(path)]
+
+    def prefix_of(self, path: str) -> str:
+        """The prefix of a tensor's name."""
+        return next((prefix for prefix in self.prefixes if prefix and path.startswith(prefix)), "")
+
+    def find_stacks(self, names: Iterable[str]) -> tuple[Stack, ...]:
+        """The stacks of layers of all parts, each looked for as if its part were a model without config.json."""
+        stacks: list[Stack] = []
+        for prefix, part in groupby(sorted(names, key=self.prefix_of), self.prefix_of):
+            inner, _ = find_stacks([name.removeprefix(prefix) for name in part], None)
+            stacks += (replace(stack, prefix=f"{prefix}{stack.prefix}") for stack in inner)
+        return tuple(stacks)
+
+
+def find_parts(names: Sequence[str]) -> Parts | None:
+    """The parts of a model; None for a model of one, or of parts that its layers tell apart.
+
+    >>> find_parts(["unet/conv_in.weight", "vae/encoder.conv_in.weight"]).names
+    ('unet', 'vae')
+    >>> find_parts(["model.diffusion_model.out.2.weight", "vae.decoder.conv_in.weight", "betas"]).names
+    ('diffusion', 'vae', 'other')
+    >>> find_parts(["lm_head.weight", "2_Dense/linear.weight"])
+    """
+    if names and all("/" in name for name in names):
+        folders = dict.fromkeys(name.partition("/")[0] for name in names)
+        return Parts({f"{folder}/": folder for folder in folders})
+    if not any(name.startswith(DIFFUSION) for name in names):
+        return None
+    single = Parts({**PREFIXES, "": OTHER})
+    used = dict.fromkeys(map(single.prefix_of, names))
+    return Parts({prefix: single.prefixes[prefix] for prefix in (*filter(None, used), *([""] if "" in used else []))})

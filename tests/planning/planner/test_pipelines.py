@@ -1,0 +1,272 @@
+"""Pipelines of diffusers: each part is merged, and their loader takes the result."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import weightsmith
+from tests import plan_help
+from tests.plan_help import plan, warnings
+from weightsmith._base.errors import FormatError, NotFound, PlanError
+from weightsmith._models.checkpoint import open_checkpoint
+from weightsmith._plans import plan_from_json
+
+INDEX = {
+    "_class_name": "StableDiffusionPipeline",
+    "feature_extractor": [None, None],
+    "scheduler": ["diffusers", "DDIMScheduler"],
+    "text_encoder": ["transformers", "CLIPTextModel"],
+    "tokenizer": ["transformers", "CLIPTokenizer"],
+    "unet": ["diffusers", "UNet2DConditionModel"],
+    "vae": ["diffusers", "AutoencoderKL"],
+}
+UNET = "unet/diffusion_pytorch_model.safetensors"
+TEXT = "text_encoder/model.safetensors"
+WEIGHTS = {
+    UNET: {f"down_blocks.{i}.resnets.0.conv1.weight": (4, 4) for i in range(3)} | {"conv_in.weight": (4, 2)},
+    TEXT: {f"text_model.encoder.layers.{i}.mlp.fc1.weight": (6, 4) for i in range(2)},
+    "vae/diffusion_pytorch_model.safetensors": {"encoder.conv_in.weight": (2, 3, 1, 1), "decoder.conv_in.weight": (3, 2, 1, 1)},
+}
+CONFIGS = {
+    "unet": {"_class_name": "UNet2DConditionModel"},
+    "vae": {"_class_name": "AutoencoderKL"},
+    "text_encoder": {"architectures": ["CLIPTextModel"], "model_type": "clip_text_model", "dtype": "float32"},
+}
+
+
+def pipeline(folder: Path, seed: int, *without: str) -> str:
+    """A tiny pipeline. without: parts whose folders are missing."""
+    random = np.random.default_rng(seed)
+    for name, shapes in WEIGHTS.items():
+        path = folder / name
+        path.parent.mkdir(parents=True)
+        tensors = {tensor: random.standard_normal(shape).astype(np.float32) for tensor, shape in shapes.items()}
+        save_file(tensors, path, {"format": "pt"})
+        (path.parent / "config.json").write_text(json.dumps(CONFIGS[path.parent.name]))
+    for name in ("scheduler/scheduler_config.json", "tokenizer/vocab.json", "tokenizer/merges.txt", "model_index.json"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(json.dumps(INDEX if name == "model_index.json" else {"of": seed}))
+    for part in without:
+        shutil.rmtree(folder / part)
+    return str(folder)
+
+
+def pair(tmp_path: Path) -> tuple[str, str]:
+    return pipeline(tmp_path / "a", 1), pipeline(tmp_path / "b", 2)
+
+
+def tensors_of(folder: str | Path) -> dict[str, np.ndarray]:
+    files = sorted(Path(folder).glob("*/*.safetensors"))
+    return {f"{file.parent.name}/{name}": tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def linear(*models: str, **more: Any) -> dict[str, Any]:
+    return {"merge_method": "linear", "models": [{"model": m, "parameters": {"weight": 0.5}} for m in models], **more}
+
+
+def test_each_part_is_merged_by_its_own_values(tmp_path: Path) -> None:
+    a, b = pair(tmp_path)
+    weights = [{"filter": "unet/", "value": 0.25}, {"filter": "text_encoder/", "value": 0.5}, {"value": 0}]
+    recipe = {
+        "merge_method": "task_arithmetic",
+        "base_model": a,
+        "models": [{"model": b, "parameters": {"weight": weights}}],
+    }
+    out = weightsmith.merge(recipe, tmp_path / "out", fsync=False).out
+    share = {"unet": 0.25, "text_encoder": 0.5, "vae": 0.0}
+    first, second, merged = tensors_of(a), tensors_of(b), tensors_of(out)
+    assert merged.keys() == first.keys()
+    for name, tensor in merged.items():
+        part = share[name.partition("/")[0]]
+        np.testing.assert_allclose(tensor, first[name] * (1 - part) + second[name] * part, atol=1e-6)
+    assert all((out / name).is_file() for name in WEIGHTS)
+    for name in ("model_index.json", "scheduler/scheduler_config.json", "tokenizer/vocab.json", "unet/config.json"):
+        assert (out / name).read_bytes() == (Path(a) / name).read_bytes(), name
+    weightsmith.verify(out)
+
+
+def test_the_parts_are_the_modules(tmp_path: Path) -> None:
+    a, b = pair(tmp_path)
+    taken = [{"model": b, "parameters": {"weight": 1}}]
+    recipe = {"merge_method": "linear", "modules": {"unet": {"models": linear(a, b)["models"]}, "vae": {"models": taken}}}
+    out = weightsmith.merge(recipe, tmp_path / "out", fsync=False).out
+    first, second, merged = tensors_of(a), tensors_of(b), tensors_of(out)
+    for name, tensor in merged.items():
+        wanted = {"vae": second[name], "text_encoder": first[name]}.get(
+            name.partition("/")[0], (first[name] + second[name]) / 2
+        )
+        np.testing.assert_allclose(tensor, wanted, atol=1e-7)
+
+
+def test_a_gradient_runs_over_the_layers_of_each_part(tmp_path: Path) -> None:
+    a, b = pair(tmp_path)
+    recipe = {"merge_method": "task_arithmetic", "base_model": a, "models": [{"model": b}], "parameters": {"weight": [0, 1]}}
+    out = weightsmith.merge(recipe, tmp_path / "out", fsync=False).out
+    first, second, merged = tensors_of(a), tensors_of(b), tensors_of(out)
+    for name, depth in {
+        "unet/down_blocks.1.resnets.0.conv1.weight": 0.5,
+        "text_encoder/text_model.encoder.layers.1.mlp.fc1.weight": 1,
+    }.items():
+        np.testing.assert_allclose(merged[name], first[name] * (1 - depth) + second[name] * depth, atol=1e-6)
+
+
+def test_shards_have_an_index_in_the_folder_of_each_part(tmp_path: Path) -> None:
+    a, b = pair(tmp_path)
+    out = weightsmith.merge(linear(a, b), tmp_path / "out", max_shard_bytes=100, fsync=False).out
+    index = json.loads((out / f"{UNET}.index.json").read_text())
+    assert index["weight_map"].keys() == WEIGHTS[UNET].keys()
+    assert index["metadata"]["total_size"] == sum(4 * a * b for a, b in WEIGHTS[UNET].values())
+    assert {path.name for path in (out / "unet").glob("*.safetensors")} == set(index["weight_map"].values())
+    whole = weightsmith.merge(linear(a, b), tmp_path / "whole", fsync=False).out
+    with open_checkpoint(out) as parts, open_checkpoint(whole) as one:
+        assert [*parts.specs] == [*one.specs]
+        assert all(np.array_equal(parts[name], one[name]) for name in one)
+    weightsmith.verify(out)
+
+
+def test_config_json_of_a_part_says_the_dtype_and_no_quantisation(tmp_path: Path) -> None:
+    a, b = pair(tmp_path)
+    out = weightsmith.merge(linear(a, b, out_dtype="bfloat16"), tmp_path / "out", fsync=False).out
+    assert json.loads((out / "text_encoder/config.json").read_text()) == {**CONFIGS["text_encoder"], "dtype": "bfloat16"}
+    assert json.loads((out / "unet/config.json").read_text()) == CONFIGS["unet"], "classes of diffusers take no dtype"
+    save_file(
+        {"w.weight": np.ones((4, 4), np.float32).astype("float8_e4m3fn"), "w.weight_scale_inv": np.ones((1, 1), np.float32)},
+        Path(a) / UNET,
+    )
+    settings = {"quant_method": "fp8", "weight_block_size": [4, 4], "activation_scheme": "dynamic"}
+    (Path(a) / "unet/config.json").write_text(json.dumps({**CONFIGS["unet"], "quantization_config": settings}))
+    out = weightsmith.dequantize(a, tmp_path / "plain", fsync=False).out
+    assert json.loads((out / "unet/config.json").read_text()) == CONFIGS["unet"]
+    assert tensors_of(out)["unet/w.weight"].dtype == "bfloat16"
+
+
+def test_a_part_whose_codes_are_not_read_is_refused(tmp_path: Path) -> None:
+    a, b = pair(tmp_path)
+    settings = {"quant_method": "unheard_of"}
+    (Path(a) / "unet/config.json").write_text(json.dumps({**CONFIGS["unet"], "quantization_config": settings}))
+    assert any("unheard_of" in str(problem) for problem in plan_help.problems(linear(a, b)))
+
+
+def test_parts_that_only_one_model_has(tmp_path: Path) -> None:
+    a, b = pipeline(tmp_path / "a", 1), pipeline(tmp_path / "b", 2, "text_encoder")
+    out = weightsmith.merge(linear(b, a), tmp_path / "out", fsync=False).out
+    assert np.array_equal(
+        load_file(out / TEXT)["text_model.encoder.layers.0.mlp.fc1.weight"],
+        tensors_of(a)["text_encoder/text_model.encoder.layers.0.mlp.fc1.weight"],
+    )
+    c = pipeline(tmp_path / "c", 3)
+    index = {**INDEX, "image_encoder": ["transformers", "CLIPVisionModel"]}
+    shutil.copytree(Path(c) / "vae", Path(c) / "image_encoder")
+    (Path(c) / "model_index.json").write_text(json.dumps(index))
+    p = plan(linear(a, c))
+    assert not any("image_encoder" in step.out.name for step in p.steps)
+    assert any("left out with its weights: image_encoder" in text for text in warnings(p))
+
+
+def test_weights_beside_the_parts_are_another_copy(tmp_path: Path) -> None:
+    """As in the repositories of Stable Diffusion, which hold the single file, too."""
+    a, b = pair(tmp_path)
+    save_file({"model.diffusion_model.out.weight": np.ones((2, 2), np.float32)}, Path(a) / "v1-5.safetensors")
+    with open_checkpoint(a) as model:
+        assert model.ignored == ("v1-5.safetensors",)
+        assert all("/" in name for name in model)
+    out = weightsmith.merge(linear(a, b), tmp_path / "out", fsync=False).out
+    assert not [*out.glob("*.safetensors")]
+
+
+def test_a_plan_from_json_writes_the_same_files(tmp_path: Path) -> None:
+    p = plan(linear(*pair(tmp_path)))
+    again = plan_from_json(json.loads(json.dumps(p.to_json())))
+    assert again.layout == p.layout
+    naming = p.to_json()["naming"]
+    for parts in ({"../x": "model"}, {"unet": "../model"}):
+        with pytest.raises(FormatError):
+            plan_from_json({**p.to_json(), "naming": {**naming, "parts": parts}})
+
+
+def test_a_merge_of_pipelines_is_a_model_of_another(tmp_path: Path) -> None:
+    a, b = pair(tmp_path)
+    inner = {**linear(a, b), "dtype": "float16"}
+    recipe = {"merge_method": "linear", "models": [{"model": m, "parameters": {"weight": 0.5}} for m in (inner, a)]}
+    out = weightsmith.merge(recipe, tmp_path / "out", fsync=False).out
+    first, second, merged = tensors_of(a), tensors_of(b), tensors_of(out)
+    for name, tensor in merged.items():
+        np.testing.assert_allclose(tensor, first[name] * 0.75 + second[name] * 0.25, atol=2e-3)
+    assert json.loads((out / "text_encoder/config.json").read_text())["dtype"] == "float32"
+
+
+def test_a_pipeline_is_not_quantised_as_one_model(tmp_path: Path) -> None:
+    a, _ = pair(tmp_path)
+    for name in ("fp8-dynamic", "gguf-q8_0"):
+        with pytest.raises(PlanError, match="a pipeline of several models"):
+            weightsmith.quantize(a, tmp_path / "out", format=name)
+
+
+@pytest.mark.parametrize("name", ["../x", "/etc", "a/../../b"])
+def test_a_part_outside_the_folder_is_refused(name: str, tmp_path: Path) -> None:
+    a, _ = pair(tmp_path)
+    (Path(a) / "model_index.json").write_text(json.dumps({**INDEX, name: ["diffusers", "X"]}))
+    with pytest.raises(FormatError, match="no subfolder of the model"):
+        open_checkpoint(a)
+
+
+def test_a_pipeline_without_weights_names_its_parts(tmp_path: Path) -> None:
+    a = pipeline(tmp_path / "a", 1, "unet", "vae", "text_encoder")
+    with pytest.raises(NotFound, match=r"no part that model_index\.json names has weights"):
+        open_checkpoint(a)
+
+
+def test_inspect_names_the_pipeline(tmp_path: Path) -> None:
+    a, _ = pair(tmp_path)
+    assert weightsmith.inspect(a).architecture == "StableDiffusionPipeline"
+
+
+@pytest.mark.reader
+def test_diffusers_loads_the_result(tmp_path: Path) -> None:
+    torch, diffusers = pytest.importorskip("torch"), pytest.importorskip("diffusers")
+    transformers = pytest.importorskip("transformers")
+    blocks = {"down_block_types": ["DownEncoderBlock2D"] * 2, "up_block_types": ["UpDecoderBlock2D"] * 2}
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes |= {"bos_token_id": 0, "eos_token_id": 1}
+    for seed, name in enumerate("ab"):
+        torch.manual_seed(seed)
+        unet = diffusers.UNet2DConditionModel(
+            block_out_channels=(8, 16),
+            layers_per_block=1,
+            down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+            up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+            cross_attention_dim=16,
+            norm_num_groups=4,
+            attention_head_dim=4,
+        )
+        vae = diffusers.AutoencoderKL(block_out_channels=[8, 16], latent_channels=4, norm_num_groups=4, **blocks)
+        text = transformers.CLIPTextModel(transformers.CLIPTextConfig(vocab_size=64, max_position_embeddings=8, **sizes))
+        parts = {
+            "unet": unet,
+            "vae": vae,
+            "text_encoder": text,
+            "scheduler": diffusers.DDIMScheduler(clip_sample=False, steps_offset=1),
+        }
+        nothing = dict.fromkeys(("tokenizer", "safety_checker", "feature_extractor"))
+        pipe = diffusers.StableDiffusionPipeline(**parts, **nothing, requires_safety_checker=False)
+        pipe.save_pretrained(tmp_path / name)
+    recipe = linear(str(tmp_path / "a"), str(tmp_path / "b"))
+    out = weightsmith.merge(recipe, tmp_path / "out", max_shard_bytes=20_000, fsync=False).out
+    a, b, merged = (
+        diffusers.DiffusionPipeline.from_pretrained(path, **nothing) for path in (tmp_path / "a", tmp_path / "b", out)
+    )
+    for part in ("unet", "vae", "text_encoder"):
+        states = [getattr(pipe, part).state_dict() for pipe in (a, b, merged)]
+        for name, weight in states[2].items():
+            wanted = (states[0][name] + states[1][name]) / 2 if weight.is_floating_point() else states[0][name]
+            torch.testing.assert_close(weight, wanted)
+    embeds = {name: torch.randn(1, 8, 16) for name in ("prompt_embeds", "negative_prompt_embeds")}
+    image = merged(**embeds, num_inference_steps=2, height=16, width=16, output_type="pt").images
+    assert torch.isfinite(image).all()
