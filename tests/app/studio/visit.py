@@ -14,7 +14,8 @@ VALUES = """() => [...document.querySelectorAll(".ws-control")].map(each => {
   const value = each.classList.contains("ws-layer") ? points : each.classList.contains("ws-part") ? numbers : numbers[0];
   return [each.dataset.model ?? "", each.dataset.name, value];
 })"""
-STATE = "['saved', 'why', 'progress', 'refused', 'dead'].map(id => `${id}: ${document.getElementById(id).innerText}`).join('\\n')"
+STATE = """['saved', 'why', 'progress', 'refused', 'dead']
+  .map(id => `${id}: ${document.getElementById(id).innerText}`).join('\\n')"""
 HEARD = """{
   const Source = EventSource;
   window.EventSource = class extends Source {
