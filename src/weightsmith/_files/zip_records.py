@@ -89,15 +89,9 @@ def read_records(file: RandomAccess, nbytes: int) -> tuple[dict[str, Record], by
         name = _check_name(raw)
         if flags & _ENCRYPTED:
             raise _invalid(f"has the encrypted member {show(name)}", fix="Decrypt it first.")
-        wide = [value == _FULL32 for value in (unpacked, packed, header)]
-        if any(wide) or disk == _FULL16:
-            values = _wide_values(directory[name_end : name_end + extra_len], sum(wide) + (disk == _FULL16))
-            if values is None:
-                raise _invalid(f"has no valid zip64 sizes for the member {show(name)}")
-            unpacked, packed, header = (
-                values.pop(0) if w else v for w, v in zip(wide, (unpacked, packed, header), strict=True)
-            )
-            disk = 0 if disk == _FULL16 and values == [0] else disk
+        unpacked, packed, header, disk = _sizes(
+            (unpacked, packed, header, disk), directory[name_end : name_end + extra_len], name
+        )
         if disk != 0:
             raise _invalid(f"is one of several disks: member {show(name)} is on disk {disk}")
         if method == 0 and packed != unpacked:
@@ -175,6 +169,19 @@ def _check_name(raw: bytes) -> str:
             "Get the file from a source you trust, and do not unpack this one: no PyTorch file has such a name.",
         )
     return name
+
+
+def _sizes(narrow: tuple[int, int, int, int], extra: bytes, name: str) -> tuple[int, ...]:
+    """Both sizes, header and disk of a directory entry: what does not fit there is in its zip64 extra field."""
+    *sizes, disk = narrow
+    wide = [value == _FULL32 for value in sizes]
+    if not any(wide) and disk != _FULL16:
+        return narrow
+    values = _wide_values(extra, sum(wide) + (disk == _FULL16))
+    if values is None:
+        raise _invalid(f"has no valid zip64 sizes for the member {show(name)}")
+    sizes = [values.pop(0) if is_wide else size for is_wide, size in zip(wide, sizes, strict=True)]
+    return (*sizes, 0 if disk == _FULL16 and values == [0] else disk)
 
 
 def _wide_values(extra: bytes, n_values: int) -> list[int] | None:

@@ -40,93 +40,33 @@ def run_histories(new_case: Callable[[], OutputCase], histories: int = 30) -> No
     from hypothesis import strategies as st
     from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-    class Histories(RuleBasedStateMachine):
-        """One history. Its rules are the steps of `_History`, drawn in any order."""
+    is_open = precondition(lambda self: self.staging is not None)
+    is_closed = precondition(lambda self: self.staging is None)
+    plans, flags, changes = st.sampled_from([*_PLANS]), st.booleans(), st.integers(1, 25)
+
+    class Histories(_History, RuleBasedStateMachine):
+        """One history: the steps of `_History`, drawn in any order."""
 
         def __init__(self) -> None:
-            super().__init__()
-            self.history = _History(new_case())
+            RuleBasedStateMachine.__init__(self)
+            _History.__init__(self, new_case())
 
-        is_open = precondition(lambda self: self.history.staging is not None)
-        is_closed = precondition(lambda self: self.history.staging is None)
-
-        @rule(plan=st.sampled_from([*_PLANS]), resume=st.booleans(), overwrite=st.booleans())
-        @is_closed
-        def open(self, plan: str, resume: bool, overwrite: bool) -> None:
-            self.history.open(plan, resume=resume, overwrite=overwrite)
-
-        @rule(
-            plan=st.sampled_from([*_PLANS]),
-            overwrite=st.booleans(),
-            end=st.sampled_from(["publish", "kill", "kill", "notes"]),
-            change=st.integers(1, 25),
-        )
-        @is_closed
-        def build(self, plan: str, overwrite: bool, end: str, change: int) -> None:
-            """A whole run in one step, or histories that publish would be rare."""
-            self.history.open(plan, overwrite=overwrite)
-            if self.history.staging is None:
-                return
-            self.history.finish(len(NAMES))
-            if end == "notes":
-                self.history.put_notes()
-            if end == "kill":
-                self.history.killed_while_it_publishes(after=True, change=change)
-            else:
-                self.history.publish()
-
-        @rule(plan=st.sampled_from([*_PLANS]))
-        @is_closed
-        def open_on_a_full_disk(self, plan: str) -> None:
-            with patch.object(disk, "available_bytes", lambda folder: 0):
-                self.history.open(plan, full=True)
-
-        @rule(plan=st.sampled_from([*_PLANS]), resume=st.booleans())
-        @is_open
-        def second_writer(self, plan: str, resume: bool) -> None:
-            self.history.second_writer(plan, resume=resume)
-
-        @rule(count=st.integers(1, len(NAMES)))
-        @is_open
-        def finish(self, count: int) -> None:
-            self.history.finish(count)
-
-        @rule()
-        @is_open
-        def close(self) -> None:
-            self.history.close()
-
-        @rule()
-        @is_open
-        def kill(self) -> None:
-            self.history.kill()
-
-        @rule()
-        @is_open
-        def publish(self) -> None:
-            self.history.publish()
-
-        @rule(after=st.booleans(), change=st.integers(1, 25))
-        @is_open
-        def killed_while_it_publishes(self, after: bool, change: int) -> None:
-            self.history.killed_while_it_publishes(after=after, change=change)
-
-        @rule()
-        @is_open
-        def discard(self) -> None:
-            self.history.discard()
-
-        @rule(often=st.integers(0, 9))
-        def another_program_writes_a_file(self, often: int) -> None:
-            if not often:  # afterwards nothing can be published
-                self.history.put_notes()
-
-        @invariant()
-        def holds(self) -> None:
-            self.history.check()
+        open_ = rule(plan=plans, resume=flags, overwrite=flags)(is_closed(_History.open))
+        open_full = rule(plan=plans)(is_closed(_History.open_on_a_full_disk))
+        ends = st.sampled_from(["publish", "kill", "kill", "notes"])
+        build_ = rule(plan=plans, overwrite=flags, end=ends, change=changes)(is_closed(_History.build))
+        second_writer_ = rule(plan=plans, resume=flags)(is_open(_History.second_writer))
+        finish_ = rule(count=st.integers(1, len(NAMES)))(is_open(_History.finish))
+        close_ = rule()(is_open(_History.close))
+        kill_ = rule()(is_open(_History.kill))
+        publish_ = rule()(is_open(_History.publish))
+        killed_ = rule(after=flags, change=changes)(is_open(_History.killed_while_it_publishes))
+        discard_ = rule()(is_open(_History.discard))
+        write_ = rule(often=st.integers(0, 9))(_History.another_program_writes_a_file)
+        check_ = invariant()(_History.check)
 
         def teardown(self) -> None:
-            self.history.end()
+            self.end()
 
     checks = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
     run_state_machine_as_test(
@@ -178,6 +118,23 @@ class _History:
         assert staging.finished <= self.work[1] | ({*NAMES} if self.ended == plan else set())
         if self.ended and not resume:
             self._find_out()
+
+    def open_on_a_full_disk(self, plan: str) -> None:
+        with patch.object(disk, "available_bytes", lambda folder: 0):
+            self.open(plan, full=True)
+
+    def build(self, plan: str, *, overwrite: bool, end: str, change: int) -> None:
+        """A whole run in one step, or histories that publish would be rare."""
+        self.open(plan, overwrite=overwrite)
+        if self.staging is None:
+            return
+        self.finish(len(NAMES))
+        if end == "notes":
+            self.put_notes()
+        if end == "kill":
+            self.killed_while_it_publishes(after=True, change=change)
+        else:
+            self.publish()
 
     def second_writer(self, plan: str, *, resume: bool) -> None:
         before = self.visible()
@@ -257,6 +214,10 @@ class _History:
         self.staging, self.work = None, ("", set())
         if self.ended:
             self._find_out()
+
+    def another_program_writes_a_file(self, often: int) -> None:
+        if not often:  # afterwards nothing can be published
+            self.put_notes()
 
     def put_notes(self) -> None:
         if not self.notes:

@@ -232,7 +232,7 @@ def application(session: Session, ended: Callable[[], bool], *, names: Collectio
             return JSONResponse({"problem": show.error(error), "kind": type(error).__name__}, 409)
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
             return JSONResponse({"problem": show.error(ParameterError(f"the page sent something wrong: {error!r}"))}, 400)
-        return JSONResponse(answer)
+        return JSONResponse(answer or {})
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -268,37 +268,28 @@ def _merge(session: Session, request: Mapping[str, Any]) -> dict[str, Any]:
     return {"work": session.start(int(request["version"]), str(request["name"]), **options)}
 
 
-def _cancel(session: Session, request: Mapping[str, Any]) -> dict[str, Any]:
-    session.work.cancel()
-    return {}
-
-
-def _try(session: Session, request: Mapping[str, Any]) -> dict[str, Any]:
+def _try(session: Session, request: Mapping[str, Any]) -> None:
     models, recipe = _texts(request["models"], 12), session.recipe(int(request["version"]))
     session.tasks.ask(recipe, models, str(request["prompt"]), str(request["text"]), int(request["new_tokens"]))
-    return {}
 
 
-def _sweep(session: Session, request: Mapping[str, Any]) -> dict[str, Any]:
+def _sweep(session: Session, request: Mapping[str, Any]) -> None:
     values = [float(value) for value in request["values"]]
     asked = str(request["prompt"]), str(request["text"])
     session.tasks.sweep(session.recipe(int(request["version"])), request["path"], str(request["model"]), values, *asked)
-    return {}
 
 
-def _tune(session: Session, request: Mapping[str, Any]) -> dict[str, Any]:
+def _tune(session: Session, request: Mapping[str, Any]) -> None:
     ranges = [(list(path), str(model), float(low), float(high)) for path, model, low, high in request["ranges"]]
     recipe = session.recipe(int(request["version"]))
     session.tasks.tune(recipe, ranges, str(request["text"]), int(request["budget"]), _row_tokens(request))
-    return {}
 
 
-def _find(session: Session, request: Mapping[str, Any]) -> dict[str, Any]:
+def _find(session: Session, request: Mapping[str, Any]) -> None:
     texts = request.get("texts", {})
     if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):
         raise ParameterError("not a text for each model")
     session.find(int(request["version"]), str(request["name"]), texts, overwrite=request.get("overwrite") is True)
-    return {}
 
 
 def _row_tokens(request: Mapping[str, Any]) -> int | None:
@@ -307,34 +298,19 @@ def _row_tokens(request: Mapping[str, Any]) -> int | None:
     return None if tokens is None else int(tokens)
 
 
-def _example(session: Session, request: Mapping[str, Any]) -> dict[str, Any]:
-    session.example()
-    return {}
-
-
-def _look(session: Session, request: Mapping[str, Any]) -> dict[str, Any]:
-    session.tasks.look(session.text, _texts(request["models"], 26))
-    return {}
-
-
-def _stop(session: Session, request: Mapping[str, Any]) -> dict[str, Any]:
-    session.tasks.stop()
-    return {}
-
-
-_ACTIONS: Mapping[str, Callable[[Session, Mapping[str, Any]], dict[str, Any]]] = {
+_ACTIONS: Mapping[str, Callable[[Session, Mapping[str, Any]], dict[str, Any] | None]] = {
     "edit": _edit,
     "merge": _merge,
-    "cancel": _cancel,
+    "cancel": lambda session, request: session.work.cancel(),
     "name": lambda session, request: session.about_name(str(request["name"])),
     "try": _try,
     "sweep": _sweep,
     "tune": _tune,
     "find": _find,
     "fit": lambda session, request: session.fit(str(request["text"]), _row_tokens(request)),
-    "example": _example,
-    "look": _look,
-    "stop": _stop,
+    "example": lambda session, request: session.example(),
+    "look": lambda session, request: session.tasks.look(session.text, _texts(request["models"], 26)),
+    "stop": lambda session, request: session.tasks.stop(),
     "two": lambda session, request: {"html": session.compare_runs(int(request["first"]), int(request["second"]))},
     "hub": lambda session, request: session.card(str(request["name"])[:1000]),
 }

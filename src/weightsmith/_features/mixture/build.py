@@ -96,20 +96,7 @@ class _Builder:
         if base is None or len(donors) < len(experts):
             raise PlanError(self.problems)
         listed = [*self.recipe.experts, *self.recipe.shared_experts]
-        seen: set[int] = set()
-        for donor, expert in zip(donors, listed, strict=True):
-            if id(donor) not in seen:
-                checks.check_expert(base, donor, expert)
-            seen.add(id(donor))
-        self.problems += check_transforms(self.recipe, donors[0].intermediate)
-        try:
-            layout, layout_warnings = choose_layout(self.recipe, base)
-        except WeightsmithError as error:
-            raise PlanError([*self.problems, error]) from error
-        self.warnings += layout_warnings
-        companions = self._companions([base, *donors])
-        if self.problems:
-            raise PlanError(self.problems)
+        layout, companions = self._checked(base, donors, listed)
         if layout.shared_router and MODES[mode].needs != "nothing":
             checks.warn_of_silent(texts[len(self.recipe.experts) :])
         n, groups = len(self.recipe.experts), self.recipe.virtual_groups
@@ -129,14 +116,30 @@ class _Builder:
         self._fill(layout, facts, base, steps, companions)
         names = [name for expert in listed for name in (expert.prompts_file, expert.held_out_file) if name not in ("", OWN)]
         self.named += [self.folder / expand_user(name) for name in names]
-        draft, base_donor, loading = self.assembly.draft, base.donor, None
+        draft, donor, loading = self.assembly.draft, base.donor, None
         if self.options.check_loading:
-            specs = [step.out for step in base_donor.steps.values()]
-            loading = question_of(
-                draft, base_donor.config, specs, base_donor.structure, base_donor.label, where=self.recipe.filename
-            )
+            specs = [step.out for step in donor.steps.values()]
+            loading = question_of(draft, donor.config, specs, donor.structure, donor.label, where=self.recipe.filename)
         inputs = self.assembly.inputs
-        return Prepared(draft, inputs, base_donor.structure, named=self.named, stages=self.stages, loading=loading)
+        return Prepared(draft, inputs, donor.structure, named=self.named, stages=self.stages, loading=loading)
+
+    def _checked(self, base: Dense, donors: Sequence[Dense], listed: Sequence[Expert]) -> tuple[ExpertLayout, Companions]:
+        """The layout that holds these experts, and where tokenizer and templates come from. Raises PlanError."""
+        seen: set[int] = set()
+        for donor, expert in zip(donors, listed, strict=True):
+            if id(donor) not in seen:
+                self.checks.check_expert(base, donor, expert)
+            seen.add(id(donor))
+        self.problems += check_transforms(self.recipe, donors[0].intermediate)
+        try:
+            layout, layout_warnings = choose_layout(self.recipe, base)
+        except WeightsmithError as error:
+            raise PlanError([*self.problems, error]) from error
+        self.warnings += layout_warnings
+        companions = self._companions([base, *donors])
+        if self.problems:
+            raise PlanError(self.problems)
+        return layout, companions
 
     def _facts(self, base: Dense, intermediate: int) -> Facts:
         """What the layout is told. intermediate: the width of an expert, after donors were cut into virtual groups."""

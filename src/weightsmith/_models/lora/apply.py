@@ -24,6 +24,7 @@ from weightsmith._models.checkpoint import Checkpoint, ModelFolder
 from weightsmith._models.lora.adapter import Adapter, Factors, OtherParts
 from weightsmith._models.lora.experts import match_stacked, names_of
 from weightsmith._models.lora.forms import as_matrix
+from weightsmith._models.lora.gguf_file import in_hub_order
 from weightsmith._models.lora.kinds import KINDS
 from weightsmith._models.lora.networks import find_places as find_modules
 from weightsmith._models.sources.adapted import Adapted, AdaptedTensor, RowChange, Update
@@ -66,6 +67,7 @@ def apply_adapter(base: Checkpoint, adapter: Adapter, ref: str, names: Names = d
 
     Raises ShapeError with everything in the adapter that the base has no place for.
     """
+    adapter = in_hub_order(adapter, base.config)
     match, adapter_checkpoint = _matched(base, adapter, ref, names), adapter.checkpoint
     notes = [*base.notes, *adapter_checkpoint.notes, *match.notes, *_unused(adapter)]
     base.fetch([name for name in adapter_checkpoint.files if name in base.files])

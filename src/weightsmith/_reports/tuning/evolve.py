@@ -118,7 +118,7 @@ def _recipe(genome: Mapping[str, Any], where: str) -> dict[str, Any]:
         fix = "write a divisor of the number of layers"
         raise PlanError([ParameterError(f"layer_granularity {size} does not divide {layers} layers", where=where, fix=fix)])
     step = size if size > 0 else layers
-    groups = layers // step
+    ranges = [[first, first + step] for first in range(0, layers, step)]
     base = genome.get("base_model")
     recipe: dict[str, Any] = {"merge_method": method, "dtype": "bfloat16"}
     if base is not None and method != "slerp":
@@ -126,14 +126,11 @@ def _recipe(genome: Mapping[str, Any], where: str) -> dict[str, Any]:
     if genome.get("tokenizer_source"):
         recipe["tokenizer_source"] = genome["tokenizer_source"]
     if method == "slerp":
-        sources = [
-            {
-                "sources": [{"model": m, "layer_range": [i * step, (i + 1) * step]} for m in models],
-                "parameters": {"t": _ranged("t")},
-            }
-            for i in range(groups)
+        slices = [
+            {"sources": [{"model": m, "layer_range": [*run]} for m in models], "parameters": {"t": _ranged("t")}}
+            for run in ranges
         ]
-        return {**recipe, "base_model": models[0], "slices": sources}
+        return {**recipe, "base_model": models[0], "slices": slices}
     default = method in ("ties", "dare_ties", "linear")
     recipe["parameters"] = {"normalize": default if genome.get("normalize") is None else genome["normalize"]}
     negative, filters = bool(genome.get("allow_negative_weights")), [*(genome.get("filters") or []), None]
@@ -147,24 +144,14 @@ def _recipe(genome: Mapping[str, Any], where: str) -> dict[str, Any]:
             parameters[name] = value if len(filters) == 1 else [{"filter": f or "*", "value": value} for f in filters]
         return parameters
 
-    if genome.get("smooth") or groups == 1:
-        recipe["models"] = [{"model": model, "parameters": values(groups)} for model in models]
-    else:
-        also = [base] if base is not None and base not in models else []
-        recipe["slices"] = [
-            {
-                "sources": [
-                    {
-                        "model": m,
-                        "layer_range": [i * step, (i + 1) * step],
-                        **({"parameters": values(1)} if m in models else {}),
-                    }
-                    for m in (*models, *also)
-                ]
-            }
-            for i in range(groups)
-        ]
-    return recipe
+    if genome.get("smooth") or len(ranges) == 1:
+        return {**recipe, "models": [{"model": model, "parameters": values(len(ranges))} for model in models]}
+    also = [] if base is None or base in models else [base]
+
+    def source(model: str, run: list[int]) -> dict[str, Any]:
+        return {"model": model, "layer_range": [*run]} | ({"parameters": values(1)} if model in models else {})
+
+    return {**recipe, "slices": [{"sources": [source(model, run) for model in (*models, *also)]} for run in ranges]}
 
 
 def _ranged(name: str, models: int = 1, *, negative: bool = False) -> dict[str, Any]:
