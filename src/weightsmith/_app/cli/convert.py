@@ -211,7 +211,7 @@ def _copy(
         planning, settings, running = records
         with prepare_copy(model, planning, settings) as prepared:
             show_warnings(prepared.plan, prepared.source)
-            show_plan(prepared, running, as_json=as_json)
+            show_plan(prepared, running, out, as_json=as_json)
 
 
 # ---- weightsmith transplant-tokenizer
