@@ -469,8 +469,9 @@ class _Match:
                 fix = "set ensure_weight_tying to false in adapter_config.json: embedding and head are two tensors then"
                 raise FormatError(what, where=adapter.checkpoint.ref, fix=fix)
         replacements = {name: source for name, source in adapter.replacements.items() if not of_head(name)}
-        if not any(is_embedding(replace(adapter.checkpoint.specs[source], name=name)) for name, source in replacements.items()):
-            replacements |= {embedding: source for name, source in adapter.replacements.items() if of_head(name)}
+        of_embedding = (replace(adapter.checkpoint.specs[source], name=name) for name, source in replacements.items())
+        if not any(map(is_embedding, of_embedding)) and (saved := [*filter(of_head, adapter.replacements)]):
+            replacements[embedding] = adapter.replacements[saved[0]]
         return replace(adapter, updates=updates, replacements=replacements)
 
     def _alike(self, embedding: Factors, head: Factors) -> bool:
