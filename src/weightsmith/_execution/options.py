@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from weightsmith._engine.resources import Resources
     from weightsmith._planning.planner.prepared import Prepared
 
-WRITING = ("merge", "moe", "plan", "quantize", "dequantize", "extract_lora", "transplant_tokenizer", "run")
+WRITING = ("merge", "moe", "plan", "quantize", "dequantize", "extract_lora", "convert_lora", "transplant_tokenizer", "run")
 LOOKING = ("inspect", "diff", "preview", "evaluate", "tune")
 RUNNING = (*WRITING, "evaluate", "statistics", "tune", "auto")
 
@@ -183,8 +183,14 @@ def resources_of(prepared: Prepared, options: RunOptions) -> Resources:
 
     Raises ParameterError for less memory than the plan needs.
     """
-    from weightsmith._engine.resources import Resources, processors
-    from weightsmith._engine.tiles import ALIGNED_BYTES, RESIDENT_BYTES, fit_resident_bytes, fit_tile_bytes
+    from weightsmith._engine.resources import (
+        ALIGNED_BYTES,
+        RESIDENT_BYTES,
+        Resources,
+        fit_resident_bytes,
+        fit_tile_bytes,
+        processors,
+    )
 
     threads, memory = options.threads or processors(), options.max_memory_bytes
     plan, records_bytes = prepared.plan, tensors_bytes(prepared)

@@ -1,4 +1,4 @@
-"""`weightsmith extract-lora`, `quantize`, `dequantize` and `transplant-tokenizer`: what changes one model."""
+"""`weightsmith extract-lora`, `convert-lora`, `quantize`, `dequantize` and `transplant-tokenizer`: what changes one model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weightsmith._app.cli.plan import show_plan
 from weightsmith._app.cli.work import show_warnings, working
 from weightsmith._base.text import count, result, say, show_json, show_table
 from weightsmith._execution.options import RunOptions
-from weightsmith._features.adapters.options import ExtractSettings
+from weightsmith._features.adapters.options import ConvertSettings, ExtractSettings
 from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._features.transplant.options import TransplantSettings
 from weightsmith._planning.options import RecipeOptions
@@ -86,6 +86,46 @@ def _show_plan(plan: Plan, *, as_json: bool) -> None:
     show_table(("module", "matrix", "largest rank", "decomposition"), rows, right={1, 2})
     compared = sum(len(product.steps) for product in plan.products if product.op == "changes")
     result(f"factors of at most {parameters:,} parameters; {count(compared, 'other tensor')} compared")
+
+
+@options.expand
+def convert_lora(
+    adapter: Annotated[str, typer.Argument(metavar="ADAPTER", help="Adapter: a folder, a file or a Hub id.")],
+    settings: ConvertSettings,
+    running: RunOptions,
+    out: options.OutOrPlan = "",
+    plan_only: Annotated[bool, typer.Option("--plan", help="Show the tensors; write nothing.")] = False,
+    quiet: options.Quiet = False,
+    as_json: options.Json = False,
+) -> None:
+    """Write ADAPTER as another program reads it, into OUT.
+
+    OUT is created only when complete.
+
+    Examples:
+        weightsmith convert-lora ./adapter ./adapter-gguf --for llama.cpp --base org/base
+        weightsmith convert-lora adapter.gguf ./adapter --for peft --base org/base
+    """
+    options.check_out(out, plan=plan_only)
+    with working("reading the adapter's header", out=out, quiet=quiet, as_json=as_json) as work:
+        if plan_only:
+            from weightsmith._features.adapters.convert import prepare_conversion
+
+            with prepare_conversion(adapter, settings) as prepared:
+                show_warnings(prepared.plan, prepared.source)
+                _show_tensors(prepared.plan, as_json=as_json)
+            return
+        work.make(weightsmith.convert_lora, adapter, records=(settings, running))
+
+
+def _show_tensors(plan: Plan, *, as_json: bool) -> None:
+    if as_json:
+        show_json(plan.to_json(), exact=True)
+        return
+    stored = [spec for step in plan.steps for spec in step.stored]
+    rows = [(spec.name, " x ".join(map(str, spec.shape)), spec.dtype.name) for spec in stored]
+    show_table(("tensor", "shape", "dtype"), rows)
+    result(f"{count(len(stored), 'tensor')}")
 
 
 # ---- weightsmith quantize, dequantize
@@ -171,7 +211,7 @@ def _copy(
         planning, settings, running = records
         with prepare_copy(model, planning, settings) as prepared:
             show_warnings(prepared.plan, prepared.source)
-            show_plan(prepared, running, as_json=as_json)
+            show_plan(prepared, running, out, as_json=as_json)
 
 
 # ---- weightsmith transplant-tokenizer

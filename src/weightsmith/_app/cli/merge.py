@@ -94,7 +94,7 @@ def moe(
         with prepare_any(source, planning, settings, command="moe", check=plan_only) as prepared:
             show_warnings(prepared.plan, prepared.source)
             if plan_only:
-                show_plan(prepared, running, as_json=as_json)
+                show_plan(prepared, running, out, as_json=as_json)
             else:
                 _route(prepared, recipe, running, work)
 
