@@ -7,6 +7,7 @@ from weightsmith._app.api import plan as plan
 from weightsmith._app.api import quantize as quantize
 from weightsmith._app.api import run as run
 from weightsmith._app.demo import demo_models as demo_models
+from weightsmith._app.features import convert_lora as convert_lora
 from weightsmith._app.features import extract_lora as extract_lora
 from weightsmith._app.features import statistics as statistics
 from weightsmith._app.features import transplant_tokenizer as transplant_tokenizer
