@@ -60,6 +60,20 @@ def unigram() -> Tokenizer:
     return made
 
 
+def modern() -> Tokenizer:
+    """ModernBERT's tokenizer, of a few hundred tokens."""
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet, special = pre_tokenizers.ByteLevel.alphabet(), list(BERT_NAMES.values())
+    trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+    made.train_from_iterator([TEXT, OTHER_TEXT], trainer)
+    numbers = [(token, special.index(token)) for token in ("[CLS]", "[SEP]")]
+    pair = "[CLS] $A [SEP] $B [SEP]"
+    made.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", pair=pair, special_tokens=numbers)
+    made.decoder = decoders.ByteLevel()
+    return made
+
+
 @cache
 def _charsmap() -> bytes:
     """SentencePiece's own table of characters, as XLM-RoBERTa has it."""

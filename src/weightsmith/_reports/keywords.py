@@ -88,6 +88,14 @@ class ExtractKeywords(RunKeywords, total=False):
     out_dtype: Any
 
 
+class ConvertKeywords(TypedDict, total=False):
+    """`ConvertSettings`."""
+
+    layout: str
+    base: str | os.PathLike[str] | None
+    out_dtype: Any
+
+
 class TransplantKeywords(RunKeywords, total=False):
     """`TransplantSettings` and those of runs."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mmap
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -369,6 +369,13 @@ class ModelFormat(ABC):
 
         Reads headers and small files only, never tensor data. Raises PlanError, Unsupported and FormatError.
         """
+
+    def modules(self, config: Config | None, read: Callable[[str], bytes | None]) -> Collection[str]:
+        """Modules of sentence-transformers behind the model whose weights the format stores, too: their subfolders.
+
+        read  gives the contents of a file of the model's folder, by its name
+        """
+        return ()
 
     def weighed(self, config: Config | None, specs: Iterable[TensorSpec]) -> list[TensorSpec]:
         """Those of some tensors of the draft whose columns may have importances. Raises Unsupported for another model."""

@@ -300,7 +300,11 @@ def _check_layouts(adapters: Sequence[Adapter]) -> None:
 
 
 def _check_kind(adapter: Adapter) -> None:
-    """Raise Unsupported for an adapter that has no factors to merge."""
+    """Raise Unsupported for an adapter that has no factors to merge, or rows in an order that its base alone tells."""
+    if adapter.turned:
+        what = "its rows of q and k are in llama.cpp's order, which depends on the number of heads of the base"
+        fix = f"convert it first: weightsmith convert-lora {adapter.checkpoint.ref} OUT --for peft --base BASE"
+        raise Unsupported(what, where=adapter.checkpoint.ref, fix=fix)
     if adapter.others:
         what = f"it is {adapter.title}: adapters are merged by the factors of LoRA or DoRA"
         fix = f"{MERGE_MODELS}; or make a LoRA of it first: weightsmith extract-lora BASE+{adapter.checkpoint.ref} BASE OUT"

@@ -86,8 +86,9 @@ def _apply(model_format: ModelFormat, assembled: Prepared, settings: QuantizeSet
     measures = settings.calibration not in (None, NONE)
     _check(settings, sized=sized, measures=measures)
     draft, request = assembled.draft, _request(model_format, settings)
-    drop_subfolders(draft, model_format.program)
     with _problems_of_a_plan():
+        kept = () if measures else model_format.modules(draft.config, partial(_file_of_donor, assembled))
+        drop_subfolders(draft, model_format.program, kept)
         if not measures:
             _prepare(model_format, assembled, request)
             return
@@ -358,7 +359,7 @@ def apply_format(prepared: Prepared, name: str, settings: QuantizeSettings) -> N
     if draft.naming.parts:
         model, parts = prepared.inputs[draft.donor].ref, ", ".join(draft.naming.parts)
         what = f"a pipeline of several models, and a quantised output holds one: {parts}"
-        fix = f"quantise the folder of one part, such as {model}/{next(iter(draft.naming.parts))}, and copy the result there"
+        fix = f"name the folder of one part, such as {model}/{next(iter(draft.naming.parts))}, and copy the result there"
         raise PlanError([Unsupported(what, where=model, fix=fix)])
     draft.warnings += family_problems(name, draft.config, settings)
     FORMATS[name].apply(prepared, settings)

@@ -6,6 +6,7 @@ networks.py     which network of a pipeline a name is of, and where its modules 
 kinds/          kinds of adapters besides LoRA and DoRA, one file each; others.py reads them in PEFT's format
 experts.py      factors of parameters that hold several experts
 peft_folder.py  opens PEFT's folders
+gguf_file.py    opens llama.cpp's files
 opening.py      opens an adapter of any form: PEFT's folders, single files, models that hold one which was never merged
 
 `__init__.pyi` lists the names that others import from here. A module is imported when its name is first used: most models have

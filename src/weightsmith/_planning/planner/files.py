@@ -11,7 +11,7 @@ import hashlib
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -270,15 +270,18 @@ def foreign_findings(inputs: Sequence[Checkpoint], labels: Sequence[str], donor:
             )
 
 
-def drop_subfolders(draft: PlanDraft, reader: str) -> None:
-    """Leave the weights of subfolders out of the output, with a warning. reader: of the output, which reads none."""
-    naming = draft.naming
+def drop_subfolders(draft: PlanDraft, reader: str, kept: Collection[str] = ()) -> None:
+    """Leave the weights of subfolders out of the output, with a warning.
+
+    reader  of the output, which reads none but those that are kept
+    """
+    naming = replace(draft.naming, folders=tuple(folder for folder in draft.naming.folders if folder not in kept))
     if not naming.folders:
         return
     inner = [step for step in draft.steps if naming.folder_of(step.out.name)]
     draft.steps = [step for step in draft.steps if not naming.folder_of(step.out.name)]
     draft.dropped += [Dropped(r.model, r.tensor, _ABSENT) for step in inner for r in step.reads if r.model >= 0]
-    draft.naming = Naming(naming.stem, naming.metadata)
+    draft.naming = replace(naming, folders=tuple(folder for folder in draft.naming.folders if folder in kept))
     listed = ", ".join(naming.folders)
     what = f"left out, {count(len(inner), 'tensor')}: {reader} computes what comes out of the transformer, without {listed}"
     draft.warn(what, listed, "apply these modules to its output yourself, or choose another format")

@@ -16,7 +16,7 @@ from weightsmith._base.files import show
 from weightsmith._base.strict_json import read_object
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._engine.products import find_kind
-from weightsmith._files.containers import GGUF
+from weightsmith._files.containers import GGUF, GGUF_ADAPTER
 from weightsmith._files.copied import is_read
 from weightsmith._files.safetensors import collector_paused
 from weightsmith._methods import user
@@ -216,7 +216,7 @@ def _check_steps(plan: Plan, inputs: list[Checkpoint]) -> list[WeightsmithError]
     """What of the steps does not fit the inputs. The values of a plan may come from anyone."""
     problems: list[WeightsmithError] = []
     arrays = {out.name: out for product in plan.products for out in product.outs}
-    if plan.container == GGUF:
+    if plan.container in (GGUF, GGUF_ADAPTER):
         for name, header in (("header", plan.header), *([("mmproj", plan.mmproj)] if plan.mmproj else [])):
             try:
                 check_keys(header, Path(name))
@@ -259,7 +259,7 @@ def _check_encoding(plan: Plan, step: Step, arrays: dict[str, TensorSpec]) -> No
     """The tensors that a step stores are those of its encoding; in a GGUF file, under other names."""
     encoding, name = find_encoding(step.encoding), maximum_name(step.out.name)
     outs = encoding.outs(step.out)
-    if plan.container == GGUF:
+    if plan.container in (GGUF, GGUF_ADAPTER):
         outs = tuple(replace(out, name=stored.name) for out, stored in zip(outs, step.stored, strict=False))
     if outs != step.stored:
         raise _wrong(step, f"{step.encoding} does not store it as the plan says")

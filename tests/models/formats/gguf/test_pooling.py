@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 import weightsmith
 from tests import llama_cpp, zoo
-from tests.gguf_help import BYTE_LEVEL, tokenizer_files
+from tests.encoder_help import with_modules
+from tests.gguf_help import BYTE_LEVEL, PIECES, SENTENCEPIECE, stored, tokenizer_files
 from tests.llama_cpp import needs_llama_cpp
 from weightsmith._base.errors import FormatError, PlanError, Unsupported
-from weightsmith._models.formats.gguf.about import pooling_keys
+from weightsmith._models.formats.gguf.pooling import Pooling, pooling_of
 
 MODULES = [
     {"type": f"sentence_transformers.models.{name}", "path": path}
@@ -24,10 +26,15 @@ MODULES = [
 ]
 
 
-def pooling_of(settings: Mapping[str, Any], modules: Any = MODULES) -> dict[str, int]:
+def read_modules(modules: Any, read: Callable[[str], bytes | None], architecture: str = "qwen3") -> Pooling:
+    """How a model with these modules pools; bytes: the file itself."""
+    data = modules if isinstance(modules, bytes) else json.dumps(modules).encode()
+    return pooling_of({"modules.json": data}, architecture, read)
+
+
+def number_of(settings: Mapping[str, Any]) -> dict[str, Any]:
     files = {"1_Pooling/config.json": json.dumps(settings).encode()}
-    values, _ = pooling_keys(json.dumps(modules).encode(), "qwen3", files.get)
-    return {name: value.value for name, value in values.items()}  # type: ignore[misc]
+    return {name: value.value for name, value in read_modules(MODULES, files.get).values.items()}
 
 
 @pytest.mark.parametrize(
@@ -42,7 +49,7 @@ def pooling_of(settings: Mapping[str, Any], modules: Any = MODULES) -> dict[str,
     ],
 )
 def test_the_ways_to_pool_are_llama_cpps(settings: Mapping[str, Any], number: int) -> None:
-    assert pooling_of(settings) == {"qwen3.pooling_type": number}
+    assert number_of(settings) == {"qwen3.pooling_type": number}
 
 
 def test_what_llama_cpp_cannot_pool_is_refused() -> None:
@@ -50,23 +57,24 @@ def test_what_llama_cpp_cannot_pool_is_refused() -> None:
         with pytest.raises(
             Unsupported, match=r"its tokens are pooled by .*, and llama.cpp knows mean_tokens, cls_token, lasttoken"
         ):
-            pooling_of(settings)
-    assert pooling_keys(None, "qwen3", lambda name: None) == ({}, [])
-    _, [warning] = pooling_keys(json.dumps(MODULES).encode(), "qwen3", lambda name: None)
+            number_of(settings)
+    assert pooling_of({}, "qwen3", lambda name: None) == Pooling()
+    [warning] = read_modules(MODULES, lambda name: None).warnings
     assert "names the module '1_Pooling', which is missing" in str(warning)
     with pytest.raises(FormatError, match=r"modules\.json"):
-        pooling_keys(b"{", "qwen3", lambda name: None)
+        read_modules(b"{", lambda name: None)
     for path in ("../1_Pooling", "/1_Pooling", "a/b"):
         read = {f"{path}/config.json": b'{"pooling_mode_max_tokens": true}'}
-        assert pooling_keys(json.dumps([{**MODULES[1], "path": path}]).encode(), "qwen3", read.get) == ({}, [])
+        assert read_modules([{**MODULES[1], "path": path}], read.get) == Pooling()
 
 
 def test_modules_that_a_file_does_not_have_are_named() -> None:
     modules = [*MODULES, {"type": "sentence_transformers.models.Dense", "path": "2_Dense"}]
     modules.append({"type": "sentence_transformers.models.Normalize", "path": "3_Normalize"})
     files = {"1_Pooling/config.json": b'{"pooling_mode_mean_tokens": true}'}
-    values, [warning] = pooling_keys(json.dumps(modules).encode(), "gemma3", files.get)
-    assert list(values) == ["gemma3.pooling_type"]
+    pooling = read_modules(modules, files.get, "gemma3")
+    [warning] = pooling.warnings
+    assert list(pooling.values) == ["gemma3.pooling_type"]
     assert "without its modules 'Dense': llama.cpp gives other vectors" in str(warning)
 
 
@@ -130,3 +138,162 @@ def test_llama_cpp_computes_what_it_computes_of_the_whole_model(model: Path, tmp
         with llama_cpp.Judge(tmp_path / f"{source.name}-out" / "model.gguf") as judge:
             found.append(judge.logits([5, 6, 7, 261]))
     assert np.array_equal(*found)
+
+
+# ---- rerankers that are language models
+
+
+PROMPT = "tokenizer.chat_template.rerank"
+CARD = "---\nlicense: apache-2.0\n---\n# Qwen3-Reranker-0.6B\n"
+
+
+def reranker(folder: Path, seed: int = 1, *, tied: bool = True, **changes: Any) -> Path:
+    """A Qwen3 whose tokenizer has the tokens for yes and no."""
+    zoo.save("qwen3", folder, seed, vocab_size=264, tie_word_embeddings=tied, dtype="float32", **changes)
+    for name, content in tokenizer_files(BYTE_LEVEL).items():
+        (folder / name).write_bytes(content)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"] |= {"no": 262, "yes": 263}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return folder
+
+
+def with_scores(folder: Path, settings: Mapping[str, Any]) -> Path:
+    kinds = (("base.modules.transformer.Transformer", ""), ("cross_encoder.modules.logit_score.LogitScore", "1_LogitScore"))
+    modules = [{"idx": i, "name": str(i), "path": p, "type": f"sentence_transformers.{k}"} for i, (k, p) in enumerate(kinds)]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_LogitScore").mkdir()
+    (folder / "1_LogitScore" / "config.json").write_text(json.dumps(settings))
+    return folder
+
+
+@needs_llama_cpp
+@pytest.mark.parametrize("stated", ["card", "modules"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_llama_cpp_ranks_as_the_logits_of_yes_and_no(stated: str, tied: bool, tmp_path: Path) -> None:
+    import torch
+
+    source = reranker(tmp_path / "m", tied=tied)
+    if stated == "card":
+        (source / "README.md").write_text(CARD)
+    else:
+        with_scores(source, {"true_token_id": 263, "false_token_id": 262})
+    weightsmith.quantize(source, tmp_path / "q", "gguf-f32", progress=False)
+    path = tmp_path / "q" / "model.gguf"
+    keys = {name: field.contents() for name, field in gguf.GGUFReader(path).fields.items()}
+    assert (keys["qwen3.pooling_type"], keys["qwen3.classifier.output_labels"]) == (4, ["yes", "no"])
+    assert keys["tokenizer.chat_templates"] == ["rerank"]
+    assert "<Query>: {query}\n<Document>: {document}<|im_end|>" in keys[PROMPT]
+    assert "output.weight" not in stored(path)
+    tokens = [5, 6, 7, 100, 3]
+    model, _ = zoo.load("qwen3", source)
+    with torch.inference_mode():
+        logits = model(torch.tensor([tokens])).logits[0, -1, [263, 262]]
+    with llama_cpp.Judge(path) as judge:
+        assert np.abs(judge.pooled(tokens) - logits.softmax(0).numpy()).max() < 1e-4
+
+
+def test_a_reranker_straight_from_a_merge(tmp_path: Path) -> None:
+    for seed, part in enumerate("abc"):
+        (reranker(tmp_path / part, seed, tied=False) / "README.md").write_text(CARD)
+    models = [{"model": str(tmp_path / part), "parameters": {"weight": 0.7, "density": 0.5}} for part in "bc"]
+    recipe = {"merge_method": "ties", "base_model": str(tmp_path / "a"), "models": models, "dtype": "float32"}
+    weightsmith.merge(recipe, tmp_path / "q", quantize="gguf-q8_0", progress=False)
+    weightsmith.merge(recipe, tmp_path / "plain", progress=False)
+    (tmp_path / "plain" / "README.md").write_text(CARD)
+    weightsmith.quantize(tmp_path / "plain", tmp_path / "p", "gguf-q8_0", progress=False)
+    assert stored(tmp_path / "q" / "model.gguf") == stored(tmp_path / "p" / "model.gguf")
+
+
+@pytest.mark.parametrize("settings", [{"true_token_id": 263}, {"true_token_id": "x", "false_token_id": 262}])
+def test_scores_that_llama_cpp_does_not_have_are_named(settings: Mapping[str, Any], tmp_path: Path) -> None:
+    source = with_scores(reranker(tmp_path / "m"), settings)
+    made = weightsmith.quantize(source, tmp_path / "q", "gguf-f32", progress=False)
+    assert ["without its modules 'LogitScore'" in str(warning) for warning in made.warnings] == [True]
+
+
+def test_scores_of_rows_that_the_head_does_not_have(tmp_path: Path) -> None:
+    source = with_scores(reranker(tmp_path / "m"), {"true_token_id": 264, "false_token_id": 262})
+    with pytest.raises(PlanError, match="the head has 264 rows, and the scores are those of 264, 262"):
+        weightsmith.quantize(source, tmp_path / "q", "gguf-f32", progress=False)
+
+
+# ---- EmbeddingGemma, and matrices behind the pooling
+
+DENSE = {"bias": False, "activation_function": "torch.nn.modules.linear.Identity"}
+
+
+def embedding_gemma(folder: Path, seed: int = 0, *, inner: int = 48, **changes: Any) -> Path:
+    """A tiny EmbeddingGemma with two matrices, and SentencePiece's tokenizer."""
+    arguments = {**zoo.ZOO["gemma3-text"][2], "num_hidden_layers": 7, "vocab_size": len(PIECES), "query_pre_attn_scalar": 8}
+    arguments |= {"use_bidirectional_attention": True, "sliding_window": 16, "pad_token_id": 0, "max_position_embeddings": 128}
+    zoo.save_as("Gemma3TextModel", "Gemma3TextConfig", arguments, folder, seed, dtype="float32")
+    for name, content in tokenizer_files({**SENTENCEPIECE, "tokenizer.ggml.add_space_prefix": False}).items():
+        (folder / name).write_bytes(content)
+    named = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**named, "pad_token": "<unk>"}))
+    with_modules(folder, "mean_tokens", "Dense", "Dense", "Normalize")
+    rng = np.random.default_rng(seed)
+    for path, inputs, outputs in (("2_Dense", 32, inner), ("3_Dense", inner, 32)):
+        settings = {"in_features": inputs, "out_features": outputs, **DENSE, **changes}
+        (folder / path / "config.json").write_text(json.dumps(settings))
+        weight = rng.standard_normal((outputs, inputs)).astype(np.float32) * 0.1
+        save_file({"linear.weight": weight}, folder / path / "model.safetensors")
+    return folder
+
+
+@needs_llama_cpp
+def test_llama_cpp_makes_the_vectors_of_embedding_gemma(tmp_path: Path) -> None:
+    from sentence_transformers import SentenceTransformer
+
+    source = embedding_gemma(tmp_path / "m")
+    made = weightsmith.quantize(source, tmp_path / "q", "gguf-f32", progress=False)
+    assert not any("Dense" in str(warning) for warning in made.warnings)
+    path = tmp_path / "q" / "model.gguf"
+    keys = {name: field.contents() for name, field in gguf.GGUFReader(path).fields.items()}
+    assert (keys["general.architecture"], keys["gemma-embedding.pooling_type"]) == ("gemma-embedding", 1)
+    assert [keys[f"gemma-embedding.dense_{i}_feat_{end}"] for i in (2, 3) for end in ("in", "out")] == [32, 48, 48, 32]
+    assert keys["gemma-embedding.attention.sliding_window"] == 16
+    assert [name for name in stored(path) if name.startswith("dense")] == ["dense_2.weight", "dense_3.weight"]
+    texts = ["ab a b", "abab ab a a b ab abcab ab a b abab ba"]
+    theirs = SentenceTransformer(str(source), device="cpu").encode(texts)
+    with llama_cpp.Judge(path) as judge:
+        for text, expected in zip(texts, theirs, strict=True):
+            found = judge.pooled(judge.tokens(text, around=True))
+            assert np.abs(found / np.linalg.norm(found) - expected).max() < 1e-3
+
+
+@pytest.mark.parametrize(
+    "changes", [{"bias": True}, {"activation_function": "torch.nn.modules.activation.Tanh"}, {"use_residual": True}]
+)
+def test_matrices_that_llama_cpp_does_not_have_are_left_out(changes: dict[str, Any], tmp_path: Path) -> None:
+    source = embedding_gemma(tmp_path / "m", **changes)
+    made = weightsmith.quantize(source, tmp_path / "q", "gguf-f32", progress=False)
+    assert [warning.what[:20] for warning in made.warnings if "Dense" in str(warning)] == [
+        "left out, 2 tensors:",
+        "the file holds the m",
+    ]
+    path = tmp_path / "q" / "model.gguf"
+    assert not [name for name in stored(path) if name.startswith("dense")]
+    with weightsmith.open_checkpoint(source) as here, weightsmith.open_checkpoint(path) as back:
+        assert list(back.specs) == [name for name in here.specs if "Dense" not in name]
+        for name in back.specs:
+            shift = np.float32(1 if "norm" in name else 0)
+            assert np.array_equal(back.read(name), here.read(name) + shift - shift), name
+        import transformers
+
+        configs = [transformers.AutoConfig.from_pretrained(folder.folder) for folder in (here, back)]
+    names = ("use_bidirectional_attention", "sliding_window", "layer_types", "rope_parameters", "head_dim", "hidden_size")
+    assert [getattr(configs[0], name) for name in names] == [getattr(configs[1], name) for name in names]
+
+
+def test_a_merge_of_embedding_gemma_merges_its_matrices(tmp_path: Path) -> None:
+    for seed, part in enumerate("ab"):
+        embedding_gemma(tmp_path / part, seed)
+    models = [{"model": str(tmp_path / part), "parameters": {"weight": weight}} for part, weight in (("a", 0.3), ("b", 0.7))]
+    recipe = {"merge_method": "linear", "models": models, "dtype": "float32"}
+    weightsmith.merge(recipe, tmp_path / "q", quantize="gguf-q8_0", progress=False)
+    weightsmith.merge(recipe, tmp_path / "plain", progress=False)
+    weightsmith.quantize(tmp_path / "plain", tmp_path / "p", "gguf-q8_0", progress=False)
+    assert stored(tmp_path / "q" / "model.gguf") == stored(tmp_path / "p" / "model.gguf")
+    assert "dense_3.weight" in stored(tmp_path / "p" / "model.gguf")

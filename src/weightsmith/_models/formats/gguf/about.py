@@ -1,4 +1,4 @@
-"""The keys of a GGUF file that come from the files beside the weights: model card, generation_config.json, tokenizer, pooling.
+"""The keys of a GGUF file that come from the files beside the weights: model card, generation_config.json, tokenizer.
 
 Name, author, licence and the models that it is made from are as llama.cpp's converter derives them, from the model card and the
 name of the model. It also guesses version and size from the name; these keys are left out, because the guesses are often wrong.
@@ -7,12 +7,10 @@ name of the model. It also guesses version and size from the name; these keys ar
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from weightsmith._base.errors import Finding, FormatError, Unsupported
-from weightsmith._base.files import show
-from weightsmith._base.strict_json import JsonError, parse
+from weightsmith._base.errors import Finding
 from weightsmith._models.formats.gguf.architecture import GgufArchitecture
 from weightsmith._models.formats.gguf.chat import NAMED_TEMPLATE
 from weightsmith._models.formats.gguf.layout import Value, ValueType
@@ -27,15 +25,17 @@ GENERATION = "generation_config.json"
 def keys_of_files(
     draft: PlanDraft, companions: ModelFiles, config: Mapping[str, Any], architecture: GgufArchitecture, rows: int
 ) -> tuple[dict[str, Value], list[Finding]]:
-    """The keys that come from the files beside the weights, and warnings. rows: of the embedding."""
+    """The keys that come from the files beside the weights, and warnings. rows: of the embedding.
+
+    See `pooling.py` for those of embedding models.
+    """
     templates = [name for name in dict.fromkeys([*draft.carried, *draft.files]) if NAMED_TEMPLATE.fullmatch(name)]
-    files = companions.read((*READ, GENERATION, MODULES, *templates))
+    files = companions.read((*READ, GENERATION, *templates))
     keys = origin_keys(companions.origins)
     name = str(keys["general.name"].value) if "general.name" in keys else ""  # a folder may be called "-"
     tokenizer, warnings = tokenizer_keys(files, config, architecture, rows, name)
-    pooling, others = pooling_keys(files.get(MODULES), architecture.name, companions.donor)
     sampling = sampling_keys(settings_in(files[GENERATION])) if GENERATION in files else {}
-    return {**keys, **sampling, **pooling, **tokenizer}, [*warnings, *others]
+    return {**keys, **sampling, **tokenizer}, warnings
 
 
 def said_generation(draft: PlanDraft, companions: ModelFiles, about: Mapping[str, Value]) -> list[str]:
@@ -187,69 +187,3 @@ def _first_list(card: Mapping[str, Any], names: Iterable[str]) -> list[object]:
 def _texts_of(value: object) -> list[str]:
     """The texts of a value that is one text or several."""
     return [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str) and text]
-
-
-# ---- how an embedding model makes one vector of a text: modules of sentence-transformers
-
-
-MODULES = "modules.json"
-
-_MODULE_FOLDER = re.compile(r"\w[\w.-]*", re.ASCII)
-_MODE_PREFIX = "pooling_mode_"
-_MODES = {"mean_tokens": 1, "cls_token": 2, "lasttoken": 3}
-"""Names of modes, behind `_MODE_PREFIX`, and llama.cpp's numbers."""
-_ALSO = {"mean": "mean_tokens", "cls": "cls_token"}
-_OTHER_FORMAT = "choose another format, such as fp8-dynamic"
-_DONE = ("Transformer", "Pooling", "Normalize")
-"""Modules that llama.cpp has: it normalises vectors unless told otherwise."""
-
-
-def pooling_keys(
-    modules: bytes | None, architecture: str, read: Callable[[str], bytes | None]
-) -> tuple[dict[str, Value], list[Finding]]:
-    """The key that says how tokens are pooled, and a warning for modules that a GGUF file does not have.
-
-    modules  the contents of modules.json; None: the model is no embedding model
-    read     gives the contents of a file of the model's folder, by its name
-
-    Raises FormatError for a damaged modules.json, Unsupported for a way to pool that llama.cpp does not know.
-    """
-    values: dict[str, Value] = {}
-    others: list[str] = []
-    warnings: list[Finding] = []
-    for module in _modules(modules):
-        kind, path = str(module.get("type", "")).rpartition(".")[2], module.get("path")
-        if kind == "Pooling" and isinstance(path, str) and _MODULE_FOLDER.fullmatch(path):
-            where = f"{path}/config.json"
-            if (data := read(where)) is None:
-                what = f"{MODULES} names the module {show(path)}, which is missing: the file does not say how tokens are pooled"
-                warnings.append(Finding(what, where, fix="download the folder, or name the way to pool when you run the model"))
-            else:
-                values[f"{architecture}.pooling_type"] = Value("u32", _pooling(settings_in(data), where))
-        elif kind not in _DONE:
-            others.append(kind)
-    if others:
-        what = f"the file holds the model without its modules {', '.join(map(show, others))}: llama.cpp gives other vectors"
-        warnings.append(Finding(what, MODULES, fix=_OTHER_FORMAT))
-    return values, warnings
-
-
-def _modules(modules: bytes | None) -> list[Mapping[str, Any]]:
-    try:
-        value = [] if modules is None else parse(modules, max_memory=1 << 24)
-    except JsonError as error:
-        raise FormatError(f"it {error}", where=MODULES, fix="repair it, or download it again") from error
-    return [module for module in value if isinstance(module, dict)] if isinstance(value, list) else []
-
-
-def _pooling(settings: Mapping[str, Any], where: str) -> int:
-    """llama.cpp's number for how a module pools. Raises Unsupported."""
-    stated = settings.get("pooling_mode")
-    modes = [
-        name.removeprefix(_MODE_PREFIX) for name, value in settings.items() if name.startswith(_MODE_PREFIX) and value is True
-    ]
-    modes = [_ALSO.get(stated, stated)] if isinstance(stated, str) else modes
-    if len(modes) != 1 or modes[0] not in _MODES:
-        what = f"its tokens are pooled by {' and '.join(map(show, modes)) or 'no known mode'}, and llama.cpp knows "
-        raise Unsupported(what + ", ".join(_MODES), where=where, fix=_OTHER_FORMAT)
-    return _MODES[modes[0]]

@@ -135,6 +135,7 @@ class GgufArchitecture:
     readable      whether files are read, too
     sizes         numbers that every model has: llama.cpp's name → config.json's
     rotary        whether there is RoPE
+    bidirectional  whether config.json says that tokens attend to what follows them
     encodes       whether it is an encoder, which makes vectors or scores of a text
     unused        patterns of the Hub's names of tensors that llama.cpp does not store, and why; names as `canonical` gives them
     """
@@ -164,6 +165,7 @@ class GgufArchitecture:
     readable: ClassVar[bool] = True
     sizes: ClassVar[Mapping[str, str]] = _SIZES
     rotary: ClassVar[bool] = True
+    bidirectional: ClassVar[bool] = False
     encodes: ClassVar[bool] = False
     unused: ClassVar[Mapping[str, str]] = {}
 
@@ -243,7 +245,7 @@ class GgufArchitecture:
     def check(self, config: GgufConfig) -> None:
         """Raise Unsupported for a setting that is another in llama.cpp's code."""
         config.need_all(self.fixed)
-        config.need("use_bidirectional_attention", bool(config.get("use_bidirectional_attention")), False)
+        config.need("use_bidirectional_attention", bool(config.get("use_bidirectional_attention")), self.bidirectional)
         name = "hidden_activation" if config.get("hidden_activation") is not None else "hidden_act"
         stated = config.get(name, self.activation)
         activation = self.activations.get(stated, stated) if isinstance(stated, str) else stated

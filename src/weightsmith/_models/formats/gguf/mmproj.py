@@ -134,6 +134,10 @@ class TokenRow(ProductSettings):
         outs = (TensorSpec(name, DTYPES["F32"], embedding.out.shape[1:]),)
         return Product(name, _ROW, outs, self.to_json(), (embedding,), needs=needs)
 
+    def made_of(self, name: str, embedding: Step, draft: PlanDraft) -> Product:
+        """The product, of a step of a draft."""
+        return self.product(name, embedding, tuple(sorted(needs_of(embedding, arrays_of(draft.products)))))
+
     def problem(self, product: Product, shapes: Mapping[str, tuple[int, ...]]) -> str:
         if len(shapes) != 1:
             return "it is of one tensor"
@@ -157,7 +161,7 @@ def _row(draft: PlanDraft, embedding: Step, row: int) -> Product:
     if row >= embedding.out.shape[0]:
         what = f"the embedding has {embedding.out.shape[0]:,} rows, and none for token {row:,}"
         raise Unsupported(what, where=embedding.out.name, fix="repair the tokenizer's files")
-    return TokenRow(row).product(_TOKEN, embedding, tuple(sorted(needs_of(embedding, arrays_of(draft.products)))))
+    return TokenRow(row).made_of(_TOKEN, embedding, draft)
 
 
 def _copied(product: Product, settings: int) -> Step:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,26 +18,28 @@ from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._base.text import count
 from weightsmith._files.containers import GGUF
 from weightsmith._files.copied import is_read
-from weightsmith._models.formats.gguf.about import MODULES, keys_of_files, said_generation
+from weightsmith._models.formats.gguf.about import keys_of_files, said_generation
 from weightsmith._models.formats.gguf.architecture import COMPUTED, GgufArchitecture
-from weightsmith._models.formats.gguf.architectures import architecture_of_config, text_config
+from weightsmith._models.formats.gguf.architectures import architecture_of_config, find_architecture, text_config
 from weightsmith._models.formats.gguf.chat import NAMED_TEMPLATE
 from weightsmith._models.formats.gguf.cuts import CutEncoding, HeadOrder, Pieces, part_shape, pieces_of
 from weightsmith._models.formats.gguf.imatrix import RUN, imatrix_bytes, read_imatrix, with_defaults
 from weightsmith._models.formats.gguf.layout import Value, encode_metadata
 from weightsmith._models.formats.gguf.mmproj import TOKENIZER, UNUSED, ImageFile, left_out, vision_half
+from weightsmith._models.formats.gguf.pooling import MODULES, Pooling, pooling_of, score_head, unstated, with_template
 from weightsmith._models.formats.gguf.tensors import SplitTensor, is_decay, is_router, predicts, text_name
 from weightsmith._models.formats.gguf.tokenizer import READ
 from weightsmith._models.formats.gguf.types import MIXTURES, Chosen, Mixture, Shape, read_types, type_of
 from weightsmith._models.formats.gguf.values import Floats, GgufConfig
 from weightsmith._models.formats.gguf.vision import PROCESSOR
 from weightsmith._models.formats.gguf.writing import NEEDS_IMPORTANCES, PLAIN, PREFIX, TYPES, GgufEncoding, libgguf
-from weightsmith._plans import CAST, COPY, FILL, JOIN, Block, Dropped, Gather, PlanDraft, Settings, Step, Table
+from weightsmith._plans import CAST, COPY, FILL, JOIN, Block, Dropped, Gather, PlanDraft, Product, Settings, Step, Table
 from weightsmith.abc.stored import ModelFiles, ModelFormat, ModelRequest
 
 _NAMED = "names are llama.cpp's: blk.0.attn_q.weight, blk.0.ffn_down.weight, token_embd.weight, output.weight"
 _HEAD_IS_EMBEDDING = "the head is the embedding"
 """Why a tied head that is stored too is left out: not all architectures of llama.cpp would load it."""
+_EMBEDDING = "model.embed_tokens.weight"
 _PREDICTS = "a layer that predicts several tokens at a time is not written"
 _OTHER_PART = "llama.cpp reads the parts for images and sounds from a file of their own"
 _OF_OTHER_PARTS = re.compile(r"^(model\.)?(vision|audio|image|multi_modal|mm_|visual|connector|embed_vision|embed_audio)")
@@ -76,6 +78,13 @@ class GgufFormat(ModelFormat):
             importances = read_imatrix(imatrix)
         _prepare(model, draft, companions, importances, mmproj=bool(request.settings["mmproj"]))
         return {"imatrix.dat": imatrix_bytes(importances)} if request.importances else {}
+
+    def modules(self, config: Mapping[str, Any] | None, read: Callable[[str], bytes | None]) -> Collection[str]:
+        architecture = find_architecture(text_config(config))
+        data = None if architecture is None else read(MODULES)
+        if architecture is None or data is None:
+            return ()
+        return pooling_of({MODULES: data}, architecture.name, read).folders
 
     def weighed(self, config: Mapping[str, Any] | None, specs: Iterable[TensorSpec]) -> list[TensorSpec]:
         architecture = architecture_of_config(text_config(config))
@@ -150,8 +159,11 @@ def _is_tied_head(name: str) -> bool:
 
 def _prepare(model: _Model, draft: PlanDraft, companions: ModelFiles, importances: Importances, *, mmproj: bool) -> None:
     keys, factors = model.architecture.keys(model.settings, model.mixture.number)
+    pooling = pooling_of(companions.read((MODULES, *READ)), model.architecture.name, companions.donor)
+    behind = [_Stored(step, [replace(step.out, name=pooling.dense[step.out.name])]) for step in _taken(draft, pooling.dense)]
     parts = _parts(model, draft)
-    stored = _stored_as(parts.text, model)
+    text, products, heads = _with_scores(parts.text, pooling, draft)
+    stored = [*_stored_as(text, model), *behind]
     types = _types(model, stored, _shape(model, stored, keys, weighted=bool(importances)))
     complete, defaults = _complete(importances, stored)
     steps, problems = list[Step](), _unmatched(model, stored)
@@ -162,17 +174,43 @@ def _prepare(model: _Model, draft: PlanDraft, companions: ModelFiles, importance
         raise PlanError(problems)
     embedding = next(tensor.step for tensor in stored if tensor.specs[0].name == "token_embd.weight")
     about, findings = keys_of_files(draft, companions, model.settings, model.architecture, embedding.out.shape[0])
+    about = with_template(pooling.values | about)
     vision, warnings = _vision(model, draft, companions, embedding, parts.others) if mmproj else (ImageFile(), [])
     constants, numbers = _constants(factors, len(draft.settings))
     dropped = [*parts.dropped, *_dropped(parts.predict, _PREDICTS)]
     dropped += _dropped(vision.unused, UNUSED) if vision.header else _dropped(parts.others, _OTHER_PART)
-    draft.steps, draft.settings = [*steps, *constants, *vision.steps], [*draft.settings, *numbers]
-    draft.products += vision.products
+    draft.steps, draft.settings = [*steps, *heads, *constants, *vision.steps], [*draft.settings, *numbers]
+    draft.products += [*products, *vision.products]
     draft.dropped += dropped
     draft.container, draft.header, draft.mmproj = GGUF, encode_metadata(keys | about), vision.header
     _keep_files(model, draft, companions, about)
     draft.warnings += [*_unused(importances, stored), *defaults, *_left_out(dropped, model.architecture), *warnings, *findings]
+    draft.warnings += [*pooling.warnings, *(unstated(keys | about) if model.architecture.encodes else ())]
     draft.warnings += [*_changed(steps, model.chosen), *_fallen_back(model, steps)]
+
+
+def _taken(draft: PlanDraft, names: Collection[str]) -> list[Step]:
+    """The steps of modules behind the pooling, which the draft then does not have. Raises FormatError if one is missing."""
+    taken = [step for step in draft.steps if step.out.name in names]
+    if missing := sorted(set(names) - {step.out.name for step in taken}):
+        raise FormatError(f"no tensor {missing[0]}", where=MODULES, fix="download the folder again")
+    draft.steps = [step for step in draft.steps if step not in taken]
+    draft.naming = replace(draft.naming, folders=())
+    return taken
+
+
+def _with_scores(
+    steps: Sequence[Step], pooling: Pooling, draft: PlanDraft
+) -> tuple[list[Step], Sequence[Product], Sequence[Step]]:
+    """The steps without the head of a reranker that is a language model; the products and the step of its scores."""
+    if not pooling.rows:
+        return list(steps), (), ()
+    heads = [step for step in steps if _is_tied_head(step.out.name)]
+    head = next(iter(heads), None) or next((step for step in steps if text_name(step.out.name) == _EMBEDDING), None)
+    if head is None or len(head.out.shape) != 2:
+        raise Unsupported("the model has no head, and its scores are rows of it", where=MODULES, fix="choose another format")
+    products, step = score_head(head, pooling.rows, draft)
+    return [step for step in steps if step not in heads], products, [step]
 
 
 def _shape(model: _Model, stored: Sequence[_Stored], keys: Mapping[str, Value], *, weighted: bool) -> Shape:

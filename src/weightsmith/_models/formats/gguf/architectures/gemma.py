@@ -112,6 +112,36 @@ class Gemma3(Gemma2):
             config["final_logit_softcapping"] = values.float32("final_logit_softcapping")
 
 
+class GemmaEmbedding(Gemma2):
+    """EmbeddingGemma: Gemma 3 whose tokens attend to what follows them. It may have two matrices behind the pooling."""
+
+    name = "gemma-embedding"
+    class_name = "Gemma3TextModel"
+    model_types = ("gemma3_text",)
+    layer = {**ATTENTION, **HEAD_NORMS, **MLP, **NORMS_AROUND}
+    windows = Windows(6)
+    largest = 0
+    bidirectional = True
+    fixed = TIED
+
+    def fits(self, config: Mapping[str, Any]) -> bool:
+        return bool(config.get("use_bidirectional_attention"))
+
+    def put_caps(self, config: GgufConfig, keys: GgufKeys) -> None:
+        config.need("attn_logit_softcapping", config.get("attn_logit_softcapping"), None)
+        keys.f32("rope.freq_base_swa", config.number("rope_theta", _LOCAL_BASE, config.rope()[1]))
+
+    def take_caps(self, values: GgufValues, config: dict[str, Any]) -> None:
+        config |= {
+            "rope_local_base_freq": values.float32("rope.freq_base_swa", _LOCAL_BASE),
+            "use_bidirectional_attention": True,
+        }
+
+    def hub_name(self, name: str) -> str | None:
+        found = super().hub_name(name)
+        return None if found is None else found.removeprefix("model.")
+
+
 _STILL = 1e30
 """By which frequencies are divided so that nothing turns."""
 
@@ -296,4 +326,4 @@ class Gemma3Vision(VisionHalf):
         return {"vision.projector.scale_factor": None if scale in (0, 4) else scale}
 
 
-FAMILY = GgufFamily((Gemma(), Gemma2(), Gemma3(), Gemma4()), vision=(Gemma3Vision(),))
+FAMILY = GgufFamily((Gemma(), Gemma2(), GemmaEmbedding(), Gemma3(), Gemma4()), vision=(Gemma3Vision(),))
