@@ -1,7 +1,7 @@
 """Adapters of other kinds as LoRA, without any loss: what some kinds add to a weight is a product of two matrices.
 
-The factors are computed while they are read, in float64, and rounded to float32. Their ranks follow from the kind: that of a LoHa
-is squared, those of the matrices of a LoKr are multiplied.
+The factors are computed while they are read, in float64, and rounded to float32. Their ranks follow from the kind: that of a
+LoHa is squared, those of the matrices of a LoKr are multiplied.
 """
 
 from __future__ import annotations

@@ -96,9 +96,8 @@ def exact_factors(module: AdapterModule, arrays: Arrays) -> tuple[Rows, ...]:
         pairs.append((whole, np.eye(cols)) if cols <= rows else (np.eye(rows), whole))
     (one, first), (other, second) = pairs
     ranks = [len(arrays[part]) for part in ("lokr_w1_b", "lokr_w2_b") if part in arrays]
-    left: Rows = np.kron(one, other) * scaling(module, ranks[0] if ranks else None)
-    right: Rows = np.kron(first, second)
-    return left, right
+    one = one * scaling(module, ranks[0] if ranks else None)
+    return np.asarray(np.kron(one, other), np.float64), np.asarray(np.kron(first, second), np.float64)
 
 
 KIND = AdapterKind(
