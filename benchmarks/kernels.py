@@ -27,7 +27,7 @@ import xxhash
 from benchmarks.methods import SETTINGS
 from benchmarks.models import DELTA_STD, WEIGHT_STD
 from weightsmith._base.tensors import DTYPES, grain_elements
-from weightsmith._engine.tiles import cut, tile_grains
+from weightsmith._engine.resources import cut, tile_grains
 from weightsmith._kernels.codecs import Encoded, first_nonfinite
 from weightsmith._kernels.delta import distance
 from weightsmith._methods import get

@@ -556,7 +556,17 @@ def _cell(support: Support | None) -> str:
 
 THEMES = {
     "Make models": (
-        *("merge", "model", "moe", "quantize", "dequantize", "extract_lora", "transplant_tokenizer", "merge_state_dicts"),
+        *(
+            "merge",
+            "model",
+            "moe",
+            "quantize",
+            "dequantize",
+            "extract_lora",
+            "convert_lora",
+            "transplant_tokenizer",
+            "merge_state_dicts",
+        ),
         *("auto", "plan_auto", "tune", "write", "goals", "demo_models", "plan", "run"),
         *("Merged", "Auto", "SearchPlan", "Sum", "Tuning", "OwnText", "Plan", "Summary", "Progress", "Finding"),
     ),

@@ -105,7 +105,7 @@ BESIDE = {
     "_planning/planner/segments.py": ["app/cli/test_plan.py", "app/cli/test_merge.py"],
     "_planning/planner/encode.py": ["planning/planner/test_quantize.py", "app/test_quantize_commands.py"],
     "_planning/planner/reopen.py": ["execution/test_run.py", "test_hostile_input.py", "models/formats/gguf/test_gguf_files.py"],
-    "_planning/planner/state_dicts.py": ["execution/test_memory.py"],
+    "_execution/state_dicts.py": ["execution/test_memory.py"],
     "_planning/planner/vocabulary.py": ["planning/planner/test_vocabulary.py", "models/tokenizers"],
     "_plans": ["execution/test_run.py", "engine", "test_hostile_input.py", "app/cli/test_plan.py"],
     "_engine/products": ["activations/test_decoder.py", "methods/test_own_method.py", "methods/test_methods.py"],

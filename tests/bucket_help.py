@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import parse_qs, quote, unquote
 
 import pytest
@@ -461,6 +462,33 @@ class GoogleFront(_Front):
         place = f"/upload/storage/v1/b/{bucket}/o?uploadType=multipart"
         place += "" if condition is None else f"&ifGenerationMatch={condition}"
         return ask(self.fake, "POST", place, body + b"\r\n--border--\r\n", kind)
+
+
+class Request(NamedTuple):
+    """A request: its method, its key without the bucket ("" for a list), and the bytes of both bodies."""
+
+    method: str
+    key: str
+    sent: int
+    received: int
+
+
+class CountingProxy(_Front):
+    """Passes requests on to a server on 127.0.0.1, and remembers them."""
+
+    def __init__(self, port: int) -> None:
+        self.requests: list[Request] = []
+        requests = self.requests
+
+        class Handler(_Handler):
+            def answer(self) -> None:
+                body = self.body()
+                status, headers, data = self.pass_on(port, body)
+                key = unquote(self.path.partition("?")[0]).lstrip("/").partition("/")[2]
+                requests.append(Request(self.command, key, len(body), len(data)))
+                self.send(status, headers, data)
+
+        super().__init__(Handler)
 
 
 # ---- faults

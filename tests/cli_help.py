@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from tests.mini import write_checkpoint
 
@@ -100,6 +101,17 @@ def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     return Cli(monkeypatch, capsys)
 
 
+def make_adapter(folder: Path) -> Path:
+    """A tiny LoRA in PEFT's format."""
+    folder.mkdir()
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
+    factors = {f"{name}A.weight": np.ones((2, 8), np.float32), f"{name}B.weight": np.ones((8, 2), np.float32)}
+    save_file(factors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["q_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
 @pytest.fixture
 def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A current folder with the models `a` and `b` and the recipe `linear.yml`."""
@@ -109,7 +121,7 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-__all__ = ["CONFIG", "LINEAR", "Cli", "Ran", "cli", "environment", "make_models", "run_process", "work"]
+__all__ = ["CONFIG", "LINEAR", "Cli", "Ran", "cli", "environment", "make_adapter", "make_models", "run_process", "work"]
 
 
 _KILLED = """

@@ -130,10 +130,10 @@ class Judge:
         """Whether the token ends a generation."""
         return bool(self._call("llama_vocab_is_eog", c.c_bool, c.c_void_p, c.c_int32)(self._vocab, token))
 
-    def logits(self, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
-        """What follows each of some tokens: float32 [tokens, vocabulary]."""
+    def logits(self, tokens: Sequence[int], adapter: Path | None = None) -> npt.NDArray[np.float32]:
+        """What follows each of some tokens: float32 [tokens, vocabulary]. adapter: a GGUF file that is added."""
         size = self._call("llama_vocab_n_tokens", c.c_int32, c.c_void_p)(self._vocab)
-        with self._computed(tokens) as context:
+        with self._computed(tokens, adapter=adapter) as context:
             found = self._call("llama_get_logits", c.POINTER(c.c_float), c.c_void_p)(context)
             return np.ctypeslib.as_array(found, (len(tokens), size)).copy()
 
@@ -157,7 +157,7 @@ class Judge:
             return np.ctypeslib.as_array(found, (count,)).copy()
 
     @contextmanager
-    def _computed(self, tokens: Sequence[int], *, vectors: bool = False) -> Iterator[Any]:
+    def _computed(self, tokens: Sequence[int], *, vectors: bool = False, adapter: Path | None = None) -> Iterator[Any]:
         """A context in which the model has read some tokens."""
         call, n = self._call, max(64, len(tokens))
         settings = call("llama_context_default_params", _Context)()
@@ -165,6 +165,12 @@ class Judge:
         context = call("llama_init_from_model", c.c_void_p, c.c_void_p, _Context)(self._model, settings)
         assert context
         call("llama_set_embeddings", None, c.c_void_p, c.c_bool)(context, vectors)
+        if adapter is not None:
+            lora = call("llama_adapter_lora_init", c.c_void_p, c.c_void_p, c.c_char_p)(self._model, str(adapter).encode())
+            assert lora, f"llama.cpp does not load {adapter}"
+            adapters, scales = (c.c_void_p * 1)(lora), (c.c_float * 1)(1)
+            arguments = c.c_void_p, c.POINTER(c.c_void_p), c.c_size_t, c.POINTER(c.c_float)
+            assert call("llama_set_adapters_lora", c.c_int32, *arguments)(context, adapters, 1, scales) == 0
         # Its threads wait for each other by spinning: beside other workers several take a hundred times as long as one.
         call("llama_set_n_threads", None, c.c_void_p, c.c_int32, c.c_int32)(context, 1, 1)
         batch = call("llama_batch_init", _Batch, c.c_int32, c.c_int32, c.c_int32)(len(tokens), 0, 1)

@@ -14,8 +14,7 @@ import numpy as np
 from weightsmith import _methods as methods
 from weightsmith._base.tensors import DTYPES, DType, TensorSpec
 from weightsmith._engine.local import DiscardedOutput, run
-from weightsmith._engine.resources import Resources, Workload
-from weightsmith._engine.tiles import TILE_BYTES
+from weightsmith._engine.resources import TILE_BYTES, Resources, Workload
 from weightsmith._files.containers import make_layout
 from weightsmith._models.checkpoint import open_checkpoint
 from weightsmith._models.structure.projections import SubMatrix

@@ -61,6 +61,7 @@ NAMES = [
     "__version__",
     "auto",
     "block_method",
+    "convert_lora",
     "demo_models",
     "dequantize",
     "diff",

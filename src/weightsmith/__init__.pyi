@@ -7,6 +7,7 @@ from weightsmith._app.api import plan as plan
 from weightsmith._app.api import quantize as quantize
 from weightsmith._app.api import run as run
 from weightsmith._app.demo import demo_models as demo_models
+from weightsmith._app.features import convert_lora as convert_lora
 from weightsmith._app.features import extract_lora as extract_lora
 from weightsmith._app.features import statistics as statistics
 from weightsmith._app.features import transplant_tokenizer as transplant_tokenizer
@@ -42,8 +43,8 @@ from weightsmith._base.errors import WeightsmithError as WeightsmithError
 from weightsmith._base.errors import WorkerLost as WorkerLost
 from weightsmith._base.report import Report as Report
 from weightsmith._engine.local import Progress as Progress
-from weightsmith._execution.memory import merge_state_dicts as merge_state_dicts
 from weightsmith._execution.run import Merged as Merged
+from weightsmith._execution.state_dicts import merge_state_dicts as merge_state_dicts
 from weightsmith._methods import methods as methods
 from weightsmith._methods.signature import Bounds as Bounds
 from weightsmith._methods.signature import PerModel as PerModel

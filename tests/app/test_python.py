@@ -257,6 +257,7 @@ def test_a_size_may_be_text(recipe: dict[str, Any]) -> None:
         ("quantize", ["bits", "imatrix"]),
         ("dequantize", ["max_shard_bytes"]),
         ("extract_lora", ["max_rank", "energy"]),
+        ("convert_lora", ["layout", "base"]),
         ("transplant_tokenizer", ["approximation", "k"]),
         ("run", ["threads"]),
         ("preview", ["out_dtype"]),

@@ -22,7 +22,7 @@ from weightsmith._base.errors import PlanError
 from weightsmith._base.options import Option, read_options
 from weightsmith._base.tensors import DTYPES, DType
 from weightsmith._execution.options import RunOptions
-from weightsmith._features.adapters.options import ExtractSettings
+from weightsmith._features.adapters.options import ConvertSettings, ExtractSettings
 from weightsmith._features.quantisation.formats import FORMATS
 from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._features.transplant.approximations import APPROXIMATIONS
@@ -44,6 +44,7 @@ KEYWORDS = {
     RecipeOptions: keywords.RecipeKeywords,
     QuantizeSettings: keywords.QuantizeKeywords,
     ExtractSettings: keywords.ExtractKeywords,
+    ConvertSettings: keywords.ConvertKeywords,
     TransplantSettings: keywords.TransplantKeywords,
     EvaluateSettings: keywords.EvaluateKeywords,
     StatisticsSettings: keywords.StatisticsKeywords,
@@ -143,7 +144,7 @@ def test_the_dtype_of_the_output_has_one_name_in_all_commands() -> None:
         for command in option.commands:
             assert option.keyword(command) != "dtype", f"{record.__name__} in {command}"
     having = {command for command, each in COMMANDS.items() if any("--out-dtype" in param.opts for param in each.params)}
-    assert having == {"merge", "moe", "plan", "preview", "quantize", "dequantize", "extract-lora"}
+    assert having == {"merge", "moe", "plan", "preview", "quantize", "dequantize", "extract-lora", "convert-lora"}
 
 
 def test_choices_are_what_the_features_have() -> None:
@@ -192,6 +193,7 @@ CALLS: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "quantize": (weightsmith.quantize, ("m", "out", "int8")),
     "dequantize": (weightsmith.dequantize, ("m", "out")),
     "extract_lora": (weightsmith.extract_lora, ("a", "b", "out")),
+    "convert_lora": (weightsmith.convert_lora, ("a", "out")),
     "transplant_tokenizer": (weightsmith.transplant_tokenizer, ("a", "b", "out")),
     "statistics": (weightsmith.statistics, ("m", "built-in", "out")),
     "run": (weightsmith.run, ("plan.json", "out")),

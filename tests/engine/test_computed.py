@@ -19,9 +19,8 @@ from weightsmith._base.errors import NonFinite
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._engine.computed import Computed
 from weightsmith._engine.local import open_merge
-from weightsmith._engine.resources import Resources
+from weightsmith._engine.resources import Cut, Resources
 from weightsmith._engine.schedule import ActiveStep, LeafPass, Scheduler
-from weightsmith._engine.tiles import Cut
 from weightsmith._models.checkpoint import open_checkpoint
 from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner import prepare

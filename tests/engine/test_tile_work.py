@@ -13,11 +13,10 @@ from weightsmith._base.errors import NonFinite
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._engine.local import DiscardedOutput
 from weightsmith._engine.reader import Reader
-from weightsmith._engine.resources import Resources
+from weightsmith._engine.resources import Buffers, Resources
 from weightsmith._engine.results import Results
 from weightsmith._engine.schedule import APPLY, ActiveStep, LeafPass
 from weightsmith._engine.tile_work import Copier, Encoder, Finite, Merger
-from weightsmith._engine.tiles import Buffers
 from weightsmith._files.arrays import view_of
 from weightsmith._models.formats import find_encoding
 from weightsmith._models.sources.composed import StateDict

@@ -19,7 +19,7 @@ from tests.mini import write_checkpoint
 from tests.sampling import sampled
 from weightsmith._base.errors import NonFinite, PlanError, UnknownName
 from weightsmith._base.tensors import DTYPES
-from weightsmith._execution.memory import merge_state_dicts
+from weightsmith._execution.state_dicts import merge_state_dicts
 from weightsmith._methods import get
 
 Models = list[dict[str, np.ndarray]]

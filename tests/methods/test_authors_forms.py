@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from weightsmith._execution.memory import merge_state_dicts
+from weightsmith._execution.state_dicts import merge_state_dicts
 
 Model = dict[str, np.ndarray]
 Deltas = list[Model]

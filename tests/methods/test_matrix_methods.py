@@ -27,8 +27,8 @@ from weightsmith._base.errors import CannotResume, ParameterError, PlanError
 from weightsmith._base.installation import install
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._base.torch_use import one_thread
+from weightsmith._engine.resources import Cut, fit_resident_bytes, fit_tile_bytes, peak_memory_bytes
 from weightsmith._engine.schedule import ActivePass, ActiveStep, LeafPass, Scheduler
-from weightsmith._engine.tiles import Cut, fit_resident_bytes, fit_tile_bytes, peak_memory_bytes
 from weightsmith._execution.identity import merges_on_device, work_identity
 from weightsmith._methods import cart, iso_c, iso_cts, resmerge, star, svc, tsv_m, wudi
 from weightsmith._methods.jobs.decompose import polar, thin_svd

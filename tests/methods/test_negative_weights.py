@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from weightsmith._execution.memory import merge_state_dicts
+from weightsmith._execution.state_dicts import merge_state_dicts
 
 ELECTED: dict[str, dict[str, Any]] = {
     "ties": {"normalize": True},

@@ -1,4 +1,4 @@
-"""The Python API of features beside merges: `extract_lora`, `transplant_tokenizer` and `statistics`."""
+"""The Python API of features beside merges: `extract_lora`, `convert_lora`, `transplant_tokenizer` and `statistics`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from weightsmith._app.api import make
 from weightsmith._base.options import lists_options, read_options
 from weightsmith._execution.options import RunOptions
 from weightsmith._execution.run import Merged
-from weightsmith._features.adapters.options import ExtractSettings
+from weightsmith._features.adapters.options import ConvertSettings, ExtractSettings
 from weightsmith._features.transplant.options import TransplantSettings
 
 if TYPE_CHECKING:
     from weightsmith._engine.local import Progress
-    from weightsmith._reports.keywords import ExtractKeywords, StatisticsKeywords, TransplantKeywords
+    from weightsmith._reports.keywords import ConvertKeywords, ExtractKeywords, StatisticsKeywords, TransplantKeywords
 
 
 @lists_options("extract_lora", ExtractSettings, RunOptions)
@@ -44,6 +44,30 @@ def extract_lora(
 
     settings, running = read_options("extract_lora", options, ExtractSettings, RunOptions)
     return make(lambda: prepare_extraction(finetuned, base, settings), "storing", out, running, progress, rechecking)
+
+
+@lists_options("convert_lora", ConvertSettings, RunOptions)
+def convert_lora(
+    adapter: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    progress: Callable[[Progress], None] | bool = True,
+    rechecking: Callable[[int, int], None] | None = None,
+    **options: Unpack[ConvertKeywords],
+) -> Merged:
+    """Write an adapter as another program reads it, into a new folder.
+
+    adapter  folder or Hub id of an adapter, or a file of factors: safetensors, or GGUF as llama.cpp has it
+
+    Everything else is as for `merge`. Raises PlanError for what the program does not read, such as DoRA in llama.cpp.
+
+    >>> weightsmith.convert_lora("adapter", "for-llama", layout="llama.cpp", base="base").plan.container  # doctest: +SKIP
+    'gguf-adapter'
+    """
+    from weightsmith._features.adapters.convert import prepare_conversion
+
+    settings, running = read_options("convert_lora", options, ConvertSettings, RunOptions)
+    return make(lambda: prepare_conversion(adapter, settings), "converting", out, running, progress, rechecking)
 
 
 @lists_options("transplant_tokenizer", TransplantSettings, RunOptions)

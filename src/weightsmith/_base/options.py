@@ -34,6 +34,7 @@ RECORDS = (
     "_features.quantisation.options:QuantizeSettings",
     "_execution.options:RunOptions",
     "_features.adapters.options:ExtractSettings",
+    "_features.adapters.options:ConvertSettings",
     "_features.transplant.options:TransplantSettings",
     "_reports.options:EvaluateSettings",
     "_activations.options:StatisticsSettings",

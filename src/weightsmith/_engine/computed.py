@@ -17,11 +17,10 @@ import numpy as np
 from weightsmith._base.files import Extent
 from weightsmith._base.tensors import DType, TensorSpec
 from weightsmith._engine.reader import Reader, Source
-from weightsmith._engine.resources import DEFAULTS, Resources
+from weightsmith._engine.resources import DEFAULTS, Buffers, Resources
 from weightsmith._engine.results import Results
 from weightsmith._engine.schedule import APPLY, ActiveStep, LeafPass, Scheduler, Task
 from weightsmith._engine.tile_work import Finite, Merger
-from weightsmith._engine.tiles import Buffers
 from weightsmith._files.hf_folder import natural_key
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._plans import COPY, Gather, Plan, Read, Step

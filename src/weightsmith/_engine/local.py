@@ -21,11 +21,10 @@ from weightsmith._engine.computed import Computed, inner_passes
 from weightsmith._engine.product_graph import Computation, ProductGraph
 from weightsmith._engine.products import find_kind
 from weightsmith._engine.reader import Reader
-from weightsmith._engine.resources import DEFAULTS, WHOLE, Resources, Workload
+from weightsmith._engine.resources import DEFAULTS, WHOLE, Buffers, Resources, Workload
 from weightsmith._engine.results import Results
 from weightsmith._engine.schedule import APPLY, ActivePass, ActiveStep, LeafPass, ReductionPass, Scheduler, Task
 from weightsmith._engine.tile_work import Copier, Encoder, Finite, Merger
-from weightsmith._engine.tiles import Buffers
 from weightsmith._files.remote.ahead import ReadAhead
 from weightsmith._kernels.jit import is_compiling, leave
 from weightsmith._models.checkpoint import Checkpoint

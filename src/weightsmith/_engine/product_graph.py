@@ -18,11 +18,10 @@ from weightsmith._base.errors import WeightsmithError
 from weightsmith._base.process import return_freed
 from weightsmith._engine.products import find_kind
 from weightsmith._engine.reader import Reader
-from weightsmith._engine.resources import Resources, Workload
+from weightsmith._engine.resources import Buffers, Cut, Resources, Workload
 from weightsmith._engine.results import Results
 from weightsmith._engine.schedule import Reduced, ReductionPass, Scheduler, Task
 from weightsmith._engine.tile_work import Finite
-from weightsmith._engine.tiles import Buffers, Cut
 from weightsmith._kernels.jit import leave
 from weightsmith._plans import Plan, Product, Step
 from weightsmith.abc.job import Tile

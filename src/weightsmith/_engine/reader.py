@@ -14,9 +14,8 @@ from weightsmith import _methods as methods
 from weightsmith._base.files import Extent, read_into
 from weightsmith._base.tensors import DType, grain_elements
 from weightsmith._base.torch_use import named_device
-from weightsmith._engine.resources import DEFAULTS, Resources
+from weightsmith._engine.resources import DEFAULTS, INPUTS_BYTES, TILE_BYTES, Buffers, Cut, Resources, cut, tile_grains
 from weightsmith._engine.results import Results
-from weightsmith._engine.tiles import INPUTS_BYTES, TILE_BYTES, Buffers, Cut, cut, tile_grains
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._plans import COPY, PRODUCTS, Block, Gather, Plan, Product, Read, Step
 from weightsmith.abc.job import Bytes, Job, Matrix

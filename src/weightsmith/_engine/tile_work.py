@@ -18,8 +18,8 @@ import numpy.typing as npt
 from weightsmith._base.errors import Finding, MismatchError, NonFinite
 from weightsmith._base.tensors import GRAIN_ELEMENTS, DType, TensorSpec
 from weightsmith._engine.reader import Inputs, Reader
+from weightsmith._engine.resources import Buffers, Cut
 from weightsmith._engine.schedule import ActiveStep, Gathered, LeafPass
-from weightsmith._engine.tiles import Buffers, Cut
 from weightsmith._kernels.codecs import Encoded, any_nonfinite, decode, first_nonfinite
 from weightsmith._kernels.delta import distance
 from weightsmith._models.formats import Encoding, find_encoding

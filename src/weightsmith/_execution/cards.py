@@ -20,7 +20,7 @@ from weightsmith._base.redaction import redacted
 from weightsmith._base.text import code, markdown
 from weightsmith._engine.computed import Computed
 from weightsmith._execution.report import Moved, to_markdown
-from weightsmith._files.containers import ADAPTERS, DIFFUSERS_LORA, GGUF, PEFT, SAFETENSORS, ShardLayout
+from weightsmith._files.containers import ADAPTERS, DIFFUSERS_LORA, GGUF, GGUF_ADAPTER, PEFT, SAFETENSORS, ShardLayout
 from weightsmith._models.card import hub_id_of, read_card
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._plans import PLAIN, ModelInput, Plan
@@ -174,6 +174,8 @@ def _usage(plan: Plan, name: str, branch: str = "") -> str:
         return "\n## Usage\n\n```python\n" + "\n".join(lines) + "\n```\n"
     if plan.container == DIFFUSERS_LORA:
         return f"\n## Usage\n\n```python\npipeline.load_lora_weights({_quoted(name)}{at})\n```\n"
+    if plan.container == GGUF_ADAPTER:
+        return f"\n## Usage\n\n```bash\nllama-cli -m base.gguf --lora {name}/{plan.layout.shards[0].name}\n```\n"
     if plan.container == GGUF:
         files = [f"{name}/{shard.name}" for shard in plan.layout.shards]
         command = (

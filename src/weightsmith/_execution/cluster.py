@@ -51,7 +51,7 @@ from weightsmith._execution.execute import PRODUCTS_LABEL, PartDone, execute_par
 from weightsmith._execution.identity import facts, work_identity
 from weightsmith._execution.options import RunOptions
 from weightsmith._execution.run import Helped, RunRequest, finished_steps, kept_products
-from weightsmith._files.containers import GGUF
+from weightsmith._files.containers import GGUF, GGUF_ADAPTER
 from weightsmith._files.safetensors import collector_paused
 from weightsmith._outputs.journal import changes
 from weightsmith._outputs.local import is_address
@@ -477,7 +477,7 @@ def few_files(plan: Plan, slots: int) -> tuple[Finding, ...]:
 def is_portable(prepared: Prepared) -> bool:
     """Whether every machine writes the same bytes, so that two may do the same part."""
     plan = prepared.plan
-    if plan.container == GGUF or any(stage.plan.provenance.code for stage in prepared.stages):  # others' code
+    if plan.container in (GGUF, GGUF_ADAPTER) or any(stage.plan.provenance.code for stage in prepared.stages):  # others' code
         return False
     reader = Reader(plan, prepared.inputs, Results(plan))
     known: dict[object, bool] = {}

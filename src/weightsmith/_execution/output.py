@@ -21,6 +21,7 @@ from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._outputs.area import staging_folder
 from weightsmith._outputs.journal import read_journal
 from weightsmith._outputs.locks import JOURNAL
+from weightsmith._outputs.manifest import MANIFEST_NAME
 from weightsmith._outputs.places import place_of, remove_published
 from weightsmith._outputs.staging import staged_path
 from weightsmith._planning.planner import Prepared
@@ -127,6 +128,16 @@ def other_bytes(plan: Plan, donor: Checkpoint, options: RunOptions) -> int:
     carried += sum(map(len, plan.files.values()))
     page = 0 if options.report is None else _MAX_PAGE_BYTES
     return carried + len(json.dumps(plan.config)) + 2 * len(plan.recipe.encode()) + (64 << 10) + page
+
+
+def other_names(plan: Plan, options: RunOptions) -> set[str]:
+    """The names of all files except weights; reports of products may add some."""
+    names = {*plan.carried, *plan.files, MANIFEST_NAME}
+    names |= {_CONFIG_NAMES[plan.container]} if plan.config is not None and plan.container in _CONFIG_NAMES else set()
+    names |= {RECIPE_NAME} if plan.follows_recipe else set()
+    names |= {CARD_NAME} if options.card else set()
+    names |= {PAGE_NAME} if options.report is not None else set()
+    return names | set(plan.layout.indexes)
 
 
 def other_files(

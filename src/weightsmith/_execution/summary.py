@@ -15,9 +15,10 @@ from weightsmith._engine.computed import Computed
 from weightsmith._engine.local import visits, whole_passes
 from weightsmith._engine.product_graph import most_bytes
 from weightsmith._engine.reader import Reader
+from weightsmith._engine.resources import peak_memory_bytes
 from weightsmith._engine.results import Results
-from weightsmith._engine.tiles import peak_memory_bytes
 from weightsmith._execution.options import RunOptions, resources_of, tensors_bytes
+from weightsmith._execution.output import other_names
 from weightsmith._execution.progress import similar_time
 from weightsmith._features.quantisation.calibration.weights import (
     CALIBRATED,
@@ -31,6 +32,8 @@ from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import analyse
 from weightsmith._models.structure.projections import role_of
 from weightsmith._models.structure.vocabulary import is_head, is_vocabulary
+from weightsmith._outputs.bucket_store import CLAIM_WRITES, look_requests, put_requests
+from weightsmith._outputs.hub_repository import COMMIT_REQUESTS, FILE_REQUESTS
 from weightsmith._planning.follow_ups import follow_up_kind
 from weightsmith._planning.planner.encode import stored_plain
 from weightsmith._planning.planner.prepared import Prepared, stream
@@ -41,12 +44,14 @@ from weightsmith._plans.summary import (
     KindFacts,
     Memory,
     ModuleFacts,
+    OpeningEstimate,
     OpFacts,
     StackFacts,
     StageFacts,
     StoredFacts,
     Summary,
     TextFacts,
+    UploadEstimate,
     config_changes,
 )
 
@@ -84,6 +89,8 @@ def summarise(prepared: Prepared, options: RunOptions) -> Summary:
         passes=reading.passes,
         memory=_memory(prepared, options, reading.resident_bytes),
         transfer=estimate(visits(reader, plan.steps, plan.products), options.stream_cache_bytes),
+        opening=_opening(prepared),
+        upload=_upload(prepared, options),
         downloads=_downloads(prepared),
         time=None if plan.then is not None else similar_time(plan, options, reading.read_bytes + write_bytes),
         ops=_ops(shown),
@@ -231,6 +238,26 @@ def _downloads(prepared: Prepared) -> tuple[Download, ...]:
     repositories = [repository for checkpoint in prepared.inputs for repository in checkpoint.repositories]
     downloads = {r.folder / name: Download(r.name, name, nbytes) for r in repositories for name, nbytes in r.missing.items()}
     return tuple(downloads.values())
+
+
+def _opening(prepared: Prepared) -> OpeningEstimate:
+    """What has been transferred so far, and the files that a run in another process brings besides."""
+    folders = {r.folder: r for checkpoint in prepared.inputs for r in checkpoint.repositories}.values()
+    transfers = [transfer for folder in folders for transfer in (folder.headers, folder.brought)]
+    return OpeningEstimate(sum(requests for requests, _ in transfers), sum(nbytes for _, nbytes in transfers))
+
+
+def _upload(prepared: Prepared, options: RunOptions) -> UploadEstimate:
+    layout, others = prepared.plan.layout, other_names(prepared.plan, options)
+    weights = [shard.nbytes for shard in layout.shards]
+    puts = [put_requests(nbytes) for nbytes in weights]
+    return UploadEstimate(
+        files=len(weights) + len(others),
+        nbytes=sum(weights),
+        bucket_writes=sum(puts) + len(others) + CLAIM_WRITES,
+        bucket_reads=look_requests(len(weights)),
+        hub_writes=FILE_REQUESTS * len(weights) + COMMIT_REQUESTS,
+    )
 
 
 def _modules(prepared: Prepared, shown: Plan) -> tuple[ModuleFacts, ...]:

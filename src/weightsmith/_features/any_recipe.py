@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
-from weightsmith._base.errors import PlanError, undoing
+from weightsmith._base.errors import PlanError, Unsupported, undoing
 from weightsmith._base.options import find_option, named, option_error
 from weightsmith._features.quantisation import format_problems, store_as
 from weightsmith._features.quantisation.options import QuantizeSettings
@@ -65,6 +65,8 @@ def prepare_copy(model: str | os.PathLike[str], options: RecipeOptions, settings
     Raises PlanError with all problems.
     """
     request = read_plan_request(copy_of(model), "merge", options, settings)
+    if isinstance(request.recipe, Recipe) and (options.quantize or "").startswith("gguf"):
+        _check_no_adapter(request.recipe)
     prepared = assemble_request(replace(request, is_copy=True))
     provenance = Provenance("dequantize", f"Dequantised with weightsmith {__version__}.", relation="")
     if options.quantize is not None:
@@ -72,6 +74,15 @@ def prepare_copy(model: str | os.PathLike[str], options: RecipeOptions, settings
         provenance = Provenance("quantize", title, relation="quantized", format=options.quantize)
     prepared.draft.provenance = provenance
     return prepared.finish()
+
+
+def _check_no_adapter(recipe: Recipe) -> None:
+    """Raise PlanError for an adapter alone: llama.cpp reads these too, from a file of another kind."""
+    for ref in (entry.model for entry in recipe.models):
+        if is_adapter(ref):
+            fix = f"write it for llama.cpp: weightsmith convert-lora {ref.path} OUT --for llama.cpp --base BASE; or name the "
+            fix += f"model with it: BASE+{ref.path}"
+            raise PlanError([Unsupported("this is an adapter, not a model", where=ref.path, fix=fix)])
 
 
 def replan(prepared: Prepared, written: Written) -> Prepared:

@@ -268,7 +268,8 @@ GGUF = "gguf"
 PEFT = "peft"
 KOHYA = "kohya"
 DIFFUSERS_LORA = "diffusers-lora"
-ADAPTERS = frozenset({PEFT, KOHYA, DIFFUSERS_LORA})
+GGUF_ADAPTER = "gguf-adapter"
+ADAPTERS = frozenset({PEFT, KOHYA, DIFFUSERS_LORA, GGUF_ADAPTER})
 """Those that hold an adapter."""
 
 
@@ -278,6 +279,9 @@ CONTAINERS: Mapping[str, Callable[[Sequence[TensorSpec], int, Naming, bytes, byt
     GGUF: lambda specs, max_shard_bytes, naming, *headers: import_module("weightsmith._models.formats.gguf.layout").make_layout(
         specs, max_shard_bytes, *headers
     ),
+    GGUF_ADAPTER: lambda specs, max_shard_bytes, naming, *headers: import_module(
+        "weightsmith._models.formats.gguf.layout"
+    ).make_adapter_layout(specs, headers[0]),
     PEFT: lambda specs, *rest: make_adapter_layout(specs),
     KOHYA: lambda specs, *rest: make_adapter_layout(specs, KOHYA_NAME),
     DIFFUSERS_LORA: lambda specs, *rest: make_adapter_layout(specs, DIFFUSERS_LORA_NAME),

@@ -32,6 +32,10 @@ PART_BYTES = 8 << 20
 PARTS_AT_ONCE = 4
 """Parts of a file that are in memory together."""
 _MOST_PARTS = 9_000
+CLAIM_WRITES = 2
+"""Requests that create and delete the claim of a run."""
+_ARRANGING = 2
+"""Requests for a file in parts besides these: one begins the upload, and one completes it."""
 _MOST_OBJECTS = 100_000
 _DAMAGED = re.compile("<Code>(BadDigest|InvalidDigest|Md5Mismatch|XAmzContent(?:SHA256|Checksum)Mismatch)</Code>")
 """What stores answer if a body is not that of its checksum."""
@@ -42,6 +46,28 @@ _CREDENTIALS = (
     "AZURE_STORAGE_ACCOUNT_NAME and a key, token or identity: see docs/buckets.md"
 )
 _Result = TypeVar("_Result")
+
+
+def part_bytes(nbytes: int) -> int:
+    """Bytes of each part but the last of a file of this size."""
+    return max(PART_BYTES, -(-nbytes // _MOST_PARTS))
+
+
+def put_requests(nbytes: int) -> int:
+    """Requests that put a file of this size, as S3 and Google Cloud Storage count them. Azure needs one fewer for a large file.
+
+    >>> put_requests(PART_BYTES), put_requests(PART_BYTES + 1), put_requests(5 << 30)
+    (1, 4, 642)
+    """
+    return 1 if nbytes <= PART_BYTES else -(-nbytes // part_bytes(nbytes)) + _ARRANGING
+
+
+def look_requests(files: int) -> int:
+    """Lists and small reads of a run that puts so many weight files, and replaces nothing. A list has 1,000 objects.
+
+    For each file, the claim is read twice, and the objects are listed; when all are published, its mark is read twice.
+    """
+    return 5 * files + 10
 
 
 class Object(NamedTuple):
@@ -166,7 +192,7 @@ class Bucket:
                 path,
                 attributes={MARK: mark},
                 use_multipart=nbytes > PART_BYTES,
-                chunk_size=max(PART_BYTES, -(-nbytes // _MOST_PARTS)),
+                chunk_size=part_bytes(nbytes),
                 max_concurrency=PARTS_AT_ONCE,
             )
 

@@ -128,6 +128,10 @@ _MOST_COMMITS = 10
 """The most commits by others to search for one of ours whose answer was lost."""
 _BATCH = 100
 """Uploaded files that one request asks about."""
+FILE_REQUESTS = 4
+"""Requests that upload a weight file in one part: how to send it, where to, its bytes, whether they have arrived."""
+COMMIT_REQUESTS = 4
+"""Requests that write, for a model as a whole: create it, check its card, how to send the other files, the commit."""
 _AGAIN = "run again"
 _FIXES = {
     401: ("the Hub does not accept the token", "run `hf auth login`, or set HF_TOKEN, to a valid token that may write"),

@@ -158,6 +158,36 @@ class TimeEstimate:
 
 
 @dataclass(frozen=True, slots=True)
+class OpeningEstimate:
+    """What opening remote models transfers: headers of weight files, settings, tokenizers. Planning does it, and so does a run.
+
+    requests  of byte ranges; lists of files and files that huggingface_hub downloads are not counted
+    nbytes    of their answers
+    """
+
+    requests: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class UploadEstimate:
+    """What a run sends to a bucket or to the Hub, if nothing fails, is replaced, or was sent before.
+
+    files          weight files and others
+    nbytes         of the weight files; the others have a few MB at most
+    bucket_writes  requests that write to a bucket: PUT, and for files in parts POST. A part has 8 MiB or more
+    bucket_reads   requests that look at its objects: GET, HEAD and lists
+    hub_writes     requests to the Hub, if it takes each file in one part: PUT and POST
+    """
+
+    files: int
+    nbytes: int
+    bucket_writes: int
+    bucket_reads: int
+    hub_writes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Summary:
     """The totals of a plan. `print` shows the most important ones.
 
@@ -173,6 +203,8 @@ class Summary:
     memory          peak of resident memory
     downloads       files of Hub models that are neither cached nor streamed
     transfer        bytes that are streamed
+    opening         bytes transferred to open remote models
+    upload          if the output is in a bucket or on the Hub
     time            from similar runs; None without one
     ops             output tensors by op, most bytes first
     stored          output tensors by encoding, if some are encoded
@@ -199,6 +231,8 @@ class Summary:
     passes: int
     memory: Memory
     transfer: TransferEstimate
+    opening: OpeningEstimate
+    upload: UploadEstimate
     downloads: tuple[Download, ...] = ()
     time: TimeEstimate | None = None
     ops: tuple[OpFacts, ...] = ()
@@ -232,6 +266,8 @@ class Summary:
             "passes": self.passes,
             "download_bytes": self.download_bytes,
             "stream": asdict(self.transfer),
+            "opening": _record(self.opening),
+            "upload": None if self.measured else _record(self.upload),
             "peak_memory_bytes": self.memory.peak_bytes,
             "calibrates": self.memory.calibrates,
             "product_bytes": self.product_bytes,
@@ -255,7 +291,7 @@ class Summary:
         rows += [] if self.measured else [("write", size(self.write_bytes))]
         rows += [("read", reading_text(self))]
         rows += [("download", size(self.download_bytes))] if self.downloads else []
-        rows += [("stream", size(self.transfer.network_bytes))] if self.transfer.needed_bytes else []
+        rows += [("stream", stream_text(self.transfer))] if self.transfer.needed_bytes else []
         rows += [("memory", f"{size(self.memory.peak_bytes)} at most, with {count(self.memory.threads, 'thread')}")]
         rows += [] if self.time is None else [("time", time_text(self.time))]
         return "\n".join(f"{name:<9} {text}" for name, text in rows)
@@ -269,6 +305,11 @@ def reading_text(summary: Summary) -> str:
         facts.append(f"the inputs decoded: {size(summary.input_bytes)}")
     details = f" ({'; '.join(facts)})" if facts else ""
     return f"{'up to ' if several else ''}{size(summary.read_bytes)}{details}"
+
+
+def stream_text(transfer: TransferEstimate) -> str:
+    """What is transferred of streamed models, in words."""
+    return f"{size(transfer.network_bytes)} in {count(transfer.requests, 'request')}"
 
 
 def time_text(time: TimeEstimate) -> str:
@@ -292,4 +333,8 @@ def config_changes(old: Mapping[str, Any], new: Mapping[str, Any], path: str = "
 
 def _records(records: Sequence[Any]) -> list[dict[str, Any]]:
     """Records as JSON: their fields, and `bytes` for `nbytes`."""
-    return [{"bytes" if name == "nbytes" else name: value for name, value in asdict(one).items()} for one in records]
+    return [_record(one) for one in records]
+
+
+def _record(record: Any) -> dict[str, Any]:
+    return {"bytes" if name == "nbytes" else name: value for name, value in asdict(record).items()}

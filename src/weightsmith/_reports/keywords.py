@@ -40,6 +40,7 @@ class QuantizeKeywords(TypedDict, total=False):
     uniform: bool
     imatrix: str | os.PathLike[str] | None
     tensor_types: Sequence[str]
+    metadata: Sequence[str]
     mmproj: bool
     group_size: int | None
     kv_cache: str | None
@@ -85,6 +86,14 @@ class ExtractKeywords(RunKeywords, total=False):
     skip_undecomposable: bool
     layout: str
     intruder_scale: float
+    out_dtype: Any
+
+
+class ConvertKeywords(TypedDict, total=False):
+    """`ConvertSettings`."""
+
+    layout: str
+    base: str | os.PathLike[str] | None
     out_dtype: Any
 
 

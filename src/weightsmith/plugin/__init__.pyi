@@ -52,6 +52,7 @@ from weightsmith._methods.signature import merge_method as merge_method
 from weightsmith._methods.user import names_file as names_file
 
 # stored formats
+from weightsmith._models.ema import names_ema as names_ema
 from weightsmith._models.formats.config import method_of as method_of
 from weightsmith._models.formats.config import plain_dtype as plain_dtype
 from weightsmith._models.formats.decoded import F32 as F32

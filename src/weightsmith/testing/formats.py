@@ -25,7 +25,7 @@ from weightsmith._models.formats.config import config_entries
 from weightsmith._models.sources.composed import StateDict
 from weightsmith.abc.stored import WHOLE, Encoding, Modules, StoredFormat
 from weightsmith.abc.tensors import Tensors, read
-from weightsmith.testing.errors import raised
+from weightsmith.testing.sources import raised
 
 # ---- The tests that every encoding must pass
 

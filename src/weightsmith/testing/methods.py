@@ -21,12 +21,12 @@ from weightsmith._base.errors import NonFinite
 from weightsmith._base.tensors import DTYPES
 from weightsmith._engine.local import DiscardedOutput, run
 from weightsmith._engine.resources import Resources, Workload
+from weightsmith._execution.state_dicts import plan_state_dicts
 from weightsmith._methods import NAMES
 from weightsmith._methods.base import Method
 from weightsmith._methods.user import at_hand
 from weightsmith._models.sources.composed import StateDict
-from weightsmith._planning.planner.state_dicts import plan_state_dicts
-from weightsmith.testing.errors import raised
+from weightsmith.testing.sources import raised
 
 _BF16 = DTYPES["BF16"].numpy
 _NAME = "model.layers.0.mlp.up_proj.weight"

@@ -26,9 +26,18 @@ from unittest import SkipTest
 
 import numpy as np
 
-from weightsmith._base.errors import CheckpointError, NotFound, ParameterError
+from weightsmith._base.errors import CheckpointError, NotFound, ParameterError, WeightsmithError
 from weightsmith.abc.tensors import Tensors, read
-from weightsmith.testing.errors import raised
+
+
+def raised(call: Callable[[], object]) -> WeightsmithError | None:
+    """The error of a call; None without one."""
+    try:
+        call()
+    except WeightsmithError as error:
+        return error
+    return None
+
 
 _THREADS = 8
 

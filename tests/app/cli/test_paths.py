@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli_help import LINEAR, Cli, cli
+from tests.cli_help import LINEAR, Cli, cli, make_adapter
 from tests.output_help import tree
 
 __all__ = ["cli"]
@@ -44,6 +44,7 @@ READ: dict[str, Callable[[str], list[str]]] = {
     "quantize": lambda path: ["quantize", path, "out", "--format", "fp8-dynamic"],
     "dequantize": lambda path: ["dequantize", path, "out"],
     "extract-lora": lambda path: ["extract-lora", path, "a", "out"],
+    "convert-lora": lambda path: ["convert-lora", path, "out"],
     "extract-lora base": lambda path: ["extract-lora", "a", path, "out"],
     "transplant-tokenizer": lambda path: ["transplant-tokenizer", path, "b", "out"],
     "transplant-tokenizer donor": lambda path: ["transplant-tokenizer", "a", path, "out"],
@@ -75,6 +76,7 @@ WRITTEN: dict[str, Callable[[str], list[str]]] = {
     "quantize": lambda path: ["quantize", "a", path, "--format", "fp8-dynamic"],
     "dequantize": lambda path: ["dequantize", "a", path],
     "extract-lora": lambda path: ["extract-lora", "a", "b", path],
+    "convert-lora": lambda path: ["convert-lora", "adapter", path],
     "transplant-tokenizer": lambda path: ["transplant-tokenizer", "a", "b", path],
     "statistics": lambda path: ["statistics", "a", "built-in", path, "--tokens", "8", "--rows", "1"],
     "inspect --report": lambda path: ["inspect", "a", "--report", path],
@@ -117,6 +119,7 @@ def here(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in "ab":
         shutil.copytree(models / name, folder / name)
     (folder / "linear.yml").write_text(LINEAR)
+    make_adapter(folder / "adapter")
     (folder / "file").write_text("mine")
     (folder / "loop").symlink_to("loop")
     (folder / "broken").symlink_to("nowhere")

@@ -16,7 +16,7 @@ import pytest
 import typer
 
 from tests import fake_hub
-from tests.cli_help import LINEAR, Cli, cli, work
+from tests.cli_help import LINEAR, Cli, cli, make_adapter, work
 from weightsmith._app.cli.app import make_app
 from weightsmith._base import redaction
 
@@ -49,6 +49,7 @@ SUCCEEDING: dict[str, list[list[str]]] = {
     "quantize": [["a", "out", "--format", "fp8-dynamic"]],
     "dequantize": [["a", "out"]],
     "extract-lora": [["a", "b", "out"]],
+    "convert-lora": [["adapter", "out"]],
     "transplant-tokenizer": [["a", "b", "out"]],
     "statistics": [["a", "built-in", "out"]],
     "auto": [["a", "b", "c", "out"]],
@@ -114,6 +115,7 @@ def marked(work: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         "all_proxy": f"http://{user}@127.0.0.1:9",
         "no_proxy": "127.0.0.1",
     }
+    make_adapter(work / "adapter")
     (work / "made").mkdir()
     (work / "made" / "weightsmith.json").write_text("{}")
     for name, value in marks.items():

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli_help import LINEAR, environment, make_models, run_process
+from tests.cli_help import LINEAR, environment, make_adapter, make_models, run_process
 from tests.features.transplant.test_transplant import pair
 
 MOE = """base_model: model
@@ -31,6 +31,7 @@ COMMANDS: dict[str, tuple[list[str], str]] = {
     "quantize": (["a", "OUT", "--format", "fp8-dynamic"], "The output is complete: "),
     "dequantize": (["quantised", "OUT"], "The output is complete: "),
     "extract-lora": (["a", "b", "OUT", "--max-rank", "2"], "The output is complete: "),
+    "convert-lora": (["adapter", "OUT"], "The output is complete: "),
     "transplant-tokenizer": (["model", "donor", "OUT", "--approximation", "mean"], "The output is complete: "),
     "run": (["plan.json", "OUT"], "The output is complete: "),
     "verify": (["done"], ""),
@@ -99,6 +100,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what the commands read."""
     folder = tmp_path_factory.mktemp("streams")
     make_models(folder)
+    make_adapter(folder / "adapter")
     pair(folder)
     (folder / "linear.yml").write_text(LINEAR)
     (folder / "moe.yml").write_text(MOE)

@@ -293,6 +293,7 @@ STARTED: dict[str, list[str]] = {
     "quantize": ["a", "OUT", "--format", "fp8-dynamic"],
     "dequantize": ["a", "OUT"],
     "extract-lora": ["a", "b", "OUT"],
+    "convert-lora": ["a", "OUT"],
     "transplant-tokenizer": ["a", "b", "OUT"],
     "statistics": ["a", "built-in", "OUT"],
     "auto": ["a", "b", "c", "OUT"],

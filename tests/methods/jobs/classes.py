@@ -13,7 +13,7 @@ import numpy as np
 
 from tests.cases.case import fine_tunes
 from weightsmith._base.tensors import DTYPES, grain_elements
-from weightsmith._engine.tiles import Cut, cut
+from weightsmith._engine.resources import Cut, cut
 from weightsmith._kernels.elementwise import merge_clipped
 from weightsmith._methods.jobs.combination import ColumnJob, CombinationJob, GramJob, RowJob, SharesJob
 from weightsmith._methods.jobs.elementwise import ActiveJob, ElementwiseJob, FusionJob, SceJob

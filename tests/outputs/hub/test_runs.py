@@ -837,3 +837,13 @@ def test_a_folder_that_cannot_be_removed_after_the_commit_is_named(
     assert left.where == str(staging(here)[0])
     assert "run again" not in left.fix
     assert len(hub.written["org/out"].commits) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("max_shard_bytes", [SHARD, 1_000_000_000])
+def test_a_plan_predicts_the_requests_that_write(here: Path, hub: FakeHub, max_shard_bytes: int) -> None:
+    upload = weightsmith.plan(RECIPES["linear"][1], max_shard_bytes=max_shard_bytes).summary().upload
+    run("linear", max_shard_bytes=max_shard_bytes)
+    assert sum(seen.method in ("PUT", "POST") for seen in hub.seen) == upload.hub_writes
+    assert len(hub.pushed["org/out"]) == upload.files
+    assert sum(len(data) for data in hub.objects.values()) == upload.nbytes

@@ -19,7 +19,7 @@ from tests.cli_help import environment
 from tests.mini import write_checkpoint
 from tests.plan_help import plan
 from tests.work import steps
-from weightsmith._engine.tiles import INPUTS_BYTES, MIN_TILE_BYTES, TILE_BYTES, fit_tile_bytes, peak_memory_bytes
+from weightsmith._engine.resources import INPUTS_BYTES, MIN_TILE_BYTES, TILE_BYTES, fit_tile_bytes, peak_memory_bytes
 
 pytestmark = pytest.mark.process
 

@@ -2,7 +2,7 @@
 
     app.py             the commands together
     merge.py           merge, moe, run
-    convert.py         extract-lora, quantize, dequantize, transplant-tokenizer
+    convert.py         extract-lora, convert-lora, quantize, dequantize, transplant-tokenizer
     plan.py            plan
     look.py            inspect, diff, preview, verify, status
     score.py           eval, tune, auto, write, statistics
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 WORKING = (
     "merge", "moe", "plan", "preview", "inspect", "diff", "eval", "tune", "studio", "quantize", "dequantize", "extract-lora",
-    "transplant-tokenizer", "statistics", "auto", "write", "run", "verify", "status", "clean", "doctor", "demo",
+    "convert-lora", "transplant-tokenizer", "statistics", "auto", "write", "run", "verify", "status", "clean", "doctor", "demo",
 )  # fmt: skip
 """Commands that take a while. Each shows a `status_line`."""
 

@@ -55,6 +55,10 @@ COMMANDS: Mapping[str, str] = {
         "train with another program, such as TRL or Axolotl: weightsmith merges what it makes",
     ),
     **dict.fromkeys(("lora", "merge-lora", "apply-lora", "bake", "merge-adapter", "export-lora", "llama-export-lora"), _LORA),
+    **dict.fromkeys(
+        ("convert-lora-to-gguf", "lora-to-gguf", "convert_lora_to_gguf.py"),
+        "run weightsmith convert-lora ADAPTER OUT --for llama.cpp --base MODEL",
+    ),
     **dict.fromkeys(("extract", "lora-extract"), "run weightsmith extract-lora FINETUNED BASE OUT"),
     **dict.fromkeys(("compare", "cmp", "delta"), "run weightsmith diff MODEL MODEL, or eval to compare their perplexity"),
     **dict.fromkeys(

@@ -21,7 +21,9 @@ MAKE, LOOK, WRITE, KEEP = "Make a model", "Look before and after", "Write a reci
 COMMANDS: dict[str, tuple[str, dict[str, Any]]] = {
     "merge": (MAKE, {"cls": MergeCommand, "epilog": _MERGEKIT.format("yaml")}),
     "moe": (MAKE, {"cls": MoeCommand, "epilog": _MERGEKIT.format("moe")}),
-    **dict.fromkeys(("quantize", "dequantize", "extract-lora", "transplant-tokenizer", "auto", "tune", "run"), (MAKE, {})),
+    **dict.fromkeys(
+        ("quantize", "dequantize", "extract-lora", "convert-lora", "transplant-tokenizer", "auto", "tune", "run"), (MAKE, {})
+    ),
     "plan": (LOOK, {"cls": MoeCommand}),
     **dict.fromkeys(("preview", "inspect", "diff", "eval", "statistics", "write", "verify", "status"), (LOOK, {})),
     **dict.fromkeys(("init", "methods", "schema", "studio"), (WRITE, {})),
@@ -31,7 +33,7 @@ COMMANDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 _PLACES = {
     **{name: f"merge:{name}" for name in ("moe", "run")},
-    **{name: f"convert:{name}" for name in ("quantize", "dequantize", "extract-lora", "transplant-tokenizer")},
+    **{name: f"convert:{name}" for name in ("quantize", "dequantize", "extract-lora", "convert-lora", "transplant-tokenizer")},
     **{name: f"look:{name}" for name in ("inspect", "diff", "preview", "verify", "status")},
     **{name: f"score:{name}" for name in ("tune", "auto", "write", "statistics")},
     **{name: f"recipes:{name}" for name in ("init", "methods", "schema", "studio")},

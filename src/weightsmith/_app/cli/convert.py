@@ -1,4 +1,4 @@
-"""`weightsmith extract-lora`, `quantize`, `dequantize` and `transplant-tokenizer`: what changes one model."""
+"""`weightsmith extract-lora`, `convert-lora`, `quantize`, `dequantize` and `transplant-tokenizer`: what changes one model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weightsmith._app.cli.plan import show_plan
 from weightsmith._app.cli.work import show_warnings, working
 from weightsmith._base.text import count, result, say, show_json, show_table
 from weightsmith._execution.options import RunOptions
-from weightsmith._features.adapters.options import ExtractSettings
+from weightsmith._features.adapters.options import ConvertSettings, ExtractSettings
 from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._features.transplant.options import TransplantSettings
 from weightsmith._planning.options import RecipeOptions
@@ -40,7 +40,7 @@ def extract_lora(
 ) -> None:
     """Extract a LoRA adapter of FINETUNED into OUT.
 
-    PEFT loads the adapter, and BASE+OUT names the model with it in a recipe. OUT is created only when complete. If
+    PEFT loads the adapter. In a recipe, BASE+OUT is the model with the adapter applied. OUT is created only when complete. If
     interrupted, run the same command again to resume; decompositions are reused for other ranks.
 
     Examples:
@@ -88,6 +88,46 @@ def _show_plan(plan: Plan, *, as_json: bool) -> None:
     result(f"factors of at most {parameters:,} parameters; {count(compared, 'other tensor')} compared")
 
 
+@options.expand
+def convert_lora(
+    adapter: Annotated[str, typer.Argument(metavar="ADAPTER", help="Adapter: a folder, a file or a Hub id.")],
+    settings: ConvertSettings,
+    running: RunOptions,
+    out: options.OutOrPlan = "",
+    plan_only: Annotated[bool, typer.Option("--plan", help="Show the tensors; write nothing.")] = False,
+    quiet: options.Quiet = False,
+    as_json: options.Json = False,
+) -> None:
+    """Convert ADAPTER for another program, in OUT.
+
+    OUT is created only when complete.
+
+    Examples:
+        weightsmith convert-lora ./adapter ./gguf --for llama.cpp --base org/base
+        weightsmith convert-lora adapter.gguf ./adapter --for peft --base org/base
+    """
+    options.check_out(out, plan=plan_only)
+    with working("reading the adapter's header", out=out, quiet=quiet, as_json=as_json) as work:
+        if plan_only:
+            from weightsmith._features.adapters.convert import prepare_conversion
+
+            with prepare_conversion(adapter, settings) as prepared:
+                show_warnings(prepared.plan, prepared.source)
+                _show_tensors(prepared.plan, as_json=as_json)
+            return
+        work.make(weightsmith.convert_lora, adapter, records=(settings, running))
+
+
+def _show_tensors(plan: Plan, *, as_json: bool) -> None:
+    if as_json:
+        show_json(plan.to_json(), exact=True)
+        return
+    stored = [spec for step in plan.steps for spec in step.stored]
+    rows = [(spec.name, " x ".join(map(str, spec.shape)), spec.dtype.name) for spec in stored]
+    show_table(("tensor", "shape", "dtype"), rows)
+    result(f"{count(len(stored), 'tensor')}")
+
+
 # ---- weightsmith quantize, dequantize
 
 
@@ -118,7 +158,7 @@ def quantize(
 ) -> None:
     """Store MODEL in a quantised format, in OUT.
 
-    A flag that the format does not read is an error. A quantised model is dequantised first. OUT is created only when
+    An option that the format does not use is an error. A quantised model is dequantised first. OUT is created only when
     complete. If interrupted, run the same command again to resume.
 
     Examples:
@@ -171,7 +211,7 @@ def _copy(
         planning, settings, running = records
         with prepare_copy(model, planning, settings) as prepared:
             show_warnings(prepared.plan, prepared.source)
-            show_plan(prepared, running, as_json=as_json)
+            show_plan(prepared, running, out, as_json=as_json)
 
 
 # ---- weightsmith transplant-tokenizer

@@ -16,14 +16,15 @@ from weightsmith._base.errors import printable
 from weightsmith._base.text import count, fact, heading, result, say, section, show_json, show_table, size
 from weightsmith._execution.options import RunOptions
 from weightsmith._features.quantisation.options import QuantizeSettings
+from weightsmith._files.remote.addresses import is_address
 from weightsmith._planning.options import RecipeOptions
-from weightsmith._plans.summary import reading_text, time_text
+from weightsmith._plans.summary import reading_text, stream_text, time_text
 
 if TYPE_CHECKING:
     from weightsmith._files.remote.ahead import TransferEstimate
     from weightsmith._planning.planner import Prepared
     from weightsmith._plans import Plan, Step
-    from weightsmith._plans.summary import Summary
+    from weightsmith._plans.summary import Summary, UploadEstimate
 
 _PIECES_SHOWN = 12
 AS_IT_IS = "as it is"
@@ -38,7 +39,11 @@ def plan(
     running: RunOptions,
     out: Annotated[
         str,
-        typer.Argument(metavar="[OUT]", help="Ignored, so that plan can replace merge in any command.", show_default=False),
+        typer.Argument(
+            metavar="[OUT]",
+            help="With an address, the uploads are shown. A folder is ignored, so you can write plan for merge.",
+            show_default=False,
+        ),
     ] = "",
     explain: Annotated[
         str,
@@ -58,10 +63,10 @@ def plan(
 ) -> None:
     """Show the plan of RECIPE.
 
-    Writes nothing, and reads only the headers of the models unless --distance is given. Shows the size of the download, or
-    with --stream of the transfer, and the modules that `modules:` in a recipe may name.
+    Writes nothing, and reads only model headers unless --distance is given. Shows how much will be downloaded (with --stream,
+    transferred), and the modules that a recipe can name under `modules:`.
 
-    Accepts the options of merge, and of moe for a mixture. --json prints the whole plan for `weightsmith run`.
+    Accepts the options of merge, or of moe for a mixture. --json prints the whole plan, for `weightsmith run`.
 
     Examples:
         weightsmith plan ties.yml
@@ -80,11 +85,11 @@ def plan(
             elif distance:
                 _distance(prepared, running, as_json=as_json)
             else:
-                show_plan(prepared, running, as_json=as_json)
+                show_plan(prepared, running, out, as_json=as_json)
 
 
-def show_plan(prepared: Prepared, running: RunOptions, *, as_json: bool) -> None:
-    """Show a plan as text or as JSON."""
+def show_plan(prepared: Prepared, running: RunOptions, out: str = "", *, as_json: bool) -> None:
+    """Show a plan as text or as JSON. out: of its run, if that is known; the uploads to an address are shown."""
     from weightsmith._execution.execute import check_computable
     from weightsmith._execution.summary import summarise
 
@@ -94,7 +99,7 @@ def show_plan(prepared: Prepared, running: RunOptions, *, as_json: bool) -> None
     if as_json:
         show_json(_to_json(prepared.plan, summary), exact=True)
     else:
-        _show(prepared.plan, summary, running.max_memory_bytes)
+        _show(prepared.plan, summary, running, out)
 
 
 def _distance(prepared: Prepared, running: RunOptions, *, as_json: bool) -> None:
@@ -111,10 +116,12 @@ def _distance(prepared: Prepared, running: RunOptions, *, as_json: bool) -> None
         show_table(("", "‖merged - base‖", "share of the base"), rows, right={1, 2})
 
 
-def _show(plan: Plan, summary: Summary, max_memory: int | None) -> None:
+def _show(plan: Plan, summary: Summary, running: RunOptions, out: str) -> None:
     _show_models(plan, summary)
     _show_output(plan, summary)
-    _show_cost(summary, max_memory)
+    _show_cost(summary, running.max_memory_bytes)
+    if not summary.measured:
+        _show_upload(summary.upload, "hf://" if running.push is not None else out)
     _show_tensors(summary)
     if summary.changes and not summary.measured:
         section("config.json")
@@ -144,6 +151,8 @@ def _show_models(plan: Plan, summary: Summary) -> None:
         fact("download", f"{size(summary.download_bytes)} in {files}, before the merge begins; only headers were read")
     if summary.transfer.needed_bytes:
         fact("stream", _transfer(summary.transfer))
+        opened = summary.opening
+        fact("", f"and {size(opened.nbytes)} in {count(opened.requests, 'request')} to open the models, now and when it runs")
 
 
 def _show_output(plan: Plan, summary: Summary) -> None:
@@ -180,6 +189,15 @@ def _show_cost(summary: Summary, max_memory: int | None) -> None:
         fact("", f"while a model writes its text: {whole}, or one layer at a time if that does not fit")
     if summary.time is not None:
         fact("time", time_text(summary.time))
+
+
+def _show_upload(upload: UploadEstimate, out: str) -> None:
+    """out: an address; others have no uploads."""
+    sent = f"{size(upload.nbytes)} in {count(upload.files, 'file')}"
+    if out.startswith("hf://"):
+        fact("upload", f"{sent}, by {upload.hub_writes:,} requests, or more if the Hub takes files in parts")
+    elif is_address(out):
+        fact("upload", f"{sent}, by {upload.bucket_writes:,} requests, and {upload.bucket_reads:,} that look at objects")
 
 
 def _show_tensors(summary: Summary) -> None:
@@ -221,7 +239,7 @@ def _show_files(plan: Plan) -> None:
 
 def _transfer(transfer: TransferEstimate) -> str:
     """The transfer of streamed models."""
-    text = f"{size(transfer.network_bytes)} in {count(transfer.requests, 'request')}, while the merge runs"
+    text = f"{stream_text(transfer)}, while the merge runs"
     if transfer.passes < 2:
         return text
     again = transfer.network_bytes - transfer.needed_bytes

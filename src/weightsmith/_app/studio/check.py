@@ -269,7 +269,20 @@ _IN_PLACE: Mapping[str, tuple[str, Mend]] = {
 
 COMMANDS = frozenset(
     (
-        *("auto", "clean", "demo", "dequantize", "diff", "doctor", "eval", "extract-lora", "help", "init", "inspect"),
+        *(
+            "auto",
+            "clean",
+            "convert-lora",
+            "demo",
+            "dequantize",
+            "diff",
+            "doctor",
+            "eval",
+            "extract-lora",
+            "help",
+            "init",
+            "inspect",
+        ),
         *("merge", "methods", "moe", "plan", "preview", "quantize", "run", "schema", "statistics", "status", "studio"),
         *("transplant-tokenizer", "tune", "verify", "write"),
     )

@@ -12,7 +12,7 @@ from ipaddress import ip_address
 from pathlib import Path
 
 from weightsmith import CheckpointError, NotFound, ParameterError, WeightsmithError
-from weightsmith.plugin import ModelRef, check_out, is_pattern, is_weights
+from weightsmith.plugin import ModelRef, check_out, is_pattern, is_weights, names_ema
 
 RESULTS = "results"
 """Where results go: a folder of their own, beside no model of the user's."""
@@ -70,7 +70,7 @@ class Places:
 
     def check(self, ref: ModelRef) -> WeightsmithError | None:
         """Why a model of a recipe may not be read; None if it may. Whether it exists is for the planner to find out."""
-        if ref.lora is not None and (problem := self.check(ref.lora)):
+        if ref.lora is not None and not names_ema(ref.lora.path) and (problem := self.check(ref.lora)):
             return problem
         try:
             path = expand_user(ref.path)

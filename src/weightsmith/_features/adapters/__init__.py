@@ -5,6 +5,7 @@ built.py    the model as PEFT sees it, and which of its matrices are matrices of
 factors.py  the product with the factors of a layer's matrices
 ranks.py    ranks, by what of a difference is signal
 placing.py  names in PEFT's model, and adapter_config.json; single files: kohya's, diffusers'
+convert.py  `weightsmith convert-lora`: adapters as other programs read them
 report.py   what an adapter keeps
 extract.py  `weightsmith extract-lora`: the plans
 cores.py    the product with the core matrices of a layer's adapters; that which decomposes what a merge makes of them

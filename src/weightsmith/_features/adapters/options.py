@@ -1,4 +1,4 @@
-"""The options of `extract_lora`."""
+"""The options of `extract_lora` and `convert_lora`."""
 
 from __future__ import annotations
 
@@ -97,4 +97,29 @@ class ExtractSettings:
     )
     out_dtype: DType | None = option(
         None, "--out-dtype DTYPE", "Dtype of the factors", unset="the fine-tune's", choices=DTYPE_NAMES, group="Output"
+    )
+
+
+@option_record("convert_lora", group="Output")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvertSettings:
+    """How `convert_lora` writes an adapter."""
+
+    layout: str = option(
+        "peft",
+        "--for PROGRAM",
+        "Program that loads the adapter",
+        details="See [programs](lora.md#converting-adapters).",
+        choices=("peft", "llama.cpp"),
+    )
+    base: str | None = option(
+        None,
+        "--base MODEL",
+        "Model that the adapter was trained on",
+        details="Its config and the names of its tensors are read, no weights. llama.cpp's files need it.",
+        unset="the one that the adapter names",
+        path=True,
+    )
+    out_dtype: DType | None = option(
+        None, "--out-dtype DTYPE", "Dtype of the factors", unset="the adapter's", choices=DTYPE_NAMES
     )

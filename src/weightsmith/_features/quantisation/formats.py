@@ -359,7 +359,7 @@ def apply_format(prepared: Prepared, name: str, settings: QuantizeSettings) -> N
     if draft.naming.parts:
         model, parts = prepared.inputs[draft.donor].ref, ", ".join(draft.naming.parts)
         what = f"a pipeline of several models, and a quantised output holds one: {parts}"
-        fix = f"quantise the folder of one part, such as {model}/{next(iter(draft.naming.parts))}, and copy the result there"
+        fix = f"name the folder of one part, such as {model}/{next(iter(draft.naming.parts))}, and copy the result there"
         raise PlanError([Unsupported(what, where=model, fix=fix)])
     draft.warnings += family_problems(name, draft.config, settings)
     FORMATS[name].apply(prepared, settings)

@@ -62,12 +62,14 @@ class RemoteFile:
 
     streams  tensors may be read from here; else only headers
     ahead    fetches what the present run will read; None outside of a run
+    header_requests, header_bytes   of `read_at`, so far
     """
 
     def __init__(self, ranges: Ranges) -> None:
         self.ranges = ranges
         self.streams = False
         self.ahead: Ahead | None = None
+        self.header_requests = self.header_bytes = 0
         self._parts: list[tuple[int, bytes]] = []
 
     @property
@@ -101,6 +103,8 @@ class RemoteFile:
             last -= 1  # a part, even of a small file: the answer shows that there are ranges
         data = bytearray(last - first)
         fetch_into(self.ranges, first, memoryview(data))
+        self.header_requests += 1
+        self.header_bytes += len(data)
         self._parts.append((first, bytes(data)))
         return self._parts[-1][1][offset - first : end - first]
 
@@ -140,6 +144,17 @@ class FetchedFiles:
     def want(self, names: Iterable[str]) -> None:
         """Name files that are needed: `download` brings those that are not read where they are."""
         self._requested |= dict.fromkeys(name for name in names if name in self.sizes)
+
+    @property
+    def headers(self) -> tuple[int, int]:
+        """Requests for headers of weight files so far, and their bytes."""
+        files = self._files.values()
+        return sum(file.header_requests for file in files), sum(file.header_bytes for file in files)
+
+    @property
+    def brought(self) -> tuple[int, int]:
+        """Other files that every run brings again, and were brought so far, and their bytes."""
+        return 0, 0
 
     @property
     def missing(self) -> dict[str, int]:
@@ -223,6 +238,12 @@ class RemoteFolder(FetchedFiles):
         self._ranges = files
         self._files = {}
         self._requested = {}
+        self._brought: dict[str, int] = {}
+
+    @property
+    def brought(self) -> tuple[int, int]:
+        """Those of `folder`, which is removed with this object."""
+        return len(self._brought), sum(self._brought.values())
 
     def download(self, patterns: Sequence[str] | None = None, *, quiet: bool = False) -> None:
         """Bring what is missing, or the files of these patterns. Raises CheckpointError."""
@@ -260,6 +281,7 @@ class RemoteFolder(FetchedFiles):
 
             fetch(self._ranges[name], 0, self.sizes[name], put)
         part.replace(path)
+        self._brought[name] = self.sizes[name]
 
 
 def open_folder(address: Address, only: str = "") -> RemoteFolder:

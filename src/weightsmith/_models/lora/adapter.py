@@ -124,6 +124,7 @@ class Adapter:
     saved         modules that are saved whole, with all inside (`modules_to_save`): other replacements are put in place
     file          of an adapter in a single file: how it names its modules. None for PEFT's folders
     others        module → its tensors of another kind than LoRA. Of trainable tokens, beside a LoRA's updates
+    turned        B's of a GGUF file whose rows are in llama.cpp's order → the module's name there (`gguf_file.in_hub_order`)
     """
 
     checkpoint: Checkpoint
@@ -136,6 +137,7 @@ class Adapter:
     saved: Set[str] = frozenset()
     file: FileNames | None = None
     others: Mapping[str, OtherParts] = field(default_factory=dict)
+    turned: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def title(self) -> str:

@@ -17,7 +17,6 @@ agreement.py   what models disagree on though their tensors have equal shapes, a
 encode.py      which tensors are quantised, and what config.json lists as ignored
 loading.py     whether transformers could load the output; asks transformers_script.py, in a process of its own
 reopen.py      a plan from its JSON and its inputs
-state_dicts.py the same for models in memory, without a recipe
 """
 
 from weightsmith._planning.planner.build import assemble as assemble

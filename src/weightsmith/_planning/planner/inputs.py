@@ -22,6 +22,7 @@ from weightsmith._base.tensors import TensorSpec
 from weightsmith._files.copied import is_weights
 from weightsmith._files.hf_folder import natural_key
 from weightsmith._models.checkpoint import Checkpoint, locate, open_checkpoint
+from weightsmith._models.ema import choose_ema, names_ema
 from weightsmith._models.formats.opening import choose_kind, suffixes
 from weightsmith._models.lora.forms import find_factors
 from weightsmith._models.structure import Structure, analyse
@@ -159,6 +160,8 @@ def _open(ref: ModelRef, stack: ExitStack, results: Mapping[str, Checkpoint | No
         checkpoint = with_inner_adapter(checkpoint, built_names)
     if ref.lora is None:
         return checkpoint
+    if not ref.lora.revision and names_ema(ref.lora.path):
+        return choose_ema(checkpoint, ref.lora.path, str(ref))
     from weightsmith._models.lora import apply_adapter, open_adapter
 
     adapter = open_adapter(ref.lora.path, revision=ref.lora.revision or None)

@@ -26,6 +26,7 @@ from weightsmith._methods import any_method, code_of
 from weightsmith._methods.base import Method
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import Structure
+from weightsmith._models.structure.parts import find_parts
 from weightsmith._models.structure.resize import LAYERS_UNSPECIFIED
 from weightsmith._models.tokenizers.vocabulary import FILES
 from weightsmith._planning.options import RecipeOptions
@@ -443,7 +444,7 @@ class _Assembler:
 
     def _config(self, donor: Checkpoint, outputs: StepMaker, steps: Sequence[Step]) -> dict[str, Any] | None:
         """config.json of the output; None when the donor has none."""
-        if donor.parts:
+        if donor.parts or (donor.config is None and find_parts(list(donor.specs))):  # a single file of diffusion models
             return None
         if donor.config is None:
             alone = any(donor.ref.endswith(name) for name in donor.weights)

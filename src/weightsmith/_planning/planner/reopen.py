@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from weightsmith._base.files import show
 from weightsmith._base.strict_json import read_object
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._engine.products import find_kind
-from weightsmith._files.containers import GGUF
+from weightsmith._files.containers import GGUF, GGUF_ADAPTER
 from weightsmith._files.copied import is_read
 from weightsmith._files.safetensors import collector_paused
 from weightsmith._methods import user
@@ -27,6 +27,7 @@ from weightsmith._models.formats.gguf.cuts import CutEncoding
 from weightsmith._models.formats.gguf.header import check_keys
 from weightsmith._models.formats.gguf.imatrix import are_importances
 from weightsmith._models.lora import open_adapter
+from weightsmith._models.lora.exact import as_lora
 from weightsmith._models.structure import analyse
 from weightsmith._planning.planner.inputs import open_models
 from weightsmith._planning.planner.parameters import coerce
@@ -147,6 +148,9 @@ def _open(planned: ModelInput, ref: ModelRef, stack: ExitStack) -> Checkpoint | 
         else:
             stack.callback(adapter.checkpoint.close)
             opened = adapter.checkpoint
+            if adapter.others and opened.identity != planned.identity:
+                with suppress(WeightsmithError):
+                    opened = as_lora(adapter).checkpoint
     if opened is not None and opened.identity == planned.identity:
         return _unchanged(planned, opened)
     if ref.lora is None and (opened is None or opened.quantised is None):
@@ -216,7 +220,7 @@ def _check_steps(plan: Plan, inputs: list[Checkpoint]) -> list[WeightsmithError]
     """What of the steps does not fit the inputs. The values of a plan may come from anyone."""
     problems: list[WeightsmithError] = []
     arrays = {out.name: out for product in plan.products for out in product.outs}
-    if plan.container == GGUF:
+    if plan.container in (GGUF, GGUF_ADAPTER):
         for name, header in (("header", plan.header), *([("mmproj", plan.mmproj)] if plan.mmproj else [])):
             try:
                 check_keys(header, Path(name))
@@ -259,7 +263,7 @@ def _check_encoding(plan: Plan, step: Step, arrays: dict[str, TensorSpec]) -> No
     """The tensors that a step stores are those of its encoding; in a GGUF file, under other names."""
     encoding, name = find_encoding(step.encoding), maximum_name(step.out.name)
     outs = encoding.outs(step.out)
-    if plan.container == GGUF:
+    if plan.container in (GGUF, GGUF_ADAPTER):
         outs = tuple(replace(out, name=stored.name) for out, stored in zip(outs, step.stored, strict=False))
     if outs != step.stored:
         raise _wrong(step, f"{step.encoding} does not store it as the plan says")

@@ -22,9 +22,8 @@ from tests.mini import NUMPY, write_checkpoint
 from weightsmith._base.errors import FormatError, NotFound, ParameterError, PlanError, Unsupported
 from weightsmith._base.tensors import DType, TensorSpec
 from weightsmith._engine.reader import Reader
-from weightsmith._engine.resources import Resources
+from weightsmith._engine.resources import ALIGNED_BYTES, Resources
 from weightsmith._engine.results import Results
-from weightsmith._engine.tiles import ALIGNED_BYTES
 from weightsmith._models.checkpoint import open_checkpoint
 from weightsmith._models.formats import compressed_tensors, fp8
 from weightsmith._models.formats.decoded import CHUNK_ELEMENTS, DecodedTensors

@@ -18,6 +18,7 @@ imatrix.py      llama.cpp's importance matrices
 reading.py      the tensors of files
 ollama.py       files that Ollama has pulled, by their manifests
 cuts.py        tensors that llama.cpp stores in parts, or with rows or columns in another order
+adapter_file.py LoRA adapters
 writing.py      the encodings: ggml's blocks of numbers, and llama.cpp's order of rows
 """
 

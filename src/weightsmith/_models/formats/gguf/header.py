@@ -21,6 +21,8 @@ from weightsmith._base.files import DAMAGED, FileState, Opener, RandomAccess, lo
 from weightsmith._base.tensors import DType
 from weightsmith._models.formats.gguf.layout import ALIGNMENT, FORMATS, KINDS, MAGIC, MAX_DIMENSIONS, TYPES
 
+ADAPTER_TYPE = "adapter"
+"""`general.type` of a file with an adapter."""
 MAX_HEADER_BYTES = 100_000_000  # the largest vocabularies, of 262,144 tokens, take 15 MB
 MAX_KEYS = 65_536
 MAX_KEY_BYTES = 65_535
@@ -80,6 +82,15 @@ def read_gguf_header(path: Path, open_file: Opener = open_local) -> GgufHeader:
         return _Reader(file, path).header()
 
 
+def is_adapter_header(path: Path, open_file: Opener = open_local) -> bool:
+    """Whether a GGUF file is of an adapter. Reads its keys up to `general.type`, which writers put first.
+
+    Raises as `read_gguf_header`.
+    """
+    with open_file(path) as file:
+        return bool(_Reader(file, path).value_of("general.type") == ADAPTER_TYPE)
+
+
 def check_keys(data: bytes, where: Path) -> None:
     """Check what `encode_metadata` returned, or should have. where: for messages. Raises FormatError and Unsupported."""
     reader = _Reader(_InMemory(data), where)
@@ -124,6 +135,16 @@ class _Reader:
         for values in small.values():
             digest.update(values.tobytes())
         return GgufHeader(keys, tensors, self.file.state, digest.hexdigest(), small)
+
+    def value_of(self, wanted: str) -> Any:
+        """The value of one key; None without it. What follows it is not read."""
+        self._check_start()
+        for _ in range(self.unpack("QQ")[1]):
+            key = self.text("a key", MAX_KEY_BYTES)
+            value = self.value(key)
+            if key == wanted:
+                return value
+        return None
 
     def keys(self, count: int) -> dict[str, Any]:
         """The keys, and their values."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
@@ -128,6 +128,19 @@ def make_layout(specs: Sequence[TensorSpec], max_shard_bytes: int, header: bytes
             offset += _padded(spec.nbytes)
         shards.append(ShardLayout(name, start, offset, tuple(group)))
     return Layout(tuple(shards), MappingProxyType(places), {}, sum(shard.nbytes for shard in shards))
+
+
+ADAPTER_NAME = "adapter.gguf"
+
+
+def make_adapter_layout(specs: Sequence[TensorSpec], header: bytes) -> Layout:
+    """Lay out an adapter: all tensors in one file, for llama.cpp reads no other. Raises StoreError as `make_layout`.
+
+    >>> make_adapter_layout([], bytes(8)).shards[0].name
+    'adapter.gguf'
+    """
+    layout = make_layout(specs, sum(_padded(spec.nbytes) for spec in specs) + 1, header)
+    return replace(layout, shards=tuple(replace(shard, name=ADAPTER_NAME) for shard in layout.shards))
 
 
 def _padded(nbytes: int) -> int:

@@ -1,0 +1,422 @@
+"""`weightsmith convert-lora`: an adapter as another program reads it.
+
+Factors are copied, cast at most. A scaling that the other form cannot hold is multiplied into B, in float32.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from weightsmith._base.errors import (
+    Finding,
+    MismatchError,
+    PlanError,
+    Unsupported,
+    WeightsmithError,
+    as_plan_error,
+    noting,
+)
+from weightsmith._base.options import named, option_error
+from weightsmith._base.tensors import DTYPES, DType, TensorSpec
+from weightsmith._features.adapters.built import WEIGHT, BuiltModel
+from weightsmith._features.adapters.factors import FactorTarget, Form
+from weightsmith._features.adapters.options import ConvertSettings
+from weightsmith._features.adapters.placing import AdapterPlaces
+from weightsmith._files.containers import GGUF_ADAPTER, PEFT
+from weightsmith._models.checkpoint import Checkpoint, HubModel, locate
+from weightsmith._models.formats.gguf.adapter_file import A_ENDING, B_ENDING, EMBEDDING, adapter_keys
+from weightsmith._models.formats.gguf.architecture import GgufArchitecture
+from weightsmith._models.formats.gguf.architectures import architecture_of_config, text_config
+from weightsmith._models.formats.gguf.cuts import CutEncoding, Piece, pieces_of
+from weightsmith._models.formats.gguf.layout import encode_metadata
+from weightsmith._models.formats.gguf.tensors import SplitTensor
+from weightsmith._models.formats.gguf.values import GgufConfig
+from weightsmith._models.formats.gguf.writing import GgufEncoding, from_llama_order
+from weightsmith._models.lora import Adapter, find_places, open_adapter
+from weightsmith._models.lora.adapter import Factors
+from weightsmith._models.lora.exact import as_lora
+from weightsmith._models.structure import analyse
+from weightsmith._models.structure.vocabulary import is_head, ties
+from weightsmith._planning.planner import Prepared
+from weightsmith._planning.planner.inputs import asking, open_models
+from weightsmith._planning.planner.prepared import model_input
+from weightsmith._planning.recipe import ModelRef
+from weightsmith._planning.recipe.values import parse_reference
+from weightsmith._plans import CAST, COPY, JOIN, Block, Gather, PlanDraft, Provenance, Read, Settings, Step, Table
+from weightsmith._version import __version__
+
+COMMAND = "convert-lora"
+LLAMA_CPP = "llama.cpp"
+
+_BASE_LAYER = ".base_layer."
+_PLAIN = ("F32", "F16", "BF16")
+
+
+def prepare_conversion(adapter: str | os.PathLike[str], settings: ConvertSettings) -> Prepared:
+    """Plan the conversion of an adapter: a folder, a file of factors, or a Hub id.
+
+    Raises PlanError with all problems: what is no adapter, and what the other program does not read.
+    """
+    refs = [parse_reference(os.fspath(adapter), "ADAPTER")]
+    if settings.base is not None:
+        refs.append(parse_reference(os.fspath(settings.base), named("base")))
+    if problems := [ref for ref in refs if not isinstance(ref, ModelRef)]:
+        raise PlanError(problems)
+    known = [ref for ref in refs if isinstance(ref, ModelRef)]
+    if known[0].lora is not None:
+        what, fix = "this is a model with an adapter", f"name the adapter alone: {known[0].lora}"
+        raise PlanError([Unsupported(what, where=f"ADAPTER: {known[0]}", fix=fix)])
+    with ExitStack() as stack, as_plan_error():
+        opened = open_adapter(known[0].path, revision=known[0].revision or None)
+        stack.callback(opened.checkpoint.close)
+        with suppress(Unsupported):  # `_check` says what to do
+            opened = as_lora(opened)
+        base_ref = known[1] if len(known) > 1 else _named_base(opened)
+        needed = settings.layout == LLAMA_CPP or bool(opened.turned) or settings.base is not None
+        with ExitStack() as bases:
+            base = _open_base(base_ref, bases) if needed else None
+            opened = _without_copies(opened, base)
+            _check(opened, settings)
+            draft = _draft(opened, settings, base, base_ref)
+        draft.recipe = _command(str(adapter), settings)
+        stack.pop_all()
+        return Prepared(draft, (opened.checkpoint,), analyse((), None)).finish()
+
+
+def _check(adapter: Adapter, settings: ConvertSettings) -> None:
+    """Raise Unsupported for what factors alone cannot hold, or the other program does not read."""
+    where, merged = adapter.checkpoint.ref, f"weightsmith dequantize BASE+{adapter.checkpoint.ref} OUT"
+    if settings.layout == LLAMA_CPP:
+        merged = f"weightsmith quantize BASE+{adapter.checkpoint.ref} OUT --format gguf-q8_0"
+    extracted = f"weightsmith extract-lora BASE+{adapter.checkpoint.ref} BASE OUT"
+    if adapter.others:
+        what = f"it is {adapter.title}: only factors of LoRA are converted"
+        raise Unsupported(what, where=where, fix=f"make a LoRA of it first: {extracted}; or merge it: {merged}")
+    if dora := next((module for module, factors in adapter.updates.items() if factors.magnitude), ""):
+        what = f"it is DoRA, and {settings.layout} has no norms of rows: {dora}"
+        raise Unsupported(what, where=where, fix=f"make a LoRA of it first: {extracted}; or merge it: {merged}")
+    if adapter.replacements:
+        names = [*adapter.replacements][:3]
+        what = f"it saves {len(adapter.replacements):,} tensors whole, and a LoRA of {settings.layout} has factors alone"
+        raise Unsupported(what, where=where, details=names, fix=f"merge it: {merged}")
+    if adapter.stacked:
+        what = f"factors of all experts of a parameter: {next(iter(adapter.stacked))}"
+        raise Unsupported(what, where=where, fix=f"merge it: {merged}")
+    if not adapter.updates:
+        raise MismatchError("the adapter has no factors", where=where, fix="name another adapter")
+
+
+def _without_copies(adapter: Adapter, base: Checkpoint | None) -> Adapter:
+    """The adapter without the embedding and head of its base, which PEFT saves beside their factors. A note says so.
+
+    Those of another size hold tokens that were added: they stay.
+    """
+    if base is None:
+        return adapter
+    specs = adapter.checkpoint.specs
+    copies = {
+        name: stored
+        for name, stored in adapter.replacements.items()
+        if _BASE_LAYER in stored and name in base.specs and base.specs[name].shape == specs[stored].shape
+    }
+    if not copies:
+        return adapter
+    what = f"the base's own weights beside factors are left out: {', '.join(copies)}"
+    adapter.checkpoint.notes = (*adapter.checkpoint.notes, Finding(what, adapter.checkpoint.ref))
+    kept = {name: stored for name, stored in adapter.replacements.items() if name not in copies}
+    return replace(adapter, replacements=kept)
+
+
+def _named_base(adapter: Adapter) -> ModelRef | None:
+    """The base that the adapter names, if it is there."""
+    name = (adapter.checkpoint.config or {}).get("base_model_name_or_path")
+    ref = parse_reference(name, "base_model_name_or_path") if isinstance(name, str) and name else None
+    return ref if isinstance(ref, ModelRef) else None
+
+
+def _open_base(ref: ModelRef | None, stack: ExitStack) -> Checkpoint:
+    fix = f"name the model that the adapter was trained on: {named('base')}"
+    if ref is None:
+        raise option_error("base", "names and the order of rows depend on the base, and the adapter names none", fix)
+    (opened,), problems = open_models([ref], stack)
+    if problems:
+        raise PlanError([*problems, option_error("base", f"the base {ref} is needed", fix)])
+    assert opened is not None
+    return opened
+
+
+def _draft(adapter: Adapter, settings: ConvertSettings, base: Checkpoint | None, base_ref: ModelRef | None) -> PlanDraft:
+    title = f"Converted for {settings.layout} with weightsmith {__version__}."
+    draft = PlanDraft(
+        Provenance(COMMAND, title, relation="adapter"), models=[model_input(adapter.checkpoint)], settings=[Settings({}, ())]
+    )
+    places: Mapping[str, str] = {}
+    if base is not None:
+        places = asking(base, partial(find_places, base, adapter))
+    if settings.layout == LLAMA_CPP:
+        assert base is not None
+        _GgufAdapterDraft(adapter, settings, base, places, draft).fill(_base_name(base_ref))
+    else:
+        _fill_peft(adapter, settings, base, draft, _base_name(base_ref))
+    draft.warnings += adapter.checkpoint.notes
+    draft.follows_recipe = False
+    return draft
+
+
+def _base_name(ref: ModelRef | None) -> str:
+    """The base as configs name it."""
+    return "" if ref is None else ref.path
+
+
+def _command(adapter: str, settings: ConvertSettings) -> str:
+    """The settings, for the card."""
+    chosen = {"adapter": adapter, "for": settings.layout}
+    chosen |= {"base": str(settings.base)} if settings.base is not None else {}
+    return yaml.safe_dump({COMMAND: chosen}, sort_keys=False, allow_unicode=True)
+
+
+def _dtype(spec: TensorSpec, settings: ConvertSettings) -> DType:
+    if settings.out_dtype is not None:
+        return settings.out_dtype
+    return spec.dtype if spec.dtype.name in _PLAIN else DTYPES["F32"]
+
+
+def _factor_step(draft: PlanDraft, name: str, spec: TensorSpec, factor: float, view: Any = None, axis: int = 0) -> Step:
+    """The step of a factor as float numbers: a copy, or a product with a number. view: the order of its rows or columns"""
+    read = Read(0, spec.name) if view is None else Read(0, spec.name, _ordered(draft, spec, view, axis))
+    if factor == 1:
+        return Step(replace(spec, name=name), COPY, (read,))
+    settings = draft.add_settings(Settings({"normalize": False}, ({"weight": factor},)))
+    return Step(TensorSpec(name, DTYPES["F32"], spec.shape), "linear", (read,), settings=settings)
+
+
+def _ordered(draft: PlanDraft, spec: TensorSpec, order: Any, axis: int) -> Gather:
+    rows, cols = spec.shape
+    return Gather(draft.add_table(Table.of(order)), Block(0, rows, cols, cols), 1 if axis else 0)
+
+
+# ---- PEFT's folders
+
+
+def _fill_peft(adapter: Adapter, settings: ConvertSettings, base: Checkpoint | None, draft: PlanDraft, base_name: str) -> None:
+    """The draft of a folder that PEFT loads."""
+    specs = adapter.checkpoint.specs
+    if adapter.file is not None:
+        what = "its names are those of a single file, and PEFT's are names of modules in the model"
+        fix = f"merge it into its base: weightsmith dequantize BASE+{adapter.checkpoint.ref} OUT"
+        raise Unsupported(what, where=adapter.checkpoint.ref, fix=fix)
+    forms: dict[str, Form] = {
+        module: "embedding" if factors.embedding else "linear" for module, factors in adapter.updates.items()
+    }
+    ranks = {module: specs[factors.b].shape[1] for module, factors in adapter.updates.items()}
+    tensors = {f"{module}{WEIGHT}": () for module in forms}
+    places = AdapterPlaces(BuiltModel.of_names(forms, tensors))
+    for module, form in forms.items():
+        places.modules[module] = FactorTarget(module, form, ranks[module], exact=True)
+    for module, factors in adapter.updates.items():
+        for part, name in zip("AB", places.factors(module), strict=True):
+            spec = specs[factors.a if part == "A" else factors.b]
+            view = None
+            if spec.name in adapter.turned:
+                assert base is not None
+                view = _hub_rows(spec.shape[0], _heads(base)[adapter.turned[spec.name]], spec.name)
+            step = _factor_step(draft, name, spec, 1, view)
+            dtype = _dtype(spec, settings)
+            draft.steps.append(step if dtype == spec.dtype else replace(step, op=CAST, out=replace(step.out, dtype=dtype)))
+    config = places.config(
+        base_name,
+        "",
+        ranks,
+        sorted(forms),
+        transposed=adapter.transposed,
+        causal=(adapter.checkpoint.config or {}).get("task_type", "CAUSAL_LM") == "CAUSAL_LM",
+    )
+    alphas = {module: factors.scaling * ranks[module] for module, factors in adapter.updates.items()}
+    usual = Counter(alphas.values()).most_common(1)[0][0]
+    config["lora_alpha"] = usual
+    config["alpha_pattern"] = {module: alpha for module, alpha in alphas.items() if alpha != usual}
+    draft.config, draft.container = config, PEFT
+
+
+def _heads(base: Checkpoint) -> dict[str, int]:
+    """The heads of q and of k, under llama.cpp's names."""
+    config = GgufConfig(text_config(base.config))
+    heads = config.count("num_attention_heads")
+    return {"attn_q": heads, "attn_k": config.count("num_key_value_heads", heads)}
+
+
+def _hub_rows(rows: int, heads: int, name: str) -> Any:
+    """int64 [rows]: where each row of the Hub's is in llama.cpp's order."""
+    if rows % (2 * heads):
+        raise MismatchError(f"it has {rows:,} rows for {heads:,} heads", where=name, fix="name the base of the adapter")
+    return from_llama_order(np.arange(rows), rows // heads, 1)
+
+
+# ---- llama.cpp's file
+
+
+@dataclass(slots=True)
+class _Placed:
+    """The factors of a tensor of the GGUF file, or of one expert of it.
+
+    factor  that B is multiplied with
+    """
+
+    module: str
+    name: str
+    factors: Factors
+    factor: float = 1.0
+
+
+@dataclass(slots=True)
+class _GgufAdapterDraft:
+    """Fills the draft of a GGUF file."""
+
+    adapter: Adapter
+    settings: ConvertSettings
+    base: Checkpoint
+    places: Mapping[str, str]
+    draft: PlanDraft
+    problems: list[WeightsmithError] = field(default_factory=list)
+
+    def fill(self, base_name: str) -> None:
+        """Raises PlanError with everything that llama.cpp does not read."""
+        if self.settings.out_dtype is not None and self.settings.out_dtype.name not in _PLAIN:
+            fix = "choose float32, float16 or bfloat16"
+            raise option_error("out_dtype", f"llama.cpp reads no {self.settings.out_dtype.torch}", fix)
+        config = text_config(self.base.config)
+        architecture = architecture_of_config(config)
+        alpha = self._alpha()
+        experts: dict[str, dict[int, _Placed]] = {}
+        for module, factors in self.adapter.updates.items():
+            ratio = factors.scaling * self._rank(factors) / alpha
+            placed = _Placed(module, self.places.get(module, f"{module}{WEIGHT}"), factors, ratio)
+            with noting(self.problems):
+                self._check_vocabulary(placed)
+                place = architecture.place(placed.name)
+                if split := architecture.split_of(placed.name):
+                    self._add_parts(placed, architecture, *split)
+                elif place is None:
+                    what = f"llama.cpp knows no such tensor in a model of the type {architecture.model_types[0]}"
+                    raise Unsupported(what, where=placed.name, fix=self._merge())
+                elif place.expert >= 0:
+                    experts.setdefault(place.name, {})[place.expert] = placed
+                else:
+                    self._add(placed, place.name, architecture)
+        for name, members in experts.items():
+            with noting(self.problems):
+                self._add_experts(name, members, config)
+        if self.problems:
+            raise PlanError(self.problems)
+        keys = adapter_keys(architecture, config, alpha, base_name if _on_hub(base_name) else Path(base_name).name)
+        self.draft.header, self.draft.container = encode_metadata(keys), GGUF_ADAPTER
+
+    def _merge(self) -> str:
+        return f"merge it: weightsmith quantize BASE+{self.adapter.checkpoint.ref} OUT --format gguf-q8_0"
+
+    def _rank(self, factors: Factors) -> int:
+        return self.adapter.checkpoint.specs[factors.b].shape[1]
+
+    def _alpha(self) -> float:
+        """The one alpha of the file: that of most modules. 0 would mean a scale of 1."""
+        alphas = Counter(factors.scaling * self._rank(factors) for factors in self.adapter.updates.values())
+        usual = [alpha for alpha, _ in alphas.most_common() if float(np.float32(alpha)) == alpha and alpha]
+        return usual[0] if usual else 1.0
+
+    def _check_vocabulary(self, placed: _Placed) -> None:
+        """Raise Unsupported for factors of an embedding that is also the head: llama.cpp has one tensor for both."""
+        specs = self.base.specs.values()
+        if not ties(self.base.config, stores_head=any(map(is_head, specs))):
+            return
+        spec = TensorSpec(placed.name, DTYPES["F32"], (1, 1))
+        if placed.factors.embedding or is_head(spec) or placed.module.endswith("lm_head"):
+            kind = "embedding" if placed.factors.embedding else "head"
+            what = f"factors of the {kind}, which the base ties: llama.cpp has one tensor for embedding and head"
+            raise Unsupported(what, where=placed.module, fix=self._merge())
+
+    def _add(self, placed: _Placed, name: str, architecture: GgufArchitecture) -> None:
+        """The factors of a tensor of its own."""
+        config, specs = GgufConfig(text_config(self.base.config)), self.adapter.checkpoint.specs
+        a, b = specs[placed.factors.a], specs[placed.factors.b]
+        if len(a.shape) != 2 or len(b.shape) != 2:
+            raise Unsupported(f"factors {list(a.shape)} of a convolution", where=placed.module, fix=self._merge())
+        order = architecture.order(name, config)
+        heads = config.count("num_attention_heads")
+        turned = architecture.rotated_heads(name, heads, config.count("num_key_value_heads", heads))
+        head_rows = b.shape[0] // turned if turned and b.name not in self.adapter.turned else 0
+        on_a = placed.factor if order is not None and order.axis == 0 else 1.0
+        on_b = placed.factor if on_a == 1.0 else 1.0
+        column_order = order.places if order is not None and order.axis == 1 else None
+        row_order = order.places if order is not None and order.axis == 0 else None
+        if name == EMBEDDING:
+            self._put_transposed(f"{name}{A_ENDING}", _factor_step(self.draft, f"{name}{A_ENDING}", a, 1.0))
+        else:
+            self._put(_factor_step(self.draft, f"{name}{A_ENDING}", a, on_a, column_order, axis=1), a)
+        self._put(_factor_step(self.draft, f"{name}{B_ENDING}", b, on_b, row_order), b, head_rows)
+
+    def _put(self, step: Step, spec: TensorSpec, head_rows: int = 0) -> None:
+        encoding = GgufEncoding(_dtype(spec, self.settings), head_rows)
+        (out,) = encoding.outs(step.out)
+        self.draft.steps.append(replace(step, encoding=encoding.name, stored=(replace(out, name=step.out.name),)))
+
+    def _put_transposed(self, name: str, step: Step) -> None:
+        height = step.out.shape[0]
+        encoding = CutEncoding(height, ((_dtype(step.out, self.settings), (Piece(0, height, transposed=True),)),))
+        (out,) = encoding.outs(step.out)
+        self.draft.steps.append(replace(step, encoding=encoding.name, stored=(replace(out, name=name),)))
+
+    def _add_parts(self, placed: _Placed, architecture: GgufArchitecture, split: SplitTensor, layer: str) -> None:
+        """The factors of a tensor that llama.cpp stores in parts: each has its rows of B, and all of A."""
+        config, specs = GgufConfig(text_config(self.base.config)), self.adapter.checkpoint.specs
+        a, b = specs[placed.factors.a], specs[placed.factors.b]
+        height, parts = pieces_of(split, config, (b.shape[0], a.shape[1]))
+        names = [f"blk.{layer}.{part.name}" for part in split.parts]
+        plain = not split.columns and not any(piece.transposed or piece.step > 1 for pieces in parts for piece in pieces)
+        if not plain or (height != b.shape[0] and not split.flat):
+            what = f"llama.cpp stores it as {' and '.join(names)}, which are no products of two factors"
+            raise Unsupported(what, where=placed.module, fix=self._merge())
+        for name in names:
+            self._put(_factor_step(self.draft, f"{name}{A_ENDING}", a, 1.0), a)
+        step = _factor_step(self.draft, f"{split.name}{layer}{B_ENDING}", b, placed.factor)
+        encoding = CutEncoding(height, tuple((_dtype(b, self.settings), pieces) for pieces in parts), split.flat)
+        outs = [replace(out, name=f"{name}{B_ENDING}") for out, name in zip(encoding.outs(step.out), names, strict=True)]
+        self.draft.steps.append(replace(step, encoding=encoding.name, stored=tuple(outs)))
+
+    def _add_experts(self, name: str, members: Mapping[int, _Placed], config: Mapping[str, Any]) -> None:
+        """The factors of the experts of a layer, as two tensors."""
+        specs, count = self.adapter.checkpoint.specs, len(members)
+        ordered = [members[i] for i in sorted(members)]
+        shapes = {(specs[one.factors.a].shape, specs[one.factors.b].shape) for one in ordered}
+        total = GgufConfig(config).count("num_experts", GgufConfig(config).get("num_local_experts"))
+        if sorted(members) != list(range(total)) or len(shapes) > 1:
+            what = f"factors of {count:,} of {total:,} experts" if count != total else "factors of experts of several ranks"
+            raise Unsupported(f"{what}: llama.cpp has those of all in one tensor", where=ordered[0].module, fix=self._merge())
+        for ending in (A_ENDING, B_ENDING):
+            spec_names = [one.factors.a if ending == A_ENDING else one.factors.b for one in ordered]
+            factors = [one.factor if ending == B_ENDING else 1.0 for one in ordered]
+            scaled = any(factor != 1 for factor in factors)
+            pieces = []
+            for i, (spec_name, factor) in enumerate(zip(spec_names, factors, strict=True)):
+                piece = _factor_step(self.draft, f"{name}{ending}.{i}", specs[spec_name], factor)
+                if scaled and factor == 1 and piece.out.dtype.name != "F32":
+                    piece = replace(piece, op=CAST, out=replace(piece.out, dtype=DTYPES["F32"]))
+                pieces.append(piece)
+            whole = TensorSpec(f"{name}{ending}", pieces[0].out.dtype, (count, *pieces[0].out.shape))
+            self._put(Step(whole, JOIN, (), pieces=tuple(pieces)), specs[spec_names[0]])
+
+
+def _on_hub(name: str) -> bool:
+    try:
+        return bool(name) and isinstance(locate(name, None), HubModel)
+    except WeightsmithError:
+        return name.count("/") == 1 and not name.startswith((".", "/", "~"))

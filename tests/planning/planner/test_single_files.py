@@ -1,0 +1,200 @@
+"""Single files of diffusion models: their modules, a VAE from another file, and moving averages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+
+import weightsmith
+from tests import plan_help
+from tests.plan_help import plan, warnings
+from weightsmith._base.errors import ShapeError, Unsupported
+from weightsmith._base.tensors import DTYPES, TensorSpec
+from weightsmith._models.structure import analyse
+from weightsmith._planning.planner import prepare
+
+Shapes = dict[str, tuple[int, ...]]
+
+UNET: Shapes = {f"{side}_blocks.{i}.0.in_layers.2.weight": (4, 4, 3, 3) for side in ("input", "output") for i in range(12)}
+UNET |= {f"middle_block.{i}.in_layers.2.weight": (4, 4, 3, 3) for i in (0, 2)}
+UNET |= {"time_embed.0.weight": (4, 4), "out.2.weight": (4, 4, 3, 3)}
+VAE: Shapes = {f"{side}.conv_in.weight": (4, 3, 3, 3) for side in ("encoder", "decoder")}
+VAE |= {f"encoder.down.{i}.block.{j}.conv1.weight": (4, 4, 3, 3) for i in range(4) for j in range(2)}
+VAE |= {f"decoder.up.{i}.block.{j}.conv1.weight": (4, 4, 3, 3) for i in range(4) for j in range(3)}
+VAE |= {
+    "quant_conv.weight": (4, 4, 1, 1),
+    "encoder.mid.attn_1.q.weight": (4, 4, 1, 1),
+    "decoder.mid.attn_1.q.weight": (4, 4, 1, 1),
+}
+TEXT: Shapes = {f"transformer.text_model.encoder.layers.{i}.mlp.fc1.weight": (6, 4) for i in range(3)}
+DIFFUSION, FIRST = "model.diffusion_model.", "first_stage_model."
+
+
+def tensors(shapes: Shapes, seed: int, prefix: str = "", dtype: Any = np.float16) -> dict[str, np.ndarray]:
+    random = np.random.default_rng(seed)
+    return {f"{prefix}{name}": random.standard_normal(shape).astype(dtype) for name, shape in shapes.items()}
+
+
+def averages(seed: int) -> dict[str, np.ndarray]:
+    """The moving average of the diffusion model, under the names that its training gives it."""
+    trained = tensors(UNET, seed, "diffusion_model.", np.float32)
+    named = {f"model_ema.{name.replace('.', '')}": tensor for name, tensor in trained.items()}
+    return {**named, "model_ema.decay": np.array(0.99, np.float32), "model_ema.num_updates": np.array(7, np.int32)}
+
+
+def single(path: Path, seed: int, **more: np.ndarray) -> str:
+    """A file of Stable Diffusion 1."""
+    parts = tensors(UNET, seed, DIFFUSION) | tensors(VAE, seed + 50, FIRST) | tensors(TEXT, seed + 70, "cond_stage_model.")
+    save_file({**parts, "betas": np.arange(5, dtype=np.float32), **more}, path, {"modelspec.title": f"model {seed}"})
+    return str(path)
+
+
+def pair(tmp_path: Path) -> tuple[str, str]:
+    return single(tmp_path / "a.safetensors", 1), single(tmp_path / "b.safetensors", 2)
+
+
+def models(*names: str) -> list[dict[str, Any]]:
+    return [{"model": name, "parameters": {"weight": 1 / len(names)}} for name in names]
+
+
+def merged(recipe: dict[str, Any], tmp_path: Path) -> dict[str, np.ndarray]:
+    return load_file(weightsmith.merge(recipe, tmp_path / "out", fsync=False).out / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("names", "modules"),
+    [
+        (
+            (f"{DIFFUSION}out.2.weight", f"{FIRST}quant_conv.weight", "cond_stage_model.x", "betas"),
+            "diffusion vae text_encoders other",
+        ),
+        ((f"{DIFFUSION}out.2.weight", "conditioner.embedders.0.x", "conditioner.embedders.1.x"), "diffusion text_encoders"),
+        (
+            (f"{DIFFUSION}joint_blocks.0.x", "text_encoders.clip_l.x", "text_encoders.t5xxl.x", "vae.x"),
+            "diffusion text_encoders vae",
+        ),
+        ((f"{DIFFUSION}out.2.weight", "model_ema.decay"), "diffusion ema"),
+        (("double_blocks.0.img_attn.qkv.weight", "img_in.weight"), "model"),
+    ],
+)
+def test_the_modules_of_a_file(names: tuple[str, ...], modules: str) -> None:
+    structure = analyse([TensorSpec(name, DTYPES["F16"], (2, 2)) for name in names], None)
+    assert [*structure.modules] == modules.split()
+
+
+def test_each_module_is_merged_by_its_own_values(tmp_path: Path) -> None:
+    a, b = pair(tmp_path)
+    p = plan(
+        {
+            "merge_method": "linear",
+            "modules": {"diffusion": {"models": models(a, b)}, "text_encoders": {"models": models(a, b)}},
+        }
+    )
+    assert not any("config.json" in text for text in warnings(p)), "such a file never has one"
+    found = merged({"merge_method": "linear", "modules": {"diffusion": {"models": models(a, b)}}}, tmp_path)
+    first, second = load_file(a), load_file(b)
+    assert found.keys() == first.keys()
+    for name, tensor in found.items():
+        wanted = (first[name].astype(np.float64) + second[name]) / 2 if name.startswith(DIFFUSION) else first[name]
+        np.testing.assert_allclose(tensor, wanted, rtol=2**-10, atol=1e-6)
+    with safe_open(tmp_path / "out/model.safetensors", "np") as file:
+        assert file.metadata() == {"format": "pt", "modelspec.title": "model 1"}
+
+
+@pytest.mark.parametrize("prefix", ["", FIRST], ids=["alone", "in a model"])
+def test_a_vae_of_another_file_is_baked_in(prefix: str, tmp_path: Path) -> None:
+    a, _ = pair(tmp_path)
+    vae = tensors(VAE, 9, prefix) | ({} if not prefix else tensors(UNET, 9, DIFFUSION))
+    save_file(vae, tmp_path / "vae.safetensors")
+    recipe = {
+        "merge_method": "linear",
+        "modules": {"diffusion": {"models": models(a)}, "vae": {"models": models(str(tmp_path / "vae.safetensors"))}},
+    }
+    found, first = merged(recipe, tmp_path), load_file(a)
+    assert found.keys() == first.keys()
+    for name, tensor in found.items():
+        wanted = vae[prefix + name.removeprefix(FIRST)] if name.startswith(FIRST) else first[name]
+        assert np.array_equal(tensor, wanted), name
+
+
+def test_the_moving_average_takes_the_place_of_the_weights(tmp_path: Path) -> None:
+    mean = averages(3)
+    a = single(tmp_path / "a.safetensors", 1, **mean)
+    found, first = merged({"merge_method": "passthrough", "models": [{"model": f"{a}+ema"}]}, tmp_path), load_file(a)
+    assert found.keys() == {name for name in first if not name.startswith("model_ema.")}
+    for name, tensor in found.items():
+        average = f"model_ema.diffusion_model{name.removeprefix(DIFFUSION).replace('.', '')}"
+        assert np.array_equal(tensor, mean[average] if name.startswith(DIFFUSION) else first[name]), name
+
+
+def test_the_moving_average_is_left_out(tmp_path: Path) -> None:
+    a = single(tmp_path / "a.safetensors", 1, **averages(3))
+    out = weightsmith.dequantize(f"{a}+no-ema", tmp_path / "out", fsync=False).out
+    found, first = load_file(out / "model.safetensors"), load_file(a)
+    assert found.keys() == {name for name in first if not name.startswith("model_ema.")}
+    assert all(np.array_equal(tensor, first[name]) for name, tensor in found.items())
+
+
+def test_a_model_and_its_average_are_two_models_of_one_recipe(tmp_path: Path) -> None:
+    mean = averages(3)
+    a = single(tmp_path / "a.safetensors", 1, **mean)
+    found, first = merged({"merge_method": "linear", "models": models(f"{a}+no-ema", f"{a}+ema")}, tmp_path), load_file(a)
+    name = f"{DIFFUSION}out.2.weight"
+    np.testing.assert_allclose(
+        found[name], (first[name].astype(np.float32) + mean["model_ema.diffusion_modelout2weight"]) / 2, rtol=1e-6
+    )
+
+
+def test_weights_without_an_average_are_used_as_stored_and_the_plan_says_so(tmp_path: Path) -> None:
+    mean = averages(3)
+    del mean["model_ema.diffusion_modelout2weight"]
+    a = single(tmp_path / "a.safetensors", 1, **mean)
+    said = "\n".join(warnings(plan({"merge_method": "passthrough", "models": [{"model": f"{a}+ema"}]})))
+    assert "1 tensor of the diffusion model without a moving average is used as stored" in said
+
+
+@pytest.mark.parametrize(
+    ("more", "choice", "kind", "text"),
+    [
+        ({}, "ema", Unsupported, "it holds no moving average"),
+        ({}, "no-ema", Unsupported, "it holds no moving average"),
+        ({"model_ema.decay": np.array(1.0)}, "ema", Unsupported, "none of the 1 tensor under model_ema. is the average"),
+        (
+            {"model_ema.diffusion_modelout2weight": np.ones((2, 2))},
+            "ema",
+            ShapeError,
+            "the moving average has the shape [2, 2]",
+        ),
+    ],
+)
+def test_no_average_is_an_error(more: dict[str, Any], choice: str, kind: type, text: str, tmp_path: Path) -> None:
+    a = single(tmp_path / "a.safetensors", 1, **more)
+    (problem,) = plan_help.problems({"merge_method": "passthrough", "models": [{"model": f"{a}+{choice}"}]})
+    assert isinstance(problem, kind)
+    assert text in str(problem)
+
+
+def test_a_folder_named_ema_is_an_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    a = single(tmp_path / "a.safetensors", 1, **averages(3))
+    (tmp_path / "ema").mkdir()
+    monkeypatch.chdir(tmp_path)
+    (problem,) = plan_help.problems({"merge_method": "passthrough", "models": [{"model": f"{a}+ema"}]})
+    assert "ema" in str(problem)
+    assert "adapter" in str(problem)
+
+
+def test_a_plan_from_json_has_the_average(tmp_path: Path) -> None:
+    from weightsmith._planning.planner.reopen import reopen
+
+    a = single(tmp_path / "a.safetensors", 1, **averages(3))
+    with (
+        prepare({"merge_method": "passthrough", "models": [{"model": f"{a}+ema"}]}) as prepared,
+        reopen(prepared.plan) as again,
+    ):
+        assert again.inputs[0].identity == prepared.inputs[0].identity
+        assert np.array_equal(again.inputs[0][f"{DIFFUSION}out.2.weight"], averages(3)["model_ema.diffusion_modelout2weight"])
