@@ -61,6 +61,8 @@ def slow_link(port: int) -> Iterator[Link]:
             try:
                 there = socket.create_connection(("127.0.0.1", port))
             except OSError:
+                with suppress(OSError):
+                    here.shutdown(socket.SHUT_RDWR)  # a server that is forked meanwhile holds it too
                 here.close()
                 continue
             ends.extend((here, there))

@@ -11,7 +11,7 @@ import pytest
 
 from tests.app.studio.models import make
 from tests.app.studio.serving import Studio, serving, start, stop
-from tests.app.studio.visit import Visit
+from tests.app.studio.visit import SLOW_MS, Visit
 from tests.browser_help import browser
 from weightsmith import ParameterError, PlanError, Report
 from weightsmith._app.studio.check import PageError
@@ -23,7 +23,6 @@ __all__ = ["browser"]
 
 BASE, FR, DE = "./models/base", "./models/fr", "./models/de"
 TORCH = find_spec("torch") is not None
-SLOW_MS = 300_000  # a busy machine that imports torch
 
 
 @pytest.fixture(scope="module")

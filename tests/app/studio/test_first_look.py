@@ -118,7 +118,7 @@ def test_limits_are_said_while_typing(browser: Any, studio: Studio) -> None:
         visit.until("!document.querySelector('#merge').disabled")
         page.click("#tab-sweep")
         page.fill("#values", "1, 2, 3, 4, 5, 6, 7, 8, 9, 10")
-        visit.has("#sweep-limit", "Write up to 9 numbers")
+        visit.has("#sweep-limit", "Enter up to 9 numbers")
         page.fill("#values", "0.2 0.4")
         assert not disabled(page, "#sweep-now")
         page.click("#tab-try")
@@ -126,12 +126,12 @@ def test_limits_are_said_while_typing(browser: Any, studio: Studio) -> None:
             visit.has("#try-limit", "needs torch and transformers") if not RUNS_MODELS else None
             return
         page.fill("#prompt", "")
-        visit.has("#try-limit", "Write a prompt, or a text.")
+        visit.has("#try-limit", "Enter a prompt or some text.")
         assert disabled(page, "#try-now")
         page.evaluate("document.querySelector('#judged').value = 'x'.repeat(100001)")
         page.locator("#judged").press("End")
         page.locator("#judged").press("y")
-        visit.has("#try-limit", "100,002 characters, and 100,000 are the most")
+        visit.has("#try-limit", "100,002 characters, and the limit is 100,000")
         page.click("#tab-tune")
         page.fill("#tune-text", " ".join(f"word{i}" for i in range(30)))
         page.fill("#row-tokens", "64")
@@ -143,7 +143,7 @@ def test_limits_are_said_while_typing(browser: Any, studio: Studio) -> None:
         assert int(page.input_value("#row-tokens")) < 64
         visit.until("!document.querySelector('#tune-now').disabled")
         page.get_by_label(f"tune weight of {FR}: least value").fill("3")
-        visit.has("#tune-limit", "Each range goes from a smaller number to a larger one.")
+        visit.has("#tune-limit", "Each range must go from a smaller number to a larger one.")
         visit.fine()
 
 
@@ -266,3 +266,115 @@ def test_the_bar_says_nothing_that_is_not_known(browser: Any, studio: Studio) ->
 
 
 EVENTS = {"content-type": "text/event-stream"}
+
+
+# ---- a server that answers late, or not at all
+
+
+def test_a_recipe_is_ready_when_its_own_check_says_so(browser: Any, studio: Studio) -> None:
+    """Not when the check of the recipe before does."""
+    with Visit(browser, studio.address) as visit:
+        page = visit.page
+        visit.write(RECIPE)
+        visit.until("!document.querySelector('#merge').disabled")
+        document = json.loads(page.evaluate(DOCUMENT))
+        notes = {"html": "", "marks": [], "good": True, "reason": "", "costs": []}
+        newer = document | {"version": document["version"] + 1}
+
+        def events(**values: object) -> None:
+            page.unroute("**/events")
+            body = f"data: {json.dumps(values)}\n\n"
+            page.route("**/events", lambda route: route.fulfill(body=body, headers=EVENTS))
+            page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")  # the page listens again
+
+        events(document=newer)
+        visit.has("#why", "Checking the recipe")
+        assert disabled(page, "#merge")
+        events(document=newer, notes=notes | {"version": document["version"]})
+        page.wait_for_timeout(700)
+        assert disabled(page, "#merge")
+        events(document=newer, notes=notes | {"version": newer["version"]})
+        visit.until("!document.querySelector('#merge').disabled")
+
+
+DOCUMENT = """fetch('/events').then(async answer => {
+  const reader = answer.body.getReader();
+  let text = "";
+  const first = () => text.split("\\n\\n").slice(0, -1).find(event => event.startsWith("data:"));
+  while (!first()) text += new TextDecoder().decode((await reader.read()).value);
+  reader.cancel();
+  return JSON.stringify(JSON.parse(first().slice(5)).document);
+})"""
+
+
+def test_a_name_is_asked_for_until_the_answer_is_about_it(browser: Any, studio: Studio) -> None:
+    """Answers that are lost, or that arrive after those to later questions, say nothing of the name that is there now."""
+    with Visit(browser, studio.address) as visit:
+        page = visit.page
+        visit.write(RECIPE)
+        visit.until("!document.querySelector('#merge').disabled")
+        asked: list[str] = []
+        held: list[Any] = []
+
+        def name(route: Any) -> None:
+            asked.append(json.loads(route.request.post_data)["name"])
+            if asked[-1] == "../late":
+                held.append(route)
+            elif asked.count("lost") == 1 and asked[-1] == "lost":
+                route.abort()
+            else:
+                route.continue_()
+
+        page.route("**/do/name", name)
+        page.fill("#name", "lost")
+        visit.has("#why", "Checking the name")
+        assert disabled(page, "#merge")
+        visit.until("!document.querySelector('#merge').disabled")
+        assert asked == ["lost", "lost"]
+        page.fill("#name", "../late")
+        while not held:
+            page.wait_for_timeout(20)
+        page.fill("#name", "mine")
+        visit.until("!document.querySelector('#merge').disabled")
+        held[0].continue_()
+        page.wait_for_timeout(700)
+        assert not disabled(page, "#merge"), "mine is a good name"
+
+
+@pytest.mark.parametrize("answer", ["", '{"number": 1, "docum'])
+def test_an_edit_whose_answer_is_lost_is_sent_again(browser: Any, studio: Studio, answer: str) -> None:
+    """None at all, or half of one."""
+    with Visit(browser, studio.address) as visit:
+        page = visit.page
+        visit.write(RECIPE)
+        visit.until("!document.querySelector('#merge').disabled")
+        lost: list[Any] = []
+
+        def edit(route: Any) -> None:
+            lost.append(route)
+            if len(lost) > 1:
+                route.continue_()
+            elif answer:
+                route.fulfill(body=answer, headers={"content-type": "application/json"})
+
+        page.route("**/do/edit", edit)
+        visit.write(f"{RECIPE}# more\n")
+        while not lost:
+            page.wait_for_timeout(20)
+        if not answer:
+            assert page.inner_text("#saved") == "Saving …"
+        visit.saved()
+        assert visit.recipe == f"{RECIPE}# more\n"
+        visit.until("!document.querySelector('#merge').disabled")
+        visit.fine()
+
+
+def test_a_connection_that_was_lost_in_between_is_made_again(browser: Any, studio: Studio) -> None:
+    with Visit(browser, studio.address) as visit:
+        page = visit.page
+        lost: list[Any] = []
+        page.route("**/events", lambda route: route.continue_() if lost else lost.append(route))
+        page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")  # the page listens again
+        page.locator("#dead").wait_for()
+        page.locator("#dead").wait_for(state="hidden")
+        visit.saved()

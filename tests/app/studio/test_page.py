@@ -18,7 +18,7 @@ import weightsmith._app.studio.session
 from tests.app.studio.models import make
 from tests.app.studio.serving import Studio, asked, serving, start, stop
 from tests.app.studio.slow_link import slow_link
-from tests.app.studio.visit import Visit, values_shown, values_written
+from tests.app.studio.visit import SLOW_MS, Visit, values_shown, values_written
 from tests.browser_help import browser
 from tests.fake_hub import COMMIT, serve
 from weightsmith._app.studio.server import ASSETS
@@ -129,7 +129,7 @@ def test_choose_mix_preview_merge_try_save(
             page.fill("#prompt", "The")
             page.fill("#judged", "The three most important things about this program are")
             page.click("#try-now")
-            page.locator("#tried tbody tr").nth(3).wait_for()
+            page.locator("#tried tbody tr").nth(3).wait_for(timeout=SLOW_MS)
             rows = page.locator("#tried tbody tr th").all_text_contents()
             assert rows == ["the merge", BASE, FR, f"{BASE}+{PY}"]
             assert all(re.fullmatch(r"\d+\.\d\d", text) for text in page.locator("#tried .ws-n").all_inner_texts())
@@ -187,7 +187,7 @@ def test_hostile_recipes_and_names(browser: Any, studio: Studio, root: Path) -> 
         visit.until("!document.querySelector('#merge').disabled")
         for name in ("../evil", "/tmp/evil", HOSTILE):
             page.fill("#name", name)
-            visit.has("#why", "A name has up to 100 letters, digits")
+            visit.has("#why", "A name can have up to 100 letters, digits")
             assert page.locator("#merge").is_disabled()
         visit.write("merge_method: linear\n# " + "x" * 100_001)
         visit.has("#notes", "more than 100,000 characters")
@@ -211,7 +211,7 @@ def test_a_search_from_the_page_and_its_recipe_loaded(browser: Any, studio: Stud
         assert [tick.is_checked() for tick in ticks.all()][:3] == [True, False, True]  # the weights
         page.fill("#budget", "3")
         page.click("#tune-now")
-        page.locator("#tuned tbody tr").first.wait_for()
+        page.locator("#tuned tbody tr").first.wait_for(timeout=SLOW_MS)
         page.click("#tab-runs")
         page.locator("#rows li[data-kind=tune] button", has_text="Load").click()
         visit.until("!document.querySelector('#text').value.includes('weight: 1.0')")
@@ -237,7 +237,7 @@ def test_a_model_of_the_hub_is_checked_previewed_and_merged(browser: Any, root: 
             assert "error[" not in page.inner_text("#hub-found")
             page.fill("#hub-name", "org/fr")
             page.keyboard.press("Enter")
-            visit.has("#hub-found", "LlamaForCausalLM · 1.1 M parameters · 4 layers · BF16")
+            visit.has("#hub-found", "LlamaForCausalLM 1.1 M params 4 layers BF16")
             page.locator("#hub-found button", has_text="Add").click()
             visit.choose(DE)
             visit.has("#notes", "The recipe is correct")

@@ -158,12 +158,12 @@ def test_a_disk_that_is_full_loses_no_edit(root: Path, session: Session, monkeyp
 
         full.setattr(Path, "write_text", write_text)
         version = write(session, recipe(root) + "# two\n")
-        assert "No space left" in session.board.get("unsaved")
+        assert "the disk is full" in session.board.get("unsaved")
         assert session.board.get("document")["text"].endswith("# two\n")
         assert "away from its base" in followed(session, "preview", version)["html"], (
             "a run that is not stored hides no preview"
         )
-        assert "No space left" in session.board.get("unsaved"), "it is said as long as it is so"
+        assert "the disk is full" in session.board.get("unsaved"), "it is said as long as it is so"
     until(lambda: session.board.get("unsaved") == "")
     session.close()
     assert KeptRuns(session.places.out).text.endswith("# two\n"), "without another edit"

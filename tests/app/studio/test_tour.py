@@ -21,14 +21,13 @@ import pytest
 import weightsmith
 from tests.app.studio.serving import Studio, start, stop
 from tests.app.studio.slow_link import slow_link
-from tests.app.studio.visit import Visit, values_shown, values_written
+from tests.app.studio.visit import SLOW_MS, Visit, values_shown, values_written
 from tests.browser_help import browser
 from weightsmith.plugin import size, written
 
 __all__ = ["browser"]
 
 pytestmark = pytest.mark.slow
-SLOW_MS = 300_000  # a busy machine that imports torch
 RUNS_MODELS = all(find_spec(name) is not None for name in ("torch", "transformers", "cmaes"))
 BASE, FRENCH, GERMAN = "./out/demo/base", "./out/demo/french", "./out/demo/german"
 WORDS = random.Random(2).choices("what it reads and writes and how fast that is".split(), k=500)

@@ -14,7 +14,19 @@ VALUES = """() => [...document.querySelectorAll(".ws-control")].map(each => {
   const value = each.classList.contains("ws-layer") ? points : each.classList.contains("ws-part") ? numbers : numbers[0];
   return [each.dataset.model ?? "", each.dataset.name, value];
 })"""
+STATE = """['saved', 'why', 'progress', 'refused', 'dead']
+  .map(id => `${id}: ${document.getElementById(id).innerText}`).join('\\n')"""
+HEARD = """{
+  const Source = EventSource;
+  window.EventSource = class extends Source {
+    constructor(...given) {
+      super(...given);
+      this.addEventListener("message", event => { window.heard = JSON.parse(event.data).studio?.id ?? window.heard; });
+    }
+  };
+}"""
 WAIT_MS = 60_000  # the machine may be busy
+SLOW_MS = 300_000  # a busy machine that imports torch
 
 
 class Visit:
@@ -25,6 +37,7 @@ class Visit:
         self.context = browser.new_context(
             viewport={"width": width, "height": height}, color_scheme=scheme, has_touch=width < 500
         )
+        self.context.add_init_script(HEARD)
         self.said: list[str] = []
         self.elsewhere: list[str] = []
         self.page = self.tab()
@@ -45,7 +58,9 @@ class Visit:
         """Wait until JavaScript says so. The page's policy forbids Playwright's own way, which evaluates texts."""
         end = time.monotonic() + WAIT_MS / 1000
         while not (page or self.page).evaluate(expression):
-            assert time.monotonic() < end, expression
+            if time.monotonic() > end:
+                words = (page or self.page).evaluate(STATE)
+                raise AssertionError(f"{expression}\n{words}\n{self.said}")
             (page or self.page).wait_for_timeout(20)
 
     def _request(self, request: Any) -> None:
@@ -57,6 +72,12 @@ class Visit:
 
     def __exit__(self, *given: object) -> None:
         self.context.close()
+
+    @property
+    def heard(self) -> str:
+        """The start of the studio that the page heard last: each has an id of its own."""
+        found: str = self.page.evaluate("window.heard ?? ''")
+        return found
 
     def step(self, name: str) -> None:
         """On a phone the three panes are three steps."""

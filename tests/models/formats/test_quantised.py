@@ -139,6 +139,11 @@ REFUSED: dict[str, tuple[Case, type[WeightsmithError], str]] = {
     "bitnet: other layers": (changed(BITNET, linear_class="bit"), Unsupported, "linear_class 'bit'"),
     "bitnet: no scale": (changed(BITNET, {"q_proj.weight_scale": None}), FormatError, "weight_scale' is missing"),
     "bitnet: scales of rows": (changed(BITNET, {"q_proj.weight_scale": np.ones(8, _F32)}), FormatError, r"is \[8\]"),
+    "bitnet: integer scale": (
+        changed(BITNET, {"q_proj.weight_scale": np.ones(1, np.int8)}),
+        Unsupported,
+        "is I8, and only F32",
+    ),
     "bitnet: stacked": (changed(BITNET, {"q_proj.weight": np.ones((1, 2, 16), np.uint8)}), FormatError, r"is \[1, 2, 16\]"),
     "torchao: no scale": (changed(TORCHAO, {f"{_TORCHAO}scale": None}), FormatError, "_weight_scale' is missing"),
     "torchao: exponents": (
@@ -149,6 +154,14 @@ REFUSED: dict[str, tuple[Case, type[WeightsmithError], str]] = {
     "torchao: other blocks": (changed(TORCHAO, {f"{_TORCHAO}scale": np.ones((3, 1), _F32)}), FormatError, "do not divide"),
     "torchao: bands of integers": (changed(TORCHAO, {f"{_TORCHAO}scale": np.ones((4, 2), _F32)}), FormatError, "do not divide"),
     "torchao: column": (changed(TORCHAO, {f"{_TORCHAO}scale": np.ones(8, _F32)}), FormatError, "do not divide the matrix"),
+    "torchao: bands of floats": (
+        changed(torchao((8, 16), "Float8Tensor"), {f"{_TORCHAO}scale": np.ones((3, 1), _F32)}),
+        FormatError,
+        r"is \[3, 1\]: its blocks do not divide the matrix",
+    ),
+    "torchao: groups": (changed(TORCHAO, {f"{_TORCHAO}scale": np.ones((8, 3), _F32)}), FormatError, "do not divide the matrix"),
+    "torchao: no groups": (changed(TORCHAO, {f"{_TORCHAO}scale": np.ones((8, 0), _F32)}), FormatError, "do not divide the"),
+    "torchao: nothing": (changed(TORCHAO, {f"{_TORCHAO}qdata": np.ones((8, 0), np.int8)}), Unsupported, r"is \[8, 0\] I8; of"),
     "torchao: other zeros": (
         changed(TORCHAO, {f"{_TORCHAO}zero_point": np.ones((4, 1), np.int8)}),
         FormatError,
@@ -223,6 +236,11 @@ REFUSED: dict[str, tuple[Case, type[WeightsmithError], str]] = {
     "mlx: mxfp4 scales": (changed(MXFP4, {"q_proj.scales": np.ones((48, 4), _F32)}), Unsupported, "is F32, and only U8"),
     "mlx: stacked": (changed(MLX, {"q_proj.weight": np.ones((2, 24, 16), np.uint32)}), Unsupported, "switch_mlp"),
     "modelopt: other": (modelopt((8, 32), algorithm="W4A16_AWQ"), Unsupported, "quant_algo 'W4A16_AWQ' are not read"),
+    "modelopt: transposed model": (
+        replace(NVFP4, config={**NVFP4.config, "model_type": "gpt2"}),
+        Unsupported,
+        r"ModelOpt weights of model_type 'gpt2' are not read: its layers store \[inputs, outputs\]",
+    ),
     "modelopt: smoothed": (
         changed(NVFP4, {"q_proj.pre_quant_scale": np.ones(32, _F32)}),
         Unsupported,
@@ -432,6 +450,26 @@ def test_mlx_modules_may_have_settings_of_their_own(tmp_path: Path) -> None:
             np.testing.assert_array_equal(checkpoint.read(name), plain)
 
 
+@pytest.mark.parametrize("kind", ["Float8Tensor", "Int8Tensor"])
+def test_one_scale_of_torchao_may_be_a_number(kind: str, tmp_path: Path) -> None:
+    case = torchao((8, 16), kind)
+    numbers = {name: a[0, 0] for name, a in case.tensors.items() if not name.endswith("qdata")}
+    with opened(tmp_path, changed(case, numbers)) as checkpoint:
+        np.testing.assert_array_equal(checkpoint.read("q_proj.weight"), case.plain["q_proj.weight"])
+
+
+def test_names_like_those_of_torchao_are_not_enough(tmp_path: Path) -> None:
+    with opened(tmp_path, replace(TORCHAO, config={"model_type": "llama"})) as checkpoint:
+        assert checkpoint.quantised == "torchao (tensor 'q_proj._weight_qdata')"
+
+
+@pytest.mark.parametrize("kind", ["bitlinear", "autobitlinear"])
+def test_the_scale_of_bitnet_may_be_a_number(kind: str, tmp_path: Path) -> None:
+    case = bitnet((8, 16), kind)
+    with opened(tmp_path, changed(case, {"q_proj.weight_scale": case.tensors["q_proj.weight_scale"][0]})) as checkpoint:
+        np.testing.assert_array_equal(checkpoint.read("q_proj.weight"), case.plain["q_proj.weight"])
+
+
 ALGORITHMS = ["FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "fp8_pb_wo", "MXFP8", "NVFP4", "W4A16_NVFP4"]
 
 
@@ -444,6 +482,23 @@ def test_modelopt_weights_are_codes_times_scales(algorithm: str, tmp_path: Path)
         assert [note.what for note in checkpoint.notes] == [
             "1 scale(s) of activations or of the KV cache are dropped: plain weights have none"
         ]
+
+
+def test_modelopt_may_store_each_weight_in_another_way(tmp_path: Path) -> None:
+    """The layers are named in config.json, too, but the scales of a weight say what it is."""
+    algorithms = sorted({algorithm.upper() for algorithm in ALGORITHMS})
+    cases = [modelopt((160, 288), algorithm=algorithm, name=f"m{k}", seed=k) for k, algorithm in enumerate(algorithms)]
+    case = changed(joined(*cases), quant_algo="MIXED_PRECISION", quantized_layers={"m0": {"quant_algo": algorithms[0]}})
+    with opened(tmp_path, case) as checkpoint:
+        assert sorted(checkpoint.specs) == [f"m{k}.weight" for k in range(len(algorithms))]
+        for name, plain in case.plain.items():
+            np.testing.assert_array_equal(checkpoint.read(name), plain)
+
+
+@pytest.mark.parametrize("method", ["modelopt", "modelopt_fp4"])
+def test_modelopt_has_two_names(method: str, tmp_path: Path) -> None:
+    with opened(tmp_path, changed(NVFP4, quant_method=method)) as checkpoint:
+        np.testing.assert_array_equal(checkpoint.read("q_proj.weight"), NVFP4.plain["q_proj.weight"])
 
 
 SETTINGS = {

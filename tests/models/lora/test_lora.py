@@ -549,3 +549,80 @@ def test_the_output_is_not_the_adapter_s_folder(tmp_path: Path) -> None:
     model, lora = base(tmp_path / "base"), adapter(tmp_path / "a")
     with pytest.raises(WeightsmithError, match="would be lost with the output folder"):
         baked(model, lora, lora)
+
+
+# ---- embedding and head that share what is trained
+
+
+TYING: dict[str, dict[str, Any]] = {
+    "embedding": {"target_modules": ["embed_tokens", "q_proj"]},
+    "head": {"target_modules": ["lm_head", "q_proj"]},
+    "both": {"target_modules": ["embed_tokens", "lm_head"]},
+    "a saved embedding": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
+    "tokens": {"target_modules": ["q_proj"], "trainable_token_indices": [3, 7]},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("tie", [True, False])
+@pytest.mark.parametrize("case", TYING)
+def test_ensured_tying_gives_the_model_that_was_trained(case: str, tie: bool, tmp_path: Path) -> None:
+    """By the logits of PEFT's model: its merge_and_unload adds shared factors twice, and computes another model."""
+    torch, peft, transformers = (pytest.importorskip(n) for n in ("torch", "peft", "transformers"))
+    torch.manual_seed(0)
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2, "tie_word_embeddings": tie}
+    settings = transformers.LlamaConfig(vocab_size=TOKENS, hidden_size=H, intermediate_size=INNER, **heads)
+    model = transformers.LlamaForCausalLM(settings)
+    model.save_pretrained(tmp_path / "base")
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, ensure_weight_tying=True, **TYING[case])
+    tuned = peft.get_peft_model(model, config)
+    for parameter in tuned.parameters():
+        if parameter.requires_grad:
+            parameter.data.copy_(torch.randn_like(parameter) * 0.2)
+    tuned.save_pretrained(tmp_path / "adapter")
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    tuned = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    found = baked(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+    assert ("lm_head.weight" in found) == (not tie)
+    with weightsmith.open_checkpoint(tmp_path / "out") as out:
+        assert out.config is not None
+        assert out.config["tie_word_embeddings"] == tie
+    ours = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    tokens = torch.arange(20)[None]
+    with torch.inference_mode():
+        expected, logits = tuned(tokens).logits, ours(tokens).logits
+    assert (logits - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+def tied_factors(**changed: np.ndarray) -> dict[str, np.ndarray]:
+    a, b = normal(4, TOKENS, seed=1), normal(H, 4, seed=2)
+    embedding, head = f"{P}model.embed_tokens.lora_embedding_", f"{P}lm_head.lora_"
+    tensors = {"A": a, "B": b, "head_A": np.ascontiguousarray(b.T), "head_B": np.ascontiguousarray(a.T), **changed}
+    names = {"A": f"{embedding}A", "B": f"{embedding}B", "head_A": f"{head}A.weight", "head_B": f"{head}B.weight"}
+    return {names[part]: values for part, values in tensors.items() if values.size}
+
+
+def test_shared_factors_are_applied_once(tmp_path: Path) -> None:
+    model = base(tmp_path / "base", np.float32, tie=True)
+    expected = base_tensors()["model.embed_tokens.weight"] + 2 * (normal(H, 4, seed=2) @ normal(4, TOKENS, seed=1)).T
+    nothing = np.zeros(0, np.float32)
+    for name, tensors in {
+        "both": tied_factors(),
+        "the embedding's": tied_factors(head_A=nothing, head_B=nothing),
+        "the head's": tied_factors(A=nothing, B=nothing),
+    }.items():
+        lora = adapter(tmp_path / name, tensors, target_modules=["embed_tokens"], ensure_weight_tying=True)
+        found = baked(model, lora, tmp_path / f"{name} out")
+        assert "lm_head.weight" not in found, name
+        np.testing.assert_allclose(found["model.embed_tokens.weight"], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_shared_factors_that_differ_are_refused(tmp_path: Path) -> None:
+    model = base(tmp_path / "base", np.float32, tie=True)
+    tensors = tied_factors(head_A=normal(4, H, seed=5))
+    lora = adapter(tmp_path / "lora", tensors, target_modules=["embed_tokens"], ensure_weight_tying=True)
+    problem = refusal(model, lora)
+    assert "lm_head has other factors than the embedding" in str(problem)
+    adapter(lora, tensors, target_modules=["embed_tokens"], ensure_weight_tying=False)
+    assert "lm_head.weight" in baked(model, lora, tmp_path / "out")

@@ -21,7 +21,7 @@ VALUES: list[Any] = [
     *(7, -1, 0, 1, 1.5, 1024, 1025, 10**6, True, False),
     *("", "x", "a+b", "a@v", "a@b@c", "a+b@v", "a+b+c", "bfloat16"),
     *("torch.bfloat16", "bf16", "auto", "int8", "1e-5", "first", "mean"),
-    *("linear", "cosine", "hidden", "cheap_embed", "union", "base", "zero"),
+    *("linear", "cosine", "sdxl", "0.1, -2,.5", "0.1,,2", "hidden", "cheap_embed", "union", "base", "zero"),
     *([], [1], [0, 2], [1, 2, 3], [-1, 2], [1, "x"], ["a"], ["a", ""]),
     *([True], [1.5], [[]], [[1, 2]], [[0], [1.5]], [[-1]], [[["a"]]]),
     *({}, {"a": 1}, {"0": [1]}, {"0": []}, {"0": [[1]], "1": [[0, 2]]}, {"x": [1]}, {"0": [-1]}, {"0": [[1.5]]}, {"0": 1}),
@@ -92,6 +92,7 @@ def test_these_keys_must_be_given() -> None:
     required = {f"{level.name}.{key.name}" for level in (*LEVELS, *MOE_LEVELS) for key in level.keys if key.required}
     assert required == {
         *("recipe.merge_method", "input.model", "slice.sources", "source.model", "source.layer_range", "condition.value"),
+        *("block_weights.blocks", "block_weights.values"),
         *("reference.model", "path.path", "upcycling.base_model", "upcycling.experts", "expert.source_model", "surgery.model"),
         *("row.kind", "text_file.file"),
     }

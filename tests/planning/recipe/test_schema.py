@@ -204,7 +204,7 @@ def test_the_schema_also_knows_the_methods_and_their_parameters(validator: Any, 
 def test_every_key_has_a_description_and_every_mapping_refuses_strangers() -> None:
     made = schema(METHODS)
     levels = [made, *(d for name, d in made["$defs"].items() if not name.startswith(("setting_", "value_", "names_of_")))]
-    assert len(levels) == 15
+    assert len(levels) == 16
     for level in levels:
         named = level in (made["$defs"]["parameters"], made["$defs"]["model_parameters"])  # by `names_of_parameters`
         assert level["additionalProperties"] is False or named

@@ -16,8 +16,11 @@ const END = 18;  // characters at the end of a name that are always shown
 // A model's name, cut in the middle where there is no room.
 export const named = text => {
   const cut = Math.max(text.lastIndexOf("/") + 1, text.length - END), tail = text.slice(cut) || text;
-  return make("span", { class: "ws-mid", title: text }, make("span", {}, text.slice(0, text.length - tail.length)), make("span", {}, tail));
+  const head = text.slice(0, text.length - tail.length);
+  return make("span", { class: "ws-mid", title: text }, make("span", { class: head.endsWith("/") ? "ws-dir" : null }, head), make("span", {}, tail));
 };
+// What is known of a model.
+export const facts = words => make("p", { class: "ws-facts" }, ...words.filter(Boolean).flatMap(each => [make("span", {}, each), " "]));
 export const short = number => String(Number(Number(number).toPrecision(4)));
 const POINTS = 5;
 const PRESETS = {

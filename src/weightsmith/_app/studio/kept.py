@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -267,6 +268,16 @@ def _decoded(value: object) -> StudioRun | None:
 
 
 def _refused(error: OSError, path: Path) -> StoreError:
-    """The error for a disk that does not take a file. Its `what` is the system's reason, for the head of the page."""
+    """The error for a disk that does not take a file. Its `what` is the reason, for the head of the page."""
     fix = "free space, or make the folder writable; or start the studio with another --out"
-    return StoreError(error.strerror or type(error).__name__, where=str(path), fix=fix)
+    what = _REASONS.get(error.errno or 0) or error.strerror or type(error).__name__
+    return StoreError(what, where=str(path), fix=fix)
+
+
+_REASONS = {
+    errno.EACCES: "the folder is not writable",
+    errno.EPERM: "the folder is not writable",
+    errno.EROFS: "the disk is read-only",
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "your disk quota is used up",
+}

@@ -1,7 +1,9 @@
 // The link to the server. What the page shows is the server's state with the edits that are not there yet laid over it: edits go in
 // order, one request at a time, and the last one for a value wins, however slow the link is.
 "use strict";
-const DEAD_MS = 3000, RETRY_MS = 500;  // a busy machine may be late with several beats
+export const RETRY_MS = 500;
+const DEAD_MS = 3000;  // a busy machine may be late with several beats
+export const LOST_MS = 10000;  // an answer that takes longer is lost: the request is sent again
 const stored = (name, none) => { try { return JSON.parse(sessionStorage.getItem(name)) ?? none; } catch { return none; } };
 const keep = (name, value) => { try { sessionStorage.setItem(name, JSON.stringify(value)); } catch { /* a browser without storage */ } };
 
@@ -17,6 +19,7 @@ export class Link {
     this.refusals = 0;
     this.heard = performance.now();
     this.dead = false;
+    this.life = new AbortController();  // of the server: what it was asked ends with it
     this.listen();
     // A browser has six connections to a server for all its tabs: one that nobody sees gives its own back.
     document.addEventListener("visibilitychange", () => {
@@ -30,6 +33,7 @@ export class Link {
   get pending() { return [...this.sent, ...this.queue]; }
 
   listen() {
+    this.listened = performance.now();
     this.events = new EventSource("/events");
     this.events.onmessage = event => {
       this.heard = performance.now();
@@ -37,8 +41,12 @@ export class Link {
       const again = changed.studio && this.state.studio && changed.studio.id !== this.state.studio.id;
       const { document: old, unsaved } = this.state;
       if (again) {
+        this.life.abort();
+        this.life = new AbortController();
         delete this.state.document;
         delete this.state.work;
+        delete this.state.notes;  // its versions are not those of the one before
+        if (this.state.preview) this.state.preview.version = -1;
       }
       this.take(changed);
       // The disk refused the recipe until the server ended: this page alone has it.
@@ -49,7 +57,10 @@ export class Link {
   }
 
   check() {
-    this.dead = !document.hidden && performance.now() - this.heard > DEAD_MS;
+    const now = performance.now();
+    this.dead = !document.hidden && now - this.heard > DEAD_MS;
+    // A connection that was lost in between is never told so.
+    if (this.dead && now - Math.max(this.listened, this.heard) > LOST_MS) { this.events.close(); this.listen(); }
     this.said(this.dead ? "dead" : this.pending.length ? "saving" : "saved");
   }
 
@@ -90,6 +101,7 @@ export class Link {
   async send() {
     if (this.sending) return;
     this.sending = true;
+    let patience = LOST_MS;  // doubled, as the link may be slow
     while (this.pending.length) {
       if (!this.sent.length) {
         this.sent = this.queue;
@@ -100,8 +112,10 @@ export class Link {
       }
       let answer;
       try {
-        answer = await this.post("edit", { ...this.as, changes: this.sent });
+        answer = await this.post("edit", { ...this.as, changes: this.sent }, AbortSignal.timeout(patience));
+        patience = LOST_MS;
       } catch (error) {
+        if (error.name === "TimeoutError") patience *= 2;
         if (!error.html) { await new Promise(done => setTimeout(done, RETRY_MS)); continue; }
         this.refusals += 1;
         this.refused(error.html);
@@ -124,18 +138,25 @@ export class Link {
   }
 
   // Throws an error with `html` for what the server refuses, without it if it does not answer.
-  async post(action, given) {
-    const answer = await fetch(`/do/${action}`, { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(given) });
-    const found = await answer.json().catch(() => ({ problem: `The server said ${answer.status}.` }));
+  async post(action, given, signal = this.life.signal) {
+    const answer = await fetch(`/do/${action}`, { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(given), signal });
+    const found = await answer.json().catch(error => { if (error.name === "TimeoutError") throw error; return null; });
+    if (answer.ok && found) return found;  // half an answer is none
     // Only the studio refuses; a proxy in between, or a studio that was started again with another token, may answer later.
-    if (!answer.ok) throw Object.assign(new Error(action), { html: [400, 409, 413].includes(answer.status) ? found.problem : "" });
-    return found;
+    const refusal = answer.status === 413 ? "<p>This is too long for the studio.</p>" : [400, 409].includes(answer.status) ? found?.problem : "";
+    throw Object.assign(new Error(action), { html: refusal ?? "" });
   }
 
   // The value of a control: the newest edit of it, else the recipe's.
   value(control) {
     const key = JSON.stringify(control.path);
     return this.pending.findLast(each => each.kind === "set" && each.model === control.model && JSON.stringify(each.path) === key)?.value;
+  }
+
+  // What the server says of the recipe that is shown; null while it checks the newest edits.
+  get checked() {
+    const { notes, document: now } = this.state;
+    return notes && notes.version === now?.version && !this.pending.length ? notes : null;
   }
 
   // The recipe's text: what is being typed, else the server's.

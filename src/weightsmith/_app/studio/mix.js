@@ -1,6 +1,6 @@
 // Models, their strips, the method picker, the recipe's text.
 "use strict";
-import { button, control, icon, make, named, shape } from "/assets/controls.js";
+import { button, control, facts, icon, make, named, shape } from "/assets/controls.js";
 
 const $ = id => document.getElementById(id);
 const MAX_CARDS = 60, MANY = 12;  // cards; models that are searched rather than read
@@ -49,15 +49,15 @@ export class Mix {
   card(each, base, used) {
     const own = each.adapter ? `${base}+${each.ref}` : each.ref;
     const is = used.find(name => name === own || name === each.ref || name.endsWith(`+${each.ref}`));
-    const facts = each.problem ? [each.problem] : [each.kind, each.parameters && `${each.parameters} parameters`, each.layers && `${each.layers} layers`, each.dtype, each.bytes, each.quantised, each.licence].filter(Boolean);
+    const about = each.problem ? make("p", { class: "ws-error" }, each.problem) : each.kind ? facts([each.kind, `${each.parameters} params`, each.layers && `${each.layers} layers`, each.dtype, each.bytes, each.quantised, each.licence]) : make("p", { class: "ws-soft" }, "reading …");
     const verdict = this.link.state.verdicts?.[base]?.[each.ref];
     const survived = is && this.link.state.preview?.total?.[is];
-    const isBase = base === each.ref, act = (name, picture, words, on, label, onclick) => button(picture, words, { "data-act": name, "aria-pressed": String(on), "aria-label": label, onclick });
+    const isBase = base === each.ref, act = (name, picture, words, on, label, onclick) => button(picture, words, { title: label, "data-act": name, "aria-pressed": String(on), "aria-label": label, onclick });
     const asBase = each.adapter || (each.problem && !isBase) ? null : act("base", isBase ? "check" : "base", "Base", isBase, `${each.ref}: use as base`, () => this.link.edit({ kind: "base", name: each.ref }));
     const add = each.problem && !is ? null : act("add", is ? "check" : "plus", is ? "Added" : "Add", Boolean(is), `${each.ref}: ${is ? "remove from" : "add to"} the merge`, () => this.link.edit(is ? { kind: "remove", name: is } : { kind: "add", name: each.ref }));
     const differ = base && !isBase && !each.adapter && !each.problem ? act("diff", "compare", "Compare", false, `${each.ref}: compare with the base`, () => this.actions.look([base, each.ref])) : null;
     return make("li", { "data-ref": each.ref, class: each.problem ? "broken" : is || isBase ? "on" : "" },
-      make("b", {}, named(each.ref), each.adapter ? make("i", {}, " adapter") : ""), make("p", { class: each.problem ? "ws-error" : "ws-soft" }, facts.join(" · ") || "reading …"),
+      make("b", {}, named(each.ref), each.adapter && !each.kind ? make("i", {}, " adapter") : ""), about,
       survived ? make("p", { class: "ws-soft" }, survived) : null, verdict ? make("p", {}, verdict) : null, make("div", { class: "row" }, asBase, add, differ));
   }
 
@@ -66,8 +66,7 @@ export class Mix {
     $("hub-found").replaceChildren(make("p", {}, "Asking the Hub …"));
     try {
       const found = await this.link.post("hub", { name });
-      const facts = [found.kind, `${found.parameters} parameters`, `${found.layers} layers`, found.dtype, found.licence].filter(Boolean);
-      $("hub-found").replaceChildren(make("p", {}, facts.join(" · ")), make("div", { class: "row" },
+      $("hub-found").replaceChildren(facts([found.kind, `${found.parameters} params`, `${found.layers} layers`, found.dtype, found.licence]), make("div", { class: "row" },
         button("base", "Base", { onclick: () => this.link.edit({ kind: "base", name }) }),
         button("plus", "Add", { onclick: () => this.link.edit({ kind: "add", name }) })));
     } catch (error) { $("hub-found").innerHTML = error.html || "<p class='ws-error'>The server does not answer. Press the button again when it is back.</p>"; }
@@ -225,12 +224,11 @@ export class Mix {
   }
 
   notes() {
-    const { notes, document: now } = this.link.state;
-    const old = notes && now && notes.version !== now.version;
-    $("notes").classList.toggle("old", Boolean(old));
-    if (notes && $("notes").dataset.version !== String(notes.version)) {
+    const { notes } = this.link.state;
+    $("notes").classList.toggle("old", !this.link.checked);
+    if (notes && this.noted !== notes) {
       $("notes").innerHTML = notes.html;
-      $("notes").dataset.version = notes.version;
+      this.noted = notes;
     }
     this.lines();
     $("costs").replaceChildren(...(notes?.costs ?? []).map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value))));

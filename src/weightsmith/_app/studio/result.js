@@ -1,6 +1,7 @@
 // What comes of the recipe: preview, try, sweep, runs, reports.
 "use strict";
 import { button, make, named, short } from "/assets/controls.js";
+import { RETRY_MS } from "/assets/link.js";
 
 const $ = id => document.getElementById(id);
 const FIT_MS = 400;
@@ -60,27 +61,32 @@ export class Result {
   }
 
   // What the server says about the length of the text for a search; asked when the typing pauses.
-  fit() {
+  fit(ms = FIT_MS) {
     clearTimeout(this.fitting);
     this.fitted = null;
+    const asked = this.asked = (this.asked ?? 0) + 1;
     const text = $("tune-text").value;
     if ($("tune").hidden) return;
-    if (!text.trim()) { $("tune-fit").textContent = "A search needs a text of 4 rows or more: with rows of 512 tokens, about a page and a half."; return; }
+    if (!text.trim()) { $("tune-fit").textContent = "Tuning needs at least 4 rows of text: about a page and a half, at 512 tokens per row."; return; }
     $("tune-fit").textContent = "Counting …";
     this.fitting = setTimeout(async () => {
       try {
         await this.link.settled();
         const fit = await this.link.post("fit", { text, tokens: $("row-tokens").value ? Number($("row-tokens").value) : null });
-        if (text !== $("tune-text").value) return;
+        if (asked !== this.asked) return;
         this.fitted = fit;
         $("row-tokens").placeholder = fit.tokens;
         const rows = `${fit.rows} row${fit.rows === 1 ? "" : "s"} of ${fit.tokens} tokens`, report = Math.max(2, Math.floor(fit.rows / 3));
         if (fit.rows >= fit.needed) $("tune-fit").textContent = `${rows}: ${fit.rows - report} to tune on, ${report} for the report.`;
-        else $("tune-fit").replaceChildren(`The text has ${rows}, and ${fit.needed} are needed. ${fit.shorter ? "Write more, or " : "Write more."}`,
+        else $("tune-fit").replaceChildren(`The text has ${rows}, and ${fit.needed} are needed. ${fit.shorter ? "Add text, or " : "Add text."}`,
           fit.shorter ? make("button", { type: "button", "data-mend": "tokens", "data-value": fit.shorter }, `use rows of ${fit.shorter} tokens`) : "");
-      } catch (error) { $("tune-fit").innerHTML = error.html || "The server does not answer. The text is counted when it is back."; }
+      } catch (error) {
+        if (asked !== this.asked) return;
+        $("tune-fit").innerHTML = error.html || "The server does not answer. The text is counted when it is back.";
+        if (!error.html) this.fitting = setTimeout(() => this.fit(0), RETRY_MS);
+      }
       this.actions.gate();
-    }, FIT_MS);
+    }, ms);
   }
 
   preview() {

@@ -53,6 +53,10 @@ from weightsmith.plugin import duration, size
 _TICK_SECONDS = 0.2
 _WRITE_SECONDS = 1.0
 """Until what the disk refused is tried again."""
+_NO_PREVIEW = (
+    "Choose a base and models to see here what the merge will do, before anything is written.",
+    "The preview appears when the recipe is correct.",
+)
 _HISTORY = 200
 """Texts that `undo` can go back to."""
 
@@ -189,9 +193,11 @@ class Session:
                 if self._check(version, text):
                     self._preview(version, text)
                 else:
-                    hint = show.hint("The preview appears when the recipe is correct.") if text.strip() else ""
-                    self._show_preview(version, hint)
+                    self._show_preview(version, show.empty(_NO_PREVIEW[bool(text.strip())]))
             except Exception as error:  # the page must go on, whatever a model holds
+                if (self.board.get("notes") or {}).get("version") != version:
+                    facts = {"version": version, "html": show.error(error), "marks": [], "good": False}
+                    self.board.put("notes", facts | {"reason": "The recipe cannot be checked."})
                 self._show_preview(version, show.error(error))
             done = version
 

@@ -121,6 +121,12 @@ def hint(text: str) -> str:
     return f'<p class="ws-hint">{safe(text)}</p>'
 
 
+def empty(text: str) -> str:
+    """What the preview says while there is none."""
+    icon = '<svg class="i" aria-hidden="true"><use href="#i-preview"/></svg>'
+    return f'<div class="ws-empty">{icon}<p>{safe(text)}</p></div>'
+
+
 def marked(text: str) -> str:
     """Running text of a method's documentation: code between backquotes, and links."""
     html = safe(" ".join(text.split()))
@@ -223,7 +229,7 @@ def status(now: Status) -> str:
         return f"<p class='ws-bad'><b>{name}</b> was not merged. {_mend(Mend('why', 'Why?'))}</p>"
     merged = now.merged
     assert merged is not None
-    words = [count(len(merged.plan.steps), "tensor"), duration(merged.seconds)]
+    words = [duration(merged.seconds)]
     words += [f"{merged.resumed:,} by an earlier run"] if merged.resumed else []
     words += [f"{merged.distance[0].percent()} away from its base"] if merged.distance else []
     warnings = "".join(f'<li class="ws-warning">{safe(sentence(finding.what))}</li>' for finding in merged.warnings[:_SHOWN])

@@ -1,16 +1,19 @@
 // The page: what follows from which change of the server's state, and what the buttons do.
 "use strict";
 import { button } from "/assets/controls.js";
-import { Link } from "/assets/link.js";
+import { Link, LOST_MS, RETRY_MS } from "/assets/link.js";
 import { Mix } from "/assets/mix.js";
 import { Result } from "/assets/result.js";
 
 const $ = id => document.getElementById(id);
 const refused = html => { $("refused").innerHTML = html ?? ""; if (html) $("refused").append(button("close", "Close", { onclick: () => refused("") })); };
 // The request may have arrived, and only the answer be lost.
-const SILENT = "<p class='silent'>The server did not answer. When it is back, what had begun is shown as interrupted. Press again what did not begin.</p>";
+const SILENT = "<p class='silent'>The server did not answer. Once it is back, work that had started is shown as interrupted. Otherwise, press the button again.</p>";
+const AGAIN = "<p>The studio was restarted. Work that had started is shown as interrupted. Otherwise, press the button again.</p>";
+const NAME_MS = 150;  // a pause in typing
+const CHECKING = "Checking the recipe …", NAMING = "Checking the name …";
 const SAID = { saved: "Saved", saving: "Saving …", dead: "Not connected" };
-let link, mix, result, nameTimer = 0, state = "saving", about = null;
+let link, mix, result, nameTimer = 0, naming = 0, state = "saving", about = null;
 
 // "Saved" is what the server has, and its disk: it says so in `unsaved` if the disk refused.
 const said = () => {
@@ -19,7 +22,7 @@ const said = () => {
   $("saved").className = unsaved ? "ws-bad" : state;
   $("dead").hidden = state !== "dead";
   $("unsaved").hidden = !unsaved;
-  const more = unsaved ? `Not saved: ${unsaved}. The recipe is kept in this page and in the studio until the disk takes it; that is tried every second.` : "";
+  const more = unsaved ? `Not saved: ${unsaved}. The recipe is kept in this page. The studio tries to save it every second.` : "";
   if ($("unsaved").textContent !== more) $("unsaved").textContent = more;
 };
 
@@ -49,18 +52,18 @@ const MENDS = {
 const actions = {
   // Why each button cannot be used now; said before it is pressed. "": it can.
   gate() {
-    const { studio, notes, task, work: merging } = link.state;
+    const { studio, task, work: merging } = link.state, { checked } = link;
     if (!studio || !merging) return;
     const running = merging.state === "running", { max_characters: most } = studio;
-    const server = state === "dead" ? "The studio's server does not answer." : "", recipe = server || (notes?.good ? "" : link.text.trim() ? notes?.reason || "Checking the recipe …" : "Choose a base and models.");
-    const long = [$("prompt"), $("judged")].find(each => each.value.length > most), limit = long ? `Shorten the text: it has ${long.value.length.toLocaleString("en")} characters, and ${most.toLocaleString("en")} are the most.` : "";
-    const asked = $("prompt").value.trim() || $("judged").value.trim() ? "" : "Write a prompt, or a text.";
-    const tokens = Number($("tokens").value), count = tokens >= 1 && tokens <= studio.max_new_tokens ? "" : `New tokens are from 1 to ${studio.max_new_tokens}.`;
+    const server = state === "dead" ? "The studio's server does not answer." : "", recipe = server || (!link.text.trim() ? "Choose a base and models." : !checked ? CHECKING : checked.good ? "" : checked.reason || "The recipe cannot be merged.");
+    const long = [$("prompt"), $("judged")].find(each => each.value.length > most), limit = long ? `Shorten the text: it has ${long.value.length.toLocaleString("en")} characters, and the limit is ${most.toLocaleString("en")}.` : "";
+    const asked = $("prompt").value.trim() || $("judged").value.trim() ? "" : "Enter a prompt or some text.";
+    const tokens = Number($("tokens").value), count = tokens >= 1 && tokens <= studio.max_new_tokens ? "" : `New tokens: 1 to ${studio.max_new_tokens}.`;
     const packages = studio.can_run ? "" : "Trying needs torch and transformers: pip install 'weightsmith[moe]'";
-    const taken = about?.exists && !$("overwrite").checked;
-    const name = !about ? "" : !about.valid ? "A name has up to 100 letters, digits, - _ and ." : !taken ? "" : studio.alone ? `${$("name").value} exists: rename, or tick “replace it”.` : `${$("name").value} exists: choose another name.`;
+    const here = about?.name === $("name").value ? about : null, taken = here?.exists && !$("overwrite").checked;
+    const name = !here ? NAMING : !here.valid ? "A name can have up to 100 letters, digits, - _ and ." : !taken ? "" : studio.alone ? `${$("name").value} exists: rename, or tick “replace it”.` : `${$("name").value} exists: choose another name.`;
     const values = $("values").value.split(/[\s,;]+/).filter(Boolean);
-    const sweep = !$("swept").value ? "There is no number to sweep." : !values.length || values.length > studio.max_sweep || values.some(each => !Number.isFinite(Number(each))) ? `Write up to ${studio.max_sweep} numbers, with commas between them.` : "";
+    const sweep = !$("swept").value ? "This recipe has no number to sweep." : !values.length || values.length > studio.max_sweep || values.some(each => !Number.isFinite(Number(each))) ? `Enter up to ${studio.max_sweep} numbers, separated by commas.` : "";
     const why = recipe || name, trying = recipe || packages || asked || count || limit;
     set("try-now", trying, "try-limit");
     set("try-first", trying);
@@ -71,22 +74,23 @@ const actions = {
     $("look").disabled = Boolean(server) || task?.running || !mix.chosen.length;
     $("example").disabled = Boolean(server);
     $("merge").disabled = running || Boolean(why);
-    $("why").textContent = running ? "" : why || `Ready: ${notes.costs?.[0]?.[1] ?? ""}`;
+    $("why").textContent = running ? "" : why || `Ready: ${checked.costs?.[0]?.[1] ?? ""}`;
+    $("why").classList.toggle("waits", [CHECKING, NAMING].includes(why));
     $("why").classList.toggle("ready", !why);
     $("why").classList.toggle("minor", !recipe && taken && merging.state === "done" && merging.name === $("name").value.trim());  // the bar says that it is done
-    for (const [each, done] of [["models", mix.chosen.length > 1], ["mix", Boolean(notes?.good)], ["result", merging.state === "done"]])
+    for (const [each, done] of [["models", mix.chosen.length > 1], ["mix", Boolean(link.state.notes?.good)], ["result", merging.state === "done"]])
       for (const badge of document.querySelectorAll(`button[data-step=${each}] .badge, .badge[data-step=${each}]`)) badge.classList.toggle("done", done);
   },
   tuning() {
     const { studio } = link.state, rows = [...$("ranges").querySelectorAll(".range[data-key]")].map(row => row.querySelectorAll("input")).filter(([tick]) => tick.checked);
     if (!studio.can_tune) return "Tuning needs torch, transformers and cmaes: pip install 'weightsmith[tune,moe]'";
-    if (!rows.length) return "Tick a parameter.";
-    if (rows.some(([, low, high]) => low.value === "" || high.value === "" || Number(low.value) >= Number(high.value))) return "Each range goes from a smaller number to a larger one.";
+    if (!rows.length) return "Tick at least one parameter.";
+    if (rows.some(([, low, high]) => low.value === "" || high.value === "" || Number(low.value) >= Number(high.value))) return "Each range must go from a smaller number to a larger one.";
     const text = $("tune-text").value, budget = Number($("budget").value), tokens = Number($("row-tokens").value || 512);
-    if (!text.trim()) return "Write a text.";
-    if (text.length > studio.max_characters) return `Shorten the text: ${studio.max_characters.toLocaleString("en")} characters are the most.`;
-    if (!(budget >= 2 && budget <= studio.max_budget)) return `Candidates are from 2 to ${studio.max_budget.toLocaleString("en")}.`;
-    if (!(tokens >= 2)) return "Rows have 2 tokens or more.";
+    if (!text.trim()) return "Enter some text.";
+    if (text.length > studio.max_characters) return `Shorten the text: the limit is ${studio.max_characters.toLocaleString("en")} characters.`;
+    if (!(budget >= 2 && budget <= studio.max_budget)) return `Candidates: 2 to ${studio.max_budget.toLocaleString("en")}.`;
+    if (!(tokens >= 2)) return "A row needs at least 2 tokens.";
     return result.fitted && result.fitted.rows < result.fitted.needed ? "The text is too short." : "";
   },
   finding() {
@@ -95,15 +99,15 @@ const actions = {
     if (!base) return "Press Base on the model that the others were tuned from.";
     if (models.length < studio.fewest) return models.length ? "Press Add on one more fine-tune." : "Press Add on two or more fine-tunes.";
     if (models.length > studio.most) return `Choose up to ${studio.most} fine-tunes.`;
-    if (written.some(text => text.length > studio.max_characters)) return `Shorten the texts: ${studio.max_characters.toLocaleString("en")} characters are the most.`;
+    if (written.some(text => text.length > studio.max_characters)) return `Shorten the texts: the limit is ${studio.max_characters.toLocaleString("en")} characters each.`;
     const texts = written.filter(text => text.trim()).length;
-    return texts && texts < models.length ? "Write a text for each fine-tune, or for none." : "";
+    return texts && texts < models.length ? "Give every fine-tune a text, or none." : "";
   },
   // The version of the recipe once the server has every edit; null if it refused one, or was started again meanwhile.
   async version() {
     const { id } = link.state.studio, version = await link.settled();
     if (version === null || link.state.studio.id === id) return version;
-    refused("<p>The studio was started again. Nothing was started: press again.</p>");
+    refused("<p>The studio was restarted before your work started. Press the button again.</p>");
     return null;
   },
   async find() {
@@ -114,7 +118,8 @@ const actions = {
   },
   async do(action, given = {}) {
     refused("");
-    try { return await link.post(action, given); } catch (error) { refused(error.html || SILENT); return null; }
+    const { id } = link.state.studio;
+    try { return await link.post(action, given); } catch (error) { refused(error.html || (id === link.state.studio.id ? SILENT : AGAIN)); return null; }
   },
   async look(models) { if (await actions.do("look", { models })) { $("frame").replaceChildren(); show("report"); } },
   async try() {
@@ -181,7 +186,7 @@ const announce = () => {
 const draw = changed => {
   if (changed.has("studio")) {
     const { studio } = link.state;
-    if ($("refused").querySelector(".silent")) refused("<p>The studio was started again. What had begun is shown as interrupted. Press again what did not begin.</p>");
+    if ($("refused").querySelector(".silent")) refused(AGAIN);
     $("hub").hidden = !studio.hub;
     $("where").textContent = `in ${studio.out}`;
     $("tokens").max = studio.max_new_tokens;
@@ -205,7 +210,7 @@ const draw = changed => {
     const { preview } = link.state;
     preview.total = Object.fromEntries(Object.entries(preview.survives ?? {}).map(([name, layers]) => {
       const known = layers.filter(share => share !== null);
-      return [name, known.length ? `${(100 * known.reduce((a, b) => a + b, 0) / known.length).toFixed(0)}% survives, on average over layers` : ""];
+      return [name, known.length ? `${(100 * known.reduce((a, b) => a + b, 0) / known.length).toFixed(0)}% survives on average` : ""];
     }));
   }
   if (["document", "models", "preview", "verdicts"].some(name => changed.has(name))) mix.cards();
@@ -242,18 +247,27 @@ const merged = () => {
   if (run.report) { result.frame(run.id); $("looked").replaceChildren(); result.open("report"); }
 };
 
-const named = () => {
+// Whether the name is free; asked again until the server says so of the name that is there now.
+const named = (ms = NAME_MS) => {
   clearTimeout(nameTimer);
   nameTimer = setTimeout(async () => {
-    about = await link.post("name", { name: $("name").value }).catch(() => about);
-    if (!about) return;
+    const name = $("name").value, asked = ++naming;
+    let answer;
+    try {
+      answer = await link.post("name", { name }, AbortSignal.timeout(LOST_MS));
+    } catch (error) {
+      if (!error.html) { if (asked === naming) named(RETRY_MS); return; }
+      answer = { valid: false, exists: false, unfinished: false };
+    }
+    if (asked !== naming || name !== $("name").value) return;  // a newer question is under way
+    about = { ...answer, name };
     const { alone } = link.state.studio ?? {};
     $("merge").querySelector("span").textContent = about.unfinished && !$("again").checked ? "Resume" : "Merge";
     $("overwrite-field").hidden = !alone || !about.exists;
     $("again-field").hidden = !alone || !about.unfinished;
     if (!about.exists) $("overwrite").checked = false;
     actions.gate();
-  }, 150);
+  }, ms);
 };
 
 let remembered = "";
@@ -275,9 +289,9 @@ for (const id of ["prompt", "judged", "name"]) {
 }
 $("tune-text").value = $("judged").value;
 $("tune-text").addEventListener("change", () => { try { localStorage.setItem("ws-judged", $("tune-text").value); } catch { /* a browser without storage */ } });
-$("name").addEventListener("input", named);
+$("name").addEventListener("input", () => { named(); actions.gate(); });
 $("overwrite").addEventListener("change", () => actions.gate());
-$("again").addEventListener("change", named);
+$("again").addEventListener("change", () => named());
 for (const id of ["find-first", "find-open"]) $(id).addEventListener("click", () => show("find"));
 $("find-now").addEventListener("click", () => actions.find());
 $("merge").addEventListener("click", () => actions.merge());

@@ -14,7 +14,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from weightsmith._base.errors import Finding, ShapeError, nearest
+import numpy as np
+
+from weightsmith._base.errors import Finding, FormatError, ShapeError, nearest
 from weightsmith._base.files import same_bytes, show
 from weightsmith._base.idioms import grouped
 from weightsmith._base.tensors import TensorSpec
@@ -177,6 +179,9 @@ class _Match:
         self._changes: dict[str, list[RowChange]] = {}  # by adapters of other kinds than LoRA
         self._replaced: dict[str, str] = {}
         self._located: Mapping[str, tuple[str, SubMatrix]] = {}  # parts of tensors that a file names as matrices
+        self._shared = False
+        if (adapter.checkpoint.config or {}).get("ensure_weight_tying") is True and (tied := self._tied_embedding()):
+            self.adapter, self._shared = self._with_one_vocabulary(tied), True
         self._match()
 
     def origins(self) -> dict[str, AdaptedTensor]:
@@ -251,7 +256,7 @@ class _Match:
                 stated = (adapter.checkpoint.config or {}).get("base_model_name_or_path")
                 fix += f"; its adapter_config.json says {show(stated)}"
             raise ShapeError(what, where=adapter.checkpoint.ref, details=shown, fix=fix)
-        if tied:
+        if tied and not self._shared:
             self._untie(tied)
 
     def _take_task_head(self) -> set[str]:
@@ -440,6 +445,41 @@ class _Match:
         if tie_flag(config) is False or not causal or any(map(is_head, specs)):
             return ""
         return next((spec.name for spec in specs if is_embedding(spec)), "")
+
+    def _with_one_vocabulary(self, embedding: str) -> Adapter:
+        """The adapter without what it has of the head, where the base ties it and PEFT tied both in training.
+
+        PEFT saves what they share twice: factors under both names, those of the head transposed. What is there for the head
+        alone is the embedding's. Raises FormatError for factors that differ: one tensor cannot have both.
+        """
+        adapter = self.adapter
+
+        def of_head(name: str) -> bool:
+            return is_head(replace(self.base.specs[embedding], name=name))
+
+        updates = {module: factors for module, factors in adapter.updates.items() if not of_head(f"{module}.weight")}
+        heads = [module for module in adapter.updates if module not in updates]
+        trained = next((factors for factors in updates.values() if factors.embedding), None)
+        for module in heads:
+            factors = adapter.updates[module]
+            if trained is None:
+                updates[embedding.removesuffix(".weight")] = factors
+            elif not self._alike(trained, factors):
+                what = f"ensure_weight_tying is true, and {module} has other factors than the embedding"
+                fix = "set ensure_weight_tying to false in adapter_config.json: embedding and head are two tensors then"
+                raise FormatError(what, where=adapter.checkpoint.ref, fix=fix)
+        replacements = {name: source for name, source in adapter.replacements.items() if not of_head(name)}
+        of_embedding = (replace(adapter.checkpoint.specs[source], name=name) for name, source in replacements.items())
+        if not any(map(is_embedding, of_embedding)) and (saved := [*filter(of_head, adapter.replacements)]):
+            replacements[embedding] = adapter.replacements[saved[0]]
+        return replace(adapter, updates=updates, replacements=replacements)
+
+    def _alike(self, embedding: Factors, head: Factors) -> bool:
+        """Whether factors of a head are those of the embedding, transposed. Cost: reads both."""
+        read = self.adapter.checkpoint.read
+        pairs = ((embedding.b, head.a), (embedding.a, head.b))
+        same = all(np.array_equal(read(one).T, read(other)) for one, other in pairs)
+        return same and embedding.scaling == head.scaling
 
     def _untie(self, embedding: str) -> None:
         """Give the head numbers of its own, where the adapter changes it or the embedding alone."""

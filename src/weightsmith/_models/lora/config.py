@@ -114,6 +114,7 @@ USED = frozenset(
         "auto_mapping",  # Unsloth marks its adapters there
         "base_model_name_or_path",
         "bias",
+        "ensure_weight_tying",
         "fan_in_fan_out",
         "init_lora_weights",
         "lora_alpha",
@@ -172,7 +173,6 @@ NOT_APPLIED: Mapping[str, NotApplied] = {
     "kasa_config": NotApplied("KaSA, which changes the base weights"),
     "monteclora_config": NotApplied("MonteCLoRA's sampled factors"),
     "megatron_config": NotApplied("layers of Megatron, which are split between devices"),
-    "ensure_weight_tying": NotApplied("factors that embedding and head share"),
     "enable_lora": NotApplied("factors of some parts of a layer, as PEFT up to 0.2 had them", by_peft=False),
 }
 """Settings with which B @ A is not all that the adapter does; each must be false, none or empty."""
@@ -242,7 +242,7 @@ def _not_applied(config: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
 
 def _wrong_values(config: Mapping[str, Any]) -> Iterator[str]:
     """What PEFT would not have written."""
-    for key in ("fan_in_fan_out", "use_dora", "use_rslora"):
+    for key in ("ensure_weight_tying", "fan_in_fan_out", "use_dora", "use_rslora"):
         if not isinstance(value := config.get(key), bool | None):
             yield f"{key} is {show(value)}, not true or false"
     if (bias := config.get("bias")) not in (None, *BIASES):

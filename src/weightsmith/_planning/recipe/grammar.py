@@ -45,6 +45,7 @@ from weightsmith._planning.recipe.records import (
     Upcycling,
 )
 from weightsmith._planning.recipe.values import (
+    BLOCK_WEIGHTS,
     CONDITION,
     MEASURED_ON,
     MODEL,
@@ -208,7 +209,10 @@ RECIPE = Level(
     one_of=("models", "slices", "modules"),
 )
 
-LEVELS = (RECIPE, INPUT, SLICE, SOURCE, MODULE, *TOKENIZER_LEVELS, REFERENCE, PATH, TEXT_FILE, CONDITION, SCHEDULE)
+LEVELS = (
+    *(RECIPE, INPUT, SLICE, SOURCE, MODULE, *TOKENIZER_LEVELS, REFERENCE, PATH, TEXT_FILE),
+    *(CONDITION, BLOCK_WEIGHTS, SCHEDULE),
+)
 """Every kind of mapping, outermost first."""
 
 

@@ -132,12 +132,14 @@ class Entry:
     filter        part of a tensor name; None or `*`: every tensor
     where         position of the value
     filter_where  position of the filter, "" when there is none
+    starts        of a block of a diffusion model, whose name `filter` is: what the names of its tensors begin with
     """
 
     value: Scalar | tuple[Scalar, ...] | Schedule
     filter: str | None
     where: str
     filter_where: str = ""
+    starts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +174,7 @@ class Setting:
         (0.25, 0.5)
         """
         for rule in self._rules:
-            if rule.part in name:
+            if rule.part in name and (not rule.starts or name.startswith(rule.starts)):
                 try:
                     return rule.known[t]
                 except KeyError:
@@ -183,11 +185,12 @@ class Setting:
 class _Rule:
     """A prepared entry: `known` caches the value for each depth, one per layer of a model."""
 
-    __slots__ = ("entry", "known", "part")
+    __slots__ = ("entry", "known", "part", "starts")
 
     def __init__(self, entry: Entry) -> None:
         self.entry = entry
-        self.part = "" if entry.filter in (None, "*") else str(entry.filter)  # "" is part of every name
+        self.part = "" if entry.filter in (None, "*") or entry.starts else str(entry.filter)  # "" is part of every name
+        self.starts = entry.starts
         self.known: dict[float, tuple[Scalar | Schedule, Entry] | None] = {}
 
     def evaluate(self, t: float, stepped: bool) -> tuple[Scalar | Schedule, Entry] | None:

@@ -14,7 +14,7 @@ from weightsmith._planning.recipe.grammar import LEVELS, MOE_LEVELS, RECIPE, SUR
 from weightsmith._planning.recipe.kinds import NUMERAL, Level, Schema
 from weightsmith._planning.recipe.records import NESTED, SCHEDULED
 from weightsmith._planning.recipe.tuning import CHOOSABLE, or_choice, tuned_schemas
-from weightsmith._planning.recipe.values import ANY_SCALAR, CONDITION, MODEL_PARAMETERS, PARAMETERS, SCHEDULE
+from weightsmith._planning.recipe.values import ANY_SCALAR, BLOCK_WEIGHTS, CONDITION, MODEL_PARAMETERS, PARAMETERS, SCHEDULE
 
 _DRAFT = "https://json-schema.org/draft/2020-12/schema"
 NUMBER: Schema = {"anyOf": [{"type": "number"}, NUMERAL]}
@@ -133,10 +133,14 @@ def _settings(key: str, name: str, parameters: Sequence[Parameter]) -> dict[str,
     schedules = [SCHEDULE.schema] if scheduled else []
     condition = _level(CONDITION)
     condition["properties"]["value"] |= {"anyOf": [value, {"type": "array", "items": value, "minItems": 1}, *schedules]}
-    lists = {"type": "array", "minItems": 1, "anyOf": [{"items": value}, {"items": condition}]}
+    lists = {
+        "type": "array",
+        "minItems": 1,
+        "anyOf": [{"items": value}, {"items": {"anyOf": [condition, BLOCK_WEIGHTS.schema]}}],
+    }
     return {
         f"value_{key}": {"anyOf": [scalar, *tuned_schemas(scalar, number)]},
-        f"setting_{key}": {"anyOf": [value, condition, lists, *schedules]},
+        f"setting_{key}": {"anyOf": [value, condition, BLOCK_WEIGHTS.schema, lists, *schedules]},
     }
 
 

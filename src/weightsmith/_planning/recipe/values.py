@@ -10,9 +10,10 @@ import itertools
 import json
 import math
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
-from weightsmith._base.errors import ParameterError, SyntaxProblem, WeightsmithError
+from weightsmith._base.errors import ParameterError, SyntaxProblem, UnknownName, WeightsmithError, nearest
+from weightsmith._planning.recipe.blocks import BASE, TABLES, BlockTable, numbers_in
 from weightsmith._planning.recipe.kinds import (
     DECAY,
     FILTER,
@@ -418,6 +419,104 @@ CONDITION = Level(
 )
 
 
+def _block_values(pair: Pair, key: Key, walk: Walk) -> Node | None:
+    """The values, checked; which blocks they are for depends on the table that `blocks` names."""
+    node, before = pair.value, len(walk.problems)
+    if isinstance(node.value, str) and numbers_in(node.value) is not None:
+        return node
+    if isinstance(node.value, tuple) and node.value:
+        for item in node.value:
+            _scalar(item, f"an entry of {key.name!r}", walk)
+    elif isinstance(node.value, dict) and node.value:
+        for block, inner in node.value.items():
+            _scalar(inner.value, f"the block {block!r}", walk)
+    else:
+        fix = "Write values: {IN00-IN05: 0.2, M00: 0.5}."
+        walk.wrong(node, key, "a list of numbers, or block names with numbers", fix, ParameterError)
+    return node if len(walk.problems) == before else None
+
+
+_NUMERALS = r"^\s*NUMBER\s*(,\s*NUMBER\s*)*$".replace("NUMBER", r"[-+]?([0-9]+([.][0-9]*)?|[.][0-9]+)([eE][-+]?[0-9]+)?")
+BLOCK_VALUES = Kind(
+    _block_values,
+    {
+        "anyOf": [
+            {"type": "string", "pattern": _NUMERALS},
+            list_schema(ANY_SCALAR),
+            {"type": "object", "minProperties": 1, "additionalProperties": ANY_SCALAR},
+        ]
+    },
+    "a list of values, its text, or block names, each with a value",
+)
+
+BLOCK_WEIGHTS = Level(
+    "block_weights",
+    "in the values of blocks",
+    "Values for the blocks of a diffusion model.",
+    (
+        Key(
+            "blocks",
+            choice(tuple(TABLES)),
+            "The family of the model, which has the [names](diffusion.md#block-weights).",
+            required=True,
+        ),
+        Key(
+            "values",
+            BLOCK_VALUES,
+            "One value for each block, in order; or names of blocks, or ranges, with values.",
+            required=True,
+        ),
+    ),
+)
+
+
+def _blocks(node: Node, walk: Walk) -> list[Entry]:
+    """An entry for each block."""
+    section: Section | None = walk.mapping(node, BLOCK_WEIGHTS)
+    if section is None or not {"blocks", "values"} <= section.values.keys():
+        return []
+    table, values = TABLES[section.values["blocks"]], section.values["values"]
+    if isinstance(values.value, dict):
+        entries = [entry for block, pair in values.value.items() for entry in _named_blocks(block, pair, table, walk)]
+    else:
+        entries = _listed_blocks(values, table, walk)
+    return [*(e for e in entries if e.starts), *(e for e in entries if not e.starts)]  # BASE is for the rest
+
+
+def _listed_blocks(values: Node, table: BlockTable, walk: Walk) -> list[Entry]:
+    """The entries of a list, in the order of the table."""
+    items = values.value if isinstance(values.value, tuple) else ()
+    listed: list[Any] = (numbers_in(values.value) or []) if isinstance(values.value, str) else [item.value for item in items]
+    if table.order and len(listed) == len(table.order):
+        return [_block(table, block, value, values.where) for block, value in zip(table.order, listed, strict=True)]
+    names = [*table.blocks]
+    what = f"models of {table.title} have several numbers of blocks, so a list of {len(listed)} values is ambiguous"
+    fix = f"Write names, such as values: {{{names[0]}: 0.2, {names[-1]}: 0.5}}."
+    if table.order:
+        what = f"{len(listed)} values, and the list of {table.title} has {len(table.order)}"
+        first, second, *_, last = table.order
+        fix = f"Write them in this order: {first}, {second}, … {last}; or write block names with values."
+    walk.problem(what, values.where, fix, ParameterError)
+    return []
+
+
+def _named_blocks(block: str, pair: Pair, table: BlockTable, walk: Walk) -> list[Entry]:
+    """The entries of a block, or of a range of blocks."""
+    names, value = table.expand(block), pair.value.value
+    if names and all(table.starts(name) is not None for name in names):
+        assert isinstance(value, str | int | float)
+        return [_block(table, name, value, pair.value.where, pair.where) for name in names]
+    first, second, *_, last = table.blocks
+    what = f"{table.title} has no block {block!r}{nearest(block, [*table.blocks, BASE])}"
+    walk.problem(what, pair.where, f"Write one of {BASE}, {first}, {second}, … {last}, or a range.", UnknownName)
+    return []
+
+
+def _block(table: BlockTable, block: str, value: Scalar, where: str, block_where: str = "") -> Entry:
+    starts = table.starts(block) or ()
+    return Entry(value, block if starts else None, where, (block_where or where) if starts else "", starts)
+
+
 def _condition(node: Node, walk: Walk) -> Entry | None:
     assert isinstance(node.value, dict)
     if "value" in node.value:
@@ -454,7 +553,10 @@ def _entries(name: str, pair: Pair, walk: Walk) -> tuple[Entry, ...]:
         walk.problem(what, node.where, "Write each entry as a mapping; one without a filter is for the rest.")
         return ()
     else:
-        entries = [_condition(item, walk) for item in items]
+        entries = []
+        for item in items:
+            is_blocks = isinstance(item.value, dict) and "blocks" in item.value
+            entries += _blocks(item, walk) if is_blocks else [_condition(item, walk)]
     return tuple(e for e in entries if e) if len(walk.problems) == before else ()
 
 

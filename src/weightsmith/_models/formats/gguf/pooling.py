@@ -34,6 +34,8 @@ _ALSO = {"mean": "mean_tokens", "cls": "cls_token"}
 _OTHER_FORMAT = "choose another format, such as fp8-dynamic"
 _DONE = ("Transformer", "Pooling", "Normalize")
 """Modules that llama.cpp has: it normalises vectors unless told otherwise."""
+_INSTEAD = ("SpladePooling", "MLMTransformer", "WeightedLayerPooling")
+"""Modules that make vectors of something else than the last layer's, or of several layers'."""
 _DENSE = "Dense"
 _DENSE_ARCHITECTURES = {"gemma-embedding": ("dense_2", "dense_3")}
 """Architectures of which llama.cpp has matrices behind the pooling, and its names of them: all or none."""
@@ -101,6 +103,9 @@ def pooling_of(files: Mapping[str, bytes], architecture: str, read: Callable[[st
                 values[f"{architecture}.pooling_type"] = Value("u32", _pooling(settings_in(data), where))
             elif not (rows := _scored(settings_in(data), architecture)):
                 others.append(kind)
+        elif kind in _INSTEAD:
+            what = f"its module {show(kind)} makes vectors that llama.cpp does not make"
+            raise Unsupported(what, where=MODULES, fix=_OTHER_FORMAT)
         elif kind not in _DONE and not (kind == _DENSE and dense):
             others.append(kind)
     if (
