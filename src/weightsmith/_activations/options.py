@@ -21,4 +21,4 @@ class StatisticsSettings:
     )
     rows: int | None = option(None, "--rows N", "Number of rows of the text", unset="all, at most 128; own text: 20", least=1)
     tokens: int | None = option(None, "--tokens N", "Number of tokens in each row", unset="512; own text: 128", least=1)
-    seed: int = option(0, "--seed N", "Seed of the rows that are drawn, and of the labels of fisher")
+    seed: int = option(0, "--seed N", "Seed for sampling rows, and the labels of fisher")

@@ -50,7 +50,7 @@ class RunOptions:
         commands=(*WRITING, "statistics", "write", "auto"),
     )
     resume: bool = option(
-        True, "--resume/--no-resume", "Resume interrupted work of the same plan, or discard it", commands=RUNNING
+        True, "--resume/--no-resume", "Resume an interrupted run of the same plan, or discard it", commands=RUNNING
     )
     fsync: bool = option(
         True,
@@ -69,7 +69,7 @@ class RunOptions:
     report: str | None = option(
         None,
         "--report FILE",
-        "Also write the result to one HTML file, readable offline",
+        "Also write the result to a self-contained HTML file",
         path=True,
         details="Models, method, and distances by layer and part. `OUT/report.html` becomes part of the checkpoint, with "
         "pictures in its model card. See [reports](look.md#reports).",
@@ -77,7 +77,7 @@ class RunOptions:
     allow_nonfinite: bool = option(
         False,
         "--allow-nonfinite",
-        "Merge NaN and infinity like any number, instead of failing",
+        "Merge NaN and infinite values instead of failing",
         details="The error names model, tensor and element.",
         group="Advanced",
     )
@@ -109,7 +109,7 @@ class RunOptions:
     stream_cache_bytes: int = option(
         STREAM_CACHE_BYTES,
         "--stream-cache SIZE",
-        "Disk limit of streamed data; what does not fit is fetched again",
+        "Disk space for streamed data; data that does not fit is fetched again",
         least=1,
         commands=RUNNING,
         group="Resources",
@@ -130,7 +130,7 @@ class RunOptions:
     evaluate: str | None = option(
         None,
         "--evaluate FILE",
-        "Measure how well the result predicts a text",
+        "Measure how well the result predicts this text",
         path=True,
         details="Before OUT is created: perplexity, and KL divergence from the source. The text is a txt, jsonl or parquet "
         "file, or `built-in`: [evaluating](evaluate.md#evaluate-while-merging-or-quantising).",

@@ -137,7 +137,7 @@ def other_names(plan: Plan, options: RunOptions) -> set[str]:
     names |= {RECIPE_NAME} if plan.follows_recipe else set()
     names |= {CARD_NAME} if options.card else set()
     names |= {PAGE_NAME} if options.report is not None else set()
-    return {*names, *plan.layout.indexes}
+    return names | set(plan.layout.indexes)
 
 
 def other_files(

@@ -46,14 +46,14 @@ class RecipeOptions:
     seed: int = option(
         0,
         "--seed N",
-        "Seed of random masks, router weights and noise",
+        "Seed for random masks, router weights and noise",
         details="Calibration rows are drawn with it too. The same seed gives the same bytes with any number of threads.",
         commands=(*RECIPES, "quantize"),
     )
     ignore_quantization_config: bool = option(
         False,
         "--ignore-quantization-config",
-        "Read plain weights that config.json says are quantised, and drop what it says",
+        "Ignore the quantisation that config.json declares, and read plain weights",
         details="For models of tools that leave a `quantization_config` behind. Weights that are codes are still refused. See "
         "[plain weights](quantize.md#plain-weights-that-configjson-says-are-quantised).",
         commands=(*RECIPES, *COPIES),

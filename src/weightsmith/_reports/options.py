@@ -18,7 +18,7 @@ class EvaluateSettings:
     rows: int | None = option(
         None,
         "--rows N",
-        "Number of rows of each text, from its beginning",
+        "Number of rows to read from the start of each text",
         unset={"": "all, at most 512", "tune": "at most 24, or 16 with a report text"},
         least=1,
     )
@@ -28,7 +28,7 @@ class EvaluateSettings:
     command: str | None = option(
         None,
         "--command COMMAND",
-        "Program that measures a model; `{model}` is its folder",
+        "Command that scores a model; `{model}` stands for its folder",
         unset="none",
         details="The last line that it prints is the number, unless `metric` says where it is; for `tune`, smaller is better.",
         group="Command",
@@ -36,8 +36,8 @@ class EvaluateSettings:
     metric: str | None = option(
         None,
         "--metric KEYS",
-        "Where the number is in JSON: its keys, with slashes between them",
-        unset="in the last line, alone",
+        "Keys of the number in the JSON that it prints, separated by slashes",
+        unset="the last line is the number",
         details="In what the command prints, or in a file that it writes into `{output}`. A minus before them changes the "
         "sign.",
         group="Command",
@@ -46,12 +46,12 @@ class EvaluateSettings:
     command_timeout: str | None = option(
         None,
         "--command-timeout TIME",
-        "End the command after this time, such as 90s, 30m or 2h",
+        "Stop the command after this time, such as 90s, 30m or 2h",
         unset="no limit",
         group="Command",
         brief=(),
     )
-    shell: bool = option(False, "--shell", "Run the command by a shell, for pipes and variables", group="Command", brief=())
+    shell: bool = option(False, "--shell", "Run the command in a shell, for pipes and variables", group="Command", brief=())
     work: str | None = option(
         None,
         "--work FOLDER",
@@ -71,14 +71,14 @@ class TuneSettings:
     report_text: tuple[str, ...] = option(
         (),
         "--report-text FILE",
-        "Text to judge the result on, once, at the end (repeatable)",
+        "Text for one final check of the result (repeatable)",
         unset="the last third of the rows of each text",
         path=True,
     )
     report_command: str | None = option(
         None,
         "--report-command COMMAND",
-        "Program that judges the result, once, at the end",
+        "Command for one final check of the result",
         unset="that of --command",
         brief=(),
     )
@@ -104,13 +104,13 @@ class TuneSettings:
         choices=("mean", "worst", "kl"),
     )
     reference: tuple[str, ...] = option(
-        (), "--reference MODEL", "Model to stay close to, for kl: one, or one for each text (repeatable)"
+        (), "--reference MODEL", "kl only: model to stay close to, one for all texts or one for each (repeatable)"
     )
     scoring_dtype: str | None = option(
         None,
         "--scoring-dtype DTYPE",
-        "Dtype in which linear layers multiply when candidates are scored",
-        unset="bfloat16 on processors that multiply it, else float32",
+        "Dtype of matrix products while scoring candidates",
+        unset="bfloat16 if the CPU supports it, else float32",
         choices=("float32", "bfloat16"),
         details="[`gradient`](tune.md#what-it-costs) uses float32 by default. The result is always judged in float32.",
         brief=(),
@@ -128,11 +128,11 @@ class WriteSettings:
     start: tuple[str, ...] = option(
         (),
         "--start TEXT",
-        "Text that rows begin with, not written itself (repeatable)",
+        "Text that rows continue; not written itself (repeatable)",
         unset="the tokens that begin and end texts, line breaks, and the first turns of the chat template",
         details="Rows take the starts in turn.",
     )
-    seed: int = option(0, "--seed N", "Seed of the tokens that are drawn", least=0)
+    seed: int = option(0, "--seed N", "Seed for sampling", least=0)
 
 
 @option_record("auto", group="Texts")
@@ -143,15 +143,15 @@ class AutoSettings:
     text: tuple[str, ...] = option(
         (),
         "--text MODEL=FILE",
-        "Text of a fine-tune, by the last part of its name: one for each, or none (repeatable)",
+        "Text for the fine-tune with this folder name: one for each, or none (repeatable)",
         unset="each fine-tune writes its own",
         path=True,
     )
-    seed: int = option(0, "--seed N", "Seed of the text that fine-tunes write", least=0)
+    seed: int = option(0, "--seed N", "Seed for the text that fine-tunes write", least=0)
     budget: int = option(
         7,
         "--budget N",
-        "Number of candidates to score, beside the mean",
+        "Number of candidates to score besides the mean",
         least=1,
         details="The one that is usually best comes first. Without texts, there are four.",
     )

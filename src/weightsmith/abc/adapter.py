@@ -75,6 +75,22 @@ class AdapterModule:
 Shapes = Mapping[str, tuple[int, ...]]
 
 
+@dataclass(frozen=True)
+class ExactFactors:
+    """How a kind is a LoRA: what it adds to a weight is the product of two matrices, whatever the weight is.
+
+    shape    module without a shape → outputs and inputs of its weight, which its tensors tell
+    rank     module → the rank of the factors
+    factors  module, its tensors (float64) → left [outputs, rank] and right [rank, inputs], whose product is all that is added
+
+    `shape` and `rank` look at headers alone. They raise ValueError for a module that has no such factors.
+    """
+
+    shape: Callable[[AdapterModule], tuple[int, int]]
+    rank: Callable[[AdapterModule], int]
+    factors: Callable[[AdapterModule, Arrays], tuple[Rows, ...]]
+
+
 def no_keys() -> Mapping[str, str]:
     """A kind without patterns."""
     return {}
@@ -101,6 +117,7 @@ class AdapterKind:
     biases    whether the bias of a module is changed too, if it has one: `shapes` and the others are then called for it, too
     replaces  the tensors take the place of the module's own; no function is called
     integers  parts that hold whole numbers
+    exact     how it is a LoRA, so that adapters of this kind merge with others; None: it is none
     """
 
     title: str
@@ -116,6 +133,7 @@ class AdapterKind:
     biases: Callable[[AdapterModule], bool] = lambda module: False
     replaces: bool = False
     integers: frozenset[str] = frozenset()
+    exact: ExactFactors | None = None
 
     def problems(self, module: AdapterModule) -> Iterator[str]:
         """What is wrong with the tensors of a module; all sizes are known from headers."""

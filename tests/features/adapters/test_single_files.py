@@ -176,7 +176,7 @@ def test_folders_with_a_file_and_results_are_merged_again(tmp_path: Path) -> Non
         ("comfy", "adapters that name the modules of the diffusion model in different ways"),
         ("original", "adapters that name the modules of the diffusion model in different ways"),
         ("another base", "adapters of different bases"),
-        ("LoKr", "it is LoKr: adapters are merged by the factors of LoRA or DoRA"),
+        ("half a LoKr", "1 of its modules are no LoRA"),
         ("model", "an adapter (LoRA), not a model"),
     ],
 )
@@ -193,7 +193,7 @@ def test_adapters_that_are_not_merged(other: str, message: str, tmp_path: Path) 
         kohya(path, 2, shapes=shapes)
     elif other == "another base":
         kohya(path, 2, alpha=None, shapes={f"transformer.{FLUX}": (6, 9)})
-    elif other == "LoKr":
+    elif other == "half a LoKr":
         save_file({f"lycoris_{FLUX.replace('.', '_')}.lokr_w1": np.ones((2, 2), np.float32)}, path)
     else:
         save_file({f"{FLUX}.weight": np.ones((6, 8), np.float32)}, path)

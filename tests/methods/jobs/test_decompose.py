@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from weightsmith._methods.jobs.decompose import column_basis, signs, thin_svd  # noqa: E402
+from weightsmith._methods.jobs.decompose import column_basis, leading, signs, thin_svd  # noqa: E402
 
 
 def normal(*shape: int, seed: int) -> torch.Tensor:
@@ -40,3 +40,48 @@ def test_a_basis_has_columns_of_zeros_beyond_the_rank() -> None:
     assert int((basis != 0).any(0).sum()) == 4
     torch.testing.assert_close(basis @ (basis.T @ a), a)
     assert not column_basis(torch.zeros(4, 3, dtype=torch.float64)).any()
+
+
+def low_rank(rows: int, cols: int, rank: int, noise: float) -> torch.Tensor:
+    values = torch.linspace(3.0, 1.0, rank, dtype=torch.float64)
+    return normal(rows, rank, seed=4) * values @ normal(rank, cols, seed=5) / rows + noise * normal(rows, cols, seed=6) / rows
+
+
+@pytest.mark.parametrize("shape", [(200, 150), (150, 200)])
+@pytest.mark.parametrize("noise", [0.0, 1e-3])
+def test_a_few_clear_directions_are_found_without_all_eigenvectors(
+    shape: tuple[int, int], noise: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, sides, eigh = low_rank(*shape, 4, noise), [], torch.linalg.eigh
+
+    def counted(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        sides.append(len(matrix))
+        values, vectors = eigh(matrix)
+        return values, vectors
+
+    monkeypatch.setattr(torch.linalg, "eigh", counted)
+    u, s, vt = thin_svd(a, 4)
+    assert max(sides) < 20
+    monkeypatch.undo()
+    whole_u, whole_s, whole_vt = thin_svd(a)
+    torch.testing.assert_close(s, whole_s[:4], rtol=1e-12, atol=0)
+    torch.testing.assert_close((u * s) @ vt, (whole_u[:, :4] * whole_s[:4]) @ whole_vt[:4], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("a", [normal(200, 150, seed=7), torch.zeros(200, 150, dtype=torch.float64)])
+def test_directions_that_are_not_clear_are_those_of_all_eigenvectors(a: torch.Tensor) -> None:
+    assert leading(a.T @ a, 4) is None
+    u, s, vt = thin_svd(a, 4)
+    whole_u, whole_s, whole_vt = thin_svd(a)
+    torch.testing.assert_close(u, whole_u[:, :4], rtol=0, atol=1e-13)
+    torch.testing.assert_close(s, whole_s[:4], rtol=1e-13, atol=0)
+    torch.testing.assert_close(vt, whole_vt[:4], rtol=0, atol=1e-13)
+
+
+def test_a_direction_that_only_zeros_follow_counts() -> None:
+    """Fewer directions than are wanted: the others are zero, as without subspace iteration."""
+    u, s, vt = thin_svd(low_rank(200, 150, 2, 0.0), 4)
+    assert (s > 0).tolist() == [True, True, False, False]
+    assert not u[:, 2:].any()
+    assert not vt[2:].any()
+    torch.testing.assert_close((u * s) @ vt, low_rank(200, 150, 2, 0.0), rtol=0, atol=1e-12)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 import weightsmith
 from tests.mini import write_checkpoint
 from tests.models.lora.test_lora import INNER, TOKENS, H, P, adapter, baked, base, normal, refusal
-from weightsmith._base.errors import FormatError
+from weightsmith._base.errors import FormatError, PlanError
 from weightsmith._models.lora import apply_adapter, open_adapter
 from weightsmith._models.lora.kinds import KINDS, NAMES
 
@@ -376,12 +377,79 @@ def test_loha_and_lokr_in_one_file(prefix: str, flat: bool, alpha: float | None,
         np.testing.assert_allclose(found[name], before[name] + delta, rtol=1e-6, atol=1e-6)
 
 
-def test_other_kinds_are_not_merged_with_one_another(tmp_path: Path) -> None:
-    in_one_file(tmp_path / "style.safetensors", "lora_unet_", flat=True)
+# ---- kinds that are a LoRA: they merge with others, and are converted
+
+
+EXACT = [name for name in LINEAR if name.startswith(("LoHa", "LoKr", "AdaLoRA", "VB-LoRA")) and "module" not in name]
+
+
+def weighted(first: Path, second: Path, **options: Any) -> dict[str, Any]:
+    models = [{"model": str(path), "parameters": {"weight": weight}} for path, weight in ((first, 0.7), (second, -0.4))]
+    return {"merge_method": "linear", "models": models, "parameters": {"normalize": False}, **options}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", EXACT)
+def test_a_kind_that_is_a_lora_merges_with_one(name: str, tmp_path: Path) -> None:
+    """The weighted sum of what PEFT merges; and the plan runs again from its JSON."""
+    torch, peft, transformers = (pytest.importorskip(n) for n in ("torch", "peft", "transformers"))
+    torch.manual_seed(0)
+    model = llama(transformers)
+    model.save_pretrained(tmp_path / "base")
+    kind, settings = LINEAR[name]
+    config = getattr(peft, kind)(task_type="CAUSAL_LM", **{"target_modules": SOME, **settings})
+    trained(torch, peft.get_peft_model(model, config)).save_pretrained(tmp_path / "one")
+    fresh = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    one = merged_by_peft(peft, fresh, tmp_path / "one")
+    fresh = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    plain = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj", "down_proj"])
+    trained(torch, peft.get_peft_model(fresh, plain)).save_pretrained(tmp_path / "two")
+    fresh = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    two = merged_by_peft(peft, fresh, tmp_path / "two")
+    before = load_file(tmp_path / "base/model.safetensors")
+    recipe = weighted(tmp_path / "one", tmp_path / "two")
+    weightsmith.merge(recipe, tmp_path / "both", progress=False, fsync=False)
+    found = baked(tmp_path / "base", tmp_path / "both", tmp_path / "out")
+    for tensor, values in before.items():
+        expected = values + 0.7 * (one[tensor] - values) - 0.4 * (two[tensor] - values)
+        np.testing.assert_allclose(found[tensor], expected, rtol=1e-5, atol=1e-5, err_msg=tensor)
+    plan = weightsmith.plan(recipe)
+    weightsmith.run(plan, tmp_path / "again", progress=False, fsync=False)
+    stored = "adapter_model.safetensors"
+    assert (tmp_path / "again" / stored).read_bytes() == (tmp_path / "both" / stored).read_bytes()
+    weightsmith.convert_lora(tmp_path / "one", tmp_path / "lora", progress=False, fsync=False)
+    assert json.loads((tmp_path / "lora/adapter_config.json").read_text())["peft_type"] == "LORA"
+    direct, through = (baked(tmp_path / "base", tmp_path / lora, tmp_path / f"{lora} out") for lora in ("one", "lora"))
+    for tensor, values in direct.items():
+        np.testing.assert_allclose(through[tensor], values, rtol=1e-5, atol=1e-6, err_msg=tensor)
+
+
+def test_loha_and_lokr_in_one_file_merge(tmp_path: Path) -> None:
+    names = [f"transformer_blocks.0.attn.{part}.weight" for part in ("to_q", "to_k", "to_v")]
+    model = write_checkpoint(tmp_path / "base", {name: normal(6, 8, seed=i) for i, name in enumerate(names)}, {})
+    deltas = in_one_file(tmp_path / "style.safetensors", "lora_unet_", flat=True)
     in_one_file(tmp_path / "other.safetensors", "lora_unet_", flat=True)
-    models = [{"model": str(tmp_path / f"{name}.safetensors"), "parameters": {"weight": 1}} for name in ("style", "other")]
-    with pytest.raises(weightsmith.WeightsmithError, match="it is LoKr and LoHa: adapters are merged by the factors"):
-        weightsmith.plan({"merge_method": "linear", "models": models})
+    recipe = weighted(tmp_path / "style.safetensors", tmp_path / "other.safetensors")
+    weightsmith.merge(recipe, tmp_path / "both", progress=False, fsync=False)
+    found = baked(model, tmp_path / "both/lora.safetensors", tmp_path / "out")
+    before = load_file(model / "model.safetensors")
+    for name, delta in zip(names, (*deltas, 0 * deltas[0]), strict=True):
+        np.testing.assert_allclose(found[name], before[name] + 0.3 * delta, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [name for name in ROW_WISE if KINDS.get(name).exact is None])
+def test_kinds_that_are_no_lora_say_what_to_do(kind: str, tmp_path: Path) -> None:
+    tensors, config = two_modules(kind)
+    lora = adapter(tmp_path / "adapter", tensors)
+    (lora / "adapter_config.json").write_text(json.dumps(config))
+    for action in (
+        lambda: weightsmith.plan({"merge_method": "linear", "models": [{"model": str(lora), "parameters": {"weight": 1}}]}),
+        lambda: weightsmith.convert_lora(lora, tmp_path / "out", progress=False),
+    ):
+        with pytest.raises(PlanError, match=rf"it is .*{re.escape(KINDS.get(kind).title)}") as caught:
+            action()
+        assert f"weightsmith extract-lora BASE+{lora} BASE OUT" in caught.value.problems[0].finding.fix
 
 
 def test_inspect_says_which_kind_it_is(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def extract_lora(
 ) -> None:
     """Extract a LoRA adapter of FINETUNED into OUT.
 
-    PEFT loads the adapter, and BASE+OUT names the model with it in a recipe. OUT is created only when complete. If
+    PEFT loads the adapter. In a recipe, BASE+OUT is the model with the adapter applied. OUT is created only when complete. If
     interrupted, run the same command again to resume; decompositions are reused for other ranks.
 
     Examples:
@@ -98,12 +98,12 @@ def convert_lora(
     quiet: options.Quiet = False,
     as_json: options.Json = False,
 ) -> None:
-    """Write ADAPTER as another program reads it, into OUT.
+    """Convert ADAPTER for another program, in OUT.
 
     OUT is created only when complete.
 
     Examples:
-        weightsmith convert-lora ./adapter ./adapter-gguf --for llama.cpp --base org/base
+        weightsmith convert-lora ./adapter ./gguf --for llama.cpp --base org/base
         weightsmith convert-lora adapter.gguf ./adapter --for peft --base org/base
     """
     options.check_out(out, plan=plan_only)
@@ -158,7 +158,7 @@ def quantize(
 ) -> None:
     """Store MODEL in a quantised format, in OUT.
 
-    A flag that the format does not read is an error. A quantised model is dequantised first. OUT is created only when
+    An option that the format does not use is an error. A quantised model is dequantised first. OUT is created only when
     complete. If interrupted, run the same command again to resume.
 
     Examples:

@@ -59,9 +59,9 @@ def demo(
 ) -> None:
     """Merge three tiny models, to see how it works.
 
-    Makes a base and two fine-tunes with random weights, merges them with TIES, verifies the result, and shows how far it is
-    from the base. Takes seconds and 9 MB in FOLDER, and needs no network. Nothing outside of FOLDER changes, except for the
-    cache of compiled kernels that every merge uses.
+    Creates a base and two fine-tunes with random weights, merges them with TIES, verifies the result, and shows how far it is
+    from the base. Takes seconds and 9 MB in FOLDER, and needs no network. Nothing outside FOLDER changes except the cache of
+    compiled kernels that every merge uses.
 
     Examples:
         weightsmith demo
@@ -162,7 +162,7 @@ def clean(
 ) -> None:
     """List and remove unfinished work of interrupted runs.
 
-    Searches the current folder and the one of evaluations unless FOLDERs are named. Removes only folders that weightsmith made
+    Searches the current folder and the cache of evaluations unless you name FOLDERs. Removes only folders that weightsmith made
     and that no process uses.
     In a bucket, aborts the uploads of interrupted runs.
 

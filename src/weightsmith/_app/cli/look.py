@@ -38,8 +38,8 @@ def inspect(
 ) -> None:
     """Describe a model or an adapter.
 
-    Layers, parameters, dtypes, vocabulary, quantisation, licence. Reads headers only, unless --stats is given; those of Hub
-    models by byte range.
+    Shows layers, parameters, dtypes, vocabulary, quantisation and licence. Reads only headers unless --stats is given, even
+    from the Hub.
 
     Examples:
         weightsmith inspect org/model
@@ -111,8 +111,8 @@ def preview(
 ) -> None:
     """Predict the effect of RECIPE on its models.
 
-    Merges a sample of each tensor, in seconds, and writes nothing. Shows what survives of each model, by part and by layer:
-    energy, flipped signs and dropped elements; and the distance from the base, and the cost of merging.
+    Merges a sample of each tensor, in seconds, and writes nothing. Shows how much of each model survives, by part and by layer
+    (energy, flipped signs, dropped elements), the distance from the base, and the cost of the merge.
 
     Examples:
         weightsmith preview ties.yml
@@ -140,7 +140,7 @@ def verify(
 ) -> None:
     """Check every byte of OUT against its checksums.
 
-    Names each damaged tensor and file. Requires nothing but OUT.
+    Names each damaged tensor and file. Needs only OUT, not the models.
 
     Examples:
         weightsmith verify merged
@@ -186,9 +186,9 @@ def status(
     quiet: options.Quiet = False,
     as_json: options.Json = False,
 ) -> None:
-    """Show who builds OUT, and how far it is.
+    """Show the progress of a run that is building OUT.
 
-    Reads the work beside OUT, and disturbs no run.
+    Reads the unfinished work next to OUT, and does not disturb the run.
 
     Examples:
         weightsmith status ./merged

@@ -69,7 +69,7 @@ def moe(
     quiet: options.Quiet = False,
     as_json: options.Json = False,
 ) -> None:
-    """Make a mixture of experts as RECIPE describes.
+    """Build a mixture of experts as RECIPE describes.
 
     OUT is created only when complete. If interrupted, run the same command again to resume.
 
@@ -150,7 +150,7 @@ def run(
             "--part",
             metavar="K/N",
             show_default=False,
-            help="Run part K of N and publish nothing; for several processes.",
+            help="Run only part K of N, for several processes; OUT is not created yet.",
         ),
     ] = "",
     allow_code: Annotated[
@@ -161,7 +161,7 @@ def run(
 ) -> None:
     """Run PLAN, or one part of it, and write OUT.
 
-    The output is identical to that of the recipe. The models must be those that the plan was made for. When all parts are
+    The output is identical to that of the recipe. The models must not have changed since the plan was made. When all parts are
     done, run the same command without --part to finish.
 
     Examples:

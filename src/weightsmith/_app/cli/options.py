@@ -201,7 +201,7 @@ PageFile = Annotated[
     typer.Option(
         "--report",
         metavar="FILE",
-        help="Also write the result to one HTML file, readable offline.",
+        help="Also write the result to a self-contained HTML file.",
         rich_help_panel="Output",
     ),
 ]

@@ -41,7 +41,7 @@ def plan(
         str,
         typer.Argument(
             metavar="[OUT]",
-            help="An address shows its uploads; a folder is ignored, so that plan can replace merge.",
+            help="With an address, the uploads are shown. A folder is ignored, so you can write plan for merge.",
             show_default=False,
         ),
     ] = "",
@@ -63,10 +63,10 @@ def plan(
 ) -> None:
     """Show the plan of RECIPE.
 
-    Writes nothing, and reads only the headers of the models unless --distance is given. Shows the size of the download, or
-    with --stream of the transfer, and the modules that `modules:` in a recipe may name.
+    Writes nothing, and reads only model headers unless --distance is given. Shows how much will be downloaded (with --stream,
+    transferred), and the modules that a recipe can name under `modules:`.
 
-    Accepts the options of merge, and of moe for a mixture. --json prints the whole plan for `weightsmith run`.
+    Accepts the options of merge, or of moe for a mixture. --json prints the whole plan, for `weightsmith run`.
 
     Examples:
         weightsmith plan ties.yml

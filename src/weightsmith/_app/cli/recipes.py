@@ -84,9 +84,9 @@ def init(
     listed: Annotated[bool, typer.Option("--list", help="List goals and presets; write nothing.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace FILE if it already exists.")] = False,
 ) -> None:
-    """Write a recipe to begin with.
+    """Write a recipe to start from.
 
-    On a terminal, asks for a goal and models that the options do not name. With --preset: the recipe of a paper, with
+    On a terminal, asks for the goal and the models unless options name them. --preset writes the recipe of a paper, with
     placeholders for the models.
 
     Examples:
@@ -208,8 +208,8 @@ def methods(
 ) -> None:
     """List the merge methods by family, or describe one.
 
-    The list includes methods of installed packages. A description has parameters with defaults, formula, source and an
-    example.
+    The list includes methods of installed packages. A description shows parameters with defaults, the formula, its source and
+    an example.
 
     Examples:
         weightsmith methods
@@ -317,7 +317,7 @@ def schema(
 ) -> None:
     """Print the JSON Schema of recipes.
 
-    Editors complete and check recipes with it: save it to a file, and begin a recipe with the comment
+    Editors use it to complete and check recipes. Save it to a file, and start a recipe with the comment
     `# yaml-language-server: $schema=FILE`. It includes the methods of installed packages.
 
     Examples:

@@ -25,7 +25,7 @@ from weightsmith._reports.options import AutoSettings, EvaluateSettings, TuneSet
 def evaluate(
     models: Annotated[
         list[str],
-        typer.Argument(metavar="MODEL...", help="Folders, Hub ids, base+adapter, or recipes (.yml), which are not merged."),
+        typer.Argument(metavar="MODEL...", help="Folders, Hub ids, base+adapter, or recipes (.yml)."),
     ],
     settings: EvaluateSettings,
     running: RunOptions,
@@ -42,10 +42,10 @@ def evaluate(
     """Measure how well models predict texts.
 
     Shows perplexity and bits per byte, and the difference from the first model with its standard error over rows. Models are
-    read as they are stored, layer by layer. The result of a recipe is computed, and not written. If interrupted, run the same
-    command again to resume.
+    read layer by layer, as they are stored. A recipe is merged in memory, not written. If interrupted, run the same command
+    again to resume.
 
-    In a jsonl file with `messages`, the assistant's answers are scored, in the model's chat template.
+    In a jsonl file with `messages`, only the assistant's answers are scored, in the model's chat template.
 
     Examples:
         weightsmith eval ./base ./tuned ties.yml --text french.txt
@@ -84,18 +84,21 @@ def tune(
     report: Annotated[
         Path | None,
         typer.Option(
-            "--report", metavar="FILE", help="HTML page about the search.", show_default="OUT.html", rich_help_panel="Output"
+            "--report",
+            metavar="FILE",
+            help="HTML report of the search.",
+            show_default="OUT.html",
+            rich_help_panel="Output",
         ),
     ] = None,
     quiet: options.Quiet = False,
     as_json: options.Json = False,
 ) -> None:
-    """Find the values of a recipe that suit a text best.
+    """Find the recipe values that predict a text best.
 
-    Give at least one --text, or a --command. Write {tune: [0, 1]} in place of a number, or {choice: [ties, dare_ties]} in
-    place of another value. Candidates are merged in memory, not written. OUT is the recipe with the best values; its page
-    says whether the gain holds on other text. Trials are kept beside it: if interrupted, run the same command again to
-    resume.
+    Give at least one --text, or a --command. Write {tune: [0, 1]} in place of a number, or {choice: [ties, dare_ties]} in place
+    of another value. Candidates are merged in memory, not written. OUT is the recipe with the best values; its report says
+    whether the gain holds on other text. Trials are kept next to it: if interrupted, run the same command again to resume.
 
     Examples:
         weightsmith tune recipe.yml tuned.yml --text mine.txt --budget 200
@@ -133,11 +136,11 @@ def auto(
     quiet: options.Quiet = False,
     as_json: options.Json = False,
 ) -> None:
-    """Find a good merge of fine-tunes by measuring, and write it.
+    """Measure several merges of fine-tunes, and write the best.
 
-    Candidates are scored on held-back text: of yours, one for each fine-tune, or of their own, which the fine-tunes write
-    first. The best is written if it beats the plain mean by more than noise; otherwise the mean is. OUT/recipe.yml repeats the
-    merge. Texts, scores and a page are kept in OUT.auto: if interrupted, run the same command again to resume.
+    Candidates are scored on held-out text: your text for each fine-tune, or text that the fine-tunes write themselves. The best
+    candidate is written if it beats the plain mean by more than the noise, otherwise the mean. OUT/recipe.yml reproduces the
+    merge. Texts, scores and a report are kept in OUT.auto: if interrupted, run the same command again to resume.
 
     Examples:
         weightsmith auto ./base ./fr ./de merged
@@ -170,11 +173,10 @@ def write(
     quiet: options.Quiet = False,
     as_json: options.Json = False,
 ) -> None:
-    """Let MODEL write text by itself, as a text for statistics, calibration or tuning.
+    """Let MODEL write text for statistics, calibration or tuning.
 
-    Tokens are drawn from the model's predictions, beginning with a start token, and with the turns of its chat template. A
-    fine-tune writes text of its domain if its training was long enough: look at the file before you use it. The model is in
-    memory as float32.
+    Samples from the model's predictions, beginning with a start token and with the turns of its chat template. A well-trained
+    fine-tune writes text of its domain: look at the file before you use it. The model is held in memory as float32.
 
     Examples:
         weightsmith write ./fr fr.jsonl
@@ -211,9 +213,9 @@ def statistics(
     quiet: options.Quiet = False,
     as_json: options.Json = False,
 ) -> None:
-    """Measure MODEL on TEXT for merges, and write OUT.
+    """Collect statistics of MODEL on TEXT for merges, in OUT.
 
-    A recipe names OUT in place of the text: the model is then not measured again. OUT is created only when complete. If
+    Name OUT in a recipe in place of the text, and the model is not measured again. OUT is created only when complete. If
     interrupted, run the same command again to resume.
 
     Examples:

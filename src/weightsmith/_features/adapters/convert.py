@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -44,6 +44,7 @@ from weightsmith._models.formats.gguf.values import GgufConfig
 from weightsmith._models.formats.gguf.writing import GgufEncoding, from_llama_order
 from weightsmith._models.lora import Adapter, find_places, open_adapter
 from weightsmith._models.lora.adapter import Factors
+from weightsmith._models.lora.exact import as_lora
 from weightsmith._models.structure import analyse
 from weightsmith._models.structure.vocabulary import is_head, ties
 from weightsmith._planning.planner import Prepared
@@ -78,6 +79,8 @@ def prepare_conversion(adapter: str | os.PathLike[str], settings: ConvertSetting
     with ExitStack() as stack, as_plan_error():
         opened = open_adapter(known[0].path, revision=known[0].revision or None)
         stack.callback(opened.checkpoint.close)
+        with suppress(Unsupported):  # `_check` says what to do
+            opened = as_lora(opened)
         base_ref = known[1] if len(known) > 1 else _named_base(opened)
         needed = settings.layout == LLAMA_CPP or bool(opened.turned) or settings.base is not None
         with ExitStack() as bases:

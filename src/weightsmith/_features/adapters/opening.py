@@ -19,6 +19,7 @@ from weightsmith._methods.base import BaseRole
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.lora import Adapter, find_places, open_adapter
 from weightsmith._models.lora.adapter import ExpertParameter, Stacked
+from weightsmith._models.lora.exact import as_lora
 from weightsmith._models.lora.experts import WRAPPED
 from weightsmith._models.lora.forms import as_matrix
 from weightsmith._models.sources.composed import StateDict
@@ -79,8 +80,7 @@ class OpenedAdapters:
                 try:
                     adapter = open_adapter(ref.path, revision=ref.revision or None)
                     stack.callback(adapter.checkpoint.close)
-                    _check_kind(adapter)
-                    self.adapters.append(adapter)
+                    self.adapters.append(_as_lora(adapter))
                 except WeightsmithError as error:
                     problems.append(at(error, ref.where))
         if not problems:
@@ -299,16 +299,20 @@ def _check_layouts(adapters: Sequence[Adapter]) -> None:
             raise Unsupported(what, where=where, fix="merge them with the version of PEFT that has written them")
 
 
-def _check_kind(adapter: Adapter) -> None:
-    """Raise Unsupported for an adapter that has no factors to merge, or rows in an order that its base alone tells."""
+def _as_lora(adapter: Adapter) -> Adapter:
+    """The adapter with factors to merge.
+
+    Raises Unsupported for kinds that have none, and for rows in an order that the base alone tells.
+    """
     if adapter.turned:
         what = "its rows of q and k are in llama.cpp's order, which depends on the number of heads of the base"
         fix = f"convert it first: weightsmith convert-lora {adapter.checkpoint.ref} OUT --for peft --base BASE"
         raise Unsupported(what, where=adapter.checkpoint.ref, fix=fix)
-    if adapter.others:
-        what = f"it is {adapter.title}: adapters are merged by the factors of LoRA or DoRA"
+    try:
+        return as_lora(adapter)
+    except Unsupported as error:
         fix = f"{MERGE_MODELS}; or make a LoRA of it first: weightsmith extract-lora BASE+{adapter.checkpoint.ref} BASE OUT"
-        raise Unsupported(what, where=adapter.checkpoint.ref, fix=fix)
+        raise Unsupported(error.finding.what, where=error.finding.where, details=error.finding.details, fix=fix) from None
 
 
 def _last(name: str) -> str:

@@ -23,7 +23,7 @@ class QuantizeSettings:
     target: str | None = option(
         None,
         "--target kl=X",
-        "EXL2, GGUF: smallest result with this KL divergence on the text of `evaluate`",
+        "EXL2, GGUF: smallest result within this KL divergence on the text of `evaluate`",
         details="In nats per token. See [a target divergence](quantize.md#a-target-divergence).",
     )
     head_bits: int | None = option(
@@ -62,7 +62,7 @@ class QuantizeSettings:
     calibration_dtype: str | None = option(
         None,
         "--calibration-dtype DTYPE",
-        "Dtype in which linear layers multiply during a calibration",
+        "Dtype of matrix products during calibration",
         details="`bfloat16` is [faster](calibration.md#faster-forward-passes) on processors that multiply it.",
         unset="float32",
         choices=("float32", "bfloat16"),
@@ -90,14 +90,21 @@ class QuantizeSettings:
     tensor_types: tuple[str, ...] = option(
         (),
         "--tensor-type REGEX=TYPE",
-        "Store tensors whose names match in another type (repeatable; the last wins)",
+        "Store tensors with matching names in another type (repeatable; the last wins)",
         details="Of GGUF llama.cpp's names and types, `ffn_down=Q6_K`; of compressed-tensors formats, `self_attn=fp8-dynamic`. "
         "See [GGUF](gguf.md#types-of-single-tensors) and [mixed precision](quantize.md#mixed-precision).",
+    )
+    metadata: tuple[str, ...] = option(
+        (),
+        "--metadata KEY=VALUE",
+        "GGUF only: state a key of the file, such as license=mit (repeatable)",
+        details="Without VALUE the key is left out. See [what is in the metadata](gguf.md#what-is-in-the-metadata).",
+        brief=(),
     )
     mmproj: bool = option(
         True,
         "--mmproj/--no-mmproj",
-        "GGUF only: write a model's vision half to OUT/mmproj.gguf",
+        "GGUF only: write the vision part of a model to OUT/mmproj.gguf",
         details="See [models for images](gguf.md#models-for-images).",
         brief=(),
     )
@@ -116,8 +123,8 @@ class QuantizeSettings:
     engine: str | None = option(
         None,
         "--for ENGINE",
-        "Program that must load the result; what it cannot load is an error",
-        unset="a warning names programs that cannot",
+        "Fail unless this program can load the result",
+        unset="warn about programs that cannot",
         choices="_models.formats.engines:ENGINE_NAMES",
         details="One of `transformers`, `vllm`, `sglang`, `llama.cpp`, `exllamav2`, `exllamav3` and `mlx-lm`: [which loads "
         "what](quantize.md#programs).",

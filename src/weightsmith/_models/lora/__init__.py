@@ -4,6 +4,7 @@ config.py       what adapter_config.json says: its keys, its patterns, the order
 forms.py        how files name factors, and what shows that something else was trained: the tables
 networks.py     which network of a pipeline a name is of, and where its modules are in a model
 kinds/          kinds of adapters besides LoRA and DoRA, one file each; others.py reads them in PEFT's format
+exact.py        kinds that are a LoRA of some rank, as one
 experts.py      factors of parameters that hold several experts
 peft_folder.py  opens PEFT's folders
 gguf_file.py    opens llama.cpp's files

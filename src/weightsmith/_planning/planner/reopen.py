@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from weightsmith._models.formats.gguf.cuts import CutEncoding
 from weightsmith._models.formats.gguf.header import check_keys
 from weightsmith._models.formats.gguf.imatrix import are_importances
 from weightsmith._models.lora import open_adapter
+from weightsmith._models.lora.exact import as_lora
 from weightsmith._models.structure import analyse
 from weightsmith._planning.planner.inputs import open_models
 from weightsmith._planning.planner.parameters import coerce
@@ -147,6 +148,9 @@ def _open(planned: ModelInput, ref: ModelRef, stack: ExitStack) -> Checkpoint | 
         else:
             stack.callback(adapter.checkpoint.close)
             opened = adapter.checkpoint
+            if adapter.others and opened.identity != planned.identity:
+                with suppress(WeightsmithError):
+                    opened = as_lora(adapter).checkpoint
     if opened is not None and opened.identity == planned.identity:
         return _unchanged(planned, opened)
     if ref.lora is None and (opened is None or opened.quantised is None):

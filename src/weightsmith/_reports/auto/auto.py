@@ -86,7 +86,7 @@ def auto(
     progress: bool | Meter = True,
     **options: Unpack[AutoKeywords],
 ) -> Auto:
-    """Find a good merge of fine-tunes of one base by measuring, and write it.
+    """Measure several merges of fine-tunes of one base, and write the best.
 
     base        the model that all were trained from: a folder or Hub id
     fine_tunes  two to ten folders, Hub ids or `base+adapter`

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from weightsmith._base.report.blocks import Block, Value
 from weightsmith._base.text import duration
 from weightsmith._reports.auto.pool import FAR_NATS, Choice
 from weightsmith._reports.evaluate.values import TOLD_APART, Mean
-from weightsmith._reports.look.models import json_values
+from weightsmith._reports.look.models import json_of
 
 NEAR_NATS = 0.05
 """A fine-tune that differs less than this from its base writes the base's text."""
@@ -103,19 +103,8 @@ class Auto(Reported):
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values; null for what is undefined."""
-        return json_values(
-            out=str(self.out),
-            work=str(self.work),
-            choice=asdict(self.choice),
-            with_texts=self.with_texts,
-            candidates=[asdict(record) for record in self.candidates],
-            fine_tunes=[asdict(record) for record in self.fine_tunes],
-            rows=list(self.rows),
-            stopped=self.stopped,
-            reading=list(self.reading),
-            recipe=self.recipe,
-            seconds=self.seconds,
-        )
+        names = "out work choice with_texts candidates fine_tunes rows stopped reading recipe seconds"
+        return json_of(self, names)
 
 
 def auto_report(result: Auto) -> Report:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy.typing as npt
 from weightsmith._base.report import Code, Column, Facts, Mark, Report, Reported, Table
 from weightsmith._base.report.blocks import Block, Value
 from weightsmith._base.text import count
-from weightsmith._reports.look.models import json_values
+from weightsmith._reports.look.models import json_of
 
 Numbers = npt.NDArray[np.float64]
 
@@ -241,18 +241,7 @@ class Evaluation(Reported):
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values; null for what is undefined."""
-        return json_values(
-            models=self.models,
-            texts=self.texts,
-            reference=self.reference,
-            row_tokens=self.row_tokens,
-            reading=self.reading,
-            scores=[[asdict(score) for score in scores] for scores in self.scores],
-            totals=[asdict(score) for score in self.totals],
-            layers=self.layers,
-            command=self.command,
-            measured=self.measured,
-        )
+        return json_of(self, "models texts reference row_tokens reading scores totals layers command measured")
 
 
 def _by_command(evaluation: Evaluation, i: int) -> str:

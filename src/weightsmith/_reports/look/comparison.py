@@ -23,7 +23,7 @@ from weightsmith._kernels.select import HIGH_BINS, Scores, count_high, find_bin
 from weightsmith._methods.jobs.combination import symmetric
 from weightsmith._plans import Product, Step
 from weightsmith._reports.look.differences import WIDTH, Floats, analyse_sketch, measured, sparse_signs
-from weightsmith._reports.look.models import LayerPlace, by_layer_and_part, is_floating, json_values, match, opened
+from weightsmith._reports.look.models import LayerPlace, by_layer_and_part, is_floating, json_of, match, opened
 from weightsmith._reports.look.surveys import (
     NonFiniteCounts,
     Survey,
@@ -313,17 +313,7 @@ class Comparison(Reported):
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values; null for what is undefined."""
-        return json_values(
-            base=self.base,
-            models=self.names,
-            reading=self.reading,
-            pairs=[list(pair) for pair in self.pairs],
-            total=self.total.to_json(),
-            layers=[group.to_json() for group in self.layers],
-            parts=[group.to_json() for group in self.parts],
-            tensors=[tensor.to_json() for tensor in self.tensors],
-            missing=self.missing,
-        )
+        return json_of(self, "base models reading pairs total layers parts tensors missing", models=self.names)
 
 
 def compare(

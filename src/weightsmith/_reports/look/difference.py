@@ -15,7 +15,7 @@ from weightsmith._base.text import count
 from weightsmith._execution.report import share_of
 from weightsmith._models.structure.vocabulary import EMBEDDINGS, HEADS
 from weightsmith._reports.look.differences import WIDTH
-from weightsmith._reports.look.models import NAMES_ONLY, FileDifference, LayerPlace, by_layer_and_part, json_values
+from weightsmith._reports.look.models import NAMES_ONLY, FileDifference, LayerPlace, by_layer_and_part, json_of
 from weightsmith._reports.look.surveys import NonFiniteCounts, mark_of, sentences, together
 
 
@@ -113,6 +113,23 @@ class TensorDifference:
         """delta² over the square of the largest singular value, or a little more; nan where it is not known."""
         return (self.delta / self.leading.largest) ** 2 if self.leading is not None and self.leading.largest else math.nan
 
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values."""
+        values = {"name": self.name, **asdict(self.place), "shape": list(self.shape), "dtypes": list(self.dtypes)}
+        values |= {"elements": self.elements, "delta_norm": self.delta, "a_norm": self.a, "b_norm": self.b}
+        values |= {"share": self.share, "cosine": self.cosine, "changed": self.changed, "largest": self.largest}
+        values |= {"rounding_noise": self.noise, "nonfinite": _nonfinite_json(self.nonfinite)}
+        values["magnitudes"] = list(self.magnitudes)
+        if self.leading is not None:
+            values["singular_values"] = {
+                "values": list(self.leading.values),
+                "upper": list(self.leading.upper),
+                "rank": self.leading.rank,
+            }
+            values["full_rank"] = None if self.rank is Mark.HIGH else self.rank is Mark.FULL
+            values["stable_rank"] = self.stable_rank
+        return values
+
 
 @dataclass(frozen=True, slots=True)
 class GroupDifference:
@@ -147,6 +164,11 @@ class GroupDifference:
     def changed_share(self) -> float:
         """Of the elements; nan if there are none."""
         return self.changed / self.elements if self.elements else math.nan
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values."""
+        values = asdict(self) | {"nonfinite": _nonfinite_json(self.nonfinite)}
+        return {**values, "share": self.share, "changed_share": self.changed_share}
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,51 +236,13 @@ class Difference(Reported):
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values; null for what is undefined or infinite."""
-        return json_values(
-            a=self.names[0],
-            b=self.names[1],
-            reading=self.reading,
-            files=asdict(self.files),
-            total=_group_json(self.total),
-            layers=[_group_json(group) for group in self.layers],
-            parts=[_group_json(group) for group in self.parts],
-            tensors=[_tensor_json(tensor) for tensor in self.tensors],
-            moved_rows=[asdict(row) for row in self.moved],
-            only_a=self.only_a,
-            only_b=self.only_b,
-            different_shapes={name: list(specs) for name, specs in self.different},
-        )
-
-
-def _tensor_json(tensor: TensorDifference) -> dict[str, Any]:
-    place = tensor.place
-    values = {"name": tensor.name, "stack": place.stack, "layer": place.layer, "part": place.part, "shape": list(tensor.shape)}
-    values |= {"dtypes": list(tensor.dtypes), "elements": tensor.elements}
-    values |= {
-        "delta_norm": tensor.delta,
-        "a_norm": tensor.a,
-        "b_norm": tensor.b,
-        "share": tensor.share,
-        "cosine": tensor.cosine,
-    }
-    values |= {"changed": tensor.changed, "largest": tensor.largest, "rounding_noise": tensor.noise}
-    values["nonfinite"] = _nonfinite_json(tensor.nonfinite)
-    values["magnitudes"] = list(tensor.magnitudes)
-    if tensor.leading is not None:
-        leading, full = tensor.leading, None if tensor.rank is Mark.HIGH else tensor.rank is Mark.FULL
-        values["singular_values"] = {"values": list(leading.values), "upper": list(leading.upper), "rank": leading.rank}
-        values["full_rank"] = full
-        values["stable_rank"] = tensor.stable_rank
-    return values
-
-
-def _group_json(group: GroupDifference) -> dict[str, Any]:
-    values = asdict(group) | {"nonfinite": _nonfinite_json(group.nonfinite)}
-    return {**values, "share": group.share, "changed_share": group.changed_share}
+        names = "a b reading files total layers parts tensors moved_rows only_a only_b different_shapes"
+        a, b = self.names
+        return json_of(self, names, a=a, b=b, moved_rows=self.moved, different_shapes=dict(self.different))
 
 
 def _nonfinite_json(counts: tuple[NonFiniteCounts, NonFiniteCounts]) -> dict[str, Any]:
-    return {name: count.to_json() for name, count in zip("ab", counts, strict=True)}
+    return {name: asdict(count) for name, count in zip("ab", counts, strict=True)}
 
 
 def _group(name: str, tensors: Sequence[TensorDifference]) -> GroupDifference:

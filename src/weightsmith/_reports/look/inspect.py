@@ -39,7 +39,7 @@ from weightsmith._reports.look.models import (
     LayerPlace,
     check_patterns,
     fetch_small,
-    json_values,
+    finite,
     licence,
     lineage,
     matches,
@@ -279,7 +279,7 @@ class Inspection(Reported):
         values["experts"] = {"routed": self.experts[0], "active": self.experts[1]}
         if self.adapter is not None:
             values["adapter"]["ranks"] = {str(rank): modules for rank, modules in self.adapter.ranks.items()}
-        return json_values(**values)
+        return finite(values)
 
 
 def inspect(

@@ -5,9 +5,10 @@ from __future__ import annotations
 import fnmatch
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, is_dataclass, replace
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from weightsmith._base.errors import PlanError, UnknownName, WeightsmithError, nearest
@@ -185,17 +186,29 @@ def by_layer_and_part(items: Iterable[Item]) -> tuple[dict[str, list[Item]], dic
     return layers, parts
 
 
-def json_values(**values: Any) -> dict[str, Any]:
-    """JSON values by name; null for each float that is not finite."""
-    return {name: finite(value) for name, value in values.items()}
+def json_of(result: object, names: str, **others: Any) -> dict[str, Any]:
+    """Attributes of a result as JSON values; null for each float that is not finite.
+
+    names   of the attributes, with spaces between them
+    others  values in place of attributes of these names
+
+    >>> json_of(TokenizerDifference((3, 2), 0, ("a",), ()), "sizes same gone", gone=math.nan)
+    {'sizes': [3, 2], 'same': False, 'gone': None}
+    """
+    return {name: finite(others[name] if name in others else getattr(result, name)) for name in names.split()}
 
 
 def finite(value: Any) -> Any:
-    """JSON values with null for each float that is not finite."""
+    """JSON values with null for each float that is not finite. Records are their fields, or what `to_json` says."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
-    if isinstance(value, dict):
+    if is_dataclass(value):
+        to_json = getattr(value, "to_json", None)
+        value = asdict(value) if to_json is None else to_json()  # type: ignore[arg-type]
+    if isinstance(value, Mapping):
         return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, Path):
+        return str(value)
     return [finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 

@@ -45,7 +45,7 @@ from weightsmith._planning.recipe import Source
 from weightsmith._plans import COPY, PLAIN, PRODUCTS, Block, Gather, Plan, PlanDraft, Product, Read, Step, Table
 from weightsmith._plans.summary import Summary
 from weightsmith._reports.look.difference import in_layers
-from weightsmith._reports.look.models import LayerPlace, by_layer_and_part, json_values, place_of
+from weightsmith._reports.look.models import LayerPlace, by_layer_and_part, json_of, place_of
 from weightsmith._reports.look.surveys import (
     NonFiniteCounts,
     Survey,
@@ -124,6 +124,10 @@ class GroupPreview:
         """delta / base; 0 if the merge is the base, infinite if only the base is zero, nan without numbers."""
         return share_of(self.delta, self.base)
 
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values."""
+        return asdict(self) | {"share": self.share}
+
 
 @dataclass(frozen=True)
 class Preview(Reported):
@@ -170,24 +174,10 @@ class Preview(Reported):
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values; null for what is undefined or infinite."""
-        return json_values(
-            method=self.method,
-            base=self.base,
-            models=self.names,
-            looked_at=self.looked_at,
-            elements=self.elements,
-            warnings=[finding.what for finding in self.warnings],
-            total=_group_json(self.total),
-            layers=[_group_json(group) for group in self.layers],
-            parts=[_group_json(group) for group in self.parts],
-            cells=[asdict(place) | _group_json(group) for place, group in self.cells],
-            left_out=self.left_out,
-            stops=self.stops,
-        )
-
-
-def _group_json(group: GroupPreview) -> dict[str, Any]:
-    return asdict(group) | {"share": group.share}
+        names = "method base models looked_at elements warnings total layers parts cells left_out stops"
+        warnings = [finding.what for finding in self.warnings]
+        cells = [asdict(place) | group.to_json() for place, group in self.cells]
+        return json_of(self, names, models=self.names, warnings=warnings, cells=cells)
 
 
 @lists_options("preview", RecipeOptions)

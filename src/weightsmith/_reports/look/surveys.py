@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -235,10 +235,6 @@ class NonFiniteCounts:
         return " and ".join(
             f"{what} in {count(n, 'element')} of {count(tensors, 'tensor')}" for n, tensors, what in counts if n
         )
-
-    def to_json(self) -> dict[str, Any]:
-        """As JSON values."""
-        return asdict(self)
 
 
 def together(counts: Iterable[NonFiniteCounts]) -> NonFiniteCounts:

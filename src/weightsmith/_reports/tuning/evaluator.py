@@ -291,6 +291,8 @@ class Evaluator:
         """Run a model on these rows, to compare others with it."""
         with self._loaded(candidate):
             states = {part.name: self._forward(candidate, part, keep=False) for part in rows}
+            for part in rows:
+                self._states.pop(part.name, None)  # no candidate begins as the reference does
             weights = {name: tensor.clone() for name, tensor in self._head_weights().items()}
         return Reference(_build(self.base), weights, states)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from weightsmith._base.report.blocks import Block, Value
 from weightsmith._base.text import count, duration
 from weightsmith._planning.recipe import Scalar
 from weightsmith._reports.evaluate.values import Change, Score, mean_score, of_change, perplexity
-from weightsmith._reports.look.models import json_values
+from weightsmith._reports.look.models import json_of
 from weightsmith._reports.tuning.journal import Trial
 
 NOT_BETTER = (
@@ -166,34 +166,16 @@ class Tuning(Reported):
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values; null for what is undefined."""
-        return json_values(
-            out=str(self.out),
-            values=dict(zip(self.names, self.values, strict=True)),
-            start=dict(zip(self.names, self.start, strict=True)),
-            best=self.best,
-            objective=self.objective,
-            texts=self.texts,
-            report_texts=self.report_texts,
-            reading=self.reading,
-            rows=self.rows,
-            few_rows=self.few_rows,
-            measured=dict(self.measured),
-            resumed=self.resumed,
-            seconds=self.seconds,
-            journal=str(self.journal),
-            front=self.front,
-            trials=[
-                {
-                    "trial": trial.number,
-                    "values": list(trial.values),
-                    "losses": self.losses.get(trial.number),
-                    **({"error": trial.error} if trial.error else {}),
-                }
-                for trial in self.trials
-            ],
-            judged={name: [asdict(score) for score in scores] for name, scores in self.judged.items()},
-            changes={name: asdict(change) for name, change in self.changes.items()},
+        names = (
+            "out values start best objective texts report_texts reading rows few_rows measured resumed seconds journal front"
         )
+        values, start = (dict(zip(self.names, numbers, strict=True)) for numbers in (self.values, self.start))
+        trials = [
+            {"trial": trial.number, "values": trial.values, "losses": self.losses.get(trial.number)}
+            | ({"error": trial.error} if trial.error else {})
+            for trial in self.trials
+        ]
+        return json_of(self, f"{names} front trials judged changes", values=values, start=start, trials=trials)
 
 
 def combined(losses: Sequence[float], objective: str) -> float:

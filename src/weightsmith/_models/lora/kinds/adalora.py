@@ -4,7 +4,7 @@ arXiv 2303.10512): W + lora_alpha / init_r · B @ (E ∘ A).
 
 from __future__ import annotations
 
-from weightsmith.abc.adapter import AdapterKind, AdapterModule, Arrays, Rows, Shapes
+from weightsmith.abc.adapter import AdapterKind, AdapterModule, Arrays, ExactFactors, Rows, Shapes
 
 
 def shapes(module: AdapterModule) -> Shapes:
@@ -24,12 +24,20 @@ def prepare(module: AdapterModule, arrays: Arrays) -> tuple[Rows, ...]:
     return arrays["lora_B"], scaling * (arrays["lora_A"] * arrays["lora_E"])
 
 
+def exact_shape(module: AdapterModule) -> tuple[int, int]:
+    """Of the weight."""
+    if not module.has("lora_A", "lora_B"):
+        raise ValueError("it has no lora_A, or no lora_B")
+    return module.parts["lora_B"].shape[0], module.parts["lora_A"].shape[-1]
+
+
 KIND = AdapterKind(
     title="AdaLoRA",
     types=("ADALORA",),
     parts=("lora_A", "lora_B", "lora_E"),
     shapes=shapes,
     prepare=prepare,
+    exact=ExactFactors(exact_shape, lambda module: module.parts["lora_A"].shape[0], prepare),
     used=frozenset({"init_r", "lora_alpha"}),
     unused=frozenset(
         "target_r tinit tfinal deltaT beta1 beta2 orth_reg_weight total_step rank_pattern r lora_dropout alpha_pattern "

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from weightsmith._models.lora.kinds.lokr import scaling
-from weightsmith.abc.adapter import AdapterKind, AdapterModule, Arrays, Rows, Shapes
+from weightsmith.abc.adapter import AdapterKind, AdapterModule, Arrays, ExactFactors, Rows, Shapes
 
 
 def shapes(module: AdapterModule) -> Shapes:
@@ -55,6 +55,20 @@ def change(module: AdapterModule, arrays: tuple[Rows, ...], rows: Rows, first: i
     rows += one * other
 
 
+def exact_shape(module: AdapterModule) -> tuple[int, int]:
+    """Of the weight of a linear layer."""
+    if module.has("hada_t1") or not module.has("hada_w1_a", "hada_w1_b"):
+        raise ValueError("it has cores of a convolution")
+    return module.parts["hada_w1_a"].shape[0], module.parts["hada_w1_b"].shape[-1]
+
+
+def exact_factors(module: AdapterModule, arrays: Arrays) -> tuple[Rows, ...]:
+    """(A₁ B₁) ∘ (A₂ B₂): each column of A₁ times each of A₂, and each row of B₁ times each of B₂. The rank is squared."""
+    one, first, other, second = prepare(module, arrays)
+    left = (one[:, :, None] * other[:, None, :]).reshape(len(one), -1)
+    return left, (first[:, None, :] * second[None, :, :]).reshape(-1, first.shape[1])
+
+
 KIND = AdapterKind(
     title="LoHa",
     types=("LOHA",),
@@ -64,5 +78,6 @@ KIND = AdapterKind(
     change=change,
     used=frozenset({"r", "alpha"}),
     unused=frozenset({"rank_dropout", "module_dropout", "use_effective_conv2d"}),
+    exact=ExactFactors(exact_shape, lambda module: module.parts["hada_w1_b"].shape[0] ** 2, exact_factors),
     patterns={"r": "rank_pattern", "alpha": "alpha_pattern"},
 )

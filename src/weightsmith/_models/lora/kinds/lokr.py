@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from weightsmith.abc.adapter import AdapterKind, AdapterModule, Arrays, Rows, Shapes
+from weightsmith.abc.adapter import AdapterKind, AdapterModule, Arrays, ExactFactors, Rows, Shapes
 
 
 def scaling(module: AdapterModule, rank: int | None) -> float:
@@ -65,6 +65,41 @@ def change(module: AdapterModule, arrays: tuple[Rows, ...], rows: Rows, first: i
     rows += (one[numbers // len(other)][:, :, None] * other[numbers % len(other)][:, None, :]).reshape(rows.shape)
 
 
+def _sizes(module: AdapterModule, k: str) -> tuple[int, int, int]:
+    """Rows, columns and rank of w1 or w2. Raises ValueError for a kernel of a convolution."""
+    if module.has(f"lokr_t{k}"):
+        raise ValueError("it has the core of a convolution")
+    if module.has(whole := f"lokr_w{k}"):
+        shape = _of(module, whole)
+        if len(shape) != 2:
+            raise ValueError(f"{whole} is {list(shape)}, of a convolution")
+        return shape[0], shape[1], min(shape)
+    left, right = _of(module, f"lokr_w{k}_a"), _of(module, f"lokr_w{k}_b")
+    return left[0], right[-1], right[0]
+
+
+def exact_shape(module: AdapterModule) -> tuple[int, int]:
+    """Of the weight of a linear layer."""
+    (rows, cols, _), (inner_rows, inner_cols, _) = _sizes(module, "1"), _sizes(module, "2")
+    return rows * inner_rows, cols * inner_cols
+
+
+def exact_factors(module: AdapterModule, arrays: Arrays) -> tuple[Rows, ...]:
+    """(A₁ B₁) ⊗ (A₂ B₂) = (A₁ ⊗ A₂) (B₁ ⊗ B₂). A whole matrix is itself times the identity. Ranks are multiplied."""
+    pairs = []
+    for k in "12":
+        if f"lokr_w{k}" not in arrays:
+            pairs.append((arrays[f"lokr_w{k}_a"], arrays[f"lokr_w{k}_b"]))
+            continue
+        whole = arrays[f"lokr_w{k}"]
+        rows, cols = whole.shape
+        pairs.append((whole, np.eye(cols)) if cols <= rows else (np.eye(rows), whole))
+    (one, first), (other, second) = pairs
+    ranks = [len(arrays[part]) for part in ("lokr_w1_b", "lokr_w2_b") if part in arrays]
+    one = one * scaling(module, ranks[0] if ranks else None)
+    return np.asarray(np.kron(one, other), np.float64), np.asarray(np.kron(first, second), np.float64)
+
+
 KIND = AdapterKind(
     title="LoKr",
     types=("LOKR",),
@@ -76,5 +111,6 @@ KIND = AdapterKind(
     unused=frozenset(
         "rank_dropout module_dropout rank_dropout_scale use_effective_conv2d decompose_both decompose_factor".split()
     ),
+    exact=ExactFactors(exact_shape, lambda module: _sizes(module, "1")[2] * _sizes(module, "2")[2], exact_factors),
     patterns={"r": "rank_pattern", "alpha": "alpha_pattern"},
 )

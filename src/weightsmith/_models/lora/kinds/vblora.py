@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from weightsmith.abc.adapter import AdapterKind, AdapterModule, Arrays, Rows, Shapes
+from weightsmith.abc.adapter import AdapterKind, AdapterModule, Arrays, ExactFactors, Rows, Shapes
 
 _LOGITS, _BANK = ("vblora_logits_A", "vblora_logits_B"), "vblora_vector_bank"
 _INDICES, _WEIGHTS = "_topk_indices", "_topk_weights"
@@ -49,6 +49,15 @@ def prepare(module: AdapterModule, arrays: Arrays) -> tuple[Rows, ...]:
     return np.ascontiguousarray(left.transpose(0, 2, 1)).reshape(module.outputs, -1), right.reshape(-1, module.inputs)
 
 
+def exact_shape(module: AdapterModule) -> tuple[int, int]:
+    """Of the weight: as many vectors as there are logits."""
+    parts = [part if module.has(part) else part + _INDICES for part in _LOGITS]
+    if not module.has(*parts):
+        raise ValueError(f"it has no {' or no '.join(parts)}")
+    (_, inputs, *_), (outputs, *_) = (module.parts[part].shape for part in parts)
+    return outputs * module.whole("vector_length"), inputs * module.whole("vector_length")
+
+
 KIND = AdapterKind(
     title="VB-LoRA",
     types=("VBLORA",),
@@ -56,6 +65,7 @@ KIND = AdapterKind(
     shared=(_BANK,),
     shapes=shapes,
     prepare=prepare,
+    exact=ExactFactors(exact_shape, lambda module: module.whole("r"), prepare),
     used=frozenset({"r", "num_vectors", "vector_length", "topk"}),
     unused=frozenset({"save_only_topk_weights", "vblora_dropout", "init_vector_bank_bound", "init_logits_std"}),
     integers=frozenset(part + _INDICES for part in _LOGITS),
