@@ -40,6 +40,7 @@ class QuantizeKeywords(TypedDict, total=False):
     uniform: bool
     imatrix: str | os.PathLike[str] | None
     tensor_types: Sequence[str]
+    metadata: Sequence[str]
     mmproj: bool
     group_size: int | None
     kv_cache: str | None

@@ -94,6 +94,13 @@ class QuantizeSettings:
         details="Of GGUF llama.cpp's names and types, `ffn_down=Q6_K`; of compressed-tensors formats, `self_attn=fp8-dynamic`. "
         "See [GGUF](gguf.md#types-of-single-tensors) and [mixed precision](quantize.md#mixed-precision).",
     )
+    metadata: tuple[str, ...] = option(
+        (),
+        "--metadata KEY=VALUE",
+        "GGUF only: state a key of the file, such as license=mit (repeatable)",
+        details="Without VALUE the key is left out. See [what is in the metadata](gguf.md#what-is-in-the-metadata).",
+        brief=(),
+    )
     mmproj: bool = option(
         True,
         "--mmproj/--no-mmproj",

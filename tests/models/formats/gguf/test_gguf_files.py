@@ -752,7 +752,7 @@ def test_tensors_tokenizers_and_numbers_that_do_not_fit(model: Path) -> None:
     (model / "tokenizer.json").unlink()
     assert "no tokenizer.json, and a GGUF file contains its tokenizer" in refused()
     assert (
-        "--imatrix (imatrix): not a setting of gguf-q8_0, which reads --mmproj (mmproj), --tensor-type (tensor_types)"
+        "--imatrix (imatrix): not a setting of gguf-q8_0, which reads --metadata (metadata), --mmproj (mmproj), --tensor-type"
         in refused(imatrix="x")
     )
     assert "(did you mean 'gguf-q4_k_m'?), not 'gguf-q4_k'" in refused("q4_k")

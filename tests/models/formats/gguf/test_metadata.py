@@ -8,9 +8,13 @@ from typing import Any
 import gguf
 import pytest
 
+import weightsmith
+from tests.models.formats.gguf.test_gguf_files import llama, tokenizers, with_tokenizer  # noqa: F401
+from weightsmith._base.errors import PlanError
 from weightsmith._models.card import read_card
 from weightsmith._models.formats.gguf.about import origin_keys, sampling_keys
 from weightsmith._models.formats.gguf.layout import Value
+from weightsmith._plans import plan_from_json
 from weightsmith.abc.stored import ModelOrigin
 
 CARDS = {
@@ -89,3 +93,82 @@ def test_settings_of_generation_are_llama_cpps() -> None:
         "general.sampling.top_k": Value("i32", 20),
         "general.sampling.top_p": Value("f32", 1.0),
     }
+
+
+# ---- what a user states
+
+
+def keys_of(path: Path) -> dict[str, Any]:
+    fields = gguf.GGUFReader(path).fields
+    return {name: field.contents() for name, field in fields.items()}
+
+
+@pytest.fixture
+def source(tmp_path: Path, tokenizers: dict[str, Path]) -> Path:  # noqa: F811
+    return with_tokenizer(llama(tmp_path / "m", width=64), tokenizers["llama"])
+
+
+def test_a_user_states_keys(source: Path, tmp_path: Path) -> None:
+    (source / "README.md").write_text("---\nlicense: mit\nauthor: Jo Doe\ntags: [merge]\n---\n# A model\n")
+    stated = [
+        "license=apache-2.0",
+        "general.name=Acme: 8B = new",
+        "author=",
+        "tags=code,,math",
+        "acme.ticket=7",
+        "license.name=x",
+    ]
+    weightsmith.quantize(source, tmp_path / "q", "gguf-q8_0", metadata=stated, progress=False, fsync=False)
+    weightsmith.quantize(source, tmp_path / "plain", "gguf-q8_0", progress=False, fsync=False)
+    found, plain = keys_of(tmp_path / "q" / "model.gguf"), keys_of(tmp_path / "plain" / "model.gguf")
+    expected = {"general.license": "apache-2.0", "general.name": "Acme: 8B = new", "general.tags": ["code", "math"]}
+    expected |= {"acme.ticket": "7", "general.license.name": "x"}
+    assert {key: found[key] for key in expected} == expected
+    assert plain["general.author"] == "Jo Doe"
+    assert "general.author" not in found
+    ours = ("GGUF.kv_count", *expected, "general.author")
+    assert {k: v for k, v in found.items() if k not in ours} == {k: v for k, v in plain.items() if k not in ours}
+
+
+def test_the_last_of_two_counts_and_a_plan_keeps_it(source: Path, tmp_path: Path) -> None:
+    recipe = {"merge_method": "passthrough", "models": [{"model": str(source)}]}
+    plan = weightsmith.plan(recipe, quantize="gguf-q8_0", metadata=["author=a", "author=b"])
+    weightsmith.run(plan_from_json(plan.to_json()), tmp_path / "q", progress=False, fsync=False)
+    assert keys_of(tmp_path / "q" / "model.gguf")["general.author"] == "b"
+
+
+def test_a_stated_name_does_not_change_how_text_is_split(source: Path, tmp_path: Path) -> None:
+    """llama.cpp strips spaces in models whose name contains `phi-3`: only Phi-3's tokenizer may have it."""
+    weightsmith.quantize(source, tmp_path / "q", "gguf-q8_0", metadata=["name=Like Phi-3"], progress=False, fsync=False)
+    assert keys_of(tmp_path / "q" / "model.gguf")["general.name"] == "Like Phi 3"
+
+
+@pytest.mark.parametrize(
+    ("stated", "message"),
+    [
+        ("license", "'license' is not KEY=VALUE, such as license=mit"),
+        ("=mit", "'=mit' is not KEY=VALUE"),
+        ("Licence Name=x", "'Licence Name=x' is not KEY=VALUE"),
+        ("a..b=x", "'a..b=x' is not KEY=VALUE"),
+        ("a" * 70_000 + "=x", "is not KEY=VALUE"),
+        ("licence=mit", r"'licence' is no key .* \(did you mean 'license'\?\)"),
+        ("general.architecture=phi3", "'general.architecture' is no key of GGUF that says where a model comes from"),
+        ("general.file_type=3", "'general.file_type' is no key"),
+        ("general.alignment=64", "'general.alignment' is no key"),
+        ("general.sampling.top_k=1", "'general.sampling.top_k' is no key"),
+        ("llama.block_count=1", r"'llama.block_count' is a key by which llama.cpp reads the file \(llama\)"),
+        ("tokenizer.ggml.model=gpt2", r"'tokenizer.ggml.model' is a key by which llama.cpp reads the file \(tokenizer\)"),
+        ("split.count=2", "'split.count' is a key by which"),
+        ("acme.note=" + "x" * (1 << 20) + "y", "'acme.note' has a value of more than 1,048,576 bytes"),
+    ],
+)
+def test_keys_that_describe_the_file_are_not_stated(stated: str, message: str, source: Path, tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=message) as caught:
+        weightsmith.quantize(source, tmp_path / "q", "gguf-q8_0", metadata=[stated], progress=False)
+    assert "--metadata" in str(caught.value)
+    assert not (tmp_path / "q").exists()
+
+
+def test_other_formats_have_no_keys(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"--metadata \(metadata\): not a setting of w4a16"):
+        weightsmith.quantize(source, tmp_path / "q", "w4a16", metadata=["license=mit"], progress=False)

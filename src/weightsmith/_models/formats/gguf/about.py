@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
-from weightsmith._base.errors import Finding
+from weightsmith._base.errors import Finding, nearest
+from weightsmith._base.files import show
 from weightsmith._models.formats.gguf.architecture import GgufArchitecture
 from weightsmith._models.formats.gguf.chat import NAMED_TEMPLATE
 from weightsmith._models.formats.gguf.layout import Value, ValueType
@@ -22,16 +24,28 @@ from weightsmith.abc.stored import ModelFiles, ModelOrigin
 GENERATION = "generation_config.json"
 
 
+Stated = Mapping[str, Value | None]
+"""Keys that a user states, and their values; None: the key is left out."""
+
+
 def keys_of_files(
-    draft: PlanDraft, companions: ModelFiles, config: Mapping[str, Any], architecture: GgufArchitecture, rows: int
+    draft: PlanDraft,
+    companions: ModelFiles,
+    config: Mapping[str, Any],
+    architecture: GgufArchitecture,
+    rows: int,
+    stated: Stated = MappingProxyType({}),
 ) -> tuple[dict[str, Value], list[Finding]]:
-    """The keys that come from the files beside the weights, and warnings. rows: of the embedding.
+    """The keys that come from the files beside the weights, and warnings.
+
+    rows    of the embedding
+    stated  by the user, who knows better than the model card
 
     See `pooling.py` for those of embedding models.
     """
     templates = [name for name in dict.fromkeys([*draft.carried, *draft.files]) if NAMED_TEMPLATE.fullmatch(name)]
     files = companions.read((*READ, GENERATION, *templates))
-    keys = origin_keys(companions.origins)
+    keys = with_stated(origin_keys(companions.origins), stated)
     name = str(keys["general.name"].value) if "general.name" in keys else ""  # a folder may be called "-"
     tokenizer, warnings = tokenizer_keys(files, config, architecture, rows, name)
     sampling = sampling_keys(settings_in(files[GENERATION])) if GENERATION in files else {}
@@ -50,6 +64,61 @@ def said_generation(draft: PlanDraft, companions: ModelFiles, about: Mapping[str
 
     settings = {name: settings_in(data) for name, data in companions.read((GENERATION,)).items()}
     return [name for name, values in settings.items() if all(known(key, value) for key, value in values.items())]
+
+
+# ---- what a user states
+
+_GENERAL = "general."
+_STATED = (
+    "name author version organization finetune basename description quantized_by size_label license license.name license.link "
+    "url doi uuid repo_url source.url source.doi source.uuid source.repo_url"
+).split()
+_STATED_LISTS = ("tags", "languages")
+_DESCRIBING = ("tokenizer", "split", "clip", "adapter", "imatrix", "quantize")
+"""First words of keys that say how a file is read, besides the name of its architecture."""
+_KEY = re.compile(r"[a-z0-9_]+(\.[a-z0-9_]+)*", re.ASCII)
+_MAX_KEY_BYTES, _MAX_VALUE_BYTES = 65_535, 1 << 20
+
+
+def read_metadata(texts: Iterable[str], architecture: str) -> tuple[dict[str, Value | None], list[str]]:
+    """Keys of a GGUF file from `license=mit`, and what is wrong with those that are none. architecture: its name.
+
+    A key without a dot, or one of `general`, says where a model comes from. Keys with another first word are the user's own,
+    unless they say how the model runs: those follow from config.json and the tokenizer.
+
+    >>> read_metadata(["license=mit", "tags=merge,code", "acme.ticket=7", "name="], "llama")[0]["general.tags"].value
+    ['merge', 'code']
+    >>> read_metadata(["licence=mit"], "llama")[1]
+    ["'licence' is no key of GGUF that says where a model comes from (did you mean 'license'?)"]
+    """
+    stated, problems = dict[str, Value | None](), list[str]()
+    for text in texts:
+        key, equals, value = text.partition("=")
+        name = key.removeprefix(_GENERAL)
+        general = "." not in key or key.startswith(_GENERAL) or name in _STATED
+        if not equals or not _KEY.fullmatch(key) or len(key) > _MAX_KEY_BYTES:
+            problems.append(f"{show(text)} is not KEY=VALUE, such as license=mit; keys are of a-z, 0-9, _ and dots")
+        elif len(value.encode(errors="replace")) > _MAX_VALUE_BYTES:
+            problems.append(f"{show(key)} has a value of more than {_MAX_VALUE_BYTES:,} bytes")
+        elif general and name not in (*_STATED, *_STATED_LISTS):
+            what = f"{show(key)} is no key of GGUF that says where a model comes from"
+            problems.append(what + (nearest(name, [*_STATED, *_STATED_LISTS]) or f"; these are {', '.join(_STATED)}"))
+        elif not general and (first := key.partition(".")[0]) in (*_DESCRIBING, architecture):
+            problems.append(f"{show(key)} is a key by which llama.cpp reads the file ({first}), and follows from the model")
+        elif name in _STATED_LISTS and general:
+            stated[_GENERAL + name] = _value([word for word in value.split(",") if word]) if value else None
+        else:
+            stated[_GENERAL + name if general else key] = _value(value) if value else None
+    return stated, problems
+
+
+def with_stated(keys: Mapping[str, Value], stated: Stated) -> dict[str, Value]:
+    """The keys with those that a user states.
+
+    >>> list(with_stated({"general.name": Value("str", "m")}, {"general.name": None, "acme.a": Value("str", "b")}))
+    ['acme.a']
+    """
+    return {key: value for key, value in {**keys, **stated}.items() if value is not None}
 
 
 # ---- where a model comes from, and how tokens are chosen

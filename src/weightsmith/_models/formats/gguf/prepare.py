@@ -18,7 +18,7 @@ from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._base.text import count
 from weightsmith._files.containers import GGUF
 from weightsmith._files.copied import is_read
-from weightsmith._models.formats.gguf.about import keys_of_files, said_generation
+from weightsmith._models.formats.gguf.about import Stated, keys_of_files, read_metadata, said_generation
 from weightsmith._models.formats.gguf.architecture import COMPUTED, GgufArchitecture
 from weightsmith._models.formats.gguf.architectures import architecture_of_config, find_architecture, text_config
 from weightsmith._models.formats.gguf.chat import NAMED_TEMPLATE
@@ -68,7 +68,7 @@ class GgufFormat(ModelFormat):
         self.name = f"gguf-{mixture.name.lower()}"
         self.summary = f"one GGUF file, {about}"
         self.measures = mixture.default not in ("F32", "F16", "BF16", "Q8_0")
-        self.settings = frozenset({"tensor_types", "mmproj", *(["imatrix"] if self.measures else [])})
+        self.settings = frozenset({"tensor_types", "metadata", "mmproj", *(["imatrix"] if self.measures else [])})
 
     def prepare(self, draft: PlanDraft, companions: ModelFiles, request: ModelRequest) -> Mapping[str, bytes]:
         chosen, settings = _chosen(request), text_config(draft.config)
@@ -76,7 +76,10 @@ class GgufFormat(ModelFormat):
         importances: Importances = model.placed(request.importances)
         if (imatrix := request.settings.get("imatrix")) is not None:
             importances = read_imatrix(imatrix)
-        _prepare(model, draft, companions, importances, mmproj=bool(request.settings["mmproj"]))
+        stated, problems = read_metadata(request.settings["metadata"], model.architecture.name)
+        if problems:
+            raise PlanError([option_error("metadata", problem) for problem in problems])
+        _prepare(model, draft, companions, importances, stated, mmproj=bool(request.settings["mmproj"]))
         return {"imatrix.dat": imatrix_bytes(importances)} if request.importances else {}
 
     def modules(self, config: Mapping[str, Any] | None, read: Callable[[str], bytes | None]) -> Collection[str]:
@@ -157,7 +160,9 @@ def _is_tied_head(name: str) -> bool:
 # ---- the draft
 
 
-def _prepare(model: _Model, draft: PlanDraft, companions: ModelFiles, importances: Importances, *, mmproj: bool) -> None:
+def _prepare(
+    model: _Model, draft: PlanDraft, companions: ModelFiles, importances: Importances, stated: Stated, *, mmproj: bool
+) -> None:
     keys, factors = model.architecture.keys(model.settings, model.mixture.number)
     pooling = pooling_of(companions.read((MODULES, *READ)), model.architecture.name, companions.donor)
     behind = [_Stored(step, [replace(step.out, name=pooling.dense[step.out.name])]) for step in _taken(draft, pooling.dense)]
@@ -173,7 +178,7 @@ def _prepare(model: _Model, draft: PlanDraft, companions: ModelFiles, importance
     if problems:
         raise PlanError(problems)
     embedding = next(tensor.step for tensor in stored if tensor.specs[0].name == "token_embd.weight")
-    about, findings = keys_of_files(draft, companions, model.settings, model.architecture, embedding.out.shape[0])
+    about, findings = keys_of_files(draft, companions, model.settings, model.architecture, embedding.out.shape[0], stated)
     about = with_template(pooling.values | about)
     vision, warnings = _vision(model, draft, companions, embedding, parts.others) if mmproj else (ImageFile(), [])
     constants, numbers = _constants(factors, len(draft.settings))
