@@ -69,10 +69,7 @@ def merge(
     finished output cannot be uploaded. After KeyboardInterrupt or a crash, the same call resumes.
     """
     planning, settings, running = read_options("merge", options, *_ALL)
-
-    def prepare() -> Prepared:
-        return prepare_any(recipe, planning, settings, command="merge")
-
+    prepare = partial(prepare_any, recipe, planning, settings, command="merge")
     return make(prepare, "merging", out, running, progress, rechecking)
 
 
@@ -94,10 +91,7 @@ def moe(
     is then left on disk; work of an earlier one is kept.
     """
     planning, settings, running = read_options("moe", options, *_ALL)
-
-    def prepare() -> Prepared:
-        return prepare_any(recipe, planning, settings, command="moe")
-
+    prepare = partial(prepare_any, recipe, planning, settings, command="moe")
     return make(prepare, "copying", out, running, progress, rechecking)
 
 
