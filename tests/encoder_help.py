@@ -29,6 +29,7 @@ ROBERTA_NAMES = {"bos_token": "<s>", "eos_token": "</s>", "cls_token": "<s>", "s
 _ROBERTA = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
 
 
+@cache  # training is not deterministic
 def wordpiece(*, lower: bool = True, template: bool = True) -> Tokenizer:
     """BERT's tokenizer, of a few hundred tokens."""
     made = Tokenizer(models.WordPiece(unk_token="[UNK]"))
@@ -45,6 +46,7 @@ def wordpiece(*, lower: bool = True, template: bool = True) -> Tokenizer:
     return made
 
 
+@cache  # training is not deterministic
 def unigram() -> Tokenizer:
     """XLM-RoBERTa's tokenizer, of a few dozen tokens."""
     made = Tokenizer(models.Unigram())
@@ -60,6 +62,7 @@ def unigram() -> Tokenizer:
     return made
 
 
+@cache  # training is not deterministic
 def modern() -> Tokenizer:
     """ModernBERT's tokenizer, of a few hundred tokens."""
     made = Tokenizer(models.BPE())
@@ -90,6 +93,7 @@ def _charsmap() -> bytes:
     return read_sentencepiece(data.getvalue()).charsmap
 
 
+@cache  # training is not deterministic
 def byte_level() -> Tokenizer:
     """RoBERTa's tokenizer, of a few hundred tokens."""
     made = Tokenizer(models.BPE())

@@ -68,6 +68,8 @@ TRAINING = re.compile(
     r"readme\.md|latest|zero_to_fp32\.py|(optimizer|scheduler|scaler|sampler|rng_state|random_states|trainer_state|training_args|events\.out).*"
 )
 """What a training run leaves beside a model, in lower case."""
+_HEAD = re.compile(r"[\w-]+_(linear|head|projection)\.(pt|pth|bin)", re.ASCII)
+"""Weights of a head beside the model: `colbert_linear.pt` and `sparse_linear.pt` of BGE-M3, which FlagEmbedding reads."""
 _MEDIA = tuple(".png .jpg .jpeg .gif .webp .svg .mp4 .mp3 .wav .pdf .zip .gz .tar .csv .parquet .arrow .lock .log".split())
 
 _RELATIVE_IMPORT = re.compile(
@@ -205,6 +207,8 @@ def _never_copied(name: str) -> bool:
     lower = name.lower()
     if name.startswith(".") or name in _OURS or name in _QUANTISATION:
         return True
+    if _HEAD.fullmatch(lower):
+        return False
     if lower.endswith((*WEIGHTS, *_MEDIA)) or TRAINING.fullmatch(lower):
         return True
     return lower.endswith(".json") and ".index." in lower  # `.safetensors.index.fp16.json` too
@@ -221,7 +225,14 @@ def left_out_findings(names: Sequence[str], where: str) -> tuple[Finding, ...]:
       -> Copy it into the output yourself, if code that loads the model reads it.
     """
     findings = []
-    files, inner = [n for n in names if not n.endswith("/")], [n for n in names if n.endswith("/")]
+    heads, inner = [n for n in names if _HEAD.fullmatch(n.lower())], [n for n in names if n.endswith("/")]
+    files = [n for n in names if n not in (*heads, *inner)]
+    if heads:
+        noun, it = ("file is", "it") if len(heads) == 1 else ("files are", "them")
+        what = f"{len(heads)} {noun} neither merged nor copied, with weights of a head beside the model: {_some(heads)}"
+        findings.append(
+            Finding(what, where, fix=f"copy {it} into the output yourself, if code that loads the model reads {it}")
+        )
     if files:
         noun, it = ("file is", "it") if len(files) == 1 else ("files are", "them")
         what = f"{len(files)} {noun} not copied into the output, because no loader reads {it}: {_some(files)}"

@@ -44,7 +44,13 @@ def cross_encoder(st: Any, base: str, _torch: Any) -> Any:
     return st.CrossEncoder(base, device="cpu")
 
 
+def multi_vector_encoder(st: Any, base: str, _torch: Any) -> Any:
+    """ColBERT: a vector for each token, behind a dense module."""
+    return st.MultiVectorEncoder(base, device="cpu")
+
+
 KINDS = {
+    "MultiVectorEncoder": ("BertModel", multi_vector_encoder),
     "SentenceTransformer": ("BertModel", dense_embedder),
     "SparseEncoder": ("BertForMaskedLM", sparse_encoder),
     "CrossEncoder": ("BertForSequenceClassification", cross_encoder),
@@ -70,6 +76,9 @@ def test_a_merge_computes_what_a_merge_by_torch_does(kind: str, tmp_path: Path) 
     assert [type(each).__name__ for each in merged] == [type(each).__name__ for each in model]
     if kind == "CrossEncoder":
         found, wanted = (each.predict([TEXTS], convert_to_tensor=True) for each in (merged, model))
+    elif kind == "MultiVectorEncoder":
+        assert [type(module).__name__ for module in merged][1] == "Dense"
+        found, wanted = (torch.cat([torch.as_tensor(x) for x in each.encode(TEXTS)]) for each in (merged, model))
     else:
         found, wanted = (each.encode(TEXTS, convert_to_tensor=True) for each in (merged, model))
     found, wanted = (each.to_dense() if each.is_sparse else each for each in (found, wanted))

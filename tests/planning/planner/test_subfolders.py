@@ -90,6 +90,14 @@ def test_modules_that_the_donor_lacks_are_left_out_and_the_plan_says_so(tmp_path
     assert any("Dense" in step.out.name for step in plan(linear(a, plain)).steps)
 
 
+def test_a_format_may_keep_some_modules(tmp_path: Path) -> None:
+    a, b = embedder(tmp_path / "a"), embedder(tmp_path / "b", seed=1)
+    draft = PlanDraft.of(plan(linear(a, b)))
+    drop_subfolders(draft, "a reader", ["2_Dense"])
+    assert (draft.naming.folders, draft.dropped) == (("2_Dense",), [])
+    assert "2_Dense/linear.weight" in [step.out.name for step in draft.steps]
+
+
 def test_a_format_without_modules_leaves_them_out_and_says_so(tmp_path: Path) -> None:
     """As GGUF does."""
     draft = PlanDraft.of(plan(linear(embedder(tmp_path / "a"), embedder(tmp_path / "b", seed=1))))
@@ -98,6 +106,17 @@ def test_a_format_without_modules_leaves_them_out_and_says_so(tmp_path: Path) ->
     assert not any("Dense" in step.out.name for step in p.steps)
     assert {(d.model, d.tensor) for d in p.dropped} == {(0, "2_Dense/linear.weight"), (1, "2_Dense/linear.weight")}
     assert "2_Dense: left out, 1 tensor: llama.cpp computes" in warnings(p)[-1]
+
+
+def test_weights_of_a_head_beside_the_model_are_named(tmp_path: Path) -> None:
+    """BGE-M3 has those of two more kinds of vectors, in files that only its authors' code reads."""
+    a, b = embedder(tmp_path / "a"), embedder(tmp_path / "b", seed=1)
+    for name in ("colbert_linear.pt", "sparse_linear.pt", "optimizer.pt"):
+        (tmp_path / "a" / name).write_bytes(b"x")
+    listed = "'colbert_linear.pt', 'sparse_linear.pt'"
+    assert [warning.what for warning in plan(linear(a, b)).warnings if "colbert" in warning.what] == [
+        f"2 files are neither merged nor copied, with weights of a head beside the model: {listed}"
+    ]
 
 
 def test_modules_of_other_shapes_are_an_error(tmp_path: Path) -> None:

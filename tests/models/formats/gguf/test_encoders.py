@@ -22,6 +22,8 @@ from tests.tokenizer_help import SAMPLES
 from weightsmith._base.errors import PlanError
 
 LABELS = {"id2label": {0: "no", 1: "perhaps", 2: "yes"}, "label2id": {"no": 0, "perhaps": 1, "yes": 2}}
+DEFAULT = {"rope_type": "default"}
+EURO = {"num_key_value_heads": 2, "pad_token_id": 2, "bos_token_id": 0, "eos_token_id": 1, "mask_token_id": 4}
 MODERN: dict[str, Any] = {"num_hidden_layers": 5, "local_attention": 16, "pad_token_id": 2}
 MODERN |= {"bos_token_id": 0, "cls_token_id": 0, "eos_token_id": 1, "sep_token_id": 1}
 MODERN |= {
@@ -47,6 +49,9 @@ ENCODERS: dict[str, tuple[str, str, Callable[[], Tokenizer], dict[str, Any]]] = 
     "xlm-roberta-ranks": ("XLMRobertaForSequenceClassification", "XLMRobertaConfig", unigram, {"num_labels": 1}),
     "modernbert": ("ModernBertModel", "ModernBertConfig", modern, MODERN),
     "modernbert-silu": ("ModernBertModel", "ModernBertConfig", modern, {**MODERN, "hidden_activation": "silu"}),
+    "nomic": ("NomicBertModel", "NomicBertConfig", wordpiece, {"rope_parameters": {**DEFAULT, "rope_theta": 700.0}}),
+    "jina": ("JinaEmbeddingsV3Model", "JinaEmbeddingsV3Config", unigram, {"rope_parameters": {**DEFAULT, "rope_theta": 700.0}}),
+    "eurobert": ("EuroBertModel", "EuroBertConfig", modern, EURO),
     "modernbert-ranks": (
         "ModernBertForSequenceClassification",
         "ModernBertConfig",
@@ -64,12 +69,12 @@ MODULES = {
 HEADS = ("pooler.dense", "classifier")
 """llama.cpp's converter leaves BERT's pooler out, with which transformers computes scores, and renames its classifier."""
 TEXTS = ["The lazy dog", "Numbers: 12", " two  spaces"]
-MAPS = {name: "MODERN_BERT" if "modern" in name else "BERT" for name in ENCODERS}
+MAPS = {"modernbert": "MODERN_BERT", "nomic": "NOMIC_BERT", "jina": "JINA_BERT_V3", "eurobert": "EUROBERT"}
 
 
 def save(name: str, folder: Path) -> Path:
     model_class, config_class, tokenizer, changes = ENCODERS[name]
-    named = ROBERTA_NAMES if "roberta" in name else BERT_NAMES
+    named = ROBERTA_NAMES if tokenizer in (unigram, byte_level) else BERT_NAMES
     return encoder_help.save(model_class, config_class, tokenizer(), folder, named, **changes)
 
 
@@ -127,7 +132,7 @@ def test_llama_cpp_pools_as_sentence_transformers_does(name: str, pooling: str, 
 def test_what_comes_back_is_what_was_written(name: str, tmp_path: Path) -> None:
     source = save(name, tmp_path / "m")
     path = quantize(source, tmp_path / "q")
-    known, written = gguf.get_tensor_name_map(gguf.MODEL_ARCH[MAPS[name]], 8), stored(path)
+    known, written = gguf.get_tensor_name_map(gguf.MODEL_ARCH[MAPS.get(name.partition("-")[0], "BERT")], 8), stored(path)
     with weightsmith.open_checkpoint(source) as here, weightsmith.open_checkpoint(tmp_path / "q") as back:
         expected = [spec for spec in here.specs if "ranks" in name or "classes" in name or not spec.startswith("pooler.")]
         assert list(back.specs) == expected
@@ -143,8 +148,20 @@ def test_what_comes_back_is_what_was_written(name: str, tmp_path: Path) -> None:
         unlike = ("transformers_version", "initializer_range", "use_cache", "attention_probs_dropout_prob")
         unlike += ("hidden_dropout_prob", "classifier_dropout", "dropout", "attention_dropout", "qa_dropout")
         unlike += ("seq_classif_dropout", "problem_type", "sinusoidal_pos_embds")
-        unlike += ("cls_token_id", "sep_token_id", "decoder_bias", "embedding_dropout", "mlp_dropout", "sparse_prediction")
+        unlike += (
+            "cls_token_id",
+            "sep_token_id",
+            "pretraining_tp",
+            "decoder_bias",
+            "embedding_dropout",
+            "mlp_dropout",
+            "sparse_prediction",
+        )
         unlike += ("sparse_pred_ignore_index", "deterministic_flash_attn", "initializer_cutoff_factor")
+        unlike += ("head_dim",) if name == "nomic" else ()
+        if name == "eurobert":
+            unlike += ("rope_parameters",)
+            assert after["rope_theta"] == before["rope_parameters"]["rope_theta"]
         unlike += () if name.endswith("ranks") else ("classifier_activation", "classifier_bias", "classifier_pooling")
         unlike += tuple(encoder_help.SIZES)[:4] if name == "distilbert" else ()  # it has other names of them
         for key, value in before.items():
@@ -157,6 +174,37 @@ def test_what_comes_back_is_what_was_written(name: str, tmp_path: Path) -> None:
         assert ours.encode(text).ids == theirs.encode(text).ids
         assert ours.encode(text, "a dog").ids == theirs.encode(text, "a dog").ids
         assert ours.encode(text, "a dog").type_ids == theirs.encode(text, "a dog").type_ids
+
+
+@pytest.mark.parametrize("pooling", ["cls_token", "mean_tokens"])
+def test_how_a_file_pools_comes_back(pooling: str, tmp_path: Path) -> None:
+    from sentence_transformers import SentenceTransformer
+
+    source = with_modules(save("bert", tmp_path / "m"), pooling)
+    path = quantize(source, tmp_path / "q")
+    back = weightsmith.dequantize(path, tmp_path / "back", progress=False)
+    assert not back.plan.lacking
+    vectors_of = [SentenceTransformer(str(folder), device="cpu").encode(TEXTS) for folder in (source, tmp_path / "back")]
+    assert np.array_equal(*vectors_of)
+    again = keys_of(quantize(path, tmp_path / "again", "q8_0"))
+    assert again["bert.pooling_type"] == keys_of(path)["bert.pooling_type"]
+
+
+def test_nomics_published_settings_are_those_of_transformers(tmp_path: Path) -> None:
+    source = save("nomic", tmp_path / "m")
+    plain = stored(quantize(source, tmp_path / "a")), keys_of(tmp_path / "a" / "model.gguf")
+    config = json.loads((source / "config.json").read_text())
+    published = {"n_layer": 2, "n_head": 4, "n_embd": 32, "n_inner": 48, "layer_norm_epsilon": 1e-12, "rotary_emb_base": 700}
+    published |= {"activation_function": "swiglu", "prenorm": False, "rotary_emb_fraction": 1.0, "rotary_scaling_factor": None}
+    published |= {"n_positions": 8192, "max_trained_positions": 66, "rotary_emb_scale_base": None}
+    kept = ("architectures", "model_type", "vocab_size", "type_vocab_size", "pad_token_id")
+    published |= {name: config[name] for name in kept}
+    (source / "config.json").write_text(json.dumps(published))
+    assert (stored(quantize(source, tmp_path / "b")), keys_of(tmp_path / "b" / "model.gguf")) == plain
+    for changes, words in (({"moe_every_n_layers": 2}, "moe_every_n_layers is 2"), ({"prenorm": True}, "prenorm is True")):
+        (source / "config.json").write_text(json.dumps({**published, **changes}))
+        with pytest.raises(PlanError, match=words):
+            quantize(source, tmp_path / "c")
 
 
 # ---- what is left out, and what is refused

@@ -68,6 +68,12 @@ def test_what_llama_cpp_cannot_pool_is_refused() -> None:
         assert read_modules([{**MODULES[1], "path": path}], read.get) == Pooling()
 
 
+def test_modules_that_make_other_vectors_are_refused() -> None:
+    modules = [MODULES[0], {"type": "sentence_transformers.sparse_encoder.modules.SpladePooling", "path": "1_SpladePooling"}]
+    with pytest.raises(Unsupported, match=r"its module 'SpladePooling' makes vectors that llama\.cpp does not make"):
+        read_modules(modules, lambda name: None)
+
+
 def test_modules_that_a_file_does_not_have_are_named() -> None:
     modules = [*MODULES, {"type": "sentence_transformers.models.Dense", "path": "2_Dense"}]
     modules.append({"type": "sentence_transformers.models.Normalize", "path": "3_Normalize"})

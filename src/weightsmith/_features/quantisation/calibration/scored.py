@@ -33,7 +33,8 @@ from weightsmith.abc.product import Arrays, Floats
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from weightsmith._activations.running import NumberedRow, Rows
+    from weightsmith._activations.running import LayerRows, NumberedRow, Rows
+    from weightsmith._activations.sums import Inputs
 
 Places = npt.NDArray[np.int64]
 
@@ -137,6 +138,21 @@ def _error(part: Floats, encoding: Encoding, importances: Floats) -> Floats:
     return encoding.dequantise(blocks, part.shape) - part
 
 
+def _sampled(rows: LayerRows, inputs: Inputs, step: int) -> list[dict[str, tuple[Tensor, Tensor]]]:
+    """For each row, what enters each weight and the gradients at its outputs: every `step`-th token that reaches it."""
+
+    def sampled(numbered: NumberedRow) -> dict[str, tuple[Tensor, Tensor]]:
+        # The tokens that reach an expert are fewer: as many of them as of all tokens.
+        shared: dict[int, Tensor] = {}  # of weights with the same inputs
+        at_weights = inputs.of(numbered).items()
+        return {name: (shared.setdefault(x.data_ptr(), x[::step].clone()), g[::step].clone()) for name, (x, g) in at_weights}
+
+    try:
+        return [sample for some in rows.map(sampled) for sample in some]
+    finally:
+        inputs.close()
+
+
 def _score_layer(context: ProductContext) -> Arrays:
     import torch
 
@@ -149,21 +165,8 @@ def _score_layer(context: ProductContext) -> Arrays:
     order = {name: i for i, name in enumerate(work.candidates)}
     with layer_rows(context, work, 0.3, 1, back=True) as rows:
         scored_tokens = places(*rows.states.shape[:2])
-        inputs = Inputs(rows, list(work.candidates), Forward(leaving=leaving))
         step = int(scored_tokens[1]) if len(scored_tokens) > 1 else 1
-
-        def sampled(numbered: NumberedRow) -> dict[str, tuple[Tensor, Tensor]]:
-            # The tokens that reach an expert are fewer: as many of them as of all tokens.
-            shared: dict[int, Tensor] = {}  # of weights with the same inputs
-            sampled_inputs = {}
-            for name, (x, g) in inputs.of(numbered).items():
-                sampled_inputs[name] = shared.setdefault(x.data_ptr(), x[::step].clone()), g[::step].clone()
-            return sampled_inputs
-
-        try:
-            samples = [sample for some in rows.map(sampled) for sample in some]
-        finally:
-            inputs.close()
+        samples = _sampled(rows, Inputs(rows, list(work.candidates), Forward(leaving=leaving)), step)
 
         def score(task: tuple[str, int]) -> None:
             name, first = task

@@ -120,6 +120,8 @@ class Encoder(GgufArchitecture):
 
     def take_more(self, values: GgufValues, config: dict[str, Any], contents: Contents) -> None:
         config["hidden_act"] = self.activation
+        if "rope_theta" in config:
+            config["rope_parameters"] = {"rope_type": "default", "rope_theta": config["rope_theta"]}
         if "token_types" in self.ends:
             config["type_vocab_size"] = contents.shapes["token_types.weight"][0]
         if self.ranks:

@@ -6,6 +6,7 @@ these tokens, and llama.cpp gives the probability of each.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from weightsmith._models.formats.gguf.layout import Value
 from weightsmith._models.formats.gguf.mmproj import TokenRow
 from weightsmith._models.formats.gguf.tokenizer_parts import list_of, object_of
 from weightsmith._models.formats.gguf.writing import GgufEncoding
-from weightsmith._models.tokenizers.files import settings_in
+from weightsmith._models.tokenizers.files import json_bytes, settings_in
 from weightsmith._plans import COPY, JOIN, PRODUCTS, PlanDraft, Product, Read, Step
 
 MODULES = "modules.json"
@@ -34,6 +35,8 @@ _ALSO = {"mean": "mean_tokens", "cls": "cls_token"}
 _OTHER_FORMAT = "choose another format, such as fp8-dynamic"
 _DONE = ("Transformer", "Pooling", "Normalize")
 """Modules that llama.cpp has: it normalises vectors unless told otherwise."""
+_INSTEAD = ("SpladePooling", "MLMTransformer", "WeightedLayerPooling")
+"""Modules that make vectors of something else than the last layer's, or of several layers'."""
 _DENSE = "Dense"
 _DENSE_ARCHITECTURES = {"gemma-embedding": ("dense_2", "dense_3")}
 """Architectures of which llama.cpp has matrices behind the pooling, and its names of them: all or none."""
@@ -101,6 +104,9 @@ def pooling_of(files: Mapping[str, bytes], architecture: str, read: Callable[[st
                 values[f"{architecture}.pooling_type"] = Value("u32", _pooling(settings_in(data), where))
             elif not (rows := _scored(settings_in(data), architecture)):
                 others.append(kind)
+        elif kind in _INSTEAD:
+            what = f"its module {show(kind)} makes vectors that llama.cpp does not make"
+            raise Unsupported(what, where=MODULES, fix=_OTHER_FORMAT)
         elif kind not in _DONE and not (kind == _DENSE and dense):
             others.append(kind)
     if (
@@ -149,6 +155,25 @@ def with_template(keys: dict[str, Value]) -> dict[str, Value]:
         return keys
     names = list(named.value) if named is not None and isinstance(named.value, list) else []
     return keys | {"tokenizer.chat_templates": Value("str", list(dict.fromkeys([*names, "rerank"])))}
+
+
+def pooling_files(keys: Mapping[str, Any], architecture: str) -> dict[str, bytes]:
+    """modules.json and the settings of its pooling, of a GGUF file that says how it pools; {} of another.
+
+    llama.cpp normalises vectors whatever the file says, so there is no module for it.
+    """
+    number, width = (keys.get(f"{architecture}.{name}") for name in ("pooling_type", "embedding_length"))
+    mode = next((mode for mode, known in _MODES.items() if type(number) is int and number == known), "")
+    if not mode:
+        return {}
+    folders = {"Transformer": "", "Pooling": "1_Pooling"}
+    modules = [
+        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for i, (kind, path) in enumerate(folders.items())
+    ]
+    modes = {f"{_MODE_PREFIX}{name}": name == mode for name in _MODES}
+    settings = {"word_embedding_dimension": width, **modes}
+    return {MODULES: f"{json.dumps(modules, indent=2)}\n".encode(), f"{folders['Pooling']}/config.json": json_bytes(settings)}
 
 
 def _modules(modules: bytes | None) -> list[Mapping[str, Any]]:
