@@ -530,6 +530,7 @@ def _checkpoint(
         temporary = tempfile.TemporaryDirectory(prefix="weightsmith-", ignore_cleanup_errors=True)
         path, files = Path(temporary.name), tuple(sorted(opened.files))
         for name, content in opened.files.items():
+            (path / name).parent.mkdir(exist_ok=True)
             (path / name).write_bytes(content)
         config = opening.read_config(path / "config.json")
         folder = replace(folder, path=path, config=config, files=files, left_out=(), temporary=temporary)

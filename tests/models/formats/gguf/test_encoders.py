@@ -176,6 +176,20 @@ def test_what_comes_back_is_what_was_written(name: str, tmp_path: Path) -> None:
         assert ours.encode(text, "a dog").type_ids == theirs.encode(text, "a dog").type_ids
 
 
+@pytest.mark.parametrize("pooling", ["cls_token", "mean_tokens"])
+def test_how_a_file_pools_comes_back(pooling: str, tmp_path: Path) -> None:
+    from sentence_transformers import SentenceTransformer
+
+    source = with_modules(save("bert", tmp_path / "m"), pooling)
+    path = quantize(source, tmp_path / "q")
+    back = weightsmith.dequantize(path, tmp_path / "back", progress=False)
+    assert not back.plan.lacking
+    vectors_of = [SentenceTransformer(str(folder), device="cpu").encode(TEXTS) for folder in (source, tmp_path / "back")]
+    assert np.array_equal(*vectors_of)
+    again = keys_of(quantize(path, tmp_path / "again", "q8_0"))
+    assert again["bert.pooling_type"] == keys_of(path)["bert.pooling_type"]
+
+
 def test_nomics_published_settings_are_those_of_transformers(tmp_path: Path) -> None:
     source = save("nomic", tmp_path / "m")
     plain = stored(quantize(source, tmp_path / "a")), keys_of(tmp_path / "a" / "model.gguf")

@@ -6,6 +6,7 @@ these tokens, and llama.cpp gives the probability of each.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from weightsmith._models.formats.gguf.layout import Value
 from weightsmith._models.formats.gguf.mmproj import TokenRow
 from weightsmith._models.formats.gguf.tokenizer_parts import list_of, object_of
 from weightsmith._models.formats.gguf.writing import GgufEncoding
-from weightsmith._models.tokenizers.files import settings_in
+from weightsmith._models.tokenizers.files import json_bytes, settings_in
 from weightsmith._plans import COPY, JOIN, PRODUCTS, PlanDraft, Product, Read, Step
 
 MODULES = "modules.json"
@@ -154,6 +155,25 @@ def with_template(keys: dict[str, Value]) -> dict[str, Value]:
         return keys
     names = list(named.value) if named is not None and isinstance(named.value, list) else []
     return keys | {"tokenizer.chat_templates": Value("str", list(dict.fromkeys([*names, "rerank"])))}
+
+
+def pooling_files(keys: Mapping[str, Any], architecture: str) -> dict[str, bytes]:
+    """modules.json and the settings of its pooling, of a GGUF file that says how it pools; {} of another.
+
+    llama.cpp normalises vectors whatever the file says, so there is no module for it.
+    """
+    number, width = (keys.get(f"{architecture}.{name}") for name in ("pooling_type", "embedding_length"))
+    mode = next((mode for mode, known in _MODES.items() if type(number) is int and number == known), "")
+    if not mode:
+        return {}
+    folders = {"Transformer": "", "Pooling": "1_Pooling"}
+    modules = [
+        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for i, (kind, path) in enumerate(folders.items())
+    ]
+    modes = {f"{_MODE_PREFIX}{name}": name == mode for name in _MODES}
+    settings = {"word_embedding_dimension": width, **modes}
+    return {MODULES: f"{json.dumps(modules, indent=2)}\n".encode(), f"{folders['Pooling']}/config.json": json_bytes(settings)}
 
 
 def _modules(modules: bytes | None) -> list[Mapping[str, Any]]:

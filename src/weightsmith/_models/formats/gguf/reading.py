@@ -27,6 +27,7 @@ from weightsmith._models.formats.gguf.architecture import Contents, GgufArchitec
 from weightsmith._models.formats.gguf.architectures import architecture_of_file
 from weightsmith._models.formats.gguf.cuts import cut_weight, ordered_weight, padded_weight
 from weightsmith._models.formats.gguf.header import ADAPTER_TYPE, SMALL, GgufHeader, GgufTensor, read_gguf_header
+from weightsmith._models.formats.gguf.pooling import pooling_files
 from weightsmith._models.formats.gguf.tensors import is_decay, predicts
 from weightsmith._models.formats.gguf.tokenizer import tokenizer_files
 from weightsmith._models.formats.gguf.values import GgufConfig
@@ -218,7 +219,7 @@ def open_files(paths: Sequence[Path], index: Index | None, where: str, open_file
     if several := [name for name in tensors if predicts(name, layers)]:
         what = f"{len(several):,} tensors are left out: layers that predict several tokens at a time"
         notes = [*notes, Finding(what, several[0], fix="use the model as it is: it works without them")]
-    other_files["config.json"] = json_bytes(config)
+    other_files |= {"config.json": json_bytes(config), **pooling_files(first.keys, architecture.name)}
     blocks = Counter(tensor.dtype.name for tensor in tensors.values() if tensor.dtype.block > 1)
     decoded = f"GGUF, mostly {blocks.most_common(1)[0][0]}" if blocks else ""
     whole = GgufTensors(stored, files, where, dtype)
