@@ -254,7 +254,7 @@ def execute(
     warnings = list[Finding]()
     with ExitStack() as stack:
         check = stack.enter_context(Check(prepared.loading, prepared.source))
-        if helpers is not None or prepared.plan.then is not None or prepared.stages or missing_files(prepared.inputs):
+        if options.ray is not None or prepared.plan.then is not None or prepared.stages or missing_files(prepared.inputs):
             check.wait()
         ready, stages = stack.enter_context(stages_written(prepared, request, helpers))
         run = PlanRun(ready, request, helpers=helpers, check=check)
@@ -264,7 +264,7 @@ def execute(
     warnings += [finding for stage in stages for finding in stage.warnings[len(stage.plan.warnings) :]]
     warnings += [] if options.keep_stages else without_stages(stages)
     kept = tuple(Path(str(stage.out)) for stage in stages) if options.keep_stages else ()
-    if helpers is None and not stages and not merged.resumed and merged.plan is prepared.plan:
+    if options.ray is None and not stages and not merged.resumed and merged.plan is prepared.plan:
         remember(past_run(merged.plan, options, merged.read_bytes + merged.written_bytes, merged.seconds))
     return replace(merged, warnings=(*merged.warnings, *warnings), stages=kept)
 
