@@ -151,6 +151,8 @@ def tables(nbytes: float) -> None:
 class Inline:
     """A worker in this process, which notes the processor seconds of its shares."""
 
+    setting, advice, several_machines = "ray", "", True
+
     def __init__(self) -> None:
         self.seconds: list[float] = []
         self.begun = 0.0

@@ -44,6 +44,14 @@ def nearswap(arrays: Arrays, t: float) -> np.ndarray:
     return base + u * (other - base)
 
 
+def trained(arrays: Arrays, factor: float) -> np.ndarray:
+    """As SuperMerger's traindiff computes it."""
+    base, a, b = f64(arrays)
+    near, far = np.abs(b - base), np.abs(b - a)
+    scale = np.where(near + far != 0, far / np.where(near + far != 0, near + far, 1), 0)
+    return a + np.sign(b - base) * scale * np.abs(b - base) * (factor * 1.8)
+
+
 def sce(arrays: Arrays, topk: float, mask_update: bool = True) -> np.ndarray:
     ds = np.array(deltas(arrays))
     selected = np.ones(ds.shape[1:], bool)
@@ -86,6 +94,8 @@ CASES = (
         lambda a: f64(a)[0] + 0.4 * sum(deltas(a)),
     ),
     Case("nearswap", "nearswap", {"t": 1e-3}, [{}] * 2, lambda a: nearswap(a, 1e-3)),
+    Case("train_difference", "train_difference", {"lambda": 1.0}, [{}] * 3, lambda a: trained(a, 1.0)),
+    Case("train_difference, reversed", "train_difference", {"lambda": -0.5}, [{}] * 3, lambda a: trained(a, -0.5)),
     Case("sce", "sce", SCE | {"select_topk": 1.0}, [{}] * 4, lambda a: sce(a, 1.0)),
     Case("sce, selected", "sce", SCE | {"select_topk": 0.1}, [{}] * 4, lambda a: sce(a, 0.1)),
     Case(

@@ -120,7 +120,25 @@ def shares(*weights: float) -> list[float]:
     return [w / sum(weights) for w in weights]
 
 
+def extract(arrays: Sequence[np.ndarray], alpha: float, beta: float, gamma: float) -> np.ndarray:
+    """As SuperMerger's extract_super computes it."""
+    (a, b), base = deltas(arrays), f64(arrays)[0]
+    rows = [x.reshape(-1, x.shape[-1] if x.ndim else 1) for x in (a, b)]
+    lengths = np.maximum(np.linalg.norm(rows[0], axis=-1) * np.linalg.norm(rows[1], axis=-1), 1e-8)
+    d = (((rows[0] * rows[1]).sum(-1) / lengths + 1) / 2)[:, None] ** gamma
+    mixed = (1 - alpha) * rows[0] + alpha * rows[1]
+    return base + (mixed * ((1 - beta) * d + beta * (1 - d))).reshape(base.shape)
+
+
 CASES = (
+    Case(
+        "extract_rows", "extract_rows", {"alpha": 0.3, "beta": 0.0, "gamma": 1.0}, [{}] * 3,
+        lambda a: extract(a, 0.3, 0.0, 1.0),
+    ),
+    Case(
+        "extract_rows, what differs", "extract_rows", {"alpha": 0.5, "beta": 0.8, "gamma": 3.0}, [{}] * 3,
+        lambda a: extract(a, 0.5, 0.8, 3.0),
+    ),
     Case("multislerp", "multislerp", SLERP, W3, lambda a: nlerp(f64(a), shares(0.5, 0.3, 0.4)), base=False),
     Case("multislerp, base", "multislerp", SLERP, [{}, *W3[:2]], lambda a: f64(a)[0] + nlerp(deltas(a), shares(0.5, 0.3))),
     Case(

@@ -112,7 +112,7 @@ def test_a_report_outside_of_the_output_is_the_same_page_and_no_part_of_it(here:
         ("s3://bucket/page.html", "a report is a local file"),
         ("linear.yml", "the file exists, and is no report of weightsmith"),
         ("linear.yml/page.html", "is no folder"),
-        ("a", "it is a folder, or no regular file"),
+        ("a", "it is a folder or a device"),
     ],
 )
 def test_a_report_that_cannot_be_written_is_an_error_before_the_merge(here: Path, report: str, said: str) -> None:

@@ -11,7 +11,7 @@ from weightsmith._files.hf_folder import of_ranks
 from weightsmith._models.checkpoint import open_checkpoint
 
 LAYOUTS = {
-    "verl": (["model_world_size_2_rank_0.pt", "model_world_size_2_rank_1.pt"], "--local_dir '{}' --target_dir OUT"),
+    "verl in another folder": (["critic/model_world_size_2_rank_0.pt"], "with the files of all processes in it: '{}/critic'"),
     "fsdp": (["c/pytorch_model_fsdp_0/.metadata", "c/pytorch_model_fsdp_0/__0_0.distcp"], "in it: '{}/c/pytorch_model_fsdp_0'"),
     "dcp without its table": (["__0_0.distcp"], "Name its folder, with the files of all processes in it: '{}'"),
     "deepspeed without an optimizer": (

@@ -125,6 +125,8 @@ METHODS = (
     merged("ramplus", recipe("ramplus", RL, rescale=1.3)),
     merged("nearswap", recipe("nearswap", ("fr",), t=0.0005)),
     merged("arcee_fusion", recipe("arcee_fusion", ("fr",))),
+    merged("train_difference", recipe("train_difference", **{"lambda": 0.8})),
+    merged("extract_rows", recipe("extract_rows", alpha=0.4, beta=0.2, gamma=2.0)),
     merged("passthrough", recipe("passthrough", ("fr",), None)),
     merged("passthrough_scale", recipe("passthrough", ("fr",), None, {"scale": [0.5]})),
 )

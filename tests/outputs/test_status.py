@@ -40,7 +40,7 @@ def killed() -> None:
 
 
 def test_an_output_that_is_complete_and_one_that_is_not_there(work: Path) -> None:
-    with pytest.raises(weightsmith.NotFound, match="no output, and no unfinished work on it"):
+    with pytest.raises(weightsmith.NotFound, match="no output and no unfinished work"):
         weightsmith.status("out")
     weightsmith.merge("linear.yml", "out", progress=False)
     status = weightsmith.status("out")

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Unpack
 
 from weightsmith._base.options import lists_options, read_options
 from weightsmith._execution.execute import execute, execute_part
-from weightsmith._execution.options import RunOptions
+from weightsmith._execution.options import RunOptions, process_count
 from weightsmith._execution.output import check_options
 from weightsmith._execution.progress import Meter, callbacks, shown_meter
 from weightsmith._execution.run import Callbacks, Merged
 from weightsmith._features.any_recipe import prepare_any
 from weightsmith._features.quantisation.options import QuantizeSettings
+from weightsmith._outputs.places import place_of
 from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.recipe import Source
 from weightsmith._plans import Plan
@@ -68,10 +69,7 @@ def merge(
     finished output cannot be uploaded. After KeyboardInterrupt or a crash, the same call resumes.
     """
     planning, settings, running = read_options("merge", options, *_ALL)
-
-    def prepare() -> Prepared:
-        return prepare_any(recipe, planning, settings, command="merge")
-
+    prepare = partial(prepare_any, recipe, planning, settings, command="merge")
     return make(prepare, "merging", out, running, progress, rechecking)
 
 
@@ -93,10 +91,7 @@ def moe(
     is then left on disk; work of an earlier one is kept.
     """
     planning, settings, running = read_options("moe", options, *_ALL)
-
-    def prepare() -> Prepared:
-        return prepare_any(recipe, planning, settings, command="moe")
-
+    prepare = partial(prepare_any, recipe, planning, settings, command="moe")
     return make(prepare, "copying", out, running, progress, rechecking)
 
 
@@ -195,14 +190,16 @@ def make(
 
 
 def _execute(prepared: Prepared, out: str | os.PathLike[str], running: RunOptions, watching: Callbacks, began: float) -> Merged:
-    """Run a plan here, or its parts on a Ray cluster. The bytes are the same."""
-    if running.ray is None:
+    """Run a plan here, in several processes if one cannot feed all threads, or on a Ray cluster. The bytes are the same."""
+    n = process_count(prepared, place_of(out), running)
+    if running.ray is None and n == 1:
         return execute(prepared, out, running, watching, began=began)
     from weightsmith._execution.cluster import share_out
     from weightsmith._execution.on_ray import watched
+    from weightsmith._execution.processes import LocalWorkers
 
     check_options(out, running)  # before a cluster is started
-    with watched(running) as workers:
+    with watched(running) if running.ray is not None else LocalWorkers(n, running) as workers:
         helpers = partial(share_out, workers=workers)
         return execute(prepared, out, running, watching, began=began, helpers=helpers)
 

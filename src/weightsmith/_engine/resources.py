@@ -97,7 +97,7 @@ def fit_tile_bytes(max_memory_bytes: int | None, threads: int, inputs: int, leve
         records = f" ({size(tensors_bytes)} of it for the records of its tensors)" if tensors_bytes >= 10_000_000 else ""
         raise ParameterError(
             f"a merge of {count(inputs, 'input')} on {count(threads, 'thread')} needs {math.ceil(needed / 1e6)} MB{records}, "
-            f"and max_memory is {max_memory_bytes / 1e6:.0f} MB",
+            f"but max_memory is {max_memory_bytes / 1e6:.0f} MB",
             fix=f"write --max-memory {math.ceil(needed / 1e6)}MB or more{', or fewer --threads' if threads > 1 else ''}",
             state=NOTHING_WRITTEN,
         )

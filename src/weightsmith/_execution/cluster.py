@@ -136,7 +136,21 @@ Answer = Done | Failed | Lost
 
 
 class Workers(Protocol):
-    """Processes that do shares, each by `do`."""
+    """Processes that do shares, each by `do`.
+
+    setting           the option that asked for them, for messages
+    advice            what to do if they are lost again and again
+    several_machines  they may be on others than this one
+    """
+
+    @property
+    def setting(self) -> str: ...
+
+    @property
+    def advice(self) -> str: ...
+
+    @property
+    def several_machines(self) -> bool: ...
 
     def begin(self, order: Order) -> None:
         """What the shares that are started from now on belong to."""
@@ -313,7 +327,7 @@ class Driver:
         self._states: dict[Share, _State] = {}
         self._running: set[Share] = set()
         self._durations: list[float] = []
-        self._second_is_safe = is_portable(prepared)
+        self._second_is_safe = workers.several_machines and is_portable(prepared)
         self._uncounted = {step.outs[0].name: step.nbytes for step in plan.steps}
         self._total_tensors, self._total_bytes, self._counted_bytes = len(self._uncounted), sum(self._uncounted.values()), 0
         self._followed = staging.followed()
@@ -405,15 +419,17 @@ class Driver:
                 if state.losses > MOST_LOSSES:
                     raise WorkerLost(
                         f"the worker of {share} was lost {state.losses} times: {why}",
-                        where=named("ray"),
-                        fix="read the logs of Ray; if the machines are short of memory, lower --max-memory or --threads",
+                        where=named(self.workers.setting),
+                        fix=self.workers.advice,
                     )
+                if not self.workers.several_machines:
+                    self.helped += Helped(warnings=(Finding(f"the process of {share} was lost, and it is done again: {why}"),))
                 self._again(share, 0.0)
 
     def _stays_missing(self, share: Share, error: BaseException) -> WorkerLost:
         return WorkerLost(
             f"workers cannot read the files of {share}, for {MISSING_SECONDS:.0f} s now",
-            where=named("ray"),
+            where=named(self.workers.setting),
             details=[first_line(error.problems[0] if isinstance(error, PlanError) else error)],
             fix="check that the disk with these files is mounted on all machines, and run again",
         )

@@ -54,7 +54,6 @@ from weightsmith._outputs.local import remove_checkpoint
 from weightsmith._outputs.locks import JOURNAL
 from weightsmith._outputs.manifest import read_manifest
 from weightsmith._outputs.places import remove_published, remove_work, verify
-from weightsmith._planning.follow_ups import follow_up_kind
 from weightsmith._planning.planner.loading import Began, Beside, Check
 from weightsmith._planning.planner.prepared import Prepared, download, missing_files, stream
 from weightsmith._plans import PlanDraft, Product, Provenance, Step
@@ -168,6 +167,7 @@ def measured(run: PlanRun, warnings: list[Finding]) -> Iterator[PlanRun]:
     warnings  gets those of what could not be removed at the end, when the output is published
     """
     from weightsmith._execution.targets import check_target, search_target
+    from weightsmith._planning.follow_ups import follow_up_kind
 
     prepared, request, kind = run.prepared, run.request, follow_up_kind(run.prepared)
     place, folder = check_options(request.out, request.options), sibling(request.out, ".measurement")
@@ -254,7 +254,7 @@ def execute(
     warnings = list[Finding]()
     with ExitStack() as stack:
         check = stack.enter_context(Check(prepared.loading, prepared.source))
-        if helpers is not None or prepared.plan.then is not None or prepared.stages or missing_files(prepared.inputs):
+        if options.ray is not None or prepared.plan.then is not None or prepared.stages or missing_files(prepared.inputs):
             check.wait()
         ready, stages = stack.enter_context(stages_written(prepared, request, helpers))
         run = PlanRun(ready, request, helpers=helpers, check=check)
@@ -264,7 +264,7 @@ def execute(
     warnings += [finding for stage in stages for finding in stage.warnings[len(stage.plan.warnings) :]]
     warnings += [] if options.keep_stages else without_stages(stages)
     kept = tuple(Path(str(stage.out)) for stage in stages) if options.keep_stages else ()
-    if helpers is None and not stages and not merged.resumed and merged.plan is prepared.plan:
+    if options.ray is None and not stages and not merged.resumed and merged.plan is prepared.plan:
         remember(past_run(merged.plan, options, merged.read_bytes + merged.written_bytes, merged.seconds))
     return replace(merged, warnings=(*merged.warnings, *warnings), stages=kept)
 

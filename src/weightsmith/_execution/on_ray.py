@@ -46,12 +46,15 @@ NODES_SECONDS = 2.0
 """How long the list of machines is used before Ray is asked again."""
 
 
+ADVICE = "read the logs of Ray; if the machines are short of memory, lower --max-memory or --threads"
 END_SECONDS = 60.0
 """How long a cluster of this command may take to end."""
 
 
 class RayWorkers:
     """Workers on the machines of a Ray cluster. Each has `--threads` processors, by default all of the smallest machine."""
+
+    setting, advice, several_machines = "ray", ADVICE, True
 
     def __init__(self, ray: Any, options: RunOptions) -> None:
         """Use `RayWorkers.connect`."""
@@ -195,6 +198,8 @@ _SERVE = "import sys; sys.path[:] = {path!r}; from weightsmith._execution.on_ray
 
 class WatchedWorkers:
     """Workers of a cluster that another process has joined: it does what the methods of `RayWorkers` do, and answers."""
+
+    setting, advice, several_machines = "ray", ADVICE, True
 
     def __init__(self, options: RunOptions) -> None:
         """Start the process, and have it join. Raises as `RayWorkers.connect`."""

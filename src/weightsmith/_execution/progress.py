@@ -17,7 +17,7 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from html import escape
 from importlib import import_module
 from pathlib import Path
@@ -373,11 +373,7 @@ class PastRun:
 
     def is_like(self, other: PastRun) -> bool:
         """Whether its speed is likely that of the other."""
-        return _kind(self) == _kind(other)
-
-
-def _kind(run: PastRun) -> tuple[str, str, str, int, bool]:
-    return run.method, run.format, run.device, run.threads, run.streamed
+        return replace(self, nbytes=0, seconds=0.0) == replace(other, nbytes=0, seconds=0.0)
 
 
 def past_run(plan: Plan, options: RunOptions, nbytes: int, seconds: float = 0.0) -> PastRun:

@@ -15,9 +15,9 @@ from weightsmith._engine.computed import Computed
 from weightsmith._engine.local import visits, whole_passes
 from weightsmith._engine.product_graph import most_bytes
 from weightsmith._engine.reader import Reader
-from weightsmith._engine.resources import peak_memory_bytes
+from weightsmith._engine.resources import PROCESS_BYTES, peak_memory_bytes
 from weightsmith._engine.results import Results
-from weightsmith._execution.options import RunOptions, resources_of, tensors_bytes
+from weightsmith._execution.options import RunOptions, process_count, resources_of, tensors_bytes
 from weightsmith._execution.output import other_names
 from weightsmith._execution.progress import similar_time
 from weightsmith._features.quantisation.calibration.weights import (
@@ -34,6 +34,7 @@ from weightsmith._models.structure.projections import role_of
 from weightsmith._models.structure.vocabulary import is_head, is_vocabulary
 from weightsmith._outputs.bucket_store import CLAIM_WRITES, look_requests, put_requests
 from weightsmith._outputs.hub_repository import COMMIT_REQUESTS, FILE_REQUESTS
+from weightsmith._outputs.local import LocalTarget
 from weightsmith._planning.follow_ups import follow_up_kind
 from weightsmith._planning.planner.encode import stored_plain
 from weightsmith._planning.planner.prepared import Prepared, stream
@@ -298,6 +299,7 @@ def _memory(prepared: Prepared, options: RunOptions, matrix_bytes: int) -> Memor
     threads, tile_bytes = resources.workers, resources.tile_bytes
     peak = peak_memory_bytes(tile_bytes, threads, plan.widest, plan.levels)
     peak += tensors_bytes(prepared)
+    peak += (process_count(prepared, LocalTarget("out"), options) - 1) * (PROCESS_BYTES + tensors_bytes(prepared))
     if matrix_bytes:
         # Whole matrices: as many as fit the bound, at least one; and torch, which is there for them alone.
         peak += max(matrix_bytes, min(resources.resident_bytes, matrix_bytes * threads)) + TORCH_BYTES

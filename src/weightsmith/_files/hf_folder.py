@@ -50,7 +50,8 @@ _LAYOUTS = (
     _Layout(
         r"\w*model_world_size_(?:[2-9]|[1-9]\d+)_rank_\d+\.pt",
         "an FSDP checkpoint of verl, with a file for each process",
-        "python -m verl.model_merger merge --backend fsdp --local_dir {folder} --target_dir OUT",
+        "",
+        joined=True,
     ),
     _Layout(
         r"mp_rank_\d+(?:_\d+)*/(?:model_optim_rng|model_rng|distrib_optim)\.pt",
@@ -72,7 +73,7 @@ def of_ranks(names: Iterable[str], where: str) -> Unsupported | None:
     >>> print(of_ranks(["model_world_size_2_rank_0.pt", "model_world_size_2_rank_1.pt"], "c").finding)
     c: an FSDP checkpoint of verl, with a file for each process: no file holds the model
       'model_world_size_2_rank_0.pt', 'model_world_size_2_rank_1.pt'
-      -> Make a model of all its files first: `python -m verl.model_merger merge --backend fsdp --local_dir c --target_dir OUT`.
+      -> Name its folder, with the files of all processes in it: c
     """
     listed = sorted(names)
     for layout in _LAYOUTS:

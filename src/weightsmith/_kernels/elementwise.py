@@ -35,6 +35,26 @@ def merge_clipped(inputs: EncodedInputs, n: int, limit: float, out: Encoded, row
         encode(rows[0], m, out.code, start, out.data)
 
 
+@kernel(inputs_codes="in", out_code="out")
+def merge_trained(inputs: EncodedInputs, n: int, factor: float, out: Encoded, rows: np.ndarray, sums: np.ndarray) -> None:
+    """out = A + factor · (B - base) · |B - A| / (|B - A| + |B - base|), of base, A and B; A where all three are equal.
+
+    sums float64 [1, BLOCK] scratch
+    """
+    raw, codes = inputs
+    total = sums[0]
+    for start in range(0, n, BLOCK):
+        m = min(BLOCK, n - start)
+        read_deltas(raw, codes, start, m, rows)
+        first, second = rows[1], rows[2]
+        for j in range(m):
+            a, b = np.float64(first[j]), np.float64(second[j])
+            apart = abs(b - a)
+            total[j] = a + or_zero(factor * b * (apart / (apart + abs(b))), b != 0)
+        add_delta(total, 1.0, m, rows[0])
+        encode(rows[0], m, out.code, start, out.data)
+
+
 @kernel(codes="in")
 def count_active(
     raw: np.ndarray, codes: np.ndarray, n: int, epsilon: float, counts: np.ndarray, rows: np.ndarray, sums: np.ndarray

@@ -235,7 +235,7 @@ class BucketTarget(Target):
         object_ = self.store.read(self.key(MANIFEST_NAME), MAX_MANIFEST_BYTES)
         where = self.shown(self.key(MANIFEST_NAME))
         if object_ is None:
-            what = "there is no manifest, so nothing to compare with"
+            what = "there is no manifest to compare with"
             raise NotFound(what, where=where, fix="name a prefix that weightsmith wrote")
         return decode_manifest(object_.data, where)
 

@@ -122,7 +122,7 @@ def verify_hub(address: HubAddress, progress: Progress | None) -> Verified:
     where = f"{address}/{MANIFEST_NAME}"
     if present.get(MANIFEST_NAME, MAX_MANIFEST_BYTES + 1) > MAX_MANIFEST_BYTES:
         fix = "name a model that weightsmith wrote"
-        raise NotFound("there is no manifest, so nothing to compare with", where=where, fix=fix)
+        raise NotFound("there is no manifest to compare with", where=where, fix=fix)
 
     @cache
     def file(name: str) -> RemoteFile:

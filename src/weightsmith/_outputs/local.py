@@ -98,7 +98,7 @@ def _check_place(path: Path) -> None:
     if not parent.is_dir():
         raise _refused(path, f"{parent} is a file, not a folder", "name a folder inside a folder")
     if path.exists() and not path.is_dir():
-        what = "a file has this name, and the output is a folder"
+        what = "a file has this name, but the output is a folder"
         raise OutputExists(what, where=str(path), fix="choose another name", state=NOTHING_WRITTEN)
     if not os.access(parent, os.W_OK | os.X_OK):
         raise _refused(path, f"you may not write into {parent}", "change its permissions, or write somewhere else")
@@ -367,7 +367,7 @@ def verify_folder(folder: str | os.PathLike[str], *, threads: int, progress: Pro
     if is_folder(root) and not os.access(root, os.X_OK):
         raise CheckpointError("cannot be read: you may not enter it", where=str(root), fix="change its permissions")
     if not os.path.lexists(root / MANIFEST_NAME):
-        what = "there is no manifest, so nothing to compare with" if is_folder(root) else "there is no such folder"
+        what = "there is no manifest to compare with" if is_folder(root) else "there is no such folder"
         fix = "name a folder that weightsmith wrote"
         raise NotFound(what, where=str(root / MANIFEST_NAME if is_folder(root) else root), fix=fix)
     manifest = read_manifest(root)

@@ -222,7 +222,7 @@ def status(out: str | os.PathLike[str], *, staging: str | os.PathLike[str] | Non
     >>> import weightsmith
     >>> weightsmith.status("nowhere")
     Traceback (most recent call last):
-    weightsmith._base.errors.NotFound: nowhere: no output, and no unfinished work on it
+    weightsmith._base.errors.NotFound: nowhere: no output and no unfinished work
       -> Write the OUT of the command that builds it; for an address, run this in the same folder, or add --staging.
     """
     try:
@@ -240,7 +240,7 @@ def _status(out: str | os.PathLike[str], staging: str | os.PathLike[str] | None)
     if not folder.is_dir():
         if published:
             return BuildStatus(str(out), None, published, 0, 0, ())
-        what = "no output, and no unfinished work on it"
+        what = "no output and no unfinished work"
         fix = "write the OUT of the command that builds it; for an address, run this in the same folder, or add --staging"
         raise NotFound(what, where=str(out), fix=fix)
     check_kinds(folder)

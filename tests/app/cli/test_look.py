@@ -40,7 +40,7 @@ def test_a_difference_in_tables_of_eighty_columns_and_as_json(folder: Path, cli:
 def test_one_model_is_not_a_difference(folder: Path, cli: Cli) -> None:
     ran = cli("diff", "base")
     assert ran.code != 0
-    assert "diff needs two models, and got 1" in ran.err
+    assert "diff needs two models, but got 1" in ran.err
 
 
 @pytest.mark.slow

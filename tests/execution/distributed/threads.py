@@ -17,6 +17,8 @@ class Died(BaseException):
 class Answering:
     """The part of `distributed.work.Workers` that all workers of tests have in common: a number of slots, and answers."""
 
+    setting, advice, several_machines = "ray", "read the logs of Ray", True
+
     def __init__(self, slots: int) -> None:
         self.started: list[Share] = []
         self._slots = slots

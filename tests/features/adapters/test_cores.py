@@ -184,6 +184,7 @@ BY_POSITION = {
     "della_linear": "its random masks are keyed by position",
     "cabs": "each model keeps what no earlier one has kept",
     "passthrough": "it takes one model",
+    "train_difference": "the first model is changed",
     "peft_dare_linear": "its random masks are keyed by position",
     "peft_dare_ties": "its random masks are keyed by position",
     "peft_dare_linear_svd": "its random masks are keyed by position",
@@ -194,7 +195,8 @@ BY_POSITION = {
 REFUSED = {"ramplus"}
 """They look at the whole model before they merge."""
 
-PAIRS = {"slerp", "nuslerp", "nearswap", "arcee_fusion"}
+FROM_BASE = {"slerp", "nearswap", "arcee_fusion"}
+PAIRS = {*FROM_BASE, "nuslerp", "train_difference", "extract_rows"}
 """Of two models. Three of them start from the base, which is one of the two."""
 
 VALUES: dict[str, Any] = {
@@ -226,7 +228,7 @@ def merged(adapters: Sequence[Path], order: Sequence[int], method: str, space: s
     own, shared = parameters(method)
     models = [{"model": str(adapters[i]), "parameters": own[i]} for i in order]
     what: dict[str, Any] = {"merge_method": method, "models": models, "parameters": shared}
-    if method in PAIRS - {"nuslerp"}:
+    if method in FROM_BASE:
         what["base_model"] = str(adapters[0])
     options = {"adapter_rank": 5} if space == "compressed" else {}
     folder = merge(what, out, adapter_space=space, **options)

@@ -65,6 +65,17 @@ REPOS = {
         "onnx/config.json": b"{}",
         "onnx/model.onnx": b"",
     },
+    ("org/pipeline", COMMIT): {
+        "model_index.json": json.dumps({part: ["library", "Class"] for part in ("unet", "vae", "tokenizer")}).encode(),
+        "unet/config.json": b'{"_class_name": "X"}',
+        "unet/diffusion_pytorch_model.safetensors": save({"w": A}),
+        "unet/diffusion_pytorch_model.fp16.safetensors": save({"w": A.astype("float16")}),
+        "vae/config.json": b'{"_class_name": "Y"}',
+        "vae/diffusion_pytorch_model.safetensors": save({"w": A + 1}),
+        "tokenizer/vocab.json": b"{}",
+        "whole.safetensors": save({"w": A}),
+        "vae_decoder/model.onnx": b"",
+    },
     ("org/good", OLD): {"model.safetensors": save({"old": A})},
     ("org/pickles", COMMIT): {"pytorch_model.pkl": b"a pickle", "config.json": b"{}", "tokenizer.json": b"[]"},
     ("org/gguf", COMMIT): {"x.Q4_K_M.gguf": b"GGUF"},
@@ -169,6 +180,15 @@ def test_the_subfolders_that_loaders_read_are_downloaded_and_found_offline(hub: 
     again = run(hub, tmp_path, "org/embedder")
     assert (again, downloads(hub)) == (got, set())
     assert run(None, tmp_path, "org/embedder")["tensors"] == got["tensors"]
+
+
+@pytest.mark.slow
+def test_the_parts_of_a_pipeline_are_downloaded_and_nothing_beside_them(hub: FakeHub, tmp_path: Path) -> None:
+    got = run(hub, tmp_path, "org/pipeline")
+    assert got["tensors"] == {"unet/w": A.tolist(), "vae/w": (A + 1).tolist()}
+    assert got["files"] == ["model_index.json", "tokenizer/vocab.json", "unet/config.json", "vae/config.json"]
+    assert downloads(hub) == {*got["files"], *(f"{part}/diffusion_pytorch_model.safetensors" for part in ("unet", "vae"))}
+    assert run(None, tmp_path, "org/pipeline")["tensors"] == got["tensors"]
 
 
 @pytest.mark.slow

@@ -67,6 +67,27 @@ def test_modules_and_templates_in_subfolders_are_found() -> None:
         assert all((checkpoint.folder / name).is_file() for name in inner)
 
 
+def test_the_parts_of_a_pipeline_and_their_shards_are_found() -> None:
+    unet = {
+        f"unet/diffusion_pytorch_model-{i:05}-of-00002.safetensors": save({f"w.{i}": np.full(3, i, np.float32)}) for i in (1, 2)
+    }
+    weight_map = {f"w.{i}": f"diffusion_pytorch_model-{i:05}-of-00002.safetensors" for i in (1, 2)}
+    parts = {"unet": ["diffusers", "X"], "scheduler": ["diffusers", "Y"], "text_encoder": ["transformers", "Z"]}
+    files = unet | {
+        "model_index.json": json.dumps({"_class_name": "P", "image_encoder": [None, None], **parts}).encode(),
+        "unet/config.json": b'{"_class_name": "X"}',
+        "unet/diffusion_pytorch_model.safetensors.index.json": json.dumps({"weight_map": weight_map}).encode(),
+        "scheduler/scheduler_config.json": b"{}",
+        "text_encoder/config.json": b"{}",
+        "text_encoder/model.safetensors": save({"v": np.ones(2, np.float32)}),
+    }
+    with serve(at("m", files)) as site, weightsmith.open_checkpoint(f"{site.url}/m") as checkpoint:
+        assert [*checkpoint.specs] == ["text_encoder/v", "unet/w.1", "unet/w.2"]
+        assert checkpoint.read("unet/w.2").tolist() == [2, 2, 2]
+        assert {"model_index.json", "scheduler/scheduler_config.json", "unet/config.json"} <= {*checkpoint.files}
+        assert all((checkpoint.folder / name).is_file() for name in checkpoint.files)
+
+
 def test_other_formats_are_read_without_a_line_of_their_own() -> None:
     tensors = {"a.weight": np.arange(60_000, dtype=np.float32).reshape(200, 300), "b.weight": np.arange(7, dtype=np.float32)}
     files = {"config.json": b"{}", "pytorch_model.bin": pickled(tensors)}

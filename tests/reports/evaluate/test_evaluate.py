@@ -216,7 +216,7 @@ def test_what_cannot_be_evaluated_is_one_error_before_tensors_are_read(work: Pat
     (work / "unknown/config.json").write_text(json.dumps(config | {"model_type": "nosuch"}))
     shutil.copytree(work / "a", work / "mute", ignore=shutil.ignore_patterns("tokenizer.json"))
     shutil.copytree(work / "a", work / "bare", ignore=shutil.ignore_patterns("config.json"))
-    assert "no text is given" in refused("a", text=[])
+    assert "there is no text to score" in refused("a", text=[])
     assert "no model is given" in refused(text="t.txt")
     assert "its rows have at most 64 tokens, not 4,096" in refused("a", text="t.txt", tokens=4096)
     assert "it has fewer than two tokens" in refused("a", text="short.txt")

@@ -117,7 +117,7 @@ def test_what_the_numbers_mean_in_words(folders: Mapping[str, Path]) -> None:
 
 
 def test_one_model_with_a_base_is_an_error(folders: Mapping[str, Path]) -> None:
-    with pytest.raises(ParameterError, match="--base compares two or more models, and got 1"):
+    with pytest.raises(ParameterError, match="--base compares two or more models, but got 1"):
         compare(folders, "a")
 
 

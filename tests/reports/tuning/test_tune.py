@@ -377,7 +377,7 @@ def test_the_start_counts_for_the_time_and_one_candidate_is_tried_all_the_same(
 
 WRONG = {
     "a time": ({"time": "soon"}, "must be a time such as 90s, 30m or 2h, not 'soon'"),
-    "no text": ({"text": []}, "no text is given"),
+    "no text": ({"text": []}, "there is no text to score"),
     "a reference without kl": ({"reference": "b"}, "a reference is for the objective kl alone"),
     "kl without a reference": ({"objective": "kl"}, "needs a model to compare with"),
     "too many references": ({"objective": "kl", "reference": ["a", "b"]}, "2 references for 1 texts"),

@@ -231,7 +231,7 @@ def check_out(out: str, **unwritten: bool) -> None:
 def check_order(recipe: str, out: str) -> None:
     """Raise BadParameter if the recipe stands where OUT does, and no recipe in its place."""
     if out.endswith((".yml", ".yaml")) and Path(out).is_file() and recipe != "-" and not Path(recipe).is_file():
-        what = f"{printable(out)} is a recipe, and {printable(recipe)} is none: RECIPE comes first, then OUT."
+        what = f"{printable(out)} is a recipe, but {printable(recipe)} is not: RECIPE comes first, then OUT."
         raise typer.BadParameter(what)
     if is_folder(Path(recipe)) and is_folder(Path(out)):
         raise typer.BadParameter(f"{printable(recipe)} and {printable(out)} are folders, and neither is a recipe.")

@@ -125,7 +125,7 @@ def _exists(file: str) -> typer.BadParameter:
     if Path(file).is_dir():
         what = f"{printable(file)} is a folder, and FILE is the recipe to write: name a model with --model {printable(file)}."
         return typer.BadParameter(what, param_hint="FILE")
-    return typer.BadParameter(f"{printable(file)} already exists: name another file, or write --force.", param_hint="FILE")
+    return typer.BadParameter(f"{printable(file)} already exists: name another file, or add --force.", param_hint="FILE")
 
 
 def _list() -> None:

@@ -340,7 +340,7 @@ def check_page(path: str | os.PathLike[str]) -> Path:
         if not above.is_dir():
             raise _refused(f"{above} is no folder", where)
         if os.path.lexists(file) and not file.is_file():
-            raise _refused("it is a folder, or no regular file", where)
+            raise _refused("it is a folder or a device", where)
         if file.exists():
             with file.open("rb") as opened:
                 ours = GENERATOR.encode() in opened.read(_FIRST_BYTES)

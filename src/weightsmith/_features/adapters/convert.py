@@ -32,7 +32,9 @@ from weightsmith._features.adapters.built import WEIGHT, BuiltModel
 from weightsmith._features.adapters.factors import FactorTarget, Form
 from weightsmith._features.adapters.options import ConvertSettings
 from weightsmith._features.adapters.placing import AdapterPlaces
-from weightsmith._files.containers import GGUF_ADAPTER, PEFT
+from weightsmith._features.adapters.renaming import DIFFUSERS, RenamedModule, renamed
+from weightsmith._files.containers import DIFFUSERS_LORA, GGUF_ADAPTER, PEFT
+from weightsmith._files.containers import KOHYA as KOHYA_FILE
 from weightsmith._models.checkpoint import Checkpoint, HubModel, locate
 from weightsmith._models.formats.gguf.adapter_file import A_ENDING, B_ENDING, EMBEDDING, adapter_keys
 from weightsmith._models.formats.gguf.architecture import GgufArchitecture
@@ -45,6 +47,7 @@ from weightsmith._models.formats.gguf.writing import GgufEncoding, from_llama_or
 from weightsmith._models.lora import Adapter, find_places, open_adapter
 from weightsmith._models.lora.adapter import Factors
 from weightsmith._models.lora.exact import as_lora
+from weightsmith._models.lora.forms import ALPHA, PAIRS, FactorNames, as_matrix
 from weightsmith._models.structure import analyse
 from weightsmith._models.structure.vocabulary import is_head, ties
 from weightsmith._planning.planner import Prepared
@@ -52,12 +55,18 @@ from weightsmith._planning.planner.inputs import asking, open_models
 from weightsmith._planning.planner.prepared import model_input
 from weightsmith._planning.recipe import ModelRef
 from weightsmith._planning.recipe.values import parse_reference
-from weightsmith._plans import CAST, COPY, JOIN, Block, Gather, PlanDraft, Provenance, Read, Settings, Step, Table
+from weightsmith._plans import CAST, COPY, FILL, JOIN, Block, Gather, PlanDraft, Provenance, Read, Settings, Step, Table
 from weightsmith._version import __version__
 
 COMMAND = "convert-lora"
 LLAMA_CPP = "llama.cpp"
 
+_SINGLE = {
+    "kohya": (KOHYA_FILE, PAIRS[4]),
+    "diffusers": (DIFFUSERS_LORA, PAIRS[0]),
+    "comfyui": (DIFFUSERS_LORA, PAIRS[0]),
+}
+"""Program → the container, and how it names factors."""
 _BASE_LAYER = ".base_layer."
 _PLAIN = ("F32", "F16", "BF16")
 
@@ -166,6 +175,8 @@ def _draft(adapter: Adapter, settings: ConvertSettings, base: Checkpoint | None,
     if settings.layout == LLAMA_CPP:
         assert base is not None
         _GgufAdapterDraft(adapter, settings, base, places, draft).fill(_base_name(base_ref))
+    elif settings.layout in _SINGLE:
+        _fill_single(adapter, settings, draft)
     else:
         _fill_peft(adapter, settings, base, draft, _base_name(base_ref))
     draft.warnings += adapter.checkpoint.notes
@@ -246,6 +257,92 @@ def _fill_peft(adapter: Adapter, settings: ConvertSettings, base: Checkpoint | N
     config["lora_alpha"] = usual
     config["alpha_pattern"] = {module: alpha for module, alpha in alphas.items() if alpha != usual}
     draft.config, draft.container = config, PEFT
+
+
+# ---- single files of kohya's scripts, diffusers and ComfyUI
+
+
+def _fill_single(adapter: Adapter, settings: ConvertSettings, draft: PlanDraft) -> None:
+    """The draft of a single file. Raises Unsupported for names that are not known."""
+    specs, where = adapter.checkpoint.specs, adapter.checkpoint.ref
+    if adapter.file is None:
+        what = f"an adapter of a language model, or in PEFT's format, which {settings.layout} does not name"
+        raise Unsupported(what, where=where, fix="write --for peft or --for llama.cpp")
+    shapes = {}
+    for name, factors in adapter.updates.items():
+        shapes[name] = specs[factors.b].shape[0], as_matrix(specs[factors.a].shape)[1]
+    container, names = _SINGLE[settings.layout]
+    for module in renamed(shapes, settings.layout, where, flat=adapter.file.flat):
+        if len(module.parts) == 1:
+            rank, scaling = _put_module(adapter, settings, draft, module, names)
+        else:
+            rank, scaling = _put_fused(adapter, settings, draft, module, names), 1.0
+        if settings.layout != DIFFUSERS:
+            alpha = TensorSpec(f"{module.name}{ALPHA}", DTYPES["F32"], ())
+            draft.steps.append(Step(alpha, FILL, (), settings=draft.add_settings(Settings({"value": scaling * rank}, ()))))
+    draft.container = container
+
+
+def _put_module(
+    adapter: Adapter, settings: ConvertSettings, draft: PlanDraft, module: RenamedModule, names: FactorNames
+) -> tuple[int, float]:
+    """The steps of a module that is one of the input, or rows of one. Returns its rank, and what multiplies its factors."""
+    factors, specs = adapter.updates[module.parts[0]], adapter.checkpoint.specs
+    a, b = specs[factors.a], specs[factors.b]
+    folded = factors.scaling if settings.layout == DIFFUSERS else 1.0
+    read = Read(0, b.name)
+    if module.rows:
+        first, count = module.rows
+        read = Read(0, b.name, Block(first * b.shape[1], count, b.shape[1], b.shape[1]))
+        b = replace(b, shape=(count, b.shape[1]))
+    draft.steps.append(_cast(_factor_step(draft, f"{module.name}{names.a}", a, 1.0), a, settings))
+    step = replace(_factor_step(draft, f"{module.name}{names.b}", b, folded), inputs=(read,))
+    draft.steps.append(_cast(step, b, settings))
+    return a.shape[0], factors.scaling
+
+
+def _put_fused(adapter: Adapter, settings: ConvertSettings, draft: PlanDraft, module: RenamedModule, names: FactorNames) -> int:
+    """The steps of a module that is several of the input, one below the other. Returns the sum of their ranks.
+
+    A has the rows of every A. B has each B in the rows of its part and the columns of its A, and zeros elsewhere.
+    """
+    specs = adapter.checkpoint.specs
+    ranks = [specs[adapter.updates[part].b].shape[1] if part else 0 for part in module.parts]
+    total = sum(ranks)
+    downs: list[Step] = []
+    ups: list[Step] = []
+    for i, (part, rows) in enumerate(zip(module.parts, module.rows, strict=True)):
+        spec = TensorSpec(f"{module.name}{names.b}.{i}", DTYPES["F32"], (rows, total))
+        if not part:
+            ups.append(Step(spec, FILL, (), settings=draft.add_settings(Settings({"value": 0.0}, ()))))
+            continue
+        factors = adapter.updates[part]
+        a, b = specs[factors.a], specs[factors.b]
+        columns = np.full(total, -1)
+        columns[sum(ranks[:i]) : sum(ranks[: i + 1])] = np.arange(ranks[i])
+        table = draft.add_table(Table.of(columns))
+        read = Read(0, b.name, Gather(table, Block(0, rows, ranks[i], ranks[i]), 1))
+        weight = draft.add_settings(Settings({"normalize": False}, ({"weight": factors.scaling},)))
+        ups.append(Step(spec, "linear", (read,), settings=weight))
+        one = TensorSpec(f"{module.name}{names.a}.{i}", DTYPES["F32"], a.shape)
+        downs.append(Step(one, COPY if a.dtype.name == "F32" else CAST, (Read(0, a.name),)))
+    dtype = _dtype(specs[adapter.updates[next(filter(None, module.parts))].b], settings)
+    for ending, pieces in ((names.a, downs), (names.b, ups)):
+        shape = sum(piece.out.shape[0] for piece in pieces), pieces[0].out.shape[1]
+        cast = tuple(replace(piece, out=replace(piece.out, dtype=dtype)) for piece in pieces)
+        cast = tuple(replace(piece, op=CAST) if piece.op == COPY and dtype.name != "F32" else piece for piece in cast)
+        joined = cast if len(cast) > 1 else ()
+        whole = TensorSpec(f"{module.name}{ending}", dtype, shape)
+        draft.steps.append(Step(whole, JOIN, (), pieces=joined) if joined else replace(cast[0], out=whole))
+    return total
+
+
+def _cast(step: Step, spec: TensorSpec, settings: ConvertSettings) -> Step:
+    """The step of a factor in the dtype that it is stored in."""
+    dtype = _dtype(spec, settings)
+    if dtype == step.out.dtype:
+        return step
+    return replace(step, op=CAST if step.op == COPY else step.op, out=replace(step.out, dtype=dtype))
 
 
 def _heads(base: Checkpoint) -> dict[str, int]:

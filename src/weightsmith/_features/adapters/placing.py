@@ -39,7 +39,7 @@ _ORIGINAL = ("input_blocks", "middle_block", "output_blocks", "double_blocks", "
 _DIFFUSERS = ("down_blocks", "mid_block", "up_blocks", "transformer_blocks", "single_transformer_blocks")
 """What the modules of a diffusion model begin with: in the model's first implementation, and in diffusers."""
 
-_CONVERT = "convert one of them first, such as with the scripts of kohya or diffusers"
+_CONVERT = "convert one of them first: weightsmith convert-lora ADAPTER OUT --for diffusers, or --for kohya"
 
 
 def check_files(adapters: Sequence[Adapter]) -> None:

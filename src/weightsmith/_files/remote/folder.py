@@ -217,6 +217,12 @@ _PROBED = (
 )
 """Files to look for on a web server, which does not list its files; those named by an index and by modules.json are added."""
 _IN_MODULES = ("config.json", "model.safetensors", "pytorch_model.bin", "tokenizer.json")
+_IN_PARTS = (
+    *(*_IN_MODULES, "model.safetensors.index.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json"),
+    *("diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.safetensors.index.json", "scheduler_config.json"),
+    *("vocab.json", "merges.txt", "spiece.model", "added_tokens.json", "chat_template.jinja", "preprocessor_config.json"),
+)
+"""Files to look for in the parts of a pipeline."""
 
 
 class RemoteFolder(FetchedFiles):
@@ -330,8 +336,11 @@ def _behind_http(address: Address, only: str) -> dict[str, Ranges]:
 
     look([only] if only else _PROBED)
     shards = {name for index in _INDEXES if index in files for name in _shards(files[index])}
-    inner = {f"{subfolder}/{name}" for subfolder in _modules(files) for name in _IN_MODULES}
+    within = _IN_PARTS if PIPELINE in files else _IN_MODULES
+    inner = {f"{subfolder}/{name}" for subfolder in _modules(files) for name in within}
     look(sorted((shards | inner) - files.keys()))
+    indexes = [name for name in files if "/" in name and name.endswith(".index.json")]
+    look(sorted({f"{name.rpartition('/')[0]}/{shard}" for name in indexes for shard in _shards(files[name])} - files.keys()))
     return files
 
 

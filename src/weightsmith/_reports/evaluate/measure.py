@@ -108,8 +108,8 @@ def evaluation(
         raise ParameterError("no model is given", fix="name one or more models or recipes")
     command = Command.asked(settings)
     if not settings.text and command is None:
-        fix = f"name a .txt, .jsonl or .parquet file, or a command that measures a model: {named_option('command')}"
-        raise option_error("text", "no text is given", fix)
+        fix = f"name a .txt, .jsonl or .parquet file, or a command that scores a model: {named_option('command')}"
+        raise option_error("text", "there is no text to score", fix)
     if compared and not settings.text:
         raise option_error("reference", "a reference is for texts", "name a text, or leave the reference out")
     names, numbers = tuple(asked), dict[str, Any]()

@@ -84,12 +84,12 @@ def diff(
     """
     if base is not None:
         if len(models) < 2:
-            what = f"--base compares two or more models, and got {len(models)}"
+            what = f"--base compares two or more models, but got {len(models)}"
             raise ParameterError(what, fix=f"run weightsmith diff {base} MODEL, to compare one model with its base")
         return compare(base, models, tensors=tensors, threads=threads, stream=stream, progress=progress)
     if len(models) != 2:
         fix = "run weightsmith diff A B, or weightsmith diff --base BASE A B C"
-        raise ParameterError(f"diff needs two models, and got {len(models)}", fix=fix)
+        raise ParameterError(f"diff needs two models, but got {len(models)}", fix=fix)
     return _differ(models[0], models[1], tensors, threads, progress, stream=stream)
 
 

@@ -156,8 +156,8 @@ def _check_measure(settings: TuneSettings, texts: EvaluateSettings) -> None:
     if settings.report_command is not None:
         raise option_error("report_command", f"it is for searches with {named('command')}", "name a --report-text instead")
     if not texts.text:
-        fix = f"name a .txt, .jsonl or .parquet file, or a command that measures a model: {named('command')}"
-        raise option_error("text", "no text is given", fix)
+        fix = f"name a .txt, .jsonl or .parquet file, or a command that scores a model: {named('command')}"
+        raise option_error("text", "there is no text to score", fix)
     if (settings.objective == "kl") != bool(settings.reference):
         if settings.reference:
             raise option_error("reference", "a reference is for the objective kl alone", "add --objective kl (objective='kl')")

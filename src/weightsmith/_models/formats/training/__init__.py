@@ -2,13 +2,14 @@
 
 dcp.py        PyTorch's distributed checkpoints, as FSDP and torchtitan write them
 deepspeed.py  ZeRO's partitions
+fsdp.py       a file of DTensors for each process, as verl writes them
 
 No pickle is run. `_models/sources/boxes.py` reads tensors in parts.
 """
 
 from __future__ import annotations
 
-from weightsmith._models.formats.training import dcp, deepspeed
+from weightsmith._models.formats.training import dcp, deepspeed, fsdp
 from weightsmith.abc.stored import StoredFormat
 
-FORMAT = StoredFormat("training", "training checkpoints", files=(dcp.KIND, deepspeed.KIND))
+FORMAT = StoredFormat("training", "training checkpoints", files=(dcp.KIND, deepspeed.KIND, fsdp.KIND))

@@ -1,0 +1,163 @@
+"""Several processes of this machine do the parts of one run, because the threads of one process share the interpreter's lock.
+
+A process holds the lock for a part of each tile, so it feeds only so many threads: see `options.process_count`. Each process
+does shares as on a cluster (`cluster.share_out`), which gives the same bytes. All end with this process, however it ends.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection, Pipe, wait
+from typing import IO, Any
+
+from weightsmith._engine.resources import processors
+from weightsmith._execution.cluster import Answer, Lost, Order, Share, do
+from weightsmith._execution.options import RunOptions
+
+_SERVE = "import sys; sys.path[:] = {path!r}; from weightsmith._execution.processes import serve; serve({fd})"
+
+
+@dataclass(slots=True)
+class _Process:
+    """A process, what it is asked through, and what it writes to stderr."""
+
+    process: subprocess.Popen[bytes]
+    pipe: Connection
+    errors: IO[bytes]
+
+    def end(self) -> str:
+        """End it, if it has not ended: why it had."""
+        status = self.process.poll()
+        self.pipe.close()
+        self.process.kill()
+        self.process.wait()
+        self.errors.seek(max(0, self.errors.seek(0, os.SEEK_END) - (1 << 14)))
+        lines = [line.strip() for line in self.errors.read().decode(errors="replace").splitlines() if line.strip()]
+        self.errors.close()
+        status = self.process.returncode if status is None else status
+        what = f"signal {-status} ended it" if status < 0 else f"it ended with status {status}"
+        return f"{what}: {lines[-1][:200]}" if lines else what
+
+
+class LocalWorkers:
+    """Processes of this machine, which share the threads of a run. A context manager: all end with it.
+
+    >>> with LocalWorkers(2, RunOptions(threads=5)) as workers:
+    ...     workers.slots(), workers.threads
+    (2, [3, 2])
+    """
+
+    setting, several_machines = "threads", False
+    advice = "if the machine is short of memory, use fewer --threads, or --max-memory: then there is one process"
+
+    def __init__(self, n: int, options: RunOptions) -> None:
+        """Start none yet."""
+        total = options.threads or processors()
+        self.threads = [total // n + (i < total % n) for i in range(n)]
+        self._order = b""
+        self._free = [*range(n)]
+        self._running: dict[Share, int] = {}
+        self._processes: dict[int, _Process] = {}
+
+    def __enter__(self) -> LocalWorkers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes.values():
+            process.end()
+        self._processes.clear()
+
+    def begin(self, order: Order) -> None:
+        """What processes get when they are started, and those that run get now."""
+        self._order = pickle.dumps(order)
+        for i in list(self._processes):
+            self._processes.pop(i).end()
+
+    def slots(self) -> int:
+        """Processes."""
+        return len(self.threads)
+
+    def start(self, share: Share) -> None:
+        """Have a process that has nothing to do, or a new one, do a share."""
+        place = self._running[share] = self._free.pop(0)
+        if place not in self._processes:
+            self._processes[place] = self._new(self.threads[place])
+        try:
+            self._processes[place].pipe.send(share)
+        except OSError:  # it has ended: `answers` finds out
+            pass
+
+    def _new(self, threads: int) -> _Process:
+        errors: IO[bytes] = tempfile.TemporaryFile()
+        pipe, theirs = Pipe()
+        process = subprocess.Popen(
+            [sys.executable, "-c", _SERVE.format(path=sys.path, fd=theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+        )
+        theirs.close()
+        started = _Process(process, pipe, errors)
+        try:
+            pipe.send(threads)
+            pipe.send_bytes(self._order)
+        except OSError:
+            pass
+        return started
+
+    def answers(self, seconds: float) -> list[tuple[Share, Answer]]:
+        """The answers of the processes that have ended a share, or themselves."""
+        if not self._running:
+            time.sleep(seconds)
+            return []
+        shares = {self._processes[place].pipe: share for share, place in self._running.items()}
+        ready = [pipe for pipe in wait(list(shares), seconds) if isinstance(pipe, Connection)]
+        return [(shares[pipe], self._answer(shares[pipe], pipe)) for pipe in ready]
+
+    def _answer(self, share: Share, pipe: Connection) -> Answer:
+        place = self._running.pop(share)
+        self._free.append(place)
+        try:
+            answer: Answer = pickle.loads(pipe.recv_bytes())
+        except (EOFError, OSError):
+            return Lost(self._processes.pop(place).end())
+        return answer
+
+    def stop(self, share: Share) -> None:
+        """End the process of a share, if it still runs."""
+        place = self._running.pop(share, None)
+        if place is not None:
+            self._free.append(place)
+            self._processes.pop(place).end()
+
+
+def serve(fd: int) -> None:
+    """Do the shares that come through this pipe. The process ends when it is closed, also while it does one."""
+    signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C is the first process's, which ends the others
+    pipe = Connection(fd)
+    threads = pipe.recv()
+    order = pickle.loads(pipe.recv_bytes())
+    order = replace(order, options=replace(order.options, threads=threads))
+    asked: queue.Queue[Any] = queue.Queue()
+    threading.Thread(target=_listen, args=(pipe, asked), daemon=True).start()
+    while True:
+        pipe.send_bytes(do(order, asked.get()))
+
+
+def _listen(pipe: Connection, asked: queue.Queue[Any]) -> None:
+    """Take in shares while one is done. The process ends with the one that asks, however that ends."""
+    try:
+        while True:
+            asked.put(pipe.recv())
+    except (EOFError, OSError):
+        os._exit(0)

@@ -1,0 +1,374 @@
+"""Names of modules in single files of factors, from one program's to another's: kohya's scripts, diffusers, ComfyUI.
+
+A file names a module by its network and its name there. kohya's scripts write `_` for each dot. The names are of one of two
+vocabularies: that of diffusers (`down_blocks`, `transformer_blocks`), or that of the model's first implementation
+(`input_blocks`, `double_blocks`). Flux has matrices of several in its first implementation that diffusers has one by one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+
+from weightsmith._base.errors import Unsupported
+from weightsmith._base.files import show
+from weightsmith._models.lora.networks import DENOISER, NETWORKS, UNKNOWN, Network, network_of
+
+KOHYA, DIFFUSERS, COMFYUI = "kohya", "diffusers", "comfyui"
+
+_WORDS = frozenset(
+    # diffusers, UNets
+    "down_blocks up_blocks mid_block attentions resnets transformer_blocks attn1 attn2 to_q to_k to_v to_out ff net proj "
+    "proj_in proj_out conv conv1 conv2 conv_in conv_out conv_shortcut time_emb_proj time_embedding add_embedding "
+    "linear_1 linear_2 downsamplers upsamplers norm1 norm2 norm3 "
+    # diffusers, Flux
+    "single_transformer_blocks attn add_q_proj add_k_proj add_v_proj to_add_out ff_context proj_mlp norm linear norm1_context "
+    "x_embedder context_embedder time_text_embed timestep_embedder guidance_embedder text_embedder norm_out "
+    # the first implementations
+    "input_blocks middle_block output_blocks in_layers out_layers emb_layers skip_connection op time_embed label_emb out "
+    "double_blocks single_blocks img_attn txt_attn img_mlp txt_mlp img_mod txt_mod qkv lin linear1 linear2 modulation img_in "
+    "txt_in time_in vector_in guidance_in in_layer out_layer final_layer adaLN_modulation "
+    # text encoders
+    "text_model encoder layers self_attn q_proj k_proj v_proj out_proj mlp fc1 fc2 text_projection embeddings block layer "
+    "SelfAttention DenseReluDense wi_0 wi_1 wo q k v o".split()
+)
+_LONGEST = max(word.count("_") for word in _WORDS) + 1
+
+_FLUX = {
+    "img_attn.proj": "attn.to_out.0",
+    "txt_attn.proj": "attn.to_add_out",
+    "img_mlp.0": "ff.net.0.proj",
+    "img_mlp.2": "ff.net.2",
+    "txt_mlp.0": "ff_context.net.0.proj",
+    "txt_mlp.2": "ff_context.net.2",
+    "img_mod.lin": "norm1.linear",
+    "txt_mod.lin": "norm1_context.linear",
+}
+_FLUX_SINGLE = {"linear2": "proj_out", "modulation.lin": "norm.linear"}
+_FLUX_FUSED = {
+    "img_attn.qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
+    "txt_attn.qkv": ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
+}
+_FLUX_LINEAR1 = ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp")
+_MLP_RATIO = 4  # of all of Flux: rows of `proj_mlp` over the inputs of `linear1`
+_FLUX_OUTSIDE = {
+    "img_in": "x_embedder",
+    "txt_in": "context_embedder",
+    "time_in.in_layer": "time_text_embed.timestep_embedder.linear_1",
+    "time_in.out_layer": "time_text_embed.timestep_embedder.linear_2",
+    "vector_in.in_layer": "time_text_embed.text_embedder.linear_1",
+    "vector_in.out_layer": "time_text_embed.text_embedder.linear_2",
+    "guidance_in.in_layer": "time_text_embed.guidance_embedder.linear_1",
+    "guidance_in.out_layer": "time_text_embed.guidance_embedder.linear_2",
+}
+_RESNET = {
+    "in_layers.2": "conv1",
+    "out_layers.3": "conv2",
+    "emb_layers.1": "time_emb_proj",
+    "skip_connection": "conv_shortcut",
+}
+_UNET_OUTSIDE = {
+    "input_blocks.0.0": "conv_in",
+    "time_embed.0": "time_embedding.linear_1",
+    "time_embed.2": "time_embedding.linear_2",
+    "label_emb.0.0": "add_embedding.linear_1",
+    "label_emb.0.2": "add_embedding.linear_2",
+    "out.2": "conv_out",
+}
+_STAGES = 3  # of the UNet of Stable Diffusion XL
+_LAYERS = 2  # of resnets in each block of a UNet, and one more on the way up
+
+
+@dataclass(frozen=True, slots=True)
+class RenamedModule:
+    """A module of the output.
+
+    name   as the program has it
+    parts  modules of the input whose factors it has, one below the other; "" for one that the input lacks
+    rows   of each part; of one part, the first and the number of its rows of B, () for all
+    """
+
+    name: str
+    parts: tuple[str, ...]
+    rows: tuple[int, ...] = ()
+
+
+def renamed(shapes: Mapping[str, tuple[int, int]], layout: str, where: str, *, flat: bool) -> list[RenamedModule]:
+    """The modules of a file under the names of another program.
+
+    shapes  module → outputs and inputs
+    flat    the file's names have `_` for each dot
+
+    Raises Unsupported for names that are not known, and for networks that the program names otherwise.
+    """
+    known: dict[str, tuple[Network, str]] = {}
+    unknown: list[str] = []
+    for module in shapes:
+        network, inner = network_of(module, flat=flat)
+        dotted = _dotted(inner) if flat else _modern(inner)
+        if network is UNKNOWN or not dotted:
+            unknown.append(module)
+        else:
+            known[module] = network, dotted
+    if unknown:
+        what = f"{len(unknown):,} of its {len(shapes):,} modules have names that are not known"
+        fix = "convert adapters of Stable Diffusion, Stable Diffusion XL or Flux; an adapter of a language model: --for peft"
+        raise Unsupported(what, where=where, details=[show(module) for module in unknown[:8]], fix=fix)
+    is_xl, networks = False, {network for network, _ in known.values()}
+    names = [inner for network, inner in known.values() if network is DENOISER]
+    is_flux = any(name.startswith(("double_blocks", "single_blocks", *_DIFFUSERS_FLUX)) for name in names)
+    modules = _Modules(shapes, known, where)
+    if is_flux:
+        modules.of_flux(split=layout == DIFFUSERS)
+    elif layout == DIFFUSERS:
+        modules.of_unet(_unet_name)
+    elif is_xl := _TEXT_ENCODER_2 in networks or any(map(_DEEP.search, names)):
+        modules.of_unet(_first_name)
+    elif layout == COMFYUI and names:
+        what = "ComfyUI reads Stable Diffusion 1 under the names of kohya's scripts and of diffusers"
+        raise Unsupported(what, where=where, fix="write --for kohya")
+    prefixes = _prefixes(layout, several=is_flux or is_xl, is_flux=is_flux)
+    return [
+        RenamedModule(_written(prefixes[network], name, layout), parts, rows) for network, name, parts, rows in modules.all()
+    ]
+
+
+_DIFFUSERS_FLUX = ("transformer_blocks", "single_transformer_blocks", "x_embedder", "context_embedder", "time_text_embed")
+_FIRST = ("input_blocks", "middle_block", "output_blocks", "time_embed.", "label_emb", "out.")
+
+
+def _written(prefix: str, name: str, layout: str) -> str:
+    return f"{prefix}{name.replace('.', '_') if layout == KOHYA else name}"
+
+
+def _dotted(flat: str) -> str:
+    """The name with dots, of words that are known; "" for another.
+
+    >>> _dotted("down_blocks_1_attentions_0_transformer_blocks_0_attn1_to_out_0"), _dotted("down_nonsense")
+    ('down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_out.0', '')
+    """
+    tokens, words = flat.split("_"), list[str]()
+    while tokens:
+        for count in range(min(_LONGEST, len(tokens)), 0, -1):
+            word = "_".join(tokens[:count])
+            if word in _WORDS or (count == 1 and word.isdigit()):
+                words.append(word)
+                del tokens[:count]
+                break
+        else:
+            return ""
+    return ".".join(words)
+
+
+def _modern(name: str) -> str:
+    """The name without what diffusers put into it until 2023."""
+    plain = name.replace(".processor.", ".")
+    return f"{plain}.0" if plain.endswith(".to_out") else plain
+
+
+def _prefixes(layout: str, *, several: bool, is_flux: bool) -> dict[Network, str]:
+    """What names begin with, by network. several: the model has several text encoders"""
+    first, second, third, fourth, fifth = NETWORKS
+    if layout == DIFFUSERS:
+        denoiser = "transformer." if is_flux else "unet."
+        return {
+            first: denoiser,
+            second: "transformer_2.",
+            third: third.dotted[0],
+            fourth: fourth.dotted[0],
+            fifth: "text_encoder_3.",
+        }
+    if layout == COMFYUI:
+        encoders = {network: network.dotted[-1] for network in (third, fourth, fifth)}
+        return {first: "diffusion_model.", second: "transformer_2.", **encoders}
+    encoders = {third: "lora_te1_" if several else "lora_te_", fourth: "lora_te2_", fifth: "lora_te3_"}
+    return {first: "lora_unet_", second: "lora_unet_2_", **encoders}
+
+
+_TEXT_ENCODER_2 = NETWORKS[3]
+_DEEP = re.compile(r"transformer_blocks\.[1-9]|(?:input|output)_blocks|label_emb|add_embedding")
+"""In names of Stable Diffusion XL, and not of 1."""
+
+
+class _Modules:
+    """The modules of a file, on the way to other names."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, int]], known: Mapping[str, tuple[Network, str]], where: str) -> None:
+        self._shapes, self._where = shapes, where
+        self._renamed: list[tuple[Network, str, tuple[str, ...], tuple[int, ...]]] = []
+        self._unchanged = dict(known)
+
+    def all(self) -> list[tuple[Network, str, tuple[str, ...], tuple[int, ...]]]:
+        """Network, name, parts and rows of each module; those that keep their name come last."""
+        return [*self._renamed, *((network, name, (module,), ()) for module, (network, name) in self._unchanged.items())]
+
+    def _take(self, module: str, name: str, rows: tuple[int, ...] = ()) -> None:
+        self._unchanged.pop(module, None)
+        self._renamed.append((DENOISER, name, (module,), rows))
+
+    def _denoiser(self) -> dict[str, str]:
+        return {name: module for module, (network, name) in self._unchanged.items() if network is DENOISER}
+
+    def of_flux(self, *, split: bool) -> None:
+        """Rename modules of Flux. split: into those of diffusers, else into those of the first implementation."""
+        for name, module in self._denoiser().items():
+            block, number, inner = _block(name)
+            if split:
+                self._split(module, name, block, number, inner)
+            else:
+                self._unsplit(module, name, block, number, inner)
+        if not split:
+            self._fuse()
+
+    def _split(self, module: str, name: str, block: str, number: str, inner: str) -> None:
+        outputs, inputs = self._shapes[module]
+        if block == "double_blocks" and inner in _FLUX_FUSED:
+            for i, part in enumerate(_FLUX_FUSED[inner]):
+                self._take(module, f"transformer_blocks.{number}.{part}", (i * (outputs // 3), outputs // 3))
+        elif block == "single_blocks" and inner == "linear1":
+            for i, part in enumerate(_FLUX_LINEAR1):
+                first = i * inputs
+                self._take(module, f"single_transformer_blocks.{number}.{part}", (first, inputs if i < 3 else outputs - first))
+        elif block == "double_blocks" and inner in _FLUX:
+            self._take(module, f"transformer_blocks.{number}.{_FLUX[inner]}")
+        elif block == "single_blocks" and inner in _FLUX_SINGLE:
+            self._take(module, f"single_transformer_blocks.{number}.{_FLUX_SINGLE[inner]}")
+        elif name in _FLUX_OUTSIDE:
+            self._take(module, _FLUX_OUTSIDE[name])
+        elif block not in ("transformer_blocks", "single_transformer_blocks") and name not in _FLUX_OUTSIDE.values():
+            raise self._unknown(name)
+
+    def _unsplit(self, module: str, name: str, block: str, number: str, inner: str) -> None:
+        double, single = ({new: old for old, new in table.items()} for table in (_FLUX, _FLUX_SINGLE))
+        outside = {new: old for old, new in _FLUX_OUTSIDE.items()}
+        if block == "transformer_blocks" and inner in double:
+            self._take(module, f"double_blocks.{number}.{double[inner]}")
+        elif block == "single_transformer_blocks" and inner in single:
+            self._take(module, f"single_blocks.{number}.{single[inner]}")
+        elif name in outside:
+            self._take(module, outside[name])
+
+    def _fuse(self) -> None:
+        """Matrices that diffusers has one by one: their factors become those of one matrix."""
+        names = self._denoiser()
+        wholes: dict[str, tuple[str, ...]] = {}
+        for name in names:
+            block, number, inner = _block(name)
+            if block == "transformer_blocks":
+                fused = next((fused for fused, parts in _FLUX_FUSED.items() if inner in parts), "")
+                if not fused:
+                    raise self._unknown(name)
+                parts = tuple(f"{block}.{number}.{part}" for part in _FLUX_FUSED[fused])
+                wholes[f"double_blocks.{number}.{fused}"] = parts
+            elif block == "single_transformer_blocks":
+                if inner not in _FLUX_LINEAR1:
+                    raise self._unknown(name)
+                wholes[f"single_blocks.{number}.linear1"] = tuple(f"{block}.{number}.{part}" for part in _FLUX_LINEAR1)
+            elif block not in ("double_blocks", "single_blocks") and name not in _FLUX_OUTSIDE:
+                raise self._unknown(name)
+        for whole, parts in wholes.items():
+            modules = tuple(names.get(part, "") for part in parts)
+            inputs = {self._shapes[module][1] for module in modules if module}
+            if len(inputs) > 1:
+                raise Unsupported(f"parts of {whole} have {sorted(inputs)} inputs", where=self._where, fix="repair the file")
+            hidden = inputs.pop()
+            usual = [hidden] * 3 + [_MLP_RATIO * hidden]
+            rows = tuple(self._shapes[module][0] if module else usual[i] for i, module in enumerate(modules))
+            for module in filter(None, modules):
+                self._unchanged.pop(module)
+            self._renamed.append((DENOISER, whole, modules, rows))
+
+    def of_unet(self, name_of: Callable[[str], str]) -> None:
+        """Rename modules of a UNet. name_of: the other name of one in the other vocabulary; "" without one"""
+        first = name_of is _first_name
+        for name, module in self._denoiser().items():
+            if name.startswith(_FIRST) == first:
+                continue
+            if (new := name_of(name)) == "":
+                raise self._unknown(name)
+            self._take(module, new)
+
+    def _unknown(self, name: str) -> Unsupported:
+        return Unsupported(f"{name} has no name there", where=self._where, fix="leave out --for, or name another program")
+
+
+def _block(name: str) -> tuple[str, str, str]:
+    """The kind of a block, its number, and the name in it.
+
+    >>> _block("double_blocks.3.img_attn.qkv")
+    ('double_blocks', '3', 'img_attn.qkv')
+    """
+    block, _, rest = name.partition(".")
+    number, _, inner = rest.partition(".")
+    return block, number, inner
+
+
+def _unet_name(name: str) -> str:
+    """The name that diffusers has for a module of a UNet; "" for one that it has not.
+
+    >>> _unet_name("input_blocks.4.1.transformer_blocks.0.attn1.to_q"), _unet_name("output_blocks.2.2.conv")
+    ('down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q', 'up_blocks.0.upsamplers.0.conv')
+    """
+    if name in _UNET_OUTSIDE:
+        return _UNET_OUTSIDE[name]
+    block, number, rest = _block(name)
+    place, _, inner = rest.partition(".")
+    if block == "middle_block":
+        home = {"0": "mid_block.resnets.0", "1": "mid_block.attentions.0", "2": "mid_block.resnets.1"}.get(number, "")
+        return _inside(home, rest) if home else ""
+    if not number.isdigit() or block not in ("input_blocks", "output_blocks"):
+        return ""
+    if block == "input_blocks":
+        stage, layer = divmod(int(number) - 1, _LAYERS + 1)
+        if layer == _LAYERS:
+            return f"down_blocks.{stage}.downsamplers.0.conv" if rest == "0.op" else ""
+        kind = {"0": "resnets", "1": "attentions"}.get(place, "")
+        return _inside(f"down_blocks.{stage}.{kind}.{layer}", inner) if kind else ""
+    stage, layer = divmod(int(number), _LAYERS + 1)
+    if place in ("1", "2") and inner == "conv":
+        return f"up_blocks.{stage}.upsamplers.0.conv"
+    kind = {"0": "resnets", "1": "attentions"}.get(place, "")
+    return _inside(f"up_blocks.{stage}.{kind}.{layer}", inner) if kind else ""
+
+
+@cache
+def _first_homes() -> dict[str, str]:
+    """Places in diffusers' UNet of Stable Diffusion XL → in that of the first implementation."""
+    homes = {f"mid_block.{home}": f"middle_block.{i}" for i, home in enumerate(("resnets.0", "attentions.0", "resnets.1"))}
+    for stage in range(_STAGES):
+        for layer in range(_LAYERS + 1):
+            for place, kind in enumerate(("resnets", "attentions")):
+                homes[f"up_blocks.{stage}.{kind}.{layer}"] = f"output_blocks.{stage * (_LAYERS + 1) + layer}.{place}"
+                if layer < _LAYERS:
+                    homes[f"down_blocks.{stage}.{kind}.{layer}"] = f"input_blocks.{1 + stage * (_LAYERS + 1) + layer}.{place}"
+        homes[f"down_blocks.{stage}.downsamplers.0"] = f"input_blocks.{(stage + 1) * (_LAYERS + 1)}.0"
+        homes[f"up_blocks.{stage}.upsamplers.0"] = f"output_blocks.{stage * (_LAYERS + 1) + _LAYERS}.2"
+    return homes
+
+
+def _first_name(name: str) -> str:
+    """The name of a module of diffusers' UNet in the first implementation of Stable Diffusion XL; "" for one that it has not.
+
+    >>> _first_name("down_blocks.1.attentions.0.proj_in"), _first_name("up_blocks.0.upsamplers.0.conv")
+    ('input_blocks.4.1.proj_in', 'output_blocks.2.2.conv')
+    """
+    outside = {new: old for old, new in _UNET_OUTSIDE.items()}
+    if name in outside:
+        return outside[name]
+    parts = 2 if name.startswith("mid_block.") else 3
+    pieces = name.split(".")
+    home, inner = ".".join(pieces[: parts + 1]), ".".join(pieces[parts + 1 :])
+    first = _first_homes().get(home, "")
+    if ".resnets." in home:
+        inner = {new: old for old, new in _RESNET.items()}.get(inner, "")
+    elif ".downsamplers." in home:
+        inner = "op" if inner == "conv" else ""
+    return f"{first}.{inner}" if first and inner else ""
+
+
+def _inside(home: str, inner: str) -> str:
+    if ".attentions." in home:
+        return f"{home}.{inner}"
+    return f"{home}.{_RESNET[inner]}" if inner in _RESNET else ""

@@ -1,0 +1,226 @@
+"""Several processes of this machine do one run: the bytes are those of one, also when some of them are killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import weightsmith
+from tests.execution.distributed.test_driver import MODEL_WIDE, SHARD, TIES
+from tests.execution.test_run import files
+from weightsmith._base.errors import NonFinite, WorkerLost
+from weightsmith._execution import cluster, options
+from weightsmith._execution import processes as execution_processes
+from weightsmith._execution.options import RunOptions, process_count
+from weightsmith._execution.processes import LocalWorkers
+from weightsmith._features.any_recipe import prepare_any
+from weightsmith._features.quantisation.options import QuantizeSettings
+from weightsmith._outputs.area import staging_folder
+from weightsmith._outputs.journal import read_journal
+from weightsmith._outputs.locks import is_held, part_journals
+from weightsmith._outputs.places import place_of
+from weightsmith._planning.options import RecipeOptions
+
+pytestmark = pytest.mark.process
+
+COMMAND = """
+import sys
+from weightsmith._execution import cluster, options
+options.THREADS, options.LEAST_GAIN, cluster.PART_BYTES = 1, 0.0, 1 << 20
+from weightsmith._app.cli import main
+sys.argv = ["weightsmith", "merge", "ties.yml", "out", "--threads", "2", "--max-shard-size", "500KB", "--no-check-loading"]
+main()
+"""
+"""The command, in two processes of one thread."""
+SLOW = """
+import time
+from weightsmith._engine import local
+plain = local.Run._do
+def slow(self, *arguments):
+    time.sleep(0.5)
+    return plain(self, *arguments)
+local.Run._do = slow
+"""
+"""What makes each tile of each process slow."""
+
+
+@pytest.fixture
+def here(linked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The models, and a machine on which two threads are many."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(options, "THREADS", 1)
+    monkeypatch.setattr(options, "LEAST_GAIN", 0.0)
+    monkeypatch.setattr(cluster, "PART_BYTES", 1 << 20)
+    return tmp_path
+
+
+def merge(out: str = "out", recipe: Any = TIES, threads: int = 2, **more: Any) -> weightsmith.Merged:
+    options = {"progress": False, "fsync": False, "check_loading": False, "max_shard_bytes": SHARD}
+    return weightsmith.merge(recipe, out, threads=threads, **{**options, **more})
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[LocalWorkers]:
+    """The workers of runs."""
+    workers: list[LocalWorkers] = []
+    plain = LocalWorkers.__init__
+
+    def begin(self: LocalWorkers, n: int, options: RunOptions) -> None:
+        workers.append(self)
+        plain(self, n, options)
+
+    monkeypatch.setattr(LocalWorkers, "__init__", begin)
+    return workers
+
+
+@pytest.mark.slow
+def test_the_bytes_are_those_of_one_process(here: Path, started: list[LocalWorkers]) -> None:
+    one = merge("one", threads=1)
+    assert started == []
+    reached = []
+    many = merge("many", progress=reached.append)
+    assert [workers.slots() for workers in started] == [2]
+    assert files(here / "many") == files(here / "one")
+    assert (many.resumed, many.written_bytes, many.read_bytes) == (0, one.written_bytes, one.read_bytes)
+    assert many.warnings == one.warnings
+    assert (reached[-1].written_bytes, reached[-1].tensors) == (reached[-1].total_bytes, len(many.plan.steps))
+    assert not is_held(staging_folder(here / "many"))
+    assert {path.name for path in here.iterdir() if path.name.startswith(".")} == set()
+
+
+def test_a_run_is_divided_if_its_threads_are_many_and_it_is_long(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def processes(recipe: Any = TIES, out: str = "out", **more: Any) -> int:
+        with prepare_any(recipe, RecipeOptions(max_shard_bytes=SHARD, check_loading=False), QuantizeSettings()) as prepared:
+            return process_count(prepared, place_of(out), RunOptions(**more))
+
+    assert [processes(threads=n) for n in (1, 2, 3)] == [1, 2, 3]
+    monkeypatch.setattr(options, "THREADS", 16)
+    assert [processes(threads=n) for n in (16, 17, 33)] == [1, 2, 3]
+    assert processes(threads=10_000) < 100  # there are fewer files
+    assert processes(threads=32, max_memory_bytes=1 << 30) == 1
+    assert processes(threads=32, device="cuda") == 1
+    assert processes(MODEL_WIDE, threads=32) == 1  # all parts wait for its thresholds
+    assert processes(out="s3://models/out", threads=32) == 1
+    assert processes(threads=32, ray="local") == 1
+    monkeypatch.setattr(options, "LEAST_GAIN", 2.0)
+    assert processes(threads=32) == 1  # it takes less time than starting a process
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_is_replaced_and_the_run_says_so(
+    here: Path, started: list[LocalWorkers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    merge("one", threads=1)
+    killed: list[int] = []
+
+    def kill(_: object) -> None:
+        if not killed and started and (running := [*started[-1]._processes.values()]):
+            killed.append(running[0].process.pid)
+            os.kill(killed[0], signal.SIGKILL)
+
+    many = merge("many", progress=kill)
+    assert len(killed) == 1
+    assert files(here / "many") == files(here / "one")
+    lost = [str(warning) for warning in many.warnings if "was lost, and it is done again" in str(warning)]
+    assert len(lost) == 1
+    assert "signal 9 ended it" in lost[0]
+
+
+@pytest.mark.slow
+def test_processes_that_do_not_start_are_one_error(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(execution_processes, "_SERVE", "raise SystemExit('no room: {fd} {path!s:.0}')")
+    with pytest.raises(WorkerLost, match="was lost 4 times: it ended with status 1: no room") as raised:
+        merge()
+    assert "--threads" in str(raised.value)
+    assert "fewer --threads" in raised.value.finding.fix
+
+
+@pytest.mark.slow
+def test_an_error_of_a_process_is_that_of_one(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import numpy as np
+
+    from tests.mini import write_checkpoint
+
+    tensors = {f"model.layers.{i}.mlp.up_proj.weight": np.ones((512, 512), np.float32) for i in range(4)}
+    write_checkpoint(here / "good", tensors, {"model_type": "x"})
+    tensors["model.layers.2.mlp.up_proj.weight"][3, 4] = np.nan
+    write_checkpoint(here / "bad", tensors, {"model_type": "x"})
+    recipe = {"merge_method": "linear", "models": [{"model": "good"}, {"model": "bad"}], "parameters": {"weight": 0.5}}
+    with pytest.raises(NonFinite) as one:
+        merge("one", recipe, threads=1)
+    with pytest.raises(NonFinite) as many:
+        merge("many", recipe)
+    assert many.value.finding == one.value.finding
+
+
+def spawned(slow: str = SLOW) -> subprocess.Popen[str]:
+    """The command in a session of its own, as in a terminal. slow: code for each of its processes."""
+    Path("sitecustomize.py").write_text(slow)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path.cwd()), *sys.path])}
+    return subprocess.Popen(
+        [sys.executable, "-c", "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n" + COMMAND],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def children_of(process: int) -> list[int]:
+    below = Path(f"/proc/{process}/task/{process}/children").read_text().split()
+    return [int(child) for child in below if b"processes import serve" in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
+def wait_until(holds: Callable[[], bool], process: subprocess.Popen[str], seconds: float = 120) -> None:
+    until = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < until, "it takes too long"
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+
+
+def finished_tensors() -> int:
+    return sum(len(read_journal(path).tensors) for path in part_journals(staging_folder(Path("out").absolute())))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_ctrl_c_and_kills_leave_no_process_and_work_that_is_resumed(here: Path, number: signal.Signals) -> None:
+    merge("one", threads=1)
+    Path("ties.yml").write_text(
+        "merge_method: ties\nbase_model: ./a\nmodels:\n"
+        "  - {model: ./b, parameters: {weight: 1, density: 0.4}}\n  - {model: ./c, parameters: {weight: 0.5}}\n"
+        "parameters: {density: 0.3}\ndtype: bfloat16\n"
+    )
+    first = spawned()
+    wait_until(lambda: finished_tensors() > 0 and len(children_of(first.pid)) == 2, first)
+    children = children_of(first.pid)
+    if number == signal.SIGINT:
+        os.killpg(first.pid, number)  # as a terminal does
+    else:
+        first.kill()
+    _, text = first.communicate(timeout=60)
+    until = time.monotonic() + 20
+    while any(Path(f"/proc/{child}/exe").exists() for child in children):
+        assert time.monotonic() < until, "a process has stayed"
+        time.sleep(0.05)
+    if number == signal.SIGINT:
+        assert first.returncode == 130
+        assert text.count("Interrupted") == 1
+        assert "Traceback" not in text
+    second = spawned("")
+    out, text = second.communicate(timeout=120)
+    assert second.returncode == 0, text
+    assert "by an earlier run" in out
+    made, wanted = files(here / "out"), files(here / "one")
+    assert {name for name in made if made[name] != wanted[name]} <= {"README.md", "recipe.yml", "weightsmith.json"}
+    assert made.keys() == wanted.keys() | {"recipe.yml"}

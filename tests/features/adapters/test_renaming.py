@@ -1,0 +1,229 @@
+"""Single files under the names of other programs: diffusers' own conversions are the judge."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from tests.features.adapters.test_convert import converted, peft_folder, refusal
+from tests.features.adapters.test_convert import pair as peft_pair
+from tests.models.lora.test_files import pair
+from weightsmith._features.adapters.renaming import _dotted, _first_name, _unet_name
+
+H, TEXT = 8, 12
+RANK = 2
+
+FLUX: dict[str, tuple[int, ...]] = {
+    "double_blocks_0_img_attn_qkv": (3 * H, H),
+    "double_blocks_0_txt_attn_qkv": (3 * H, H),
+    "double_blocks_0_img_attn_proj": (H, H),
+    "double_blocks_0_txt_attn_proj": (H, H),
+    "double_blocks_0_img_mlp_0": (4 * H, H),
+    "double_blocks_0_img_mlp_2": (H, 4 * H),
+    "double_blocks_0_txt_mlp_0": (4 * H, H),
+    "double_blocks_0_txt_mlp_2": (H, 4 * H),
+    "double_blocks_0_img_mod_lin": (6 * H, H),
+    "double_blocks_0_txt_mod_lin": (6 * H, H),
+    "single_blocks_1_linear1": (7 * H, H),
+    "single_blocks_1_linear2": (H, 5 * H),
+    "single_blocks_1_modulation_lin": (3 * H, H),
+}
+SDXL: dict[str, tuple[int, ...]] = {
+    "lora_unet_input_blocks_1_0_in_layers_2": (H, H, 3, 3),
+    "lora_unet_input_blocks_3_0_op": (H, H, 3, 3),
+    "lora_unet_input_blocks_4_0_skip_connection": (H, 4, 1, 1),
+    "lora_unet_input_blocks_4_1_proj_in": (H, H),
+    "lora_unet_input_blocks_4_1_transformer_blocks_1_attn1_to_q": (H, H),
+    "lora_unet_input_blocks_8_1_transformer_blocks_9_ff_net_0_proj": (4 * H, H),
+    "lora_unet_input_blocks_8_0_emb_layers_1": (H, H),
+    "lora_unet_middle_block_0_out_layers_3": (H, H, 3, 3),
+    "lora_unet_middle_block_1_transformer_blocks_3_attn2_to_out_0": (H, H),
+    "lora_unet_middle_block_2_in_layers_2": (H, H, 3, 3),
+    "lora_unet_output_blocks_2_1_transformer_blocks_0_attn2_to_k": (H, TEXT),
+    "lora_unet_output_blocks_5_2_conv": (H, H, 3, 3),
+    "lora_unet_output_blocks_7_0_out_layers_3": (H, H, 3, 3),
+    "lora_te1_text_model_encoder_layers_0_self_attn_q_proj": (TEXT, TEXT),
+    "lora_te2_text_model_encoder_layers_31_mlp_fc1": (4 * TEXT, TEXT),
+}
+
+
+def kohya(path: Path, shapes: dict[str, tuple[int, ...]], prefix: str = "", alpha: float = 3.0) -> Path:
+    tensors: dict[str, np.ndarray] = {}
+    for i, (module, shape) in enumerate(shapes.items()):
+        a, b = pair(shape, RANK, 10 * i)
+        tensors |= {f"{prefix}{module}.lora_down.weight": a, f"{prefix}{module}.lora_up.weight": b}
+        tensors[f"{prefix}{module}.alpha"] = np.array(alpha, np.float32)
+    save_file(tensors, path)
+    return path
+
+
+def deltas(tensors: dict[str, Any], a: str = ".lora_A.weight", b: str = ".lora_B.weight") -> dict[str, np.ndarray]:
+    """Module → what is added to its weight, times the scale that the file states."""
+    found = {}
+    for name in tensors:
+        if name.endswith(a):
+            module = name.removesuffix(a)
+            down, up = (np.asarray(tensors[f"{module}{end}"]) for end in (a, b))
+            alpha = tensors.get(f"{module}.alpha")
+            scale = 1.0 if alpha is None else float(alpha) / down.shape[0]
+            found[module] = scale * up.reshape(len(up), -1) @ down.reshape(len(down), -1)
+    return found
+
+
+def newer(module: str) -> str:
+    """The name that diffusers has for a module since 2023."""
+    plain = module.replace(".processor.", ".")
+    if plain.startswith("text_encoder"):
+        return re.sub(r"\.to_([qkv])$", r".\1_proj", plain)
+    return f"{plain}.0" if plain.endswith(".to_out") else plain
+
+
+def same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    assert found.keys() == expected.keys()
+    for module, delta in expected.items():
+        np.testing.assert_allclose(found[module], delta, rtol=1e-5, atol=1e-5, err_msg=module)
+
+
+@pytest.mark.slow
+def test_flux_of_kohya_becomes_what_diffusers_makes_of_it(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    utils = pytest.importorskip("diffusers.loaders.lora_conversion_utils")
+    shapes = {**FLUX, "single_blocks_1_linear1": (7 * 3072, 3072)}  # diffusers knows this size alone
+    path = kohya(tmp_path / "k.safetensors", shapes, "lora_unet_")
+    theirs = utils._convert_kohya_flux_lora_to_diffusers({name: torch.tensor(a) for name, a in load_file(path).items()})
+    ours = load_file(converted(path, tmp_path / "out", "diffusers") / "pytorch_lora_weights.safetensors")
+    few = {name: array[:, :9] if name.endswith(".lora_A.weight") else array for name, array in ours.items()}
+    same(
+        deltas(few),
+        deltas({name: array[:, :9] if name.endswith(".lora_A.weight") else array for name, array in theirs.items()}),
+    )
+
+
+@pytest.mark.slow
+def test_stable_diffusion_xl_of_kohya_becomes_what_diffusers_makes_of_it(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    utils = pytest.importorskip("diffusers.loaders.lora_conversion_utils")
+    path = kohya(tmp_path / "k.safetensors", SDXL)
+    tensors = {name: torch.tensor(a) for name, a in load_file(path).items()}
+    mapped = utils._maybe_map_sgm_blocks_to_diffusers(tensors, SimpleNamespace(layers_per_block=2))
+    theirs, alphas = utils._convert_non_diffusers_lora_to_diffusers(mapped)
+    assert set(alphas.values()) == {3.0}
+    found = deltas(load_file(converted(path, tmp_path / "out", "diffusers") / "pytorch_lora_weights.safetensors"))
+    stems = (".lora", "_lora", ".lora_linear_layer")
+    ends = [(f"{stem}.down.weight", f"{stem}.up.weight") for stem in stems]
+    expected = dict(itertools.chain(*(deltas(theirs, *pair_of_ends).items() for pair_of_ends in ends)))
+    same(found, {newer(module): 3 / RANK * delta for module, delta in expected.items()})
+
+
+def test_stable_diffusion_xl_gets_its_names_back(tmp_path: Path) -> None:
+    path = kohya(tmp_path / "k.safetensors", SDXL)
+    diffusers = converted(path, tmp_path / "diffusers", "diffusers") / "pytorch_lora_weights.safetensors"
+    back = load_file(converted(diffusers, tmp_path / "back", "kohya") / "lora.safetensors")
+    ends = ".lora_down.weight", ".lora_up.weight"
+    same(deltas(back, *ends), deltas(load_file(path), *ends))
+    shapes = {name: array.shape for name, array in load_file(path).items()}
+    assert {name: array.shape for name, array in back.items()} == shapes
+    comfyui = load_file(converted(diffusers, tmp_path / "comfyui", "comfyui") / "pytorch_lora_weights.safetensors")
+    assert "diffusion_model.input_blocks.4.1.transformer_blocks.1.attn1.to_q.lora_A.weight" in comfyui
+    assert "text_encoders.clip_g.transformer.text_model.encoder.layers.31.mlp.fc1.alpha" in comfyui
+
+
+@pytest.mark.parametrize("layout", ["kohya", "comfyui"])
+def test_flux_of_diffusers_becomes_one_matrix_again(layout: str, tmp_path: Path) -> None:
+    path = kohya(tmp_path / "k.safetensors", FLUX, "lora_unet_")
+    diffusers = converted(path, tmp_path / "diffusers", "diffusers") / "pytorch_lora_weights.safetensors"
+    back = converted(diffusers, tmp_path / "back", layout)
+    before = deltas(load_file(path), ".lora_down.weight", ".lora_up.weight")
+    if layout == "kohya":
+        same(deltas(load_file(back / "lora.safetensors"), ".lora_down.weight", ".lora_up.weight"), before)
+        return
+    names = {f"diffusion_model.{_dotted(module.removeprefix('lora_unet_'))}": delta for module, delta in before.items()}
+    same(deltas(load_file(back / "pytorch_lora_weights.safetensors")), names)
+
+
+def test_parts_that_were_not_trained_are_zeros(tmp_path: Path) -> None:
+    tensors = {}
+    for i, part in enumerate(("attn.to_q", "attn.to_v", "proj_mlp")):
+        a, b = pair((4 * H if part == "proj_mlp" else H, H), RANK + i, 10 * i)
+        name = f"transformer.single_transformer_blocks.4.{part}"
+        tensors |= {f"{name}.lora_A.weight": a.astype(np.float16), f"{name}.lora_B.weight": b.astype(np.float16)}
+    save_file(tensors, tmp_path / "d.safetensors")
+    out = load_file(converted(tmp_path / "d.safetensors", tmp_path / "out", "kohya") / "lora.safetensors")
+    whole = deltas(out, ".lora_down.weight", ".lora_up.weight")["lora_unet_single_blocks_4_linear1"]
+    parts = deltas(tensors)
+    assert out["lora_unet_single_blocks_4_linear1.lora_up.weight"].dtype == np.float16
+    for first, part in ((0, "attn.to_q"), (2 * H, "attn.to_v"), (3 * H, "proj_mlp")):
+        expected = parts[f"transformer.single_transformer_blocks.4.{part}"].astype(np.float32)
+        np.testing.assert_allclose(whole[first : first + len(expected)], expected, atol=0.02)
+    assert not whole[H : 2 * H].any()
+
+
+def test_names_of_stable_diffusion_1_and_its_text_encoder(tmp_path: Path) -> None:
+    shapes: dict[str, tuple[int, ...]] = {
+        "lora_unet_down_blocks_0_attentions_1_transformer_blocks_0_attn1_to_out_0": (H, H),
+        "lora_unet_up_blocks_1_resnets_0_time_emb_proj": (H, H),
+        "lora_unet_down_blocks_0_attentions_0_proj_in": (H, H, 1, 1),
+        "lora_te_text_model_encoder_layers_3_mlp_fc2": (TEXT, TEXT),
+    }
+    path = kohya(tmp_path / "k.safetensors", shapes, alpha=1.0)
+    out = converted(path, tmp_path / "out", "diffusers") / "pytorch_lora_weights.safetensors"
+    names = {name.removesuffix(".lora_A.weight") for name in load_file(out) if name.endswith("A.weight")}
+    assert names == {
+        "unet.down_blocks.0.attentions.1.transformer_blocks.0.attn1.to_out.0",
+        "unet.up_blocks.1.resnets.0.time_emb_proj",
+        "unet.down_blocks.0.attentions.0.proj_in",
+        "text_encoder.text_model.encoder.layers.3.mlp.fc2",
+    }
+    back = load_file(converted(out, tmp_path / "back", "kohya") / "lora.safetensors")
+    same(deltas(back, ".lora_down.weight", ".lora_up.weight"), deltas(load_file(path), ".lora_down.weight", ".lora_up.weight"))
+    assert back["lora_unet_down_blocks_0_attentions_0_proj_in.lora_down.weight"].shape == (RANK, H, 1, 1)
+    assert "--for kohya" in refusal(out, "comfyui").finding.fix
+
+
+def test_a_file_with_loha_becomes_a_lora_of_diffusers(tmp_path: Path) -> None:
+    name = "lora_unet_double_blocks_0_img_attn_proj"
+    rng = np.random.default_rng(0)
+    parts = {
+        f"hada_w{k}_{e}": rng.standard_normal((H, 2) if e == "a" else (2, H)).astype(np.float32) for k in "12" for e in "ab"
+    }
+    save_file({f"{name}.{part}": array for part, array in parts.items()}, tmp_path / "l.safetensors")
+    out = converted(tmp_path / "l.safetensors", tmp_path / "out", "diffusers") / "pytorch_lora_weights.safetensors"
+    found = deltas(load_file(out))["transformer.transformer_blocks.0.attn.to_out.0"]
+    expected = (parts["hada_w1_a"] @ parts["hada_w1_b"]) * (parts["hada_w2_a"] @ parts["hada_w2_b"])
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_names_that_are_not_known_are_refused(tmp_path: Path) -> None:
+    path = kohya(tmp_path / "k.safetensors", {"lora_unet_nonsense_3_to_q": (H, H)})
+    assert "1 of its 1 modules have names that are not known" in str(refusal(path, "diffusers"))
+    path = kohya(tmp_path / "k.safetensors", {"lora_unet_input_blocks_4_9_to_q": (H, H)})
+    assert "input_blocks.4.9.to_q has no name there" in str(refusal(path, "diffusers"))
+    folder = peft_folder(tmp_path / "peft", peft_pair("model.layers.0.self_attn.q_proj"))
+    assert "in PEFT's format, which kohya does not name" in str(refusal(folder, "kohya"))
+    assert "its names are those of a single file" in str(refusal(path, "peft"))
+
+
+@pytest.mark.slow
+def test_every_module_of_the_unets_has_its_name(tmp_path: Path) -> None:
+    """Those that diffusers builds: `_` for dots and back, and those of Stable Diffusion XL's first implementation."""
+    diffusers = pytest.importorskip("diffusers")
+    sizes = {"block_out_channels": (32, 64, 64), "cross_attention_dim": 32, "attention_head_dim": 8, "layers_per_block": 2}
+    down = ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D")
+    up = ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D")
+    model = diffusers.UNet2DConditionModel(**sizes, down_block_types=down, up_block_types=up, norm_num_groups=8)
+    modules = [name for name, module in model.named_modules() if type(module).__name__ in ("Linear", "Conv2d")]
+    assert [_dotted(name.replace(".", "_")) for name in modules] == modules
+    places = [f"input_blocks.{i}.{j}" for i in range(1, 9) for j in (0, 1)]
+    places += [f"output_blocks.{i}.{j}" for i in range(9) for j in (0, 1, 2)] + [f"middle_block.{i}" for i in range(3)]
+    inside = ["in_layers.2", "out_layers.3", "emb_layers.1", "skip_connection", "op", "conv", "proj_in"]
+    made = {_unet_name(f"{place}.{inner}") for place in places for inner in inside}
+    kinds = (".conv1", ".conv2", ".time_emb_proj", ".conv", ".proj_in")
+    assert {name for name in modules if name.endswith(kinds) and not name.startswith("time")} <= made
+    assert all(_unet_name(_first_name(name)) == name for name in made if name)
