@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from safetensors import numpy as safetensors
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from tests import zoo
@@ -117,9 +118,19 @@ def save(
     """A model of float32 with random weights, and its tokenizer. names: tokens of special meaning"""
     arguments = {**SIZES, "vocab_size": tokenizer.get_vocab_size(), **changes}
     zoo.save_as(model_class, config_class, arguments, folder, 1, dtype="float32")
+    path = folder / "model.safetensors"
+    path.write_bytes(safetensors.save(_scaled(safetensors.load(path.read_bytes())), {"format": "pt"}))
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **names}))
     return folder
+
+
+def _scaled(tensors: Mapping[str, npt.NDArray[np.float32]]) -> dict[str, npt.NDArray[np.float32]]:
+    """Weights of such sizes that each part of a model changes what it computes by more than a rounding."""
+    return {
+        name: value + 1 if "norm" in name.lower() and name.endswith("weight") else value * (2 if value.ndim > 1 else 1)
+        for name, value in tensors.items()
+    }
 
 
 def with_modules(folder: Path, pooling: str, *more: str, width: int = 32) -> Path:

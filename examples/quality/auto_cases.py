@@ -314,10 +314,15 @@ def _run_tune(base: Path, fine_tunes: dict[str, Path], case: Case, texts: Path, 
 
 def _timed(command: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     """What a command answers as JSON; the processor time, time and memory that it took."""
-    began = time.monotonic()
+    began, peak = time.monotonic(), 0
     with tempfile.TemporaryFile() as answer:
         process = subprocess.Popen(command, stdout=answer)
-        _, status, usage = os.wait4(process.pid, 0)
+        while True:
+            pid, status, usage = os.wait4(process.pid, os.WNOHANG)
+            if pid:
+                break
+            peak = max(peak, _peak_bytes(process.pid))
+            time.sleep(0.2)
         process.returncode = os.waitstatus_to_exitcode(status)
         if process.returncode:
             raise SystemExit(f"it failed: {shlex.join(command)}")
@@ -326,8 +331,14 @@ def _timed(command: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     return result, {
         "processor_seconds": round(usage.ru_utime + usage.ru_stime, 1),
         "seconds": round(time.monotonic() - began, 1),
-        "peak_bytes": usage.ru_maxrss * 1024,
+        "peak_bytes": peak,
     }
+
+
+def _peak_bytes(pid: int) -> int:
+    """The most memory that a running process had so far. `ru_maxrss` also counts this process, which started it."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return next((int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM:")), 0)
 
 
 def main() -> None:

@@ -10,9 +10,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,7 +26,6 @@ from weightsmith._engine.resources import DEFAULTS, WHOLE, Buffers, Resources, W
 from weightsmith._engine.results import Results
 from weightsmith._engine.schedule import APPLY, ActivePass, ActiveStep, LeafPass, ReductionPass, Scheduler, Task
 from weightsmith._engine.tile_work import Copier, Encoder, Finite, Merger
-from weightsmith._files.remote.ahead import ReadAhead
 from weightsmith._kernels.jit import is_compiling, leave
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._plans import COPY, Gather, Plan, Product, Step
@@ -33,6 +33,9 @@ from weightsmith.abc.job import Bytes, Job
 from weightsmith.abc.output import Finished, Output
 from weightsmith.abc.product import Arrays, Target
 from weightsmith.abc.tensors import Tensors
+
+if TYPE_CHECKING:
+    from weightsmith._files.remote.ahead import ReadAhead
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,10 +283,11 @@ def run(
     finished = len(skipped), sum(step.nbytes for step in skipped)
     began = time.monotonic()
     to_make = [product for product in products if not results.finished(product.name)]
-    with ReadAhead(visits(reader, unfinished, to_make), resources.cache_bytes) as ahead:
+    with _fetching(visits(reader, unfinished, to_make), resources.cache_bytes) as ahead:
 
         def stop() -> None:
-            ahead.stop()
+            if ahead is not None:
+                ahead.stop()
             abandon()
 
         task = Run(reader, unfinished, products, output, resources, workload, abandon=stop, in_order=in_order)
@@ -298,7 +302,17 @@ def run(
         task.release()
     done = {**skip, **task.finished}
     finished_tensors = {step.out.name: done[step.out.name] for step in steps}
-    return Outcome(task.read_bytes, task.total_bytes, finished_tensors, results, ahead.fetched_bytes)
+    fetched_bytes = 0 if ahead is None else ahead.fetched_bytes
+    return Outcome(task.read_bytes, task.total_bytes, finished_tensors, results, fetched_bytes)
+
+
+def _fetching(parts: list[list[Extent]], cache_bytes: int) -> AbstractContextManager[ReadAhead | None]:
+    """Fetches parts of files elsewhere before they are read; without any, nothing: files that are here need no client."""
+    if not parts:
+        return nullcontext()
+    from weightsmith._files.remote.ahead import ReadAhead
+
+    return ReadAhead(parts, cache_bytes)
 
 
 def open_merge(

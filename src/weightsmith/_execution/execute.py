@@ -54,7 +54,6 @@ from weightsmith._outputs.local import remove_checkpoint
 from weightsmith._outputs.locks import JOURNAL
 from weightsmith._outputs.manifest import read_manifest
 from weightsmith._outputs.places import remove_published, remove_work, verify
-from weightsmith._planning.follow_ups import follow_up_kind
 from weightsmith._planning.planner.loading import Began, Beside, Check
 from weightsmith._planning.planner.prepared import Prepared, download, missing_files, stream
 from weightsmith._plans import PlanDraft, Product, Provenance, Step
@@ -168,6 +167,7 @@ def measured(run: PlanRun, warnings: list[Finding]) -> Iterator[PlanRun]:
     warnings  gets those of what could not be removed at the end, when the output is published
     """
     from weightsmith._execution.targets import check_target, search_target
+    from weightsmith._planning.follow_ups import follow_up_kind
 
     prepared, request, kind = run.prepared, run.request, follow_up_kind(run.prepared)
     place, folder = check_options(request.out, request.options), sibling(request.out, ".measurement")

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 from weightsmith._base.errors import NOTHING_WRITTEN, Busy, Finding, NoSpace, StoreError
 from weightsmith._base.files import FULL, expand_user
 from weightsmith._base.idioms import Closing
-from weightsmith._files.remote.ahead import spool_folder
 from weightsmith._outputs import disk
 from weightsmith._outputs.area import (
     OtherFiles,
@@ -638,5 +637,7 @@ def staged_path(target: Target, folder: str | os.PathLike[str] | None = None, he
     if not target.streams:
         return target.local
     if helping:
+        from weightsmith._files.remote.ahead import spool_folder
+
         return spool_folder() / f"{target.local.name}.{helping}"
     return check_out(target.local if folder is None else expand_user(folder) / target.local.name)

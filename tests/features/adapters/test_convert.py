@@ -69,6 +69,11 @@ def converted(adapter: Path, out: Path, layout: str = "llama.cpp", **options: An
     return out / "adapter.gguf" if layout == "llama.cpp" else out
 
 
+def stored_bytes(path: Path) -> dict[str, bytes]:
+    data = path.read_bytes()
+    return {tensor.name: data[tensor.offset : tensor.offset + tensor.nbytes] for tensor in read_gguf_header(path).tensors}
+
+
 def refusal(adapter: Path, layout: str = "llama.cpp", **options: Any) -> WeightsmithError:
     with pytest.raises(PlanError) as caught:
         weightsmith.convert_lora(adapter, adapter.parent / "refused", layout=layout, progress=False, **options)
@@ -117,6 +122,8 @@ def test_llama_cpp_computes_what_peft_does(case: str, models: Any, tmp_path: Pat
     assert np.abs(plain - expected).max() > 0.1 * largest  # the adapter does something
     assert np.abs(found - expected).max() < 2e-3 * largest
     assert np.abs(found - as_one).max() < 2e-3 * largest
+    of_gguf = converted(tmp_path / "adapter", tmp_path / "again", base=str(tmp_path / "gguf/model.gguf"))
+    assert stored_bytes(of_gguf) == stored_bytes(path)  # the base may be a GGUF file, too
 
 
 def of_llama_cpp(folder: Path, tensors: Mapping[str, np.ndarray], alpha: float | None = 8.0, **keys: str) -> Path:

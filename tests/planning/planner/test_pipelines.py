@@ -228,6 +228,44 @@ def test_inspect_names_the_pipeline(tmp_path: Path) -> None:
     assert weightsmith.inspect(a).architecture == "StableDiffusionPipeline"
 
 
+@pytest.mark.parametrize("flat", [False, True], ids=["diffusers", "kohya"])
+@pytest.mark.parametrize("inner", ["text_model.", ""], ids=["transformers 4", "transformers 5"])
+def test_an_adapter_changes_each_part_that_it_has_factors_of(inner: str, flat: bool, tmp_path: Path) -> None:
+    a, random, factors = pipeline(tmp_path / "a", 1), np.random.default_rng(0), {}
+    encoder = {f"{inner}encoder.layers.{i}.self_attn.q_proj.weight": (4, 4) for i in range(2)}
+    parts = {
+        "unet": {"mid_block.attentions.0.transformer_blocks.0.attn1.to_q.weight": (4, 4)},
+        "text_encoder": encoder,
+        "text_encoder_2": encoder,
+    }
+    for part, shapes in parts.items():
+        (Path(a) / part).mkdir(exist_ok=True)
+        file = "diffusion_pytorch_model" if part == "unet" else "model"
+        save_file(
+            {name: random.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()},
+            Path(a) / part / f"{file}.safetensors",
+        )
+    (Path(a) / "model_index.json").write_text(json.dumps({**INDEX, "text_encoder_2": ["transformers", "CLIPTextModel"]}))
+    first = {name: tensor for name, tensor in tensors_of(a).items() if not name.startswith("vae")}
+    prefixes = {"unet": "lora_unet_", "text_encoder": "lora_te1_", "text_encoder_2": "lora_te2_"}
+    wanted = {}
+    for name, tensor in first.items():
+        part, _, module = name.removesuffix(".weight").partition("/")
+        module = module if part == "unet" else f"text_model.{module.removeprefix(inner)}"
+        module = f"{prefixes[part]}{module.replace('.', '_')}" if flat else f"{part}.{module}"
+        down, up = (random.standard_normal(shape).astype(np.float32) for shape in ((2, 4), (4, 2)))
+        factors |= (
+            {f"{module}.lora_down.weight": down, f"{module}.lora_up.weight": up}
+            if flat
+            else {f"{module}.lora_A.weight": down, f"{module}.lora_B.weight": up}
+        )
+        wanted[name] = tensor + up @ down
+    save_file(factors, tmp_path / "lora.safetensors")
+    found = tensors_of(weightsmith.dequantize(f"{a}+{tmp_path / 'lora.safetensors'}", tmp_path / "out", fsync=False).out)
+    for name, tensor in wanted.items():
+        np.testing.assert_allclose(found[name], tensor, atol=1e-5, err_msg=name)
+
+
 @pytest.mark.reader
 def test_diffusers_loads_the_result(tmp_path: Path) -> None:
     torch, diffusers = pytest.importorskip("torch"), pytest.importorskip("diffusers")

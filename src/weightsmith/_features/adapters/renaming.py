@@ -131,7 +131,7 @@ def renamed(shapes: Mapping[str, tuple[int, int]], layout: str, where: str, *, f
         raise Unsupported(what, where=where, fix="write --for kohya")
     prefixes = _prefixes(layout, several=is_flux or is_xl, is_flux=is_flux)
     return [
-        RenamedModule(_written(prefixes[network], name, layout), parts, rows) for network, name, parts, rows in modules.found()
+        RenamedModule(_written(prefixes[network], name, layout), parts, rows) for network, name, parts, rows in modules.all()
     ]
 
 
@@ -197,19 +197,19 @@ class _Modules:
 
     def __init__(self, shapes: Mapping[str, tuple[int, int]], known: Mapping[str, tuple[Network, str]], where: str) -> None:
         self._shapes, self._where = shapes, where
-        self._found: list[tuple[Network, str, tuple[str, ...], tuple[int, ...]]] = []
-        self._left = dict(known)
+        self._renamed: list[tuple[Network, str, tuple[str, ...], tuple[int, ...]]] = []
+        self._unchanged = dict(known)
 
-    def found(self) -> list[tuple[Network, str, tuple[str, ...], tuple[int, ...]]]:
+    def all(self) -> list[tuple[Network, str, tuple[str, ...], tuple[int, ...]]]:
         """Network, name, parts and rows of each module; those that keep their name come last."""
-        return [*self._found, *((network, name, (module,), ()) for module, (network, name) in self._left.items())]
+        return [*self._renamed, *((network, name, (module,), ()) for module, (network, name) in self._unchanged.items())]
 
     def _take(self, module: str, name: str, rows: tuple[int, ...] = ()) -> None:
-        self._left.pop(module, None)
-        self._found.append((DENOISER, name, (module,), rows))
+        self._unchanged.pop(module, None)
+        self._renamed.append((DENOISER, name, (module,), rows))
 
     def _denoiser(self) -> dict[str, str]:
-        return {name: module for module, (network, name) in self._left.items() if network is DENOISER}
+        return {name: module for module, (network, name) in self._unchanged.items() if network is DENOISER}
 
     def of_flux(self, *, split: bool) -> None:
         """Rename modules of Flux. split: into those of diffusers, else into those of the first implementation."""
@@ -253,7 +253,7 @@ class _Modules:
     def _fuse(self) -> None:
         """Matrices that diffusers has one by one: their factors become those of one matrix."""
         names = self._denoiser()
-        wholes: dict[tuple[str, str], tuple[str, ...]] = {}
+        wholes: dict[str, tuple[str, ...]] = {}
         for name in names:
             block, number, inner = _block(name)
             if block == "transformer_blocks":
@@ -261,14 +261,14 @@ class _Modules:
                 if not fused:
                     raise self._unknown(name)
                 parts = tuple(f"{block}.{number}.{part}" for part in _FLUX_FUSED[fused])
-                wholes[f"double_blocks.{number}.{fused}", ""] = parts
+                wholes[f"double_blocks.{number}.{fused}"] = parts
             elif block == "single_transformer_blocks":
                 if inner not in _FLUX_LINEAR1:
                     raise self._unknown(name)
-                wholes[f"single_blocks.{number}.linear1", ""] = tuple(f"{block}.{number}.{part}" for part in _FLUX_LINEAR1)
+                wholes[f"single_blocks.{number}.linear1"] = tuple(f"{block}.{number}.{part}" for part in _FLUX_LINEAR1)
             elif block not in ("double_blocks", "single_blocks") and name not in _FLUX_OUTSIDE:
                 raise self._unknown(name)
-        for (whole, _), parts in wholes.items():
+        for whole, parts in wholes.items():
             modules = tuple(names.get(part, "") for part in parts)
             inputs = {self._shapes[module][1] for module in modules if module}
             if len(inputs) > 1:
@@ -277,8 +277,8 @@ class _Modules:
             usual = [hidden] * 3 + [_MLP_RATIO * hidden]
             rows = tuple(self._shapes[module][0] if module else usual[i] for i, module in enumerate(modules))
             for module in filter(None, modules):
-                self._left.pop(module)
-            self._found.append((DENOISER, whole, modules, rows))
+                self._unchanged.pop(module)
+            self._renamed.append((DENOISER, whole, modules, rows))
 
     def of_unet(self, name_of: Callable[[str], str]) -> None:
         """Rename modules of a UNet. name_of: the other name of one in the other vocabulary; "" without one"""

@@ -30,13 +30,13 @@ class ExactFactor(Weight):
     """A factor that is computed from the tensors of a module.
 
     kind  its name in `kinds.KINDS`; `code` is the identity of one that an installed package brings
-    left  whether it is B, else A
+    is_b  whether it is B, else A
     """
 
     kind: str
     code: str
     module: AdapterModule
-    left: bool
+    is_b: bool
 
     @property
     def preferred_rows(self) -> int:
@@ -52,7 +52,7 @@ class ExactFactor(Weight):
             left, right = exact.factors(self.module, arrays)
         except ValueError as error:
             raise FormatError(str(error), where=self.module.name, fix="save the adapter again") from error
-        whole = left if self.left else right
+        whole = left if self.is_b else right
         values[:] = whole.reshape(-1)[first : first + values.size]
 
 
@@ -115,6 +115,6 @@ def _factors(adapter: Adapter, module: str, parts: OtherParts, names: FactorName
         raise ValueError(f"its factors have rank {rank}")
     stored = tuple(spec.name for spec in headers.values())
     code = KINDS.identity(parts.kind)
-    for ending, shape, left in ((names.a, (rank, inputs), False), (names.b, (outputs, rank), True)):
+    for ending, shape, is_b in ((names.a, (rank, inputs), False), (names.b, (outputs, rank), True)):
         spec = TensorSpec(f"{module}{ending}", DTYPES["F32"], shape)
-        yield ExactFactor(spec, stored, DTYPES["F32"], parts.kind, code, described, left)
+        yield ExactFactor(spec, stored, DTYPES["F32"], parts.kind, code, described, is_b)

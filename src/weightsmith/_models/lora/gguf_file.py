@@ -32,7 +32,7 @@ def open_gguf(ref: str, path: Path) -> Adapter:
 
     opened = open_gguf_adapter(path, str(path))
     config = {"base_model_name_or_path": opened.base} if opened.base else {}
-    updates = {each.module: Factors(each.a, each.b, each.embedding, each.scaling) for each in opened.factors}
+    updates = {pair.module: Factors(pair.a, pair.b, pair.embedding, pair.scaling) for pair in opened.factors}
     checkpoint = Checkpoint(ref, opened.source, ModelFolder(path.parent, config=config))
     return Adapter(checkpoint, updates, turned=opened.turned)
 

@@ -29,7 +29,7 @@ class Network:
     title   for messages
     flat    in kohya's files, whose names of modules have `_` for each dot
     dotted  in files of diffusers, ComfyUI and others
-    stored  in files of models that hold several networks
+    stored  in files of models that hold several networks, and of a pipeline: the folder
     folder  of a diffusers pipeline that holds it
     """
 
@@ -44,11 +44,11 @@ DENOISER = Network(
     "the diffusion model",
     ("lora_unet_", "lora_transformer_", "lora_prior_", "lycoris_"),
     ("unet.", "transformer.", "prior.", "diffusion_model.", "model.diffusion_model."),
-    ("model.diffusion_model.",),
+    ("model.diffusion_model.", "unet/", "transformer/", "prior/"),
 )
 NETWORKS = (
     DENOISER,
-    Network("the second diffusion model", (), ("transformer_2.", "unet_2."), (), "transformer_2"),
+    Network("the second diffusion model", (), ("transformer_2.", "unet_2."), ("transformer_2/", "unet_2/"), "transformer_2"),
     Network(
         "text encoder 1",
         ("lora_te_", "lora_te1_"),
@@ -58,6 +58,7 @@ NETWORKS = (
             "cond_stage_model.model.",
             "conditioner.embedders.0.transformer.",
             "text_encoders.clip_l.transformer.",
+            "text_encoder/",
         ),
         "text_encoder",
     ),
@@ -65,14 +66,19 @@ NETWORKS = (
         "text encoder 2",
         ("lora_te2_",),
         ("text_encoder_2.", "text_encoders.clip_g.transformer."),
-        ("conditioner.embedders.1.model.", "conditioner.embedders.1.transformer.", "text_encoders.clip_g.transformer."),
+        (
+            "conditioner.embedders.1.model.",
+            "conditioner.embedders.1.transformer.",
+            "text_encoders.clip_g.transformer.",
+            "text_encoder_2/",
+        ),
         "text_encoder_2",
     ),
     Network(
         "text encoder 3",
         ("lora_te3_",),
         ("text_encoder_3.", "text_encoders.t5xxl.transformer."),
-        ("text_encoders.t5xxl.transformer.",),
+        ("text_encoders.t5xxl.transformer.", "text_encoder_3/"),
         "text_encoder_3",
     ),
 )
@@ -194,7 +200,8 @@ class _Pool:
 
     def find(self, module: str) -> str:
         """The tensor of a module's weight, or the name of a part of one; "" for none, and for a name that fits several."""
-        for name in [module] if self._flat else _spellings(module):
+        names = [module, module.removeprefix("text_model_")] if self._flat else _spellings(module)
+        for name in names:
             if tensor := self._whole.get(name) or self._ends.get(name):
                 return tensor
         return ""
@@ -256,7 +263,10 @@ def _ends(name: str) -> Iterator[str]:
 
 
 def _spellings(module: str) -> Iterable[str]:
-    """What a module with dots in its name may be called in a model: diffusers named projections otherwise until 2023."""
+    """What a module with dots in its name may be called in a model: diffusers named projections otherwise until 2023.
+
+    transformers saves text encoders of CLIP without `text_model` since version 5.
+    """
     plain = module.replace(".processor.", ".")
     home, dot, last = plain.rpartition(".")
     yield module
@@ -265,3 +275,5 @@ def _spellings(module: str) -> Iterable[str]:
         yield f"{plain}.0"
     if last in _ATTENTION:
         yield f"{home}{dot}{_ATTENTION[last]}"
+    if plain.startswith("text_model."):
+        yield from _spellings(plain.removeprefix("text_model."))

@@ -133,6 +133,7 @@ def plan_search(
     operations = sum(stage.operations for stage in stages)
     parameters = sum(step.out.size for step in steps)
     states = models * HELD_ROWS * tokens * 4 * min((step.out.shape[-1] for step in linear), default=0)
+    heads = 2 * (models - 1) * int(head)  # of fine-tunes that have one of their own, in float32
     inputs = {(step.layer, step.out.shape[-1]) for step in linear}
     statistics = sum(4 * models * columns**2 for _, columns in inputs)
     matrices = 4 * 8 * sum(step.out.size for step in linear)
@@ -142,7 +143,7 @@ def plan_search(
         stages,
         operations / rate,
         resources.workers,
-        PROCESS_BYTES + 8 * parameters + 2 * states,
+        PROCESS_BYTES + 8 * parameters + 2 * states + heads,
         statistics + matrices,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,12 @@ from tests.gguf_help import stored
 from tests.llama_cpp import needs_llama_cpp
 from tests.mini import write_checkpoint
 from tests.tokenizer_help import SAMPLES
-from weightsmith._base.errors import PlanError
+from weightsmith._base.errors import FormatError, PlanError
+from weightsmith._models.formats.gguf.architecture import Contents
+from weightsmith._models.formats.gguf.architectures.bert import BertRanks, XlmRoberta
+from weightsmith._models.formats.gguf.header import read_gguf_header
+from weightsmith._models.formats.gguf.tokenizer import tokenizer_files as gguf_tokenizer_files
+from weightsmith._models.formats.gguf.values import GgufValues
 
 LABELS = {"id2label": {0: "no", 1: "perhaps", 2: "yes"}, "label2id": {"no": 0, "perhaps": 1, "yes": 2}}
 DEFAULT = {"rope_type": "default"}
@@ -98,8 +104,8 @@ def test_llama_cpp_computes_what_transformers_does(name: str, tmp_path: Path) ->
             if tokens := tokenizer.encode(text).ids[:50]:
                 theirs = vectors(ENCODERS[name][0], source, tokens)
                 found = judge.pooled(tokens) if theirs.ndim == 1 else judge.vectors(tokens)
-                # llama.cpp's GELU is an approximation, of float16
-                assert np.abs(found - theirs).max() < 2e-3 * max(1, np.abs(theirs).max())
+                # llama.cpp's GELU is an approximation, and its attention rounds to float16
+                assert np.abs(found - theirs).max() < 1e-2 * max(1, np.abs(theirs).max())
 
 
 @needs_llama_cpp
@@ -340,3 +346,28 @@ def test_a_merge_straight_to_gguf_is_the_merge_then_quantised(name: str, tmp_pat
     weightsmith.merge(recipe, tmp_path / "q", quantize="gguf-q8_0", progress=False)
     weightsmith.merge(recipe, tmp_path / "plain", progress=False)
     assert stored(tmp_path / "q" / "model.gguf") == stored(quantize(tmp_path / "plain", tmp_path / "p", "q8_0"))
+
+
+# ---- files that contradict themselves
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("scores", math.nan, "tokenizer.ggml.scores has a value that is no number"),
+        ("unknown_token_id", 999_999, "tokenizer.ggml.unknown_token_id is 999999"),
+    ],
+)
+def test_damaged_unigrams(key: str, value: float, words: str, tmp_path: Path) -> None:
+    keys = dict(read_gguf_header(quantize(save("xlm-roberta", tmp_path / "m"), tmp_path / "q")).keys)
+    tokens = keys["tokenizer.ggml.tokens"]
+    keys[f"tokenizer.ggml.{key}"] = np.full(len(tokens), value, np.float32) if key == "scores" else value
+    with pytest.raises(FormatError, match=words):
+        gguf_tokenizer_files(keys, XlmRoberta(), "x.gguf")
+
+
+def test_a_head_of_more_scores_than_there_can_be() -> None:
+    values = GgufValues({}, "x.gguf", "download it again", "bert.")
+    shapes = {"token_types.weight": (2, 4), "cls.output.weight": (1 << 40, 1)}
+    with pytest.raises(FormatError, match="a head of 1,099,511,627,776 scores, and at most 100,000 are read"):
+        BertRanks().take_more(values, {}, Contents(shapes))

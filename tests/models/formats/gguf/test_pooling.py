@@ -218,6 +218,14 @@ def test_scores_that_llama_cpp_does_not_have_are_named(settings: Mapping[str, An
     assert ["without its modules 'LogitScore'" in str(warning) for warning in made.warnings] == [True]
 
 
+def test_a_file_with_tensors_that_the_model_does_not_have_is_refused(tmp_path: Path) -> None:
+    ranks = with_scores(reranker(tmp_path / "ranks"), {"true_token_id": 263, "false_token_id": 262})
+    for source, tensor in ((ranks, "cls.output.weight"), (embedding_gemma(tmp_path / "dense"), "dense_2.weight")):
+        weightsmith.quantize(source, tmp_path / f"{source.name}-q", "gguf-f32", progress=False)
+        with pytest.raises(Unsupported, match=f"tensor '{tensor}' does not belong to a model of the family"):
+            weightsmith.open_checkpoint(tmp_path / f"{source.name}-q")
+
+
 def test_scores_of_rows_that_the_head_does_not_have(tmp_path: Path) -> None:
     source = with_scores(reranker(tmp_path / "m"), {"true_token_id": 264, "false_token_id": 262})
     with pytest.raises(PlanError, match="the head has 264 rows, and the scores are those of 264, 262"):

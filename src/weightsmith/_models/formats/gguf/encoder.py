@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 from typing import Any, ClassVar
 
+from weightsmith._base.errors import FormatError
+from weightsmith._base.files import DAMAGED
 from weightsmith._models.formats.gguf.architecture import COMPUTED, LAYER_NORM, Contents, GgufArchitecture
 from weightsmith._models.formats.gguf.tensors import LAYERS
 from weightsmith._models.formats.gguf.values import GgufConfig, GgufKeys, GgufValues
@@ -28,6 +30,7 @@ EMBEDDINGS = {
 POSITIONS = {"position_embd": "embeddings.position_embeddings"}
 _POSITION_ROWS = "position_embd.weight"
 _ENDS = ("bos_token_id", "eos_token_id")
+_MOST_LABELS = 100_000
 
 
 def classifies(config: Mapping[str, Any]) -> bool:
@@ -127,6 +130,9 @@ class Encoder(GgufArchitecture):
         if self.ranks:
             names = values.get("classifier.output_labels")
             count = contents.shapes["cls.output.weight"][0]
+            if count > _MOST_LABELS:
+                what = f"a head of {count:,} scores, and at most {_MOST_LABELS:,} are read"
+                raise FormatError(what, where=values.where, fix=DAMAGED)
             named = names if isinstance(names, list) and len(names) == count else [f"LABEL_{i}" for i in range(count)]
             config["id2label"] = {str(number): name for number, name in enumerate(named)}
             config["label2id"] = {name: number for number, name in enumerate(named)}

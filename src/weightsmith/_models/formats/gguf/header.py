@@ -136,13 +136,13 @@ class _Reader:
             digest.update(values.tobytes())
         return GgufHeader(keys, tensors, self.file.state, digest.hexdigest(), small)
 
-    def value_of(self, wanted: str) -> Any:
+    def value_of(self, name: str) -> Any:
         """The value of one key; None without it. What follows it is not read."""
         self._check_start()
         for _ in range(self.unpack("QQ")[1]):
             key = self.text("a key", MAX_KEY_BYTES)
             value = self.value(key)
-            if key == wanted:
+            if key == name:
                 return value
         return None
 

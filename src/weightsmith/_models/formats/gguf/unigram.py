@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -66,6 +67,8 @@ def unigram_keys(files: TokenizerFiles) -> TokenizerKeys:
 def unigram_parts(keys: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int], where: str) -> dict[str, Any]:
     """The parts of a tokenizer.json with Unigram. Raises FormatError."""
     scores = numbers_of(keys, "scores", 0.0, tokens, where)
+    if not all(isinstance(score, float | int) and math.isfinite(score) for score in scores):
+        raise FormatError("tokenizer.ggml.scores has a value that is no number", where=where, fix=DAMAGED)
     unknown = keys.get("tokenizer.ggml.unknown_token_id")
     if type(unknown) is not int or not 0 <= unknown < len(tokens):
         what = f"tokenizer.ggml.unknown_token_id is {show(unknown)}, and there are {len(tokens):,} tokens"

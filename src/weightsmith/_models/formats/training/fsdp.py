@@ -97,7 +97,7 @@ def open_files(paths: Sequence[Path], index: Index | None, where: str, open_file
 
     Raises FormatError, Unsupported, NotFound, CheckpointError.
     """
-    files = [_read(path, rank, open_file) for rank, path in enumerate(sorted(paths, key=natural_key))]
+    files = [_read(path, rank, open_file) for rank, path in enumerate(sorted(paths, key=lambda path: natural_key(path.name)))]
     parts = [_parts(file, len(files)) for file in files]
     stored = dict[str, BoxedTensor]()
     for name, first in parts[0].items():
