@@ -73,7 +73,7 @@ def of_ranks(names: Iterable[str], where: str) -> Unsupported | None:
     >>> print(of_ranks(["model_world_size_2_rank_0.pt", "model_world_size_2_rank_1.pt"], "c").finding)
     c: an FSDP checkpoint of verl, with a file for each process: no file holds the model
       'model_world_size_2_rank_0.pt', 'model_world_size_2_rank_1.pt'
-      -> Name its folder, with the files of all processes in it: c
+      -> Name its folder, with the files of all processes in it: c.
     """
     listed = sorted(names)
     for layout in _LAYOUTS:

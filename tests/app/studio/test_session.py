@@ -32,7 +32,7 @@ from weightsmith._base.report.blocks import written
 from weightsmith._files.remote.ahead import TransferEstimate
 from weightsmith._methods import NAMES, all_methods
 from weightsmith._methods.base import FAMILIES
-from weightsmith._plans.summary import Memory, Summary
+from weightsmith._plans.summary import Memory, OpeningEstimate, Summary, UploadEstimate
 from weightsmith._reports.look.preview import GroupPreview, Preview
 from weightsmith._reports.look.preview import Kept as Survives
 from weightsmith._reports.look.surveys import NonFiniteCounts
@@ -551,7 +551,8 @@ def test_hostile_names_stay_text(root: Path, session: Session) -> None:
     kept = Survives(1.0, 0.5, 0.1, 0.1, 0.1, 0.5)
     group = GroupPreview(HOSTILE, 1, 10, 1, 1.0, 1.0, (kept,), (NonFiniteCounts(),) * 3)
     plan: Any = type("P", (), {"recipe": HOSTILE})()
-    summary = Summary(1, False, *(1,) * 7, memory=Memory(1, 1, 1), transfer=TransferEstimate(0, 0, 0, 0))
+    requests: Any = {"opening": OpeningEstimate(0, 0), "upload": UploadEstimate(0, 0, 0, 0, 0)}
+    summary = Summary(1, False, *(1,) * 7, memory=Memory(1, 1, 1), transfer=TransferEstimate(0, 0, 0, 0), **requests)
     found = Preview(HOSTILE, HOSTILE, (HOSTILE,), 1, 10, (group,), (group,), group, (), (), (), plan, summary)
     run = StudioRun(1, "try", 1.0, HOSTILE, HOSTILE, numbers={HOSTILE: HOSTILE})
     sample = show.Sample(HOSTILE, HOSTILE, 2.0)

@@ -162,7 +162,7 @@ def test_integers_that_disagree_are_told_after_the_merge(tmp_path: Path) -> None
 
 
 def test_quantised_inputs_are_refused_with_their_place(tmp_path: Path) -> None:
-    entry = {"quant_method": "hqq", "bits": 4}
+    entry = {"quant_method": "higgs", "bits": 4}
     a = write(tmp_path / "a", decoder() | {"model.layers.0.mlp.W_q": np.ones((6, 2), np.uint8)}, quantization_config=entry)
     up = "model.layers.0.mlp.up_proj.weight"
     codes = {up: np.ones((6, 4), ml_dtypes.float8_e4m3fn), f"{up}_scale_inv": np.ones((1, 1), np.float32)}

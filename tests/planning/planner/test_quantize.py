@@ -382,9 +382,9 @@ def test_no_config_json(tmp_path: Path) -> None:
 def test_an_input_of_codes(command: str, models: Path, tmp_path: Path) -> None:
     model = tmp_path / "gptq"
     loaded = {**tensors(models / "own"), "model.layers.0.mlp.codes.W_q": np.ones((4, 2), np.uint8)}
-    write_checkpoint(model, loaded, {**config_of(models / "own"), "quantization_config": {"quant_method": "hqq", "bits": 4}})
+    write_checkpoint(model, loaded, {**config_of(models / "own"), "quantization_config": {"quant_method": "higgs", "bits": 4}})
     what = passthrough(model) if command == "merge" else {"model": str(model), "prune_experts": {"keep": [0, 1]}}
-    assert "is quantised ('hqq', 4 bits" in problems(what, quantize=FP8)
+    assert "is quantised ('higgs', 4 bits" in problems(what, quantize=FP8)
 
 
 def test_a_scale_that_the_model_has_already(tmp_path: Path) -> None:
