@@ -22,6 +22,8 @@ from weightsmith._models.formats.gguf.header import read_gguf_header
 from weightsmith._models.lora import open_adapter
 from weightsmith._planning.planner.reopen import reopen
 
+__all__ = ["cli"]
+
 TOKENS = 262
 SIZES = {"vocab_size": TOKENS, "max_position_embeddings": 64}
 P = "base_model.model."
