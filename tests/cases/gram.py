@@ -124,7 +124,7 @@ def extract(arrays: Sequence[np.ndarray], alpha: float, beta: float, gamma: floa
     """As SuperMerger's extract_super computes it."""
     (a, b), base = deltas(arrays), f64(arrays)[0]
     rows = [x.reshape(-1, x.shape[-1] if x.ndim else 1) for x in (a, b)]
-    lengths = np.maximum(np.linalg.norm(rows[0], axis=-1) * np.linalg.norm(rows[1], axis=-1), 1e-8)
+    lengths = np.prod([np.maximum(np.linalg.norm(x, axis=-1), 1e-8) for x in rows], axis=0)  # torch limits each by itself
     d = (((rows[0] * rows[1]).sum(-1) / lengths + 1) / 2)[:, None] ** gamma
     mixed = (1 - alpha) * rows[0] + alpha * rows[1]
     return base + (mixed * ((1 - beta) * d + beta * (1 - d))).reshape(base.shape)

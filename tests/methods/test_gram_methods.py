@@ -235,6 +235,19 @@ def test_model_stock_of_a_single_fine_tune_is_refused(tmp_path: Path) -> None:
     assert f"merge_method model_stock takes at least 2 models besides the base, and there is one\n  {b}\n" in str(problem)
 
 
+# ---- extract_rows ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1e-3, 1e-5, 1e-7])
+def test_short_rows_of_small_deltas_keep_their_cosines(size: float, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    base, first, noise = rng.standard_normal((3, 4, 3, 3, 3))
+    arrays = [base, base + size * first, base + size * (first + 0.2 * noise)]
+    merged = merge(tmp_path, "extract_rows", arrays, {"alpha": 0.5, "beta": 0.0, "gamma": 2.0}, base=True)
+    exact = whole.extract(arrays, 0.5, 0.0, 2.0)
+    np.testing.assert_allclose((merged - base) / size, (exact - base) / size, atol=1e-5)
+
+
 # ---- geometric_median ------------------------------------------------------------------------------------------------------
 
 EXACT = {"max_iter": 1000, "tol": 1e-13}

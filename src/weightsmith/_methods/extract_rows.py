@@ -12,7 +12,7 @@ from weightsmith._methods.signature import Bounds, merge_method
 from weightsmith.abc.job import Job, Matrix
 
 _TINY = 1e-8
-"""The least product of two lengths, as in torch's cosine similarity: vectors of zeros have the cosine 0."""
+"""The least length of a vector, as in torch's cosine similarity: vectors of zeros have the cosine 0."""
 
 
 def extract_coefficients(gram: np.ndarray, alpha: float, beta: float, gamma: float) -> np.ndarray:
@@ -22,8 +22,8 @@ def extract_coefficients(gram: np.ndarray, alpha: float, beta: float, gamma: flo
     array([[0.  , 0.5 , 0.5 ],
            [0.5 , 0.25, 0.25]])
     """
-    lengths = np.sqrt(np.maximum(gram[:, 0, 0] * gram[:, 1, 1], 0.0))
-    cosine = np.clip(gram[:, 0, 1] / np.maximum(lengths, _TINY), -1.0, 1.0)
+    lengths = np.maximum(np.sqrt(np.maximum(np.diagonal(gram, axis1=1, axis2=2), 0.0)), _TINY)
+    cosine = np.clip(gram[:, 0, 1] / (lengths[:, 0] * lengths[:, 1]), -1.0, 1.0)
     similar = ((cosine + 1.0) / 2.0) ** gamma
     share = similar + beta * (1.0 - 2.0 * similar)
     return np.stack([1.0 - share, share * (1.0 - alpha), share * alpha], axis=1)
