@@ -252,7 +252,7 @@ def test_a_head_pools_as_transformers_does_by_default(tmp_path: Path) -> None:
     config = json.loads((source / "config.json").read_text())
     del config["classifier_pooling"]
     (source / "config.json").write_text(json.dumps(config))
-    with pytest.raises(PlanError, match="classifier_pooling is 'cls', and llama.cpp takes 'mean' for granted"):
+    with pytest.raises(PlanError, match=r"classifier_pooling is 'cls', and llama\.cpp takes 'mean' for granted"):
         quantize(source, tmp_path / "q")
 
 
