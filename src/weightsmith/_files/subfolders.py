@@ -22,6 +22,7 @@ from weightsmith._base.errors import CheckpointError, FormatError, WeightsmithEr
 from weightsmith._base.files import read_bounded, show
 from weightsmith._base.strict_json import JsonError, parse
 
+CONFIG = "config.json"
 MODULES, ROUTER = "modules.json", "router_config.json"
 PIPELINE = "model_index.json"
 SETTINGS = (MODULES, ROUTER, f"*/{ROUTER}", PIPELINE)
@@ -35,6 +36,8 @@ MAX_SETTINGS_BYTES = 1 << 20
 
 _FOLDER = re.compile(r"\w[\w. -]*", re.ASCII)
 _REFERENCE = re.compile(r"(?:[A-Za-z_]\w*[./]){1,4}[A-Za-z_]\w*", re.ASCII)
+_WITHOUT_WEIGHTS = re.compile(r"(Scheduler|Tokenizer(Fast)?|Processor(Fast)?|FeatureExtractor|Guidance)$")
+"""How the classes of a pipeline's parts end that have no weights."""
 _OTHER_COPIES = re.compile(
     r"\..*|original|onnx|openvino|gguf|mlx|coreml|metal|tensorrt|tflite|flax|tf|checkpoint-\d+|runs|logs|wandb|"
     r"assets|images?|imgs?|figures?|figs?|media|docs?|examples?|eval(uation)?s?|__pycache__",
@@ -93,7 +96,7 @@ def module_folders(folder: Path, names: Collection[str]) -> tuple[str, ...]:
     Raises FormatError for a path that leaves the folder, and for more files or modules than there can be.
     """
     folders: dict[str, None] = {}
-    if PIPELINE in names:
+    if is_pipeline(folder, names):
         folders |= dict.fromkeys(_checked(part, folder / PIPELINE) for part in _parts(_settings(folder / PIPELINE)))
     if MODULES in names:
         folders |= dict.fromkeys(_checked(path, folder / MODULES) for path in _paths(_settings(folder / MODULES)))
@@ -103,6 +106,23 @@ def module_folders(folder: Path, names: Collection[str]) -> tuple[str, ...]:
         folders |= dict.fromkeys(_checked(f"{parent}/{key}" if parent else key, folder / router) for key in types)
     _check_counts(folders, names, folder)
     return tuple(folders)
+
+
+def is_pipeline(folder: Path, names: Collection[str]) -> bool:
+    """True for a pipeline of diffusers: model_index.json names its class, and no config.json beside it names a model's.
+
+    names  of all files, relative
+    """
+    if PIPELINE not in names or not _is_index(_settings(folder / PIPELINE)):
+        return False
+    config = _settings(folder / CONFIG) if CONFIG in names else {}
+    return not (isinstance(config, dict) and any(config.get(key) for key in ("model_type", "architectures")))
+
+
+def model_parts(folder: Path) -> tuple[str, ...]:
+    """The parts of a pipeline that may have weights: not its schedulers, tokenizers and processors."""
+    parts = _parts(_settings(folder / PIPELINE))
+    return tuple(name for name, (_, kind) in parts.items() if not _WITHOUT_WEIGHTS.search(kind))
 
 
 def folders_in(data: bytes) -> tuple[str, ...]:
@@ -126,7 +146,7 @@ def module_code(folder: Path, names: Collection[str], folders: Collection[str]) 
     routers = [name for parent in ("", *folders) if (name := f"{parent}/{ROUTER}".lstrip("/")) in names]
     listed = _settings(folder / MODULES) if MODULES in names else []
     types = [module.get("type") for module in listed if isinstance(module, dict)] if isinstance(listed, list) else []
-    if PIPELINE in names:
+    if is_pipeline(folder, names):
         pipeline = _settings(folder / PIPELINE)
         types += [".".join(reference) for reference in _parts(pipeline).values()]
         own_class = pipeline.get("_class_name")  # of a pipeline with code of its own: [its file, its class]
@@ -177,8 +197,14 @@ def _paths(modules: Any) -> Iterator[str]:
 
 def _parts(pipeline: Any) -> dict[str, list[str]]:
     """The parts of a pipeline: the name of each one's folder, and its [library, class]."""
-    listed = pipeline.items() if isinstance(pipeline, dict) else ()
+    listed = pipeline.items() if _is_index(pipeline) else ()
     return {name: value for name, value in listed if not name.startswith("_") and _is_reference(value)}
+
+
+def _is_index(pipeline: Any) -> bool:
+    """True for the model_index.json of a pipeline, which names its class, or the file and class of its own code."""
+    name = pipeline.get("_class_name") if isinstance(pipeline, dict) else None
+    return (isinstance(name, str) and bool(name)) or _is_reference(name)
 
 
 def _is_reference(value: Any) -> bool:

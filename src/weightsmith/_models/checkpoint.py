@@ -10,7 +10,7 @@ import glob
 import os
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, final
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 _HUB_ID = re.compile(r"([A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*)(?:@(.+))?", re.ASCII)
 _FILE_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".json", ".yml", ".yaml")
 _BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+_SHOWN = 8  # names that a message lists
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -142,7 +143,7 @@ class Checkpoint(NamedTensors, Closing):
         self.metadata = dict(metadata or {})
         described = (opening.describe_quantisation(part, {}) for part in folder.parts.values())
         self.quantised = opening.describe_quantisation(folder.config, source.specs) or next(filter(None, described), None)
-        self.stale = opening.stale_entry(folder.config, source.specs)
+        self.stale = opening.stale_entry(folder.config, source.specs) or _stale_part(folder.parts, source.specs)
         self.notes = notes
         self.untied = untied
         self.repositories = folder.repositories
@@ -297,6 +298,15 @@ class Checkpoint(NamedTensors, Closing):
         return f"<Checkpoint {self.ref}: {len(self.specs):,} tensors, {self.nbytes:,} bytes>"
 
 
+def _stale_part(parts: Mapping[str, Mapping[str, Any]], specs: Mapping[str, TensorSpec]) -> str:
+    """The first quantisation that config.json of a part names although the weights of that part are plain, else ""."""
+    for part, config in parts.items():
+        inner = {name: spec for name, spec in specs.items() if name.startswith(f"{part}/")}
+        if stale := opening.stale_entry(config, inner):
+            return stale
+    return ""
+
+
 def _stem(config: Mapping[str, Any]) -> str:
     """What the names of weight files begin with: diffusers looks for no other."""
     return "diffusion_pytorch_model" if of_diffusers(config) else "model"
@@ -371,8 +381,11 @@ def _fetch_headers(repository: Repository | RemoteFolder, name: str, *, download
     repository.download(["config.json", *SETTINGS_FILES, *indexes, *subfolders.SETTINGS], quiet=True)
     folders = subfolders.module_folders(repository.folder, repository.sizes)
     repository.download([f"{inner}/{file}" for inner in folders for file in ("config.json", *indexes)], quiet=True)
-    files = [] if subfolders.PIPELINE in repository.sizes else [opening.find_weights(repository.folder, repository.sizes, name)]
-    files += opening.find_subfolders(repository.folder, repository.sizes, folders, name).values()
+    if subfolders.is_pipeline(repository.folder, repository.sizes):
+        files = [*_find_parts(repository.folder, repository.sizes, folders, name).values()]
+    else:
+        files = [opening.find_weights(repository.folder, repository.sizes, name)]
+        files += opening.find_subfolders(repository.folder, repository.sizes, folders, name).values()
     weights = [path.relative_to(repository.folder).as_posix() for file in files for path in file.paths]
     repository.want([*weights, *copied_files(repository.sizes, folders), CARD_NAME])
     if download and not stream:
@@ -445,8 +458,8 @@ def _open_folder(
 ) -> Checkpoint:
     """A folder with the files `names`; `repository` if it is in the Hub's cache (whose links need no check)."""
     where, open_file = (str(folder), open_local) if repository is None else (ref, repository.open)
-    if subfolders.PIPELINE in names:
-        return _open_pipeline(ref, folder, names, repository, raw=raw)
+    if subfolders.is_pipeline(folder, names):
+        return _open_pipeline(ref, folder, names, repository, raw=raw, plain=plain)
     weights = opening.find_weights(folder, names, where)
     config: Mapping[str, Any] | None = opening.read_config(folder / "config.json") if "config.json" in names else None
     folders = subfolders.module_folders(folder, names)
@@ -464,15 +477,12 @@ def _open_folder(
 
 
 def _open_pipeline(
-    ref: str, folder: Path, names: Sequence[str], repository: Repository | RemoteFolder | None, *, raw: bool
+    ref: str, folder: Path, names: Sequence[str], repository: Repository | RemoteFolder | None, *, raw: bool, plain: bool
 ) -> Checkpoint:
     """The folder of a pipeline of diffusers. Weight files beside model_index.json are another copy of it: none is read."""
     where, open_file = (str(folder), open_local) if repository is None else (ref, repository.open)
     folders = subfolders.module_folders(folder, names)
-    inner = opening.find_subfolders(folder, names, folders, where)
-    if not inner:
-        what = f"no part that {subfolders.PIPELINE} names has weights"
-        raise NotFound(what, where=where, details=(", ".join(folders[:20]) or "it names none",), fix="Download it again.")
+    inner = _find_parts(folder, names, folders, where)
     files, left_out = _choose_copied(folder, names, None, folders, repository)
     sources, parts, decoded, notes = {}, {}, [], []
     for name, weights in inner.items():
@@ -483,10 +493,16 @@ def _open_pipeline(
             what = "a part of a pipeline in a format that brings its own config.json and tokenizer"
             raise Unsupported(what, where=part, fix="Convert the part to safetensors first: weightsmith dequantize.")
         wrapped = Wrapped(opened.source, config) if raw else opening.wrap(opened, config, part)
+        if plain and not raw:
+            wrapped = opening.without_stale_entry(wrapped, part)
         sources[name], parts[name] = wrapped.source, wrapped.config or {}
         decoded += [kind for kind in (wrapped.kind or opened.decoded,) if kind]
         notes += [*opened.notes, *wrapped.notes]
     ignored = tuple(name for name in names if "/" not in name and name.lower().endswith(opening.suffixes()))
+    if ignored:
+        listed = ", ".join(ignored[:_SHOWN]) + (f" and {len(ignored) - _SHOWN} more" if len(ignored) > _SHOWN else "")
+        fix = "to merge one of these files, name it"
+        notes.append(Finding(f"not read, as another copy of the pipeline's weights: {listed}", ref, fix=fix))
     rest = {"files": files, "left_out": left_out, "ignored": ignored, "subfolders": tuple(sources), "parts": parts}
     return Checkpoint(
         ref,
@@ -495,6 +511,26 @@ def _open_pipeline(
         notes=(*([] if repository is None else repository.notes), *notes),
         decoded=", ".join(dict.fromkeys(decoded)),
     )
+
+
+def _find_parts(folder: Path, names: Collection[str], folders: Sequence[str], where: str) -> Mapping[str, opening.WeightFiles]:
+    """The weight files of a pipeline's parts. Raises NotFound if there are none, or none of a part with a model's config.json:
+    the output would lack it.
+    """
+    inner = opening.find_subfolders(folder, names, folders, where)
+    for part in subfolders.model_parts(folder):
+        if part in inner or f"{part}/config.json" not in names:
+            continue
+        config = opening.read_config(folder / part / "config.json")
+        if any(key in config for key in ("_class_name", "architectures", "model_type")):
+            there = sorted(name.removeprefix(f"{part}/") for name in names if name.startswith(f"{part}/"))
+            what = "a part of the pipeline with a model's config.json, but no weight file with a usual name"
+            fix = f"Download its safetensors files. To leave the part out, write [null, null] for it in {subfolders.PIPELINE}."
+            raise NotFound(what, where=f"{where}/{part}", details=(", ".join(there[:_SHOWN]),), fix=fix)
+    if not inner:
+        what = f"no part that {subfolders.PIPELINE} names has weights"
+        raise NotFound(what, where=where, details=(", ".join(folders[:20]) or "it names none",), fix="Download it again.")
+    return inner
 
 
 def _choose_copied(

@@ -66,7 +66,9 @@ REPOS = {
         "onnx/model.onnx": b"",
     },
     ("org/pipeline", COMMIT): {
-        "model_index.json": json.dumps({part: ["library", "Class"] for part in ("unet", "vae", "tokenizer")}).encode(),
+        "model_index.json": json.dumps(
+            {"_class_name": "P", **{part: ["a", "B"] for part in ("unet", "vae", "tokenizer")}}
+        ).encode(),
         "unet/config.json": b'{"_class_name": "X"}',
         "unet/diffusion_pytorch_model.safetensors": save({"w": A}),
         "unet/diffusion_pytorch_model.fp16.safetensors": save({"w": A.astype("float16")}),

@@ -88,6 +88,25 @@ def test_the_parts_of_a_pipeline_and_their_shards_are_found() -> None:
         assert all((checkpoint.folder / name).is_file() for name in checkpoint.files)
 
 
+def test_the_parts_of_a_pipeline_may_be_pickles_or_a_variant() -> None:
+    shard = "pytorch_model-00001-of-00001.bin"
+    weights = {
+        "unet/diffusion_pytorch_model.bin": pickled({"w": np.ones(2, np.float32)}),
+        "vae/diffusion_pytorch_model.fp16.safetensors": save({"w": np.ones(2, np.float16)}),
+        f"text_encoder/{shard}": pickled({"w": np.ones(2, np.float32)}),
+        "text_encoder/pytorch_model.bin.index.json": json.dumps({"weight_map": {"w": shard}}).encode(),
+    }
+    parts = {part: ["diffusers", "X"] for part in ("unet", "vae", "text_encoder")}
+    files = weights | {"model_index.json": json.dumps({"_class_name": "P", **parts}).encode()}
+    files |= {f"{part}/config.json": b'{"_class_name": "X"}' for part in parts}
+    with serve(at("m", files)) as site, weightsmith.open_checkpoint(f"{site.url}/m") as checkpoint:
+        assert {*checkpoint.weights} == {name for name in weights if not name.endswith(".json")}
+        assert checkpoint.read("text_encoder/w").tolist() == [1, 1]
+    files["unet/diffusion_pytorch_model.of_another_name.bin"] = files.pop("unet/diffusion_pytorch_model.bin")
+    with serve(at("m", files)) as site, pytest.raises(NotFound, match="no weight file with a usual name"):
+        weightsmith.open_checkpoint(f"{site.url}/m")
+
+
 def test_other_formats_are_read_without_a_line_of_their_own() -> None:
     tensors = {"a.weight": np.arange(60_000, dtype=np.float32).reshape(200, 300), "b.weight": np.arange(7, dtype=np.float32)}
     files = {"config.json": b"{}", "pytorch_model.bin": pickled(tensors)}

@@ -176,6 +176,7 @@ def test_weights_beside_the_parts_are_another_copy(tmp_path: Path) -> None:
     save_file({"model.diffusion_model.out.weight": np.ones((2, 2), np.float32)}, Path(a) / "v1-5.safetensors")
     with open_checkpoint(a) as model:
         assert model.ignored == ("v1-5.safetensors",)
+        assert any("v1-5.safetensors" in note.what for note in model.notes)
         assert all("/" in name for name in model)
     out = weightsmith.merge(linear(a, b), tmp_path / "out", fsync=False).out
     assert not [*out.glob("*.safetensors")]
@@ -221,6 +222,58 @@ def test_a_pipeline_without_weights_names_its_parts(tmp_path: Path) -> None:
     a = pipeline(tmp_path / "a", 1, "unet", "vae", "text_encoder")
     with pytest.raises(NotFound, match=r"no part that model_index\.json names has weights"):
         open_checkpoint(a)
+
+
+@pytest.mark.parametrize("name", ["diffusion_flax_model.msgpack", "openvino_model.xml", "model.pb"])
+def test_a_part_whose_weights_are_in_no_format_that_is_read_is_refused(name: str, tmp_path: Path) -> None:
+    a, _ = pair(tmp_path)
+    (Path(a) / UNET).rename(Path(a) / "unet" / name)
+    with pytest.raises(NotFound, match="no weight file with a usual name") as error:
+        open_checkpoint(a)
+    assert "/unet" in str(error.value)
+    assert name in str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["CLIPImageProcessor", "CLIPTokenizer", "T5TokenizerFast", "DDIMScheduler"])
+def test_a_part_without_weights_may_have_config_json(kind: str, tmp_path: Path) -> None:
+    a, _ = pair(tmp_path)
+    (Path(a) / "extra").mkdir()
+    (Path(a) / "extra/config.json").write_text('{"_class_name": "X", "model_type": "clip"}')
+    (Path(a) / "model_index.json").write_text(json.dumps({**INDEX, "extra": ["library", kind]}))
+    with open_checkpoint(a) as model:
+        assert model.subfolders == ("text_encoder", "unet", "vae")
+        assert "extra/config.json" in model.files
+
+
+@pytest.mark.parametrize("index", [{}, {"files": ["model.safetensors"]}, {"unet": ["diffusers", "X"]}, []])
+def test_model_index_json_without_a_class_makes_no_pipeline(index: object, tmp_path: Path) -> None:
+    save_file({"w": np.ones(2, np.float32)}, tmp_path / "model.safetensors")
+    (tmp_path / "unet").mkdir()
+    save_file({"w": np.ones(2, np.float32)}, tmp_path / "unet/model.safetensors")
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    with open_checkpoint(tmp_path) as model:
+        assert [*model] == ["w"]
+
+
+@pytest.mark.parametrize("config", [{"model_type": "llama"}, {"architectures": ["LlamaForCausalLM"]}])
+def test_a_model_with_model_index_json_keeps_its_own_weights(config: dict[str, Any], tmp_path: Path) -> None:
+    a, _ = pair(tmp_path)
+    save_file({"lm_head.weight": np.ones((2, 2), np.float32)}, Path(a) / "model.safetensors")
+    (Path(a) / "config.json").write_text(json.dumps(config))
+    with open_checkpoint(a) as model:
+        assert [*model] == ["lm_head.weight"]
+
+
+def test_a_quantisation_that_a_part_does_not_have_is_ignored_where_asked(tmp_path: Path) -> None:
+    a, b = pair(tmp_path)
+    settings = {"quant_method": "gptq", "bits": 4}
+    (Path(a) / "unet/config.json").write_text(json.dumps({**CONFIGS["unet"], "quantization_config": settings}))
+    with open_checkpoint(a) as model:
+        assert "gptq" in model.stale
+        assert model.quantised is not None
+    assert any("gptq" in str(problem) for problem in plan_help.problems(linear(a, b)))
+    out = weightsmith.merge(linear(a, b), tmp_path / "out", ignore_quantization_config=True, fsync=False).out
+    assert json.loads((out / "unet/config.json").read_text()) == CONFIGS["unet"]
 
 
 def test_inspect_names_the_pipeline(tmp_path: Path) -> None:

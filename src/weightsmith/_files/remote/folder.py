@@ -220,6 +220,8 @@ _IN_MODULES = ("config.json", "model.safetensors", "pytorch_model.bin", "tokeniz
 _IN_PARTS = (
     *(*_IN_MODULES, "model.safetensors.index.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json"),
     *("diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.safetensors.index.json", "scheduler_config.json"),
+    *("diffusion_pytorch_model.bin", "diffusion_pytorch_model.bin.index.json", "pytorch_model.bin.index.json"),
+    *("diffusion_pytorch_model.fp16.safetensors", "model.fp16.safetensors"),
     *("vocab.json", "merges.txt", "spiece.model", "added_tokens.json", "chat_template.jinja", "preprocessor_config.json"),
 )
 """Files to look for in the parts of a pipeline."""

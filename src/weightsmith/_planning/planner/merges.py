@@ -28,6 +28,7 @@ from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import Structure
 from weightsmith._models.structure.parts import find_parts
 from weightsmith._models.structure.resize import LAYERS_UNSPECIFIED
+from weightsmith._models.tokenizers.files import settings_of
 from weightsmith._models.tokenizers.vocabulary import FILES
 from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner.agreement import (
@@ -477,7 +478,7 @@ class _Assembler:
             outs = [step.out for step in steps if step.out.name.startswith(prefix)]
             stored = {name: spec for name, spec in donor.specs.items() if name.startswith(prefix)}
             new, _ = output_config(config, self.shape, {}, outs, stored=stored, asked=self.request.dtype, untie=False)
-            if new != config or donor.decoded:
+            if new != settings_of(donor.folder, donor.files, f"{prefix}config.json"):
                 files[f"{prefix}config.json"] = (json.dumps(new, indent=2, ensure_ascii=False) + "\n").encode()
         return files
 
