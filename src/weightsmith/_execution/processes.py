@@ -15,14 +15,19 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import IO, Any
 
+from weightsmith._base.errors import WorkerLost
+from weightsmith._base.options import named
 from weightsmith._engine.resources import processors
 from weightsmith._execution.cluster import Answer, Lost, Order, Share, do
-from weightsmith._execution.options import RunOptions
+from weightsmith._execution.options import THREADS, RunOptions
 
+LAST_WORDS_SECONDS = 1.0
+"""How long a process that has closed its pipe may take to end: an exception is shown, and threads are joined, after that."""
 _SERVE = "import sys; sys.path[:] = {path!r}; from weightsmith._execution.processes import serve; serve({fd})"
 
 
@@ -34,8 +39,10 @@ class _Process:
     pipe: Connection
     errors: IO[bytes]
 
-    def end(self) -> str:
-        """End it, if it has not ended: why it had."""
+    def end(self, seconds: float = 0.0) -> str:
+        """End it, if it has not ended: why it had. seconds: to wait for it first, if it is about to end."""
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(seconds)
         status = self.process.poll()
         self.pipe.close()
         self.process.kill()
@@ -97,15 +104,22 @@ class LocalWorkers:
             pass
 
     def _new(self, threads: int) -> _Process:
-        errors: IO[bytes] = tempfile.TemporaryFile()
-        pipe, theirs = Pipe()
-        process = subprocess.Popen(
-            [sys.executable, "-c", _SERVE.format(path=sys.path, fd=theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=errors,
-        )
+        with ExitStack() as closing:
+            try:
+                errors: IO[bytes] = closing.enter_context(tempfile.TemporaryFile())
+                pipe, theirs = map(closing.enter_context, Pipe())
+                process = subprocess.Popen(
+                    [sys.executable, "-c", _SERVE.format(path=sys.path, fd=theirs.fileno())],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=errors,
+                )
+            except OSError as error:
+                what = f"a process cannot be started: {error.strerror or error}"
+                fix = f"use at most {THREADS} --threads, for which there is one process, or raise the limits of this machine"
+                raise WorkerLost(what, where=named(self.setting), fix=fix) from error
+            closing.pop_all()
         theirs.close()
         started = _Process(process, pipe, errors)
         try:
@@ -130,7 +144,7 @@ class LocalWorkers:
         try:
             answer: Answer = pickle.loads(pipe.recv_bytes())
         except (EOFError, OSError):
-            return Lost(self._processes.pop(place).end())
+            return Lost(self._processes.pop(place).end(LAST_WORDS_SECONDS))
         return answer
 
     def stop(self, share: Share) -> None:
@@ -138,7 +152,8 @@ class LocalWorkers:
         place = self._running.pop(share, None)
         if place is not None:
             self._free.append(place)
-            self._processes.pop(place).end()
+            if (process := self._processes.pop(place, None)) is not None:  # or it could not be started
+                process.end()
 
 
 def serve(fd: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -141,6 +142,36 @@ def test_processes_that_do_not_start_are_one_error(here: Path, monkeypatch: pyte
         merge()
     assert "--threads" in str(raised.value)
     assert "fewer --threads" in raised.value.finding.fix
+
+
+def no_process(error: BaseException) -> Callable[..., Any]:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    return fail
+
+
+def test_a_process_that_cannot_be_started_is_one_error(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "Popen", no_process(BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")))
+    with pytest.raises(WorkerLost, match="a process cannot be started: Resource temporarily unavailable") as raised:
+        merge()
+    assert "--threads" in raised.value.finding.fix
+    assert "Finished tensors are kept" in raised.value.state
+
+
+def test_ctrl_c_while_a_process_is_started_is_no_other_error(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "Popen", no_process(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        merge()
+
+
+def test_a_process_that_raises_is_told_by_its_error(
+    here: Path, started: list[LocalWorkers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dying = "import os, time, sys; os.close({fd}); time.sleep(0.3); sys.exit('no room: {path!s:.0}')"
+    monkeypatch.setattr(execution_processes, "_SERVE", dying)
+    with pytest.raises(WorkerLost, match="it ended with status 1: no room"):
+        merge()
 
 
 @pytest.mark.slow
