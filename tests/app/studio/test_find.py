@@ -61,7 +61,7 @@ def _write_texts(visit: Visit) -> None:
     page = visit.page
     page.click("#find-texts > summary")
     page.locator(f"#find-fields textarea[data-model='{FR}']").fill(_text(1))
-    visit.has("#find-limit", "Write a text for each fine-tune, or for none.")
+    visit.has("#find-limit", "Give every fine-tune a text, or none.")
     page.locator(f"#find-fields textarea[data-model='{DE}']").fill(_text(2))
     visit.until("!document.querySelector('#find-now').disabled")
 

@@ -276,6 +276,37 @@ def test_a_quantisation_that_a_part_does_not_have_is_ignored_where_asked(tmp_pat
     assert json.loads((out / "unet/config.json").read_text()) == CONFIGS["unet"]
 
 
+def with_settings(pipeline: str, name: str, **settings: Any) -> None:
+    path = Path(pipeline) / name
+    path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
+
+
+def test_a_part_of_another_model_has_the_config_json_of_that_model(tmp_path: Path) -> None:
+    a, b = pair(tmp_path)
+    with_settings(a, "vae/config.json", scaling_factor=0.18215, _name_or_path="a")
+    with_settings(b, "vae/config.json", scaling_factor=0.13025, _name_or_path="b")
+    taken = [{"model": b, "parameters": {"weight": 1}}]
+    recipe = {"merge_method": "linear", "modules": {"unet": {"models": linear(a, b)["models"]}, "vae": {"models": taken}}}
+    assert not any("scaling_factor" in text for text in warnings(plan(recipe)))
+    out = weightsmith.merge(recipe, tmp_path / "out", fsync=False).out
+    assert json.loads((out / "vae/config.json").read_text())["scaling_factor"] == 0.13025
+    assert (out / "unet/config.json").read_bytes() == (Path(a) / "unet/config.json").read_bytes()
+    nested = weightsmith.merge({**linear(recipe, b)}, tmp_path / "nested", fsync=False).out
+    assert json.loads((nested / "vae/config.json").read_text())["scaling_factor"] == 0.13025
+
+
+def test_settings_of_parts_that_differ_are_warned_of(tmp_path: Path) -> None:
+    a, b = pair(tmp_path)
+    for model, factor, kind in ((a, 0.18215, "epsilon"), (b, 0.13025, "v_prediction")):
+        with_settings(model, "vae/config.json", scaling_factor=factor, _diffusers_version=str(factor))
+        with_settings(model, "scheduler/scheduler_config.json", prediction_type=kind, of=0)
+    texts = [str(finding) for finding in plan(linear(a, b)).warnings]
+    assert sum("differ in scaling_factor;" in text and "0.18215" in text and "0.13025" in text for text in texts) == 1
+    assert sum("differ in prediction_type;" in text and "v_prediction" in text for text in texts) == 1
+    recipe = {"merge_method": "linear", "modules": {"vae": {"models": linear(a, b)["models"]}}}
+    assert not any("prediction_type" in text for text in warnings(plan(recipe))), "the UNet is of the scheduler's model"
+
+
 def test_inspect_names_the_pipeline(tmp_path: Path) -> None:
     a, _ = pair(tmp_path)
     assert weightsmith.inspect(a).architecture == "StableDiffusionPipeline"

@@ -247,6 +247,23 @@ def test_settings_that_llama_cpp_does_not_know(changes: dict[str, Any], words: s
         quantize(source, tmp_path / "q")
 
 
+def test_a_head_pools_as_transformers_does_by_default(tmp_path: Path) -> None:
+    source = save("modernbert-ranks", tmp_path / "m")
+    config = json.loads((source / "config.json").read_text())
+    del config["classifier_pooling"]
+    (source / "config.json").write_text(json.dumps(config))
+    with pytest.raises(PlanError, match=r"classifier_pooling is 'cls', and llama\.cpp takes 'mean' for granted"):
+        quantize(source, tmp_path / "q")
+
+
+def test_jinas_rope_has_the_base_of_transformers_by_default(tmp_path: Path) -> None:
+    source = save("jina", tmp_path / "m")
+    config = json.loads((source / "config.json").read_text())
+    del config["rope_parameters"]
+    (source / "config.json").write_text(json.dumps(config))
+    assert keys_of(quantize(source, tmp_path / "q"))["jina-bert-v3.rope.freq_base"] == 20_000
+
+
 def test_a_head_with_another_activation_is_refused(tmp_path: Path) -> None:
     sizes = {"dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4}
     source = encoder_help.save("DistilBertForSequenceClassification", "DistilBertConfig", wordpiece(), tmp_path / "m", **sizes)

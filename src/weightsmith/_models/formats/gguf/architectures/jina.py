@@ -27,7 +27,7 @@ class JinaEmbeddings3(Encoder):
         "token_types": "embeddings.token_type_embeddings",
         "token_embd_norm": "emb_ln",
     }
-    defaults = {"layer_norm_eps": 1e-5, "pad_token_id": 1, "type_vocab_size": 1}
+    defaults = {"layer_norm_eps": 1e-5, "pad_token_id": 1, "type_vocab_size": 1, "rope_theta": 20_000.0}
     rotary = True
     padded = True
 

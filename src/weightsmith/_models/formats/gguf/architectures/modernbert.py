@@ -98,6 +98,7 @@ class ModernBertRanks(_ModernBert):
     ranks = True
     ends = {**_ENDS, "cls": "head.dense", "cls.norm": "head.norm", "cls.output": "classifier"}
     unused = {}
+    defaults = {**_DEFAULTS, "classifier_pooling": "cls"}
     fixed = {**_FIXED, "classifier_pooling": "mean", "classifier_bias": False, "classifier_activation": "gelu"}
 
 
