@@ -37,6 +37,7 @@ from weightsmith._planning.planner.agreement import (
     of_vocabularies,
 )
 from weightsmith._planning.planner.files import (
+    absent_parts,
     carried,
     foreign,
     foreign_findings,
@@ -59,7 +60,7 @@ from weightsmith._planning.planner.loading import Question, question_of
 from weightsmith._planning.planner.match import InputModels, ModelNames
 from weightsmith._planning.planner.outputs import StepMaker, takes_head
 from weightsmith._planning.planner.parameters import Audit, Resolver
-from weightsmith._planning.planner.pipelines import part_configs, part_differences, part_owners, part_readers
+from weightsmith._planning.planner.pipelines import copied_parts, part_configs, part_differences, part_owners, part_readers
 from weightsmith._planning.planner.prepared import Prepared, code_files, model_input
 from weightsmith._planning.planner.segments import Account, Placement, Placer, Region, SegmentMaker
 from weightsmith._planning.planner.steps import DTypes, MeasuredSteps, factor_problems, with_needs, with_statistics
@@ -249,7 +250,8 @@ def open_request(
     opened, problems = opening(request.refs, stack, results, request.options.ignore_quantization_config)
     status("planning")
     structures = analyse_all(opened)
-    donor, findings = choose_donor(structures, request.labels)
+    is_pipeline = bool(opened) and opened[0] is not None and bool(opened[0].parts)
+    donor, findings = choose_donor(structures[:1] if is_pipeline else structures, request.labels)
     specs = [{} if checkpoint is None else checkpoint.specs for checkpoint in opened]
     base = None if request.recipe.base_model is None else request.models[request.recipe.base_model]
     if request.method is not None and donor == base and takes_head(request.method, specs, base):
@@ -364,6 +366,8 @@ class _Assembler:
             raise request.refusal(self.problems)
         dropped, lost = account.settle(self.shape, opened.donor, placements)
         self.problems += lost
+        copied = absent_parts(self.inputs, opened.donor)
+        outputs.steps += copied_parts(self.inputs, copied, dtypes)
         ordered = _in_model_order(outputs.steps, self.matched.specs[opened.donor])
         try:
             ordered, tables, dropped = aligned.place(ordered, outputs.counterpart, dropped)
@@ -388,9 +392,9 @@ class _Assembler:
         self.warnings += left_out_findings(donor.left_out, self.labels[opened.donor])
         draft = self._draft(method, aligned, [*products, *measured.products], config, resolver.settings)
         stems = {part: self.inputs[owner].naming.parts[part] for part, owner in owners.items()}
-        draft.naming = replace(donor.naming, parts={**donor.naming.parts, **stems})
+        draft.naming = replace(donor.naming, folders=(*donor.naming.folders, *copied), parts={**donor.naming.parts, **stems})
         draft.steps, draft.tables = measured.steps, list(tables)
-        draft.dropped = [*dropped, *foreign(self.inputs, donor)]
+        draft.dropped = [*dropped, *foreign(self.inputs, opened.donor, copied)]
         named = [*code_files(draft), *aligned.named, *measured.files]
         loading = self._loading(draft, donor, outputs)
         return Prepared(draft, self.inputs, self.shape, outputs.origins, resolver, named, loading=loading)

@@ -14,7 +14,8 @@ from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import Structure
 from weightsmith._models.tokenizers.files import settings_of
 from weightsmith._planning.planner.files import output_config
-from weightsmith._plans import Step
+from weightsmith._planning.planner.steps import DTypes
+from weightsmith._plans import CAST, COPY, Read, Step
 
 SCHEDULER = "scheduler/scheduler_config.json"
 
@@ -26,6 +27,16 @@ _SHOWN = 4
 
 Owners = Mapping[str, int]
 """The model whose config.json each part of the output has."""
+
+
+def copied_parts(inputs: Sequence[Checkpoint], copied: Mapping[str, int], dtypes: DTypes) -> Iterator[Step]:
+    """The tensors of the parts that the donor lacks. copied: see `absent_parts`."""
+    for part, owner in copied.items():
+        for name, spec in inputs[owner].specs.items():
+            if name.startswith(f"{part}/"):
+                reads = (Read(owner, name),)
+                dtype = dtypes.of(reads) if spec.dtype.floating else spec.dtype
+                yield Step(TensorSpec(name, dtype, spec.shape), COPY if dtype == spec.dtype else CAST, reads)
 
 
 def part_readers(inputs: Sequence[Checkpoint], steps: Sequence[Step]) -> dict[str, list[int]]:
