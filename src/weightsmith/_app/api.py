@@ -19,6 +19,7 @@ from weightsmith._execution.progress import Meter, callbacks, shown_meter
 from weightsmith._execution.run import Callbacks, Merged
 from weightsmith._features.any_recipe import prepare_any
 from weightsmith._features.quantisation.options import QuantizeSettings
+from weightsmith._outputs.disk import has_locks
 from weightsmith._outputs.places import place_of
 from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.recipe import Source
@@ -191,8 +192,9 @@ def make(
 
 def _execute(prepared: Prepared, out: str | os.PathLike[str], running: RunOptions, watching: Callbacks, began: float) -> Merged:
     """Run a plan here, in several processes if one cannot feed all threads, or on a Ray cluster. The bytes are the same."""
-    n = process_count(prepared, place_of(out), running)
-    if running.ray is None and n == 1:
+    place = place_of(out)
+    n = process_count(prepared, place, running)
+    if running.ray is None and (n == 1 or not has_locks(place.local.parent)):
         return execute(prepared, out, running, watching, began=began)
     from weightsmith._execution.cluster import share_out
     from weightsmith._execution.on_ray import watched

@@ -167,9 +167,11 @@ class PlanError(WeightsmithError):
 
 @contextmanager
 def as_plan_error(kind: type[WeightsmithError] = WeightsmithError) -> Iterator[None]:
-    """Raise an error of the block as a PlanError."""
+    """Raise an error of the block as a PlanError. One that is a PlanError stays as it is."""
     try:
         yield
+    except PlanError:
+        raise
     except kind as error:
         raise PlanError([error]) from error
 

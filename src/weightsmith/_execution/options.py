@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -197,6 +198,8 @@ def process_count(prepared: Prepared, out: Target, options: RunOptions) -> int:
     plan, threads = prepared.plan, options.threads or processors()
     n = min(-(-threads // THREADS), threads)
     if n == 1 or os.name != "posix" or options.max_memory_bytes is not None or options.device != "cpu":
+        return 1
+    if not sys.executable or getattr(sys, "frozen", False):  # no interpreter that `-c` can be given to
         return 1
     if plan.then is not None or plan.products or prepared.stages or plan.provenance.code is not None:
         return 1

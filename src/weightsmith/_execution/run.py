@@ -243,9 +243,9 @@ def run_plan(run: PlanRun) -> Merged:
 
     hub = None if options.push is None else check_push(options.push)
     watched = _Watched(run.check, callbacks.progress)
-    request = replace(run.request, callbacks=replace(callbacks, progress=watched))
+    run = replace(run, request=replace(run.request, callbacks=replace(callbacks, progress=watched)))
     # With helpers, the process that does a part checks what an earlier run has finished of it.
-    with staged(run.prepared, request, steps=None if run.helpers is None else ()) as (staging, engine):
+    with staged(run.prepared, run.request, steps=None if run.helpers is None else ()) as (staging, engine):
         computed = _compute(run, staging, engine, watched)
         described = _describe(run, staging, computed, place.name, place.spec if hub is None else hub.address.spec)
         published, late = _publish(run, staging, computed, described)

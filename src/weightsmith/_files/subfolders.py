@@ -35,6 +35,7 @@ MAX_MODULES = 100
 MAX_SETTINGS_BYTES = 1 << 20
 
 _FOLDER = re.compile(r"\w[\w. -]*", re.ASCII)
+_ATTRIBUTE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _REFERENCE = re.compile(r"(?:[A-Za-z_]\w*[./]){1,4}[A-Za-z_]\w*", re.ASCII)
 _WITHOUT_WEIGHTS = re.compile(r"(Scheduler|Tokenizer(Fast)?|Processor(Fast)?|FeatureExtractor|Guidance)$")
 """How the classes of a pipeline's parts end that have no weights."""
@@ -97,7 +98,7 @@ def module_folders(folder: Path, names: Collection[str]) -> tuple[str, ...]:
     """
     folders: dict[str, None] = {}
     if is_pipeline(folder, names):
-        folders |= dict.fromkeys(_checked(part, folder / PIPELINE) for part in _parts(_settings(folder / PIPELINE)))
+        folders |= dict.fromkeys(_checked_parts(_parts(_settings(folder / PIPELINE)), folder / PIPELINE))
     if MODULES in names:
         folders |= dict.fromkeys(_checked(path, folder / MODULES) for path in _paths(_settings(folder / MODULES)))
     for parent in ("", *folders):
@@ -224,6 +225,22 @@ def _checked(path: str, where: Path) -> str:
         what = f"a module's folder is {show(path)}, which is no subfolder of the model"
         raise FormatError(what, where=str(where), fix="Download the model again from a source you trust.")
     return path
+
+
+def _checked_parts(parts: Iterable[str], where: Path) -> Iterator[str]:
+    """The parts of a pipeline. Raises FormatError for one that is no attribute of a class, as of diffusers, and for two that
+    some disks hold as one folder: a part `README.md` or `unet/sub` would be in the way of other files of the output.
+    """
+    spelled: dict[str, str] = {}
+    for part in parts:
+        what = ""
+        if not _ATTRIBUTE.fullmatch(_checked(part, where)):
+            what = f"a part is named {show(part)}, and parts have names of letters, digits and _"
+        elif (other := spelled.setdefault(part.casefold(), part)) != part:
+            what = f"the parts {show(other)} and {show(part)} differ only in case"
+        if what:
+            raise FormatError(what, where=str(where), fix="Rename the part's folder, and the part in this file.")
+        yield part
 
 
 def _is_subfolder(path: str) -> bool:

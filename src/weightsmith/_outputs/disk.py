@@ -14,6 +14,7 @@ import os
 import shutil
 import stat
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -195,6 +196,16 @@ def lock(fd: int, *, shared: bool = False) -> bool:
             raise
         return False
     return True
+
+
+def has_locks(folder: Path) -> bool:
+    """Whether files in this folder, or in the first that exists above it, can be locked. True where no file can be made."""
+    above = next((path for path in (folder, *folder.parents) if path.is_dir()), folder)
+    try:
+        with tempfile.TemporaryFile(dir=above) as file:
+            return lock(file.fileno())
+    except OSError:
+        return True
 
 
 def _renameat2(source: Path, target: Path, flags: int) -> bool:

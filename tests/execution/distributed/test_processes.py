@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +19,7 @@ import pytest
 import weightsmith
 from tests.execution.distributed.test_driver import MODEL_WIDE, SHARD, TIES
 from tests.execution.test_run import files
-from weightsmith._base.errors import NonFinite, WorkerLost
+from weightsmith._base.errors import NOTHING_WRITTEN, CheckpointError, LayerError, NonFinite, PlanError, WorkerLost
 from weightsmith._execution import cluster, options
 from weightsmith._execution import processes as execution_processes
 from weightsmith._execution.options import RunOptions, process_count
@@ -29,6 +31,7 @@ from weightsmith._outputs.journal import read_journal
 from weightsmith._outputs.locks import is_held, part_journals
 from weightsmith._outputs.places import place_of
 from weightsmith._planning.options import RecipeOptions
+from weightsmith._planning.planner import loading
 
 pytestmark = pytest.mark.process
 
@@ -86,7 +89,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[LocalWorkers]:
 def test_the_bytes_are_those_of_one_process(here: Path, started: list[LocalWorkers]) -> None:
     one = merge("one", threads=1)
     assert started == []
-    reached = []
+    reached: list[Any] = []
     many = merge("many", progress=reached.append)
     assert [workers.slots() for workers in started] == [2]
     assert files(here / "many") == files(here / "one")
@@ -111,6 +114,13 @@ def test_a_run_is_divided_if_its_threads_are_many_and_it_is_long(here: Path, mon
     assert processes(MODEL_WIDE, threads=32) == 1  # all parts wait for its thresholds
     assert processes(out="s3://models/out", threads=32) == 1
     assert processes(threads=32, ray="local") == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", "")
+        assert processes(threads=32) == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "frozen", True, raising=False)  # a program that holds the interpreter: it has no `-c`
+        assert processes(threads=32) == 1
+    assert processes(threads=32) == 2
     monkeypatch.setattr(options, "LEAST_GAIN", 2.0)
     assert processes(threads=32) == 1  # it takes less time than starting a process
 
@@ -142,6 +152,60 @@ def test_processes_that_do_not_start_are_one_error(here: Path, monkeypatch: pyte
         merge()
     assert "--threads" in str(raised.value)
     assert "fewer --threads" in raised.value.finding.fix
+
+
+def test_one_process_does_all_where_there_are_no_locks(
+    here: Path, started: list[LocalWorkers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    merged = merge("new/out")
+    assert started == []
+    assert [str(warning) for warning in merged.warnings if "this file system has no locks" in str(warning)]
+    assert [path.name for path in (here / "new").iterdir()] == ["out"]
+
+
+def test_a_check_that_fails_ends_the_processes_at_once(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[float] = []
+
+    def answers(self: LocalWorkers, seconds: float) -> list[Any]:
+        looks.append(seconds)
+        assert len(looks) < 20, "the run goes on"
+        time.sleep(seconds)
+        return []
+
+    monkeypatch.setattr(loading, "check_loading", lambda *_: LayerError("it could not be loaded"))
+    monkeypatch.setattr(LocalWorkers, "start", lambda *_: None)
+    monkeypatch.setattr(LocalWorkers, "answers", answers)
+    with pytest.raises(PlanError, match="it could not be loaded") as raised:
+        merge()
+    assert raised.value.state == NOTHING_WRITTEN
+    assert {path.name for path in here.iterdir() if path.name.startswith(".")} == set()
+
+
+def replace_by_copy(path: Path) -> None:
+    shutil.copy(path, "copy")
+    Path("copy").replace(path)
+
+
+@pytest.mark.parametrize("change", [replace_by_copy, Path.unlink])
+def test_an_input_that_changes_before_the_start_is_named_at_once(
+    here: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], None]
+) -> None:
+    plain = LocalWorkers.begin
+
+    def begin(self: LocalWorkers, order: cluster.Order) -> None:
+        change(here / "b/model.safetensors")
+        plain(self, order)
+
+    monkeypatch.setattr(LocalWorkers, "begin", begin)
+    monkeypatch.setattr(cluster, "MISSING_SECONDS", 1.0)
+    monkeypatch.setattr(cluster, "MISSING_PAUSE_SECONDS", 0.1)
+    with pytest.raises(CheckpointError) as raised:
+        merge()
+    assert "b/model.safetensors" in str(raised.value)
 
 
 def no_process(error: BaseException) -> Callable[..., Any]:

@@ -14,12 +14,15 @@ from safetensors.numpy import load_file, save_file
 
 import weightsmith
 from tests import llama_cpp, zoo
+from tests.cli_help import Cli, cli
 from tests.gguf_help import BYTE_LEVEL, tokenizer_files
 from tests.llama_cpp import needs_llama_cpp
 from weightsmith._base.errors import PlanError, WeightsmithError
 from weightsmith._models.formats.gguf.header import read_gguf_header
 from weightsmith._models.lora import open_adapter
 from weightsmith._planning.planner.reopen import reopen
+
+__all__ = ["cli"]
 
 TOKENS = 262
 SIZES = {"vocab_size": TOKENS, "max_position_embeddings": 64}
@@ -317,6 +320,31 @@ def test_what_llama_cpp_does_not_read_is_refused_with_the_way_out(models: Any, t
     assert "this is a model with an adapter" in str(refusal(Path(f"{llama}+{plain}"), base=llama))
     with pytest.raises(PlanError, match=r"weightsmith convert-lora .*plain OUT --for llama\.cpp"):
         weightsmith.quantize(plain, tmp_path / "q", "gguf-f16", progress=False)
+
+
+def test_the_command_says_each_problem_in_full(models: Any, tmp_path: Path, cli: Cli) -> None:
+    folder = peft_folder(tmp_path / "head", pair("lm_head", TOKENS))
+    ran = cli("convert-lora", folder, tmp_path / "out", "--for", "llama.cpp", "--base", models("llama-tied"))
+    assert ran.code != 0
+    assert "error[unsupported]: lm_head: factors of the head, which the base ties" in ran.err
+    assert "error[plan]" not in ran.err
+
+
+def test_patterns_name_whole_modules(tmp_path: Path) -> None:
+    """PEFT compares the ends of names: a module of another tower ends alike."""
+    inside, outside = "layers.0.q_proj", "vision.layers.0.q_proj"
+    tensors = {f"{P}{inside}.lora_A.weight": normal(2, 32), f"{P}{inside}.lora_B.weight": normal(32, 2), **pair(outside)}
+    config = {"rank_pattern": {f"^{inside}": 2}, "alpha_pattern": {f"^{inside}": 3}}
+    folder = converted(peft_folder(tmp_path / "a", tensors | pair("vision.k_proj"), **config), tmp_path / "out", "peft")
+    written = json.loads((folder / "adapter_config.json").read_text())
+    with open_adapter(str(folder)).checkpoint:
+        updates = open_adapter(str(folder)).updates
+    assert {module: factors.scaling for module, factors in updates.items()} == {inside: 1.5, outside: 2, "vision.k_proj": 2}
+    peft = pytest.importorskip("peft.utils.other")
+    for key, expected in (("rank_pattern", 2), ("alpha_pattern", 3)):
+        patterns = written[key]
+        assert patterns[peft.get_pattern_key(patterns, inside)] == expected
+        assert peft.get_pattern_key(patterns, outside) not in patterns
 
 
 BAD: dict[str, tuple[dict[str, Any], dict[str, np.ndarray], str]] = {

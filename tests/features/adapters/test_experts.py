@@ -50,7 +50,7 @@ def test_a_parameter_of_experts_has_factors_of_each(transposed: bool, options: d
     made = extract(fine, model, tmp_path / "out", out_dtype="float32", **options)
     config, rank = config_of(made.out), 2
     assert config["target_parameters"] == [f"{EXPERTS}.gate_up_proj", f"{EXPERTS}.down_proj"]
-    assert (config["r"], config["target_modules"], config["rank_pattern"]) == (rank, ["q_proj"], {Q: 3})
+    assert (config["r"], config["target_modules"], config["rank_pattern"]) == (rank, ["q_proj"], {f"^{Q}": 3})
     inputs = 2 * W if transposed else H
     assert tensors_of(made.out)[f"{P}{EXPERTS}.base_layer.lora_A.weight"].shape == (E * rank, H if transposed else inputs)
     found = applied(model, made.out, tmp_path / "in")
@@ -79,7 +79,7 @@ def test_experts_that_are_apart_have_one_rank(layout: str, stored: str, tmp_path
     for name in want:
         assert tensors[f"{P}{name.removesuffix('.weight')}.lora_A.weight"].shape[0] == 2, name
     config = config_of(made.out)
-    assert (config["r"], config["rank_pattern"]) == (2, {Q: 3})
+    assert (config["r"], config["rank_pattern"]) == (2, {f"^{Q}": 3})
     assert set(config["target_modules"]) == {"q_proj", *GATED}
     found = applied(model, made.out, tmp_path / "in")
     if stored == "fused":

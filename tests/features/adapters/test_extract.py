@@ -119,7 +119,7 @@ def test_ranks_that_differ_and_modules_that_do_not_are_in_the_config(tmp_path: P
     model, fine = base(tmp_path / "base"), tuned(tmp_path / "fine", changes, np.float32)
     made = extract(fine, model, tmp_path / "out", energy=0.999999)
     config = config_of(made.out)
-    assert (config["r"], config["rank_pattern"], config["alpha_pattern"]) == (3, {Q: 1}, {Q: 1})
+    assert (config["r"], config["rank_pattern"], config["alpha_pattern"]) == (3, {f"^{Q}": 1}, {f"^{Q}": 1})
     assert config["target_modules"] == [Q, DOWN]  # the short names would match the same modules of the other layers
     assert f"{P}{other}.lora_A.weight" not in tensors_of(made.out)
     everything = {f"model.layers.{i}.self_attn.q_proj.weight": changes[f"{Q}.weight"] for i in (0, 1)}

@@ -33,8 +33,8 @@ def delta(folder: Path, module: str) -> np.ndarray:
     if names[0] not in tensors:
         return np.zeros(SHAPES[module])
     a, b = (tensors[name].astype(np.float64) for name in names)
-    rank = config.get("rank_pattern", {}).get(module, config["r"])
-    found: np.ndarray = b @ a * config.get("alpha_pattern", {}).get(module, config["lora_alpha"]) / rank
+    rank = config.get("rank_pattern", {}).get(f"^{module}", config["r"])
+    found: np.ndarray = b @ a * config.get("alpha_pattern", {}).get(f"^{module}", config["lora_alpha"]) / rank
     return found
 
 
@@ -71,7 +71,7 @@ def test_a_weighted_sum_is_exact(method: str, shared: dict[str, Any], adapters: 
         want = factor * (0.7 * delta(adapters[0], module) - 0.2 * delta(adapters[1], module))
         np.testing.assert_allclose(delta(out, module), want, atol=2e-6 * np.abs(want).max())
     config = config_of(out)
-    assert (config["r"], config["rank_pattern"]) == (6, {DOWN: 4})
+    assert (config["r"], config["rank_pattern"]) == (6, {f"^{DOWN}": 4})
     assert config["target_modules"] == [Q, DOWN]  # the base may have more modules of these names
 
 

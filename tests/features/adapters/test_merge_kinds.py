@@ -77,7 +77,7 @@ def test_a_sum_of_factors_of_fused_experts_is_exact(swapped: bool, second: list[
     out = merge(recipe(pair, "task_arithmetic", WEIGHTS), tmp_path / "out")
     assert_same(applied(model, out, tmp_path / "in"), models_merged(model, pair, tmp_path / "as models", "task_arithmetic"))
     config = config_of(out)
-    assert (config["r"], config["rank_pattern"]) == (R + 3, {Q: 8})  # PEFT stacks experts by `r`
+    assert (config["r"], config["rank_pattern"]) == (R + 3, {f"^{Q}": 8})  # PEFT stacks experts by `r`
     assert [f"model.layers.0.{name}" for name in TARGETS] == config["target_parameters"]
     again = merge(recipe((out, pair[0]), weights=(1.0, 0.0)), tmp_path / "again")
     assert_same(applied(model, again, tmp_path / "in again"), applied(model, out, tmp_path / "in 2"), 1e-4)
@@ -290,7 +290,7 @@ def test_a_sum_of_doras_is_a_dora(space: str, tmp_path: Path) -> None:
     found = applied(model, out, tmp_path / "in")
     assert_same(found, models_merged(model, three, tmp_path / "as models", "task_arithmetic", weights), 5e-5)
     config = config_of(out)
-    assert (config["use_dora"], config["r"], config["rank_pattern"]) == (True, 9, {DOWN: 4})
+    assert (config["use_dora"], config["r"], config["rank_pattern"]) == (True, 9, {f"^{DOWN}": 4})
     assert config["base_model_name_or_path"] == str(model)  # none of the adapters names one
     assert config["target_modules"] == [Q, DOWN]
     assert tensors_of(out)[f"{P}{DOWN}.lora_magnitude_vector"].shape == (H,)

@@ -170,6 +170,47 @@ def test_parts_that_only_one_model_has(tmp_path: Path) -> None:
     assert any("left out with its weights: image_encoder" in text for text in warnings(p))
 
 
+def test_a_part_that_the_first_model_names_and_lacks_is_copied(tmp_path: Path) -> None:
+    a, b = pipeline(tmp_path / "a", 1, "vae"), pipeline(tmp_path / "b", 2)
+    with_settings(b, "vae/config.json", scaling_factor=0.5)
+    with_settings(b, "text_encoder/config.json", hidden_act="b")
+    p = plan(linear(a, b, out_dtype="float16"))
+    assert not any("left out" in text for text in warnings(p))
+    assert any("vae" in text and "copied from" in text for text in warnings(p))
+    assert not any(d.tensor.startswith("vae/") for d in p.dropped)
+    again = plan_from_json(json.loads(json.dumps(p.to_json())))
+    assert again.layout == p.layout
+    out = weightsmith.merge(linear(a, b, out_dtype="float16"), tmp_path / "out", fsync=False).out
+    first, second, merged = tensors_of(a), tensors_of(b), tensors_of(out)
+    assert merged.keys() == second.keys()
+    for name, tensor in merged.items():
+        whole = second[name] if name.startswith("vae/") else (first[name] + second[name]) / 2
+        np.testing.assert_allclose(tensor, whole, atol=2e-3)
+    assert json.loads((out / "vae/config.json").read_text()) == {**CONFIGS["vae"], "scaling_factor": 0.5}
+    assert (out / "vae/diffusion_pytorch_model.safetensors").is_file()
+    weightsmith.verify(out)
+
+
+def test_of_several_models_with_a_part_that_the_first_lacks_one_gives_it(tmp_path: Path) -> None:
+    a, b, c = pipeline(tmp_path / "a", 1, "vae"), pipeline(tmp_path / "b", 2), pipeline(tmp_path / "c", 3)
+    p = plan(linear(a, b, c))
+    assert {d.model for d in p.dropped} == {2}
+    assert all(d.tensor.startswith("vae/") for d in p.dropped)
+    assert all([r.model for r in step.reads] == [1] for step in p.steps if step.out.name.startswith("vae/"))
+
+
+def test_the_first_pipeline_gives_the_files_whatever_layers_others_have(tmp_path: Path) -> None:
+    a, b = pipeline(tmp_path / "a", 1, "text_encoder"), pipeline(tmp_path / "b", 2)
+    p = plan(linear(a, b))
+    assert p.donor == 0
+    assert any(step.out.name.startswith("text_encoder/") for step in p.steps)
+    index = {key: value for key, value in INDEX.items() if key != "text_encoder"}
+    (Path(a) / "model_index.json").write_text(json.dumps(index))
+    p = plan(linear(a, b))
+    assert p.donor == 0
+    assert any("left out with its weights: text_encoder" in text for text in warnings(p))
+
+
 def test_weights_beside_the_parts_are_another_copy(tmp_path: Path) -> None:
     """As in the repositories of Stable Diffusion, which hold the single file, too."""
     a, b = pair(tmp_path)
@@ -216,6 +257,15 @@ def test_a_part_outside_the_folder_is_refused(name: str, tmp_path: Path) -> None
     (Path(a) / "model_index.json").write_text(json.dumps({**INDEX, name: ["diffusers", "X"]}))
     with pytest.raises(FormatError, match="no subfolder of the model"):
         open_checkpoint(a)
+
+
+@pytest.mark.parametrize("name", ["README.md", "recipe.yml", "weightsmith.json", "unet/sub", "UNET", "1_unet", "unet-2"])
+def test_a_part_in_the_way_of_another_file_is_refused_by_its_name(name: str, tmp_path: Path) -> None:
+    a, _ = pair(tmp_path)
+    (Path(a) / "model_index.json").write_text(json.dumps({**INDEX, name: ["diffusers", "X"]}))
+    with pytest.raises(FormatError, match=r"parts have names of letters|differ only in case") as error:
+        open_checkpoint(a)
+    assert name in str(error.value)
 
 
 def test_a_pipeline_without_weights_names_its_parts(tmp_path: Path) -> None:
@@ -274,6 +324,37 @@ def test_a_quantisation_that_a_part_does_not_have_is_ignored_where_asked(tmp_pat
     assert any("gptq" in str(problem) for problem in plan_help.problems(linear(a, b)))
     out = weightsmith.merge(linear(a, b), tmp_path / "out", ignore_quantization_config=True, fsync=False).out
     assert json.loads((out / "unet/config.json").read_text()) == CONFIGS["unet"]
+
+
+def with_settings(pipeline: str, name: str, **settings: Any) -> None:
+    path = Path(pipeline) / name
+    path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
+
+
+def test_a_part_of_another_model_has_the_config_json_of_that_model(tmp_path: Path) -> None:
+    a, b = pair(tmp_path)
+    with_settings(a, "vae/config.json", scaling_factor=0.18215, _name_or_path="a")
+    with_settings(b, "vae/config.json", scaling_factor=0.13025, _name_or_path="b")
+    taken = [{"model": b, "parameters": {"weight": 1}}]
+    recipe = {"merge_method": "linear", "modules": {"unet": {"models": linear(a, b)["models"]}, "vae": {"models": taken}}}
+    assert not any("scaling_factor" in text for text in warnings(plan(recipe)))
+    out = weightsmith.merge(recipe, tmp_path / "out", fsync=False).out
+    assert json.loads((out / "vae/config.json").read_text())["scaling_factor"] == 0.13025
+    assert (out / "unet/config.json").read_bytes() == (Path(a) / "unet/config.json").read_bytes()
+    nested = weightsmith.merge({**linear(recipe, b)}, tmp_path / "nested", fsync=False).out
+    assert json.loads((nested / "vae/config.json").read_text())["scaling_factor"] == 0.13025
+
+
+def test_settings_of_parts_that_differ_are_warned_of(tmp_path: Path) -> None:
+    a, b = pair(tmp_path)
+    for model, factor, kind in ((a, 0.18215, "epsilon"), (b, 0.13025, "v_prediction")):
+        with_settings(model, "vae/config.json", scaling_factor=factor, _diffusers_version=str(factor))
+        with_settings(model, "scheduler/scheduler_config.json", prediction_type=kind, of=0)
+    texts = [str(finding) for finding in plan(linear(a, b)).warnings]
+    assert sum("differ in scaling_factor;" in text and "0.18215" in text and "0.13025" in text for text in texts) == 1
+    assert sum("differ in prediction_type;" in text and "v_prediction" in text for text in texts) == 1
+    recipe = {"merge_method": "linear", "modules": {"vae": {"models": linear(a, b)["models"]}}}
+    assert not any("prediction_type" in text for text in warnings(plan(recipe))), "the UNet is of the scheduler's model"
 
 
 def test_inspect_names_the_pipeline(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 import weightsmith
 from tests import plan_help
 from tests.plan_help import plan, warnings
-from weightsmith._base.errors import ShapeError, Unsupported
+from weightsmith._base.errors import MismatchError, ShapeError, Unsupported
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._models.structure import analyse
 from weightsmith._planning.planner import prepare
@@ -120,6 +120,61 @@ def test_a_vae_of_another_file_is_baked_in(prefix: str, tmp_path: Path) -> None:
     for name, tensor in found.items():
         wanted = vae[prefix + name.removeprefix(FIRST)] if name.startswith(FIRST) else first[name]
         assert np.array_equal(tensor, wanted), name
+
+
+def without_steps(path: Path, seed: int) -> str:
+    """A file of three parts and no more: no tensor of it is outside them."""
+    parts = tensors(UNET, seed, DIFFUSION) | tensors(VAE, seed + 50, FIRST) | tensors(TEXT, seed + 70, "cond_stage_model.")
+    save_file(parts, path)
+    return str(path)
+
+
+def baked(base: str, vae: Path) -> dict[str, Any]:
+    return {"merge_method": "linear", "modules": {"diffusion": {"models": models(base)}, "vae": {"models": models(str(vae))}}}
+
+
+@pytest.mark.parametrize("prefix", ["", FIRST, "vae."])
+def test_a_vae_is_baked_in_whatever_else_its_file_has(prefix: str, tmp_path: Path) -> None:
+    base = without_steps(tmp_path / "a.safetensors", 1)
+    vae = tensors(VAE, 9, prefix) | {"loss.logvar": np.zeros((), np.float32)}
+    save_file(vae | ({} if not prefix else tensors(UNET, 9, DIFFUSION)), tmp_path / "vae.safetensors")
+    found, first = merged(baked(base, tmp_path / "vae.safetensors"), tmp_path), load_file(base)
+    assert found.keys() == first.keys()
+    for name, tensor in found.items():
+        wanted = vae[prefix + name.removeprefix(FIRST)] if name.startswith(FIRST) else first[name]
+        assert np.array_equal(tensor, wanted), name
+
+
+def test_a_vae_under_two_prefixes_is_one_in_a_merge(tmp_path: Path) -> None:
+    a, b = str(tmp_path / "a.safetensors"), str(tmp_path / "b.safetensors")
+    shapes = {name: shape for name, shape in VAE.items() if name in ("quant_conv.weight", "encoder.conv_in.weight")}
+    for name, prefix in ((a, FIRST), (b, "vae.")):  # without layers, whose prefixes are paired by themselves
+        save_file(tensors(UNET, 5, DIFFUSION) | tensors(shapes, len(prefix), prefix), name)
+    found = merged({"merge_method": "linear", "models": models(a, b)}, tmp_path)
+    first, second = load_file(a), load_file(b)
+    assert found.keys() == first.keys()
+    for name in tensors(shapes, 0, FIRST):
+        wanted = (first[name].astype(np.float64) + second[name.replace(FIRST, "vae.")]) / 2
+        np.testing.assert_allclose(found[name], wanted, rtol=2**-10, atol=1e-6)
+
+
+@pytest.mark.parametrize("steps", [False, True], ids=["three parts", "and a schedule"])
+def test_a_vae_of_other_names_is_refused(steps: bool, tmp_path: Path) -> None:
+    base = single(tmp_path / "a.safetensors", 1) if steps else without_steps(tmp_path / "a.safetensors", 1)
+    vae = {f"{side}.conv_in.weight": (4, 3, 3, 3) for side in ("encoder", "decoder")}
+    vae |= {"decoder.mid_block.resnets.0.conv1.weight": (4, 4, 3, 3)}
+    save_file(tensors(vae, 3), tmp_path / "vae.safetensors")
+    (problem,) = plan_help.problems(baked(base, tmp_path / "vae.safetensors"))
+    assert isinstance(problem, MismatchError)
+    assert f"has 2 of the {len(VAE)} tensors of module 'vae'" in str(problem)
+    assert f"vae.safetensors: {[*vae][2]}" in str(problem)
+
+
+def test_a_model_without_the_module_it_is_given_for_is_refused(tmp_path: Path) -> None:
+    a, _ = pair(tmp_path)
+    save_file(tensors(UNET, 5, DIFFUSION), tmp_path / "bare.safetensors")
+    (problem,) = plan_help.problems(baked(a, tmp_path / "bare.safetensors"))
+    assert f"has 0 of the {len(VAE)} tensors of module 'vae'" in str(problem)
 
 
 def test_the_moving_average_takes_the_place_of_the_weights(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from weightsmith._base.tensors import DTYPES, DType, TensorSpec
 from weightsmith._features.adapters.built import WEIGHT, BuiltModel
 from weightsmith._features.adapters.factors import FactorTarget, Form
 from weightsmith._features.adapters.options import ConvertSettings
-from weightsmith._features.adapters.placing import AdapterPlaces
+from weightsmith._features.adapters.placing import AdapterPlaces, whole_name
 from weightsmith._features.adapters.renaming import DIFFUSERS, RenamedModule, renamed
 from weightsmith._files.containers import DIFFUSERS_LORA, GGUF_ADAPTER, PEFT
 from weightsmith._files.containers import KOHYA as KOHYA_FILE
@@ -255,7 +255,7 @@ def _fill_peft(adapter: Adapter, settings: ConvertSettings, base: Checkpoint | N
     alphas = {module: factors.scaling * ranks[module] for module, factors in adapter.updates.items()}
     usual = Counter(alphas.values()).most_common(1)[0][0]
     config["lora_alpha"] = usual
-    config["alpha_pattern"] = {module: alpha for module, alpha in alphas.items() if alpha != usual}
+    config["alpha_pattern"] = {whole_name(module): alpha for module, alpha in alphas.items() if alpha != usual}
     draft.config, draft.container = config, PEFT
 
 

@@ -156,6 +156,15 @@ def norms_name(module: str) -> str:
     return f"{PREFIX}{module}.lora_magnitude_vector"
 
 
+def whole_name(module: str) -> str:
+    """The key of a module in PEFT's patterns, which are regular expressions of the ends of names: `^` takes the whole name.
+
+    >>> whole_name("layers.0.q_proj"), whole_name("a+b")
+    ('^layers.0.q_proj', '^a\\\\+b')
+    """
+    return "^" + re.sub(r"[^\w.-]", lambda character: re.escape(character[0]), module)
+
+
 def targets(chosen: Collection[str], modules: Collection[str]) -> list[str]:
     """Names for `target_modules`, which match the ends of the names of modules: the last component where that is enough.
 
@@ -280,6 +289,7 @@ class AdapterPlaces:
         others = {module: rank for module, rank in ranks.items() if rank != largest}
         # PEFT looks for the rank of a parameter, readers of the factors of a matrix for that of its module.
         others |= {name.removesuffix(WEIGHT): rank for name, rank in others.items() if name in self.parameters}
+        patterns = {whole_name(module): rank for module, rank in others.items()}
         return {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM" if causal else None,
@@ -288,8 +298,8 @@ class AdapterPlaces:
             "inference_mode": True,
             "r": largest,
             "lora_alpha": largest,
-            "rank_pattern": others,
-            "alpha_pattern": others,
+            "rank_pattern": patterns,
+            "alpha_pattern": patterns,
             "target_modules": list(modules),
             **({"target_parameters": list(self.parameters), "peft_version": KNOWS_ORDER} if self.parameters else {}),
             "modules_to_save": list(self.whole) or None,

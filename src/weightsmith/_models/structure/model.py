@@ -182,6 +182,11 @@ class Structure:
     _expert_counts: frozenset[int]
     _by_prefix: Mapping[str, Stack] = field(repr=False)
 
+    @property
+    def parts(self) -> Parts | None:
+        """The parts that the beginnings of names tell apart; None for a model of one."""
+        return self._partition if isinstance(self._partition, Parts) else None
+
     def _find(self, name: str) -> tuple[Stack, int, int, int] | None:
         """Stack, index, and start and end of the index in the name."""
         match = INDEX.search(name)

@@ -29,6 +29,9 @@ PREFIXES: Mapping[str, str] = MappingProxyType(
     }
 )
 """Prefix of names in a single file → module"""
+VAE = "vae"
+"""The module of a VAE, in single files and in pipelines. A file has one, whatever its prefix; the text encoders of different
+prefixes are different models."""
 OTHER = "other"
 """The module of all else in a single file: the steps of the noise schedule."""
 
@@ -53,12 +56,26 @@ class Parts:
         return tuple(dict.fromkeys(self.prefixes.values()))
 
     def of_path(self, path: str) -> str:
-        """The module of a tensor."""
-        return self.prefixes[self.prefix_of(path)]
+        """The module of a tensor; `OTHER` for a name of another model that fits no part of this one."""
+        return self.prefixes.get(self.prefix_of(path), OTHER)
 
     def prefix_of(self, path: str) -> str:
         """The prefix of a tensor's name."""
         return next((prefix for prefix in self.prefixes if prefix and path.startswith(prefix)), "")
+
+    def renamed_in(self, other: Parts) -> tuple[tuple[str, str], ...]:
+        """The prefixes of the parts that another model has too, but under another prefix, and this other one.
+
+        >>> names = "model.diffusion_model.x", "vae.x"
+        >>> find_parts(names).renamed_in(find_parts([*names[:1], "first_stage_model.x"]))
+        (('vae.', 'first_stage_model.'),)
+        """
+        renamed = []
+        for prefix, module in self.prefixes.items():
+            same = [known for known, part in other.prefixes.items() if part == module]
+            if module == VAE and len(same) == 1 and prefix not in same and same[0] not in self.prefixes:
+                renamed.append((prefix, same[0]))
+        return tuple(renamed)
 
     def find_stacks(self, names: Iterable[str]) -> tuple[Stack, ...]:
         """The stacks of layers of all parts, each looked for as if its part were a model without config.json."""

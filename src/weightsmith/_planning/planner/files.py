@@ -21,7 +21,7 @@ from weightsmith._base.tensors import DType, TensorSpec
 from weightsmith._base.text import count
 from weightsmith._files.containers import Naming
 from weightsmith._files.copied import holds_tokens, is_tokenizer
-from weightsmith._files.subfolders import TEMPLATES
+from weightsmith._files.subfolders import PIPELINE, TEMPLATES, model_parts
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import Stack, Structure, resize_config, vocabulary
 from weightsmith._models.structure.configs import of_diffusers, replace_value, sections, whole_number
@@ -255,15 +255,36 @@ def without_foreign(
     return kept
 
 
-def foreign(inputs: Iterable[Checkpoint], donor: Checkpoint) -> list[Dropped]:
-    """The tensors that `without_foreign` leaves out."""
-    return [Dropped(i, name, _ABSENT) for i, checkpoint in enumerate(inputs) for name in _foreign(checkpoint, donor)]
+def absent_parts(inputs: Sequence[Checkpoint], donor: int) -> dict[str, int]:
+    """The parts that the donor's model_index.json names and that it lacks: the first model that has each."""
+    lacking_parts: dict[str, int] = {}
+    first = inputs[donor]
+    for part in model_parts(first.folder) if first.parts and PIPELINE in first.files else ():
+        owner = next((k for k, model in enumerate(inputs) if part in model.parts), donor)
+        if part not in first.subfolders and owner != donor:
+            lacking_parts[part] = owner
+    return lacking_parts
+
+
+def foreign(inputs: Sequence[Checkpoint], donor: int, copied: Mapping[str, int]) -> list[Dropped]:
+    """The tensors that `without_foreign` leaves out, but for those that are copied. copied: see `absent_parts`."""
+    return [
+        Dropped(i, name, _ABSENT if part not in copied else "its part is copied from another model")
+        for i, checkpoint in enumerate(inputs)
+        for name in _foreign(checkpoint, inputs[donor])
+        if copied.get(part := name.partition("/")[0]) != i
+    ]
 
 
 def foreign_findings(inputs: Sequence[Checkpoint], labels: Sequence[str], donor: int) -> Iterator[Finding]:
     """Warnings of subfolders with weights that the donor does not have."""
+    copied = absent_parts(inputs, donor)
+    for part, owner in copied.items():
+        what = f"the part {part} is copied from {labels[owner]}: model_index.json of {labels[donor]} names it, without weights"
+        yield Finding(what, labels[donor], fix="to merge it, list first a model that has all parts")
     for label, checkpoint in zip(labels, inputs, strict=True):
-        if inner := [folder for folder in checkpoint.subfolders if folder not in inputs[donor].subfolders]:
+        lacked = [folder for folder in checkpoint.subfolders if folder not in inputs[donor].subfolders]
+        if inner := [folder for folder in lacked if folder not in copied]:
             what = f"left out with its weights: {', '.join(inner)}, which {labels[donor]} does not have"
             yield Finding(
                 what, label, fix="merge models with the same modules, or list first the one whose modules the output has"

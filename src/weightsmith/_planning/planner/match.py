@@ -58,11 +58,12 @@ class ModelNames:
     ) -> None:
         self.structure = structure
         self.specs = specs
-        self.paired = pair_stacks(structure.stacks, donor.stacks, specs)
+        prefixes = structure.parts.renamed_in(donor.parts) if structure.parts and donor.parts else ()
+        self.paired = pair_stacks(structure.stacks, donor.stacks, specs, prefixes)
         counts = {s.prefix: s.n_layers for s in donor.stacks}
         self.layers: dict[str, dict[int, dict[str, str]]] = {prefix: defaultdict(dict) for prefix in counts}
         self.depth = {self.paired[s.prefix]: s.n_layers for s in structure.stacks if self.paired[s.prefix] in counts}
-        roots = sorted({_roots(a, b) for a, b in self.paired.items() if a != b}, key=lambda r: -len(r[0]))
+        roots = sorted({_roots(a, b) for a, b in self.paired.items() if a != b} | {*prefixes}, key=lambda r: -len(r[0]))
         self._seen: dict[str, tuple[str, int]] = {}
         donor_names: dict[str, str] = {}  # own → donor's
         extras: dict[str, str] = {}
@@ -145,12 +146,19 @@ class InputModels:
     tokenizes: bool = False
 
 
-def pair_stacks(stacks: Sequence[Stack], donor: Sequence[Stack], names: Collection[str]) -> dict[str, str]:
+def pair_stacks(
+    stacks: Sequence[Stack], donor: Sequence[Stack], names: Collection[str], prefixes: Sequence[tuple[str, str]] = ()
+) -> dict[str, str]:
     """For each stack the donor's prefix that plays the same part; its own where the donor has no such stack.
 
-    names  of all the model's tensors: none is under two of the donor's names
+    names     of all the model's tensors: none is under two of the donor's names
+    prefixes  of whole parts, the model's and the donor's
     """
-    paired = {s.prefix: s.prefix for s in stacks if any(d.prefix == s.prefix for d in donor)}
+    paired = {}
+    for stack in stacks:
+        name = _renamed(stack.prefix, prefixes)
+        if any(name == d.prefix for d in donor):
+            paired[stack.prefix] = name
     for stack in stacks:
         if stack.prefix in paired:
             continue

@@ -7,7 +7,6 @@ Only the first and the last depend on the values of parameters.
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,7 +27,6 @@ from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import Structure
 from weightsmith._models.structure.parts import find_parts
 from weightsmith._models.structure.resize import LAYERS_UNSPECIFIED
-from weightsmith._models.tokenizers.files import settings_of
 from weightsmith._models.tokenizers.vocabulary import FILES
 from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner.agreement import (
@@ -39,6 +37,7 @@ from weightsmith._planning.planner.agreement import (
     of_vocabularies,
 )
 from weightsmith._planning.planner.files import (
+    absent_parts,
     carried,
     foreign,
     foreign_findings,
@@ -61,6 +60,7 @@ from weightsmith._planning.planner.loading import Question, question_of
 from weightsmith._planning.planner.match import InputModels, ModelNames
 from weightsmith._planning.planner.outputs import StepMaker, takes_head
 from weightsmith._planning.planner.parameters import Audit, Resolver
+from weightsmith._planning.planner.pipelines import copied_parts, part_configs, part_differences, part_owners, part_readers
 from weightsmith._planning.planner.prepared import Prepared, code_files, model_input
 from weightsmith._planning.planner.segments import Account, Placement, Placer, Region, SegmentMaker
 from weightsmith._planning.planner.steps import DTypes, MeasuredSteps, factor_problems, with_needs, with_statistics
@@ -250,7 +250,8 @@ def open_request(
     opened, problems = opening(request.refs, stack, results, request.options.ignore_quantization_config)
     status("planning")
     structures = analyse_all(opened)
-    donor, findings = choose_donor(structures, request.labels)
+    is_pipeline = bool(opened) and opened[0] is not None and bool(opened[0].parts)
+    donor, findings = choose_donor(structures[:1] if is_pipeline else structures, request.labels)
     specs = [{} if checkpoint is None else checkpoint.specs for checkpoint in opened]
     base = None if request.recipe.base_model is None else request.models[request.recipe.base_model]
     if request.method is not None and donor == base and takes_head(request.method, specs, base):
@@ -365,6 +366,8 @@ class _Assembler:
             raise request.refusal(self.problems)
         dropped, lost = account.settle(self.shape, opened.donor, placements)
         self.problems += lost
+        copied = absent_parts(self.inputs, opened.donor)
+        outputs.steps += copied_parts(self.inputs, copied, dtypes)
         ordered = _in_model_order(outputs.steps, self.matched.specs[opened.donor])
         try:
             ordered, tables, dropped = aligned.place(ordered, outputs.counterpart, dropped)
@@ -374,19 +377,24 @@ class _Assembler:
         self.problems += factor_problems(steps, self.labels[opened.donor], _ONE_MODEL)
         measured = self._measured(method, steps, resolver)
         config = self._config(donor, outputs, steps)
-        aligned.files.update(self._part_configs(donor, steps))
+        readers = part_readers(self.inputs, steps)
+        owners = part_owners(self.inputs, opened.donor, readers)
+        aligned.files.update(part_configs(self.inputs, donor, owners, steps, self.shape, request.dtype))
         if config is not None and aligned.move is not None:
             config, lost_ids = aligned.move(config)
             self.warnings += lost_tokens(lost_ids, "config.json")
         if self.problems:
             raise request.refusal(self.problems)
         self.warnings += self.matched.differences()
+        self.warnings += part_differences(self.inputs, self.labels, opened.donor, readers, owners)
         self.warnings += [*self._untouched(placements, self.labels[opened.donor]), *outputs.warnings]
         self.warnings += [*account.findings(), *dtypes.findings(), *idle]
         self.warnings += left_out_findings(donor.left_out, self.labels[opened.donor])
         draft = self._draft(method, aligned, [*products, *measured.products], config, resolver.settings)
+        stems = {part: self.inputs[owner].naming.parts[part] for part, owner in owners.items()}
+        draft.naming = replace(donor.naming, folders=(*donor.naming.folders, *copied), parts={**donor.naming.parts, **stems})
         draft.steps, draft.tables = measured.steps, list(tables)
-        draft.dropped = [*dropped, *foreign(self.inputs, donor)]
+        draft.dropped = [*dropped, *foreign(self.inputs, opened.donor, copied)]
         named = [*code_files(draft), *aligned.named, *measured.files]
         loading = self._loading(draft, donor, outputs)
         return Prepared(draft, self.inputs, self.shape, outputs.origins, resolver, named, loading=loading)
@@ -469,18 +477,6 @@ class _Assembler:
             Finding(note, "config.json") for note in notes if LAYERS_UNSPECIFIED in note
         ]  # the others are seen in the plan
         return config
-
-    def _part_configs(self, donor: Checkpoint, steps: Sequence[Step]) -> dict[str, bytes]:
-        """The files config.json of the parts of a pipeline that the donor's do not describe: another dtype, no quantisation."""
-        files: dict[str, bytes] = {}
-        for part, config in donor.parts.items():
-            prefix = f"{part}/"
-            outs = [step.out for step in steps if step.out.name.startswith(prefix)]
-            stored = {name: spec for name, spec in donor.specs.items() if name.startswith(prefix)}
-            new, _ = output_config(config, self.shape, {}, outs, stored=stored, asked=self.request.dtype, untie=False)
-            if new != settings_of(donor.folder, donor.files, f"{prefix}config.json"):
-                files[f"{prefix}config.json"] = (json.dumps(new, indent=2, ensure_ascii=False) + "\n").encode()
-        return files
 
     def _untouched(self, placements: Sequence[Placement], donor: str) -> list[Finding]:
         """A warning for the modules that the recipe does not mention."""

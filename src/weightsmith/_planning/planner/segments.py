@@ -22,6 +22,7 @@ from weightsmith._base.errors import (
 from weightsmith._base.text import count
 from weightsmith._methods.base import Method
 from weightsmith._models.structure import Stack, Structure
+from weightsmith._models.structure.parts import VAE
 from weightsmith._models.structure.vocabulary import comes_first
 from weightsmith._planning.planner.inputs import at
 from weightsmith._planning.planner.match import ModelNames, home_module
@@ -282,7 +283,9 @@ class Placer:
             self.problems.append(UnknownName(f"module '{name}' is given twice", where=module.where))
             return None
         if not region.sliced:
-            return Placement(name, region.segments)
+            problems = self._part_problems(name, region.segments[0])
+            self.problems += problems
+            return Placement(name, tuple(replace(s, broken=True) for s in region.segments) if problems else region.segments)
         stacks = [s for s in self.donor.stacks_of(name) if s.kind != "other"]
         if self.donor.main in stacks:
             stacks = [s for s in stacks if s == self.donor.main]
@@ -292,6 +295,35 @@ class Placer:
             self.problems.append(LayerError(what, where=module.where, details=details, fix="use 'models' for this module"))
             return None
         return Placement(name, self._in_range(region.segments, stacks[0].prefix), self._counted_together(stacks[0]))
+
+    def _part_problems(self, module: str, segment: Segment) -> list[WeightsmithError]:
+        """The models that have nothing of a part that they are given for, or not all of a VAE: the donor's would fill it."""
+        problems: list[WeightsmithError] = []
+        if self.donor.parts is None:
+            return problems
+        expected = self.donor.modules[module]
+        known = zip(self.labels, self.names, strict=True)
+        donor = next(label for label, names in known if names is not None and names.structure is self.donor)
+        for feed in segment.feeds:
+            names = self.names[feed.model]
+            if names is None or names.structure is self.donor:
+                continue
+            stored = names.all()
+            missing = [name for name in expected if name not in stored]
+            if not missing or (len(missing) < len(expected) and module != VAE):
+                continue
+            label = self.labels[feed.model]
+            what = f"{label} has {len(expected) - len(missing):,} of the {len(expected):,} tensors of module '{module}'"
+            taken = {stored[name] for name in expected if name in stored}
+            candidates = names.structure.modules.get(module, ()) if names.structure.parts else tuple(names.specs)
+            unlike = [name for name in candidates if name not in taken]
+            details = [f"{donor}: {missing[0]}", *(f"{label}: {name}" for name in unlike[:1])]
+            folder = missing[0].partition("/")[0] + "/"
+            fix = f"name a model whose names of this part begin as those of {donor}, or leave it out of the module"
+            if folder in self.donor.parts.prefixes:
+                fix = f"name a pipeline, with its folder {folder}, or leave this model out of the module"
+            problems.append(MismatchError(what, where=feed.where, details=details, fix=fix))
+        return problems
 
     def _counted_together(self, stack: Stack) -> tuple[str, ...]:
         """The stack, and those of the module that the same key of config.json counts (XLM's attentions and ffns)."""
@@ -397,7 +429,7 @@ class Account:
         module = structure.module_of(f"{place[0]}0.x" if place is not None else outer)
         if outer and outer not in self.names[donor].rest and not structure.extra(outer):
             module = home_module(structure)
-        placement = placed[module]
+        placement = placed.get(module) or placed[home_module(structure)]  # a module that the donor lacks
         if not placement.segments:
             return "" if model == donor else f"module {module} is copied from {self.labels[donor]}"
         feeding = list(dict.fromkeys(f.model for s in placement.segments for f in s.feeds))
