@@ -165,14 +165,13 @@ def auto_table() -> str:
 
 
 def auto_cost() -> str:
-    """What the runs of `auto` took, in a sentence for each way. Runs of releases that took longer have no times."""
+    """What the runs of `auto` took, in a sentence for each way. Runs of earlier code have no numbers."""
     measured = auto_cases.known()
     lines = []
     for merge, title in (("with", "With texts"), ("without", "Without texts")):
         for base, cases in (("SmolLM2", [n for n in measured if n != "gemma"]), ("Gemma", ["gemma"])):
-            runs = [
-                r for n in cases if (r := measured.get(n, {}).get(merge)) and r["choice"]["name"] != "mean" and "seconds" in r
-            ]
+            runs = [r for n in cases if (r := measured.get(n, {}).get(merge)) and r["choice"]["name"] != "mean"]
+            runs = [run for run in runs if "peak_bytes" in run]
             if runs:
                 seconds, peaks = ([run[key] for run in runs] for key in ("processor_seconds", "peak_bytes"))
                 lines.append(f"{title}, {base}: {_span(seconds, 1)} CPU seconds, {_span(peaks, 1e9, 1)} GB of memory.")

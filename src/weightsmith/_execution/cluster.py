@@ -324,6 +324,7 @@ class Driver:
         first = [Share((k, self.n)) for k, steps in parts.items() if steps and k not in later]
         self._ready = deque([*([Share(None)] if plan.products else []), *first])
         self._after_products = [Share((k, self.n)) for k in sorted(later)]
+        self._inputs = prepared.inputs
         self._states: dict[Share, _State] = {}
         self._running: set[Share] = set()
         self._durations: list[float] = []
@@ -405,7 +406,7 @@ class Driver:
                 if now - state.busy_since > BUSY_SECONDS:
                     raise error
                 self._again(share, 1.0)
-            case Failed(error, missing=True):
+            case Failed(error, missing=True) if self.workers.several_machines:
                 now = time.monotonic()
                 if not state.missing_since or now - state.began > MISSING_SECONDS:  # or it has worked meanwhile
                     state.missing_since = now
@@ -413,6 +414,9 @@ class Driver:
                     raise self._stays_missing(share, error)
                 self._again(share, MISSING_PAUSE_SECONDS)
             case Failed(error):
+                if not self.workers.several_machines:  # it sees the same files, so one that has changed is the reason
+                    for model in self._inputs:
+                        model.check_unchanged()
                 raise error
             case Lost(why):
                 state.losses, state.busy_since = state.losses + 1, 0.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import pytest
 import weightsmith
 from tests.execution.distributed.test_driver import MODEL_WIDE, SHARD, TIES
 from tests.execution.test_run import files
-from weightsmith._base.errors import NOTHING_WRITTEN, LayerError, NonFinite, PlanError, WorkerLost
+from weightsmith._base.errors import NOTHING_WRITTEN, CheckpointError, LayerError, NonFinite, PlanError, WorkerLost
 from weightsmith._execution import cluster, options
 from weightsmith._execution import processes as execution_processes
 from weightsmith._execution.options import RunOptions, process_count
@@ -182,6 +183,29 @@ def test_a_check_that_fails_ends_the_processes_at_once(here: Path, monkeypatch: 
         merge()
     assert raised.value.state == NOTHING_WRITTEN
     assert {path.name for path in here.iterdir() if path.name.startswith(".")} == set()
+
+
+def replace_by_copy(path: Path) -> None:
+    shutil.copy(path, "copy")
+    Path("copy").replace(path)
+
+
+@pytest.mark.parametrize("change", [replace_by_copy, Path.unlink])
+def test_an_input_that_changes_before_the_start_is_named_at_once(
+    here: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], None]
+) -> None:
+    plain = LocalWorkers.begin
+
+    def begin(self: LocalWorkers, order: cluster.Order) -> None:
+        change(here / "b/model.safetensors")
+        plain(self, order)
+
+    monkeypatch.setattr(LocalWorkers, "begin", begin)
+    monkeypatch.setattr(cluster, "MISSING_SECONDS", 1.0)
+    monkeypatch.setattr(cluster, "MISSING_PAUSE_SECONDS", 0.1)
+    with pytest.raises(CheckpointError) as raised:
+        merge()
+    assert "b/model.safetensors" in str(raised.value)
 
 
 def no_process(error: BaseException) -> Callable[..., Any]:

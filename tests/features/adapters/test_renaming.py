@@ -210,6 +210,55 @@ def test_names_that_are_not_known_are_refused(tmp_path: Path) -> None:
     assert "its names are those of a single file" in str(refusal(path, "peft"))
 
 
+def diffusers_file(path: Path, shapes: dict[str, tuple[int, int]]) -> Path:
+    tensors: dict[str, np.ndarray] = {}
+    for module, shape in shapes.items():
+        tensors |= dict(zip((f"{module}.lora_A.weight", f"{module}.lora_B.weight"), pair(shape, RANK), strict=True))
+    save_file(tensors, path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("module", "shape", "rows"),
+    [
+        ("double_blocks_0_img_attn_qkv", (3 * H + 1, H), "25 rows of B, and 8 columns of A: there are 3 times as many"),
+        ("single_blocks_0_linear1", (3 * H, H), "24 rows of B, and 8 columns of A: there are 7 times as many"),
+        ("single_blocks_0_linear1", (10, H), "10 rows of B, and 8 columns of A: there are 7 times as many"),
+        ("double_blocks_0_txt_mlp_0", (6 * H, H), "48 rows of B, and 8 columns of A: there are 4 times as many"),
+    ],
+)
+def test_matrices_of_flux_that_cannot_be_cut_are_refused(
+    module: str, shape: tuple[int, int], rows: str, tmp_path: Path
+) -> None:
+    path = kohya(tmp_path / "k.safetensors", {f"lora_unet_{module}": shape})
+    problem = refusal(path, "diffusers")
+    assert rows in str(problem)
+    assert _dotted(module) in str(problem)
+
+
+@pytest.mark.parametrize("layout", ["kohya", "comfyui"])
+def test_matrices_of_flux_that_cannot_be_joined_are_refused(layout: str, tmp_path: Path) -> None:
+    single = "transformer.single_transformer_blocks.0.attn.to_"
+    path = diffusers_file(tmp_path / "d.safetensors", {f"{single}q": (H, H), f"{single}v": (12, H)})
+    assert "12 rows of B, and 8 columns of A: there are as many" in str(refusal(path, layout))
+
+
+@pytest.mark.parametrize("layout", ["kohya", "comfyui", "diffusers"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        "transformer_blocks.0.attn.to_q",
+        "transformer_blocks.0.attn1.to_q",
+        "single_transformer_blocks.38.attn.to_q",
+        "blocks.0.q",
+    ],
+    ids=["SD3, Qwen-Image", "LTX", "HunyuanVideo", "Wan"],
+)
+def test_models_that_are_not_flux_are_not_taken_for_it(module: str, layout: str, tmp_path: Path) -> None:
+    path = diffusers_file(tmp_path / "d.safetensors", {f"transformer.{module}": (H, H)})
+    assert "1 of its 1 modules have names that are not known" in str(refusal(path, layout))
+
+
 @pytest.mark.slow
 def test_every_module_of_the_unets_has_its_name(tmp_path: Path) -> None:
     """Those that diffusers builds: `_` for dots and back, and those of Stable Diffusion XL's first implementation."""

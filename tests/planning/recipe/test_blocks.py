@@ -63,12 +63,26 @@ PLACES = {
     },
     "sd3": {
         "model.diffusion_model.joint_blocks.3.x_block.attn.qkv.weight": "joint_blocks.3",
-        "transformer/norm_out.linear.weight": "norm_out",
+        "transformer/norm_out.linear.weight": "final_layer",
+        "transformer/proj_out.weight": "final_layer",
+        "model.diffusion_model.pos_embed": "pos_embed",
+        "transformer/pos_embed.proj.weight": "pos_embed",
+        "model.diffusion_model.t_embedder.mlp.0.weight": "t_embedder",
+        "transformer/time_text_embed.timestep_embedder.linear_1.weight": "t_embedder",
+        "transformer/time_text_embed.text_embedder.linear_1.weight": "y_embedder",
     },
     "wan": {
         "blocks.12.self_attn.q.weight": "blocks.12",
         "transformer/blocks.1.attn1.to_q.weight": "blocks.1",
         "head.head.weight": "head",
+        "head.modulation": "head",
+        "transformer/proj_out.weight": "head",
+        "transformer_2/scale_shift_table": "head",
+        "transformer_2/blocks.39.attn1.to_q.weight": "blocks.39",
+        "transformer/condition_embedder.time_embedder.linear_1.weight": "time_embedding",
+        "transformer/condition_embedder.time_proj.weight": "time_projection",
+        "transformer/condition_embedder.text_embedder.linear_1.weight": "text_embedding",
+        "transformer_2/condition_embedder.image_embedder.ff.net.0.proj.weight": "img_emb",
     },
 }
 
@@ -77,7 +91,7 @@ PLACES = {
 def test_the_block_of_a_tensor(family: str, name: str) -> None:
     """Compared with `blockfromkey` of SuperMerger 2024-12 for all tensors of sd1, sdxl and Flux: none differs."""
     table = TABLES[family]
-    fitting = [block for block in table.blocks if name.startswith(table.starts(block) or ())]
+    fitting = [block for block in table.blocks if f"{name}.".startswith(table.starts(block) or ())]
     assert fitting == [block for block in [PLACES[family][name]] if block != "BASE"]
 
 
@@ -139,6 +153,39 @@ def test_blocks_stand_beside_filters(tmp_path: Path) -> None:
     assert found["model.diffusion_model.double_blocks.1.img_attn.proj.weight"] == 0.7
     assert found["transformer/transformer_blocks.1.attn.to_q.weight"] == 0.1
     assert found["single_blocks.3.linear1.weight"] == 0.5
+
+
+def test_each_part_of_stable_diffusion_3_and_wan(tmp_path: Path) -> None:
+    values = {
+        "pos_embed": 0.1,
+        "time_text_embed": 0.2,
+        "y_embedder": 0.6,
+        "t_embedder": 0.3,
+        "joint_blocks.0-joint_blocks.37": 0.4,
+    }
+    found = merge(tmp_path, {"blocks": "sd3", "values": {**values, "final_layer": 0.5}}, "sd3")
+    assert found["model.diffusion_model.pos_embed"] == 0.1
+    assert found["transformer/time_text_embed.text_embedder.linear_1.weight"] == 0.2
+    assert found["model.diffusion_model.t_embedder.mlp.0.weight"] == 0.3
+    assert found["model.diffusion_model.joint_blocks.3.x_block.attn.qkv.weight"] == 0.4
+    assert found["transformer/proj_out.weight"] == 0.5
+    (tmp_path / "wan").mkdir()
+    found = merge(tmp_path / "wan", {"blocks": "wan", "values": {"blocks.0-blocks.39": 0.3, "BASE": 0.1}}, "wan")
+    assert found["transformer_2/blocks.39.attn1.to_q.weight"] == 0.3
+
+
+def test_a_range_of_which_the_model_has_some_blocks_is_no_warning(tmp_path: Path) -> None:
+    a, b = file_of(tmp_path / "a.safetensors", 1), file_of(tmp_path / "b.safetensors", 2)
+
+    def of(values: dict[str, float]) -> list[str]:
+        weight = {"blocks": "sdxl", "values": {**values, "BASE": 0.5}}
+        models = [{"model": b, "parameters": {"weight": weight}}]
+        found = warnings(plan({"merge_method": "task_arithmetic", "base_model": a, "models": models}))
+        return [text for text in found if "the filter" in text]
+
+    assert not of({"IN00-IN08": 0.1})
+    (text,) = of({"IN01-IN03": 0.1})
+    assert "the filter 'IN01-IN03' of weight decides for no tensor" in text
 
 
 def test_a_block_that_the_model_lacks_is_a_warning(tmp_path: Path) -> None:

@@ -8,11 +8,11 @@ vocabularies: that of diffusers (`down_blocks`, `transformer_blocks`), or that o
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 
-from weightsmith._base.errors import Unsupported
+from weightsmith._base.errors import MismatchError, Unsupported
 from weightsmith._base.files import show
 from weightsmith._models.lora.networks import DENOISER, NETWORKS, UNKNOWN, Network, network_of
 
@@ -53,6 +53,21 @@ _FLUX_FUSED = {
 }
 _FLUX_LINEAR1 = ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp")
 _MLP_RATIO = 4  # of all of Flux: rows of `proj_mlp` over the inputs of `linear1`
+_FLUX_ROWS = {
+    **dict.fromkeys(("attn.to_q", "attn.to_k", "attn.to_v", "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"), 1),
+    **dict.fromkeys(("img_attn.qkv", "txt_attn.qkv", "modulation.lin", "norm.linear"), 3),
+    **dict.fromkeys(("img_mlp.0", "txt_mlp.0", "ff.net.0.proj", "ff_context.net.0.proj", "proj_mlp"), _MLP_RATIO),
+    **dict.fromkeys(("img_mod.lin", "txt_mod.lin", "norm1.linear", "norm1_context.linear"), 6),
+    "linear1": 3 + _MLP_RATIO,
+}
+"""Matrix of a block → rows over columns, in all of Flux. Models of other sizes have these names too, and other matrices."""
+_FLUX_BLOCKS = {
+    "double_blocks": 19,
+    "transformer_blocks": 19,
+    "single_blocks": 38,
+    "single_transformer_blocks": 38,
+}
+"""Blocks of Flux. `transformer_blocks` alone are no evidence: Stable Diffusion 3, Qwen-Image and LTX have them too."""
 _FLUX_OUTSIDE = {
     "img_in": "x_embedder",
     "txt_in": "context_embedder",
@@ -112,13 +127,15 @@ def renamed(shapes: Mapping[str, tuple[int, int]], layout: str, where: str, *, f
             unknown.append(module)
         else:
             known[module] = network, dotted
+    names = [inner for network, inner in known.values() if network is DENOISER]
+    is_flux = _are_of_flux(names)
+    if not is_flux:
+        unknown += [module for module, (network, inner) in known.items() if not _is_of_unet(network, inner)]
     if unknown:
         what = f"{len(unknown):,} of its {len(shapes):,} modules have names that are not known"
         fix = "convert adapters of Stable Diffusion, Stable Diffusion XL or Flux; an adapter of a language model: --for peft"
         raise Unsupported(what, where=where, details=[show(module) for module in unknown[:8]], fix=fix)
     is_xl, networks = False, {network for network, _ in known.values()}
-    names = [inner for network, inner in known.values() if network is DENOISER]
-    is_flux = any(name.startswith(("double_blocks", "single_blocks", *_DIFFUSERS_FLUX)) for name in names)
     modules = _Modules(shapes, known, where)
     if is_flux:
         modules.of_flux(split=layout == DIFFUSERS)
@@ -135,8 +152,24 @@ def renamed(shapes: Mapping[str, tuple[int, int]], layout: str, where: str, *, f
     ]
 
 
-_DIFFUSERS_FLUX = ("transformer_blocks", "single_transformer_blocks", "x_embedder", "context_embedder", "time_text_embed")
 _FIRST = ("input_blocks", "middle_block", "output_blocks", "time_embed.", "label_emb", "out.")
+_UNET = ("down_blocks.", "mid_block.", "up_blocks.", "conv_in", "conv_out", "time_embedding.", "add_embedding.", *_FIRST)
+
+
+def _are_of_flux(names: Iterable[str]) -> bool:
+    """Whether names of a diffusion model's modules are Flux's.
+
+    >>> _are_of_flux(["single_blocks.37.linear1"]), _are_of_flux(["transformer_blocks.0.attn.to_q"])
+    (True, False)
+    """
+    numbers = [(block, number) for block, number, _ in map(_block, names) if block in _FLUX_BLOCKS]
+    fitting = all(number.isdecimal() and int(number) < _FLUX_BLOCKS[block] for block, number in numbers)
+    return fitting and any(block != "transformer_blocks" for block, _ in numbers)
+
+
+def _is_of_unet(network: Network, name: str) -> bool:
+    """Whether a module may be of Stable Diffusion 1 or XL."""
+    return name.startswith(_UNET) if network is DENOISER else network is not NETWORKS[1]
 
 
 def _written(prefix: str, name: str, layout: str) -> str:
@@ -215,12 +248,22 @@ class _Modules:
         """Rename modules of Flux. split: into those of diffusers, else into those of the first implementation."""
         for name, module in self._denoiser().items():
             block, number, inner = _block(name)
+            self._check_rows(module, name, inner if block in _FLUX_BLOCKS else "")
             if split:
                 self._split(module, name, block, number, inner)
             else:
                 self._unsplit(module, name, block, number, inner)
         if not split:
             self._fuse()
+
+    def _check_rows(self, module: str, name: str, inner: str) -> None:
+        """Raise MismatchError for a matrix of a block that Flux has in another shape."""
+        outputs, inputs = self._shapes[module]
+        times = _FLUX_ROWS.get(inner, 0)
+        if times and outputs != times * inputs:
+            of_flux = f"{times} times as many" if times > 1 else "as many"
+            what = f"{name} has {outputs:,} rows of B, and {inputs:,} columns of A: there are {of_flux} rows in Flux"
+            raise MismatchError(what, where=self._where, fix="name an adapter of Flux, or repair the file")
 
     def _split(self, module: str, name: str, block: str, number: str, inner: str) -> None:
         outputs, inputs = self._shapes[module]
@@ -229,8 +272,8 @@ class _Modules:
                 self._take(module, f"transformer_blocks.{number}.{part}", (i * (outputs // 3), outputs // 3))
         elif block == "single_blocks" and inner == "linear1":
             for i, part in enumerate(_FLUX_LINEAR1):
-                first = i * inputs
-                self._take(module, f"single_transformer_blocks.{number}.{part}", (first, inputs if i < 3 else outputs - first))
+                rows = (i * inputs, inputs if i < 3 else outputs - 3 * inputs)
+                self._take(module, f"single_transformer_blocks.{number}.{part}", rows)
         elif block == "double_blocks" and inner in _FLUX:
             self._take(module, f"transformer_blocks.{number}.{_FLUX[inner]}")
         elif block == "single_blocks" and inner in _FLUX_SINGLE:

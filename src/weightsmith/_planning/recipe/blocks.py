@@ -18,8 +18,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-ROOTS = ("model.diffusion_model.", "diffusion_model.", "unet/", "transformer/", "")
-"""What the names of a diffusion model's tensors begin with: in whole files, in files of adapters' programs, in pipelines."""
+ROOTS = ("model.diffusion_model.", "diffusion_model.", "unet/", "transformer/", "transformer_2/", "")
+"""What the names of a diffusion model's tensors begin with: in whole files, in files of adapters' programs, in pipelines.
+Wan 2.2 has a second transformer, for the steps of little noise."""
 
 BASE = "BASE"
 
@@ -40,7 +41,9 @@ class BlockTable:
     def starts(self, name: str) -> tuple[str, ...] | None:
         """What names of the tensors of a block begin with; () for all other tensors; None for an unknown name.
 
-        name  of a block, or a name of ComfyUI's nodes, which is the start of the tensors' names
+        name  of a block, or a name of ComfyUI's nodes or of diffusers, which is the start of the tensors' names
+
+        A start fits a name and a dot: the tensor `pos_embed` is in the block `pos_embed.`
 
         >>> TABLES["sd1"].starts("IN11")[0], TABLES["flux"].starts("double_blocks.3")[-1], TABLES["sdxl"].starts("IN11")
         ('model.diffusion_model.input_blocks.11.', 'double_blocks.3.', None)
@@ -50,7 +53,7 @@ class BlockTable:
         starts = self.blocks.get(name)
         if starts is None:
             single = f"{name.removesuffix('.')}."
-            known = any(single == start for block in self.blocks.values() for start in block)
+            known = any(start.startswith(single) for block in self.blocks.values() for start in block)
             if not known:
                 return None
             starts = (single,)
@@ -115,24 +118,44 @@ def _flux() -> BlockTable:
     return BlockTable("Flux", blocks, tuple(blocks))
 
 
-def _numbered(title: str, first: Sequence[str], stack: Sequence[str], count: int, last: Sequence[str]) -> BlockTable:
-    """A table of ComfyUI's names alone. stack: the names of the stack of blocks, ComfyUI's first, then diffusers'."""
-    blocks: dict[str, tuple[str, ...]] = {name: (f"{name}.",) for name in first}
-    blocks |= {f"{stack[0]}.{n}": tuple(f"{one}.{n}." for one in stack) for n in range(count)}
-    return BlockTable(title, blocks | {name: (f"{name}.",) for name in last})
+Others = Mapping[str, tuple[str, ...]]
+"""ComfyUI's name of a part → its names in diffusers"""
 
 
-_SD3 = ("pos_embed", "x_embedder", "context_embedder", "y_embedder", "t_embedder", "time_text_embed")
-_WAN = ("patch_embedding", "time_embedding", "time_projection", "text_embedding", "img_emb", "condition_embedder")
+def _numbered(title: str, first: Others, stack: Sequence[str], count: int, last: Others) -> BlockTable:
+    """A table without an order of values. stack: the names of the stack of blocks, ComfyUI's first, then diffusers'."""
+    blocks: dict[str, tuple[str, ...]] = {name: _within(name, *others) for name, others in first.items()}
+    blocks |= {f"{stack[0]}.{n}": _within(*(f"{one}.{n}" for one in stack)) for n in range(count)}
+    return BlockTable(title, blocks | {name: _within(name, *others) for name, others in last.items()})
+
+
+def _within(*names: str) -> tuple[str, ...]:
+    return tuple(f"{name}." for name in names)
+
+
+_SD3: Others = {
+    "pos_embed": (),
+    "x_embedder": (),
+    "context_embedder": (),
+    "y_embedder": ("time_text_embed.text_embedder",),
+    "t_embedder": ("time_text_embed.timestep_embedder",),
+}
+_WAN: Others = {
+    "patch_embedding": (),
+    "time_embedding": ("condition_embedder.time_embedder",),
+    "time_projection": ("condition_embedder.time_proj",),
+    "text_embedding": ("condition_embedder.text_embedder",),
+    "img_emb": ("condition_embedder.image_embedder",),
+}
 TABLES: Mapping[str, BlockTable] = MappingProxyType(
     {
         "sd1": _unet(4),
         "sdxl": _unet(3),
         "flux": _flux(),
         "sd3": _numbered(
-            "Stable Diffusion 3", _SD3, ("joint_blocks", "transformer_blocks"), 38, ("final_layer", "norm_out", "proj_out")
+            "Stable Diffusion 3", _SD3, ("joint_blocks", "transformer_blocks"), 38, {"final_layer": ("norm_out", "proj_out")}
         ),
-        "wan": _numbered("Wan", _WAN, ("blocks",), 40, ("head", "proj_out")),
+        "wan": _numbered("Wan", _WAN, ("blocks",), 40, {"head": ("norm_out", "proj_out", "scale_shift_table")}),
     }
 )
 """Family → its blocks"""

@@ -174,7 +174,7 @@ class Setting:
         (0.25, 0.5)
         """
         for rule in self._rules:
-            if rule.part in name and (not rule.starts or name.startswith(rule.starts)):
+            if rule.part in name and (not rule.starts or f"{name}.".startswith(rule.starts)):
                 try:
                     return rule.known[t]
                 except KeyError:

@@ -501,20 +501,21 @@ def _listed_blocks(values: Node, table: BlockTable, walk: Walk) -> list[Entry]:
 
 
 def _named_blocks(block: str, pair: Pair, table: BlockTable, walk: Walk) -> list[Entry]:
-    """The entries of a block, or of a range of blocks."""
+    """The entry of a block, or of a range of blocks: a model need not have all numbers of a range."""
     names, value = table.expand(block), pair.value.value
     if names and all(table.starts(name) is not None for name in names):
         assert isinstance(value, str | int | float)
-        return [_block(table, name, value, pair.value.where, pair.where) for name in names]
+        starts = [start for name in names for start in table.starts(name) or ()]
+        return [Entry(value, block if starts else None, pair.value.where, pair.where if starts else "", tuple(starts))]
     first, second, *_, last = table.blocks
     what = f"{table.title} has no block {block!r}{nearest(block, [*table.blocks, BASE])}"
     walk.problem(what, pair.where, f"Write one of {BASE}, {first}, {second}, … {last}, or a range.", UnknownName)
     return []
 
 
-def _block(table: BlockTable, block: str, value: Scalar, where: str, block_where: str = "") -> Entry:
+def _block(table: BlockTable, block: str, value: Scalar, where: str) -> Entry:
     starts = table.starts(block) or ()
-    return Entry(value, block if starts else None, where, (block_where or where) if starts else "", starts)
+    return Entry(value, block if starts else None, where, where if starts else "", starts)
 
 
 def _condition(node: Node, walk: Walk) -> Entry | None:
