@@ -69,6 +69,8 @@ _SINGLE = {
 """Program → the container, and how it names factors."""
 _BASE_LAYER = ".base_layer."
 _PLAIN = ("F32", "F16", "BF16")
+_ROUNDED = 1e-6
+"""Alphas that differ by less, relatively, are one: llama.cpp's is float32."""
 
 
 def prepare_conversion(adapter: str | os.PathLike[str], settings: ConvertSettings) -> Prepared:
@@ -397,6 +399,7 @@ class _GgufAdapterDraft:
         experts: dict[str, dict[int, _Placed]] = {}
         for module, factors in self.adapter.updates.items():
             ratio = factors.scaling * self._rank(factors) / alpha
+            ratio = 1.0 if abs(ratio - 1) <= _ROUNDED else ratio
             placed = _Placed(module, self.places.get(module, f"{module}{WEIGHT}"), factors, ratio)
             with noting(self.problems):
                 self._check_vocabulary(placed)
@@ -412,7 +415,7 @@ class _GgufAdapterDraft:
                     self._add(placed, place.name, architecture)
         for name, members in experts.items():
             with noting(self.problems):
-                self._add_experts(name, members, config)
+                self._add_experts(name, members, architecture, config)
         if self.problems:
             raise PlanError(self.problems)
         keys = adapter_keys(architecture, config, alpha, base_name if _on_hub(base_name) else Path(base_name).name)
@@ -427,8 +430,9 @@ class _GgufAdapterDraft:
     def _alpha(self) -> float:
         """The one alpha of the file: that of most modules. 0 would mean a scale of 1."""
         alphas = Counter(factors.scaling * self._rank(factors) for factors in self.adapter.updates.values())
-        usual = [alpha for alpha, _ in alphas.most_common() if float(np.float32(alpha)) == alpha and alpha]
-        return usual[0] if usual else 1.0
+        with np.errstate(over="ignore"):
+            usual = [float(np.float32(alpha)) for alpha, _ in alphas.most_common()]
+        return next((alpha for alpha in usual if alpha and np.isfinite(alpha)), 1.0)
 
     def _check_vocabulary(self, placed: _Placed) -> None:
         """Raise Unsupported for factors of an embedding that is also the head: llama.cpp has one tensor for both."""
@@ -489,27 +493,31 @@ class _GgufAdapterDraft:
         outs = [replace(out, name=f"{name}{B_ENDING}") for out, name in zip(encoding.outs(step.out), names, strict=True)]
         self.draft.steps.append(replace(step, encoding=encoding.name, stored=tuple(outs)))
 
-    def _add_experts(self, name: str, members: Mapping[int, _Placed], config: Mapping[str, Any]) -> None:
-        """The factors of the experts of a layer, as two tensors."""
+    def _add_experts(
+        self, name: str, members: Mapping[int, _Placed], architecture: GgufArchitecture, config: Mapping[str, Any]
+    ) -> None:
+        """The factors of the experts of a layer, as two tensors. Those of several dtypes become float32."""
         specs, count = self.adapter.checkpoint.specs, len(members)
         ordered = [members[i] for i in sorted(members)]
         shapes = {(specs[one.factors.a].shape, specs[one.factors.b].shape) for one in ordered}
-        total = GgufConfig(config).count("num_experts", GgufConfig(config).get("num_local_experts"))
+        values = GgufConfig(config)
+        total = values.count(architecture.experts, values.get("num_local_experts", values.get("num_experts")))
         if sorted(members) != list(range(total)) or len(shapes) > 1:
             what = f"factors of {count:,} of {total:,} experts" if count != total else "factors of experts of several ranks"
             raise Unsupported(f"{what}: llama.cpp has those of all in one tensor", where=ordered[0].module, fix=self._merge())
         for ending in (A_ENDING, B_ENDING):
             spec_names = [one.factors.a if ending == A_ENDING else one.factors.b for one in ordered]
             factors = [one.factor if ending == B_ENDING else 1.0 for one in ordered]
-            scaled = any(factor != 1 for factor in factors)
+            mixed = len({specs[spec_name].dtype for spec_name in spec_names}) > 1
+            widened = mixed or any(factor != 1 for factor in factors)
             pieces = []
             for i, (spec_name, factor) in enumerate(zip(spec_names, factors, strict=True)):
                 piece = _factor_step(self.draft, f"{name}{ending}.{i}", specs[spec_name], factor)
-                if scaled and factor == 1 and piece.out.dtype.name != "F32":
+                if widened and factor == 1 and piece.out.dtype.name != "F32":
                     piece = replace(piece, op=CAST, out=replace(piece.out, dtype=DTYPES["F32"]))
                 pieces.append(piece)
             whole = TensorSpec(f"{name}{ending}", pieces[0].out.dtype, (count, *pieces[0].out.shape))
-            self._put(Step(whole, JOIN, (), pieces=tuple(pieces)), specs[spec_names[0]])
+            self._put(Step(whole, JOIN, (), pieces=tuple(pieces)), whole if mixed else specs[spec_names[0]])
 
 
 def _on_hub(name: str) -> bool:

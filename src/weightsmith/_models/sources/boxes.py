@@ -144,7 +144,9 @@ class BoxedTensors(FileTensors[BoxedTensor]):
         return self._files.location(boxes[0].file, boxes[0].start) if len(boxes) == 1 and boxes[0].contiguous else None
 
     def extents(self, name: str, start_byte: int, nbytes: int) -> tuple[Extent, ...]:
-        tensor = self._find(name)
+        return self._extents(self._find(name), start_byte, nbytes)
+
+    def _extents(self, tensor: BoxedTensor, start_byte: int, nbytes: int) -> tuple[Extent, ...]:
         width = tensor.spec.dtype.itemsize
         extents: list[Extent] = []
         for piece in _pieces(tensor, start_byte // width, -(-(start_byte + nbytes) // width)):

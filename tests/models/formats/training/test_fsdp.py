@@ -121,6 +121,40 @@ def test_files_of_two_runs_are_refused(other: dict[str, torch.Tensor], message: 
         open_checkpoint(tmp_path / "a")
 
 
+def test_flat_parameters_are_refused(tmp_path: Path) -> None:
+    for rank in range(2):
+        state = {"layers.0._fsdp_wrapped_module._flat_param": torch.full((4,), float(rank))}
+        torch.save(state, tmp_path / f"model_world_size_2_rank_{rank}.pt")
+    with pytest.raises(Unsupported, match=r"'layers\.0\._fsdp_wrapped_module\._flat_param' has several tensors in one row"):
+        open_checkpoint(tmp_path)
+
+
+def test_plain_tensors_alone_do_not_say_how_processes_share_them(tmp_path: Path) -> None:
+    for rank in range(2):
+        torch.save({"w": torch.ones(4), "v": torch.ones(2)}, tmp_path / f"model_world_size_2_rank_{rank}.pt")
+    with pytest.raises(Unsupported, match="none of 2 tensors is a DTensor, which says how 2 processes share it"):
+        open_checkpoint(tmp_path)
+    (tmp_path / "one").mkdir()
+    torch.save({"w": torch.ones(4)}, tmp_path / "one" / "model_world_size_1_rank_0.pt")
+    with open_checkpoint(tmp_path / "one") as opened:
+        assert opened["w"].tolist() == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(("name", "other"), [("scalar", torch.tensor(3.5)), ("long", torch.arange(9) // 8 * 9)])
+def test_a_tensor_that_each_file_has_whole_is_the_same_in_all(
+    name: str, other: torch.Tensor, ranks: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(ranks, tmp_path / "a")
+    write_ranks(tmp_path / "b", {**tensors(), name: other})
+    shutil.copy(files(tmp_path / "b")[1], files(tmp_path / "a")[1])
+    with open_checkpoint(tmp_path / "a") as opened:
+        message = f"tensor '{name}' has other values than in model_world_size_2_rank_0.pt, and each file has all of it"
+        with pytest.raises(FormatError, match=message) as caught:
+            opened.read(name)
+        assert "model_world_size_2_rank_1.pt" in str(caught.value)
+        opened.read("w")
+
+
 class Code:
     def __reduce__(self) -> Any:
         return print, ("code of a pickle was run",)

@@ -1,8 +1,8 @@
 """FSDP's checkpoints with a file for each process, as verl writes them: `model_world_size_8_rank_0.pt`, …
 
 Each file is a state dict. Its tensors are DTensors: the shape of the whole, how the processes share it, and the part of this
-process. They are cut along one dimension as `torch.chunk` does, or whole in each file. The pickles are read as data: of an
-object of PyTorch only its name and its attributes are kept.
+process. They are cut along one dimension as `torch.chunk` does, or whole in each file, with the same values. The pickles are
+read as data: of an object of PyTorch only its name and its attributes are kept.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from weightsmith._base.errors import CheckpointError, Finding, FormatError, Unsupported, raised_at
-from weightsmith._base.files import DAMAGED, FileState, Opener, open_local, show, show_all
+from weightsmith._base.files import DAMAGED, Extent, FileState, Opener, open_local, show, show_all
 from weightsmith._base.tensors import TensorSpec
+from weightsmith._base.text import count
 from weightsmith._files import state_pickle
 from weightsmith._files.hf_folder import FolderWeights, natural_key
 from weightsmith._files.pytorch import Archive, StoredView, read_archive, view_of
@@ -31,6 +32,9 @@ _FOLDERS = ("", "actor/")
 _REBUILT = "torch._tensor._rebuild_from_type_v2"
 _PARTS = 4
 """Arguments of `_REBUILT`: a function, a class, its arguments, and attributes."""
+_FLAT = "_flat_param"
+"""How names end of parameters that FSDP joined to one row: each process has another part of it."""
+_COMPARED_BYTES = 1 << 20
 _OTHER_MESH = "Make a model of all its files first, with the program that wrote them: `python -m verl.model_merger merge`."
 
 
@@ -99,17 +103,18 @@ def open_files(paths: Sequence[Path], index: Index | None, where: str, open_file
     """
     files = [_read(path, rank, open_file) for rank, path in enumerate(sorted(paths, key=lambda path: natural_key(path.name)))]
     parts = [_parts(file, len(files)) for file in files]
-    stored = dict[str, BoxedTensor]()
-    for name, first in parts[0].items():
-        stored[name] = _joined(name, first, files, parts)
+    copies = {name: _joined(name, first, files, parts) for name, first in parts[0].items()}
     for file, of_file in zip(files, parts, strict=True):
-        if other := next((name for name in of_file if name not in stored), ""):
+        if other := next((name for name in of_file if name not in copies), ""):
             raise FormatError(f"{file.path.name} has the tensor {show(other)}, and {files[0].path.name} has not", fix=FIX)
-    if not stored:
+    if not copies:
         raise FormatError("the checkpoint contains no tensors", where=where, fix=FIX)
+    if len(files) > 1 and all(part.shape is None for part in parts[0].values()):
+        what = f"none of {count(len(copies), 'tensor')} is a DTensor, which says how {len(files):,} processes share it"
+        raise Unsupported(what, where=str(files[0].path), fix=_OTHER_MESH)
     read = [SourceFile(file.path, file.state, file.archive.digest) for file in files]
     note = Finding(f"the weights are in parts of {len(files)} processes", where)
-    return OpenedFiles(BoxedTensors(stored, read, where), notes=(note,))
+    return OpenedFiles(_RankTensors(copies, read, where), notes=(note,))
 
 
 def _read(path: Path, rank: int, open_file: Opener) -> _File:
@@ -127,6 +132,9 @@ def _parts(file: _File, world: int) -> dict[str, _Part]:
         for name, entry in value.items():
             if type(name) is not str or name in parts:
                 raise FormatError(f"the state dict has the name {describe(name)}", fix=DAMAGED)
+            if name.endswith(_FLAT):
+                what = f"the entry {show(name)} has several tensors in one row, in FSDP's first form"
+                raise Unsupported(what, fix=_OTHER_MESH)
             if type(entry) is Tensor:
                 parts[name] = _Part(None, None, entry)
             elif type(entry) is Instance:
@@ -154,8 +162,8 @@ def _part(name: str, entry: Instance, rank: int) -> _Part:
         raise FormatError(f"tensor {show(name)} has the shape {describe(shape)}", fix=DAMAGED)
     placements, mesh = spec.attribute("placements"), spec.attribute("mesh")
     if type(placements) is not tuple or len(placements) != 1 or type(placements[0]) is not Instance:
-        count = len(placements) if type(placements) is tuple else "no"
-        what = f"tensor {show(name)} is on a mesh of processes of {count} dimensions, and only those of one are read"
+        dimensions = len(placements) if type(placements) is tuple else "no"
+        what = f"tensor {show(name)} is on a mesh of processes of {dimensions} dimensions, and only those of one are read"
         raise Unsupported(what, fix=_OTHER_MESH)
     place = mesh.attribute("_coordinate_on_dim") if type(mesh) is Instance else None
     if isinstance(place, tuple | list) and list(place) != [rank]:
@@ -180,8 +188,8 @@ def _attributes(state: Any) -> dict[str, Any]:
     return {key: value for mapping in mappings for key, value in mapping.items() if type(key) is str}
 
 
-def _joined(name: str, first: _Part, files: Sequence[_File], parts: Sequence[Mapping[str, _Part]]) -> BoxedTensor:
-    """A tensor of the model. Raises FormatError if its parts are not those of one tensor."""
+def _joined(name: str, first: _Part, files: Sequence[_File], parts: Sequence[Mapping[str, _Part]]) -> tuple[BoxedTensor, ...]:
+    """A tensor of the model; of each process, if each has all of it. Raises FormatError if the parts are not of one tensor."""
     with raised_at(str(files[0].path)):
         view = files[0].view(name, first.local)
     dtype, shape = view.spec.dtype, view.spec.shape if first.shape is None else first.shape
@@ -199,9 +207,9 @@ def _joined(name: str, first: _Part, files: Sequence[_File], parts: Sequence[Map
                 raise FormatError(
                     f"{what}, and that of process {file.rank:,} is {list(expected)} {dtype} of {list(shape)}", fix=FIX
                 )
-            if first.axis is not None or file.rank == 0:
-                boxes.append(Box(file.path, view.start, start, expected, view.strides))
-    return fill(spec, shape, boxes, files[0].path)
+            boxes.append(Box(file.path, view.start, start, expected, view.strides))
+    tensors = [boxes] if first.axis is not None else [[box] for box in boxes]
+    return tuple(fill(spec, shape, of_tensor, of_tensor[0].file) for of_tensor in tensors)
 
 
 def _chunk(shape: tuple[int, ...], axis: int | None, rank: int, world: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -215,8 +223,38 @@ def _chunk(shape: tuple[int, ...], axis: int | None, rank: int, world: int) -> t
         return tuple(first), shape
     length = -(-shape[axis] // world)
     first[axis] = min(shape[axis], rank * length)
-    count = min(shape[axis], first[axis] + length) - first[axis]
-    return tuple(first), (*shape[:axis], count, *shape[axis + 1 :])
+    rows = min(shape[axis], first[axis] + length) - first[axis]
+    return tuple(first), (*shape[:axis], rows, *shape[axis + 1 :])
+
+
+class _RankTensors(BoxedTensors):
+    """The tensors of all processes. Where each has all of a tensor, reading it compares what they have.
+
+    copies  name → the tensor, of each process that has all of it
+    """
+
+    def __init__(self, copies: Mapping[str, tuple[BoxedTensor, ...]], files: Sequence[SourceFile], where: str) -> None:
+        super().__init__({name: tensors[0] for name, tensors in copies.items()}, files, where)
+        self._copies = copies
+
+    def location(self, name: str) -> tuple[int, int] | None:
+        location = super().location(name)
+        return location if len(self._copies[name]) == 1 else None
+
+    def extents(self, name: str, start_byte: int, nbytes: int) -> tuple[Extent, ...]:
+        self._find(name)
+        return tuple(extent for tensor in self._copies[name] for extent in self._extents(tensor, start_byte, nbytes))
+
+    def _read(self, tensor: BoxedTensor, start_byte: int, out: memoryview) -> None:
+        super()._read(tensor, start_byte, out)
+        for copy in self._copies[tensor.spec.name][1:]:
+            for i in range(0, len(out), _COMPARED_BYTES):
+                values = out[i : i + _COMPARED_BYTES]
+                others = memoryview(bytearray(len(values)))
+                super()._read(copy, start_byte + i, others)
+                if values != others:
+                    what = f"tensor {show(tensor.spec.name)} has other values than in {tensor.file.name}"
+                    raise FormatError(f"{what}, and each file has all of it", where=str(copy.file), fix=FIX)
 
 
 KIND = FileKind("FSDP checkpoint", (), (), choose, open_files, joins=True)

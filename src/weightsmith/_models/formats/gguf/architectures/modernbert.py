@@ -22,7 +22,7 @@ _LAYER = {
 }
 _ENDS = {"token_embd": "embeddings.tok_embeddings", "token_embd_norm": "embeddings.norm", "output_norm": "final_norm"}
 _EVERY = "attention.sliding_window_pattern"
-_DEFAULTS = {"norm_eps": 1e-5, "local_attention": 128, "max_position_embeddings": 8192}
+_DEFAULTS: Mapping[str, Any] = {"norm_eps": 1e-5, "local_attention": 128, "max_position_embeddings": 8192}
 _FIXED = {"attention_bias": False, "mlp_bias": False, "norm_bias": False}
 _LEGACY = {"rope_theta": ("global_rope_theta", 160_000.0), "rope_local_base_freq": ("local_rope_theta", 10_000.0)}
 
