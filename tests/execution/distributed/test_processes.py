@@ -319,3 +319,40 @@ def test_ctrl_c_and_kills_leave_no_process_and_work_that_is_resumed(here: Path, 
     made, wanted = files(here / "out"), files(here / "one")
     assert {name for name in made if made[name] != wanted[name]} <= {"README.md", "recipe.yml", "weightsmith.json"}
     assert made.keys() == wanted.keys() | {"recipe.yml"}
+
+
+FORKED = """
+import os, time
+from weightsmith._execution.cluster import Order
+from weightsmith._execution.options import RunOptions
+from weightsmith._execution.processes import LocalWorkers
+workers = LocalWorkers(1, RunOptions(threads=1))
+workers.begin(Order(b"", "out", ".", RunOptions(), False, "", {}))
+process = workers._new(1)
+child = os.fork()
+if child == 0:
+    time.sleep(60)
+    os._exit(0)
+time.sleep(3)
+print(process.process.pid, child, flush=True)
+time.sleep(60)
+"""
+"""A first process that has forked one, which holds its end of the pipe open."""
+
+
+@pytest.mark.slow
+def test_a_process_ends_with_the_first_also_if_that_has_forked_another() -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen([sys.executable, "-c", FORKED], env=environment, stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout is not None
+        worker, forked = map(int, first.stdout.readline().split())
+        try:
+            assert Path(f"/proc/{worker}/exe").exists()
+            first.kill()
+            first.wait()
+            until = time.monotonic() + 10
+            while Path(f"/proc/{worker}/exe").exists():
+                assert time.monotonic() < until, "a process has stayed"
+                time.sleep(0.05)
+        finally:
+            os.kill(forked, signal.SIGKILL)
