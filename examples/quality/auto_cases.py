@@ -267,7 +267,8 @@ def measure(name: str, merge: str, work: Path) -> dict[str, Any]:
     texts = case.texts(work) if case.texts else TEXTS
     base, *fine_tunes = case.models(work).items()
     out = work / "auto" / "merged" / name.replace(" ", "-") / merge
-    shutil.rmtree(out, ignore_errors=True)
+    for folder in (out, out.with_name(f"{merge}.auto")):  # with the texts that an earlier run wrote, no run would write any
+        shutil.rmtree(folder, ignore_errors=True)
     _made(out.parent)
     about: dict[str, Any] = {}
     if merge == "mean":
