@@ -32,7 +32,7 @@ from weightsmith._features.adapters.built import WEIGHT, BuiltModel
 from weightsmith._features.adapters.factors import FactorTarget, Form
 from weightsmith._features.adapters.options import ConvertSettings
 from weightsmith._features.adapters.placing import AdapterPlaces, whole_name
-from weightsmith._features.adapters.renaming import DIFFUSERS, RenamedModule, renamed
+from weightsmith._features.adapters.renaming import DIFFUSERS, FLUX_T5, RenamedModule, renamed
 from weightsmith._files.containers import DIFFUSERS_LORA, GGUF_ADAPTER, PEFT
 from weightsmith._files.containers import KOHYA as KOHYA_FILE
 from weightsmith._models.checkpoint import Checkpoint, HubModel, locate
@@ -274,7 +274,11 @@ def _fill_single(adapter: Adapter, settings: ConvertSettings, draft: PlanDraft) 
     for name, factors in adapter.updates.items():
         shapes[name] = specs[factors.b].shape[0], as_matrix(specs[factors.a].shape)[1]
     container, names = _SINGLE[settings.layout]
-    for module in renamed(shapes, settings.layout, where, flat=adapter.file.flat):
+    modules = renamed(shapes, settings.layout, where, flat=adapter.file.flat)
+    if settings.layout == DIFFUSERS and any(module.name.startswith(FLUX_T5) for module in modules):
+        fix = "load them in ComfyUI, or merge them into the text encoder"
+        draft.warnings += (Finding("diffusers does not load factors of Flux's T5: it leaves them out", where, fix=fix),)
+    for module in modules:
         if len(module.parts) == 1:
             rank, scaling = _put_module(adapter, settings, draft, module, names)
         else:
