@@ -501,7 +501,7 @@ def _open_pipeline(
     ignored = tuple(name for name in names if "/" not in name and name.lower().endswith(opening.suffixes()))
     if ignored:
         listed = ", ".join(ignored[:_SHOWN]) + (f" and {len(ignored) - _SHOWN} more" if len(ignored) > _SHOWN else "")
-        fix = "to merge one of these files, name it"
+        fix = "name one of these files to merge it"
         notes.append(Finding(f"not read, as another copy of the pipeline's weights: {listed}", ref, fix=fix))
     rest = {"files": files, "left_out": left_out, "ignored": ignored, "subfolders": tuple(sources), "parts": parts}
     return Checkpoint(

@@ -282,7 +282,7 @@ def foreign_findings(inputs: Sequence[Checkpoint], labels: Sequence[str], donor:
     copied = absent_parts(inputs, donor)
     for part, owner in copied.items():
         what = f"the part {part} is copied from {labels[owner]}: model_index.json of {labels[donor]} names it, without weights"
-        yield Finding(what, labels[donor], fix="to merge it, list first a model that has all parts")
+        yield Finding(what, labels[donor], fix="list a model that has all parts first, to merge it")
     first = inputs[donor]
     for part in _lacked_parts(first):
         if part not in copied and not any(name.startswith(f"{part}/") for name in first.files):
