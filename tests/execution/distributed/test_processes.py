@@ -20,7 +20,7 @@ import weightsmith
 from tests.execution.distributed.test_driver import MODEL_WIDE, SHARD, TIES
 from tests.execution.test_run import files
 from weightsmith._base.errors import NOTHING_WRITTEN, CheckpointError, LayerError, NonFinite, PlanError, WorkerLost
-from weightsmith._execution import cluster, options
+from weightsmith._execution import cluster, options, summary
 from weightsmith._execution import processes as execution_processes
 from weightsmith._execution.options import RunOptions, process_count
 from weightsmith._execution.processes import LocalWorkers
@@ -206,6 +206,17 @@ def test_an_input_that_changes_before_the_start_is_named_at_once(
     with pytest.raises(CheckpointError) as raised:
         merge()
     assert "b/model.safetensors" in str(raised.value)
+
+
+def test_a_plan_counts_the_matrices_and_torch_of_each_process(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def peak_bytes(matrix_bytes: int, out: str = "out") -> int:
+        with prepare_any(TIES, RecipeOptions(max_shard_bytes=SHARD, check_loading=False), QuantizeSettings()) as prepared:
+            return summary._memory(prepared, RunOptions(threads=2), place_of(out), matrix_bytes).peak_bytes
+
+    in_two = peak_bytes(1000) - peak_bytes(0)
+    assert in_two == 2 * (1000 + summary.TORCH_BYTES)
+    assert peak_bytes(1000, "s3://models/out") - peak_bytes(0, "s3://models/out") == 2 * 1000 + summary.TORCH_BYTES
+    assert peak_bytes(0, "s3://models/out") < peak_bytes(0)
 
 
 def no_process(error: BaseException) -> Callable[..., Any]:
