@@ -449,7 +449,7 @@ def _check_stored(step: Step, stored: TensorSpec, start: int, data: Bytes) -> No
             f"an element of row {(start // stored.dtype.itemsize + at) // stored.shape[-1]:,} is not a number that "
             f"{stored.dtype} can hold",
             where=f"output tensor {step.out.name}",
-            fix="choose a format with a wider range, such as gguf-bf16",
+            fix="choose a dtype or format with a wider range, such as --out-dtype bfloat16 or gguf-bf16",
             state=UNPUBLISHED,
         )
 

@@ -28,7 +28,12 @@ from weightsmith._execution.options import THREADS, RunOptions
 
 LAST_WORDS_SECONDS = 1.0
 """How long a process that has closed its pipe may take to end: an exception is shown, and threads are joined, after that."""
-_SERVE = "import sys; sys.path[:] = {path!r}; from weightsmith._execution.processes import serve; serve({fd})"
+PARENT_SECONDS = 1.0
+"""Between two looks whether the first process is still there."""
+_SERVE = (
+    "import os, sys; parent = os.getppid(); sys.path[:] = {path!r}; "  # before imports, which take a while
+    "from weightsmith._execution.processes import serve; serve({fd}, parent)"
+)
 
 
 @dataclass(slots=True)
@@ -156,23 +161,26 @@ class LocalWorkers:
                 process.end()
 
 
-def serve(fd: int) -> None:
-    """Do the shares that come through this pipe. The process ends when it is closed, also while it does one."""
+def serve(fd: int, parent: int) -> None:
+    """Do the shares that come through this pipe. The process ends with it, and with `parent`, also while it does one."""
     signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C is the first process's, which ends the others
     pipe = Connection(fd)
     threads = pipe.recv()
     order = pickle.loads(pipe.recv_bytes())
     order = replace(order, options=replace(order.options, threads=threads))
     asked: queue.Queue[Any] = queue.Queue()
-    threading.Thread(target=_listen, args=(pipe, asked), daemon=True).start()
+    threading.Thread(target=_listen, args=(pipe, asked, parent), daemon=True).start()
     while True:
         pipe.send_bytes(do(order, asked.get()))
 
 
-def _listen(pipe: Connection, asked: queue.Queue[Any]) -> None:
-    """Take in shares while one is done. The process ends with the one that asks, however that ends."""
+def _listen(pipe: Connection, asked: queue.Queue[Any], parent: int) -> None:
+    """Take in shares while one is done. The process ends with its parent, the one that asks, however that ends."""
     try:
         while True:
-            asked.put(pipe.recv())
+            if pipe.poll(PARENT_SECONDS):
+                asked.put(pipe.recv())
+            elif os.getppid() != parent:  # a process that it has forked may hold the other end of the pipe open
+                os._exit(0)
     except (EOFError, OSError):
         os._exit(0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from weightsmith._activations.own_text import OwnTextWork
 from weightsmith._activations.work import TextRowsWork
@@ -34,7 +34,7 @@ from weightsmith._models.structure.projections import role_of
 from weightsmith._models.structure.vocabulary import is_head, is_vocabulary
 from weightsmith._outputs.bucket_store import CLAIM_WRITES, look_requests, put_requests
 from weightsmith._outputs.hub_repository import COMMIT_REQUESTS, FILE_REQUESTS
-from weightsmith._outputs.local import LocalTarget
+from weightsmith._outputs.places import place_of
 from weightsmith._planning.follow_ups import follow_up_kind
 from weightsmith._planning.planner.encode import stored_plain
 from weightsmith._planning.planner.prepared import Prepared, stream
@@ -56,6 +56,9 @@ from weightsmith._plans.summary import (
     config_changes,
 )
 
+if TYPE_CHECKING:
+    from weightsmith.abc.output import Target
+
 TORCH_BYTES = 250 << 20
 """Memory of torch, imported and at work, measured with the CPU build."""
 
@@ -69,8 +72,8 @@ def summary_of(plan: Plan, options: Mapping[str, Any], *, allow_code: bool) -> S
         return summarise(prepared, running)
 
 
-def summarise(prepared: Prepared, options: RunOptions) -> Summary:
-    """The totals of a prepared plan. options: as for `merge`."""
+def summarise(prepared: Prepared, options: RunOptions, out: str = "out") -> Summary:
+    """The totals of a prepared plan. options: as for `merge`. out: of its run; a local folder if that is not known."""
     plan, inputs = prepared.plan, prepared.inputs
     if options.stream:
         stream(inputs)
@@ -88,7 +91,7 @@ def summarise(prepared: Prepared, options: RunOptions) -> Summary:
         read_bytes=reading.read_bytes,
         survey_bytes=reading.survey_bytes,
         passes=reading.passes,
-        memory=_memory(prepared, options, reading.resident_bytes),
+        memory=_memory(prepared, options, place_of(out), reading.resident_bytes),
         transfer=estimate(visits(reader, plan.steps, plan.products), options.stream_cache_bytes),
         opening=_opening(prepared),
         upload=_upload(prepared, options),
@@ -293,14 +296,15 @@ def _dropped(plan: Plan) -> tuple[DroppedFacts, ...]:
     )
 
 
-def _memory(prepared: Prepared, options: RunOptions, matrix_bytes: int) -> Memory:
+def _memory(prepared: Prepared, options: RunOptions, out: Target, matrix_bytes: int) -> Memory:
     """matrix_bytes: that the job of the largest matrix holds."""
     plan, resources = prepared.plan, resources_of(prepared, options)
     threads, tile_bytes = resources.workers, resources.tile_bytes
     peak = peak_memory_bytes(tile_bytes, threads, plan.widest, plan.levels)
     peak += tensors_bytes(prepared)
-    peak += (process_count(prepared, LocalTarget("out"), options) - 1) * (PROCESS_BYTES + tensors_bytes(prepared))
+    n = process_count(prepared, out, options)
+    peak += (n - 1) * (PROCESS_BYTES + tensors_bytes(prepared))
     if matrix_bytes:
-        # Whole matrices: as many as fit the bound, at least one; and torch, which is there for them alone.
-        peak += max(matrix_bytes, min(resources.resident_bytes, matrix_bytes * threads)) + TORCH_BYTES
+        # Whole matrices: in each process as many as fit the bound, at least one; and torch, which is there for them alone.
+        peak += n * (max(matrix_bytes, min(resources.resident_bytes, matrix_bytes * -(-threads // n))) + TORCH_BYTES)
     return Memory(peak, threads, tile_bytes, any(map(of_calibration, plan.products)))

@@ -14,6 +14,8 @@ from weightsmith._models.sources.composed import Selected
 from weightsmith._models.structure.parts import DIFFUSION, EMA_PREFIX
 
 USE, DROP = "ema", "no-ema"
+_STATE = ("decay", "num_updates")
+"""What training keeps beside the averages, to go on with them."""
 
 
 def names_ema(path: str) -> bool:
@@ -53,6 +55,12 @@ def choose_ema(model: Checkpoint, choice: str, ref: str) -> Checkpoint:
                     what, where=f"{model.ref}: {show(name)}", fix=f"write {model.ref}+{DROP} for the model without it"
                 )
         names |= chosen
+        used = {*chosen.values()}
+        unused = sorted(name for name in averages if name not in used and name.removeprefix(EMA_PREFIX) not in _STATE)
+        if unused:
+            verb = "is" if len(unused) == 1 else "are"
+            what = f"{count(len(unused), 'moving average')} of no weight of the diffusion model {verb} left out"
+            notes.append(Finding(what, f"{ref}: {show(unused[0])}"))
         kept = [name for name in names if name.startswith(DIFFUSION) and name not in chosen]
         if kept:
             verb = "is" if len(kept) == 1 else "are"

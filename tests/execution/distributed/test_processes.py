@@ -20,7 +20,7 @@ import weightsmith
 from tests.execution.distributed.test_driver import MODEL_WIDE, SHARD, TIES
 from tests.execution.test_run import files
 from weightsmith._base.errors import NOTHING_WRITTEN, CheckpointError, LayerError, NonFinite, PlanError, WorkerLost
-from weightsmith._execution import cluster, options
+from weightsmith._execution import cluster, options, summary
 from weightsmith._execution import processes as execution_processes
 from weightsmith._execution.options import RunOptions, process_count
 from weightsmith._execution.processes import LocalWorkers
@@ -208,6 +208,17 @@ def test_an_input_that_changes_before_the_start_is_named_at_once(
     assert "b/model.safetensors" in str(raised.value)
 
 
+def test_a_plan_counts_the_matrices_and_torch_of_each_process(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def peak_bytes(matrix_bytes: int, out: str = "out") -> int:
+        with prepare_any(TIES, RecipeOptions(max_shard_bytes=SHARD, check_loading=False), QuantizeSettings()) as prepared:
+            return summary._memory(prepared, RunOptions(threads=2), place_of(out), matrix_bytes).peak_bytes
+
+    in_two = peak_bytes(1000) - peak_bytes(0)
+    assert in_two == 2 * (1000 + summary.TORCH_BYTES)
+    assert peak_bytes(1000, "s3://models/out") - peak_bytes(0, "s3://models/out") == 2 * 1000 + summary.TORCH_BYTES
+    assert peak_bytes(0, "s3://models/out") < peak_bytes(0)
+
+
 def no_process(error: BaseException) -> Callable[..., Any]:
     def fail(*_: object, **__: object) -> None:
         raise error
@@ -319,3 +330,40 @@ def test_ctrl_c_and_kills_leave_no_process_and_work_that_is_resumed(here: Path, 
     made, wanted = files(here / "out"), files(here / "one")
     assert {name for name in made if made[name] != wanted[name]} <= {"README.md", "recipe.yml", "weightsmith.json"}
     assert made.keys() == wanted.keys() | {"recipe.yml"}
+
+
+FORKED = """
+import os, time
+from weightsmith._execution.cluster import Order
+from weightsmith._execution.options import RunOptions
+from weightsmith._execution.processes import LocalWorkers
+workers = LocalWorkers(1, RunOptions(threads=1))
+workers.begin(Order(b"", "out", ".", RunOptions(), False, "", {}))
+process = workers._new(1)
+child = os.fork()
+if child == 0:
+    time.sleep(60)
+    os._exit(0)
+time.sleep(3)
+print(process.process.pid, child, flush=True)
+time.sleep(60)
+"""
+"""A first process that has forked one, which holds its end of the pipe open."""
+
+
+@pytest.mark.slow
+def test_a_process_ends_with_the_first_also_if_that_has_forked_another() -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen([sys.executable, "-c", FORKED], env=environment, stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout is not None
+        worker, forked = map(int, first.stdout.readline().split())
+        try:
+            assert Path(f"/proc/{worker}/exe").exists()
+            first.kill()
+            first.wait()
+            until = time.monotonic() + 10
+            while Path(f"/proc/{worker}/exe").exists():
+                assert time.monotonic() < until, "a process has stayed"
+                time.sleep(0.05)
+        finally:
+            os.kill(forked, signal.SIGKILL)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -381,6 +383,18 @@ def test_heads_that_do_not_fit_are_refused(models: Any, tmp_path: Path) -> None:
         weightsmith.dequantize(f"{models('llama')}+{path}", tmp_path / "out", progress=False)
 
 
+def test_a_file_with_other_heads_than_its_base_is_refused(models: Any, tmp_path: Path) -> None:
+    path = converted(of_llama_cpp(tmp_path / "a", THEIRS), tmp_path / "ours", base=str(models("llama")))
+    base = tmp_path / "base"
+    shutil.copytree(models("llama"), base)
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"num_attention_heads": 2, "num_key_value_heads": 1}))
+    said = "it is for 4 heads of q and 2 of k, and the base has 2 and 1"
+    assert said in str(refusal(path, "peft", base=str(base)))
+    with pytest.raises(PlanError, match=said):
+        weightsmith.dequantize(f"{base}+{path}", tmp_path / "out", progress=False)
+
+
 def test_adapters_in_llama_cpp_s_order_merge_after_a_conversion(tmp_path: Path) -> None:
     path = of_llama_cpp(tmp_path, THEIRS)
     with pytest.raises(PlanError, match=r"rows of q and k are in llama.cpp's order") as caught:
@@ -408,3 +422,39 @@ def test_damaged_files_raise_errors_of_ours(tmp_path: Path) -> None:
             open_adapter(str(path)).checkpoint.close()
         except WeightsmithError:
             pass
+
+
+@pytest.mark.parametrize("name", ["deepseek-v2", "dots1", "ernie4-5-moe", "glm4-moe", "mixtral"])
+def test_experts_are_counted_as_their_models_do(name: str, tmp_path: Path) -> None:
+    """Factors of one expert are float32, of the others bfloat16: one tensor holds all."""
+    model = zoo.save(name, tmp_path / "m", 1, dtype="float32", **SIZES)
+    with weightsmith.open_checkpoint(model) as base:
+        up = {key.removesuffix(".weight"): spec.shape for key, spec in base.specs.items() if re.search(_UP, key)}
+    tensors: dict[str, np.ndarray] = {}
+    for i, (module, (rows, cols)) in enumerate(up.items()):
+        a, b = normal(RANK, cols, seed=i), normal(rows, RANK, seed=i + 1)
+        dtype = np.float16 if i % 2 else np.float32
+        tensors |= {f"{P}{module}.lora_A.weight": a.astype(dtype), f"{P}{module}.lora_B.weight": b.astype(dtype)}
+    assert tensors
+    folder = peft_folder(tmp_path / "adapter", tensors, target_modules=["up_proj", "w3"])
+    path = converted(folder, tmp_path / "out", base=str(model))
+    assert {tensor.dtype.name for tensor in read_gguf_header(path).tensors} == {"F32"}
+    direct, through = (baked(model, lora, tmp_path / f"baked-{i}") for i, lora in enumerate((folder, path)))
+    assert all(np.array_equal(direct[key], through[key]) for key in direct)
+
+
+_UP = r"experts\.\d+\.(up_proj|w3)\.weight$"
+
+
+def test_an_alpha_that_is_no_float32_leaves_the_factors_alone(models: Any, tmp_path: Path) -> None:
+    tensors = {name: values.astype(np.float16) for name, values in pair(Q.replace("q_proj", "o_proj")).items()}
+    folder = peft_folder(tmp_path / "a", tensors, target_modules=["o_proj"], lora_alpha=0.3)
+    path = converted(folder, tmp_path / "out", base=str(models("llama")))
+    assert read_gguf_header(path).keys["adapter.lora.alpha"] == np.float32(0.3)
+    assert {*stored_bytes(path).values()} == {values.tobytes() for values in tensors.values()}
+
+
+def test_numbers_that_a_dtype_cannot_hold_name_the_option(models: Any, tmp_path: Path) -> None:
+    tensors = {name: values * 1e5 for name, values in pair(Q).items()}
+    with pytest.raises(WeightsmithError, match="--out-dtype bfloat16"):
+        converted(peft_folder(tmp_path / "a", tensors), tmp_path / "out", base=str(models("llama")), out_dtype="float16")

@@ -21,6 +21,7 @@ import weightsmith
 from tests.cli_help import Cli, cli
 from tests.mini import as_bytes, write_checkpoint
 from tests.models.lora.test_lora import BF16, DOWN, INNER, LLAMA, TOKENS, H, P, Q, adapter, base, base_tensors, factors, normal
+from tests.planning.planner import test_pipelines as pipelines
 from weightsmith._base.errors import FormatError, OutputExists, PlanError, WeightsmithError
 from weightsmith._features.adapters import factors as factors_module
 from weightsmith._features.adapters.extract import prepare_extraction
@@ -418,6 +419,15 @@ def test_peft_loads_every_tensor_and_makes_the_fine_tune(kind: str, tmp_path: Pa
 
 
 # ---- what is refused
+
+
+def test_an_adapter_of_a_whole_pipeline_is_refused(tmp_path: Path) -> None:
+    a, b = pipelines.pair(tmp_path)
+    for fine, model in ((b, a), (f"{b}/unet", a)):
+        problem = refusal(fine, model, tmp_path / "out", max_rank=2)
+        assert "a pipeline of several models, and an adapter is of one: " in str(problem)
+        assert f"Name the folder of one part in both models, such as {a}/unet" in str(problem)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_wrong_base_is_one_error(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+import weightsmith
 from tests.features.adapters.test_convert import converted, peft_folder, refusal
 from tests.features.adapters.test_convert import pair as peft_pair
 from tests.models.lora.test_files import pair
@@ -241,6 +242,20 @@ def test_matrices_of_flux_that_cannot_be_joined_are_refused(layout: str, tmp_pat
     single = "transformer.single_transformer_blocks.0.attn.to_"
     path = diffusers_file(tmp_path / "d.safetensors", {f"{single}q": (H, H), f"{single}v": (12, H)})
     assert "12 rows of B, and 8 columns of A: there are as many" in str(refusal(path, layout))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_t5_of_flux_has_another_number_in_diffusers(tmp_path: Path) -> None:
+    t5, proj = "encoder.block.0.layer.0.SelfAttention.q", "lora_unet_single_blocks_1_linear2"
+    path = kohya(tmp_path / "k.safetensors", {f"lora_te3_{t5.replace('.', '_')}": (H, H), proj: (H, H)})
+    made = weightsmith.convert_lora(path, tmp_path / "d", layout="diffusers", progress=False, fsync=False)
+    assert any("diffusers does not load factors of Flux's T5" in warning.what for warning in made.warnings)
+    diffusers = made.out / "pytorch_lora_weights.safetensors"
+    assert f"text_encoder_2.{t5}.lora_A.weight" in load_file(diffusers)
+    comfyui = load_file(converted(diffusers, tmp_path / "c", "comfyui") / "pytorch_lora_weights.safetensors")
+    assert f"text_encoders.t5xxl.transformer.{t5}.lora_A.weight" in comfyui
+    back = load_file(converted(diffusers, tmp_path / "back", "kohya") / "lora.safetensors")
+    assert back.keys() == load_file(path).keys()
 
 
 @pytest.mark.parametrize("layout", ["kohya", "comfyui", "diffusers"])

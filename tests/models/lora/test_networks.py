@@ -157,3 +157,16 @@ def test_no_name_begins_with_two_networks() -> None:
             assert network_of(name, flat=flat) == (network, name.removeprefix(start))
         assert len({start for start, _ in beginnings}) == len(beginnings)
     assert network_of("model.layers.0.q", flat=False) == (UNKNOWN, "model.layers.0.q")
+
+
+@pytest.mark.parametrize("stored", ["text_encoder_2/", "text_encoders.t5xxl.transformer."])
+@pytest.mark.parametrize("written", ["text_encoder_2.", "lora_te3_"])
+def test_flux_s_t5_is_known_by_its_names(stored: str, written: str, tmp_path: Path) -> None:
+    """It is the second text encoder in diffusers, and the third in kohya's scripts and ComfyUI."""
+    t5 = "encoder.block.0.layer.0.SelfAttention.q"
+    module = f"{written}{t5.replace('.', '_') if written.startswith('lora') else t5}"
+    a, b = pair((8, 8), 2, 0)
+    save_file({f"{module}.lora_down.weight": a, f"{module}.lora_up.weight": b}, tmp_path / "lora.safetensors")
+    model = single(tmp_path / "model.safetensors", UNET, f"{stored}{t5}.weight")
+    found = added(model, tmp_path / "lora.safetensors", tmp_path / "out")
+    np.testing.assert_allclose(found[f"{stored}{t5}.weight"], product(a, b, (8, 8)), atol=1e-5)

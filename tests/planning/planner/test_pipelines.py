@@ -199,6 +199,12 @@ def test_of_several_models_with_a_part_that_the_first_lacks_one_gives_it(tmp_pat
     assert all([r.model for r in step.reads] == [1] for step in p.steps if step.out.name.startswith("vae/"))
 
 
+def test_a_part_that_no_model_has_is_warned_of(tmp_path: Path) -> None:
+    a, b = pipeline(tmp_path / "a", 1, "vae"), pipeline(tmp_path / "b", 2, "vae")
+    assert sum("no model has the part" in text for text in warnings(plan(linear(a, b)))) == 1
+    assert any("no model has the part vae" in text for text in warnings(plan(linear(a, b))))
+
+
 def test_the_first_pipeline_gives_the_files_whatever_layers_others_have(tmp_path: Path) -> None:
     a, b = pipeline(tmp_path / "a", 1, "text_encoder"), pipeline(tmp_path / "b", 2)
     p = plan(linear(a, b))

@@ -205,6 +205,18 @@ def test_a_model_and_its_average_are_two_models_of_one_recipe(tmp_path: Path) ->
     )
 
 
+def test_averages_of_no_weight_are_left_out_and_the_plan_says_so(tmp_path: Path) -> None:
+    a = single(tmp_path / "a.safetensors", 1, **averages(3), **{"model_ema.diffusion_modelold": np.zeros(2, np.float32)})
+    p = plan({"merge_method": "passthrough", "models": [{"model": f"{a}+ema"}]})
+    said = "\n".join(warnings(p))
+    assert "1 moving average of no weight of the diffusion model is left out" in said
+    assert "model_ema.diffusion_modelold" in said
+    b = single(tmp_path / "b.safetensors", 1, **averages(3))
+    assert not any(
+        "left out" in text for text in warnings(plan({"merge_method": "passthrough", "models": [{"model": f"{b}+ema"}]}))
+    )
+
+
 def test_weights_without_an_average_are_used_as_stored_and_the_plan_says_so(tmp_path: Path) -> None:
     mean = averages(3)
     del mean["model_ema.diffusion_modelout2weight"]

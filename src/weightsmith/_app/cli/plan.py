@@ -95,7 +95,7 @@ def show_plan(prepared: Prepared, running: RunOptions, out: str = "", *, as_json
 
     if as_json:
         check_computable(prepared)
-    summary = summarise(prepared, running)
+    summary = summarise(prepared, running, out or "out")
     if as_json:
         show_json(_to_json(prepared.plan, summary), exact=True)
     else:

@@ -32,7 +32,7 @@ from weightsmith._features.adapters.built import WEIGHT, BuiltModel
 from weightsmith._features.adapters.factors import FactorTarget, Form
 from weightsmith._features.adapters.options import ConvertSettings
 from weightsmith._features.adapters.placing import AdapterPlaces, whole_name
-from weightsmith._features.adapters.renaming import DIFFUSERS, RenamedModule, renamed
+from weightsmith._features.adapters.renaming import DIFFUSERS, FLUX_T5, RenamedModule, renamed
 from weightsmith._files.containers import DIFFUSERS_LORA, GGUF_ADAPTER, PEFT
 from weightsmith._files.containers import KOHYA as KOHYA_FILE
 from weightsmith._models.checkpoint import Checkpoint, HubModel, locate
@@ -48,6 +48,7 @@ from weightsmith._models.lora import Adapter, find_places, open_adapter
 from weightsmith._models.lora.adapter import Factors
 from weightsmith._models.lora.exact import as_lora
 from weightsmith._models.lora.forms import ALPHA, PAIRS, FactorNames, as_matrix
+from weightsmith._models.lora.gguf_file import check_heads
 from weightsmith._models.structure import analyse
 from weightsmith._models.structure.vocabulary import is_head, ties
 from weightsmith._planning.planner import Prepared
@@ -69,6 +70,8 @@ _SINGLE = {
 """Program → the container, and how it names factors."""
 _BASE_LAYER = ".base_layer."
 _PLAIN = ("F32", "F16", "BF16")
+_ROUNDED = 1e-6
+"""Alphas that differ by less, relatively, are one: llama.cpp's is float32."""
 
 
 def prepare_conversion(adapter: str | os.PathLike[str], settings: ConvertSettings) -> Prepared:
@@ -94,6 +97,8 @@ def prepare_conversion(adapter: str | os.PathLike[str], settings: ConvertSetting
         needed = settings.layout == LLAMA_CPP or bool(opened.turned) or settings.base is not None
         with ExitStack() as bases:
             base = _open_base(base_ref, bases) if needed else None
+            if base is not None:
+                check_heads(opened, base.config)
             opened = _without_copies(opened, base)
             _check(opened, settings)
             draft = _draft(opened, settings, base, base_ref)
@@ -272,7 +277,11 @@ def _fill_single(adapter: Adapter, settings: ConvertSettings, draft: PlanDraft) 
     for name, factors in adapter.updates.items():
         shapes[name] = specs[factors.b].shape[0], as_matrix(specs[factors.a].shape)[1]
     container, names = _SINGLE[settings.layout]
-    for module in renamed(shapes, settings.layout, where, flat=adapter.file.flat):
+    modules = renamed(shapes, settings.layout, where, flat=adapter.file.flat)
+    if settings.layout == DIFFUSERS and any(module.name.startswith(FLUX_T5) for module in modules):
+        fix = "load them in ComfyUI, or merge them into the text encoder"
+        draft.warnings += (Finding("diffusers does not load factors of Flux's T5: it leaves them out", where, fix=fix),)
+    for module in modules:
         if len(module.parts) == 1:
             rank, scaling = _put_module(adapter, settings, draft, module, names)
         else:
@@ -397,6 +406,7 @@ class _GgufAdapterDraft:
         experts: dict[str, dict[int, _Placed]] = {}
         for module, factors in self.adapter.updates.items():
             ratio = factors.scaling * self._rank(factors) / alpha
+            ratio = 1.0 if abs(ratio - 1) <= _ROUNDED else ratio
             placed = _Placed(module, self.places.get(module, f"{module}{WEIGHT}"), factors, ratio)
             with noting(self.problems):
                 self._check_vocabulary(placed)
@@ -412,7 +422,7 @@ class _GgufAdapterDraft:
                     self._add(placed, place.name, architecture)
         for name, members in experts.items():
             with noting(self.problems):
-                self._add_experts(name, members, config)
+                self._add_experts(name, members, architecture, config)
         if self.problems:
             raise PlanError(self.problems)
         keys = adapter_keys(architecture, config, alpha, base_name if _on_hub(base_name) else Path(base_name).name)
@@ -427,8 +437,9 @@ class _GgufAdapterDraft:
     def _alpha(self) -> float:
         """The one alpha of the file: that of most modules. 0 would mean a scale of 1."""
         alphas = Counter(factors.scaling * self._rank(factors) for factors in self.adapter.updates.values())
-        usual = [alpha for alpha, _ in alphas.most_common() if float(np.float32(alpha)) == alpha and alpha]
-        return usual[0] if usual else 1.0
+        with np.errstate(over="ignore"):
+            usual = [float(np.float32(alpha)) for alpha, _ in alphas.most_common()]
+        return next((alpha for alpha in usual if alpha and np.isfinite(alpha)), 1.0)
 
     def _check_vocabulary(self, placed: _Placed) -> None:
         """Raise Unsupported for factors of an embedding that is also the head: llama.cpp has one tensor for both."""
@@ -489,27 +500,31 @@ class _GgufAdapterDraft:
         outs = [replace(out, name=f"{name}{B_ENDING}") for out, name in zip(encoding.outs(step.out), names, strict=True)]
         self.draft.steps.append(replace(step, encoding=encoding.name, stored=tuple(outs)))
 
-    def _add_experts(self, name: str, members: Mapping[int, _Placed], config: Mapping[str, Any]) -> None:
-        """The factors of the experts of a layer, as two tensors."""
+    def _add_experts(
+        self, name: str, members: Mapping[int, _Placed], architecture: GgufArchitecture, config: Mapping[str, Any]
+    ) -> None:
+        """The factors of the experts of a layer, as two tensors. Those of several dtypes become float32."""
         specs, count = self.adapter.checkpoint.specs, len(members)
         ordered = [members[i] for i in sorted(members)]
         shapes = {(specs[one.factors.a].shape, specs[one.factors.b].shape) for one in ordered}
-        total = GgufConfig(config).count("num_experts", GgufConfig(config).get("num_local_experts"))
+        values = GgufConfig(config)
+        total = values.count(architecture.experts, values.get("num_local_experts", values.get("num_experts")))
         if sorted(members) != list(range(total)) or len(shapes) > 1:
             what = f"factors of {count:,} of {total:,} experts" if count != total else "factors of experts of several ranks"
             raise Unsupported(f"{what}: llama.cpp has those of all in one tensor", where=ordered[0].module, fix=self._merge())
         for ending in (A_ENDING, B_ENDING):
             spec_names = [one.factors.a if ending == A_ENDING else one.factors.b for one in ordered]
             factors = [one.factor if ending == B_ENDING else 1.0 for one in ordered]
-            scaled = any(factor != 1 for factor in factors)
+            mixed = len({specs[spec_name].dtype for spec_name in spec_names}) > 1
+            widened = mixed or any(factor != 1 for factor in factors)
             pieces = []
             for i, (spec_name, factor) in enumerate(zip(spec_names, factors, strict=True)):
                 piece = _factor_step(self.draft, f"{name}{ending}.{i}", specs[spec_name], factor)
-                if scaled and factor == 1 and piece.out.dtype.name != "F32":
+                if widened and factor == 1 and piece.out.dtype.name != "F32":
                     piece = replace(piece, op=CAST, out=replace(piece.out, dtype=DTYPES["F32"]))
                 pieces.append(piece)
             whole = TensorSpec(f"{name}{ending}", pieces[0].out.dtype, (count, *pieces[0].out.shape))
-            self._put(Step(whole, JOIN, (), pieces=tuple(pieces)), specs[spec_names[0]])
+            self._put(Step(whole, JOIN, (), pieces=tuple(pieces)), whole if mixed else specs[spec_names[0]])
 
 
 def _on_hub(name: str) -> bool:

@@ -127,6 +127,7 @@ def prepare_extraction(
         opened, unopened = open_models(known, stack)
         models = [checkpoint for checkpoint in opened if checkpoint is not None]
         problems += unopened
+        problems += [_pipeline_problem(model) for model in models if model.parts][:1]  # of two, the fix is one
         if problems or len(models) < 2:
             raise PlanError(problems)
         with as_plan_error():
@@ -137,6 +138,12 @@ def prepare_extraction(
         structure = analyse(models[0].specs.values(), models[0].config)
         stack.pop_all()
         return Prepared.of_plan(plan, tuple(models), structure)
+
+
+def _pipeline_problem(model: Checkpoint) -> Unsupported:
+    what = f"a pipeline of several models, and an adapter is of one: {', '.join(model.parts)}"
+    folder = next((part for part in model.parts if part in ("unet", "transformer")), next(iter(model.parts)))
+    return Unsupported(what, where=model.ref, fix=f"name the folder of one part in both models, such as {model.ref}/{folder}")
 
 
 def _measuring_plan(base: Checkpoint, tuned: Checkpoint, settings: ExtractSettings) -> PlanDraft:

@@ -14,9 +14,11 @@ from functools import cache
 
 from weightsmith._base.errors import MismatchError, Unsupported
 from weightsmith._base.files import show
-from weightsmith._models.lora.networks import DENOISER, NETWORKS, UNKNOWN, Network, network_of
+from weightsmith._models.lora.networks import DENOISER, NETWORKS, TEXT_ENCODER_2, UNKNOWN, Network, network_of
 
 KOHYA, DIFFUSERS, COMFYUI = "kohya", "diffusers", "comfyui"
+FLUX_T5 = "text_encoder_2.encoder.block."
+"""How diffusers' names of modules of Flux's T5 begin."""
 
 _WORDS = frozenset(
     # diffusers, UNets
@@ -141,7 +143,7 @@ def renamed(shapes: Mapping[str, tuple[int, int]], layout: str, where: str, *, f
         modules.of_flux(split=layout == DIFFUSERS)
     elif layout == DIFFUSERS:
         modules.of_unet(_unet_name)
-    elif is_xl := _TEXT_ENCODER_2 in networks or any(map(_DEEP.search, names)):
+    elif is_xl := TEXT_ENCODER_2 in networks or any(map(_DEEP.search, names)):
         modules.of_unet(_first_name)
     elif layout == COMFYUI and names:
         what = "ComfyUI reads Stable Diffusion 1 under the names of kohya's scripts and of diffusers"
@@ -211,7 +213,7 @@ def _prefixes(layout: str, *, several: bool, is_flux: bool) -> dict[Network, str
             second: "transformer_2.",
             third: third.dotted[0],
             fourth: fourth.dotted[0],
-            fifth: "text_encoder_3.",
+            fifth: "text_encoder_2." if is_flux else "text_encoder_3.",
         }
     if layout == COMFYUI:
         encoders = {network: network.dotted[-1] for network in (third, fourth, fifth)}
@@ -220,7 +222,6 @@ def _prefixes(layout: str, *, several: bool, is_flux: bool) -> dict[Network, str
     return {first: "lora_unet_", second: "lora_unet_2_", **encoders}
 
 
-_TEXT_ENCODER_2 = NETWORKS[3]
 _DEEP = re.compile(r"transformer_blocks\.[1-9]|(?:input|output)_blocks|label_emb|add_embedding")
 """In names of Stable Diffusion XL, and not of 1."""
 

@@ -82,6 +82,8 @@ NETWORKS = (
         "text_encoder_3",
     ),
 )
+TEXT_ENCODER_2, T5 = NETWORKS[3:]
+_T5_BLOCKS = ("encoder.block.", "encoder_block_")
 UNKNOWN = Network("the model", ("lora_llm_", "lora_"))
 """What a name is of that begins with no network."""
 
@@ -95,8 +97,14 @@ def network_of(module: str, *, flat: bool) -> tuple[Network, str]:
     for network in (*NETWORKS, UNKNOWN):
         for beginning in network.flat if flat else network.dotted:
             if module.startswith(beginning):
-                return network, module.removeprefix(beginning)
+                inner = module.removeprefix(beginning)
+                return _by_names(network, inner), inner
     return UNKNOWN, module
+
+
+def _by_names(network: Network, inner: str) -> Network:
+    """The network by its modules' names, too: Flux's T5 is `text_encoder_2` in diffusers, and the third one elsewhere."""
+    return T5 if network is TEXT_ENCODER_2 and inner.startswith(_T5_BLOCKS) else network
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +161,8 @@ def _stored(base: Specs) -> dict[Network, dict[str, str]]:
     for tensor in base:
         for beginning, network in beginnings:
             if tensor.startswith(beginning):
-                tensors_of_network.setdefault(network, {})[tensor.removeprefix(beginning)] = tensor
+                inner = tensor.removeprefix(beginning)
+                tensors_of_network.setdefault(_by_names(network, inner), {})[inner] = tensor
     return tensors_of_network
 
 

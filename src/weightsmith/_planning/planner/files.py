@@ -255,15 +255,16 @@ def without_foreign(
     return kept
 
 
+def _lacked_parts(donor: Checkpoint) -> list[str]:
+    """The parts with weights that the donor's model_index.json names and that it lacks."""
+    named = model_parts(donor.folder) if donor.parts and PIPELINE in donor.files else ()
+    return [part for part in named if part not in donor.subfolders]
+
+
 def absent_parts(inputs: Sequence[Checkpoint], donor: int) -> dict[str, int]:
     """The parts that the donor's model_index.json names and that it lacks: the first model that has each."""
-    lacking_parts: dict[str, int] = {}
-    first = inputs[donor]
-    for part in model_parts(first.folder) if first.parts and PIPELINE in first.files else ():
-        owner = next((k for k, model in enumerate(inputs) if part in model.parts), donor)
-        if part not in first.subfolders and owner != donor:
-            lacking_parts[part] = owner
-    return lacking_parts
+    owners = {part: [k for k, model in enumerate(inputs) if part in model.parts] for part in _lacked_parts(inputs[donor])}
+    return {part: models[0] for part, models in owners.items() if models}
 
 
 def foreign(inputs: Sequence[Checkpoint], donor: int, copied: Mapping[str, int]) -> list[Dropped]:
@@ -282,6 +283,11 @@ def foreign_findings(inputs: Sequence[Checkpoint], labels: Sequence[str], donor:
     for part, owner in copied.items():
         what = f"the part {part} is copied from {labels[owner]}: model_index.json of {labels[donor]} names it, without weights"
         yield Finding(what, labels[donor], fix="to merge it, list first a model that has all parts")
+    first = inputs[donor]
+    for part in _lacked_parts(first):
+        if part not in copied and not any(name.startswith(f"{part}/") for name in first.files):
+            what = f"no model has the part {part}, which {PIPELINE} names: diffusers may refuse the output"
+            yield Finding(what, labels[donor], fix=f"download its folder, or write [null, null] for it in {PIPELINE}")
     for label, checkpoint in zip(labels, inputs, strict=True):
         lacked = [folder for folder in checkpoint.subfolders if folder not in inputs[donor].subfolders]
         if inner := [folder for folder in lacked if folder not in copied]:
