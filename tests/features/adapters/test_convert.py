@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -380,6 +381,18 @@ def test_heads_that_do_not_fit_are_refused(models: Any, tmp_path: Path) -> None:
     path = of_llama_cpp(tmp_path, odd)
     with pytest.raises(PlanError, match=r"18 rows for 2 heads|and the adapter is for"):
         weightsmith.dequantize(f"{models('llama')}+{path}", tmp_path / "out", progress=False)
+
+
+def test_a_file_with_other_heads_than_its_base_is_refused(models: Any, tmp_path: Path) -> None:
+    path = converted(of_llama_cpp(tmp_path / "a", THEIRS), tmp_path / "ours", base=str(models("llama")))
+    base = tmp_path / "base"
+    shutil.copytree(models("llama"), base)
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"num_attention_heads": 2, "num_key_value_heads": 1}))
+    said = "it is for 4 heads of q and 2 of k, and the base has 2 and 1"
+    assert said in str(refusal(path, "peft", base=str(base)))
+    with pytest.raises(PlanError, match=said):
+        weightsmith.dequantize(f"{base}+{path}", tmp_path / "out", progress=False)
 
 
 def test_adapters_in_llama_cpp_s_order_merge_after_a_conversion(tmp_path: Path) -> None:

@@ -48,6 +48,7 @@ from weightsmith._models.lora import Adapter, find_places, open_adapter
 from weightsmith._models.lora.adapter import Factors
 from weightsmith._models.lora.exact import as_lora
 from weightsmith._models.lora.forms import ALPHA, PAIRS, FactorNames, as_matrix
+from weightsmith._models.lora.gguf_file import check_heads
 from weightsmith._models.structure import analyse
 from weightsmith._models.structure.vocabulary import is_head, ties
 from weightsmith._planning.planner import Prepared
@@ -96,6 +97,8 @@ def prepare_conversion(adapter: str | os.PathLike[str], settings: ConvertSetting
         needed = settings.layout == LLAMA_CPP or bool(opened.turned) or settings.base is not None
         with ExitStack() as bases:
             base = _open_base(base_ref, bases) if needed else None
+            if base is not None:
+                check_heads(opened, base.config)
             opened = _without_copies(opened, base)
             _check(opened, settings)
             draft = _draft(opened, settings, base, base_ref)

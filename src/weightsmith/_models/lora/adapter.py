@@ -125,6 +125,7 @@ class Adapter:
     file          of an adapter in a single file: how it names its modules. None for PEFT's folders
     others        module → its tensors of another kind than LoRA. Of trainable tokens, beside a LoRA's updates
     turned        B's of a GGUF file whose rows are in llama.cpp's order → the module's name there (`gguf_file.in_hub_order`)
+    heads         of q and k, by which the rows of a GGUF file were brought into the Hub's order
     """
 
     checkpoint: Checkpoint
@@ -138,6 +139,7 @@ class Adapter:
     file: FileNames | None = None
     others: Mapping[str, OtherParts] = field(default_factory=dict)
     turned: Mapping[str, str] = field(default_factory=dict)
+    heads: tuple[int, int] | None = None
 
     @property
     def title(self) -> str:

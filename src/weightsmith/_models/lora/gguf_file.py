@@ -34,14 +34,23 @@ def open_gguf(ref: str, path: Path) -> Adapter:
     config = {"base_model_name_or_path": opened.base} if opened.base else {}
     updates = {pair.module: Factors(pair.a, pair.b, pair.embedding, pair.scaling) for pair in opened.factors}
     checkpoint = Checkpoint(ref, opened.source, ModelFolder(path.parent, config=config))
-    return Adapter(checkpoint, updates, turned=opened.turned)
+    return Adapter(checkpoint, updates, turned=opened.turned, heads=opened.heads)
+
+
+def check_heads(adapter: Adapter, config: Mapping[str, Any] | None) -> None:
+    """Raise MismatchError if the file states other numbers of heads than its base."""
+    if adapter.heads is not None and config is not None:
+        from weightsmith._models.formats.gguf import adapter_file
+
+        adapter_file.check_heads(adapter.heads, config, adapter.checkpoint.ref)
 
 
 def in_hub_order(adapter: Adapter, config: Mapping[str, Any] | None) -> Adapter:
     """The adapter with the rows of q and k in the Hub's order; itself if they are. config: config.json of its base.
 
-    Raises Unsupported without a config, and as `adapter_file.in_hub_order`. Closing it closes the adapter.
+    Raises Unsupported without a config, and as `adapter_file.in_hub_order` and `check_heads`. Closing it closes the adapter.
     """
+    check_heads(adapter, config)
     if not adapter.turned:
         return adapter
     checkpoint = adapter.checkpoint

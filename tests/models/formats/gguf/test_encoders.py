@@ -264,6 +264,23 @@ def test_jinas_rope_has_the_base_of_transformers_by_default(tmp_path: Path) -> N
     assert keys_of(quantize(source, tmp_path / "q"))["jina-bert-v3.rope.freq_base"] == 20_000
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_labels": 30_000_000, "id2label": None}, "num_labels is 30000000, more than 100,000"),
+        ({"id2label": {"0": "a", "1": "b", "2": "c"}}, "has names of 3 scores in id2label or num_labels, and the head has 1"),
+        ({"num_hidden_layers": 1}, "num_hidden_layers is 1, and there are tensors of 2 layers: layer 1 is not one of those"),
+        ({"num_hidden_layers": 3}, "num_hidden_layers is 3, and there are tensors of 2 layers: layer 2 is missing"),
+    ],
+)
+def test_tensors_that_contradict_config_json(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
+    source = save("bert-ranks", tmp_path / "m")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, **changes}))
+    with pytest.raises(PlanError, match=words):
+        quantize(source, tmp_path / "q")
+
+
 def test_a_head_with_another_activation_is_refused(tmp_path: Path) -> None:
     sizes = {"dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4}
     source = encoder_help.save("DistilBertForSequenceClassification", "DistilBertConfig", wordpiece(), tmp_path / "m", **sizes)

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith._base.errors import FormatError, Unsupported
+from weightsmith._base.errors import FormatError, MismatchError, Unsupported
 from weightsmith._base.files import DAMAGED, Opener, open_local, show
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._models.formats.decoded import DecodedTensors, Weight, read_all
@@ -75,12 +75,14 @@ class GgufAdapter:
     factors  of each module
     base     the model that it names, a Hub id or a name; ""
     turned   tensor of B whose rows are in llama.cpp's order → the module's name there; {}: rows are in the Hub's order
+    heads    of q and k, by which rows were brought into the Hub's order; None if none were
     """
 
     source: Tensors
     factors: tuple[GgufFactors, ...]
     base: str
     turned: Mapping[str, str]
+    heads: tuple[int, int] | None = None
 
 
 def open_gguf_adapter(path: Path, where: str, open_file: Opener = open_local) -> GgufAdapter:
@@ -141,7 +143,20 @@ def open_gguf_adapter(path: Path, where: str, open_file: Opener = open_local) ->
     source: Tensors = GgufTensors(unite([stored], path.parent), files, where, natural)
     if moved:
         source = DecodedTensors(source, moved, (), where)
-    return GgufAdapter(source, tuple(factors), _base(keys), turned)
+    ordered = heads if any(weight.head_rows for weight in moved) else None
+    return GgufAdapter(source, tuple(factors), _base(keys), turned, ordered)
+
+
+def check_heads(heads: tuple[int, int], config: Mapping[str, Any], where: str) -> None:
+    """Raise MismatchError for a base with other numbers of heads than the file's. config: config.json of the base."""
+    of_text = GgufConfig(text_config(config))
+    if of_text.get("num_attention_heads") is None:
+        return
+    number = of_text.count("num_attention_heads")
+    of_base = number, of_text.count("num_key_value_heads", number)
+    if of_base != heads:
+        what = f"it is for {heads[0]} heads of q and {heads[1]} of k, and the base has {of_base[0]} and {of_base[1]}"
+        raise MismatchError(what, where=where, fix="name the base that the adapter was trained on")
 
 
 def in_hub_order(adapter: Tensors, turned: Mapping[str, str], config: Mapping[str, Any], where: str) -> DecodedTensors:

@@ -319,6 +319,15 @@ class GgufArchitecture:
         if local.get("rope_theta") is not None:
             config.need("rope_theta of sliding_attention", local["rope_theta"], full["rope_theta"])
 
+    def check_tensors(self, config: GgufConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise FormatError if the tensors of a planned GGUF file are not of as many layers as config.json says."""
+        layers = config.count("num_hidden_layers")
+        numbers = {int(match[1]) for name in shapes if (match := _BARE.fullmatch(name))}
+        if other := sorted(numbers.symmetric_difference(range(layers))):
+            what = f"num_hidden_layers is {layers:,}, and there are tensors of {len(numbers):,} layers: "
+            what += f"layer {other[0]:,} {'is not one of those' if other[0] >= layers else 'is missing'}"
+            raise FormatError(what, where="config.json", fix="repair num_hidden_layers, or download the model again")
+
     # ---- config.json from the keys
 
     def config(self, keys: Mapping[str, Any], contents: Contents, dtype: str, where: str) -> dict[str, Any]:

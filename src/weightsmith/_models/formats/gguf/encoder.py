@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 from weightsmith._base.errors import FormatError
 from weightsmith._base.files import DAMAGED
+from weightsmith._base.text import count
 from weightsmith._models.formats.gguf.architecture import COMPUTED, LAYER_NORM, Contents, GgufArchitecture
 from weightsmith._models.formats.gguf.tensors import LAYERS
 from weightsmith._models.formats.gguf.values import GgufConfig, GgufKeys, GgufValues
@@ -30,6 +31,7 @@ EMBEDDINGS = {
 POSITIONS = {"position_embd": "embeddings.position_embeddings"}
 _POSITION_ROWS = "position_embd.weight"
 _ENDS = ("bos_token_id", "eos_token_id")
+_SCORES = "cls.output.weight"
 _MOST_LABELS = 100_000
 
 
@@ -89,7 +91,7 @@ class Encoder(GgufArchitecture):
 
     def holds(self, tensors: Container[str]) -> bool:
         typed = "token_types" not in self.ends or "token_types.weight" in tensors
-        return ("cls.output.weight" in tensors) == self.ranks and typed
+        return (_SCORES in tensors) == self.ranks and typed
 
     def complete(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
         alike = {name: config[stated] for name, stated in self.renamed.items() if stated in config}
@@ -107,6 +109,18 @@ class Encoder(GgufArchitecture):
         if self.ranks:
             keys.u32("pooling_type", RANKS)
             keys.put("classifier.output_labels", "str", _labels(config))
+
+    def check_tensors(self, config: GgufConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        super().check_tensors(config, shapes)
+        if not self.ranks:
+            return
+        tensor = f"{self.ends['cls.output']}.weight"
+        if _SCORES not in shapes:
+            raise FormatError("the head that scores is missing", where=tensor, fix=DAMAGED)
+        names, scores = len(_labels(config)), shapes[_SCORES][0]
+        if names != scores:
+            what = f"config.json has names of {count(names, 'score')} in id2label or num_labels, and the head has {scores:,}"
+            raise FormatError(what, where=tensor, fix="repair id2label in config.json")
 
     # ---- config.json from the keys
 
@@ -129,11 +143,11 @@ class Encoder(GgufArchitecture):
             config["type_vocab_size"] = contents.shapes["token_types.weight"][0]
         if self.ranks:
             names = values.get("classifier.output_labels")
-            count = contents.shapes["cls.output.weight"][0]
-            if count > _MOST_LABELS:
-                what = f"a head of {count:,} scores, and at most {_MOST_LABELS:,} are read"
+            scores = contents.shapes[_SCORES][0]
+            if scores > _MOST_LABELS:
+                what = f"a head of {scores:,} scores, and at most {_MOST_LABELS:,} are read"
                 raise FormatError(what, where=values.where, fix=DAMAGED)
-            named = names if isinstance(names, list) and len(names) == count else [f"LABEL_{i}" for i in range(count)]
+            named = names if isinstance(names, list) and len(names) == scores else [f"LABEL_{i}" for i in range(scores)]
             config["id2label"] = {str(number): name for number, name in enumerate(named)}
             config["label2id"] = {name: number for number, name in enumerate(named)}
 
@@ -163,7 +177,10 @@ def _labels(config: GgufConfig) -> list[str]:
     """The names of a classifier's scores, in order. Raises FormatError."""
     named = config.get("id2label")
     if named is None:
-        return [f"LABEL_{number}" for number in range(config.count("num_labels", 2))]
+        labels = config.count("num_labels", 2)
+        if labels > _MOST_LABELS:
+            raise config.wrong("num_labels", labels, f"more than {_MOST_LABELS:,}")
+        return [f"LABEL_{number}" for number in range(labels)]
     numbers = list(map(str, range(len(named)))) if isinstance(named, dict) else []
     if not numbers or set(numbers) != set(named) or not all(isinstance(name, str) for name in named.values()):
         raise config.wrong("id2label", named, "and not a name for each number from 0 on")

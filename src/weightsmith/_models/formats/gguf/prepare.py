@@ -169,6 +169,7 @@ def _prepare(
     parts = _parts(model, draft)
     text, products, heads = _with_scores(parts.text, pooling, draft)
     stored = [*_stored_as(text, model), *behind]
+    model.architecture.check_tensors(model.config, {spec.name: spec.shape for tensor in stored for spec in tensor.specs})
     types = _types(model, stored, _shape(model, stored, keys, weighted=bool(importances)))
     complete, defaults = _complete(importances, stored)
     steps, problems = list[Step](), _unmatched(model, stored)
