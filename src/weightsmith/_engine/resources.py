@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 
 TILE_BYTES = 1 << 20
-"""Of each input. Long enough to make the cost of a call negligible, short enough to stay in the cache."""
+"""Size of a tile in each input: large enough that the cost of a call is negligible, small enough to stay in the cache."""
 
 ALIGNED_BYTES = 4 << 20
-"""Of each input, in tiles with as many rows as an input prefers: each read of a transposed tensor may sweep its storage."""
+"""Limit for each input when a tile has the rows that an input prefers: reading a transposed tensor may sweep its storage."""
 
 INPUTS_BYTES = 8 << 20
-"""Of all inputs of a tile together: with more than eight of them each has less, and thirty take no more memory than eight."""
+"""Limit for all inputs of a tile together. With more than eight, each gets less, so thirty need no more memory than eight."""
 
 MIN_TILE_BYTES = 128 << 10
 """A grain of a 16-bit tensor: no tile is smaller."""

@@ -173,7 +173,7 @@ class RunOptions:
 
 
 THREADS = 16
-"""Of one process: 16 that each merge a tile in 2.4 ms ask for 6,700 tiles a second, and a process hands out at most 5,800."""
+"""The most threads of one process: 16 that take 2.4 ms a tile need 6,700 tiles a second, and one hands out up to 5,800."""
 TILE_SECONDS = 175e-6
 """Processor time of the interpreter for a tile, with 16 to 64 threads that wake each other; 23e-6 with one thread."""
 TENSOR_SECONDS = 95e-6

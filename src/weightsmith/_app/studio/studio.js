@@ -95,7 +95,7 @@ const actions = {
   },
   finding() {
     const { studio } = link.state, { base } = mix.draft, models = mix.fineTunes, written = [...$("find-fields").querySelectorAll("textarea")].map(each => each.value);
-    if (!studio.can_find) return "Finding a merge needs torch: pip install 'weightsmith[calibration]'";
+    if (!studio.can_find) return "Finding a merge needs torch: pip install '.[calibration]'";
     if (!base) return "Press Base on the model that the others were tuned from.";
     if (models.length < studio.fewest) return models.length ? "Press Add on one more fine-tune." : "Press Add on two or more fine-tunes.";
     if (models.length > studio.most) return `Choose up to ${studio.most} fine-tunes.`;
@@ -247,7 +247,7 @@ const merged = () => {
   if (run.report) { result.frame(run.id); $("looked").replaceChildren(); result.open("report"); }
 };
 
-// Whether the name is free; asked again until the server says so of the name that is there now.
+// Check whether the name is free. Repeat until the server has answered for the current name.
 const named = (ms = NAME_MS) => {
   clearTimeout(nameTimer);
   nameTimer = setTimeout(async () => {

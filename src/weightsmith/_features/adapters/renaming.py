@@ -223,7 +223,7 @@ def _prefixes(layout: str, *, several: bool, is_flux: bool) -> dict[Network, str
 
 
 _DEEP = re.compile(r"transformer_blocks\.[1-9]|(?:input|output)_blocks|label_emb|add_embedding")
-"""In names of Stable Diffusion XL, and not of 1."""
+"""Found in names of Stable Diffusion XL, but not of Stable Diffusion 1."""
 
 
 class _Modules:

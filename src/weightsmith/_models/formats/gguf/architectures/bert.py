@@ -30,35 +30,36 @@ _HEAD = {"cls": "classifier.dense", "cls.output": "classifier.out_proj"}
 _SCORED = {**COUNTED, **MASKED_HEADS}
 
 
-class Bert(Encoder):
-    """BERT."""
+class _Bert(Encoder):
+    """What BERT and its relatives have in common."""
 
     name = "bert"
-    class_name = "BertModel"
-    model_types = ("bert",)
-    modules = ("bert.",)
     layer = _LAYER
     ends = _ENDS
     fixed = _FIXED
     defaults = _DEFAULTS
+
+
+class Bert(_Bert):
+    """BERT."""
+
+    class_name = "BertModel"
+    model_types = ("bert",)
+    modules = ("bert.",)
     vocabulary = "bert"
 
 
-class BertRanks(Encoder):
+class BertRanks(_Bert):
     """BERT with a pooler and a classifier, as cross-encoders have it."""
 
-    name = "bert"
     class_name = "BertForSequenceClassification"
     model_types = ("bert",)
     modules = ("bert.",)
     prefix = "bert."
     head = ("classifier.",)
     ranks = True
-    layer = _LAYER
     ends = {**_ENDS, "cls": "pooler.dense", "cls.output": "classifier"}
     unused = _SCORED
-    fixed = _FIXED
-    defaults = _DEFAULTS
     vocabulary = "bert"
 
 
@@ -103,69 +104,55 @@ class DistilBert(Encoder):
         super().check(config)
 
 
-class XlmRoberta(Encoder):
+class XlmRoberta(_Bert):
     """XLM-RoBERTa and CamemBERT, whose tokenizer is SentencePiece's Unigram."""
 
-    name = "bert"
     class_name = "XLMRobertaModel"
     model_types = ("xlm-roberta", "camembert")
     modules = ("roberta.",)
-    layer = _LAYER
-    ends = _ENDS
-    fixed = _FIXED
     defaults = _PADDED
     padded = True
     vocabulary = "t5"
 
 
-class XlmRobertaRanks(Encoder):
+class XlmRobertaRanks(_Bert):
     """XLM-RoBERTa with a head."""
 
-    name = "bert"
     class_name = "XLMRobertaForSequenceClassification"
     model_types = ("xlm-roberta", "camembert")
     modules = ("roberta.",)
     prefix = "roberta."
     head = ("classifier.",)
     ranks = True
-    layer = _LAYER
     ends = _ENDS | _HEAD
     unused = _SCORED
-    fixed = _FIXED
     defaults = _PADDED
     padded = True
     vocabulary = "t5"
 
 
-class Roberta(Encoder):
+class Roberta(_Bert):
     """RoBERTa, whose tokenizer is GPT-2's."""
 
-    name = "bert"
     class_name = "RobertaModel"
     model_types = ("roberta",)
     modules = ("roberta.",)
-    layer = _LAYER
-    ends = _ENDS
-    fixed = _FIXED
     defaults = _PADDED
     padded = True
     vocabulary = "gpt2"
 
 
-class RobertaRanks(Encoder):
+class RobertaRanks(_Bert):
     """RoBERTa with a head."""
 
-    name = "bert"
     class_name = "RobertaForSequenceClassification"
     model_types = ("roberta",)
     modules = ("roberta.",)
     prefix = "roberta."
     head = ("classifier.",)
     ranks = True
-    layer = _LAYER
     ends = _ENDS | _HEAD
     unused = _SCORED
-    fixed = _FIXED
     defaults = _PADDED
     padded = True
     vocabulary = "gpt2"
