@@ -639,6 +639,8 @@ def test_nothing_keeps_anyone_out(browser: Any, studio: Studio, width: int, sche
         visit.write("merge_method: tise\n")
         visit.has("#notes", "problem")
         assert _axe(page) == []
+        page.evaluate("document.getElementById('notes').classList.add('old')")  # as while an edit is checked
+        assert _axe(page) == []
         if width == 1440:
             assert page.evaluate("document.documentElement.scrollHeight <= innerHeight")
         small = page.evaluate(SMALL)
