@@ -65,7 +65,6 @@ BESIDE = {
     "_execution/cards.py": ["execution/test_cards.py", "features/quantisation/test_mmproj.py", "app/cli"],
     "_kernels/ggml.py": ["models/formats/gguf/test_blocks.py"],
     "_kernels/ggml_fits.py": ["models/formats/gguf/test_blocks.py"],
-    "_kernels/ggml_k.py": ["models/formats/gguf/test_blocks.py"],
     "_models/checkpoint.py": ["models/sources", "models/formats", "files/hub"],
     "_app/cli/convert.py": ["features/adapters", "app/test_quantize_commands.py"],
     "_app/cli/merge.py": ["features/mixture", "execution/test_run.py", "app/cli/test_plan.py"],
