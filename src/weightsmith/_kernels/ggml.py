@@ -1,4 +1,5 @@
-"""ggml's blocks of numbers, byte for byte, by the name of their type: Q2_K to Q6_K; Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL, IQ4_XS.
+"""ggml's blocks of numbers, byte for byte, by the name of their type: Q2_K to Q6_K; Q4_0, Q4_1, Q5_0, Q5_1, Q8_0; IQ4_NL and
+IQ4_XS.
 
 A K-quant is a block of 256 numbers in groups with a scale (and an offset) of few bits each, and one float16 scale for these.
 A first fit finds the scales of the groups, a second one how they are rounded; then the numbers are rounded again with what
