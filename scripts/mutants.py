@@ -91,7 +91,7 @@ BESIDE = {
     "_kernels/exl2.py": ["features/quantisation/test_exl2_matrix.py", "models/formats/exl2"],
     "_kernels/codes.py": ["models/formats"],
     "_kernels/trellis.py": ["models/formats/test_quantised.py"],
-    "_kernels/delta.py": ["models/lora"],
+    "_kernels/combine.py": ["models/lora"],
     "_kernels/randomness.py": ["features/mixture/test_upcycling.py"],
     "_reports/look": ["app/cli/test_look.py"],
     "_models/lora": ["features/adapters", "app/cli/test_merge.py"],

@@ -2,9 +2,9 @@
 
 numba's own cache looks at a function's file alone. A kernel that calls another, or uses its constants, would go on with the old
 one after that file changed, and write past the end of a buffer. Here each kernel is kept under the digest of all that decides
-its machine code (`jit.function_digest`): after a change that kernel and its callers are compiled again, and nothing else. The folder is
-`kernels` in `$NUMBA_CACHE_DIR`, else in `~/.cache/weightsmith`, else none: then kernels are compiled at each start. What no run
-has used for 30 days is removed when a new kernel is kept.
+its machine code: after a change that kernel and its callers are compiled again, and nothing else. The folder is `kernels` in
+`$NUMBA_CACHE_DIR`, else in `~/.cache/weightsmith`, else none: then kernels are compiled at each start. What no run has used for
+30 days is removed when a new kernel is kept.
 """
 
 from __future__ import annotations
