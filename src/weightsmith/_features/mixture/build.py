@@ -1,4 +1,4 @@
-"""Plans a `weightsmith moe` recipe from the headers of its models, or reports all problems at once; chooses the output layout."""
+"""Plans a `weightsmith moe` recipe from the headers of its models, or reports all problems; chooses the output layout."""
 
 from __future__ import annotations
 
