@@ -4,6 +4,7 @@ Start here. Every other room uses these values:
 
 * `DType`: an element type of safetensors files, by its name there (`BF16`).
 * `TensorSpec`: name, dtype, shape.
+* `NamedTensors`: tensors by name, as a dict has values: for checkpoints, and for results of commands.
 * a *grain*: the unit of division of a tensor. Whole rows, about 65,536 elements, depending only on the shape. Tiles are runs
   of whole grains, statistics are summed per grain and then over grains in order, and checksums are computed per grain. So
   results do not depend on the tile size or the assignment to threads.

@@ -45,8 +45,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from weightsmith._engine.local import Outcome, Progress
-    from weightsmith._engine.memory import JobMemory
-    from weightsmith._engine.results import Results
+    from weightsmith._engine.results import JobMemory, Results
     from weightsmith._outputs.staging import Staging
     from weightsmith.abc.output import Finished
     from weightsmith.abc.product import Arrays
