@@ -70,7 +70,7 @@ from weightsmith._reports.auto.write import write as write
 from weightsmith._reports.evaluate.measure import evaluate as evaluate
 from weightsmith._reports.evaluate.values import Evaluation as Evaluation
 from weightsmith._reports.judge import Judge as Judge
-from weightsmith._reports.look.comparison import Comparison as Comparison
+from weightsmith._reports.look.diff import Comparison as Comparison
 from weightsmith._reports.look.diff import diff as diff
 from weightsmith._reports.look.difference import Difference as Difference
 from weightsmith._reports.look.inspect import Inspection as Inspection

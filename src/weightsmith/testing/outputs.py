@@ -8,8 +8,8 @@ class TestMyStore(OutputTests):
 
     run_histories(lambda: my_case(), histories=50)
 
-`run_histories` compares an output with a perfect model of it: writing, kills, resuming, publishing, a second writer, a full disk.
-It needs hypothesis. Whatever happens, in any order: nothing is lost, nothing is half published, nothing of others is deleted.
+`run_histories` compares an output with a perfect model: writing, kills, resuming, publishing, a second writer, a full disk. It
+needs hypothesis. Whatever happens, in any order: nothing is lost, nothing is half published, nothing of others is deleted.
 """
 
 from __future__ import annotations

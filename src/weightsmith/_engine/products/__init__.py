@@ -47,7 +47,7 @@ OWN = {
     "merged_factors": "weightsmith._features.adapters.cores:MERGED_FACTORS",
     "differences": "weightsmith._reports.look.differences:KIND",
     "statistics": "weightsmith._reports.look.inspect:KIND",
-    "alignments": "weightsmith._reports.look.comparison:KIND",
+    "alignments": "weightsmith._reports.look.diff:KIND",
     "survival": "weightsmith._reports.look.preview:KIND",
     "combination": "weightsmith._features.adapters.combinations:KIND",
 }
