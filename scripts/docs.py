@@ -46,8 +46,7 @@ from weightsmith._execution.options import RunOptions
 from weightsmith._features.mixture.layouts import LAYOUTS
 from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._methods import all_methods
-from weightsmith._methods.base import FAMILIES, BaseRole, Method, Parameter
-from weightsmith._methods.describe import BASES, SCOPES, default, doc, models, values
+from weightsmith._methods.base import BASES, FAMILIES, SCOPES, BaseRole, Method, Parameter, default, doc, models, values
 from weightsmith._methods.steps import PARAMETERS as STEPS
 from weightsmith._models.formats.engines import ENGINES, SUPPORT, Support, find_support, formats_of
 from weightsmith._planning.options import RecipeOptions

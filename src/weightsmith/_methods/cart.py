@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from weightsmith._methods.describe import example_recipe
+from weightsmith._methods.base import example_recipe
 from weightsmith._methods.family import Lambda
 from weightsmith._methods.jobs.decompose import thin_svd
 from weightsmith._methods.linears import matrix_method

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import numpy as np
 
-from weightsmith._methods.describe import example_recipe
+from weightsmith._methods.base import example_recipe
 from weightsmith._methods.jobs.combination import length
 from weightsmith._methods.signature import Bounds, merge_method
 from weightsmith.abc.job import Job, Matrix

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from weightsmith._methods.describe import example_recipe
+from weightsmith._methods.base import example_recipe
 from weightsmith._methods.family import Int8Mask
 from weightsmith._methods.signature import Bounds, merge_method
 from weightsmith.abc.job import Job, Matrix

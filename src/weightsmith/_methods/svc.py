@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-from weightsmith._methods.describe import example_recipe
+from weightsmith._methods.base import example_recipe
 from weightsmith._methods.family import Lambda, Weight
 from weightsmith._methods.jobs.decompose import calibrate
 from weightsmith._methods.linears import linears_job, matrix_method

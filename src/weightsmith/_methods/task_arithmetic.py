@@ -7,7 +7,7 @@ from typing import Annotated
 import numpy as np
 
 from weightsmith._methods import family
-from weightsmith._methods.describe import example_recipe
+from weightsmith._methods.base import example_recipe
 from weightsmith._methods.family import Int8Mask, Lambda, Share, check_normalize
 from weightsmith._methods.signature import Ignored, PerModel, always, merge_method
 from weightsmith.abc.job import Job, Matrix

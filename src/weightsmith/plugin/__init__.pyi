@@ -44,7 +44,7 @@ from weightsmith._methods import find_method as find_method
 from weightsmith._methods.base import FAMILIES as FAMILIES
 from weightsmith._methods.base import Method as Method
 from weightsmith._methods.base import Parameter as Parameter
-from weightsmith._methods.describe import describe_method as describe_method
+from weightsmith._methods.base import describe_method as describe_method
 
 # merge methods
 from weightsmith._methods.jobs.combination import GramJob as GramJob

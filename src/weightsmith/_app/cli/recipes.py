@@ -240,7 +240,7 @@ def methods(
 
 
 def _to_json(method: Method) -> dict[str, Any]:
-    from weightsmith._methods.describe import doc, models
+    from weightsmith._methods.base import doc, models
 
     return {
         "name": method.name,
@@ -268,8 +268,7 @@ def _to_json(method: Method) -> dict[str, Any]:
 
 
 def _show(method: Method) -> None:
-    from weightsmith._methods.base import FAMILIES
-    from weightsmith._methods.describe import describe_method
+    from weightsmith._methods.base import FAMILIES, describe_method
 
     # A plug-in may have written it.
     result(f"{heading(printable(method.name))}: {printable(method.title)}")

@@ -459,7 +459,7 @@ def _scheduled(parameters: Parameters) -> list[Entry]:
 
 def wrong_value(parameter: Parameter, error: ValueError, value: object, entry: Entry) -> ParameterError:
     """The problem of a value that `coerce` refuses."""
-    from weightsmith._methods.describe import example_value, values
+    from weightsmith._methods.base import example_value, values
 
     allowed = values(parameter).replace(" | ", " or ").replace("number 0 to", "number from 0 to")
     if parameter.kind in ("float", "int") and not parameter.choices:
