@@ -46,8 +46,8 @@ from weightsmith._engine.local import Progress as Progress
 from weightsmith._execution.run import Merged as Merged
 from weightsmith._execution.state_dicts import merge_state_dicts as merge_state_dicts
 from weightsmith._methods import methods as methods
-from weightsmith._methods.signature import Bounds as Bounds
-from weightsmith._methods.signature import PerModel as PerModel
+from weightsmith._methods.method import Bounds as Bounds
+from weightsmith._methods.method import PerModel as PerModel
 from weightsmith._methods.user import block_method as block_method
 from weightsmith._methods.user import tensor_method as tensor_method
 from weightsmith._models.checkpoint import Checkpoint as Checkpoint
