@@ -470,9 +470,9 @@ def _score_layer(context: ProductContext) -> Arrays:
             with located(f"{name}, {work.base.label}"), torch.no_grad():
                 for i, encoding in enumerate(work.candidates[name]):
                     error = torch.from_numpy(_error(part, find_encoding(encoding), importances)).to(rows.device)
-                    partial[name, first, i] = at, ((x @ error.T) * g).sum(1).cpu().numpy()
+                    parts_of_scores[name, first, i] = at, ((x @ error.T) * g).sum(1).cpu().numpy()
 
-        partial: dict[tuple[str, int, int], tuple[npt.NDArray[np.int64], Floats]] = {}
+        parts_of_scores: dict[tuple[str, int, int], tuple[npt.NDArray[np.int64], Floats]] = {}
         heights = {name: rows.layer.linear(name).weight.shape[0] for name in work.candidates}
         tasks = [(name, first) for name, height in heights.items() for first in range(0, height, ROWS_AT_ONCE)]
         with workers(context.threads, rows.device) as pool:
@@ -480,8 +480,8 @@ def _score_layer(context: ProductContext) -> Arrays:
                 rows.progress(done / len(tasks))
         for name, first in tasks:  # in order, so that the sums do not depend on threads
             for i in range(len(work.candidates[name])):
-                if (name, first, i) in partial:
-                    at, values = partial[name, first, i]
+                if (name, first, i) in parts_of_scores:
+                    at, values = parts_of_scores[name, first, i]
                     scores[order[name], i, at] += values
     return [scores]
 
