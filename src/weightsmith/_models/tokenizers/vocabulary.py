@@ -177,6 +177,9 @@ def _signed(value: int | memoryview) -> int:
     return value - (1 << 64) if value >> 63 else value
 
 
+# ---- the tokens of a model
+
+
 def _byte_characters() -> dict[str, int]:
     """The character that byte-level BPE writes for each byte: itself if it is visible in Latin-1, else one from 256 on."""
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
