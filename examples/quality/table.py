@@ -145,7 +145,7 @@ def page() -> str:
 def auto_table() -> str:
     """The cases of `auto` as a Markdown table: each merge against the mean, on all texts, and on kinds of no fine-tune."""
     lines = [
-                "| fine-tunes | with texts, % | other domains, % | chosen | without, % | other domains, % | chosen |",
+        "| fine-tunes | with texts, % | other domains, % | chosen | without, % | other domains, % | chosen |",
         "| --- | ---: | ---: | --- | ---: | ---: | --- |",
     ]
     measured = auto_cases.known()
@@ -190,8 +190,9 @@ def auto_rivals(first: Mapping[str, Row], second: Mapping[str, Row]) -> str:
     if tuned := demo.get(auto_cases.TUNED):
         change, error = difference(tuned["rows"], demo["mean"]["rows"], auto_cases.CASES["demo"].judged)
         lines.append(
-            f"* [`weightsmith tune`](tune.md), given the same texts to tune the weights of `ties`, reached {change:+.1f} ± {error:.1f}% on "
-            f"the demo's models, after {tuned['trials']} trials in {tuned['processor_seconds']:,.0f} CPU seconds."
+            f"* [`weightsmith tune`](tune.md), given the same texts to tune the weights of `ties`, reached {change:+.1f} ± "
+            f"{error:.1f}% on the demo's models, after {tuned['trials']} trials in "
+            f"{tuned['processor_seconds']:,.0f} CPU seconds."
         )
     return "\n".join(lines)
 
