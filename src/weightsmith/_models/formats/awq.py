@@ -27,6 +27,7 @@ from weightsmith._base.errors import Unsupported
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._models.formats.config import ending, plain_dtype, recogniser
 from weightsmith._models.formats.decoded import F32, Band, QuantisedModel, TransposedWeight, read_columns, reader
+from weightsmith._models.formats.gptq import refuse_rotation
 from weightsmith._models.formats.hessians import CodesOf
 from weightsmith._models.formats.matrices import (
     GROUPS,
@@ -77,6 +78,7 @@ def _unpacked(words: npt.NDArray[np.int32]) -> npt.NDArray[np.uint8]:
 
 
 def weights(model: QuantisedModel) -> list[AwqWeight]:
+    refuse_rotation(model)
     for key in ("version", "checkpoint_format", "format"):
         model.setting(key, "gemm", ("gemm", "GEMM"))
     model.setting("bits" if "bits" in model.entry else "w_bit", 4, (4,))

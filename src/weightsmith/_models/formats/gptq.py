@@ -112,10 +112,17 @@ def weights(model: QuantisedModel) -> list[GptqWeight]:
     entry = model.entry
     if entry.get("is_marlin_format"):
         raise model.unsupported("GPTQ weights in Marlin's layout (is_marlin_format) are not read")
+    refuse_rotation(model)
     model.setting("pack_dtype", "int32", ("int32",))
     key = "checkpoint_format" if "checkpoint_format" in entry else "format"
     version = model.setting(key, "gptq", ("gptq", "gptq_v2"))
     return packed_weights(model, 1 if version == "gptq" else 0, _BITS, mixed=bool(entry.get("dynamic")))
+
+
+def refuse_rotation(model: QuantisedModel) -> None:
+    """Raise Unsupported for a model that GPTQModel rotated: the inputs of down projections are rotated while it runs, too."""
+    if rotation := model.entry.get("rotation"):
+        raise model.unsupported(f"weights with rotation {show(rotation)} are not read: inputs of layers are rotated, too")
 
 
 def packed_weights(model: QuantisedModel, zero_minus: int, allowed: Sequence[int], *, mixed: bool) -> list[GptqWeight]:

@@ -476,5 +476,7 @@ def evaluator(options: RunOptions, out: str | os.PathLike[str]) -> Evaluator | N
         raise PlanError(problems)
     with as_plan_error():
         text_source(options.evaluate, None, TOKENS, 0, "evaluate")
-    running = replace(options, evaluate=None, push=None, commit_message=None, ray=None, keep_stages=False, overwrite=False)
+    running = replace(
+        options, evaluate=None, push=None, commit_message=None, ray=None, processes=1, keep_stages=False, overwrite=False
+    )
     return Evaluator(EvaluateSettings(text=(options.evaluate,), work=str(sibling(out, "").parent)), running)
