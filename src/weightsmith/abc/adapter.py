@@ -157,7 +157,7 @@ class AdapterKind:
         if self.change is not None:
             self.change(module, arrays, rows, first)
             return
-        from weightsmith._kernels.delta import add_matrix_product
+        from weightsmith._kernels.combine import add_matrix_product
 
         left, right = arrays
         add_matrix_product(np.ascontiguousarray(left[first : first + len(rows)]), right, rows)

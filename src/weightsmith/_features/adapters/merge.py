@@ -37,7 +37,7 @@ from weightsmith._features.adapters.opening import NAME_BASE, ZERO_ADAPTER, Open
 from weightsmith._features.adapters.placing import AdapterPlaces, SingleFile, layer_of, norms_name, strangers
 from weightsmith._features.adapters.report import with_layer
 from weightsmith._files.containers import PEFT
-from weightsmith._methods.base import BaseRole
+from weightsmith._methods.method import BaseRole
 from weightsmith._models.lora.config import transposed_of
 from weightsmith._models.lora.forms import as_matrix
 from weightsmith._models.structure.vocabulary import is_vocabulary

@@ -15,7 +15,7 @@ from weightsmith._features.adapters.built import WEIGHT, BuiltModel, is_expert
 from weightsmith._features.adapters.cores import ZERO, AdaptedModule, Space
 from weightsmith._features.adapters.factors import FactorTarget, Form
 from weightsmith._features.adapters.placing import AdapterPlaces, check_files
-from weightsmith._methods.base import BaseRole
+from weightsmith._methods.method import BaseRole
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.lora import Adapter, find_places, open_adapter
 from weightsmith._models.lora.adapter import ExpertParameter, Stacked

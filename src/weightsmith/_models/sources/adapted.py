@@ -224,7 +224,7 @@ class Adapted:
     def _add(self, origin: AdaptedTensor, raw: Array, before: DType, first: int, cols: int, values: Array) -> None:
         """values = the elements `raw` from number `first` of a tensor, stored as `before`, with its updates."""
         from weightsmith._kernels.codecs import BLOCK, Encoded
-        from weightsmith._kernels.delta import LowRank, add_low_rank
+        from weightsmith._kernels.combine import LowRank, add_low_rank
 
         row, total = np.empty(BLOCK, values.dtype), np.empty(BLOCK)
         nothing = np.empty((0, 0)), np.empty((0, cols), np.float32)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from weightsmith._methods.base import Method, Parameter
+from weightsmith._methods.method import Method, Parameter
 from weightsmith._planning.recipe.grammar import LEVELS, MOE_LEVELS, RECIPE, SURGERY, UPCYCLING
 from weightsmith._planning.recipe.kinds import NUMERAL, Level, Schema
 from weightsmith._planning.recipe.records import NESTED, SCHEDULED
