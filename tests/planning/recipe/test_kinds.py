@@ -8,10 +8,9 @@ import jsonschema
 import pytest
 
 from weightsmith._planning.recipe import load
-from weightsmith._planning.recipe.grammar import LEVELS, MOE_LEVELS
+from weightsmith._planning.recipe.grammar import LEVELS, MOE_LEVELS, moe_schema
 from weightsmith._planning.recipe.kinds import METHOD_NAME, Key, Kind
 from weightsmith._planning.recipe.load import Walker
-from weightsmith._planning.recipe.schema import moe_schema
 from weightsmith._planning.recipe.values import MODEL_PARAMETERS, PARAMETERS
 from weightsmith._planning.recipe.yaml import from_python
 
