@@ -17,7 +17,7 @@ from weightsmith._engine.product_graph import most_bytes
 from weightsmith._engine.reader import Reader
 from weightsmith._engine.resources import PROCESS_BYTES, peak_memory_bytes
 from weightsmith._engine.results import Results
-from weightsmith._execution.options import RunOptions, process_count, resources_of, tensors_bytes
+from weightsmith._execution.options import RunOptions, check_processes, resources_of, tensors_bytes
 from weightsmith._execution.output import other_names
 from weightsmith._execution.progress import similar_time
 from weightsmith._features.quantisation.calibration.weights import (
@@ -302,7 +302,7 @@ def _memory(prepared: Prepared, options: RunOptions, out: Target, matrix_bytes: 
     threads, tile_bytes = resources.workers, resources.tile_bytes
     peak = peak_memory_bytes(tile_bytes, threads, plan.widest, plan.levels)
     peak += tensors_bytes(prepared)
-    n = process_count(prepared, out, options)
+    n = check_processes(prepared, out, options)
     peak += (n - 1) * (PROCESS_BYTES + tensors_bytes(prepared))
     if matrix_bytes:
         # Whole matrices: in each process as many as fit the bound, at least one; and torch, which is there for them alone.
