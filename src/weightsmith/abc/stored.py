@@ -177,8 +177,8 @@ class Encoding(ABC):
 
     @property
     def of_blocks(self) -> bool:
-        """Whether it is for single files of diffusion models and their text encoders, which have no config.json: the matrices of
-        the blocks are encoded, and no two share a scale. `config` is not asked for."""
+        """Whether it is for single files of diffusion models and their text encoders, which have no config.json: the
+        matrices of the blocks are encoded, and no two share a scale. `config` is not asked for."""
         return False
 
     @property

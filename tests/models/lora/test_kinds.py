@@ -54,6 +54,8 @@ LINEAR: dict[str, tuple[str, dict[str, Any]]] = {
     "tokens": ("TrainableTokensConfig", {"token_indices": [3, 41, 7], "target_modules": ["embed_tokens"]}),
     "LoRA and tokens": ("LoraConfig", {"r": 2, "trainable_token_indices": [3, 41, 7]}),
     "LoRA and tokens by name": ("LoraConfig", {"r": 2, "trainable_token_indices": {"embed_tokens": [5], "lm_head": [6, 1]}}),
+    "OFT and biases": ("OFTConfig", {"oft_block_size": 4, "bias": "oft_only"}),
+    "VeRA and biases": ("VeraConfig", {"r": 5, "bias": "all"}),
     "LoHa and a module": ("LoHaConfig", {"r": 2, "modules_to_save": ["lm_head"]}),
     "OFT of the embedding": ("OFTConfig", {"oft_block_size": 4, "target_modules": ["embed_tokens"]}),
 }
@@ -93,9 +95,9 @@ def compare(found: dict[str, np.ndarray], expected: dict[str, np.ndarray], befor
 def test_applying_an_adapter_is_peft_s_merge(name: str, tmp_path: Path) -> None:
     torch, peft, transformers = (pytest.importorskip(n) for n in ("torch", "peft", "transformers"))
     torch.manual_seed(0)
-    model = llama(transformers)
-    model.save_pretrained(tmp_path / "base")
     kind, settings = LINEAR[name]
+    model = llama(transformers, attention_bias="bias" in settings)
+    model.save_pretrained(tmp_path / "base")
     config = getattr(peft, kind)(task_type="CAUSAL_LM", **{"target_modules": SOME, **settings})
     trained(torch, peft.get_peft_model(model, config)).save_pretrained(tmp_path / "adapter")
     fresh = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
@@ -298,7 +300,7 @@ def test_tensors_that_do_not_fit(change: dict[str, tuple[int, ...] | None], said
         ({"r": "2"}, "r is '2', not a positive whole number"),
         ({"alpha": None}, "alpha"),
         ({"r": 3}, "r is 3, and hada_w1_b has 2 rows"),
-        ({"bias": "all"}, "bias: 'all': biases are trained too"),
+        ({"bias": "some"}, "bias is 'some', none of none, all, lora_only"),
         ({"use_dora": True}, "keys that weightsmith does not know"),
         ({"rank_pattern": [1]}, "rank_pattern is [1], not an object"),
         ({"fan_in_fan_out": "yes"}, "fan_in_fan_out is 'yes'"),

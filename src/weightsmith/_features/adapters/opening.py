@@ -15,7 +15,7 @@ from weightsmith._features.adapters.built import WEIGHT, BuiltModel, is_expert
 from weightsmith._features.adapters.cores import ZERO, AdaptedModule, Space
 from weightsmith._features.adapters.factors import FactorTarget, Form
 from weightsmith._features.adapters.placing import AdapterPlaces, check_files
-from weightsmith._methods.base import BaseRole
+from weightsmith._methods.method import BaseRole
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.lora import Adapter, find_places, open_adapter
 from weightsmith._models.lora.adapter import ExpertParameter, Stacked
@@ -121,15 +121,20 @@ class OpenedAdapters:
         """Whether the norms of DoRA can be computed."""
         normed = next(module for module in modules.values() if module.normed)
         where = self.adapters[normed.normed[0]].checkpoint.ref
+        if self.adapters[0].file is not None:
+            raise Unsupported("it is DoRA, and DoRA in single files is not merged", where=where, fix=MERGE_MODELS)
         if self.base is None:
             what = "DoRA scales the rows of the base's matrices, so the merge needs the base model"
             raise Unsupported(what, where=where, fix=self.name_base)
         for name, module in modules.items():
-            embedding = any(self.adapters[i].updates[name].embedding for i in module.owners if not module.experts)
-            if module.experts or embedding or name not in self.places or self.adapters[0].transposed:
+            owners = [self.adapters[i] for i in module.owners]
+            embedding = any(adapter.updates[name].embedding for adapter in owners if not module.experts)
+            kernel = not module.experts and len(owners[0].checkpoint.specs[owners[0].updates[name].a].shape) > 2
+            if module.experts or embedding or kernel or name not in self.places or self.adapters[0].transposed:
                 kind = "all experts of a parameter" if module.experts else "an embedding" if embedding else "a part of a tensor"
                 kind = "a weight stored [inputs, outputs]" if self.adapters[0].transposed else kind
-                what = f"an adapter is DoRA, and PEFT has no DoRA of {kind}: {name}"
+                kind = "a convolution" if kernel else kind
+                what = f"an adapter is DoRA, and DoRA of {kind} is not merged: {name}"
                 raise Unsupported(what, where=where, fix=MERGE_MODELS)
 
     def _whole_specs(self, owner: Adapter | None) -> Iterator[TensorSpec]:

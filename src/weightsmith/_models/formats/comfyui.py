@@ -25,8 +25,8 @@ comfyui-fp8-old: the same, with names that programs read before there was X.comf
 
 **The scale has a value of bfloat16.** ComfyUI rounds it to the dtype that it computes in, when it decodes a weight.
 
-**Error.** For every finite x of a weight with the scale s, |code · s - x| ≤ 2^-4 · |x| + 2^-10 · s: half a unit in the last place
-of a 4-bit significand, or half the spacing of e4m3's subnormals.
+**Error.** For every finite x of a weight with the scale s, |code · s - x| ≤ 2^-4 · |x| + 2^-10 · s: half a unit in the last
+place of a 4-bit significand, or half the spacing of e4m3's subnormals.
 """
 
 from __future__ import annotations

@@ -110,11 +110,13 @@ def _factors(adapter: Adapter, module: str, parts: OtherParts, names: FactorName
     described = replace(bare, shape=exact.shape(bare))
     if problems := list(kind.problems(described)):
         raise ValueError("; ".join(problems))
-    (outputs, inputs), rank = described.shape, exact.rank(described)
+    rank = exact.rank(described)
     if not 0 < rank < 1 << 20 or 0 in described.shape:
         raise ValueError(f"its factors have rank {rank}")
+    outputs, *others = described.shape
+    ones = (1,) * (len(others) - 1)
     stored = tuple(spec.name for spec in headers.values())
     code = KINDS.identity(parts.kind)
-    for ending, shape, is_b in ((names.a, (rank, inputs), False), (names.b, (outputs, rank), True)):
+    for ending, shape, is_b in ((names.a, (rank, *others), False), (names.b, (outputs, rank, *ones), True)):
         spec = TensorSpec(f"{module}{ending}", DTYPES["F32"], shape)
         yield ExactFactor(spec, stored, DTYPES["F32"], parts.kind, code, described, is_b)

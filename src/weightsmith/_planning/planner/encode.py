@@ -4,8 +4,8 @@ Encoded are the weights that a loader builds as nn.Linear in the main decoder: m
 Everything else is stored as it is: embeddings and heads (unless the encoding takes them), norms, routers, towers and
 projectors, prediction layers after the last, experts that are one tensor, GPT-2's transposed matrices (Conv1D).
 
-Of a single file of a diffusion model, the matrices in the blocks are encoded, of all stacks. A checkpoint's VAE and text encoders
-are stored as they are, and of UNets all but the transformer blocks.
+Of a single file of a diffusion model, the matrices in the blocks are encoded, of all stacks. A checkpoint's VAE and text
+encoders are stored as they are, and of UNets all but the transformer blocks.
 
 **The list of ignored modules.** compressed-tensors quantises every nn.Linear that the list does not name, so each that is
 stored as it is must be in it. transformers and vLLM rename modules (`visual.…` becomes `model.visual.…`) and read `re:`

@@ -20,7 +20,7 @@ from weightsmith._files.containers import GGUF, GGUF_ADAPTER
 from weightsmith._files.copied import is_read
 from weightsmith._files.safetensors import collector_paused
 from weightsmith._methods import user
-from weightsmith._methods.base import Parameter
+from weightsmith._methods.method import Parameter
 from weightsmith._models.checkpoint import Checkpoint, HubModel, locate, open_checkpoint
 from weightsmith._models.formats import find_encoding
 from weightsmith._models.formats.gguf.cuts import CutEncoding

@@ -37,7 +37,7 @@ def prepare(module: AdapterModule, arrays: Arrays) -> tuple[Rows, ...]:
 
 def change(module: AdapterModule, arrays: tuple[Rows, ...], rows: Rows, first: int) -> None:
     """Change rows, which need not begin or end with a block."""
-    from weightsmith._kernels.delta import rotate_blocks
+    from weightsmith._kernels.combine import rotate_blocks
 
     (block,) = arrays
     inputs, numbers = rows.shape[1], np.arange(first, first + len(rows))
