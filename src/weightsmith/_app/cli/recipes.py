@@ -325,8 +325,8 @@ def schema(
     """
     with failures():
         from weightsmith._methods import all_methods, installed_methods
-        from weightsmith._planning.recipe.schema import moe_schema
-        from weightsmith._planning.recipe.schema import schema as merge_schema
+        from weightsmith._planning.recipe.grammar import moe_schema
+        from weightsmith._planning.recipe.grammar import schema as merge_schema
 
         installed, broken = installed_methods()
         for error in broken:

@@ -19,7 +19,7 @@ OWN = {
     "activity": "weightsmith._engine.products.activity:KIND",
     "magnitudes": "weightsmith._engine.products.magnitudes:KIND",
     "router": "weightsmith._features.mixture.router:KIND",
-    "neuron_order": "weightsmith._features.mixture.neurons:KIND",
+    "neuron_order": "weightsmith._features.mixture.experts:KIND",
     "own_text": "weightsmith._activations.own_text:KIND",
     "text_rows": "weightsmith._activations.states:TEXT_ROWS",
     "states": "weightsmith._activations.states:STATES",

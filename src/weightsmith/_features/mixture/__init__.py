@@ -10,7 +10,6 @@ router.py          the `router` product: its settings, one pass over the hidden 
 prompts.py         texts of experts, files of texts, tokens
 gates.py           the ways to compute router weights; random ones
 prompt_gates.py    those that see prompts
-surgery.py         recipe + headers → Plan of a mixture whose experts are pruned or merged; its config.json
-selection.py       finds experts and routers by the names and shapes of tensors; which experts are kept or merged
-neurons.py         permutes an expert's neurons to match another's
+surgery.py         recipe + headers → Plan of a mixture whose experts are pruned or merged: which are, and its config.json
+experts.py         finds experts and routers by the names and shapes of tensors; permutes an expert's neurons to match another's
 """
