@@ -17,8 +17,7 @@ import numpy.typing as npt
 from weightsmith._base.idioms import grouped
 from weightsmith._features.adapters.factors import rounding_noise
 from weightsmith._kernels.codecs import BLOCK, Encoded, EncodedInputs
-from weightsmith._kernels.combine import LANES
-from weightsmith._kernels.delta import distance
+from weightsmith._kernels.combine import LANES, distance
 from weightsmith._kernels.differences import DIFFERENCE_SUMS, Sketch, difference, project
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._plans import Product, Step
