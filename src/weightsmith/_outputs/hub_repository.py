@@ -137,7 +137,7 @@ LARGE_NAMES = ".model", ".bin", ".parquet"
 REGULAR_BYTES = 10_000_000
 """The Hub keeps larger files in LFS."""
 LARGE_REQUESTS = 2
-"""Requests that upload such a file in one part: its bytes, whether they have arrived. One request asks where to send all of them."""
+"""Requests that upload such a file in one part: its bytes, whether they have arrived. One more asks where to send them all."""
 _AGAIN = "run again"
 _FIXES = {
     401: ("the Hub does not accept the token", "run `hf auth login`, or set HF_TOKEN, to a valid token that may write"),
