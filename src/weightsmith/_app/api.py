@@ -233,7 +233,7 @@ def _evaluator(
 ) -> Callable[[Plan, Path, Prepared | None], Evaluated] | None:
     if running.evaluate is None:
         return None
-    from weightsmith._reports.evaluate.result import evaluator
+    from weightsmith._reports.evaluate.measure import evaluator
 
     evaluated = evaluator(running, out)
     return None if evaluated is None else replace(evaluated, progress=progress)

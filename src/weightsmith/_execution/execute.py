@@ -62,8 +62,8 @@ from weightsmith._plans.parts import label, part_of
 
 if TYPE_CHECKING:
     from weightsmith._engine.local import Outcome, Progress
-    from weightsmith._engine.memory import JobMemory
     from weightsmith._engine.products import ProductReport
+    from weightsmith._engine.results import JobMemory
     from weightsmith.abc.output import Built
 
 

@@ -36,9 +36,8 @@ from weightsmith._base.files import expand_user, read_bounded, real_path
 from weightsmith._base.plugins import Plugins
 from weightsmith._files.copied import MAX_CODE_BYTES
 from weightsmith._kernels.codecs import decode, encode
-from weightsmith._methods.base import BaseRole, Method
-from weightsmith._methods.signature import PerModel as PerModel
-from weightsmith._methods.signature import parameters_of, values
+from weightsmith._methods.method import BaseRole, Method, parameters_of, values
+from weightsmith._methods.method import PerModel as PerModel
 from weightsmith._methods.steps import with_steps
 from weightsmith._plans import OwnCode
 from weightsmith.abc.job import Bytes, Job, Matrix, Tile

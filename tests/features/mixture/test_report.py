@@ -17,7 +17,7 @@ from tests.features.mixture.test_gates import models, recipe_of, told
 from weightsmith._app.api import moe
 from weightsmith._app.cli.mergekit_flags import MOE_FLAGS
 from weightsmith._base.report.charts import heat_map, picture
-from weightsmith._features.mixture.routing_report import PromptGroup, Routing, runs
+from weightsmith._features.mixture.router import PromptGroup, Routing, runs
 
 __all__ = ["cli", "models"]
 

@@ -20,7 +20,7 @@ from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._planning.options import RecipeOptions
 
 if TYPE_CHECKING:
-    from weightsmith._features.mixture.routing_report import RoutingReport
+    from weightsmith._features.mixture.router import RoutingReport
     from weightsmith._planning.planner import Prepared
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from weightsmith._base.report import Report
     from weightsmith._execution.run import Callbacks, Merged
     from weightsmith._plans import Plan
-    from weightsmith._reports.evaluate.result import ResultEvaluation
+    from weightsmith._reports.evaluate.measure import ResultEvaluation
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,7 +70,7 @@ class AwqWeight(TransposedWeight):
 
 def _unpacked(words: npt.NDArray[np.int32]) -> npt.NDArray[np.uint8]:
     """[rows, words] → the codes [rows, 8 · words]."""
-    from weightsmith._kernels.packed import unpack_nibbles
+    from weightsmith._kernels.codes import unpack_nibbles
 
     codes = np.empty((len(words), 8 * words.shape[1]), np.uint8)
     unpack_nibbles(words.view(np.uint32).reshape(-1), _ORDER, codes.reshape(-1))
@@ -106,7 +106,7 @@ def weights(model: QuantisedModel) -> list[AwqWeight]:
 
 def _packed(codes: npt.NDArray[np.uint8]) -> npt.NDArray[np.int32]:
     """The inverse of `_unpacked`."""
-    from weightsmith._kernels.packed import pack_nibbles
+    from weightsmith._kernels.codes import pack_nibbles
 
     words = np.empty((len(codes), codes.shape[1] // 8), np.uint32)
     pack_nibbles(codes.reshape(-1), _ORDER, words.reshape(-1))
@@ -160,7 +160,7 @@ class Awq(TransposedEncoding):
             qweight[:, outputs.start // 8 : outputs.stop // 8] = _packed(codes)
 
     def dequantise(self, arrays: Arrays, shape: tuple[int, ...]) -> Rows:
-        from weightsmith._kernels.packed import dequantise_transposed
+        from weightsmith._kernels.codes import dequantise_transposed
 
         words, packed, scales = map(np.array, arrays)
         codes, zeros = _unpacked(words).reshape(-1), _unpacked(packed).reshape(-1)

@@ -87,7 +87,7 @@ class GptqWeight(TransposedWeight):
         return TransposedWeight.groups_of_inputs(self, stored)
 
     def band(self, stored: Tensors, outputs: slice) -> Band:
-        from weightsmith._kernels.packed import unpack_down
+        from weightsmith._kernels.codes import unpack_down
 
         qweight, qzeros, scales = self.stored[:3]
         width, inputs = self.spec.shape
@@ -214,7 +214,7 @@ class Gptq(TransposedEncoding):
         )
 
     def _fill(self, weight: Rows, arrays: Sequence[npt.NDArray[Any]], codes_of: CodesOf | None) -> None:
-        from weightsmith._kernels.packed import pack_down
+        from weightsmith._kernels.codes import pack_down
 
         bits, (qweight, qzeros, scales, g_idx) = self.bits, arrays
         zero = 1 << (bits - 1)
@@ -232,7 +232,7 @@ class Gptq(TransposedEncoding):
             qweight[:, outputs] = words.view(np.int32)
 
     def dequantise(self, arrays: Arrays, shape: tuple[int, ...]) -> Rows:
-        from weightsmith._kernels.packed import dequantise_transposed, unpack_down
+        from weightsmith._kernels.codes import dequantise_transposed, unpack_down
 
         words, _, scales, g_idx = map(np.array, arrays)
         values = np.empty((words.shape[1], g_idx.size), np.float32)

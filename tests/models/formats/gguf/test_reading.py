@@ -337,7 +337,7 @@ DAMAGE = [
     (struct.pack("<IQ", 3, 11), struct.pack("<IQ", 3, 1 << 60), FormatError, "tensors do not fit into the file"),
     (struct.pack("<QQ", 11, 16), struct.pack("<QQ", 11, 1 << 40), FormatError, "keys, and at most 65,536"),
     (key("llama.block_count"), struct.pack("<Q", 1 << 62) + b"llama.block_count", FormatError, "a key has 4,611,686"),
-    (key("llama.block_count"), key("llama.contxt_lenx"), FormatError, "llama.block_count is None"),
+    (key("llama.block_count"), key("llama.contxt_lenx"), FormatError, "llama.block_count is missing"),
     (key("llama.context_length") + b"\4\0\0\0", key("llama.context_length") + b"\x0d\0\0\0", FormatError, "the type 13"),
     (key("blk.0.attn_norm.weight"), key("blk.0.attn_norm.weighs"), Unsupported, "belong to a model of the family llama"),
     (b"blk.0.ffn_up.weight", b"blk.0.ffn_up.weigh\xff", FormatError, "UTF-8"),

@@ -184,7 +184,7 @@ class GgufArchitecture:
         return True
 
     def complete(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """config.json with those defaults of transformers on which published files rely."""
+        """config.json with settings under their present names, and with defaults that are not in `defaults.json`."""
         return config
 
     # ---- keys from config.json
@@ -227,8 +227,8 @@ class GgufArchitecture:
             if not (self.experts and setting == "intermediate_size" and config.get(setting) is None):  # all MLPs are experts
                 keys.u32(name, config.count(setting, default))
         if self.rotary:
-            keys.f32("rope.freq_base", config.number("rope_theta", 10_000.0, self.rope(config)))
-        keys.f32(self.eps[0], config.number(self.eps[1], 1e-6))
+            keys.f32("rope.freq_base", config.number("rope_theta", within=self.rope(config)))
+        keys.f32(self.eps[0], config.number(self.eps[1]))
         if self.experts:  # under either of two names
             either = config.get("num_local_experts", config.get("num_experts"))
             keys.u32("expert_count", config.count(self.experts, either))
@@ -301,6 +301,8 @@ class GgufArchitecture:
         slides = config.get("sliding_window") is not None or not windows.stated
         types = windows.layer_types(layers, slides=slides)
         stated = config.get("layer_types") or types
+        if stated is types:  # an older setting, which transformers reads where the layers are not listed
+            config.need("sliding_window_pattern", config.get("sliding_window_pattern", windows.every), windows.every)
         if not isinstance(stated, list) or not all(
             layer_type in ("sliding_attention", "full_attention") for layer_type in stated
         ):
@@ -308,7 +310,7 @@ class GgufArchitecture:
         if not windows.stated or len(stated) != layers:
             config.need("layer_types", stated, types)
         if slides:
-            keys.u32("attention.sliding_window", config.count("sliding_window", 4096))
+            keys.u32("attention.sliding_window", config.count("sliding_window"))
         if slides and windows.stated:
             keys.put(_PATTERN, "bool", [layer_type == "sliding_attention" for layer_type in stated])
         self.check_local_rope(config)
