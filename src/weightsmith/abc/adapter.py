@@ -80,17 +80,32 @@ class ExactFactors:
     """How a kind is a LoRA: what it adds to a weight is the product of two matrices, whatever the weight is.
 
     shape    module without a shape → the shape of its weight [outputs, inputs], of a convolution with its kernel: its tensors
-             tell it
+             tell it. None: they do not tell the number of inputs, so the base is asked
     rank     module → the rank of the factors
     factors  module, its tensors (float64) → left [outputs, rank] and right [rank, inputs], whose product is all that is added.
              A kernel counts as a matrix
 
-    `shape` and `rank` look at headers alone. They raise ValueError for a module that has no such factors.
+    `shape` and `rank` look at headers alone, and raise ValueError for a module without such factors. `rank` is told the shape.
     """
 
-    shape: Callable[[AdapterModule], tuple[int, ...]]
+    shape: Callable[[AdapterModule], tuple[int, ...]] | None
     rank: Callable[[AdapterModule], int]
     factors: Callable[[AdapterModule, Arrays], tuple[Rows, ...]]
+
+
+def full_rank(kind: Callable[[], AdapterKind]) -> ExactFactors:
+    """The factors of a kind that adds to a weight what does not depend on the weight: all of that, and the identity.
+
+    kind  returns the kind. Cost: one matrix as large as the weight
+    """
+
+    def factors(module: AdapterModule, arrays: Arrays) -> tuple[Rows, ...]:
+        whole = np.zeros((module.outputs, module.inputs))
+        kind().apply(module, kind().prepare(module, arrays), whole, 0)
+        one = np.eye(min(whole.shape))
+        return (whole, one) if module.inputs <= module.outputs else (one, whole)
+
+    return ExactFactors(None, lambda module: min(module.outputs, module.inputs), factors)
 
 
 def no_keys() -> Mapping[str, str]:

@@ -19,7 +19,8 @@ from weightsmith._methods.method import BaseRole
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.lora import Adapter, find_places, open_adapter
 from weightsmith._models.lora.adapter import ExpertParameter, Stacked
-from weightsmith._models.lora.exact import as_lora
+from weightsmith._models.lora.apply import find_shapes
+from weightsmith._models.lora.exact import as_lora, needs_base
 from weightsmith._models.lora.experts import WRAPPED
 from weightsmith._models.lora.forms import as_matrix
 from weightsmith._models.sources.composed import StateDict
@@ -80,7 +81,7 @@ class OpenedAdapters:
                 try:
                     adapter = open_adapter(ref.path, revision=ref.revision or None)
                     stack.callback(adapter.checkpoint.close)
-                    self.adapters.append(_as_lora(adapter))
+                    self.adapters.append(self._as_lora(adapter))
                 except WeightsmithError as error:
                     problems.append(at(error, ref.where))
         if not problems:
@@ -95,6 +96,28 @@ class OpenedAdapters:
             Checkpoint(str(ref), _Specs([*specs, *self._whole_specs(owner)], str(ref)))
             for ref, owner in zip(refs, owners, strict=True)
         ], []
+
+    def _as_lora(self, adapter: Adapter) -> Adapter:
+        """The adapter with factors to merge.
+
+        Raises Unsupported for kinds that have none, and for rows in an order, or shapes, that the base alone tells.
+        """
+        where = adapter.checkpoint.ref
+        if adapter.turned:
+            what = "its rows of q and k are in llama.cpp's order, which depends on the number of heads of the base"
+            fix = f"convert it first: weightsmith convert-lora {where} OUT --for peft --base BASE"
+            raise Unsupported(what, where=where, fix=fix)
+        shapes: Mapping[str, tuple[int, ...]] = {}
+        if needs_base(adapter):
+            if self.base is None:
+                what = f"it is {adapter.title}, whose tensors do not tell how many inputs its modules have"
+                raise Unsupported(what, where=where, fix=self.name_base)
+            shapes = asking(self.base, partial(find_shapes, self.base, adapter))
+        try:
+            return as_lora(adapter, shapes)
+        except Unsupported as error:
+            fix = f"{MERGE_MODELS}; or make a LoRA of it first: weightsmith extract-lora BASE+{where} BASE OUT"
+            raise Unsupported(error.finding.what, where=error.finding.where, details=error.finding.details, fix=fix) from None
 
     def _match(self) -> None:
         if self.base is not None:
@@ -302,22 +325,6 @@ def _check_layouts(adapters: Sequence[Adapter]) -> None:
         if levels and all(specs[level.a].shape[1] == specs[level.b].shape[0] for level in levels):
             what = "all matrices of experts are square, and both of PEFT's layouts of experts fit"
             raise Unsupported(what, where=where, fix="merge them with the version of PEFT that has written them")
-
-
-def _as_lora(adapter: Adapter) -> Adapter:
-    """The adapter with factors to merge.
-
-    Raises Unsupported for kinds that have none, and for rows in an order that the base alone tells.
-    """
-    if adapter.turned:
-        what = "its rows of q and k are in llama.cpp's order, which depends on the number of heads of the base"
-        fix = f"convert it first: weightsmith convert-lora {adapter.checkpoint.ref} OUT --for peft --base BASE"
-        raise Unsupported(what, where=adapter.checkpoint.ref, fix=fix)
-    try:
-        return as_lora(adapter)
-    except Unsupported as error:
-        fix = f"{MERGE_MODELS}; or make a LoRA of it first: weightsmith extract-lora BASE+{adapter.checkpoint.ref} BASE OUT"
-        raise Unsupported(error.finding.what, where=error.finding.where, details=error.finding.details, fix=fix) from None
 
 
 def _last(name: str) -> str:

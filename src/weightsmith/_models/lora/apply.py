@@ -141,6 +141,14 @@ def find_places(base: Checkpoint, adapter: Adapter, names: Names = dict) -> dict
     return _matched(base, adapter, adapter.checkpoint.ref, names).places
 
 
+def find_shapes(base: Checkpoint, adapter: Adapter, names: Names = dict) -> dict[str, Shape]:
+    """Modules that an adapter of another kind than LoRA changes → the shapes of their weights [outputs, inputs].
+
+    Raises ShapeError as `apply_adapter` does.
+    """
+    return _matched(base, adapter, adapter.checkpoint.ref, names).shapes
+
+
 def _matched(base: Checkpoint, adapter: Adapter, ref: str, names: Names) -> _Match:
     """The places in the base, by its own names; if these do not fit, by those of the model that transformers builds."""
     try:
@@ -159,6 +167,7 @@ class _Match:
     notes   what the user should know
     untied  the one of them on an embedding and a head that were one tensor
     places  see `find_places`
+    shapes  see `find_shapes`
     grown   whether there are more tokens than in the base
 
     sources  tensor of the model that transformers builds → tensors of the base; {}: names are the base's
@@ -173,6 +182,7 @@ class _Match:
         self.notes: list[Finding] = []
         self.untied: Finding | None = None
         self.places: dict[str, str] = {}
+        self.shapes: dict[str, Shape] = {}
         self.grown = False
         self._base_names = {name: name for name in base.specs}  # tensor → the base's that it stands for
         self._updates: dict[str, Factors] = {}
@@ -397,6 +407,7 @@ class _Match:
             return [f"{name}: the adapter changes it under several names, {module} is one of them"]
         transposed = self.adapter.transposed and len(shape) == 2 and rows is None and parts.kind != "trainable_tokens"
         turned = shape[::-1] if transposed else shape
+        self.shapes[module] = turned
         described = AdapterModule(module, turned, {part: specs[stored] for part, stored in parts.parts.items()}, parts.settings)
         if problems := list(kind.problems(described)):
             return [f"{name}: {problem}" for problem in problems]

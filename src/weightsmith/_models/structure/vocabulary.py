@@ -272,8 +272,8 @@ def primary(spec: TensorSpec, stored: Iterable[TensorSpec]) -> str:
     if INDEX.search(spec.name):  # of a layer that predicts several tokens at a time
         return spec.name
     if twins := _twins_in_part(spec.name):
-        names = {s.name for s in stored if s.shape == spec.shape}
-        return next(name for name in twins if name in names)
+        alike = {s.name for s in stored if s.shape == spec.shape}
+        return next(name for name in twins if name in alike)
     if len(spec.shape) == 1:
         return min([spec.name, *_bias_twins(spec.name)], key=len)
     names = [s for s in stored if s.shape == spec.shape and is_vocabulary(s) and not INDEX.search(s.name)]

@@ -49,6 +49,7 @@ from weightsmith._reports.look.surveys import (
     Survey,
     Watching,
     added,
+    compact,
     counted,
     decoded,
     of_rows,
@@ -135,15 +136,20 @@ def _differ(a: Name, b: Name, tensors: Sequence[str], threads: int | None, progr
         files = compare_files(first, second, vocabularies)
         matching = match(models, tensors)
         rows = measured("differences", differences, matching.matrices, models, threads=threads, progress=progress, passes=2)
-        tensors_and_rows = [_tensor(matched, arrays, models) for matched, arrays in rows]
+        compared, moved = list[TensorDifference](), list[_Rows]()
+        for matched, arrays in rows:
+            tensor, moved_rows = _tensor(matched, arrays, models)
+            compared.append(tensor)
+            if moved_rows:
+                moved.append((tensor.name, moved_rows))
         difference = Difference(
             (first.ref, second.ref),
             files,
-            tuple(tensor for tensor, _ in tensors_and_rows),
+            tuple(compared),
             matching.missing[0],
             matching.strange[0],
             matching.different,
-            _moved([tensor_rows for _, tensor_rows in tensors_and_rows], vocabularies),
+            _moved(moved, vocabularies),
             (first.decoded, second.decoded),
             lineage(second) if is_merge(second) else None,
             tuple(tensors),
@@ -151,10 +157,13 @@ def _differ(a: Name, b: Name, tensors: Sequence[str], threads: int | None, progr
         return replace(difference, reading=read_difference(difference))
 
 
-_Rows = tuple[str, tuple[tuple[int, float], ...]]
+_Moved = tuple[tuple[int, float], ...]
+"""Rows of an embedding that moved most, and their squared shares."""
+_Rows = tuple[str, _Moved]
+"""The same, with the tensor's name."""
 
 
-def _tensor(matched: MatchedTensor, arrays: Arrays, models: Sequence[Checkpoint]) -> tuple[TensorDifference, _Rows]:
+def _tensor(matched: MatchedTensor, arrays: Arrays, models: Sequence[Checkpoint]) -> tuple[TensorDifference, _Moved]:
     sums, nonfinite, values, upper, rank, moved, powers = arrays
     aa, ad, dd, changed, largest, noise, bb, ab = sums.tolist()
     in_a, in_b = of_rows(nonfinite)
@@ -185,9 +194,9 @@ def _tensor(matched: MatchedTensor, arrays: Arrays, models: Sequence[Checkpoint]
         leading,
         (in_a, in_b),
         matched.rows,
-        array("q", powers.tobytes()),
+        compact(powers),
     )
-    return tensor, (tensor.name, tuple((int(row), float(share)) for row, share in moved.tolist() if row >= 0))
+    return tensor, tuple((int(row), float(share)) for row, share in moved.tolist() if share > 0)
 
 
 def _root(square: float) -> float:
