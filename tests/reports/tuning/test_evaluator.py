@@ -17,8 +17,8 @@ import weightsmith
 from weightsmith._activations.decoder.forward import _multiplying, _reusing
 from weightsmith._activations.rows import text_source
 from weightsmith._base.errors import NonFinite, PlanError
-from weightsmith._engine.memory import JobMemory
 from weightsmith._engine.resources import Resources
+from weightsmith._engine.results import JobMemory
 from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.recipe import Scalar
 from weightsmith._reports.evaluate.opening import Opened, opened, prepare_named
