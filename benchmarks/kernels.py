@@ -29,7 +29,7 @@ from benchmarks.models import DELTA_STD, WEIGHT_STD
 from weightsmith._base.tensors import DTYPES, grain_elements
 from weightsmith._engine.resources import cut, tile_grains
 from weightsmith._kernels.codecs import Encoded, first_nonfinite
-from weightsmith._kernels.delta import distance
+from weightsmith._kernels.combine import distance
 from weightsmith._methods import get
 from weightsmith.abc.job import Matrix, Scratch, Tile
 

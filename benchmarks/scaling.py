@@ -139,7 +139,7 @@ def tables(nbytes: float) -> None:
     """The tables of docs/scale.md."""
     for place in PLACES:
         print(f"\n{place.name}\n")
-        print("| machines | seconds | speed-up | of it on the driver alone | storage in use |")
+        print("| machines | seconds | speed-up | driver alone | storage in use |")
         print("| ---: | ---: | ---: | ---: | ---: |")
         one = simulate(1, nbytes, place)
         for machines in MACHINES:

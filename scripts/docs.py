@@ -38,16 +38,26 @@ import weightsmith
 from weightsmith._app.cli.app import make_app
 from weightsmith._app.cli.failures import MEANINGS
 from weightsmith._app.cli.help import HelpPage, HelpRows, overview, page_of
-from weightsmith._app.cli.mergekit_flags import FLAGS
 from weightsmith._app.cli.options import settings
+from weightsmith._app.cli.other_programs import FLAGS
 from weightsmith._base.options import Option, find_option, option_records, options_of
 from weightsmith._base.tensors import DTYPE_NAMES, DType
 from weightsmith._execution.options import RunOptions
 from weightsmith._features.mixture.layouts import LAYOUTS
 from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._methods import all_methods
-from weightsmith._methods.base import FAMILIES, BaseRole, Method, Parameter
-from weightsmith._methods.describe import BASES, SCOPES, default, doc, models, values
+from weightsmith._methods.method import (
+    BASES,
+    FAMILIES,
+    SCOPES,
+    BaseRole,
+    Method,
+    Parameter,
+    default_text,
+    doc_text,
+    models_text,
+    values_text,
+)
 from weightsmith._methods.steps import PARAMETERS as STEPS
 from weightsmith._models.formats.engines import ENGINES, SUPPORT, Support, find_support, formats_of
 from weightsmith._planning.options import RecipeOptions
@@ -126,12 +136,12 @@ def _parameters(methods: Sequence[Method]) -> str:
     rows: dict[tuple[str, str, str, str], list[tuple[Method, Parameter]]] = {}
     for method in methods:
         for p in method.parameters:
-            rows.setdefault((p.name, values(p, markdown=True), p.scope, doc(p)), []).append((method, p))
+            rows.setdefault((p.name, values_text(p, markdown=True), p.scope, doc_text(p)), []).append((method, p))
     lines = []
     for (name, allowed, scope, text), uses in sorted(rows.items(), key=lambda row: row[0][0]):
         by_default: dict[str, list[str]] = {}
         for method, p in uses:
-            by_default.setdefault(default(p, markdown=True), []).append(_link(method, "methods/"))
+            by_default.setdefault(default_text(p, markdown=True), []).append(_link(method, "methods/"))
         shown = [value if len(by_default) == 1 else f"{value} in {', '.join(names)}" for value, names in by_default.items()]
         links = ", ".join(_link(method, "methods/") for method, _ in uses)
         lines.append((f"`{name}`", allowed, "; ".join(shown), SCOPES[scope], text, links))
@@ -321,7 +331,7 @@ def method_page(method: Method) -> str:
             *_against_mean(method),
             f"**Passes over the inputs:** {method.passes.strip()}",
             "",
-            f"**Models:** {models(method)}{base}; {_base(method.base)}.",
+            f"**Models:** {models_text(method)}{base}; {_base(method.base)}.",
             "",
             *_text(method),
             "## Parameters",
@@ -329,7 +339,7 @@ def method_page(method: Method) -> str:
             table(
                 ("parameter", "value", "default", "given for", "meaning"),
                 [
-                    (f"`{p.name}`", values(p, markdown=True), default(p, markdown=True), SCOPES[p.scope], doc(p))
+                    (f"`{p.name}`", values_text(p, markdown=True), default_text(p, markdown=True), SCOPES[p.scope], doc_text(p))
                     for p in method.parameters
                 ],
             ),
@@ -353,7 +363,7 @@ def method_page(method: Method) -> str:
 
 def methods_page(methods: Sequence[Method]) -> str:
     """The list of all methods."""
-    rows = [(_link(m), m.title, m.family, models(m), m.base, _own_parameters(m)) for m in methods]
+    rows = [(_link(m), m.title, m.family, models_text(m), m.base, _own_parameters(m)) for m in methods]
     steps = ", ".join(f"`{p.name}`" for p in STEPS)
     return GENERATED + "\n".join(
         [

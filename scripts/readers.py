@@ -16,7 +16,7 @@ ENVIRONMENT = Path(sys.prefix)
 FOLDER = ENVIRONMENT / "readers"
 INSTALL = ("-m", "pip", "--disable-pip-version-check", "--quiet", "install", "--no-compile", "--no-deps", "--only-binary=:all:")
 PIP = (sys.executable, *INSTALL)
-NPM = ("--no-audit", "--no-fund", "--loglevel=error", "--fetch-retries=1")
+NPM = ("--no-audit", "--no-fund", "--loglevel=error", "--fetch-retries=1", "--logs-max=0")
 LIMIT_SECONDS = 600
 
 

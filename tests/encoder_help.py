@@ -16,7 +16,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 
 from tests import zoo
 from tests.tokenizer_help import OTHER_TEXT, TEXT
-from weightsmith._models.tokenizers.sentencepiece import read_sentencepiece
+from weightsmith._models.tokenizers.vocabulary import read_sentencepiece
 
 SIZES: dict[str, Any] = {
     **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4},

@@ -228,18 +228,18 @@ CASES = {
     "short": Case("trained for 24 steps", lambda work: _of(work, **SHORT), THREE),
     "noise": Case("the demo's, `py` in random directions", noise, THREE),
     "same": Case(
-        "the demo's `fr` and `de`, and a short `fr`",
+        "the demo's `fr` and `de`, and a briefly trained `fr`",
         lambda work: {n: p for n, p in demo(work).items() if n != "py"} | {"fr2": SHORT["fr"](work)},
         {"fr": "fr", "de": "de", "fr2": "fr"},
     ),
     "two": Case(
-        "the demo's `de`, and a short `py`",
+        "the demo's `de`, and a briefly trained `py`",
         lambda work: {n: p for n, p in demo(work).items() if n in (BASE, "de")} | {"py2": SHORT["py"](work)},
         {"de": "de", "py2": "py"},
         ("de", "py", "fr", "en"),
     ),
-    "times 2.5": Case("the demo's, deltas 2.5 times as long", partial(scaled, factor=2.5), THREE),
-    "times 0.3": Case("the demo's, deltas 0.3 times as long", partial(scaled, factor=0.3), THREE),
+    "times 2.5": Case("the demo's, with deltas 2.5 times as large", partial(scaled, factor=2.5), THREE),
+    "times 0.3": Case("the demo's, with deltas 0.3 times as large", partial(scaled, factor=0.3), THREE),
     "full": Case("all weights trained, 40 steps", lambda work: _of(work, **FULL), THREE),
     "chat": Case(
         "the demo's `de` and `py`, and a `fr` trained on conversations",
@@ -247,7 +247,7 @@ CASES = {
         THREE,
     ),
     "five": Case(
-        "the demo's, and a short `fr` and `py`",
+        "the demo's, and a briefly trained `fr` and `py`",
         lambda work: demo(work) | {"fr2": SHORT["fr"](work), "py2": SHORT["py"](work)},
         THREE | {"fr2": "fr", "py2": "py"},
     ),

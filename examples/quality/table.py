@@ -145,7 +145,7 @@ def page() -> str:
 def auto_table() -> str:
     """The cases of `auto` as a Markdown table: each merge against the mean, on all texts, and on kinds of no fine-tune."""
     lines = [
-        "| fine-tunes | with texts, % | on other kinds | chosen | without, % | on other kinds | chosen |",
+        "| fine-tunes | with texts, % | other domains, % | chosen | without, % | other domains, % | chosen |",
         "| --- | ---: | ---: | --- | ---: | ---: | --- |",
     ]
     measured = auto_cases.known()
@@ -174,7 +174,7 @@ def auto_cost() -> str:
             runs = [run for run in runs if "peak_bytes" in run]
             if runs:
                 seconds, peaks = ([run[key] for run in runs] for key in ("processor_seconds", "peak_bytes"))
-                lines.append(f"{title}, {base}: {_span(seconds, 1)} CPU seconds, {_span(peaks, 1e9, 1)} GB of memory.")
+                lines.append(f"{title}, {base} took {_span(seconds, 1)} CPU seconds and {_span(peaks, 1e9, 1)} GB of memory.")
     return "* " + " ".join(lines)
 
 
@@ -185,13 +185,14 @@ def auto_rivals(first: Mapping[str, Row], second: Mapping[str, Row]) -> str:
         scores = {name: mean(perplexities(row)) for name, row in rows.items() if name not in PARENTS}
         name = min(scores, key=lambda name: scores[name])
         best.append(f"`{name}` on {testbed} ({100 * (scores[name] / scores[REFERENCE] - 1):+.1f}%)")
-    lines = [f"* With hindsight, the best of the recipes below are {' and '.join(best)}."]
+    lines = [f"* In hindsight, the best recipes in the tables below are {' and '.join(best)}."]
     demo = auto_cases.known().get("demo", {})
     if tuned := demo.get(auto_cases.TUNED):
         change, error = difference(tuned["rows"], demo["mean"]["rows"], auto_cases.CASES["demo"].judged)
         lines.append(
-            f"* [`weightsmith tune`](tune.md) with the same texts, on the weights of `ties`: {change:+.1f} ± {error:.1f}% on "
-            f"the demo's models, after {tuned['trials']} trials in {tuned['processor_seconds']:,.0f} CPU seconds."
+            f"* [`weightsmith tune`](tune.md), given the same texts to tune the weights of `ties`, reached {change:+.1f} ± "
+            f"{error:.1f}% on the demo's models, after {tuned['trials']} trials in "
+            f"{tuned['processor_seconds']:,.0f} CPU seconds."
         )
     return "\n".join(lines)
 
@@ -239,7 +240,7 @@ def carried(first: Mapping[str, Row], second: Mapping[str, Row], names: Iterable
     for name in sorted(names, key=lambda name: -places[1][name]):
         a, b = (100 * (mean(perplexities(rows[name])) / mean(perplexities(rows[REFERENCE])) - 1) for rows in (first, second))
         found.append((name, f"{a:+.1f}", f"{b:+.1f}", places[0][name], places[1][name]))
-    head = "| | SmolLM2, % | Gemma, % | place, SmolLM2 | place, Gemma |\n| --- | ---: | ---: | ---: | ---: |\n"
+    head = "| | SmolLM2, % | Gemma, % | rank, SmolLM2 | rank, Gemma |\n| --- | ---: | ---: | ---: | ---: |\n"
     return head + "".join(f"| {' | '.join(map(str, row))} |\n" for row in found)
 
 

@@ -95,7 +95,7 @@ def _make_products() -> None:
     from weightsmith._planning.planner import Prepared, prepare
     from weightsmith._plans import COPY, Plan, Read, Step
     from weightsmith._reports.evaluate.measure import with_samples
-    from weightsmith._reports.look.comparison import alignments
+    from weightsmith._reports.look.diff import alignments
     from weightsmith._reports.look.differences import differences
     from weightsmith._reports.look.inspect import statistics_product
     from weightsmith._reports.look.preview import survivals

@@ -46,8 +46,8 @@ from weightsmith._engine.local import Progress as Progress
 from weightsmith._execution.run import Merged as Merged
 from weightsmith._execution.state_dicts import merge_state_dicts as merge_state_dicts
 from weightsmith._methods import methods as methods
-from weightsmith._methods.signature import Bounds as Bounds
-from weightsmith._methods.signature import PerModel as PerModel
+from weightsmith._methods.method import Bounds as Bounds
+from weightsmith._methods.method import PerModel as PerModel
 from weightsmith._methods.user import block_method as block_method
 from weightsmith._methods.user import tensor_method as tensor_method
 from weightsmith._models.checkpoint import Checkpoint as Checkpoint
@@ -70,7 +70,7 @@ from weightsmith._reports.auto.write import write as write
 from weightsmith._reports.evaluate.measure import evaluate as evaluate
 from weightsmith._reports.evaluate.values import Evaluation as Evaluation
 from weightsmith._reports.judge import Judge as Judge
-from weightsmith._reports.look.comparison import Comparison as Comparison
+from weightsmith._reports.look.diff import Comparison as Comparison
 from weightsmith._reports.look.diff import diff as diff
 from weightsmith._reports.look.difference import Difference as Difference
 from weightsmith._reports.look.inspect import Inspection as Inspection

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from weightsmith._engine.memory import LARGE_BYTES, JobMemory
+from weightsmith._engine.results import LARGE_BYTES, JobMemory
 
 LARGE = LARGE_BYTES // 8
 

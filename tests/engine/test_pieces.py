@@ -15,10 +15,9 @@ import pytest
 from tests.mini import Memory, as_bytes, write_checkpoint
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._engine.local import Outcome, run
-from weightsmith._engine.memory import JobMemory
 from weightsmith._engine.reader import Reader
 from weightsmith._engine.resources import Buffers, Resources, Workload
-from weightsmith._engine.results import Results
+from weightsmith._engine.results import JobMemory, Results
 from weightsmith._files.arrays import view_of
 from weightsmith._models.checkpoint import open_checkpoint
 from weightsmith._models.sources.composed import StateDict

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 import weightsmith
-from weightsmith._kernels import compiler, identity, internals
+from weightsmith._kernels import compiler, internals, jit
 from weightsmith._kernels.jit import Kernel, Switch, kernel
 
 compiled = pytest.mark.skipif(bool(numba.core.config.DISABLE_JIT), reason="numba does not compile")
@@ -245,12 +245,12 @@ def test_a_kernel_that_names_a_class_that_has_moved_is_compiled_again(kept: Path
 
 
 def test_the_settings_of_numba_are_a_part_of_the_identity(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = {identity.compiler_digest.__wrapped__()}
+    seen = {jit.compiler_digest.__wrapped__()}
     for name, value in (("OPT", 1), ("BOUNDSCHECK", True), ("SLP_VECTORIZE", 1)):
         monkeypatch.setattr(numba.core.config, name, value)
-        seen.add(identity.compiler_digest.__wrapped__())
+        seen.add(jit.compiler_digest.__wrapped__())
     monkeypatch.setattr(numba, "__version__", "0.1")
-    assert len(seen | {identity.compiler_digest.__wrapped__()}) == 5
+    assert len(seen | {jit.compiler_digest.__wrapped__()}) == 5
 
 
 def test_what_replaces_steps_of_numba_is_a_part_of_the_identity(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,7 @@ from hypothesis.extra import numpy as hnp
 from tests.kernels import reference
 from weightsmith._base.tensors import DTYPES
 from weightsmith._kernels.codecs import BLOCK, Encoded, EncodedInputs, first_nonfinite
-from weightsmith._kernels.combine import LANES, combine, combine_columns, combine_rows, gram, gram_columns, gram_rows
-from weightsmith._kernels.delta import distance
+from weightsmith._kernels.combine import LANES, combine, combine_columns, combine_rows, distance, gram, gram_columns, gram_rows
 from weightsmith._kernels.divergence import NEAR, exponentials, logarithms, row_divergence
 from weightsmith._kernels.randomness import random_words
 from weightsmith._kernels.rows import SHORT, descending, keep_band, keep_by_rank, keep_in_groups, keep_ranks, ranks
@@ -475,7 +474,7 @@ def test_divergence_of_rows_to_the_last_digits(spread: float, cols: int) -> None
 
 
 def test_products_of_rows_depend_on_no_other_row() -> None:
-    from weightsmith._kernels.delta import add_matrix_product, rotate_blocks
+    from weightsmith._kernels.combine import add_matrix_product, rotate_blocks
 
     rng = np.random.default_rng(0)
     rows, right, blocks = rng.normal(size=(7, 12)), rng.normal(size=(12, 9)), rng.normal(size=(2, 3, 3))

@@ -18,9 +18,8 @@ from tests.cli_help import Cli, cli, make_models, work
 from weightsmith import PerModel, block_method
 from weightsmith import _methods as methods
 from weightsmith._base.errors import MethodError, PlanError
-from weightsmith._methods.base import Parameter
 from weightsmith._methods.family import check_probabilities
-from weightsmith._methods.signature import Booleans, Bounds, Ignored, bound, merge_method, parameters_of, values
+from weightsmith._methods.method import Booleans, Bounds, Ignored, Parameter, bound, merge_method, parameters_of, values
 from weightsmith._methods.user import at_hand
 from weightsmith.abc.job import Job, Matrix
 

@@ -19,8 +19,8 @@ from tests.mini import write_checkpoint
 from tests.plan_help import plan
 from weightsmith import _methods as methods
 from weightsmith._execution.state_dicts import merge_state_dicts
-from weightsmith._methods.base import Method
 from weightsmith._methods.jobs.task_vectors import random_key
+from weightsmith._methods.method import Method
 from weightsmith._planning.planner import prepare
 
 SHAPES = {

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Unpack
 
 from weightsmith._base.options import lists_options, read_options
 from weightsmith._execution.execute import execute, execute_part
-from weightsmith._execution.options import RunOptions, process_count
+from weightsmith._execution.options import RunOptions, check_processes
 from weightsmith._execution.output import check_options
 from weightsmith._execution.progress import Meter, callbacks, shown_meter
 from weightsmith._execution.run import Callbacks, Merged
@@ -191,9 +191,9 @@ def make(
 
 
 def _execute(prepared: Prepared, out: str | os.PathLike[str], running: RunOptions, watching: Callbacks, began: float) -> Merged:
-    """Run a plan here, in several processes if one cannot feed all threads, or on a Ray cluster. The bytes are the same."""
+    """Run a plan here, in one process or in several, or on a Ray cluster. The bytes are the same."""
     place = place_of(out)
-    n = process_count(prepared, place, running)
+    n = check_processes(prepared, place, running)
     if running.ray is None and (n == 1 or not has_locks(place.local.parent)):
         return execute(prepared, out, running, watching, began=began)
     from weightsmith._execution.cluster import share_out
@@ -233,7 +233,7 @@ def _evaluator(
 ) -> Callable[[Plan, Path, Prepared | None], Evaluated] | None:
     if running.evaluate is None:
         return None
-    from weightsmith._reports.evaluate.result import evaluator
+    from weightsmith._reports.evaluate.measure import evaluator
 
     evaluated = evaluator(running, out)
     return None if evaluated is None else replace(evaluated, progress=progress)

@@ -7,7 +7,6 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -15,16 +14,12 @@ import numpy.typing as npt
 from weightsmith._base.errors import NOTHING_WRITTEN, ParameterError
 from weightsmith._base.tensors import DType
 from weightsmith._base.text import count, size
-from weightsmith._engine.results import Results
+from weightsmith._engine.results import JobMemory, Results
 from weightsmith._files.remote import STREAM_CACHE_BYTES
 from weightsmith._outputs.weight_files import PAGE_BYTES
 from weightsmith._plans import Product, Step
 from weightsmith.abc.job import Bytes, Scratch
 from weightsmith.abc.output import Finished
-
-if TYPE_CHECKING:
-    from weightsmith._engine.memory import JobMemory
-
 
 TILE_BYTES = 1 << 20
 """Size of a tile in each input: large enough that the cost of a call is negligible, small enough to stay in the cache."""

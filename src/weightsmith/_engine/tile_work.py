@@ -21,7 +21,7 @@ from weightsmith._engine.reader import Inputs, Reader
 from weightsmith._engine.resources import Buffers, Cut
 from weightsmith._engine.schedule import ActiveStep, Gathered, LeafPass
 from weightsmith._kernels.codecs import Encoded, any_nonfinite, decode, first_nonfinite
-from weightsmith._kernels.delta import distance
+from weightsmith._kernels.combine import distance
 from weightsmith._models.formats import Encoding, find_encoding
 from weightsmith._models.structure.vocabulary import must_agree
 from weightsmith._outputs.disk import copies_by_reference

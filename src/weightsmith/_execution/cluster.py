@@ -282,7 +282,9 @@ def _order(prepared: Prepared, out: str | os.PathLike[str], options: RunOptions)
         plan=data,
         out=place_of(out).absolute,
         folder=str(Path.cwd()),
-        options=replace(options, ray=None, resume=True, push=None, commit_message=None, device=named_device(options.device)),
+        options=replace(
+            options, ray=None, processes=1, resume=True, push=None, commit_message=None, device=named_device(options.device)
+        ),
         allow_code=plan.provenance.code is not None,
         identity=work_identity(plan, prepared.inputs, options.device),
         facts=facts(plan, prepared.inputs, options.device),
@@ -313,7 +315,7 @@ class Driver:
         plan, allow_nonfinite = prepared.plan, request.options.allow_nonfinite
         self.plan, self.staging, self.workers, self.callbacks = plan, staging, workers, request.callbacks
         slots = workers.slots()
-        self.helped = Helped(warnings=few_files(plan, slots))
+        self.helped = Helped(warnings=few_files(plan, slots, workers.setting))
         self.n = part_count(plan, slots)
         parts = dict(enumerate(parts_of(plan, self.n), 1))
         if staging.target.streams:  # a worker on another machine does not see what an earlier run has finished
@@ -480,8 +482,8 @@ def part_count(plan: Plan, slots: int) -> int:
     return max(1, min(parts, len(units_of(plan))))
 
 
-def few_files(plan: Plan, slots: int) -> tuple[Finding, ...]:
-    """The warning that not all workers have work, for a file is made by one of them."""
+def few_files(plan: Plan, slots: int, setting: str) -> tuple[Finding, ...]:
+    """The warning that not all workers have work, for a file is made by one of them. setting: `Workers.setting`."""
     units = len(units_of(plan))
     if units >= slots:
         return ()
@@ -489,7 +491,7 @@ def few_files(plan: Plan, slots: int) -> tuple[Finding, ...]:
     smaller = max(1_000_000, plan.nbytes // (2 * slots))
     return (
         Finding(
-            what, named("ray"), (), f"make smaller files, which feed all workers: --max-shard-size {smaller // 1_000_000}MB"
+            what, named(setting), (), f"make smaller files, which feed all workers: --max-shard-size {smaller // 1_000_000}MB"
         ),
     )
 

@@ -25,6 +25,7 @@ from weightsmith._base.errors import (
     StoreError,
     WeightsmithError,
 )
+from weightsmith._base.options import named
 from weightsmith._engine.resources import processors
 from weightsmith._execution.identity import work_identity
 from weightsmith._execution.options import RunOptions, resources_of
@@ -61,8 +62,8 @@ from weightsmith._plans.parts import label, part_of
 
 if TYPE_CHECKING:
     from weightsmith._engine.local import Outcome, Progress
-    from weightsmith._engine.memory import JobMemory
     from weightsmith._engine.products import ProductReport
+    from weightsmith._engine.results import JobMemory
     from weightsmith.abc.output import Built
 
 
@@ -334,6 +335,8 @@ def _check_part(prepared: Prepared, out: str | os.PathLike[str], options: RunOpt
         raise ParameterError("a part cannot discard the work of other parts", fix=fix)
     if options.ray is not None:
         raise ParameterError("a cluster does all parts", where="ray", fix="leave out the part")
+    if options.processes != 1:
+        raise ParameterError("the processes do all parts", where=named("processes"), fix="leave out the part")
     if prepared.plan.then is not None:
         raise ParameterError("a plan that begins with a measurement has no parts", fix="run the whole plan")
     check_computable(prepared)

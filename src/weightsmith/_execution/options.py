@@ -7,9 +7,9 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from weightsmith._base.options import option, option_record
+from weightsmith._base.errors import NOTHING_WRITTEN, ParameterError
+from weightsmith._base.options import named, option, option_record
 from weightsmith._files.remote import STREAM_CACHE_BYTES
-from weightsmith._plans.parts import units_of
 
 if TYPE_CHECKING:
     from weightsmith._engine.resources import Resources
@@ -35,6 +35,16 @@ class RunOptions:
         commands=(*RUNNING, *LOOKING, "write"),
         group="Resources",
         setting=True,
+    )
+    processes: int = option(
+        1,
+        "--processes N",
+        "Number of processes that share the threads",
+        least=1,
+        details="For more than 8 threads, if the models are in memory or on storage of more than 10 GB/s: "
+        "[many cores](scale.md#one-machine-with-many-cores).",
+        group="Resources",
+        brief=("run",),
     )
     max_memory_bytes: int | None = option(
         None,
@@ -172,44 +182,30 @@ class RunOptions:
 # ---- processes
 
 
-THREADS = 16
-"""The most threads of one process: 16 that take 2.4 ms a tile need 6,700 tiles a second, and one hands out up to 5,800."""
-TILE_SECONDS = 175e-6
-"""Processor time of the interpreter for a tile, with 16 to 64 threads that wake each other; 23e-6 with one thread."""
-TENSOR_SECONDS = 95e-6
-"""And for a tensor of one small tile."""
-START_SECONDS = 1.4
-"""To start a process: imports, kernels, the first tiles."""
-OPEN_SECONDS = 48e-6
-"""For each tensor, to open the plan and its models in a process."""
-LEAST_GAIN = 2.0
-"""Several processes are started to save so many times the seconds that starting them takes."""
-
-
-def process_count(prepared: Prepared, out: Target, options: RunOptions) -> int:
-    """How many processes a run is divided among; 1: this one does all.
-
-    A run is divided if it has more than `THREADS` threads, is long enough, and reads and writes on this disk. Each process
-    makes whole weight files, and takes the memory of a run: with a limit of the memory there is one. There is one, too, for
-    a plan with products, which all parts wait for, on another device than the CPU, and for a method of the user's own.
-    """
-    from weightsmith._engine.resources import TILE_BYTES, processors
+def check_processes(prepared: Prepared, out: Target, options: RunOptions) -> int:
+    """How many processes a run is divided among. Raises ParameterError if that is several, and the run cannot be divided."""
+    from weightsmith._engine.resources import processors
 
     plan, threads = prepared.plan, options.threads or processors()
-    n = min(-(-threads // THREADS), threads)
-    if n == 1 or os.name != "posix" or options.max_memory_bytes is not None or options.device != "cpu":
+    if options.processes == 1:
         return 1
-    if not sys.executable or getattr(sys, "frozen", False):  # no interpreter that `-c` can be given to
-        return 1
-    if plan.then is not None or plan.products or prepared.stages or plan.provenance.code is not None:
-        return 1
-    if options.ray is not None or out.publication != "rename" or any(model.repositories for model in prepared.inputs):
-        return 1
-    n = min(n, len(units_of(plan)))
-    tensors = len(plan.steps)
-    tiles = sum(-(-step.nbytes // TILE_BYTES) for step in plan.steps)
-    saved_seconds = (tiles * TILE_SECONDS + tensors * TENSOR_SECONDS) * (1 - 1 / n)
-    return n if saved_seconds > LEAST_GAIN * (START_SECONDS + tensors * OPEN_SECONDS) else 1
+    reasons = {
+        "this system has no locks of files": os.name != "posix",
+        "this program has no interpreter of its own": not sys.executable or getattr(sys, "frozen", False),
+        "--ray starts processes itself": options.ray is not None,
+        "--max-memory is for one process": options.max_memory_bytes is not None,
+        "several processes compute on the CPU": options.device != "cpu",
+        "one process writes a bucket, or to the Hub": out.publication != "rename",
+        "models that are streamed have one reader": any(model.repositories for model in prepared.inputs),
+        "a recipe whose models are results of other recipes has one process": bool(prepared.stages),
+        "the plan has products, which all its tensors wait for": bool(plan.products) or plan.then is not None,
+        "a merge method of your own runs in one process": plan.provenance.code is not None,
+        f"there are fewer threads: {threads}": options.processes > threads,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise ParameterError(reason, where=named("processes"), fix="leave --processes out", state=NOTHING_WRITTEN)
+    return options.processes
 
 
 # ---- memory

@@ -1,11 +1,12 @@
 """Several processes of this machine do the parts of one run, because the threads of one process share the interpreter's lock.
 
-A process holds the lock for a part of each tile, so it feeds only so many threads: see `options.process_count`. Each process
+A process holds the lock for a part of each tile, so it feeds only so many threads (`--processes`, docs/scale.md). Each process
 does shares as on a cluster (`cluster.share_out`), which gives the same bytes. All end with this process, however it ends.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
 import pickle
 import queue
@@ -24,7 +25,7 @@ from weightsmith._base.errors import WorkerLost
 from weightsmith._base.options import named
 from weightsmith._engine.resources import processors
 from weightsmith._execution.cluster import Answer, Lost, Order, Share, do
-from weightsmith._execution.options import THREADS, RunOptions
+from weightsmith._execution.options import RunOptions
 
 LAST_WORDS_SECONDS = 1.0
 """How long a process that has closed its pipe may take to end: an exception is shown, and threads are joined, after that."""
@@ -32,7 +33,7 @@ PARENT_SECONDS = 1.0
 """Between two looks whether the first process is still there."""
 _SERVE = (
     "import os, sys; parent = os.getppid(); sys.path[:] = {path!r}; "  # before imports, which take a while
-    "from weightsmith._execution.processes import serve; serve({fd}, parent)"
+    "from weightsmith._execution.processes import serve; serve({fd}, {order}, parent)"
 )
 
 
@@ -68,14 +69,14 @@ class LocalWorkers:
     (2, [3, 2])
     """
 
-    setting, several_machines = "threads", False
-    advice = "if the machine is short of memory, use fewer --threads, or --max-memory: then there is one process"
+    setting, several_machines = "processes", False
+    advice = "if the machine is short of memory, use fewer --processes"
 
     def __init__(self, n: int, options: RunOptions) -> None:
         """Start none yet."""
         total = options.threads or processors()
         self.threads = [total // n + (i < total % n) for i in range(n)]
-        self._order = b""
+        self._order: IO[bytes] | None = None
         self._free = [*range(n)]
         self._running: dict[Share, int] = {}
         self._processes: dict[int, _Process] = {}
@@ -87,12 +88,19 @@ class LocalWorkers:
         for process in self._processes.values():
             process.end()
         self._processes.clear()
+        if self._order is not None:
+            self._order.close()
 
     def begin(self, order: Order) -> None:
-        """What processes get when they are started, and those that run get now."""
-        self._order = pickle.dumps(order)
+        """What processes get when they are started. Those that have another order end."""
         for i in list(self._processes):
             self._processes.pop(i).end()
+        if self._order is not None:
+            self._order.close()
+        # A file: a pipe holds 64 kB, so this process would wait until each new one has imported all that it needs to read it.
+        self._order = tempfile.TemporaryFile()
+        pickle.dump(order, self._order)
+        self._order.flush()
 
     def slots(self) -> int:
         """Processes."""
@@ -109,27 +117,28 @@ class LocalWorkers:
             pass
 
     def _new(self, threads: int) -> _Process:
+        assert self._order is not None
+        order = self._order.fileno()
         with ExitStack() as closing:
             try:
                 errors: IO[bytes] = closing.enter_context(tempfile.TemporaryFile())
                 pipe, theirs = map(closing.enter_context, Pipe())
                 process = subprocess.Popen(
-                    [sys.executable, "-c", _SERVE.format(path=sys.path, fd=theirs.fileno())],
-                    pass_fds=[theirs.fileno()],
+                    [sys.executable, "-c", _SERVE.format(path=sys.path, fd=theirs.fileno(), order=order)],
+                    pass_fds=[theirs.fileno(), order],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=errors,
                 )
             except OSError as error:
                 what = f"a process cannot be started: {error.strerror or error}"
-                fix = f"use at most {THREADS} --threads, for which there is one process, or raise the limits of this machine"
+                fix = "use fewer --processes, or raise the limits of this machine"
                 raise WorkerLost(what, where=named(self.setting), fix=fix) from error
             closing.pop_all()
         theirs.close()
         started = _Process(process, pipe, errors)
         try:
             pipe.send(threads)
-            pipe.send_bytes(self._order)
         except OSError:
             pass
         return started
@@ -161,12 +170,17 @@ class LocalWorkers:
                 process.end()
 
 
-def serve(fd: int, parent: int) -> None:
-    """Do the shares that come through this pipe. The process ends with it, and with `parent`, also while it does one."""
+def serve(fd: int, order_fd: int, parent: int) -> None:
+    """Do the shares that come through a pipe. The process ends with it, and with `parent`, also while it does one.
+
+    order_fd  of a file with the pickled order, whose position all processes share
+    """
     signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C is the first process's, which ends the others
     pipe = Connection(fd)
     threads = pipe.recv()
-    order = pickle.loads(pipe.recv_bytes())
+    with mmap.mmap(order_fd, 0, access=mmap.ACCESS_READ) as data:
+        order = pickle.loads(data)
+    os.close(order_fd)
     order = replace(order, options=replace(order.options, threads=threads))
     asked: queue.Queue[Any] = queue.Queue()
     threading.Thread(target=_listen, args=(pipe, asked, parent), daemon=True).start()

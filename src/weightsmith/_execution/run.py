@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from weightsmith._base.errors import NOTHING_WRITTEN, Finding, PlanError, WeightsmithError
 from weightsmith._base.files import expand_user
 from weightsmith._base.report import Report, Reported
-from weightsmith._base.tensors import TensorSpec
+from weightsmith._base.tensors import NamedTensors, TensorSpec
 from weightsmith._base.text import duration, size
 from weightsmith._base.torch_use import usable_device
 from weightsmith._execution.identity import facts, merges_on_device, work_identity
@@ -33,7 +33,6 @@ from weightsmith._execution.output import (
 from weightsmith._execution.report import Moved, Squares, distance_by_layer, merge_report
 from weightsmith._models.card import CARD_NAME
 from weightsmith._models.checkpoint import Checkpoint, open_checkpoint
-from weightsmith._models.named import NamedTensors
 from weightsmith._outputs.locks import CONTENT
 from weightsmith._outputs.places import open_output
 from weightsmith._planning.planner.loading import Check
@@ -46,8 +45,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from weightsmith._engine.local import Outcome, Progress
-    from weightsmith._engine.memory import JobMemory
-    from weightsmith._engine.results import Results
+    from weightsmith._engine.results import JobMemory, Results
     from weightsmith._outputs.staging import Staging
     from weightsmith.abc.output import Finished
     from weightsmith.abc.product import Arrays

@@ -32,7 +32,7 @@ from weightsmith._engine.resources import Resources, Workload
 from weightsmith._engine.tile_work import copied
 from weightsmith._files.arrays import Bytes, View, view_of
 from weightsmith._methods import get
-from weightsmith._methods.base import Method, Parameter
+from weightsmith._methods.method import Method, Parameter
 from weightsmith._methods.user import OwnMethod, at_hand
 from weightsmith._models.sources.composed import StateDict
 from weightsmith._models.structure import analyse

@@ -90,7 +90,7 @@ def search_target(target: float, run: PlanRun, kind: FollowUpKind, arrays: Mappi
     plain = kind.reference(run.prepared)
     compared = replace(run.request.callbacks, evaluating=lambda plan, folder, _: evaluating(plan, folder, plain))
     text = text_source(str(options.evaluate), None, TOKENS, 0, "evaluate").sha256
-    alone = replace(options, push=None, commit_message=None, report=None, card=False, keep_stages=False, ray=None)
+    alone = replace(options, push=None, commit_message=None, report=None, card=False, keep_stages=False, ray=None, processes=1)
     trying = replace(alone, fsync=False, overwrite=True)
 
     def sized(max_bytes: int) -> SecondPlan:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import posixpath
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +98,8 @@ def module_folders(folder: Path, names: Collection[str]) -> tuple[str, ...]:
     """
     folders: dict[str, None] = {}
     if is_pipeline(folder, names):
-        folders |= dict.fromkeys(_checked_parts(_parts(_settings(folder / PIPELINE)), folder / PIPELINE))
+        parts = _parts(_settings(folder / PIPELINE))
+        folders |= dict.fromkeys(_checked_parts([*parts, *_numbered(parts, names)], folder / PIPELINE))
     if MODULES in names:
         folders |= dict.fromkeys(_checked(path, folder / MODULES) for path in _paths(_settings(folder / MODULES)))
     for parent in ("", *folders):
@@ -113,11 +114,21 @@ def is_pipeline(folder: Path, names: Collection[str]) -> bool:
     """True for a pipeline of diffusers: model_index.json names its class, and no config.json beside it names a model's.
 
     names  of all files, relative
+
+    Raises FormatError for a model_index.json that is not JSON: other weights of the folder would be taken for the model.
     """
-    if PIPELINE not in names or not _is_index(_settings(folder / PIPELINE)):
+    if PIPELINE not in names:
         return False
     config = _settings(folder / CONFIG) if CONFIG in names else {}
-    return not (isinstance(config, dict) and any(config.get(key) for key in ("model_type", "architectures")))
+    if isinstance(config, dict) and any(config.get(key) for key in ("model_type", "architectures")):
+        return False
+    data = read_bounded(folder / PIPELINE, MAX_SETTINGS_BYTES)
+    try:
+        return _is_index(parse(data, unique=False))
+    except JsonError as error:
+        what = f"{PIPELINE}, which names the parts of the pipeline, {error}"
+        fix = "Repair it, or download it again. To merge one part, name its folder."
+        raise FormatError(what, where=str(folder), fix=fix) from error
 
 
 def model_parts(folder: Path) -> tuple[str, ...]:
@@ -200,6 +211,17 @@ def _parts(pipeline: Any) -> dict[str, list[str]]:
     """The parts of a pipeline: the name of each one's folder, and its [library, class]."""
     listed = pipeline.items() if _is_index(pipeline) else ()
     return {name: value for name, value in listed if not name.startswith("_") and _is_reference(value)}
+
+
+def _numbered(parts: Mapping[str, Sequence[str]], names: Collection[str]) -> Iterator[str]:
+    """Further folders of parts that are several models: of a MultiControlNetModel `controlnet`, `controlnet_1` and so on."""
+    folders = {name.partition("/")[0] for name in names if "/" in name}
+    for part, (_, kind) in parts.items():
+        for i in range(1, MAX_MODULES if kind.startswith("Multi") else 1):
+            if f"{part}_{i}" not in folders:
+                break
+            if f"{part}_{i}" not in parts:
+                yield f"{part}_{i}"
 
 
 def _is_index(pipeline: Any) -> bool:

@@ -2,9 +2,9 @@
 
 numba's own cache looks at a function's file alone. A kernel that calls another, or uses its constants, would go on with the old
 one after that file changed, and write past the end of a buffer. Here each kernel is kept under the digest of all that decides
-its machine code (`identity`): after a change that kernel and its callers are compiled again, and nothing else. The folder is
-`kernels` in `$NUMBA_CACHE_DIR`, else in `~/.cache/weightsmith`, else none: then kernels are compiled at each start. What no run
-has used for 30 days is removed when a new kernel is kept.
+its machine code: after a change that kernel and its callers are compiled again, and nothing else. The folder is `kernels` in
+`$NUMBA_CACHE_DIR`, else in `~/.cache/weightsmith`, else none: then kernels are compiled at each start. What no run has used for
+30 days is removed when a new kernel is kept.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from typing import Any
 from weightsmith._base.errors import Finding, ParameterError, first_line
 from weightsmith._base.installation import cache_home, install_package
 from weightsmith._base.text import warn
-from weightsmith._kernels.identity import compiler_digest, digest_of
-from weightsmith._kernels.jit import watch
+from weightsmith._kernels.jit import compiler_digest, digest_of, watch
 
 with warnings.catch_warnings(record=True) as _unread:
     try:

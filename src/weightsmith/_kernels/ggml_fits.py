@@ -1,4 +1,4 @@
-"""Fits of scales to groups of numbers, in the order of ggml's own additions: what `ggml.py` and `ggml_k.py` are made of.
+"""Fits of scales to groups of numbers, in the order of ggml's own additions: what `ggml.py` is made of.
 
 ggml fits the scale of a group of 16 or 32 numbers by trying some twenty scales one after another. Each try adds up a few
 products in order, so that one group cannot use a vector unit, and another order of additions would give other bytes. Here

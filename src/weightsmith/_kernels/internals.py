@@ -27,7 +27,7 @@ import numba.core.serialize
 import numba.core.typed_passes
 import numba.core.types
 
-from weightsmith._kernels.identity import digest_of, function_digest
+from weightsmith._kernels.jit import digest_of, function_digest
 
 caching: Any = numba.core.caching
 serialize: Any = numba.core.serialize

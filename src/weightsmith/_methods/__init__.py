@@ -1,6 +1,6 @@
 """The merge methods: one file each, with a function of its name. Adding one is adding the file, and its name to `NAMES`.
 
-`base.py` is the record of a method, `signature.py` makes it of a function and its typed parameters, `family.py` and
+`method.py` is the record of a method, and makes it of a function and its typed parameters; `family.py` and
 `linears.py` are what the task-vector methods and those of whole matrices share, `steps.py` what may follow any method with a
 base, `user.py` methods of the user's own. What the engine runs is in `jobs`. Imports `_base` to `_plans`, and `abc`.
 """
@@ -14,7 +14,7 @@ from importlib import import_module
 from pathlib import Path
 
 from weightsmith._base.errors import MethodError, UnknownMethod, nearest, nearest_names
-from weightsmith._methods.base import Method, Parameter
+from weightsmith._methods.method import Method, Parameter
 from weightsmith._methods.steps import with_steps
 from weightsmith._plans import OwnCode
 

@@ -7,11 +7,10 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from weightsmith._methods.describe import example_recipe
 from weightsmith._methods.family import Lambda
 from weightsmith._methods.jobs.decompose import thin_svd
 from weightsmith._methods.linears import matrix_method
-from weightsmith._methods.signature import Bounds
+from weightsmith._methods.method import Bounds, example_recipe
 from weightsmith.abc.job import Job, Matrix
 
 

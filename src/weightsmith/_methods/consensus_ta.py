@@ -6,9 +6,8 @@ from typing import Annotated
 
 import numpy as np
 
-from weightsmith._methods.describe import example_recipe
 from weightsmith._methods.family import Lambda, Weight
-from weightsmith._methods.signature import Bounds, PerModel, always, merge_method
+from weightsmith._methods.method import Bounds, PerModel, always, example_recipe, merge_method
 from weightsmith.abc.job import Job, Matrix
 
 

@@ -7,10 +7,9 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from weightsmith._methods.base import Requirement
 from weightsmith._methods.jobs.decompose import column_basis, thin_svd
 from weightsmith._methods.linears import matrix_method
-from weightsmith._methods.signature import Bounds
+from weightsmith._methods.method import Bounds, Requirement
 from weightsmith.abc.job import Job, Matrix
 
 SLOPES, INPUTS = "slopes", "second_moments"

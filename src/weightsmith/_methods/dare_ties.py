@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from weightsmith._methods import family
-from weightsmith._methods.describe import example_recipe
-from weightsmith._methods.signature import merge_method
+from weightsmith._methods.method import example_recipe, merge_method
 from weightsmith.abc.job import Job, Matrix
 
 

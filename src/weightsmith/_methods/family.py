@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._methods.jobs import task_vectors as axes
 from weightsmith._methods.jobs.task_vectors import Axes as Axes
-from weightsmith._methods.signature import Booleans, Bounds, Ignored, PerModel
+from weightsmith._methods.method import Booleans, Bounds, Ignored, PerModel
 from weightsmith._plans import Product, Settings, Step
 from weightsmith.abc.job import Job, Matrix
 

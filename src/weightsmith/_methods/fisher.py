@@ -6,10 +6,8 @@ from typing import Annotated
 
 import numpy as np
 
-from weightsmith._methods.base import Requirement
-from weightsmith._methods.describe import example_recipe
 from weightsmith._methods.family import Lambda, Weight
-from weightsmith._methods.signature import Bounds, always, merge_method
+from weightsmith._methods.method import Bounds, Requirement, always, example_recipe, merge_method
 from weightsmith.abc.job import Job, Matrix
 
 KIND = "fisher"

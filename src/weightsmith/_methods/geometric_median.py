@@ -8,9 +8,8 @@ from typing import Annotated
 
 import numpy as np
 
-from weightsmith._methods.describe import example_recipe
 from weightsmith._methods.jobs.combination import length
-from weightsmith._methods.signature import Bounds, merge_method
+from weightsmith._methods.method import Bounds, example_recipe, merge_method
 from weightsmith.abc.job import Job, Matrix
 
 SAME = 1e-14

@@ -7,9 +7,8 @@ from typing import Annotated
 
 import numpy as np
 
-from weightsmith._methods.describe import example_recipe
 from weightsmith._methods.jobs.combination import karcher_steps, mean_direction, unit_vectors
-from weightsmith._methods.signature import Bounds, always, merge_method
+from weightsmith._methods.method import Bounds, always, example_recipe, merge_method
 from weightsmith.abc.job import Job, Matrix
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from weightsmith._base.torch_use import needs_torch
-from weightsmith._methods.signature import merge_method
+from weightsmith._methods.method import merge_method
 from weightsmith.abc.job import Job, Matrix
 
 if TYPE_CHECKING:

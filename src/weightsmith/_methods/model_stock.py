@@ -7,8 +7,7 @@ from typing import Annotated, Literal
 
 import numpy as np
 
-from weightsmith._methods.describe import example_recipe
-from weightsmith._methods.signature import merge_method
+from weightsmith._methods.method import example_recipe, merge_method
 from weightsmith.abc.job import Job, Matrix
 
 

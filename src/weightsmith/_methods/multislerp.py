@@ -7,10 +7,9 @@ from typing import Annotated
 
 import numpy as np
 
-from weightsmith._methods.describe import example_recipe
 from weightsmith._methods.family import Share, sums_to_zero
 from weightsmith._methods.jobs.combination import karcher_steps, mean_direction, unit_vectors
-from weightsmith._methods.signature import Bounds, merge_method
+from weightsmith._methods.method import Bounds, example_recipe, merge_method
 from weightsmith.abc.job import Job, Matrix
 
 

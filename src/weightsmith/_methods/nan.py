@@ -6,9 +6,8 @@ from functools import partial
 
 import numpy as np
 
-from weightsmith._methods.describe import example_recipe
 from weightsmith._methods.family import Lambda, Weight
-from weightsmith._methods.signature import merge_method
+from weightsmith._methods.method import example_recipe, merge_method
 from weightsmith.abc.job import Job, Matrix
 
 

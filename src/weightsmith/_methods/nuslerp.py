@@ -9,9 +9,8 @@ from typing import Annotated
 
 import numpy as np
 
-from weightsmith._methods.describe import example_recipe
 from weightsmith._methods.family import Share
-from weightsmith._methods.signature import merge_method
+from weightsmith._methods.method import example_recipe, merge_method
 from weightsmith.abc.job import Job, Matrix
 
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import numpy as np
 
-from weightsmith._methods.signature import PerModel, always, merge_method
+from weightsmith._methods.method import PerModel, always, merge_method
 from weightsmith.abc.job import Job, Matrix
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from weightsmith._methods.describe import example_recipe
-from weightsmith._methods.signature import Bounds, always, merge_method
+from weightsmith._methods.method import Bounds, always, example_recipe, merge_method
 from weightsmith.abc.job import Job, Matrix
 
 Epsilon = Annotated[float, "A delta is active where it is larger than this.", Bounds(0.0)]

@@ -9,10 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsmith._base.tensors import DTYPES, TensorSpec
-from weightsmith._methods.describe import example_recipe
 from weightsmith._methods.family import Lambda
+from weightsmith._methods.method import Bounds, always, example_recipe, merge_method
 from weightsmith._methods.ram import Epsilon
-from weightsmith._methods.signature import Bounds, always, merge_method
 from weightsmith._plans import Product, Settings, Step
 from weightsmith.abc.job import Job, Matrix
 

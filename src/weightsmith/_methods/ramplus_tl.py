@@ -7,9 +7,8 @@ from typing import Annotated
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith._methods.describe import example_recipe
+from weightsmith._methods.method import Bounds, example_recipe, merge_method
 from weightsmith._methods.ram import Epsilon
-from weightsmith._methods.signature import Bounds, merge_method
 from weightsmith.abc.job import Job, Matrix
 
 

@@ -12,11 +12,9 @@ import numpy as np
 from weightsmith._base.errors import ParameterError, nearest
 from weightsmith._base.strict_json import JsonError, parse
 from weightsmith._base.torch_use import needs_torch
-from weightsmith._methods.base import Parameter, Requirement
-from weightsmith._methods.describe import example_recipe
 from weightsmith._methods.family import Lambda, Weight
 from weightsmith._methods.linears import linears_job, matrix_method
-from weightsmith._methods.signature import Bounds
+from weightsmith._methods.method import Bounds, Parameter, Requirement, example_recipe
 from weightsmith.abc.job import Job, Matrix
 
 if TYPE_CHECKING:

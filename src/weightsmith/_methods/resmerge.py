@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 from weightsmith._base.torch_use import needs_torch
-from weightsmith._methods.describe import example_recipe
 from weightsmith._methods.family import Lambda, Weight
 from weightsmith._methods.jobs.decompose import thin_svd
 from weightsmith._methods.linears import linears_job, matrix_method
-from weightsmith._methods.signature import Bounds
+from weightsmith._methods.method import Bounds, example_recipe
 from weightsmith.abc.job import Job, Matrix
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from weightsmith._methods.describe import example_recipe
 from weightsmith._methods.family import Int8Mask
-from weightsmith._methods.signature import Bounds, merge_method
+from weightsmith._methods.method import Bounds, example_recipe, merge_method
 from weightsmith.abc.job import Job, Matrix
 
 

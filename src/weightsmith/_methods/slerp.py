@@ -7,7 +7,7 @@ from typing import Annotated
 
 import numpy as np
 
-from weightsmith._methods.signature import merge_method
+from weightsmith._methods.method import merge_method
 from weightsmith.abc.job import Job, Matrix
 
 

@@ -14,8 +14,7 @@ from typing import Annotated, Literal
 import numpy as np
 
 from weightsmith._base.torch_use import needs_torch
-from weightsmith._methods.base import Method, Requirement
-from weightsmith._methods.signature import Bounds, bound, parameters_of
+from weightsmith._methods.method import Bounds, Method, Requirement, bound, parameters_of
 from weightsmith.abc.job import Job, Matrix
 
 

@@ -7,9 +7,8 @@ from typing import Annotated
 import numpy as np
 
 from weightsmith._methods import family
-from weightsmith._methods.describe import example_recipe
 from weightsmith._methods.family import Int8Mask, Lambda, Share, check_normalize
-from weightsmith._methods.signature import Ignored, PerModel, always, merge_method
+from weightsmith._methods.method import Ignored, PerModel, always, example_recipe, merge_method
 from weightsmith.abc.job import Job, Matrix
 
 

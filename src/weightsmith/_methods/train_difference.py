@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from weightsmith._methods.describe import example_recipe
 from weightsmith._methods.family import Lambda
-from weightsmith._methods.signature import always, merge_method
+from weightsmith._methods.method import always, example_recipe, merge_method
 from weightsmith.abc.job import Job, Matrix
 
 STRENGTH = 1.8

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-from weightsmith._methods.describe import example_recipe
 from weightsmith._methods.family import Lambda, Weight
 from weightsmith._methods.jobs.decompose import flattened, polar, thin_svd
 from weightsmith._methods.linears import linears_job, matrix_method
-from weightsmith._methods.signature import Bounds
+from weightsmith._methods.method import Bounds, example_recipe
 from weightsmith.abc.job import Job, Matrix
 
 

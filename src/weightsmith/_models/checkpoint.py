@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, final
 from weightsmith._base.errors import CheckpointError, Finding, NotFound, ParameterError, Unsupported, nearest_names
 from weightsmith._base.files import exists, expand_user, open_local, real_path, show
 from weightsmith._base.idioms import Closing
-from weightsmith._base.tensors import DType, TensorSpec
+from weightsmith._base.tensors import DType, NamedTensors, TensorSpec
 from weightsmith._base.text import status
 from weightsmith._files import subfolders
 from weightsmith._files.containers import Naming
@@ -27,7 +27,6 @@ from weightsmith._files.remote.addresses import HUB, Address, is_address, parse_
 from weightsmith._models.card import CARD_NAME
 from weightsmith._models.formats import opening
 from weightsmith._models.formats.config import SETTINGS_FILES, SETTINGS_METADATA
-from weightsmith._models.named import NamedTensors
 from weightsmith._models.sources import OpenedFiles, Tensors
 from weightsmith._models.sources.composed import Foldered
 from weightsmith._models.sources.files import sample_files

@@ -194,7 +194,7 @@ class OtherFiles:
                     target.write(piece)
         self.records[name] = hash_file(self._content / name)
 
-    def write(self, name: str, data: bytes) -> OtherFile:
+    def write(self, name: str, data: bytes | bytearray) -> OtherFile:
         """Write the index or the manifest, which `add` refuses; does not enter it in `records`. Raises OSError."""
         fd = create_file(self._content, PurePosixPath(name))
         try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from json.encoder import encode_basestring as quote
@@ -33,6 +33,7 @@ _PIECE_BYTES = 1 << 20
 _OWN_KEYS = ("checksum", "weightsmith_manifest", "plan", "weights", "files", "tensors")
 _AGAIN = "restore it from a copy, or create the checkpoint again"
 _DIGEST = re.compile("[0-9a-f]{32}")
+_HEAD = b'{\n  "checksum": "%b",\n'
 _FIRST = re.compile(rb'\{\n  "checksum": "([0-9a-f]{32})",\n')
 
 
@@ -81,7 +82,7 @@ def encode_manifest(
     tensors: Mapping[str, Finished],
     files: Mapping[str, OtherFile],
     extra: Mapping[str, Any],
-) -> bytes:
+) -> bytearray:
     """The bytes of the manifest. extra: the caller's JSON values, under keys that the store does not use."""
     taken = [key for key in extra if key in _OWN_KEYS]
     if taken:
@@ -90,28 +91,40 @@ def encode_manifest(
     fields: dict[str, Any] = {"weightsmith_manifest": VERSION, "plan": plan_hash, **extra}
     text = json.dumps(fields, indent=2, ensure_ascii=False, allow_nan=False)
     # One record per line, formatted here: a tenth of the lines of json's indent, and 0.3 s instead of 8 s for 100,000 tensors.
-    weights = [
+    weights = (
         f'{quote(shard.name)}: {{"bytes": {shard.nbytes}, "header_bytes": {len(shard.header)}, '
         f'"header_xxh3_128": "{hash_bytes(shard.header)}"}}'
         for shard in layout.shards
-    ]
-    others = [f'{quote(name)}: {{"bytes": {f.nbytes}, "xxh3_128": "{f.xxh3_128}"}}' for name, f in sorted(files.items())]
-    records = []
-    for shard in layout.shards:
-        for spec in shard.tensors:
-            _, offset, nbytes = layout.places[spec.name]
-            records.append(
-                f'{quote(spec.name)}: {{"file": "{shard.name}", "offset": {offset}, "bytes": {nbytes}, '
-                f'"grain_bytes": {grain_bytes(spec)}, "checksum": "{tensors[spec.name].checksum}"}}'
-            )
-    tables = ",\n".join([_table("weights", weights), _table("files", others), _table("tensors", records)])
-    body = (text[2:-2] + ",\n" + tables + "\n}\n").encode()  # text without its braces
-    return b'{\n  "checksum": "' + hash_bytes(body).encode() + b'",\n' + body
+    )
+    others = (f'{quote(name)}: {{"bytes": {f.nbytes}, "xxh3_128": "{f.xxh3_128}"}}' for name, f in sorted(files.items()))
+    records = (
+        f'{quote(spec.name)}: {{"file": "{shard.name}", "offset": {place.offset}, "bytes": {place.nbytes}, '
+        f'"grain_bytes": {grain_bytes(spec)}, "checksum": "{tensors[spec.name].checksum}"}}'
+        for shard in layout.shards
+        for spec in shard.tensors
+        for place in (layout.places[spec.name],)
+    )
+    # Put together where it stays: the records of 70,000 tensors take 15 MB, and each copy as much.
+    data = bytearray(_HEAD % hash_bytes(b"").encode())
+    first = len(data)
+    data += text[2:-2].encode()  # without its braces
+    for name, lines in (("weights", weights), ("files", others), ("tensors", records)):
+        _add_table(data, name, lines)
+    data += b"\n}\n"
+    with memoryview(data) as view:
+        checksum = hash_bytes(view[first:])
+    data[:first] = _HEAD % checksum.encode()
+    return data
 
 
-def _table(name: str, lines: Sequence[str]) -> str:
-    inner = "".join(["\n    ", ",\n    ".join(lines), "\n  "]) if lines else ""
-    return f'  "{name}": {{{inner}}}'
+def _add_table(data: bytearray, name: str, lines: Iterable[str]) -> None:
+    data += f',\n  "{name}": {{'.encode()
+    before = b"\n    "
+    for line in lines:
+        data += before
+        data += line.encode()
+        before = b",\n    "
+    data += b"}" if before == b"\n    " else b"\n  }"
 
 
 def decode_manifest(data: bytes, where: str) -> Manifest:

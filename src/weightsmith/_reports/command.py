@@ -106,7 +106,8 @@ class Command:
 
         Raises CommandFailed if it fails, takes too long or gives no number; NonFinite for one that is NaN or infinite.
         """
-        with tempfile.TemporaryDirectory(prefix="weightsmith-command-") as output:
+        # Made only for a command that names it: a run that is killed cannot remove it.
+        with _output_folder() if OUTPUT in self.text else contextlib.nullcontext("") as output:
             words = self._words({MODEL: str(model.absolute()), OUTPUT: output})
             with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as complaint:
                 status = self._run(words, out, complaint)
@@ -219,6 +220,10 @@ def seconds_of(name: str, text: str | None) -> float:
 def _filled(text: str, places: Mapping[str, str]) -> str:
     """A text with folders in place of their names. A name inside a folder's path stays."""
     return re.sub("|".join(map(re.escape, (MODEL, OUTPUT))), lambda match: places.get(match[0], match[0]), text)
+
+
+def _output_folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="weightsmith-command-")
 
 
 def _end_all(running: subprocess.Popen[bytes]) -> None:

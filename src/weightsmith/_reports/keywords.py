@@ -51,6 +51,7 @@ class RunKeywords(TypedDict, total=False):
     """`RunOptions`."""
 
     threads: int | None
+    processes: int
     max_memory_bytes: int | str | None
     overwrite: bool
     resume: bool

@@ -79,16 +79,33 @@ Shapes = Mapping[str, tuple[int, ...]]
 class ExactFactors:
     """How a kind is a LoRA: what it adds to a weight is the product of two matrices, whatever the weight is.
 
-    shape    module without a shape → outputs and inputs of its weight, which its tensors tell
+    shape    module without a shape → the shape of its weight [outputs, inputs], of a convolution with its kernel: its tensors
+             tell it. None: they do not tell the number of inputs, so the base is asked
     rank     module → the rank of the factors
-    factors  module, its tensors (float64) → left [outputs, rank] and right [rank, inputs], whose product is all that is added
+    factors  module, its tensors (float64) → left [outputs, rank] and right [rank, inputs], whose product is all that is added.
+             A kernel counts as a matrix
 
-    `shape` and `rank` look at headers alone. They raise ValueError for a module that has no such factors.
+    `shape` and `rank` look at headers alone, and raise ValueError for a module without such factors. `rank` is told the shape.
     """
 
-    shape: Callable[[AdapterModule], tuple[int, int]]
+    shape: Callable[[AdapterModule], tuple[int, ...]] | None
     rank: Callable[[AdapterModule], int]
     factors: Callable[[AdapterModule, Arrays], tuple[Rows, ...]]
+
+
+def full_rank(kind: Callable[[], AdapterKind]) -> ExactFactors:
+    """The factors of a kind that adds to a weight what does not depend on the weight: all of that, and the identity.
+
+    kind  returns the kind. Cost: one matrix as large as the weight
+    """
+
+    def factors(module: AdapterModule, arrays: Arrays) -> tuple[Rows, ...]:
+        whole = np.zeros((module.outputs, module.inputs))
+        kind().apply(module, kind().prepare(module, arrays), whole, 0)
+        one = np.eye(min(whole.shape))
+        return (whole, one) if module.inputs <= module.outputs else (one, whole)
+
+    return ExactFactors(None, lambda module: min(module.outputs, module.inputs), factors)
 
 
 def no_keys() -> Mapping[str, str]:
@@ -101,7 +118,7 @@ class AdapterKind:
     """A kind of adapter.
 
     title     as messages name it: "LoHa"
-    types     `peft_type` of its adapter_config.json
+    types     `peft_type` of its adapter_config.json; () if it is in files without a config alone
     parts     last parts of the names of a module's tensors: "hada_w1_a". PEFT may put `.weight` behind them
     shapes    module → the shape that each of its tensors must have. Names only those that it uses; one that is missing, has
               another shape or is not named is an error. Raises ValueError for a module that the kind cannot change
@@ -115,6 +132,8 @@ class AdapterKind:
     unused    keys that matter only in training
     patterns  key → the key of the patterns that give modules other values: {"r": "rank_pattern"}
     biases    whether the bias of a module is changed too, if it has one: `shapes` and the others are then called for it, too
+    of_biases  parts that change the bias alone. A module that has one must have a bias; one that has no others keeps its weight
+    vectors   norms, whose weights are vectors, may be changed too
     replaces  the tensors take the place of the module's own; no function is called
     integers  parts that hold whole numbers
     exact     how it is a LoRA, so that adapters of this kind merge with others; None: it is none
@@ -131,6 +150,8 @@ class AdapterKind:
     unused: frozenset[str] = frozenset()
     patterns: Mapping[str, str] = field(default_factory=no_keys)
     biases: Callable[[AdapterModule], bool] = lambda module: False
+    of_biases: frozenset[str] = frozenset()
+    vectors: bool = False
     replaces: bool = False
     integers: frozenset[str] = frozenset()
     exact: ExactFactors | None = None
@@ -157,7 +178,7 @@ class AdapterKind:
         if self.change is not None:
             self.change(module, arrays, rows, first)
             return
-        from weightsmith._kernels.delta import add_matrix_product
+        from weightsmith._kernels.combine import add_matrix_product
 
         left, right = arrays
         add_matrix_product(np.ascontiguousarray(left[first : first + len(rows)]), right, rows)

@@ -176,6 +176,12 @@ class Encoding(ABC):
         return False
 
     @property
+    def of_blocks(self) -> bool:
+        """Whether it is for single files of diffusion models and their text encoders, which have no config.json: the
+        matrices of the blocks are encoded, and no two share a scale. `config` is not asked for."""
+        return False
+
+    @property
     def maxima(self) -> bool:
         """Whether `encode` needs the largest magnitude of the tensor, and of those that share a scale with it."""
         return False

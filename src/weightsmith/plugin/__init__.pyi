@@ -41,14 +41,14 @@ from weightsmith._execution.progress import how_far as how_far
 from weightsmith._files.copied import is_weights as is_weights
 from weightsmith._files.hf_folder import choose_weights as choose_weights
 from weightsmith._methods import find_method as find_method
-from weightsmith._methods.base import FAMILIES as FAMILIES
-from weightsmith._methods.base import Method as Method
-from weightsmith._methods.base import Parameter as Parameter
-from weightsmith._methods.describe import describe_method as describe_method
 
 # merge methods
 from weightsmith._methods.jobs.combination import GramJob as GramJob
-from weightsmith._methods.signature import merge_method as merge_method
+from weightsmith._methods.method import FAMILIES as FAMILIES
+from weightsmith._methods.method import Method as Method
+from weightsmith._methods.method import Parameter as Parameter
+from weightsmith._methods.method import describe_method as describe_method
+from weightsmith._methods.method import merge_method as merge_method
 from weightsmith._methods.user import names_file as names_file
 
 # stored formats

@@ -1,9 +1,8 @@
 """Shared pytest suites, one for each kind of plug-in. Subclass one, with a name that starts with `Test`."""
 
 from weightsmith.testing.formats import EncodingTests, StoredFormatTests
-from weightsmith.testing.histories import run_histories
 from weightsmith.testing.methods import MethodCase, MethodTests
-from weightsmith.testing.outputs import OutputCase, OutputTests
+from weightsmith.testing.outputs import OutputCase, OutputTests, run_histories
 from weightsmith.testing.products import ProductCase, ProductTests
 from weightsmith.testing.sources import SourceCase, SourceTests
 

@@ -23,7 +23,7 @@ from weightsmith._engine.local import DiscardedOutput, run
 from weightsmith._engine.resources import Resources, Workload
 from weightsmith._execution.state_dicts import plan_state_dicts
 from weightsmith._methods import NAMES
-from weightsmith._methods.base import Method
+from weightsmith._methods.method import Method
 from weightsmith._methods.user import at_hand
 from weightsmith._models.sources.composed import StateDict
 from weightsmith.testing.sources import raised

@@ -10,8 +10,8 @@ import yaml
 
 from tests.cli_help import LINEAR, Cli, cli
 from weightsmith._methods import NAMES, all_methods, get
-from weightsmith._methods.base import FAMILIES
-from weightsmith._planning.recipe.schema import moe_schema, schema
+from weightsmith._methods.method import FAMILIES
+from weightsmith._planning.recipe.grammar import moe_schema, schema
 
 __all__ = ["cli"]
 

@@ -31,7 +31,7 @@ from weightsmith._base.errors import Busy, CannotResume, OutputExists, Parameter
 from weightsmith._base.report.blocks import written
 from weightsmith._files.remote.ahead import TransferEstimate
 from weightsmith._methods import NAMES, all_methods
-from weightsmith._methods.base import FAMILIES
+from weightsmith._methods.method import FAMILIES
 from weightsmith._plans.summary import Memory, OpeningEstimate, Summary, UploadEstimate
 from weightsmith._reports.look.preview import GroupPreview, Preview
 from weightsmith._reports.look.preview import Kept as Survives

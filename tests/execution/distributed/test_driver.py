@@ -403,4 +403,4 @@ def test_one_file_has_one_worker_and_the_others_are_said_to_have_no_work(here: P
     assert "1 worker of 3" in warning.what
     size = re.search(r"--max-shard-size (\d+)MB", warning.fix)
     assert size is not None
-    assert few_files(weightsmith.plan(TIES, max_shard_bytes=int(size[1]) * 1_000_000), 3) == ()
+    assert few_files(weightsmith.plan(TIES, max_shard_bytes=int(size[1]) * 1_000_000), 3, "ray") == ()

@@ -19,10 +19,18 @@ import pytest
 import weightsmith
 from tests.execution.distributed.test_driver import MODEL_WIDE, SHARD, TIES
 from tests.execution.test_run import files
-from weightsmith._base.errors import NOTHING_WRITTEN, CheckpointError, LayerError, NonFinite, PlanError, WorkerLost
-from weightsmith._execution import cluster, options, summary
+from weightsmith._base.errors import (
+    NOTHING_WRITTEN,
+    CheckpointError,
+    LayerError,
+    NonFinite,
+    ParameterError,
+    PlanError,
+    WorkerLost,
+)
+from weightsmith._execution import cluster, summary
 from weightsmith._execution import processes as execution_processes
-from weightsmith._execution.options import RunOptions, process_count
+from weightsmith._execution.options import RunOptions, check_processes
 from weightsmith._execution.processes import LocalWorkers
 from weightsmith._features.any_recipe import prepare_any
 from weightsmith._features.quantisation.options import QuantizeSettings
@@ -37,10 +45,11 @@ pytestmark = pytest.mark.process
 
 COMMAND = """
 import sys
-from weightsmith._execution import cluster, options
-options.THREADS, options.LEAST_GAIN, cluster.PART_BYTES = 1, 0.0, 1 << 20
+from weightsmith._execution import cluster
+cluster.PART_BYTES = 1 << 20
 from weightsmith._app.cli import main
-sys.argv = ["weightsmith", "merge", "ties.yml", "out", "--threads", "2", "--max-shard-size", "500KB", "--no-check-loading"]
+sys.argv = ["weightsmith", "merge", "ties.yml", "out", "--threads", "2", "--processes", "2"]
+sys.argv += ["--max-shard-size", "500KB", "--no-check-loading"]
 main()
 """
 """The command, in two processes of one thread."""
@@ -58,17 +67,23 @@ local.Run._do = slow
 
 @pytest.fixture
 def here(linked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The models, and a machine on which two threads are many."""
+    """The models, of which even small ones have several parts."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(options, "THREADS", 1)
-    monkeypatch.setattr(options, "LEAST_GAIN", 0.0)
     monkeypatch.setattr(cluster, "PART_BYTES", 1 << 20)
     return tmp_path
 
 
-def merge(out: str = "out", recipe: Any = TIES, threads: int = 2, **more: Any) -> weightsmith.Merged:
-    options = {"progress": False, "fsync": False, "check_loading": False, "max_shard_bytes": SHARD}
-    return weightsmith.merge(recipe, out, threads=threads, **{**options, **more})
+def merge(out: str = "out", recipe: Any = TIES, processes: int = 2, **more: Any) -> weightsmith.Merged:
+    """A merge with one thread for each process."""
+    options = {
+        "threads": processes,
+        "processes": processes,
+        "progress": False,
+        "fsync": False,
+        "check_loading": False,
+        "max_shard_bytes": SHARD,
+    }
+    return weightsmith.merge(recipe, out, **{**options, **more})
 
 
 @pytest.fixture
@@ -87,7 +102,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[LocalWorkers]:
 
 @pytest.mark.slow
 def test_the_bytes_are_those_of_one_process(here: Path, started: list[LocalWorkers]) -> None:
-    one = merge("one", threads=1)
+    one = merge("one", processes=1)
     assert started == []
     reached: list[Any] = []
     many = merge("many", progress=reached.append)
@@ -100,36 +115,56 @@ def test_the_bytes_are_those_of_one_process(here: Path, started: list[LocalWorke
     assert {path.name for path in here.iterdir() if path.name.startswith(".")} == set()
 
 
-def test_a_run_is_divided_if_its_threads_are_many_and_it_is_long(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_cannot_be_divided_says_why(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def processes(recipe: Any = TIES, out: str = "out", **more: Any) -> int:
         with prepare_any(recipe, RecipeOptions(max_shard_bytes=SHARD, check_loading=False), QuantizeSettings()) as prepared:
-            return process_count(prepared, place_of(out), RunOptions(**more))
+            return check_processes(prepared, place_of(out), RunOptions(**{"threads": 32, "processes": 2, **more}))
 
-    assert [processes(threads=n) for n in (1, 2, 3)] == [1, 2, 3]
-    monkeypatch.setattr(options, "THREADS", 16)
-    assert [processes(threads=n) for n in (16, 17, 33)] == [1, 2, 3]
-    assert processes(threads=10_000) < 100  # there are fewer files
-    assert processes(threads=32, max_memory_bytes=1 << 30) == 1
-    assert processes(threads=32, device="cuda") == 1
-    assert processes(MODEL_WIDE, threads=32) == 1  # all parts wait for its thresholds
-    assert processes(out="s3://models/out", threads=32) == 1
-    assert processes(threads=32, ray="local") == 1
+    def refused(*arguments: Any, **more: Any) -> str:
+        with pytest.raises(ParameterError) as raised:
+            processes(*arguments, **more)
+        assert "--processes" in raised.value.finding.fix
+        assert raised.value.state == NOTHING_WRITTEN
+        return raised.value.finding.what
+
+    assert processes(processes=1, ray="local") == 1
+    assert [processes(processes=n) for n in (2, 32)] == [2, 32]
+    assert "fewer threads: 32" in refused(processes=33)
+    assert "--max-memory" in refused(max_memory_bytes=1 << 30)
+    assert "on the CPU" in refused(device="cuda")
+    assert "products" in refused(MODEL_WIDE)
+    assert "bucket" in refused(out="s3://models/out")
+    assert "--ray" in refused(ray="local")
     with monkeypatch.context() as patch:
         patch.setattr(sys, "executable", "")
-        assert processes(threads=32) == 1
-    with monkeypatch.context() as patch:
-        patch.setattr(sys, "frozen", True, raising=False)  # a program that holds the interpreter: it has no `-c`
-        assert processes(threads=32) == 1
-    assert processes(threads=32) == 2
-    monkeypatch.setattr(options, "LEAST_GAIN", 2.0)
-    assert processes(threads=32) == 1  # it takes less time than starting a process
+        assert "interpreter" in refused()
+    monkeypatch.setattr(sys, "frozen", True, raising=False)  # a program that holds the interpreter: it has no `-c`
+    assert "interpreter" in refused()
+
+
+def test_a_process_does_no_part_by_itself(here: Path) -> None:
+    plan = weightsmith.plan(TIES, max_shard_bytes=SHARD, check_loading=False)
+    with pytest.raises(ParameterError, match="the processes do all parts"):
+        weightsmith.run(plan, "out", part=(1, 2), threads=2, processes=2, progress=False)
+
+
+def test_all_processes_start_before_the_first_has_read_a_long_order(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(execution_processes, "_SERVE", "import time; time.sleep(20 + 0 * len('{path!s:.0}{fd}{order}'))")
+    order = cluster.Order(b"x" * (1 << 20), "out", ".", RunOptions(), False, "", {})
+    with LocalWorkers(3, RunOptions(threads=3)) as workers:
+        workers.begin(order)
+        began = time.monotonic()
+        for k in (1, 2, 3):
+            workers.start(cluster.Share((k, 3)))
+        assert time.monotonic() - began < 10
+        assert len(workers._processes) == 3
 
 
 @pytest.mark.slow
 def test_a_process_that_is_killed_is_replaced_and_the_run_says_so(
     here: Path, started: list[LocalWorkers], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    merge("one", threads=1)
+    merge("one", processes=1)
     killed: list[int] = []
 
     def kill(_: object) -> None:
@@ -150,8 +185,7 @@ def test_processes_that_do_not_start_are_one_error(here: Path, monkeypatch: pyte
     monkeypatch.setattr(execution_processes, "_SERVE", "raise SystemExit('no room: {fd} {path!s:.0}')")
     with pytest.raises(WorkerLost, match="was lost 4 times: it ended with status 1: no room") as raised:
         merge()
-    assert "--threads" in str(raised.value)
-    assert "fewer --threads" in raised.value.finding.fix
+    assert "fewer --processes" in raised.value.finding.fix
 
 
 def test_one_process_does_all_where_there_are_no_locks(
@@ -209,14 +243,16 @@ def test_an_input_that_changes_before_the_start_is_named_at_once(
 
 
 def test_a_plan_counts_the_matrices_and_torch_of_each_process(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def peak_bytes(matrix_bytes: int, out: str = "out") -> int:
+    def peak_bytes(matrix_bytes: int, processes: int = 2) -> int:
         with prepare_any(TIES, RecipeOptions(max_shard_bytes=SHARD, check_loading=False), QuantizeSettings()) as prepared:
-            return summary._memory(prepared, RunOptions(threads=2), place_of(out), matrix_bytes).peak_bytes
+            return summary._memory(
+                prepared, RunOptions(threads=2, processes=processes), place_of("out"), matrix_bytes
+            ).peak_bytes
 
     in_two = peak_bytes(1000) - peak_bytes(0)
     assert in_two == 2 * (1000 + summary.TORCH_BYTES)
-    assert peak_bytes(1000, "s3://models/out") - peak_bytes(0, "s3://models/out") == 2 * 1000 + summary.TORCH_BYTES
-    assert peak_bytes(0, "s3://models/out") < peak_bytes(0)
+    assert peak_bytes(1000, 1) - peak_bytes(0, 1) == 2 * 1000 + summary.TORCH_BYTES
+    assert peak_bytes(0, 1) < peak_bytes(0)
 
 
 def no_process(error: BaseException) -> Callable[..., Any]:
@@ -230,7 +266,7 @@ def test_a_process_that_cannot_be_started_is_one_error(here: Path, monkeypatch: 
     monkeypatch.setattr(subprocess, "Popen", no_process(BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")))
     with pytest.raises(WorkerLost, match="a process cannot be started: Resource temporarily unavailable") as raised:
         merge()
-    assert "--threads" in raised.value.finding.fix
+    assert "--processes" in raised.value.finding.fix
     assert "Finished tensors are kept" in raised.value.state
 
 
@@ -261,7 +297,7 @@ def test_an_error_of_a_process_is_that_of_one(here: Path, monkeypatch: pytest.Mo
     write_checkpoint(here / "bad", tensors, {"model_type": "x"})
     recipe = {"merge_method": "linear", "models": [{"model": "good"}, {"model": "bad"}], "parameters": {"weight": 0.5}}
     with pytest.raises(NonFinite) as one:
-        merge("one", recipe, threads=1)
+        merge("one", recipe, processes=1)
     with pytest.raises(NonFinite) as many:
         merge("many", recipe)
     assert many.value.finding == one.value.finding
@@ -301,7 +337,7 @@ def finished_tensors() -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_ctrl_c_and_kills_leave_no_process_and_work_that_is_resumed(here: Path, number: signal.Signals) -> None:
-    merge("one", threads=1)
+    merge("one", processes=1)
     Path("ties.yml").write_text(
         "merge_method: ties\nbase_model: ./a\nmodels:\n"
         "  - {model: ./b, parameters: {weight: 1, density: 0.4}}\n  - {model: ./c, parameters: {weight: 0.5}}\n"

@@ -317,7 +317,7 @@ def test_what_llama_cpp_does_not_read_is_refused_with_the_way_out(models: Any, t
     folder = peft_folder(tmp_path / "embedding", embedding)
     assert "factors of the embedding, which the base ties" in str(refusal(folder, base=tied))
     plain = peft_folder(tmp_path / "plain", pair(Q))
-    assert "names and the order of rows depend on the base" in str(refusal(plain))
+    assert "names, shapes and the order of rows depend on the base" in str(refusal(plain))
     assert "llama.cpp reads no float64" in str(refusal(plain, base=llama, out_dtype="float64"))
     assert "this is a model with an adapter" in str(refusal(Path(f"{llama}+{plain}"), base=llama))
     with pytest.raises(PlanError, match=r"weightsmith convert-lora .*plain OUT --for llama\.cpp"):

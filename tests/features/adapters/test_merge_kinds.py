@@ -316,7 +316,7 @@ def test_doras_without_what_they_need_are_rejected(tmp_path: Path) -> None:
     names = [f"{P}model.embed_tokens.lora_embedding_{part}" for part in "AB"]
     embedding = adapter(tmp_path / "e", dict(zip(names, (normal(4, TOKENS), normal(H, 4)), strict=True)))
     problem = refusal({**recipe((one, embedding), "ties"), "base_model": str(model)})
-    assert "PEFT has no DoRA of an embedding: model.embed_tokens" in str(problem)
+    assert "DoRA of an embedding is not merged: model.embed_tokens" in str(problem)
     zeroed = dora(tmp_path / "z", 1, (Q,))
     with pytest.raises(weightsmith.WeightsmithError, match=r"row \d+ of the base would be scaled to"):
         scale_to_zero(model, zeroed, tmp_path)

@@ -25,7 +25,7 @@ from weightsmith._features.mixture.build import prepare_moe
 from weightsmith._features.mixture.gates import MODES, PromptSample
 from weightsmith._features.mixture.prompt_gates import average, discriminant, last, summed
 from weightsmith._features.mixture.prompts import MAX_BYTES, ExpertTexts, Tokens, paragraphs
-from weightsmith._features.mixture.routing_report import RoutingReport
+from weightsmith._features.mixture.router import RoutingReport
 from weightsmith._planning.recipe import GATE_MODES
 
 WORDS = [f"w{i}" for i in range(60)]

@@ -21,10 +21,9 @@ from weightsmith._base.errors import PlanError, WeightsmithError
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._engine.reader import Reader
 from weightsmith._engine.results import Results
-from weightsmith._features.mixture import neurons
+from weightsmith._features.mixture import experts as mixture_experts
 from weightsmith._features.mixture.build import prepare_moe
-from weightsmith._features.mixture.neurons import NeuronTensor, places_of, read_matched
-from weightsmith._features.mixture.selection import find_blocks
+from weightsmith._features.mixture.experts import NeuronTensor, find_blocks, places_of, read_matched
 from weightsmith._features.mixture.surgery import with_experts
 from weightsmith._models.checkpoint import open_checkpoint
 from weightsmith._plans import Plan, Product, Provenance
@@ -537,8 +536,8 @@ def test_work_is_resumed_with_the_order_that_it_began_with(lost: bool, tmp_path:
 
     with pytest.raises(KeyboardInterrupt):
         weightsmith.moe(recipe, tmp_path / "out", progress=interrupt)
-    plain = neurons.best_order
-    monkeypatch.setattr(neurons, "best_order", lambda *args: plain(*args)[::-1].copy())
+    plain = mixture_experts.best_order
+    monkeypatch.setattr(mixture_experts, "best_order", lambda *args: plain(*args)[::-1].copy())
     weightsmith.moe(recipe, tmp_path / "other")
     staging = next(tmp_path.glob(".out.*"))
     if lost:

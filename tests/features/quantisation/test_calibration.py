@@ -315,7 +315,7 @@ def test_a_run_resumes_after_its_measurement(llama: Path, tmp_path: Path, monkey
     with interrupted(monkeypatch, "layer 0"):
         quantise(llama, tmp_path / "a", given)
     with monkeypatch.context() as patch:
-        patch.setattr("weightsmith._features.quantisation.calibration.measured._losses", None)  # fails if a layer is measured
+        patch.setattr("weightsmith._features.quantisation.calibration.costs._losses", None)  # fails if a layer is measured
         found = weights_of(quantise(llama, tmp_path / "a", given).out)
     assert found == weights_of(quantise(llama, tmp_path / "b", given).out)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from weightsmith._base.errors import FormatError, NonFinite, ParameterError, Unsupported
 from weightsmith._base.tensors import DTYPES, TensorSpec
-from weightsmith._kernels.packed import pack_down
+from weightsmith._kernels.codes import pack_down
 from weightsmith._models.formats import find_encoding
 from weightsmith._models.formats.exl2.layout import BITS, padded, stored_specs, why_illegal
 from weightsmith._models.formats.exl2.writing import (

@@ -15,7 +15,7 @@ import weightsmith
 from tests.calibration_help import TEXT, prepared_for, quantise, save_model, settings
 from tests.cli_help import Cli, cli
 from weightsmith._base.errors import PlanError
-from weightsmith._features.quantisation.calibration import scored
+from weightsmith._features.quantisation.calibration import costs
 from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._models.formats import find_encoding
 from weightsmith._models.formats.gguf import prepare
@@ -69,8 +69,8 @@ def test_what_an_error_is_depends_on_the_importances() -> None:
     weight, inputs = rng.standard_normal((64, 256)).astype(np.float32), rng.standard_normal((500, 256)).astype(np.float32)
     inputs[:, :16] *= 20
 
-    def loss(kind: str, importances: Any = scored.NONE) -> float:
-        error = scored._error(weight, find_encoding(f"gguf-{kind.lower()}"), importances)
+    def loss(kind: str, importances: Any = costs.NO_IMPORTANCES) -> float:
+        error = costs._error(weight, find_encoding(f"gguf-{kind.lower()}"), importances)
         return float(np.square(inputs @ error.T).mean())
 
     squares = np.square(inputs).mean(0)

@@ -18,7 +18,7 @@ from weightsmith._base.errors import PlanError
 from weightsmith._engine.products import find_kind
 from weightsmith._execution.execute import execute
 from weightsmith._execution.options import RunOptions
-from weightsmith._features.quantisation.calibration import measured
+from weightsmith._features.quantisation.calibration import costs
 from weightsmith._models.formats.exl2.blocks import ATTENTION, MLP
 from weightsmith._plans import plan_from_json
 
@@ -114,11 +114,11 @@ def test_features_are_drawn_by_their_shares(monkeypatch: pytest.MonkeyPatch) -> 
     rng = np.random.default_rng(0)
     squares = rng.random(1000) ** 8
     values = squares**0.5 + rng.random(1000)
-    some, shares = measured.drawn(squares)
-    assert len(some) <= measured.FEATURES
+    some, shares = costs.drawn(squares)
+    assert len(some) <= costs.FEATURES
     assert shares.sum() == pytest.approx(1)
     assert float(shares @ values[some]) == pytest.approx(float(squares @ values / squares.sum()), rel=0.1)
-    assert measured.drawn(np.zeros(4))[1].tolist() == [0]
+    assert costs.drawn(np.zeros(4))[1].tolist() == [0]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from tests.calibration_help import captured, prepared_for, rows_for, save_model, settings
-from weightsmith._features.quantisation.calibration import scored
+from weightsmith._features.quantisation.calibration import costs
 from weightsmith._features.quantisation.optimise import Candidate, solve, solve_together
 from weightsmith._models.formats import find_encoding
 from weightsmith._plans.codec import has_type
@@ -48,7 +48,7 @@ def test_scores_are_those_of_transformers_own_gradients(name: str, tmp_path: Pat
             if "layers" in weight:
                 continue  # their importances are those of their inputs
             for i, encoding in enumerate(tried):
-                error = scored._error(plain, find_encoding(encoding), scored.NONE)
+                error = costs._error(plain, find_encoding(encoding), costs.NO_IMPORTANCES)
                 wanted = float((gradients[weight].numpy() * error).sum(dtype=np.float64))
                 assert float(scores[number, i].sum(dtype=np.float64)) == pytest.approx(wanted, rel=2e-2, abs=2e-3)
                 seen += 1
@@ -58,7 +58,7 @@ def test_scores_are_those_of_transformers_own_gradients(name: str, tmp_path: Pat
 @pytest.mark.slow
 def test_scores_of_layers_are_those_of_their_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With an error that does not depend on importances."""
-    monkeypatch.setattr(scored, "_error", lambda part, encoding, importances: np.float32(0.01) * part[:, ::-1].copy())
+    monkeypatch.setattr(costs, "_error", lambda part, encoding, importances: np.float32(0.01) * part[:, ::-1].copy())
     folder = save_model(tmp_path / "m")
     given = settings(tmp_path, bits=None, uniform=False, size_bytes=10**9)
     with prepared_for(folder, given, name="gguf-q4_k_m") as prepared:
@@ -86,7 +86,7 @@ def test_scores_of_layers_are_those_of_their_gradients(tmp_path: Path, monkeypat
 @pytest.mark.matrix
 @pytest.mark.slow
 def test_scores_do_not_depend_on_threads_and_are_of_some_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scored, "TOKENS", 40)
+    monkeypatch.setattr(costs, "TOKENS", 40)
     folder = save_model(tmp_path / "m", "mixtral")
     given = settings(tmp_path, bits=None, uniform=False, size_bytes=10**9)
     with prepared_for(folder, given, name="gguf-q4_k_m") as prepared:
@@ -153,5 +153,5 @@ def test_settings_of_scores_are_checked(tmp_path: Path) -> None:
             assert kind.check(replace(product, settings=own | {"candidates": changed})), changed
         assert kind.check(replace(product, settings=own | {"states": "others"}))
     vocabulary = made["scored_vocabulary"]
-    assert has_type(dict(vocabulary.settings), scored.VocabularyWork)
+    assert has_type(dict(vocabulary.settings), costs.VocabularyWork)
     assert find_kind("scored_vocabulary").check(replace(vocabulary, settings=dict(vocabulary.settings) | {"seed": -1}))

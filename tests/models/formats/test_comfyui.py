@@ -13,9 +13,11 @@ import pytest
 
 import weightsmith
 from tests.mini import as_bytes, write_checkpoint
-from weightsmith._base.errors import FormatError, PlanError, Unsupported, WeightsmithError
+from weightsmith._base.errors import FormatError, PlanError, UnknownName, Unsupported, WeightsmithError
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._models.checkpoint import Checkpoint, open_checkpoint
+from weightsmith._models.formats import find_encoding
+from weightsmith._plans import plan_from_json
 
 E4M3, E5M2, BF16 = (np.dtype(d) for d in (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.bfloat16))
 RANDOM = np.random.default_rng(8)
@@ -287,3 +289,176 @@ def test_the_same_numbers_as_the_library_of_comfyui(
     tensors |= {name: array.numpy() for name, array in stored.items()}
     with open_checkpoint(write_checkpoint(tmp_path, tensors)) as checkpoint:
         assert np.array_equal(checkpoint.read(f"{X}.weight"), want)
+
+
+# ---- writing
+
+BLOCK_WEIGHTS = {
+    "flux": {
+        **{
+            f"double_blocks.{i}.{part}.weight": (8, 8)
+            for i in range(2)
+            for part in ("img_attn.qkv", "img_mod.lin", "txt_mlp.0")
+        },
+        **{f"single_blocks.{i}.linear1.weight": (24, 8) for i in range(3)},
+    },
+    "wan": {f"blocks.{i}.{part}.weight": (8, 8) for i in range(3) for part in ("self_attn.q", "cross_attn.o", "ffn.0")},
+    "unet": {
+        **{f"input_blocks.{i}.1.transformer_blocks.0.attn1.to_q.weight": (8, 8) for i in (4, 5, 7, 8)},
+        **{f"middle_block.1.transformer_blocks.{i}.ff.net.0.proj.weight": (32, 8) for i in range(2)},
+        **{f"output_blocks.{i}.1.transformer_blocks.0.attn2.to_k.weight": (8, 8) for i in range(3)},
+    },
+    "t5": {f"encoder.block.{i}.layer.0.SelfAttention.q.weight": (8, 8) for i in range(2)},
+}
+OTHER_WEIGHTS = {
+    "flux": {
+        **{f"{name}.weight": (8, 8) for name in ("img_in", "txt_in", "time_in.in_layer", "final_layer.linear")},
+        "double_blocks.0.img_attn.norm.query_norm.scale": (8,),
+    },
+    "wan": {
+        **{f"{name}.weight": (8, 8) for name in ("text_embedding.0", "text_embedding.2", "time_projection.1", "head.head")},
+        "patch_embedding.weight": (8, 4, 1, 2, 2),
+        "blocks.0.modulation": (1, 6, 8),
+    },
+    "unet": {
+        **{f"{name}.weight": (8, 8) for name in ("time_embed.0", "time_embed.2", "label_emb.0.0", "label_emb.0.2")},
+        **{f"output_blocks.{i}.0.emb_layers.1.weight": (8, 8) for i in range(3)},
+        "input_blocks.4.1.proj_in.weight": (8, 8),
+        "out.2.weight": (4, 8, 3, 3),
+    },
+    "t5": {
+        "shared.weight": (20, 8),
+        "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight": (32, 4),
+        "encoder.final_layer_norm.weight": (8,),
+    },
+}
+OTHER_PARTS = {
+    **{f"conditioner.embedders.0.transformer.text_model.encoder.layers.{i}.mlp.fc1.weight": (8, 8) for i in range(2)},
+    "first_stage_model.decoder.mid.attn_1.q.weight": (8, 8, 1, 1),
+}
+FORMATS = "comfyui-fp8", "comfyui-fp8-old"
+
+
+def single_file(path: Path, family: str, *, checkpoint: bool = False, dtype: Any = BF16) -> dict[str, np.ndarray]:
+    """A diffusion model, or a text encoder. checkpoint: with a VAE and a text encoder. Returns its tensors."""
+    prefix = "model.diffusion_model." if checkpoint else ""
+    shapes = {f"{prefix}{name}": shape for name, shape in {**BLOCK_WEIGHTS[family], **OTHER_WEIGHTS[family]}.items()}
+    shapes |= OTHER_PARTS if checkpoint else {}
+    random = np.random.default_rng(len(shapes))
+    tensors = {name: random.standard_normal(shape).astype(dtype) for name, shape in shapes.items()}
+    write_file(path, tensors, {"format": "pt", "modelspec.title": "T"})
+    return tensors
+
+
+def stored_in(folder: Path) -> dict[str, np.ndarray]:
+    with open_checkpoint(folder, raw=True) as model:
+        return {name: model.read(name) for name in model}
+
+
+def as_before(stored: dict[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
+    """What comfyui-fp8-old stores, from what comfyui-fp8 stores."""
+    renamed = {name.replace(".weight_scale", ".scale_weight"): x for name, x in stored.items() if ".comfy_quant" not in name}
+    return {**renamed, f"{prefix}scaled_fp8": np.zeros(2, E4M3)}
+
+
+@pytest.mark.parametrize("checkpoint", [False, True], ids=["alone", "checkpoint"])
+@pytest.mark.parametrize("family", ["flux", "wan", "unet", "t5"])
+def test_the_matrices_of_blocks_are_written_as_scaled_floats(family: str, checkpoint: bool, tmp_path: Path) -> None:
+    tensors = single_file(tmp_path / "m.safetensors", family, checkpoint=checkpoint)
+    out = weightsmith.quantize(tmp_path / "m.safetensors", tmp_path / "out", format="comfyui-fp8", fsync=False).out
+    stored, prefix = stored_in(out), "model.diffusion_model." if checkpoint else ""
+    encoded = {f"{prefix}{name}" for name in BLOCK_WEIGHTS[family]}
+    assert {name.replace(".comfy_quant", ".weight") for name in stored if name.endswith(".comfy_quant")} == encoded
+    for name, tensor in tensors.items():
+        if name not in encoded:
+            assert stored[name].dtype == tensor.dtype
+            assert stored[name].tobytes() == tensor.tobytes()
+            continue
+        module = name.removesuffix(".weight")
+        scale = (np.abs(tensor).max().astype(np.float32) / np.float32(448)).astype(BF16).astype(np.float32)
+        assert stored[f"{module}.weight_scale"].shape == ()
+        assert stored[f"{module}.weight_scale"] == scale
+        assert json.loads(stored[f"{module}.comfy_quant"].tobytes()) == {"format": "float8_e4m3fn"}
+        want = np.clip(tensor.astype(np.float32) / scale, -448, 448).astype(E4M3)
+        assert stored[name].tobytes() == want.tobytes()
+    assert len(stored) == len(tensors) + 2 * len(encoded)
+    old = weightsmith.quantize(tmp_path / "m.safetensors", tmp_path / "old", format="comfyui-fp8-old", fsync=False).out
+    other, want_old = stored_in(old), as_before(stored, prefix)
+    assert {name: x.tobytes() for name, x in other.items()} == {name: x.tobytes() for name, x in want_old.items()}
+    assert not (out / "config.json").exists()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_is_written_is_read_and_written_again_as_the_same_bytes(name: str, tmp_path: Path) -> None:
+    tensors = single_file(tmp_path / "m.safetensors", "flux")
+    out = weightsmith.quantize(tmp_path / "m.safetensors", tmp_path / "out", format=name, fsync=False).out
+    with open_checkpoint(out / "model.safetensors") as model:
+        assert list(model) == sorted(tensors) or set(model) == set(tensors)
+        assert {model.natural_dtype(tensor).name for tensor in model} == {"BF16"}
+    again = weightsmith.quantize(out / "model.safetensors", tmp_path / "again", format=name, fsync=False).out
+    assert {n: x.tobytes() for n, x in stored_in(again).items()} == {n: x.tobytes() for n, x in stored_in(out).items()}
+
+
+def test_a_merge_is_written_as_the_merge_quantised_afterwards(tmp_path: Path) -> None:
+    for name in "ab":
+        single_file(tmp_path / f"{name}.safetensors", "wan", dtype=BF16 if name == "a" else np.dtype(np.float16))
+    models = [{"model": str(tmp_path / f"{name}.safetensors"), "parameters": {"weight": 0.5}} for name in "ab"]
+    recipe = {"merge_method": "linear", "models": models, "dtype": "bfloat16"}
+    at_once = weightsmith.merge(recipe, tmp_path / "out", quantize="comfyui-fp8-old", fsync=False).out
+    plain = weightsmith.merge(recipe, tmp_path / "plain", fsync=False).out
+    after = weightsmith.quantize(plain / "model.safetensors", tmp_path / "after", format="comfyui-fp8-old", fsync=False).out
+    assert {n: x.tobytes() for n, x in stored_in(at_once).items()} == {n: x.tobytes() for n, x in stored_in(after).items()}
+
+
+def test_a_plan_with_a_marker_comes_back_from_json(tmp_path: Path) -> None:
+    single_file(tmp_path / "m.safetensors", "wan", checkpoint=True)
+    recipe = {"merge_method": "passthrough", "models": [{"model": str(tmp_path / "m.safetensors")}]}
+    plan = weightsmith.plan(recipe, quantize="comfyui-fp8-old")
+    marked = [step.encoding for step in plan.steps if step.family != step.encoding]
+    assert marked == ["comfyui-fp8-old model.diffusion_model.scaled_fp8"]
+    data = json.loads(json.dumps(plan.to_json()))
+    assert plan_from_json(data).layout == plan.layout
+    assert find_encoding(marked[0]).name == marked[0]
+    for marker in ("../x", "model.weight", "first_stage_model.scaled_fp8"):
+        with pytest.raises(UnknownName, match="no setting"):
+            find_encoding(f"comfyui-fp8-old {marker}")
+
+
+def test_a_folder_with_config_json_is_refused(tmp_path: Path) -> None:
+    folder = write_checkpoint(
+        tmp_path / "m", {"blocks.0.q.weight": np.ones((8, 8), BF16)}, {"_class_name": "WanTransformer3DModel"}
+    )
+    with pytest.raises(PlanError, match="for single files of diffusion models and text encoders"):
+        weightsmith.quantize(folder, tmp_path / "out", format="comfyui-fp8")
+
+
+def test_a_vae_has_no_blocks(tmp_path: Path) -> None:
+    write_file(tmp_path / "vae.safetensors", {"decoder.mid.attn_1.q.weight": np.ones((8, 8, 1, 1), BF16)}, {})
+    with pytest.raises(PlanError, match="nothing can be stored as comfyui-fp8"):
+        weightsmith.quantize(tmp_path / "vae.safetensors", tmp_path / "out", format="comfyui-fp8")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_the_library_of_comfyui_decodes_what_is_written(dtype: str, tmp_path: Path) -> None:
+    """As ComfyUI's Linear loads it: the format from X.comfy_quant, the layout of the library, the dtype that it computes in."""
+    kitchen = pytest.importorskip("comfy_kitchen", reason="comfy-kitchen is not installed")
+    import torch
+    from safetensors.torch import load_file
+
+    tensors = single_file(tmp_path / "m.safetensors", "unet", checkpoint=True)
+    out = weightsmith.quantize(tmp_path / "m.safetensors", tmp_path / "out", format="comfyui-fp8", fsync=False).out
+    state, decoded = load_file(out / "model.safetensors"), 0
+    layout = kitchen.tensor.TensorCoreFP8Layout
+    with kitchen.registry.use_backend("eager"), open_checkpoint(out / "model.safetensors") as model:
+        for name in tensors:
+            module = name.removesuffix(".weight")
+            if (settings := state.get(f"{module}.comfy_quant")) is None:
+                continue
+            assert json.loads(settings.numpy().tobytes())["format"] == "float8_e4m3fn"
+            shape = tuple(state[name].shape)
+            params = layout.Params(scale=state[f"{module}.weight_scale"], orig_dtype=getattr(torch, dtype), orig_shape=shape)
+            theirs = kitchen.tensor.QuantizedTensor(state[name], "TensorCoreFP8Layout", params).dequantize()
+            ours = torch.from_numpy(model.read(name)).to(getattr(torch, dtype))
+            assert torch.equal(theirs, ours)
+            decoded += 1
+    assert decoded == len(BLOCK_WEIGHTS["unet"])

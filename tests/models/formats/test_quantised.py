@@ -222,6 +222,10 @@ REFUSED: dict[str, tuple[Case, type[WeightsmithError], str]] = {
     "mlx: other mode": (changed(MLX, mode="nf4"), Unsupported, "mode 'nf4' are not read, only 'affine', 'mxfp4'"),
     "mlx: other bits": (changed(MLX, bits=7), Unsupported, "bits 7 are not read, only 2, 3, 4, 5, 6 and 8"),
     "mlx: bits of others": (changed(MLX, bits=8), FormatError, r"scales' is \[48, 2\], .* require \[48, 1\]"),
+    **{
+        f"{kind}: rotated": (changed(case, rotation="hadamard"), Unsupported, "rotation 'hadamard' are not read: inputs")
+        for kind, case in (("gptq", GPTQ), ("awq", AWQ))
+    },
     "mlx: no group": (changed(MLX, group_size=0), FormatError, "group_size in config.json is 0"),
     "mlx: one group": (changed(MLX, group_size=-1), FormatError, "which 4 bits in groups of -1 do not fill"),
     "mlx: odd group": (changed(MLX, group_size=48), FormatError, "which 4 bits in groups of 48 do not fill"),
@@ -493,6 +497,53 @@ def test_modelopt_may_store_each_weight_in_another_way(tmp_path: Path) -> None:
         assert sorted(checkpoint.specs) == [f"m{k}.weight" for k in range(len(algorithms))]
         for name, plain in case.plain.items():
             np.testing.assert_array_equal(checkpoint.read(name), plain)
+
+
+@pytest.mark.parametrize("alone", [True, False], ids=["alone", "with other weights"])
+@pytest.mark.parametrize("factors", [1, 2])
+@pytest.mark.parametrize("algorithm", ["FP8", "NVFP4"])
+def test_modelopt_experts_may_be_stacked(algorithm: str, factors: int, alone: bool, tmp_path: Path) -> None:
+    rng, name = np.random.default_rng(factors), "mlp.experts.gate_up_proj"
+    one = rng.uniform(0.01, 0.1, factors).astype(np.float32)
+    if algorithm == "FP8":
+        stored = rng.integers(0, 126, (2, 64, 48)).astype(np.uint8).view(E4M3)
+        scales = {"weight_scale": one[:1]}
+        plain = stored.astype(np.float32) * one[0]
+    else:  # an expert's weights are quantised as [outputs, inputs], and transposed with their scales
+        rows = [modelopt((48, 64), seed=seed) for seed in range(2)]
+        parts = [np.stack([case.tensors[f"q_proj.{part}"].T for case in rows]) for part in ("weight", "weight_scale")]
+        stored, scales = parts[0], {"weight_scale": parts[1], "weight_scale_2": one if factors > 1 else one[0]}
+        float4 = np.array([*(0, 0.5, 1, 1.5, 2, 3, 4, 6), *(-0.0, -0.5, -1, -1.5, -2, -3, -4, -6)], np.float32)
+        codes = np.stack([stored & 15, stored >> 4], 2).reshape(2, 64, 48)
+        plain = float4[codes] * (parts[1].astype(np.float32) * one[:, None, None]).repeat(16, 1)
+    other = modelopt((8, 32), algorithm=algorithm)
+    tensors = {name: stored, **{f"{name}_{part}": a for part, a in scales.items()}, f"{name}_input_scale": one[:1]}
+    tensors |= {f"{name}_bias": np.ones((2, 48), BF16)} | ({} if alone else other.tensors)
+    with opened(tmp_path, replace(other, tensors=tensors)) as checkpoint:
+        assert set(checkpoint.specs) == {name, f"{name}_bias"} | (set() if alone else set(other.plain))
+        assert checkpoint.natural_dtype(name).name == "BF16"
+        np.testing.assert_array_equal(checkpoint.read(name), plain)
+        out = np.empty(5000, np.float32)
+        checkpoint.read_into(name, 4 * 1007, out)
+        np.testing.assert_array_equal(out, plain.reshape(-1)[1007:6007])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"_weight_scale": None}, "_weight_scale' is missing"),
+        ({"_weight_scale": np.ones((2, 2, 48), E4M3)}, r"require \[2, 4, 48\]"),
+        ({"_weight_scale_2": None}, "_weight_scale_2' is missing"),
+        ({"_weight_scale_2": np.ones(3, np.float32)}, r"is \[3\], .* require \[1\]"),
+        ({"": np.ones((2, 20, 48), np.uint8), "_weight_scale": np.ones((2, 2, 48), E4M3)}, "40 inputs, not a multiple of 16"),
+    ],
+)
+def test_stacked_experts_need_all_their_scales(changes: dict[str, np.ndarray | None], message: str, tmp_path: Path) -> None:
+    name, factor = "mlp.experts.down_proj", np.ones(1, np.float32)
+    parts = {"": np.ones((2, 32, 48), np.uint8), "_weight_scale": np.ones((2, 4, 48), E4M3), "_weight_scale_2": factor}
+    tensors = {name + end: a for end, a in {**parts, **changes}.items() if a is not None}
+    with pytest.raises(FormatError, match=message):
+        opened(tmp_path, replace(modelopt((8, 32)), tensors=tensors))
 
 
 @pytest.mark.parametrize("method", ["modelopt", "modelopt_fp4"])

@@ -15,6 +15,7 @@ from weightsmith._base.errors import FormatError, Unsupported, WeightsmithError
 from weightsmith._models.checkpoint import open_checkpoint
 
 E4M3, E8M0, BF16 = (np.dtype(d) for d in (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu, ml_dtypes.bfloat16))
+E5M2 = np.dtype(ml_dtypes.float8_e5m2)
 FLOAT4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 RANDOM = np.random.default_rng(3)
 
@@ -22,6 +23,10 @@ FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size
 FP4 = {**FP8, "scale_fmt": "ue8m0", "expert_dtype": "fp4"}
 MX8 = {**FP8, "scale_fmt": "ue8m0", "weight_block_size": [1, 32]}
 WHOLE = {**FP8, "weight_block_size": None, "activation_scheme": "static"}
+MINIMAX = {**FP8, "fmt": "float8_e4m3fn"}
+WIDE = {**FP8, "fmt": "e5m2"}
+INVERSE = {"quant_method": "fp8", "format": "float8_e4m3fn", "weight_scale_method": "row", "weight_scale_semantics": "inverse"}
+INVERSE_BLOCKS = {**INVERSE, "weight_scale_method": "block", "weight_block_size": [16, 32]}
 ROWS = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]}
 _GROUP = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False, "strategy": "group", "group_size": 32}
 COMPRESSED = {
@@ -57,7 +62,7 @@ def codes4(*shape: int) -> np.ndarray:
 
 def values(codes: np.ndarray) -> np.ndarray:
     """float64: of pairs of float4 twice as wide."""
-    if codes.dtype in (E4M3, np.dtype(np.int8)):
+    if codes.dtype in (E4M3, E5M2, np.dtype(np.int8)):
         return codes.astype(np.float64)
     pairs = np.stack([FLOAT4[codes & 15], FLOAT4[codes >> 4]], -1)
     return pairs.reshape(*codes.shape[:-1], -1).astype(np.float64)
@@ -92,11 +97,34 @@ Q8, Q4 = codes8(48, 96), codes4(48, 64)
 INT8 = RANDOM.integers(-127, 128, (48, 96)).astype(np.int8)
 BLOCKS, EACH, GROUPS, GROUPS4 = powers(3, 3), numbers(48, 1), powers(48, 3), powers(48, 4)
 ONE = numbers(1, 1)
+TILES = numbers(3, 3)
+Q8_WIDE = RANDOM.standard_normal((48, 96)).astype(E5M2)
+
+
+def divided(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """float32: each block of codes, divided by its scale."""
+    high, wide = (-(-n // m) for n, m in zip(codes.shape, scales.shape, strict=True))
+    return codes.astype(np.float32) / scales.repeat(high, 0).repeat(wide, 1)[: len(codes), : codes.shape[1]]
+
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, np.ndarray], np.ndarray]] = {
     "DeepSeek V3.1": (FP8, {"q.weight": Q8, "q.weight_scale_inv": BLOCKS}, scaled(Q8, BLOCKS)),
     "DeepSeek V4": (FP4, {"q.weight": Q8, "q.scale": BLOCKS.view(E8M0)}, scaled(Q8, BLOCKS)),
     "DeepSeek V4 experts": (FP4, {"q.weight": Q4.view(np.int8), "q.scale": GROUPS4.view(E8M0)}, scaled(Q4, GROUPS4)),
+    "MiniMax M2": (MINIMAX, {"q.weight": Q8, "q.weight_scale_inv": TILES}, scaled(Q8, TILES)),
+    "E5M2": (WIDE, {"q.weight": Q8_WIDE, "q.weight_scale_inv": TILES}, scaled(Q8_WIDE, TILES)),
+    "GPTQModel FP8": (
+        {**INVERSE, "weight_scale_method": "tensor"},
+        {"q.weight": Q8, "q.weight_scale_inv": ONE[0, 0]},
+        divided(Q8, ONE),
+    ),
+    "GPTQModel FP8 by row": (INVERSE, {"q.weight": Q8, "q.weight_scale_inv": EACH[:, 0]}, divided(Q8, EACH)),
+    "GPTQModel FP8 by block": (INVERSE_BLOCKS, {"q.weight": Q8, "q.weight_scale_inv": TILES}, divided(Q8, TILES)),
+    "GPTQModel FP8 of experts": (
+        {**INVERSE, "weight_scale_method": "tensor"},
+        {"q.weight": np.stack([Q8, Q8]), "q.weight_scale_inv": ONE[None].repeat(2, 0)},
+        np.stack([divided(Q8, ONE)] * 2),
+    ),
     "Mistral Large 4": (WHOLE, {"q.weight": Q8, "q.qscale_weight": ONE[0, 0], "q.qscale_act": ONE[0]}, scaled(Q8, ONE)),
     "MXFP8": (MX8, {"q.weight": Q8, "q.weight_scale_inv": GROUPS}, scaled(Q8, GROUPS)),
     "fbgemm": (ROWS, {"q.weight": Q8, "q.weight_scale": EACH, "q.input_scale_ub": ONE[0]}, scaled(Q8, EACH)),
@@ -256,6 +284,24 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, np.ndarray], type[Weightsmith
         FormatError,
         "no block for whole rows",
     ),
+    "other scales": (
+        {**INVERSE, "weight_scale_semantics": "direct"},
+        {"q.weight": Q8, "q.weight_scale_inv": EACH[:, 0]},
+        Unsupported,
+        "weight_scale_semantics 'direct' are not read",
+    ),
+    "other floats": (
+        {**FP8, "fmt": "e3m4"},
+        {"q.weight": Q8, "q.weight_scale_inv": TILES},
+        Unsupported,
+        "fmt 'e3m4' are not read, only 'e4m3' and 'e5m2'",
+    ),
+    "E4M3 where config.json says E5M2": (
+        WIDE,
+        {"q.weight": Q8, "q.weight_scale_inv": TILES},
+        Unsupported,
+        "only matrices of F8_E5M2 are read",
+    ),
     "fbgemm by tensor": (ROWS, {"q.weight": Q8, "q.weight_scale": ONE[0]}, FormatError, r"is \[1\], and its blocks need"),
     "Quark fp6": (
         quark("fp6_e2m3", "per_group"),
@@ -361,3 +407,21 @@ def test_zeros_of_activations_are_dropped(tmp_path: Path) -> None:
     zeros = {f"q.{end}_zero_point": np.zeros(1, np.int8) for end in ("weight", "input", "output")}
     found = opened(tmp_path, quark("int8", "per_tensor"), {"q.weight": INT8, "q.weight_scale": ONE, **zeros})
     assert list(found) == ["q.weight"]
+
+
+CACHE_ONLY = {**COMPRESSED, "config_groups": {}, "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor"}}
+
+
+def test_weights_may_be_plain_beside_the_scales_of_a_kv_cache(tmp_path: Path) -> None:
+    plain, config = RANDOM.standard_normal((4, 8)).astype(BF16), {"model_type": "llama", "quantization_config": CACHE_ONLY}
+    tensors = {"self_attn.k_proj.weight": plain, "self_attn.k_scale": ONE[0], "self_attn.v_scale": ONE[0]}
+    with open_checkpoint(write_checkpoint(tmp_path, tensors, config)) as checkpoint:
+        assert list(checkpoint.specs) == ["self_attn.k_proj.weight"]
+        np.testing.assert_array_equal(checkpoint.read("self_attn.k_proj.weight"), plain)
+        assert checkpoint.config == {"model_type": "llama"}
+        assert checkpoint.notes[0].what.startswith("the KV cache's quantisation is dropped")
+
+
+def test_an_entry_of_a_kv_cache_says_nothing_of_codes(tmp_path: Path) -> None:
+    with pytest.raises(Unsupported, match="says nothing of such codes"):
+        opened(tmp_path, CACHE_ONLY, {"q.weight": Q8, "q.weight_scale": EACH, "self_attn.k_scale": ONE[0]})

@@ -294,7 +294,7 @@ def test_experts_of_which_only_some_projections_fit_are_refused(name: str, tmp_p
 
 
 def test_codes_are_packed_as_numpy_packs_them() -> None:
-    from weightsmith._kernels.packed import pack_down
+    from weightsmith._kernels.codes import pack_down
 
     codes = np.random.default_rng(0).integers(0, 8, (64, 5)).astype(np.uint8)
     words = np.empty((6, 5), np.uint32)

@@ -36,13 +36,17 @@ def test_names_of_models_that_look_like_factors() -> None:
     assert find_factors(["lycoris_blocks_0_q.diff"]).kinds == ("whole differences",)
 
 
+READ = ("hada_", "lokr_", "lora_mid", "diff", "diff_b", "w_norm", "b_norm")
+"""Parts of kinds that are read from single files."""
+
+
 def test_adapters_with_names_of_their_own() -> None:
     names = [f"layers.0.q.lora_{part}.{name}.weight" for name in ("speech", "default", "vision") for part in "AB"]
     found = find_factors([*names, "layers.0.q.base_layer.weight"])
     assert (found.modules, found.adapters, found.layers) == (("layers.0.q",), ("speech", "", "vision"), ("layers.0.q",))
 
 
-@pytest.mark.parametrize("key", [key for key in OTHER_KINDS if key not in ("hada_", "lokr_")])
+@pytest.mark.parametrize("key", [key for key in OTHER_KINDS if key not in READ])
 def test_every_other_kind_is_refused_by_name(key: str, tmp_path: Path) -> None:
     part = f"{key}w1_a" if key.endswith("_") else key
     ending = {"lora_mid": "lora_mid.weight", "lora_magnitude_vector": "lora_magnitude_vector.default.weight"}.get(part, part)

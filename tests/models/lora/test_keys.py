@@ -86,7 +86,6 @@ def test_other_kinds_are_refused_with_advice_that_works(kind: Any, fix: str, tmp
 @pytest.mark.parametrize(
     ("config", "words", "by_peft"),
     [
-        ({"bias": "all"}, "bias: 'all'", True),
         ({"lora_bias": True}, "lora_bias: a bias of B", True),
         ({"megatron_config": {"x": 1}}, "megatron_config: ", True),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights: 'pissa_niter_4': the base weights were changed", True),

@@ -54,6 +54,8 @@ LINEAR: dict[str, tuple[str, dict[str, Any]]] = {
     "tokens": ("TrainableTokensConfig", {"token_indices": [3, 41, 7], "target_modules": ["embed_tokens"]}),
     "LoRA and tokens": ("LoraConfig", {"r": 2, "trainable_token_indices": [3, 41, 7]}),
     "LoRA and tokens by name": ("LoraConfig", {"r": 2, "trainable_token_indices": {"embed_tokens": [5], "lm_head": [6, 1]}}),
+    "OFT and biases": ("OFTConfig", {"oft_block_size": 4, "bias": "oft_only"}),
+    "VeRA and biases": ("VeraConfig", {"r": 5, "bias": "all"}),
     "LoHa and a module": ("LoHaConfig", {"r": 2, "modules_to_save": ["lm_head"]}),
     "OFT of the embedding": ("OFTConfig", {"oft_block_size": 4, "target_modules": ["embed_tokens"]}),
 }
@@ -93,9 +95,9 @@ def compare(found: dict[str, np.ndarray], expected: dict[str, np.ndarray], befor
 def test_applying_an_adapter_is_peft_s_merge(name: str, tmp_path: Path) -> None:
     torch, peft, transformers = (pytest.importorskip(n) for n in ("torch", "peft", "transformers"))
     torch.manual_seed(0)
-    model = llama(transformers)
-    model.save_pretrained(tmp_path / "base")
     kind, settings = LINEAR[name]
+    model = llama(transformers, attention_bias="bias" in settings)
+    model.save_pretrained(tmp_path / "base")
     config = getattr(peft, kind)(task_type="CAUSAL_LM", **{"target_modules": SOME, **settings})
     trained(torch, peft.get_peft_model(model, config)).save_pretrained(tmp_path / "adapter")
     fresh = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
@@ -298,7 +300,7 @@ def test_tensors_that_do_not_fit(change: dict[str, tuple[int, ...] | None], said
         ({"r": "2"}, "r is '2', not a positive whole number"),
         ({"alpha": None}, "alpha"),
         ({"r": 3}, "r is 3, and hada_w1_b has 2 rows"),
-        ({"bias": "all"}, "bias: 'all': biases are trained too"),
+        ({"bias": "some"}, "bias is 'some', none of none, all, lora_only"),
         ({"use_dora": True}, "keys that weightsmith does not know"),
         ({"rank_pattern": [1]}, "rank_pattern is [1], not an object"),
         ({"fan_in_fan_out": "yes"}, "fan_in_fan_out is 'yes'"),
@@ -380,12 +382,24 @@ def test_loha_and_lokr_in_one_file(prefix: str, flat: bool, alpha: float | None,
 # ---- kinds that are a LoRA: they merge with others, and are converted
 
 
-EXACT = [name for name in LINEAR if name.startswith(("LoHa", "LoKr", "AdaLoRA", "VB-LoRA")) and "module" not in name]
+OF_BASE = ("VeRA", "MiSS", "RandLoRA", "FourierFT", "SHiRA", "C3A")
+"""Kinds whose tensors do not tell how many inputs a module has."""
+
+EXACT = [
+    name
+    for name in LINEAR
+    if name.startswith(("LoHa", "LoKr", "AdaLoRA", "VB-LoRA", *OF_BASE)) and "module" not in name and "biases" not in name
+]
+EXACT.remove("MiSS, bat")
 
 
 def weighted(first: Path, second: Path, **options: Any) -> dict[str, Any]:
     models = [{"model": str(path), "parameters": {"weight": weight}} for path, weight in ((first, 0.7), (second, -0.4))]
     return {"merge_method": "linear", "models": models, "parameters": {"normalize": False}, **options}
+
+
+def summed(first: Path, second: Path, base_model: Path) -> dict[str, Any]:
+    return {**weighted(first, second), "merge_method": "task_arithmetic", "base_model": str(base_model), "parameters": {}}
 
 
 @pytest.mark.slow
@@ -408,7 +422,12 @@ def test_a_kind_that_is_a_lora_merges_with_one(name: str, tmp_path: Path) -> Non
     fresh = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
     two = merged_by_peft(peft, fresh, tmp_path / "two")
     before = load_file(tmp_path / "base/model.safetensors")
-    recipe = weighted(tmp_path / "one", tmp_path / "two")
+    of_base = name.startswith(OF_BASE)
+    recipe = (
+        summed(tmp_path / "one", tmp_path / "two", tmp_path / "base")
+        if of_base
+        else weighted(tmp_path / "one", tmp_path / "two")
+    )
     weightsmith.merge(recipe, tmp_path / "both", progress=False, fsync=False)
     found = baked(tmp_path / "base", tmp_path / "both", tmp_path / "out")
     for tensor, values in before.items():
@@ -418,7 +437,8 @@ def test_a_kind_that_is_a_lora_merges_with_one(name: str, tmp_path: Path) -> Non
     weightsmith.run(plan, tmp_path / "again", progress=False, fsync=False)
     stored = "adapter_model.safetensors"
     assert (tmp_path / "again" / stored).read_bytes() == (tmp_path / "both" / stored).read_bytes()
-    weightsmith.convert_lora(tmp_path / "one", tmp_path / "lora", progress=False, fsync=False)
+    based = {"base": str(tmp_path / "base")} if of_base else {}
+    weightsmith.convert_lora(tmp_path / "one", tmp_path / "lora", progress=False, fsync=False, **based)
     assert json.loads((tmp_path / "lora/adapter_config.json").read_text())["peft_type"] == "LORA"
     direct, through = (baked(tmp_path / "base", tmp_path / lora, tmp_path / f"{lora} out") for lora in ("one", "lora"))
     for tensor, values in direct.items():
@@ -450,6 +470,24 @@ def test_kinds_that_are_no_lora_say_what_to_do(kind: str, tmp_path: Path) -> Non
         with pytest.raises(PlanError, match=rf"it is .*{re.escape(KINDS.get(kind).title)}") as caught:
             action()
         assert f"weightsmith extract-lora BASE+{lora} BASE OUT" in caught.value.problems[0].finding.fix
+
+
+def test_shapes_that_the_base_alone_tells(tmp_path: Path) -> None:
+    config = {"peft_type": "MISS", "r": 4}
+    lora = adapter(tmp_path / "adapter", {f"{P}model.layers.1.self_attn.q_proj.miss_block": normal(4, H)})
+    (lora / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(PlanError, match="it is MiSS, whose tensors do not tell how many inputs its modules have") as caught:
+        weightsmith.plan({"merge_method": "linear", "models": [{"model": str(lora), "parameters": {"weight": 1}}]})
+    assert "base_model: the model that the adapters were trained on" in caught.value.problems[0].finding.fix
+    with pytest.raises(PlanError, match="shapes and the order of rows depend on the base"):
+        weightsmith.convert_lora(lora, tmp_path / "out", progress=False)
+    tensors, config = two_modules("miss")
+    save_file(tensors, lora / "adapter_model.safetensors")
+    (lora / "adapter_config.json").write_text(json.dumps(config))
+    model = base(tmp_path / "base", np.float32)
+    recipe = {"merge_method": "task_arithmetic", "models": [{"model": str(lora), "parameters": {"weight": 1}}]}
+    with pytest.raises(PlanError, match="with bat, what is added depends on the weight"):
+        weightsmith.plan({**recipe, "base_model": str(model)})
 
 
 def test_inspect_says_which_kind_it_is(tmp_path: Path) -> None:

@@ -104,6 +104,8 @@ CASES: dict[str, dict[str, Any]] = {
     "embedding": {"target_modules": ["embed_tokens", "q_proj"]},
     "head": {"target_modules": ["lm_head", "up_proj"]},
     "DoRA": {"target_modules": ["q_proj", "down_proj"], "use_dora": True},
+    "biases": {"target_modules": ["q_proj", "down_proj"], "bias": "all"},
+    "biases of targets": {"target_modules": ["q_proj", "down_proj"], "bias": "lora_only"},
 }
 
 
@@ -123,7 +125,8 @@ def test_baking_in_an_adapter_is_peft_s_merge(name: str, dtype: str, tmp_path: P
         case: dict[str, Any] = {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}
     else:
         heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2}
-        settings = transformers.LlamaConfig(vocab_size=TOKENS, hidden_size=H, intermediate_size=INNER, **heads)
+        sizes = {"vocab_size": TOKENS, "hidden_size": H, "intermediate_size": INNER, "attention_bias": "bias" in CASES[name]}
+        settings = transformers.LlamaConfig(**sizes, **heads)
         model, case = transformers.LlamaForCausalLM(settings), CASES[name]
     model.save_pretrained(tmp_path / "base")
     tuned = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=16, **case))
@@ -142,6 +145,55 @@ def test_baking_in_an_adapter_is_peft_s_merge(name: str, dtype: str, tmp_path: P
         np.testing.assert_allclose(found[tensor], want, rtol=2e-6, atol=1e-7, err_msg=tensor)
         if (want == before[tensor]).all():
             assert as_bytes(found[tensor]) == as_bytes(want)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dora", [False, True])
+def test_convolutions_are_those_of_peft(dora: bool, tmp_path: Path) -> None:
+    """Whisper's two. Rank and alpha differ by module."""
+    torch, peft, transformers = (pytest.importorskip(n) for n in ("torch", "peft", "transformers"))
+    torch.manual_seed(0)
+    sizes = {"d_model": H, "encoder_ffn_dim": INNER, "decoder_ffn_dim": INNER, "vocab_size": TOKENS, "num_mel_bins": 8}
+    layers = {f"{part}_{what}": n for part in ("encoder", "decoder") for what, n in (("layers", 1), ("attention_heads", 2))}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    config = transformers.WhisperConfig(**sizes, **layers, **tokens, max_source_positions=8, max_target_positions=8)
+    model = transformers.WhisperForConditionalGeneration(config)
+    model.save_pretrained(tmp_path / "base")
+    settings = {"target_modules": ["conv1", "conv2", "fc1"], "rank_pattern": {"conv2": 3}, "alpha_pattern": {"conv1": 5}}
+    tuned = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_alpha=6, use_dora=dora, **settings))
+    for parameter in tuned.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data + torch.randn_like(parameter) * 0.1
+    tuned.save_pretrained(tmp_path / "adapter")
+    fresh = transformers.WhisperForConditionalGeneration.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    merged = peft.PeftModel.from_pretrained(fresh, tmp_path / "adapter").merge_and_unload()
+    expected = {name: tensor.detach().numpy() for name, tensor in merged.state_dict().items()}
+    before = load_file(tmp_path / "base/model.safetensors")
+    found = baked(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+    assert sum(bool((expected[name] != array).any()) for name, array in before.items()) == 4
+    for name, array in found.items():
+        np.testing.assert_allclose(array, expected[name], rtol=3e-6, atol=1e-6, err_msg=name)
+    if dora:
+        return
+    recipe = {"merge_method": "linear", "models": [{"model": str(tmp_path / "adapter"), "parameters": {"weight": 0.5}}]}
+    weightsmith.merge({**recipe, "parameters": {"normalize": False}}, tmp_path / "half", fsync=False)
+    fresh = transformers.WhisperForConditionalGeneration.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    halved = peft.PeftModel.from_pretrained(fresh, tmp_path / "half").merge_and_unload().state_dict()
+    for name, array in before.items():
+        np.testing.assert_allclose(halved[name].numpy(), (array + expected[name]) / 2, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def test_biases_that_were_trained_and_not_saved(tmp_path: Path) -> None:
+    """PEFT left them out for a while."""
+    tensors = {name: array.astype(np.float32) for name, array in base_tensors().items()} | {f"{Q}.bias": normal(H)}
+    model = write_checkpoint(tmp_path / "base", tensors, {**LLAMA, "num_hidden_layers": 2})
+    lora = adapter(tmp_path / "a", bias="lora_only")
+    with weightsmith.open_checkpoint(model) as checkpoint, apply_adapter(checkpoint, open_adapter(str(lora)), "x") as applied:
+        (note,) = applied.notes
+    assert note.what == f"biases were trained, and the adapter has none: those of the base stay, such as {Q}.bias"
+    saved = adapter(tmp_path / "b", factors(Q, H, H) | {f"{P}{Q}.base_layer.bias": normal(H, seed=5)}, bias="lora_only")
+    np.testing.assert_array_equal(baked(model, saved, tmp_path / "out")[f"{Q}.bias"], normal(H, seed=5))
 
 
 # ---- what it computes
@@ -191,7 +243,7 @@ def test_the_rows_of_dora_have_the_norms_that_it_names(tmp_path: Path) -> None:
     [
         (None, {"use_dora": False}, "has a magnitude, and use_dora is False"),
         (np.ones(H + 1, np.float32), {}, "has not one number for each of 24 outputs"),
-        (None, {"fan_in_fan_out": True}, "DoRA of embeddings, and of weights stored"),
+        (None, {"fan_in_fan_out": True}, "norms of an embedding, or of a weight stored [inputs, outputs]"),
     ],
 )
 def test_dora_that_cannot_be_read(magnitude: Any, config: dict[str, Any], words: str, tmp_path: Path) -> None:
@@ -407,7 +459,7 @@ def test_modules_that_are_saved_whole_are_merged_as_those_of_models(method: str,
 
 
 def test_all_reasons_are_told_at_once(tmp_path: Path) -> None:
-    problem = refusal(base(tmp_path / "base"), adapter(tmp_path / "a", use_qalora=True, bias="all", lora_bias=True))
+    problem = refusal(base(tmp_path / "base"), adapter(tmp_path / "a", use_qalora=True, kasa_config={"a": 1}, lora_bias=True))
     assert len(problem.finding.details) == 3
 
 
@@ -434,7 +486,8 @@ def test_an_adapter_for_the_parts_of_a_fused_tensor_is_refused(tmp_path: Path) -
         ({f"{P}{Q}.lora_A.weight": normal(5, H)}, "has rank 4 by the config, and A [5, 24] and B [24, 4]"),
         ({f"{P}{Q}.lora_ga_vector.weight": normal(H)}, "is no A or B of a LoRA"),
         ({f"{P}{DOWN}.lora_magnitude_vector.weight": normal(H)}, "is of a module without A and B"),
-        ({f"{P}{Q}.lora_A.weight": normal(4, H, 1, 1)}, "is no matrix of floating numbers"),
+        ({f"{P}{Q}.lora_A.weight": normal(4, H, 1, 1)}, "and A [4, 24, 1, 1] and B [24, 4]"),
+        ({f"{P}{Q}.lora_A.weight": normal(4, H, 1, 1, 1, 1)}, "is no matrix of floating numbers"),
         ({f"{P}{Q}.lora_A.weight": np.ones((4, H), np.int32)}, "is no matrix of floating numbers"),
     ],
 )

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from weightsmith._base.errors import LayerError, UnknownName
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._models.structure import analyse, resize_config
-from weightsmith._models.structure.perlayer import Remap
-from weightsmith._models.structure.rules import Config, rules_for
+from weightsmith._models.structure.perlayer import Config, Remap, rules_for
 
 F32 = DTYPES["F32"]
 S, F, L = "sliding_attention", "full_attention", "linear_attention"

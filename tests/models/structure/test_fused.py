@@ -277,7 +277,7 @@ def test_what_is_called_elementwise_gives_the_same_bytes_in_one_piece_and_in_man
     name: str, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A method that wrongly says it is elementwise would pass the test above by never being taken apart."""
-    from weightsmith._methods.base import Method
+    from weightsmith._methods.method import Method
 
     case = next(case for case in CASES.values() if case.method == name)
     method = methods.get(name)

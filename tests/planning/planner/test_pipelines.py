@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -309,6 +310,117 @@ def test_model_index_json_without_a_class_makes_no_pipeline(index: object, tmp_p
     (tmp_path / "model_index.json").write_text(json.dumps(index))
     with open_checkpoint(tmp_path) as model:
         assert [*model] == ["w"]
+
+
+@pytest.mark.parametrize("text", ["", '{"_class_name": "StableDiffusionPipeline", ', "\ufeff{}"])
+def test_a_damaged_model_index_json_is_an_error(text: str, tmp_path: Path) -> None:
+    """Not another copy of the weights, which lies beside it in the repositories of Stable Diffusion."""
+    a, _ = pair(tmp_path)
+    save_file({"model.diffusion_model.out.weight": np.ones((2, 2), np.float32)}, Path(a) / "v1-5.safetensors")
+    (Path(a) / "model_index.json").write_text(text)
+    with pytest.raises(FormatError, match=r"model_index\.json, which names the parts of the pipeline, is not JSON") as error:
+        open_checkpoint(a)
+    assert error.value.finding.where == a
+
+
+def test_all_models_of_several_control_nets_are_parts(tmp_path: Path) -> None:
+    """As MultiControlNetModel of diffusers stores them. model_index.json names the first folder alone."""
+    a, b = pair(tmp_path)
+    for model in (a, b):
+        for folder in ("controlnet", "controlnet_1", "controlnet_2", "controlnet_old"):
+            shutil.copytree(Path(model) / "unet", Path(model) / folder)
+        nets = ["diffusers.pipelines.controlnet.multicontrolnet", "MultiControlNetModel"]
+        (Path(model) / "model_index.json").write_text(json.dumps({**INDEX, "controlnet": nets}))
+    merged = tensors_of(weightsmith.merge(linear(a, b), tmp_path / "out", fsync=False).out)
+    for part in ("controlnet", "controlnet_1", "controlnet_2"):
+        np.testing.assert_array_equal(merged[f"{part}/conv_in.weight"], merged["unet/conv_in.weight"])
+    assert not any(name.startswith("controlnet_old") for name in merged)
+    assert (tmp_path / "out/controlnet_2/config.json").is_file()
+
+
+@pytest.mark.parametrize("variant", ["fp16", "non_ema"])
+def test_a_variant_in_safetensors_does_not_replace_the_plain_file(variant: str, tmp_path: Path) -> None:
+    """diffusers loads the .bin file here: it reads variants only if one asks for them."""
+    torch = pytest.importorskip("torch")
+    a, _ = pair(tmp_path)
+    plain = load_file(Path(a) / UNET)
+    (Path(a) / UNET).unlink()
+    torch.save({name: torch.from_numpy(x) for name, x in plain.items()}, Path(a) / UNET.replace(".safetensors", ".bin"))
+    other = Path(a) / UNET.replace(".safetensors", f".{variant}.safetensors")
+    save_file({name: x * 0 for name, x in plain.items()}, other)
+    with open_checkpoint(a) as model:
+        for name, tensor in plain.items():
+            np.testing.assert_array_equal(model[f"unet/{name}"], tensor)
+    (Path(a) / UNET.replace(".safetensors", ".bin")).unlink()
+    with open_checkpoint(a) as model:
+        assert not model["unet/conv_in.weight"].any()
+
+
+def changed(pipeline: str, file: str, rename: Callable[[str], str], tensors: Mapping[str, np.ndarray] | None = None) -> str:
+    """The pipeline with other names, and more tensors, in one file."""
+    path = Path(pipeline) / file
+    path.parent.mkdir(exist_ok=True)
+    stored = {**(load_file(path) if path.is_file() else {}), **(tensors or {})}
+    save_file({rename(name): tensor for name, tensor in stored.items()}, path)
+    return pipeline
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_text_encoder_is_merged_whatever_release_of_transformers_wrote_it(first: int, tmp_path: Path) -> None:
+    """transformers 5 has no `text_model.` in front of CLIP's names, inside and outside the layers."""
+    pair_of = [pipeline(tmp_path / "a", 1), pipeline(tmp_path / "b", 2)]
+    for seed, model in enumerate(pair_of):
+        table = np.random.default_rng(seed).standard_normal((5, 4)).astype(np.float32)
+        changed(model, TEXT, str, {"text_model.embeddings.token_embedding.weight": table, "text_model.norm.weight": table[0]})
+    means = {name: (tensor + tensors_of(pair_of[1])[name]) / 2 for name, tensor in tensors_of(pair_of[0]).items()}
+    changed(pair_of[1], TEXT, lambda name: name.removeprefix("text_model."))
+    merged = tensors_of(weightsmith.merge(linear(pair_of[first], pair_of[1 - first]), tmp_path / "out", fsync=False).out)
+    if first:
+        means = {name.replace("/text_model.", "/"): tensor for name, tensor in means.items()}
+    assert merged.keys() == means.keys()
+    for name, tensor in merged.items():
+        np.testing.assert_allclose(tensor, means[name], atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_vae_is_merged_whatever_release_of_diffusers_wrote_it(first: int, tmp_path: Path) -> None:
+    new = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
+    file, models = "vae/diffusion_pytorch_model.safetensors", [pipeline(tmp_path / "a", 1), pipeline(tmp_path / "b", 2)]
+    attention = "decoder.mid_block.attentions.0."
+    for seed, model in enumerate(models):
+        random = np.random.default_rng(seed)
+        factors = {f"{attention}{old}.weight": random.standard_normal((4, 4)).astype(np.float32) for old in new}
+        changed(model, file, str, factors)
+    means = {name: (tensor + tensors_of(models[1])[name]) / 2 for name, tensor in tensors_of(models[0]).items()}
+    renamed = {f"{attention}{old}.weight": f"{attention}{name}.weight" for old, name in new.items()}
+    changed(models[1], file, lambda name: renamed.get(name, name))
+    p = plan(linear(models[first], models[1 - first]))
+    assert not any("only" in text for text in warnings(p))
+    merged = tensors_of(weightsmith.merge(linear(models[first], models[1 - first]), tmp_path / "out", fsync=False).out)
+    if first:
+        means = {f"vae/{renamed.get(name[4:], name[4:])}" if name[:4] == "vae/" else name: x for name, x in means.items()}
+    assert merged.keys() == means.keys()
+    for name, tensor in merged.items():
+        np.testing.assert_allclose(tensor, means[name], atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_the_embedding_of_t5_is_one_tensor_under_two_names(first: int, tmp_path: Path) -> None:
+    file, models = "text_encoder_2/model.safetensors", [pipeline(tmp_path / "a", 1), pipeline(tmp_path / "b", 2)]
+    tables = [np.full((5, 4), value, np.float32) for value in (1, 3)]
+    for model, table in zip(models, tables, strict=True):
+        changed(model, file, str, {"shared.weight": table, "encoder.final_layer_norm.weight": table[0]})
+        (Path(model) / "model_index.json").write_text(
+            json.dumps({**INDEX, "text_encoder_2": ["transformers", "T5EncoderModel"]})
+        )
+    changed(models[1], file, str, {"encoder.embed_tokens.weight": tables[1]})
+    merged = tensors_of(weightsmith.merge(linear(models[first], models[1 - first]), tmp_path / "out", fsync=False).out)
+    t5 = {name for name in merged if name.startswith("text_encoder_2/")}
+    assert t5 == {"text_encoder_2/shared.weight", "text_encoder_2/encoder.final_layer_norm.weight"}
+    assert all((merged[name] == 2).all() for name in t5)
+    changed(models[0], file, lambda name: name.replace("shared", "encoder.embed_tokens"))
+    merged = tensors_of(weightsmith.merge(linear(models[first], models[1 - first]), tmp_path / "out2", fsync=False).out)
+    assert all((merged[name] == 2).all() for name in merged if name.startswith("text_encoder_2/"))
 
 
 @pytest.mark.parametrize("config", [{"model_type": "llama"}, {"architectures": ["LlamaForCausalLM"]}])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import pickle
@@ -19,7 +20,7 @@ from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._files.containers import make_layout
 from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner import prepare
-from weightsmith._plans import plan_from_json
+from weightsmith._plans import plan_from_json, values
 
 LAYERS, EXPERTS = 30, 56
 MEASURE = """
@@ -147,6 +148,16 @@ def test_a_plan_survives_json_and_pickle(tmp_path: Path) -> None:
     assert json.dumps(again.to_json()) == text
     assert pickle.loads(pickle.dumps(p)) == p
     assert "ties" in repr(p)
+
+
+def test_the_hash_is_that_of_the_whole_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    p = plan(str(recipe(tmp_path)))
+    data = {key: value for key, value in p.to_json().items() if key not in ("warnings", "lacking")}
+    for model in data["models"]:
+        model.pop("sample", None)
+    assert len(data["steps"]) > 4
+    monkeypatch.setattr(values, "_STEPS_AT_ONCE", 3)
+    assert p.hash == hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 @pytest.mark.parametrize("change", ["method", "seed", "shard", "dtype"])

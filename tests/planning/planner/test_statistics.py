@@ -23,7 +23,7 @@ from weightsmith._planning.planner.inputs import number_models
 from weightsmith._planning.planner.reopen import reopen
 from weightsmith._planning.planner.steps import own_texts
 from weightsmith._planning.recipe import parse
-from weightsmith._planning.recipe.schema import schema
+from weightsmith._planning.recipe.grammar import schema
 from weightsmith._plans import Plan, PlanDraft, plan_from_json
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 20

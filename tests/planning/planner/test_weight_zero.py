@@ -16,7 +16,7 @@ from tests.mini import write_checkpoint
 from tests.plan_help import BF16, config, decoder, plan, problems, sources
 from weightsmith import _methods as methods
 from weightsmith._base.errors import MismatchError, ShapeError
-from weightsmith._methods.base import Method
+from weightsmith._methods.method import Method
 
 IN_LAYERS = [{"filter": "layers.", "value": 0.5}, {"value": 0}]
 ELSEWHERE = [{"filter": "layers.", "value": 0}, {"value": 0.5}]

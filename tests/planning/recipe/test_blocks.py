@@ -15,7 +15,7 @@ from tests.plan_help import plan, warnings
 from weightsmith._base.errors import ParameterError, UnknownName
 from weightsmith._methods import all_methods
 from weightsmith._planning.recipe.blocks import ROOTS, TABLES
-from weightsmith._planning.recipe.schema import schema
+from weightsmith._planning.recipe.grammar import schema
 
 PLACES = {
     "sd1": {

@@ -8,11 +8,10 @@ import jsonschema
 import pytest
 
 from weightsmith._planning.recipe import load
-from weightsmith._planning.recipe.grammar import LEVELS, MOE_LEVELS
+from weightsmith._planning.recipe.grammar import LEVELS, MOE_LEVELS, moe_schema
 from weightsmith._planning.recipe.kinds import METHOD_NAME, Key, Kind
-from weightsmith._planning.recipe.schema import moe_schema
+from weightsmith._planning.recipe.load import Walker
 from weightsmith._planning.recipe.values import MODEL_PARAMETERS, PARAMETERS
-from weightsmith._planning.recipe.walk import Walker
 from weightsmith._planning.recipe.yaml import from_python
 
 KEYS: dict[Kind, Key] = {key.kind: key for level in (*LEVELS, *MOE_LEVELS) for key in level.keys}

@@ -12,7 +12,7 @@ import yaml
 
 from weightsmith._methods import all_methods
 from weightsmith._planning.recipe import load, parse
-from weightsmith._planning.recipe.schema import moe_schema, schema
+from weightsmith._planning.recipe.grammar import moe_schema, schema
 
 jsonschema = pytest.importorskip("jsonschema")
 

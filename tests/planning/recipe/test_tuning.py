@@ -13,7 +13,7 @@ from tests.cli_help import Cli, cli
 from weightsmith._base.errors import PlanError
 from weightsmith._methods import all_methods
 from weightsmith._planning.recipe import Recipe, WrittenRecipe, load, read_template
-from weightsmith._planning.recipe.schema import schema
+from weightsmith._planning.recipe.grammar import schema
 from weightsmith._planning.recipe.tuning import in_yaml
 from weightsmith._planning.recipe.yaml import Document, plain, read_yaml
 

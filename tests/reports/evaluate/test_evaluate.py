@@ -9,6 +9,7 @@ import shlex
 import shutil
 import signal
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -447,7 +448,10 @@ def test_lm_eval_measures_models_and_recipes(work: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.cpu
 @pytest.mark.slow
-def test_a_run_killed_by_its_command_is_run_again_and_leaves_nothing(work: Path, cli: Cli) -> None:
+def test_a_run_killed_by_its_command_is_run_again_and_leaves_nothing(
+    work: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(work))
     Path("once.py").write_text(
         "import os, pathlib\nif not pathlib.Path('was').exists():\n    open('was', 'w'); os.kill(os.getppid(), 9)\nprint(7)"
     )

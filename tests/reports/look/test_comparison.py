@@ -14,7 +14,7 @@ from tests.reports.look.models import LAYERS, changed, is_linear, low_rank, save
 from weightsmith._base.errors import ParameterError
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._plans import COPY, Read, Step
-from weightsmith._reports.look.comparison import KIND, alignments
+from weightsmith._reports.look.diff import KIND, alignments
 
 UP = "model.layers.1.mlp.up_proj.weight"
 

@@ -17,7 +17,7 @@ import weightsmith._methods.tsv_m
 from tests.cli_help import Cli, cli, environment
 from tests.fork_help import Forked, started_cli
 from weightsmith._base.errors import NonFinite, OutputExists, PlanError, WeightsmithError
-from weightsmith._engine import memory
+from weightsmith._engine import results
 from weightsmith._execution.options import RunOptions
 from weightsmith._execution.progress import Silent
 from weightsmith._planning.options import RecipeOptions
@@ -262,7 +262,7 @@ def test_matrices_that_a_number_does_not_change_are_computed_once(work: Path, mo
         calls.append(1)
         return thin_svd(matrix, keep)
 
-    monkeypatch.setattr(memory, "LARGE_BYTES", 1)  # these are kept in a file
+    monkeypatch.setattr(results, "LARGE_BYTES", 1)  # these are kept in a file
     monkeypatch.setattr(weightsmith._methods.tsv_m, "thin_svd", counted)
     text = "merge_method: tsv_m\nbase_model: a\nmodels: [{model: b}, {model: c}]\nparameters: {lambda: {tune: [0.2, 1.4]}}\n"
     tune(recipe(text), budget=1)

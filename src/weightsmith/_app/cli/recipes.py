@@ -36,7 +36,7 @@ from weightsmith._base.text import (
 )
 
 if TYPE_CHECKING:
-    from weightsmith._methods.base import Method
+    from weightsmith._methods.method import Method
 
 
 _PRESETS = Path(__file__).parent / "presets"
@@ -217,7 +217,7 @@ def methods(
     """
     with failures(as_json=as_json):
         from weightsmith._methods import all_methods, get, installed_methods
-        from weightsmith._methods.base import FAMILIES
+        from weightsmith._methods.method import FAMILIES
 
         if as_json:
             shown = (replace(get(name), name=name),) if name else (*all_methods(), *installed_methods()[0])
@@ -240,13 +240,13 @@ def methods(
 
 
 def _to_json(method: Method) -> dict[str, Any]:
-    from weightsmith._methods.describe import doc, models
+    from weightsmith._methods.method import doc_text, models_text
 
     return {
         "name": method.name,
         "title": method.title,
         "family": method.family,
-        "models": models(method),
+        "models": models_text(method),
         "base": method.base,
         "formula": method.formula,
         "source": method.source,
@@ -260,7 +260,7 @@ def _to_json(method: Method) -> dict[str, Any]:
                 "minimum": p.minimum,
                 "maximum": p.maximum,
                 "choices": list(p.choices),
-                "doc": doc(p),
+                "doc": doc_text(p),
             }
             for p in method.parameters
         ],
@@ -268,8 +268,7 @@ def _to_json(method: Method) -> dict[str, Any]:
 
 
 def _show(method: Method) -> None:
-    from weightsmith._methods.base import FAMILIES
-    from weightsmith._methods.describe import describe_method
+    from weightsmith._methods.method import FAMILIES, describe_method
 
     # A plug-in may have written it.
     result(f"{heading(printable(method.name))}: {printable(method.title)}")
@@ -326,8 +325,8 @@ def schema(
     """
     with failures():
         from weightsmith._methods import all_methods, installed_methods
-        from weightsmith._planning.recipe.schema import moe_schema
-        from weightsmith._planning.recipe.schema import schema as merge_schema
+        from weightsmith._planning.recipe.grammar import moe_schema
+        from weightsmith._planning.recipe.grammar import schema as merge_schema
 
         installed, broken = installed_methods()
         for error in broken:

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 from weightsmith._app.cli.failures import failures, wrote
 from weightsmith._app.cli.options import keywords
-from weightsmith._base.errors import Finding, printable
+from weightsmith._base.errors import Finding, WeightsmithError, printable
 from weightsmith._base.text import count, duration, is_terminal, say, show_json, size, status, status_line, warn
 
 if TYPE_CHECKING:
     from weightsmith._base.report import Report
     from weightsmith._execution.run import Callbacks, Merged
     from weightsmith._plans import Plan
-    from weightsmith._reports.evaluate.result import ResultEvaluation
+    from weightsmith._reports.evaluate.measure import ResultEvaluation
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +212,6 @@ def interrupted(out: str) -> str:
     """The message after Ctrl-C: the place of the finished tensors, and the command that resumes."""
     import glob
 
-    from weightsmith._base.errors import WeightsmithError
     from weightsmith._outputs.area import staging_folder
     from weightsmith._outputs.places import place_of
 

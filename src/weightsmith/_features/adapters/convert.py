@@ -46,7 +46,8 @@ from weightsmith._models.formats.gguf.values import GgufConfig
 from weightsmith._models.formats.gguf.writing import GgufEncoding, from_llama_order
 from weightsmith._models.lora import Adapter, find_places, open_adapter
 from weightsmith._models.lora.adapter import Factors
-from weightsmith._models.lora.exact import as_lora
+from weightsmith._models.lora.apply import find_shapes
+from weightsmith._models.lora.exact import as_lora, needs_base
 from weightsmith._models.lora.forms import ALPHA, PAIRS, FactorNames, as_matrix
 from weightsmith._models.lora.gguf_file import check_heads
 from weightsmith._models.structure import analyse
@@ -91,14 +92,15 @@ def prepare_conversion(adapter: str | os.PathLike[str], settings: ConvertSetting
     with ExitStack() as stack, as_plan_error():
         opened = open_adapter(known[0].path, revision=known[0].revision or None)
         stack.callback(opened.checkpoint.close)
-        with suppress(Unsupported):  # `_check` says what to do
-            opened = as_lora(opened)
         base_ref = known[1] if len(known) > 1 else _named_base(opened)
-        needed = settings.layout == LLAMA_CPP or bool(opened.turned) or settings.base is not None
+        needed = settings.layout == LLAMA_CPP or bool(opened.turned) or settings.base is not None or needs_base(opened)
         with ExitStack() as bases:
             base = _open_base(base_ref, bases) if needed else None
             if base is not None:
                 check_heads(opened, base.config)
+            shapes = asking(base, partial(find_shapes, base, opened)) if base is not None and needs_base(opened) else {}
+            with suppress(Unsupported):  # `_check` says what to do
+                opened = as_lora(opened, shapes)
             opened = _without_copies(opened, base)
             _check(opened, settings)
             draft = _draft(opened, settings, base, base_ref)
@@ -161,7 +163,7 @@ def _named_base(adapter: Adapter) -> ModelRef | None:
 def _open_base(ref: ModelRef | None, stack: ExitStack) -> Checkpoint:
     fix = f"name the model that the adapter was trained on: {named('base')}"
     if ref is None:
-        raise option_error("base", "names and the order of rows depend on the base, and the adapter names none", fix)
+        raise option_error("base", "names, shapes and the order of rows depend on the base, and the adapter names none", fix)
     (opened,), problems = open_models([ref], stack)
     if problems:
         raise PlanError([*problems, option_error("base", f"the base {ref} is needed", fix)])

@@ -10,7 +10,7 @@ the method needs a base, that is the base model's, which `base_model` may name. 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -34,10 +34,10 @@ from weightsmith._features.adapters.built import WEIGHT
 from weightsmith._features.adapters.combinations import MAJORITIES, NAMES, ON_FACTORS, PREFIX, CombinationWork, PeftCombination
 from weightsmith._features.adapters.cores import AdaptedModule, CoreWork, MergedWork, Space, basis_steps, core_step, scales_step
 from weightsmith._features.adapters.opening import NAME_BASE, ZERO_ADAPTER, OpenedAdapters, different_bases, parameters_of
-from weightsmith._features.adapters.placing import AdapterPlaces, SingleFile, layer_of, norms_name, strangers
+from weightsmith._features.adapters.placing import AdapterPlaces, SingleFile, as_kernels, layer_of, norms_name, strangers
 from weightsmith._features.adapters.report import with_layer
 from weightsmith._files.containers import PEFT
-from weightsmith._methods.base import BaseRole
+from weightsmith._methods.method import BaseRole
 from weightsmith._models.lora.config import transposed_of
 from weightsmith._models.lora.forms import as_matrix
 from weightsmith._models.structure.vocabulary import is_vocabulary
@@ -193,7 +193,8 @@ def _rewrite(draft: PlanDraft, opened: OpenedAdapters, rank: int | None, combina
             products.append(combined.product(f"combined factors of {layer}", factors))
         for step, module in zip(firsts, modules, strict=True):
             rank, dtype = ranks[module.name], step.out.dtype
-            steps += _stored(places, module, rank, dtype) if single is None else single.steps(draft, module, rank, dtype)
+            kernels = as_kernels(opened.adapters, module, rank)
+            steps += _stored(places, module, kernels, dtype) if single is None else single.steps(draft, module, rank, dtype)
     steps += [_whole_step(opened, places, step, draft.provenance.name) for step in whole]
     opened.leave_base([*steps, *(step for product in products for step in product.steps)])
     title, source = draft.provenance.title.replace("Merged with", "LoRA adapters merged with"), _SOURCES[opened.space]
@@ -315,10 +316,10 @@ def _whole_step(opened: OpenedAdapters, places: AdapterPlaces, step: Step, metho
     return replace(moved(step), out=replace(step.out, name=places.saved(step.out.name)))
 
 
-def _stored(places: AdapterPlaces, module: AdaptedModule, rank: int, dtype: DType) -> Iterator[Step]:
+def _stored(places: AdapterPlaces, module: AdaptedModule, specs: Iterable[TensorSpec], dtype: DType) -> Iterator[Step]:
     """Steps of the factors, and of DoRA's norms, as PEFT names them."""
     names = [*places.factors(places.name_of(module.name)), norms_name(module.name)]
-    for name, spec in zip(names, module.factor_specs(rank), strict=False):
+    for name, spec in zip(names, specs, strict=False):
         yield Step(TensorSpec(name, dtype, spec.shape), COPY if dtype.name == "F32" else CAST, (Read(PRODUCTS, spec.name),))
 
 

@@ -15,11 +15,12 @@ from weightsmith._features.adapters.built import WEIGHT, BuiltModel, is_expert
 from weightsmith._features.adapters.cores import ZERO, AdaptedModule, Space
 from weightsmith._features.adapters.factors import FactorTarget, Form
 from weightsmith._features.adapters.placing import AdapterPlaces, check_files
-from weightsmith._methods.base import BaseRole
+from weightsmith._methods.method import BaseRole
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.lora import Adapter, find_places, open_adapter
 from weightsmith._models.lora.adapter import ExpertParameter, Stacked
-from weightsmith._models.lora.exact import as_lora
+from weightsmith._models.lora.apply import find_shapes
+from weightsmith._models.lora.exact import as_lora, needs_base
 from weightsmith._models.lora.experts import WRAPPED
 from weightsmith._models.lora.forms import as_matrix
 from weightsmith._models.sources.composed import StateDict
@@ -80,7 +81,7 @@ class OpenedAdapters:
                 try:
                     adapter = open_adapter(ref.path, revision=ref.revision or None)
                     stack.callback(adapter.checkpoint.close)
-                    self.adapters.append(_as_lora(adapter))
+                    self.adapters.append(self._as_lora(adapter))
                 except WeightsmithError as error:
                     problems.append(at(error, ref.where))
         if not problems:
@@ -95,6 +96,28 @@ class OpenedAdapters:
             Checkpoint(str(ref), _Specs([*specs, *self._whole_specs(owner)], str(ref)))
             for ref, owner in zip(refs, owners, strict=True)
         ], []
+
+    def _as_lora(self, adapter: Adapter) -> Adapter:
+        """The adapter with factors to merge.
+
+        Raises Unsupported for kinds that have none, and for rows in an order, or shapes, that the base alone tells.
+        """
+        where = adapter.checkpoint.ref
+        if adapter.turned:
+            what = "its rows of q and k are in llama.cpp's order, which depends on the number of heads of the base"
+            fix = f"convert it first: weightsmith convert-lora {where} OUT --for peft --base BASE"
+            raise Unsupported(what, where=where, fix=fix)
+        shapes: Mapping[str, tuple[int, ...]] = {}
+        if needs_base(adapter):
+            if self.base is None:
+                what = f"it is {adapter.title}, whose tensors do not tell how many inputs its modules have"
+                raise Unsupported(what, where=where, fix=self.name_base)
+            shapes = asking(self.base, partial(find_shapes, self.base, adapter))
+        try:
+            return as_lora(adapter, shapes)
+        except Unsupported as error:
+            fix = f"{MERGE_MODELS}; or make a LoRA of it first: weightsmith extract-lora BASE+{where} BASE OUT"
+            raise Unsupported(error.finding.what, where=error.finding.where, details=error.finding.details, fix=fix) from None
 
     def _match(self) -> None:
         if self.base is not None:
@@ -121,15 +144,20 @@ class OpenedAdapters:
         """Whether the norms of DoRA can be computed."""
         normed = next(module for module in modules.values() if module.normed)
         where = self.adapters[normed.normed[0]].checkpoint.ref
+        if self.adapters[0].file is not None:
+            raise Unsupported("it is DoRA, and DoRA in single files is not merged", where=where, fix=MERGE_MODELS)
         if self.base is None:
             what = "DoRA scales the rows of the base's matrices, so the merge needs the base model"
             raise Unsupported(what, where=where, fix=self.name_base)
         for name, module in modules.items():
-            embedding = any(self.adapters[i].updates[name].embedding for i in module.owners if not module.experts)
-            if module.experts or embedding or name not in self.places or self.adapters[0].transposed:
+            owners = [self.adapters[i] for i in module.owners]
+            embedding = any(adapter.updates[name].embedding for adapter in owners if not module.experts)
+            kernel = not module.experts and len(owners[0].checkpoint.specs[owners[0].updates[name].a].shape) > 2
+            if module.experts or embedding or kernel or name not in self.places or self.adapters[0].transposed:
                 kind = "all experts of a parameter" if module.experts else "an embedding" if embedding else "a part of a tensor"
                 kind = "a weight stored [inputs, outputs]" if self.adapters[0].transposed else kind
-                what = f"an adapter is DoRA, and PEFT has no DoRA of {kind}: {name}"
+                kind = "a convolution" if kernel else kind
+                what = f"an adapter is DoRA, and DoRA of {kind} is not merged: {name}"
                 raise Unsupported(what, where=where, fix=MERGE_MODELS)
 
     def _whole_specs(self, owner: Adapter | None) -> Iterator[TensorSpec]:
@@ -297,22 +325,6 @@ def _check_layouts(adapters: Sequence[Adapter]) -> None:
         if levels and all(specs[level.a].shape[1] == specs[level.b].shape[0] for level in levels):
             what = "all matrices of experts are square, and both of PEFT's layouts of experts fit"
             raise Unsupported(what, where=where, fix="merge them with the version of PEFT that has written them")
-
-
-def _as_lora(adapter: Adapter) -> Adapter:
-    """The adapter with factors to merge.
-
-    Raises Unsupported for kinds that have none, and for rows in an order that the base alone tells.
-    """
-    if adapter.turned:
-        what = "its rows of q and k are in llama.cpp's order, which depends on the number of heads of the base"
-        fix = f"convert it first: weightsmith convert-lora {adapter.checkpoint.ref} OUT --for peft --base BASE"
-        raise Unsupported(what, where=adapter.checkpoint.ref, fix=fix)
-    try:
-        return as_lora(adapter)
-    except Unsupported as error:
-        fix = f"{MERGE_MODELS}; or make a LoRA of it first: weightsmith extract-lora BASE+{adapter.checkpoint.ref} BASE OUT"
-        raise Unsupported(error.finding.what, where=error.finding.where, details=error.finding.details, fix=fix) from None
 
 
 def _last(name: str) -> str:

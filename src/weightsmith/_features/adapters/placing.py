@@ -12,7 +12,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Any
 
 from weightsmith._base.errors import Finding, MismatchError, Unsupported
@@ -105,6 +106,16 @@ def _names(adapter: Adapter) -> FileNames:
     return adapter.file
 
 
+def as_kernels(adapters: Sequence[Adapter], module: AdaptedModule, rank: int) -> Iterator[TensorSpec]:
+    """The factors of a merged module, and DoRA's norms: those of a convolution as kernels, as its adapters have them."""
+    factors = None if module.experts else adapters[module.owners[0]].updates[module.name]
+    specs = adapters[module.owners[0]].checkpoint.specs
+    kernels = [specs[name].shape[2:] for name in (factors.a, factors.b)] if factors is not None else []
+    for spec, kernel in zip_longest(module.factor_specs(rank), kernels, fillvalue=()):
+        assert isinstance(spec, TensorSpec)
+        yield replace(spec, shape=(spec.shape[0], spec.shape[1] // math.prod(kernel), *kernel)) if kernel else spec
+
+
 class SingleFile:
     """What a merge of single files writes, in place of a folder for PEFT."""
 
@@ -114,14 +125,11 @@ class SingleFile:
 
     def steps(self, draft: PlanDraft, module: AdaptedModule, rank: int, dtype: DType) -> Iterator[Step]:
         """Steps of the factors of a module, and of its alpha."""
-        adapter = self._adapters[module.owners[0]]
-        names, factors, specs = _names(adapter).pairs[module.name], adapter.updates[module.name], adapter.checkpoint.specs
-        kernels = specs[factors.a].shape[2:], specs[factors.b].shape[2:]
-        for spec, ending, kernel in zip(module.factor_specs(rank), (names.a, names.b), kernels, strict=True):
-            rows, cols = spec.shape
-            shape = (rows, cols // math.prod(kernel), *kernel)
+        names = _names(self._adapters[module.owners[0]]).pairs[module.name]
+        for spec, ending in zip(as_kernels(self._adapters, module, rank), (names.a, names.b), strict=True):
             reads = (Read(PRODUCTS, spec.name),)
-            yield Step(TensorSpec(f"{module.name}{ending}", dtype, shape), COPY if dtype.name == "F32" else CAST, reads)
+            out = TensorSpec(f"{module.name}{ending}", dtype, spec.shape)
+            yield Step(out, COPY if dtype.name == "F32" else CAST, reads)
         if self.container == KOHYA or any(module.name in _names(self._adapters[i]).alphas for i in module.owners):
             alpha = TensorSpec(f"{module.name}{ALPHA}", DTYPES["F32"], ())
             yield Step(alpha, FILL, (), settings=draft.add_settings(Settings({"value": float(rank)}, ())))

@@ -15,8 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsmith._kernels.codecs import Encoded, EncodedInputs
-from weightsmith._kernels.combine import LANES, combine, combine_columns, combine_rows, gram, gram_columns, gram_rows
-from weightsmith._kernels.delta import copy_rows
+from weightsmith._kernels.combine import LANES, combine, combine_columns, combine_rows, copy_rows, gram, gram_columns, gram_rows
 from weightsmith._methods.jobs.matrix import write_with
 from weightsmith.abc.job import Bytes, Job, Matrix, Tile
 

@@ -24,7 +24,7 @@ import xxhash
 from weightsmith._base.errors import ParameterError
 from weightsmith._base.torch_use import Tensor, load_linear_algebra, needs_torch, one_thread
 from weightsmith._kernels.codecs import Encoded, EncodedInputs
-from weightsmith._kernels.delta import combine_with, copy_rows
+from weightsmith._kernels.combine import combine_with, copy_rows
 from weightsmith.abc.job import Bytes, Job, Matrix, Tile
 
 Vector = npt.NDArray[np.float64]

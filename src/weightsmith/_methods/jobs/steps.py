@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsmith._kernels.codecs import F32, F64, Encoded, EncodedInputs
-from weightsmith._kernels.delta import copy_rows, delta_squares, rescale_delta
+from weightsmith._kernels.combine import copy_rows, delta_squares, rescale_delta
 from weightsmith._methods.jobs.decompose import transform
 from weightsmith._methods.jobs.matrix import MatrixJob, write_with
 from weightsmith.abc.job import Bytes, Job, Matrix, Tile

@@ -27,6 +27,7 @@ from weightsmith._base.errors import Unsupported
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._models.formats.config import ending, plain_dtype, recogniser
 from weightsmith._models.formats.decoded import F32, Band, QuantisedModel, TransposedWeight, read_columns, reader
+from weightsmith._models.formats.gptq import refuse_rotation
 from weightsmith._models.formats.hessians import CodesOf
 from weightsmith._models.formats.matrices import (
     GROUPS,
@@ -69,7 +70,7 @@ class AwqWeight(TransposedWeight):
 
 def _unpacked(words: npt.NDArray[np.int32]) -> npt.NDArray[np.uint8]:
     """[rows, words] → the codes [rows, 8 · words]."""
-    from weightsmith._kernels.packed import unpack_nibbles
+    from weightsmith._kernels.codes import unpack_nibbles
 
     codes = np.empty((len(words), 8 * words.shape[1]), np.uint8)
     unpack_nibbles(words.view(np.uint32).reshape(-1), _ORDER, codes.reshape(-1))
@@ -77,6 +78,7 @@ def _unpacked(words: npt.NDArray[np.int32]) -> npt.NDArray[np.uint8]:
 
 
 def weights(model: QuantisedModel) -> list[AwqWeight]:
+    refuse_rotation(model)
     for key in ("version", "checkpoint_format", "format"):
         model.setting(key, "gemm", ("gemm", "GEMM"))
     model.setting("bits" if "bits" in model.entry else "w_bit", 4, (4,))
@@ -104,7 +106,7 @@ def weights(model: QuantisedModel) -> list[AwqWeight]:
 
 def _packed(codes: npt.NDArray[np.uint8]) -> npt.NDArray[np.int32]:
     """The inverse of `_unpacked`."""
-    from weightsmith._kernels.packed import pack_nibbles
+    from weightsmith._kernels.codes import pack_nibbles
 
     words = np.empty((len(codes), codes.shape[1] // 8), np.uint32)
     pack_nibbles(codes.reshape(-1), _ORDER, words.reshape(-1))
@@ -158,7 +160,7 @@ class Awq(TransposedEncoding):
             qweight[:, outputs.start // 8 : outputs.stop // 8] = _packed(codes)
 
     def dequantise(self, arrays: Arrays, shape: tuple[int, ...]) -> Rows:
-        from weightsmith._kernels.packed import dequantise_transposed
+        from weightsmith._kernels.codes import dequantise_transposed
 
         words, packed, scales = map(np.array, arrays)
         codes, zeros = _unpacked(words).reshape(-1), _unpacked(packed).reshape(-1)

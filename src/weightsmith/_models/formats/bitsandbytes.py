@@ -46,7 +46,7 @@ class FourBit(Weight):
     nested: tuple[int, float] | None
 
     def decode(self, stored: Tensors, first: int, values: npt.NDArray[np.float32]) -> None:
-        from weightsmith._kernels.packed import dequantise_nibbles
+        from weightsmith._kernels.codes import dequantise_nibbles
 
         name = self.spec.name
         table = read_all(stored, f"{name}.quant_map")

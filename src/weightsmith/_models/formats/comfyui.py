@@ -1,4 +1,4 @@
-"""ComfyUI's scaled weights: 8-bit floats and integers, in single files and folders. They are read.
+"""ComfyUI's scaled weights: 8-bit floats and integers, in single files and folders. They are read; two are written.
 
 X.weight        F8_E4M3, F8_E5M2 or I8, of any shape; floats also as U8
 X.weight_scale  by which codes are multiplied: [] or [1] of the weight, [rows] or [rows, 1] of rows, [rows, groups, 1] of groups
@@ -10,20 +10,44 @@ Older files, and musubi-tuner's, have X.scale_weight and X.scale_input in place 
 `scaled_fp8` of no meaning, and no JSON. 8-bit floats without a scale are numbers. Scales of inputs are dropped.
 
 Weights that are rotated or whose scales are stored in the order of a GPU's tiles (nvfp4, mxfp8) are refused.
+
+comfyui-fp8: 8-bit floats with one scale, in single files.
+
+    X.weight        F8_E4M3 [rows, cols]   codes, to be multiplied by the scale
+    X.weight_scale  F32 []                 largest magnitude / 448
+    X.comfy_quant   U8 [27]                {"format": "float8_e4m3fn"}
+
+comfyui-fp8-old: the same, with names that programs read before there was X.comfy_quant.
+
+    X.scale_weight  F32 []                 in place of X.weight_scale
+    scaled_fp8      F8_E4M3 [2]            once, behind the prefix of the diffusion model. Two elements: programs compute with
+                                           decoded weights; another number: they round the inputs of layers to 8 bits, too
+
+**The scale has a value of bfloat16.** ComfyUI rounds it to the dtype that it computes in, when it decodes a weight.
+
+**Error.** For every finite x of a weight with the scale s, |code · s - x| ≤ 2^-4 · |x| + 2^-10 · s: half a unit in the last
+place of a 4-bit significand, or half the spacing of e4m3's subnormals.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
+import numpy as np
+
+from weightsmith._base.errors import Unsupported
 from weightsmith._base.files import show
-from weightsmith._base.tensors import BY_TORCH_NAME, DType, TensorSpec
+from weightsmith._base.tensors import BY_TORCH_NAME, DTYPES, DType, TensorSpec
 from weightsmith._models.formats.config import config_entries, dropped_scales, method_of, plain_dtype, without_entries
 from weightsmith._models.formats.decoded import F32, DecodedTensors, QuantisedModel, read_json
+from weightsmith._models.formats.matrices import bf16_scales, matrix_refusal
 from weightsmith._models.formats.scaled import FLOATS, ScaledWeight
-from weightsmith.abc.stored import Config, Specs, StoredFormat, Wrapped, labelled
+from weightsmith._models.structure.parts import DIFFUSION
+from weightsmith._plans import PlanDraft
+from weightsmith.abc.stored import Bytes, Config, Encoding, Kind, Rows, Specs, StoredFormat, Wrapped, Writing, labelled
 from weightsmith.abc.tensors import Tensors
 
 METHOD = "comfyui"
@@ -197,6 +221,99 @@ def _check_others(model: QuantisedModel, weights: list[ScaledWeight]) -> None:
             raise model.unsupported(f"tensor {show(name)} is part of a weight that is not read")
 
 
+# ---- writing
+
+_NAME, _OLD_NAME = "comfyui-fp8", "comfyui-fp8-old"
+_STATED = np.frombuffer(b'{"format": "float8_e4m3fn"}', np.uint8)
+_MARKERS = re.compile(rf"({re.escape(DIFFUSION)})?{_MARKER}")
+_LARGEST_CODE = 448
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledFloats(Encoding):
+    """8-bit floats with one scale.
+
+    old     under the older names
+    marker  the tensor that one weight of the file stores beside its own: it says that there are older names
+    """
+
+    old: bool = False
+    marker: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{_OLD_NAME if self.old else _NAME} {self.marker}".rstrip()
+
+    @property
+    def kind(self) -> Kind:
+        return "float"
+
+    @property
+    def bits(self) -> float:
+        return 8
+
+    @property
+    def scale(self) -> DType:
+        return F32
+
+    @property
+    def whole(self) -> int:
+        return 1 if self.old and not self.marker else 2
+
+    @property
+    def maxima(self) -> bool:
+        return True
+
+    @property
+    def of_blocks(self) -> bool:
+        return True
+
+    def refusal(self, spec: TensorSpec) -> str:
+        return matrix_refusal(spec)
+
+    def outs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
+        if why := self.refusal(spec):
+            raise Unsupported(f"tensor {show(spec.name)} cannot be stored as {self.name}: {why}")
+        module, float8 = spec.name.removesuffix(_WEIGHT), DTYPES["F8_E4M3"]
+        codes, scale = (
+            TensorSpec(spec.name, float8, spec.shape),
+            TensorSpec(module + (_OLD_SCALE if self.old else _SCALE), F32, ()),
+        )
+        if not self.old:
+            return codes, scale, TensorSpec(module + _SETTINGS, DTYPES["U8"], _STATED.shape)
+        return (codes, scale, TensorSpec(self.marker, float8, (2,))) if self.marker else (codes, scale)
+
+    def encode(self, spec: TensorSpec, rows: Rows, first_row: int, outs: Sequence[Bytes], numbers: Rows) -> None:
+        from weightsmith._kernels.codes import quantise_float8
+
+        high, wide = rows.shape
+        scales = bf16_scales(numbers, _LARGEST_CODE, np.empty(2, np.uint8))
+        quantise_float8(rows.reshape(-1), wide, high, wide, scales, outs[0])
+        outs[1][:] = scales.astype("<f4").view(np.uint8)
+        if not self.old:
+            outs[2][:] = _STATED
+        elif self.marker:
+            outs[2][:] = 0
+
+
+def _encoding_of(name: str) -> Encoding | None:
+    family, _, marker = name.partition(" ")
+    if family != _OLD_NAME or not marker:
+        return None
+    if not _MARKERS.fullmatch(marker):
+        raise ValueError(marker)
+    return ScaledFloats(old=True, marker=marker)
+
+
+def _mark(draft: PlanDraft, encoding: Encoding) -> None:
+    """Let the first encoded weight store the marker, too."""
+    first = next(k for k, step in enumerate(draft.steps) if step.encoding == encoding.name)
+    step = draft.steps[first]
+    prefix = DIFFUSION if step.out.name.startswith(DIFFUSION) else ""
+    marked = ScaledFloats(old=True, marker=f"{prefix}{_MARKER}")
+    draft.steps[first] = replace(step, encoding=marked.name, stored=marked.outs(step.out))
+
+
 FORMAT = StoredFormat(
     "comfyui",
     _TITLE,
@@ -206,4 +323,9 @@ FORMAT = StoredFormat(
         _OLD_SCALE: lambda name, specs: "ComfyUI's scaled FP8" if _is_old_scale(name, specs) else "",
         _SETTINGS: labelled(_TITLE),
     },
+    writes=(
+        Writing(_NAME, "8-bit floats with a scale for each weight of a single file's blocks", _TITLE, {0: ScaledFloats()}),
+        Writing(_OLD_NAME, "comfyui-fp8 under the names of 2025: scale_weight", _TITLE, {0: ScaledFloats(old=True)}, _mark),
+    ),
+    parse=_encoding_of,
 )

@@ -427,7 +427,7 @@ class TransposedWeight(Weight):
         return transposed_rows(*self.spec.shape)
 
     def decode(self, stored: Tensors, first: int, values: npt.NDArray[np.float32]) -> None:
-        from weightsmith._kernels.packed import dequantise_transposed
+        from weightsmith._kernels.codes import dequantise_transposed
 
         (outputs, inputs), groups = self.spec.shape, self.groups_of_inputs(stored)
         most = max(32, BAND_CODES // inputs // 32 * 32)

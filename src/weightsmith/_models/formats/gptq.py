@@ -87,7 +87,7 @@ class GptqWeight(TransposedWeight):
         return TransposedWeight.groups_of_inputs(self, stored)
 
     def band(self, stored: Tensors, outputs: slice) -> Band:
-        from weightsmith._kernels.packed import unpack_down
+        from weightsmith._kernels.codes import unpack_down
 
         qweight, qzeros, scales = self.stored[:3]
         width, inputs = self.spec.shape
@@ -112,10 +112,17 @@ def weights(model: QuantisedModel) -> list[GptqWeight]:
     entry = model.entry
     if entry.get("is_marlin_format"):
         raise model.unsupported("GPTQ weights in Marlin's layout (is_marlin_format) are not read")
+    refuse_rotation(model)
     model.setting("pack_dtype", "int32", ("int32",))
     key = "checkpoint_format" if "checkpoint_format" in entry else "format"
     version = model.setting(key, "gptq", ("gptq", "gptq_v2"))
     return packed_weights(model, 1 if version == "gptq" else 0, _BITS, mixed=bool(entry.get("dynamic")))
+
+
+def refuse_rotation(model: QuantisedModel) -> None:
+    """Raise Unsupported for a model that GPTQModel rotated: the inputs of down projections are rotated while it runs, too."""
+    if rotation := model.entry.get("rotation"):
+        raise model.unsupported(f"weights with rotation {show(rotation)} are not read: inputs of layers are rotated, too")
 
 
 def packed_weights(model: QuantisedModel, zero_minus: int, allowed: Sequence[int], *, mixed: bool) -> list[GptqWeight]:
@@ -207,7 +214,7 @@ class Gptq(TransposedEncoding):
         )
 
     def _fill(self, weight: Rows, arrays: Sequence[npt.NDArray[Any]], codes_of: CodesOf | None) -> None:
-        from weightsmith._kernels.packed import pack_down
+        from weightsmith._kernels.codes import pack_down
 
         bits, (qweight, qzeros, scales, g_idx) = self.bits, arrays
         zero = 1 << (bits - 1)
@@ -225,7 +232,7 @@ class Gptq(TransposedEncoding):
             qweight[:, outputs] = words.view(np.int32)
 
     def dequantise(self, arrays: Arrays, shape: tuple[int, ...]) -> Rows:
-        from weightsmith._kernels.packed import dequantise_transposed, unpack_down
+        from weightsmith._kernels.codes import dequantise_transposed, unpack_down
 
         words, _, scales, g_idx = map(np.array, arrays)
         values = np.empty((words.shape[1], g_idx.size), np.float32)

@@ -260,7 +260,7 @@ def transposed_codes(weight: Rows, scales: Rows, zeros: Rows, bits: int) -> Iter
     weight         float32 [outputs, inputs], C-contiguous
     scales, zeros  float32 [outputs, groups]
     """
-    from weightsmith._kernels.packed import quantise_transposed
+    from weightsmith._kernels.codes import quantise_transposed
 
     n, k = weight.shape
     for top in range(0, n, _BAND):

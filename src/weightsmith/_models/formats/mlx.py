@@ -106,7 +106,7 @@ class MlxWeight(Weight):
     top: int = 0
 
     def decode(self, stored: Tensors, first: int, values: npt.NDArray[np.float32]) -> None:
-        from weightsmith._kernels.packed import dequantise_rows
+        from weightsmith._kernels.codes import dequantise_rows
 
         inputs, table = self.spec.shape[1], self._table()
         width, groups = inputs * self.bits // 32, inputs // self.group_size

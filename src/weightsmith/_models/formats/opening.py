@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,6 +30,14 @@ MAX_CONFIG_BYTES = 16 << 20
 
 _PLAIN_ENDS = (".weight", ".bias")
 _PLAIN_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
+_STEM = r"(diffusion_pytorch_model|model)"
+_VARIANT = re.compile(
+    rf"{_STEM}(\.[\w-]+?(-\d+-of-\d+)?|-\d+-of-\d+\.[\w-]+)\.safetensors|{_STEM}\.[\w-]+\.safetensors\.index\.json"
+)
+"""Files of a variant of the weights, such as `model.fp16.safetensors`, and their index."""
+_PLAIN_PICKLES = frozenset(
+    f"{stem}.bin{end}" for stem in ("pytorch_model", "diffusion_pytorch_model") for end in ("", ".index.json")
+)
 
 
 def kinds() -> Iterator[FileKind]:
@@ -79,6 +88,8 @@ def choose_kind(names: Collection[str], where: str) -> tuple[FileKind, FolderWei
     Raises what `FileKind.choose` raises, and the errors of `no_weights` and of `of_ranks`.
     """
     listed = list(names)
+    if not _PLAIN_PICKLES.isdisjoint(listed):  # loaders read variants in another format only if one asks for them
+        listed = [name for name in listed if not _VARIANT.fullmatch(name)]
     error: Unsupported | None = None
     for kind in kinds():
         if error is not None and not kind.joins:

@@ -171,7 +171,7 @@ class _Codes:
 
     def whole_numbers(self, stored: npt.NDArray[Any], count: int) -> npt.NDArray[np.uint8]:
         """Rows of stored codes → [rows, count]: from 0, with the sign flipped."""
-        from weightsmith._kernels.packed import unpack_nibbles
+        from weightsmith._kernels.codes import unpack_nibbles
 
         scheme = self.scheme
         if scheme.per_word == 1:

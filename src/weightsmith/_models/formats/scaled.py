@@ -69,6 +69,7 @@ class Scheme:
     divided   scales are divided by X.weight_global_scale
     multiplied  scales are multiplied by X.weight_scale_2
     zeroed    X.weight_zero_point is subtracted from the codes
+    inverse   codes are divided by the scales
     stacked   what a scale is for in matrices that are stacked; None: the same
     group     of config.json that has it; "" if there are none
     """
@@ -83,6 +84,7 @@ class Scheme:
     divided: bool = False
     multiplied: bool = False
     zeroed: bool = False
+    inverse: bool = False
     stacked: Structure | None = None
     group: str = ""
 
@@ -136,6 +138,7 @@ class ScaledWeight(Weight):
              bits of a word are the first row's; "" where the code of zero is 2^(bits - 1). Blocks then have one row
     index    name of the tensor of the group of each column, I32 [cols]; "" where groups are in order. If it holds a -1, too
     loose    no code is in two words: the rest of each word is empty; see `words.py`
+    inverse  codes are divided by the scales
     """
 
     kind: str
@@ -146,6 +149,7 @@ class ScaledWeight(Weight):
     zeros: str = ""
     index: str = ""
     loose: bool = False
+    inverse: bool = False
 
     @property
     def bits(self) -> int:
@@ -188,15 +192,16 @@ class ScaledWeight(Weight):
             begin, end = at * self.bits // 8, -(-(at + part.size) * self.bits // 8)
             codes = np.empty(end - begin, np.uint8)
             stored.read_into(self.stored[0], begin, codes)
-            if not self.zeros:
+            if not (self.zeros or self.inverse):
                 dequantise(codes, TABLES[self.kind], at, cols, scales, across, block_rows, block_cols, part)
                 continue
             dequantise(codes, TABLES[self.kind], at, cols, np.ones_like(scales), across, block_rows, block_cols, part)
             row, col = np.divmod(np.arange(at, at + part.size), cols)
-            block = (row - band) * across + col // block_cols
-            part -= self._zeros(stored, band, last + 1)[block]
+            block = (row // block_rows - band) * across + col // block_cols
+            if self.zeros:
+                part -= self._zeros(stored, band, last + 1)[block]
             with np.errstate(all="ignore"):  # NaN and infinities are the caller's to refuse
-                part *= scales[block]
+                (np.divide if self.inverse else np.multiply)(part, scales[block], out=part)
 
     def _decode_rows(self, stored: Tensors, first: int, values: npt.NDArray[np.float32]) -> None:
         cols, high, across = self.spec.shape[1], self.block[0], self.grid[1]
@@ -302,7 +307,7 @@ def read_scaled(
         codes = [s for s in specs.values() if is_codes(s) or (s.dtype.name in unpacked and s.name.endswith(".weight"))]
         group_of = groups(entry, where)
         weights = [_weight(spec, stored, schemes, dtype, where, group_of) for spec in codes]
-        if not weights:
+        if schemes and not weights:
             expected = " or ".join(dict.fromkeys(scheme.codes for scheme in schemes))
             what = f"{place} in config.json says that the weights are quantised, and no tensor is {expected}"
             raise FormatError(what, where=where, fix=f"Remove {place} from config.json, if the weights are plain numbers.")
@@ -483,7 +488,7 @@ def _stacked(spec: TensorSpec, scale: TensorSpec, schemes: Sequence[Scheme], dty
         shapes = [(count, rows // high, -(-width // wide)), *([(count, width, 1)] if scheme.block == COLUMNS else [])]
         if scale.shape in shapes and rows % high == 0:
             shaped = TensorSpec(spec.name, F32, (count, rows, width))
-            return ScaledWeight(shaped, (spec.name, scale.name), dtype, scheme.kind, (high, wide))
+            return ScaledWeight(shaped, (spec.name, scale.name), dtype, scheme.kind, (high, wide), inverse=scheme.inverse)
     what = f"scale {show(scale.name)} of {show(spec.name)} {list(spec.shape)} is {list(scale.shape)}"
     raise damaged(f"{what}: it has no block for whole rows of each of {count} matrices", where)
 
@@ -507,7 +512,10 @@ def _described(name: str, spec: TensorSpec, cols: int, scale: str, scheme: Schem
     extent, divisor, factor, zeros = others = [name + end if has else "" for end, has in ends]
     block = scheme.block_of(rows, cols)  # which makes different names of the same block equal
     stored = spec.name, scale, *filter(None, others)
-    return ScaledWeight(TensorSpec(name, F32, (rows, cols)), stored, dtype, scheme.kind, block, extent, divisor, factor, zeros)
+    weight = ScaledWeight(
+        TensorSpec(name, F32, (rows, cols)), stored, dtype, scheme.kind, block, extent, divisor, factor, zeros
+    )
+    return replace(weight, inverse=scheme.inverse)
 
 
 def _spellings(grid: tuple[int, int]) -> list[tuple[int, ...]]:

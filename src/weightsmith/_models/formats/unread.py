@@ -6,7 +6,7 @@ it is alone. If its module has another floating-point tensor, that may be a scal
     X.weight F8_E4M3, with X.scale, X.weight_scales, X.weight._scale or X_scale
 
 A matrix of integers under the name of a weight is codes in any case. Other integers are positions, masks, tables of tokens or
-counters. They are codes only if their module has a scale and no other weight.
+counters. They are codes only if their module has a scale and no other weight. Some programs use names that no plain model has.
 """
 
 from __future__ import annotations
@@ -28,6 +28,14 @@ _HARMLESS_WORDS = ("bias", "norm", "gamma", "beta", "running", "correction")
 _TABLE_WORDS = ("index", "indices", "idx", "ids", "mask", "bias", "position", "coords")
 """Parts of names of integers that are no codes, even beside a learned scale."""
 
+_PROGRAMS = {
+    ".dense_weights": "SpQR",
+    ".dqweight": "FP-Quant",
+    ".forward_hadamard_matrix": "FP-Quant",
+    ".centroids.weight": "VPTQ",
+}
+"""Ends of names of tensors that only one program has."""
+
 _PARTS = frozenset("absmax centroids codebooks codes g_idx indices qidxs qweight qzeros scales w_q zeros".split())
 """Last components of names of tensors that plain models have not, whatever their dtype."""
 
@@ -41,6 +49,8 @@ def describe_codes(specs: Specs) -> str | None:
     "F8_E4M3 codes in an unknown layout, beside 'q.wscale' F32 [] (tensor 'q.weight')"
     """
     for spec in specs.values():
+        if program := next((program for end, program in _PROGRAMS.items() if spec.name.endswith(end)), ""):
+            return f"{program} (tensor {show(spec.name)})"
         if spec.dtype.name == _EXPONENTS:
             return f"codes with scales in F8_E8M0 (tensor {show(spec.name)})"
         if _is_integer_weight(spec):
@@ -105,6 +115,8 @@ def _stems_of_codes(codes: TensorSpec, specs: Specs) -> Iterator[str]:
     head, _, word = leaf.rpartition("_")
     if head and word in _CODE_WORDS:
         yield f"{module}.{head}" if module else head
+    elif leaf == f"_{word}" and word in _CODE_WORDS:  # of Quanto: X.weight._data
+        yield module
     if codes.dtype.name in _FLOAT8:
         if leaf == _WEIGHT and len(codes.shape) > 1:
             yield module

@@ -50,7 +50,7 @@ def unpack_rows(words: npt.NDArray[np.uint32], bits: int, codes: int, *, loose: 
     >>> unpack_rows(np.array([[0o76543210]], np.uint32), 3, 8)
     array([[0, 1, 2, 3, 4, 5, 6, 7]], dtype=uint8)
     """
-    from weightsmith._kernels.packed import unpack_down
+    from weightsmith._kernels.codes import unpack_down
 
     if loose:
         of_words = np.empty((WORD_BITS // bits, words.size), np.uint8)

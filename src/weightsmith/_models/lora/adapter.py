@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from weightsmith._base.errors import FormatError
+from weightsmith._base.errors import FormatError, Unsupported
 from weightsmith._base.files import show
 from weightsmith._base.text import count
 from weightsmith._models.checkpoint import Checkpoint
@@ -26,6 +26,7 @@ from weightsmith._models.structure.configs import finite_number, whole_number
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAMES = ("adapter_model.safetensors", "adapter_model.bin")  # the first that exists is read
 MAX_CONFIG_BYTES = 16 << 20
+MOST_DIMENSIONS = 5  # of the kernel of a convolution over time, height and width
 
 PREFIX = "base_model.model."
 _FACTOR = re.compile(r"(.+)\.(?:lora_([AB])(?:\.default)?\.weight|lora_embedding_([AB])(?:\.default)?)")
@@ -47,7 +48,8 @@ class Factors:
     a, b       names in the adapter's file of A [rank, inputs] and B [outputs, rank]
     embedding  of an embedding: A is [rank, tokens], B [hidden, rank]
     scaling    alpha / rank, or as rsLoRA has it
-    magnitude  name of DoRA's norms of the rows [outputs]; "" without DoRA
+    magnitude  name of DoRA's norms of the rows: one number for each output; "" without DoRA
+    columns    the norms are of the columns, one for each input channel, as earlier versions of LyCORIS have them
     """
 
     a: str
@@ -55,6 +57,7 @@ class Factors:
     embedding: bool
     scaling: float
     magnitude: str = ""
+    columns: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +155,7 @@ def sort_tensors(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Adapter:
     """The adapter in a file. Raises FormatError with everything in it that cannot be."""
     check_empty(checkpoint)
     problems: list[str] = []
+    unread: list[str] = []
     factors: dict[str, dict[str, str]] = {}
     embeddings: set[str] = set()
     magnitudes: dict[str, str] = {}
@@ -170,8 +174,8 @@ def sort_tensors(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Adapter:
             problems.append(f"{show(name)} is no A or B of a LoRA")
         elif match is None:
             replacements[SAVED.sub("", inner).replace(_LAYER, "")] = name
-        elif not spec.dtype.floating or len(spec.shape) != 2 or 0 in spec.shape:
-            problems.append(f"{spec} is no matrix of floating numbers: only linear and embedding layers are applied")
+        elif not spec.dtype.floating or not 2 <= len(spec.shape) <= (MOST_DIMENSIONS if match[2] else 2) or 0 in spec.shape:
+            problems.append(f"{spec} is no matrix of floating numbers, nor a kernel")
         elif factors.setdefault(match[1], {}).setdefault(match[2] or match[3], name) != name:
             problems.append(f"{show(name)} and {show(factors[match[1]][match[2] or match[3]])} are the same factor")
         elif match[3]:
@@ -195,11 +199,14 @@ def sort_tensors(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Adapter:
             else:
                 stacked.setdefault(outer, {})[depth] = Stacked(pair["A"], pair["B"])
             continue
-        if a[0] != rank or b[1] != rank:
+        if a[0] != rank or b[1] != rank or len(a) != len(b) or set(b[2:]) - {1}:
             problems.append(f"{module} has rank {rank} by the config, and A {list(a)} and B {list(b)}")
             continue
         magnitude = magnitudes.pop(module, "")
-        if problem := _magnitude_problem(checkpoint, config, module, magnitude, b[0], embedding=module in embeddings):
+        if magnitude and (module in embeddings or config.get("fan_in_fan_out") is True):
+            unread.append(f"{module}: norms of an embedding, or of a weight stored [inputs, outputs]")
+            continue
+        if problem := _magnitude_problem(checkpoint, config, module, magnitude, b[0]):
             problems.append(problem)
             continue
         updates[module] = Factors(pair["A"], pair["B"], module in embeddings, scalings.of(module), magnitude)
@@ -213,6 +220,9 @@ def sort_tensors(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Adapter:
         shown = [*problems[:8], *([f"and {n - 8} more"] if n > 8 else [])]
         fix = "Save it again with peft: the config and the weights are of different adapters, or this is not one of PEFT's."
         raise FormatError(f"the adapter's tensors have {count(n, 'problem')}", where=where, details=shown, fix=fix)
+    if unread:
+        what = "DoRA is applied to linear layers and convolutions alone"
+        raise Unsupported(what, where=str(checkpoint.paths[0]), details=unread[:8], fix=_MERGE_WITH_PEFT)
     adapter = Adapter(
         checkpoint,
         updates,
@@ -278,16 +288,12 @@ def _parameters(
             yield ExpertParameter(name, scalings.rank(full), scalings.of(full), layouts.grouped(name))
 
 
-def _magnitude_problem(
-    checkpoint: Checkpoint, config: Mapping[str, Any], module: str, magnitude: str, outputs: int, *, embedding: bool
-) -> str:
+def _magnitude_problem(checkpoint: Checkpoint, config: Mapping[str, Any], module: str, magnitude: str, outputs: int) -> str:
     """What is wrong with the norms that DoRA has for a module; ""."""
     if bool(config.get("use_dora")) != bool(magnitude):
         return f"{module} has {'a' if magnitude else 'no'} magnitude, and use_dora is {show(config.get('use_dora'))}"
-    if magnitude and (embedding or config.get("fan_in_fan_out") is True):
-        return f"{module}: DoRA of embeddings, and of weights stored [inputs, outputs], is not read; {_MERGE_WITH_PEFT}"
     spec = checkpoint.specs[magnitude] if magnitude else None
-    if spec is not None and (spec.shape != (outputs,) or not spec.dtype.floating):
+    if spec is not None and not (spec.size == outputs == max(spec.shape, default=0) and spec.dtype.floating):
         return f"{spec} has not one number for each of {outputs} outputs"
     return ""
 

@@ -121,13 +121,14 @@ def _unused(adapter: Adapter) -> Iterator[Finding]:
     Of one on this disk alone. Cost: reads factors up to the first that are not zeros.
     """
     checkpoint = adapter.checkpoint
-    pairs = [(factors.a, factors.b) for factors in adapter.updates.values()]
+    pairs = [(factors.a, factors.b) for factors in adapter.updates.values() if factors.scaling]
     pairs += [(level.a, level.b) for levels in adapter.stacked.values() for level in levels]
+    modules = len(adapter.updates) + len(adapter.stacked)
     dora = any(factors.magnitude for factors in adapter.updates.values())
-    if checkpoint.repositories or adapter.replacements or adapter.others or dora or not pairs:
+    if checkpoint.repositories or adapter.replacements or adapter.others or dora:
         return
     if not any(checkpoint.read(b).any() and checkpoint.read(a).any() for a, b in pairs):
-        what = f"the adapter changes nothing: B @ A of its {count(len(pairs), 'module')} is all zeros"
+        what = f"the adapter changes nothing: B @ A of its {count(modules, 'module')} is all zeros"
         fix = "check that it was trained, and that its trained weights were saved"
         yield Finding(what, checkpoint.ref, fix=fix)
 
@@ -138,6 +139,14 @@ def find_places(base: Checkpoint, adapter: Adapter, names: Names = dict) -> dict
     Raises ShapeError as `apply_adapter` does.
     """
     return _matched(base, adapter, adapter.checkpoint.ref, names).places
+
+
+def find_shapes(base: Checkpoint, adapter: Adapter, names: Names = dict) -> dict[str, Shape]:
+    """Modules that an adapter of another kind than LoRA changes → the shapes of their weights [outputs, inputs].
+
+    Raises ShapeError as `apply_adapter` does.
+    """
+    return _matched(base, adapter, adapter.checkpoint.ref, names).shapes
 
 
 def _matched(base: Checkpoint, adapter: Adapter, ref: str, names: Names) -> _Match:
@@ -158,6 +167,7 @@ class _Match:
     notes   what the user should know
     untied  the one of them on an embedding and a head that were one tensor
     places  see `find_places`
+    shapes  see `find_shapes`
     grown   whether there are more tokens than in the base
 
     sources  tensor of the model that transformers builds → tensors of the base; {}: names are the base's
@@ -172,6 +182,7 @@ class _Match:
         self.notes: list[Finding] = []
         self.untied: Finding | None = None
         self.places: dict[str, str] = {}
+        self.shapes: dict[str, Shape] = {}
         self.grown = False
         self._base_names = {name: name for name in base.specs}  # tensor → the base's that it stands for
         self._updates: dict[str, Factors] = {}
@@ -258,6 +269,16 @@ class _Match:
             raise ShapeError(what, where=adapter.checkpoint.ref, details=shown, fix=fix)
         if tied and not self._shared:
             self._untie(tied)
+        self._note_lost_biases()
+
+    def _note_lost_biases(self) -> None:
+        """A warning where biases were trained and not saved, as PEFT did for a while with `bias: lora_only`."""
+        trained = (self.adapter.checkpoint.config or {}).get("bias") not in (None, "none")
+        biases = [f"{module}.bias" for module in (*self.places, *self.adapter.others)]
+        lost = [name for name in biases if name in self.base.specs] if trained else []
+        if lost and not any(name.endswith(".bias") for name in self.adapter.replacements):
+            what = f"biases were trained, and the adapter has none: those of the base stay, such as {lost[0]}"
+            self.notes.append(Finding(what, self.ref, fix="save it again with a current version of peft"))
 
     def _take_task_head(self) -> set[str]:
         """The tensors of a classifier's head that the adapter has and the base has not: the result is of that class, then.
@@ -317,8 +338,8 @@ class _Match:
         if adapter.file is None:
             return None
         shapes = ((module, self._shapes(factors)) for module, factors in adapter.updates.items())
-        modules = {module: (b[0], a[1]) for module, (a, b) in shapes}
-        modules |= {module: self._shape_of_other(parts) for module, parts in adapter.others.items()}
+        modules = {module: self._shape_of_other(parts) for module, parts in adapter.others.items()}
+        modules |= {module: (b[0], a[1]) for module, (a, b) in shapes}
         places = find_modules(modules, base.specs, adapter.checkpoint.ref, base.ref, flat=adapter.file.flat)
         if places.names:
             placed = {module: factors for module, factors in adapter.updates.items() if module in places.names}
@@ -332,6 +353,8 @@ class _Match:
         """Outputs and inputs of a module of LoHa, to tell networks apart; zeros if the factors do not show them."""
         shapes = {part: self.adapter.checkpoint.specs[name].shape for part, name in parts.parts.items()}
         rows, cols = shapes.get("hada_w1_a", ()), shapes.get("hada_w1_b", ())
+        if len(difference := as_matrix(shapes.get("diff", ()))) == 2:
+            return difference[0], difference[1]
         return (rows[0], cols[1]) if len(rows) == len(cols) == 2 and "hada_t1" not in shapes else (0, 0)
 
     def _part_of(self, name: str) -> tuple[str, SubMatrix] | None:
@@ -373,21 +396,29 @@ class _Match:
             rows = first, shape[0]
         else:
             return [self._no_place(name)]
-        if not self.base.specs[self._base_names[tensor]].dtype.floating or len(shape) < 2 or 0 in shape:
-            return [f"{name}: {list(shape)} in the base, and {self.adapter.title} changes weights of layers"]
-        if tensor in self._updates or tensor in self._parts:
-            return [f"{name}: the adapter has two changes for it"]
-        if any(change.rows is None or change.rows == rows for change in self._changes.get(tensor, ())):
-            return [f"{name}: the adapter changes it under several names, {module} is one of them"]
         kind, specs = KINDS.get(parts.kind), self.adapter.checkpoint.specs
+        dimensions = 1 if kind.vectors and rows is None else 2
+        if not self.base.specs[self._base_names[tensor]].dtype.floating or len(shape) < dimensions or 0 in shape:
+            return [f"{name}: {list(shape)} in the base, and {self.adapter.title} changes weights of layers"]
+        changed = not kind.of_biases.issuperset(parts.parts)
+        if changed and (tensor in self._updates or tensor in self._parts):
+            return [f"{name}: the adapter has two changes for it"]
+        if changed and any(change.rows is None or change.rows == rows for change in self._changes.get(tensor, ())):
+            return [f"{name}: the adapter changes it under several names, {module} is one of them"]
         transposed = self.adapter.transposed and len(shape) == 2 and rows is None and parts.kind != "trainable_tokens"
         turned = shape[::-1] if transposed else shape
+        self.shapes[module] = turned
         described = AdapterModule(module, turned, {part: specs[stored] for part, stored in parts.parts.items()}, parts.settings)
         if problems := list(kind.problems(described)):
             return [f"{name}: {problem}" for problem in problems]
         code = KINDS.identity(parts.kind)
-        self._changes.setdefault(tensor, []).append(RowChange(kind, described, transposed, rows, code))
+        if changed:
+            self._changes.setdefault(tensor, []).append(RowChange(kind, described, transposed, rows, code))
         bias = f"{tensor.removesuffix('weight')}bias"
+        if bias not in self._base_names and (extra := kind.of_biases.intersection(parts.parts)):
+            return [f"{name}: the adapter has {min(extra)}, and the base has no {bias}"]
+        if bias in self._changes and any(change.rows in (None, rows) for change in self._changes[bias]):
+            return [f"{bias}: the adapter changes it under several names, {module} is one of them"]
         if bias in self._base_names and kind.biases(described):
             self._changes.setdefault(bias, []).append(RowChange(kind, kind.of_bias(described), rows=rows, code=code))
         return []
@@ -427,7 +458,9 @@ class _Match:
         single = self.adapter.file is not None
         upright = factors.magnitude or (single and not factors.embedding)
         fitting = ((b[0], a[1]),) if upright else ((b[0], a[1]), (a[1], b[0]))
-        if not spec.dtype.floating or (as_matrix(spec.shape) if single else spec.shape) not in fitting:
+        kernel = self.adapter.checkpoint.specs[factors.a].shape[2:]
+        stored = as_matrix(spec.shape) if single or (kernel and kernel == spec.shape[2:]) else spec.shape
+        if not spec.dtype.floating or stored not in fitting:
             return f"{name}: {list(spec.shape)} {spec.dtype} in the base, and the adapter is for {[b[0], a[1]]}"
         return ""
 
@@ -510,7 +543,7 @@ class _Match:
         if factors is None:
             return sorted(self._parts.get(name, ()), key=lambda update: update.rows or (0, 0))
         transposed = self._transposed(factors, self._source_spec(name).shape)
-        return [Update(factors.a, factors.b, factors.scaling, transposed, factors.magnitude)]
+        return [Update(factors.a, factors.b, factors.scaling, transposed, factors.magnitude, columns=factors.columns)]
 
     def _transposed(self, factors: Factors, shape: Shape) -> bool:
         """The weight is (B @ A)ᵀ: an embedding, or one of GPT-2's. The shape says so, and of a square one the config."""

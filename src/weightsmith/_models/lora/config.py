@@ -232,9 +232,6 @@ def _not_applied(config: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
     for key, reason in NOT_APPLIED.items():
         if config.get(key):
             yield f"{key}: {reason.why}", reason.by_peft
-    bias = config.get("bias", "none")
-    if bias in BIASES[1:]:
-        yield f"bias: {show(bias)}: biases are trained too", True
     init = config.get("init_lora_weights")
     if isinstance(init, str) and init.startswith(CHANGING_INITS):
         yield f"init_lora_weights: {show(init)}: the base weights were changed before training", True

@@ -6,8 +6,9 @@ LoHa is squared, those of the matrices of a LoKr are multiplied.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -56,8 +57,16 @@ class ExactFactor(Weight):
         values[:] = whole.reshape(-1)[first : first + values.size]
 
 
-def as_lora(adapter: Adapter) -> Adapter:
+def needs_base(adapter: Adapter) -> bool:
+    """Whether the shapes of its modules are in the base alone."""
+    kinds = (KINDS.get(parts.kind).exact for parts in adapter.others.values())
+    return any(exact is not None and exact.shape is None for exact in kinds)
+
+
+def as_lora(adapter: Adapter, shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})) -> Adapter:
     """The adapter with factors in place of tensors of other kinds; itself if it is a LoRA. Closing it closes the adapter.
+
+    shapes  module → outputs and inputs of its weight, for modules whose tensors do not tell them (`needs_base`)
 
     Raises Unsupported for kinds that are no LoRA, FormatError for tensors that do not fit together.
     """
@@ -76,7 +85,7 @@ def as_lora(adapter: Adapter) -> Adapter:
     names = _FLAT_NAMES if adapter.file is not None and adapter.file.flat else PAIRS[0]
     for module, parts in adapter.others.items():
         try:
-            a, b = _factors(adapter, module, parts, names)
+            a, b = _factors(adapter, module, parts, names, shapes.get(module, ()))
         except ValueError as error:
             problems.append(f"{module}: {error}")
             continue
@@ -100,21 +109,29 @@ def as_lora(adapter: Adapter) -> Adapter:
     return replace(adapter, checkpoint=exact, updates=updates, others={}, file=file)
 
 
-def _factors(adapter: Adapter, module: str, parts: OtherParts, names: FactorNames) -> Iterator[ExactFactor]:
-    """A and B of a module. Raises ValueError for tensors that do not fit together."""
+def _factors(
+    adapter: Adapter, module: str, parts: OtherParts, names: FactorNames, shape: tuple[int, ...]
+) -> Iterator[ExactFactor]:
+    """A and B of a module. shape: what the base says. Raises ValueError for tensors that do not fit together."""
     kind, specs = KINDS.get(parts.kind), adapter.checkpoint.specs
     exact = kind.exact
     assert isinstance(exact, ExactFactors)
     headers = {part: specs[stored] for part, stored in parts.parts.items()}
     bare = AdapterModule(module, (), headers, parts.settings)
-    described = replace(bare, shape=exact.shape(bare))
+    if exact.shape is not None:
+        shape = exact.shape(bare)
+    elif len(shape) != 2:
+        raise ValueError("the base has no linear layer there" if shape else "how many inputs it has is in the base alone")
+    described = replace(bare, shape=shape)
     if problems := list(kind.problems(described)):
         raise ValueError("; ".join(problems))
-    (outputs, inputs), rank = described.shape, exact.rank(described)
+    rank = exact.rank(described)
     if not 0 < rank < 1 << 20 or 0 in described.shape:
         raise ValueError(f"its factors have rank {rank}")
+    outputs, *others = described.shape
+    ones = (1,) * (len(others) - 1)
     stored = tuple(spec.name for spec in headers.values())
     code = KINDS.identity(parts.kind)
-    for ending, shape, is_b in ((names.a, (rank, inputs), False), (names.b, (outputs, rank), True)):
-        spec = TensorSpec(f"{module}{ending}", DTYPES["F32"], shape)
+    for ending, factor_shape, is_b in ((names.a, (rank, *others), False), (names.b, (outputs, rank, *ones), True)):
+        spec = TensorSpec(f"{module}{ending}", DTYPES["F32"], factor_shape)
         yield ExactFactor(spec, stored, DTYPES["F32"], parts.kind, code, described, is_b)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from weightsmith._models.formats.opening import open_file
 from weightsmith._models.lora.adapter import (
     CONFIG_NAME,
     MAX_CONFIG_BYTES,
+    MOST_DIMENSIONS,
     PREFIX,
     WEIGHTS_NAMES,
     Adapter,
@@ -41,7 +43,7 @@ from weightsmith._models.lora.forms import (
     unnamed,
 )
 from weightsmith._models.lora.gguf_file import SUFFIX, is_gguf_adapter, open_gguf
-from weightsmith._models.lora.kinds import kind_of_part
+from weightsmith._models.lora.kinds import KINDS, kind_of_part
 from weightsmith._models.lora.networks import UNKNOWN, network_of
 from weightsmith._models.lora.peft_folder import open_peft
 from weightsmith._models.sources.composed import Selected
@@ -52,8 +54,11 @@ from weightsmith._models.sources.composed import Selected
 METADATA_KEY = "lora_adapter_metadata"
 """What diffusers writes into a file's metadata: rank, alpha and more of each network, as JSON."""
 
+DORA_SCALE = ".dora_scale"
+"""Ending of norms of DoRA in files of LyCORIS and OneTrainer: of rows [outputs, 1] or of columns [1, inputs]."""
+
+_NORMS = re.compile(rf"(.+)(?:{re.escape(DORA_SCALE)}|\.lora_magnitude_vector(?:\.default)?(?:\.weight)?)")
 _SHOWN = 8
-_MOST_DIMENSIONS = 5  # of the kernel of a convolution over time, height and width
 _WAY_OUT = "merge it into its base with the program that made it, and use that model"
 _Parts = dict[str, tuple[str, FactorNames]]
 
@@ -65,7 +70,9 @@ def read_file(checkpoint: Checkpoint, path: Path) -> Adapter:
     """
     where = str(path)
     parts_of_module, alphas, strange = _sorted(checkpoint)
-    others, strange = _others(checkpoint, strange, alphas)
+    norms, strange = _norms(strange, parts_of_module)
+    others, strange = _others(checkpoint, strange, alphas, parts_of_module)
+    strange += [norms[module] for module in norms if module not in parts_of_module]
     if kinds := dict.fromkeys(filter(None, map(other_kind, strange))):
         named = [f"{show(name)}: {other_kind(name)}" for name in strange if other_kind(name)]
         what = f"it is {' and '.join(kinds)}, which is not applied from a single file"
@@ -75,7 +82,7 @@ def read_file(checkpoint: Checkpoint, path: Path) -> Adapter:
         details = [show(name) for name in strange[:3]]
         what = "a single file that is not a LoRA of kohya's scripts, or of diffusers"
         raise Unsupported(what, where=where, details=details, fix=fix)
-    strange += [alphas.pop(module) for module in [*alphas] if module not in parts_of_module]
+    strange += [alphas.pop(module) for module in [*alphas] if module not in parts_of_module and not _states(others, module)]
     if strange:
         what = f"{count(len(strange), 'tensor')} of it are neither factors nor alpha of a module"
         raise Unsupported(what, where=where, details=[show(name) for name in strange[:_SHOWN]], fix=_WAY_OUT)
@@ -83,7 +90,7 @@ def read_file(checkpoint: Checkpoint, path: Path) -> Adapter:
     scale = _Scale(checkpoint, alphas, where, flat=flat)
     problems, updates = list[str](), dict[str, Factors]()
     for module, parts in parts_of_module.items():
-        factors = _factors(checkpoint, module, parts, scale)
+        factors = _factors(checkpoint, module, parts, scale, norms.get(module, ""))
         if isinstance(factors, str):
             problems.append(factors)
         else:
@@ -95,24 +102,47 @@ def read_file(checkpoint: Checkpoint, path: Path) -> Adapter:
     return Adapter(checkpoint, updates, file=FileNames(flat, pairs, frozenset(alphas)), others=others)
 
 
-def _others(checkpoint: Checkpoint, strange: Sequence[str], alphas: dict[str, str]) -> tuple[dict[str, OtherParts], list[str]]:
-    """Module → its tensors of LoHa or LoKr; and the tensors that are of neither. Takes their alphas out of `alphas`."""
+def _norms(strange: Sequence[str], modules: Container[str]) -> tuple[dict[str, str], list[str]]:
+    """Module with factors → its norms of DoRA; and the tensors that are none."""
+    norms, rest = dict[str, str](), list[str]()
+    for name in strange:
+        match = _NORMS.fullmatch(name)
+        if match and match[1] in modules and match[1] not in norms:
+            norms[match[1]] = name
+        else:
+            rest.append(name)
+    return norms, rest
+
+
+def _others(
+    checkpoint: Checkpoint, strange: Sequence[str], alphas: Mapping[str, str], parts_of_factors: dict[str, _Parts]
+) -> tuple[dict[str, OtherParts], list[str]]:
+    """Module → its tensors of another kind; and the tensors of none. Takes the factors around a core out of `parts_of_factors`.
+
+    A module may have factors and a difference of its bias.
+    """
     parts_of_module: dict[str, dict[str, str]] = {}
     rest = list[str]()
     for name in strange:
-        module, dot, part = name.rpartition(".")
+        module, dot, part = name.removesuffix(".weight").rpartition(".")
         if dot and kind_of_part(part):
             parts_of_module.setdefault(module, {})[part] = name
         else:
             rest.append(name)
     others = dict[str, OtherParts]()
     for module, parts in parts_of_module.items():
-        settings: dict[str, Any] = {}
-        if module in alphas:
-            alpha = _alpha_in(checkpoint, alphas.pop(module))
-            settings["alpha"] = alpha
-        others[module] = OtherParts(kind_of_part(next(iter(parts))), parts, settings)
+        if "lora_mid" in parts:
+            around = parts_of_factors.pop(module, {})
+            parts |= {"lora_down" if part == "A" else "lora_up": name for part, (name, _) in around.items()}
+        kind = kind_of_part(next(iter(parts)))
+        stated = module in alphas and "alpha" in KINDS.get(kind).used
+        others[module] = OtherParts(kind, parts, {"alpha": _alpha_in(checkpoint, alphas[module])} if stated else {})
     return others, rest
+
+
+def _states(others: Mapping[str, OtherParts], module: str) -> bool:
+    """Whether an alpha of a module counts."""
+    return module in others and "alpha" in others[module].settings
 
 
 def _alpha_in(checkpoint: Checkpoint, name: str) -> float | str:
@@ -121,6 +151,8 @@ def _alpha_in(checkpoint: Checkpoint, name: str) -> float | str:
     if spec.size != 1 or spec.dtype.name == "BOOL":
         return f"{spec} is not one number"
     alpha = float(checkpoint.read(name).astype(float).reshape(()))
+    if alpha == 0:
+        return f"{name} is 0: kohya's scripts and LyCORIS take that for the rank, ComfyUI and diffusers for no change at all"
     return alpha if math.isfinite(alpha) else f"{name} is {alpha}"
 
 
@@ -160,11 +192,11 @@ class _Scale:
         self._metadata = parse_object(text.encode(), METADATA_KEY, where, fix) if text else {}
         self._stated: dict[str, Scalings | None] = {}
 
-    def of(self, module: str, rank: int, pair: FactorNames) -> float | str:
-        """The number; or what is wrong with it. Raises Unsupported if it is in no file."""
+    def of(self, module: str, rank: int, pair: FactorNames, *, normed: bool = False) -> float | str:
+        """The number; or what is wrong with it. normed: it has norms of DoRA. Raises Unsupported if it is in no file."""
         network, inner = network_of(module, flat=self._flat)
         beginning = module.removesuffix(inner).removesuffix(".")
-        stated = self._of_network(beginning)
+        stated = self._of_network(beginning, normed=normed)
         if stated is not None:
             if (stated_rank := stated.rank(inner)) != rank:
                 return f"{module} has rank {stated_rank} by the file's metadata, and factors of {rank}"
@@ -183,7 +215,7 @@ class _Scale:
         alpha = _alpha_in(self._checkpoint, name)
         return alpha if isinstance(alpha, str) else alpha / rank
 
-    def _of_network(self, beginning: str) -> Scalings | None:
+    def _of_network(self, beginning: str, *, normed: bool) -> Scalings | None:
         """What the metadata says of a network; None if it says nothing."""
         if beginning not in self._stated:
             start = f"{beginning}."
@@ -191,14 +223,14 @@ class _Scale:
             network_config: dict[str, Any] = {key.removeprefix(start): value for key, value in stated if key.startswith(start)}
             if network_config:
                 check_config({**network_config, "peft_type": "LORA"}, f"{self._where}, {METADATA_KEY}")
-            if network_config.get("use_dora"):
+            if network_config.get("use_dora") and not normed:
                 what = f"it is {DORA} by its metadata, and has no norms of rows"
                 raise Unsupported(what, where=self._where, fix=_WAY_OUT)
             self._stated[beginning] = Scalings(network_config, f"{self._where}, {METADATA_KEY}") if network_config else None
         return self._stated[beginning]
 
 
-def _factors(checkpoint: Checkpoint, module: str, parts: _Parts, scale: _Scale) -> Factors | str:
+def _factors(checkpoint: Checkpoint, module: str, parts: _Parts, scale: _Scale, norms: str) -> Factors | str:
     """The factors of a module; or what is wrong with them."""
     if len(parts) < 2:
         (part,) = parts
@@ -206,13 +238,23 @@ def _factors(checkpoint: Checkpoint, module: str, parts: _Parts, scale: _Scale) 
     (a, pair), (b, other) = parts["A"], parts["B"]
     down, up = checkpoint.specs[a], checkpoint.specs[b]
     shapes = f"{list(down.shape)} and {list(up.shape)}"
-    alike = pair is other and 2 <= len(down.shape) == len(up.shape) <= _MOST_DIMENSIONS and set(up.shape[2:]) <= {1}
+    alike = pair is other and 2 <= len(down.shape) == len(up.shape) <= MOST_DIMENSIONS and set(up.shape[2:]) <= {1}
     if not alike or down.shape[0] != up.shape[1] or 0 in (*down.shape, *up.shape):
         return f"{module}: {shapes} are no factors of a linear layer or a convolution"
     if not (down.dtype.floating and up.dtype.floating):
         return f"{module}: {down.dtype} and {up.dtype} are no floating numbers"
-    scaling = scale.of(module, down.shape[0], pair)
-    return scaling if isinstance(scaling, str) else Factors(a, b, pair.embedding, scaling)
+    scaling = scale.of(module, down.shape[0], pair, normed=bool(norms))
+    if isinstance(scaling, str):
+        return scaling
+    if not norms:
+        return Factors(a, b, pair.embedding, scaling)
+    spec, outputs, inputs = checkpoint.specs[norms], up.shape[0], down.shape[1]
+    of_lycoris = norms.endswith(DORA_SCALE)
+    columns = of_lycoris and spec.shape[:2] == (1, inputs)
+    fits = spec.size == max(spec.shape, default=0) == (inputs if columns else outputs)
+    if not spec.dtype.floating or not fits or (of_lycoris and not columns and spec.shape[0] != outputs):
+        return f"{module}: {spec} has not one number for each of {outputs} outputs, nor [1, {inputs}] for inputs"
+    return Factors(a, b, pair.embedding, scaling, norms, columns)
 
 
 # ---- Models that hold an adapter which was never merged: saved while PEFT had wrapped their modules

@@ -20,7 +20,7 @@ from weightsmith._models.lora.adapter import (
     check_empty,
     saved_modules,
 )
-from weightsmith._models.lora.config import BIASES, MERGE_WITH_PEFT, REPAIR, ModulePatterns
+from weightsmith._models.lora.config import BIASES, REPAIR, ModulePatterns
 from weightsmith._models.lora.forms import other_kind
 from weightsmith._models.lora.kinds import KINDS
 from weightsmith._models.structure.configs import finite_number
@@ -35,14 +35,13 @@ _UNUSED |= {"runtime_config", "target_modules"}
 
 def check_other(config: Mapping[str, Any], kind: AdapterKind, where: str) -> None:
     """Raise Unsupported for settings of an adapter whose meaning is not known, FormatError for values of a wrong type."""
-    if config.get("bias", "none") in BIASES[1:] or config.get("bias") == f"{config.get('peft_type')}_only".lower():
-        what = f"bias: {show(config['bias'])}: biases are trained too, and are not applied"
-        raise Unsupported(what, where=where, fix=MERGE_WITH_PEFT)
     known = _USED | _UNUSED | kind.used | kind.unused | set(kind.patterns.values())
     if unknown := [f"{show(key)}: {show(value)}" for key, value in config.items() if value and key not in known]:
         what = f"keys that weightsmith does not know may change what the tensors of {kind.title} mean"
         fix = "Merge the adapter with the program that wrote it. If a key changes no weights, remove it from the file."
         raise Unsupported(what, where=where, details=unknown, fix=fix)
+    if (bias := config.get("bias")) not in (None, *BIASES) and bias != f"{config.get('peft_type')}_only".lower():
+        raise FormatError(f"bias is {show(bias)}, none of {', '.join(BIASES)}", where=where, fix=REPAIR)
     if not isinstance(value := config.get("fan_in_fan_out"), bool | None):
         raise FormatError(f"fan_in_fan_out is {show(value)}, not true or false", where=where, fix=REPAIR)
 

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 FACTORS_BYTES = 128 << 20
 """Limit of the factors that an adapted source keeps in memory, besides those in use."""
 
+NORM_ELEMENTS = 1 << 18
+"""Elements whose squares are summed at once for the norms of columns: a fixed number, as the sum depends on it."""
+
 Array = npt.NDArray[Any]
 
 
@@ -39,6 +42,7 @@ class Update:
     scaling     factor on the product
     transposed  the matrix is [inputs, outputs]: (B @ A)ᵀ is added
     magnitude   the adapter's tensor of the norms that the rows of the sum are scaled to (DoRA); "": they remain as they are
+    columns     the norms are of columns instead; of a convolution, of all columns of an input channel together
     rows        first row and number of rows of the matrix in its tensor, whose last dimension is the columns; None: all of it
     expert      number, and how many there are: A is [experts · rank, inputs], B [outputs, rank · experts], the factors of all
     part        first row and number of rows of the product that are added; None: all
@@ -54,6 +58,7 @@ class Update:
     expert: tuple[int, int] = (0, 1)
     part: tuple[int, int] | None = None
     grouped: bool = False
+    columns: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,22 +166,51 @@ class Adapted:
         if origin.changes:
             self._read_changed(name, start_byte, into)
             return
-        before = source.specs[stored].dtype
         width, cols = spec.dtype.itemsize, _columns(spec, origin.updates[0])
         first, end = start_byte // width, -(-(start_byte + into.size) // width)
         magnitude = origin.updates[0].magnitude
         if magnitude:  # a norm is of a whole row
             first, end = first // cols * cols, -(-end // cols) * cols
+        values = self._sum(origin, spec, first, end)
+        if magnitude:
+            rows = values.reshape(-1, cols)
+            if origin.updates[0].columns:
+                rows *= self._column_scales(name, origin, spec)
+            else:
+                norms = np.sqrt(np.square(rows, dtype=np.float64).sum(axis=1))
+                rows *= (self._norms(magnitude)[first // cols : end // cols] / np.where(norms > 0, norms, 1.0))[:, None]
+        into[:] = values.view(np.uint8)[start_byte - first * width :][: into.size]
+
+    def _sum(self, origin: AdaptedTensor, spec: TensorSpec, first: int, end: int) -> Array:
+        """Elements `first` to `end` of a tensor with its updates."""
+        source, stored = self._stored(origin)
+        before = source.specs[stored].dtype
         raw = np.empty((end - first) * before.itemsize, np.uint8)
         source.read_into(stored, first * before.itemsize, raw)
         values = np.empty(end - first, spec.dtype.numpy)
-        self._add(origin, raw, before, first, cols, values)
-        if magnitude:
-            rows = values.reshape(-1, cols)
-            norms = np.sqrt(np.square(rows, dtype=np.float64).sum(axis=1))
-            trained_norms = read(self._adapter, magnitude, slice(first // cols, end // cols)).astype(np.float64)
-            rows *= (trained_norms / np.where(norms > 0, norms, 1.0))[:, None]
-        into[:] = values.view(np.uint8)[start_byte - first * width :][: into.size]
+        self._add(origin, raw, before, first, _columns(spec, origin.updates[0]), values)
+        return values
+
+    def _norms(self, magnitude: str) -> Array:
+        """The norms of DoRA, float64 [rows or input channels]."""
+        return read(self._adapter, magnitude).astype(np.float64).reshape(-1)
+
+    def _column_scales(self, name: str, origin: AdaptedTensor, spec: TensorSpec) -> Array:
+        """What each column is multiplied with so that columns have their norms. Reads the whole tensor once, block by block."""
+
+        def make() -> tuple[Array]:
+            cols = spec.size // spec.shape[0]
+            squares = np.zeros(cols)
+            block_rows = max(1, NORM_ELEMENTS // cols)
+            for first in range(0, spec.shape[0], block_rows):
+                end = min(first + block_rows, spec.shape[0])
+                rows = self._sum(origin, spec, first * cols, end * cols).reshape(-1, cols)
+                squares += np.square(rows, dtype=np.float64).sum(axis=0)
+            norms = np.sqrt(squares.reshape(spec.shape[1], -1).sum(axis=1))
+            scales = self._norms(origin.updates[0].magnitude) / np.where(norms > 0, norms, 1.0)
+            return (np.repeat(scales, cols // len(scales)),)
+
+        return self._kept.get((name, "columns"), make)[0]
 
     def _read_changed(self, name: str, start_byte: int, into: Array) -> None:
         """Fill `into` with bytes of a tensor whose rows change: computes whole rows, or all of one stored [inputs, outputs]."""
@@ -224,7 +258,7 @@ class Adapted:
     def _add(self, origin: AdaptedTensor, raw: Array, before: DType, first: int, cols: int, values: Array) -> None:
         """values = the elements `raw` from number `first` of a tensor, stored as `before`, with its updates."""
         from weightsmith._kernels.codecs import BLOCK, Encoded
-        from weightsmith._kernels.delta import LowRank, add_low_rank
+        from weightsmith._kernels.combine import LowRank, add_low_rank
 
         row, total = np.empty(BLOCK, values.dtype), np.empty(BLOCK)
         nothing = np.empty((0, 0)), np.empty((0, cols), np.float32)

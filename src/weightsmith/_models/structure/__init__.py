@@ -6,8 +6,8 @@
     parts.py    models of several parts that names tell apart: pipelines of diffusers, single files with a VAE
     vocabulary.py  embeddings and heads: names and tying; heads of classifiers
     projections.py  the roles of projections, by their names; how methods treat a tensor; tensors that hold several matrices
-    perlayer.py lists and maps of config.json with one entry per layer
-    rules.py    numbers of config.json that determine the kind of each layer (`first_k_dense_replace`)
+    perlayer.py lists and maps of config.json with one entry per layer; numbers that determine the kind of each layer
+                (`first_k_dense_replace`)
     resize.py   `resize_config`: config.json after layers were dropped, repeated or reordered
 
 The room knows the vocabulary of config.json (a few dozen key names), not models. Pure functions of names and config: no

@@ -10,6 +10,7 @@ Cost: one regular expression per name; 100,000 names take about a third of a sec
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
@@ -381,4 +382,5 @@ def place_of(structure: Structure, name: str) -> LayerPlace:
     stack, layer = position
     layer += stack.n_layers if structure.locate(name) is None else 0
     suffix = (structure.suffix(name) or "").removesuffix(".weight")
-    return LayerPlace(stack.prefix, layer, _NUMBER.sub("", f".{suffix}").removeprefix("."))
+    part = _NUMBER.sub("", f".{suffix}").removeprefix(".")
+    return LayerPlace(stack.prefix, layer, sys.intern(part))  # one string serves all layers and experts

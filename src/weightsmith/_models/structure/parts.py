@@ -6,6 +6,7 @@ Diffusion, SD3, Flux, Wan) holds a diffusion model, and perhaps a VAE and text e
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -34,6 +35,25 @@ VAE = "vae"
 prefixes are different models."""
 OTHER = "other"
 """The module of all else in a single file: the steps of the noise schedule."""
+
+_SPELLINGS = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
+"""The attention of a VAE in files of older diffusers → in those of newer, whose loader renames the old ones."""
+_SPELLED = re.compile(r"(.*\battentions\.\d+\.)(query|key|value|proj_attn|to_q|to_k|to_v|to_out\.0)(\.(?:weight|bias))")
+
+
+def other_spelling(name: str) -> str:
+    """The name of a tensor of a VAE's attention in files of other releases of diffusers; "" for all other tensors.
+
+    >>> other_spelling("vae/encoder.mid_block.attentions.0.proj_attn.bias")
+    'vae/encoder.mid_block.attentions.0.to_out.0.bias'
+    >>> other_spelling("decoder.mid_block.attentions.0.to_q.weight"), other_spelling("conv_in.weight")
+    ('decoder.mid_block.attentions.0.query.weight', '')
+    """
+    match = _SPELLED.fullmatch(name)
+    if match is None:
+        return ""
+    older = {new: old for old, new in _SPELLINGS.items()}
+    return f"{match[1]}{_SPELLINGS.get(match[2]) or older[match[2]]}{match[3]}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,27 +1,41 @@
-"""Re-indexes per-layer lists and maps of config.json after layers are dropped, repeated or reordered.
+"""What config.json says of each layer, after layers are dropped, repeated or reordered.
 
-Five forms:
+**Lists and maps with an entry for each layer** are re-indexed. Five forms:
 
 * a list (or a string such as Nemotron-H's "M-M*") with one entry per layer: `layer_types`, `block_configs`
 * a list of layer numbers: `mlp_only_layers`, `cross_attention_layers`; from 0, or from 1 (Kimi-Linear's `kda_layers`)
 * a list of the source layer that each layer shares with: `kv_source_layers`
 * a map keyed by layer number: `{"0": ..., "1": ...}`
-
 * a backbone's list of stages, starting with the stem: `stage_names`, with `out_features` and `out_indices` selected from it
 
 Length, values and name determine the form of a list. Lists that have the right length by chance (`eos_token_id`,
 `mrope_section`, `id2label` of a 12-class, 12-layer model) are excluded by name.
+
+**Numbers that determine the kind of each layer**: `first_k_dense_replace: 3` makes layers 0, 1, 2 dense and the others sparse.
+After layers move, either another number works (2 after dropping a dense layer), or a list of the config can express the kinds
+(`layer_types`), or the stack is rejected: a dense layer in the middle of a mixture of experts would be built as a sparse one.
+A `Rule` gives each layer a kind. The new config is valid if every new layer has the kind of its source.
+
+* Threshold: kind changes once, at the number (`first_k_dense_replace`, `max_window_layers`)
+* Tail: the same, counted from the end (`num_kv_shared_layers`)
+* Spread: a number of evenly spaced layers of one kind (`aligner_num_add_layers`)
+* Last: the last layer always has a fixed kind
+* Period: kind depends on the remainder (`sliding_window_pattern`, `full_attention_interval`)
+* Cycle: a short list or string repeated over the layers (RecurrentGemma's `block_types`); expanded, it can express any order
+* Sparse: decoder_sparse_step with mlp_only_layers; the list can express any order
+* Remainder: any other number that looks like a period; every layer must keep its remainder
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from weightsmith._base.errors import LayerError
-from weightsmith._models.structure.configs import whole_numbers
+from weightsmith._models.structure.configs import EXPERT_COUNTS, whole_number, whole_numbers
 
 _NEVER = re.compile(
     r"label|token|architectures|auto_map|factor|section|mean|std|(^|_)(?<!^intermediate_)(size|sizes|stride|strides|kernel|dim|dims)$"
@@ -221,3 +235,368 @@ def move_names(values: Sequence[Any], prefix: str, remap: Remap) -> list[Any]:
             copies = remap.copies(int(match[1]))
             moved += [f"{prefix}{new}{value[match.end() :]}" for new in copies]
     return moved
+
+
+# ---- Rules: numbers that determine the kind of each layer, and which stacks they can express
+
+
+Config = Mapping[str, Any]
+Kinds = tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule(ABC):
+    """What a number of config.json says of each layer's kind. `old` is the old config, `new` the new one, with lists moved."""
+
+    key: str
+
+    def number(self, old: Config) -> int:
+        """The number; 0 if it is missing or no whole number."""
+        return whole_number(old.get(self.key)) or 0
+
+    def applies(self, old: Config) -> bool:
+        """True if the number is present and has an effect."""
+        return self.number(old) > 0
+
+    @abstractmethod
+    def kinds(self, old: Config, n_layers: int) -> Kinds:
+        """Kind of each layer by the old config."""
+
+    @abstractmethod
+    def move(self, old: Config, new: MutableMapping[str, Any], remap: Remap, layer_kinds: Kinds) -> str | None:
+        """Update `new` for the new stack, whose layers have the kinds `layer_kinds`.
+
+        Returns a note on the change, or None. Raises LayerError.
+        """
+
+    def refuse(self, value: Any, layer_kinds: Kinds, names: Mapping[Any, str], why: str) -> LayerError:
+        """The error of a stack that the number cannot express. names: of kinds."""
+        shown = ", ".join(f"{i}:{names.get(kind, kind)}" for i, kind in enumerate(layer_kinds[:80])) + (
+            ", ..." if layer_kinds[80:] else ""
+        )
+        return LayerError(
+            f"{self.key} = {value} of config.json cannot express this stack: {why}",
+            details=[f"new layers: {shown}"],
+            fix="keep the layers in an order that the model class can build",
+        )
+
+    def expand(self, old: Config, new: MutableMapping[str, Any], key: str, values: list[Any]) -> str:
+        """Write the kinds as a list, which the model code reads before the number."""
+        new[key] = values
+        return f"{key}: expanded to {len(values)} layers, because {self.key} = {old[self.key]} cannot express the new order"
+
+
+def _stated(old: Config, keys: tuple[str, ...]) -> list[str]:
+    """The lists that express the same: model code reads them, and they have been moved."""
+    return [key for key in keys if old.get(key)]
+
+
+@dataclass(frozen=True, slots=True)
+class Threshold(Rule):
+    """Layers below the number have one kind, the others another.
+
+    lists   keys whose presence makes the number redundant
+    write   list key and its (below, above) values, for stacks the number cannot express
+    active  whether the number has an effect
+    below, above  names of the two kinds
+    """
+
+    below: str
+    above: str
+    lists: tuple[str, ...] = ()
+    write: tuple[str, str, str] | None = None
+    active: Callable[[Config], bool] = field(default=lambda _: True)
+
+    def applies(self, old: Config) -> bool:
+        return whole_number(old.get(self.key)) is not None and self.active(old)
+
+    def kinds(self, old: Config, n_layers: int) -> Kinds:
+        return tuple(i >= self.number(old) for i in range(n_layers))
+
+    def move(self, old: Config, new: MutableMapping[str, Any], remap: Remap, layer_kinds: Kinds) -> str | None:
+        limit, count = self.number(old), layer_kinds.count(False)
+        if layer_kinds == self.kinds(old, remap.n_new) and not limit == remap.n_old != remap.n_new:
+            return None
+        if not any(layer_kinds[:count]):
+            new[self.key] = count
+            return f"{self.key}: {limit} -> {count}"
+        if stated := _stated(old, self.lists):
+            return f"{self.key} = {limit} no longer agrees with {' / '.join(stated)}"
+        if self.write is not None:
+            key, low, high = self.write
+            return self.expand(old, new, key, [high if kind else low for kind in layer_kinds])
+        names = {False: self.below, True: self.above}
+        raise self.refuse(limit, layer_kinds, names, f"the {self.below} layers must come first")
+
+
+@dataclass(frozen=True, slots=True)
+class Tail(Rule):
+    """The number counts the last layers, which have another kind."""
+
+    kind: str
+
+    def kinds(self, old: Config, n_layers: int) -> Kinds:
+        return tuple(i >= n_layers - self.number(old) for i in range(n_layers))
+
+    def move(self, old: Config, new: MutableMapping[str, Any], remap: Remap, layer_kinds: Kinds) -> str | None:
+        tail, count = self.number(old), layer_kinds.count(True)
+        if not all(layer_kinds[remap.n_new - count :]):
+            raise self.refuse(tail, layer_kinds, {True: self.kind, False: "other"}, f"{self.kind} layers must come last")
+        new[self.key] = count
+        return None if count == tail else f"{self.key}: {tail} -> {count}"
+
+
+@dataclass(frozen=True, slots=True)
+class Period(Rule):
+    """The kind depends on (i + shift) modulo the number: `hit` if the remainder is 0, else `miss`.
+
+    write  list key that can express the same, and whether it lists the hits instead of one value per layer
+    """
+
+    hit: Any
+    miss: Any
+    shift: int = 1
+    lists: tuple[str, ...] = ()
+    write: str | None = None
+    numbers: bool = False
+    active: Callable[[Config], bool] = field(default=lambda _: True)
+
+    def applies(self, old: Config) -> bool:
+        return self.number(old) > 0 and self.active(old)
+
+    def kinds(self, old: Config, n_layers: int) -> Kinds:
+        return tuple(self.miss if (i + self.shift) % self.number(old) else self.hit for i in range(n_layers))
+
+    def move(self, old: Config, new: MutableMapping[str, Any], remap: Remap, layer_kinds: Kinds) -> str | None:
+        if layer_kinds == self.kinds(old, remap.n_new):
+            return None
+        if stated := _stated(old, self.lists):
+            said = " / ".join(stated)
+            return f"{self.key} = {old[self.key]} no longer agrees with {said}, which has been re-indexed"
+        if self.write is not None:
+            values = [i for i, kind in enumerate(layer_kinds) if kind == self.hit] if self.numbers else list(layer_kinds)
+            return self.expand(old, new, self.write, values)
+        raise self.refuse(old[self.key], layer_kinds, {}, "a layer would change its kind")
+
+
+@dataclass(frozen=True, slots=True)
+class Spread(Rule):
+    """A number of evenly spaced layers of one kind: `hit` if i + 1 is a multiple of layers // number (Evolla)."""
+
+    hit: str
+
+    def _of(self, number: int, n_layers: int) -> Kinds:
+        period = max(n_layers // number, 1)
+        return tuple((i + 1) % period == 0 for i in range(n_layers))
+
+    def kinds(self, old: Config, n_layers: int) -> Kinds:
+        return self._of(self.number(old), n_layers)
+
+    def move(self, old: Config, new: MutableMapping[str, Any], remap: Remap, layer_kinds: Kinds) -> str | None:
+        before = self.number(old)
+        for number in (before, *range(1, remap.n_new + 1)):
+            if layer_kinds == self._of(number, remap.n_new):
+                new[self.key] = number
+                return None if number == before else f"{self.key}: {before} -> {number}"
+        raise self.refuse(before, layer_kinds, {True: self.hit, False: "other"}, f"{self.hit} layers must be evenly spaced")
+
+
+@dataclass(frozen=True, slots=True)
+class Last(Rule):
+    """The model class gives the last layer the kind `kind`, whatever its list says (Gemma 4). markers: keys of such configs."""
+
+    kind: str
+    markers: tuple[str, ...]
+
+    def applies(self, old: Config) -> bool:
+        kinds = old.get(self.key)
+        return isinstance(kinds, list) and self.kind in kinds and any(old.get(marker) for marker in self.markers)
+
+    def kinds(self, old: Config, n_layers: int) -> Kinds:
+        return tuple(old[self.key][:n_layers])
+
+    def move(self, old: Config, new: MutableMapping[str, Any], remap: Remap, layer_kinds: Kinds) -> str | None:
+        if layer_kinds[-1] != self.kind:
+            raise self.refuse("[…]", layer_kinds, {}, f"the last layer must be {self.kind}")
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class PeriodOffset(Rule):
+    """Jamba's pairs: `hit` if i % period == offset. Tries other pairs before it raises."""
+
+    offset: str
+    hit: str
+    lists: tuple[str, ...] = ("layer_types", "layers_block_type")
+
+    def applies(self, old: Config) -> bool:
+        return self.number(old) > 0 and whole_number(old.get(self.offset)) is not None
+
+    def kinds(self, old: Config, n_layers: int) -> Kinds:
+        return tuple(i % old[self.key] == old[self.offset] for i in range(n_layers))
+
+    def move(self, old: Config, new: MutableMapping[str, Any], remap: Remap, layer_kinds: Kinds) -> str | None:
+        if layer_kinds == self.kinds(old, remap.n_new):
+            return None
+        before = old[self.key], old[self.offset]
+        for period, offset in ((p, o) for p in range(1, remap.n_new + 2) for o in range(p)):
+            if layer_kinds == tuple(i % period == offset for i in range(remap.n_new)):
+                new[self.key], new[self.offset] = period, offset
+                return f"{self.key}, {self.offset}: {before[0]}, {before[1]} -> {period}, {offset}"
+        if _stated(old, self.lists):
+            return f"{self.key} and {self.offset} no longer agree with the list of layer kinds"
+        value = f"{before[0]} with {self.offset} = {before[1]}"
+        raise self.refuse(value, layer_kinds, {True: self.hit, False: "other"}, f"{self.hit} layers must be evenly spaced")
+
+
+@dataclass(frozen=True, slots=True)
+class SparseStep(Rule):
+    """Every `decoder_sparse_step`-th layer has experts unless `mlp_only_layers` names it."""
+
+    key: str = "decoder_sparse_step"
+
+    def applies(self, old: Config) -> bool:
+        return self.number(old) > 0 and _has_experts(old)
+
+    def kinds(self, old: Config, n_layers: int) -> Kinds:
+        step, dense = self.number(old), set(whole_numbers(old.get("mlp_only_layers")))
+        return tuple((i + 1) % step == 0 and i not in dense for i in range(n_layers))
+
+    def move(self, old: Config, new: MutableMapping[str, Any], remap: Remap, layer_kinds: Kinds) -> str | None:
+        if layer_kinds == self.kinds(new, remap.n_new):
+            return None
+        if "mlp_only_layers" not in old:
+            names = {True: "sparse", False: "dense"}
+            raise self.refuse(old[self.key], layer_kinds, names, "the config has no mlp_only_layers")
+        new[self.key] = 1
+        new["mlp_only_layers"] = [i for i, sparse in enumerate(layer_kinds) if not sparse]
+        return f"decoder_sparse_step: 1, mlp_only_layers: {new['mlp_only_layers']} (the dense layers of the new stack)"
+
+
+@dataclass(frozen=True, slots=True)
+class MoeSpan(Rule):
+    """ERNIE's: experts in layers start..end (-1: the last) where (i + 1) % interval == 0."""
+
+    key: str = "moe_layer_start_index"
+
+    def applies(self, old: Config) -> bool:
+        return whole_number(old.get(self.key)) is not None and bool(old.get("moe_num_experts", True))
+
+    def kinds(self, old: Config, n_layers: int) -> Kinds:
+        end, step = whole_number(old.get("moe_layer_end_index")), max(whole_number(old.get("moe_layer_interval")) or 1, 1)
+        last = n_layers - 1 if end is None or end == -1 else end
+        return tuple(old[self.key] <= i <= last and (i + 1) % step == 0 for i in range(n_layers))
+
+    def move(self, old: Config, new: MutableMapping[str, Any], remap: Remap, layer_kinds: Kinds) -> str | None:
+        if layer_kinds == self.kinds(old, remap.n_new):
+            return None
+        sparse = [i for i, kind in enumerate(layer_kinds) if kind]
+        start, end = (sparse[0], sparse[-1]) if sparse else (remap.n_new, -1)
+        changed = {self.key: start, "moe_layer_end_index": end}
+        if layer_kinds != self.kinds({**old, **changed}, remap.n_new):
+            names = {True: "sparse", False: "dense"}
+            raise self.refuse(old[self.key], layer_kinds, names, "the layers with experts have a gap")
+        new.update(changed)
+        return f"moe_layer_start_index, moe_layer_end_index: {start}, {end}"
+
+
+@dataclass(frozen=True, slots=True)
+class Cycle(Rule):
+    """A list or string of kinds repeated over the layers."""
+
+    def applies(self, old: Config) -> bool:
+        return isinstance(old.get(self.key), list | str) and len(old[self.key]) > 0
+
+    def kinds(self, old: Config, n_layers: int) -> Kinds:
+        cycle = old[self.key]
+        return tuple(cycle[i % len(cycle)] for i in range(n_layers))
+
+    def move(self, old: Config, new: MutableMapping[str, Any], remap: Remap, layer_kinds: Kinds) -> str | None:
+        cycle = old[self.key]
+        if len(cycle) >= remap.n_old or layer_kinds == self.kinds(old, remap.n_new):
+            return None  # one entry per layer: already moved as a per-layer list
+        new[self.key] = "".join(layer_kinds) if isinstance(cycle, str) else list(layer_kinds)
+        return f"{self.key}: expanded to {len(layer_kinds)} layers, because its cycle cannot express the new order"
+
+
+@dataclass(frozen=True, slots=True)
+class Remainder(Rule):
+    """A number that looks like a period, with unknown meaning: every layer must keep its remainder."""
+
+    lists: tuple[str, ...] = ("layer_types", "layers_block_type", "mlp_layer_types")
+
+    def applies(self, old: Config) -> bool:
+        return self.number(old) > 1 and not _stated(old, self.lists)
+
+    def kinds(self, old: Config, n_layers: int) -> Kinds:
+        return tuple(i % self.number(old) for i in range(n_layers))
+
+    def move(self, old: Config, new: MutableMapping[str, Any], remap: Remap, layer_kinds: Kinds) -> str | None:
+        if layer_kinds == self.kinds(old, remap.n_new):
+            return None
+        why = f"new layer i must come from a layer with the same i modulo {old[self.key]}"
+        raise self.refuse(old[self.key], layer_kinds, {}, why)
+
+
+def _has_experts(config: Config) -> bool:
+    present = [config[key] for key in EXPERT_COUNTS if key in config]
+    return not present or any(present)
+
+
+def _windowed(config: Config) -> bool:
+    return config.get("sliding_window", True) is not None
+
+
+_TYPES = ("layer_types", "layers_block_type", "attention_layers")
+_MLP_TYPES = ("mlp_layer_types", "moe_layers")
+_RULES: tuple[Rule, ...] = (
+    *(
+        Threshold(key, "dense", "sparse", _MLP_TYPES, active=_has_experts)
+        for key in ("first_k_dense_replace", "num_dense_layers", "dense_mlp_idx")
+    ),
+    Threshold("num_hash_layers", "hash-routed", "routed"),
+    Threshold("num_first_full_attention_layers", "full attention", "window attention"),
+    Threshold(
+        "max_window_layers",
+        "full attention",
+        "sliding attention",
+        _TYPES,
+        ("layer_types", "full_attention", "sliding_attention"),
+        active=lambda c: bool(c.get("use_sliding_window")) and _windowed(c),
+    ),
+    Tail("num_kv_shared_layers", "KV-sharing"),
+    Tail("num_last_full_attention_layers", "full attention"),
+    Tail("num_timestamp_prediction_layers", "timestamp"),
+    Spread("aligner_num_add_layers", "adapter"),
+    Last("layer_types", "full_attention", ("global_head_dim", "per_layer_config")),
+    *(
+        Period(key, "full_attention", "sliding_attention", 1, _TYPES, "layer_types", active=_windowed)
+        for key in ("sliding_window_pattern", "_sliding_window_pattern")
+    ),
+    Period("window_pattern", "full_attention", "sliding_attention", 0, _TYPES, "layer_types", active=_windowed),
+    Period("full_attention_interval", "full_attention", "linear_attention", 1, _TYPES, "layer_types"),
+    Period("no_rope_layer_interval", 0, 1, 1, ("no_rope_layers",), "no_rope_layers"),
+    Period("interleave_moe_layer_step", "sparse", "dense", 1, ("moe_layers",), "moe_layers", numbers=True),
+    PeriodOffset("attn_layer_period", "attn_layer_offset", "attention"),
+    PeriodOffset("expert_layer_period", "expert_layer_offset", "expert", ("mlp_layer_types",)),
+    SparseStep(),
+    MoeSpan(),
+    Cycle("block_types"),
+    Cycle("sliding_window_pattern"),
+)
+_KNOWN = re.compile(
+    r"^(_?sliding_window_pattern|window_pattern|full_attention_interval|no_rope_layer_interval|"
+    r"interleave_moe_layer_step|(attn|expert)_layer_period|decoder_sparse_step|moe_layer_interval)$"
+)
+_PERIODIC = re.compile(
+    r"(layer|attn|attention|moe|expert|block|rope|sparse|cross).*_(interval|period|freq|frequency|every_n_layers|step|"
+    r"pattern|group_size)$"
+)
+
+
+def rules_for(old: Config) -> Iterator[Rule]:
+    """The rules that apply to this (sub-)config."""
+    yield from (rule for rule in _RULES if rule.applies(old))
+    for key in old:
+        if _PERIODIC.search(key) and not _KNOWN.match(key) and (rule := Remainder(key)).applies(old):
+            yield rule

@@ -1,7 +1,7 @@
 """Updates config.json after layers are dropped, repeated or reordered.
 
-Sets every key that holds the layer count, re-indexes per-layer lists and maps (`perlayer.py`), and checks and, if possible,
-rewrites numbers that imply a layer's kind (`rules.py`). Finally compares with the tensors: if layers differ, the new config
+Sets every key that holds the layer count, re-indexes per-layer lists and maps, and checks and, if possible, rewrites numbers
+that imply a layer's kind (`perlayer.py`). Finally compares with the tensors: if layers differ, the new config
 must imply at each position the kind of layer that is placed there.
 """
 
@@ -26,8 +26,8 @@ from weightsmith._models.structure.perlayer import (
     move_names,
     move_sources,
     move_stages,
+    rules_for,
 )
-from weightsmith._models.structure.rules import rules_for
 from weightsmith._models.structure.stacks import INDEX, TOWERS, Stack, find_counts, is_count_key, multiples, words
 
 Explained = list[tuple[Hashable, ...]]

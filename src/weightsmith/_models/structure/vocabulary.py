@@ -52,6 +52,9 @@ _HASHES = re.compile(r"\.ple_embedding\.(layer_multipliers|ngram_heads_(vocab_si
 _IDS = re.compile(r"(^|\.)(d2t|t2d|draft_id_to_target_id|hot_token_id)$")
 """EAGLE-3's maps between the ids of a small vocabulary and those of the model that it drafts for."""
 
+_SHARED = ("shared.weight", "encoder.embed_tokens.weight")
+"""Names of T5's embedding, of which a file holds one or both."""
+
 _OUTSIDE_LAYERS = ("output", "output_layer", "proj_out", "decoder", "shared")
 
 _FIRST = re.compile(
@@ -229,6 +232,8 @@ def tied_substitute(spec: TensorSpec, loose: Mapping[str, TensorSpec], config: M
     """
     if INDEX.search(spec.name):
         return None
+    if twins := _twins_in_part(spec.name):
+        return next((n for n in twins if n in loose and loose[n].shape == spec.shape), None)
     if len(spec.shape) == 1:
         return next((n for n in _bias_twins(spec.name) if n in loose and loose[n].shape == spec.shape), None)
     if not is_vocabulary(spec) or (is_head(spec) and tie_flag(config) is False):
@@ -249,6 +254,16 @@ def _bias_twins(name: str) -> Iterator[str]:
         yield name.removesuffix(".bias") + ".decoder.bias"
 
 
+def _twins_in_part(name: str) -> tuple[str, ...]:
+    """All names of the embedding of a T5 that is a part of a pipeline: its encoder has no other than the shared one.
+
+    >>> _twins_in_part("text_encoder_2/encoder.embed_tokens.weight")
+    ('text_encoder_2/shared.weight', 'text_encoder_2/encoder.embed_tokens.weight')
+    """
+    folder, slash, inner = name.rpartition("/")
+    return tuple(f"{folder}/{twin}" for twin in _SHARED) if slash and inner in _SHARED else ()
+
+
 def primary(spec: TensorSpec, stored: Iterable[TensorSpec]) -> str:
     """The name under which tied copies of `spec` are written once, among all stored names.
 
@@ -256,6 +271,9 @@ def primary(spec: TensorSpec, stored: Iterable[TensorSpec]) -> str:
     """
     if INDEX.search(spec.name):  # of a layer that predicts several tokens at a time
         return spec.name
+    if twins := _twins_in_part(spec.name):
+        alike = {s.name for s in stored if s.shape == spec.shape}
+        return next(name for name in twins if name in alike)
     if len(spec.shape) == 1:
         return min([spec.name, *_bias_twins(spec.name)], key=len)
     names = [s for s in stored if s.shape == spec.shape and is_vocabulary(s) and not INDEX.search(s.name)]

@@ -13,8 +13,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from weightsmith._base.errors import Unsupported
-from weightsmith._models.tokenizers.sentencepiece import SPACE, PieceKind, SentencePiece, read_sentencepiece
-from weightsmith._models.tokenizers.vocabulary import Vocabulary, json_object, main_file
+from weightsmith._models.tokenizers.vocabulary import (
+    SPACE,
+    PieceKind,
+    SentencePiece,
+    Vocabulary,
+    json_object,
+    main_file,
+    read_sentencepiece,
+)
 
 # ---- What parts of a tokenizer.json are made of, whatever file they come from
 

@@ -16,7 +16,7 @@ from weightsmith._base.errors import Finding, ParameterError, PlanError, Weights
 from weightsmith._base.files import exists, expand_user, is_folder
 from weightsmith._base.idioms import Closing
 from weightsmith._files.safetensors import collector_paused
-from weightsmith._methods.base import Method
+from weightsmith._methods.method import Method
 from weightsmith._models.checkpoint import Checkpoint, open_checkpoint
 from weightsmith._planning import recipe as recipes
 from weightsmith._planning.options import RecipeOptions

@@ -4,6 +4,9 @@ Encoded are the weights that a loader builds as nn.Linear in the main decoder: m
 Everything else is stored as it is: embeddings and heads (unless the encoding takes them), norms, routers, towers and
 projectors, prediction layers after the last, experts that are one tensor, GPT-2's transposed matrices (Conv1D).
 
+Of a single file of a diffusion model, the matrices in the blocks are encoded, of all stacks. A checkpoint's VAE and text
+encoders are stored as they are, and of UNets all but the transformer blocks.
+
 **The list of ignored modules.** compressed-tensors quantises every nn.Linear that the list does not name, so each that is
 stored as it is must be in it. transformers and vLLM rename modules (`visual.…` becomes `model.visual.…`) and read `re:`
 entries from the beginning of a module's name (`re.match`), so entries are patterns that a new prefix does not change, one for
@@ -23,6 +26,7 @@ from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._engine.products.magnitudes import magnitudes
 from weightsmith._models.formats import Encoding, find_encoding, format_of_encoding
 from weightsmith._models.structure import Structure, analyse
+from weightsmith._models.structure.parts import DIFFUSION, PREFIXES
 from weightsmith._models.structure.projections import joined_sets, role_of
 from weightsmith._models.structure.vocabulary import HEADS, is_embedding, is_head, is_model_head
 from weightsmith._plans import PLAIN, Plan, PlanDraft, Product, Step, arrays_of, needs_of
@@ -38,6 +42,7 @@ _WEIGHT = ".weight"
 _SIZES = ("its width", "its outputs")
 """What the reason begins with when an encoding does not take a weight for its size."""
 _ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
+_UNET = re.compile(r"(^|\.)(input_blocks|middle_block|output_blocks)\.")
 _CONV1D = frozenset({"c_attn", "c_fc"})
 """Modules with more outputs than inputs: a matrix with more columns than rows is stored transposed."""
 
@@ -51,7 +56,11 @@ def quantise(draft: PlanDraft, name: str, others: Mapping[str, str] | None = Non
     Raises PlanError: no config.json, no linear weight, a dtype that the encoding cannot take.
     """
     config, by_tensor = draft.config, _Encodings(name, others or {})
-    if config is None:
+    of_blocks = find_encoding(name).of_blocks
+    if of_blocks and config is not None:
+        what = f"{name} is for single files of diffusion models and text encoders, and this model is a folder with config.json"
+        raise PlanError([Unsupported(what, where="quantize", fix="name a weight file with the names that ComfyUI reads")])
+    if config is None and not of_blocks:
         what = f"the output has no config.json, in which readers of {name} find what is quantised"
         fix = "put a config.json into the folder of the model that it is taken from"
         raise PlanError([Unsupported(what, where="quantize", fix=fix)])
@@ -69,14 +78,15 @@ def quantise(draft: PlanDraft, name: str, others: Mapping[str, str] | None = Non
         raise PlanError([Unsupported(what, where=spec.name, fix="write weights as bfloat16: --out-dtype bfloat16 (out_dtype)")])
     plain = [spec for spec in specs if spec.name in reasons and not draft.naming.folder_of(spec.name)]
     measured = [step for step in draft.steps if step.out.name not in reasons and by_tensor.of(step.out).maxima]
-    products = _products(draft, measured, structure)
+    products = _products(draft, measured, structure, joins=not of_blocks)
     maker = arrays_of(products)
     draft.steps = [
         _stored(step, by_tensor.of(step.out), maker) if step.out.name not in reasons else step for step in draft.steps
     ]
     draft.products += products
-    by_encoding = grouped((by_tensor.of(spec).name, spec) for spec in encoded)
-    draft.config = {**config, **_described(by_encoding, plain, structure)}
+    if config is not None:
+        by_encoding = grouped((by_tensor.of(spec).name, spec) for spec in encoded)
+        draft.config = {**config, **_described(by_encoding, plain, structure)}
     draft.warnings += [*_fused_findings(plain, reasons, name), *_width_findings(plain, reasons)]
 
 
@@ -123,18 +133,24 @@ def _stored(step: Step, encoding: Encoding, maker: Mapping[str, str]) -> Step:
     return replace(step, encoding=encoding.name, stored=encoding.outs(step.out), needs=needs)
 
 
-def _products(draft: PlanDraft, steps: Sequence[Step], structure: Structure) -> list[Product]:
-    """Largest magnitudes: one product for each layer, whose weights are still in the page cache when they are encoded."""
+def _products(draft: PlanDraft, steps: Sequence[Step], structure: Structure, *, joins: bool) -> list[Product]:
+    """Largest magnitudes: one product for each layer, whose weights are still in the page cache when they are encoded.
+
+    joins  weights that engines join share a scale
+    """
     layers: dict[str, dict[str, Step]] = {}
     maker = arrays_of(draft.products)
     for step in steps:
         place = structure.locate(step.out.name)
-        layers.setdefault("the vocabulary" if place is None else f"layer {place[1]}", {})[step.out.name] = step
+        layer = "the vocabulary" if joins else "other blocks"
+        if place is not None:
+            layer = f"layer {place[1]}" if joins else f"{place[0].prefix}{place[1]}"
+        layers.setdefault(layer, {})[step.out.name] = step
     return [
         magnitudes(
             layer,
             list(maxima.values()),
-            joined_sets(maxima),
+            joined_sets(maxima) if joins else [[name] for name in maxima],
             {name: maximum_name(name) for name in maxima},
             sorted({needed for step in maxima.values() for needed in needs_of(step, maker)}),
         )
@@ -153,6 +169,8 @@ def _reasons(specs: Sequence[TensorSpec], structure: Structure, by_tensor: _Enco
 
 def _reason(spec: TensorSpec, structure: Structure, encoding: Encoding, *, transposed: bool) -> str:
     place, main = structure.locate(spec.name), structure.main
+    if encoding.of_blocks:
+        return _outside_blocks(spec, structure) or encoding.refusal(replace(spec, dtype=DTYPES["BF16"]))
     if place is None and (is_head(spec) or is_embedding(spec)):
         if encoding.vocabulary:
             return encoding.refusal(replace(spec, dtype=DTYPES["BF16"]))
@@ -169,6 +187,18 @@ def _reason(spec: TensorSpec, structure: Structure, encoding: Encoding, *, trans
     if transposed and _module(spec).rpartition(".")[2].startswith("c_"):
         return "it is stored transposed (Conv1D)"
     return encoding.refusal(replace(spec, dtype=DTYPES["BF16"]))  # of a name or shape; a dtype is the caller's to change
+
+
+def _outside_blocks(spec: TensorSpec, structure: Structure) -> str:
+    """Why a tensor of a single file is no matrix of a block; "" for one that is."""
+    if structure.parts is not None and structure.module_of(spec.name) != PREFIXES[DIFFUSION]:
+        return "it is outside the diffusion model"
+    if _UNET.search(spec.name):
+        if ".transformer_blocks." not in spec.name:
+            return "it is outside the transformer blocks"
+    elif structure.locate(spec.name) is None:
+        return "it is outside the blocks"
+    return "" if role_of(spec) == "linear" and spec.dtype.floating else "it is not the weight of a linear layer"
 
 
 def _module(spec: TensorSpec) -> str:

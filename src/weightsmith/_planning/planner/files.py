@@ -25,8 +25,7 @@ from weightsmith._files.subfolders import PIPELINE, TEMPLATES, model_parts
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import Stack, Structure, resize_config, vocabulary
 from weightsmith._models.structure.configs import of_diffusers, replace_value, sections, whole_number
-from weightsmith._models.structure.perlayer import Remap, is_per_layer
-from weightsmith._models.structure.rules import rules_for
+from weightsmith._models.structure.perlayer import Remap, is_per_layer, rules_for
 from weightsmith._models.tokenizers import Vocabulary, read_vocabulary
 from weightsmith._models.tokenizers.files import TEMPLATE_FILE, settings_in, settings_of, templates_of, with_template
 from weightsmith._models.tokenizers.vocabulary import MAX_FILE_BYTES

@@ -14,6 +14,7 @@ from typing import Any
 
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._models.structure import Stack, Structure
+from weightsmith._models.structure.parts import other_spelling
 
 _BUFFERS = ("rotary_emb.inv_freq", ".num_batches_tracked", "rotary_pos_emb.inv_freq")
 _MASKS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
@@ -70,13 +71,14 @@ class ModelNames:
         for name in specs:
             place = structure.locate(name)
             prefix = self.paired[place[0].prefix] if place is not None else ""
+            spelled = _spelled(name, specs, donor_specs)
             if place is not None and prefix in counts:
-                suffix = name[len(place[0].prefix) + len(str(place[1])) + 1 :]
+                suffix = spelled[len(place[0].prefix) + len(str(place[1])) + 1 :]
                 self.layers[prefix][place[1]][suffix] = name
                 continue
             extra = structure.extra(name)
             if extra is None or self.paired[extra[0].prefix] not in counts:
-                donor_names[name] = _renamed(name, roots)
+                donor_names[name] = _renamed(spelled, roots)
             else:
                 prefix = self.paired[extra[0].prefix]
                 extras[name] = f"{prefix}{counts[prefix] + extra[1]}.{structure.suffix(name)}"
@@ -189,19 +191,32 @@ def _roots(mine: str, theirs: str) -> tuple[str, str]:
 
     >>> _roots("model.layers.", "model.language_model.layers.")
     ('model.', 'model.language_model.')
+    >>> _roots("text_encoder/encoder.layers.", "text_encoder/text_model.encoder.layers.")
+    ('text_encoder/', 'text_encoder/text_model.')
     """
-    a, b = mine.rstrip(".").split("."), theirs.rstrip(".").split(".")
+    folder, slash, _ = mine.rpartition("/")
+    folder += slash
+    a, b = (prefix.removeprefix(folder).rstrip(".").split(".") for prefix in (mine, theirs))
     while a and b and a[-1] == b[-1]:
         a.pop()
         b.pop()
-    return "".join(f"{x}." for x in a), "".join(f"{x}." for x in b)
+    return folder + "".join(f"{x}." for x in a), folder + "".join(f"{x}." for x in b)
 
 
 def _renamed(name: str, roots: Sequence[tuple[str, str]]) -> str:
     for mine, theirs in roots:
-        if name.startswith(mine) and not (theirs and name.startswith(theirs)):
+        longer = len(theirs) > len(mine)  # its names begin with the other prefix, too
+        if name.startswith(mine) and not (longer and name.startswith(theirs)):
             return theirs + name[len(mine) :]
     return name
+
+
+def _spelled(name: str, specs: Collection[str], donor_specs: Collection[str]) -> str:
+    """The name of a tensor as the donor's release of its library spells it."""
+    if name in donor_specs:
+        return name
+    other = other_spelling(name)
+    return other if other in donor_specs and other not in specs else name
 
 
 def _by_ending(

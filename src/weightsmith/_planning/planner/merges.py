@@ -22,7 +22,7 @@ from weightsmith._base.text import status
 from weightsmith._files.copied import left_out_findings
 from weightsmith._files.hf_folder import natural_key
 from weightsmith._methods import any_method, code_of
-from weightsmith._methods.base import Method
+from weightsmith._methods.method import Method
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import Structure
 from weightsmith._models.structure.parts import find_parts

@@ -9,7 +9,7 @@ from dataclasses import replace
 from weightsmith._base.errors import Finding, LayerError, MismatchError, WeightsmithError
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._base.text import count
-from weightsmith._methods.base import Method
+from weightsmith._methods.method import Method
 from weightsmith._models.structure import vocabulary
 from weightsmith._models.structure.projections import fused_parts, role_of
 from weightsmith._models.structure.vocabulary import is_other_head, is_task_head

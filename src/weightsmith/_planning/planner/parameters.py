@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from weightsmith._base.errors import Finding, ParameterError, UnknownParameter, WeightsmithError, nearest, nearest_names
-from weightsmith._methods.base import Method, Parameter
+from weightsmith._methods.method import Method, Parameter, example_value, values_text
 from weightsmith._planning.planner.segments import Segment, SegmentInput
 from weightsmith._planning.recipe import HARMLESS, OPTIONS, SCHEDULED, Entry, Parameters, Scalar, Schedule, Setting, numeric
 from weightsmith._plans import Role, Settings, Value
@@ -459,9 +459,7 @@ def _scheduled(parameters: Parameters) -> list[Entry]:
 
 def wrong_value(parameter: Parameter, error: ValueError, value: object, entry: Entry) -> ParameterError:
     """The problem of a value that `coerce` refuses."""
-    from weightsmith._methods.describe import example_value, values
-
-    allowed = values(parameter).replace(" | ", " or ").replace("number 0 to", "number from 0 to")
+    allowed = values_text(parameter).replace(" | ", " or ").replace("number 0 to", "number from 0 to")
     if parameter.kind in ("float", "int") and not parameter.choices:
         allowed = f"a {allowed}, such as {parameter.name}: {example_value(parameter)}"
     fix = f"use {allowed}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -20,14 +21,14 @@ from weightsmith._files.containers import GGUF, GGUF_ADAPTER
 from weightsmith._files.copied import is_read
 from weightsmith._files.safetensors import collector_paused
 from weightsmith._methods import user
-from weightsmith._methods.base import Parameter
+from weightsmith._methods.method import Parameter
 from weightsmith._models.checkpoint import Checkpoint, HubModel, locate, open_checkpoint
 from weightsmith._models.formats import find_encoding
 from weightsmith._models.formats.gguf.cuts import CutEncoding
 from weightsmith._models.formats.gguf.header import check_keys
 from weightsmith._models.formats.gguf.imatrix import are_importances
 from weightsmith._models.lora import open_adapter
-from weightsmith._models.lora.exact import as_lora
+from weightsmith._models.lora.exact import as_lora, needs_base
 from weightsmith._models.structure import analyse
 from weightsmith._planning.planner.inputs import open_models
 from weightsmith._planning.planner.parameters import coerce
@@ -55,6 +56,9 @@ MAX_PLAN_BYTES = 256 << 20  # 100,000 tensors of two models take 28 MB
 _MAX_PLAN_MEMORY = 2 << 30
 _MAX_ARRAYS = 8 << 30  # bytes of one product: the router of the largest mixtures takes 0.2 GB
 _MAKE = "create it with: weightsmith plan RECIPE --json > plan.json"
+
+_FACTOR = re.compile(r"(.+)\.lora_([AB])\.weight")
+"""Names of factors that are computed from tensors of another kind of adapter."""
 
 _NEEDED = {
     FILL: frozenset({"value"}),
@@ -87,9 +91,9 @@ def reopen(plan: Plan, *, allow_code: bool = False) -> Prepared:
             raise PlanError(problems)
         inputs: list[Checkpoint] = []
         stages: list[Stage] = []
-        for planned, ref in zip(plan.models, refs, strict=True):
+        for number, (planned, ref) in enumerate(zip(plan.models, refs, strict=True)):
             assert isinstance(ref, ModelRef)
-            opened = _open(planned, ref, stack) if planned.plan is None else _computed(planned, stack, stages, allow_code)
+            opened = _open(plan, number, ref, stack) if planned.plan is None else _computed(planned, stack, stages, allow_code)
             if isinstance(opened, Checkpoint):
                 inputs.append(opened)
             else:
@@ -136,8 +140,9 @@ def _differs(planned: ModelInput, identity: str) -> CheckpointError:
     return CheckpointError(what, where=planned.ref, details=details, fix="make the plan again, or restore the model")
 
 
-def _open(planned: ModelInput, ref: ModelRef, stack: ExitStack) -> Checkpoint | list[WeightsmithError]:
+def _open(plan: Plan, number: int, ref: ModelRef, stack: ExitStack) -> Checkpoint | list[WeightsmithError]:
     """The model that was planned; or why it is not there. One whose codes are only moved is opened without decoding them."""
+    planned = plan.models[number]
     ref = _pinned(ref, planned)
     (opened,), problems = open_models([ref], stack, plain=True)  # whoever made the plan has said so, if it was necessary
     if opened is None and ref.lora is None:
@@ -149,8 +154,9 @@ def _open(planned: ModelInput, ref: ModelRef, stack: ExitStack) -> Checkpoint | 
             stack.callback(adapter.checkpoint.close)
             opened = adapter.checkpoint
             if adapter.others and opened.identity != planned.identity:
+                shapes = _shapes(plan, number) if needs_base(adapter) else {}
                 with suppress(WeightsmithError):
-                    opened = as_lora(adapter).checkpoint
+                    opened = as_lora(adapter, shapes).checkpoint
     if opened is not None and opened.identity == planned.identity:
         return _unchanged(planned, opened)
     if ref.lora is None and (opened is None or opened.quantised is None):
@@ -162,6 +168,18 @@ def _open(planned: ModelInput, ref: ModelRef, stack: ExitStack) -> Checkpoint | 
         if raw.identity == planned.identity:
             return _unchanged(planned, raw)
     return problems or [_differs(planned, opened.identity if opened is not None else "")]
+
+
+def _shapes(plan: Plan, number: int) -> dict[str, tuple[int, ...]]:
+    """Outputs and inputs of modules of an adapter, as the plan reads factors of them. The adapter's identity confirms them."""
+    sides: dict[str, dict[str, int]] = {}
+    for step in plan.all_steps:
+        for leaf in step.leaves:
+            for read in leaf.inputs:
+                match = _FACTOR.fullmatch(read.tensor) if read.model == number else None
+                if match and len(leaf.out.shape) == 2:
+                    sides.setdefault(match[1], {})[match[2]] = leaf.out.shape[match[2] == "A"]
+    return {module: (known["B"], known["A"]) for module, known in sides.items() if len(known) == 2}
 
 
 def _pinned(ref: ModelRef, planned: ModelInput) -> ModelRef:

@@ -20,7 +20,7 @@ from weightsmith._base.errors import (
     WeightsmithError,
 )
 from weightsmith._base.text import count
-from weightsmith._methods.base import Method
+from weightsmith._methods.method import Method
 from weightsmith._models.structure import Stack, Structure
 from weightsmith._models.structure.parts import VAE
 from weightsmith._models.structure.vocabulary import comes_first

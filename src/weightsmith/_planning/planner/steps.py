@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from weightsmith._base.errors import Finding, ParameterError, PlanError, Unsupported, WeightsmithError
 from weightsmith._base.files import expand_user
 from weightsmith._base.tensors import DType, TensorSpec, promote
-from weightsmith._methods.base import Method, Requirement
+from weightsmith._methods.method import Method, Requirement
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.lora.forms import find_factors
 from weightsmith._models.structure.projections import SubMatrix, role_of

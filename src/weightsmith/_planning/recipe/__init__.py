@@ -1,21 +1,22 @@
 """Recipes as the user wrote them: the YAML grammar, gradients and filters, with positions. Nothing is resolved yet.
 
-    written.py ─ yaml.py ─▶ Node tree ─ walk.py ─▶ Recipe + every problem
+    written.py ─ yaml.py ─▶ Node tree ─ load.py ─▶ Recipe + every problem
 
     written.py   recipes as the user wrote them, in a file or in Python; values set by key path
-    load.py      a recipe of all that, and the recipes whose results it reads
     kinds.py     the form of the grammar: Kind, Key, Level; kinds of single values: how each is read, its words
     values.py    the kinds of larger values: models, texts, tokenizers, parameters of methods
-    grammar.py   the keys of each mapping, of merges and of mixtures
-    walk.py      reads a tree by the grammar, and knows what to say of keys that no mapping has
+    grammar.py   the keys of each mapping, of merges and of mixtures; their JSON Schema
+    load.py      reads a tree by the grammar, knows what to say of keys that no mapping has; the recipes whose results it reads
     records.py   what a recipe becomes; gradients
     tuning.py    values to tune, in place of others
-    schema.py    the JSON Schema of it all
 
 A wrong value does not stop reading: all problems are reported at once, each with file, line and column.
 """
 
 from weightsmith._planning.recipe.grammar import GATE_MODES as GATE_MODES
+from weightsmith._planning.recipe.load import HARMLESS as HARMLESS
+from weightsmith._planning.recipe.load import OPTIONS as OPTIONS
+from weightsmith._planning.recipe.load import RETIRED as RETIRED
 from weightsmith._planning.recipe.load import Command as Command
 from weightsmith._planning.recipe.load import Loaded as Loaded
 from weightsmith._planning.recipe.load import load as load
@@ -43,9 +44,6 @@ from weightsmith._planning.recipe.records import numeric as numeric
 from weightsmith._planning.recipe.tuning import Template as Template
 from weightsmith._planning.recipe.tuning import Tunable as Tunable
 from weightsmith._planning.recipe.tuning import read_template as read_template
-from weightsmith._planning.recipe.walk import HARMLESS as HARMLESS
-from weightsmith._planning.recipe.walk import OPTIONS as OPTIONS
-from weightsmith._planning.recipe.walk import RETIRED as RETIRED
 from weightsmith._planning.recipe.written import Source as Source
 from weightsmith._planning.recipe.written import StandardInput as StandardInput
 from weightsmith._planning.recipe.written import WrittenRecipe as WrittenRecipe

@@ -24,7 +24,7 @@ Schema = Mapping[str, Any]
 
 
 class Walk:
-    """One reading of a document. What a kind's reader needs of it; `walk.Walker` reads the mappings.
+    """One reading of a document. What a kind's reader needs of it; `load.Walker` reads the mappings.
 
     filename  for positions
     lenient   settings that mergekit silently ignores are warnings instead of errors

@@ -33,7 +33,7 @@ from weightsmith._base.errors import (
 from weightsmith._base.files import expand_user, is_folder
 from weightsmith._base.options import lists_options, option_error, read_options
 from weightsmith._base.torch_use import usable_device
-from weightsmith._engine.memory import JobMemory
+from weightsmith._engine.results import JobMemory
 from weightsmith._execution.execute import execute
 from weightsmith._execution.options import RunOptions, resources_of
 from weightsmith._execution.progress import Meter, callbacks, shown_meter

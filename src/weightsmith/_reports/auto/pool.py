@@ -19,7 +19,7 @@ from weightsmith._base.errors import NOTHING_WRITTEN, MismatchError, ParameterEr
 from weightsmith._base.files import write_whole
 from weightsmith._base.strict_json import JsonError, parse
 from weightsmith._base.torch_use import usable_device
-from weightsmith._engine.memory import JobMemory
+from weightsmith._engine.results import JobMemory
 from weightsmith._execution.options import RunOptions, resources_of
 from weightsmith._models.lora.opening import is_adapter
 from weightsmith._planning.planner import Prepared

@@ -17,8 +17,7 @@ import numpy.typing as npt
 from weightsmith._base.idioms import grouped
 from weightsmith._features.adapters.factors import rounding_noise
 from weightsmith._kernels.codecs import BLOCK, Encoded, EncodedInputs
-from weightsmith._kernels.combine import LANES
-from weightsmith._kernels.delta import distance
+from weightsmith._kernels.combine import LANES, distance
 from weightsmith._kernels.differences import DIFFERENCE_SUMS, Sketch, difference, project
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._plans import Product, Step
@@ -160,8 +159,8 @@ def differences(name: str, steps: Sequence[Step]) -> Product:
     Its arrays have a row for each step: `sums` float64 [steps, SUMS],
     `nonfinite` float64 [steps, 2, 2] (of each input, how many elements are NaN, and infinite), `values` and `upper` float64
     [steps, VALUES], `rank` float64 [steps] (see `Sketched.rank`; nan: unknown), `moved` float64 [steps, MOVED, 2] (row number,
-    or -1, and its squared distance over its squared norm; infinite if that is zero), `magnitudes` int64 [steps, POWERS] (of a
-    sample of the delta's elements that are not zero). What differs is counted with NaN equal to
+    and its squared distance over its squared norm: infinite if that is zero, -1 or 0 where there is no row), `magnitudes`
+    int64 [steps, POWERS] (of a sample of the delta's elements that are not zero). What differs is counted with NaN equal to
     NaN, and an infinity to itself; other sums of a step with such elements are not numbers.
     """
     shapes: dict[str, tuple[int, ...]] = {"sums": (SUMS,), "nonfinite": (2, 2), "values": (VALUES,), "upper": (VALUES,)}
@@ -196,7 +195,6 @@ class Differences(Survey):
         super().__init__(product)
         self._sums, self._nonfinite, self._values, self._upper, self._rank, self._moved, self._magnitudes = self.totals
         self._rank.fill(np.nan)
-        self._moved.fill(-1)
         self._noises: list[list[float]] = [[] for _ in self.specs]
         self._sketches: dict[str, Floats] = {}
         self._bases: dict[str, Floats] = {}
@@ -288,7 +286,10 @@ class Differences(Survey):
             moved, norms = part.moved.T
             with np.errstate(divide="ignore", invalid="ignore"):  # infinite: the row was zero
                 shares = np.where(np.isfinite(moved) & np.isfinite(norms) & (moved > 0), moved / norms, -1)
-            keep_largest(self._moved[i], part.start // self.specs[i].shape[1], shares)
+            held = self._moved[i]
+            if not held.any():  # few steps have rows: the memory of the others is never touched
+                held.fill(-1)
+            keep_largest(held, part.start // self.specs[i].shape[1], shares)
 
     def end(self, number: int) -> None:
         if number == 0:
@@ -328,17 +329,24 @@ def measured(
     threads: int | None,
     progress: Watching,
     passes: int = 1,
-) -> list[tuple[MatchedTensor, Arrays]]:
-    """Each matrix with its own row of the arrays of a product, which is computed layer by layer, in memory."""
+) -> Iterator[tuple[MatchedTensor, Arrays]]:
+    """Each matrix with its own row of the arrays of a product, which is computed layer by layer, in memory.
+
+    The arrays of a layer are let go of with its last matrix: a model may have 70,000.
+    """
     products = [product(f"{what} of {name}", steps) for name, steps in _batches([(m.place.group, m.step) for m in matrices])]
     if not products:
-        return []
+        return
     outcome = survey("diff", models, products, threads=threads, progress=progress, doing="comparing", passes=passes)
-    arrays_of: dict[str, Arrays] = {}
-    for streamed in products:
-        arrays = outcome.results.arrays(streamed.name)
-        arrays_of |= {step.out.name: [array[i] for array in arrays] for i, step in enumerate(streamed.steps)}
-    return [(matched, arrays_of[matched.step.out.name]) for matched in matrices]
+    results = outcome.results
+    places = {step.out.name: (streamed, i) for streamed in products for i, step in enumerate(streamed.steps)}
+    waiting = {streamed.name: len(streamed.steps) for streamed in products}
+    for matched in matrices:
+        streamed, i = places.pop(matched.step.out.name)
+        yield matched, [array[i] for array in results.arrays(streamed.name)]
+        waiting[streamed.name] -= 1
+        if not waiting[streamed.name]:
+            results.drop(streamed)
 
 
 def _batches(steps: Sequence[tuple[str, Step]]) -> Iterator[tuple[str, list[Step]]]:

@@ -143,7 +143,9 @@ def _comparable(specs: Sequence[TensorSpec]) -> bool:
 def _matrices(specs: Sequence[TensorSpec], rows: int, first: Checkpoint, structure: Structure) -> Iterator[MatchedTensor]:
     """The logical matrices of a tensor; its expert and fused matrices each by itself."""
     floating = all(s.dtype.floating for s in specs)
-    spec = replace(specs[0], dtype=DTYPES["BF16"]) if floating else specs[0]  # rows are float32, unless an input is F64
+    spec, plain = specs[0], DTYPES["BF16"]  # rows are float32, unless an input is F64
+    if floating and spec.dtype is not plain:
+        spec = replace(spec, dtype=plain)
     if rows:
         shape = (rows, *spec.shape[1:])
         block = Block(0, rows, shape[1], shape[1])

@@ -17,7 +17,7 @@ from weightsmith._base.report.blocks import Block, Unit, Value, finite_or_mark, 
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._base.text import count, size
 from weightsmith._execution.report import share_of
-from weightsmith._reports.look.comparison import Alignment, Comparison, letters
+from weightsmith._reports.look.diff import Alignment, Comparison, letters
 from weightsmith._reports.look.difference import Difference, GroupDifference, TensorDifference
 from weightsmith._reports.look.inspect import Amount, Inspection, TensorStatistics
 from weightsmith._reports.look.models import OUTSIDE, FileDifference, LayerPlace, by_layer_and_part

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -39,7 +40,8 @@ def survey_product(
     """
     dtypes = {what: DTYPES["I64" if what in integers else "F64"] for what in shapes}
     outs = tuple(TensorSpec(f"{name}: {what}", dtypes[what], (len(steps), *shape)) for what, shape in shapes.items())
-    return Product(name, op, outs, {}, tuple(replace(step, needs=(name,)) for step in steps))
+    needs = (name,)  # one tuple serves all steps
+    return Product(name, op, outs, {}, tuple(replace(step, needs=needs) for step in steps))
 
 
 def survey_kind(
@@ -117,6 +119,16 @@ def magnitudes(numbers: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
     used = numbers[np.isfinite(numbers) & (numbers != 0)]
     exponents = np.clip(np.frexp(used)[1] - 1 - LOWEST, 0, POWERS - 1)
     return np.bincount(exponents, minlength=POWERS).astype(np.int64)
+
+
+def compact(counts: npt.NDArray[np.int64]) -> array[int]:
+    """Counts in as few bytes as hold them all.
+
+    >>> compact(np.array([3, 700])), compact(np.array([70_000]))
+    (array('H', [3, 700]), array('I', [70000]))
+    """
+    code = "H" if counts.max(initial=0) < 1 << 16 else "I" if counts.max() < 1 << 32 else "Q"
+    return array(code, counts.tolist())
 
 
 def shares(counts: Sequence[int]) -> tuple[tuple[float, ...], int]:
@@ -216,6 +228,8 @@ class NonFiniteCounts:
     @classmethod
     def of(cls, nans: int, infinities: int) -> NonFiniteCounts:
         """The counts of one tensor."""
+        if not nans and not infinities:
+            return _NONE  # of thousands of tensors: one
         return cls(nans, int(nans > 0), infinities, int(infinities > 0))
 
     def __add__(self, other: NonFiniteCounts) -> NonFiniteCounts:
@@ -235,6 +249,9 @@ class NonFiniteCounts:
         return " and ".join(
             f"{what} in {count(n, 'element')} of {count(tensors, 'tensor')}" for n, tensors, what in counts if n
         )
+
+
+_NONE = NonFiniteCounts()
 
 
 def together(counts: Iterable[NonFiniteCounts]) -> NonFiniteCounts:

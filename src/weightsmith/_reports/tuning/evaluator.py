@@ -31,9 +31,8 @@ from weightsmith._base.errors import MismatchError, NonFinite, PlanError, Weight
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._base.torch_use import usable_device
 from weightsmith._engine.local import MemoryOutput, run
-from weightsmith._engine.memory import JobMemory
 from weightsmith._engine.resources import Resources, Workload
-from weightsmith._engine.results import Results
+from weightsmith._engine.results import JobMemory, Results
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import Structure
 from weightsmith._plans import Plan, Step

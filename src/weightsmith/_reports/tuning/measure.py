@@ -26,7 +26,7 @@ from weightsmith._activations.decoder.forward import fast_arithmetic
 from weightsmith._activations.scored_rows import ScoredRows, together
 from weightsmith._base.errors import NOTHING_WRITTEN, NonFinite, ParameterError, PlanError
 from weightsmith._base.torch_use import usable_device
-from weightsmith._engine.memory import JobMemory
+from weightsmith._engine.results import JobMemory
 from weightsmith._execution.execute import execute
 from weightsmith._execution.options import RunOptions, resources_of
 from weightsmith._execution.progress import Meter

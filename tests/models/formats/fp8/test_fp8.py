@@ -341,7 +341,7 @@ _W = "config_groups/FP8/weights"
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        (changed(DEEPSEEK, "fmt", "e5m2"), "fmt 'e5m2'"),
+        (changed(DEEPSEEK, "fmt", "e3m4"), "fmt 'e3m4'"),
         (changed(DEEPSEEK, "expert_dtype", "int4"), "expert_dtype 'int4'"),
         (changed(CHANNEL, "quantization_status", "initialized"), "quantization_status 'initialized'"),
         (changed(CHANNEL, "transform_config", {"config_groups": {"u": {}}}), "transform_config"),

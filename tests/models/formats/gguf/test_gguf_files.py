@@ -678,8 +678,15 @@ def refused(name: str = "q8_0", **options: Any) -> str:
         ({"model_type": "qwen2"}, ""),
         ({"num_attention_heads": "many"}, "num_attention_heads is 'many', not a positive whole number"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type is 'dynamic', and llama.cpp takes 'default'"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": "x"}}, "factor is 'x', and not a positive number"),
-        ({"rope_scaling": {"rope_type": "llama3", "high_freq_factor": 1}}, "low_freq_factor 1 is not below high_freq_factor 1"),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "low_freq_factor": 1, "high_freq_factor": 4, "factor": "x"}},
+            "factor is 'x', and not a positive number",
+        ),
+        ({"rope_scaling": {"rope_type": "llama3", "low_freq_factor": 1, "factor": 8}}, "high_freq_factor is missing"),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "low_freq_factor": 1, "high_freq_factor": 1, "factor": 8}},
+            "low_freq_factor 1 is not below high_freq_factor 1",
+        ),
         (
             {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": "x"}},
             "original_max_position_embeddings is 'x', not a positive whole number",
@@ -691,7 +698,10 @@ def refused(name: str = "q8_0", **options: Any) -> str:
         ({"model_type": "phi3", "partial_rotary_factor": 1e9}, "partial_rotary_factor is 1e+09, which is more than 1"),
         ({"sliding_window": 32}, "sliding_window is 32, and llama.cpp takes None for granted"),
         ({"num_attention_heads": 5}, "its 64 rows are not whole heads of 12"),
-        ({"model_type": "gemma2", "query_pre_attn_scalar": 144}, "query_pre_attn_scalar is 144.0, and llama.cpp takes 16.0"),
+        (
+            {"model_type": "gemma2", "head_dim": 16, "query_pre_attn_scalar": 144},
+            "query_pre_attn_scalar is 144.0, and llama.cpp takes 16.0",
+        ),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu', and llama.cpp takes 'silu'"),
         ({"hidden_act": "swish"}, ""),
         ({"model_type": "qwen3", "use_sliding_window": False, "sliding_window": 32}, ""),
@@ -709,7 +719,7 @@ def refused(name: str = "q8_0", **options: Any) -> str:
         ),
         ({"model_type": "exaone4", "sliding_window": 32}, "sliding_window is 32, and llama.cpp takes None"),
         ({"model_type": "seed_oss", "mlp_bias": True}, "mlp_bias is True, and llama.cpp takes False"),
-        ({"model_type": "qwen2_moe", "norm_topk_prob": True}, "num_experts is None, not a positive whole number"),
+        ({"model_type": "qwen2_moe", "norm_topk_prob": True}, "norm_topk_prob is True, and llama.cpp takes False"),
         ({"model_type": "granite", "logits_scaling": "x"}, "logits_scaling is 'x', and not a positive number"),
         (
             {"model_type": "qwen3_5_text"}
@@ -717,7 +727,10 @@ def refused(name: str = "q8_0", **options: Any) -> str:
             | {"linear_value_head_dim": 4},
             "linear_value_head_dim is 4, and llama.cpp takes 2",
         ),
-        ({"model_type": "ministral3"}, "rope_type is 'default', and llama.cpp takes 'yarn'"),
+        (
+            {"model_type": "ministral3", "rope_parameters": {"rope_type": "default"}},
+            "rope_type is 'default', and llama.cpp takes 'yarn'",
+        ),
         ({"num_hidden_layers": 200_000}, "num_hidden_layers is 200000, more than 100,000"),
         ({"model_type": "olmo3", "tie_word_embeddings": False, "layer_types": 5}, "layer_types is 5, and not a list"),
         (

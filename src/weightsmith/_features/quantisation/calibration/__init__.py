@@ -4,6 +4,6 @@
         └────────────────────────▲                               layer i:  its quantised weights
 
 `layer.py` quantises a layer for the Gram matrices of what enters its weights; `activations.py` makes scales for activations
-and the cache, and looks at the range of the states; `measured.py` and `scored.py` measure what settings cost; `plan.py` puts
-the products into a plan. What a format is, they ask its encodings.
+and the cache, and looks at the range of the states; `costs.py` measures what settings cost; `plan.py` puts the products into a
+plan. What a format is, they ask its encodings.
 """

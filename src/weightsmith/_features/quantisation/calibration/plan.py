@@ -13,9 +13,8 @@ from weightsmith._base.files import show
 from weightsmith._base.idioms import grouped
 from weightsmith._base.options import assignment, named
 from weightsmith._features.quantisation.calibration.activations import LargestStateWork, ScalesWork, attention_of, collected
+from weightsmith._features.quantisation.calibration.costs import BlocksWork, MeasureWork, ScoreWork, VocabularyWork, shape_of
 from weightsmith._features.quantisation.calibration.layer import CalibratedWork, QuantisedStatesWork, QuantisedWork
-from weightsmith._features.quantisation.calibration.measured import BlocksWork, MeasureWork
-from weightsmith._features.quantisation.calibration.scored import ScoreWork, VocabularyWork, shape_of
 from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._models.formats import Encoding, find_cache, find_encoding
 from weightsmith._models.formats.engines import find_engine

@@ -21,9 +21,9 @@ from weightsmith._models.formats.compressed_tensors.writing import (
     STATIC,
     packed,
 )
-from weightsmith._models.formats.config import recogniser
+from weightsmith._models.formats.config import config_entries, method_of
 from weightsmith._models.formats.scaled import TITLE, is_codes, read_scaled
-from weightsmith.abc.stored import Specs, StoredFormat, Writing, labelled
+from weightsmith.abc.stored import Config, Specs, StoredFormat, Writing, labelled
 
 _ENGINES = "transformers, vLLM, SGLang"
 
@@ -34,10 +34,20 @@ def _scaled(name: str, specs: Specs) -> str:
     return f"{weight.dtype} with scales" if weight is not None and weight.dtype.itemsize == 1 else ""
 
 
+def recognises(config: Config, specs: Specs) -> bool:
+    """Weights are codes; or they are plain, and the entry in config.json is that of a KV cache with scales."""
+    if method_of(config) != METHOD:
+        return False
+    if any(map(is_codes, specs.values())):
+        return True
+    groups = any(entry.get("config_groups") for _, entry in config_entries(config))
+    return not groups and any(name.endswith((".k_scale", ".v_scale")) for name in specs)
+
+
 FORMAT = StoredFormat(
     "compressed_tensors",
     TITLE,
-    recogniser(is_codes, METHOD),
+    recognises,
     read_scaled(read_entry, groups=read_groups),
     {".weight_packed": labelled("compressed-tensors"), ".weight_scale": _scaled},
     writes=(

@@ -43,7 +43,9 @@ def read_entry(entry: Mapping[str, Any], place: str, where: str) -> tuple[list[S
     if sparsity and not (isinstance(sparsity, Mapping) and sparsity.get("format") == "dense"):
         raise unsupported(f"compressed-tensors weights with a sparsity_config are not read: {show(sparsity)}", where)
     groups = entry.get("config_groups")
-    if not isinstance(groups, Mapping) or not groups:
+    if not groups and entry.get("kv_cache_scheme"):
+        groups = {}
+    elif not isinstance(groups, Mapping) or not groups:
         raise unsupported(f"compressed-tensors without config_groups is not read: {show(groups)}", where)
     schemes = []
     for name, group in groups.items():

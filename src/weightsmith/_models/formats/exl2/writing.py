@@ -94,7 +94,7 @@ def store(shape: tuple[int, int], groups: Groups, order: Places, codes_of: Calla
 
     Raises Unsupported for groups or a shape that ExLlamaV2 cannot load.
     """
-    from weightsmith._kernels.packed import pack_down
+    from weightsmith._kernels.codes import pack_down
 
     n, k = shape
     if why := why_illegal(groups, k):

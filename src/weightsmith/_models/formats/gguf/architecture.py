@@ -79,10 +79,15 @@ class GgufKey:
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """Which layers attend to a window: all but the last of every so many. stated: unless the file says which."""
+    """Which layers attend to a window: all but the last of every so many.
+
+    stated   unless the file says which
+    default  the window that llama.cpp takes where a file has none; None: no layer has one then
+    """
 
     every: int
     stated: bool = False
+    default: int | None = None
 
     def layer_types(self, layers: int, *, slides: bool) -> list[str]:
         """What each layer attends to. slides: whether the model has a window at all."""
@@ -184,7 +189,7 @@ class GgufArchitecture:
         return True
 
     def complete(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """config.json with those defaults of transformers on which published files rely."""
+        """config.json with settings under their present names, and with defaults that are not in `defaults.json`."""
         return config
 
     # ---- keys from config.json
@@ -227,8 +232,8 @@ class GgufArchitecture:
             if not (self.experts and setting == "intermediate_size" and config.get(setting) is None):  # all MLPs are experts
                 keys.u32(name, config.count(setting, default))
         if self.rotary:
-            keys.f32("rope.freq_base", config.number("rope_theta", 10_000.0, self.rope(config)))
-        keys.f32(self.eps[0], config.number(self.eps[1], 1e-6))
+            keys.f32("rope.freq_base", config.number("rope_theta", within=self.rope(config)))
+        keys.f32(self.eps[0], config.number(self.eps[1]))
         if self.experts:  # under either of two names
             either = config.get("num_local_experts", config.get("num_experts"))
             keys.u32("expert_count", config.count(self.experts, either))
@@ -301,6 +306,8 @@ class GgufArchitecture:
         slides = config.get("sliding_window") is not None or not windows.stated
         types = windows.layer_types(layers, slides=slides)
         stated = config.get("layer_types") or types
+        if stated is types:  # an older setting, which transformers reads where the layers are not listed
+            config.need("sliding_window_pattern", config.get("sliding_window_pattern", windows.every), windows.every)
         if not isinstance(stated, list) or not all(
             layer_type in ("sliding_attention", "full_attention") for layer_type in stated
         ):
@@ -308,7 +315,7 @@ class GgufArchitecture:
         if not windows.stated or len(stated) != layers:
             config.need("layer_types", stated, types)
         if slides:
-            keys.u32("attention.sliding_window", config.count("sliding_window", 4096))
+            keys.u32("attention.sliding_window", config.count("sliding_window"))
         if slides and windows.stated:
             keys.put(_PATTERN, "bool", [layer_type == "sliding_attention" for layer_type in stated])
         self.check_local_rope(config)
@@ -352,7 +359,7 @@ class GgufArchitecture:
             config["rope_theta"] = values.float32("rope.freq_base", 10_000.0)
         config["tie_word_embeddings"] = "output.weight" not in shapes
         width = max(1, config["hidden_size"] // config["num_attention_heads"])
-        turned = values.count("rope.dimension_count", width)
+        turned = values.count("rope.dimension_count", values.count("attention.key_length", width))
         width = self.take_heads(values, config, width if self.partial else turned)
         if self.partial and (share := turned / width) != self.partial:
             config["partial_rotary_factor"] = share
@@ -403,8 +410,8 @@ class GgufArchitecture:
         """The window of layers that slide."""
         if self.windows is None:
             return
-        slides = "attention.sliding_window" in values
-        config["sliding_window"] = values.count("attention.sliding_window") if slides else None
+        slides = "attention.sliding_window" in values or self.windows.default is not None
+        config["sliding_window"] = values.count("attention.sliding_window", self.windows.default) if slides else None
         layers = config["num_hidden_layers"]
         pattern = values.get(_PATTERN) if self.windows.stated else None
         if pattern is not None and (not isinstance(pattern, np.ndarray) or pattern.shape != (layers,)):

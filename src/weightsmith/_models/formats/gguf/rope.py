@@ -44,12 +44,14 @@ def put_scaling(config: GgufConfig, rope: Mapping[str, Any], keys: GgufKeys) -> 
 
 def put_quotients(config: GgufConfig, rope: Mapping[str, Any], head_dim: int, keys: GgufKeys) -> None:
     """The tensor of Llama 3's scaling."""
-    scaling = {name: config.number(name, default, rope) for name, default in {**_LLAMA3, "factor": 8.0}.items()}
+    context = config.get("max_position_embeddings")  # which transformers takes for the original one
+    defaults = {**dict.fromkeys(_LLAMA3), "original_max_position_embeddings": context, "factor": None}
+    scaling = {name: config.number(name, default, rope) for name, default in defaults.items()}
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     if low >= high:
         what = f"low_freq_factor {low:g} is not below high_freq_factor {high:g}"
         raise FormatError(what, where="config.json", fix="repair it")
-    keys.tensors[QUOTIENTS] = llama3_quotients(head_dim, config.number("rope_theta", 10_000.0, rope), scaling)
+    keys.tensors[QUOTIENTS] = llama3_quotients(head_dim, config.number("rope_theta", within=rope), scaling)
 
 
 def take_scaling(values: GgufValues, config: Mapping[str, Any], factors: Mapping[str, Floats]) -> dict[str, Any]:
@@ -58,13 +60,16 @@ def take_scaling(values: GgufValues, config: Mapping[str, Any], factors: Mapping
         return _take_quotients(config, factors[QUOTIENTS], values.where)
     kind = values.get("rope.scaling.type")
     kind = kind if isinstance(kind, str) else ""
+    if not kind:  # as older files have it
+        kind = "linear" if "rope.scaling.factor" in values or "rope.scale_linear" in values else "none"
     if kind == "linear":
-        return {"rope_type": "linear", "factor": values.float32("rope.scaling.factor")}
+        older = values.float32("rope.scale_linear") if "rope.scale_linear" in values else None
+        return {"rope_type": "linear", "factor": values.float32("rope.scaling.factor", older)}
     if kind == "yarn":
         scaling: dict[str, Any] = {"rope_type": "yarn", "factor": values.float32("rope.scaling.factor")}
         scaling["original_max_position_embeddings"] = values.count("rope.scaling.original_context_length")
         return scaling | {setting: values.float32(name) for name, setting in _YARN.items() if name in values}
-    if kind in ("", "none"):
+    if kind == "none":
         return {}
     raise Unsupported(f"RoPE scaling of the type {show(kind)}", where=values.where, fix=USE_ORIGINAL)
 

@@ -49,8 +49,7 @@ from weightsmith._models.tokenizers.convert import (
     ways,
 )
 from weightsmith._models.tokenizers.files import json_bytes
-from weightsmith._models.tokenizers.sentencepiece import SPACE, PieceKind, read_sentencepiece
-from weightsmith._models.tokenizers.vocabulary import BYTES, byte_level, byte_of
+from weightsmith._models.tokenizers.vocabulary import BYTES, SPACE, PieceKind, byte_level, byte_of, read_sentencepiece
 
 READ = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "chat_template.jinja", "chat_template.json")
 """The files that the keys are made from, besides config.json, generation_config.json, and templates with a name."""

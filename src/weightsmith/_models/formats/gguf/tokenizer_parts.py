@@ -12,7 +12,7 @@ from weightsmith._base.strict_json import parse_object
 from weightsmith._models.formats.gguf.layout import Value
 from weightsmith._models.formats.gguf.values import token_id
 from weightsmith._models.tokenizers.convert import FLAGS, template
-from weightsmith._models.tokenizers.sentencepiece import PieceKind
+from weightsmith._models.tokenizers.vocabulary import PieceKind
 
 T = TypeVar("T")
 

@@ -28,7 +28,7 @@ from weightsmith._models.formats.gguf.tokenizer_parts import (
     unwritable,
 )
 from weightsmith._models.tokenizers.convert import replace
-from weightsmith._models.tokenizers.sentencepiece import SPACE, PieceKind
+from weightsmith._models.tokenizers.vocabulary import SPACE, PieceKind
 
 _UNUSED_SCORE = -10_000.0
 _MOST = 3e38

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from weightsmith._base.errors import Finding
 from weightsmith._base.files import show
-from weightsmith._models.tokenizers.sentencepiece import SPACE
+from weightsmith._models.tokenizers.vocabulary import SPACE
 
 _PHI3 = re.compile(r"phi-3|phi3", re.IGNORECASE)
 _ALMOST_PHI3 = re.compile(r"phi 3", re.IGNORECASE)

@@ -23,6 +23,7 @@ class GgufValues:
 
     def __init__(self, values: Mapping[str, Any], where: str = "config.json", fix: str = "repair it", prefix: str = "") -> None:
         self._values, self.where, self._fix, self._prefix = values, where, fix, prefix
+        self._missing = "add it to config.json, as the model was trained" if where == "config.json" else fix
 
     def get(self, name: str, default: Any = None, within: Mapping[str, Any] | None = None) -> Any:
         """A value, if it is not null; `within` another mapping."""
@@ -34,7 +35,9 @@ class GgufValues:
         return self._values.get(key)
 
     def wrong(self, name: str, value: object, expected: str) -> FormatError:
-        """The error of a value that is not `wanted`."""
+        """The error of a value that is not `expected`, or missing."""
+        if value is None:
+            return FormatError(f"{self._prefix}{name} is missing", where=self.where, fix=self._missing)
         return FormatError(f"{self._prefix}{name} is {show(value)}, {expected}", where=self.where, fix=self._fix)
 
     def count(self, name: str, default: float | None = None, within: Mapping[str, Any] | None = None, *, least: int = 1) -> int:

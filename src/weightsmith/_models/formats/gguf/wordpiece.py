@@ -21,7 +21,7 @@ from weightsmith._models.formats.gguf.tokenizer_parts import (
     steps_of,
     unwritable,
 )
-from weightsmith._models.tokenizers.sentencepiece import SPACE, PieceKind
+from weightsmith._models.tokenizers.vocabulary import SPACE, PieceKind
 
 _INSIDE = "##"
 _PAD = re.compile(r"\[PAD[0-9]+\]")

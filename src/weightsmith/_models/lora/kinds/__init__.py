@@ -27,7 +27,12 @@ NAMES = (
     "c3a",
     "ln_tuning",
     "trainable_tokens",
+    "locon",
+    "difference",
 )
+
+IN_FILES = ("loha", "lokr", "locon", "difference")
+"""Kinds in files without a config."""
 
 KINDS = Plugins(
     "kind of adapter",
@@ -53,4 +58,4 @@ def kind_of_part(part: str) -> str:
     >>> kind_of_part("hada_w1_a"), kind_of_part("weight")
     ('loha', '')
     """
-    return next((name for name in ("loha", "lokr") if part in KINDS.get(name).parts), "")
+    return next((name for name in IN_FILES if part in KINDS.get(name).parts), "")

@@ -42,7 +42,7 @@ def prepare(module: AdapterModule, arrays: Arrays) -> tuple[Rows, ...]:
 
 def change(module: AdapterModule, arrays: tuple[Rows, ...], rows: Rows, first: int) -> None:
     """Rotate and scale rows."""
-    from weightsmith._kernels.delta import rotate_blocks
+    from weightsmith._kernels.combine import rotate_blocks
 
     rotations, scales = arrays
     factors, blocks, size, _ = rotations.shape

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from weightsmith.abc.adapter import AdapterKind, AdapterModule, Arrays, Rows, Shapes
+from weightsmith.abc.adapter import AdapterKind, AdapterModule, Arrays, Rows, Shapes, full_rank
 
 
 def shapes(module: AdapterModule) -> Shapes:
@@ -31,12 +31,13 @@ def change(module: AdapterModule, arrays: tuple[Rows, ...], rows: Rows, first: i
         row += np.roll(kernels[(first + i) // size], (first + i) % size, axis=1).ravel()
 
 
-KIND = AdapterKind(
+KIND: AdapterKind = AdapterKind(
     title="C3A",
     types=("C3A",),
     parts=("c3a_kernel",),
     shapes=shapes,
     prepare=prepare,
+    exact=full_rank(lambda: KIND),
     change=change,
     used=frozenset({"block_size"}),
     patterns={"block_size": "block_size_pattern"},

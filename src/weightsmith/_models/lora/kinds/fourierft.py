@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from weightsmith.abc.adapter import AdapterKind, AdapterModule, Arrays, Rows, Shapes
+from weightsmith.abc.adapter import AdapterKind, AdapterModule, Arrays, Rows, Shapes, full_rank
 
 _SHORT = (2**32 - 1) // 20  # with more elements torch draws 64 bits for each step
 
@@ -58,12 +58,13 @@ def change(module: AdapterModule, arrays: tuple[Rows, ...], rows: Rows, first: i
         rows[i] += np.fft.ifft(spectrum).real / module.outputs
 
 
-KIND = AdapterKind(
+KIND: AdapterKind = AdapterKind(
     title="FourierFT",
     types=("FOURIERFT",),
     parts=("fourierft_spectrum",),
     shapes=shapes,
     prepare=prepare,
+    exact=full_rank(lambda: KIND),
     change=change,
     used=frozenset({"n_frequency", "scaling", "random_loc_seed"}),
     patterns={"n_frequency": "n_frequency_pattern"},

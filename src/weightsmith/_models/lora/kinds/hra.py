@@ -47,7 +47,7 @@ def _orthonormal(columns: Rows) -> Rows:
 
 def change(module: AdapterModule, arrays: tuple[Rows, ...], rows: Rows, first: int) -> None:
     """Reflect rows."""
-    from weightsmith._kernels.delta import add_matrix_product
+    from weightsmith._kernels.combine import add_matrix_product
 
     units, back = arrays
     along = np.zeros((len(rows), units.shape[1]))

@@ -47,7 +47,7 @@ def prepare(module: AdapterModule, arrays: Arrays) -> tuple[Rows, ...]:
 
 def change(module: AdapterModule, arrays: tuple[Rows, ...], rows: Rows, first: int) -> None:
     """Add the product of both matrices."""
-    from weightsmith._kernels.delta import add_matrix_product
+    from weightsmith._kernels.combine import add_matrix_product
 
     one, other = np.zeros_like(rows), np.zeros_like(rows)
     add_matrix_product(arrays[0][first : first + len(rows)], arrays[1], one)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from weightsmith.abc.adapter import AdapterKind, AdapterModule, Arrays, Rows, Shapes
+from weightsmith.abc.adapter import AdapterKind, AdapterModule, Arrays, ExactFactors, Rows, Shapes
 
 
 def shapes(module: AdapterModule) -> Shapes:
@@ -37,7 +37,7 @@ def prepare(module: AdapterModule, arrays: Arrays) -> tuple[Rows, ...]:
 
 def change(module: AdapterModule, arrays: tuple[Rows, ...], rows: Rows, first: int) -> None:
     """Change rows, which need not begin or end with a block."""
-    from weightsmith._kernels.delta import rotate_blocks
+    from weightsmith._kernels.combine import rotate_blocks
 
     (block,) = arrays
     inputs, numbers = rows.shape[1], np.arange(first, first + len(rows))
@@ -53,6 +53,21 @@ def change(module: AdapterModule, arrays: tuple[Rows, ...], rows: Rows, first: i
     rows += np.tile(block[numbers % len(block)], (1, -(-inputs // block.shape[1])))[:, :inputs]
 
 
+def exact_rank(module: AdapterModule) -> int:
+    """r, unless what is added depends on the weight."""
+    if module.settings.get("init_weights", True) == "bat":
+        raise ValueError("with bat, what is added depends on the weight")
+    return module.whole("r")
+
+
+def exact_factors(module: AdapterModule, arrays: Arrays) -> tuple[Rows, ...]:
+    """The block, for each r columns; of mini repeated for all rows."""
+    (block,) = prepare(module, arrays)
+    rank = block.shape[1]
+    right = np.tile(np.eye(rank), (1, -(-module.inputs // rank)))[:, : module.inputs]
+    return np.tile(block, (module.outputs // len(block), 1)), np.ascontiguousarray(right)
+
+
 KIND = AdapterKind(
     title="MiSS",
     types=("MISS", "BONE"),
@@ -60,6 +75,7 @@ KIND = AdapterKind(
     shapes=shapes,
     prepare=prepare,
     change=change,
+    exact=ExactFactors(None, exact_rank, exact_factors),
     used=frozenset({"r", "mini_r", "init_weights"}),
     unused=frozenset({"miss_dropout"}),
 )

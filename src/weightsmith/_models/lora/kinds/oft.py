@@ -63,7 +63,7 @@ def _neumann(skew: Rows, terms: int) -> Rows:
 
 def change(module: AdapterModule, arrays: tuple[Rows, ...], rows: Rows, first: int) -> None:
     """Rotate rows."""
-    from weightsmith._kernels.delta import rotate_blocks
+    from weightsmith._kernels.combine import rotate_blocks
 
     rotate_blocks(rows.copy(), arrays[0], rows)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import numpy as np
 
 from weightsmith._models.lora.kinds.vera import of_shared
-from weightsmith.abc.adapter import AdapterKind, AdapterModule, Arrays, Rows, Shapes
+from weightsmith.abc.adapter import AdapterKind, AdapterModule, Arrays, Rows, Shapes, full_rank
 
 
 def _sizes(module: AdapterModule) -> tuple[int, int, int, int]:
@@ -42,13 +42,14 @@ def prepare(module: AdapterModule, arrays: Arrays) -> tuple[Rows, ...]:
     return np.ascontiguousarray(left), np.ascontiguousarray(right)
 
 
-KIND = AdapterKind(
+KIND: AdapterKind = AdapterKind(
     title="RandLoRA",
     types=("RANDLORA",),
     parts=("randlora_lambda", "randlora_gamma"),
     shared=("randlora_A", "randlora_B"),
     shapes=shapes,
     prepare=prepare,
+    exact=full_rank(lambda: KIND),
     used=frozenset({"r", "randlora_alpha"}),
     unused=frozenset({"projection_prng_key", "save_projection", "sparse", "very_sparse", "randlora_dropout"}),
 )

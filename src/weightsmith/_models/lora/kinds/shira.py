@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from weightsmith.abc.adapter import AdapterKind, AdapterModule, Arrays, Rows, Shapes
+from weightsmith.abc.adapter import AdapterKind, AdapterModule, Arrays, Rows, Shapes, full_rank
 
 
 def shapes(module: AdapterModule) -> Shapes:
@@ -30,12 +30,13 @@ def change(module: AdapterModule, arrays: tuple[Rows, ...], rows: Rows, first: i
     np.add.at(rows, (down[begin:end].astype(int) - first, across[begin:end].astype(int)), numbers[begin:end])
 
 
-KIND = AdapterKind(
+KIND: AdapterKind = AdapterKind(
     title="SHiRA",
     types=("SHIRA",),
     parts=("shira_weight", "shira_indices"),
     shapes=shapes,
     prepare=prepare,
+    exact=full_rank(lambda: KIND),
     change=change,
     used=frozenset({"r"}),
     unused=frozenset({"mask_type", "random_seed"}),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from weightsmith.abc.adapter import AdapterKind, AdapterModule, Arrays, Rows, Shapes
+from weightsmith.abc.adapter import AdapterKind, AdapterModule, Arrays, ExactFactors, Rows, Shapes
 
 _NOT_SAVED = (
     "{} is not in the file: save the adapter with save_projection: true, since other random numbers would change the result"
@@ -48,6 +48,7 @@ KIND = AdapterKind(
     shared=("vera_A", "vera_B"),
     shapes=shapes,
     prepare=prepare,
+    exact=ExactFactors(None, lambda module: module.whole("r"), prepare),
     used=frozenset({"r"}),
     unused=frozenset({"projection_prng_key", "save_projection", "vera_dropout", "d_initial"}),
 )

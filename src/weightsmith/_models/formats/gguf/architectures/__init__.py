@@ -14,6 +14,7 @@ from weightsmith._base.files import DAMAGED, show
 from weightsmith._base.plugins import Plugins
 from weightsmith._models.formats import GGUF_ARCHITECTURES
 from weightsmith._models.formats.gguf.architecture import GgufArchitecture, GgufFamily
+from weightsmith._models.formats.gguf.defaults import with_defaults
 from weightsmith._models.formats.gguf.values import GgufValues
 
 if TYPE_CHECKING:
@@ -78,13 +79,17 @@ def architecture_of_file(keys: Mapping[str, Any], tensors: Container[str], where
 
 
 def text_config(config: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """The settings of the language model: `text_config`, if config.json has one, else config.json itself; completed."""
+    """The settings of the language model, with defaults: `text_config`, if config.json has one, else config.json itself."""
     whole = config or {}
     text = whole.get("text_config")
     if isinstance(text, dict):
-        whole = {**text, **{name: whole[name] for name in _SEVERAL_PARTS if whole.get(name) is not None}}
+        whole = {
+            "model_type": whole.get("model_type"),
+            **text,
+            **{name: whole[name] for name in _SEVERAL_PARTS if whole.get(name) is not None},
+        }
     architecture = find_architecture(whole)
-    return whole if architecture is None else architecture.complete(whole)
+    return whole if architecture is None else with_defaults(architecture.complete(whole))
 
 
 def find_vision(config: Mapping[str, Any]) -> VisionHalf | None:

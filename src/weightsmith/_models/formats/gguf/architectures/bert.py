@@ -89,6 +89,7 @@ class DistilBert(Encoder):
         "num_attention_heads": "n_heads",
         "hidden_act": "activation",
     }
+    defaults = {"intermediate_size": 3072}
     fixed = {"sinusoidal_pos_embds": False}
     vocabulary = "bert"
 

@@ -23,9 +23,6 @@ class EuroBert(GgufArchitecture):
     def fits(self, config: Mapping[str, Any]) -> bool:
         return not classifies(config)
 
-    def complete(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        return {"rms_norm_eps": 1e-5, **config}
-
     def put_more(self, config: GgufConfig, keys: GgufKeys) -> None:
         keys.put("attention.causal", "bool", False)
 

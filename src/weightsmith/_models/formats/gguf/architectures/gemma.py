@@ -49,7 +49,7 @@ class Gemma2(GgufArchitecture):
     layer = {**ATTENTION, **MLP, **NORMS_AROUND}
     shift = 1.0
     activation = GELU
-    windows = Windows(2)
+    windows = Windows(2, default=4096)
     largest: ClassVar[int] = 46
     """Layers of the 27B model, whose attention is scaled by the mean width of a head, and not by the width."""
 
@@ -57,13 +57,13 @@ class Gemma2(GgufArchitecture):
         super().put_attention(config, keys)
         layers, width = config.count("num_hidden_layers"), config.count("hidden_size")
         scalar = self._query_scalar(layers, width, config.count("num_attention_heads")) or head_dim(config)
-        config.need("query_pre_attn_scalar", config.number("query_pre_attn_scalar", 256), float(scalar))
+        config.need("query_pre_attn_scalar", config.number("query_pre_attn_scalar"), float(scalar))
         self.put_caps(config, keys)
 
     def put_caps(self, config: GgufConfig, keys: GgufKeys) -> None:
         """How large scores and logits may be."""
-        keys.f32("attn_logit_softcapping", config.number("attn_logit_softcapping", 50.0))
-        keys.f32("final_logit_softcapping", config.number("final_logit_softcapping", 30.0))
+        keys.f32("attn_logit_softcapping", config.number("attn_logit_softcapping"))
+        keys.f32("final_logit_softcapping", config.number("final_logit_softcapping"))
 
     def check_local_rope(self, config: GgufConfig) -> None:
         """Gemma 3's layers with a window have a base of their own."""
@@ -94,17 +94,11 @@ class Gemma3(Gemma2):
     windows = Windows(6)
     largest = 62
 
-    def complete(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """google/gemma-3-4b-it says neither heads nor vocabulary."""
-        heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
-        sizes = {"max_position_embeddings": 131_072, "vocab_size": 262_208}
-        return {**heads, **sizes, "rope_theta": 1e6, "tie_word_embeddings": True, **config}
-
     def put_caps(self, config: GgufConfig, keys: GgufKeys) -> None:
         config.need("attn_logit_softcapping", config.get("attn_logit_softcapping"), None)
         if config.get("final_logit_softcapping") is not None:
             keys.f32("final_logit_softcapping", config.number("final_logit_softcapping"))
-        keys.f32("rope.freq_base_swa", config.number("rope_theta", _LOCAL_BASE, config.rope()[1]))
+        keys.f32("rope.freq_base_swa", config.number("rope_theta", within=config.rope()[1]))
 
     def take_caps(self, values: GgufValues, config: dict[str, Any]) -> None:
         config["rope_local_base_freq"] = values.float32("rope.freq_base_swa", _LOCAL_BASE)
@@ -129,7 +123,7 @@ class GemmaEmbedding(Gemma2):
 
     def put_caps(self, config: GgufConfig, keys: GgufKeys) -> None:
         config.need("attn_logit_softcapping", config.get("attn_logit_softcapping"), None)
-        keys.f32("rope.freq_base_swa", config.number("rope_theta", _LOCAL_BASE, config.rope()[1]))
+        keys.f32("rope.freq_base_swa", config.number("rope_theta", within=config.rope()[1]))
 
     def take_caps(self, values: GgufValues, config: dict[str, Any]) -> None:
         config |= {
@@ -190,7 +184,7 @@ class Gemma4(GgufArchitecture):
     def put_more(self, config: GgufConfig, keys: GgufKeys) -> None:
         layers, slides = config.count("num_hidden_layers"), _slides(config)
         wide, kv_heads = _global(config, "head_dim", 512), _global(config, "num_key_value_heads", 0)
-        narrow = config.count("head_dim", 256)
+        narrow = config.count("head_dim")
         for name in ("key", "value"):
             keys.u32(f"attention.{name}_length", wide)
             keys.u32(f"attention.{name}_length_swa", narrow)
@@ -200,7 +194,7 @@ class Gemma4(GgufArchitecture):
         keys.u32("rope.dimension_count", wide)
         keys.u32("rope.dimension_count_swa", narrow)
         rope, local_rope = config.rope()
-        keys.f32("rope.freq_base_swa", config.number("rope_theta", _LOCAL_BASE, local_rope))
+        keys.f32("rope.freq_base_swa", config.number("rope_theta", within=local_rope))
         shared = config.count("num_kv_shared_layers", 0, least=0)
         keys.u32("attention.shared_kv_layers", shared)
         if config.get("use_double_wide_mlp", False):

@@ -23,7 +23,7 @@ class HunyuanDense(GgufArchitecture):
         if rope["rope_type"] != "dynamic" or rope.get("alpha") is None:
             return rope
         alpha, width = config.number("alpha", None, rope), head_dim(config)
-        base = config.number("rope_theta", 10_000.0, rope) * (alpha ** (width / (width - 2)) if width > 2 else 1.0)
+        base = config.number("rope_theta", within=rope) * (alpha ** (width / (width - 2)) if width > 2 else 1.0)
         if base >= 3e38:
             raise config.wrong("alpha", alpha, f"with which float32 cannot hold the base of RoPE, {base:g}")
         return {**rope, "rope_type": "default", "rope_theta": base}

@@ -35,9 +35,9 @@ class Lfm2(GgufArchitecture):
     fixed: ClassVar[Mapping[str, Any]] = {"conv_bias": False}
 
     def complete(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The width of MLPs has had two names."""
-        renamed = {} if config.get("intermediate_size") is not None else {"intermediate_size": config.get("block_ff_dim")}
-        return {"rope_theta": 1e6, **config, **renamed}
+        """Two settings had other names, which transformers prefers."""
+        renamed = {"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"}
+        return {**config, **{name: config[older] for older, name in renamed.items() if older in config}}
 
     def put_more(self, config: GgufConfig, keys: GgufKeys) -> None:
         layers, heads = config.count("num_hidden_layers"), config.count("num_attention_heads")

@@ -24,7 +24,7 @@ _ENDS = {"token_embd": "embeddings.tok_embeddings", "token_embd_norm": "embeddin
 _EVERY = "attention.sliding_window_pattern"
 _DEFAULTS: Mapping[str, Any] = {"norm_eps": 1e-5, "local_attention": 128, "max_position_embeddings": 8192}
 _FIXED = {"attention_bias": False, "mlp_bias": False, "norm_bias": False}
-_LEGACY = {"rope_theta": ("global_rope_theta", 160_000.0), "rope_local_base_freq": ("local_rope_theta", 10_000.0)}
+_LEGACY = {"rope_theta": "global_rope_theta", "rope_local_base_freq": "local_rope_theta"}
 
 
 class _ModernBert(Encoder):
@@ -41,7 +41,7 @@ class _ModernBert(Encoder):
     vocabulary = "gpt2"
 
     def complete(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        bases = {name: config.get(stated, default) for name, (stated, default) in _LEGACY.items()}
+        bases = {name: config[stated] for name, stated in _LEGACY.items() if stated in config}
         return super().complete({**bases, **config})
 
     def check(self, config: GgufConfig) -> None:
@@ -57,7 +57,7 @@ class _ModernBert(Encoder):
             config.need("layer_types", stated, _layer_types(layers, every))
         keys.u32("attention.sliding_window", config.count("local_attention"))
         keys.u32(_EVERY, every)
-        keys.f32("rope.freq_base_swa", config.number("rope_theta", 10_000.0, config.rope()[1]))
+        keys.f32("rope.freq_base_swa", config.number("rope_theta", within=config.rope()[1]))
         if config.get("hidden_activation") == "silu":
             keys.put("hidden_activation", "str", "silu")
 
@@ -67,7 +67,7 @@ class _ModernBert(Encoder):
         config["local_attention"] = values.count("attention.sliding_window")
         config["global_attn_every_n_layers"] = every
         config["layer_types"] = _layer_types(config["num_hidden_layers"], every)
-        config |= {name: base for (name, _), base in zip(_LEGACY.values(), bases, strict=True)}
+        config |= {name: base for name, base in zip(_LEGACY.values(), bases, strict=True)}
         config["rope_parameters"] = {
             kind: {"rope_type": "default", "rope_theta": base} for kind, base in zip(kinds, bases, strict=True)
         }

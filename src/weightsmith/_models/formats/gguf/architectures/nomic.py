@@ -60,8 +60,7 @@ class NomicBert(Encoder):
 
     def complete(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
         alike = {name: config[stated] for stated, name in _PUBLISHED.items() if stated in config}
-        defaults = {"layer_norm_eps": 1e-12, "type_vocab_size": 2, "max_position_embeddings": 2048, "rope_theta": 1000.0}
-        return {**defaults, **config, **alike}
+        return {**config, **alike}
 
     def check(self, config: GgufConfig) -> None:
         super().check(config)

@@ -50,8 +50,7 @@ class Phi3(GgufArchitecture):
     def put_rope(self, config: GgufConfig, keys: GgufKeys) -> None:
         rope = self.rope(config)
         context = config.count("max_position_embeddings")
-        original = config.count("original_max_position_embeddings", context)
-        original = config.count("original_max_position_embeddings", original, rope)
+        original = config.count("original_max_position_embeddings")  # the one in the settings of RoPE has no effect
         keys.u32(_ORIGINAL, original)
         if rope["rope_type"] not in ("default", "longrope", "su"):
             config.need("rope_type", rope["rope_type"], "longrope")

@@ -56,9 +56,5 @@ class Qwen3Moe(GgufArchitecture):
     numbers = (EXPERT_WIDTH,)
     fixed = {"norm_topk_prob": True, **ALL_SPARSE}
 
-    def check(self, config: GgufConfig) -> None:
-        config.need("norm_topk_prob", config.get("norm_topk_prob", False), True)  # transformers' default is False
-        super().check(config)
-
 
 FAMILY = GgufFamily((Qwen2(), Qwen2Moe(), Qwen3(), Qwen3Moe()))
