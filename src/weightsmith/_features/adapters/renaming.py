@@ -142,7 +142,7 @@ def renamed(shapes: Mapping[str, tuple[int, int]], layout: str, where: str, *, f
     if unknown:
         what = f"{len(unknown):,} of its {len(shapes):,} modules have names that are not known"
         titles = ", ".join(family.title for family in FAMILIES)
-        fix = f"convert adapters of Stable Diffusion 1, Stable Diffusion XL, Flux, {titles}; for language models, write --for peft"
+        fix = f"convert adapters of Stable Diffusion 1, Stable Diffusion XL, Flux, {titles}; for language models: --for peft"
         raise Unsupported(what, where=where, details=[show(module) for module in unknown[:8]], fix=fix)
     is_xl, networks = False, {network for network, _ in known.values()}
     modules = _Modules(shapes, known, where)
