@@ -38,8 +38,8 @@ import weightsmith
 from weightsmith._app.cli.app import make_app
 from weightsmith._app.cli.failures import MEANINGS
 from weightsmith._app.cli.help import HelpPage, HelpRows, overview, page_of
-from weightsmith._app.cli.mergekit_flags import FLAGS
 from weightsmith._app.cli.options import settings
+from weightsmith._app.cli.other_programs import FLAGS
 from weightsmith._base.options import Option, find_option, option_records, options_of
 from weightsmith._base.tensors import DTYPE_NAMES, DType
 from weightsmith._execution.options import RunOptions

@@ -130,14 +130,35 @@ def other_bytes(plan: Plan, donor: Checkpoint, options: RunOptions) -> int:
     return carried + len(json.dumps(plan.config)) + 2 * len(plan.recipe.encode()) + (64 << 10) + page
 
 
-def other_names(plan: Plan, options: RunOptions) -> set[str]:
-    """The names of all files except weights; reports of products may add some."""
-    names = {*plan.carried, *plan.files, MANIFEST_NAME}
-    names |= {_CONFIG_NAMES[plan.container]} if plan.config is not None and plan.container in _CONFIG_NAMES else set()
-    names |= {RECIPE_NAME} if plan.follows_recipe else set()
-    names |= {CARD_NAME} if options.card else set()
-    names |= {PAGE_NAME} if options.report is not None else set()
-    return names | set(plan.layout.indexes)
+_RECORD_BYTES = 160
+"""Of a tensor in the manifest, besides the names of tensor and file."""
+_SMALL_BYTES = 64 << 10
+"""More than most files have that are written for a model."""
+
+
+def other_sizes(prepared: Prepared, options: RunOptions, out: str) -> dict[str, int]:
+    """The files of an output except weights, and about how many bytes each has; reports of products may add some.
+
+    out  the output
+    """
+    plan, donor = prepared.plan, prepared.inputs[prepared.plan.donor]
+    missing = donor.missing
+    sizes = {name: missing.get(donor.folder / name, _SMALL_BYTES) for name in plan.carried}
+    sizes |= {name: path.stat().st_size for name in plan.carried if (path := donor.folder / name).is_file()}
+    sizes |= {name: len(data) for name, data in (*plan.files.items(), *plan.layout.indexes.items())}
+    if plan.config is not None and plan.container in _CONFIG_NAMES:
+        sizes[_CONFIG_NAMES[plan.container]] = len(json.dumps(plan.config))
+    if plan.follows_recipe:
+        sizes[RECIPE_NAME] = len(plan.recipe)
+    if options.report is not None and ("://" in options.report or page_beside(out, options.report) is None):
+        from weightsmith._execution.report import page_names
+
+        sizes |= dict.fromkeys(page_names(plan), _SMALL_BYTES)
+    if options.card:
+        sizes[CARD_NAME] = _SMALL_BYTES + len(plan.recipe)
+    shards = plan.layout.shards
+    records = sum(_RECORD_BYTES + len(spec.name) + len(shard.name) for shard in shards for spec in shard.tensors)
+    return {**sizes, MANIFEST_NAME: _SMALL_BYTES + len(plan.recipe) + records}
 
 
 def other_files(

@@ -175,6 +175,14 @@ def report_files(report: Report) -> dict[str, bytes]:
     return files
 
 
+def page_names(plan: Plan) -> set[str]:
+    """The names of `report_files`, before the run: there are pictures if tensors of a layer are compared with a base."""
+    structure = analyse([step.out for step in plan.steps], plan.config)
+    compared = (step for step in plan.steps if any(leaf.base for leaf in step.leaves))
+    pictures = {MOVED_NAME, BY_LAYER_NAME} if any(structure.locate(step.out.name) for step in compared) else set[str]()
+    return {PAGE_NAME, *pictures}
+
+
 def _moved_maps(places: Mapping[str, LayerPlace], squares: Squares) -> list[HeatMap]:
     """Distance of each part of each layer from the base: a heat map for each stack."""
     about = "Frobenius norm of merged - base over that of the base, of all tensors of a part in a layer together."

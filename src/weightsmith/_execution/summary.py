@@ -18,7 +18,7 @@ from weightsmith._engine.reader import Reader
 from weightsmith._engine.resources import PROCESS_BYTES, peak_memory_bytes
 from weightsmith._engine.results import Results
 from weightsmith._execution.options import RunOptions, check_processes, resources_of, tensors_bytes
-from weightsmith._execution.output import other_names
+from weightsmith._execution.output import other_sizes
 from weightsmith._execution.progress import similar_time
 from weightsmith._features.quantisation.calibration.weights import (
     CALIBRATED,
@@ -33,7 +33,7 @@ from weightsmith._models.structure import analyse
 from weightsmith._models.structure.projections import role_of
 from weightsmith._models.structure.vocabulary import is_head, is_vocabulary
 from weightsmith._outputs.bucket_store import CLAIM_WRITES, look_requests, put_requests
-from weightsmith._outputs.hub_repository import COMMIT_REQUESTS, FILE_REQUESTS
+from weightsmith._outputs.hub_repository import COMMIT_REQUESTS, FILE_REQUESTS, LARGE_NAMES, LARGE_REQUESTS, REGULAR_BYTES
 from weightsmith._outputs.places import place_of
 from weightsmith._planning.follow_ups import follow_up_kind
 from weightsmith._planning.planner.encode import stored_plain
@@ -94,7 +94,7 @@ def summarise(prepared: Prepared, options: RunOptions, out: str = "out") -> Summ
         memory=_memory(prepared, options, place_of(out), reading.resident_bytes),
         transfer=estimate(visits(reader, plan.steps, plan.products), options.stream_cache_bytes),
         opening=_opening(prepared),
-        upload=_upload(prepared, options),
+        upload=_upload(prepared, options, out),
         downloads=_downloads(prepared),
         time=None if plan.then is not None else similar_time(plan, options, reading.read_bytes + write_bytes),
         ops=_ops(shown),
@@ -251,16 +251,17 @@ def _opening(prepared: Prepared) -> OpeningEstimate:
     return OpeningEstimate(sum(requests for requests, _ in transfers), sum(nbytes for _, nbytes in transfers))
 
 
-def _upload(prepared: Prepared, options: RunOptions) -> UploadEstimate:
-    layout, others = prepared.plan.layout, other_names(prepared.plan, options)
-    weights = [shard.nbytes for shard in layout.shards]
-    puts = [put_requests(nbytes) for nbytes in weights]
+def _upload(prepared: Prepared, options: RunOptions, out: str) -> UploadEstimate:
+    others = other_sizes(prepared, options, out)
+    weights = [shard.nbytes for shard in prepared.plan.layout.shards]
+    puts = sum(map(put_requests, (*weights, *others.values())))
+    large = sum(nbytes > REGULAR_BYTES or name.endswith(LARGE_NAMES) for name, nbytes in others.items())
     return UploadEstimate(
         files=len(weights) + len(others),
         nbytes=sum(weights),
-        bucket_writes=sum(puts) + len(others) + CLAIM_WRITES,
+        bucket_writes=puts + CLAIM_WRITES,
         bucket_reads=look_requests(len(weights)),
-        hub_writes=FILE_REQUESTS * len(weights) + COMMIT_REQUESTS,
+        hub_writes=FILE_REQUESTS * len(weights) + COMMIT_REQUESTS + LARGE_REQUESTS * large + bool(large),
     )
 
 

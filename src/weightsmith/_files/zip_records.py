@@ -79,37 +79,43 @@ def read_records(file: RandomAccess, nbytes: int) -> tuple[dict[str, Record], by
     for _ in range(count):
         if position + _ENTRY.size > size:
             raise _invalid(f"has {len(spans):,} members in its directory, and says {count:,}")
-        fields = _ENTRY.unpack_from(directory, position)
-        magic, _, _, flags, method, _, _, _, packed, unpacked, name_len, extra_len, comment_len, disk, _, _, header = fields
-        name_end = position + _ENTRY.size + name_len
-        end = name_end + extra_len + comment_len
-        if magic != b"PK\x01\x02" or end > size:
-            raise _invalid(f"has a damaged directory: no entry at byte {start + position:,}")
-        raw = directory[name_end - name_len : name_end]
-        name = _check_name(raw)
-        if flags & _ENCRYPTED:
-            raise _invalid(f"has the encrypted member {show(name)}", fix="Decrypt it first.")
-        unpacked, packed, header, disk = _sizes(
-            (unpacked, packed, header, disk), directory[name_end : name_end + extra_len], name
-        )
-        if disk != 0:
-            raise _invalid(f"is one of several disks: member {show(name)} is on disk {disk}")
-        if method == 0 and packed != unpacked:
-            raise _invalid(f"has two sizes for the stored member {show(name)}: {packed:,} and {unpacked:,} bytes")
+        name, header, record, position = _read_entry(file, directory, start, position)
         if name in records:
             raise _invalid(f"has the member {show(name)} twice")
-        if header + _LOCAL.size + name_len > start:
-            raise _invalid(f"has the member {show(name)} at byte {header:,}, behind the last possible place for it")
-        data = _data_offset(file, header, raw, method, (packed, unpacked))
-        if data + packed > start:
-            raise _invalid(f"has the member {show(name)} of {packed:,} bytes at byte {data:,}; the data ends at byte {start:,}")
-        spans.append((header, data + packed, name))
-        records[name] = Record(data, packed, method != 0)
-        position = end
+        spans.append((header, record.offset + record.nbytes, name))
+        records[name] = record
     if position != size:
         raise _invalid(f"has {size - position:,} unknown bytes in its directory, behind the {count:,} members that it lists")
     _check_overlaps(spans)
     return {name: record for name, record in records.items() if not name.endswith("/")}, directory
+
+
+def _read_entry(file: RandomAccess, directory: bytes, start: int, position: int) -> tuple[str, int, Record, int]:
+    """The member that the directory, at byte `start` of the file, lists at a position.
+
+    Its name, the place of its local header, its data, and where the next entry begins.
+    """
+    fields = _ENTRY.unpack_from(directory, position)
+    magic, _, _, flags, method, _, _, _, packed, unpacked, name_len, extra_len, comment_len, disk, _, _, header = fields
+    name_end = position + _ENTRY.size + name_len
+    end = name_end + extra_len + comment_len
+    if magic != b"PK\x01\x02" or end > len(directory):
+        raise _invalid(f"has a damaged directory: no entry at byte {start + position:,}")
+    raw = directory[name_end - name_len : name_end]
+    name = _check_name(raw)
+    if flags & _ENCRYPTED:
+        raise _invalid(f"has the encrypted member {show(name)}", fix="Decrypt it first.")
+    unpacked, packed, header, disk = _sizes((unpacked, packed, header, disk), directory[name_end : name_end + extra_len], name)
+    if disk != 0:
+        raise _invalid(f"is one of several disks: member {show(name)} is on disk {disk}")
+    if method == 0 and packed != unpacked:
+        raise _invalid(f"has two sizes for the stored member {show(name)}: {packed:,} and {unpacked:,} bytes")
+    if header + _LOCAL.size + name_len > start:
+        raise _invalid(f"has the member {show(name)} at byte {header:,}, behind the last possible place for it")
+    data = _data_offset(file, header, raw, method, (packed, unpacked))
+    if data + packed > start:
+        raise _invalid(f"has the member {show(name)} of {packed:,} bytes at byte {data:,}; the data ends at byte {start:,}")
+    return name, header, Record(data, packed, method != 0), end
 
 
 def _find_directory(file: RandomAccess, nbytes: int) -> tuple[int, int, int]:

@@ -132,20 +132,8 @@ def method_of(method: OwnMethod, name: str, source: str) -> Method:
     """
     plain = method.plain
     called = getattr(plain, "__name__", type(plain).__name__)
-    try:
-        signature = inspect.signature(plain)
-    except (TypeError, ValueError):
-        fix = "decorate a function written in Python: its parameters are read from its signature"
-        raise MethodError(f"the signature of {called} cannot be read", fix=fix) from None
-    declared = dict(signature.parameters)
-    for required in ("models", "out") if method.form == "block" else ("models",):
-        if required not in declared:
-            raise MethodError(
-                f"{called}{signature} has no argument '{required}'",
-                fix=f"write {_arguments_of(method.form)} as its arguments",
-            )
-    if method.form == "tensor" and "out" in declared:
-        raise MethodError(f"{called}{signature} has an argument 'out'", fix="return the result: a tensor_method has no out")
+    signature = _signature_of(method, called)
+    declared = signature.parameters
     parameters = parameters_of(plain, skip=_ARRAYS, called=called)
     doc = inspect.getdoc(plain) or ""
     base: BaseRole = "input"
@@ -174,6 +162,24 @@ def method_of(method: OwnMethod, name: str, source: str) -> Method:
         example="",
         job=job,
     )
+
+
+def _signature_of(method: OwnMethod, called: str) -> inspect.Signature:
+    """The signature of an own method. Raises MethodError for one that lacks an argument of its form."""
+    try:
+        signature = inspect.signature(method.plain)
+    except (TypeError, ValueError):
+        fix = "decorate a function written in Python: its parameters are read from its signature"
+        raise MethodError(f"the signature of {called} cannot be read", fix=fix) from None
+    for required in ("models", "out") if method.form == "block" else ("models",):
+        if required not in signature.parameters:
+            raise MethodError(
+                f"{called}{signature} has no argument '{required}'",
+                fix=f"write {_arguments_of(method.form)} as its arguments",
+            )
+    if method.form == "tensor" and "out" in signature.parameters:
+        raise MethodError(f"{called}{signature} has an argument 'out'", fix="return the result: a tensor_method has no out")
+    return signature
 
 
 def _arguments_of(form: Form) -> str:

@@ -132,6 +132,12 @@ FILE_REQUESTS = 4
 """Requests that upload a weight file in one part: how to send it, where to, its bytes, whether they have arrived."""
 COMMIT_REQUESTS = 4
 """Requests that write, for a model as a whole: create it, check its card, how to send the other files, the commit."""
+LARGE_NAMES = ".model", ".bin", ".parquet"
+"""Ends of names of files besides the weights that a new repository keeps in LFS, whatever their size."""
+REGULAR_BYTES = 10_000_000
+"""The Hub keeps larger files in LFS."""
+LARGE_REQUESTS = 2
+"""Requests that upload such a file in one part: its bytes, whether they have arrived. One more asks where to send them all."""
 _AGAIN = "run again"
 _FIXES = {
     401: ("the Hub does not accept the token", "run `hf auth login`, or set HF_TOKEN, to a valid token that may write"),

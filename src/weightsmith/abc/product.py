@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,18 +17,13 @@ from weightsmith._base.errors import CheckpointError, Finding
 from weightsmith._base.files import read_bounded
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._files.copied import MAX_COPIED_BYTES
+from weightsmith._kernels.codecs import BLOCK, decode
 from weightsmith._plans import Product as Product
-from weightsmith.abc.job import Matrix, Tile
+from weightsmith.abc.job import Bytes, Matrix, Tile
 
 if TYPE_CHECKING:
     from weightsmith._base.report.blocks import Block
 
-
-import threading
-from typing import Literal
-
-from weightsmith._kernels.codecs import BLOCK, decode
-from weightsmith.abc.job import Bytes
 
 # ---- The interface of a statistic of a text: a sum or maximum over its tokens for each linear layer of a model
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import xxhash
 
-from weightsmith._base.errors import CheckpointError, NotFound, ParameterError, nearest
-from weightsmith._base.files import Extent, show
+from weightsmith._base.errors import CheckpointError, Finding, NotFound, ParameterError, nearest
+from weightsmith._base.files import Extent, Opener, show
 from weightsmith._base.tensors import DType, TensorSpec
+from weightsmith._files.hf_folder import FolderWeights
 
 if TYPE_CHECKING:
     import numpy as np
@@ -19,15 +22,6 @@ if TYPE_CHECKING:
 
     Buffer = memoryview | npt.NDArray[np.uint8]
     """Writable, C-contiguous bytes."""
-
-
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-
-from weightsmith._base.errors import Finding
-from weightsmith._base.files import Opener
-from weightsmith._files.hf_folder import FolderWeights
 
 
 class Tensors(Protocol):

@@ -10,7 +10,7 @@ import typer
 from typer.main import get_command
 
 from tests.cli_help import Cli, cli, work
-from weightsmith._app.cli.mergekit_flags import FLAGS, translate
+from weightsmith._app.cli.other_programs import FLAGS, translate
 
 __all__ = ["cli", "work"]
 

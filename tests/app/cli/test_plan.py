@@ -18,7 +18,7 @@ from tests.cli_help import LINEAR, Cli, cli, environment, run_process, work
 from tests.methods.test_post_steps import make_recipe
 from tests.mini import write_checkpoint
 from weightsmith import merge, open_checkpoint
-from weightsmith._app.cli.plan import short
+from weightsmith._app.cli.merge import short
 from weightsmith._app.cli.work import CommandWork
 from weightsmith._base.errors import UnknownName
 from weightsmith._plans import plan_from_json

@@ -15,7 +15,7 @@ import yaml
 from tests.cli_help import Cli, cli
 from tests.features.mixture.test_gates import models, recipe_of, told
 from weightsmith._app.api import moe
-from weightsmith._app.cli.mergekit_flags import MOE_FLAGS
+from weightsmith._app.cli.other_programs import MOE_FLAGS
 from weightsmith._base.report.charts import heat_map, picture
 from weightsmith._features.mixture.router import PromptGroup, Routing, runs
 

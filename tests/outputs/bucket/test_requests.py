@@ -90,5 +90,28 @@ def test_looks_at_a_bucket_and_the_text_of_a_plan(proxy: CountingProxy, server: 
     assert len(seen) - len(written(seen)) == reads
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_report_and_large_other_files(proxy: CountingProxy, server: Server, inside: bool) -> None:
+    tokens = {f"t{i:07}": i for i in range(600_000)}
+    text = json.dumps({"model": {"type": "BPE", "vocab": tokens, "merges": []}})
+    assert len(text) > 8 << 20
+    for name in ("base", "a"):
+        Path(name, "tokenizer.json").write_text(text)
+    models = [{"model": "a", "parameters": {"weight": 0.5, "density": 0.5}}]
+    recipe = {"merge_method": "ties", "base_model": "base", "models": models}
+    out = server.address("models/out")
+    options = {"max_shard_bytes": 12_000_000, "report": f"{out}/report.html" if inside else "page.html"}
+    upload = weightsmith.plan(recipe, max_shard_bytes=12_000_000).summary(report=options["report"]).upload
+    proxy.requests.clear()
+    weightsmith.merge(recipe, out, progress=False, check_loading=False, **options)
+    writes = written(proxy.requests)
+    assert len(writes) == upload.bucket_writes
+    assert sum(request.key.endswith("tokenizer.json") for request in writes) == put_requests(len(text)) == 4
+    names = server.names("models/out/")
+    assert {"report.html", "distance.svg"} <= {name.rpartition("/")[2] for name in names} or not inside
+    assert upload.files == len(names)
+
+
 def test_a_file_of_any_size_has_no_more_parts_than_a_store_takes() -> None:
     assert [put_requests(n) for n in (1, 8 << 20, (8 << 20) + 1, 80 << 30, 1 << 40)] == [1, 1, 4, 9002, 9002]

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 import weightsmith
+from tests import fake_hub
 from tests.cli_help import Cli, cli
 from tests.fake_hub import ATTRIBUTES, CUT, LOST, TOKEN, FakeHub, Fault, Seen, no_fault
 from tests.fork_help import Forked, forked_cli
@@ -847,3 +848,14 @@ def test_a_plan_predicts_the_requests_that_write(here: Path, hub: FakeHub, max_s
     assert sum(seen.method in ("PUT", "POST") for seen in hub.seen) == upload.hub_writes
     assert len(hub.pushed["org/out"]) == upload.files
     assert sum(len(data) for data in hub.objects.values()) == upload.nbytes
+
+
+@pytest.mark.slow
+def test_a_plan_counts_the_requests_of_other_large_files(here: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fake_hub, "ATTRIBUTES", fake_hub.ATTRIBUTES + b"*.model filter=lfs diff=lfs merge=lfs -text\n")
+    (here / "a/tokenizer.model").write_bytes(b"\n\x05\n\x03abc")
+    upload = weightsmith.plan(RECIPES["linear"][1], max_shard_bytes=SHARD).summary().upload
+    run("linear")
+    assert "tokenizer.model" in hub.pushed["org/out"]
+    assert sum(seen.method in ("PUT", "POST") for seen in hub.seen) == upload.hub_writes
+    assert len(hub.pushed["org/out"]) == upload.files

@@ -1,17 +1,14 @@
 """The command line: parses arguments, calls the Python API and prints results. Makes no decisions.
 
     app.py             the commands together
-    merge.py           merge, moe, run
+    merge.py           merge, moe, run, plan
     convert.py         extract-lora, convert-lora, quantize, dequantize, transplant-tokenizer
-    plan.py            plan
-    look.py            inspect, diff, preview, verify, status
-    score.py           eval, tune, auto, write, statistics
+    reports.py         inspect, diff, preview, verify, status; eval, tune, auto, write, statistics
     recipes.py         init, methods, schema, studio; presets/ has the recipes of the papers
     housekeeping.py    demo, clean, doctor
     options.py         shared arguments, flags made from the records of the features' `options.py`, and settings
     work.py            the frame of a command: status line, errors, progress bar, result
-    mergekit_flags.py  mergekit's flags: accepted, passed on or refused
-    answers.py         other programs' commands and options: what to type here
+    other_programs.py  other programs' commands and options: what to type here; mergekit's flags: accepted, passed on or refused
     help.py            help pages, and the man page
     failures.py        errors to messages and exit codes
 

@@ -9,8 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from weightsmith._app.cli import options
-from weightsmith._app.cli.help import CommandGroup, CommandWithPage, overview, page_of, terminal_width
-from weightsmith._app.cli.mergekit_flags import MergeCommand, MoeCommand
+from weightsmith._app.cli.help import CommandGroup, CommandWithPage, MergeCommand, MoeCommand, overview, page_of, terminal_width
 from weightsmith._base.errors import nearest
 from weightsmith._base.text import result
 from weightsmith._version import __version__
@@ -32,13 +31,15 @@ COMMANDS: dict[str, tuple[str, dict[str, Any]]] = {
 """The heading of each command in `weightsmith --help`, and what else typer is told of it. In the order of the help."""
 
 _PLACES = {
-    **{name: f"merge:{name}" for name in ("moe", "run")},
+    **{name: f"merge:{name}" for name in ("moe", "run", "plan")},
     **{name: f"convert:{name}" for name in ("quantize", "dequantize", "extract-lora", "convert-lora", "transplant-tokenizer")},
-    **{name: f"look:{name}" for name in ("inspect", "diff", "preview", "verify", "status")},
-    **{name: f"score:{name}" for name in ("tune", "auto", "write", "statistics")},
+    **{
+        name: f"reports:{name}"
+        for name in ("inspect", "diff", "preview", "verify", "status", "tune", "auto", "write", "statistics")
+    },
     **{name: f"recipes:{name}" for name in ("init", "methods", "schema", "studio")},
     **{name: f"housekeeping:{name}" for name in ("demo", "clean", "doctor")},
-    **{"eval": "score:evaluate", "help": "app:help_"},
+    **{"eval": "reports:evaluate", "help": "app:help_"},
 }
 """Module and function of commands; of all others both have the command's name."""
 

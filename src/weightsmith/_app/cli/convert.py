@@ -9,7 +9,7 @@ import typer
 
 import weightsmith
 from weightsmith._app.cli import options
-from weightsmith._app.cli.plan import show_plan
+from weightsmith._app.cli.merge import show_plan
 from weightsmith._app.cli.work import show_warnings, working
 from weightsmith._base.text import count, result, say, show_json, show_table
 from weightsmith._execution.options import RunOptions

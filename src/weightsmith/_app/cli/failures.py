@@ -85,16 +85,21 @@ def failures(
             if as_json:
                 print_json([broken.finding], [broken.code], Exit.PROBLEMS, broken.state)
             raise typer.Exit(Exit.PROBLEMS) from None
-        what = f"{type(error).__name__}: {error}".rstrip(": ")
-        diagnostic(f"error[internal]: {legible(what, MAX_MESSAGE)}", RED)
-        if not _debugging():
-            note(
-                "  -> Report it to weightsmith with the recipe and the output of the same command with --verbose, "
-                "unless the machine (memory, disk) is at fault."
-            )
-        if as_json:
-            print_json([Finding(what)], ["internal"], Exit.UNEXPECTED)
+        _report_unexpected(error, as_json=as_json)
         raise typer.Exit(Exit.UNEXPECTED) from None
+
+
+def _report_unexpected(error: Exception, *, as_json: bool) -> None:
+    """An error of the program itself."""
+    what = f"{type(error).__name__}: {error}".rstrip(": ")
+    diagnostic(f"error[internal]: {legible(what, MAX_MESSAGE)}", RED)
+    if not _debugging():
+        note(
+            "  -> Report it to weightsmith with the recipe and the output of the same command with --verbose, "
+            "unless the machine (memory, disk) is at fault."
+        )
+    if as_json:
+        print_json([Finding(what)], ["internal"], Exit.UNEXPECTED)
 
 
 def exit_code(error: WeightsmithError, *, merging: bool = False, checking: bool = False) -> Exit:

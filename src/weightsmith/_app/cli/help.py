@@ -7,6 +7,7 @@ under the headings of `weightsmith._base.options.GROUPS`; options written by han
 from __future__ import annotations
 
 import inspect
+import os
 import re
 import shutil
 import sys
@@ -19,10 +20,12 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from weightsmith._app.cli import answers
+from weightsmith._app.cli import other_programs
+from weightsmith._app.cli.other_programs import FLAGS, MOE_FLAGS, Flag, Translated, translate
 from weightsmith._base.errors import Finding, nearest
 from weightsmith._base.idioms import grouped
 from weightsmith._base.options import GROUPS
+from weightsmith._base.text import note
 
 MAX_WIDTH = 100
 """Longer lines are hard to read."""
@@ -152,7 +155,7 @@ def misuse(error: Any) -> Finding:
         if named == "OUT" and context is not None and context.info_name == "run":
             plan = sys.argv[2] if len(sys.argv) > 2 else ""
             if plan and not plan.endswith(".json") and not Path(plan).is_file():
-                what, fix = f"run takes a plan and OUT, and {plan}{NO_PLAN}", answers.COMMANDS["chat"]
+                what, fix = f"run takes a plan and OUT, and {plan}{NO_PLAN}", other_programs.COMMANDS["chat"]
         if named.startswith("--format "):
             fix = "add it, such as --format gguf-q4_k_m; weightsmith quantize --list lists all"
     elif options in PLACED:
@@ -160,12 +163,16 @@ def misuse(error: Any) -> Finding:
     elif options and hasattr(error, "possibilities"):
         known = [flag for taken in context.command.params for flag in (*taken.opts, *taken.secondary_opts)]
         arguments = {taken.name: taken for taken in context.command.params if taken.param_type_name == "argument"}
-        run = answers.COMMANDS["chat"] if context.parent is None and answers.RUN_FLAGS & {options, *sys.argv[1:2]} else ""
+        run = (
+            other_programs.COMMANDS["chat"]
+            if context.parent is None and other_programs.RUN_FLAGS & {options, *sys.argv[1:2]}
+            else ""
+        )
         what = f"no such option: {options}{nearest(options, [flag for flag in known if flag not in arguments])}"
         if (
             answer := run
             or _models_for_recipe(context)
-            or answers.for_option(options, known, [*map(_argument, arguments.values())])
+            or other_programs.for_option(options, known, [*map(_argument, arguments.values())])
         ):
             what, fix = f"no such option: {options}", answer
         elif (argument := arguments.get(options.lstrip("-").replace("-", "_"))) is not None:
@@ -174,7 +181,7 @@ def misuse(error: Any) -> Finding:
         what = f"no such command: {match[1]}{nearest(match[1], context.command.commands)}"
         if same := COMMANDS_OF_MERGEKIT.get(match[1]):
             what, fix = f"no such command: {match[1]}", f"run {name} {same}: see {name} {same} --help"
-        elif answer := answers.for_command(match[1], sys.argv[1:], _methods()):
+        elif answer := other_programs.for_command(match[1], sys.argv[1:], _methods()):
             what, fix = f"no such command: {match[1]}", answer
     elif (match := re.match(r"Option '(.*?)' requires an argument", what)) is not None:
         what = f"{match[1]} needs a value"
@@ -183,7 +190,7 @@ def misuse(error: Any) -> Finding:
         fix = _models_for_recipe(context) or fix
     elif (match := re.match(r"Invalid value(?: for ([^:]*))?: (.*)", what)) is not None:
         what = f"{match[1].strip(QUOTES)}: {match[2]}" if match[1] else match[2]
-        fix = answers.COMMANDS["chat"] if what.endswith(NO_PLAN) else _models_for_recipe(context) or fix
+        fix = other_programs.COMMANDS["chat"] if what.endswith(NO_PLAN) else _models_for_recipe(context) or fix
     if context is not None and hasattr(context.command, "usage_line"):
         details = (context.command.usage_line(name),)
     return Finding(what, details=details, fix=fix)
@@ -201,16 +208,16 @@ def _methods() -> tuple[str, ...]:
 def _models_for_recipe(context: Any) -> str:
     """The next step for `merge MODEL MODEL … OUT`, which has no recipe; an empty string for other command lines."""
     words = sys.argv[2:]
-    named = next((words[i + 1] for i, word in enumerate(words[:-1]) if word in answers.OUT_FLAGS), "")
+    named = next((words[i + 1] for i, word in enumerate(words[:-1]) if word in other_programs.OUT_FLAGS), "")
     if (
         context is None
         or context.info_name != "merge"
-        or any(word.endswith(answers.RECIPES) or word in answers.LORA_FLAGS for word in words)
+        or any(word.endswith(other_programs.RECIPES) or word in other_programs.LORA_FLAGS for word in words)
     ):
         return ""
     models = [word for word in words if word != named and (Path(word).is_dir() or Path(word).is_file())]
     others = [word for word in words if word not in models and not word.startswith("-")]
-    return answers.for_models(models, named or (others[-1] if others else "OUT")) if len(models) > 1 else ""
+    return other_programs.for_models(models, named or (others[-1] if others else "OUT")) if len(models) > 1 else ""
 
 
 class _Plain:
@@ -242,6 +249,40 @@ class CommandGroup(_Plain, TyperGroup):
     def get_help(self, ctx: Any) -> str:
         """Typer's hook for `--help`."""
         return overview(self, ctx.command_path).lines(terminal_width())
+
+
+ANSWERS = "weightsmith.mergekit_flags"
+"""Key of `translate`'s result in the context's `meta`."""
+
+
+class MergeCommand(CommandWithPage):
+    """`merge`, with mergekit's flags removed before typer reads the command line; they are in no help text."""
+
+    flags: Sequence[Flag] = FLAGS
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Typer's hook for reading the arguments of a command."""
+        try:
+            translated = translate(args, self.flags)
+        except typer.BadParameter as error:
+            ctx.fail(error.message)
+        ctx.meta[ANSWERS] = translated
+        return super().parse_args(ctx, translated.args)
+
+
+class MoeCommand(MergeCommand):
+    """`moe`, with mergekit-moe's flags removed."""
+
+    flags = MOE_FLAGS
+
+
+def answer(context: typer.Context, *, quiet: bool) -> None:
+    """Apply mergekit's flags of this command line, and print the answers."""
+    flags: Translated = context.meta[ANSWERS]
+    if flags.hub_cache:  # huggingface_hub reads this when it is imported, which has not happened yet
+        os.environ["HF_HUB_CACHE"] = flags.hub_cache
+    for line in () if quiet else flags.answers:
+        note(line)
 
 
 HELP_ALL = "--help-all"

@@ -171,7 +171,6 @@ def clean(
         weightsmith clean ./merges --yes
     """
     with failures(checking=True, as_json=as_json), status_line("looking for unfinished work", quiet=as_json):
-        from weightsmith._base.errors import printable
         from weightsmith._outputs.places import find_unfinished
         from weightsmith._reports.evaluate.opening import find_evaluations
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from weightsmith._app.cli.failures import failures, wrote
 from weightsmith._app.cli.options import keywords
-from weightsmith._base.errors import Finding, printable
+from weightsmith._base.errors import Finding, WeightsmithError, printable
 from weightsmith._base.text import count, duration, is_terminal, say, show_json, size, status, status_line, warn
 
 if TYPE_CHECKING:
@@ -212,7 +212,6 @@ def interrupted(out: str) -> str:
     """The message after Ctrl-C: the place of the finished tensors, and the command that resumes."""
     import glob
 
-    from weightsmith._base.errors import WeightsmithError
     from weightsmith._outputs.area import staging_folder
     from weightsmith._outputs.places import place_of
 

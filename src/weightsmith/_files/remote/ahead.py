@@ -10,30 +10,26 @@ from __future__ import annotations
 
 import bisect
 import heapq
+import os
+import tempfile
 import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from weightsmith._base.errors import CheckpointError, StoreError
-from weightsmith._base.files import Extent
+from weightsmith._base.errors import CheckpointError, NoSpace, StoreError
+from weightsmith._base.files import FULL, Extent, read_all, write_all
 from weightsmith._files.remote import STREAM_CACHE_BYTES
+from weightsmith._files.remote.addresses import check_hub
 from weightsmith._files.remote.folder import RemoteFile
 from weightsmith._files.remote.retries import Stopped, fetch, fetch_into
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-
-import os
-import tempfile
-from pathlib import Path
-
-from weightsmith._base.errors import NoSpace
-from weightsmith._base.files import FULL, read_all, write_all
-from weightsmith._files.remote.addresses import check_hub
 
 # ---- Where bytes wait that were fetched, or are to be uploaded: slots in a nameless file
 

@@ -1,31 +1,29 @@
 """Object stores, read with the package obstore: S3 and stores with its API, GCS, Azure.
 
-`access` says where keys, regions and endpoints come from. The object's ETag is sent as a condition with every request.
+Keys, regions and endpoints are those that each store's own programs find. The object's ETag is sent as a condition with every
+request.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 from weightsmith._base.errors import CheckpointError, NotFound, Unsupported, first_line
 from weightsmith._base.files import show
 from weightsmith._base.installation import install
-from weightsmith._files.remote.addresses import Address
+from weightsmith._files.remote.addresses import Address, check_network, check_text, check_url, is_loopback
 from weightsmith._files.remote.http import CHANGED_FIX, DOWNLOAD_FIX, NO_RANGES
 from weightsmith._files.remote.retries import Again, lasting, no_panic, passes
 
 if TYPE_CHECKING:
     from types import ModuleType
 
-
-import json
-import os
-from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
-
-from weightsmith._files.remote.addresses import check_network, check_text, check_url, is_loopback
 
 # ---- Where keys, regions and endpoints of object stores come from: for models that are read and for outputs that are written
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import libgguf
 import numpy as np
 import pytest
 import transformers
@@ -16,7 +17,10 @@ from tokenizers import Tokenizer
 from transformers.integrations.gguf import convert_gguf_tokenizer, get_gguf_tokenizer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from tests.gguf_help import BYTE_LEVEL, LETTERS, SENTENCEPIECE, SIZES, decoded, llama, write_gguf
+import weightsmith
+from tests import llama_cpp, zoo
+from tests.gguf_help import BYTE_LEVEL, LETTERS, PIECES, SENTENCEPIECE, SIZES, decoded, llama, tokenizer_files, write_gguf
+from tests.llama_cpp import needs_llama_cpp
 from weightsmith._base.errors import CheckpointError, FormatError, Unsupported
 from weightsmith._base.installation import install
 from weightsmith._base.tensors import DType
@@ -29,6 +33,7 @@ from weightsmith._models.formats.gguf.layout import TYPE_IDS, TYPES
 from weightsmith._models.formats.gguf.reading import choose, open_files
 from weightsmith._models.formats.gguf.rope import llama3_quotients
 from weightsmith._models.formats.gguf.tokenizer import tokenizer_keys
+from weightsmith._models.formats.gguf.writing import from_llama_order
 from weightsmith.testing import SourceCase, SourceTests
 
 KEYS = {**SIZES, **SENTENCEPIECE}
@@ -120,6 +125,77 @@ def test_norms_of_gemma_and_experts_of_mixtral(tmp_path: Path) -> None:
         assert found.config is not None
         assert found.config["architectures"] == ["MixtralForCausalLM"]
         assert np.array_equal(found.read("model.layers.0.block_sparse_moe.gate.weight"), experts[:, 0])
+
+
+def nvfp4(values: np.ndarray) -> np.ndarray:
+    """Blocks of NVFP4 of some rows: uint8 [..., columns / 64 * 36]."""
+    rows = np.ascontiguousarray(libgguf.quantize_rows(values.reshape(-1, values.shape[-1]), TYPE_IDS["NVFP4"])).view(np.uint8)
+    return rows.reshape(*values.shape[:-1], -1)
+
+
+def test_weights_are_multiplied_by_their_factors(tmp_path: Path) -> None:
+    """NVFP4 has a factor for a matrix, or one for each expert; those of what enters a layer are left out."""
+    rng = np.random.default_rng(0)
+    factors, experts = np.float32([0.5, 0.01, 3, 7]), nvfp4(rng.standard_normal((4, 128, 64)).astype(np.float32))
+    query, plain = nvfp4(rng.standard_normal((64, 64)).astype(np.float32)), rng.standard_normal((64, 64)).astype(np.float32)
+    tensors = {
+        "token_embd.weight": (rng.standard_normal((len(PIECES), 64)), "Q8_0"),
+        "blk.0.attn_q.weight": (query, "NVFP4"),
+        "blk.0.attn_q.scale": (np.float32([0.02]), "F32"),
+        "blk.0.attn_q.input_scale": (np.float32([0.1]), "F32"),
+        "blk.0.attn_output.weight": (plain, "F32"),
+        "blk.0.attn_output.scale": (np.float32([0.25]), "F32"),
+        "blk.0.ffn_up_exps.weight": (experts, "NVFP4"),
+        "blk.0.ffn_up_exps.scale": (factors, "F32"),
+        "blk.0.ffn_down_exps.weight": (nvfp4(rng.standard_normal((4, 64, 128)).astype(np.float32)), "NVFP4"),
+        "blk.0.ffn_down_exps.scale": (np.float32([2]), "F32"),
+    }
+    keys = {**KEYS, "expert_count": 4, "expert_used_count": 2}
+    path = write_gguf(tmp_path / "m.gguf", "llama", tensors, keys)
+    kind = gguf.GGMLQuantizationType.NVFP4
+    with open_checkpoint(path) as found:
+        up = gguf.quants.dequantize(experts, kind).astype(np.float32) * factors[:, None, None]
+        for expert in range(4):
+            assert np.array_equal(found.read(f"model.layers.0.block_sparse_moe.experts.{expert}.w3.weight"), up[expert])
+        rows = from_llama_order(gguf.quants.dequantize(query, kind).reshape(-1) * np.float32(0.02), 16, 64).reshape(64, 64)
+        assert np.array_equal(found.read("model.layers.0.self_attn.q_proj.weight"), rows)
+        assert np.array_equal(found.read("model.layers.0.self_attn.o_proj.weight"), plain * np.float32(0.25))
+        down = gguf.quants.dequantize(tensors["blk.0.ffn_down_exps.weight"][0], kind)
+        assert np.array_equal(found.read("model.layers.0.block_sparse_moe.experts.3.w2.weight"), down[3] * np.float32(2))
+        assert not any("scale" in name for name in found.specs)
+    tensors["blk.0.ffn_up_exps.scale"] = np.float32([1, 2]), "F32"
+    with pytest.raises(FormatError, match=r"ffn_up_exps\.scale' is F32 \[2\], and not F32 of 1 or 4 numbers"):
+        open_checkpoint(write_gguf(tmp_path / "m.gguf", "llama", tensors, keys))
+
+
+@needs_llama_cpp
+def test_nvfp4_is_computed_as_llama_cpp_does(tmp_path: Path) -> None:
+    source = zoo.save("llama", tmp_path / "m", 1, dtype="float32", hidden_size=64, intermediate_size=128, vocab_size=262)
+    for name, content in tokenizer_files(BYTE_LEVEL).items():
+        (source / name).write_bytes(content)
+    weightsmith.quantize(source, tmp_path / "plain", "gguf-f32", progress=False)
+    reader = gguf.GGUFReader(tmp_path / "plain/model.gguf")
+    keys = {name.removeprefix("llama."): field.contents() for name, field in reader.fields.items() if name[:5] != "GGUF."}
+    del keys["general.architecture"]
+    tensors = dict[str, tuple[np.ndarray, str]]()
+    for tensor in reader.tensors:
+        tensors[tensor.name] = np.array(tensor.data), "F32"
+        if tensor.name.startswith("blk.") and tensor.data.ndim == 2:
+            factor = np.float32(np.abs(tensor.data).max() / 2688)
+            tensors[tensor.name] = nvfp4(tensor.data / factor), "NVFP4"
+            tensors[tensor.name.replace(".weight", ".scale")] = np.array([factor]), "F32"
+    (tmp_path / "small").mkdir()
+    small = write_gguf(tmp_path / "small/model.gguf", "llama", tensors, keys)
+    weightsmith.quantize(small, tmp_path / "again", "gguf-f32", progress=False)
+    tokens = list(range(40))
+    logits = []
+    for path in (tmp_path / "plain/model.gguf", small, tmp_path / "again/model.gguf"):
+        with llama_cpp.Judge(path) as judge:
+            logits.append(judge.logits(tokens))
+    plain, theirs, ours = logits
+    top = np.abs(theirs).max()
+    assert np.abs(theirs - ours).max() < 0.02 * top  # llama.cpp rounds what enters a layer to 8 bits
+    assert np.abs(theirs - plain).max() > 0.05 * top
 
 
 def test_names_are_the_same_in_both_directions() -> None:
@@ -317,6 +393,18 @@ def test_keys_that_a_family_may_leave_out(tmp_path: Path) -> None:
     assert config("phi3", attention__sliding_window=32)["sliding_window"] == 32
     with pytest.raises(FormatError, match="sliding_window is array"):
         config("phi3", attention__sliding_window=[32, 0])
+    assert config("gemma2")["sliding_window"] == 4096
+    assert "rope_scaling" not in config("qwen2")
+    linear = {"rope_type": "linear", "factor": 4.0}
+    assert config("qwen2", rope__scaling__factor=4.0)["rope_scaling"] == linear
+    assert config("qwen2", rope__scale_linear=4.0)["rope_scaling"] == linear
+    wide = {"attention__key_length": 32, "attention__value_length": 32}
+    assert config("glm4", **wide, rope__dimension_count=8)["partial_rotary_factor"] == 0.25
+    assert config("glm4", **wide)["partial_rotary_factor"] == 1
+    with pytest.raises(FormatError, match="logit_scale is missing"):
+        config("command-r", attention__layer_norm_epsilon=1e-5)
+    with pytest.raises(FormatError, match=r"attention\.scale is missing"):
+        config("granite", logit_scale=8.0)
     window = {"attention__sliding_window": 32}
     assert "final_logit_softcapping" not in config("gemma3", **window)
     assert config("gemma3", **window, final_logit_softcapping=30.0)["final_logit_softcapping"] == 30

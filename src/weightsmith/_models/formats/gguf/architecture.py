@@ -79,10 +79,15 @@ class GgufKey:
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """Which layers attend to a window: all but the last of every so many. stated: unless the file says which."""
+    """Which layers attend to a window: all but the last of every so many.
+
+    stated   unless the file says which
+    default  the window that llama.cpp takes where a file has none; None: no layer has one then
+    """
 
     every: int
     stated: bool = False
+    default: int | None = None
 
     def layer_types(self, layers: int, *, slides: bool) -> list[str]:
         """What each layer attends to. slides: whether the model has a window at all."""
@@ -354,7 +359,7 @@ class GgufArchitecture:
             config["rope_theta"] = values.float32("rope.freq_base", 10_000.0)
         config["tie_word_embeddings"] = "output.weight" not in shapes
         width = max(1, config["hidden_size"] // config["num_attention_heads"])
-        turned = values.count("rope.dimension_count", width)
+        turned = values.count("rope.dimension_count", values.count("attention.key_length", width))
         width = self.take_heads(values, config, width if self.partial else turned)
         if self.partial and (share := turned / width) != self.partial:
             config["partial_rotary_factor"] = share
@@ -405,8 +410,8 @@ class GgufArchitecture:
         """The window of layers that slide."""
         if self.windows is None:
             return
-        slides = "attention.sliding_window" in values
-        config["sliding_window"] = values.count("attention.sliding_window") if slides else None
+        slides = "attention.sliding_window" in values or self.windows.default is not None
+        config["sliding_window"] = values.count("attention.sliding_window", self.windows.default) if slides else None
         layers = config["num_hidden_layers"]
         pattern = values.get(_PATTERN) if self.windows.stated else None
         if pattern is not None and (not isinstance(pattern, np.ndarray) or pattern.shape != (layers,)):

@@ -11,7 +11,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,20 @@ _NO_MODEL = ("mmproj", "imatrix")
 
 
 @dataclass(frozen=True, slots=True)
+class Factors:
+    """Numbers by which the matrices of a tensor are multiplied, as NVFP4 needs them: `blk.0.attn_q.scale`, F32.
+
+    file     that has them
+    offset   of the first byte
+    count    one for each matrix of the tensor, or one for all
+    """
+
+    file: Path
+    offset: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class StoredBlocks:
     """A tensor as the Hub has it, and where its blocks or numbers are in a GGUF file.
 
@@ -57,6 +71,7 @@ class StoredBlocks:
     head_rows  rows of a head, if the rows of each head are in another order; else 0
     shift      what was added to the values
     decays     whether -exp of the values is stored
+    factors    by which its matrices are multiplied
     """
 
     spec: TensorSpec
@@ -66,11 +81,13 @@ class StoredBlocks:
     head_rows: int = 0
     shift: float = 0.0
     decays: bool = False
+    factors: Factors | None = None
 
     @property
     def plain(self) -> bool:
         """Whether the bytes in the file are those of the tensor."""
-        return self.stored.block == 1 and not self.head_rows and not self.shift and not self.decays
+        changed = self.head_rows or self.shift or self.decays or self.factors is not None
+        return self.stored.block == 1 and not changed
 
 
 class GgufTensors(FileTensors[StoredBlocks]):
@@ -100,7 +117,10 @@ class GgufTensors(FileTensors[StoredBlocks]):
         if tensor.plain:
             return self._files.extents(tensor.file, tensor.offset + start_byte, nbytes)
         stored = tensor.stored
-        return self._files.extents(tensor.file, tensor.offset, tensor.spec.size // stored.block * stored.itemsize)
+        extents = self._files.extents(tensor.file, tensor.offset, tensor.spec.size // stored.block * stored.itemsize)
+        if tensor.factors is None:
+            return extents
+        return *extents, *self._files.extents(tensor.factors.file, tensor.factors.offset, 4 * tensor.factors.count)
 
     def preferred_rows(self, name: str) -> int:
         """The rows of a head, where these are in another order; else 1."""
@@ -131,16 +151,28 @@ class GgufTensors(FileTensors[StoredBlocks]):
         self._files.read(tensor.file, tensor.spec.name, offset, raw.data)
         if stored.block > 1:
             values: npt.NDArray[Any] = dequantise(stored, raw, count)
-        elif tensor.shift or tensor.decays:
+        elif tensor.shift or tensor.decays or tensor.factors is not None:
             values = raw.view(stored.numpy).astype(np.float32)
         else:
             values = raw.view(f"u{stored.itemsize}")
+        if tensor.factors is not None:
+            values *= self._factors(tensor, tensor.factors, first, count)
         values = from_llama_order(values, tensor.head_rows, cols)
         if tensor.shift:
             values -= np.float32(tensor.shift)
         if tensor.decays:  # libm's: numpy's log depends on the processor; NaN is the caller's to refuse
             values = np.array([math.log(-x) if x < 0 else math.nan for x in values.tolist()], np.float32)
         return values
+
+    def _factors(self, tensor: StoredBlocks, factors: Factors, first: int, count: int) -> npt.NDArray[np.float32]:
+        """By what `count` elements from `first` on are multiplied: float32 [count], or [1]."""
+        raw = np.empty(4 * factors.count, np.uint8)
+        self._files.read(factors.file, tensor.spec.name, factors.offset, raw.data)
+        numbers = raw.view(np.float32)
+        if factors.count == 1:
+            return numbers
+        matrix = tensor.spec.size // factors.count
+        return numbers[np.arange(first, first + count) // matrix]
 
 
 class GgufMovedTensors(DecodedTensors):
@@ -213,7 +245,9 @@ def open_files(paths: Sequence[Path], index: Index | None, where: str, open_file
     config = architecture.config(first.keys, Contents(shapes, small), dtype.torch, where)
     predicted = architecture.predicted_layers(architecture.values(first.keys, where))
     layers = config["num_hidden_layers"] if predicted else math.inf
-    stored = unite((_tensors(path, header, architecture, config, layers) for path, header in headers.items()), paths[0].parent)
+    factors = _factors(headers, tensors, architecture)
+    named = _Named(architecture, config, layers, factors)
+    stored = unite((_tensors(path, header, named) for path, header in headers.items()), paths[0].parent)
     files = [SourceFile(path, header.state, header.digest) for path, header in headers.items()]
     other_files, notes = tokenizer_files(first.keys, architecture, where)
     if several := [name for name in tensors if predicts(name, layers)]:
@@ -243,13 +277,58 @@ def _dtype(tensors: Iterable[GgufTensor]) -> DType:
     return DTYPES[next(iter(names)) if names in ({"F32"}, {"F16"}) else "BF16"]
 
 
-def _tensors(
-    path: Path, header: GgufHeader, architecture: GgufArchitecture, config: Mapping[str, Any], layers: float
-) -> list[StoredBlocks]:
-    """The tensors of one file under the Hub's names. layers: those behind them are left out."""
+_FACTORS, _INPUT_FACTORS = ".scale", ".input_scale"
+"""Ends of names that a weight's tensors of factors have instead of `.weight`: of the weight, and of what enters the layer."""
+
+
+def _factors(
+    headers: Mapping[Path, GgufHeader], tensors: Mapping[str, GgufTensor], architecture: GgufArchitecture
+) -> dict[str, Factors]:
+    """By what weights are multiplied, by the names of the tensors of factors. Raises FormatError for shapes that do not fit."""
+    factors = {}
+    for path, header in headers.items():
+        for tensor in header.tensors:
+            weight = tensors.get(f"{tensor.name.removesuffix(_FACTORS)}.weight")
+            if not tensor.name.endswith(_FACTORS) or weight is None or architecture.hub_name(tensor.name) is not None:
+                continue
+            count, matrices = math.prod(tensor.shape), math.prod(weight.shape[:-2])
+            if tensor.dtype.name != "F32" or count not in (1, matrices):
+                what = f"tensor {show(tensor.name)} is {tensor.dtype} {list(tensor.shape)}"
+                what += f", and not F32 of 1 or {matrices:,} numbers"
+                raise FormatError(what, where=str(path), fix=DAMAGED)
+            factors[tensor.name] = Factors(path, tensor.offset, count)
+    return factors
+
+
+@dataclass(frozen=True, slots=True)
+class _Named:
+    """How the tensors of a GGUF file become the Hub's.
+
+    layers   those behind them are left out
+    factors  by which weights are multiplied, by the names of the tensors of factors
+    """
+
+    architecture: GgufArchitecture
+    config: Mapping[str, Any]
+    layers: float
+    factors: Mapping[str, Factors]
+
+    def unread(self, name: str) -> bool:
+        """Whether a tensor is none of the Hub's, and known."""
+        return (
+            name in SMALL
+            or name in self.factors
+            or predicts(name, self.layers)
+            or (name.endswith(_INPUT_FACTORS) and f"{name.removesuffix(_INPUT_FACTORS)}{_FACTORS}" in self.factors)
+        )
+
+
+def _tensors(path: Path, header: GgufHeader, named: _Named) -> list[StoredBlocks]:
+    """The tensors of one file under the Hub's names."""
     stored: list[StoredBlocks] = []
+    architecture, config = named.architecture, named.config
     for tensor in header.tensors:
-        if tensor.name in SMALL or predicts(tensor.name, layers):
+        if named.unread(tensor.name):
             continue
         moved = architecture.part_of(tensor.name) is not None or architecture.order(tensor.name, GgufConfig(config)) is not None
         padded = architecture.rows_skipped(tensor.name, GgufConfig(config)) > 0
@@ -257,19 +336,23 @@ def _tensors(
         if name is None:
             what = f"tensor {show(tensor.name)} does not belong to a model of the family {architecture.model_types[0]}"
             raise Unsupported(what, where=str(path), fix="Use the model's original checkpoint.")
+        factors = (
+            named.factors.get(f"{tensor.name.removesuffix('.weight')}{_FACTORS}") if tensor.name.endswith(".weight") else None
+        )
         if "{}" in name:
-            stored += _experts(path, tensor, name, int(config.get(architecture.experts) or 0))
+            stored += _experts(path, tensor, name, int(config.get(architecture.experts) or 0), factors)
             continue
         heads = architecture.rotated_heads(tensor.name, *_heads(config))
         if heads and tensor.shape[0] % (2 * heads):
             what = f"tensor {show(tensor.name)} has {tensor.shape[0]:,} rows for {heads} heads"
             raise FormatError(what, where=str(path), fix=DAMAGED)
         shift, decays = architecture.shift_of(tensor.name), is_decay(tensor.name)
-        dtype = DTYPES["F32"] if tensor.dtype.block > 1 or shift or decays else tensor.dtype
+        decoded = tensor.dtype.block > 1 or shift or decays or factors is not None
+        dtype = DTYPES["F32"] if decoded else tensor.dtype
         head_rows = tensor.shape[0] // heads if heads else 0
         shape = architecture.hub_shape(tensor.name, tensor.shape)
         spec = TensorSpec(name, dtype, shape)
-        stored.append(StoredBlocks(spec, path, tensor.offset, tensor.dtype, head_rows, shift, decays))
+        stored.append(StoredBlocks(spec, path, tensor.offset, tensor.dtype, head_rows, shift, decays, factors))
     return stored
 
 
@@ -279,17 +362,20 @@ def _heads(config: Mapping[str, Any]) -> tuple[int, int]:
     return heads, config.get("num_key_value_heads", heads)
 
 
-def _experts(path: Path, tensor: GgufTensor, name: str, experts: int) -> Iterator[StoredBlocks]:
+def _experts(path: Path, tensor: GgufTensor, name: str, experts: int, factors: Factors | None) -> Iterator[StoredBlocks]:
     """The experts of a layer, one after another in one tensor."""
     if len(tensor.shape) != 3 or tensor.shape[0] != experts or experts > MAX_EXPERTS:
         what = (
             f"tensor {show(tensor.name)} has the shape {list(tensor.shape)}, and not one matrix for each of {experts:,} experts"
         )
         raise FormatError(what, where=str(path), fix=DAMAGED)
-    dtype = DTYPES["F32"] if tensor.dtype.block > 1 else tensor.dtype
+    dtype = DTYPES["F32"] if tensor.dtype.block > 1 or factors is not None else tensor.dtype
     for expert in range(experts):
         spec = TensorSpec(name.format(expert), dtype, tensor.shape[1:])
-        yield StoredBlocks(spec, path, tensor.offset + expert * (tensor.nbytes // experts), tensor.dtype)
+        offset, one = tensor.offset + expert * (tensor.nbytes // experts), factors
+        if factors is not None and factors.count > 1:
+            one = replace(factors, offset=factors.offset + 4 * expert, count=1)
+        yield StoredBlocks(spec, path, offset, tensor.dtype, factors=one)
 
 
 KIND = FileKind("GGUF", (SUFFIX,), (), choose, open_files)

@@ -60,13 +60,16 @@ def take_scaling(values: GgufValues, config: Mapping[str, Any], factors: Mapping
         return _take_quotients(config, factors[QUOTIENTS], values.where)
     kind = values.get("rope.scaling.type")
     kind = kind if isinstance(kind, str) else ""
+    if not kind:  # as older files have it
+        kind = "linear" if "rope.scaling.factor" in values or "rope.scale_linear" in values else "none"
     if kind == "linear":
-        return {"rope_type": "linear", "factor": values.float32("rope.scaling.factor")}
+        older = values.float32("rope.scale_linear") if "rope.scale_linear" in values else None
+        return {"rope_type": "linear", "factor": values.float32("rope.scaling.factor", older)}
     if kind == "yarn":
         scaling: dict[str, Any] = {"rope_type": "yarn", "factor": values.float32("rope.scaling.factor")}
         scaling["original_max_position_embeddings"] = values.count("rope.scaling.original_context_length")
         return scaling | {setting: values.float32(name) for name, setting in _YARN.items() if name in values}
-    if kind in ("", "none"):
+    if kind == "none":
         return {}
     raise Unsupported(f"RoPE scaling of the type {show(kind)}", where=values.where, fix=USE_ORIGINAL)
 

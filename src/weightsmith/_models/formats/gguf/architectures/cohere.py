@@ -14,7 +14,7 @@ class Cohere(GgufArchitecture):
     class_name = "CohereForCausalLM"
     model_types = ("cohere",)
     layer = {**ATTENTION, **HEAD_NORMS, **MLP}
-    numbers = (GgufKey("logit_scale", "logit_scale", "f32", 0.0625),)
+    numbers = (GgufKey("logit_scale", "logit_scale", "f32"),)
     fixed = {**TIED, "attention_bias": False}
     eps = LAYER_NORM
 

@@ -49,7 +49,7 @@ class Gemma2(GgufArchitecture):
     layer = {**ATTENTION, **MLP, **NORMS_AROUND}
     shift = 1.0
     activation = GELU
-    windows = Windows(2)
+    windows = Windows(2, default=4096)
     largest: ClassVar[int] = 46
     """Layers of the 27B model, whose attention is scaled by the mean width of a head, and not by the width."""
 

@@ -9,10 +9,10 @@ from weightsmith._models.formats.gguf.tensors import ATTENTION, MLP_NORM, SplitP
 from weightsmith._models.formats.gguf.values import GgufValues
 
 _NUMBERS = (
-    GgufKey("attention.scale", "attention_multiplier", "f32", 1.0),
+    GgufKey("attention.scale", "attention_multiplier", "f32"),
     GgufKey("embedding_scale", "embedding_multiplier", "f32", 1.0),
     GgufKey("residual_scale", "residual_multiplier", "f32", 1.0),
-    GgufKey("logit_scale", "logits_scaling", "f32", 1.0),
+    GgufKey("logit_scale", "logits_scaling", "f32"),
 )
 _SHARED_WIDTH = "expert_shared_feed_forward_length"
 

@@ -9,7 +9,7 @@ import pytest
 from typer.main import get_command
 
 from tests.cli_help import Cli, cli, work
-from weightsmith._app.cli import answers
+from weightsmith._app.cli import other_programs
 from weightsmith._app.cli.app import make_app
 
 __all__ = ["cli", "work"]
@@ -122,14 +122,14 @@ def test_what_is_no_recipe_is_one_error_with_the_next_step(cli: Cli, work: Path,
 
 def test_no_answer_is_about_what_exists() -> None:
     program = get_command(make_app())
-    assert not {*answers.COMMANDS} & {*program.commands}  # type: ignore[attr-defined]
+    assert not {*other_programs.COMMANDS} & {*program.commands}  # type: ignore[attr-defined]
 
 
 def test_what_is_answered_exists() -> None:
     program = get_command(make_app())
     commands = program.commands  # type: ignore[attr-defined]
     flags = {flag for each in commands.values() for option in each.params for flag in option.opts} | {"--version", "--help"}
-    for answer in (*answers.COMMANDS.values(), *answers.OPTIONS.values()):
+    for answer in (*other_programs.COMMANDS.values(), *other_programs.OPTIONS.values()):
         for named in re.findall(r"weightsmith ([a-z-]+)", answer):
             assert named.startswith("-") or named in {*commands, "with", "makes", "only", "merges"}, answer
         for flag in re.findall(r"--[a-z][a-z-]+", answer):
