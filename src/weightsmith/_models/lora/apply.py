@@ -82,15 +82,11 @@ def apply_adapter(base: Checkpoint, adapter: Adapter, ref: str, names: Names = d
         fix = "copy it into the output, if the adapter was trained with it"
         what = f"tokenizer files beside the adapter differ from the base's, and are not used: {', '.join(other)}"
         notes.append(Finding(what, ref, fix=fix))
-    folder = ModelFolder(
-        base.folder,
-        f"{base.revision}+{adapter_checkpoint.revision}" if adapter_checkpoint.revision else base.revision,
-        match.config or base.config,
-        base.files,
-        base.left_out,
-        base.ignored,
+    folder = ModelFolder.like(
+        base,
+        revision=f"{base.revision}+{adapter_checkpoint.revision}" if adapter_checkpoint.revision else base.revision,
+        config=match.config or base.config,
         repositories=(*base.repositories, *adapter_checkpoint.repositories),
-        subfolders=base.subfolders,
     )
     if replaced:
         folder = _with_tokenizer(base, adapter_checkpoint, folder)
