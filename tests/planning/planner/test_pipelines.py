@@ -579,6 +579,23 @@ def test_an_adapter_changes_each_part_that_it_has_factors_of(inner: str, flat: b
         np.testing.assert_allclose(found[name], tensor, atol=1e-5, err_msg=name)
 
 
+def test_a_pipeline_with_an_adapter_has_the_files_of_the_pipeline(tmp_path: Path) -> None:
+    a, name = pipeline(tmp_path / "a", 1), "unet.down_blocks.0.resnets.0.conv1.lora_{}.weight"
+    save_file(
+        {name.format("A"): np.ones((1, 4), np.float32), name.format("B"): np.ones((4, 1), np.float32)},
+        tmp_path / "lora.safetensors",
+    )
+    models = {"plain": a, "adapted": f"{a}+{tmp_path / 'lora.safetensors'}"}
+    outs = [
+        weightsmith.merge(
+            {"merge_method": "passthrough", "models": [{"model": model}]}, tmp_path / out, max_shard_bytes=100, fsync=False
+        ).out
+        for out, model in models.items()
+    ]
+    plain, adapted = ({str(path.relative_to(out)) for path in Path(out).rglob("*/*")} for out in outs)
+    assert "unet/diffusion_pytorch_model.safetensors.index.json" in adapted == plain
+
+
 @pytest.mark.reader
 def test_diffusers_loads_the_result(tmp_path: Path) -> None:
     torch, diffusers = pytest.importorskip("torch"), pytest.importorskip("diffusers")
