@@ -24,7 +24,7 @@ from weightsmith._base.text import count
 from weightsmith._files.copied import holds_tokens
 from weightsmith._models.checkpoint import Checkpoint, ModelFolder
 from weightsmith._models.lora.adapter import Adapter, Factors, OtherParts
-from weightsmith._models.lora.experts import match_stacked, names_of
+from weightsmith._models.lora.experts import StackedPlaces, match_stacked, names_of
 from weightsmith._models.lora.forms import as_matrix
 from weightsmith._models.lora.gguf_file import in_hub_order
 from weightsmith._models.lora.kinds import KINDS
@@ -82,15 +82,11 @@ def apply_adapter(base: Checkpoint, adapter: Adapter, ref: str, names: Names = d
         fix = "copy it into the output, if the adapter was trained with it"
         what = f"tokenizer files beside the adapter differ from the base's, and are not used: {', '.join(other)}"
         notes.append(Finding(what, ref, fix=fix))
-    folder = ModelFolder(
-        base.folder,
-        f"{base.revision}+{adapter_checkpoint.revision}" if adapter_checkpoint.revision else base.revision,
-        match.config or base.config,
-        base.files,
-        base.left_out,
-        base.ignored,
+    folder = ModelFolder.like(
+        base,
+        revision=f"{base.revision}+{adapter_checkpoint.revision}" if adapter_checkpoint.revision else base.revision,
+        config=match.config or base.config,
         repositories=(*base.repositories, *adapter_checkpoint.repositories),
-        subfolders=base.subfolders,
     )
     if replaced:
         folder = _with_tokenizer(base, adapter_checkpoint, folder)
@@ -149,6 +145,11 @@ def find_shapes(base: Checkpoint, adapter: Adapter, names: Names = dict) -> dict
     return _matched(base, adapter, adapter.checkpoint.ref, names).shapes
 
 
+def find_experts(base: Checkpoint, adapter: Adapter, names: Names = dict) -> StackedPlaces:
+    """The parameters of experts that an adapter has factors of. Raises ShapeError as `apply_adapter` does."""
+    return _matched(base, adapter, adapter.checkpoint.ref, names).stacked
+
+
 def _matched(base: Checkpoint, adapter: Adapter, ref: str, names: Names) -> _Match:
     """The places in the base, by its own names; if these do not fit, by those of the model that transformers builds."""
     try:
@@ -168,6 +169,7 @@ class _Match:
     untied  the one of them on an embedding and a head that were one tensor
     places  see `find_places`
     shapes  see `find_shapes`
+    stacked  the parameters of experts that have factors
     grown   whether there are more tokens than in the base
 
     sources  tensor of the model that transformers builds → tensors of the base; {}: names are the base's
@@ -183,6 +185,7 @@ class _Match:
         self.untied: Finding | None = None
         self.places: dict[str, str] = {}
         self.shapes: dict[str, Shape] = {}
+        self.stacked = StackedPlaces([])
         self.grown = False
         self._base_names = {name: name for name in base.specs}  # tensor → the base's that it stands for
         self._updates: dict[str, Factors] = {}
@@ -252,9 +255,9 @@ class _Match:
                 self._base_names.setdefault(name, tied)
             problems += self._change(module, name, parts)
         modules = {m: rename(f"{m}.x")[:-2] for m in adapter.stacked}
-        stacked_updates, strange = match_stacked(adapter, self.base, modules, self._sources)
-        problems += strange
-        for name, updates in stacked_updates.items():
+        self.stacked = match_stacked(adapter, self.base, modules, self._sources)
+        problems += self.stacked.problems
+        for name, updates in self.stacked.updates(self.base.specs).items():
             self._parts.setdefault(name, []).extend(updates)
         twice = [name for name, updates in self._parts.items() if name in self._updates or _overlap(updates)]
         problems += [f"{name}: the adapter has factors for it under several names" for name in twice]

@@ -342,15 +342,7 @@ def _split(checkpoint: Checkpoint) -> tuple[Checkpoint, Selected]:
     model = Checkpoint(
         checkpoint.ref,
         Selected(checkpoint.source, base, checkpoint.ref),
-        ModelFolder(
-            checkpoint.folder,
-            checkpoint.revision,
-            checkpoint.config,
-            checkpoint.files,
-            tuple(name for name in checkpoint.left_out if name != CONFIG_NAME),
-            checkpoint.ignored,
-            repositories=checkpoint.repositories,
-        ),
+        ModelFolder.like(checkpoint, left_out=tuple(name for name in checkpoint.left_out if name != CONFIG_NAME)),
         metadata=checkpoint.metadata,
         notes=checkpoint.notes,
         decoded=checkpoint.decoded,
