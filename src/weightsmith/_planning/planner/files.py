@@ -34,6 +34,7 @@ from weightsmith._planning.planner.steps import main_dtype
 from weightsmith._plans import Dropped, PlanDraft
 
 GENERATION = "generation_config.json"
+NO_CONFIG = "the output has no config.json"
 
 CHOOSE_TOKENIZER = "write tokenizer_source: and the model whose tokenizer the output is to have"
 
