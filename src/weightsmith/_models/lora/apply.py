@@ -505,7 +505,7 @@ class _Match:
         return embedding if any(name in _LM_HEADS for name in names) and self._has_trained(embedding) else ""
 
     def _has_trained(self, tensor: str) -> bool:
-        """Whether the adapter has factors of a tensor's module, or saves the module. One that is put in place does not count."""
+        """Whether the adapter has factors of a tensor's module, or saves the module; a tensor put in place does not count."""
         adapter = self.adapter
         return any(
             f".{tensor}".endswith(f".{module}.weight")
