@@ -197,6 +197,26 @@ def _make_pytorch() -> None:
     Path("p/config.json").write_text('{"model_type": "llama", "num_hidden_layers": 2}')
 
 
+def _make_megatron() -> None:
+    """What two slices of two stages save."""
+    import argparse
+
+    import torch
+
+    make_models()
+    for rank in range(2):
+        for stage in range(2):
+            layer = {"linear_qkv.weight": torch.ones(4, 3), "linear_fc1.weight": torch.ones(4, 3), "norm.weight": torch.ones(3)}
+            tensors = {f"decoder.layers.0.{name}": a for name, a in {**layer, "linear_fc2.weight": torch.ones(3, 2)}.items()}
+            ends = "embedding.word_embeddings.weight" if stage == 0 else "output_layer.weight"
+            args = argparse.Namespace(num_layers=2, tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
+            folder = Path(f"p/mp_rank_{rank:02d}_{stage:03d}")
+            folder.mkdir(parents=True, exist_ok=True)
+            whole = {"args": args, "checkpoint_version": 3.0, "model": {**tensors, ends: torch.ones(4, 3)}}
+            torch.save(whole, folder / "model_optim_rng.pt")
+    Path("p/config.json").write_text('{"model_type": "llama", "num_hidden_layers": 2}')
+
+
 def _make_distributed() -> None:
     """What one process saves, with parts of `w` as if two had: by hand, in a second table."""
     import pickle
@@ -253,6 +273,12 @@ KINDS = {
     "deepspeed": Kind(
         _make_zero,
         ("p/zero_pp_rank_0_mp_rank_00_model_states.pt", "p/zero_pp_rank_0_mp_rank_00_optim_states.pt"),
+        mutate_pytorch,
+        use_checkpoint,
+    ),
+    "megatron": Kind(
+        _make_megatron,
+        ("p/mp_rank_00_000/model_optim_rng.pt", "p/mp_rank_01_001/model_optim_rng.pt"),
         mutate_pytorch,
         use_checkpoint,
     ),

@@ -13,7 +13,7 @@ import transformers
 
 from tests.calibration_help import TEXT, TINY, changed, save_model
 from weightsmith._activations import losses as module
-from weightsmith._activations.losses import Known, scored, token_losses
+from weightsmith._activations.losses import Known, logs_of, own_losses, scored, token_losses
 from weightsmith._activations.model import input_of
 from weightsmith._activations.running import decoder_of
 from weightsmith._activations.scored_rows import UNSCORED, ScoredRows
@@ -161,9 +161,10 @@ def test_losses_do_not_depend_on_how_many_logits_are_looked_at_at_once(at_once: 
     logits, expected = (torch.randn(7, 50, generator=generator, dtype=torch.float64) * 3 for _ in range(2))
     targets = torch.arange(7)
     monkeypatch.setattr(module, "SMALL_LOGITS", at_once)
-    nats, divergences = token_losses(logits.float(), targets, expected.float())
+    nats, divergences = token_losses(logits.float(), targets, logs_of(expected.float()))
     p, q = expected.softmax(1), logits.softmax(1)
     np.testing.assert_allclose(nats, -q[torch.arange(7), targets].log(), rtol=1e-5)
     assert divergences is not None
     np.testing.assert_allclose(divergences, (p * (p / q).log()).sum(1), rtol=1e-5)
     assert token_losses(logits.float(), targets)[1] is None
+    assert torch.equal(own_losses(logs_of(logits.float()), targets, 50), nats)

@@ -316,8 +316,8 @@ def test_statistics_are_released_layer_by_layer(
             patch.setattr(Staging, "finish", stop)
             with pytest.raises(KeyboardInterrupt):
                 execute(prepared, tmp_path / "two", RunOptions(threads=2, card=False))
-    left = tmp_path.glob(".two*staging/products/*")
-    assert 0 < sum(path.stat().st_size for path in left) <= most
+    kept_bytes = {path.name: path.stat().st_size for path in tmp_path.glob(".two*staging/products/*")}
+    assert 0 < sum(kept_bytes.values()) <= most, kept_bytes
     first = {name for name in made if name in sizes}
     made.clear()
     weightsmith.merge(asked, tmp_path / "two", threads=2, card=False, progress=False)

@@ -18,7 +18,10 @@ LAYOUTS = {
         ["zero_to_fp32.py", "global_step5/zero_pp_rank_0_mp_rank_00_model_states.pt"],
         "with the files of all processes in it: '{}/global_step5'",
     ),
-    "megatron": (["iter_0000010/mp_rank_00/model_optim_rng.pt"], "export_ckpt('{}/iter_0000010/mp_rank_00', OUT)"),
+    "megatron": (
+        ["iter_0000010/mp_rank_00/distrib_optim.pt"],
+        "with the files of all processes in it: '{}/iter_0000010'",
+    ),
     "vllm": (["config.json", "model-rank-0-part-0.safetensors", "model-rank-1-part-0.safetensors"], "Use the model"),
     "tensorrt-llm": (["rank0.safetensors", "rank1.safetensors"], "Use the model"),
 }

@@ -19,7 +19,7 @@ def random(*shape: int, seed: int) -> torch.Tensor:
 
 def merged(inputs: list[torch.Tensor], deltas: list[torch.Tensor], **how: Any) -> torch.Tensor:
     given = {"alpha": 1.0, "ridge": 0.0, "mu": 0.3, "prior": None} | how
-    return solve(deltas, lambda i: inputs[i].T @ inputs[i] / len(inputs[i]), where="w", **given)
+    return solve(deltas, lambda i, _: inputs[i].T @ inputs[i] / len(inputs[i]), where="w", **given)
 
 
 DELTAS = [random(ROWS, COLS, seed=i) for i in range(2)]

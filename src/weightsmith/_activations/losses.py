@@ -13,7 +13,7 @@ threads.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -126,7 +126,7 @@ def _compute(context: ProductContext) -> Arrays:
                 expected = None
                 if other is not None and theirs is not None:
                     expected = other(torch.from_numpy(np.array(theirs[row, tokens - 1])).to(device))
-                losses, divergences = token_losses(logits, targets, expected)
+                losses, divergences = token_losses(logits, targets, None if expected is None else logs_of(expected))
                 rows.check_finite(losses, "the prediction", row)
                 arrays[0][row, tokens] = losses.cpu().numpy()
                 if expected is not None and divergences is not None:
@@ -142,25 +142,50 @@ def _compute(context: ProductContext) -> Arrays:
     return arrays
 
 
-def token_losses(logits: Tensor, targets: Tensor, expected: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+LogsOf = Callable[[slice], "Tensor"]
+"""Log-probabilities of some of the tokens, float32 [tokens, vocabulary]."""
+
+
+def logs_of(logits: Tensor) -> LogsOf:
+    """What logits, float32 [tokens, vocabulary], say of some of the tokens."""
+    return lambda part: logits[part].log_softmax(1)
+
+
+def token_parts(tokens: int, vocabulary: int, device: str) -> Iterator[slice]:
+    """The tokens whose log-probabilities are in memory together: on a processor, those of `SMALL_LOGITS`."""
+    at_once = max(1, SMALL_LOGITS // vocabulary if device == "cpu" else tokens)
+    return (slice(start, start + at_once) for start in range(0, tokens, at_once))
+
+
+def token_losses(logits: Tensor, targets: Tensor, expected: LogsOf | None = None) -> tuple[Tensor, Tensor | None]:
     """The nats of each token, and KL(expected, predicted): float32 [tokens] each. Without gradients.
 
     logits    float32 [tokens, vocabulary]
     targets   the tokens that came, int64 [tokens]
-    expected  logits of the reference; None: no divergences
+    expected  of the reference; None: no divergences
     """
     import torch
 
-    at_once = max(1, SMALL_LOGITS // logits.shape[1]) if logits.device.type == "cpu" else len(logits)
     nats, divergences = torch.empty_like(logits[:, 0]), None if expected is None else torch.empty_like(logits[:, 0])
-    for start in range(0, len(logits), at_once):
-        part = slice(start, start + at_once)
+    for part in token_parts(len(logits), logits.shape[1], logits.device.type):
         logs = logits[part].log_softmax(1)
-        nats[part] = -logs.gather(1, targets[part, None])[:, 0]
+        nats[part] = _nats(logs, targets[part])
         if expected is not None and divergences is not None:
-            theirs = expected[part].log_softmax(1)
+            theirs = expected(part)
             divergences[part] = torch.nn.functional.kl_div(logs, theirs, reduction="none", log_target=True).sum(1)
     return nats, divergences
+
+
+def own_losses(expected: LogsOf, targets: Tensor, vocabulary: int) -> Tensor:
+    """The nats of each token by a reference itself, float32 [tokens], as `token_losses` finds them."""
+    import torch
+
+    parts = token_parts(len(targets), vocabulary, targets.device.type)
+    return torch.cat([_nats(expected(part), targets[part]) for part in parts])
+
+
+def _nats(logs: Tensor, targets: Tensor) -> Tensor:
+    return -logs.gather(1, targets[:, None])[:, 0]
 
 
 def _tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:

@@ -33,12 +33,14 @@ class _Layout:
     what     for messages
     command  that makes a model of it: `{folder}` is the folder with the files, `{parent}` the one above it
     joined   it is read, if all files of its folder are there and the folder is named
+    nested   each file is in a folder of its own, below that one
     """
 
     pattern: str
     what: str
     command: str
     joined: bool = False
+    nested: bool = False
 
     def matches(self, path: str) -> bool:
         """Whether a file is one of its files."""
@@ -55,8 +57,10 @@ _LAYOUTS = (
     ),
     _Layout(
         r"mp_rank_\d+(?:_\d+)*/(?:model_optim_rng|model_rng|distrib_optim)\.pt",
-        "a Megatron checkpoint, with slices of each tensor (AutoBridge of Megatron-Bridge converts it)",
-        "AutoBridge.from_hf_pretrained(ITS_BASE).export_ckpt({folder}, OUT)",
+        "a part of a Megatron checkpoint",
+        "",
+        joined=True,
+        nested=True,
     ),
     _Layout(r"\.metadata|\w+\.distcp", "a part of a distributed checkpoint of PyTorch (FSDP, DCP)", "", joined=True),
 )
@@ -94,6 +98,8 @@ def _error(layout: _Layout, files: list[str], where: str) -> Unsupported:
     folder = f"{where}/{inner}" if inner else where
     parent = folder.rpartition("/")[0] or "."
     fix = "Use the model that it was made from, or one that the program which wrote it exports."
+    if layout.nested:
+        folder = folder.rpartition("/")[0] or "."
     if layout.joined:
         fix = f"Name its folder, with the files of all processes in it: {shlex.quote(folder)}"
     if layout.command:

@@ -30,7 +30,7 @@ SUMS = ("linear", "task_arithmetic")
 
 def solve(
     deltas: Sequence[Any],
-    moments: Callable[[int], Any],
+    moments: Callable[[int, Any], Any],
     alpha: float,
     ridge: float,
     mu: float,
@@ -41,7 +41,7 @@ def solve(
     """(Σ δᵢ Gᵢ + μ m Δ₀) (Σ Gᵢ + (μ + ridge) m I)⁻¹, with m the mean of the diagonal of Σ Gᵢ.
 
     deltas   float64 [rows, cols] each; the result is of that shape
-    moments  number of a model → Gᵢ, float64 [cols, cols], a tensor of its own
+    moments  (number of a model, space) → Gᵢ, float64 [cols, cols]: in `space`, a tensor like it, or in a new one
     alpha    factor on what is not on the diagonal of each Gᵢ
     prior    Δ₀; None: none, and μ counts as 0
     where    the tensor, for errors
@@ -53,14 +53,18 @@ def solve(
     import torch
 
     total: Any = None
+    space: Any = None
 
     def add(i: int) -> Any:
-        nonlocal total
-        gram = moments(i)
+        nonlocal total, space
+        gram = space = moments(i, space)
         if alpha != 1.0:
             diagonal = gram.diagonal().clone()
             gram.mul_(alpha).diagonal().copy_(diagonal)
-        total = gram if total is None else total.add_(gram)
+        if total is None:
+            total, space = gram, None
+        else:
+            total.add_(gram)
         return gram
 
     def weighed() -> Any:
@@ -204,8 +208,11 @@ def regmean(
 
         from weightsmith._methods.jobs.matrix import statistics_digest
 
-        def moments(i: int) -> Any:
-            return torch.from_numpy(np.array(known[first + i], np.float64)).to(matrix.device)
+        def moments(i: int, space: Any) -> Any:
+            if space is None or space.device.type != "cpu":
+                return torch.from_numpy(np.array(known[first + i], np.float64)).to(matrix.device)
+            np.copyto(space.numpy(), known[first + i])
+            return space
 
         def recall(weighed: Callable[[], Any]) -> Any:
             return deltas.recall(("Σ δG", alpha, deltas.weights, statistics_digest(matrix)), weighed)

@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from weightsmith._methods.jobs.decompose import column_basis, leading, signs, thin_svd  # noqa: E402
+from weightsmith._methods.jobs.decompose import column_basis, leading, products_of_columns, signs, thin_svd  # noqa: E402
 
 
 def normal(*shape: int, seed: int) -> torch.Tensor:
@@ -26,6 +26,12 @@ def test_singular_vectors_have_these_signs(shape: tuple[int, int]) -> None:
     assert signs(u).tolist() == [1.0] * 5
     basis = column_basis(a)
     torch.testing.assert_close(basis, u)
+
+
+@pytest.mark.parametrize("shape", [(300, 500), (70, 192), (40, 7), (0, 3)])
+def test_products_of_columns_are_those_of_the_whole_matrices(shape: tuple[int, int]) -> None:
+    a = normal(*shape, seed=1)
+    torch.testing.assert_close(products_of_columns(a), a.T @ a)
 
 
 def test_a_basis_does_not_depend_on_the_order_of_the_columns() -> None:

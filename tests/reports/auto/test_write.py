@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -122,11 +123,25 @@ def test_what_cannot_be_written_is_refused_first(folder: Path, tmp_path: Path) -
 
 @pytest.mark.slow
 def test_rows_longer_than_the_model_takes_are_refused(folder: Path) -> None:
-    with prepare_named(folder) as prepared:
-        draw_text = writer("llama", prepared, RunOptions())
+    with prepare_named(folder) as prepared, writer("llama", prepared, RunOptions()) as draw_text:
         most = opened("llama", prepared).positions
         with pytest.raises(ParameterError, match=f"a row has at most {most:,} tokens"):
             draw_text(WriteSettings(tokens=most), Silent())
+
+
+@pytest.mark.slow
+def test_a_model_that_has_written_is_not_in_memory(folder: Path, tmp_path: Path) -> None:
+    def numbers() -> int:
+        return sum(tensor.numel() for tensor in gc.get_objects() if type(tensor) is torch.nn.Parameter and not tensor.is_meta)
+
+    gc.collect()
+    before = numbers()
+    gc.disable()  # Python does not collect by itself
+    try:
+        weightsmith.write(folder, tmp_path / "own.jsonl", rows=1, tokens=2, progress=False)
+        assert numbers() == before
+    finally:
+        gc.enable()
 
 
 @pytest.mark.slow
@@ -205,8 +220,8 @@ def test_without_a_usable_template_rows_begin_plainly_and_it_is_said_why(
     model = chat_model(tmp_path / "chat", template)
     settings = json.loads((model / "config.json").read_text()) | {"max_position_embeddings": 128}
     (model / "config.json").write_text(json.dumps(settings))
-    with prepare_named(model) as prepared:
-        starts = writer("chat", prepared, RunOptions()).starts(WriteSettings(tokens=8))
+    with prepare_named(model) as prepared, writer("chat", prepared, RunOptions()) as model_writer:
+        starts = model_writer.starts(WriteSettings(tokens=8))
     assert starts.ids == ((0,), (26,), (198,), (198, 198))
     assert starts.unused_template == why
 

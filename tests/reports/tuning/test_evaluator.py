@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,11 @@ import pytest
 import torch
 
 import weightsmith
-from weightsmith._activations.decoder.forward import _multiplying
+from weightsmith._activations.decoder.forward import _multiplying, _reusing
 from weightsmith._activations.rows import text_source
 from weightsmith._base.errors import NonFinite, PlanError
 from weightsmith._engine.resources import Resources
+from weightsmith._engine.results import JobMemory
 from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.recipe import Scalar
 from weightsmith._reports.evaluate.opening import Opened, opened, prepare_named
@@ -194,6 +196,29 @@ def test_divergence_from_a_reference_is_that_of_eval(work: Path) -> None:
 
 
 @pytest.mark.slow
+def test_what_a_reference_predicts_is_computed_once(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the memory come the same numbers, and those of each reference: two that are named on the same rows too."""
+    monkeypatch.setattr("weightsmith._activations.losses.SMALL_LOGITS", 1 << 14)  # several pieces, of which each is on disk
+    with Candidates("r.yml", RecipeOptions()) as recipe:
+        prepared, other = recipe.prepare(recipe.start), recipe.prepare((1.0, 0.0, 0.0))
+        one = opened("r.yml", prepared)
+        evaluator, rows, memory = Evaluator(one, Resources()), rows_of(one), JobMemory(work)
+        candidates = [Candidate.of(plan.plan, plan.inputs) for plan in (prepared, other)]
+        plain = [evaluator.reference(candidate, [rows]) for candidate in candidates]
+        kept = [evaluator.reference(c, [rows], name, memory) for c, name in zip(candidates, "ab", strict=True)]
+        for candidate, reference in zip(candidates, kept, strict=True):
+            assert np.array_equal(evaluator.own_losses(rows, reference), evaluator.losses(candidate, rows)[0])
+        heads = list[object]()
+        for reference in kept:
+            monkeypatch.setattr(reference.decoder, "head", lambda *_, **__: nullcontext(heads.append))
+        for candidate in candidates:
+            for mine, theirs in zip(kept, plain, strict=True):
+                for found, expected in zip(*(evaluator.losses(candidate, rows, r) for r in (mine, theirs)), strict=True):
+                    assert np.array_equal(found, expected)
+        assert not heads
+
+
+@pytest.mark.slow
 def test_a_candidate_with_other_weights_follows_one_that_failed(work: Path) -> None:
     Path("r.yml").unlink()
     text = "merge_method: task_arithmetic\nbase_model: a\ndtype: float16\nmodels:\n"
@@ -275,6 +300,19 @@ def test_a_head_in_bfloat16_finds_the_logits_of_the_tokens_in_float32() -> None:
     torch.testing.assert_close(found[0, places, tokens], exact[0, places, tokens])
     found[0, places, tokens] = rounded[0, places, tokens]
     assert torch.equal(found, rounded)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_head_whose_logits_are_written_into_the_same_memory_finds_the_same(bias: bool) -> None:
+    head, x = torch.nn.Linear(24, 50, bias=bias), torch.randn(1, 7, 24)
+    with torch.no_grad():
+        expected = head(x)
+        with _reusing(head):
+            first = head(x)
+            torch.testing.assert_close(first, expected)
+            assert head(x[:, 4:]).data_ptr() == first.data_ptr()
+            torch.testing.assert_close(first[:, :3], expected[:, 4:])
+        assert head(x).data_ptr() != first.data_ptr()
 
 
 @pytest.mark.slow

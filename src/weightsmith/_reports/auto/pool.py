@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +122,8 @@ class Pool:
         self._texts = [text_source(str(path), None, tokens, 0, "") for path in held]
         self._references: list[Reference] = []
         self._journal = journal
+        # A GPU computes predictions sooner than they come from a disk.
+        self._predictions = memory if self._evaluator.device == "cpu" else None
 
     @property
     def rows(self) -> list[int]:
@@ -139,11 +141,12 @@ class Pool:
         for name, parts, text in zip(names, self._parts, self._texts, strict=True):
             with prepare_named(name) as prepared:
                 self._check(name, prepared, parts, text)
-                candidate = Candidate.of(prepared.plan, prepared.inputs)
-                scores.append(_joined([self._scored(candidate, rows, None, keep=True) for rows in parts]))
-                reference = self._evaluator.reference(candidate, parts)
+                reference = self._evaluator.reference(
+                    Candidate.of(prepared.plan, prepared.inputs), parts, name, self._predictions
+                )
             weights = {key: _shared(heads, tensor) for key, tensor in reference.weights.items()}
-            self._references.append(Reference(reference.decoder, weights, reference.states))
+            self._references.append(replace(reference, weights=weights))
+            scores.append(_joined([_row_scores(rows, self._evaluator.own_losses(rows, reference)) for rows in parts]))
         return scores
 
     def _check(self, name: str, prepared: Prepared, parts: Sequence[Rows], text: TextSource) -> None:
@@ -181,10 +184,13 @@ class Pool:
     def _key(self, recipe: Recipe | str, parts: Sequence[Sequence[Rows]]) -> str:
         return self._journal.key(recipe, [rows.name for rows_of_model in parts for rows in rows_of_model])
 
-    def _scored(self, candidate: Candidate, rows: Rows, reference: Reference | None, *, keep: bool = False) -> RowScores:
-        nats, divergences = self._evaluator.losses(candidate, rows, reference, keep=keep)
-        tokens = (rows.scored.nbytes >= 0).sum(1).astype(np.float64)
-        return RowScores(nats, np.zeros_like(nats) if divergences is None else divergences, tokens)
+    def _scored(self, candidate: Candidate, rows: Rows, reference: Reference) -> RowScores:
+        return _row_scores(rows, *self._evaluator.losses(candidate, rows, reference, keep=False))
+
+
+def _row_scores(rows: Rows, nats: Numbers, divergences: Numbers | None = None) -> RowScores:
+    tokens = (rows.scored.nbytes >= 0).sum(1).astype(np.float64)
+    return RowScores(nats, np.zeros_like(nats) if divergences is None else divergences, tokens)
 
 
 def _parts(one: Opened, path: Path, tokens: int) -> list[Rows]:

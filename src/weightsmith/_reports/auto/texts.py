@@ -83,7 +83,8 @@ def write_own(name: str, model: str, tokens: int, folder: Path, seed: int, runni
         pair = _pair(name, "", folder)
         if _recorded(record) == identity and pair.statistics.is_file() and pair.held.is_file():
             return pair
-        rows = writer(name, prepared, running)(settings, shown)
+        with writer(name, prepared, running) as model_writer:
+            rows = model_writer(settings, shown)
     _write(name, "", folder, rows[:OWN_ROWS], rows[OWN_ROWS:])
     write_whole(record, identity.encode())
     return pair

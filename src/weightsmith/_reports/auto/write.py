@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -24,6 +27,7 @@ from weightsmith._base.errors import (
 )
 from weightsmith._base.files import expand_user, write_whole
 from weightsmith._base.options import lists_options, read_options
+from weightsmith._base.process import return_freed
 from weightsmith._base.torch_use import usable_device
 from weightsmith._engine.local import MemoryOutput, run
 from weightsmith._engine.resources import Workload
@@ -97,8 +101,7 @@ def write(
 def _written(model: Named, out: str, settings: WriteSettings, running: RunOptions, shown: Meter) -> OwnText:
     path = _check_output(out, overwrite=running.overwrite)
     name = name_of(model)
-    with prepare_named(model) as prepared:
-        model_writer = writer(name, prepared, running)
+    with prepare_named(model) as prepared, writer(name, prepared, running) as model_writer:
         rows, starts = model_writer(settings, shown), model_writer.starts(settings)
     lines = [json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in rows]
     try:
@@ -110,8 +113,9 @@ def _written(model: Named, out: str, settings: WriteSettings, running: RunOption
     return OwnText(path, name, len(rows), tokens, texts, starts.unused_template)
 
 
-def writer(name: str, prepared: Prepared, running: RunOptions) -> Writer:
-    """A model in memory, which draws texts. Raises PlanError."""
+@contextmanager
+def writer(name: str, prepared: Prepared, running: RunOptions) -> Iterator[Writer]:
+    """A model in memory, which draws texts. Afterwards its memory is the system's again. Raises PlanError."""
     if running.stream:
         stream(prepared.inputs)
     if missing_files(prepared.inputs):
@@ -119,7 +123,11 @@ def writer(name: str, prepared: Prepared, running: RunOptions) -> Writer:
     one = opened(name, prepared)
     resources = resources_of(prepared, running)
     device = usable_device(resources.device)
-    return Writer(one, _module(one, running, device), resources.workers, device)
+    model_writer = Writer(one, _module(one, running, device), resources.workers, device)
+    try:
+        yield model_writer
+    finally:
+        model_writer.close()
 
 
 class Writer:
@@ -128,6 +136,14 @@ class Writer:
     def __init__(self, model: Opened, module: Any, threads: int, device: str) -> None:
         """module: transformers' causal language model, on the device."""
         self._model, self._module, self._threads, self._device = model, module, threads, device
+
+    def close(self) -> None:
+        """Free the model. transformers keeps it in cycles, which Python would collect much later; and malloc would keep its
+        blocks, of a few megabytes each.
+        """
+        self._module = None
+        gc.collect()
+        return_freed()
 
     @property
     def cutter(self) -> Cutter:
@@ -209,6 +225,7 @@ def _module(one: Opened, running: RunOptions, device: str) -> Any:
     if missing := sorted(report["missing_keys"]):
         what = f"transformers finds no weights for {len(missing):,} of its tensors, such as {missing[0]}"
         raise PlanError([Unsupported(what, where=one.name, fix="check its config.json")])
+    del arrays, targets  # each weight is freed when it is narrowed
     if fast_arithmetic(device) == "bfloat16":
         narrow_linears(module, module.get_output_embeddings())
     return module.eval().to(device)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from weightsmith._activations.decoder import Arithmetic, Base
 from weightsmith._activations.decoder.forward import Decoder, Layer, build, gradients_at
-from weightsmith._activations.losses import LOGITS_AT_ONCE, TOKENS_AT_ONCE, token_losses
+from weightsmith._activations.losses import LOGITS_AT_ONCE, TOKENS_AT_ONCE, LogsOf, logs_of, own_losses, token_losses
 from weightsmith._activations.running import workers
 from weightsmith._activations.scored_rows import ScoredRows
 from weightsmith._base.errors import MismatchError, NonFinite, PlanError, WeightsmithError
@@ -187,11 +187,15 @@ class Reference:
     """A model to compare predictions with, on some rows: what leaves its last layer, and the weights of its head.
 
     states  by `Rows.name`
+    name    of the model, in the memory
+    memory  keeps its log-probabilities from one candidate to the next; None: they are computed each time
     """
 
     decoder: Decoder
     weights: Mapping[str, Tensor]
     states: dict[str, Tensor]
+    name: str = ""
+    memory: JobMemory | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -286,14 +290,36 @@ class Evaluator:
         with self._loaded(candidate):
             return self._score(rows, self._forward(candidate, rows, keep=keep), reference)
 
-    def reference(self, candidate: Candidate, rows: Sequence[Rows]) -> Reference:
-        """Run a model on these rows, to compare others with it."""
+    def reference(
+        self, candidate: Candidate, rows: Sequence[Rows], name: str = "", memory: JobMemory | None = None
+    ) -> Reference:
+        """Run a model on these rows, to compare others with it.
+
+        name, memory  see `Reference`
+        """
         with self._loaded(candidate):
             states = {part.name: self._forward(candidate, part, keep=False) for part in rows}
             for part in rows:
                 self._states.pop(part.name, None)  # no candidate begins as the reference does
             weights = {name: tensor.clone() for name, tensor in self._head_weights().items()}
-        return Reference(_build(self.base), weights, states)
+        return Reference(_build(self.base), weights, states, name, memory)
+
+    def own_losses(self, rows: Rows, reference: Reference) -> Numbers:
+        """The nats of a reference on its own rows, as `losses` finds them: float64 [rows]. Its memory then has what it
+        predicts.
+        """
+        nats = np.zeros(len(rows.scored.ids))
+        with self._reference_head(reference) as head:
+
+            def measure(row: int) -> None:
+                with torch.no_grad():
+                    for places, targets in self._predicted(rows, row):
+                        expected = _expected(reference, head, rows, row, places)
+                        nats[row] += float(own_losses(expected, targets, self._vocabulary).double().sum())
+
+            self._each_row(measure, len(nats))
+        self._check_finite(nats)
+        return nats
 
     def gradients(
         self, candidate: Candidate, rows: Rows, shares: Numbers, reference: Reference | None = None
@@ -349,11 +375,15 @@ class Evaluator:
 
             def pull(row: int) -> list[Tensor]:
                 sums = [torch.zeros_like(parameter) for _, parameter in weights]
-                for places, expected, targets in self._predicted(rows, row, reference, reference_head):
+                for places, targets in self._predicted(rows, row):
+                    expected = None
+                    if reference_head is not None and reference is not None:
+                        with torch.no_grad():
+                            expected = reference_head(reference.states[rows.name][row, places]).log_softmax(1)
                     with torch.enable_grad():
                         entering = states[row, places].detach().requires_grad_()
                         logs = head(entering).log_softmax(1)
-                        loss = _nats(logs, targets) if expected is None else _divergence(logs, expected.log_softmax(1))
+                        loss = _nats(logs, targets) if expected is None else _divergence(logs, expected)
                         at = [entering, *(parameter for _, parameter in weights)]
                         leaving[row, places], *parts = gradients_at(loss * float(shares[row]), at)
                     for total, part in zip(sums, parts, strict=True):
@@ -366,21 +396,17 @@ class Evaluator:
                     gradients[name] += part
         return leaving, gradients
 
-    def _predicted(
-        self, rows: Rows, row: int, reference: Reference | None, reference_head: _Head | None
-    ) -> Iterator[tuple[npt.NDArray[np.intp], Tensor | None, Tensor]]:
-        """Yield pieces of a row: positions, the reference's logits of the next tokens, and these tokens."""
-        vocabulary = max(self._weights.specs[name].shape[0] for name in self._decoder.head_weights.values())
-        at_once = max(1, min(TOKENS_AT_ONCE, LOGITS_AT_ONCE // vocabulary))
+    @property
+    def _vocabulary(self) -> int:
+        return max(self._weights.specs[name].shape[0] for name in self._decoder.head_weights.values())
+
+    def _predicted(self, rows: Rows, row: int) -> Iterator[tuple[npt.NDArray[np.intp], Tensor]]:
+        """Yield pieces of a row: positions, and the tokens that are predicted there."""
+        at_once = max(1, min(TOKENS_AT_ONCE, LOGITS_AT_ONCE // self._vocabulary))
         scored = np.flatnonzero(rows.scored.nbytes[row] >= 0)
         for start in range(0, len(scored), at_once):
             tokens = scored[start : start + at_once]
-            targets = torch.from_numpy(rows.scored.ids[row, tokens].astype(np.int64)).to(self.device)
-            expected = None
-            if reference_head is not None and reference is not None:
-                with torch.no_grad():
-                    expected = reference_head(reference.states[rows.name][row, tokens - 1])
-            yield tokens - 1, expected, targets
+            yield tokens - 1, torch.from_numpy(rows.scored.ids[row, tokens].astype(np.int64)).to(self.device)
 
     # ---- the model
 
@@ -408,13 +434,13 @@ class Evaluator:
     def _head_weights(self) -> dict[str, Tensor]:
         return self._weights.take(list(dict.fromkeys(self._decoder.head_weights.values())))
 
-    def _head(self, arithmetic: Arithmetic = "float32") -> AbstractContextManager[_Head]:
-        return self._decoder.head(self._weights, self.device, self._head_weights(), arithmetic)
+    def _head(self, arithmetic: Arithmetic = "float32", *, reuse: bool = False) -> AbstractContextManager[_Head]:
+        return self._decoder.head(self._weights, self.device, self._head_weights(), arithmetic, reuse=reuse)
 
     def _reference_head(self, reference: Reference | None) -> AbstractContextManager[_Head | None]:
         if reference is None:
             return nullcontext()
-        return reference.decoder.head(self._weights, self.device, reference.weights)
+        return reference.decoder.head(self._weights, self.device, reference.weights, reuse=True)
 
     # ---- the forward pass
 
@@ -465,25 +491,55 @@ class Evaluator:
         divergences = None if reference is None else np.zeros(len(nats))
         exact = self._exact_head or reference is not None  # a divergence is small beside what rounding does
         with (
-            self._head("float32" if exact else self.base.arithmetic) as head,
+            self._head("float32" if exact else self.base.arithmetic, reuse=True) as head,
             self._reference_head(reference) as reference_head,
         ):
 
             def measure(row: int) -> None:
                 with torch.no_grad():
-                    for places, expected, targets in self._predicted(rows, row, reference, reference_head):
+                    for places, targets in self._predicted(rows, row):
+                        expected = None if reference is None else _expected(reference, reference_head, rows, row, places)
                         losses, distances = token_losses(head(states[row, places], targets), targets, expected)
                         nats[row] += float(losses.double().sum())
                         if divergences is not None and distances is not None:
                             divergences[row] += float(distances.double().sum())
 
-            with workers(self._threads, self.device) as pool:
-                list(pool.map(measure, range(len(nats))))
-        for sums in (nats, divergences):
-            if sums is not None and not np.isfinite(sums).all():
-                row = int(np.flatnonzero(~np.isfinite(sums))[0])
-                raise NonFinite(f"the prediction is NaN or infinite in row {row} of the text", where=self.base.label)
+            self._each_row(measure, len(nats))
+        self._check_finite(nats, *([] if divergences is None else [divergences]))
         return nats, divergences
+
+    def _each_row(self, measure: Callable[[int], None], count: int) -> None:
+        with workers(self._threads, self.device) as pool:
+            list(pool.map(measure, range(count)))
+
+    def _check_finite(self, *sums: Numbers) -> None:
+        for row_sums in sums:
+            if not np.isfinite(row_sums).all():
+                row = int(np.flatnonzero(~np.isfinite(row_sums))[0])
+                raise NonFinite(f"the prediction is NaN or infinite in row {row} of the text", where=self.base.label)
+
+
+def _expected(reference: Reference, head: _Head | None, rows: Rows, row: int, places: npt.NDArray[np.intp]) -> LogsOf:
+    """What a reference predicts at some places of a row: from its memory, or by its head. Log-probabilities are computed a few
+    tokens at a time, and so they are kept: malloc takes large blocks from the system each time.
+    """
+    entering = reference.states[rows.name][row, places]
+    computed: LogsOf | None = None
+    known = None if reference.memory is None else reference.memory.of((reference.name, rows.name, row, int(places[0])))
+
+    def expected(part: slice) -> Tensor:
+        nonlocal computed
+        if known is not None and (kept := known.get(part.start)) is not None:
+            return torch.from_numpy(kept).to(entering.device)
+        if computed is None:
+            assert head is not None
+            computed = logs_of(head(entering))
+        logs = computed(part)
+        if known is not None:
+            known[part.start] = logs.cpu().numpy()
+        return logs
+
+    return expected
 
 
 def _nats(logs: Tensor, targets: Tensor) -> Tensor:

@@ -68,6 +68,18 @@ def test_it_is_what_pytorch_makes_of_it(sharded: Path, tmp_path: Path) -> None:
         assert opened.left_out == ()
 
 
+def test_the_optimizer_of_megatron_is_no_part_of_the_model(tmp_path: Path) -> None:
+    model = {"decoder.layers.mlp.linear_fc1.weight": torch.randn(3, 8, 4), "decoder.final_layernorm.weight": torch.ones(4)}
+    states = {
+        f"{start}.exp_avg.{name}": torch.ones(2) for name in model for start in ("optimizer.state", "chained_1.optimizer.state")
+    }
+    checkpoint.save({**model, **states}, checkpoint_id=tmp_path / "c", no_dist=True)
+    with open_checkpoint(tmp_path / "c") as opened:
+        assert set(opened) == set(model)
+        np.testing.assert_array_equal(opened["decoder.layers.mlp.linear_fc1.weight"], as_array(next(iter(model.values()))))
+        assert opened.notes[0].what == "ignored: 4 tensors of the optimizer"
+
+
 @pytest.mark.parametrize("key", ["model", "app.model", ""])
 def test_where_the_state_dict_is(key: str, tmp_path: Path) -> None:
     state: Any = tensors()

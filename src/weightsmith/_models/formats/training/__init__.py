@@ -3,13 +3,14 @@
 dcp.py        PyTorch's distributed checkpoints, as FSDP and torchtitan write them
 deepspeed.py  ZeRO's partitions
 fsdp.py       a file of DTensors for each process, as verl writes them
+megatron.py   tensor-parallel slices and pipeline stages of Megatron-LM
 
 No pickle is run. `_models/sources/boxes.py` reads tensors in parts.
 """
 
 from __future__ import annotations
 
-from weightsmith._models.formats.training import dcp, deepspeed, fsdp
+from weightsmith._models.formats.training import dcp, deepspeed, fsdp, megatron
 from weightsmith.abc.stored import StoredFormat
 
-FORMAT = StoredFormat("training", "training checkpoints", files=(dcp.KIND, deepspeed.KIND, fsdp.KIND))
+FORMAT = StoredFormat("training", "training checkpoints", files=(dcp.KIND, deepspeed.KIND, fsdp.KIND, megatron.KIND))

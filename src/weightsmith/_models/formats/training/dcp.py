@@ -2,6 +2,9 @@
 
 .metadata     a pickle: dtype, shape and parts of each tensor, and the file, offset and length of each part
 __0_0.distcp  what a process has written: for each part an archive of torch.save, one after another
+
+Megatron's (torch_dist) have the tensors of the optimizer beside the model's, under names that begin with `optimizer.`. Layers
+of one shape are one tensor: [layers, rows, columns].
 """
 
 from __future__ import annotations
@@ -43,6 +46,9 @@ _CLASSES = frozenset(
         *(f"pathlib.{local}{kind}Path" for local in ("", "_local.") for kind in ("Posix", "Windows")),
     }
 )
+
+_MEGATRON_STATE = re.compile(r"(chained_\d+\.)?(optimizer|rng_state|rerun_state_machine_state)\..+", re.ASCII)
+"""Names in Megatron's checkpoints that are no part of the model."""
 
 _Path = tuple[str | int, ...]
 
@@ -193,6 +199,7 @@ def _choose_state_dict(paths: Mapping[str, _Path], where: str) -> tuple[dict[str
     """The names of the model's tensors by those that they are stored under, and notes."""
     places = {stored: _state_dict_of(path) for stored, path in paths.items()}
     trained = {stored for stored, path in paths.items() if any(type(k) is str and TRAINED.fullmatch(k) for k in path[:-1])}
+    trained |= {stored for stored, path in paths.items() if len(path) == 1 and _MEGATRON_STATE.fullmatch(str(path[0]))}
     candidates = dict.fromkeys(place for stored, place in places.items() if stored not in trained)
     nested = [place for place in candidates if place]
     if len(nested) > 1:
@@ -209,6 +216,8 @@ def _choose_state_dict(paths: Mapping[str, _Path], where: str) -> tuple[dict[str
         )
         what = f"the tensors are those of its entry {show('.'.join(map(str, chosen)))}"
         notes.append(Finding(what + (f"; ignored: {show_all(others)}" if others else ""), where))
+    elif trained:
+        notes.append(Finding(f"ignored: {len(trained):,} tensors of the optimizer", where))
     if all(name.startswith(PARALLEL) and name != PARALLEL for name in names.values()):
         names = {stored: name.removeprefix(PARALLEL) for stored, name in names.items()}
         notes.append(Finding(f"the prefix {show(PARALLEL)} of all names was removed (the model was a DataParallel)", where))

@@ -114,7 +114,7 @@ def open_files(paths: Sequence[Path], index: Index | None, where: str, open_file
         raise Unsupported(what, where=str(files[0].path), fix=_OTHER_MESH)
     read = [SourceFile(file.path, file.state, file.archive.digest) for file in files]
     note = Finding(f"the weights are in parts of {len(files)} processes", where)
-    return OpenedFiles(_RankTensors(copies, read, where), notes=(note,))
+    return OpenedFiles(RankTensors(copies, read, where), notes=(note,))
 
 
 def _read(path: Path, rank: int, open_file: Opener) -> _File:
@@ -227,7 +227,7 @@ def _chunk(shape: tuple[int, ...], axis: int | None, rank: int, world: int) -> t
     return tuple(first), (*shape[:axis], rows, *shape[axis + 1 :])
 
 
-class _RankTensors(BoxedTensors):
+class RankTensors(BoxedTensors):
     """The tensors of all processes. Where each has all of a tensor, reading it compares what they have.
 
     copies  name → the tensor, of each process that has all of it

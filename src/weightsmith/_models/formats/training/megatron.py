@@ -1,0 +1,367 @@
+"""Megatron-LM's checkpoints with a file for each process: `mp_rank_01_003/model_optim_rng.pt`, …
+
+A file has the slice of a tensor-parallel rank (01) of the layers of a pipeline stage (003). They are read as one model, in
+Megatron's names and order of rows: what Megatron itself would save with one process. Tensor-parallel slices are joined as
+Megatron's converter joins them (tools/checkpoint/loader_base.py):
+
+dimension 0  query, key and value; the first layer of an MLP; embeddings; the head. Each slice of a gated first layer has parts
+             of gate and of up, so all parts of gate come first
+dimension 1  the projection after attention, the second layer of an MLP
+not at all   norms, position embeddings, routers, biases of the layers that are joined along dimension 1: each file has them
+
+Layers are numbered through all stages: those of a stage follow those of the one before. With virtual stages (`model0`,
+`model1`), the first ones of all stages come first. A model of one slice may have any names. Where there are several, tensors
+under other names than those below are refused, and so are experts that are spread over processes.
+
+The pickles are read as data: of an object only its name and its attributes are kept.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NoReturn
+
+from weightsmith._base.errors import CheckpointError, Finding, FormatError, Unsupported, raised_at
+from weightsmith._base.files import DAMAGED, FileState, Opener, open_local, show, show_all
+from weightsmith._base.tensors import TensorSpec
+from weightsmith._files import state_pickle
+from weightsmith._files.hf_folder import FolderWeights, natural_key
+from weightsmith._files.pytorch import Archive, StoredView, read_archive, view_of
+from weightsmith._files.state_pickle import Instance, Storage, Tensor, describe
+from weightsmith._models.formats.training.fsdp import RankTensors
+from weightsmith._models.sources.boxes import FIX, Box, BoxedTensor, fill
+from weightsmith._models.sources.files import SourceFile
+from weightsmith.abc.tensors import FileKind, Index, OpenedFiles
+
+_PATH = re.compile(r"((?:iter_\d+|release)/)?mp_rank_(\d{2,6})((?:_\d{3,6})*)/(?:model_optim_rng|model_rng)\.pt", re.ASCII)
+_CONVERT = "Write it for one process first, with Megatron's tools/checkpoint/convert.py, and name the result."
+
+_CHUNK = re.compile(r"model(\d{1,4})?", re.ASCII)
+"""Entries of a file: the layers of a stage, or of a virtual stage."""
+_LAYER = re.compile(r"((?:.*\.)?(encoder|decoder)\.layers)\.(\d{1,6})\.(.+)", re.ASCII)
+_EXTRA = "_extra_state"
+"""How names of Transformer Engine's settings end: no weights."""
+
+_JOINED_ROWS = frozenset(
+    "linear_qkv query_key_value linear_q linear_kv linear_q_proj linear_q_up_proj linear_kv_up_proj linear_fc1 dense_h_to_4h "
+    "word_embeddings output_layer word_embeddings_for_head".split()
+)
+_JOINED_COLUMNS = frozenset("linear_proj dense linear_fc2 dense_4h_to_h".split())
+_WHOLE = frozenset("position_embeddings tokentype_embeddings router rotary_pos_emb".split())
+"""Last names of modules: how the slices of their tensors are joined."""
+_GATED = {"linear_fc1": "linear_fc2", "dense_h_to_4h": "dense_4h_to_h"}
+"""First layer of an MLP → the second, whose columns tell whether the first one is gated."""
+_EMBEDDING, _HEADS = "embedding.word_embeddings.weight", ("output_layer.weight", "word_embeddings_for_head.weight")
+
+_MAX_NAMES, _MAX_DEPTH = 1_000_000, 8
+_FIRST_VERSION = 2.0
+"""Of checkpoints in which query, key and value of a head follow each other."""
+
+
+class _Classes:
+    """What is in the pickles besides tensors: arguments of the run, states of random generators, settings of layers."""
+
+    _STARTS = (
+        *("argparse.", "megatron.", "numpy.", "transformer_engine.", "enum.", "pathlib.", "signal.", "types.", "_io."),
+        *("torch.distributed.", "torch.optim."),
+    )
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and name.startswith(self._STARTS)
+
+
+@dataclass(slots=True)
+class _File:
+    """The file of a process. rank: of its slice. chunks: virtual stage → tensors by name."""
+
+    path: Path
+    rank: int
+    stage: int
+    state: FileState
+    archive: Archive
+    args: Instance | None
+    version: float
+    chunks: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    seen: dict[str, Storage] = field(default_factory=dict)
+
+    def view(self, name: str, tensor: Tensor) -> StoredView:
+        """A tensor of the file, checked. Raises FormatError and Unsupported."""
+        try:
+            return view_of(name, tensor, self.path, self.archive, self.seen)
+        except CheckpointError as error:
+            what = f"tensor {show(name)}: {error.finding.what}"
+            raise type(error)(what, where=str(self.path), fix=error.finding.fix or DAMAGED) from None
+
+    def count(self, name: str) -> int | None:
+        """An argument of the run that is a positive number."""
+        value = None if self.args is None else self.args.attribute(name)
+        return value if type(value) is int and value > 0 else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Slice:
+    """What a file has of a tensor, under the name that it has in the whole model."""
+
+    file: _File
+    view: StoredView
+
+
+def choose(names: Sequence[str], where: str) -> FolderWeights | None:
+    """The files of a checkpoint in the folder, or in its one subfolder `iter_…`. Raises FormatError for several."""
+    steps: dict[str, list[str]] = {}
+    for name in names:
+        if match := _PATH.fullmatch(name):
+            steps.setdefault(match[1] or "", []).append(name)
+    if len(steps) > 1 and "" not in steps:
+        folders = sorted(step.rstrip("/") for step in steps)
+        raise FormatError(f"checkpoints of {show_all(folders)} in one folder", where=where, fix="Name the folder of one.")
+    files = steps.get("") or next(iter(steps.values()), None)
+    return None if files is None else FolderWeights(None, tuple(sorted(files, key=natural_key)), ())
+
+
+def open_files(paths: Sequence[Path], index: Index | None, where: str, open_file: Opener = open_local) -> OpenedFiles:
+    """The tensors of a checkpoint. paths: of all processes. Reads the pickles and zip directories.
+
+    Raises FormatError, Unsupported, NotFound, CheckpointError.
+    """
+    files = [_read(path, open_file) for path in sorted(paths, key=lambda path: natural_key(path.parent.name))]
+    slices, stages = len({file.rank for file in files}), len({file.stage for file in files})
+    _check_complete(files, slices, stages, where)
+    parts = _numbered(files, where)
+    if not parts:
+        raise FormatError("the checkpoint contains no tensors", where=where, fix=FIX)
+    notes = [Finding(f"the weights are in parts of {len(files):,} processes", where)]
+    _join_tied(parts, files[0], notes, where)
+    copies = {name: _joined(name, places, slices, parts) for name, places in parts.items()}
+    read = [SourceFile(file.path, file.state, file.archive.digest) for file in files]
+    return OpenedFiles(RankTensors(copies, read, where), notes=tuple(notes))
+
+
+# ---- one file
+
+
+def _read(path: Path, open_file: Opener) -> _File:
+    with raised_at(str(path)), open_file(path) as file:
+        archive = read_archive(file, file.state.nbytes, _Classes())
+        value = archive.value
+        if type(value) is not state_pickle.Mapping:
+            raise Unsupported(f"it holds {describe(value)}, not a checkpoint of Megatron", fix=DAMAGED)
+        entries = {key: entry for key, entry in value.items() if type(key) is str}
+        args, version = entries.get("args"), entries.get("checkpoint_version", 0)
+        read = _File(
+            path,
+            *(0, 0),
+            file.state,
+            archive,
+            args if type(args) is Instance else None,
+            float(version) if type(version) in (int, float) else 0.0,
+        )
+        read.rank, read.stage = _place(read)
+        for key, entry in entries.items():
+            if (match := _CHUNK.fullmatch(key)) and type(entry) is state_pickle.Mapping:
+                read.chunks[int(match[1] or 0)] = dict(_tensors(entry))
+        if not read.chunks:
+            raise Unsupported(f"it has no entry `model`, only {show_all(list(entries)) or 'none'}", fix=_CONVERT)
+        return read
+
+
+def _place(file: _File) -> tuple[int, int]:
+    """Slice and stage of a file, from the name of its folder. Raises Unsupported for experts of one process."""
+    match = _PATH.fullmatch(f"{file.path.parent.name}/{file.path.name}")
+    assert match is not None  # `choose` has taken it
+    others = [int(number) for number in match[3].split("_")[1:]]
+    experts = (file.count("expert_model_parallel_size") or 1) > 1
+    if experts or len(others) > 1:
+        raise Unsupported("the experts are spread over processes, and such checkpoints are not read", fix=_CONVERT)
+    return int(match[2]), others[0] if others else 0
+
+
+def _tensors(state_dict: state_pickle.Mapping) -> Iterator[tuple[str, Tensor]]:
+    """Names and tensors of a state dict, of the dicts in it, too. Raises FormatError and Unsupported."""
+    stack, count, names = [("", state_dict, 0)], 0, set()
+    while stack:
+        prefix, mapping, depth = stack.pop()
+        for key, entry in mapping.items():
+            count += 1
+            if type(key) is not str or count > _MAX_NAMES:
+                raise FormatError(f"the state dict has the name {describe(key)}, or more than {_MAX_NAMES:,}", fix=DAMAGED)
+            name = prefix + key
+            if name.endswith(_EXTRA) or entry is None:
+                continue
+            if type(entry) is state_pickle.Mapping and depth < _MAX_DEPTH:
+                stack.append((f"{name}.", entry, depth + 1))
+            elif type(entry) is not Tensor:
+                raise Unsupported(f"the entry {show(name)} is {describe(entry)}, not a tensor", fix=_CONVERT)
+            elif name in names:
+                raise FormatError(f"two tensors have the name {show(name)}", fix=DAMAGED)
+            else:
+                names.add(name)
+                yield name, entry
+
+
+# ---- all files
+
+
+def _check_complete(files: Sequence[_File], slices: int, stages: int, where: str) -> None:
+    """Raise FormatError unless there is a file for each slice of each stage, as the arguments of the run say."""
+    expected_slices = files[0].count("tensor_model_parallel_size") or slices
+    expected_stages = files[0].count("pipeline_model_parallel_size") or stages
+    places = {(file.rank, file.stage) for file in files}
+    needed = {(rank, stage) for rank in range(expected_slices) for stage in range(expected_stages)}
+    if places != needed:
+        what = (
+            f"files of {len(places):,} processes, and the model is in {expected_slices:,} slices of {expected_stages:,} stages"
+        )
+        raise FormatError(what, where=where, fix="Get the missing files: each process of the run has written its own.")
+    for file in files:
+        if file.chunks.keys() != files[0].chunks.keys() or file.version != files[0].version:
+            raise FormatError(
+                f"{file.path.parent.name} and {files[0].path.parent.name} are of different runs", where=where, fix=FIX
+            )
+
+
+def _numbered(files: Sequence[_File], where: str) -> dict[str, list[_Slice]]:
+    """What the files have of each tensor, with layers numbered through all stages. Raises FormatError."""
+    parts: dict[str, list[_Slice]] = {}
+    stages, before = sorted({file.stage for file in files}), 0
+    for chunk in sorted(files[0].chunks):
+        for stage in stages:
+            of_stage = [file for file in files if file.stage == stage]
+            counts = {_layers(file.chunks[chunk], file, before) for file in of_stage}
+            if len(counts) > 1:
+                raise FormatError(f"the slices of stage {stage:,} have different layers", where=where, fix=FIX)
+            (layers,) = counts
+            for file in of_stage:
+                for name, tensor in file.chunks[chunk].items():
+                    match = _LAYER.fullmatch(name)
+                    whole = f"{match[1]}.{before + int(match[3])}.{match[4]}" if match else name
+                    parts.setdefault(whole, []).append(_Slice(file, file.view(whole, tensor)))
+            before += layers
+    expected = files[0].count("num_layers")
+    if expected is not None and before and before != expected:
+        raise FormatError(f"the stages have {before:,} layers, and the run had {expected:,}", where=where, fix=FIX)
+    return parts
+
+
+def _layers(tensors: Mapping[str, Tensor], file: _File, before: int) -> int:
+    """The number of layers of a stage. Raises FormatError and Unsupported."""
+    matches = [match for name in tensors if (match := _LAYER.fullmatch(name))]
+    numbers = {int(match[3]) for match in matches}
+    if before and len({match[2] for match in matches}) > 1:
+        raise Unsupported("an encoder and a decoder in stages are not read", where=str(file.path), fix=_CONVERT)
+    if numbers != set(range(len(numbers))):
+        what = f"the layers of a stage are {show_all(list(map(str, sorted(numbers))))}, not all from 0"
+        raise FormatError(what, where=str(file.path), fix=FIX)
+    return len(numbers)
+
+
+def _join_tied(parts: dict[str, list[_Slice]], file: _File, notes: list[Finding], where: str) -> None:
+    """Take the last stage's copy of a tied embedding for what it is."""
+    if file.args is None or file.args.attribute("untie_embeddings_and_output_weights") is not False:
+        return
+    embedding = next((name for name in parts if name.endswith(_EMBEDDING)), "")
+    for name in [name for name in parts if name.endswith(_HEADS) and embedding]:
+        parts[embedding] += parts.pop(name)
+        notes.append(Finding(f"the head {show(name)} is tied to the embedding: it is left out", where))
+
+
+def _joined(name: str, places: Sequence[_Slice], slices: int, parts: Mapping[str, Sequence[_Slice]]) -> tuple[BoxedTensor, ...]:
+    """A tensor of the model, from what the files have of it; more than one if some have the same of it."""
+    first = places[0].view.spec
+    for place in places:
+        spec = place.view.spec
+        if (spec.dtype, spec.shape) != (first.dtype, first.shape):
+            what = f"tensor {show(name)} is {list(spec.shape)} {spec.dtype}"
+            raise FormatError(
+                f"{what}, and in {places[0].file.path.parent.name} {list(first.shape)} {first.dtype}",
+                where=str(place.file.path),
+                fix=FIX,
+            )
+    axis = _axis(name, first, places[0].file, slices)
+    if axis is None:
+        groups = [[place] for place in places]
+        if len(places) % slices:
+            raise FormatError(f"tensor {show(name)} is in {len(places):,} of {slices:,} slices", where=name, fix=FIX)
+    else:
+        by_rank: dict[int, list[_Slice]] = {}
+        for place in places:
+            by_rank.setdefault(place.file.rank, []).append(place)
+        if len(by_rank) != slices or len(set(map(len, by_rank.values()))) > 1:
+            what = f"tensor {show(name)} is in {len(by_rank):,} of {slices:,} slices"
+            raise FormatError(what, where=str(places[0].file.path), fix=FIX)
+        groups = [list(group) for group in zip(*(by_rank[rank] for rank in sorted(by_rank)), strict=True)]
+    shape = first.shape if axis is None else (*first.shape[:axis], slices * first.shape[axis], *first.shape[axis + 1 :])
+    runs = 2 if axis == 0 and slices > 1 and _is_gated(name, first, parts, places[0]) else 1
+    spec = TensorSpec(name, first.dtype, shape)
+    return tuple(fill(spec, shape, list(_boxes(group, shape, axis, runs)), group[0].file.path) for group in groups)
+
+
+def _boxes(group: Sequence[_Slice], shape: tuple[int, ...], axis: int | None, runs: int) -> Iterator[Box]:
+    """Where the slices are in the whole tensor. runs: what a slice has along the axis: 1, or 2 for gate and up."""
+    for rank, place in enumerate(group):
+        view, start = place.view, [0] * len(shape)
+        if axis is None:
+            yield Box(place.file.path, view.start, tuple(start), view.spec.shape, view.strides)
+            continue
+        length = view.spec.shape[axis] // runs
+        size = (*view.spec.shape[:axis], length, *view.spec.shape[axis + 1 :])
+        for run in range(runs):
+            start[axis] = run * (shape[axis] // runs) + rank * length
+            offset = view.start + run * length * view.strides[axis] * view.spec.dtype.itemsize
+            yield Box(place.file.path, offset, tuple(start), size, view.strides)
+
+
+def _axis(name: str, spec: TensorSpec, file: _File, slices: int) -> int | None:
+    """The dimension along which slices are joined; None if each has all of the tensor. Raises Unsupported."""
+    if slices == 1:
+        return None
+    *modules, leaf = name.split(".")
+    module = modules[-1] if modules else ""
+    kind = leaf.rstrip("0123456789")
+    if kind not in ("weight", "bias") or "norm" in module or module in _WHOLE or not spec.shape:
+        if "norm" in module or module in _WHOLE or leaf in ("layer_norm_weight", "layer_norm_bias"):
+            return None
+        _refuse(name, "its slices may be joined in several ways", file)
+    if "experts" in modules and file.count("expert_tensor_parallel_size") not in (None, slices):
+        _refuse(name, "experts have slices of their own (expert_tensor_parallel_size)", file)
+    if module in ("query_key_value", "linear_qkv") and file.version < _FIRST_VERSION:
+        _refuse(name, f"checkpoint_version {file.version:g} has another order of query, key and value", file)
+    if module in _JOINED_ROWS:
+        return 0
+    if module in _JOINED_COLUMNS:
+        return None if kind == "bias" else 1
+    _refuse(name, "its slices may be joined in several ways", file)
+
+
+def _is_gated(name: str, spec: TensorSpec, parts: Mapping[str, Sequence[_Slice]], place: _Slice) -> bool:
+    """Whether the first layer of an MLP has gate and up: twice as many rows as its second layer has columns.
+
+    Raises Unsupported.
+    """
+    head, _, leaf = name.rpartition(".")
+    parent, _, module = head.rpartition(".")
+    if module not in _GATED:
+        return False
+    second = parts.get(f"{parent}.{_GATED[module]}.{leaf.replace('bias', 'weight')}".lstrip("."))
+    width = second[0].view.spec.shape[-1] if second and len(second[0].view.spec.shape) == 2 else 0
+    if width and spec.shape[0] == width:
+        return False
+    if not width:
+        _refuse(name, "no second layer of its MLP tells whether it is gated", place.file)
+    if spec.shape[0] != 2 * width:
+        _refuse(name, f"it has {spec.shape[0]:,} rows, and the layer after it {width:,} columns", place.file)
+    args = place.file.args
+    for key in ("moe_mlp_glu_interleave_size", "moe_shared_expert_glu_interleave_size"):
+        if args is not None and args.attribute(key) is not None:
+            _refuse(name, f"gate and up are interleaved ({key})", place.file)
+    return True
+
+
+def _refuse(name: str, why: str, file: _File) -> NoReturn:
+    raise Unsupported(f"slices of the tensor {show(name)} are not joined: {why}", where=str(file.path), fix=_CONVERT)
+
+
+KIND = FileKind("Megatron checkpoint", (), (), choose, open_files, joins=True)
