@@ -89,6 +89,16 @@ def test_weights_with_biases_have_more_bits(tmp_path: Path) -> None:
     assert kinds == {"F32", "Q8_0"}
 
 
+def test_a_merge_straight_to_nvfp4_is_the_merge_then_quantised(tmp_path: Path) -> None:
+    save("llama", tmp_path / "a")
+    zoo.save("llama", tmp_path / "b", 2, dtype="float32", **SIZES)
+    models = [{"model": str(tmp_path / name), "parameters": {"weight": 0.5}} for name in "ab"]
+    recipe = {"merge_method": "linear", "models": models, "dtype": "float32"}
+    weightsmith.merge(recipe, tmp_path / "plain", progress=False)
+    weightsmith.merge(recipe, tmp_path / "q", quantize="gguf-nvfp4", progress=False)
+    assert stored(quantize(tmp_path / "plain", tmp_path / "r", "nvfp4")) == stored(tmp_path / "q/model.gguf")
+
+
 def test_blocks_are_those_of_the_definition() -> None:
     rng = np.random.default_rng(0)
     rows = rng.standard_normal((6, 128)).astype(np.float32) * np.float32([[1e-3], [1], [0], [1e-6], [3], [0.1]])
