@@ -40,8 +40,6 @@ class Costs:
     open, attach           of a worker: opening the plan, once; entering the staging folder, for each part
     cluster, task          of Ray: joining a cluster, starting a task
     byte                   of one processor for each byte read or written
-    edge_bytes             read again by the driver for each part, if more than one machine wrote: the tensors at its ends
-    start_bytes            read again by the driver then too: the first tensor of each file
     """
 
     plan: float
@@ -52,8 +50,6 @@ class Costs:
     cluster: float
     task: float
     byte: float
-    edge_bytes: float
-    start_bytes: float
 
 
 COSTS = Costs(
@@ -65,8 +61,6 @@ COSTS = Costs(
     cluster=1.0,
     task=0.001,
     byte=5.1 / 6.6e9,
-    edge_bytes=2 * 14.7e6,
-    start_bytes=7.5e9,
 )
 
 
@@ -97,17 +91,21 @@ class Simulated:
     storage: float
 
 
-def simulate(machines: int, nbytes: float, place: Place, costs: Costs = COSTS) -> Simulated:
-    """A run on machines with one worker each. nbytes: read and written in all.
+FILES = 209
+"""Weight files of the output: a part is some of them."""
+
+
+def simulate(machines: int, nbytes: float, place: Place, costs: Costs = COSTS, files: int = FILES) -> Simulated:
+    """A run on machines with one worker each. nbytes: read and written in all. files: of the output, all of one size.
 
     >>> simulate(1, 3e12, PLACES[0]).seconds > 3e12 / PLACES[0].network
     True
     >>> simulate(64, 3e12, PLACES[0]).seconds > 3e12 / PLACES[0].storage
     True
     """
-    n = PARTS_PER_SLOT * machines
+    n = min(PARTS_PER_SLOT * machines, files)
     fastest = min(place.network, place.processors / costs.byte)
-    waiting = deque([nbytes / n] * n)
+    waiting = deque(nbytes / files * ((i + 1) * files // n - i * files // n) for i in range(n))
     fixed: dict[int, float] = {}  # machine → when its worker begins to read
     moving: dict[int, float] = {}  # machine → bytes left
     now, given = 0.0, 0.0
@@ -126,24 +124,23 @@ def simulate(machines: int, nbytes: float, place: Place, costs: Costs = COSTS) -
             del fixed[machine]
             if waiting:
                 moving[machine] = waiting.popleft()
-        for machine in [m for m, left in moving.items() if left <= 1e-6 * nbytes / n]:
+        for machine in [m for m, left in moving.items() if left <= 1e-6 * nbytes / files]:
             del moving[machine]
             if waiting:
                 fixed[machine] = now + costs.task + costs.attach
-    edges = (n * costs.edge_bytes + costs.start_bytes) / min(fastest, place.storage) if machines > 1 else 0.0
-    alone = costs.plan + costs.cluster + costs.order + edges + costs.publish
+    alone = costs.plan + costs.cluster + costs.order + costs.publish
     return Simulated(alone + now, alone, nbytes / now / place.storage)
 
 
-def tables(nbytes: float) -> None:
+def tables(nbytes: float, files: int = FILES) -> None:
     """The tables of docs/scale.md."""
     for place in PLACES:
         print(f"\n{place.name}\n")
         print("| machines | seconds | speed-up | driver alone | storage in use |")
         print("| ---: | ---: | ---: | ---: | ---: |")
-        one = simulate(1, nbytes, place)
+        one = simulate(1, nbytes, place, files=files)
         for machines in MACHINES:
-            found = simulate(machines, nbytes, place)
+            found = simulate(machines, nbytes, place, files=files)
             times, alone = one.seconds / found.seconds, found.driver / found.seconds
             print(f"| {machines} | {found.seconds:,.0f} | {times:.1f} | {alone:.0%} | {found.storage:.0%} |")
 

@@ -126,7 +126,7 @@ def _restore(place: Path, pristine: Path) -> None:
     for entry in pristine.glob(".*"):
         if not (place / entry.name).exists():
             shutil.copytree(entry, place / entry.name)
-    for path in [path for pattern in ("*", "[!.]*/*") for path in pristine.glob(pattern) if path.is_file()]:
+    for path in [path for pattern in ("*", "[!.]*/*", "[!.]*/*/*") for path in pristine.glob(pattern) if path.is_file()]:
         own = place / path.relative_to(pristine)
         if not own.is_file() or own.read_bytes() != path.read_bytes():
             own.write_bytes(path.read_bytes())

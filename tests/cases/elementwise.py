@@ -52,6 +52,23 @@ def trained(arrays: Arrays, factor: float) -> np.ndarray:
     return a + np.sign(b - base) * scale * np.abs(b - base) * (factor * 1.8)
 
 
+def smoothed(arrays: Arrays, factor: float) -> np.ndarray:
+    """With the filters that SuperMerger's smoothAdd calls."""
+    from scipy.ndimage import gaussian_filter, median_filter
+
+    _, a, _ = f64(arrays)
+    delta = deltas(arrays)[1]
+    return a + factor * (gaussian_filter(median_filter(delta, size=3), sigma=1) if delta.ndim else delta)
+
+
+def similar(arrays: Arrays, alpha: float, beta: float) -> np.ndarray:
+    """As sd-meh's similarity_add_difference computes it."""
+    c, a, b = f64(arrays)
+    largest = np.maximum(np.abs(a), np.abs(b))
+    s = np.where(largest > 0, (a * b / np.where(largest > 0, largest, 1) ** 2 + 1) / 2 * beta, beta)
+    return (1 - s) * (a + alpha * (b - c)) + s * ((1 - alpha / 2) * a + alpha / 2 * b)
+
+
 def sce(arrays: Arrays, topk: float, mask_update: bool = True) -> np.ndarray:
     ds = np.array(deltas(arrays))
     selected = np.ones(ds.shape[1:], bool)
@@ -95,6 +112,14 @@ CASES = (
     ),
     Case("nearswap", "nearswap", {"t": 1e-3}, [{}] * 2, lambda a: nearswap(a, 1e-3)),
     Case("train_difference", "train_difference", {"lambda": 1.0}, [{}] * 3, lambda a: trained(a, 1.0)),
+    Case("smooth_add", "smooth_add", {"lambda": 1.0}, [{}] * 3, lambda a: smoothed(a, 1.0)),
+    Case("smooth_add, half", "smooth_add", {"lambda": 0.5}, [{}] * 3, lambda a: smoothed(a, 0.5)),
+    Case(
+        "similarity_add", "similarity_add", {"alpha": 1.0, "beta": 1.0}, [{}] * 3, lambda a: similar(a, 1.0, 1.0)
+    ),
+    Case(
+        "similarity_add, weak", "similarity_add", {"alpha": 0.4, "beta": 0.3}, [{}] * 3, lambda a: similar(a, 0.4, 0.3)
+    ),
     Case("train_difference, reversed", "train_difference", {"lambda": -0.5}, [{}] * 3, lambda a: trained(a, -0.5)),
     Case("sce", "sce", SCE | {"select_topk": 1.0}, [{}] * 4, lambda a: sce(a, 1.0)),
     Case("sce, selected", "sce", SCE | {"select_topk": 0.1}, [{}] * 4, lambda a: sce(a, 0.1)),

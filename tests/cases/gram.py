@@ -130,7 +130,32 @@ def extract(arrays: Sequence[np.ndarray], alpha: float, beta: float, gamma: floa
     return base + (mixed * ((1 - beta) * d + beta * (1 - d))).reshape(base.shape)
 
 
+def cosine(arrays: Sequence[np.ndarray], alpha: float, form: str, low: float, high: float) -> np.ndarray:
+    """As SuperMerger's cosine computes it, with the smallest and the largest similarity given."""
+    a, b = f64(arrays)
+    columns = [x.reshape(len(x) if x.ndim else 1, -1) for x in (a, b)]
+    lengths = [np.linalg.norm(x, axis=0) for x in columns]
+    cosines = (columns[0] * columns[1]).sum(0) / np.prod([np.maximum(size, 1e-8) for size in lengths], axis=0)
+    whole = [x / np.maximum(size, 1e-12) for x, size in zip(columns, lengths, strict=True)] if form == "a" else columns
+    size = np.linalg.norm(whole[0]) * np.linalg.norm(whole[1])
+    similarity = (cosines + (np.sum(whole[0] * whole[1]) / size if size > 0 else 0)) / 2
+    k = np.clip((similarity - low) / (high - low) - alpha, 0, 1)
+    return (k * columns[0] + (1 - k) * columns[1]).reshape(a.shape)
+
+
 CASES = (
+    Case(
+        "cosine", "cosine", {"alpha": 0.0, "form": "a", "low": 0.0, "high": 1.0}, [{}] * 2,
+        lambda a: cosine(a, 0.0, "a", 0.0, 1.0),
+    ),
+    Case(
+        "cosine, range", "cosine", {"alpha": 0.2, "form": "a", "low": 0.99, "high": 1.0}, [{}] * 2,
+        lambda a: cosine(a, 0.2, "a", 0.99, 1.0),
+    ),
+    Case(
+        "cosine, whole", "cosine", {"alpha": 0.1, "form": "b", "low": 0.5, "high": 1.0}, [{}] * 2,
+        lambda a: cosine(a, 0.1, "b", 0.5, 1.0),
+    ),
     Case(
         "extract_rows", "extract_rows", {"alpha": 0.3, "beta": 0.0, "gamma": 1.0}, [{}] * 3,
         lambda a: extract(a, 0.3, 0.0, 1.0),

@@ -106,6 +106,49 @@ def test_two_processes_do_a_part_each_one_dies_and_the_last_one_publishes(
     assert not staging_folder(here / "out").exists()
 
 
+def read_again(plan: weightsmith.Plan, **options: Any) -> int:
+    """Bytes of finished tensors that the run which publishes reads again; all tensors are of earlier runs."""
+    totals = [0]
+    merged = weightsmith.run(plan, "out", rechecking=lambda _, total: totals.append(total), progress=False, **options)
+    assert merged is not None
+    assert merged.resumed == len(plan.steps)
+    assert files(Path("out")) == files(Path("whole"))
+    return max(totals)
+
+
+@pytest.mark.slow
+def test_the_run_that_publishes_reads_again_only_what_parts_have_not_vouched_for(here: Path) -> None:
+    weightsmith.merge("ties.yml", "whole", max_shard_bytes=SHARD, progress=False)
+    plan = weightsmith.plan("ties.yml", max_shard_bytes=SHARD)
+    for part in ((1, 2), (2, 2)):  # the second enters the folder alone
+        weightsmith.run(plan, "out", part=part, progress=False)
+    assert read_again(plan) == 0
+
+    shutil.rmtree("out")
+    weightsmith.run(plan, "out", part=(1, 2), progress=False)
+    weightsmith.run(plan, "out", part=(2, 2), fsync=False, progress=False)  # a power cut may take its bytes
+    second = sum(step.nbytes for step in part_of(plan, 2, 2))
+    assert read_again(plan) == second > 0
+
+
+@pytest.mark.slow
+def test_a_file_of_a_part_that_has_changed_is_read_again_and_damage_is_repaired(here: Path) -> None:
+    weightsmith.merge("ties.yml", "whole", max_shard_bytes=SHARD, progress=False)
+    plan = weightsmith.plan("ties.yml", max_shard_bytes=SHARD)
+    for part in ((1, 2), (2, 2)):
+        weightsmith.run(plan, "out", part=part, progress=False)
+    shard = plan.layout.shards[0]
+    with (staging_folder(here / "out") / "content" / shard.name).open("r+b") as file:
+        file.seek(shard.nbytes - 8)
+        file.write(b"\x55" * 8)
+    totals: list[int] = []
+    merged = weightsmith.run(plan, "out", rechecking=lambda _, total: totals.append(total), progress=False)
+    assert merged is not None
+    assert merged.resumed == len(plan.steps) - 1
+    assert max(totals) == sum(spec.nbytes for spec in shard.tensors)
+    assert files(here / "out") == files(here / "whole")
+
+
 @pytest.mark.slow
 def test_a_part_that_is_being_done_is_busy_and_so_is_the_whole(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weightsmith._outputs.staging.ATTACH_SECONDS", 0.2)

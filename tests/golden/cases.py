@@ -127,6 +127,10 @@ METHODS = (
     merged("arcee_fusion", recipe("arcee_fusion", ("fr",))),
     merged("train_difference", recipe("train_difference", **{"lambda": 0.8})),
     merged("extract_rows", recipe("extract_rows", alpha=0.4, beta=0.2, gamma=2.0)),
+    merged("smooth_add", recipe("smooth_add", **{"lambda": 0.8})),
+    merged("similarity_add", recipe("similarity_add", alpha=0.8, beta=0.5)),
+    merged("cosine", recipe("cosine", ("fr",), alpha=0.2, low=0.9)),
+    merged("cosine_b", recipe("cosine", ("fr",), form="b", low=0.5)),
     merged("passthrough", recipe("passthrough", ("fr",), None)),
     merged("passthrough_scale", recipe("passthrough", ("fr",), None, {"scale": [0.5]})),
 )

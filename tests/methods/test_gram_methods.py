@@ -248,6 +248,47 @@ def test_short_rows_of_small_deltas_keep_their_cosines(size: float, tmp_path: Pa
     np.testing.assert_allclose((merged - base) / size, (exact - base) / size, atol=1e-5)
 
 
+# ---- cosine ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(8, 4, 3, 3), (3, 1000), (1000, 3), (1500,), (), (5, 0)])
+@pytest.mark.parametrize("form", ["a", "b"])
+def test_columns_are_all_positions_but_the_first_dimension(form: str, shape: tuple[int, ...], tmp_path: Path) -> None:
+    arrays = [np.random.default_rng(i).normal(0, 1, shape) for i in range(2)]
+    arrays[1] += arrays[0]
+    merged = merge(tmp_path, "cosine", arrays, {"alpha": 0.1, "form": form, "low": 0.4, "high": 0.9}, base=True)
+    np.testing.assert_allclose(merged, whole.cosine(arrays, 0.1, form, 0.4, 0.9) if arrays[0].size else arrays[0], atol=1e-12)
+
+
+def test_columns_of_zeros_take_half_of_the_other_similarity(tmp_path: Path) -> None:
+    base, other = np.eye(4), np.eye(4)
+    base[:, 0] = other[:, 0] = 0
+    other[1, 1] = 3
+    merged = merge(tmp_path, "cosine", [base, other], {"alpha": 0.0, "form": "a", "low": 0.0, "high": 1.0}, base=True)
+    np.testing.assert_allclose(merged, whole.cosine([base, other], 0.0, "a", 0.0, 1.0), atol=1e-12)
+
+
+def test_a_range_without_width_is_refused(tmp_path: Path) -> None:
+    a, b = (plan_help.model(tmp_path / name) for name in "ab")
+    recipe = {"merge_method": "cosine", "base_model": str(a), "models": [{"model": str(b)}], "parameters": {"low": 1.0}}
+    assert "low is 1, and not below high, 1" in str(plan_help.only(recipe))
+
+
+# ---- smooth_add --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(8, 4, 3, 3), (3, 700), (700, 2), (1500,), (1, 1), (), (5, 0)])
+def test_the_difference_is_filtered_in_all_dimensions(shape: tuple[int, ...], tmp_path: Path) -> None:
+    """Across the slabs of rows of which windows are in memory, and where a dimension is shorter than the filter."""
+    ndimage = pytest.importorskip("scipy.ndimage")
+    base, first, second = (np.random.default_rng(i).normal(0, 1, shape) for i in range(3))
+    merged = merge(tmp_path, "smooth_add", [base, first, second], {"lambda": 0.7}, base=True)
+    delta = second - base
+    if shape and delta.size:
+        delta = ndimage.gaussian_filter(ndimage.median_filter(delta, size=3), sigma=1)
+    np.testing.assert_allclose(merged, first + 0.7 * delta, atol=1e-12)
+
+
 # ---- geometric_median ------------------------------------------------------------------------------------------------------
 
 EXACT = {"max_iter": 1000, "tol": 1e-13}

@@ -311,7 +311,7 @@ def execute_part(
         for model in prepared.inputs:
             model.check_unchanged()
         helped = Helped(len(done), outcome.read_bytes, outcome.written_bytes, outcome.fetched_bytes)
-        return PartDone(staging.hand_over(), helped)
+        return PartDone(staging.hand_over(durable=options.fsync and not helping), helped)
 
 
 def execute_products(

@@ -172,6 +172,56 @@ def module_code(folder: Path, names: Collection[str], folders: Collection[str]) 
             yield reference
 
 
+_POOLINGS = {
+    "cls_token": "cls",
+    "mean_tokens": "mean",
+    "max_tokens": "max",
+    "mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "weightedmean_tokens": "weightedmean",
+    "lasttoken": "lasttoken",
+}
+"""How releases of sentence-transformers before 6 call a pooling, after `pooling_mode_` → its name since."""
+
+
+def module_steps(folder: Path) -> str:
+    """What a sentence-transformer computes, module by module; "" where modules.json names none.
+
+    Only what no tensor shows: the classes, how tokens are pooled, the activation of dense modules.
+
+    >>> import json, tempfile
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> modules = [{"path": "", "type": "st.Transformer"}, {"path": "1", "type": "st.Pooling"}]
+    >>> _ = (folder / MODULES).write_text(json.dumps(modules))
+    >>> (folder / "1").mkdir()
+    >>> _ = (folder / "1" / CONFIG).write_text('{"pooling_mode_cls_token": true, "pooling_mode_mean_tokens": false}')
+    >>> module_steps(folder)
+    'Transformer, Pooling (cls)'
+    """
+    listed = _settings(folder / MODULES)
+    return ", ".join(_steps(folder, listed[:MAX_MODULES])) if isinstance(listed, list) else ""
+
+
+def _steps(folder: Path, modules: Sequence[Any]) -> Iterator[str]:
+    for module in modules:
+        kind, path = (module.get("type"), module.get("path")) if isinstance(module, dict) else (None, None)
+        if not isinstance(kind, str):
+            continue
+        settings = _settings(folder / path / CONFIG) if isinstance(path, str) and _is_subfolder(path) else {}
+        detail = ", ".join(_details(settings)) if isinstance(settings, dict) else ""
+        yield show(kind.rpartition(".")[2])[1:-1] + (f" ({detail})" if detail else "")
+
+
+def _details(settings: Mapping[str, Any]) -> Iterator[str]:
+    """The values in the settings of a module that change what it computes."""
+    mode = settings.get("pooling_mode")
+    modes = (
+        [mode] if isinstance(mode, str) else [name for old, name in _POOLINGS.items() if settings.get(f"pooling_mode_{old}")]
+    )
+    yield from (show(name)[1:-1] for name in modes)
+    if isinstance(activation := settings.get("activation_function"), str):
+        yield show(activation.rpartition(".")[2])[1:-1]
+
+
 def within(name: str, folders: Iterable[str]) -> str:
     """The innermost of these folders that a file is directly in, else "".
 

@@ -55,6 +55,32 @@ def merge_trained(inputs: EncodedInputs, n: int, factor: float, out: Encoded, ro
         encode(rows[0], m, out.code, start, out.data)
 
 
+@kernel(inputs_codes="in", out_code="out")
+def merge_similar(
+    inputs: EncodedInputs, n: int, alpha: float, beta: float, out: Encoded, rows: np.ndarray, sums: np.ndarray
+) -> None:
+    """out = A + alpha · ((1 - s) · (B - base) + s · (B - A) / 2), s = beta · (A B / max(|A|, |B|)² + 1) / 2, of base, A and B.
+
+    Where A and B are 0, s is beta. sums: float64 [1, BLOCK] scratch
+    """
+    raw, codes = inputs
+    total = sums[0]
+    for start in range(0, n, BLOCK):
+        m = min(BLOCK, n - start)
+        for i in range(3):
+            decode(raw[i], codes[i], start, m, rows[i])
+        base, first, second = rows[0], rows[1], rows[2]
+        for j in range(m):
+            a, b = np.float64(first[j]), np.float64(second[j])
+            largest = max(abs(a), abs(b))
+            alike = beta
+            if largest > 0:
+                alike = beta * (((a / largest) * (b / largest) + 1.0) / 2.0)
+            total[j] = alpha * ((1.0 - alike) * (b - np.float64(base[j])) + alike * (b - a) / 2.0)
+        add_delta(total, 1.0, m, rows[1])
+        encode(rows[1], m, out.code, start, out.data)
+
+
 @kernel(codes="in")
 def count_active(
     raw: np.ndarray, codes: np.ndarray, n: int, epsilon: float, counts: np.ndarray, rows: np.ndarray, sums: np.ndarray

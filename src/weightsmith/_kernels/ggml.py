@@ -373,6 +373,21 @@ def encode_q8_0(numbers: np.ndarray, out: np.ndarray) -> None:
 
 
 @kernel
+def pack_32(levels: np.ndarray, bits: int, out: np.ndarray) -> None:
+    """out [16 or 20, LANES]: of 32 levels of 5 bits the highest, eight in a byte; then the low halves of two, 16 apart."""
+    if bits == 5:
+        for i in range(4):
+            for v in range(LANES):
+                high = 0
+                for j in range(8):
+                    high |= (levels[8 * i + j, v] >> 4) << j
+                out[i, v] = np.uint8(high)
+    for i in range(16):
+        for v in range(LANES):
+            out[out.shape[0] - 16 + i, v] = np.uint8((levels[i, v] & 15) | ((levels[i + 16, v] & 15) << 4))
+
+
+@kernel
 def encode_32(numbers: np.ndarray, importances: np.ndarray, bits: int, offsets: bool, out: np.ndarray) -> None:
     """Blocks of Q4_0, Q4_1, Q5_0 or Q5_1: see `encode_with_offsets`. bits: 4 or 5."""
     x, w, levels = np.empty((32, LANES), np.float32), np.empty((32, LANES), np.float32), np.empty((32, LANES), np.uint8)
@@ -425,16 +440,7 @@ def encode_32(numbers: np.ndarray, importances: np.ndarray, bits: int, offsets: 
         store_half(scale, packed[0:2])
         if offsets:
             store_half(low, packed[2:4])
-        if bits == 5:
-            for i in range(4):
-                for v in range(LANES):
-                    high = 0
-                    for j in range(8):
-                        high |= (levels[8 * i + j, v] >> 4) << j
-                    packed[start + i, v] = np.uint8(high)
-        for i in range(16):
-            for v in range(LANES):
-                packed[packed.shape[0] - 16 + i, v] = np.uint8((levels[i, v] & 15) | ((levels[i + 16, v] & 15) << 4))
+        pack_32(levels, bits, packed[start:])
         store(packed, count, first, out)
 
 

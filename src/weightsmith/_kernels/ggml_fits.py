@@ -129,6 +129,26 @@ def total(w: np.ndarray, out: np.ndarray) -> None:
 
 
 @kernel
+def _sum_levels(x: np.ndarray, w: np.ndarray, top: np.float32, slopes: np.ndarray, low: np.ndarray, sums: np.ndarray) -> None:
+    """sums float32 [3, LANES] = Σ w l, Σ w l², Σ w l x of the levels l = nearest(slope · (x - low)), 0 to top."""
+    sum_l, sum_ll, sum_lx = sums[0], sums[1], sums[2]
+    for v in range(LANES):
+        sum_l[v] = sum_ll[v] = sum_lx[v] = ZERO
+    for i in range(0, x.shape[0], 8):
+        eight, weights = x[i : i + 8], w[i : i + 8]
+        for v in range(LANES):
+            s1, s2, s3, a, b = sum_l[v], sum_ll[v], sum_lx[v], slopes[v], low[v]
+            for j in range(8):
+                e = eight[j, v]
+                level = between((a * (e - b) + ROUND) - ROUND, ZERO, top)
+                weighted = weights[j, v] * level
+                s1 += weighted
+                s2 += weighted * level
+                s3 += weighted * e
+            sum_l[v], sum_ll[v], sum_lx[v] = s1, s2, s3
+
+
+@kernel
 def fit_offsets(x: np.ndarray, w: np.ndarray, top: np.float32, search: Any, fit: np.ndarray) -> None:
     """For each lane: scale s and offset m ≥ 0 that make Σ w (s · l - m - x)² small, for integers l from 0 to top.
 
@@ -167,19 +187,7 @@ def fit_offsets(x: np.ndarray, w: np.ndarray, top: np.float32, search: Any, fit:
         numerator = first + step * np.float32(k) + top
         for v in range(LANES):
             slopes[v] = _finite(numerator / (high[v] - low[v]))
-            sum_l[v] = sum_ll[v] = sum_lx[v] = ZERO
-        for i in range(0, x.shape[0], 8):
-            eight, weights = x[i : i + 8], w[i : i + 8]
-            for v in range(LANES):
-                s1, s2, s3, a, b = sum_l[v], sum_ll[v], sum_lx[v], slopes[v], low[v]
-                for j in range(8):
-                    e = eight[j, v]
-                    level = between((a * (e - b) + ROUND) - ROUND, ZERO, top)
-                    weighted = weights[j, v] * level
-                    s1 += weighted
-                    s2 += weighted * level
-                    s3 += weighted * e
-                sum_l[v], sum_ll[v], sum_lx[v] = s1, s2, s3
+        _sum_levels(x, w, top, slopes, low, sums[2:])
         for v in range(LANES):
             divisor = sum_w[v] * sum_ll[v] - sum_l[v] * sum_l[v]
             s = (sum_w[v] * sum_lx[v] - sum_x[v] * sum_l[v]) / divisor

@@ -154,6 +154,25 @@ def count_high(
             counts[bits[j] >> np.uint32(16)] += np.uint32(1)
 
 
+@kernel
+def _count_patterns(bits: np.ndarray, table: Patterns, n_patterns: int) -> int:
+    """Count each of some patterns; how many there are then, or -1 when there are more than MAX_PATTERNS."""
+    patterns, numbers, slots = table
+    for j in range(bits.size):
+        x = bits[j]
+        slot = np.uint32(x * np.uint32(2654435761)) >> np.uint32(15)
+        while numbers[slot] != 0 and patterns[slot] != x:
+            slot = np.uint32(slot + np.uint32(1)) & np.uint32(TABLE - 1)
+        if numbers[slot] == 0:
+            if n_patterns == MAX_PATTERNS:
+                return -1
+            patterns[slot] = x
+            slots[n_patterns] = slot
+            n_patterns += 1
+        numbers[slot] += np.uint32(1)
+    return n_patterns
+
+
 @kernel(scores_codes="in", scores_what="score")
 def count_windows(
     scores: Scores,
@@ -170,7 +189,6 @@ def count_windows(
     Returns the number of patterns found, or -1 when there are more than MAX_PATTERNS.
     """
     bits = scores.bits
-    patterns, numbers, slots = table
     inside_of = np.empty(BLOCK, np.uint32)
     aboves[:] = 0
     n_patterns = 0
@@ -202,18 +220,9 @@ def count_windows(
                 x = b[j]
                 b[inside] = x
                 inside += int(marks[j])
-        for j in range(inside):
-            x = b[j]
-            slot = np.uint32(x * np.uint32(2654435761)) >> np.uint32(15)
-            while numbers[slot] != 0 and patterns[slot] != x:
-                slot = np.uint32(slot + np.uint32(1)) & np.uint32(TABLE - 1)
-            if numbers[slot] == 0:
-                if n_patterns == MAX_PATTERNS:
-                    return -1
-                patterns[slot] = x
-                slots[n_patterns] = slot
-                n_patterns += 1
-            numbers[slot] += np.uint32(1)
+        n_patterns = _count_patterns(b[:inside], table, n_patterns)
+        if n_patterns < 0:
+            break
     return n_patterns
 
 

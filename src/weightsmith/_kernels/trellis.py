@@ -355,6 +355,29 @@ def _search(
 
 
 @kernel
+def _store_path(states: np.ndarray, bits: np.ndarray, table: np.ndarray, words: np.ndarray, decoded: np.ndarray) -> None:
+    """words uint32, decoded float32 [256] = the stream of a path, int64 [256], and its values.
+
+    Values are those of the bits as stored: a path that does not end where it began would have others.
+    """
+    window = np.int64(0)
+    for t in range(240, 256):
+        window = (window << bits[t & 1] | states[t] & ((1 << bits[t & 1]) - 1)) & 0xFFFF
+    buffer, held, at = np.uint64(0), 0, 0
+    for t in range(256):
+        k = bits[t & 1]
+        new = states[t] & ((1 << k) - 1)
+        window = (window << k | new) & 0xFFFF
+        decoded[t] = table[window]
+        buffer = buffer << np.uint64(k) | np.uint64(new)
+        held += k
+        if held >= 32:
+            held -= 32
+            words[at] = np.uint32(buffer >> np.uint64(held) & np.uint64(0xFFFFFFFF))
+            at += 1
+
+
+@kernel
 def encode_tiles(
     weights: np.ndarray,
     bits: np.ndarray,
@@ -398,19 +421,4 @@ def encode_tiles(
         _search(in_units, 256 - around, 2 * around, -1, bits, values, sorted_values, farthest, most, costs, states)
         overlap = states[0] >> bits[0]
         _search(in_units, 0, 256, overlap, bits, values, sorted_values, farthest, most, costs, states)
-        # Values are those of the bits as stored: a path that does not end where it began would have others.
-        window = np.int64(0)
-        for t in range(240, 256):
-            window = (window << bits[t & 1] | states[t] & ((1 << bits[t & 1]) - 1)) & 0xFFFF
-        buffer, held, at = np.uint64(0), 0, 0
-        for t in range(256):
-            k = bits[t & 1]
-            new = states[t] & ((1 << k) - 1)
-            window = (window << k | new) & 0xFFFF
-            decoded[tile, t] = table[window]
-            buffer = buffer << np.uint64(k) | np.uint64(new)
-            held += k
-            if held >= 32:
-                held -= 32
-                words[tile, at] = np.uint32(buffer >> np.uint64(held) & np.uint64(0xFFFFFFFF))
-                at += 1
+        _store_path(states, bits, table, words[tile], decoded[tile])

@@ -88,6 +88,23 @@ class ModelFolder:
             return cls(path, **files)
         return cls(path, repository.commit, repositories=(repository,), **files)
 
+    @classmethod
+    def like(cls, model: Checkpoint, **changes: Any) -> ModelFolder:
+        """The files of a model, for one that is made of it. changes: fields that differ."""
+        of_the_model = cls(
+            model.folder,
+            model.revision,
+            model.config,
+            model.files,
+            model.left_out,
+            model.ignored,
+            model.alone,
+            model.repositories,
+            model.subfolders,
+            model.parts,
+        )
+        return replace(of_the_model, **changes)
+
 
 @final
 class Checkpoint(NamedTensors, Closing):

@@ -66,11 +66,8 @@ def choose_ema(model: Checkpoint, choice: str, ref: str) -> Checkpoint:
             verb = "is" if len(kept) == 1 else "are"
             what = f"{count(len(kept), 'tensor')} of the diffusion model without a moving average {verb} used as stored"
             notes.append(Finding(what, f"{ref}: {show(kept[0])}"))
-    folder = ModelFolder(
-        model.folder, model.revision, model.config, model.files, model.left_out, model.ignored, model.alone, model.repositories
-    )
     source = Selected(model, names, ref)
-    return Checkpoint(ref, source, folder, metadata=model.metadata, notes=tuple(notes), decoded=model.decoded)
+    return Checkpoint(ref, source, ModelFolder.like(model), metadata=model.metadata, notes=tuple(notes), decoded=model.decoded)
 
 
 def _average_of(name: str) -> str:

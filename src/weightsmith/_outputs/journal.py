@@ -36,6 +36,10 @@ _BODY, _TENSOR = 17, b'["tensor","'
 """Where the JSON of a line begins, and that of a tensor's."""
 
 
+FileState = tuple[int, int, int]
+"""A file's size, modification time in nanoseconds, and inode. Who writes to the file later changes the time."""
+
+
 @dataclass(slots=True)
 class Entries:
     """The contents of a journal.
@@ -47,6 +51,7 @@ class Entries:
     products      checksums of finished products by name
     published     (device, inode) of the folder that was about to be renamed to its final name, or None
     notes         what a target needs to resume, by key: see `Notes`
+    files         complete weight files, as they were when their bytes were on disk: see `FileState`
     lines         number of readable lines
     """
 
@@ -58,6 +63,7 @@ class Entries:
     products: dict[str, str] = field(default_factory=dict)
     published: tuple[int, int] | None = None
     notes: dict[str, Any] = field(default_factory=dict)
+    files: dict[str, FileState] = field(default_factory=dict)
     lines: int = 0
 
 
@@ -101,6 +107,8 @@ def read_lines(data: bytes, names: Collection[str] | None = None) -> Entries:
                         entries.tensors[name] = Finished(checksum, made_from, (moved, base), differing, nonfinite)
             case ["part", int(total)]:
                 entries.total = entries.total or total  # lines of parts are moved into the journal of the whole
+            case ["file", str(name), int(nbytes), int(modified), int(inode)]:
+                entries.files[name] = nbytes, modified, inode
             case ["product", str(name), str(checksum)]:
                 entries.products[name] = checksum
             case ["publish", int(device), int(inode)]:
@@ -186,6 +194,10 @@ class Journal:
     def tensor(self, name: str, done: Finished) -> None:
         """One finished tensor."""
         self._write(tensor_line(name, done))
+
+    def file(self, name: str, state: FileState) -> None:
+        """A weight file whose tensors are all finished, and on disk."""
+        self._write(encoded(["file", name, *state]))
 
     def product(self, name: str, checksum: str) -> None:
         """One finished product."""

@@ -307,6 +307,7 @@ def read_journals(folder: Path, names: Collection[str] | None = None) -> Entries
         part = read_journal(path, names)
         entries.tensors |= part.tensors
         entries.products |= part.products
+        entries.files |= part.files
     return entries
 
 

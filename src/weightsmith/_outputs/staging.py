@@ -300,12 +300,18 @@ class Staging(Closing):
         return is_resumable(entries, self.plan_hash, self.layout, self._spec.facts, self.folder)
 
     def _take_over(self, entries: Entries, names: Collection[str] | None, progress: Progress | None) -> None:
-        """Take over all finished products, and the finished tensors (None: all) whose bytes on disk have the right checksum."""
+        """Take over all finished products, and the finished tensors (None: all) whose bytes on disk have the right checksum.
+
+        Files of parts that have ended, and that nobody has written to since, are not read again.
+        """
         self._tensors = {name: done for name, done in entries.tensors.items() if names is None or name in names}
         self._products = dict(entries.products)
         self.holds_work = bool(entries.tensors or entries.products)
-        checksums = self.weights.checksums(self._tensors, self._spec.threads, progress)
-        self._forget([name for name, done in self._tensors.items() if checksums.get(name) != done.checksum])
+        known = set[str]() if self.target.streams else self.weights.unchanged(entries.files)
+        checksums = self.weights.checksums(self._tensors.keys() - known, self._spec.threads, progress)
+        self._forget(
+            [name for name, done in self._tensors.items() if name not in known and checksums.get(name) != done.checksum]
+        )
 
     def _forget(self, names: Collection[str]) -> None:
         for name in names:
@@ -478,10 +484,16 @@ class Staging(Closing):
             if not self.area.content.is_dir() or self.area.content.stat().st_ino != content:
                 raise Busy("another run has taken the unfinished work", where=str(self.path), fix="run again")
 
-    def hand_over(self) -> Built:
-        """What this process, which builds a part, has finished. Waits until all of it is where it belongs."""
+    def hand_over(self, *, durable: bool = False) -> Built:
+        """What this process, which builds a part, has finished. Waits until all of it is where it belongs.
+
+        durable  also until it is on the disk, so that the run that publishes need not read it again
+        """
         with self._kept():
             self.weights.drain(None)
+            if durable and not self.target.streams:
+                for name, state in self.weights.synced(self._tensors).items():
+                    self._opened()[0].file(name, state)
             return Built(self.records, dict(self._products), dict(self.weights.put))
 
     def adopt(self, built: Built) -> None:

@@ -16,7 +16,7 @@ import ctypes
 import errno
 import os
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -24,9 +24,10 @@ from typing import Any
 
 from weightsmith._base.errors import NOTHING_WRITTEN, NoSpace, StoreError
 from weightsmith._base.files import FULL, read_all, write_all
-from weightsmith._files.containers import Layout
+from weightsmith._files.containers import Layout, ShardLayout
 from weightsmith._outputs import disk
 from weightsmith._outputs.checksum import StoredBytes, grain_bytes, read_at, reread
+from weightsmith._outputs.journal import FileState
 from weightsmith.abc.output import Finished, Progress
 
 PAGE_BYTES = 4096
@@ -143,6 +144,8 @@ class StagedFiles:
             raise disk.no_space(folder.parent, needed, state=state)
         try:
             for file, shard in zip(self._files, self.layout.shards, strict=True):
+                if _is_reserved(file.fd, shard):  # writing to it would change its time: see `unchanged`
+                    continue
                 if disk.is_in_memory(file.fd):
                     os.ftruncate(file.fd, shard.nbytes)  # the threads fill it, each page once
                 else:
@@ -186,6 +189,20 @@ class StagedFiles:
     def abandon(self) -> None:
         """Wake threads that wait in `write` or `location`: the run has failed."""
 
+    def synced(self, finished: Container[str]) -> dict[str, FileState]:
+        """Make the bytes of complete files durable: their states. finished: names of tensors."""
+        states = {}
+        for file, shard in zip(self._files, self.layout.shards, strict=True):
+            if shard.tensors and all(spec.name in finished for spec in shard.tensors):
+                disk.sync_data(file.fd)
+                states[shard.name] = _state(file.fd)
+        return states
+
+    def unchanged(self, states: Mapping[str, FileState]) -> set[str]:
+        """The names of the tensors of files that are as they were when they were `synced`."""
+        files = zip(self._files, self.layout.shards, strict=True)
+        return {spec.name for file, shard in files if states.get(shard.name) == _state(file.fd) for spec in shard.tensors}
+
     def checksums(self, names: Iterable[str], threads: int, progress: Progress | None) -> dict[str, str]:
         """The checksums of these tensors as they are on disk; names that the layout does not have are left out."""
         asked = set(names)
@@ -226,6 +243,21 @@ class StagedFiles:
         """Close the files."""
         while self._files:
             self._files.pop().close()
+
+
+def _state(fd: int) -> FileState:
+    about = os.fstat(fd)
+    return about.st_size, about.st_mtime_ns, about.st_ino
+
+
+def _is_reserved(fd: int, shard: ShardLayout) -> bool:
+    """Whether a file has its size, its blocks and its header."""
+    about = os.fstat(fd)
+    if about.st_size != shard.nbytes or (about.st_blocks * 512 < shard.nbytes and not disk.is_in_memory(fd)):
+        return False
+    header = bytearray(len(shard.header))
+    read_all(fd, memoryview(header), 0)
+    return header == shard.header
 
 
 class StreamedFiles(StagedFiles):

@@ -86,6 +86,7 @@ def refusal(adapter: Path, layout: str = "llama.cpp", **options: Any) -> Weights
     return caught.value.problems[0]
 
 
+EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "all linear layers": ("llama", {}),
     "embedding and head": ("llama", {"target_modules": ["embed_tokens", "lm_head", "q_proj"]}),
@@ -102,6 +103,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "two norms after": ("glm4", {}),
     "rows of a part of a head": ("phi", {}),
     "convolutions beside": ("lfm2", {}),
+    "experts of a parameter": ("mixtral", {"target_modules": ["q_proj"], "target_parameters": EXPERTS}),
+    "experts, other ranks and scales": (
+        "qwen2-moe",
+        {
+            "target_modules": ["q_proj", "v_proj"],
+            "target_parameters": EXPERTS,
+            "rank_pattern": {"experts.gate_up_proj": 2, "v_proj": 3},
+            "alpha_pattern": {"experts.down_proj": 5},
+        },
+    ),
+    "fused experts": ("qwen3.5-moe", {"target_modules": ["q_proj"], "target_parameters": EXPERTS}),
 }
 
 
@@ -285,6 +297,43 @@ def test_experts_that_are_named_become_one_tensor(tmp_path: Path) -> None:
     some = {name: values for name, values in tensors.items() if ".experts.3." not in name}
     save_file(some, tmp_path / "adapter/adapter_model.safetensors")
     assert "factors of 3 of 4 experts" in str(refusal(tmp_path / "adapter", base=str(model)))
+
+
+def stacked(inner: str, rows: int, cols: int, *, seed: int) -> dict[str, np.ndarray]:
+    """Factors of four experts at once."""
+    a, b = normal(4 * RANK, cols, seed=seed), normal(rows, 4 * RANK, seed=seed + 1)
+    module = f"{P}model.layers.1.mlp.experts{inner}"
+    return {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
+
+
+@pytest.mark.parametrize("marks", [{}, {"lora_B_layout": "grouped_by_expert"}, {"use_rslora": True}])
+def test_factors_of_all_experts_become_one_tensor_for_each_matrix(marks: dict[str, Any], tmp_path: Path) -> None:
+    """Gate and up share A. Read back, they give the same weights."""
+    model = zoo.save("mixtral", tmp_path / "m", 1, dtype="float32", **SIZES)
+    tensors = {**stacked(".base_layer", 96, 32, seed=1), **stacked("", 32, 48, seed=3), **pair(Q)}
+    config = {"target_parameters": EXPERTS, "alpha_pattern": {"down_proj": 3}, "peft_version": "0.21.2", **marks}
+    folder = peft_folder(tmp_path / "adapter", tensors, **config)
+    path = converted(folder, tmp_path / "out", base=str(model))
+    shapes = {tensor.name: tensor.shape for tensor in read_gguf_header(path).tensors if "exps" in tensor.name}
+    sides = {"ffn_gate": (48, 32), "ffn_up": (48, 32), "ffn_down": (32, 48)}
+    expected = {f"blk.1.{name}_exps.weight.lora_a": (4, RANK, cols) for name, (_, cols) in sides.items()}
+    expected |= {f"blk.1.{name}_exps.weight.lora_b": (4, rows, RANK) for name, (rows, _) in sides.items()}
+    assert shapes == expected
+    before = weightsmith.open_checkpoint(model)
+    direct, through = (baked(model, lora, tmp_path / f"baked-{i}") for i, lora in enumerate((folder, path)))
+    assert sum(bool((direct[name] != before.read(name)).any()) for name in direct) == 13
+    for name, array in direct.items():
+        np.testing.assert_allclose(through[name], array, rtol=1e-5, atol=1e-5, err_msg=name)
+
+
+def test_experts_the_other_way_round_are_merged_instead(tmp_path: Path) -> None:
+    model = zoo.save("mixtral", tmp_path / "m", 1, dtype="float32", **SIZES)
+    turned = {**stacked(".base_layer", 32, 96, seed=1), **stacked("", 48, 32, seed=3)}
+    folder = peft_folder(tmp_path / "adapter", turned, target_parameters=EXPERTS, peft_version="0.18.0")
+    problem = refusal(folder, base=str(model))
+    assert "factors of experts that are stored [inputs, outputs]" in str(problem)
+    assert f"weightsmith quantize BASE+{folder} OUT" in problem.finding.fix
+    assert "factors of all experts of a parameter" in str(refusal(folder, "peft"))
 
 
 # ---- what is refused

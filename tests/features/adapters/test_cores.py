@@ -185,6 +185,8 @@ BY_POSITION = {
     "cabs": "each model keeps what no earlier one has kept",
     "passthrough": "it takes one model",
     "train_difference": "the first model is changed",
+    "smooth_add": "the first model is changed",
+    "similarity_add": "the first model is changed",
     "peft_dare_linear": "its random masks are keyed by position",
     "peft_dare_ties": "its random masks are keyed by position",
     "peft_dare_linear_svd": "its random masks are keyed by position",
@@ -195,9 +197,9 @@ BY_POSITION = {
 REFUSED = {"ramplus"}
 """They look at the whole model before they merge."""
 
-FROM_BASE = {"slerp", "nearswap", "arcee_fusion"}
-PAIRS = {*FROM_BASE, "nuslerp", "train_difference", "extract_rows"}
-"""Of two models. Three of them start from the base, which is one of the two."""
+FROM_BASE = {"slerp", "nearswap", "arcee_fusion", "cosine"}
+PAIRS = {*FROM_BASE, "nuslerp", "train_difference", "extract_rows", "smooth_add", "similarity_add"}
+"""Of two models. Four of them start from the base, which is one of the two."""
 
 VALUES: dict[str, Any] = {
     "t": 0.3,

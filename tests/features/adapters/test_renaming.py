@@ -16,6 +16,7 @@ import weightsmith
 from tests.features.adapters.test_convert import converted, peft_folder, refusal
 from tests.features.adapters.test_convert import pair as peft_pair
 from tests.models.lora.test_files import pair
+from weightsmith._features.adapters.families import FAMILIES, HUNYUAN_VIDEO, LTX, QWEN_IMAGE, STABLE_DIFFUSION_3, WAN, Family
 from weightsmith._features.adapters.renaming import _dotted, _first_name, _unet_name
 
 H, TEXT = 8, 12
@@ -259,19 +260,140 @@ def test_the_t5_of_flux_has_another_number_in_diffusers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", ["kohya", "comfyui", "diffusers"])
-@pytest.mark.parametrize(
-    "module",
-    [
-        "transformer_blocks.0.attn.to_q",
-        "transformer_blocks.0.attn1.to_q",
-        "single_transformer_blocks.38.attn.to_q",
-        "blocks.0.q",
-    ],
-    ids=["SD3, Qwen-Image", "LTX", "HunyuanVideo", "Wan"],
-)
-def test_models_that_are_not_flux_are_not_taken_for_it(module: str, layout: str, tmp_path: Path) -> None:
-    path = diffusers_file(tmp_path / "d.safetensors", {f"transformer.{module}": (H, H)})
-    assert "1 of its 1 modules have names that are not known" in str(refusal(path, layout))
+def test_names_that_several_models_have(layout: str, tmp_path: Path) -> None:
+    """Under diffusers' names, one attention may be of Stable Diffusion 3, Qwen-Image and HunyuanVideo. Not of Flux."""
+    path = diffusers_file(tmp_path / "d.safetensors", {"transformer.transformer_blocks.0.attn.to_q": (H, H)})
+    if layout == "diffusers":
+        found = load_file(converted(path, tmp_path / "out", layout) / "pytorch_lora_weights.safetensors")
+        assert "transformer.transformer_blocks.0.attn.to_q.lora_A.weight" in found
+    else:
+        message = "its names are those of Stable Diffusion 3, Qwen-Image, HunyuanVideo, which have other names in"
+        assert message in str(refusal(path, layout))
+    blocks = {f"transformer.transformer_blocks.{i}.attn.to_q": (H, H) for i in range(24)}
+    file = diffusers_file(tmp_path / "all.safetensors", blocks)
+    found = load_file(next(converted(file, tmp_path / "out of all", layout).glob("*.safetensors")))
+    names = {
+        "kohya": "lora_unet_joint_blocks_23_x_block_attn_qkv",
+        "comfyui": "diffusion_model.joint_blocks.23.x_block.attn.qkv",
+    }
+    name = names.get(layout, "transformer.transformer_blocks.23.attn.to_q")
+    assert any(key.startswith(f"{name}.lora_") for key in found)
+
+
+class _Checkpoint(dict[str, Any]):
+    """Of a checkpoint what adapters change: diffusers' converters pop the rest, too."""
+
+    def pop(self, key: str, *default: Any) -> Any:  # type: ignore[override]
+        torch = pytest.importorskip("torch")
+        return super().pop(key, torch.zeros(6 * H))
+
+
+def _by_diffusers(family: Family, added: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """What is added to each weight, under the names that diffusers' converter of checkpoints gives them."""
+    torch = pytest.importorskip("torch")
+    single = pytest.importorskip("diffusers.loaders.single_file_utils")
+    if family is QWEN_IMAGE:
+        return added  # diffusers reads its checkpoints as they are
+    # diffusers cuts these at the 3,072 columns of HunyuanVideo
+    single_blocks = {name: array for name, array in added.items() if name.endswith("linear1")}
+    rest = {name: array for name, array in added.items() if name not in single_blocks}
+    whole = _Checkpoint({f"{name}.weight": torch.from_numpy(array) for name, array in rest.items()})
+    if family is STABLE_DIFFUSION_3:  # the last block of its context is another one
+        whole["joint_blocks.2.x_block.attn.qkv.weight"] = torch.zeros(3 * H, H)
+    name = {WAN: "wan_transformer", HUNYUAN_VIDEO: "hunyuan_video_transformer", LTX: "ltx_transformer_checkpoint"}
+    found = getattr(single, f"convert_{name.get(family, 'sd3_transformer_checkpoint')}_to_diffusers")(whole)
+    cut = {
+        f"single_transformer_{name.removeprefix('single_').removesuffix('linear1')}{part}": rows
+        for name, array in single_blocks.items()
+        for part, rows in zip(
+            ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp"), np.split(array, [H, 2 * H, 3 * H]), strict=True
+        )
+    }
+    return cut | {key.removesuffix(".weight"): value.numpy() for key, value in found.items() if key.endswith(".weight")}
+
+
+def _of_family(path: Path, family: Family, *, flat: bool) -> dict[str, np.ndarray]:
+    """A file with all modules of two blocks. Returns what is added to each, under the names of the first implementation."""
+    rows = {3: 3 * H, 4: 7 * H}
+    shapes = {name: (rows.get(len(family.fused.get(name, ())), H), H) for name in family.first}
+    shapes = {name.replace("#", str(i)): shape for name, shape in shapes.items() for i in range(2)}
+    written = {f"lora_unet_{n.replace('.', '_')}" if flat else f"diffusion_model.{n}": n for n in shapes}
+    kohya(path, {name: shapes[dotted] for name, dotted in written.items()})
+    found = deltas(load_file(path), ".lora_down.weight", ".lora_up.weight")
+    return {dotted: found[name] for name, dotted in written.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flat", [True, False])
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.title)
+def test_families_get_the_names_that_diffusers_gives_their_weights(family: Family, flat: bool, tmp_path: Path) -> None:
+    """And back: every module in the table, split and joined again."""
+    layout = "kohya" if flat else "comfyui"
+    added = _of_family(tmp_path / "first.safetensors", family, flat=flat)
+    theirs = converted(tmp_path / "first.safetensors", tmp_path / "theirs", "diffusers") / "pytorch_lora_weights.safetensors"
+    found = deltas(load_file(theirs))
+    expected = _by_diffusers(family, added)
+    assert len(found) >= len(added)
+    for name, array in found.items():
+        np.testing.assert_allclose(array, expected[name.removeprefix("transformer.")], rtol=1e-5, atol=1e-5, err_msg=name)
+    back = load_file(next(converted(theirs, tmp_path / "back", layout).glob("*.safetensors")))
+    ends = (".lora_down.weight", ".lora_up.weight") if flat else (".lora_A.weight", ".lora_B.weight")
+    again = deltas(back, *ends)
+    assert len(again) == len(added)
+    for name, array in added.items():
+        written = f"lora_unet_{name.replace('.', '_')}" if flat else f"diffusion_model.{name}"
+        np.testing.assert_allclose(again[written], array, rtol=1e-5, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.slow
+def test_diffusers_own_converters_of_adapters_agree(tmp_path: Path) -> None:
+    """Those of Wan (musubi-tuner's files), HunyuanVideo and Qwen-Image; they take modules of blocks."""
+    torch = pytest.importorskip("torch")
+    theirs = pytest.importorskip("diffusers.loaders.lora_conversion_utils")
+    from safetensors.torch import load_file as load_torch
+
+    for family, convert, flat in (
+        (WAN, theirs._convert_musubi_wan_lora_to_diffusers, True),
+        (WAN, theirs._convert_non_diffusers_wan_lora_to_diffusers, False),
+        (QWEN_IMAGE, theirs._convert_non_diffusers_qwen_lora_to_diffusers, True),
+        (HUNYUAN_VIDEO, theirs._convert_hunyuan_video_lora_to_diffusers, False),
+    ):
+        path = tmp_path / f"{family.title} {flat}.safetensors"
+        _of_family(path, family, flat=flat)
+        start = "lora_unet_blocks" if flat and family is WAN else "lora_unet_transformer_blocks" if flat else ""
+        kept = {key: value for key, value in load_torch(path).items() if key.startswith(start) and "linear1" not in key}
+        if not flat:  # these have no alphas in diffusers' converters, or none outside of blocks
+            kept = {
+                key.replace("lora_down", "lora_A").replace("lora_up", "lora_B"): value
+                for key, value in kept.items()
+                if not key.endswith(".alpha") and "patch_embedding" not in key and "txt_in" not in key
+            }
+        save_file({key: value.numpy() for key, value in kept.items()}, path)
+        expected = deltas({name: value.float().numpy() for name, value in convert(dict(kept)).items()})
+        out = converted(path, tmp_path / f"{family.title} {flat}", "diffusers") / "pytorch_lora_weights.safetensors"
+        found = deltas(load_file(out))
+        assert found.keys() == expected.keys(), family.title
+        for name, array in found.items():
+            np.testing.assert_allclose(array, expected[name], rtol=1e-5, atol=1e-5, err_msg=name)
+    assert torch
+
+
+def test_families_in_files_with_text_encoders_and_other_names(tmp_path: Path) -> None:
+    sd3 = {"lora_unet_joint_blocks_0_x_block_attn_qkv": (3 * H, H), "lora_te3_encoder_block_0_layer_0_SelfAttention_q": (H, H)}
+    path = kohya(tmp_path / "a.safetensors", sd3)
+    found = deltas(load_file(converted(path, tmp_path / "out", "diffusers") / "pytorch_lora_weights.safetensors"))
+    blocks = [f"transformer.transformer_blocks.0.attn.to_{part}" for part in "qkv"]
+    assert found.keys() == {*blocks, "text_encoder_3.encoder.block.0.layer.0.SelfAttention.q"}
+    for module, shape, message in (
+        ("lora_unet_joint_blocks_0_x_block_attn_qkv", (3 * H + 3, H), "its parts are not square"),
+        ("lora_unet_joint_blocks_0_x_block_attn_norm", (H, H), "modules have names that are not known"),
+        ("lora_te_nothing", (H, H), "a name of the file is not known: 'lora_te_nothing'"),
+    ):
+        path = kohya(tmp_path / "a.safetensors", {**sd3, module: shape})
+        assert message in str(refusal(path, "diffusers"))
+    both = {"transformer.blocks.0.self_attn.q": (H, H), "transformer.blocks.0.attn1.to_q": (H, H)}
+    path = diffusers_file(tmp_path / "b.safetensors", both)
+    assert "two modules of the file are blocks.0.attn1.to_q" in str(refusal(path, "diffusers"))
 
 
 @pytest.mark.slow

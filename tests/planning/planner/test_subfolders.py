@@ -56,6 +56,37 @@ def test_the_weights_of_modules_are_merged_and_written_where_they_belong(tmp_pat
         assert again.weights == ("model.safetensors", "2_Dense/model.safetensors")
 
 
+POOLED = {"pooling_mode": "cls"}
+SAME = {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"1_Pooling": SAME}, ""),
+        ({"1_Pooling": {"pooling_mode": "mean"}}, "Pooling (mean), Dense (Tanh)"),
+        ({"1_Pooling": {"pooling_mode_mean_tokens": True}}, "Pooling (mean), Dense (Tanh)"),
+        ({"2_Dense": {"activation_function": "torch.nn.modules.linear.Identity"}}, "Pooling (cls), Dense (Identity)"),
+    ],
+)
+def test_modules_that_compute_something_else_are_named(settings: dict[str, Any], text: str, tmp_path: Path) -> None:
+    kinds = [
+        {**module, "type": f"st.{name}"} for module, name in zip(MODULES, ("Transformer", "Pooling", "Dense"), strict=True)
+    ]
+    both = {"1_Pooling": POOLED, "2_Dense": {"activation_function": "torch.nn.modules.activation.Tanh"}}
+    for name, changes in (("a", {}), ("b", settings)):
+        embedder(tmp_path / name)
+        (tmp_path / name / "modules.json").write_text(json.dumps(kinds))
+        for module, config in {**both, **changes}.items():
+            (tmp_path / name / module / "config.json").write_text(json.dumps(config))
+    plan = weightsmith.plan(linear(str(tmp_path / "a"), str(tmp_path / "b")))
+    found = [warning for warning in plan.warnings if "modules of sentence-transformers" in warning.what]
+    assert len(found) == bool(text)
+    if text:
+        assert found[0].what.endswith(f"the output has {tmp_path / 'a'}'s")
+        assert f"{tmp_path / 'b'}: Transformer, {text}" in found[0].details
+
+
 def test_interrupted_work_is_resumed_with_the_weights_of_modules(tmp_path: Path) -> None:
     class Stop(Exception):
         pass

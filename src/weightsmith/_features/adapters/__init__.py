@@ -7,6 +7,7 @@ ranks.py    ranks, by what of a difference is signal
 placing.py  names in PEFT's model, and adapter_config.json; single files: kohya's, diffusers'
 convert.py  `weightsmith convert-lora`: adapters as other programs read them
 renaming.py names of modules in single files, from one program's to another's
+families.py  names of diffusion models' modules, in their first implementation and in diffusers: tables
 report.py   what an adapter keeps
 extract.py  `weightsmith extract-lora`: the plans
 cores.py    the product with the core matrices of a layer's adapters; that which decomposes what a merge makes of them

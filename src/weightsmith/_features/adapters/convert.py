@@ -45,12 +45,14 @@ from weightsmith._models.formats.gguf.tensors import SplitTensor
 from weightsmith._models.formats.gguf.values import GgufConfig
 from weightsmith._models.formats.gguf.writing import GgufEncoding, from_llama_order
 from weightsmith._models.lora import Adapter, find_places, open_adapter
-from weightsmith._models.lora.adapter import Factors
-from weightsmith._models.lora.apply import find_shapes
+from weightsmith._models.lora.adapter import ExpertParameter, Factors, Stacked
+from weightsmith._models.lora.apply import find_experts, find_shapes
 from weightsmith._models.lora.exact import as_lora, needs_base
+from weightsmith._models.lora.experts import ExpertPlace, StackedPlaces
 from weightsmith._models.lora.forms import ALPHA, PAIRS, FactorNames, as_matrix
 from weightsmith._models.lora.gguf_file import check_heads
 from weightsmith._models.structure import analyse
+from weightsmith._models.structure.projections import GATED
 from weightsmith._models.structure.vocabulary import is_head, ties
 from weightsmith._planning.planner import Prepared
 from weightsmith._planning.planner.inputs import asking, open_models
@@ -125,10 +127,10 @@ def _check(adapter: Adapter, settings: ConvertSettings) -> None:
         names = [*adapter.replacements][:3]
         what = f"it saves {len(adapter.replacements):,} tensors whole, and a LoRA of {settings.layout} has factors alone"
         raise Unsupported(what, where=where, details=names, fix=f"merge it: {merged}")
-    if adapter.stacked:
+    if adapter.stacked and settings.layout != LLAMA_CPP:
         what = f"factors of all experts of a parameter: {next(iter(adapter.stacked))}"
         raise Unsupported(what, where=where, fix=f"merge it: {merged}")
-    if not adapter.updates:
+    if not adapter.updates and not adapter.stacked:
         raise MismatchError("the adapter has no factors", where=where, fix="name another adapter")
 
 
@@ -181,7 +183,8 @@ def _draft(adapter: Adapter, settings: ConvertSettings, base: Checkpoint | None,
         places = asking(base, partial(find_places, base, adapter))
     if settings.layout == LLAMA_CPP:
         assert base is not None
-        _GgufAdapterDraft(adapter, settings, base, places, draft).fill(_base_name(base_ref))
+        stacked = asking(base, partial(find_experts, base, adapter)) if adapter.stacked else StackedPlaces([])
+        _GgufAdapterDraft(adapter, settings, base, places, stacked, draft).fill(_base_name(base_ref))
     elif settings.layout in _SINGLE:
         _fill_single(adapter, settings, draft)
     else:
@@ -394,6 +397,7 @@ class _GgufAdapterDraft:
     settings: ConvertSettings
     base: Checkpoint
     places: Mapping[str, str]
+    stacked: StackedPlaces
     draft: PlanDraft
     problems: list[WeightsmithError] = field(default_factory=list)
 
@@ -425,6 +429,10 @@ class _GgufAdapterDraft:
         for name, members in experts.items():
             with noting(self.problems):
                 self._add_experts(name, members, architecture, config)
+        for parameter_place, parameter, level in self.stacked.assigned:
+            with noting(self.problems):
+                ratio = parameter.scaling * parameter.rank / alpha
+                self._add_stacked(parameter_place, parameter, level, architecture, ratio)
         if self.problems:
             raise PlanError(self.problems)
         keys = adapter_keys(architecture, config, alpha, base_name if _on_hub(base_name) else Path(base_name).name)
@@ -439,6 +447,7 @@ class _GgufAdapterDraft:
     def _alpha(self) -> float:
         """The one alpha of the file: that of most modules. 0 would mean a scale of 1."""
         alphas = Counter(factors.scaling * self._rank(factors) for factors in self.adapter.updates.values())
+        alphas.update(parameter.scaling * parameter.rank for _, parameter, _ in self.stacked.assigned)
         with np.errstate(over="ignore"):
             usual = [float(np.float32(alpha)) for alpha, _ in alphas.most_common()]
         return next((alpha for alpha in usual if alpha and np.isfinite(alpha)), 1.0)
@@ -527,6 +536,53 @@ class _GgufAdapterDraft:
                 pieces.append(piece)
             whole = TensorSpec(f"{name}{ending}", pieces[0].out.dtype, (count, *pieces[0].out.shape))
             self._put(Step(whole, JOIN, (), pieces=tuple(pieces)), whole if mixed else specs[spec_names[0]])
+
+    def _add_stacked(
+        self, place: ExpertPlace, parameter: ExpertParameter, level: Stacked, architecture: GgufArchitecture, ratio: float
+    ) -> None:
+        """The factors of all experts of a parameter. Of one with gate and up each gets its rows of B, and all of A."""
+        if self.stacked.transposed:
+            what = "factors of experts that are stored [inputs, outputs]: llama.cpp has them the other way round"
+            raise Unsupported(what, where=place.name, fix=self._merge())
+        specs, rank, count = self.adapter.checkpoint.specs, parameter.rank, place.experts
+        a, b = specs[level.a], specs[level.b]
+        halves = self._halves(place, parameter, architecture)
+        factor = 1.0 if abs(ratio - 1) <= _ROUNDED else ratio
+        for name, first, rows in halves:
+            downs, ups = [], []
+            for e in range(count):
+                block = Block(e * rank * place.cols, rank, place.cols, place.cols)
+                down = TensorSpec(f"{name}{A_ENDING}.{e}", a.dtype, (rank, place.cols))
+                downs.append(Step(down, COPY, (Read(0, a.name, block),)))
+                chosen = np.arange(e * rank, (e + 1) * rank) if parameter.grouped else np.arange(rank) * count + e
+                width = b.shape[1]
+                gather = Gather(self.draft.add_table(Table.of(chosen)), Block(first * width, rows, width, width), 1)
+                up = _factor_step(self.draft, f"{name}{B_ENDING}.{e}", replace(b, shape=(rows, rank)), factor)
+                ups.append(replace(up, inputs=(Read(0, b.name, gather),)))
+            for ending, pieces, spec in ((A_ENDING, downs, a), (B_ENDING, ups, b)):
+                whole = TensorSpec(f"{name}{ending}", pieces[0].out.dtype, (count, *pieces[0].out.shape))
+                self._put(Step(whole, JOIN, (), pieces=tuple(pieces)), spec)
+
+    def _halves(
+        self, place: ExpertPlace, parameter: ExpertParameter, architecture: GgufArchitecture
+    ) -> list[tuple[str, int, int]]:
+        """Name in the GGUF file, first row and rows of each matrix that a parameter has of an expert."""
+        *parts, _ = GATED.get(parameter.name, (parameter.name, ""))
+        module = place.name.removesuffix(f".{parameter.name}")
+        rows = place.rows // len(parts)
+        firsts = [[(f"{module}.{e}.{part}{WEIGHT}", i * rows) for i, part in enumerate(parts)] for e in range(place.experts)]
+        halves: list[tuple[str, int, int]] = []
+        for k in range(len(parts)):
+            names = [(place.tensors or firsts)[e][k] for e in range(place.experts)]
+            found = [architecture.place(name) for name, _ in names]
+            known = [there for there in found if there is not None]
+            if len({there.name for there in known}) != 1 or [there.expert for there in known] != list(range(place.experts)):
+                what = "llama.cpp has no tensor of all experts for it, or in another order"
+                raise Unsupported(what, where=place.name, fix=self._merge())
+            if architecture.order(known[0].name, GgufConfig(text_config(self.base.config))) is not None:
+                raise Unsupported("llama.cpp has its rows in another order", where=place.name, fix=self._merge())
+            halves.append((known[0].name, names[0][1], rows))
+        return halves
 
 
 def _on_hub(name: str) -> bool:

@@ -8,12 +8,13 @@ vocabularies: that of diffusers (`down_blocks`, `transformer_blocks`), or that o
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cache
 
 from weightsmith._base.errors import MismatchError, Unsupported
 from weightsmith._base.files import show
+from weightsmith._features.adapters.families import FAMILIES, Family, template
 from weightsmith._models.lora.networks import DENOISER, NETWORKS, TEXT_ENCODER_2, UNKNOWN, Network, network_of
 
 KOHYA, DIFFUSERS, COMFYUI = "kohya", "diffusers", "comfyui"
@@ -122,20 +123,26 @@ def renamed(shapes: Mapping[str, tuple[int, int]], layout: str, where: str, *, f
     """
     known: dict[str, tuple[Network, str]] = {}
     unknown: list[str] = []
-    for module in shapes:
-        network, inner = network_of(module, flat=flat)
+    inside = {module: network_of(module, flat=flat) for module in shapes}
+    for module, (network, inner) in inside.items():
         dotted = _dotted(inner) if flat else _modern(inner)
         if network is UNKNOWN or not dotted:
             unknown.append(module)
         else:
             known[module] = network, dotted
     names = [inner for network, inner in known.values() if network is DENOISER]
+    of_denoiser = {module: inner for module, (network, inner) in inside.items() if network is DENOISER}
+    if of_denoiser and (unknown or not _are_of_flux(names) or not all(map(_has_flux, names))):
+        others = {module: place for module, place in inside.items() if module not in of_denoiser}
+        if modules_of_family := _of_family(shapes, of_denoiser, others, layout, where, flat=flat):
+            return modules_of_family
     is_flux = _are_of_flux(names)
     if not is_flux:
         unknown += [module for module, (network, inner) in known.items() if not _is_of_unet(network, inner)]
     if unknown:
         what = f"{len(unknown):,} of its {len(shapes):,} modules have names that are not known"
-        fix = "convert adapters of Stable Diffusion, Stable Diffusion XL or Flux; an adapter of a language model: --for peft"
+        titles = ", ".join(family.title for family in FAMILIES)
+        fix = f"convert adapters of Stable Diffusion 1, Stable Diffusion XL, Flux, {titles}; for language models: --for peft"
         raise Unsupported(what, where=where, details=[show(module) for module in unknown[:8]], fix=fix)
     is_xl, networks = False, {network for network, _ in known.values()}
     modules = _Modules(shapes, known, where)
@@ -152,6 +159,129 @@ def renamed(shapes: Mapping[str, tuple[int, int]], layout: str, where: str, *, f
     return [
         RenamedModule(_written(prefixes[network], name, layout), parts, rows) for network, name, parts, rows in modules.all()
     ]
+
+
+def _has_flux(name: str) -> bool:
+    """Whether Flux has a module."""
+    block, _, inner = _block(name)
+    if block in ("double_blocks", "transformer_blocks"):
+        theirs = (*_FLUX.values(), *(part for parts in _FLUX_FUSED.values() for part in parts))
+        return inner in ((*_FLUX, *_FLUX_FUSED) if block == "double_blocks" else theirs)
+    if block in ("single_blocks", "single_transformer_blocks"):
+        theirs = (*_FLUX_SINGLE.values(), *_FLUX_LINEAR1)
+        return inner in ((*_FLUX_SINGLE, "linear1") if block == "single_blocks" else theirs)
+    return name in _FLUX_OUTSIDE or name in _FLUX_OUTSIDE.values()
+
+
+def _of_family(
+    shapes: Mapping[str, tuple[int, int]],
+    denoiser: Mapping[str, str],
+    others: Mapping[str, tuple[Network, str]],
+    layout: str,
+    where: str,
+    *,
+    flat: bool,
+) -> list[RenamedModule]:
+    """The modules of a file that is of one of `FAMILIES`; [] if it is of none.
+
+    denoiser  modules of the diffusion model → their names in it
+    others    modules of other networks → the network, and their names in it
+
+    Raises Unsupported for names that several families have, where these have other names for the output.
+    """
+    results: dict[Family, list[RenamedModule]] = {}
+    for family in FAMILIES:
+        places = {module: template(family, name, flat=flat) for module, name in denoiser.items()}
+        if all(places.values()):
+            known = {module: place for module, place in places.items() if place is not None}
+            results[family] = _FamilyModules(family, shapes, where).renamed(known, layout)
+    counted = [family for family in results if _has_all_blocks(family, denoiser.values())]
+    chosen = counted if len(counted) == 1 else list(results)
+    if len({repr(results[family]) for family in chosen}) > 1:
+        titles = ", ".join(family.title for family in chosen)
+        what = f"its names are those of {titles}, which have other names in {layout}, and it does not have all blocks of one"
+        raise Unsupported(what, where=where, fix="load it in the program that it was made for")
+    if not chosen:
+        return []
+    prefixes, beginning = _prefixes(layout, several=True, is_flux=False), {DIFFUSERS: "transformer."}
+    modules = [
+        replace(module, name=_written(beginning.get(layout, prefixes[DENOISER]), module.name, layout))
+        for module in results[chosen[0]]
+    ]
+    for module, (network, inner) in others.items():
+        dotted = _dotted(inner) if flat else _modern(inner)
+        if network in (UNKNOWN, NETWORKS[1]) or not dotted:
+            what = f"a name of the file is not known: {show(module)}"
+            raise Unsupported(what, where=where, fix=f"leave out modules that {chosen[0].title} does not have")
+        modules.append(RenamedModule(_written(prefixes[network], dotted, layout), (module,)))
+    return modules
+
+
+def _has_all_blocks(family: Family, names: Iterable[str]) -> bool:
+    """Whether names have the numbers of all blocks of a model of a family."""
+    highest: dict[str, int] = {}
+    for block, number in (match.groups() for match in map(_BLOCK.match, names) if match):
+        highest[block] = max(highest.get(block, 0), int(number) + 1)
+    return bool(highest) and all(count in family.blocks.get(block, ()) for block, count in highest.items())
+
+
+_BLOCK = re.compile(r"((?:\w+_)?blocks)[._](\d{1,4})(?=[._])")
+
+
+class _FamilyModules:
+    """The modules of a family, on the way to the names of another program."""
+
+    def __init__(self, family: Family, shapes: Mapping[str, tuple[int, int]], where: str) -> None:
+        self._family, self._shapes, self._where = family, shapes, where
+
+    def renamed(self, places: Mapping[str, tuple[str, str]], layout: str) -> list[RenamedModule]:
+        """places: module → its template, and the number of its block. Raises MismatchError for two modules of one name."""
+        new = list(self._split(places) if layout == DIFFUSERS else self._joined(places))
+        names = [module.name for module in new]
+        if twice := next((name for name in names if names.count(name) > 1), ""):
+            raise MismatchError(f"two modules of the file are {twice}", where=self._where, fix="repair the file")
+        return new
+
+    def _split(self, places: Mapping[str, tuple[str, str]]) -> Iterator[RenamedModule]:
+        """The names of diffusers."""
+        for module, (name, number) in places.items():
+            parts = self._family.fused.get(name, ())
+            for i, part in enumerate(parts):
+                rows = self._rows(module, name, len(parts))
+                yield RenamedModule(part.replace("#", number), (module,), (sum(rows[:i]), rows[i]))
+            if not parts:
+                yield RenamedModule(self._family.names.get(name, name).replace("#", number), (module,))
+
+    def _joined(self, places: Mapping[str, tuple[str, str]]) -> Iterator[RenamedModule]:
+        """The names of the first implementation."""
+        family = self._family
+        first = set(family.first)
+        theirs = {new: old for old, new in family.names.items()}
+        wholes = {part: whole for whole, parts in family.fused.items() for part in parts}
+        joined: dict[tuple[str, str], dict[str, str]] = {}
+        for module, (name, number) in places.items():
+            if name not in first and name in wholes:
+                joined.setdefault((wholes[name], number), {})[name] = module
+            else:
+                yield RenamedModule((name if name in first else theirs[name]).replace("#", number), (module,))
+        for (whole, number), known in joined.items():
+            parts = tuple(known.get(part, "") for part in family.fused[whole])
+            inputs = {self._shapes[module][1] for module in known.values()}
+            if len(inputs) > 1:
+                what = f"parts of {whole.replace('#', number)} have {sorted(inputs)} inputs"
+                raise Unsupported(what, where=self._where, fix="repair the file")
+            usual = [*inputs] * 3 + [_MLP_RATIO * max(inputs)]
+            rows = tuple(self._shapes[module][0] if module else usual[i] for i, module in enumerate(parts))
+            yield RenamedModule(whole.replace("#", number), parts, rows)
+
+    def _rows(self, module: str, name: str, count: int) -> list[int]:
+        """The rows of each part: as many as there are inputs, and of a fourth part the rest."""
+        outputs, inputs = self._shapes[module]
+        rest = outputs - 3 * inputs
+        if rest < 0 or bool(rest) != (count > 3):
+            what = f"{name} has {outputs:,} rows of B, and {inputs:,} columns of A: its parts are not square"
+            raise MismatchError(what, where=self._where, fix=f"name an adapter of {self._family.title}, or repair the file")
+        return [inputs] * 3 + [rest] * (count > 3)
 
 
 _FIRST = ("input_blocks", "middle_block", "output_blocks", "time_embed.", "label_emb", "out.")

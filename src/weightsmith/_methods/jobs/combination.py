@@ -8,6 +8,7 @@ statistics pass, a small float64 function from the Gram matrix to coefficients, 
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -204,6 +205,95 @@ class ColumnJob(Job):
         rows, sums = tile.scratch.rows(1, m.codes, m.out_code), tile.scratch.sums(1)
         inputs, encoded = EncodedInputs(tile.raw, m.codes), Encoded(out, m.out_code)
         combine_columns(inputs, self.coefficients, tile.size, m.cols, encoded, rows, sums)
+
+
+class OuterColumnJob(Job):
+    """base + (1 - share) · (model - base), with a share of the base for each column.
+
+    shares  Gram matrices of the two inputs, float64 [columns, 2, 2] → float64 [columns]
+
+    A column is all elements with the same position in all dimensions but the first: of a convolution [outputs, inputs, 3, 3]
+    there are 9 · inputs. Products are sums along it, in float64.
+    """
+
+    sequential = True  # as in ColumnJob
+
+    def __init__(self, matrix: Matrix, shares: Solve) -> None:
+        super().__init__(matrix)
+        self._shares = shares
+        self._columns = matrix.size // matrix.shape[0] if matrix.size and matrix.shape else 1
+        self._totals = np.zeros((3, self._columns))
+        self._rest = np.zeros(self._columns)
+        self.resident_bytes = 8 * 4 * self._columns
+
+    def passes(self) -> int:
+        return 1
+
+    def statistics(self, number: int, tile: Tile) -> None:
+        base, other = self._values(tile, deltas=False).astype(np.float64)
+        with np.errstate(all="ignore"):
+            products = np.stack([base * base, base * other, other * other])
+        at = 0
+        while at < tile.size:
+            column = (tile.start + at) % self._columns
+            rows = 1 if column else max(1, (tile.size - at) // self._columns)
+            width = min(self._columns - column, tile.size - at)
+            part = products[:, at : at + rows * width].reshape(3, rows, width)
+            totals = self._totals[:, None, column : column + width]
+            # cumsum adds row after row, whatever the tiles
+            self._totals[:, column : column + width] = np.cumsum(np.concatenate([totals, part], axis=1), axis=1)[:, -1]
+            at += rows * width
+
+    def finish_pass(self, number: int, results: list[Any]) -> None:
+        with np.errstate(all="ignore"):  # NaN and infinity are reported by the tiles, or allowed
+            self._rest = 1.0 - self._shares(symmetric(np.ascontiguousarray(self._totals.T), 2))
+
+    def _values(self, tile: Tile, *, deltas: bool) -> npt.NDArray[Any]:
+        m = self.matrix
+        rows = tile.scratch.rows(1, m.codes, m.out_code)
+        values = np.empty((2 - deltas, tile.size), rows.dtype)
+        copy_rows(tile.raw, m.codes, tile.size, 0, deltas, values, rows)
+        return values
+
+    def apply(self, tile: Tile, out: Bytes) -> None:
+        delta = self._values(tile, deltas=True)[0]
+        rest = self._rest[(tile.start + np.arange(tile.size)) % self._columns]
+        with np.errstate(all="ignore"):
+            write_with(self.matrix, tile, out, np.ones(1), rest * delta)
+
+
+class ChangedDeltaJob(Job):
+    """The first model + factor · change(delta of the second model from the base), of base and two models.
+
+    change  the delta, float64, with the shape of the matrix → the same. Its own work takes five arrays of that size at most
+    """
+
+    def __init__(self, matrix: Matrix, change: Callable[[Vector], Vector], factor: float) -> None:
+        super().__init__(matrix)
+        self._change, self._factor = change, factor
+        self._deltas: npt.NDArray[Any] = np.empty((1, 0))
+        self._update = np.empty(0)
+        self._lock = threading.Lock()
+        self.resident_bytes = 8 * 7 * matrix.size
+
+    def passes(self) -> int:
+        return 1
+
+    def statistics(self, number: int, tile: Tile) -> None:
+        m, pair = self.matrix, [0, 2]
+        rows = tile.scratch.rows(1, m.codes, m.out_code)
+        with self._lock:
+            if self._deltas.size != m.size:
+                self._deltas = np.empty((1, m.size), rows.dtype)
+        copy_rows(np.ascontiguousarray(tile.raw[pair]), m.codes[pair], tile.size, tile.start, True, self._deltas, rows)
+
+    def finish_pass(self, number: int, results: list[Any]) -> None:
+        delta, self._deltas = self._deltas.astype(np.float64).reshape(self.matrix.shape), np.empty((1, 0))
+        with np.errstate(all="ignore"):  # NaN and infinity are reported by the tiles, or allowed
+            self._update = (self._factor * self._change(delta)).reshape(-1)
+
+    def apply(self, tile: Tile, out: Bytes) -> None:
+        write_with(self.matrix, tile, out, np.array([0.0, 1.0]), self._update[tile.start : tile.start + tile.size])
 
 
 # ---- Means of the deltas, in which each element of each model has a share of its own

@@ -24,7 +24,7 @@ from weightsmith._base.text import count
 from weightsmith._files.copied import holds_tokens
 from weightsmith._models.checkpoint import Checkpoint, ModelFolder
 from weightsmith._models.lora.adapter import Adapter, Factors, OtherParts
-from weightsmith._models.lora.experts import match_stacked, names_of
+from weightsmith._models.lora.experts import StackedPlaces, match_stacked, names_of
 from weightsmith._models.lora.forms import as_matrix
 from weightsmith._models.lora.gguf_file import in_hub_order
 from weightsmith._models.lora.kinds import KINDS
@@ -55,6 +55,12 @@ _UNMIXTRAL = re.compile(r"(\.experts\.\d+\.)(w[123])(?=\.weight$)")
 Shape = tuple[int, ...]
 
 
+_LM_HEADS = ("GPT2LMHeadModel", "OpenAIGPTLMHeadModel")
+"""Causal language models of another name, whose head is `lm_head` too."""
+_OTHER_HEADS = ("ForMaskedLM", "ForConditionalGeneration", "ForPreTraining")
+"""Ends of the names of classes whose heads have many names."""
+_NO_PARTS = OtherParts("", {}, {})
+
 Names = Callable[[], Mapping[str, str]]
 """Asks transformers: tensor of the base → tensor of the model that it builds; {} if that is not known."""
 
@@ -82,15 +88,11 @@ def apply_adapter(base: Checkpoint, adapter: Adapter, ref: str, names: Names = d
         fix = "copy it into the output, if the adapter was trained with it"
         what = f"tokenizer files beside the adapter differ from the base's, and are not used: {', '.join(other)}"
         notes.append(Finding(what, ref, fix=fix))
-    folder = ModelFolder(
-        base.folder,
-        f"{base.revision}+{adapter_checkpoint.revision}" if adapter_checkpoint.revision else base.revision,
-        match.config or base.config,
-        base.files,
-        base.left_out,
-        base.ignored,
+    folder = ModelFolder.like(
+        base,
+        revision=f"{base.revision}+{adapter_checkpoint.revision}" if adapter_checkpoint.revision else base.revision,
+        config=match.config or base.config,
         repositories=(*base.repositories, *adapter_checkpoint.repositories),
-        subfolders=base.subfolders,
     )
     if replaced:
         folder = _with_tokenizer(base, adapter_checkpoint, folder)
@@ -149,6 +151,11 @@ def find_shapes(base: Checkpoint, adapter: Adapter, names: Names = dict) -> dict
     return _matched(base, adapter, adapter.checkpoint.ref, names).shapes
 
 
+def find_experts(base: Checkpoint, adapter: Adapter, names: Names = dict) -> StackedPlaces:
+    """The parameters of experts that an adapter has factors of. Raises ShapeError as `apply_adapter` does."""
+    return _matched(base, adapter, adapter.checkpoint.ref, names).stacked
+
+
 def _matched(base: Checkpoint, adapter: Adapter, ref: str, names: Names) -> _Match:
     """The places in the base, by its own names; if these do not fit, by those of the model that transformers builds."""
     try:
@@ -168,6 +175,7 @@ class _Match:
     untied  the one of them on an embedding and a head that were one tensor
     places  see `find_places`
     shapes  see `find_shapes`
+    stacked  the parameters of experts that have factors
     grown   whether there are more tokens than in the base
 
     sources  tensor of the model that transformers builds → tensors of the base; {}: names are the base's
@@ -183,6 +191,7 @@ class _Match:
         self.untied: Finding | None = None
         self.places: dict[str, str] = {}
         self.shapes: dict[str, Shape] = {}
+        self.stacked = StackedPlaces([])
         self.grown = False
         self._base_names = {name: name for name in base.specs}  # tensor → the base's that it stands for
         self._updates: dict[str, Factors] = {}
@@ -252,9 +261,9 @@ class _Match:
                 self._base_names.setdefault(name, tied)
             problems += self._change(module, name, parts)
         modules = {m: rename(f"{m}.x")[:-2] for m in adapter.stacked}
-        stacked_updates, strange = match_stacked(adapter, self.base, modules, self._sources)
-        problems += strange
-        for name, updates in stacked_updates.items():
+        self.stacked = match_stacked(adapter, self.base, modules, self._sources)
+        problems += self.stacked.problems
+        for name, updates in self.stacked.updates(self.base.specs).items():
             self._parts.setdefault(name, []).extend(updates)
         twice = [name for name, updates in self._parts.items() if name in self._updates or _overlap(updates)]
         problems += [f"{name}: the adapter has factors for it under several names" for name in twice]
@@ -270,6 +279,7 @@ class _Match:
         if tied and not self._shared:
             self._untie(tied)
         self._note_lost_biases()
+        self._note_tied_head()
 
     def _note_lost_biases(self) -> None:
         """A warning where biases were trained and not saved, as PEFT did for a while with `bias: lora_only`."""
@@ -279,6 +289,18 @@ class _Match:
         if lost and not any(name.endswith(".bias") for name in self.adapter.replacements):
             what = f"biases were trained, and the adapter has none: those of the base stay, such as {lost[0]}"
             self.notes.append(Finding(what, self.ref, fix="save it again with a current version of peft"))
+
+    def _note_tied_head(self) -> None:
+        """A warning where an embedding changes that is also a head of another name, which the training left alone."""
+        config, specs = self.base.config or {}, self.base.specs.values()
+        architectures = config.get("architectures")
+        names = [*map(str, architectures)] if isinstance(architectures, list) else []
+        head = next((name for name in names if name.endswith(_OTHER_HEADS)), "")
+        if not head or tie_flag(config) is False or any(map(is_head, specs)):
+            return
+        if tied := next((spec.name for spec in specs if is_embedding(spec) and self._has_trained(spec.name)), ""):
+            what = f"{tied} is also the head of {head}: both change here, and the adapter was trained on the embedding alone"
+            self.notes.append(Finding(what, self.ref, fix="compare the result with that of peft's merge_and_unload"))
 
     def _take_task_head(self) -> set[str]:
         """The tensors of a classifier's head that the adapter has and the base has not: the result is of that class, then.
@@ -473,11 +495,23 @@ class _Match:
         """The base's embedding where it is also the head, and no file holds a head; else ""."""
         config = self.base.config or {}
         architectures = config.get("architectures")
-        causal = isinstance(architectures, list) and any("CausalLM" in str(name) for name in architectures)
+        names = [*map(str, architectures)] if isinstance(architectures, list) else []
         specs = self.base.specs.values()
-        if tie_flag(config) is False or not causal or any(map(is_head, specs)):
+        if tie_flag(config) is False or any(map(is_head, specs)):
             return ""
-        return next((spec.name for spec in specs if is_embedding(spec)), "")
+        embedding = next((spec.name for spec in specs if is_embedding(spec)), "")
+        if any("CausalLM" in name for name in names):
+            return embedding
+        return embedding if any(name in _LM_HEADS for name in names) and self._has_trained(embedding) else ""
+
+    def _has_trained(self, tensor: str) -> bool:
+        """Whether the adapter has factors of a tensor's module, or saves the module; a tensor put in place does not count."""
+        adapter = self.adapter
+        return any(
+            f".{tensor}".endswith(f".{module}.weight")
+            for module in (*adapter.updates, *adapter.others, *adapter.saved)
+            if adapter.others.get(module, _NO_PARTS).kind != "trainable_tokens"
+        )
 
     def _with_one_vocabulary(self, embedding: str) -> Adapter:
         """The adapter without what it has of the head, where the base ties it and PEFT tied both in training.

@@ -97,14 +97,7 @@ def as_lora(adapter: Adapter, shapes: Mapping[str, tuple[int, ...]] = MappingPro
         raise Unsupported(what, where=where, details=problems[:8])
     checkpoint = adapter.checkpoint
     source = DecodedTensors(checkpoint.source, weights, (), where)
-    folder = ModelFolder(
-        checkpoint.folder,
-        checkpoint.revision,
-        checkpoint.config,
-        checkpoint.files,
-        repositories=checkpoint.repositories,
-    )
-    exact = Checkpoint(where, source, folder, metadata=checkpoint.metadata, notes=checkpoint.notes)
+    exact = Checkpoint(where, source, ModelFolder.like(checkpoint), metadata=checkpoint.metadata, notes=checkpoint.notes)
     file = None if adapter.file is None else replace(adapter.file, pairs=pairs)
     return replace(adapter, checkpoint=exact, updates=updates, others={}, file=file)
 

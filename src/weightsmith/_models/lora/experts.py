@@ -139,10 +139,32 @@ def _apart(module: str, parameter: str, expert: int) -> Iterator[tuple[str, ...]
 Assignment = list[tuple[ExpertPlace, ExpertParameter, Stacked]]
 
 
+@dataclass(frozen=True, slots=True)
+class StackedPlaces:
+    """Which parameter of the base each factors of experts belong to.
+
+    assigned    the parameters, with their factors
+    transposed  the factors are of [experts, inputs, outputs]
+    problems    what has no place in the base
+    """
+
+    assigned: Assignment
+    transposed: bool = False
+    problems: Sequence[str] = ()
+
+    def updates(self, tensors: Specs) -> dict[str, list[Update]]:
+        """Tensor of the base → the updates of the matrices in it."""
+        updates: dict[str, list[Update]] = {}
+        for place, parameter, factors in self.assigned:
+            for name, update in place.updates(tensors, factors, parameter, transposed=self.transposed):
+                updates.setdefault(name, []).append(update)
+        return updates
+
+
 def match_stacked(
     adapter: Adapter, base: Checkpoint, modules: Mapping[str, str], sources: Mapping[str, Sequence[str]]
-) -> tuple[dict[str, list[Update]], list[str]]:
-    """tensor of the base → the updates of the matrices in it, and what has no place there.
+) -> StackedPlaces:
+    """Find the parameters of the base that an adapter's factors of experts belong to.
 
     modules  name of a module in the adapter → in the base
     sources  parameter of the adapter's model → tensors of the base that it is made of, where known
@@ -170,10 +192,11 @@ def match_stacked(
         missing = f"the base has there {there}" if there else f"{modules[module]} has in the base no {names} of several experts"
         problems.append(f"{module}: A and B {shapes}; {missing}")
     if problems or not ways:
-        return {}, problems
+        return StackedPlaces([], problems=problems)
     fitting = [transposed for transposed in (False, True) if all(fits[transposed] for fits in ways.values())]
     if not fitting:
-        return {}, [f"{module}: the other way round than other experts" for module, fits in ways.items() if not fits[False]]
+        turned = [f"{module}: the other way round than other experts" for module, fits in ways.items() if not fits[False]]
+        return StackedPlaces([], problems=turned)
     if len(fitting) > 1:
         version = (adapter.checkpoint.config or {}).get("peft_version")
         known_way = transposed_of(version, (base.config or {}).get("model_type"))
@@ -182,13 +205,8 @@ def match_stacked(
         fitting = [known_way]
     chosen_ways = {module: _first(fits[fitting[0]]) for module, fits in ways.items()}
     if several := [module for module, fits in chosen_ways.items() if not fits]:
-        return {}, [f"{module}: its factors fit more than one parameter" for module in several]
-    updates: dict[str, list[Update]] = {}
-    for fits in chosen_ways.values():
-        for place, parameter, factors in fits:
-            for name, update in place.updates(tensors, factors, parameter, transposed=fitting[0]):
-                updates.setdefault(name, []).append(update)
-    return updates, []
+        return StackedPlaces([], problems=[f"{module}: its factors fit more than one parameter" for module in several])
+    return StackedPlaces([assigned for fits in chosen_ways.values() for assigned in fits], fitting[0])
 
 
 def _undecided(adapter: Adapter, module: str, version: object) -> Unsupported:

@@ -14,9 +14,20 @@ from weightsmith._models.lora.adapter import Adapter, Factors
 SUFFIX = ".gguf"
 
 
+def is_gguf(path: Path) -> bool:
+    """Whether a file is a GGUF file: by the end of its name, or as one of Ollama's blobs. Looks only at names."""
+    if path.name.lower().endswith(SUFFIX):
+        return True
+    if not path.name.startswith("sha256-"):
+        return False
+    from weightsmith._models.formats.gguf.ollama import is_blob
+
+    return is_blob(path)
+
+
 def is_gguf_adapter(path: Path) -> bool:
     """Whether a file is a GGUF file of an adapter. False for one that cannot be read: opening it says why."""
-    if not path.name.lower().endswith(SUFFIX):
+    if not is_gguf(path):
         return False
     from weightsmith._models.formats.gguf.header import is_adapter_header
 

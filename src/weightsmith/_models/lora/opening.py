@@ -42,7 +42,7 @@ from weightsmith._models.lora.forms import (
     split_factor,
     unnamed,
 )
-from weightsmith._models.lora.gguf_file import SUFFIX, is_gguf_adapter, open_gguf
+from weightsmith._models.lora.gguf_file import SUFFIX, is_gguf, is_gguf_adapter, open_gguf
 from weightsmith._models.lora.kinds import KINDS, kind_of_part
 from weightsmith._models.lora.networks import UNKNOWN, network_of
 from weightsmith._models.lora.peft_folder import open_peft
@@ -342,15 +342,7 @@ def _split(checkpoint: Checkpoint) -> tuple[Checkpoint, Selected]:
     model = Checkpoint(
         checkpoint.ref,
         Selected(checkpoint.source, base, checkpoint.ref),
-        ModelFolder(
-            checkpoint.folder,
-            checkpoint.revision,
-            checkpoint.config,
-            checkpoint.files,
-            tuple(name for name in checkpoint.left_out if name != CONFIG_NAME),
-            checkpoint.ignored,
-            repositories=checkpoint.repositories,
-        ),
+        ModelFolder.like(checkpoint, left_out=tuple(name for name in checkpoint.left_out if name != CONFIG_NAME)),
         metadata=checkpoint.metadata,
         notes=checkpoint.notes,
         decoded=checkpoint.decoded,
@@ -411,7 +403,7 @@ def file_in(folder: Path) -> Path | None:
 
 def _holds_factors(path: Path) -> bool:
     """Whether a file is of an adapter alone. False for one that cannot be read: opening it says why."""
-    if path.name.lower().endswith(SUFFIX):
+    if is_gguf(path):
         return is_gguf_adapter(path)
     if not path.name.lower().endswith(_SUFFIXES):
         return False
@@ -434,14 +426,14 @@ def _open_named(ref: str, path: Path) -> Adapter:
             what = f"{chosen} is beside it, and is what PEFT loads"
             raise Unsupported(what, where=ref, fix="remove the one that is not meant, and name the folder")
         return open_peft(str(path.parent))
-    if not path.name.lower().endswith(_SUFFIXES):
+    if not path.name.lower().endswith(_SUFFIXES) and not is_gguf(path):
         what = f"an adapter is a folder, or a {_SUFFIXES[0]} or {SUFFIX} file"
         raise Unsupported(what, where=ref, fix=f"Name the one that holds {CONFIG_NAME}.")
     return _open_single(ref, path)
 
 
 def _open_single(ref: str, path: Path, folder: ModelFolder | None = None) -> Adapter:
-    if path.name.lower().endswith(SUFFIX):
+    if is_gguf(path):
         return open_gguf(ref, path)
     opened = open_file(path, ref)
     folder = folder or ModelFolder(path.parent, config={})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from weightsmith._base.errors import NotFound
+from weightsmith._base.errors import NotFound, Unsupported
 from weightsmith._base.files import file_names
 from weightsmith._base.strict_json import read_object
 from weightsmith._files.copied import is_tokenizer
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from weightsmith._files.remote.folder import RemoteFolder
 
 
+MLX_NAME = "adapters.safetensors"
+
+
 def open_peft(ref: str, *, revision: str | None = None) -> Adapter:
     """Open an adapter in PEFT's format: a local folder, or a Hub id `org/name[@revision]`. Reads its config and header.
 
@@ -38,6 +41,9 @@ def open_peft(ref: str, *, revision: str | None = None) -> Adapter:
         repository.read_starts([weights])
         if isinstance(place, HubModel) and place.streams:
             repository.stream()
+    if MLX_NAME in names and not weights:
+        fix = "fuse it with its base (mlx_lm.fuse), and use that model"
+        raise Unsupported("an adapter of MLX, whose factors are [inputs, rank], which is not read", where=ref, fix=fix)
     if CONFIG_NAME not in names or not weights:
         missing = [] if CONFIG_NAME in names else [CONFIG_NAME]
         missing += [] if weights else [" or ".join(WEIGHTS_NAMES)]

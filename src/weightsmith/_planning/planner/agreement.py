@@ -18,6 +18,7 @@ from typing import Any
 from weightsmith._base.errors import Finding, LayerError, MismatchError, ShapeError, WeightsmithError
 from weightsmith._base.files import show
 from weightsmith._base.tensors import TensorSpec
+from weightsmith._files.subfolders import MODULES, module_steps
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import Structure
 from weightsmith._models.structure.vocabulary import may_have_tokens
@@ -73,7 +74,7 @@ def disagreements(
         fix = kind.fix or "test the result: weights were trained for the value of their own model"
         what = f"the models differ in {kind.name}; the output has {_text(values[first])}"
         findings.append(Finding(what, "config.json", _by_value(models, values), fix))
-    return findings + tokenizer_disagreements(models, tokenizer, template)
+    return findings + _modules(models, donor) + tokenizer_disagreements(models, tokenizer, template)
 
 
 def tokenizer_disagreements(models: Sequence[ComparedModel], tokenizer: int | None, template: int | None) -> list[Finding]:
@@ -100,6 +101,18 @@ def _names(labels: Sequence[str]) -> str:
     others = [f"{len(labels) - _SHOWN} more"] if len(labels) > _SHOWN else []
     listed = [*labels[:_SHOWN], *others]
     return listed[0] if len(listed) == 1 else f"{', '.join(listed[:-1])} and {listed[-1]}"
+
+
+def _modules(models: Sequence[ComparedModel], donor: int) -> list[Finding]:
+    """A warning if modules of sentence-transformers compute something else. A model without any does not count."""
+    steps = [module_steps(model.folder) or None for model in models]
+    if len({step for step in steps if step}) < 2:
+        return []
+    what = "the models differ in the modules of sentence-transformers"
+    if steps[donor]:
+        what += f"; the output has {models[donor].label}'s"
+    fix = "test the result: its embeddings are computed in one way, and some models were trained for another"
+    return [Finding(what, MODULES, _by_value(models, steps), fix)]
 
 
 # ---- settings

@@ -83,7 +83,7 @@ class SearchPlan(Reported):
             ("would write", str(self.out)),
             ("candidates", f"{self.candidates}, the base and the mean"),
             ("time", f"about {duration(self.processor_seconds / self.threads)} on {count(self.threads, 'thread')}"),
-            ("processor time", f"about {duration(self.processor_seconds)}"),
+            ("CPU time", f"about {duration(self.processor_seconds)}"),
             ("memory", f"about {size(self.memory_bytes)}"),
             ("disk", f"{size(self.disk_bytes)} until the end, and the output; at least {size(self.needed_bytes)} in all"),
             ("free", f"{size(self.free_bytes)} of the disk"),
@@ -91,7 +91,7 @@ class SearchPlan(Reported):
         fits = self.needed_bytes <= self.free_bytes
         refused = f"auto would not begin: free {size(self.needed_bytes - self.free_bytes)} of the disk."
         rows = tuple((stage.name, stage.what, duration(stage.operations / rate)) for stage in self.stages)
-        columns = (Column("stage"), Column("what"), Column("processor time", "text"))
+        columns = (Column("stage"), Column("what"), Column("CPU time", "text"))
         return Report(
             f"{self.out.name}: what auto would do",
             ("Nothing was written.", *(() if fits else (refused,))),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 import weightsmith
 from tests.gguf_help import SENTENCEPIECE, SIZES, llama, write_gguf
@@ -50,6 +52,62 @@ def test_a_manifest_is_the_model_that_it_names(gguf: Path, tmp_path: Path) -> No
     recipe = {"merge_method": "linear", "models": [{"model": str(manifest), "parameters": {"weight": 1}}], "dtype": "bfloat16"}
     weightsmith.merge(recipe, tmp_path / "out")
     assert (tmp_path / "out" / "config.json").exists()
+
+
+def test_a_blob_of_another_size_is_refused(gguf: Path, tmp_path: Path) -> None:
+    manifest = pulled(tmp_path / "models", gguf)
+    whole = json.loads(manifest.read_text())
+    whole["layers"][0]["size"] -= 1
+    manifest.write_text(json.dumps(whole))
+    with pytest.raises(FormatError, match=r"has [\d,]+ bytes, and the manifest says [\d,]+"):
+        open_checkpoint(manifest)
+
+
+def test_what_ollama_adds_to_a_chat_is_named(gguf: Path, tmp_path: Path) -> None:
+    layers = [{"mediaType": MODEL.replace("model", kind), "digest": "sha256:" + "0" * 64} for kind in ("system", "license")]
+    with open_checkpoint(pulled(tmp_path / "models", gguf, *layers)) as opened:
+        assert "layers of the manifest are left to Ollama: 'system'" in [note.what for note in opened.notes]
+
+
+def test_a_model_with_an_adapter_is_named_by_its_blobs(gguf: Path, tmp_path: Path) -> None:
+    rng, name = np.random.default_rng(0), "model.layers.0.mlp.up_proj"
+    with open_checkpoint(gguf) as opened:
+        rows, cols = opened.specs[f"{name}.weight"].shape
+    weightsmith.dequantize(gguf, tmp_path / "plain", progress=False)
+    lora = tmp_path / "lora"
+    lora.mkdir()
+    factors = {"A": rng.standard_normal((4, cols)), "B": rng.standard_normal((rows, 4))}
+    prefix = f"base_model.model.{name}.lora_"
+    save_file(
+        {f"{prefix}{part}.weight": a.astype(np.float32) for part, a in factors.items()}, lora / "adapter_model.safetensors"
+    )
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["up_proj"], "base_model_name_or_path": "x"}
+    (lora / "adapter_config.json").write_text(json.dumps(config))
+    weightsmith.convert_lora(lora, tmp_path / "out", base=tmp_path / "plain", layout="llama.cpp", progress=False)
+    file = tmp_path / "out" / "adapter.gguf"
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    entry = {"mediaType": MODEL.replace("model", "adapter"), "digest": f"sha256:{digest}", "size": file.stat().st_size}
+    manifest = pulled(tmp_path / "models", gguf, entry)
+    shutil.copy(file, tmp_path / "models" / "blobs" / f"sha256-{digest}")
+    with pytest.raises(Unsupported, match="the model has 1 adapter, which Ollama applies while it runs") as refused:
+        open_checkpoint(manifest)
+    (_, named, *_) = shlex.split(refused.value.finding.fix)
+    expected = bake(f"{gguf}+{file}", tmp_path / "expected")
+    assert set(expected) == set(bake(named, tmp_path / "found"))
+    with (
+        open_checkpoint(tmp_path / "expected") as one,
+        open_checkpoint(tmp_path / "found") as other,
+        open_checkpoint(gguf) as base,
+    ):
+        np.testing.assert_array_equal(one[f"{name}.weight"], other[f"{name}.weight"])
+        assert (one[f"{name}.weight"] != base[f"{name}.weight"].astype(one[f"{name}.weight"].dtype)).any()
+
+
+def bake(model: str, out: Path) -> list[str]:
+    recipe = {"merge_method": "passthrough", "models": [{"model": model}]}
+    weightsmith.merge(recipe, out, progress=False, fsync=False)
+    with open_checkpoint(out) as opened:
+        return list(opened)
 
 
 LAYERS: dict[str, tuple[Any, str, type[WeightsmithError]]] = {

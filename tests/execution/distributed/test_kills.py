@@ -1,0 +1,219 @@
+"""kill -9 of any process of a run at any moment: the exit code is right, and the same command resumes to the same bytes.
+
+`WEIGHTSMITH_KILLS=30` sets how many moments are tried of each kind of run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import weightsmith
+from tests.execution.distributed.test_ray import TIES
+from tests.execution.test_run import files
+
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.sweep, pytest.mark.timeout(7200)]
+
+MOMENTS = int(os.environ.get("WEIGHTSMITH_KILLS", "6"))
+OPTIONS = ["--threads", "2", "--max-shard-size", "500KB", "--no-check-loading"]
+SLOW = """
+import sys
+if any("default_worker" in word or "weightsmith" in word for word in sys.orig_argv):
+    import time
+    from weightsmith._engine import local
+    from weightsmith._execution import cluster
+    cluster.PART_BYTES = 1 << 20
+    plain = local.Run._do
+    def slow(self, *arguments):
+        time.sleep(0.15)
+        return plain(self, *arguments)
+    local.Run._do = slow
+"""
+"""What makes each tile of each process slow."""
+GONE_SECONDS = 30.0
+"""After these, no process of a run is there."""
+
+
+@pytest.fixture
+def here(linked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The models, a recipe, and what one process makes of it."""
+    monkeypatch.chdir(tmp_path)
+    Path("ties.yml").write_text(TIES.replace("scope: model", "density: 0.3"))
+    Path("slow").mkdir()
+    Path("slow/sitecustomize.py").write_text(SLOW)
+    assert started("merge", "ties.yml", "whole", *OPTIONS, slow=False).wait(120) == 0
+    with Path("plan.json").open("w") as plan:
+        subprocess.run(command("plan", "ties.yml", *OPTIONS, "--json"), stdout=plan, env=environment(slow=False), check=True)
+    return tmp_path
+
+
+def environment(*, slow: bool) -> dict[str, str]:
+    paths = [*(["slow"] if slow else []), str(Path(weightsmith.__file__).parents[1])]
+    paths = [str(Path(path).absolute()) for path in paths]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "RAY_raylet_start_wait_time_s": "60"}
+
+
+def command(*words: str) -> list[str]:
+    return [sys.executable, "-m", "weightsmith", *words]
+
+
+def started(*words: str, slow: bool = True) -> subprocess.Popen[bytes]:
+    """A command, whose output goes to files: nobody reads a pipe until all that hold it have ended."""
+    with Path("out.txt").open("wb") as out, Path("errors.txt").open("wb") as errors:
+        return subprocess.Popen(command(*words), env=environment(slow=slow), stdout=out, stderr=errors)
+
+
+def below(process: int) -> dict[int, str]:
+    """A process and those that it has started, and they: their commands."""
+    parents, words = dict[int, int](), dict[int, str]()
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, ValueError):
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            if fields[0] != "Z":
+                parents[int(folder.name)] = int(fields[1])
+                words[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:300]
+    tree = {process}
+    while more := {pid for pid, parent in parents.items() if parent in tree} - tree:
+        tree |= more
+    return {pid: words[pid] for pid in sorted(tree) if pid in words}
+
+
+@dataclass(frozen=True)
+class Kill:
+    """What was killed, when, and how the command ended."""
+
+    seconds: float
+    victim: str
+    status: int
+    errors: str
+
+    def __str__(self) -> str:
+        return f"{self.seconds:.1f} s {self.victim}: {self.status}"
+
+
+def kill_one(words: list[str], moment: random.Random, most_seconds: float) -> Kill | None:
+    """Run a command, and kill one of its processes; None if it has ended before. All its processes end."""
+    ran = started(*words)
+    seconds = moment.uniform(0, most_seconds)
+    until, tree = time.monotonic() + seconds, dict[int, str]()
+    while time.monotonic() < until and ran.poll() is None:
+        tree |= below(ran.pid)
+        time.sleep(0.05)
+    alive = below(ran.pid)
+    if ran.poll() is not None or not alive:
+        assert ran.wait() == 0, Path("errors.txt").read_text()
+        return None
+    victim = moment.choice(sorted(alive))
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(victim, signal.SIGKILL)
+    until = time.monotonic() + 300
+    while ran.poll() is None:
+        assert time.monotonic() < until, f"the command does not end after {alive[victim]}"
+        tree |= below(ran.pid)
+        time.sleep(0.05)
+    until = time.monotonic() + GONE_SECONDS
+    while left := [pid for pid, text in tree.items() if pid != ran.pid and is_there(pid, text)]:
+        assert time.monotonic() < until, [tree[pid] for pid in left]
+        time.sleep(0.1)
+    what = "the command" if victim == ran.pid else alive[victim]
+    return Kill(seconds, what, ran.returncode, Path("errors.txt").read_text(errors="replace"))
+
+
+def is_there(pid: int, words: str) -> bool:
+    with contextlib.suppress(OSError):
+        folder = Path(f"/proc/{pid}")
+        state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
+        return state != "Z" and (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:300] == words
+    return False
+
+
+def check(kill: Kill, *, alone: bool = False) -> None:
+    """The exit code and the message. alone: the command is one process."""
+    if kill.victim == "the command":
+        assert kill.status == -signal.SIGKILL, (str(kill), kill.errors)
+        return
+    assert not alone
+    assert kill.status in (0, 5), (str(kill), kill.errors)
+    assert "Traceback" not in kill.errors, (str(kill), kill.errors)
+    if kill.status:
+        assert "error[worker-lost]" in kill.errors, (str(kill), kill.errors)
+        assert " run " in kill.errors
+
+
+def resumed(*words: str) -> None:
+    """The same command ends well, with the bytes of one process."""
+    ran = started(*words, slow=False)
+    assert ran.wait(300) == 0, Path("errors.txt").read_text()
+    made, whole = files(Path("out")), files(Path("whole"))
+    assert {name for name in made if made[name] != whole.get(name)} <= {"README.md"}
+    assert made.keys() == whole.keys()
+
+
+def duration(words: list[str]) -> float:
+    """Seconds of a run that nobody disturbs; its output is removed."""
+    began = time.monotonic()
+    ran = started(*words)
+    assert ran.wait(300) == 0, Path("errors.txt").read_text()
+    subprocess.run(["rm", "-rf", "out"], check=True)
+    return time.monotonic() - began
+
+
+def moments(kind: str, here: Path) -> Iterator[random.Random]:
+    """The random numbers of each moment. Before it, there is no output."""
+    for i in range(MOMENTS):
+        for path in [*here.glob("out"), *here.glob(".out*")]:
+            subprocess.run(["rm", "-rf", str(path)], check=True)
+        yield random.Random(f"{kind} {i}")
+
+
+def test_any_of_several_processes(here: Path) -> None:
+    words = ["merge", "ties.yml", "out", *OPTIONS, "--processes", "2"]
+    seconds = duration(words)
+    for moment in moments("processes", here):
+        if kill := kill_one(words, moment, seconds):
+            print(kill, flush=True)
+            check(kill)
+            if not kill.status:
+                assert files(here / "out").keys() == files(here / "whole").keys()
+                continue
+        resumed(*words, *(["--overwrite"] if (here / "out").exists() else []))
+
+
+def test_a_part_and_the_last_run(here: Path) -> None:
+    words = ["run", "plan.json", "out", "--threads", "1"]
+    seconds = duration(words)
+    for moment in moments("parts", here):
+        other = started(*words, "--part", "2/2", slow=False)
+        assert other.wait(300) == 0, Path("errors.txt").read_text()
+        part = moment.random() < 0.7
+        if kill := kill_one([*words, "--part", "1/2"] if part else words, moment, seconds * (0.6 if part else 1)):
+            print(kill, "part" if part else "all", flush=True)
+            check(kill, alone=True)
+            assert not (here / "out").exists()
+        if not (here / "out").exists():
+            resumed(*words)
+
+
+def test_any_process_of_a_ray_cluster(here: Path) -> None:
+    pytest.importorskip("ray", reason="needs ray")
+    words = ["merge", "ties.yml", "out", *OPTIONS[2:], "--threads", "1", "--ray", "local"]
+    seconds = duration(words)
+    for moment in moments("ray", here):
+        if kill := kill_one(words, moment, seconds):
+            print(kill, flush=True)
+            check(kill)
+            if not kill.status:
+                assert files(here / "out").keys() == files(here / "whole").keys()
+                continue
+        if not (here / "out").exists():
+            resumed(*words[:-2])
