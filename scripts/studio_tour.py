@@ -176,7 +176,7 @@ class Film:
         images = [Image.open(io.BytesIO(data)).convert("RGB") for data, _ in self.frames]
         shown = [milliseconds for _, milliseconds in self.frames]
         options: dict[str, Any] = {"save_all": True, "append_images": images[1:], "duration": shown, "loop": 0}
-        images[0].save(path, quality=70, method=4, minimize_size=True, **options)
+        images[0].save(path, quality=85, method=4, minimize_size=True, **options)
         print(f"{path.relative_to(ROOT)}: {sum(shown) / 1000:.1f} s, {len(images)} frames, {path.stat().st_size:,} bytes")
 
 
@@ -196,12 +196,12 @@ def film(page: Any, path: Path) -> None:
     middle = box["y"] + box["height"] / 2
     one.move(box["x"] + box["width"] * float(slider.evaluate("e => (e.value - e.min) / (e.max - e.min)")), middle)
     for _ in range(8):
-        slider.press("ArrowLeft")
-        slider.press("ArrowLeft")
+        for _ in range(6):
+            slider.press("ArrowLeft")
         page.wait_for_timeout(60)
         one.move(box["x"] + box["width"] * float(slider.evaluate("e => (e.value - e.min) / (e.max - e.min)")), middle, 1)
     steps.previewed()
-    one.hold(1800)
+    one.hold(2500)
     one.to("#name")
     page.fill("#name", "")
     for letter in "fr-py":
@@ -219,7 +219,7 @@ def film(page: Any, path: Path) -> None:
         page.wait_for_timeout(50)
     page.frame_locator("#frame iframe").locator("h1").wait_for()
     page.wait_for_timeout(800)
-    one.hold(3500)
+    one.hold(4000)
     one.write(path)
 
 

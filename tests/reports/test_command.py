@@ -61,7 +61,7 @@ FAILURES: dict[str, tuple[Command, str, str]] = {
     "no file": (command("print('done')", "{model} {output}", metric="x"), "the command wrote no .json file", "done"),
     "files that differ": (
         command(WRITES.replace("VALUES", "[('a.json', {'x': 7}), ('b.json', {'x': 8})]"), "{model} {output}", metric="x"),
-        "2 files have x, and not the same",
+        "2 files have different values of x",
         "one file",
     ),
     "a file that is no JSON": (

@@ -27,7 +27,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import IO, TYPE_CHECKING, Any
 
-from weightsmith._base.errors import ParameterError, WorkerLost, first_line
+from weightsmith._base.errors import NOTHING_WRITTEN, ParameterError, WorkerLost, first_line
 from weightsmith._base.installation import install
 from weightsmith._base.options import named
 from weightsmith._base.redaction import know
@@ -71,7 +71,7 @@ class RayWorkers:
     @classmethod
     @contextmanager
     def connect(cls, options: RunOptions) -> Iterator[RayWorkers]:
-        """Join the cluster that `options.ray` names, or start one. Raises ParameterError."""
+        """Join the cluster that `options.ray` names, or start one. Raises ParameterError; WorkerLost if it does not start."""
         address = options.ray or AUTO
         _check_address(address)
         try:
@@ -88,6 +88,9 @@ class RayWorkers:
                 try:
                     _join(ray, address, stack)
                 except Exception as error:  # what Ray raises depends on where it fails
+                    if address == LOCAL:  # the recipe and the options are right
+                        what, fix = f"Ray does not start here: {first_line(error)}", "run again, or leave out --ray"
+                        raise WorkerLost(what, where=named("ray"), fix=fix, state=NOTHING_WRITTEN) from error
                     fix = "start a cluster with: ray start --head; or let this command start one with --ray local"
                     what = f"no cluster at {address}: {first_line(error)}"
                     raise ParameterError(what, where=named("ray"), fix=fix) from error
@@ -302,7 +305,7 @@ def serve(fd: int) -> None:
                 pipe.send((number, None, os.environ.get("RAY_AUTH_TOKEN", "")))
                 while True:
                     _answer_one(pipe, workers)
-        except ParameterError as error:
+        except (ParameterError, WorkerLost) as error:
             pipe.send((number, portable(error), None))
 
 

@@ -30,7 +30,7 @@ Epsilon = Annotated[
     "The smallest element of a row is kept with probability density - epsilon, the largest with density + epsilon.",
     Bounds(0.0, 0.5),
 ]
-Group = Annotated[PerModel[int], "Number of neighbours in a row of which the share `density` is kept.", Bounds(1)]
+Group = Annotated[PerModel[int], "Number of neighbouring elements in a group; the share `density` of each is kept.", Bounds(1)]
 Scope = Annotated[
     axes.Scope,
     "Range within which magnitudes are ranked: the `tensor` (as in mergekit), each `row`, or the whole `model`. `model` takes "

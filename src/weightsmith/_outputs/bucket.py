@@ -382,7 +382,7 @@ class BucketTarget(Target):
         if others := [name for name, mark in self._marks(unknown).items() if _token(mark) != self._token]:
             what, fix = "another program has written there meanwhile", "remove these objects, and run again"
             error = occupied(what, self, fix, holds=sorted(others))
-            error.state = f"Everything is finished, and not published to {self}"
+            error.state = f"Everything is finished, but not published to {self}"
             raise error
 
     def publish(self, content: Path, files: Mapping[str, Any], *, fsync: bool) -> None:

@@ -112,7 +112,7 @@ def open_own(path: Path, flags: int, *, keep: bool = False) -> int:
     except FileNotFoundError:
         mode = stat.S_IFREG
     if not stat.S_ISREG(mode) and not stat.S_ISLNK(mode) and not stat.S_ISDIR(mode):
-        raise StoreError("neither a file nor a folder, and not opened", where=str(path), fix="remove it")
+        raise StoreError("neither a file nor a folder, so it was not opened", where=str(path), fix="remove it")
     fd = os.open(path, flags, 0o666)
     if os.fstat(fd).st_nlink == 1:
         return fd
@@ -135,7 +135,7 @@ def read_own(path: Path, max_bytes: int) -> bytes | None:
     try:
         mode = path.lstat().st_mode
         if not stat.S_ISREG(mode) and not stat.S_ISLNK(mode):
-            raise StoreError("not a file, and not opened", where=str(path), fix="remove it", state=NOTHING_WRITTEN)
+            raise StoreError("not a file, so it was not opened", where=str(path), fix="remove it", state=NOTHING_WRITTEN)
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         return None

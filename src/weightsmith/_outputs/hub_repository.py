@@ -392,7 +392,7 @@ def moved(address: HubAddress, parent: str, head: str | None, *, committed: bool
         details = (f"its commit  {parent}", f"now         {head or 'deleted'}")
         fix = "look at what was committed there; to commit this model again, run with --overwrite (overwrite=True)"
         return BranchMoved(what, where=str(address), details=details, fix=fix, state="This run has committed nothing.")
-    what = "the branch was changed after this run began, and nothing was committed"
+    what = "the branch was changed after this run began, so nothing was committed"
     fix = "look at what was committed there; the same command then continues from it, without computing or uploading again"
     return BranchMoved(what, where=str(address), details=(f"began with  {parent}", f"now         {head or 'deleted'}"), fix=fix)
 

@@ -74,7 +74,7 @@ class Command:
             raise option_error(name, f"the command does not name the model: {text!r}", f"write {MODEL} in place of its folder")
         if OUTPUT in text and not command.metric:
             fix = "name it with --metric (metric), such as results/mine/acc"
-            raise option_error(name, f"{OUTPUT} is for JSON files, and nothing says where in them the number is", fix)
+            raise option_error(name, f"{OUTPUT} is for JSON files, but nothing says where in them the number is", fix)
         command._words({})
         return command
 
@@ -175,7 +175,7 @@ class Command:
                 raise self._failed(f"{path.name}, which the command wrote, {error}", lines, "check the command") from error
         having = [value for value in values if isinstance(_at(value, self._keys), int | float)]
         if len({_at(value, self._keys) for value in having}) > 1:
-            raise self._failed(f"{len(having)} files have {self._path}, and not the same", lines, "write one file")
+            raise self._failed(f"{len(having)} files have different values of {self._path}", lines, "write one file")
         return self._in_json((having or values)[0], lines, files[0].name)
 
     def _in_json(self, value: object, lines: Sequence[str], where: str) -> float:

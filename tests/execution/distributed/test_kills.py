@@ -22,7 +22,7 @@ import weightsmith
 from tests.execution.distributed.test_ray import TIES
 from tests.execution.test_run import files
 
-pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.sweep]
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.sweep, pytest.mark.timeout(7200)]
 
 MOMENTS = int(os.environ.get("WEIGHTSMITH_KILLS", "6"))
 OPTIONS = ["--threads", "2", "--max-shard-size", "500KB", "--no-check-loading"]
@@ -60,7 +60,7 @@ def here(linked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def environment(*, slow: bool) -> dict[str, str]:
     paths = [*(["slow"] if slow else []), str(Path(weightsmith.__file__).parents[1])]
     paths = [str(Path(path).absolute()) for path in paths]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "RAY_raylet_start_wait_time_s": "120"}
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "RAY_raylet_start_wait_time_s": "60"}
 
 
 def command(*words: str) -> list[str]:
@@ -181,7 +181,7 @@ def test_any_of_several_processes(here: Path) -> None:
     seconds = duration(words)
     for moment in moments("processes", here):
         if kill := kill_one(words, moment, seconds):
-            print(kill)
+            print(kill, flush=True)
             check(kill)
             if not kill.status:
                 assert files(here / "out").keys() == files(here / "whole").keys()
@@ -197,7 +197,7 @@ def test_a_part_and_the_last_run(here: Path) -> None:
         assert other.wait(300) == 0, Path("errors.txt").read_text()
         part = moment.random() < 0.7
         if kill := kill_one([*words, "--part", "1/2"] if part else words, moment, seconds * (0.6 if part else 1)):
-            print(kill, "part" if part else "all")
+            print(kill, "part" if part else "all", flush=True)
             check(kill, alone=True)
             assert not (here / "out").exists()
         if not (here / "out").exists():
@@ -210,7 +210,7 @@ def test_any_process_of_a_ray_cluster(here: Path) -> None:
     seconds = duration(words)
     for moment in moments("ray", here):
         if kill := kill_one(words, moment, seconds):
-            print(kill)
+            print(kill, flush=True)
             check(kill)
             if not kill.status:
                 assert files(here / "out").keys() == files(here / "whole").keys()

@@ -20,9 +20,11 @@ from tests.bucket_help import Server
 from tests.execution.test_run import files
 from tests.output_help import tree
 from tests.outputs.bucket.conftest import front, moto, new_server, ports, spool
-from weightsmith._base.errors import NonFinite, ParameterError
+from weightsmith._app.cli.failures import Exit, exit_code
+from weightsmith._base.errors import NonFinite, ParameterError, WeightsmithError, WorkerLost
 from weightsmith._base.installation import install
 from weightsmith._execution import on_ray
+from weightsmith._execution.options import RunOptions
 from weightsmith._outputs.area import staging_folder
 from weightsmith._outputs.locks import is_held
 
@@ -201,6 +203,21 @@ def test_without_ray_the_option_says_what_to_install(here: Path, monkeypatch: py
         weightsmith.merge("ties.yml", "out", ray="auto")
     assert install("ray") in str(caught.value)
     assert not staging_folder(here / "out").exists()
+
+
+@pytest.mark.parametrize(("address", "error"), [("local", WorkerLost), ("host:1", ParameterError)])
+def test_a_cluster_that_does_not_start_is_no_mistake_of_the_recipe(
+    monkeypatch: pytest.MonkeyPatch, address: str, error: type[WeightsmithError]
+) -> None:
+    pytest.importorskip("ray", reason="needs ray")
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("The current node timed out during startup.")
+
+    monkeypatch.setattr(on_ray, "_join", fail)
+    with pytest.raises(error, match="timed out during startup") as raised, on_ray.RayWorkers.connect(RunOptions(ray=address)):
+        pass
+    assert exit_code(raised.value) == (Exit.INPUT_FAILED if error is WorkerLost else Exit.PROBLEMS)
 
 
 def test_a_client_s_address_is_refused(here: Path) -> None:

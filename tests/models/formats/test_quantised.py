@@ -226,6 +226,11 @@ REFUSED: dict[str, tuple[Case, type[WeightsmithError], str]] = {
         f"{kind}: rotated": (changed(case, rotation="hadamard"), Unsupported, "rotation 'hadamard' are not read: inputs")
         for kind, case in (("gptq", GPTQ), ("awq", AWQ))
     },
+    "gptq: two formats": (
+        changed(GPTQ, format="gptq_v2"),
+        Unsupported,
+        "checkpoint_format 'gptq' and format 'gptq_v2' in config.json contradict each other",
+    ),
     "mlx: no group": (changed(MLX, group_size=0), FormatError, "group_size in config.json is 0"),
     "mlx: one group": (changed(MLX, group_size=-1), FormatError, "which 4 bits in groups of -1 do not fill"),
     "mlx: odd group": (changed(MLX, group_size=48), FormatError, "which 4 bits in groups of 48 do not fill"),
@@ -497,6 +502,13 @@ def test_modelopt_may_store_each_weight_in_another_way(tmp_path: Path) -> None:
         assert sorted(checkpoint.specs) == [f"m{k}.weight" for k in range(len(algorithms))]
         for name, plain in case.plain.items():
             np.testing.assert_array_equal(checkpoint.read(name), plain)
+
+
+def test_a_format_of_gptq_is_read_where_it_is_stated(tmp_path: Path) -> None:
+    case = gptq((64, 96), version="gptq_v2")
+    for name, entry in (("a", {"checkpoint_format": None, "format": "gptq_v2"}), ("b", {"format": "gptq_v2"})):
+        with opened(tmp_path / name, changed(case, **entry)) as checkpoint:
+            np.testing.assert_array_equal(checkpoint.read("q_proj.weight"), case.plain["q_proj.weight"])
 
 
 @pytest.mark.parametrize("alone", [True, False], ids=["alone", "with other weights"])

@@ -58,6 +58,8 @@ def test_scales_of_any_float_count(dtype: str) -> None:
         {f"{X}.W_q": ("U8", (8, 8)), f"{X}.scale": ("BF16", (8, 1)), f"{X}.zero": ("BF16", (8, 1))},
         {f"{X}.codes": ("I16", (8, 8, 1)), f"{X}.codebooks": ("F16", (1, 256, 1, 8)), f"{X}.scales": ("F16", (8, 1, 1, 1))},
         {f"{X}.data": ("I32", (8, 8)), f"{X}.absmax": ("F32", (8,))},
+        {f"{X}.B": ("I32", (4, 128)), f"{X}.s_channel": ("F32", (1, 64))},  # QQQ
+        {"block.0.mlp.mlp1_weight.blocks": ("U8", (2, 64, 2, 16)), "block.0.mlp.mlp1_weight.scales": ("U8", (2, 64, 2))},
         {f"{X}.weight._data": ("F8_E4M3", (8, 8)), f"{X}.weight._scale": ("BF16", (8, 1))},  # Quanto
         {f"{X}.dense_weights": ("I64", (64,)), f"{X}.row_offsets": ("I32", (65,)), f"{X}.col_vals": ("I32", (30,))},  # SpQR
         {f"{X}.indices": ("I32", (1, 8, 8)), f"{X}.centroids.weight": ("BF16", (1, 2048)), f"{X}.perm": ("I16", (64,))},  # VPTQ

@@ -475,6 +475,67 @@ def test_settings_of_parts_that_differ_are_warned_of(tmp_path: Path) -> None:
     assert not any("prediction_type" in text for text in warnings(plan(recipe))), "the UNet is of the scheduler's model"
 
 
+def taking(a: str, **parts: str) -> dict[str, Any]:
+    """A recipe that copies parts from other models, and the UNet from the first."""
+    entries = {
+        part: {"models": [{"model": model, "parameters": {"weight": 1}}]} for part, model in {"unet": a, **parts}.items()
+    }
+    return {"merge_method": "linear", "modules": entries}
+
+
+def test_parts_without_weights_are_taken_from_the_model_that_the_recipe_names(tmp_path: Path) -> None:
+    a, b = pair(tmp_path)
+    (Path(b) / "tokenizer/special_tokens_map.json").write_text("{}")
+    (Path(a) / "tokenizer/added_tokens.json").write_text("{}")
+    kinds = {"scheduler": ["diffusers", "EulerDiscreteScheduler"], "tokenizer": ["transformers", "CLIPTokenizerFast"]}
+    (Path(b) / "model_index.json").write_text(json.dumps({**INDEX, **kinds}))
+    out = weightsmith.merge(taking(a, scheduler=b, tokenizer=b), tmp_path / "out", fsync=False).out
+    for name in ("scheduler/scheduler_config.json", "tokenizer/vocab.json", "tokenizer/special_tokens_map.json"):
+        assert (out / name).read_bytes() == (Path(b) / name).read_bytes(), name
+    assert not (out / "tokenizer/added_tokens.json").exists()
+    assert json.loads((out / "model_index.json").read_text()) == {**INDEX, **kinds}
+    first, merged = tensors_of(a), tensors_of(out)
+    assert {name: x.tobytes() for name, x in merged.items()} == {name: x.tobytes() for name, x in first.items()}
+    same = weightsmith.merge(taking(a, scheduler=a), tmp_path / "same", fsync=False).out
+    assert (same / "model_index.json").read_bytes() == (Path(a) / "model_index.json").read_bytes()
+
+
+def test_a_part_that_the_first_model_lacks_is_taken_by_its_name(tmp_path: Path) -> None:
+    """With weights, config.json, and its line in model_index.json."""
+    a, b = pair(tmp_path)
+    (Path(a) / "model_index.json").write_text(json.dumps({**INDEX, "safety_checker": [None, None]}))
+    shutil.copytree(Path(b) / "text_encoder", Path(b) / "safety_checker")
+    (Path(b) / "safety_checker/preprocessor_config.json").write_text("{}")
+    checker = ["stable_diffusion", "StableDiffusionSafetyChecker"]
+    (Path(b) / "model_index.json").write_text(json.dumps({**INDEX, "safety_checker": checker}))
+    recipe = taking(a, safety_checker=b)
+    p = plan(recipe)
+    assert not any("left out with its weights" in text or ("copied from" in text and "safety" in text) for text in warnings(p))
+    again = plan_from_json(json.loads(json.dumps(p.to_json())))
+    assert again.layout == p.layout
+    out = weightsmith.merge(recipe, tmp_path / "out", max_shard_bytes=100, fsync=False).out
+    second, merged = tensors_of(b), tensors_of(out)
+    names = {name for name in second if name.startswith("safety_checker/")}
+    assert names == {name for name in merged if name.startswith("safety_checker/")}
+    assert all(merged[name].tobytes() == second[name].tobytes() for name in names)
+    assert json.loads((out / "model_index.json").read_text())["safety_checker"] == checker
+    configs = [json.loads((folder / "safety_checker/config.json").read_text()) for folder in (out, Path(b))]
+    assert configs[0] == configs[1]
+    assert (out / "safety_checker/preprocessor_config.json").is_file()
+    weightsmith.verify(out)
+
+
+def test_a_part_without_weights_is_of_one_model_that_has_it(tmp_path: Path) -> None:
+    a, b = pair(tmp_path)
+    recipe = taking(a, scheduler=b)
+    recipe["modules"]["scheduler"]["models"] *= 2
+    assert any("it is taken from one model as it is" in str(problem) for problem in plan_help.problems(recipe))
+    (Path(b) / "scheduler/scheduler_config.json").unlink()
+    problems = [str(problem) for problem in plan_help.problems(taking(a, scheduler=b))]
+    assert any("has no part 'scheduler'" in problem and a in problem for problem in problems)
+    assert any("no module 'schedule'" in str(problem) for problem in plan_help.problems(taking(a, schedule=b)))
+
+
 def test_inspect_names_the_pipeline(tmp_path: Path) -> None:
     a, _ = pair(tmp_path)
     assert weightsmith.inspect(a).architecture == "StableDiffusionPipeline"

@@ -274,7 +274,7 @@ def ranked(rank: int) -> Callable[[int, int], np.ndarray]:
 
 
 WORDS: dict[str, tuple[int, Change, str]] = {
-    "unrelated, 16 x 16": (16, every(lambda x: other(*x.shape), dims=BOTH), f"{FULL}, as between models of which neither"),
+    "unrelated, 16 x 16": (16, every(lambda x: other(*x.shape), dims=BOTH), f"{FULL}, as between models that were not made"),
     "trained, 16 x 16": (16, every(added(other), dims=BOTH), f"{FULL}, as full fine-tuning"),
     "trained, 200 x 200": (200, every(added(other), dims=BOTH), f"{FULL}, or of a rank above 64, as full"),
     "white noise, 200 x 200": (200, every(added(other)), "White noise, as rounding makes it: about 1% in all linear layers"),

@@ -141,7 +141,7 @@ def _run_real(target: Path) -> None:
         packages = " ".join(name.replace("_", "-") for name in missing)
         fix = f"run make demo in {script.parents[1]}, which installs all; or {install_package(packages)}"
         raise Unsupported(f"the real demo needs {', '.join(missing)}", fix=fix)
-    say(f"Running {printable(str(script))}: about 5 minutes of processor time and 2.4 GB in {printable(str(target))}.")
+    say(f"Running {printable(str(script))}: about 5 minutes of CPU time and 2.4 GB in {printable(str(target))}.")
     sys.stdout.flush()
     ended = subprocess.run([sys.executable, script, "--work", target], check=False)
     if ended.returncode:

@@ -163,7 +163,7 @@ def verify(
                 progress=lambda done, total: shown.show(Reading("verifying", done, total, done)),
             )
         if report.extra and not quiet:
-            note(f"not part of this checkpoint, and not checked: {printable(', '.join(report.extra))}")
+            note(f"not part of this checkpoint, so not checked: {printable(', '.join(report.extra))}")
         if as_json:
             facts = {
                 "folder": str(report.folder),

@@ -12,12 +12,12 @@ export const make = (tag, attributes = {}, ...inside) => {
 };
 export const icon = name => make("svg", { class: "i", "aria-hidden": "true" }, make("use", { href: `#i-${name}` }));
 export const button = (name, words, attributes) => make("button", { type: "button", ...attributes }, icon(name), words ? ` ${words}` : "");
-const END = 18;  // characters at the end of a name that are always shown
-// A model's name, cut in the middle where there is no room.
+const END = 12;  // characters at the end of a name that are always shown
+// A model's name. Where there is no room, its folder is cut first, then its middle.
 export const named = text => {
-  const cut = Math.max(text.lastIndexOf("/") + 1, text.length - END), tail = text.slice(cut) || text;
-  const head = text.slice(0, text.length - tail.length);
-  return make("span", { class: "ws-mid", title: text }, make("span", { class: head.endsWith("/") ? "ws-dir" : null }, head), make("span", {}, tail));
+  const folder = text.lastIndexOf("/", text.length - 2) + 1, end = Math.max(folder, text.length - END);
+  return make("span", { class: "ws-mid", title: text }, make("span", { class: "ws-dir" }, text.slice(0, folder)),
+    make("span", {}, text.slice(folder, end)), make("span", {}, text.slice(end)));
 };
 // What is known of a model.
 export const facts = words => make("p", { class: "ws-facts" }, ...words.filter(Boolean).flatMap(each => [make("span", {}, each), " "]));

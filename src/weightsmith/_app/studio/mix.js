@@ -163,7 +163,7 @@ export class Mix {
       const picture = make("svg", { viewBox: "0 0 48 32", class: "ws-picture", "aria-hidden": "true" }, make("path", { d: PICTURES[family] }));
       return make("section", {}, make("h3", {}, picture, title), ...own.map(each => {
         const more = make("div", {});
-        const details = make("details", { ontoggle: () => { if (details.open) more.innerHTML = each.html; } }, make("summary", {}, "when, and how"), more);
+        const details = make("details", { ontoggle: () => { if (details.open) more.innerHTML = each.html; } }, make("summary", {}, "details"), more);
         return make("div", { class: "ws-method" }, make("button", { type: "button", "aria-pressed": String(each.name === this.draft.method), onclick: () => {
           this.link.edit({ kind: "method", name: each.name });
           $("methods").close();

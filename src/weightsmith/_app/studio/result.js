@@ -152,7 +152,7 @@ export class Result {
       const numbers = Object.entries(run.numbers).filter(([name]) => name !== "bytes").slice(0, 4).map(([name, value]) => `${name} ${value}`).join(" · ");
       const tick = make("input", { type: "checkbox", "aria-label": `run ${run.id}: choose to compare`, onchange: () => this.tick(run.id, tick.checked) });
       tick.checked = this.ticked.includes(run.id);
-      const time = new Date(run.when * 1000).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" });
+      const time = new Date(run.when * 1000).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", hourCycle: "h23" });
       return make("li", { "data-run": run.id, "data-kind": run.kind }, make("div", { class: "row" }, tick, make("b", {}, `${run.id} · ${NAMES[run.kind] ?? run.kind} · `, named(run.title)), make("span", { class: "ws-soft" }, `${time}, ${run.seconds < 1 ? short(run.seconds) : Math.round(run.seconds)} s`)),
         make("p", { class: "ws-soft" }, numbers), make("div", { class: "row" },
           button("undo", "Load", { "aria-label": `run ${run.id}: load its recipe`, onclick: () => this.link.edit({ kind: "text", base: this.link.text, text: run.recipe }) }),

@@ -96,14 +96,16 @@ def error(problem: Exception) -> str:
 
 
 def named(text: str) -> str:
-    """The name of a model, which is cut in the middle where there is no room: its end says most."""
-    cut = max(text.rfind("/") + 1, len(text) - _END)
-    tail = text[cut:] or text
-    head = text[: len(text) - len(tail)]
-    return f"<span class='ws-mid' title='{safe(text)}'><span>{safe(head)}</span><span>{safe(tail)}</span></span>"
+    """The name of a model. Where there is no room, its folder is cut first, then its middle: its end says most."""
+    folder = text.rstrip("/").rfind("/") + 1
+    end = max(folder, len(text) - _END)
+    parts = (
+        f"<span class='ws-dir'>{safe(text[:folder])}</span><span>{safe(text[folder:end])}</span><span>{safe(text[end:])}</span>"
+    )
+    return f"<span class='ws-mid' title='{safe(text)}'>{parts}</span>"
 
 
-_END = 18
+_END = 12
 """Characters at the end of a name that are always shown."""
 
 
@@ -381,12 +383,23 @@ def verdict(report: Report) -> str:
 def two_runs(first: StudioRun, second: StudioRun) -> str:
     """Two runs: their numbers side by side, and what was changed in the recipe."""
     names = [*dict.fromkeys([*first.numbers, *second.numbers])]
-    pairs = ((name, [safe(run.numbers.get(name, "")) for run in (first, second)]) for name in names)
-    rows = "".join(f"<tr><th scope=row>{safe(name)}</th><td>{a}</td><td>{b}</td></tr>" for name, (a, b) in pairs)
+    pairs = (_size_of(name, [run.numbers.get(name, "") for run in (first, second)]) for name in names)
+    rows = "".join(f"<tr><th scope=row>{safe(name)}</th><td>{safe(a)}</td><td>{safe(b)}</td></tr>" for name, (a, b) in pairs)
     clocks = ((run, time.strftime("%H:%M", time.localtime(run.when))) for run in (first, second))
     heads = "".join(f"<th>{run.id} · {safe(run.kind)} · {safe(run.title)} · {clock}</th>" for run, clock in clocks)
     table = f"<table class='ws-two'><thead><tr><td></td>{heads}</tr></thead><tbody>{rows}</tbody></table>"
     return f"<div class='ws-scroll'>{table}</div>{recipe_diff(first.recipe, second.recipe)}"
+
+
+def _size_of(name: str, numbers: Sequence[str]) -> tuple[str, list[str]]:
+    """Numbers of runs, bytes in their unit.
+
+    >>> _size_of("bytes", ["2281472", ""]), _size_of("values", ["1, 2", "3"])
+    (('size', ['2.28 MB', '']), ('values', ['1, 2', '3']))
+    """
+    if name != "bytes":
+        return name, [*numbers]
+    return "size", [size(int(number)) if number.isdecimal() else number for number in numbers]
 
 
 def recipe_diff(old: str, new: str) -> str:

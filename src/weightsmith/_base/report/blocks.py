@@ -32,7 +32,7 @@ class Mark(Enum):
     NAN = "NaN", "NaN", "contains NaN", "nan"
     INFINITE = "inf", "∞", "contains infinities", "inf"
     BOTH = "NaN+inf", "N∞", "contains NaN and infinities", "nan-inf"
-    NEW = "new", "new", "zero before, and not after", "new"
+    NEW = "new", "new", "zero before, nonzero after", "new"
     UNDEFINED = "?", "?", "undefined", "undefined"
 
     def __init__(self, word: str, symbol: str, meaning: str, key: str) -> None:

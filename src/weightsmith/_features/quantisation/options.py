@@ -63,7 +63,7 @@ class QuantizeSettings:
         None,
         "--calibration-dtype DTYPE",
         "Dtype of matrix products during calibration",
-        details="`bfloat16` is [faster](calibration.md#faster-forward-passes) on processors that multiply it.",
+        details="`bfloat16` is [faster](calibration.md#faster-forward-passes) on CPUs with bfloat16 instructions.",
         unset="float32",
         choices=("float32", "bfloat16"),
         brief=(),

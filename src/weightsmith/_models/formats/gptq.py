@@ -114,8 +114,12 @@ def weights(model: QuantisedModel) -> list[GptqWeight]:
         raise model.unsupported("GPTQ weights in Marlin's layout (is_marlin_format) are not read")
     refuse_rotation(model)
     model.setting("pack_dtype", "int32", ("int32",))
-    key = "checkpoint_format" if "checkpoint_format" in entry else "format"
-    version = model.setting(key, "gptq", ("gptq", "gptq_v2"))
+    stated = [key for key in ("checkpoint_format", "format") if entry.get(key) is not None]
+    version, *others = [model.setting(key, "gptq", ("gptq", "gptq_v2")) for key in stated or ["format"]]
+    if others not in ([], [version]):
+        raise model.unsupported(
+            f"checkpoint_format {show(version)} and format {show(others[0])} in config.json contradict each other"
+        )
     return packed_weights(model, 1 if version == "gptq" else 0, _BITS, mixed=bool(entry.get("dynamic")))
 
 

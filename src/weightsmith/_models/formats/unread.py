@@ -36,6 +36,9 @@ _PROGRAMS = {
 }
 """Ends of names of tensors that only one program has."""
 
+_CODES = ("w_q", "b", "blocks")
+"""Last components of names of codes: HQQ's, Marlin's and QQQ's, and those of gpt-oss's own files."""
+
 _PARTS = frozenset("absmax centroids codebooks codes g_idx indices qidxs qweight qzeros scales w_q zeros".split())
 """Last components of names of tensors that plain models have not, whatever their dtype."""
 
@@ -91,7 +94,7 @@ def _is_integer_weight(spec: TensorSpec) -> bool:
     leaf = spec.name.rpartition(".")[2].lower()
     if not _is_integer_matrix(spec) or any(word in leaf for word in _TABLE_WORDS):
         return False
-    return _WEIGHT in leaf or leaf.endswith("_proj") or leaf == "w_q"
+    return _WEIGHT in leaf or leaf.endswith("_proj") or leaf in _CODES
 
 
 def _pairs(specs: Specs) -> Iterator[tuple[TensorSpec, TensorSpec]]:

@@ -34,6 +34,7 @@ from weightsmith._planning.planner.steps import main_dtype
 from weightsmith._plans import Dropped, PlanDraft
 
 GENERATION = "generation_config.json"
+NO_CONFIG = "the output has no config.json"
 
 CHOOSE_TOKENIZER = "write tokenizer_source: and the model whose tokenizer the output is to have"
 
@@ -260,10 +261,15 @@ def _lacked_parts(donor: Checkpoint) -> list[str]:
     return [part for part in named if part not in donor.subfolders]
 
 
-def absent_parts(inputs: Sequence[Checkpoint], donor: int) -> dict[str, int]:
-    """The parts that the donor's model_index.json names and that it lacks: the first model that has each."""
+def absent_parts(inputs: Sequence[Checkpoint], donor: int, taken: Mapping[str, int]) -> dict[str, int]:
+    """The parts with weights that the donor lacks and the output has: the model that gives each.
+
+    They are those that the recipe takes from a model, and those that the donor's model_index.json names: of the first model
+    that has them. taken: see `pipelines.taken_parts`
+    """
     owners = {part: [k for k, model in enumerate(inputs) if part in model.parts] for part in _lacked_parts(inputs[donor])}
-    return {part: models[0] for part, models in owners.items() if models}
+    named = {part: models[0] for part, models in owners.items() if models}
+    return {**named, **{part: k for part, k in taken.items() if part in inputs[k].parts}}
 
 
 def foreign(inputs: Sequence[Checkpoint], donor: int, copied: Mapping[str, int]) -> list[Dropped]:
@@ -276,10 +282,14 @@ def foreign(inputs: Sequence[Checkpoint], donor: int, copied: Mapping[str, int])
     ]
 
 
-def foreign_findings(inputs: Sequence[Checkpoint], labels: Sequence[str], donor: int) -> Iterator[Finding]:
-    """Warnings of subfolders with weights that the donor does not have."""
-    copied = absent_parts(inputs, donor)
+def foreign_findings(
+    inputs: Sequence[Checkpoint], labels: Sequence[str], donor: int, taken: Mapping[str, int]
+) -> Iterator[Finding]:
+    """Warnings of subfolders with weights that the donor does not have. taken: see `pipelines.taken_parts`."""
+    copied = absent_parts(inputs, donor, taken)
     for part, owner in copied.items():
+        if part in taken:
+            continue
         what = f"the part {part} is copied from {labels[owner]}: model_index.json of {labels[donor]} names it, without weights"
         yield Finding(what, labels[donor], fix="list a model that has all parts first, to merge it")
     first = inputs[donor]

@@ -37,6 +37,7 @@ from weightsmith._planning.planner.agreement import (
     of_vocabularies,
 )
 from weightsmith._planning.planner.files import (
+    NO_CONFIG,
     absent_parts,
     carried,
     foreign,
@@ -60,7 +61,15 @@ from weightsmith._planning.planner.loading import Question, question_of
 from weightsmith._planning.planner.match import InputModels, ModelNames
 from weightsmith._planning.planner.outputs import StepMaker, takes_head
 from weightsmith._planning.planner.parameters import Audit, Resolver
-from weightsmith._planning.planner.pipelines import copied_parts, part_configs, part_differences, part_owners, part_readers
+from weightsmith._planning.planner.pipelines import (
+    copied_parts,
+    part_configs,
+    part_differences,
+    part_owners,
+    part_readers,
+    taken_files,
+    taken_parts,
+)
 from weightsmith._planning.planner.prepared import Prepared, code_files, model_input
 from weightsmith._planning.planner.segments import Account, Placement, Placer, Region, SegmentMaker
 from weightsmith._planning.planner.steps import DTypes, MeasuredSteps, factor_problems, with_needs, with_statistics
@@ -293,8 +302,7 @@ def match(request: Request, opened: OpenedModels, stack: ExitStack) -> Matched:
     structures = [structure for structure in opened.structures if structure is not None]
     alike = [compared(*model) for model in zip(request.labels, opened.inputs, structures, strict=True)]
     differ = cache(partial(disagreements, alike, opened.donor, tokenizer=aligned.tokenizer, template=aligned.template))
-    findings = (*aligned.findings, *foreign_findings(opened.inputs, request.labels, opened.donor))
-    return Matched(aligned, specs, names, tuple(problems), findings, alike, differ)
+    return Matched(aligned, specs, names, tuple(problems), tuple(aligned.findings), alike, differ)
 
 
 def _match_all(
@@ -344,7 +352,8 @@ class _Assembler:
 
     def assemble(self) -> Prepared:
         request, opened, aligned, method = self.request, self.opened, self.matched.aligned, self.request.method
-        placer = Placer(self.recipe, self.labels, self.matched.names, self.shape)
+        taken = self._taken()
+        placer = Placer(self.recipe, self.labels, self.matched.names, self.shape, taken)
         placements = placer.place(request.regions)
         self.problems += placer.problems
         if aligned is None or method is None or request.audit is None or not placements:
@@ -366,7 +375,7 @@ class _Assembler:
             raise request.refusal(self.problems)
         dropped, lost = account.settle(self.shape, opened.donor, placements)
         self.problems += lost
-        copied = absent_parts(self.inputs, opened.donor)
+        copied = absent_parts(self.inputs, opened.donor, taken)
         outputs.steps += copied_parts(self.inputs, copied, dtypes)
         ordered = _in_model_order(outputs.steps, self.matched.specs[opened.donor])
         try:
@@ -380,13 +389,18 @@ class _Assembler:
         readers = part_readers(self.inputs, steps)
         owners = part_owners(self.inputs, opened.donor, readers)
         aligned.files.update(part_configs(self.inputs, donor, owners, steps, self.shape, request.dtype))
+        files, replaced = taken_files(self.inputs, opened.donor, taken)
+        aligned.files.update(files)
+        aligned.removed |= replaced - aligned.files.keys()
         if config is not None and aligned.move is not None:
             config, lost_ids = aligned.move(config)
             self.warnings += lost_tokens(lost_ids, "config.json")
         if self.problems:
             raise request.refusal(self.problems)
         self.warnings += self.matched.differences()
-        self.warnings += part_differences(self.inputs, self.labels, opened.donor, readers, owners)
+        scheduler = taken.get("scheduler", opened.donor)
+        self.warnings += part_differences(self.inputs, self.labels, scheduler, readers, owners)
+        self.warnings += foreign_findings(self.inputs, self.labels, opened.donor, taken)
         self.warnings += [*self._untouched(placements, self.labels[opened.donor]), *outputs.warnings]
         self.warnings += [*account.findings(), *dtypes.findings(), *idle]
         self.warnings += left_out_findings(donor.left_out, self.labels[opened.donor])
@@ -398,6 +412,14 @@ class _Assembler:
         named = [*code_files(draft), *aligned.named, *measured.files]
         loading = self._loading(draft, donor, outputs)
         return Prepared(draft, self.inputs, self.shape, outputs.origins, resolver, named, loading=loading)
+
+    def _taken(self) -> Mapping[str, int]:
+        """Parts of a pipeline that come from another model as they are."""
+        if self.matched.aligned is None:
+            return {}
+        taken, problems = taken_parts(self.recipe.modules, self.request.models, self.inputs, self.labels, self.opened.donor)
+        self.problems += problems
+        return taken
 
     def _draft(
         self,
@@ -458,7 +480,7 @@ class _Assembler:
         if donor.config is None:
             alone = any(donor.ref.endswith(name) for name in donor.weights)
             fix = "name its folder, not the file" if alone else "put a config.json into its folder"
-            self.warnings.append(Finding(f"the output has no config.json: {donor.ref} has none", fix=fix))
+            self.warnings.append(Finding(f"{NO_CONFIG}: {donor.ref} has none", fix=fix))
             return None
         try:
             config, notes = output_config(

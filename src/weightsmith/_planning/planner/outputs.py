@@ -426,7 +426,7 @@ class StepMaker:
             return
         if not any(vocabulary.is_model_head(step.out) for step in self.steps):
             labels = " and ".join(dict.fromkeys(self.models.labels[f.model] for f in first.feeds))
-            what = f"the head is tied to the embedding, so it comes from {labels} too, and not from the last slice"
+            what = f"the head is tied to the embedding, so it comes from {labels} too, not from the last slice"
             self.warnings.append(Finding(what, last.where))
 
     # ---- models that do not go together -------------------------------------------------------------------------------------

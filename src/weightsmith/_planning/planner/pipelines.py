@@ -7,14 +7,17 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from weightsmith._base.errors import Finding
-from weightsmith._base.files import show
+from weightsmith._base.errors import Finding, MismatchError, WeightsmithError
+from weightsmith._base.files import read_bounded, show
 from weightsmith._base.tensors import DType, TensorSpec
+from weightsmith._files.subfolders import PIPELINE
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import Structure
 from weightsmith._models.tokenizers.files import settings_of
+from weightsmith._models.tokenizers.vocabulary import MAX_FILE_BYTES
 from weightsmith._planning.planner.files import output_config
 from weightsmith._planning.planner.steps import DTypes
+from weightsmith._planning.recipe import ModelRef, Module
 from weightsmith._plans import CAST, COPY, Read, Step
 
 SCHEDULER = "scheduler/scheduler_config.json"
@@ -27,6 +30,63 @@ _SHOWN = 4
 
 Owners = Mapping[str, int]
 """The model whose config.json each part of the output has."""
+
+
+def taken_parts(
+    modules: Sequence[Module], models: Mapping[ModelRef, int], inputs: Sequence[Checkpoint], labels: Sequence[str], donor: int
+) -> tuple[dict[str, int], list[WeightsmithError]]:
+    """The parts of a pipeline that the recipe takes from one model, since the donor has no weights of them; and problems.
+
+    modules  of the recipe. Those that are no part of any model are left to others
+
+    A scheduler or a tokenizer has no weights in any model. Returns the index of the model that gives each.
+    """
+    taken: dict[str, int] = {}
+    problems: list[WeightsmithError] = []
+    for module in modules if inputs[donor].parts else ():
+        owners = [k for k, model in enumerate(inputs) if module.name in _folders(model)]
+        if module.name in inputs[donor].parts or not owners:
+            continue
+        listed = [models[entry.model] for entry in module.models]
+        if len(listed) != 1:
+            what = f"{labels[donor]} has no weights of the part '{module.name}': it is taken from one model as it is"
+            problems.append(MismatchError(what, where=module.where, fix="write models: and one model, without slices"))
+        elif listed[0] not in owners:
+            what = f"{labels[listed[0]]} has no part '{module.name}'"
+            fix = f"name {' or '.join(labels[k] for k in owners)}"
+            problems.append(MismatchError(what, where=module.models[0].model.where, fix=fix))
+        taken[module.name] = listed[0] if listed else donor
+    return taken, problems
+
+
+def _folders(model: Checkpoint) -> set[str]:
+    """The parts of a pipeline, those without weights too."""
+    return {*model.parts, *(name.partition("/")[0] for name in model.files if "/" in name)} if model.parts else set()
+
+
+def taken_files(inputs: Sequence[Checkpoint], donor: int, taken: Mapping[str, int]) -> tuple[dict[str, bytes], frozenset[str]]:
+    """The files of parts that come from other models, and a model_index.json that names these; and the donor's that they
+    replace. Without config.json of parts with weights: see `part_configs`. taken: see `taken_parts`
+    """
+    files: dict[str, bytes] = {}
+    removed: set[str] = set()
+    index = settings_of(inputs[donor].folder, inputs[donor].files, PIPELINE)
+    before = dict(index)
+    for part, k in taken.items():
+        if k == donor:
+            continue
+        model, prefix = inputs[k], f"{part}/"
+        names = [name for name in model.files if name.startswith(prefix)]
+        names = [name for name in names if part not in model.parts or name != f"{prefix}config.json"]
+        model.fetch([*names, PIPELINE])
+        files |= {name: read_bounded(model.folder / name, MAX_FILE_BYTES) for name in names}
+        removed |= {name for name in inputs[donor].files if name.startswith(prefix)}
+        stated = settings_of(model.folder, model.files, PIPELINE).get(part)
+        if isinstance(stated, list):
+            index[part] = stated
+    if index != before:
+        files[PIPELINE] = (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()
+    return files, frozenset(removed)
 
 
 def copied_parts(inputs: Sequence[Checkpoint], copied: Mapping[str, int], dtypes: DTypes) -> Iterator[Step]:
@@ -91,6 +151,8 @@ def part_differences(
     inputs: Sequence[Checkpoint], labels: Sequence[str], donor: int, readers: Mapping[str, Sequence[int]], owners: Owners
 ) -> Iterator[Finding]:
     """A warning for each part that is made of models whose config.json differ, and for schedulers.
+
+    donor  the model whose scheduler the output has
 
     Settings that only one of two files has are not compared: what they are by default depends on the class.
     """

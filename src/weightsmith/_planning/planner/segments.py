@@ -7,7 +7,7 @@ A `Segment` is a run of output layers made from the same inputs; `models` is one
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from weightsmith._base.errors import (
@@ -232,9 +232,18 @@ class Placer:
     """Puts the regions of a recipe in their places, collecting problems.
 
     names  of the models, None for one that could not be opened
+    taken  entries of `modules` that have no place: parts that another model gives as they are
     """
 
-    def __init__(self, recipe: Recipe, labels: Sequence[str], names: Sequence[ModelNames | None], donor: Structure) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        labels: Sequence[str],
+        names: Sequence[ModelNames | None],
+        donor: Structure,
+        taken: Collection[str] = (),
+    ) -> None:
+        self.taken = taken
         self.recipe = recipe
         self.labels = labels
         self.names = names
@@ -274,6 +283,8 @@ class Placer:
     def _module(self, region: Region, placed: dict[str, Placement]) -> Placement | None:
         module = region.module
         assert module is not None
+        if module.name in self.taken:
+            return None
         try:
             name = self.donor.find_module(module.name)
         except UnknownName as error:

@@ -366,7 +366,7 @@ def _kind(difference: Difference, changed: Sequence[TensorDifference]) -> list[s
     by = f", by {_percent(moved)} in norm" if math.isfinite(moved) else ", from zero"
     differ = f"{_percent(share)} of the elements of these tensors differ{by}."
     cosine = difference.total.cosine
-    unlike = ", as between models of which neither was made from the other" if cosine < KIN else ""
+    unlike = ", as between models that were not made from each other" if cosine < KIN else ""
     as_tuned = ", as full fine-tuning makes it" if cosine >= KIN else unlike
     return [f"A change of {_ranks(matrices)}{as_tuned}: {where}; {differ}"]
 

@@ -268,7 +268,7 @@ class _Search:
             self._search(began + seconds)
         except KeyboardInterrupt:
             if self.best is not None:
-                self._write(self.best[1], f"Interrupted after {len(self.done):,} trials, and not judged on other text yet.")
+                self._write(self.best[1], f"Interrupted after {len(self.done):,} trials; not yet judged on other text.")
             raise
         if self.best is None:
             causes = list(dict.fromkeys(trial.error for trial in self.done))

@@ -383,7 +383,7 @@ def ordered_weight(spec: TensorSpec, name: str, order: HeadOrder, natural_dtype:
     matrix = order.axis == 0 or len(spec.shape) == 2
     if not matrix or not spec.shape or spec.shape[order.axis] != order.size:
         heads = f"{order.size:,} for {order.values:,} value heads"
-        what = f"tensor {show(spec.name)} has the shape {list(spec.shape)}, and not {heads}"
+        what = f"tensor {show(spec.name)} has the shape {list(spec.shape)}, not {heads}"
         raise FormatError(what, where=where, fix=DAMAGED)
     return OrderedWeight(TensorSpec(name, DTYPES["F32"], spec.shape), (spec.name,), natural_dtype, order)
 

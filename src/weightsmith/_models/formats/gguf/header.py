@@ -160,7 +160,7 @@ class _Reader:
 
     def _small(self, tensor: GgufTensor) -> npt.NDArray[np.float32]:
         if tensor.dtype.name != "F32" or len(tensor.shape) != 1 or tensor.nbytes > _MAX_SMALL_BYTES:
-            raise self.wrong(f"tensor {tensor.name} is {tensor.dtype} {list(tensor.shape)}, and not a short vector of F32")
+            raise self.wrong(f"tensor {tensor.name} is {tensor.dtype} {list(tensor.shape)}, not a short vector of F32")
         return np.frombuffer(self.file.read_at(tensor.offset, tensor.nbytes), "<f4")
 
     def _check_start(self) -> None:
@@ -182,7 +182,7 @@ class _Reader:
     def _alignment(self, keys: Mapping[str, Any]) -> int:
         alignment = keys.get("general.alignment", ALIGNMENT)
         if type(alignment) is not int or not 8 <= alignment <= _MAX_ALIGNMENT or alignment & (alignment - 1):
-            raise self.wrong(f"general.alignment is {show(alignment)}, and not a power of two from 8 to {_MAX_ALIGNMENT}")
+            raise self.wrong(f"general.alignment is {show(alignment)}, not a power of two from 8 to {_MAX_ALIGNMENT}")
         return alignment
 
     def _tensors(self, count: int, alignment: int) -> tuple[GgufTensor, ...]:

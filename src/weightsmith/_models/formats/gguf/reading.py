@@ -365,9 +365,7 @@ def _heads(config: Mapping[str, Any]) -> tuple[int, int]:
 def _experts(path: Path, tensor: GgufTensor, name: str, experts: int, factors: Factors | None) -> Iterator[StoredBlocks]:
     """The experts of a layer, one after another in one tensor."""
     if len(tensor.shape) != 3 or tensor.shape[0] != experts or experts > MAX_EXPERTS:
-        what = (
-            f"tensor {show(tensor.name)} has the shape {list(tensor.shape)}, and not one matrix for each of {experts:,} experts"
-        )
+        what = f"tensor {show(tensor.name)} has the shape {list(tensor.shape)}, not one matrix for each of {experts:,} experts"
         raise FormatError(what, where=str(path), fix=DAMAGED)
     dtype = DTYPES["F32"] if tensor.dtype.block > 1 or factors is not None else tensor.dtype
     for expert in range(experts):

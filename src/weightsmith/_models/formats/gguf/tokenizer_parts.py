@@ -64,7 +64,7 @@ def setting(keys: Mapping[str, Any], name: str, default: T, where: str) -> T:
     """A value of the type of its default."""
     value = keys.get(f"tokenizer.ggml.{name}", default)
     if type(value) is not type(default):
-        what = f"tokenizer.ggml.{name} is {show(value)}, and not {'a text' if isinstance(default, str) else 'true or false'}"
+        what = f"tokenizer.ggml.{name} is {show(value)}, not {'a text' if isinstance(default, str) else 'true or false'}"
         raise FormatError(what, where=where, fix=DAMAGED)
     return value
 

@@ -31,7 +31,7 @@ def wordpiece_keys(files: TokenizerFiles) -> TokenizerKeys:
     """The keys of a GGUF file for a tokenizer.json with WordPiece. Raises Unsupported for one that llama.cpp does not have."""
     vocab = {token: number for token, number in files.model["vocab"].items() if is_token(number, token) and number < files.rows}
     if (prefix := files.model.get("continuing_subword_prefix", _INSIDE)) != _INSIDE:
-        raise unwritable(f"continuations of words begin with {show(prefix)}, and not with ##")
+        raise unwritable(f"continuations of words begin with {show(prefix)}, not with ##")
     splitters = [step.get("type") for step in steps_of(files.tokenizer.get("pre_tokenizer"), "pretokenizers")]
     if splitters != ["BertPreTokenizer"]:
         raise unwritable(f"it splits text by {show(files.tokenizer.get('pre_tokenizer'))}")

@@ -66,7 +66,7 @@ def architecture_of_file(keys: Mapping[str, Any], tensors: Container[str], where
     """
     name = keys.get("general.architecture")
     if not isinstance(name, str):
-        raise FormatError(f"general.architecture is {show(name)}, and not a name", where=where, fix=DAMAGED)
+        raise FormatError(f"general.architecture is {show(name)}, not a name", where=where, fix=DAMAGED)
     readable = [candidate for candidate in architectures() if candidate.readable]
     alike = [candidate for candidate in readable if candidate.name == name]
     owners = (candidate for candidate in alike if candidate.owns(candidate.values(keys, where)) and candidate.holds(tensors))
