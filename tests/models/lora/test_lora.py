@@ -213,6 +213,8 @@ def test_an_embedding_that_is_a_head_of_another_name(tmp_path: Path) -> None:
     config = {"model_type": "bert", "architectures": ["BertForMaskedLM"], "vocab_size": TOKENS}
     model, name = write_checkpoint(tmp_path / "base", tensors, config), f"{P}bert.embeddings.word_embeddings"
     pair = {f"{name}.lora_embedding_A": normal(4, TOKENS), f"{name}.lora_embedding_B": normal(H, 4)}
+    head = adapter(tmp_path / "head", factors("cls.predictions.decoder", TOKENS, H))
+    assert "a head that is one tensor with the embedding in the base. Merge it with peft" in str(refusal(model, head))
     for number, (lora, notes) in enumerate(((pair, 1), (factors("bert.q", H, H), 0))):
         folder = adapter(tmp_path / str(number), lora)
         with weightsmith.open_checkpoint(model) as opened, apply_adapter(opened, open_adapter(str(folder)), "x") as applied:

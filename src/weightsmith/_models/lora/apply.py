@@ -57,8 +57,9 @@ Shape = tuple[int, ...]
 
 _LM_HEADS = ("GPT2LMHeadModel", "OpenAIGPTLMHeadModel")
 """Causal language models of another name, whose head is `lm_head` too."""
-_OTHER_HEADS = ("ForMaskedLM", "ForConditionalGeneration", "ForPreTraining")
-"""Ends of the names of classes whose heads have many names."""
+_OTHER_HEADS_OF = re.compile(r"For(?:MaskedLM|ConditionalGeneration|PreTraining)$")
+"""Classes whose heads have many names: some of them."""
+_HEADS = ("lm_head.weight", "proj_out.weight", "predictions.decoder.weight", "predictions.decoder.bias")
 _NO_PARTS = OtherParts("", {}, {})
 
 Names = Callable[[], Mapping[str, str]]
@@ -295,7 +296,7 @@ class _Match:
         config, specs = self.base.config or {}, self.base.specs.values()
         architectures = config.get("architectures")
         names = [*map(str, architectures)] if isinstance(architectures, list) else []
-        head = next((name for name in names if name.endswith(_OTHER_HEADS)), "")
+        head = next((name for name in names if _OTHER_HEADS_OF.search(name)), "")
         if not head or tie_flag(config) is False or any(map(is_head, specs)):
             return
         if tied := next((spec.name for spec in specs if is_embedding(spec) and self._has_trained(spec.name)), ""):
@@ -446,6 +447,10 @@ class _Match:
         return []
 
     def _no_place(self, name: str) -> str:
+        architectures = (self.base.config or {}).get("architectures")
+        listed = architectures if isinstance(architectures, list) else []
+        if name.endswith(_HEADS) and any(_OTHER_HEADS_OF.search(str(architecture)) for architecture in listed):
+            return f"{name}: a head that is one tensor with the embedding in the base. Merge it with peft (merge_and_unload)"
         fused = next((fused for fused in fused_names(name) if fused in self.base.specs), "")
         if fused:
             return f"{name}: the base keeps it inside {fused}, in an order that is not known"

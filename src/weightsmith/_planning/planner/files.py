@@ -152,8 +152,8 @@ class Companions:
         checkpoint.fetch(names[:1] if TEMPLATE_FILE in names else names)
         return templates_of(checkpoint.folder, checkpoint.files)
 
-    def write_template(self, template: object, owner: int = -1) -> None:
-        """Write a chat template in the place of whatever the files have. owner: the model whose other templates go with it."""
+    def write_template(self, template: object, owner: int) -> None:
+        """Write a chat template in the place of whatever the files have. owner: the model whose others go with it; -1: none."""
         donor = self.opened[self.donor]
         settings = settings_of(donor.folder, donor.files, _SETTINGS) if _SETTINGS not in self.removed else {}
         if _SETTINGS in self.files:
