@@ -52,6 +52,33 @@ def test_at_most_half_of_the_free_space_is_taken(tmp_path: Path, monkeypatch: py
     assert memory[1][0] == 1.0
 
 
+def test_an_array_that_is_read_once_makes_room_for_another(tmp_path: Path) -> None:
+    job_memory = JobMemory(tmp_path)
+    memory, other = job_memory.of("a"), job_memory.of("b")
+    for key in ("once", 1), ("more", 1):
+        memory[key] = np.full(LARGE, 1.0)
+    assert memory["once", 1][0] == 1.0
+    job_memory.read_once("once")
+    assert memory["once", 1][0] == 1.0
+    assert memory["more", 1][0] == memory["more", 1][0] == 1.0
+    assert list(memory) == [("more", 1)]
+    other["once", 2] = np.full(LARGE, 2.0)
+    memory["large"] = np.full(LARGE + 1, 3.0)
+    assert other["once", 2][0] == 2.0
+    assert memory["more", 1][0] == 1.0
+    assert memory["large"][-1] == 3.0
+    assert job_memory._arrays._end == 3 * LARGE_BYTES + 8
+
+
+def test_the_bytes_that_others_need_are_left_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = namedtuple("usage", "free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage(5 * LARGE_BYTES))
+    memory = JobMemory(tmp_path, spare_bytes=4 * LARGE_BYTES).of("a")
+    for i in range(5):
+        memory[i] = np.full(LARGE, float(i))
+    assert list(memory) == [0]
+
+
 def test_the_array_that_was_not_used_for_longest_makes_room_and_the_file_does_not_grow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -205,6 +206,45 @@ def test_jobs_remember_their_statistics_unless_a_table_says_which_rows_they_see(
     alone, remembered = merged(300, None), merged(300, memory)
     assert remembered[0] == alone[0]
     assert (remembered[1] < alone[1]) == (not gathered)
+
+
+def test_of_few_singular_directions_the_factors_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another λ takes them, and has the bytes of a merge that remembers nothing."""
+    tsv_m = sys.modules["weightsmith._methods.tsv_m"]
+    monkeypatch.setattr("weightsmith._engine.results.LARGE_BYTES", 1024)
+    name, shape = "model.layers.0.mlp.up_proj.weight", (80, 200)
+    paths = [write_checkpoint(tmp_path / f"m{i}", {name: normal(shape, i)}) for i in range(3)]
+    reads = tuple(Read(i, name) for i in range(3))
+    out = TensorSpec(name, DTYPES["F32"], shape)
+    step = Step(out, "tsv_m", reads, base=True, role="linear")
+    inputs = tuple(ModelInput(path.name, "", path.name) for path in paths)
+    memory, computed, factors = JobMemory(tmp_path), [], tsv_m.factors
+
+    def count(*arguments: Any) -> Any:
+        computed.append(arguments)
+        return factors(*arguments)
+
+    monkeypatch.setattr(tsv_m, "factors", count)
+
+    def merged(strength: float, remembered: JobMemory | None) -> bytes:
+        settings = Settings({"directions": 4, "flatten": 0.4, "lambda": strength}, ({}, {"weight": 1.0}, {"weight": 0.7}))
+        plan = Plan(Provenance("test"), inputs, (step,), (settings,))
+        with ExitStack() as stack:
+            output = Memory(plan, tmp_path)
+            stack.callback(output.file.close)
+            run(
+                plan,
+                [stack.enter_context(open_checkpoint(p)) for p in paths],
+                output,
+                Resources(1),
+                Workload(memory=remembered),
+            )
+            return as_bytes(output.tensor(name))
+
+    merged(0.4, memory)
+    assert merged(0.8, memory) == merged(0.8, None)
+    assert len(computed) == 2
+    assert (memory._arrays._end, memory._arrays._free) == (8 * 8 * 280, {})
 
 
 def test_distances_of_finished_tensors_are_not_measured_again(tmp_path: Path) -> None:

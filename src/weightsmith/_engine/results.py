@@ -149,25 +149,31 @@ DISK_SHARE = 0.5
 class JobMemory:
     """A memory for the jobs of each tensor and its inputs."""
 
-    def __init__(self, folder: Path | None = None, most: int | None = None) -> None:
+    def __init__(self, folder: Path | None = None, most: int | None = None, spare_bytes: int = 0) -> None:
         """
         folder  where large arrays are kept, in a file without a name, which goes with the process; None: they are not kept
         most    large arrays of one tensor, at least 1; the one that was not used for longest makes room. None: any number
+        spare_bytes  of the disk that others need
         """
-        self._arrays = _ArrayFile(folder)
+        self._arrays = _ArrayFile(folder, spare_bytes)
         self._most = most
         self._memories = dict[object, _Memory]()
+        self._once = set[object]()
 
     def of(self, key: object) -> MutableMapping[object, Any]:
         """The memory of a tensor and its inputs."""
-        return self._memories.setdefault(key, _Memory(self._arrays, self._most))
+        return self._memories.setdefault(key, _Memory(self._arrays, self._most, self._once))
+
+    def read_once(self, kind: object) -> None:
+        """From now on, a large array whose key begins with `kind` makes room for others once it is read."""
+        self._once.add(kind)
 
 
 class _Memory(MutableMapping[object, Any]):
     """A dictionary whose large arrays are on disk. An array that does not fit there is forgotten: it is computed again."""
 
-    def __init__(self, arrays: _ArrayFile, most: int | None) -> None:
-        self._arrays, self._most = arrays, most
+    def __init__(self, arrays: _ArrayFile, most: int | None, once: Collection[object] = ()) -> None:
+        self._arrays, self._most, self._once = arrays, most, once
         self._values = dict[object, Any]()
 
     def __getitem__(self, key: object) -> Any:
@@ -176,9 +182,13 @@ class _Memory(MutableMapping[object, Any]):
             return value
         self._values[key] = self._values.pop(key)  # the last in order is the one that was used last
         try:
-            return self._arrays.read(value)
+            array = self._arrays.read(value)
         except OSError:
             raise KeyError(key) from None
+        if isinstance(key, tuple) and key[0] in self._once:
+            del self._values[key]
+            self._arrays.free(value)
+        return array
 
     def __setitem__(self, key: object, value: Any) -> None:
         if isinstance(value, np.ndarray) and value.nbytes >= LARGE_BYTES:
@@ -213,15 +223,16 @@ class _Place:
 class _ArrayFile:
     """Arrays one after the other in a file without a name."""
 
-    def __init__(self, folder: Path | None) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path | None, spare_bytes: int) -> None:
+        self._folder, self._spare_bytes = folder, spare_bytes
         self._file: IO[bytes] | None = None
+        self._free = dict[int, list[int]]()
         self._end = 0
         self._limit = 0
         self._lock = threading.Lock()
 
     def write(self, array: npt.NDArray[Any], freed: _Place | None = None) -> _Place | None:
-        """Write an array where one of as many bytes was that is forgotten, or append it.
+        """Write an array where one of as many bytes was that is forgotten or freed, or append it.
 
         None if there is no folder, or the disk has no room for it.
         """
@@ -232,8 +243,13 @@ class _ArrayFile:
                 if self._file is None:
                     self._file = tempfile.TemporaryFile(dir=self._folder, buffering=0)
                     weakref.finalize(self, self._file.close)
-                    self._limit = int(DISK_SHARE * shutil.disk_usage(self._folder).free)
-                offset = freed.offset if freed is not None and freed.nbytes == array.nbytes else self._end
+                    free_bytes = shutil.disk_usage(self._folder).free
+                    self._limit = min(int(DISK_SHARE * free_bytes), free_bytes - self._spare_bytes)
+                offset = self._end
+                if freed is not None and freed.nbytes == array.nbytes:
+                    offset = freed.offset
+                elif offsets := self._free.get(array.nbytes):
+                    offset = offsets.pop()
                 if offset + array.nbytes > self._limit:
                     return None
                 data, done = _bytes(np.ascontiguousarray(array)), 0
@@ -243,6 +259,11 @@ class _ArrayFile:
                 return None
             self._end = max(self._end, offset + array.nbytes)
             return _Place(offset, array)
+
+    def free(self, place: _Place) -> None:
+        """Let another array of as many bytes take its place."""
+        with self._lock:
+            self._free.setdefault(place.nbytes, []).append(place.offset)
 
     def read(self, place: _Place) -> npt.NDArray[Any]:
         """An array, as a new one. Raises OSError if the disk does not give it back."""

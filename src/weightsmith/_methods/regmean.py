@@ -24,6 +24,9 @@ KIND = "second_moments"
 
 Prior = Literal["none", "linear", "task_arithmetic", "tsv_m", "svc", "wudi", "star", "iso_c", "iso_cts", "resmerge"]
 
+WEIGHED = "Σ δG"
+"""In `Deltas.recall`, what all priors begin with."""
+
 SUMS = ("linear", "task_arithmetic")
 """Priors that are weighted sums of the deltas."""
 
@@ -215,7 +218,7 @@ def regmean(
             return space
 
         def recall(weighed: Callable[[], Any]) -> Any:
-            return deltas.recall(("Σ δG", alpha, deltas.weights, statistics_digest(matrix)), weighed)
+            return deltas.recall((WEIGHED, alpha, deltas.weights, statistics_digest(matrix)), weighed)
 
         prior_delta = None if towards is None else towards(deltas)
         return solve(deltas, moments, alpha, ridge, mu, prior_delta, matrix.name, recall)

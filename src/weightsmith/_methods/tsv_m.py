@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from weightsmith._methods.family import Lambda, Weight
 from weightsmith._methods.jobs.decompose import flattened, polar, thin_svd
 from weightsmith._methods.linears import linears_job, matrix_method
 from weightsmith._methods.method import Bounds, example_recipe
 from weightsmith.abc.job import Job, Matrix
+
+if TYPE_CHECKING:
+    from weightsmith._methods.jobs.matrix import Deltas
 
 
 def merge(deltas: Sequence[Any], directions: int | None, flatten: float = 0.0) -> Any:
@@ -18,6 +21,15 @@ def merge(deltas: Sequence[Any], directions: int | None, flatten: float = 0.0) -
     deltas   float64 [rows, cols] each; the result is of that shape
     flatten  moves the singular values kept of each delta towards their mean: (1 - flatten) S + flatten · mean S
     """
+    return _product(factors(deltas, directions, flatten), len(deltas[0]))
+
+
+def _product(both: Any, rows: int) -> Any:
+    return both[:rows] @ both[rows:].T
+
+
+def factors(deltas: Sequence[Any], directions: int | None, flatten: float) -> Any:
+    """U⊥ S and, below it, V⊥ of `merge`: float64 [rows + cols, directions of all deltas]."""
     import torch
 
     rank = min(deltas[0].shape)
@@ -25,7 +37,7 @@ def merge(deltas: Sequence[Any], directions: int | None, flatten: float = 0.0) -
     parts = [thin_svd(d, keep) for d in deltas]
     u = polar(torch.cat([p[0] for p in parts], 1))
     v = polar(torch.cat([p[2] for p in parts], 0).T)
-    return (u * torch.cat([flattened(p[1], flatten) for p in parts])) @ v.T
+    return torch.cat([u * torch.cat([flattened(p[1], flatten) for p in parts]), v])
 
 
 @matrix_method(
@@ -59,4 +71,17 @@ def tsv_m(
     ] = 0.0,
     lambda_: Lambda = 1.0,
 ) -> Job:
-    return linears_job(matrix, weight, lambda_, lambda deltas: merge(deltas, directions, flatten))
+    rows, cols = matrix.shape[0], matrix.cols
+    if directions is None or len(weight) * directions * (rows + cols) >= matrix.size:
+        return linears_job(matrix, weight, lambda_, lambda deltas: merge(deltas, directions, flatten))
+
+    def of_few(deltas: Deltas) -> Any:
+        key = ("tsv_m", directions, flatten, deltas.weights)
+        return _product(deltas.recall(key, lambda: factors(deltas, directions, flatten)), rows)
+
+    from weightsmith._methods.jobs.matrix import MatrixJob
+
+    job = linears_job(matrix, weight, lambda_, of_few)
+    if isinstance(job, MatrixJob):
+        job.identity = ""  # the factors are remembered, in a small part of the bytes of their product
+    return job

@@ -386,6 +386,9 @@ def test_the_matrices_of_blocks_are_written_as_scaled_floats(family: str, checkp
     other, want_old = stored_in(old), as_before(stored, prefix)
     assert {name: x.tobytes() for name, x in other.items()} == {name: x.tobytes() for name, x in want_old.items()}
     assert not (out / "config.json").exists()
+    assert not weightsmith.plan(
+        {"merge_method": "passthrough", "models": [{"model": str(tmp_path / "m.safetensors")}]}, quantize="comfyui-fp8"
+    ).warnings
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -414,6 +417,7 @@ def test_a_plan_with_a_marker_comes_back_from_json(tmp_path: Path) -> None:
     single_file(tmp_path / "m.safetensors", "wan", checkpoint=True)
     recipe = {"merge_method": "passthrough", "models": [{"model": str(tmp_path / "m.safetensors")}]}
     plan = weightsmith.plan(recipe, quantize="comfyui-fp8-old")
+    assert not plan.warnings
     marked = [step.encoding for step in plan.steps if step.family != step.encoding]
     assert marked == ["comfyui-fp8-old model.diffusion_model.scaled_fp8"]
     data = json.loads(json.dumps(plan.to_json()))

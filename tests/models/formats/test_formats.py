@@ -55,7 +55,7 @@ class TestExl2Encodings(EncodingTests):
         return find_encoding(name)
 
 
-SETTINGS = (*EXL2, "exl3 2.5", "plain F16", "gguf-q4_k/64", "gguf-f16*2@2", "gguf-8:f16[0-6]t,f32[6-8]")
+SETTINGS = (*EXL2, "exl3 2.5", "plain F16", "gguf-q4_k/64", "gguf-nvfp4/64-scaled", "gguf-f16*2@2", "gguf-8:f16[0-6]t,f32[6-8]")
 
 
 @pytest.mark.parametrize("name", [*encodings(), *SETTINGS])

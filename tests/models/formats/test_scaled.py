@@ -98,6 +98,8 @@ INT8 = RANDOM.integers(-127, 128, (48, 96)).astype(np.int8)
 BLOCKS, EACH, GROUPS, GROUPS4 = powers(3, 3), numbers(48, 1), powers(48, 3), powers(48, 4)
 ONE = numbers(1, 1)
 TILES = numbers(3, 3)
+ONE_INVERSE, EACH_INVERSE, TILES_INVERSE = (RANDOM.uniform(1000, 9000, a.shape).astype(np.float32) for a in (ONE, EACH, TILES))
+"""Divisors of codes: GPTQModel takes one of at most 1 for a factor."""
 Q8_WIDE = RANDOM.standard_normal((48, 96)).astype(E5M2)
 
 
@@ -115,15 +117,19 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, np.ndarray], np.ndarray]] = {
     "E5M2": (WIDE, {"q.weight": Q8_WIDE, "q.weight_scale_inv": TILES}, scaled(Q8_WIDE, TILES)),
     "GPTQModel FP8": (
         {**INVERSE, "weight_scale_method": "tensor"},
-        {"q.weight": Q8, "q.weight_scale_inv": ONE[0, 0]},
-        divided(Q8, ONE),
+        {"q.weight": Q8, "q.weight_scale_inv": ONE_INVERSE[0, 0]},
+        divided(Q8, ONE_INVERSE),
     ),
-    "GPTQModel FP8 by row": (INVERSE, {"q.weight": Q8, "q.weight_scale_inv": EACH[:, 0]}, divided(Q8, EACH)),
-    "GPTQModel FP8 by block": (INVERSE_BLOCKS, {"q.weight": Q8, "q.weight_scale_inv": TILES}, divided(Q8, TILES)),
+    "GPTQModel FP8 by row": (INVERSE, {"q.weight": Q8, "q.weight_scale_inv": EACH_INVERSE[:, 0]}, divided(Q8, EACH_INVERSE)),
+    "GPTQModel FP8 by block": (
+        INVERSE_BLOCKS,
+        {"q.weight": Q8, "q.weight_scale_inv": TILES_INVERSE},
+        divided(Q8, TILES_INVERSE),
+    ),
     "GPTQModel FP8 of experts": (
         {**INVERSE, "weight_scale_method": "tensor"},
-        {"q.weight": np.stack([Q8, Q8]), "q.weight_scale_inv": ONE[None].repeat(2, 0)},
-        np.stack([divided(Q8, ONE)] * 2),
+        {"q.weight": np.stack([Q8, Q8]), "q.weight_scale_inv": ONE_INVERSE[None].repeat(2, 0)},
+        np.stack([divided(Q8, ONE_INVERSE)] * 2),
     ),
     "Mistral Large 4": (WHOLE, {"q.weight": Q8, "q.qscale_weight": ONE[0, 0], "q.qscale_act": ONE[0]}, scaled(Q8, ONE)),
     "MXFP8": (MX8, {"q.weight": Q8, "q.weight_scale_inv": GROUPS}, scaled(Q8, GROUPS)),

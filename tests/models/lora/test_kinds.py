@@ -74,6 +74,18 @@ def trained(torch: Any, model: Any) -> Any:
     return model
 
 
+def saved_by_peft(name: str, folder: Path, adapter_name: str) -> tuple[Any, Any, Any]:
+    """Writes `base` and an adapter of one of `LINEAR` into a folder. Returns torch, peft and transformers."""
+    torch, peft, transformers = (pytest.importorskip(n) for n in ("torch", "peft", "transformers"))
+    torch.manual_seed(0)
+    kind, settings = LINEAR[name]
+    model = llama(transformers, attention_bias="bias" in settings)
+    model.save_pretrained(folder / "base")
+    config = getattr(peft, kind)(task_type="CAUSAL_LM", **{"target_modules": SOME, **settings})
+    trained(torch, peft.get_peft_model(model, config)).save_pretrained(folder / adapter_name)
+    return torch, peft, transformers
+
+
 def merged_by_peft(peft: Any, model: Any, folder: Path) -> dict[str, np.ndarray]:
     merged = peft.PeftModel.from_pretrained(model, folder).merge_and_unload()
     return {name: tensor.detach().float().numpy().copy() for name, tensor in merged.state_dict().items()}
@@ -93,13 +105,7 @@ def compare(found: dict[str, np.ndarray], expected: dict[str, np.ndarray], befor
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", LINEAR)
 def test_applying_an_adapter_is_peft_s_merge(name: str, tmp_path: Path) -> None:
-    torch, peft, transformers = (pytest.importorskip(n) for n in ("torch", "peft", "transformers"))
-    torch.manual_seed(0)
-    kind, settings = LINEAR[name]
-    model = llama(transformers, attention_bias="bias" in settings)
-    model.save_pretrained(tmp_path / "base")
-    config = getattr(peft, kind)(task_type="CAUSAL_LM", **{"target_modules": SOME, **settings})
-    trained(torch, peft.get_peft_model(model, config)).save_pretrained(tmp_path / "adapter")
+    torch, peft, transformers = saved_by_peft(name, tmp_path, "adapter")
     fresh = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
     expected = merged_by_peft(peft, fresh, tmp_path / "adapter")
     found = baked(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
@@ -407,13 +413,7 @@ def summed(first: Path, second: Path, base_model: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("name", EXACT)
 def test_a_kind_that_is_a_lora_merges_with_one(name: str, tmp_path: Path) -> None:
     """The weighted sum of what PEFT merges; and the plan runs again from its JSON."""
-    torch, peft, transformers = (pytest.importorskip(n) for n in ("torch", "peft", "transformers"))
-    torch.manual_seed(0)
-    model = llama(transformers)
-    model.save_pretrained(tmp_path / "base")
-    kind, settings = LINEAR[name]
-    config = getattr(peft, kind)(task_type="CAUSAL_LM", **{"target_modules": SOME, **settings})
-    trained(torch, peft.get_peft_model(model, config)).save_pretrained(tmp_path / "one")
+    torch, peft, transformers = saved_by_peft(name, tmp_path, "one")
     fresh = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
     one = merged_by_peft(peft, fresh, tmp_path / "one")
     fresh = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)

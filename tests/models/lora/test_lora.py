@@ -184,6 +184,44 @@ def test_convolutions_are_those_of_peft(dora: bool, tmp_path: Path) -> None:
         np.testing.assert_allclose(halved[name].numpy(), (array + expected[name]) / 2, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("case", [{"modules_to_save": ["wte"]}, {"target_modules": ["wte", "c_attn"]}, {}])
+def test_the_head_of_gpt2_stays_as_it_was_trained(case: dict[str, Any], tmp_path: Path) -> None:
+    """The embedding alone was trained: PEFT keeps the head, which is one tensor with it in the base."""
+    torch, peft, transformers = (pytest.importorskip(n) for n in ("torch", "peft", "transformers"))
+    torch.manual_seed(0)
+    sizes = {"vocab_size": TOKENS, "n_embd": H, "n_layer": 1, "n_head": 2, "n_positions": 16}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
+    model.save_pretrained(tmp_path / "base")
+    settings = {"target_modules": ["c_attn"], "fan_in_fan_out": True, **case}
+    tuned = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_alpha=6, **settings))
+    for parameter in tuned.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data + torch.randn_like(parameter) * 0.1
+    tuned.save_pretrained(tmp_path / "adapter")
+    tokens = torch.arange(9)[None]
+    baked(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+    again = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    with torch.inference_mode():
+        torch.testing.assert_close(again.eval()(tokens).logits, tuned.eval()(tokens).logits, rtol=1e-4, atol=1e-4)
+    assert again.config.tie_word_embeddings == (not case)
+
+
+def test_an_embedding_that_is_a_head_of_another_name(tmp_path: Path) -> None:
+    tensors = {"bert.embeddings.word_embeddings.weight": normal(TOKENS, H), "bert.q.weight": normal(H, H)}
+    config = {"model_type": "bert", "architectures": ["BertForMaskedLM"], "vocab_size": TOKENS}
+    model, name = write_checkpoint(tmp_path / "base", tensors, config), f"{P}bert.embeddings.word_embeddings"
+    pair = {f"{name}.lora_embedding_A": normal(4, TOKENS), f"{name}.lora_embedding_B": normal(H, 4)}
+    head = adapter(tmp_path / "head", factors("cls.predictions.decoder", TOKENS, H))
+    assert "a head that is one tensor with the embedding in the base. Merge it with peft" in str(refusal(model, head))
+    for number, (lora, notes) in enumerate(((pair, 1), (factors("bert.q", H, H), 0))):
+        folder = adapter(tmp_path / str(number), lora)
+        with weightsmith.open_checkpoint(model) as opened, apply_adapter(opened, open_adapter(str(folder)), "x") as applied:
+            assert len(applied.notes) == notes
+            assert all("is also the head of BertForMaskedLM: both change here" in note.what for note in applied.notes)
+
+
 def test_biases_that_were_trained_and_not_saved(tmp_path: Path) -> None:
     """PEFT left them out for a while."""
     tensors = {name: array.astype(np.float32) for name, array in base_tensors().items()} | {f"{Q}.bias": normal(H)}

@@ -27,6 +27,7 @@ from weightsmith._base.errors import (
     CheckpointError,
     MismatchError,
     NonFinite,
+    NoSpace,
     OutputExists,
     ParameterError,
     PlanError,
@@ -203,11 +204,36 @@ def test_the_plan_counts_and_writes_nothing(work: Path, cli: Cli) -> None:
     in_python = weightsmith.plan_auto(
         "base", FINE_TUNES, "merged", text={n: f"{n}.txt" for n in FINE_TUNES}, budget=2, threads=1
     )
-    assert {**in_python.to_json(), "processor_seconds": 0, "stages": 0} == {**given, "processor_seconds": 0, "stages": 0}
+    vary = dict.fromkeys(("processor_seconds", "stages", "free_bytes"), 0)
+    assert {**in_python.to_json(), **vary} == {**given, **vary}
     with pytest.raises(PlanError, match="there is no fine-tune"):
         weightsmith.plan_auto("base", FINE_TUNES, "merged", text={"other": "fr.txt"})
     assert [stage["name"] for stage in given["stages"]] == ["references", "strengths", "statistics", "candidates"]
     assert "Nothing was written." in cli(*command[:6]).out
+    assert sorted(path.name for path in work.iterdir()) == before
+
+
+def test_the_plan_counts_the_statistics_that_a_run_writes(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = weightsmith.plan_auto("base", FINE_TUNES, "merged")
+    weightsmith.statistics("fr", "fr.txt", "stats", kind=("second_moments",), tokens=32, progress=False)
+    statistics = sum(array.nbytes for array in load_file("stats/model.safetensors").values())
+    output = sum(array.nbytes for array in load_file("base/model.safetensors").values())
+    assert plan.needed_bytes == len(FINE_TUNES) * statistics + output
+    assert plan.disk_bytes > plan.needed_bytes
+    monkeypatch.setattr("weightsmith._reports.auto.cost.available_bytes", lambda _folder: plan.needed_bytes - 5)
+    [reading, refused] = weightsmith.plan_auto("base", FINE_TUNES, "merged").report().summary
+    assert (reading, refused) == ("Nothing was written.", "auto would not begin: free 5 bytes of the disk.")
+
+
+def test_a_disk_without_room_is_refused_before_anything_is_written(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = sorted(path.name for path in work.iterdir())
+    needed = weightsmith.plan_auto("base", FINE_TUNES, "merged").needed_bytes
+    for place in ("_reports.auto.cost", "_outputs.disk"):
+        monkeypatch.setattr(f"weightsmith.{place}.available_bytes", lambda _folder: needed - 1)
+    with pytest.raises(NoSpace, match="no space for the output") as error:
+        auto()
+    assert f"needed     {needed:,} bytes" in str(error.value)
+    assert "Nothing was written" in str(error.value)
     assert sorted(path.name for path in work.iterdir()) == before
 
 
@@ -216,7 +242,7 @@ def test_no_matrix_is_computed_twice_for_strengths_priors_and_the_merge(work: Pa
     """tsv_m once; RegMean once with each prior, for all factors and for the file that is written; Σ δG once for both priors."""
     solved, weighed, decomposed = Counter[str](), Counter[str](), Counter[int]()
     regmean, tsv_m = (sys.modules[f"weightsmith._methods.{name}"] for name in ("regmean", "tsv_m"))
-    solve, merge = regmean.solve, tsv_m.merge
+    solve, factors = regmean.solve, tsv_m.factors
 
     def count_solve(*arguments: Any) -> Any:
         *others, where, recall = arguments
@@ -231,12 +257,12 @@ def test_no_matrix_is_computed_twice_for_strengths_priors_and_the_merge(work: Pa
 
         return solve(*others, where, count_weighed)
 
-    def count_merge(*arguments: Any) -> Any:
+    def count_factors(*arguments: Any) -> Any:
         decomposed[0] += 1
-        return merge(*arguments)
+        return factors(*arguments)
 
     monkeypatch.setattr(regmean, "solve", count_solve)
-    monkeypatch.setattr(tsv_m, "merge", count_merge)
+    monkeypatch.setattr(tsv_m, "factors", count_factors)
     monkeypatch.setattr(module, "choose", lambda *_scored, **_how: Choice("regmean, prior tsv_m, times 1.4", "said the test"))
     auto(text=TEXTS)
     assert set(solved.values()) == {2}

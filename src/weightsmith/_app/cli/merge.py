@@ -255,7 +255,7 @@ def plan(
                 show_plan(prepared, running, out, as_json=as_json)
 
 
-def show_plan(prepared: Prepared, running: RunOptions, out: str = "", *, as_json: bool) -> None:
+def show_plan(prepared: Prepared, running: RunOptions, out: str, *, as_json: bool) -> None:
     """Show a plan as text or as JSON. out: of its run, if that is known; the uploads to an address are shown."""
     from weightsmith._execution.execute import check_computable
     from weightsmith._execution.summary import summarise

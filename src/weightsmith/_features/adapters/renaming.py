@@ -8,6 +8,7 @@ vocabularies: that of diffusers (`down_blocks`, `transformer_blocks`), or that o
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -237,8 +238,8 @@ class _FamilyModules:
     def renamed(self, places: Mapping[str, tuple[str, str]], layout: str) -> list[RenamedModule]:
         """places: module → its template, and the number of its block. Raises MismatchError for two modules of one name."""
         new = list(self._split(places) if layout == DIFFUSERS else self._joined(places))
-        names = [module.name for module in new]
-        if twice := next((name for name in names if names.count(name) > 1), ""):
+        counts = Counter(module.name for module in new)
+        if twice := next((name for name, count in counts.items() if count > 1), ""):
             raise MismatchError(f"two modules of the file are {twice}", where=self._where, fix="repair the file")
         return new
 

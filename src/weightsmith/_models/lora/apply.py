@@ -55,6 +55,13 @@ _UNMIXTRAL = re.compile(r"(\.experts\.\d+\.)(w[123])(?=\.weight$)")
 Shape = tuple[int, ...]
 
 
+_LM_HEADS = ("GPT2LMHeadModel", "OpenAIGPTLMHeadModel")
+"""Causal language models of another name, whose head is `lm_head` too."""
+_OTHER_HEADS_OF = re.compile(r"For(?:MaskedLM|ConditionalGeneration|PreTraining)$")
+"""Classes whose heads have many names: some of them."""
+_HEADS = ("lm_head.weight", "proj_out.weight", "predictions.decoder.weight", "predictions.decoder.bias")
+_NO_PARTS = OtherParts("", {}, {})
+
 Names = Callable[[], Mapping[str, str]]
 """Asks transformers: tensor of the base → tensor of the model that it builds; {} if that is not known."""
 
@@ -273,6 +280,7 @@ class _Match:
         if tied and not self._shared:
             self._untie(tied)
         self._note_lost_biases()
+        self._note_tied_head()
 
     def _note_lost_biases(self) -> None:
         """A warning where biases were trained and not saved, as PEFT did for a while with `bias: lora_only`."""
@@ -282,6 +290,18 @@ class _Match:
         if lost and not any(name.endswith(".bias") for name in self.adapter.replacements):
             what = f"biases were trained, and the adapter has none: those of the base stay, such as {lost[0]}"
             self.notes.append(Finding(what, self.ref, fix="save it again with a current version of peft"))
+
+    def _note_tied_head(self) -> None:
+        """A warning where an embedding changes that is also a head of another name, which the training left alone."""
+        config, specs = self.base.config or {}, self.base.specs.values()
+        architectures = config.get("architectures")
+        names = [*map(str, architectures)] if isinstance(architectures, list) else []
+        head = next((name for name in names if _OTHER_HEADS_OF.search(name)), "")
+        if not head or tie_flag(config) is False or any(map(is_head, specs)):
+            return
+        if tied := next((spec.name for spec in specs if is_embedding(spec) and self._has_trained(spec.name)), ""):
+            what = f"{tied} is also the head of {head}: both change here, and the adapter was trained on the embedding alone"
+            self.notes.append(Finding(what, self.ref, fix="compare the result with that of peft's merge_and_unload"))
 
     def _take_task_head(self) -> set[str]:
         """The tensors of a classifier's head that the adapter has and the base has not: the result is of that class, then.
@@ -427,6 +447,10 @@ class _Match:
         return []
 
     def _no_place(self, name: str) -> str:
+        architectures = (self.base.config or {}).get("architectures")
+        listed = architectures if isinstance(architectures, list) else []
+        if name.endswith(_HEADS) and any(_OTHER_HEADS_OF.search(str(architecture)) for architecture in listed):
+            return f"{name}: a head that is one tensor with the embedding in the base. Merge it with peft (merge_and_unload)"
         fused = next((fused for fused in fused_names(name) if fused in self.base.specs), "")
         if fused:
             return f"{name}: the base keeps it inside {fused}, in an order that is not known"
@@ -476,11 +500,23 @@ class _Match:
         """The base's embedding where it is also the head, and no file holds a head; else ""."""
         config = self.base.config or {}
         architectures = config.get("architectures")
-        causal = isinstance(architectures, list) and any("CausalLM" in str(name) for name in architectures)
+        names = [*map(str, architectures)] if isinstance(architectures, list) else []
         specs = self.base.specs.values()
-        if tie_flag(config) is False or not causal or any(map(is_head, specs)):
+        if tie_flag(config) is False or any(map(is_head, specs)):
             return ""
-        return next((spec.name for spec in specs if is_embedding(spec)), "")
+        embedding = next((spec.name for spec in specs if is_embedding(spec)), "")
+        if any("CausalLM" in name for name in names):
+            return embedding
+        return embedding if any(name in _LM_HEADS for name in names) and self._has_trained(embedding) else ""
+
+    def _has_trained(self, tensor: str) -> bool:
+        """Whether the adapter has factors of a tensor's module, or saves the module; a tensor put in place does not count."""
+        adapter = self.adapter
+        return any(
+            f".{tensor}".endswith(f".{module}.weight")
+            for module in (*adapter.updates, *adapter.others, *adapter.saved)
+            if adapter.others.get(module, _NO_PARTS).kind != "trainable_tokens"
+        )
 
     def _with_one_vocabulary(self, embedding: str) -> Adapter:
         """The adapter without what it has of the head, where the base ties it and PEFT tied both in training.

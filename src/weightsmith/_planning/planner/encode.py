@@ -29,6 +29,7 @@ from weightsmith._models.structure import Structure, analyse
 from weightsmith._models.structure.parts import DIFFUSION, PREFIXES
 from weightsmith._models.structure.projections import joined_sets, role_of
 from weightsmith._models.structure.vocabulary import HEADS, is_embedding, is_head, is_model_head
+from weightsmith._planning.planner.files import NO_CONFIG
 from weightsmith._plans import PLAIN, Plan, PlanDraft, Product, Step, arrays_of, needs_of
 from weightsmith.abc.stored import Modules, maximum_name
 
@@ -61,7 +62,7 @@ def quantise(draft: PlanDraft, name: str, others: Mapping[str, str] | None = Non
         what = f"{name} is for single files of diffusion models and text encoders, and this model is a folder with config.json"
         raise PlanError([Unsupported(what, where="quantize", fix="name a weight file with the names that ComfyUI reads")])
     if config is None and not of_blocks:
-        what = f"the output has no config.json, in which readers of {name} find what is quantised"
+        what = f"{NO_CONFIG}, in which readers of {name} find what is quantised"
         fix = "put a config.json into the folder of the model that it is taken from"
         raise PlanError([Unsupported(what, where="quantize", fix=fix)])
     specs = [step.out for step in draft.steps]
@@ -84,7 +85,9 @@ def quantise(draft: PlanDraft, name: str, others: Mapping[str, str] | None = Non
         _stored(step, by_tensor.of(step.out), maker) if step.out.name not in reasons else step for step in draft.steps
     ]
     draft.products += products
-    if config is not None:
+    if config is None:  # its programs look for none
+        draft.warnings = [finding for finding in draft.warnings if not finding.what.startswith(NO_CONFIG)]
+    else:
         by_encoding = grouped((by_tensor.of(spec).name, spec) for spec in encoded)
         draft.config = {**config, **_described(by_encoding, plain, structure)}
     draft.warnings += [*_fused_findings(plain, reasons, name), *_width_findings(plain, reasons)]

@@ -34,6 +34,7 @@ from weightsmith._planning.planner.steps import main_dtype
 from weightsmith._plans import Dropped, PlanDraft
 
 GENERATION = "generation_config.json"
+NO_CONFIG = "the output has no config.json"
 
 CHOOSE_TOKENIZER = "write tokenizer_source: and the model whose tokenizer the output is to have"
 
@@ -151,8 +152,8 @@ class Companions:
         checkpoint.fetch(names[:1] if TEMPLATE_FILE in names else names)
         return templates_of(checkpoint.folder, checkpoint.files)
 
-    def write_template(self, template: object, owner: int = -1) -> None:
-        """Write a chat template in the place of whatever the files have. owner: the model whose other templates go with it."""
+    def write_template(self, template: object, owner: int) -> None:
+        """Write a chat template in the place of whatever the files have. owner: the model whose others go with it; -1: none."""
         donor = self.opened[self.donor]
         settings = settings_of(donor.folder, donor.files, _SETTINGS) if _SETTINGS not in self.removed else {}
         if _SETTINGS in self.files:

@@ -37,6 +37,7 @@ from weightsmith._planning.planner.agreement import (
     of_vocabularies,
 )
 from weightsmith._planning.planner.files import (
+    NO_CONFIG,
     absent_parts,
     carried,
     foreign,
@@ -479,7 +480,7 @@ class _Assembler:
         if donor.config is None:
             alone = any(donor.ref.endswith(name) for name in donor.weights)
             fix = "name its folder, not the file" if alone else "put a config.json into its folder"
-            self.warnings.append(Finding(f"the output has no config.json: {donor.ref} has none", fix=fix))
+            self.warnings.append(Finding(f"{NO_CONFIG}: {donor.ref} has none", fix=fix))
             return None
         try:
             config, notes = output_config(

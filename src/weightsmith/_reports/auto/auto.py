@@ -41,8 +41,10 @@ from weightsmith._execution.run import Callbacks
 from weightsmith._features.any_recipe import prepare_any
 from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._features.statistics import prepare_statistics
+from weightsmith._methods.regmean import WEIGHED
+from weightsmith._outputs.disk import no_space
 from weightsmith._planning.options import RecipeOptions
-from weightsmith._reports.auto.cost import SearchPlan, plan_search
+from weightsmith._reports.auto.cost import DiskUse, SearchPlan, disk_use, plan_search
 from weightsmith._reports.auto.pool import (
     Journal,
     Models,
@@ -157,6 +159,7 @@ def find_merge(models: Models, out: str, settings: AutoSettings, running: RunOpt
         one = _opened_mean(models, stack)
         opened_models = (*stack.enter_context(prepare_named(models.base)).inputs, *one.prepared.inputs)
         device = usable_device(resources_of(one.prepared, running).device)
+        disk = _checked_disk(one, len(names), folder)
         folder.mkdir(exist_ok=True)
         about = {
             "kind": "weightsmith auto",
@@ -165,7 +168,8 @@ def find_merge(models: Models, out: str, settings: AutoSettings, running: RunOpt
         }
         journal = Journal(folder / _SCORES, about, resume=running.resume)
         pairs = _pairs(one, models, names, texts, folder, settings, running, shown)
-        search = _Search(one, models, names, pairs, folder, journal, settings, began + seconds, running, shown)
+        memory = JobMemory(folder, spare_bytes=disk.needed)
+        search = _Search(one, models, names, pairs, folder, journal, memory, settings, began + seconds, running, shown)
         result = search.run()
         shown.say(f"writing {result.choice.name}")
         with prepare_any(search.recipe(result.choice.name), RecipeOptions(), QuantizeSettings()) as prepared:
@@ -178,7 +182,7 @@ def find_merge(models: Models, out: str, settings: AutoSettings, running: RunOpt
             for model in opened_models:
                 model.check_unchanged()
             telling = Callbacks(*callbacks(shown, "merging"))
-            execute(repeatable.finish(), out, running, telling, began=began, memory=search.memory)
+            execute(repeatable.finish(), out, running, telling, began=began, memory=memory)
     shutil.rmtree(folder / _STATISTICS, ignore_errors=True)
     result = replace(result, out=expand_user(out).absolute(), recipe=text, seconds=time.monotonic() - began)
     result.report().write(folder / PAGE)
@@ -267,6 +271,15 @@ def _opened_mean(models: Models, stack: ExitStack) -> Opened:
     return opened(MEAN, stack.enter_context(prepare_named(models.mean())))
 
 
+def _checked_disk(one: Opened, models: int, folder: Path) -> DiskUse:
+    """What the search needs of the disk, which has it. Raises NoSpace."""
+    disk = disk_use(one, models, folder)
+    kept = sum(path.stat().st_size for path in (folder / _STATISTICS).rglob("*") if path.is_file())
+    if disk.needed - kept > disk.free:
+        raise no_space(folder.parent, disk.needed - kept, state=NOTHING_WRITTEN)
+    return disk
+
+
 def _pairs(
     one: Opened,
     models: Models,
@@ -316,6 +329,7 @@ class _Search:
     pairs: Sequence[TextPair]
     folder: Path
     journal: Journal
+    memory: JobMemory
     settings: AutoSettings
     until: float
     running: RunOptions
@@ -329,7 +343,6 @@ class _Search:
         self._stopped = False
         self.with_texts = bool(self.settings.text)
         self.folders: list[str] = []
-        self.memory = JobMemory(self.folder)
 
     @property
     def measure(self) -> str:
@@ -380,6 +393,8 @@ class _Search:
                 self._stopped = True
                 return
             self.shown.say(f"candidates 5/5: {name}")
+            if name == REGMEAN_SUM:
+                self.memory.read_once(WEIGHED)  # no candidate after this one needs it
             self._scored[name] = pool.scores(self.recipe(name, self.folders))
         if self.with_texts:
             self._scale(pool)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,11 +12,15 @@ from typing import Any
 
 from weightsmith._activations.decoder import Arithmetic
 from weightsmith._activations.decoder.forward import fast_arithmetic
+from weightsmith._activations.statistic import shapes_of
+from weightsmith._activations.statistics import find_statistic
 from weightsmith._base.report import Column, Facts, Report, Reported, Table
 from weightsmith._base.report.blocks import Value
 from weightsmith._base.text import count, duration, size
 from weightsmith._base.torch_use import one_thread, usable_device
 from weightsmith._engine.resources import Resources
+from weightsmith._methods.regmean import KIND
+from weightsmith._outputs.disk import available_bytes
 from weightsmith._plans import Step
 from weightsmith._reports.auto.pool import FEW_ROWS
 from weightsmith._reports.auto.texts import HELD_ROWS, OWN_ROWS, STATISTICS_ROWS
@@ -28,6 +34,10 @@ EIGENVECTORS = 25
 
 FLOAT64 = 2
 """A product in float64 takes so many times as long as one in float32."""
+
+MATRICES = 2
+"""Float64 matrices of the size of each weight that are on the disk together: Σ δG, which the second RegMean takes the place of,
+and the first."""
 
 SAMPLING = 2.5
 """A token that is written takes so many times as long as one that is read: few run together."""
@@ -52,7 +62,9 @@ class SearchPlan(Reported):
     processor_seconds  estimate, from the speed of a product of matrices on this machine just now
     threads            that share them
     memory_bytes       peak, about
-    disk_bytes         that statistics and matrices take until the end, besides the output
+    disk_bytes         that are taken until the end, besides the output, if there is room
+    needed_bytes       of the disk without which it does not begin: statistics, and the output
+    free_bytes         of the disk
     """
 
     out: Path
@@ -62,6 +74,8 @@ class SearchPlan(Reported):
     threads: int
     memory_bytes: int
     disk_bytes: int
+    needed_bytes: int
+    free_bytes: int
 
     def report(self) -> Report:
         rate = sum(stage.operations for stage in self.stages) / self.processor_seconds
@@ -71,13 +85,16 @@ class SearchPlan(Reported):
             ("time", f"about {duration(self.processor_seconds / self.threads)} on {count(self.threads, 'thread')}"),
             ("CPU time", f"about {duration(self.processor_seconds)}"),
             ("memory", f"about {size(self.memory_bytes)}"),
-            ("disk", f"{size(self.disk_bytes)} until the end, and the output"),
+            ("disk", f"{size(self.disk_bytes)} until the end, and the output; at least {size(self.needed_bytes)} in all"),
+            ("free", f"{size(self.free_bytes)} of the disk"),
         )
+        fits = self.needed_bytes <= self.free_bytes
+        refused = f"auto would not begin: free {size(self.needed_bytes - self.free_bytes)} of the disk."
         rows = tuple((stage.name, stage.what, duration(stage.operations / rate)) for stage in self.stages)
         columns = (Column("stage"), Column("what"), Column("CPU time", "text"))
         return Report(
             f"{self.out.name}: what auto would do",
-            ("Nothing was written.",),
+            ("Nothing was written.", *(() if fits else (refused,))),
             (Facts("Plan", facts), Table("Stages", columns, rows, "An estimate: other programs take their share.")),
             self.to_json(),
         )
@@ -95,6 +112,8 @@ class SearchPlan(Reported):
             "threads": self.threads,
             "memory_bytes": self.memory_bytes,
             "disk_bytes": self.disk_bytes,
+            "needed_bytes": self.needed_bytes,
+            "free_bytes": self.free_bytes,
         }
 
 
@@ -134,9 +153,10 @@ def plan_search(
     parameters = sum(step.out.size for step in steps)
     states = models * HELD_ROWS * tokens * 4 * min((step.out.shape[-1] for step in linear), default=0)
     heads = 2 * (models - 1) * int(head)  # of fine-tunes that have one of their own, in float32
-    inputs = {(step.layer, step.out.shape[-1]) for step in linear}
-    statistics = sum(4 * models * columns**2 for _, columns in inputs)
-    matrices = 4 * 8 * sum(step.out.size for step in linear)
+    disk = disk_use(one, models, out)
+    # What does not fit in half of the free space is computed again.
+    predictions = 4 * held * max((step.out.shape[0] for step in steps if step.role == "vocabulary"), default=0)
+    kept = MATRICES * 8 * sum(step.out.size for step in linear) + predictions
     return SearchPlan(
         out,
         candidates,
@@ -144,8 +164,40 @@ def plan_search(
         operations / rate,
         resources.workers,
         PROCESS_BYTES + 8 * parameters + 2 * states + heads,
-        statistics + matrices,
+        disk.statistics + kept,
+        disk.needed,
+        disk.free,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class DiskUse:
+    """Bytes of the disk that a search cannot do without, and those that are free."""
+
+    statistics: int
+    output: int
+    free: int
+
+    @property
+    def needed(self) -> int:
+        return self.statistics + self.output
+
+
+def disk_use(one: Opened, models: int, out: Path) -> DiskUse:
+    """What statistics and the output take, and the free space of the output's disk.
+
+    one     the mean of the fine-tunes
+    models  fine-tunes
+    """
+    steps = one.model.steps
+    by_layer = defaultdict[str, list[str]](list)
+    shapes = {step.out.name: step.out.shape for step in steps}
+    for step in steps:
+        if step.role == "linear" and len(step.out.shape) == 2:
+            by_layer[step.layer].append(step.out.name)
+    shared = [shapes_of(find_statistic(KIND), weights, shapes) for weights in by_layer.values()]
+    statistics = 4 * models * sum(math.prod(shape) for of_layer in shared for shape in of_layer.values())
+    return DiskUse(statistics, sum(step.nbytes for step in one.prepared.plan.steps), available_bytes(out.parent))
 
 
 def _singular_vectors(linear: Sequence[Step], models: int) -> float:

@@ -142,6 +142,7 @@ class GgufArchitecture:
     rotary        whether there is RoPE
     bidirectional  whether config.json says that tokens attend to what follows them
     encodes       whether it is an encoder, which makes vectors or scores of a text
+    factored      whether llama.cpp multiplies what leaves each linear layer by its factor, as NVFP4 needs it
     unused        patterns of the Hub's names of tensors that llama.cpp does not store, and why; names as `canonical` gives them
     """
 
@@ -172,6 +173,7 @@ class GgufArchitecture:
     rotary: ClassVar[bool] = True
     bidirectional: ClassVar[bool] = False
     encodes: ClassVar[bool] = False
+    factored: ClassVar[bool] = False
     unused: ClassVar[Mapping[str, str]] = {}
 
     # ---- which models

@@ -32,9 +32,26 @@ from weightsmith._models.formats.gguf.tokenizer import READ
 from weightsmith._models.formats.gguf.types import MIXTURES, Chosen, Mixture, Shape, read_types, type_of
 from weightsmith._models.formats.gguf.values import Floats, GgufConfig
 from weightsmith._models.formats.gguf.vision import PROCESSOR
-from weightsmith._models.formats.gguf.writing import NEEDS_IMPORTANCES, PLAIN, PREFIX, TYPES, GgufEncoding, libgguf
-from weightsmith._plans import CAST, COPY, FILL, JOIN, Block, Dropped, Gather, PlanDraft, Product, Settings, Step, Table
-from weightsmith.abc.stored import ModelFiles, ModelFormat, ModelRequest
+from weightsmith._models.formats.gguf.writing import NEEDS_IMPORTANCES, PLAIN, PREFIX, TYPES, GgufEncoding, find, libgguf
+from weightsmith._models.structure.projections import joined_sets
+from weightsmith._plans import (
+    CAST,
+    COPY,
+    FILL,
+    JOIN,
+    Block,
+    Dropped,
+    Gather,
+    PlanDraft,
+    Product,
+    Settings,
+    Step,
+    Table,
+    arrays_of,
+    needs_of,
+)
+from weightsmith._plans import PLAIN as UNENCODED
+from weightsmith.abc.stored import ModelFiles, ModelFormat, ModelRequest, maximum_name
 
 _NAMED = "names are llama.cpp's: blk.0.attn_q.weight, blk.0.ffn_down.weight, token_embd.weight, output.weight"
 _HEAD_IS_EMBEDDING = "the head is the embedding"
@@ -45,6 +62,11 @@ _OTHER_PART = "llama.cpp reads the parts for images and sounds from a file of th
 _OF_OTHER_PARTS = re.compile(r"^(model\.)?(vision|audio|image|multi_modal|mm_|visual|connector|embed_vision|embed_audio)")
 """How the names of tensors begin that do not belong to the language model."""
 _V = re.compile(r"blk\.([0-9]+)\.attn_(?:v|qkv)\.weight")
+
+_MAGNITUDES = "magnitudes"
+"""The kind of product that finds the largest magnitude of tensors."""
+_FACTORED = "NVFP4"
+"""The mixture, and the type, whose weights have a factor each."""
 
 _WIDE = ("Q2_K", "Q3_K", "IQ4_XS", "Q4_K", "Q5_K", "Q6_K", "Q8_0")
 _NARROW = ("IQ4_NL", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
@@ -67,7 +89,7 @@ class GgufFormat(ModelFormat):
         self.mixture = mixture
         self.name = f"gguf-{mixture.name.lower()}"
         self.summary = f"one GGUF file, {about}"
-        self.measures = mixture.default not in ("F32", "F16", "BF16", "Q8_0")
+        self.measures = mixture.default not in ("F32", "F16", "BF16", "Q8_0", _FACTORED)
         self.settings = frozenset({"tensor_types", "metadata", "mmproj", *(["imatrix"] if self.measures else [])})
 
     def prepare(self, draft: PlanDraft, companions: ModelFiles, request: ModelRequest) -> Mapping[str, bytes]:
@@ -163,6 +185,9 @@ def _is_tied_head(name: str) -> bool:
 def _prepare(
     model: _Model, draft: PlanDraft, companions: ModelFiles, importances: Importances, stated: Stated, *, mmproj: bool
 ) -> None:
+    if model.mixture.name == _FACTORED and not model.architecture.factored:
+        what = f"llama.cpp does not multiply weights of the architecture {model.architecture.name} by the factors of NVFP4"
+        raise Unsupported(what, where="config.json", fix="choose another format, such as gguf-q4_k_m")
     keys, factors = model.architecture.keys(model.settings, model.mixture.number)
     pooling = pooling_of(companions.read((MODULES, *READ)), model.architecture.name, companions.donor)
     behind = [_Stored(step, [replace(step.out, name=pooling.dense[step.out.name])]) for step in _taken(draft, pooling.dense)]
@@ -178,6 +203,7 @@ def _prepare(
             steps.append(_encoded(tensor, kinds, complete, model, draft))
     if problems:
         raise PlanError(problems)
+    steps, maxima = _with_maxima(steps, draft)
     embedding = next(tensor.step for tensor in stored if tensor.specs[0].name == "token_embd.weight")
     about, findings = keys_of_files(draft, companions, model.settings, model.architecture, embedding.out.shape[0], stated)
     about = with_template(pooling.values | about)
@@ -186,7 +212,7 @@ def _prepare(
     dropped = [*parts.dropped, *_dropped(parts.predict, _PREDICTS)]
     dropped += _dropped(vision.unused, UNUSED) if vision.header else _dropped(parts.others, _OTHER_PART)
     draft.steps, draft.settings = [*steps, *heads, *constants, *vision.steps], [*draft.settings, *numbers]
-    draft.products += [*products, *vision.products]
+    draft.products += [*products, *maxima, *vision.products]
     draft.dropped += dropped
     draft.container, draft.header, draft.mmproj = GGUF, encode_metadata(keys | about), vision.header
     _keep_files(model, draft, companions, about)
@@ -243,6 +269,15 @@ def _types(model: _Model, stored: Sequence[_Stored], shape: Shape) -> list[list[
     from weightsmith._kernels.ggml import ENCODED
 
     types = [[type_of(model.mixture, spec, shape, model.chosen) for spec in tensor.specs] for tensor in stored]
+    if model.mixture.name == _FACTORED:
+        names = {*_names(stored)}
+        types = [
+            [
+                "Q8_0" if kind == _FACTORED and (tensor.parts or f"{spec.name.removesuffix('.weight')}.bias" in names) else kind
+                for spec, kind in zip(tensor.specs, kinds, strict=True)
+            ]
+            for tensor, kinds in zip(stored, types, strict=True)
+        ]  # llama.cpp multiplies biases too
     if not ENCODED.issuperset({kind for kinds in types for kind in kinds} - {*PLAIN}):
         libgguf()
     return types
@@ -281,7 +316,7 @@ def _changed(steps: Sequence[Step], chosen: Chosen) -> list[Finding]:
     changed: dict[tuple[str, str], list[str]] = {}
     for out in (out for step in steps for out in step.stored):
         asked = next((kind for pattern, kind in reversed(chosen) if pattern.search(out.name)), out.dtype.name)
-        if out.dtype.name != asked:
+        if out.dtype.name != asked and not out.name.endswith(".scale"):
             changed.setdefault((asked, out.dtype.name), []).append(out.name)
     fix = "choose a type whose blocks fit; vectors, norms and routers are always F32"
     return [
@@ -510,7 +545,8 @@ def _encoded(stored: _Stored, kinds: Sequence[str], importances: Importances, mo
         turned = architecture.rotated_heads(spec.name, heads, config.count("num_key_value_heads", heads))
         head_rows, decays = spec.shape[0] // turned if turned else 0, is_decay(spec.name)
         shift, skipped = architecture.shift_of(spec.name), architecture.rows_skipped(spec.name, config)
-        encoding = GgufEncoding(dtypes[0], head_rows, shift, decays, skipped=skipped)
+        factored = kinds[0] == model.mixture.name == _FACTORED
+        encoding = GgufEncoding(dtypes[0], head_rows, shift, decays, skipped=skipped, factored=factored)
     tables, weighted = list[Floats](), -1
     for part, kind in zip(stored.specs, kinds, strict=True):
         values = _importances(importances, part, kind, model.mixture) if TYPES[kind].block > 1 else None
@@ -520,8 +556,31 @@ def _encoded(stored: _Stored, kinds: Sequence[str], importances: Importances, mo
         weighted = len(draft.tables)
         draft.tables.append(Table(np.concatenate(tables).astype("<f4").tobytes()))
     outs = encoding.outs(step.out)
-    named_outs = tuple(replace(out, name=part.name) for out, part in zip(outs, stored.specs, strict=True))
+    names = [part.name for part in stored.specs]
+    if encoding.maxima:
+        names.append(f"{names[0].removesuffix('.weight')}.scale")
+    named_outs = tuple(replace(out, name=name) for out, name in zip(outs, names, strict=True))
     return replace(step, encoding=encoding.name, stored=named_outs, weighted=weighted)
+
+
+def _with_maxima(steps: Sequence[Step], draft: PlanDraft) -> tuple[list[Step], list[Product]]:
+    """The steps, and the products of the largest magnitudes that some of their encodings need.
+
+    Weights that engines join share theirs, as in NVIDIA's checkpoints, whose scales are then kept.
+    """
+    measured = {step.out.name: step for step in steps if (encoding := find(step.encoding)) is not None and encoding.maxima}
+    maker, products = arrays_of(draft.products), dict[str, Product]()
+    for names in joined_sets(measured):
+        plain = tuple(replace(measured[name], encoding=UNENCODED, stored=()) for name in names)
+        outs = tuple(TensorSpec(maximum_name(name), DTYPES["F32"], (1,)) for name in names)
+        needs = tuple(sorted({needed for step in plain for needed in needs_of(step, maker)}))
+        of = f"largest magnitude of {', '.join(names)}"
+        products |= dict.fromkeys(names, Product(of, _MAGNITUDES, outs, {"sets": [names]}, plain, needs=needs))
+    complete = list[Step]()
+    for step in steps:
+        product = products.get(step.out.name)
+        complete.append(step if product is None else replace(step, needs=(*step.needs, product.name)))
+    return complete, list({product.name: product for product in products.values()}.values())
 
 
 def _constants(factors: Mapping[str, Floats], first: int) -> tuple[list[Step], list[Settings]]:

@@ -48,6 +48,7 @@ MIXTURES = tuple(
         ("Q4_1", 3, "Q4_1"),
         ("Q4_0", 2, "Q4_0"),
         ("MXFP4_MOE", 38, "MXFP4"),
+        ("NVFP4", 39, "NVFP4"),
         ("IQ4_NL", 25, "IQ4_NL"),
         ("IQ4_XS", 30, "IQ4_XS"),
         ("Q3_K_L", 13, "Q3_K"),
@@ -71,9 +72,9 @@ _FALLBACK = {
     **dict.fromkeys(("Q2_K", "Q3_K"), "Q4_0"),
     "Q4_K": "Q5_0",
     "Q5_K": "Q5_1",
-    "Q6_K": "Q8_0",
+    **dict.fromkeys(("Q6_K", "NVFP4"), "Q8_0"),
 }
-"""Where the rows are no multiple of 256."""
+"""Where the rows are no multiple of 256, or of 64."""
 
 _PLAIN = (".ssm_conv1d.weight", ".shortconv.conv.weight", "position_embd.weight", "token_types.weight")
 """Endings of the names of weights that llama.cpp leaves unquantised, besides vectors, norms and routers."""
@@ -158,6 +159,8 @@ def type_of(mixture: Mixture, spec: TensorSpec, shape: Shape, chosen: Chosen = (
     several = len(spec.shape) == 3 and spec.shape[0] > 1
     if mixture.name == "MXFP4_MOE":  # experts, and DeepSeek's heads
         ruled = "MXFP4" if several else "Q8_0"
+    elif mixture.name == "NVFP4":  # as NVIDIA's checkpoints have it: the embedding and the head have more bits
+        ruled = "NVFP4" if _LAYER.match(name) else "Q8_0"
     else:
         ruled = _by_rule(mixture.name, mixture.default, name, spec.shape[-1], shape)
     return fitting(asked or ruled, spec.shape[-1])

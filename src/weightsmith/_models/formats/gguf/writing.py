@@ -6,6 +6,7 @@ Blocks of common types are encoded by kernels of our own, those of the others by
     gguf-q8_0/64   the same, with the rows of each head of 64 in the order that llama.cpp's RoPE wants
     gguf-f32+1     numbers, to which 1 is added: a norm of Gemma
     gguf-f32-exp   -exp of numbers: how fast the states of Qwen3.5's linear attention decay
+    gguf-nvfp4-scaled  NVFP4 of rows divided by a number, which is a tensor of its own: `X.scale`
     gguf-f32:2     numbers without the first two rows
     gguf-f16*3     each third of the rows in a tensor of its own: q, k and v
     gguf-f16*2@2   each place along dimension 2 in a tensor of its own: the two frames of a convolution
@@ -37,7 +38,7 @@ from weightsmith._base.files import show
 from weightsmith._base.installation import install
 from weightsmith._base.tensors import BLOCKS, DTYPES, DType, TensorSpec
 from weightsmith._models.formats.gguf.layout import MAX_DIMENSIONS, TYPE_IDS
-from weightsmith._models.formats.matrices import maxima_of
+from weightsmith._models.formats.matrices import NVFP4_GROUP, maxima_of
 from weightsmith.abc.product import Arrays
 from weightsmith.abc.stored import WHOLE, Bytes, Encoding, Importances, Kind, Rows
 
@@ -54,9 +55,13 @@ NEEDS_IMPORTANCES = frozenset({"IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS"})
 
 _LARGEST_SCALE = 65504
 """The largest float16."""
+_LARGEST_NVFP4 = np.float32(6 * 448)
+"""The largest number of NVFP4 before it is multiplied."""
 _LARGEST_POWER = 88.7
 """The largest power of e that a float32 holds, rounded down."""
-_NAME = re.compile(r"gguf-([a-z0-9_]+)(?:/([1-9][0-9]{0,5}))?(\+1|-exp)?(?::([1-9][0-9]{0,3}))?(?:\*([2-9])(?:@([1-9]))?)?")
+_NAME = re.compile(
+    r"gguf-([a-z0-9_]+)(?:/([1-9][0-9]{0,5}))?(\+1|-exp|-scaled)?(?::([1-9][0-9]{0,3}))?(?:\*([2-9])(?:@([1-9]))?)?"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +75,8 @@ class GgufEncoding(Encoding):
     pieces     number of equal pieces that are tensors of their own
     axis       dimension that is cut into pieces; other than 0, it has a place for each, and the pieces do not have it
     skipped    number of rows at the start that are left out
+    factored   whether rows are divided by a number, which a tensor of its own has, so that the largest scale of 16 elements is
+               the largest of float8: NVFP4 alone
     """
 
     dtype: DType
@@ -79,13 +86,15 @@ class GgufEncoding(Encoding):
     pieces: int = 1
     axis: int = 0
     skipped: int = 0
+    factored: bool = False
 
     @property
     def name(self) -> str:
         """As in plans."""
         heads = f"/{self.head_rows}" if self.head_rows else ""
         pieces = "" if self.pieces == 1 else f"*{self.pieces}{f'@{self.axis}' if self.axis else ''}"
-        change = "+1" if self.shift else "-exp" if self.decays else f":{self.skipped}" if self.skipped else ""
+        change = "+1" if self.shift else "-exp" if self.decays else "-scaled" if self.factored else ""
+        change = change or (f":{self.skipped}" if self.skipped else "")
         return f"{PREFIX}{self.dtype.name.lower()}{heads}{change}{pieces}"
 
     @property
@@ -106,7 +115,7 @@ class GgufEncoding(Encoding):
 
     @property
     def importances(self) -> Importances:
-        if self.dtype.block == 1:
+        if self.dtype.block == 1 or self.factored:
             return "no"
         return "must" if self.dtype.name in NEEDS_IMPORTANCES else "may"
 
@@ -117,8 +126,13 @@ class GgufEncoding(Encoding):
 
     @property
     def whole(self) -> int:
-        """Every piece; the tensor, if rows are left out."""
-        return self.pieces if self.pieces > 1 or self.skipped else 0
+        """Every piece; the tensor, if rows are left out; the number by which rows are divided."""
+        return self.pieces if self.pieces > 1 or self.skipped else int(self.factored)
+
+    @property
+    def maxima(self) -> bool:
+        """The largest magnitude gives the number by which rows are divided."""
+        return self.factored
 
     def refusal(self, spec: TensorSpec) -> str:
         """Accepts what has whole blocks in each row, and whole heads."""
@@ -130,6 +144,8 @@ class GgufEncoding(Encoding):
             return f"its rows of {spec.shape[-1]:,} are not a multiple of {self.dtype.block}"
         if self.head_rows and (self.head_rows % 2 or spec.shape[0] % self.head_rows):
             return f"its {spec.shape[0]:,} rows are not whole heads of {self.head_rows}"
+        if self.factored and (self.dtype.name != "NVFP4" or self.shift or self.decays):
+            return "only NVFP4 has a number by which rows are divided"
         changed = self.dtype.block > 1 or self.head_rows or self.shift or self.decays
         if self.pieces > 1 and (changed or self.skipped):
             return "pieces are plain numbers"
@@ -154,6 +170,9 @@ class GgufEncoding(Encoding):
             shape = shape[0] - self.skipped, *shape[1:]
         elif len(shape) == 3 and shape[0] > 1 == shape[1]:
             shape = shape[0], shape[2]
+        if self.factored:
+            factors = TensorSpec(f"{spec.name}.scale", DTYPES["F32"], (shape[0] if len(shape) == 3 else 1,))
+            return TensorSpec(spec.name, self.dtype, shape), factors
         names = [spec.name] if self.pieces == 1 else [f"{spec.name}.{i}" for i in range(self.pieces)]
         return tuple(TensorSpec(name, self.dtype, shape) for name in names)
 
@@ -166,7 +185,7 @@ class GgufEncoding(Encoding):
         """As `Encoding.encode`.
 
         numbers  importances by which the square errors of columns are weighted: [matrices · cols], of each matrix of a tensor
-                 of three dimensions, or [cols]; empty: all are equal
+                 of three dimensions, or [cols]; empty: all are equal. If `factored`, the largest magnitude [1]
         """
         if self.pieces > 1:
             for piece, out in zip(np.split(rows.reshape(spec.shape), self.pieces, self.axis), outs, strict=True):
@@ -187,6 +206,9 @@ class GgufEncoding(Encoding):
         if self.dtype.block == 1:
             _plain(self.dtype, rows, outs[0])
             return
+        if self.factored:
+            _nvfp4(rows, numbers[0], outs[0], outs[1])
+            return
         height = spec.shape[-2]  # of each matrix
         done = 0
         while done < n:  # rows of one matrix at a time: each has importances of its own
@@ -205,7 +227,33 @@ class GgufEncoding(Encoding):
 
     def dequantise(self, arrays: Arrays, shape: tuple[int, ...]) -> Rows:
         """Of blocks, as they are stored."""
-        return dequantise(self.dtype, np.asarray(arrays[0]), math.prod(shape)).reshape(shape)
+        values = dequantise(self.dtype, np.asarray(arrays[0]), math.prod(shape)).reshape(shape)
+        return values * np.float32(arrays[1].reshape(-1)[0]) if self.factored else values
+
+
+def _nvfp4(rows: Rows, largest: np.float32, out: Bytes, factors: Bytes) -> None:
+    """Rows as NVFP4, divided by a number, which is written for each matrix of the tensor: all have the same. NaN becomes 0.
+
+    largest  magnitude of the tensor
+    """
+    from weightsmith._kernels import codecs
+    from weightsmith._kernels.codes import quantise_float4
+
+    with np.errstate(all="ignore"):
+        factor = largest / _LARGEST_NVFP4
+        factor = factor if np.isfinite(factor) and factor >= np.finfo(np.float32).tiny else np.float32(1)
+        scales = np.minimum(maxima_of(rows, 1, NVFP4_GROUP) / (np.float32(6) * factor), np.float32(448))
+    e4m3 = DTYPES["F8_E4M3"].code
+    stored, codes = np.empty(scales.size, np.uint8), np.empty(rows.size // 2, np.uint8)
+    codecs.encode(scales, scales.size, e4m3, 0, stored)
+    codecs.decode(stored, e4m3, 0, scales.size, scales)
+    scales[~(scales > 0)] = 1  # all elements become 0
+    with np.errstate(all="ignore"):
+        quantise_float4(rows.reshape(-1), NVFP4_GROUP, scales * factor, codes)
+    halves = np.stack([codes & 15, codes >> 4], 1).reshape(-1, 2, NVFP4_GROUP // 2)  # the first 8 elements, and the others
+    numbers = (halves[:, 0] | halves[:, 1] << 4).reshape(-1, 32)
+    out[:] = np.concatenate([stored.reshape(-1, 4), numbers], 1).reshape(-1)
+    factors.view(np.float32)[:] = factor
 
 
 def encode_matrix(spec: TensorSpec, dtype: DType, rows: Rows, out: Bytes, importances: Rows | None) -> None:
@@ -248,7 +296,7 @@ def find(name: str) -> GgufEncoding | None:
         return None
     shift, decays = 1.0 if match[3] == "+1" else 0.0, match[3] == "-exp"
     skipped, pieces, axis = int(match[4] or 0), int(match[5] or 1), int(match[6] or 0)
-    return GgufEncoding(dtype, int(match[2] or 0), shift, decays, pieces, axis, skipped)
+    return GgufEncoding(dtype, int(match[2] or 0), shift, decays, pieces, axis, skipped, match[3] == "-scaled")
 
 
 # ---- ggml's blocks of numbers, and llama.cpp's order of rows

@@ -29,6 +29,7 @@ class Cohere2(GgufArchitecture):
     name = "cohere2"
     class_name = "Cohere2ForCausalLM"
     model_types = ("cohere2",)
+    factored = True
     layer = {**ATTENTION, **MLP}
     numbers = Cohere.numbers
     fixed = Cohere.fixed

@@ -15,6 +15,7 @@ class Llama(GgufArchitecture):
     name = "llama"
     class_name = "LlamaForCausalLM"
     model_types: ClassVar[tuple[str, ...]] = ("llama", "mistral")
+    factored = True
     rotated = True
     scaled = True
 

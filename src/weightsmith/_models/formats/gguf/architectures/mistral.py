@@ -18,6 +18,7 @@ class Ministral3(GgufArchitecture):
     name = "mistral3"
     class_name = "Ministral3ForCausalLM"
     model_types = ("ministral3",)
+    factored = True
     rotated = True
 
     def put_rope(self, config: GgufConfig, keys: GgufKeys) -> None:

@@ -42,6 +42,7 @@ class Qwen3(GgufArchitecture):
     name = "qwen3"
     class_name = "Qwen3ForCausalLM"
     model_types = ("qwen3",)
+    factored = True
     layer = {**ATTENTION, **HEAD_NORMS, **MLP, **MLP_NORM}
 
 
@@ -51,6 +52,7 @@ class Qwen3Moe(GgufArchitecture):
     name = "qwen3moe"
     class_name = "Qwen3MoeForCausalLM"
     model_types = ("qwen3_moe",)
+    factored = True
     layer = {**ATTENTION, **HEAD_NORMS, **MLP_NORM, **ROUTER, **EXPERTS}
     experts = "num_experts"
     numbers = (EXPERT_WIDTH,)

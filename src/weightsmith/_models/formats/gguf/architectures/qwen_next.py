@@ -153,6 +153,7 @@ class Qwen35(DeltaNet):
     name = "qwen35"
     class_name = "Qwen3_5ForCausalLM"
     model_types = ("qwen3_5_text",)
+    factored = True
     layer = {**_LAYER, **_APART, **MLP}
     sections = _SECTIONS_35
     tiled = True
