@@ -60,7 +60,7 @@ def here(linked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def environment(*, slow: bool) -> dict[str, str]:
     paths = [*(["slow"] if slow else []), str(Path(weightsmith.__file__).parents[1])]
     paths = [str(Path(path).absolute()) for path in paths]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "RAY_raylet_start_wait_time_s": "60"}
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "RAY_raylet_start_wait_time_s": "120"}
 
 
 def command(*words: str) -> list[str]:
