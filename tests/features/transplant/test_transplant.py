@@ -364,3 +364,31 @@ def test_plan_shows_how_tokens_would_be_found(tmp_path: Path, cli: Cli) -> None:
     assert "same role" in ran.out
     assert not (tmp_path / "out").exists()
     assert cli("transplant-tokenizer", own, donor).code == 2
+
+
+@pytest.mark.parametrize(
+    ("stated", "same_as"),
+    [
+        ({"model_type": "smollm3"}, {"rope_theta": 2e6}),  # the default of its class in transformers
+        ({"rope_parameters": {"rope_theta": 5e5}}, {"rope_theta": 5e5}),
+        ({}, {"rope_theta": 1e4}),
+    ],
+)
+def test_mp_rope_takes_the_base_of_rope_that_transformers_takes(
+    stated: dict[str, Any], same_as: dict[str, Any], tmp_path: Path
+) -> None:
+    own, theirs = pair(tmp_path)
+    tables = []
+    plain = json.loads((own / "config.json").read_text())
+    for settings in (stated, same_as):
+        (own / "config.json").write_text(json.dumps({**plain, **settings}))
+        transplant(own, theirs, tmp_path / "out", approximation="mp_rope", overwrite=True)
+        tables.append(table(tmp_path / "out").tobytes())
+    assert tables[0] == tables[1]
+
+
+def test_mp_rope_refuses_a_model_whose_base_of_rope_is_not_known(tmp_path: Path) -> None:
+    own, theirs = pair(tmp_path)
+    stated = json.loads((own / "config.json").read_text())
+    (own / "config.json").write_text(json.dumps({**stated, "model_type": "unheard_of"}))
+    assert "rope_theta of config.json is missing" in str(refusal(own, theirs, tmp_path / "out", approximation="mp_rope"))

@@ -6,6 +6,7 @@
     parts.py    models of several parts that names tell apart: pipelines of diffusers, single files with a VAE
     vocabulary.py  embeddings and heads: names and tying; heads of classifiers
     projections.py  the roles of projections, by their names; how methods treat a tensor; tensors that hold several matrices
+    defaults.py settings that config.json leaves out, by the class of the model in transformers
     perlayer.py lists and maps of config.json with one entry per layer; numbers that determine the kind of each layer
                 (`first_k_dense_replace`)
     resize.py   `resize_config`: config.json after layers were dropped, repeated or reordered

@@ -16,7 +16,7 @@ from typing import Any
 
 from weightsmith._models.formats.gguf.architectures import architectures
 
-TABLE = "_models/formats/gguf/defaults.json"
+TABLE = "_models/structure/defaults.json"
 
 _NOT_OF_INFERENCE = re.compile(
     r".*(dropout|_pdrop|initializer|aux_loss|jitter|_token_id|sparse_pred|use_cache|output_router|pretraining_tp|deterministic).*"

@@ -4,7 +4,6 @@ layout.py       the bytes of a file, and the layout of new ones
 header.py       the header of a file, parsed and checked
 architecture.py what a kind of model has in both formats: tensors, keys from config.json, config.json from the keys
 architectures/  a file for each
-defaults.py     settings that config.json leaves out
 vision.py       the same of vision halves
 prepare.py      plans of GGUF files: `FORMATS`, as users ask for them
 mmproj.py       the file of a vision half

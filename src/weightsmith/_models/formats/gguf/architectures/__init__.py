@@ -14,8 +14,8 @@ from weightsmith._base.files import DAMAGED, show
 from weightsmith._base.plugins import Plugins
 from weightsmith._models.formats import GGUF_ARCHITECTURES
 from weightsmith._models.formats.gguf.architecture import GgufArchitecture, GgufFamily
-from weightsmith._models.formats.gguf.defaults import with_defaults
 from weightsmith._models.formats.gguf.values import GgufValues
+from weightsmith._models.structure.defaults import with_defaults
 
 if TYPE_CHECKING:
     from weightsmith._models.formats.gguf.vision import VisionHalf
