@@ -138,8 +138,8 @@ OTHERWISE: dict[str, Any] = {
     "threads": 3, "max_memory_bytes": 400_000_000, "overwrite": True, "fsync": False, "card": False, "report": "page.html",
     "allow_nonfinite": True, "device": "cpu:0", "keep_stages": True, "stream": True, "stream_cache_bytes": 1_000_000,
 }  # fmt: skip
-NOT_HERE = {"resume", "processes", "push", "public", "commit_message", "ray", "evaluate", "staging"}
-"""These discard work, or need the Hub, a cluster or a model that transformers runs."""
+NOT_HERE = {"resume", "processes", "push", "public", "commit_message", "ray", "evaluate", "staging", "local_copy"}
+"""These discard work, or need the Hub, a cluster, copies or a model that transformers runs."""
 
 
 @pytest.mark.parametrize("name", OTHERWISE)

@@ -164,6 +164,11 @@ class Computed:
         for source in sources:
             source.close()
 
+    @property
+    def sources(self) -> Sequence[Checkpoint]:
+        """The models that it is computed from."""
+        return self.inputs
+
     def _step(self, name: str) -> Step:
         return self._steps[spec_of(self.specs, name, self._where).name]
 

@@ -46,6 +46,7 @@ class Progress:
     computation  that product
     compiling    kernels are being compiled, because no earlier run needed them
     checking     all is written, and transformers has not said yet whether it can load it
+    copied_bytes  of those that were read: from local copies of inputs
     """
 
     written_bytes: int
@@ -58,6 +59,7 @@ class Progress:
     computation: Computation | None = None
     compiling: bool = False
     checking: bool = False
+    copied_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,7 @@ class Outcome:
 
     read_bytes, written_bytes  of tensors
     fetched_bytes  of remote files, over the network
+    copied_bytes   of the tensors that were read: from local copies of inputs
     finished    the output tensors (`Step.out`), also those that were skipped
     results     the products
     """
@@ -75,6 +78,7 @@ class Outcome:
     finished: Mapping[str, Finished]
     results: Results
     fetched_bytes: int
+    copied_bytes: int = 0
 
     @property
     def distances(self) -> dict[str, tuple[float, float]]:
@@ -106,7 +110,7 @@ class Run:
         self.resources = resources
         self.total_bytes = sum(step.nbytes for step in steps)
         self.total_tensors = len(steps)
-        self.written_bytes = self.read_bytes = self.tensors = 0
+        self.written_bytes = self.read_bytes = self.copied_bytes = self.tensors = 0
         self.finished: dict[str, Finished] = {}
         self._output = output
         self._allow_nonfinite = workload.allow_nonfinite
@@ -163,7 +167,7 @@ class Run:
         workload = Workload(allow_nonfinite=self._allow_nonfinite)
         run = Run(self.reader, steps, (), MemoryOutput(targets), self.resources, workload)
         run.go(check)
-        self._count(run.read_bytes, 0)
+        self._count(run.read_bytes, 0, run.copied_bytes)
         run.release()
 
     def _begin(self, step: Step) -> list[LeafPass]:
@@ -219,8 +223,10 @@ class Run:
         active, place, result, written = task.active, task.place, None, 0
         if isinstance(active, ReductionPass):
             result, read = self.products.reduce(active, task, buffers)
+            leaf = task.step
         else:
             assert isinstance(active, LeafPass)
+            leaf = active.leaf
             if active.job is None:
                 read, written = self._copier.copy(active, place, buffers)
             elif task.phase != APPLY:
@@ -229,13 +235,14 @@ class Run:
                 out = self._encoder.memory(active, place, buffers)
                 read = self._merger.apply(active, place, out, buffers)
                 written = self._encoder.write(active, place, out, buffers)
-        self._count(read, written)
+        self._count(read, written, round(read * self.reader.copied_share(leaf)))
         return result
 
-    def _count(self, read: int, written: int) -> None:
+    def _count(self, read: int, written: int, copied: int) -> None:
         with self._lock:
             self.read_bytes += read
             self.written_bytes += written
+            self.copied_bytes += copied
 
     def progress(self, began: float, finished: tuple[int, int]) -> Progress:
         """A snapshot. finished: tensors and bytes that an earlier run has made."""
@@ -250,6 +257,7 @@ class Run:
                 self._scheduler.waiting,
                 self.products.computation,
                 is_compiling(),
+                copied_bytes=self.copied_bytes,
             )
 
 
@@ -303,7 +311,7 @@ def run(
     done = {**skip, **task.finished}
     finished_tensors = {step.out.name: done[step.out.name] for step in steps}
     fetched_bytes = 0 if ahead is None else ahead.fetched_bytes
-    return Outcome(task.read_bytes, task.total_bytes, finished_tensors, results, fetched_bytes)
+    return Outcome(task.read_bytes, task.total_bytes, finished_tensors, results, fetched_bytes, task.copied_bytes)
 
 
 def _fetching(parts: list[list[Extent]], cache_bytes: int) -> AbstractContextManager[ReadAhead | None]:

@@ -17,6 +17,7 @@ from weightsmith._base.torch_use import named_device
 from weightsmith._engine.resources import DEFAULTS, INPUTS_BYTES, TILE_BYTES, Buffers, Cut, Resources, cut, tile_grains
 from weightsmith._engine.results import Results
 from weightsmith._models.checkpoint import Checkpoint
+from weightsmith._models.sources.files import copied_share, files_behind
 from weightsmith._plans import COPY, PRODUCTS, Block, Gather, Plan, Product, Read, Step
 from weightsmith.abc.job import Bytes, Job, Matrix
 from weightsmith.abc.tensors import Tensors
@@ -60,6 +61,8 @@ class Reader:
         self._device = named_device(resources.device)
         self._facts: dict[tuple[object, ...], tuple[int, int]] = {}
         self._shares: dict[int, float] = {}
+        self._copied: dict[tuple[int, str], float] = {}
+        self._has_copies = any(files.copied_share(None) for source in inputs for files in files_behind(source))
         self._codes: dict[tuple[str, ...], npt.NDArray[np.int64]] = {}
         self._cuts: dict[tuple[object, ...], list[Cut]] = {}
         self._checked: set[tuple[int | str, int]] = set()
@@ -196,6 +199,20 @@ class Reader:
             source = self.inputs[read.model]
             self._shares[read.model] = source.stored_share if isinstance(source, Checkpoint) else 1.0
         return self._shares[read.model]
+
+    def copied_share(self, step: Step) -> float:
+        """The share of the bytes of a step's inputs that is read from local copies. Opens their files."""
+        if not self._has_copies:
+            return 0.0
+        reads, copied, total = step.inputs[:1] if step.op == COPY else step.inputs, 0.0, 0.0
+        for read in reads:
+            if read.model != PRODUCTS:
+                key, source = (read.model, read.tensor), self.inputs[read.model]
+                if key not in self._copied:
+                    self._copied[key] = copied_share(source, read.tensor)
+                width = source.specs[read.tensor].dtype.itemsize * self.share(read)
+                copied, total = copied + self._copied[key] * width, total + width
+        return copied / total if total else 0.0
 
     def read(self, inputs: Inputs, first: int, size: int, buffers: Buffers) -> tuple[Bytes, int]:
         """The bytes of elements first … first + size of all inputs, uint8 [inputs, >= bytes]; and how many were read.

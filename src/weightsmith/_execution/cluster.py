@@ -41,6 +41,7 @@ from weightsmith._base.errors import (
     first_line,
     legible,
 )
+from weightsmith._base.files import expand_user
 from weightsmith._base.options import named
 from weightsmith._base.text import count
 from weightsmith._base.torch_use import named_device
@@ -199,7 +200,7 @@ _opening = threading.Lock()
 
 
 def _reopened(order: Order) -> Prepared:
-    key = f"{order.identity} {order.folder}"
+    key = f"{order.identity} {order.folder} {order.options.local_copy or ''}"
     with _opening:
         if key not in _open:
             while _open:
@@ -275,7 +276,7 @@ def share_out(prepared: Prepared, staging: Staging, request: RunRequest, *, work
 
 
 def _order(prepared: Prepared, out: str | os.PathLike[str], options: RunOptions) -> Order:
-    plan = prepared.plan
+    plan, copies = prepared.plan, options.local_copy
     with collector_paused():
         data = json.dumps(plan.to_json(), separators=(",", ":")).encode()
     return Order(
@@ -283,7 +284,14 @@ def _order(prepared: Prepared, out: str | os.PathLike[str], options: RunOptions)
         out=place_of(out).absolute,
         folder=str(Path.cwd()),
         options=replace(
-            options, ray=None, processes=1, resume=True, push=None, commit_message=None, device=named_device(options.device)
+            options,
+            ray=None,
+            processes=1,
+            resume=True,
+            push=None,
+            commit_message=None,
+            device=named_device(options.device),
+            local_copy=None if copies is None else str(expand_user(copies).absolute()),
         ),
         allow_code=plan.provenance.code is not None,
         identity=work_identity(plan, prepared.inputs, options.device),
@@ -462,6 +470,7 @@ class Driver:
                 written_bytes=self._counted_bytes,
                 total_bytes=self._total_bytes,
                 read_bytes=self.helped.read_bytes,
+                copied_bytes=self.helped.copied_bytes,
                 tensors=self._total_tensors - len(self._uncounted),
                 total_tensors=self._total_tensors,
                 seconds=now - self._began,

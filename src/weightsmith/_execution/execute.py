@@ -310,7 +310,7 @@ def execute_part(
         outcome = run(steps=steps, products=(), skip=done, results=results)
         for model in prepared.inputs:
             model.check_unchanged()
-        helped = Helped(len(done), outcome.read_bytes, outcome.written_bytes, outcome.fetched_bytes)
+        helped = Helped(len(done), outcome.read_bytes, outcome.written_bytes, outcome.fetched_bytes, outcome.copied_bytes)
         return PartDone(staging.hand_over(durable=options.fsync and not helping), helped)
 
 
@@ -324,7 +324,7 @@ def execute_products(
             outcome = run(steps=(), results=kept_products(prepared.plan, staging))
         for model in prepared.inputs:
             model.check_unchanged()
-        helped = Helped(read_bytes=outcome.read_bytes, fetched_bytes=outcome.fetched_bytes)
+        helped = Helped(0, outcome.read_bytes, 0, outcome.fetched_bytes, outcome.copied_bytes)
         return PartDone(staging.hand_over(), helped)
 
 

@@ -141,6 +141,16 @@ class RunOptions:
         setting=True,
         brief=(),
     )
+    local_copy: str | None = option(
+        None,
+        "--local-copy FOLDER",
+        "Read copies of inputs from this folder, on the machine's own disk",
+        details="`FOLDER/base/model.safetensors` is read instead of that file of the model `base`, if it is an equal one: "
+        "[local copies](scale.md#local-copies).",
+        path=True,
+        group="Resources",
+        brief=("run",),
+    )
     evaluate: str | None = option(
         None,
         "--evaluate FILE",

@@ -330,6 +330,8 @@ def show_progress(shown: Meter, progress: Progress, doing: str) -> None:
     done, total = progress.written_bytes, progress.total_bytes
     label = doing if progress.tensors < progress.total_tensors else "saving to disk"
     detail = f"{progress.tensors:,} of {count(progress.total_tensors, 'tensor')}"
+    if progress.copied_bytes:
+        detail += f", {size(progress.copied_bytes)} from local copies"
     shown.show(Reading(label, done, total, progress.read_bytes + done, detail))
 
 

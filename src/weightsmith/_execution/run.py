@@ -19,6 +19,7 @@ from weightsmith._base.tensors import NamedTensors, TensorSpec
 from weightsmith._base.text import duration, size
 from weightsmith._base.torch_use import usable_device
 from weightsmith._execution.identity import facts, merges_on_device, work_identity
+from weightsmith._execution.local_copies import use_local_copies
 from weightsmith._execution.options import RunOptions, resources_of
 from weightsmith._execution.output import (
     RECIPE_NAME,
@@ -64,6 +65,7 @@ class Merged(NamedTensors, Reported):
     resumed        number of tensors that an interrupted run had finished
     read_bytes, written_bytes   of tensor data, in this run
     fetched_bytes  of tensor data over the network, if models were streamed
+    copied_bytes   of the tensor data that was read: from local copies of inputs
     seconds        of this run, including planning
     distance       distance from the base: in total, then per layer; () without a base
     warnings       the plan's and those found in the data
@@ -85,6 +87,7 @@ class Merged(NamedTensors, Reported):
     url: str = ""
     stages: tuple[Path, ...] = ()
     fetched_bytes: int = 0
+    copied_bytes: int = 0
     distances: Squares = field(default_factory=dict)
 
     def __fspath__(self) -> str:
@@ -190,6 +193,7 @@ class Helped:
     read_bytes: int = 0
     written_bytes: int = 0
     fetched_bytes: int = 0
+    copied_bytes: int = 0
     warnings: tuple[Finding, ...] = ()
 
     def __add__(self, other: Helped) -> Helped:
@@ -266,6 +270,7 @@ def run_plan(run: PlanRun) -> Merged:
         reports=reports,
         url=url,
         fetched_bytes=outcome.fetched_bytes + helped.fetched_bytes,
+        copied_bytes=outcome.copied_bytes + helped.copied_bytes,
         distances=outcome.distances,
     )
 
@@ -430,10 +435,14 @@ def staged(
     if options.device != "cpu" and merges_on_device(plan):
         usable_device(options.device, "float64")
     resources = resources_of(prepared, options)
-    for stage in prepared.stages:
-        stage.source.set_run(resources, allow_nonfinite=options.allow_nonfinite)
     _download(prepared, request)
     spec = _spec_of(prepared, request, part, steps, helping)
+    if options.local_copy is not None:
+        alone = helping is None and options.ray is None  # else some of the machines may have no copies
+        copies = use_local_copies(prepared, options.local_copy, required=alone)
+        spec = replace(spec, protected=(*spec.protected, *copies))
+    for stage in prepared.stages:
+        stage.source.set_run(resources, allow_nonfinite=options.allow_nonfinite)
     with open_output(request.out, spec) as staging:
 
         def go(**selected: Any) -> Outcome:

@@ -209,6 +209,11 @@ class Checkpoint(NamedTensors, Closing):
         return Naming(_stem(self.config or {}), kept_metadata(self.metadata), self.subfolders, parts)
 
     @property
+    def sources(self) -> tuple[Tensors, ...]:
+        """What its tensors are read from."""
+        return (self.source,)
+
+    @property
     def paths(self) -> tuple[Path, ...]:
         """Paths of the weight files."""
         return self.source.paths

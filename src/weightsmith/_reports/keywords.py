@@ -64,6 +64,7 @@ class RunKeywords(TypedDict, total=False):
     stream: bool
     stream_cache_bytes: int | str
     staging: str | os.PathLike[str] | None
+    local_copy: str | os.PathLike[str] | None
     evaluate: str | os.PathLike[str] | None
     push: str | None
     public: bool

@@ -157,6 +157,8 @@ def _summary(merged: Merged) -> str:
     done = f"{printable(str(merged.out))}: {tensors}{resumed}, {size(merged.nbytes)} in {duration(merged.seconds)}{speed}"
     if merged.fetched_bytes:
         done += f"\n{size(merged.fetched_bytes)} streamed"
+    if merged.copied_bytes:
+        done += f"\n{size(merged.copied_bytes)} read from local copies"
     if merged.url:
         done += f"\nuploaded to {printable(merged.url)}"
     for model, files in merged.plan.lacking.items():
@@ -200,6 +202,7 @@ def _to_json(merged: Merged) -> dict[str, Any]:
         "read_bytes": merged.read_bytes,
         "written_bytes": merged.written_bytes,
         "fetched_bytes": merged.fetched_bytes,
+        "copied_bytes": merged.copied_bytes,
         "seconds": round(merged.seconds, 3),
         "dropped": len(plan.dropped),
         "lacking": {model: list(files) for model, files in plan.lacking.items()},

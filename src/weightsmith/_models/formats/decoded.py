@@ -137,6 +137,7 @@ class DecodedTensors:
         Raises FormatError if a weight has the name of another tensor.
         """
         self._stored, self._where, self._prefix = stored, where, prefix
+        self.sources = (stored,)
         self._weights = {weight.spec.name: weight for weight in weights}
         hidden = {*dropped, *(name for weight in weights for name in weight.stored)}
         specs = {name.removeprefix(prefix): spec for name, spec in stored.specs.items() if name not in hidden}

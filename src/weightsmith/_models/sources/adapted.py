@@ -120,6 +120,7 @@ class Adapted:
 
     def __init__(self, base: Tensors, adapter: Tensors, origins: Mapping[str, AdaptedTensor], where: str) -> None:
         self._base, self._adapter, self._where = base, adapter, where
+        self.sources = base, adapter
         self._origins = {name: origins[name] for name in sorted(origins, key=natural_key)}
         self.specs: Mapping[str, TensorSpec] = {name: self._spec(name, origin) for name, origin in self._origins.items()}
         changes = [repr((name, origin)) for name, origin in self._origins.items() if origin != AdaptedTensor(name)]

@@ -36,6 +36,7 @@ class Selected:
         }
         self.identity = digest([source.identity, *map(repr, self._names.items())])
         self.paths: tuple[Path, ...] = source.paths
+        self.sources = (source,)
 
     @property
     def state(self) -> str:
@@ -83,7 +84,7 @@ class Foldered:
     """
 
     def __init__(self, main: Tensors | None, subfolders: Mapping[str, Tensors], where: str) -> None:
-        self._sources, self._where = (*([] if main is None else [main]), *subfolders.values()), where
+        self.sources, self._where = (*([] if main is None else [main]), *subfolders.values()), where
         self._places = {} if main is None else {name: (main, name) for name in main.specs}
         for folder, source in subfolders.items():
             inner = {f"{folder}/{name}": (source, name) for name in source.specs}
@@ -95,7 +96,7 @@ class Foldered:
         self.specs: Mapping[str, TensorSpec] = {name: self._spec(name) for name in named}
         outer = "" if main is None else main.identity
         self.identity = digest([outer, *((folder, source.identity) for folder, source in subfolders.items())])
-        self.paths: tuple[Path, ...] = tuple(path for source in self._sources for path in source.paths)
+        self.paths: tuple[Path, ...] = tuple(path for source in self.sources for path in source.paths)
 
     def _spec(self, name: str) -> TensorSpec:
         source, inner_name = self._places[name]
@@ -104,7 +105,7 @@ class Foldered:
 
     @property
     def state(self) -> str:
-        return digest([self.identity, *(source.state for source in self._sources)])
+        return digest([self.identity, *(source.state for source in self.sources)])
 
     def natural_dtype(self, name: str) -> DType:
         source, inner_name = self._place(name)
@@ -129,11 +130,11 @@ class Foldered:
         source.read_into(inner_name, start_byte, out)
 
     def check_unchanged(self) -> None:
-        for source in self._sources:
+        for source in self.sources:
             source.check_unchanged()
 
     def close(self) -> None:
-        for source in self._sources:
+        for source in self.sources:
             source.close()
 
     def _place(self, name: str) -> tuple[Tensors, str]:

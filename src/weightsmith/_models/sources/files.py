@@ -12,7 +12,7 @@ import os
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
@@ -26,7 +26,7 @@ from weightsmith._files.hf_folder import natural_key
 from weightsmith.abc.tensors import byte_view, check_range, closed, digest, spec_of
 
 if TYPE_CHECKING:
-    from weightsmith.abc.tensors import Buffer
+    from weightsmith.abc.tensors import Buffer, Tensors
 
 _PAGE_BYTES = 4096
 _SAMPLED_PAGES = 32
@@ -64,6 +64,8 @@ class SourceFiles:
         self.identity = digest(facts)
         self._where = where
         self._states = {file.path: file.state for file in files}
+        self._digests = {file.path: file.digest for file in files}
+        self._copies: dict[Path, Path] = {}
         self._lock = threading.Lock()
         self._closed = False
         # Never closed early, because `location` hands out descriptors.
@@ -78,17 +80,46 @@ class SourceFiles:
         facts = [(s.inode, s.mtime_ns, s.ctime_ns) if s.elsewhere is None else s.elsewhere.version for s in states]
         return digest([self.identity, facts])
 
+    @property
+    def originals(self) -> tuple[SourceFile, ...]:
+        """The files without a copy: path, state, and digest of the table of tensors."""
+        uncopied = (path for path in self.paths if path not in self._copies)
+        return tuple(SourceFile(path, self._state(path), self._digests[path]) for path in uncopied)
+
+    def use_copy(self, path: Path, copy: Path, state: FileState) -> None:
+        """Read a copy from now on instead of a file. `identity`, `state` and `paths` stay those of the file.
+
+        state  of the copy, before it was found to be equal
+        """
+        self._states[copy] = state
+        self._copies[path] = copy
+
+    def copied_share(self, fd: int | None) -> float:
+        """The share of bytes that is read from copies: of what a descriptor reads, 0 or 1; None: of all files."""
+        if not self._copies:
+            return 0.0
+        if fd is not None:
+            return float(any(self._fds.get(copy) == fd for copy in self._copies.values()))
+        copied = sum(self._states[path].nbytes for path in self._copies)
+        return copied / max(1, sum(self._states[path].nbytes for path in self.paths))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files."""
+        return sum(self._states[path].nbytes for path in self.paths)
+
     def extents(self, path: Path, offset: int, nbytes: int) -> tuple[Extent, ...]:
         """A run of bytes of a file, if it is read where it is; () for a file on this disk."""
-        remote = self._remote(path)
+        remote = self._remote(self._copies.get(path, path))
         return () if remote is None else (Extent(remote, offset, nbytes),)
 
     def location(self, path: Path, offset: int) -> tuple[int, int] | None:
         """The descriptor of a file, and the offset; None for a file that is read elsewhere. Raises as `fd`."""
-        return None if self._remote(path) is not None else (self.fd(path), offset)
+        return None if self._remote(self._copies.get(path, path)) is not None else (self.fd(path), offset)
 
     def fd(self, path: Path) -> int:
         """The descriptor of a file, open until `close`. Raises CheckpointError if the file has changed, or after `close`."""
+        path = self._copies.get(path, path)
         fd = self._fds.get(path)
         return self._open(path) if fd is None else fd
 
@@ -97,6 +128,7 @@ class SourceFiles:
 
         Raises FormatError if the file ends early, CheckpointError for an I/O error, else as `fd`.
         """
+        path = self._copies.get(path, path)
         remote = self._remote(path)
         if remote is not None:
             if self._closed:
@@ -211,6 +243,11 @@ class FileTensors(ABC, Generic[_InFile]):
         self.paths, self.identity = self._files.paths, self._files.identity
 
     @property
+    def files(self) -> SourceFiles:
+        """Its files."""
+        return self._files
+
+    @property
     def state(self) -> str:
         return self._files.state
 
@@ -320,10 +357,58 @@ def sample_files(paths: Sequence[Path]) -> str:
     digest, count = xxhash.xxh3_128(), max(1, _SAMPLED_PAGES // len(paths))
     for path in paths:
         with open_local(path) as file:
-            last = max(file.state.nbytes - _PAGE_BYTES, 0)
-            for i in range(1, count + 1):
-                digest.update(file.read_at(last * i // count, _PAGE_BYTES))
+            for page in _pages(file.read_at, file.state.nbytes, count):
+                digest.update(page)
     return digest.hexdigest()
+
+
+def sample_file(path: Path, state: FileState) -> str:
+    """Hash of 32 pages of 4 KiB of a file, on this disk or elsewhere: those that `sample_files` reads of one file.
+
+    Raises as `open_local`, and CheckpointError for an I/O error.
+    """
+    digest, remote = xxhash.xxh3_128(), state.elsewhere
+    if remote is None:
+        return sample_files([path])
+
+    def read_at(offset: int, nbytes: int) -> bytes:
+        page = bytearray(min(nbytes, state.nbytes - offset))
+        remote.read_into(offset, memoryview(page))
+        return bytes(page)
+
+    for page in _pages(read_at, state.nbytes, _SAMPLED_PAGES):
+        digest.update(page)
+    return digest.hexdigest()
+
+
+def _pages(read_at: Callable[[int, int], bytes], nbytes: int, count: int) -> Iterator[bytes]:
+    """Pages of a file, at equal distances, the last bytes among them."""
+    last = max(nbytes - _PAGE_BYTES, 0)
+    for i in range(1, count + 1):
+        yield read_at(last * i // count, _PAGE_BYTES)
+
+
+# ---- the files behind a source
+
+
+def files_behind(source: Tensors) -> Iterator[SourceFiles]:
+    """The files of a source, and of the sources that it is composed of (their `sources`)."""
+    if isinstance(source, FileTensors):
+        yield source.files
+    else:
+        for inner in getattr(source, "sources", ()):  # tensors in memory and sources of plugins have none
+            yield from files_behind(inner)
+
+
+def copied_share(source: Tensors, name: str) -> float:
+    """The share of a tensor's bytes that is read from copies; for a tensor that is computed, of all the source's bytes."""
+    files = list(files_behind(source))
+    if not any(group.copied_share(None) for group in files):
+        return 0.0
+    place = source.location(name)
+    if place is not None:
+        return max(group.copied_share(place[0]) for group in files)
+    return sum(group.copied_share(None) * group.nbytes for group in files) / max(1, sum(group.nbytes for group in files))
 
 
 def _check_same(path: Path, opened: FileState, stat: os.stat_result) -> None:
