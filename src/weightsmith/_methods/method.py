@@ -25,13 +25,13 @@ BaseRole = Literal["required", "optional", "input"]
 Family = Literal["average", "sphere", "delta", "sparse", "spectral", "data", "copy"]
 
 FAMILIES: Mapping[Family, str] = {
-    "average": "Averages: one point between the models",
-    "sphere": "Along the sphere: keeps the length of the weights",
+    "average": "Averages: a point between the models",
+    "sphere": "Spherical interpolation: keeps the length of the weights",
     "delta": "Task vectors: adds what fine-tunes learnt to their base",
-    "sparse": "Sparse task vectors: drops or elects changes before adding them",
-    "spectral": "Singular vectors: merges directions of whole matrices",
-    "data": "With a text: weighs layers by what goes through them",
-    "copy": "Copies: layers as they are",
+    "sparse": "Sparse task vectors: drops or selects changes before adding them",
+    "spectral": "Singular vectors: merges the main directions of whole matrices",
+    "data": "With text: weights layers by the inputs that they receive",
+    "copy": "Copies: takes layers unchanged",
 }
 """What the families of methods do, in the order in which they are listed."""
 

@@ -58,14 +58,14 @@ def _blurred(values: Array, axis: int) -> Array:
 
 
 @merge_method(
-    title="add the smoothed difference of one model to another",
+    title="add what one model learnt to another, smoothed",
     family="delta",
-    summary="""Adds what the second model was trained for to the first model, without single large changes. The difference of
-the second model from the base goes through a median filter of 3 elements in each dimension, and then through a Gaussian filter
-with the deviation 1. It is SuperMerger's `smoothAdd`, for models for images. The filters treat neighbours in a tensor as
-neighbours in an image, so most of a difference that looks like noise is lost.""",
-    use="""Like add difference, with a weaker effect, where that breaks images. The order of the models matters: the first one
-is changed. Convolutions take most of the time: a window has 81 elements.""",
+    summary="""Adds what the second model learnt to the first model, and smooths it on the way. This is SuperMerger's
+`smoothAdd`, for image models. The second model's difference from the base passes through two filters: a median filter over 3
+elements in each dimension, then a Gaussian filter with a standard deviation of 1. The filters treat neighbours in a
+tensor like neighbours in an image, so most of a difference that looks like noise is lost.""",
+    use="""When adding the plain difference (task_arithmetic) breaks the images: the effect is weaker. The order of the models
+matters: the first one is changed. Convolutions take most of the time, because their windows have 81 elements.""",
     passes="Two: the difference, then the result.",
     source="hako-mikan, SuperMerger, smoothAdd, https://github.com/hako-mikan/sd-webui-supermerger",
     formula="out = A + λ gauss(median(B - base))",

@@ -42,7 +42,7 @@ def open_peft(ref: str, *, revision: str | None = None) -> Adapter:
         if isinstance(place, HubModel) and place.streams:
             repository.stream()
     if MLX_NAME in names and not weights:
-        fix = "fuse it with its base (mlx_lm.fuse), and use that model"
+        fix = "merge it into its base with mlx_lm.fuse, and use that model"
         raise Unsupported("an adapter of MLX, whose factors are [inputs, rank], which is not read", where=ref, fix=fix)
     if CONFIG_NAME not in names or not weights:
         missing = [] if CONFIG_NAME in names else [CONFIG_NAME]
