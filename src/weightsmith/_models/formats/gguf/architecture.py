@@ -352,7 +352,10 @@ class GgufArchitecture:
         if self.scaled and rope["rope_type"] == "llama3":
             put_quotients(config, rope, head_dim(config), keys)
         else:
-            put_scaling(config, rope, keys)
+            put_scaling(config, rope, keys, self.turned_by(config, rope))
+
+    def turned_by(self, config: GgufConfig, rope: Mapping[str, Any]) -> float | None:
+        """What llama.cpp multiplies sines and cosines by under YaRN, unless it is what YaRN's paper says."""
 
     def rope(self, config: GgufConfig) -> dict[str, Any]:
         """The settings of RoPE in layers that attend to everything."""
