@@ -242,9 +242,11 @@ def open_files(paths: Sequence[Path], index: Index | None, where: str, open_file
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     small = {name: values for header in headers.values() for name, values in header.small.items()}
     dtype = _dtype(tensors.values())
+    predicted = architecture.predicted_layers(values := architecture.values(first.keys, where))
+    layers: float = values.count("block_count") - predicted if predicted else math.inf
+    if architecture.predicting and any(predicts(name, layers) for name in tensors):
+        architecture, layers = architecture.with_predictors(values.count("block_count") - predicted, predicted), math.inf
     config = architecture.config(first.keys, Contents(shapes, small), dtype.torch, where)
-    predicted = architecture.predicted_layers(architecture.values(first.keys, where))
-    layers = config["num_hidden_layers"] if predicted else math.inf
     factors = _factors(headers, tensors, architecture)
     named = _Named(architecture, config, layers, factors)
     stored = unite((_tensors(path, header, named) for path, header in headers.items()), paths[0].parent)

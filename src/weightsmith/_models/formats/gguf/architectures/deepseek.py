@@ -6,7 +6,8 @@ and what RoPE turns. Of `kv_b_proj`, the rows of keys are stored transposed, apa
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from weightsmith._models.formats.gguf.tensors import (
     ROUTER,
     ROUTER_BIAS,
     SHARED_EXPERTS,
+    Predicting,
     SplitPart,
     SplitTensor,
 )
@@ -33,7 +35,7 @@ EXPERT_NUMBERS = (
     GgufKey("expert_group_used_count", "topk_group", default=1),
 )
 """`GgufArchitecture.numbers` of models that have DeepSeek's experts."""
-PREDICTING = "num_nextn_predict_layers"
+PREDICTING = Predicting("num_nextn_predict_layers")
 _LOG = "rope.scaling.yarn_log_multiplier"
 
 
@@ -122,6 +124,10 @@ class DeepseekV3(DeepseekV2):
 
     def owns(self, values: GgufValues) -> bool:
         return super().owns(values) and values.equals("expert_gating_func", 2)
+
+    def of_model(self, config: Mapping[str, Any], names: Iterable[str]) -> Self:
+        """As in `GgufArchitecture`; llama.cpp's converter leaves out the predictors of DeepSeek-V3."""
+        return super().of_model(config, names) if config.get("model_type") == "glm4_moe_lite" else self
 
     def check_groups(self, config: GgufConfig) -> None:
         """llama.cpp chooses groups as V3 does."""
