@@ -219,6 +219,20 @@ def test_what_comes_back_is_what_was_written(name: str, tmp_path: Path) -> None:
     assert stored(quantize(tmp_path / "q", tmp_path / "again")) == written
 
 
+@needs_llama_cpp
+@pytest.mark.parametrize("name", ENCODERS)
+def test_types_and_bytes_are_those_of_llama_cpps_quantiser(name: str, tmp_path: Path) -> None:
+    source = ENCODERS[name][0](tmp_path / "m")
+    plain = quantize(source, tmp_path / "f32")
+    for mixture, number in (("q4_k_m", 15), ("q8_0", 7)):
+        weightsmith.quantize(source, tmp_path / mixture, f"gguf-{mixture}", progress=False)
+        assert llama_cpp.quantize(plain, tmp_path / "theirs.gguf", number)
+        ours, theirs = stored(tmp_path / mixture / "model.gguf"), stored(tmp_path / "theirs.gguf")
+        assert {tensor: (kind, data) for tensor, (kind, _, data) in ours.items()} == {
+            tensor: (kind, data) for tensor, (kind, _, data) in theirs.items()
+        }  # a matrix of one row is a vector there
+
+
 def test_nomics_settings_that_llama_cpp_does_not_know(tmp_path: Path) -> None:
     source = save_nomic(tmp_path / "m")
     assert gguf.GGUFReader(quantize(source, tmp_path / "q")).fields["nomic-bert-moe.context_length"].contents() == 512
