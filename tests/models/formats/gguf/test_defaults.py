@@ -162,3 +162,12 @@ def test_an_architecture_without_defaults_names_what_is_missing() -> None:
         llama.keys(sizes, 0)
     with pytest.raises(FormatError, match="rms_norm_eps is missing"):
         llama.keys({**sizes, "rope_theta": 1e4}, 0)
+
+
+def test_deepseek_has_no_factor_of_its_own_under_yarn() -> None:
+    model_class, config_class, arguments = LANGUAGE["deepseek-v2-yarn"]
+    for factor, words in ((1.0, None), (2.0, "attention_factor is 2.0, and llama.cpp takes 1 for granted")):
+        full = complete(config_class, {**arguments, "rope_parameters": {**DEEP_YARN, "attention_factor": factor}}, model_class)
+        assert full is not None
+        found = written(full)
+        assert words in found if words and isinstance(found, str) else not words and not isinstance(found, str)

@@ -755,6 +755,10 @@ def refused(name: str = "q8_0", **options: Any) -> str:
             {"model_type": "ministral3", "rope_parameters": {"rope_type": "default"}},
             "rope_type is 'default', and llama.cpp takes 'yarn'",
         ),
+        (
+            {"model_type": "llama", "rope_scaling": {"rope_type": "yarn", "factor": 2.0, "attention_factor": "x"}},
+            "attention_factor is 'x', and not a positive number",
+        ),
         ({"num_hidden_layers": 200_000}, "num_hidden_layers is 200000, more than 100,000"),
         ({"model_type": "olmo3", "tie_word_embeddings": False, "layer_types": 5}, "layer_types is 5, and not a list"),
         (
@@ -1144,14 +1148,61 @@ def test_published_config_files_rely_on_defaults(model: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_llama_cpp_computes_what_transformers_does(name: str, tmp_path: Path, tokenizers: dict[str, Path]) -> None:
+    changes = {**OWN.get(name, {}), **WRITTEN_OTHERWISE.get(name, {})}
+    agree(zoo.save(name, tmp_path / "m", 1, dtype="float32", **{**JUDGED, **changes}), name, tokenizers)
+
+
+STEEP: dict[str, Any] = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 8.0, "original_max_position_embeddings": 8}
+MINISTRAL = STEEP | {"llama_4_scaling_beta": 0.1, "mscale": 0.7, "mscale_all_dim": 0.7}
+JUDGED: dict[str, Any] = {"vocab_size": 262, "max_position_embeddings": 64}
+
+
+@pytest.mark.reader
+@needs_llama_cpp
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("arcee", {"rope_parameters": STEEP}),
+        ("arcee", {"rope_parameters": STEEP | {"attention_factor": 2.0}}),
+        ("arcee", {"rope_parameters": STEEP | {"attention_factor": 1.0}}),
+        ("arcee", {"rope_parameters": STEEP | {"mscale": 1.0, "mscale_all_dim": 0.5}}),
+        ("arcee", {"rope_parameters": STEEP | {"mscale": 0.7}}),
+        ("smollm3", {"num_hidden_layers": 5, "rope_parameters": STEEP | {"mscale": 1.0, "mscale_all_dim": 1.0}}),
+        ("ministral3", {"rope_parameters": MINISTRAL}),
+        ("ministral3", {"rope_parameters": MINISTRAL | {"attention_factor": 2.0}}),
+    ],
+)
+def test_llama_cpp_turns_by_the_factor_of_transformers(
+    name: str, changes: dict[str, Any], tmp_path: Path, tokenizers: dict[str, Path]
+) -> None:
+    source = zoo.save(name, tmp_path / "m", 1, dtype="float32", **{**JUDGED, **changes})
+    with weightsmith.open_checkpoint(source) as found:
+        tensors, config = {tensor: found.read(tensor) for tensor in found.specs}, found.config
+    for tensor in tensors:  # attention is all but even otherwise
+        tensors[tensor] *= np.float32(12 if tensor.endswith(("q_proj.weight", "k_proj.weight")) else 1)
+    write_checkpoint(source, tensors, config)
+    agree(source, name, tokenizers)
+    before, after = (turned_by(folder) for folder in (source, tmp_path / "q"))
+    assert after == pytest.approx(before, rel=1e-7)
+
+
+def turned_by(folder: Path) -> float:
+    """What transformers multiplies sines and cosines by."""
+    import transformers
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    with weightsmith.open_checkpoint(folder) as found:
+        config = transformers.AutoConfig.for_model(**(found.config or {}))
+    return float(ROPE_INIT_FUNCTIONS[config.rope_parameters["rope_type"]](config, "cpu")[1])
+
+
+def agree(source: Path, name: str, tokenizers: dict[str, Path]) -> None:
+    """Compare llama.cpp's logits of the GGUF file, which it writes to the folder q, with those of transformers."""
     import torch
 
-    sizes = {"vocab_size": 262, "max_position_embeddings": 64}
-    source = zoo.save(
-        name, tmp_path / "m", 1, dtype="float32", **{**sizes, **OWN.get(name, {}), **WRITTEN_OTHERWISE.get(name, {})}
-    )
     (source / "tokenizer.json").write_bytes((tokenizers["gpt2"] / "tokenizer.json").read_bytes())
-    path = quantize(source, tmp_path / "q", "f32")
+    path = quantize(source, source.parent / "q", "f32")
     tokens = np.random.default_rng(0).integers(0, 256, 40).tolist()
     model, _ = zoo.load(name, source)
     with torch.inference_mode():

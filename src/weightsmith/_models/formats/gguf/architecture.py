@@ -48,6 +48,8 @@ UNTIED, TIED = {"tie_word_embeddings": False}, {"tie_word_embeddings": True}
 GELU = "gelu_pytorch_tanh"
 COMPUTED = "llama.cpp computes it"
 """Why a tensor is left out of which users need not hear."""
+NOT_ADDED = "biases that llama.cpp does not add"
+"""Why a tensor is left out that changes what the model computes."""
 SIGMOID_ROUTER = {"expert_gating_func": 2}
 """`GgufArchitecture.constants` of models whose routers' scores are sigmoids."""
 
@@ -352,7 +354,10 @@ class GgufArchitecture:
         if self.scaled and rope["rope_type"] == "llama3":
             put_quotients(config, rope, head_dim(config), keys)
         else:
-            put_scaling(config, rope, keys)
+            put_scaling(config, rope, keys, self.turned_by(config, rope))
+
+    def turned_by(self, config: GgufConfig, rope: Mapping[str, Any]) -> float | None:
+        """What llama.cpp multiplies sines and cosines by under YaRN, unless it is what YaRN's paper says."""
 
     def rope(self, config: GgufConfig) -> dict[str, Any]:
         """The settings of RoPE in layers that attend to everything."""
@@ -543,15 +548,15 @@ class GgufArchitecture:
         """
         module, _, kind = name.rpartition(".")
         if module in self.ends and kind in ("weight", "bias"):
-            return f"{self.ends[module]}.{kind}"
+            return self.published(f"{self.ends[module]}.{kind}")
         match, bare = _LAYER.fullmatch(name), _BARE.fullmatch(name)
         if match is not None and match[2] in self._modules(int(match[1])):
-            return self._with_stack(f"{LAYERS}{match[1]}.{self._modules(int(match[1]))[match[2]]}.{match[3]}")
+            return self.published(f"{LAYERS}{match[1]}.{self._modules(int(match[1]))[match[2]]}.{match[3]}")
         known = bare is not None and bare[2] in self.bare
-        return self._with_stack(f"{LAYERS}{bare[1]}.{self.bare[bare[2]]}") if bare is not None and known else None
+        return self.published(f"{LAYERS}{bare[1]}.{self.bare[bare[2]]}") if bare is not None and known else None
 
-    def _with_stack(self, canonical: str) -> str:
-        """The Hub's name of a tensor of a layer, which is in a stack of its own if the layer predicts."""
+    def published(self, canonical: str) -> str:
+        """The Hub's name of a tensor: as the tables have it, but for layers that predict in a stack of their own."""
         match, predicting = _IN_LAYER.fullmatch(canonical), self.predicting
         if predicting is None or not predicting.stack or match is None or not self.predictors or int(match[1]) < self.trunk:
             return canonical

@@ -19,7 +19,7 @@ from weightsmith._base.text import count
 from weightsmith._files.containers import GGUF
 from weightsmith._files.copied import is_read
 from weightsmith._models.formats.gguf.about import Stated, keys_of_files, read_metadata, said_generation
-from weightsmith._models.formats.gguf.architecture import COMPUTED, GgufArchitecture
+from weightsmith._models.formats.gguf.architecture import COMPUTED, NOT_ADDED, GgufArchitecture
 from weightsmith._models.formats.gguf.architectures import architecture_of_config, find_architecture, text_config
 from weightsmith._models.formats.gguf.chat import NAMED_TEMPLATE
 from weightsmith._models.formats.gguf.cuts import CutEncoding, HeadOrder, Pieces, part_shape, pieces_of
@@ -372,7 +372,10 @@ def _left_out(dropped: Sequence[Dropped], architecture: GgufArchitecture) -> lis
         names = [tensor.tensor for tensor in dropped if tensor.reason == reason]
         if names and reason != COMPUTED:
             what = f"left out, {count(len(names), 'tensor')}: {reason}"
-            findings.append(Finding(what, names[0], fix="use the model as it is: its vectors do not need them"))
+            fix = "use the model as it is: its vectors do not need them"
+            if reason == NOT_ADDED:
+                fix = "compare the vectors of llama.cpp with those of the model: they differ unless the biases are near 0"
+            findings.append(Finding(what, names[0], fix=fix))
     return findings
 
 

@@ -260,7 +260,10 @@ def open_files(paths: Sequence[Path], index: Index | None, where: str, open_file
     decoded = f"GGUF, mostly {blocks.most_common(1)[0][0]}" if blocks else ""
     whole = GgufTensors(stored, files, where, dtype)
     cuts = list(dict.fromkeys(split for name in whole.specs if (split := architecture.part_of(name)) is not None))
-    weights: list[Weight] = [cut_weight(cut, layer, whole.specs, GgufConfig(config), dtype, where) for cut, layer in cuts]
+    weights = list[Weight]()
+    for cut, layer in cuts:
+        weight = cut_weight(cut, layer, whole.specs, GgufConfig(config), dtype, where)
+        weights.append(replace(weight, spec=replace(weight.spec, name=architecture.published(weight.spec.name))))
     for spec in whole.specs.values():
         if (order := architecture.order(spec.name, GgufConfig(config))) is not None:
             weights.append(ordered_weight(spec, str(architecture.hub_name(spec.name)), order, dtype, where))

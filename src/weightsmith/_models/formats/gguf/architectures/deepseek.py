@@ -11,7 +11,9 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
+from weightsmith._base.errors import Unsupported
 from weightsmith._models.formats.gguf.architecture import SIGMOID_ROUTER, Contents, GgufArchitecture, GgufFamily, GgufKey
+from weightsmith._models.formats.gguf.rope import ATTENTION_FACTOR, USE_ORIGINAL
 from weightsmith._models.formats.gguf.tensors import (
     EXPERTS,
     MLP,
@@ -95,7 +97,12 @@ class DeepseekV2(GgufArchitecture):
         rope = self.rope(config)
         if rope["rope_type"] == "yarn":
             config.need("mscale", rope.get("mscale"), rope.get("mscale_all_dim"))
+            if rope.get("attention_factor") is not None:  # llama.cpp's scale of attention would follow it
+                config.need("attention_factor", rope["attention_factor"], 1)
             keys.f32(_LOG, 0.1 * config.number("mscale_all_dim", None, rope))
+
+    def turned_by(self, config: GgufConfig, rope: Mapping[str, Any]) -> float | None:
+        return 1.0  # as both numbers of `mscale` are equal
 
     def take_heads(self, values: GgufValues, config: dict[str, Any], default: int) -> int:
         return default
@@ -109,6 +116,8 @@ class DeepseekV2(GgufArchitecture):
         config["qk_nope_head_dim"] = whole - turned
         config["v_head_dim"] = values.count("attention.value_length_mla")
         if scaling := config.get("rope_scaling"):
+            if ATTENTION_FACTOR in values:
+                raise Unsupported(f"{ATTENTION_FACTOR} beside {_LOG}", where=values.where, fix=USE_ORIGINAL)
             scaling["mscale"] = scaling["mscale_all_dim"] = float(str(np.float32(10 * values.number(_LOG))))
 
 
