@@ -53,7 +53,8 @@ NOT_ADDED = "biases that llama.cpp does not add"
 SIGMOID_ROUTER = {"expert_gating_func": 2}
 """`GgufArchitecture.constants` of models whose routers' scores are sigmoids."""
 
-_MOST_LAYERS = 100_000
+MOST_LAYERS = 100_000
+"""More are an error."""
 _SIZES = {
     "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",
@@ -270,8 +271,8 @@ class GgufArchitecture:
         Raises FormatError for values that are missing or no numbers, Unsupported for settings that llama.cpp does not know.
         """
         config, keys = GgufConfig(settings), GgufKeys()
-        if (layers := config.count("num_hidden_layers")) > _MOST_LAYERS:
-            raise config.wrong("num_hidden_layers", layers, f"more than {_MOST_LAYERS:,}")
+        if (layers := config.count("num_hidden_layers")) > MOST_LAYERS:
+            raise config.wrong("num_hidden_layers", layers, f"more than {MOST_LAYERS:,}")
         self.put_sizes(config, keys)
         self.check(config)
         if config.get("is_causal") is False:
@@ -421,7 +422,7 @@ class GgufArchitecture:
         vocabulary = shapes["token_embd.weight"][0]
         config: dict[str, Any] = {"architectures": [self.class_name], "model_type": self.model_types[0], "dtype": dtype}
         self.take_sizes(values, config)
-        if config["num_hidden_layers"] > _MOST_LAYERS:
+        if config["num_hidden_layers"] > MOST_LAYERS:
             raise FormatError(f"{config['num_hidden_layers']:,} layers", where=where, fix=DAMAGED)
         config["num_hidden_layers"] -= self.predicted_layers(values)
         if self.predicting and (self.predictors or not self.predicting.stack):
@@ -466,7 +467,8 @@ class GgufArchitecture:
 
     def take_size(self, values: GgufValues, config: dict[str, Any], name: str, setting: str) -> None:
         """One of the numbers that most models have."""
-        config[setting] = values.count(name)
+        alike = config.get("num_attention_heads") if setting == "num_key_value_heads" else None  # as llama.cpp takes it
+        config[setting] = values.count(name, alike)
 
     def take_heads(self, values: GgufValues, config: dict[str, Any], default: int) -> int:
         """The width of a head, which it also returns. Raises Unsupported for widths that are not equal."""

@@ -14,7 +14,7 @@ from weightsmith._models.formats.gguf.layout import Value, ValueType
 
 Floats = npt.NDArray[np.float32]
 
-_MOST = 1 << 31
+_MOST, _U32_END = 1 << 31, 1 << 32
 _OTHER = "llama.cpp would compute something else. Store the model in another format, such as fp8-dynamic."
 
 
@@ -133,7 +133,10 @@ class GgufKeys:
         self.tensors: dict[str, Floats] = {}
 
     def put(self, name: str, kind: ValueType, value: Any) -> None:
-        """Set a key, or set it anew in its place."""
+        """Set a key, or set it anew in its place. Raises FormatError for a whole number that the file cannot hold."""
+        if kind == "u32" and value >= _U32_END:
+            what = f"{name} would be {value:,} in the GGUF file, which holds numbers up to {_U32_END - 1:,}"
+            raise FormatError(what, where="config.json", fix="repair it")
         self.values[name] = Value(kind, value)
 
     def u32(self, name: str, value: int) -> None:

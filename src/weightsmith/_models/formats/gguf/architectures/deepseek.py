@@ -32,7 +32,7 @@ EXPERT_NUMBERS = (
     GgufKey("expert_shared_count", "n_shared_experts", least=0),
     GgufKey("leading_dense_block_count", "first_k_dense_replace", least=0),
     GgufKey("expert_weights_scale", "routed_scaling_factor", "f32", 1.0),
-    GgufKey("expert_weights_norm", "norm_topk_prob", "bool"),
+    GgufKey("expert_weights_norm", "norm_topk_prob", "bool", default=False),  # llama.cpp's converter writes only true
     GgufKey("expert_group_count", "n_group", default=1),
     GgufKey("expert_group_used_count", "topk_group", default=1),
 )
