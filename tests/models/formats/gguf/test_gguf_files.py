@@ -1154,6 +1154,10 @@ def test_llama_cpp_computes_what_transformers_does(name: str, tmp_path: Path, to
 
 STEEP: dict[str, Any] = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 8.0, "original_max_position_embeddings": 8}
 MINISTRAL = STEEP | {"llama_4_scaling_beta": 0.1, "mscale": 0.7, "mscale_all_dim": 0.7}
+LONG_ROPE: dict[str, Any] = {
+    "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.5] * 4, "long_factor": [1.5] * 4},
+    "original_max_position_embeddings": 32,
+}
 JUDGED: dict[str, Any] = {"vocab_size": 262, "max_position_embeddings": 64}
 
 
@@ -1169,6 +1173,9 @@ JUDGED: dict[str, Any] = {"vocab_size": 262, "max_position_embeddings": 64}
         ("arcee", {"rope_parameters": STEEP | {"mscale": 1.0, "mscale_all_dim": 0.5}}),
         ("arcee", {"rope_parameters": STEEP | {"mscale": 0.7}}),
         ("smollm3", {"num_hidden_layers": 5, "rope_parameters": STEEP | {"mscale": 1.0, "mscale_all_dim": 1.0}}),
+        ("phi3-tied", LONG_ROPE),
+        ("phi3-tied", LONG_ROPE | {"rope_parameters": LONG_ROPE["rope_parameters"] | {"attention_factor": 2.0}}),
+        ("phi3-tied", LONG_ROPE | {"rope_parameters": LONG_ROPE["rope_parameters"] | {"factor": 8.0}}),
         ("ministral3", {"rope_parameters": MINISTRAL}),
         ("ministral3", {"rope_parameters": MINISTRAL | {"attention_factor": 2.0}}),
     ],
@@ -1180,7 +1187,7 @@ def test_llama_cpp_turns_by_the_factor_of_transformers(
     with weightsmith.open_checkpoint(source) as found:
         tensors, config = {tensor: found.read(tensor) for tensor in found.specs}, found.config
     for tensor in tensors:  # attention is all but even otherwise
-        tensors[tensor] *= np.float32(12 if tensor.endswith(("q_proj.weight", "k_proj.weight")) else 1)
+        tensors[tensor] *= np.float32(12 if tensor.endswith(("q_proj.weight", "k_proj.weight", "qkv_proj.weight")) else 1)
     write_checkpoint(source, tensors, config)
     agree(source, name, tokenizers)
     before, after = (turned_by(folder) for folder in (source, tmp_path / "q"))
