@@ -1061,7 +1061,7 @@ def test_a_decay_that_no_float32_holds(tmp_path: Path, tokenizers: dict[str, Pat
 @pytest.mark.slow
 def test_value_heads_that_the_tensors_do_not_have(tmp_path: Path, tokenizers: dict[str, Path]) -> None:
     source = with_tokenizer(zoo.save("qwen3.5", tmp_path / "m", 0, linear_num_value_heads=4), tokenizers["gpt2"])
-    for heads in (6, 2**31 - 2):
+    for heads in (6, 2**20):
         changed(source, linear_num_value_heads=heads)
         with pytest.raises(PlanError, match=f"linear_attn.A_log: it has 4 rows, and {heads:,} with the {heads:,} value heads"):
             weightsmith.plan(passthrough(str(source)), quantize="gguf-q8_0")
