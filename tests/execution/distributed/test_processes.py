@@ -271,7 +271,7 @@ def test_a_full_disk_of_temporary_files_is_one_error(here: Path, monkeypatch: py
     monkeypatch.setattr(execution_processes.tempfile, "TemporaryFile", full)
     with pytest.raises(NoSpace, match="the plan of the processes cannot be written: No space left on device") as caught:
         merge()
-    assert caught.value.where == tempfile.gettempdir()
+    assert caught.value.finding.where == tempfile.gettempdir()
 
 
 @pytest.mark.slow
