@@ -105,10 +105,8 @@ class LocalWorkers:
             self._order.flush()
         except OSError as error:
             what = f"the plan of the processes cannot be written: {error.strerror or error}"
-            details, fix = (
-                (f"needed     {len(content):,} bytes",),
-                "free space there, or set TMPDIR to a folder on another disk",
-            )
+            details = (f"needed     {len(content):,} bytes",)
+            fix = "free space there, or set TMPDIR to a folder on another disk"
             raise NoSpace(what, where=tempfile.gettempdir(), details=details, fix=fix) from error
 
     def slots(self) -> int:
