@@ -73,7 +73,7 @@ SUM_STRENGTHS, TSV_STRENGTHS = (0.6, 1.0), (0.4, 0.8)
 """Scored beside 0, which is the base, and for sums 1/N, which is the mean."""
 
 FACTORS = (0.6, 1.4)
-"""Of RegMean's result, scored beside 1 where texts are given: without, no score sees that deltas are too long."""
+"""Factors of RegMean's result that are tried if texts are given: without texts, no score sees that deltas are too long."""
 
 FEWEST, MOST = 2, 10
 MEAN, SUM, TSV, REGMEAN_TSV, REGMEAN_SUM = "mean", "sum", "tsv_m", "regmean, prior tsv_m", "regmean, prior sum"

@@ -215,7 +215,7 @@ def _singular_vectors(linear: Sequence[Step], models: int) -> float:
 
 
 def _solutions(linear: Sequence[Step], models: int) -> float:
-    """Of RegMean: a product with each model's moments, a Cholesky factor, two triangular systems."""
+    """Operations of RegMean: a product with each model's moments, a Cholesky factor, two triangular systems."""
     products = sum(2.0 * (models + 1) * step.out.size * step.out.shape[-1] for step in linear)
     return FLOAT64 * (products + sum(float(step.out.shape[-1]) ** 3 / 3 for step in linear))
 

@@ -39,7 +39,7 @@ FEW_ROWS = 4
 """Rows of each fine-tune that strengths are found on; candidates are compared on all."""
 
 DIRECTIONS, FLATTEN = 8, 0.4
-"""Of tsv_m: few directions, nearly equally strong, did best on both testbeds of docs/quality.md."""
+"""tsv_m's settings: few directions, nearly equally strong, did best on both testbeds of docs/quality.md."""
 
 PRIOR_PULL = 1.0
 """`mu` of RegMean: the prior counts as much as the mean of the diagonal."""
@@ -290,7 +290,7 @@ class RowScores:
 
 
 Scores = Sequence[RowScores]
-"""Of a candidate: those of each fine-tune, in order."""
+"""A candidate's scores on the rows of each fine-tune, in order."""
 
 
 def score(scores: Scores, measure: str) -> float:
