@@ -73,7 +73,7 @@ _NARROW = ("IQ4_NL", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
 """The types that a measurement tries: for rows of whole blocks of 256, and for others."""
 
 Importances = Mapping[str, Floats]
-"""Of the columns of tensors, under llama.cpp's names."""
+"""The importance of each column, by llama.cpp's names of the tensors."""
 
 
 class GgufFormat(ModelFormat):

@@ -44,7 +44,7 @@ _LAYER = {
     **{"ffn_down": "mlp.fc2", "layer_output_norm": "norm2"},
 }
 _STATED_POSITIONS, _TRAINED_POSITIONS = 2048, 512
-"""Of Nomic Embed 2: in config.json, and in llama.cpp's converter, after the texts that it was trained on."""
+"""The context of Nomic Embed 2: in config.json, and in llama.cpp's converter, after the texts that it was trained on."""
 _CODE = {
     "AutoConfig": "nomic-ai/nomic-bert-2048--configuration_hf_nomic_bert.NomicBertConfig",
     "AutoModel": "nomic-ai/nomic-bert-2048--modeling_hf_nomic_bert.NomicBertModel",
