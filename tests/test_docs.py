@@ -526,8 +526,10 @@ def code(page: Path) -> str:
 
 def test_the_pages_count_methods_and_formats_right() -> None:
     methods, formats = f"{len(all_methods())} merge methods", f"{len(FORMATS)} formats"
-    assert f"[{methods}](" in (ROOT / "README.md").read_text()
-    assert f"[{formats}](" in (ROOT / "README.md").read_text()
+    for page in ("README.md", "CHANGELOG.md"):
+        text = (ROOT / page).read_text()
+        assert f"[{methods}](" in text
+        assert f"[{formats}](" in text
     assert f"the {methods}" in (ROOT / "docs" / "studio.md").read_text()
 
 

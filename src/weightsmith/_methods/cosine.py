@@ -40,15 +40,16 @@ def _check(low: float, high: float) -> str:
 
 
 @merge_method(
-    title="one model where two are alike, the other where they differ",
+    title="keep the base where two models agree, take the other else",
     family="sphere",
-    summary="""Mixes the base A with one model B. The share of A is large where the two are alike, and B's is large where they
-differ. The similarity of a column is the mean of two cosines: of the column, and of the whole tensor. A column is all elements
-with the same position in all dimensions but the first, so a vector is one column. These are `cosineA` (`form: a`) and `cosineB`
-(`form: b`) of SuperMerger, for models for images. SuperMerger scales similarities by the smallest and the largest of the whole
-model, without the outermost 1% on both sides. Give such values as `low` and `high`.""",
-    use="""To keep the structure of A and take details of B. A larger `alpha` takes more of B. Fine-tunes of one base are so
-alike that nearly all similarities are above 0.9: raise `low`, or the result is close to a mean with fixed weights.""",
+    summary="""Mixes two image models: A, the base, and B. Columns that are alike in both stay close to A, and those that differ
+move towards B. These are `cosineA` (`form: a`) and `cosineB` (`form: b`) of SuperMerger. The similarity of a column is the mean
+of two cosine similarities: that of the column, and that of the whole tensor. A column is all elements with the same position in
+every dimension except the first, so a vector is one column. SuperMerger rescales similarities to their range in the whole
+model, without the outermost 1% on both sides. Here, set that range with `low` and `high`.""",
+    use="""To keep the structure of one model's images and take details from another. A larger `alpha` takes more of B.
+Fine-tunes of one base are so alike that nearly all similarities are above 0.9: raise `low`, or the result is close to a mean
+with fixed weights.""",
     passes="Two: inner products, then the result.",
     source="hako-mikan, SuperMerger, cosineA and cosineB, https://github.com/hako-mikan/sd-webui-supermerger; with the default "
     "`low` and `high`, `form: b` is add_cosine_b of sd-mecha, https://github.com/ljleb/sd-mecha",
@@ -59,8 +60,8 @@ alike that nearly all similarities are above 0.9: raise `low`, or the result is 
 )
 def cosine(
     matrix: Matrix,
-    alpha: Annotated[float, "What is subtracted from the share of the base: 1 takes the other model.", Bounds(0.0, 1.0)] = 0.0,
-    form: Annotated[Literal["a", "b"], "Cosine of the whole tensor: `a` with all columns at one length, `b` as it is."] = "a",
+    alpha: Annotated[float, "Subtracted from the share of the base; 1 gives the other model.", Bounds(0.0, 1.0)] = 0.0,
+    form: Annotated[Literal["a", "b"], "Cosine of the whole tensor: `a` first scales columns to one length."] = "a",
     low: Annotated[float, "Similarity at which the share of the base is 0.", Bounds(-1.0, 1.0)] = 0.0,
     high: Annotated[float, "Similarity at which the share of the base is 1.", Bounds(-1.0, 1.0)] = 1.0,
 ) -> Job:

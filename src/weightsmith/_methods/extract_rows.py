@@ -33,7 +33,7 @@ def extract_coefficients(gram: np.ndarray, alpha: float, beta: float, gamma: flo
     family="delta",
     summary="""Mixes the deltas of two models, and keeps of each row the share by which the two point in the same direction
 (`beta: 0`), or in different directions (`beta: 1`). The share of a row is ((cosine + 1) / 2)^gamma. It is SuperMerger's
-`extract`, for models for images. Each row of a matrix counts by itself; a vector, such as a bias, is one row.""",
+`extract`, for image models. Each row of a matrix counts by itself; a vector, such as a bias, is one row.""",
     use="""To keep what two fine-tunes agree on, such as a common style, or to remove it. A larger `gamma` keeps only rows
 whose deltas are nearly parallel.""",
     passes="One for matrices. Two for vectors: inner products, then the result.",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import numpy.typing as npt
 
@@ -23,7 +25,7 @@ def smooth(delta: Array) -> Array:
 
     >>> smooth(np.array([0.0, 0.0, 9.0, 0.0, 0.0]))
     array([0., 0., 0., 0., 0.])
-    >>> smooth(np.full((2, 3), 0.5)).tolist()
+    >>> smooth(np.full((2, 3), 0.5)).round(12).tolist()
     [[0.5, 0.5, 0.5], [0.5, 0.5, 0.5]]
     """
     if delta.ndim == 0 or delta.size == 0:
@@ -47,7 +49,8 @@ def _medians(values: Array) -> Array:
 
 
 def _blurred(values: Array, axis: int) -> Array:
-    weights = np.exp(-0.5 * (np.arange(-_RADIUS, _RADIUS + 1) / _SIGMA) ** 2)
+    # math.exp, because numpy's differs in the last bit from one kind of CPU to another
+    weights = np.array([math.exp(-0.5 * (place / _SIGMA) ** 2) for place in range(-_RADIUS, _RADIUS + 1)])
     weights /= weights.sum()
     margins = [(_RADIUS, _RADIUS) if k == axis else (0, 0) for k in range(values.ndim)]
     padded = np.moveaxis(np.pad(values, margins, mode="symmetric"), axis, 0)
@@ -58,14 +61,14 @@ def _blurred(values: Array, axis: int) -> Array:
 
 
 @merge_method(
-    title="add the smoothed difference of one model to another",
+    title="add the smoothed changes of one fine-tune to another model",
     family="delta",
-    summary="""Adds what the second model was trained for to the first model, without single large changes. The difference of
-the second model from the base goes through a median filter of 3 elements in each dimension, and then through a Gaussian filter
-with the deviation 1. It is SuperMerger's `smoothAdd`, for models for images. The filters treat neighbours in a tensor as
-neighbours in an image, so most of a difference that looks like noise is lost.""",
-    use="""Like add difference, with a weaker effect, where that breaks images. The order of the models matters: the first one
-is changed. Convolutions take most of the time: a window has 81 elements.""",
+    summary="""Adds what the second model learnt to the first model, and smooths it on the way. This is SuperMerger's
+`smoothAdd`, for image models. The second model's difference from the base passes through two filters: a median filter over 3
+elements in each dimension, then a Gaussian filter with a standard deviation of 1. The filters treat neighbours in a
+tensor like neighbours in an image, so most of a difference that looks like noise is lost.""",
+    use="""When adding the plain difference (task_arithmetic) breaks the images: the effect is weaker. The order of the models
+matters: the first one is changed. Convolutions take most of the time, because their windows have 81 elements.""",
     passes="Two: the difference, then the result.",
     source="hako-mikan, SuperMerger, smoothAdd, https://github.com/hako-mikan/sd-webui-supermerger",
     formula="out = A + λ gauss(median(B - base))",

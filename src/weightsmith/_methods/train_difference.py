@@ -16,7 +16,7 @@ STRENGTH = 1.8
     summary="""Adds what the second model was trained for to the first model. The base is what the second was tuned from. Where
 the first model has already moved towards the second, less is added; where they are far apart, more. So the first model learns
 without being pushed too far. At a position where the first model has the base's value, 0.9 λ times the difference is added. It
-is SuperMerger's `trainDifference`, for models for images. Element by element.""",
+is SuperMerger's `trainDifference`, for image models. Element by element.""",
     use="""To add a concept or a style to a model that was trained differently, such as an inpainting or a distilled model.
 Unlike task_arithmetic, it does not add the same change twice. The order of the models matters: the first one is changed.""",
     passes="One: the result is written as the inputs are read.",

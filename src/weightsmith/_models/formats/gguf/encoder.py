@@ -122,6 +122,10 @@ class Encoder(GgufArchitecture):
             what = f"config.json has names of {count(names, 'score')} in id2label or num_labels, and the head has {scores:,}"
             raise FormatError(what, where=tensor, fix="repair id2label in config.json")
 
+    def setting_of(self, key: str, config: GgufConfig) -> str:
+        setting = super().setting_of(key, config)
+        return self.renamed.get(setting, setting)
+
     # ---- config.json from the keys
 
     def config(self, keys: Mapping[str, Any], contents: Contents, dtype: str, where: str) -> dict[str, Any]:
@@ -158,11 +162,8 @@ class Encoder(GgufArchitecture):
             name = name.removeprefix(module)
         return f"{LAYERS}{name.removeprefix(self.layers)}" if name.startswith(self.layers) else name
 
-    def hub_name(self, name: str) -> str | None:
-        canonical = super().hub_name(name)
-        if canonical is None or canonical.startswith(self.head):
-            return canonical
-        return self.prefix + canonical.replace(LAYERS, self.layers, 1)
+    def published(self, canonical: str) -> str:
+        return canonical if canonical.startswith(self.head) else self.prefix + canonical.replace(LAYERS, self.layers, 1)
 
     def rows_skipped(self, name: str, config: GgufConfig) -> int:
         return _first_position(config) if self.padded and name == _POSITION_ROWS else 0
