@@ -19,6 +19,7 @@ from weightsmith._base.errors import CheckpointError, ParameterError
 from weightsmith._execution.cluster import share_out
 from weightsmith._execution.execute import execute
 from weightsmith._execution.options import RunOptions
+from weightsmith._files.safetensors import read_header
 from weightsmith._models.sources import files
 from weightsmith._planning.planner.reopen import load_plan, reopen
 
@@ -122,6 +123,18 @@ def trained(path: Path) -> None:
     path.write_bytes(data[: len(data) // 2] + bytes(byte ^ 1 for byte in data[len(data) // 2 :]))
 
 
+def with_one_tensor_trained(path: Path) -> None:
+    """All elements of the smallest matrix change, and none of the pages at equal distances."""
+    header = read_header(path)
+    tensor = min((one for one in header.tensors if len(one.spec.shape) > 1), key=lambda one: one.spec.nbytes)
+    data, end = bytearray(path.read_bytes()), tensor.offset + tensor.spec.nbytes
+    before = files.sample_files([path])
+    for at in range(tensor.offset, end):
+        data[at] ^= 1
+    path.write_bytes(data)
+    assert files.sample_files([path]) == before
+
+
 def damaged(path: Path) -> None:
     path.write_bytes(b"\xff" * path.stat().st_size)
 
@@ -132,6 +145,7 @@ def damaged(path: Path) -> None:
         (shorter, "another size"),
         (renamed, "another header"),
         (trained, "other weights"),
+        (with_one_tensor_trained, "other weights"),
         (damaged, "is damaged"),
     ],
 )

@@ -99,8 +99,8 @@ class SourceFiles:
         if not self._copies:
             return 0.0
         if fd is not None:
-            return float(any(self._fds.get(copy) == fd for copy in self._copies.values()))
-        copied = sum(self._states[path].nbytes for path in self._copies)
+            return float(any(self._fds.get(copy) == fd for copy in list(self._copies.values())))
+        copied = sum(self._states[path].nbytes for path in list(self._copies))
         return copied / max(1, sum(self._states[path].nbytes for path in self.paths))
 
     @property
@@ -154,7 +154,7 @@ class SourceFiles:
 
     def check_unchanged(self) -> None:
         """As `Tensors.check_unchanged`."""
-        for path in self._states:
+        for path in list(self._states):  # another thread may begin to use a copy
             remote = self._remote(path)
             if remote is not None:
                 remote.check_unchanged()
@@ -362,23 +362,32 @@ def sample_files(paths: Sequence[Path]) -> str:
     return digest.hexdigest()
 
 
-def sample_file(path: Path, state: FileState) -> str:
-    """Hash of 32 pages of 4 KiB of a file, on this disk or elsewhere: those that `sample_files` reads of one file.
+def sample_file(path: Path, state: FileState, places: Sequence[int] = ()) -> str:
+    """Hash of pages of 4 KiB of a file, on this disk or elsewhere: 32 at equal distances, then one from each of `places` on.
+
+    places  offsets in the file
 
     Raises as `open_local`, and CheckpointError for an I/O error.
     """
     digest, remote = xxhash.xxh3_128(), state.elsewhere
-    if remote is None:
-        return sample_files([path])
 
     def read_at(offset: int, nbytes: int) -> bytes:
+        assert remote is not None
         page = bytearray(min(nbytes, state.nbytes - offset))
         remote.read_into(offset, memoryview(page))
         return bytes(page)
 
-    for page in _pages(read_at, state.nbytes, _SAMPLED_PAGES):
-        digest.update(page)
-    return digest.hexdigest()
+    def sample(read: Callable[[int, int], bytes]) -> str:
+        for page in _pages(read, state.nbytes, _SAMPLED_PAGES):
+            digest.update(page)
+        for place in places:
+            digest.update(read(place, _PAGE_BYTES))
+        return digest.hexdigest()
+
+    if remote is not None:
+        return sample(read_at)
+    with open_local(path) as file:
+        return sample(file.read_at)
 
 
 def _pages(read_at: Callable[[int, int], bytes], nbytes: int, count: int) -> Iterator[bytes]:
