@@ -369,8 +369,8 @@ def methods_page(methods: Sequence[Method]) -> str:
         [
             "# Merge methods",
             "",
-            "The values of `merge_method` in a recipe. `weightsmith methods` prints this list; `weightsmith methods NAME` "
-            "describes one method.",
+            "These are the values of `merge_method` in a recipe. `weightsmith methods` prints this list, and "
+            "`weightsmith methods NAME` describes one method.",
             "",
             table(("method", "", "family", "models", "base", "parameters"), rows),
             "",
@@ -384,11 +384,11 @@ def methods_page(methods: Sequence[Method]) -> str:
             "",
             *(f"* `{role}`: {_base(role)}." for role in BASES),
             "",
-            "Accuracy, speed and memory of every method, compared with mergekit: "
-            "[results](../../benchmarks/results/methods.md). Quality of the merged models, measured on a small language "
-            "model: [quality](../quality.md).",
+            "[Which method?](../which-method.md) helps you choose. [Results](../../benchmarks/results/methods.md) compares the "
+            "accuracy, speed and memory of every method with mergekit's. [Quality](../quality.md) measures the merged models.",
             "",
-            "How methods run: [architecture](../architecture.md). How to add one: [adding a method](../adding-a-method.md).",
+            "To write your own, see [own method](../own-method.md). For contributors: [how methods run](../architecture.md), "
+            "and [adding a method](../adding-a-method.md).",
             "",
         ]
     )
@@ -416,20 +416,19 @@ def layouts_page(layouts: Sequence[ExpertLayout]) -> str:
         [
             "# Architectures of mixtures of experts",
             "",
-            "The values of `architecture` in a recipe of `weightsmith moe`. The default is the first in this list that can "
-            "hold the models. Case, spaces, hyphens and suffixes of names are ignored, and mergekit-moe's names have the same "
-            "meaning.",
+            "Choose the architecture of a mixture with `architecture` in a recipe of `weightsmith moe`. The default is the "
+            "first in this list that fits the models. Case, spaces, hyphens and suffixes of names are ignored. "
+            "mergekit-moe's names mean the same here.",
             "",
             table(
                 ("architecture", "", "from dense", "experts' weights"),
                 [(f"`{o.name}`", _titled(o), _dense(o), o.routing) for o in layouts],
             ),
             "",
-            "If all experts are the base, a checkpoint in any of these architectures computes what the base does, whatever "
-            "the router chooses. The reason is that config.json makes the weights of the chosen experts sum to 1. The tests "
-            "check this in "
-            "transformers for every pair in the table (for `deepseek`, which transformers has no class for, they compute it "
-            "themselves). Where it cannot hold, the plan warns and says how to fix it.",
+            "If all experts are copies of the base's MLP, the mixture computes the same as the base, whatever the router "
+            "chooses. The reason is that config.json makes the weights of the chosen experts sum to 1. The tests check this in "
+            "transformers for every pair in the table. transformers has no class for `deepseek`, so the tests compute "
+            "it themselves. If a model cannot start equal to the base, the plan warns and says how to fix it.",
             "",
             "## What they support",
             "",
@@ -439,11 +438,11 @@ def layouts_page(layouts: Sequence[ExpertLayout]) -> str:
             ),
             "",
             "Models that do not fit are rejected before tensor data is read, with a list of architectures that would work. "
-            "None of them supports biases in MLPs, layers without rotary embeddings (SmolLM3's), or different embeddings in "
+            "No architecture supports biases in MLPs, layers without rotary embeddings (SmolLM3's), or different embeddings in "
             "some layers.",
             "",
             "Every token passes through the shared expert. Its output is *added* to that of the routed experts, so if all "
-            "experts are like the base, a layer's output is larger than the base's. To start equal to the base, set "
+            "experts are copies of the base's MLP, a layer's output is larger than the base's. To start equal to the base, set "
             "`residual_scale: 0.5` for every expert. In `qwen2_moe`, which multiplies the shared expert by a sigmoid of the "
             "hidden state, set `residual_scale: 0` for the shared expert. The plan warns if neither is set.",
             "",
@@ -459,17 +458,17 @@ def layouts_page(layouts: Sequence[ExpertLayout]) -> str:
             "vLLM 0.32.0 was run on a CPU: `WEIGHTSMITH_VLLM=PYTHON pytest tests/features/mixture/test_vllm.py`. With "
             "different experts, the log probabilities of `mixtral`, `qwen3_moe`, `granitemoe`, `flex_olmo`, `qwen2_moe`, "
             "`glm4_moe` and `dots1` are those of transformers: 0.000008 of the logits' deviation for the worst token. "
-            "`glm4_moe` and `deepseek_v3` require a shared expert there; without one, vLLM ends. Its rotation for latent "
-            "attention (`deepseek_v2`, `deepseek_v3`) differs from that of transformers on a CPU, for dense models too, so "
-            "only the first token was compared, which is the same. According to the source of 0.33.0, it always divides the "
-            "weights of the chosen experts by their sum for `mixtral` and `granitemoe`, never for `olmoe`, and no longer "
+            "`glm4_moe` and `deepseek_v3` require a shared expert in vLLM, which exits without one. On a CPU, its rotation for "
+            "latent attention (`deepseek_v2`, `deepseek_v3`) differs from that of transformers, even for dense models. So "
+            "only the first token was compared, which is the same. According to its source, vLLM 0.33.0 always divides the "
+            "weights of the chosen experts by their sum for `mixtral` and `granitemoe`, and never for `olmoe`. It no longer "
             "supports `dots1`.",
             "",
             "## Names on disk",
             "",
-            "These are the names that `save_pretrained` of transformers writes and that programs for Hub models expect, "
-            "relative to a layer (`model.layers.0.`). `{e}` is the expert's number; a tensor without it is [experts, rows, "
-            "columns]. Several parts of one tensor are concatenated along the rows.",
+            "These are the names that `save_pretrained` of transformers writes, and that programs for Hub models expect. They "
+            "are relative to a layer (`model.layers.0.`). `{e}` is the expert's number. A tensor without it has the shape "
+            "[experts, rows, columns]. Several parts of one tensor are concatenated along the rows.",
             "",
             table(
                 ("architecture", "experts", "router", "shared expert"),

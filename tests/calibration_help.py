@@ -38,6 +38,7 @@ TEXT = " ".join(f"The {word} has {n} {word}s, and {n * n} more." for n, word in 
 CONFIGS: dict[str, Callable[[], Any]] = {
     "llama": lambda: transformers.LlamaConfig(**TINY),
     "llama-128": lambda: transformers.LlamaConfig(**{**TINY, "hidden_size": 128}),
+    "narrow": lambda: transformers.LlamaConfig(**{**TINY, "intermediate_size": 104}),
     "biased": lambda: transformers.LlamaConfig(**TINY, mlp_bias=True),
     "mistral": lambda: transformers.MistralConfig(**TINY, sliding_window=8),
     "qwen2": lambda: transformers.Qwen2Config(**TINY, tie_word_embeddings=True),

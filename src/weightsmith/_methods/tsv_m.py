@@ -71,7 +71,7 @@ def tsv_m(
     ] = 0.0,
     lambda_: Lambda = 1.0,
 ) -> Job:
-    rows, cols = matrix.shape[0], matrix.cols
+    rows, cols = matrix.size // max(matrix.cols, 1), matrix.cols
     if directions is None or len(weight) * directions * (rows + cols) >= matrix.size:
         return linears_job(matrix, weight, lambda_, lambda deltas: merge(deltas, directions, flatten))
 

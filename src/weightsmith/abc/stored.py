@@ -298,6 +298,8 @@ class Writing:
     readers    the programs that load it
     encodings  by group size, the default first; 0 where there is no choice
     adapt      changes the draft of an encoded model, such as config.json for one reader: (draft, the encoding)
+    rows       for weights whose width no group size divides: a row has one scale. It needs `StoredFormat.mixed`. None: these
+               weights are stored as they are
     """
 
     name: str
@@ -305,6 +307,12 @@ class Writing:
     readers: str
     encodings: Mapping[int, Encoding]
     adapt: Callable[[PlanDraft, Encoding], None] = lambda draft, encoding: None
+    rows: Encoding | None = None
+
+    @property
+    def all_encodings(self) -> tuple[Encoding, ...]:
+        """Those of all group sizes, and `rows`."""
+        return (*self.encodings.values(), *([self.rows] if self.rows is not None else []))
 
 
 @dataclass(frozen=True, slots=True)
@@ -443,4 +451,4 @@ class StoredFormat:
     @property
     def encodings(self) -> tuple[Encoding, ...]:
         """All without a setting."""
-        return (*self.unlisted, *(encoding for family in self.writes for encoding in family.encodings.values()))
+        return (*self.unlisted, *(encoding for family in self.writes for encoding in family.all_encodings))

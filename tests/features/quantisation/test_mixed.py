@@ -7,11 +7,13 @@ import re
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 import weightsmith
 from tests.calibration_help import save_model
+from tests.mini import write_checkpoint
 from tests.models.formats.compressed_tensors.test_reading import write_model, write_transformer
 from weightsmith._base.errors import PlanError
 
@@ -116,15 +118,19 @@ def test_parts_of_a_joined_matrix_in_two_formats_are_a_warning_or_an_error(model
 @pytest.mark.reader
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("kind", "types"), [("Llama", TYPES), ("Qwen3Moe", (r"experts=fp8-dynamic",))])
-def test_transformers_loads_the_weights_that_we_read(kind: str, types: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "name", "types"),
+    [("Llama", "nvfp4a16", TYPES), ("Qwen3Moe", "nvfp4a16", (r"experts=fp8-dynamic",)), ("Llama", "w4a16", ())],
+)
+def test_transformers_loads_the_weights_that_we_read(kind: str, name: str, types: tuple[str, ...], tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
     import torch
     import transformers
 
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96} if kind == "Qwen3Moe" else {}
-    source = write_transformer(tmp_path / "m", kind, num_hidden_layers=2, **experts)
-    quantise(source, tmp_path / "q", "nvfp4a16", *types)
+    widths = {"intermediate_size": 104} if name == "w4a16" else {}  # a scale for each row of down_proj
+    source = write_transformer(tmp_path / "m", kind, num_hidden_layers=2, **experts, **widths)
+    quantise(source, tmp_path / "q", name, *types)
     # dequantize=True of transformers 5.24 takes one group for all layers that are no experts; otherwise the library decides
     options = {"quantization_config": transformers.CompressedTensorsConfig(dequantize=True)} if experts else {}
     loaded, info = transformers.AutoModelForCausalLM.from_pretrained(
@@ -154,3 +160,84 @@ def test_a_text_calibrates_integers_and_gives_scales_of_activations(tmp_path: Pa
     chosen = read(calibrated)
     up = "model.layers.1.mlp.up_proj.weight"
     assert not np.array_equal(chosen[up], rounded[up])
+
+
+# ---- a scale for each row
+
+
+def write_narrow(folder: Path) -> Path:
+    """Two layers whose down_proj has a width of 104, which no group size divides, and one that words do not hold: 36."""
+    widths = {"self_attn.q_proj": 64, "mlp.up_proj": 64, "mlp.down_proj": 104, "mlp.experts.0.down_proj": 104, "odd_proj": 36}
+    rng = np.random.default_rng(0)
+    shapes = {f"model.layers.{i}.{part}.weight": (48, width) for i in range(2) for part, width in widths.items()}
+    tensors = {name: rng.standard_normal(shape).astype(ml_dtypes.bfloat16) for name, shape in shapes.items()}
+    return write_checkpoint(folder, tensors, {"model_type": "llama", "num_hidden_layers": 2})
+
+
+def strategies_of(stored: dict[str, Any], module: str) -> list[str]:
+    """The strategies of the groups that a module is a target of."""
+    return [
+        group["weights"]["strategy"]
+        for group in stored["config_groups"].values()
+        for target in group["targets"]
+        if re.match(target[3:], module)
+    ]
+
+
+@pytest.mark.parametrize(("bits", "odd"), [(4, False), (8, True)])
+def test_weights_that_no_group_divides_have_a_scale_for_each_row(bits: int, odd: bool, tmp_path: Path) -> None:
+    name, source = f"w{bits}a16", write_narrow(tmp_path / "m")
+    done = quantise(source, tmp_path / "q", name)
+    (warning,) = [warning for warning in done.warnings if "one scale for each row" in warning.what]
+    assert warning.what.startswith(f"{4 if odd else 2} weights")
+    assert warning.what.endswith("no group size divides the width 104")
+    stored = entry(tmp_path / "q")
+    assert stored["format"] == "pack-quantized"
+    assert strategies_of(stored, "model.layers.1.mlp.down_proj") == ["channel"]
+    assert strategies_of(stored, "model.layers.0.mlp.up_proj") == ["group"]
+    assert strategies_of(stored, "model.layers.0.mlp.experts.0.down_proj") == []  # one format for all parts of an expert
+    assert strategies_of(stored, "model.layers.0.odd_proj") == (["channel"] if odd else [])
+    weights = {tensor: values for tensor, values in read(source).items() if tensor.endswith("mlp.down_proj.weight")}
+    decoded = read(tmp_path / "q")
+    for tensor, values in weights.items():
+        steps = np.abs(values).max(1, keepdims=True) / (2 ** (bits - 1) - 0.5)
+        assert (np.abs(decoded[tensor] - values) <= (0.53 if bits == 4 else 1) * steps).all()
+        assert not np.array_equal(decoded[tensor], values)
+
+
+def test_a_group_size_or_a_type_says_otherwise(tmp_path: Path) -> None:
+    source = write_narrow(tmp_path / "m")
+    done = quantise(source, tmp_path / "size", "w4a16", group_size=64)
+    assert [warning for warning in done.warnings if "weights stored as they are: 6" in warning.what]
+    assert list(entry(tmp_path / "size")["config_groups"]) == ["group_0"]
+    done = quantise(source, tmp_path / "plain", "w4a16", r"mlp\.down_proj=plain")
+    assert not [warning for warning in done.warnings if "one scale for each row" in warning.what]
+    assert list(entry(tmp_path / "plain")["config_groups"]) == ["group_0"]
+    quantise(source, tmp_path / "all", "w4a16", "up_proj=w4a16-channel")
+    assert strategies_of(entry(tmp_path / "all"), "model.layers.0.mlp.up_proj") == ["channel"]
+
+
+def test_compressed_tensors_decodes_rows_with_one_scale(tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+    from safetensors.torch import load_file
+
+    quantise(write_narrow(tmp_path / "m"), tmp_path / "q", "w4a16")
+    config = QuantizationConfig.model_validate(entry(tmp_path / "q"))
+    (scheme,) = [scheme for scheme in config.config_groups.values() if scheme.weights.strategy == "channel"]
+    module, state = "model.layers.1.mlp.down_proj", load_file(tmp_path / "q" / "model.safetensors")
+    parts = {name.removeprefix(f"{module}."): array for name, array in state.items() if name.startswith(f"{module}.")}
+    parts["weight_scale"] = parts["weight_scale"].float()  # it multiplies in the dtype of the scales
+    theirs = BaseCompressor.get_value_from_registry("pack-quantized").decompress(parts, scheme)["weight"]
+    np.testing.assert_array_equal(theirs.numpy(), read(tmp_path / "q")[f"{module}.weight"])
+
+
+@pytest.mark.slow
+def test_rows_with_one_scale_are_calibrated(tmp_path: Path) -> None:
+    text = {"calibration": "built-in", "calibration_rows": 2, "calibration_tokens": 32}
+    source, down = save_model(tmp_path / "m", "narrow"), "model.layers.1.mlp.down_proj.weight"
+    quantise(source, tmp_path / "rounded", "w4a16")
+    quantise(source, tmp_path / "q", "w4a16", **text)
+    assert strategies_of(entry(tmp_path / "q"), down.removesuffix(".weight")) == ["channel"]
+    assert not np.array_equal(read(tmp_path / "rounded")[down], read(tmp_path / "q")[down])

@@ -15,7 +15,15 @@ from tests.cases.case import fine_tunes
 from weightsmith._base.tensors import DTYPES, grain_elements
 from weightsmith._engine.resources import Cut, cut
 from weightsmith._kernels.elementwise import merge_clipped
-from weightsmith._methods.jobs.combination import ColumnJob, CombinationJob, GramJob, RowJob, SharesJob
+from weightsmith._methods.jobs.combination import (
+    ChangedDeltaJob,
+    ColumnJob,
+    CombinationJob,
+    GramJob,
+    OuterColumnJob,
+    RowJob,
+    SharesJob,
+)
 from weightsmith._methods.jobs.elementwise import ActiveJob, ElementwiseJob, FusionJob, SceJob
 from weightsmith._methods.jobs.matrix import MatrixJob, mean
 from weightsmith._methods.jobs.operations import FillJob, PerturbedJob
@@ -75,6 +83,10 @@ JOBS = {
     "ScaledJob": Made(lambda m: ScaledJob(m, ties, "mean", 1.2)),
     "SpectrumJob": Made(lambda m: SpectrumJob(m, ties, "flatten", 0.5)),
     "ColumnsJob": Made(lambda m: ColumnsJob(m, ties, np.linspace(0.4, 1, SHAPE[1]))),
+    "OuterColumnJob": Made(
+        lambda m: OuterColumnJob(m, lambda grams: grams[:, 0, 0] / np.trace(grams, axis1=1, axis2=2)), inputs=2
+    ),
+    "ChangedDeltaJob": Made(lambda m: ChangedDeltaJob(m, np.cbrt, 0.5)),
     "SharesJob": Made(lambda m: SharesJob(m, SHARES, [1.0, 0.5], 0.1, 0.9)),
     "PerturbedJob": Made(PerturbedJob, inputs=1, base=False),
     "FillJob": Made(FillJob, inputs=0, base=False),

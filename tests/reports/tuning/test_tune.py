@@ -220,14 +220,14 @@ def test_ctrl_c_leaves_the_best_so_far(work: Path, monkeypatch: pytest.MonkeyPat
     assert ran.code == 130
     assert "tuned.yml has the best values so far" in ran.err
     assert "Finished trials are kept in tuned.trials.jsonl" in ran.err
-    assert "not judged on other text yet" in Path("tuned.yml").read_text()
+    assert "not yet judged on other text" in Path("tuned.yml").read_text()
     n = len(trials())
     assert n > 1
     weightsmith.plan("tuned.yml")
     ran = cli(*args, "--budget", 10, "--json")
     assert ran.code == 0
     assert json.loads(ran.out)["resumed"] == n
-    assert "not judged" not in Path("tuned.yml").read_text()
+    assert "not yet judged" not in Path("tuned.yml").read_text()
 
 
 @pytest.mark.slow

@@ -306,7 +306,7 @@ def _by_weight(work: StatisticWork, arrays: Arrays) -> dict[str, Floats]:
 
 def _streamed(writing: Writing, *, caches: bool, mixes: bool) -> Format:
     """A format that encodes rows as they leave the merge. If no group size is asked for, it is the first that stores the most
-    weights: the width of a weight must be a multiple of it.
+    weights: the width of a weight must be a multiple of it. Other weights get a scale for each row, if the format can.
 
     With a calibration text, codes are GPTQ's where the encoding takes a Hessian; without one, weights are rounded to nearest.
     """
@@ -321,7 +321,9 @@ def _streamed(writing: Writing, *, caches: bool, mixes: bool) -> Format:
         draft, plain = assembled.draft, replace(assembled, draft=PlanDraft.of(assembled.draft))
         group = group_size or max(groups, key=lambda group: len(encodable(draft, writing.encodings[group].name)))
         encoding = writing.encodings[group]
-        others = encodings_by_weight(draft, encoding, settings.tensor_types) if settings.tensor_types else {}
+        by_row = _stored_by_row(draft, writing, encoding) if group_size is None else {}
+        others = {**by_row, **encodings_by_weight(draft, encoding, settings.tensor_types, by_row)}
+        others = {weight: name for weight, name in others.items() if name != encoding.name}
         measured = measured_encoding(encoding, others)
         if problems := text_problems(measured, settings):
             raise PlanError(problems)
@@ -330,6 +332,7 @@ def _streamed(writing: Writing, *, caches: bool, mixes: bool) -> Format:
         if group_size is None and group != groups[0]:
             what = f"groups of {group} are used: more weights have a multiple of it as their width than of {groups[0]}"
             draft.warn(what, "quantize")
+        draft.warnings += _by_row_findings(draft, by_row)
         check_engines(draft, encoding.name, writing.name, settings)
         check_mixture(draft, encoding, others, settings)
         measure_activations(plain, draft, measured, settings, calibrates=has_text)
@@ -339,6 +342,24 @@ def _streamed(writing: Writing, *, caches: bool, mixes: bool) -> Format:
     sizes = frozenset({"group_size"}) if len(groups) > 1 else frozenset[str]()
     types = frozenset({"tensor_types"}) if mixes else frozenset[str]()
     return Format(writing.name, writing.summary, writing.readers, apply, sizes | text_settings | types)
+
+
+def _stored_by_row(draft: PlanDraft, writing: Writing, encoding: Encoding) -> dict[str, str]:
+    """The weights that get a scale for each row, and that encoding. Experts are not among them: programs run all projections of
+    an expert in one encoding."""
+    if writing.rows is None:
+        return {}
+    grouped_weights = set(encodable(draft, encoding.name))
+    others = (name for name in encodable(draft, writing.rows.name) if name not in grouped_weights)
+    return {name: writing.rows.name for name in others if "experts" not in name.split(".")}
+
+
+def _by_row_findings(draft: PlanDraft, by_row: Mapping[str, str]) -> Iterator[Finding]:
+    stored = [step.out for step in draft.steps if by_row.get(step.out.name) == step.encoding]
+    if stored:
+        what = f"{len(stored):,} weights have one scale for each row, which is less accurate: no group size divides"
+        fix = f"add {assignment('tensor_types', 'REGEX=plain')} to store them as they are"
+        yield Finding(f"{what} the width {stored[0].shape[1]:,}", stored[0].name, fix=fix)
 
 
 _STREAMED = [
@@ -483,12 +504,15 @@ _JOINING = ("vllm", "sglang")
 _Types = list[tuple[re.Pattern[str], str]]
 
 
-def encodings_by_weight(draft: PlanDraft, default: Encoding, texts: Sequence[str]) -> dict[str, str]:
+def encodings_by_weight(
+    draft: PlanDraft, default: Encoding, texts: Sequence[str], by_row: Mapping[str, str] | None = None
+) -> dict[str, str]:
     """The encoding of each weight that a type fits, by its name.
 
     draft    of plain tensors
     default  the encoding of the other weights
     texts    as users write types: `self_attn=fp8-dynamic`
+    by_row   other weights that are quantised: their encoding, by name
 
     Raises PlanError: a type that cannot be read, or that fits no weight which is quantised.
     """
@@ -496,7 +520,10 @@ def encodings_by_weight(draft: PlanDraft, default: Encoding, texts: Sequence[str
     types, problems = _read_types(stored_format, texts)
     if problems:
         raise PlanError([option_error("tensor_types", problem) for problem in problems])
-    weights = encodable(draft, default.name)
+    if not texts:
+        return {}
+    by_row = by_row or {}
+    weights = [*encodable(draft, default.name), *by_row]
     for name in {kind for _, kind in types} - {PLAIN}:
         weights += [weight for weight in encodable(draft, name) if weight not in weights]
     unused = [pattern.pattern for pattern, _ in types if not any(map(pattern.search, weights))]
@@ -504,7 +531,7 @@ def encodings_by_weight(draft: PlanDraft, default: Encoding, texts: Sequence[str
         what, fix = "no weight that is quantised has a name that matches", "write a part of a name, such as self_attn.q_proj"
         raise PlanError([option_error("tensor_types", f"{what} {pattern}", fix) for pattern in unused])
     fitting = ((weight, _type_of(weight, types)) for weight in weights)
-    return {weight: kind for weight, kind in fitting if kind not in ("", default.name)}
+    return {weight: kind for weight, kind in fitting if kind not in ("", by_row.get(weight, default.name))}
 
 
 def _read_types(stored_format: StoredFormat, texts: Sequence[str]) -> tuple[_Types, list[str]]:
@@ -558,7 +585,7 @@ def check_mixture(draft: PlanDraft, default: Encoding, by_weight: Mapping[str, s
     used = [name for name in dict.fromkeys(step.encoding for step in draft.steps) if name not in (PLAIN, default.name)]
     problems: list[WeightsmithError] = []
     for name in used:
-        writing = next(w for w in format_of_encoding(name).writes if name in {e.name for e in w.encodings.values()})
+        writing = next(w for w in format_of_encoding(name).writes if name in {e.name for e in w.all_encodings})
         problems += unloaded(writing.name, settings)
         if not problems:
             check_engines(draft, name, writing.name, settings)

@@ -207,7 +207,7 @@ def test_nomics_published_settings_are_those_of_transformers(tmp_path: Path) -> 
     published |= {name: config[name] for name in kept}
     (source / "config.json").write_text(json.dumps(published))
     assert (stored(quantize(source, tmp_path / "b")), keys_of(tmp_path / "b" / "model.gguf")) == plain
-    for changes, words in (({"moe_every_n_layers": 2}, "moe_every_n_layers is 2"), ({"prenorm": True}, "prenorm is True")):
+    for changes, words in (({"parallel_block": True}, "parallel_block is True"), ({"prenorm": True}, "prenorm is True")):
         (source / "config.json").write_text(json.dumps({**published, **changes}))
         with pytest.raises(PlanError, match=words):
             quantize(source, tmp_path / "c")

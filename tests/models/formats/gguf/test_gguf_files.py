@@ -610,41 +610,65 @@ def test_experts_that_are_published_as_one_tensor(tmp_path: Path, tokenizers: di
 # ---- layers that predict several tokens at a time
 
 
+def keys_and_tensors(path: Path, architecture: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What `write_gguf` takes, of a file."""
+    reader = gguf.GGUFReader(path)
+    keys = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
+    keys = {name.removeprefix(f"{architecture}."): value for name, value in keys.items() if name != "general.architecture"}
+    return keys, {tensor.name: (np.array(tensor.data), "F32") for tensor in reader.tensors}
+
+
 @pytest.mark.slow
 def test_layers_that_predict_are_left_out(tmp_path: Path, tokenizers: dict[str, Path]) -> None:
-    """Those behind the model's own, as its config.json counts them; in a GGUF file, too."""
-    source = zoo.save("glm4-moe", tmp_path / "m", 1)
+    """Those of DeepSeek-V3, behind the model's own, as its config.json counts them."""
+    source = zoo.save("deepseek-v3", tmp_path / "m", 1, **OWN["deepseek-v3"])
     (source / "tokenizer.json").write_bytes((tokenizers["gpt2"] / "tokenizer.json").read_bytes())
     own = stored(quantize(source, tmp_path / "plain", "f32"))
     with weightsmith.open_checkpoint(source) as found:
         config = {**(found.config or {}), "num_nextn_predict_layers": 1}
         tensors = {name: found.read(name) for name in found.specs}
-    more = {name.replace(".2.", ".3."): values for name, values in tensors.items() if name.startswith("model.layers.2.")}
-    more |= {"model.layers.3.eh_proj.weight": np.ones((32, 64), BF16), "model.layers.3.enorm.weight": np.ones(32, BF16)}
+    more = {
+        name.replace("layers.2.", "layers.3."): values for name, values in tensors.items() if name.startswith("model.layers.2.")
+    }
+    more |= {f"model.layers.3.{name}.weight": np.ones(32, BF16) for name in ("enorm", "hnorm")}
+    more |= {"model.layers.3.eh_proj.weight": np.ones((32, 64), BF16)}
     write_checkpoint(source, {**tensors, **more}, config)
     plan = weightsmith.plan(passthrough(str(source)), quantize="gguf-f32")
     assert {each.tensor for each in plan.dropped} == set(more)
-    assert f"{len(more)} tensors are left out: layers that predict several tokens at a time" in str(plan.warnings[-1])
+    assert any(f"{len(more)} tensors are left out: layers that predict several tokens" in str(each) for each in plan.warnings)
     assert stored(quantize(source, tmp_path / "q", "f32")) == own
     changed(source, num_nextn_predict_layers=0)
     with pytest.raises(PlanError, match=r"layers\.3\.eh_proj\.weight: llama\.cpp knows no such tensor"):
         weightsmith.plan(passthrough(str(source)), quantize="gguf-f32")
 
-    reader = gguf.GGUFReader(tmp_path / "q" / "model.gguf")
-    keys = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
-    keys = {name.removeprefix("glm4moe."): value for name, value in keys.items() if name != "general.architecture"}
-    there = {each.name: (np.array(each.data), "F32") for each in reader.tensors}
+    keys, there = keys_and_tensors(tmp_path / "q" / "model.gguf", "deepseek2")
     there |= {name.replace("blk.2.", "blk.3."): values for name, values in there.items() if name.startswith("blk.2.")}
     there["blk.3.nextn.eh_proj.weight"] = np.ones((32, 64), np.float32), "F32"
-    path = write_gguf(tmp_path / "theirs.gguf", "glm4moe", there, {**keys, "block_count": 4, "nextn_predict_layers": 1})
+    path = write_gguf(tmp_path / "theirs.gguf", "deepseek2", there, {**keys, "block_count": 4, "nextn_predict_layers": 1})
     with weightsmith.open_checkpoint(path) as found:
-        assert set(found.specs) == set(tensors)
+        assert set(found.specs) == {*tensors, *more} - {f"model.layers.3.{name}.weight" for name in ("enorm", "hnorm")}
         assert found.config is not None
-        assert (found.config["num_hidden_layers"], found.config["num_nextn_predict_layers"]) == (3, 0)
-        assert "layers that predict several tokens at a time" in str(found.notes[-1])
-    path = write_gguf(tmp_path / "theirs.gguf", "glm4moe", there, {**keys, "nextn_predict_layers": 3})
+        assert (found.config["num_hidden_layers"], found.config["num_nextn_predict_layers"]) == (3, 1)
+    path = write_gguf(tmp_path / "theirs.gguf", "deepseek2", there, {**keys, "nextn_predict_layers": 3})
     with pytest.raises(FormatError, match="nextn_predict_layers is 3, and there are no other layers"):
         weightsmith.open_checkpoint(path)
+
+
+def test_layers_that_predict_of_other_families_are_not_read(tmp_path: Path, tokenizers: dict[str, Path]) -> None:
+    source = with_tokenizer(llama(tmp_path / "m"), tokenizers["llama"])
+    keys, there = keys_and_tensors(quantize(source, tmp_path / "q", "f32"), "llama")
+    there["blk.1.nextn.eh_proj.weight"] = np.ones((64, 128), np.float32), "F32"
+    path = write_gguf(tmp_path / "theirs.gguf", "llama", there, {**keys, "nextn_predict_layers": 1})
+    with weightsmith.open_checkpoint(path) as found:
+        assert not any(name.startswith("model.layers.1.") for name in found.specs)
+        assert (found.config or {})["num_hidden_layers"] == 1
+        assert any("layers that predict several tokens at a time" in str(note) for note in found.notes)
+
+
+@pytest.mark.slow
+def test_a_router_that_config_json_cannot_describe(tmp_path: Path, tokenizers: dict[str, Path]) -> None:
+    source = with_tokenizer(zoo.save("glm4-moe", tmp_path / "m", 1), tokenizers["gpt2"])
+    keys, there = keys_and_tensors(quantize(source, tmp_path / "q", "f32"), "glm4moe")
     for gating in (1, [1, 2]):
         path = write_gguf(tmp_path / "theirs.gguf", "glm4moe", there, {**keys, "expert_gating_func": gating})
         with pytest.raises(Unsupported, match=r"glm4moe\.expert_gating_func is .*, which config\.json cannot say"):
@@ -730,6 +754,10 @@ def refused(name: str = "q8_0", **options: Any) -> str:
         (
             {"model_type": "ministral3", "rope_parameters": {"rope_type": "default"}},
             "rope_type is 'default', and llama.cpp takes 'yarn'",
+        ),
+        (
+            {"model_type": "llama", "rope_scaling": {"rope_type": "yarn", "factor": 2.0, "attention_factor": "x"}},
+            "attention_factor is 'x', and not a positive number",
         ),
         ({"num_hidden_layers": 200_000}, "num_hidden_layers is 200000, more than 100,000"),
         ({"model_type": "olmo3", "tie_word_embeddings": False, "layer_types": 5}, "layer_types is 5, and not a list"),
@@ -1076,13 +1104,10 @@ def test_value_heads_in_another_order(tmp_path: Path, tokenizers: dict[str, Path
             start = back.specs[name].size - part.size
             back.read_into(name, 4 * start, part.view(np.uint8))
             assert np.array_equal(part, back.read(name).astype(np.float32).reshape(-1)[start:]), name
-    reader = gguf.GGUFReader(path)
-    keys = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
-    keys = {name.removeprefix("qwen35."): value for name, value in keys.items() if name != "general.architecture"}
-    there = {each.name: (np.array(each.data), "F32") for each in reader.tensors}
+    keys, there = keys_and_tensors(path, "qwen35")
     for values in (there["blk.0.ssm_out.weight"][0][None], there["blk.0.ssm_out.weight"][0][:, 1:]):
         wrong = write_gguf(tmp_path / "wrong.gguf", "qwen35", {**there, "blk.0.ssm_out.weight": (values, "F32")}, keys)
-        with pytest.raises(FormatError, match="and not 32 for 4 value heads"):
+        with pytest.raises(FormatError, match="not 32 for 4 value heads"):
             weightsmith.open_checkpoint(wrong)
     settings = text_config(plan(passthrough(str(tmp_path / "a"))).config)
     model = _Model(MIXTURES[0], architecture_of_config(settings), settings, GgufConfig(settings), ())
@@ -1123,14 +1148,68 @@ def test_published_config_files_rely_on_defaults(model: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_llama_cpp_computes_what_transformers_does(name: str, tmp_path: Path, tokenizers: dict[str, Path]) -> None:
+    changes = {**OWN.get(name, {}), **WRITTEN_OTHERWISE.get(name, {})}
+    agree(zoo.save(name, tmp_path / "m", 1, dtype="float32", **{**JUDGED, **changes}), name, tokenizers)
+
+
+STEEP: dict[str, Any] = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 8.0, "original_max_position_embeddings": 8}
+MINISTRAL = STEEP | {"llama_4_scaling_beta": 0.1, "mscale": 0.7, "mscale_all_dim": 0.7}
+LONG_ROPE: dict[str, Any] = {
+    "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.5] * 4, "long_factor": [1.5] * 4},
+    "original_max_position_embeddings": 32,
+}
+JUDGED: dict[str, Any] = {"vocab_size": 262, "max_position_embeddings": 64}
+
+
+@pytest.mark.reader
+@needs_llama_cpp
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("arcee", {"rope_parameters": STEEP}),
+        ("arcee", {"rope_parameters": STEEP | {"attention_factor": 2.0}}),
+        ("arcee", {"rope_parameters": STEEP | {"attention_factor": 1.0}}),
+        ("arcee", {"rope_parameters": STEEP | {"mscale": 1.0, "mscale_all_dim": 0.5}}),
+        ("arcee", {"rope_parameters": STEEP | {"mscale": 0.7}}),
+        ("smollm3", {"num_hidden_layers": 5, "rope_parameters": STEEP | {"mscale": 1.0, "mscale_all_dim": 1.0}}),
+        ("phi3-tied", LONG_ROPE),
+        ("phi3-tied", LONG_ROPE | {"rope_parameters": LONG_ROPE["rope_parameters"] | {"attention_factor": 2.0}}),
+        ("phi3-tied", LONG_ROPE | {"rope_parameters": LONG_ROPE["rope_parameters"] | {"factor": 8.0}}),
+        ("ministral3", {"rope_parameters": MINISTRAL}),
+        ("ministral3", {"rope_parameters": MINISTRAL | {"attention_factor": 2.0}}),
+    ],
+)
+def test_llama_cpp_turns_by_the_factor_of_transformers(
+    name: str, changes: dict[str, Any], tmp_path: Path, tokenizers: dict[str, Path]
+) -> None:
+    source = zoo.save(name, tmp_path / "m", 1, dtype="float32", **{**JUDGED, **changes})
+    with weightsmith.open_checkpoint(source) as found:
+        tensors, config = {tensor: found.read(tensor) for tensor in found.specs}, found.config
+    for tensor in tensors:  # attention is all but even otherwise
+        tensors[tensor] *= np.float32(12 if tensor.endswith(("q_proj.weight", "k_proj.weight", "qkv_proj.weight")) else 1)
+    write_checkpoint(source, tensors, config)
+    agree(source, name, tokenizers)
+    before, after = (turned_by(folder) for folder in (source, tmp_path / "q"))
+    assert after == pytest.approx(before, rel=1e-7)
+
+
+def turned_by(folder: Path) -> float:
+    """What transformers multiplies sines and cosines by."""
+    import transformers
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    with weightsmith.open_checkpoint(folder) as found:
+        config = transformers.AutoConfig.for_model(**(found.config or {}))
+    return float(ROPE_INIT_FUNCTIONS[config.rope_parameters["rope_type"]](config, "cpu")[1])
+
+
+def agree(source: Path, name: str, tokenizers: dict[str, Path]) -> None:
+    """Compare llama.cpp's logits of the GGUF file, which it writes to the folder q, with those of transformers."""
     import torch
 
-    sizes = {"vocab_size": 262, "max_position_embeddings": 64}
-    source = zoo.save(
-        name, tmp_path / "m", 1, dtype="float32", **{**sizes, **OWN.get(name, {}), **WRITTEN_OTHERWISE.get(name, {})}
-    )
     (source / "tokenizer.json").write_bytes((tokenizers["gpt2"] / "tokenizer.json").read_bytes())
-    path = quantize(source, tmp_path / "q", "f32")
+    path = quantize(source, source.parent / "q", "f32")
     tokens = np.random.default_rng(0).integers(0, 256, 40).tolist()
     model, _ = zoo.load(name, source)
     with torch.inference_mode():

@@ -466,7 +466,7 @@ def test_a_file_that_is_cut_off_anywhere(tiny: Path) -> None:
         ({"rope.scaling.type": "su"}, Unsupported, "RoPE scaling of the type 'su'"),
         ({"tokenizer.ggml.pre": [1, 2]}, FormatError, "tokenizer.ggml.pre is array([1, 2]"),
         ({"tokenizer.ggml.add_bos_token": [1, 2]}, FormatError, "add_bos_token is array([1, 2]"),
-        ({"tokenizer.ggml.add_space_prefix": "no"}, FormatError, "add_space_prefix is 'no', and not true or false"),
+        ({"tokenizer.ggml.add_space_prefix": "no"}, FormatError, "add_space_prefix is 'no', not true or false"),
         ({"expert_count": [1, 2]}, FormatError, "expert_count is array([1, 2]"),
         ({"split.count": [1, 2]}, FormatError, "split into array([1, 2]"),
         ({"tokenizer.ggml.tokens": ["x" * 5_000_000]}, FormatError, "more than 4,000,000 characters"),

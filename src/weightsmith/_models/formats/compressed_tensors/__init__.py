@@ -20,6 +20,7 @@ from weightsmith._models.formats.compressed_tensors.writing import (
     NVFP4A16,
     STATIC,
     packed,
+    packed_rows,
 )
 from weightsmith._models.formats.config import config_entries, method_of
 from weightsmith._models.formats.scaled import TITLE, is_codes, read_scaled
@@ -55,8 +56,8 @@ FORMAT = StoredFormat(
         Writing("fp8-static", "8-bit floats with a scale for each weight, and its input (W8A8)", _ENGINES, {0: STATIC}),
         Writing("fp8-block", "8-bit floats with a scale for each block of 128 by 128 (W8A8)", _ENGINES, {0: BLOCK}),
         Writing("int8", "8-bit integers with a scale for each row (W8A8)", _ENGINES, {0: INT8}),
-        Writing("w8a16", "8-bit integers with a scale for each group of a row", _ENGINES, packed(8)),
-        Writing("w4a16", "4-bit integers with a scale for each group of a row", _ENGINES, packed(4)),
+        Writing("w8a16", "8-bit integers with a scale for each group of a row", _ENGINES, packed(8), rows=packed_rows(8)),
+        Writing("w4a16", "4-bit integers with a scale for each group of a row", _ENGINES, packed(4), rows=packed_rows(4)),
         Writing("nvfp4a16", "4-bit floats with a scale for 16 elements, and one for the weight", _ENGINES, {0: NVFP4A16}),
         Writing("nvfp4", "nvfp4a16, with a scale for the input: 4-bit activations (W4A4)", _ENGINES, {0: NVFP4}),
         Writing("mxfp4", "4-bit floats with a power of two for 32 elements", "transformers, vLLM", {0: MXFP4}),

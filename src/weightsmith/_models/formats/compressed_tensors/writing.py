@@ -59,6 +59,10 @@ w4a16 and w8a16: integers of 4 or 8 bits with a scale for each group of a row, l
 Activations stay as they are. Weights are rounded to nearest, in float32, over the scale as stored in bfloat16 (see
 fp8-dynamic). The width of a weight must be a multiple of the group, as engines require.
 
+w4a16-channel and w8a16-channel: the same, with a scale for each row, [rows, 1]. They are for widths that no group divides.
+vLLM fills such matrices up to whole tiles of its Marlin kernel. It needs rows that fill their words: the width is a multiple
+of 32 / bits.
+
 **Error.** For every finite x of a group with scale s, |code · s - x| ≤ 0.53 · s with 4 bits, and ≤ s with 8: half a step,
 except for the largest positive elements, which are up to a quarter of a step beyond the largest code.
 
@@ -131,6 +135,7 @@ from weightsmith._models.formats.matrices import (
     NVFP4_GROUP,
     MatrixEncoding,
     bf16_scales,
+    matrix_refusal,
     maxima_of,
 )
 from weightsmith._models.formats.scaled import TENSOR
@@ -262,15 +267,15 @@ def _integer_scales(rows: Rows, bits: int, wide: int, stored: Bytes) -> Rows:
 
 
 def _fill_integers(
-    spec: TensorSpec, rows: Rows, outs: Sequence[Bytes], numbers: Rows, *, bits: int = 8, group: int = 0
+    spec: TensorSpec, rows: Rows, outs: Sequence[Bytes], numbers: Rows, *, bits: int = 8, group: int = 0, packed: bool = False
 ) -> None:
-    """Codes with scales of rows; or of groups, packed, and the shape. NaN becomes 0."""
+    """Codes with scales of groups, or of rows if there is no group; packed, with an offset and the shape. NaN becomes 0."""
     from weightsmith._kernels.codes import quantise_integers
 
-    wide, offset = group or rows.shape[1], 2 ** (bits - 1) if group else 0
+    wide, offset = group or rows.shape[1], 2 ** (bits - 1) if packed else 0
     scales = _integer_scales(rows, bits, wide, outs[1])
     quantise_integers(rows.reshape(-1), wide, scales, bits, offset, outs[0])
-    if group:
+    if packed:
         outs[2][:] = np.array(spec.shape, "<i8").view(np.uint8)
 
 
@@ -281,7 +286,10 @@ INT8 = compressed(
 
 @dataclass(frozen=True, slots=True)
 class _Packed(MatrixEncoding):
-    """Packed codes, which may be chosen for the inputs of a weight."""
+    """Packed codes, which may be chosen for the inputs of a weight. Without a group, a row has one scale."""
+
+    def refusal(self, spec: TensorSpec) -> str:
+        return matrix_refusal(spec, self.group or 32 // int(self.bits))
 
     @property
     def hessian(self) -> HessianForm:
@@ -294,7 +302,7 @@ class _Packed(MatrixEncoding):
     def _arrays(self, weight: Rows, codes_of: CodesOf | None) -> Arrays:
         from weightsmith._kernels.codes import quantise_integers
 
-        (rows, cols), bits, group = weight.shape, int(self.bits), self.group or 1
+        (rows, cols), bits, group = weight.shape, int(self.bits), self.group or weight.shape[1]
         words, stored = np.empty((rows, cols * bits // 32), "<i4"), np.empty((rows, cols // group), DTYPES["BF16"].numpy)
         scales = _integer_scales(weight, bits, group, stored.reshape(-1).view(np.uint8))
         if codes_of is not None:
@@ -305,7 +313,7 @@ class _Packed(MatrixEncoding):
     def dequantise(self, arrays: Arrays, shape: tuple[int, ...]) -> Rows:
         from weightsmith._kernels.codes import TABLES, dequantise
 
-        (words, scales, _), group = arrays, self.group or 1
+        (words, scales, _), group = arrays, self.group or shape[1]
         values, cols = np.empty(shape, np.float32), shape[1]
         codes, factors = np.array(words).reshape(-1).view(np.uint8), scales.astype(np.float32).reshape(-1)
         table = TABLES[f"offset{self.bits}"]
@@ -318,10 +326,16 @@ def packed(bits: int) -> dict[int, MatrixEncoding]:
 
     def encoding(group: int) -> MatrixEncoding:
         weights = _integers(bits, strategy="group", group_size=group)
-        fill = partial(_fill_integers, bits=bits, group=group)
+        fill = partial(_fill_integers, bits=bits, group=group, packed=True)
         return compressed(f"w{bits}a16", "pack-quantized", weights, fill, of=_Packed, groups=GROUPS)
 
     return {group: encoding(group) for group in GROUPS}
+
+
+def packed_rows(bits: int) -> MatrixEncoding:
+    """w4a16-channel or w8a16-channel."""
+    fill = partial(_fill_integers, bits=bits, packed=True)
+    return compressed(f"w{bits}a16-channel", "pack-quantized", _integers(bits, strategy="channel"), fill, of=_Packed)
 
 
 # ---- 4-bit floats (E2M1)

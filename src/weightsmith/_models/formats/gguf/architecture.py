@@ -12,9 +12,10 @@ writes keys with the `take_…` that reads them.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import numpy as np
 
@@ -22,7 +23,19 @@ from weightsmith._base.errors import FormatError, Unsupported
 from weightsmith._base.files import DAMAGED, show
 from weightsmith._models.formats.gguf.layout import Value
 from weightsmith._models.formats.gguf.rope import USE_ORIGINAL, put_quotients, put_scaling, take_scaling
-from weightsmith._models.formats.gguf.tensors import ENDS, LAYERS, LLAMA_LAYER, GgufPlace, SplitTensor, is_norm, text_name
+from weightsmith._models.formats.gguf.tensors import (
+    ENDS,
+    LAYERS,
+    LLAMA_LAYER,
+    NEXTN,
+    GgufPlace,
+    Predicting,
+    SplitTensor,
+    first_incomplete,
+    is_norm,
+    predicts,
+    text_name,
+)
 from weightsmith._models.formats.gguf.values import Floats, GgufConfig, GgufKeys, GgufValues, token_id
 
 if TYPE_CHECKING:
@@ -35,10 +48,13 @@ UNTIED, TIED = {"tie_word_embeddings": False}, {"tie_word_embeddings": True}
 GELU = "gelu_pytorch_tanh"
 COMPUTED = "llama.cpp computes it"
 """Why a tensor is left out of which users need not hear."""
+NOT_ADDED = "biases that llama.cpp does not add"
+"""Why a tensor is left out that changes what the model computes."""
 SIGMOID_ROUTER = {"expert_gating_func": 2}
 """`GgufArchitecture.constants` of models whose routers' scores are sigmoids."""
 
-_MOST_LAYERS = 100_000
+MOST_LAYERS = 100_000
+"""More are an error."""
 _SIZES = {
     "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",
@@ -135,7 +151,9 @@ class GgufArchitecture:
     partial       share of a head that RoPE turns, where config.json does not say it; 0: all of it, always
     scaled        whether frequencies of RoPE may be scaled as Llama 3's
     windows       which layers attend to a window; None: none does
-    predicting    config.json's number of layers behind the others, which predict several tokens at a time; "": there are none
+    predicting    layers behind the others, which predict several tokens at a time; None: there are none
+    predictors    how many of these the GGUF file of a model has: `with_predictors` sets it, and `trunk`
+    trunk         the number of the model's own layers, in an architecture with predictors
     tokenizer     llama.cpp's name of tokenizers with a fallback to bytes; those of "llama" have scores, others merges
     readable      whether files are read, too
     sizes         numbers that every model has: llama.cpp's name → config.json's
@@ -166,7 +184,7 @@ class GgufArchitecture:
     partial: ClassVar[float] = 0.0
     scaled: ClassVar[bool] = False
     windows: ClassVar[Windows | None] = None
-    predicting: ClassVar[str] = ""
+    predicting: ClassVar[Predicting | None] = None
     tokenizer: ClassVar[str] = "llama"
     readable: ClassVar[bool] = True
     sizes: ClassVar[Mapping[str, str]] = _SIZES
@@ -175,6 +193,8 @@ class GgufArchitecture:
     encodes: ClassVar[bool] = False
     factored: ClassVar[bool] = False
     unused: ClassVar[Mapping[str, str]] = {}
+    predictors: int = 0
+    trunk: int = 0
 
     # ---- which models
 
@@ -194,6 +214,52 @@ class GgufArchitecture:
         """config.json with settings under their present names, and with defaults that are not in `defaults.json`."""
         return config
 
+    # ---- layers that predict
+
+    def with_predictors(self, trunk: int, count: int) -> Self:
+        """The architecture of a model with so many layers behind its own that predict, which its GGUF file has."""
+        if not count:
+            return self
+        bound = copy(self)
+        bound.trunk, bound.predictors = trunk, count
+        return bound
+
+    def of_model(self, config: Mapping[str, Any], names: Iterable[str]) -> Self:
+        """The architecture of one model: with its predictors, if llama.cpp would load them.
+
+        names  of its tensors, in the Hub's layout
+        """
+        trunk, names = config.get("num_hidden_layers"), list(names)
+        if self.predicting is None or type(trunk) is not int or trunk < 1:
+            return self
+        stated = 1 if self.predicting.stack else config.get(self.predicting.setting)  # `fc` of a stack is there once
+        if type(stated) is not int or stated < 1 or not any(predicts(name, trunk) for name in names):
+            return self
+        bound = self.with_predictors(trunk, stated)
+        layers = bound.layers_of(names)
+        behind = [number for number in sorted(layers) if number >= trunk]
+        complete = behind == [*range(trunk, trunk + len(behind))] and first_incomplete(layers, trunk) is None
+        return bound if complete and len(behind) == stated else self
+
+    def layers_of(self, names: Iterable[str]) -> dict[int, set[str]]:
+        """The tensors of each layer in a GGUF file, without its number. names: in the Hub's layout."""
+        layers = dict[int, set[str]]()
+        for name in names:
+            split, place = self.split_of(name), self.place(name)
+            stored = [f"blk.{split[1]}.{part.name}" for part in split[0].parts] if split else [place.name] if place else []
+            for match in filter(None, map(_BARE.fullmatch, stored)):
+                layers.setdefault(int(match[1]), set()).add(match[2])
+        return layers
+
+    def predicts(self, name: str) -> bool:
+        """Whether a tensor of a GGUF file is of one of the predictors."""
+        match = _BARE.fullmatch(name)
+        return match is not None and self.predictors > 0 and int(match[1]) >= self.trunk
+
+    def _modules(self, number: int) -> Mapping[str, str]:
+        """Modules of a layer."""
+        return {**self.layer, **NEXTN} if self.predictors and number >= self.trunk else self.layer
+
     # ---- keys from config.json
 
     def keys(self, settings: Mapping[str, Any], file_type: int) -> tuple[dict[str, Value], dict[str, Floats]]:
@@ -205,8 +271,8 @@ class GgufArchitecture:
         Raises FormatError for values that are missing or no numbers, Unsupported for settings that llama.cpp does not know.
         """
         config, keys = GgufConfig(settings), GgufKeys()
-        if (layers := config.count("num_hidden_layers")) > _MOST_LAYERS:
-            raise config.wrong("num_hidden_layers", layers, f"more than {_MOST_LAYERS:,}")
+        if (layers := config.count("num_hidden_layers")) > MOST_LAYERS:
+            raise config.wrong("num_hidden_layers", layers, f"more than {MOST_LAYERS:,}")
         self.put_sizes(config, keys)
         self.check(config)
         if config.get("is_causal") is False:
@@ -221,6 +287,9 @@ class GgufArchitecture:
         self.put_more(config, keys)
         if self.rotary:
             self.put_rope(config, keys)
+        if self.predictors:
+            keys.u32("block_count", layers + self.predictors)
+            keys.u32("nextn_predict_layers", self.predictors)
         values = {"general.architecture": Value("str", self.name), "general.type": Value("str", "model")}
         values |= {f"{self.name}.{name}": value for name, value in keys.values.items()}
         values |= {"general.file_type": Value("u32", file_type), "general.quantization_version": Value("u32", 2)}
@@ -286,7 +355,10 @@ class GgufArchitecture:
         if self.scaled and rope["rope_type"] == "llama3":
             put_quotients(config, rope, head_dim(config), keys)
         else:
-            put_scaling(config, rope, keys)
+            put_scaling(config, rope, keys, self.turned_by(config, rope))
+
+    def turned_by(self, config: GgufConfig, rope: Mapping[str, Any]) -> float | None:
+        """What llama.cpp multiplies sines and cosines by under YaRN, unless it is what YaRN's paper says."""
 
     def rope(self, config: GgufConfig) -> dict[str, Any]:
         """The settings of RoPE in layers that attend to everything."""
@@ -330,7 +402,7 @@ class GgufArchitecture:
 
     def check_tensors(self, config: GgufConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Raise FormatError if the tensors of a planned GGUF file are not of as many layers as config.json says."""
-        layers = config.count("num_hidden_layers")
+        layers = config.count("num_hidden_layers") + self.predictors
         numbers = {int(match[1]) for name in shapes if (match := _BARE.fullmatch(name))}
         if other := sorted(numbers.symmetric_difference(range(layers))):
             what = f"num_hidden_layers is {layers:,}, and there are tensors of {len(numbers):,} layers: "
@@ -350,11 +422,11 @@ class GgufArchitecture:
         vocabulary = shapes["token_embd.weight"][0]
         config: dict[str, Any] = {"architectures": [self.class_name], "model_type": self.model_types[0], "dtype": dtype}
         self.take_sizes(values, config)
-        if config["num_hidden_layers"] > _MOST_LAYERS:
+        if config["num_hidden_layers"] > MOST_LAYERS:
             raise FormatError(f"{config['num_hidden_layers']:,} layers", where=where, fix=DAMAGED)
         config["num_hidden_layers"] -= self.predicted_layers(values)
-        if self.predicting:
-            config[self.predicting] = 0
+        if self.predicting and (self.predictors or not self.predicting.stack):
+            config[self.predicting.setting] = self.predictors
         config["vocab_size"] = vocabulary
         config[self.eps[1]] = values.float32(self.eps[0])
         if self.rotary:
@@ -395,7 +467,8 @@ class GgufArchitecture:
 
     def take_size(self, values: GgufValues, config: dict[str, Any], name: str, setting: str) -> None:
         """One of the numbers that most models have."""
-        config[setting] = values.count(name)
+        alike = config.get("num_attention_heads") if setting == "num_key_value_heads" else None  # as llama.cpp takes it
+        config[setting] = values.count(name, alike)
 
     def take_heads(self, values: GgufValues, config: dict[str, Any], default: int) -> int:
         """The width of a head, which it also returns. Raises Unsupported for widths that are not equal."""
@@ -445,8 +518,23 @@ class GgufArchitecture:
     # ---- tensors
 
     def canonical(self, name: str) -> str:
-        """A tensor's name in the Hub's layout as the tables have it, with layers in `model.layers.`."""
-        return text_name(name)
+        """A tensor's name in the Hub's layout as the tables have it, with layers in `model.layers.`.
+
+        >>> from weightsmith._models.formats.gguf.architectures.qwen_next import Qwen35
+        >>> Qwen35().with_predictors(24, 1).canonical("mtp.fc.weight")
+        'model.layers.24.eh_proj.weight'
+        """
+        stack = "" if self.predicting is None else self.predicting.stack
+        if self.predicting is None or not self.predictors or not stack:
+            return text_name(name)
+        stacked = name.removeprefix("model.")
+        if not stacked.startswith(stack):
+            return text_name(name)
+        module, _, kind = stacked.removeprefix(stack).rpartition(".")
+        if (alone := _key_of(self.predicting.renamed, module)) is not None:
+            return f"{LAYERS}{self.trunk}.{alone}.{kind}"
+        number, _, rest = stacked.removeprefix(f"{stack}layers.").partition(".")
+        return f"{LAYERS}{self.trunk + int(number)}.{rest}" if _SMALL_NUMBER.fullmatch(number) else name
 
     def reason_unused(self, name: str) -> str:
         """Why llama.cpp does not store a tensor of the Hub's layout; "" if it does, or if there is no such tensor."""
@@ -462,11 +550,22 @@ class GgufArchitecture:
         """
         module, _, kind = name.rpartition(".")
         if module in self.ends and kind in ("weight", "bias"):
-            return f"{self.ends[module]}.{kind}"
+            return self.published(f"{self.ends[module]}.{kind}")
         match, bare = _LAYER.fullmatch(name), _BARE.fullmatch(name)
-        if match is not None and match[2] in self.layer:
-            return f"{LAYERS}{match[1]}.{self.layer[match[2]]}.{match[3]}"
-        return f"{LAYERS}{bare[1]}.{self.bare[bare[2]]}" if bare is not None and bare[2] in self.bare else None
+        if match is not None and match[2] in self._modules(int(match[1])):
+            return self.published(f"{LAYERS}{match[1]}.{self._modules(int(match[1]))[match[2]]}.{match[3]}")
+        known = bare is not None and bare[2] in self.bare
+        return self.published(f"{LAYERS}{bare[1]}.{self.bare[bare[2]]}") if bare is not None and known else None
+
+    def published(self, canonical: str) -> str:
+        """The Hub's name of a tensor: as the tables have it, but for layers that predict in a stack of their own."""
+        match, predicting = _IN_LAYER.fullmatch(canonical), self.predicting
+        if predicting is None or not predicting.stack or match is None or not self.predictors or int(match[1]) < self.trunk:
+            return canonical
+        module, _, kind = match[2].rpartition(".")
+        if module in predicting.renamed:
+            return f"{predicting.stack}{predicting.renamed[module]}.{kind}"
+        return f"{predicting.stack}layers.{int(match[1]) - self.trunk}.{match[2]}"
 
     def place(self, name: str) -> GgufPlace | None:
         """Where a tensor of the Hub's layout is in a GGUF file; None if there is no such tensor.
@@ -486,7 +585,8 @@ class GgufArchitecture:
         match = _HUB_LAYER.fullmatch(name)
         if match is None:
             return None
-        expert, module = _EXPERT.search(match[2]), _key_of(self.layer, _EXPERT.sub(r"\1{}\3", match[2])) or ""
+        modules = self._modules(int(match[1]))
+        expert, module = _EXPERT.search(match[2]), _key_of(modules, _EXPERT.sub(r"\1{}\3", match[2])) or ""
         return GgufPlace(f"blk.{match[1]}.{module}.{match[3]}", int(expert[2]) if expert else -1) if module else None
 
     def split_of(self, name: str) -> tuple[SplitTensor, str] | None:
@@ -536,6 +636,8 @@ _LAYER = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.([a-z_.0-9]+)\.(weight|bias)")
 _HUB_LAYER = re.compile(r"model\.layers\.(0|[1-9][0-9]{0,5})\.([a-zA-Z_.0-9]+)\.(weight|bias)")
 _HUB_BARE = re.compile(r"model\.layers\.(0|[1-9][0-9]{0,5})\.([a-zA-Z_.0-9]+)")
 _BARE = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.([a-z_.0-9]+)")
+_IN_LAYER = re.compile(r"model\.layers\.([0-9]+)\.(.+)")
+_SMALL_NUMBER = re.compile(r"0|[1-9][0-9]{0,3}")
 _EXPERT = re.compile(r"(\.experts\.)(0|[1-9][0-9]{0,5})(\.)")
 
 

@@ -158,11 +158,8 @@ class Encoder(GgufArchitecture):
             name = name.removeprefix(module)
         return f"{LAYERS}{name.removeprefix(self.layers)}" if name.startswith(self.layers) else name
 
-    def hub_name(self, name: str) -> str | None:
-        canonical = super().hub_name(name)
-        if canonical is None or canonical.startswith(self.head):
-            return canonical
-        return self.prefix + canonical.replace(LAYERS, self.layers, 1)
+    def published(self, canonical: str) -> str:
+        return canonical if canonical.startswith(self.head) else self.prefix + canonical.replace(LAYERS, self.layers, 1)
 
     def rows_skipped(self, name: str, config: GgufConfig) -> int:
         return _first_position(config) if self.padded and name == _POSITION_ROWS else 0

@@ -19,7 +19,7 @@ from weightsmith._base.text import count
 from weightsmith._files.containers import GGUF
 from weightsmith._files.copied import is_read
 from weightsmith._models.formats.gguf.about import Stated, keys_of_files, read_metadata, said_generation
-from weightsmith._models.formats.gguf.architecture import COMPUTED, GgufArchitecture
+from weightsmith._models.formats.gguf.architecture import COMPUTED, NOT_ADDED, GgufArchitecture
 from weightsmith._models.formats.gguf.architectures import architecture_of_config, find_architecture, text_config
 from weightsmith._models.formats.gguf.chat import NAMED_TEMPLATE
 from weightsmith._models.formats.gguf.cuts import CutEncoding, HeadOrder, Pieces, part_shape, pieces_of
@@ -29,7 +29,7 @@ from weightsmith._models.formats.gguf.mmproj import TOKENIZER, UNUSED, ImageFile
 from weightsmith._models.formats.gguf.pooling import MODULES, Pooling, pooling_of, score_head, unstated, with_template
 from weightsmith._models.formats.gguf.tensors import SplitTensor, is_decay, is_router, predicts, text_name
 from weightsmith._models.formats.gguf.tokenizer import READ
-from weightsmith._models.formats.gguf.types import MIXTURES, Chosen, Mixture, Shape, read_types, type_of
+from weightsmith._models.formats.gguf.types import MIXTURES, Chosen, Mixture, Shape, fitting, read_types, type_of
 from weightsmith._models.formats.gguf.values import Floats, GgufConfig
 from weightsmith._models.formats.gguf.vision import PROCESSOR
 from weightsmith._models.formats.gguf.writing import NEEDS_IMPORTANCES, PLAIN, PREFIX, TYPES, GgufEncoding, find, libgguf
@@ -94,7 +94,8 @@ class GgufFormat(ModelFormat):
 
     def prepare(self, draft: PlanDraft, companions: ModelFiles, request: ModelRequest) -> Mapping[str, bytes]:
         chosen, settings = _chosen(request), text_config(draft.config)
-        model = _Model(self.mixture, architecture_of_config(settings), settings, GgufConfig(settings), chosen)
+        architecture = architecture_of_config(settings).of_model(settings, (step.out.name for step in draft.steps))
+        model = _Model(self.mixture, architecture, settings, GgufConfig(settings), chosen)
         importances: Importances = model.placed(request.importances)
         if (imatrix := request.settings.get("imatrix")) is not None:
             importances = read_imatrix(imatrix)
@@ -112,8 +113,12 @@ class GgufFormat(ModelFormat):
         return pooling_of({MODULES: data}, architecture.name, read).folders
 
     def weighed(self, config: Mapping[str, Any] | None, specs: Iterable[TensorSpec]) -> list[TensorSpec]:
-        architecture = architecture_of_config(text_config(config))
-        placed = [(spec, architecture.place(spec.name)) for spec in specs if len(spec.shape) == 2]
+        settings = text_config(config)
+        architecture = architecture_of_config(settings)
+        matrices = (
+            spec for spec in specs if len(spec.shape) == 2 and not _predicts(spec.name, architecture, GgufConfig(settings))
+        )
+        placed = [(spec, architecture.place(spec.name)) for spec in matrices]
         weights = [(spec, place.name) for spec, place in placed if place is not None and place.name.endswith(".weight")]
         return [spec for spec, name in weights if not is_router(name)]
 
@@ -126,7 +131,7 @@ class GgufFormat(ModelFormat):
         tied = _is_tied_head if settings.get("tie_word_embeddings") else lambda name: False
         candidates = {}
         for spec in specs:
-            place = architecture.place(spec.name)
+            place = None if _predicts(spec.name, architecture, GgufConfig(settings)) else architecture.place(spec.name)
             if place is None or tied(spec.name) or any(pattern.search(place.name) for pattern, _ in chosen):
                 continue
             types = _WIDE if spec.shape[-1] % 256 == 0 else _NARROW if spec.shape[-1] % 32 == 0 else ()
@@ -249,7 +254,8 @@ def _shape(model: _Model, stored: Sequence[_Stored], keys: Mapping[str, Value], 
     """What the rules of types look at."""
     names = _names(stored)
     stated: dict[str, Any] = {name.removeprefix(f"{model.architecture.name}."): value.value for name, value in keys.items()}
-    layers, heads = model.config.count("num_hidden_layers"), model.config.count("num_attention_heads")
+    layers = model.config.count("num_hidden_layers") + model.architecture.predictors
+    heads = model.config.count("num_attention_heads")
     kv_heads = stated.get("attention.head_count_kv", heads)
     kv_heads = kv_heads[0] if isinstance(kv_heads, list) else kv_heads
     return Shape(
@@ -268,19 +274,31 @@ def _types(model: _Model, stored: Sequence[_Stored], shape: Shape) -> list[list[
     """The types of each tensor, or of its parts. Raises Unsupported if libgguf is missing and needed."""
     from weightsmith._kernels.ggml import ENCODED
 
-    types = [[type_of(model.mixture, spec, shape, model.chosen) for spec in tensor.specs] for tensor in stored]
+    types = [[_type(model, spec, shape) for spec in tensor.specs] for tensor in stored]
     if model.mixture.name == _FACTORED:
         names = {*_names(stored)}
+
+        def factored(tensor: _Stored, name: str) -> bool:
+            biased = f"{name.removesuffix('.weight')}.bias" in names  # llama.cpp multiplies biases too
+            return not (tensor.parts or biased or model.architecture.predicts(name))
+
         types = [
             [
-                "Q8_0" if kind == _FACTORED and (tensor.parts or f"{spec.name.removesuffix('.weight')}.bias" in names) else kind
+                "Q8_0" if kind == _FACTORED and not factored(tensor, spec.name) else kind
                 for spec, kind in zip(tensor.specs, kinds, strict=True)
             ]
             for tensor, kinds in zip(stored, types, strict=True)
-        ]  # llama.cpp multiplies biases too
+        ]
     if not ENCODED.issuperset({kind for kinds in types for kind in kinds} - {*PLAIN}):
         libgguf()
     return types
+
+
+def _type(model: _Model, spec: TensorSpec, shape: Shape) -> str:
+    """The type of a tensor. Layers that predict have no importances, for no forward pass runs them."""
+    kind = type_of(model.mixture, spec, shape, model.chosen)
+    weighted = model.architecture.predicts(spec.name) and _must_be_weighted(kind, model.mixture)
+    return fitting("Q4_K", spec.shape[-1]) if weighted else kind
 
 
 def _names(stored: Iterable[_Stored]) -> list[str]:
@@ -354,7 +372,10 @@ def _left_out(dropped: Sequence[Dropped], architecture: GgufArchitecture) -> lis
         names = [tensor.tensor for tensor in dropped if tensor.reason == reason]
         if names and reason != COMPUTED:
             what = f"left out, {count(len(names), 'tensor')}: {reason}"
-            findings.append(Finding(what, names[0], fix="use the model as it is: its vectors do not need them"))
+            fix = "use the model as it is: its vectors do not need them"
+            if reason == NOT_ADDED:
+                fix = "compare the vectors of llama.cpp with those of the model: they differ unless the biases are near 0"
+            findings.append(Finding(what, names[0], fix=fix))
     return findings
 
 
@@ -379,20 +400,25 @@ class _Parts:
 
 def _parts(model: _Model, draft: PlanDraft) -> _Parts:
     several = not {"text_config", "vision_config"}.isdisjoint(draft.config or {})
-    architecture, layers = model.architecture, math.inf
-    if architecture.predicting and model.config.count(architecture.predicting, 0, least=0):
-        layers = model.config.count("num_hidden_layers")
+    architecture = model.architecture
     dropped, kept = _without_doubles(draft.steps, model)
     text, others, predict = list[Step](), list[Step](), list[Step]()
     for step in kept:
         name = step.out.name
-        if predicts(name, layers):
+        if not architecture.predictors and _predicts(name, architecture, model.config):
             predict.append(step)
         elif several and not architecture.knows(name) and _OF_OTHER_PARTS.search(name):
             others.append(step)
         else:
             text.append(step)
     return _Parts(text, others, predict, dropped)
+
+
+def _predicts(name: str, architecture: GgufArchitecture, config: GgufConfig) -> bool:
+    """Whether a tensor of the Hub's layout is of a layer that predicts several tokens. Raises FormatError."""
+    predicting = architecture.predicting
+    numbered = predicting is not None and not predicting.stack and config.count(predicting.setting, 0, least=0)
+    return predicts(name, config.count("num_hidden_layers") if numbered else math.inf)
 
 
 def _without_doubles(steps: Sequence[Step], model: _Model) -> tuple[list[Dropped], list[Step]]:
@@ -610,12 +636,16 @@ def _importances(importances: Importances, spec: TensorSpec, kind: str, mixture:
             what = f"the importance matrix has {values.size:,} numbers for it, and it has {spec.shape[-1] * matrices:,} columns"
             raise FormatError(what, where=spec.name, fix="use the importance matrix of this model")
         values = None
-    tiny = kind in (*NEEDS_IMPORTANCES, "IQ2_S", "IQ3_XXS") or (kind == "Q2_K" and mixture.name == "Q2_K_S")
-    if values is None and tiny and not ends:
+    if values is None and _must_be_weighted(kind, mixture) and not ends:
         what = f"it would be stored as {kind}, which gives garbage without importances"
         fix = "write --calibration built-in, give an importance matrix that has this tensor (--imatrix FILE), or use more bits"
         raise Unsupported(what, where=spec.name, fix=fix)
     return values
+
+
+def _must_be_weighted(kind: str, mixture: Mixture) -> bool:
+    """Whether a tensor of this type would be garbage without importances."""
+    return kind in (*NEEDS_IMPORTANCES, "IQ2_S", "IQ3_XXS") or (kind == "Q2_K" and mixture.name == "Q2_K_S")
 
 
 def _complete(importances: Importances, stored: Iterable[_Stored]) -> tuple[Importances, list[Finding]]:

@@ -245,9 +245,11 @@ def open_files(paths: Sequence[Path], index: Index | None, where: str, open_file
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     small = {name: values for header in headers.values() for name, values in header.small.items()}
     dtype = _dtype(tensors.values())
+    predicted = architecture.predicted_layers(values := architecture.values(first.keys, where))
+    layers: float = values.count("block_count") - predicted if predicted else math.inf
+    if architecture.predicting and any(predicts(name, layers) for name in tensors):
+        architecture, layers = architecture.with_predictors(values.count("block_count") - predicted, predicted), math.inf
     config = architecture.config(first.keys, Contents(shapes, small), dtype.torch, where)
-    predicted = architecture.predicted_layers(architecture.values(first.keys, where))
-    layers = config["num_hidden_layers"] if predicted else math.inf
     factors = _factors(headers, tensors, architecture)
     named = _Named(architecture, config, layers, factors)
     stored = unite((_tensors(path, header, named) for path, header in headers.items()), paths[0].parent)
@@ -259,7 +261,10 @@ def open_files(paths: Sequence[Path], index: Index | None, where: str, open_file
     other_files |= {"config.json": json_bytes(config), **pooling_files(first.keys, architecture.name)}
     whole = GgufTensors(stored, files, where, dtype)
     cuts = list(dict.fromkeys(split for name in whole.specs if (split := architecture.part_of(name)) is not None))
-    weights: list[Weight] = [cut_weight(cut, layer, whole.specs, GgufConfig(config), dtype, where) for cut, layer in cuts]
+    weights = list[Weight]()
+    for cut, layer in cuts:
+        weight = cut_weight(cut, layer, whole.specs, GgufConfig(config), dtype, where)
+        weights.append(replace(weight, spec=replace(weight.spec, name=architecture.published(weight.spec.name))))
     for spec in whole.specs.values():
         if (order := architecture.order(spec.name, GgufConfig(config))) is not None:
             weights.append(ordered_weight(spec, str(architecture.hub_name(spec.name)), order, dtype, where))

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 
 from weightsmith._models.formats.gguf.values import GgufConfig
 from weightsmith._models.structure.projections import MIXTRAL, ProjectionRole
@@ -84,6 +84,46 @@ class SplitTensor:
 
 
 @dataclass(frozen=True, slots=True)
+class Predicting:
+    """Layers behind the others, which predict several tokens at a time, as the Hub has them.
+
+    setting  config.json's number of them
+    stack    how their names begin in a stack of their own; "": they are numbered on, `model.layers.46.` of 46 layers
+    renamed  modules of `NEXTN` → their names in this stack, where they are not in its layers
+    """
+
+    setting: str
+    stack: str = ""
+    renamed: Mapping[str, str] = field(default_factory=dict)
+
+
+NEXTN = {
+    **{f"nextn.{name}": name for name in ("eh_proj", "enorm", "hnorm", "embed_tokens")},
+    **{"nextn.shared_head_norm": "shared_head.norm", "nextn.shared_head_head": "shared_head.head"},
+}
+"""Modules that only layers that predict have."""
+_NEEDED = ("nextn.eh_proj.weight", "nextn.enorm.weight", "nextn.hnorm.weight")
+
+
+def first_incomplete(layers: Mapping[int, Iterable[str]], trunk: int) -> int | None:
+    """The first layer behind the model's that llama.cpp would not load; None if there is none.
+
+    layers  the names of the tensors of each layer: `attn_q.weight`
+    trunk   the number of the model's own layers
+
+    >>> plain, needed = {"attn_q.weight"}, {"nextn.eh_proj.weight", "nextn.enorm.weight", "nextn.hnorm.weight"}
+    >>> first_incomplete({0: plain, 1: plain | needed}, 1), first_incomplete({0: plain, 1: needed}, 1)
+    (None, 1)
+    """
+    alike_sets = [{*names} for number, names in layers.items() if number < trunk]
+    for number, names in sorted(layers.items()):
+        alike = {name for name in names if not name.startswith("nextn.")}
+        if number >= trunk and not (alike in alike_sets and {*names}.issuperset(_NEEDED)):
+            return number
+    return None
+
+
+@dataclass(frozen=True, slots=True)
 class GgufPlace:
     """A tensor of the Hub's layout in a GGUF file.
 
@@ -132,7 +172,7 @@ def is_norm(name: str) -> bool:
     >>> is_norm("blk.0.attn_q_norm.weight"), is_norm("blk.0.attn_q.weight")
     (True, False)
     """
-    return name.endswith("_norm.weight")
+    return name.endswith(("_norm.weight", ".enorm.weight", ".hnorm.weight"))
 
 
 def is_decay(name: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from weightsmith._models.formats.gguf.architecture import LAYER_NORM, TIED, GgufArchitecture, GgufFamily, GgufKey, Windows
 from weightsmith._models.formats.gguf.tensors import ATTENTION, HEAD_NORMS, MLP
-from weightsmith._models.formats.gguf.values import GgufConfig
+from weightsmith._models.formats.gguf.values import GgufConfig, GgufKeys
 
 
 class Cohere(GgufArchitecture):
@@ -17,6 +17,12 @@ class Cohere(GgufArchitecture):
     numbers = (GgufKey("logit_scale", "logit_scale", "f32"),)
     fixed = {**TIED, "attention_bias": False}
     eps = LAYER_NORM
+
+    def put_sizes(self, config: GgufConfig, keys: GgufKeys) -> None:
+        """`max_position_embeddings` of Command R is 8,192; it was trained with the context of its tokenizer."""
+        super().put_sizes(config, keys)
+        if config.get("model_max_length") is not None:
+            keys.u32("context_length", config.count("model_max_length"))
 
     def check(self, config: GgufConfig) -> None:
         super().check(config)

@@ -6,11 +6,14 @@ and what RoPE turns. Of `kv_b_proj`, the rows of keys are stored transposed, apa
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
+from weightsmith._base.errors import Unsupported
 from weightsmith._models.formats.gguf.architecture import SIGMOID_ROUTER, Contents, GgufArchitecture, GgufFamily, GgufKey
+from weightsmith._models.formats.gguf.rope import ATTENTION_FACTOR, USE_ORIGINAL
 from weightsmith._models.formats.gguf.tensors import (
     EXPERTS,
     MLP,
@@ -18,6 +21,7 @@ from weightsmith._models.formats.gguf.tensors import (
     ROUTER,
     ROUTER_BIAS,
     SHARED_EXPERTS,
+    Predicting,
     SplitPart,
     SplitTensor,
 )
@@ -28,12 +32,12 @@ EXPERT_NUMBERS = (
     GgufKey("expert_shared_count", "n_shared_experts", least=0),
     GgufKey("leading_dense_block_count", "first_k_dense_replace", least=0),
     GgufKey("expert_weights_scale", "routed_scaling_factor", "f32", 1.0),
-    GgufKey("expert_weights_norm", "norm_topk_prob", "bool"),
+    GgufKey("expert_weights_norm", "norm_topk_prob", "bool", default=False),  # llama.cpp's converter writes only true
     GgufKey("expert_group_count", "n_group", default=1),
     GgufKey("expert_group_used_count", "topk_group", default=1),
 )
 """`GgufArchitecture.numbers` of models that have DeepSeek's experts."""
-PREDICTING = "num_nextn_predict_layers"
+PREDICTING = Predicting("num_nextn_predict_layers")
 _LOG = "rope.scaling.yarn_log_multiplier"
 
 
@@ -93,7 +97,12 @@ class DeepseekV2(GgufArchitecture):
         rope = self.rope(config)
         if rope["rope_type"] == "yarn":
             config.need("mscale", rope.get("mscale"), rope.get("mscale_all_dim"))
+            if rope.get("attention_factor") is not None:  # llama.cpp's scale of attention would follow it
+                config.need("attention_factor", rope["attention_factor"], 1)
             keys.f32(_LOG, 0.1 * config.number("mscale_all_dim", None, rope))
+
+    def turned_by(self, config: GgufConfig, rope: Mapping[str, Any]) -> float | None:
+        return 1.0  # as both numbers of `mscale` are equal
 
     def take_heads(self, values: GgufValues, config: dict[str, Any], default: int) -> int:
         return default
@@ -107,6 +116,8 @@ class DeepseekV2(GgufArchitecture):
         config["qk_nope_head_dim"] = whole - turned
         config["v_head_dim"] = values.count("attention.value_length_mla")
         if scaling := config.get("rope_scaling"):
+            if ATTENTION_FACTOR in values:
+                raise Unsupported(f"{ATTENTION_FACTOR} beside {_LOG}", where=values.where, fix=USE_ORIGINAL)
             scaling["mscale"] = scaling["mscale_all_dim"] = float(str(np.float32(10 * values.number(_LOG))))
 
 
@@ -122,6 +133,10 @@ class DeepseekV3(DeepseekV2):
 
     def owns(self, values: GgufValues) -> bool:
         return super().owns(values) and values.equals("expert_gating_func", 2)
+
+    def of_model(self, config: Mapping[str, Any], names: Iterable[str]) -> Self:
+        """As in `GgufArchitecture`; llama.cpp's converter leaves out the predictors of DeepSeek-V3."""
+        return super().of_model(config, names) if config.get("model_type") == "glm4_moe_lite" else self
 
     def check_groups(self, config: GgufConfig) -> None:
         """llama.cpp chooses groups as V3 does."""

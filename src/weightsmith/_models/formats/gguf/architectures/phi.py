@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
+
 from weightsmith._models.formats.gguf.architecture import LAYER_NORM, UNTIED, Contents, GgufArchitecture, GgufFamily
+from weightsmith._models.formats.gguf.rope import ATTENTION_FACTOR
 from weightsmith._models.formats.gguf.tensors import ATTENTION, ENDS, MLP_NORM
 from weightsmith._models.formats.gguf.values import Floats, GgufConfig, GgufKeys, GgufValues
 
@@ -56,9 +59,8 @@ class Phi3(GgufArchitecture):
             config.need("rope_type", rope["rope_type"], "longrope")
         if rope["rope_type"] == "default":
             return
-        scale = context / original
-        factor = math.sqrt(1 + math.log(scale) / math.log(max(2, original))) if scale > 1 else 1.0
-        keys.f32("rope.scaling.attn_factor", factor)
+        usual = _growth(config.number("factor", context / original, rope), original)
+        keys.f32(ATTENTION_FACTOR, config.number("attention_factor", usual, rope))
         for name in ("long", "short"):
             keys.tensors[f"rope_factors_{name}.weight"] = config.numbers(f"{name}_factor", rope)
 
@@ -74,7 +76,15 @@ class Phi3(GgufArchitecture):
         config["original_max_position_embeddings"] = original
         if contents.factors.keys() >= set(_FACTORS.values()):
             factors = {setting: _short(contents.factors[name]) for setting, name in _FACTORS.items()}
-            config["rope_scaling"] = {"type": "longrope", **factors}
+            scaling = config["rope_scaling"] = {"type": "longrope", **factors}
+            usual = np.float32(_growth(config["max_position_embeddings"] / original, original))
+            if ATTENTION_FACTOR in values and values.float32(ATTENTION_FACTOR) != float(str(usual)):
+                scaling["attention_factor"] = values.float32(ATTENTION_FACTOR)
+
+
+def _growth(factor: float, context: int) -> float:
+    """By what sines and cosines are multiplied where the context grows (Ding et al. 2024). context: tokens, before it grows."""
+    return math.sqrt(1 + math.log(factor) / math.log(max(2, context))) if factor > 1 else 1.0
 
 
 def _short(values: Floats) -> list[float]:

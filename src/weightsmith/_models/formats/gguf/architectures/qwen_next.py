@@ -17,6 +17,7 @@ from weightsmith._models.formats.gguf.tensors import (
     NORM_BETWEEN,
     ROUTER,
     SHARED_EXPERT,
+    Predicting,
     SplitPart,
     SplitTensor,
 )
@@ -33,6 +34,7 @@ _NUMBERS = (
     GgufKey("ssm.group_count", "linear_num_key_heads"),
     GgufKey("ssm.time_step_rank", "linear_num_value_heads"),
 )
+_MTP = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "shared_head.norm": "norm"}
 _SECTIONS = "rope.dimension_sections"
 
 
@@ -51,6 +53,7 @@ class DeltaNet(GgufArchitecture):
     shift = 1.0
     partial = 0.25
     numbers: ClassVar[tuple[GgufKey, ...]] = _NUMBERS
+    predicting: ClassVar[Predicting] = Predicting("mtp_num_hidden_layers", stack="mtp.", renamed=_MTP)
     sections: ClassVar[tuple[int, ...]] = ()
     tiled: ClassVar[bool] = False
 
@@ -138,6 +141,7 @@ class Qwen3Next(DeltaNet):
     experts = "num_experts"
     numbers = (*_NUMBERS, *EXPERT_WIDTHS)
     fixed = {"norm_topk_prob": True, **ALL_SPARSE}
+    predicting = Predicting("num_nextn_predict_layers", stack="mtp.", renamed=_MTP)
 
 
 _APART = {
