@@ -113,6 +113,15 @@ def test_convolutions_over_time_have_five_dimensions(tmp_path: Path) -> None:
         (flux(), [], "BF16"),
         ({name: (values, "F32") for name, (values, _) in flux().items()}, [], "F32"),
         ({name: (values, "F16") for name, (values, _) in unet().items()}, [], "F16"),
+        (
+            normal(
+                0,
+                {"a.weight": (8, 64), "b.weight": (2, 4), "b.bias": (4,)},
+                {"a.weight": "F16", "b.weight": "F32", "b.bias": "F32"},
+            ),
+            [],
+            "F16",
+        ),
     ],
 )
 def test_it_is_dequantised_to_the_dtype_it_was_made_of(tensors: Stored, flat: list[str], dtype: str, tmp_path: Path) -> None:
@@ -161,6 +170,22 @@ def test_files_of_other_programs_are_refused_by_name(architecture: str | None, w
     assert "convert.py" in str(caught.value)
 
 
+@pytest.mark.parametrize("key", ["general.architecture", "general.type"])
+def test_a_list_of_numbers_in_place_of_a_text_is_refused(key: str, tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
+    writer.kv_data[0].pop(key, None)
+    writer.add_array(key, [1, 2])
+    writer.add_tensor("double_blocks.0.img_mod.lin.weight", np.zeros((8, 32), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(FormatError, match=r"general.architecture is .* not a name|llama.block_count is missing"):
+        open_checkpoint(tmp_path / "a.gguf")
+    with pytest.raises(PlanError):
+        weightsmith.inspect(tmp_path / "a.gguf")
+
+
 def test_no_gguf_file_is_written_of_a_diffusion_model(tmp_path: Path) -> None:
     path = write(tmp_path / "a.gguf", "flux", flux())
     with pytest.raises(PlanError, match="such as a diffusion model"):
@@ -200,3 +225,12 @@ def test_t5_with_a_decoder_is_refused(tmp_path: Path) -> None:
     tensors = normal(0, {"token_embd.weight": (8, 32), "dec.blk.0.attn_q.weight": (8, 32)}, {})
     with pytest.raises(Unsupported, match=r"'dec.blk.0.attn_q.weight' does not belong to the encoder of T5"):
         open_checkpoint(write(tmp_path / "a.gguf", "t5", tensors))
+
+
+def test_a_note_says_that_the_tokenizer_of_umt5_is_missing(tmp_path: Path) -> None:
+    small = {"token_embd.weight": (64, 32)}
+    with open_checkpoint(write(tmp_path / "a.gguf", "t5encoder", normal(0, small, {}))) as model:
+        assert model.notes == ()
+    whole = {"token_embd.weight": (256_384, 32)}
+    with open_checkpoint(write(tmp_path / "b.gguf", "t5encoder", normal(0, whole, {}))) as model:
+        assert [note.where for note in model.notes] == ["token_embd.weight"]

@@ -97,7 +97,12 @@ def is_adapter_header(path: Path, open_file: Opener = open_local) -> bool:
     Raises as `read_gguf_header`.
     """
     with open_file(path) as file:
-        return bool(_Reader(file, path).value_of("general.type") == ADAPTER_TYPE)
+        return text_of(_Reader(file, path).value_of("general.type")) == ADAPTER_TYPE
+
+
+def text_of(value: object) -> str:
+    """The value of a key that should be text; "" for any other. A list of numbers cannot be compared with a text."""
+    return value if isinstance(value, str) else ""
 
 
 def check_keys(data: bytes, where: Path) -> None:
@@ -138,7 +143,7 @@ class _Reader:
         if tensors_count > self.remaining() // 24:
             raise self.wrong(f"{tensors_count:,} tensors do not fit into the file")
         keys = self.keys(keys_count)
-        diffusion = keys.get("general.architecture") in DIFFUSION_ARCHITECTURES
+        diffusion = text_of(keys.get("general.architecture")) in DIFFUSION_ARCHITECTURES
         most = MAX_DIFFUSION_DIMENSIONS if diffusion else MAX_DIMENSIONS
         tensors = self._tensors(tensors_count, self._alignment(keys), most)
         small = {tensor.name: self._small(tensor) for tensor in tensors if tensor.name in SMALL}

@@ -26,9 +26,9 @@ from weightsmith._models.formats.decoded import DecodedTensors, Weight
 from weightsmith._models.formats.gguf.architecture import Contents, GgufArchitecture
 from weightsmith._models.formats.gguf.architectures import architecture_of_file
 from weightsmith._models.formats.gguf.cuts import cut_weight, ordered_weight, padded_weight
-from weightsmith._models.formats.gguf.header import ADAPTER_TYPE, SMALL, GgufHeader, GgufTensor, read_gguf_header
+from weightsmith._models.formats.gguf.header import ADAPTER_TYPE, SMALL, GgufHeader, GgufTensor, read_gguf_header, text_of
 from weightsmith._models.formats.gguf.pooling import pooling_files
-from weightsmith._models.formats.gguf.single_files import is_single_file, single_file_dtype, single_file_spec
+from weightsmith._models.formats.gguf.single_files import is_single_file, single_file_dtype, single_file_notes, single_file_spec
 from weightsmith._models.formats.gguf.tensors import is_decay, predicts
 from weightsmith._models.formats.gguf.tokenizer import tokenizer_files
 from weightsmith._models.formats.gguf.values import GgufConfig
@@ -235,7 +235,7 @@ def open_files(paths: Sequence[Path], index: Index | None, where: str, open_file
     if type(count) is not int or count not in (0, len(paths)):
         what = f"part of a file that is split into {show(count)}, and {len(paths)} were found"
         raise FormatError(what, where=str(paths[0]), fix="Do not rename the parts of a split file.")
-    if first.keys.get("general.type") == ADAPTER_TYPE:
+    if text_of(first.keys.get("general.type")) == ADAPTER_TYPE:
         fix = f"write its base in front of it, BASE+{where}; to merge adapters, all models of the recipe must be adapters"
         raise Unsupported("an adapter (LoRA), not a model", where=where, fix=fix)
     tensors = {tensor.name: tensor for header in headers.values() for tensor in header.tensors}
@@ -291,7 +291,7 @@ def _open_single_file(
     files = [SourceFile(path, header.state, header.digest) for path, header in headers.items()]
     parent = next(iter(headers)).parent
     source = GgufTensors(unite(stored, parent), files, where, single_file_dtype(tensors.values()))
-    return OpenedFiles(source, decoded=_most_blocks(tensors.values()))
+    return OpenedFiles(source, notes=single_file_notes(keys, tensors), decoded=_most_blocks(tensors.values()))
 
 
 def _most_blocks(tensors: Iterable[GgufTensor]) -> str:

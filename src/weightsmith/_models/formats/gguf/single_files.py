@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from weightsmith._base.errors import FormatError, Unsupported
+from weightsmith._base.errors import Finding, FormatError, Unsupported
 from weightsmith._base.files import DAMAGED, show
 from weightsmith._base.tensors import DTYPES, DType, TensorSpec
 from weightsmith._models.formats.gguf.header import GgufTensor
@@ -26,6 +26,8 @@ from weightsmith._models.formats.gguf.layout import DIFFUSION_ARCHITECTURES, MAX
 
 TEXT_ENCODERS = ("t5", "t5encoder")
 """`general.architecture` of text encoders that have no other architecture here."""
+_UMT5_TOKENS = 256_384
+"""Rows of UMT5's embedding. Other T5 models have ComfyUI's own tokenizer."""
 _SHAPE = "comfy.gguf.orig_shape."
 _FOREIGN = ("pig", "cow")
 """What gguf-connector writes for models of all families."""
@@ -62,13 +64,15 @@ def is_single_file(keys: Mapping[str, Any], tensors: Iterable[str], where: str) 
     Raises Unsupported for a diffusion model of another program.
     """
     name = keys.get("general.architecture")
+    if name is not None and not isinstance(name, str):
+        return False
     if name in _FOREIGN or (name is None and any(tensor.startswith(_PREFIXES) for tensor in tensors)):
         stated = (
             "without general.architecture, as stable-diffusion.cpp writes it" if name is None else f"of gguf-connector ({name})"
         )
         known = ", ".join(DIFFUSION_ARCHITECTURES)
         raise Unsupported(f"a GGUF file of a diffusion model {stated}", where=where, fix=f"{_ORIGINAL}: {known}.")
-    return isinstance(name, str) and name in (*DIFFUSION_ARCHITECTURES, *TEXT_ENCODERS)
+    return name in (*DIFFUSION_ARCHITECTURES, *TEXT_ENCODERS)
 
 
 def single_file_spec(keys: Mapping[str, Any], tensor: GgufTensor, tensors: Mapping[str, GgufTensor], where: str) -> TensorSpec:
@@ -85,15 +89,26 @@ def single_file_spec(keys: Mapping[str, Any], tensor: GgufTensor, tensors: Mappi
 def single_file_dtype(tensors: Iterable[GgufTensor]) -> DType:
     """The dtype of the file that a GGUF file was made of.
 
-    ComfyUI-GGUF's converter stores vectors of F16 files as F16, those of other files as F32. So F16 vectors mean F16, and
-    matrices that are all F32 or all F16 mean that. All else is BF16.
+    ComfyUI-GGUF's converter stores vectors of F16 files as F16, those of other files as F32. So F16 vectors mean F16. Matrices
+    that are all F32 mean F32. F16 beside F32 means F16, because the converter keeps small matrices as F32. All else is BF16.
     """
     listed = list(tensors)
     matrices = {tensor.dtype.name for tensor in listed if len(tensor.shape) > 1}
-    if matrices in ({"F32"}, {"F16"}):
-        return DTYPES[next(iter(matrices))]
+    if matrices == {"F32"}:
+        return DTYPES["F32"]
+    if "F16" in matrices <= {"F16", "F32"}:
+        return DTYPES["F16"]
     vectors = {tensor.dtype.name for tensor in listed if len(tensor.shape) == 1}
     return DTYPES["F16" if "F16" in vectors and "BF16" not in matrices else "BF16"]
+
+
+def single_file_notes(keys: Mapping[str, Any], tensors: Mapping[str, GgufTensor]) -> tuple[Finding, ...]:
+    """What the output lacks: UMT5's tokenizer, which ComfyUI reads from the file of the weights."""
+    rows = tensors.get("token_embd.weight")
+    if keys["general.architecture"] not in TEXT_ENCODERS or rows is None or rows.shape[0] != _UMT5_TOKENS:
+        return ()
+    what = "the tokenizer of UMT5 is not taken over, and ComfyUI reads it from the same file"
+    return (Finding(what, "token_embd.weight", fix="add the tensor spiece_model of ComfyUI's own file of UMT5 to the output"),)
 
 
 def _shape(keys: Mapping[str, Any], tensor: GgufTensor, where: str) -> tuple[int, ...]:
