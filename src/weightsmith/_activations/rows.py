@@ -64,7 +64,7 @@ DECODING_SECONDS = 10
 PIECE_CHARACTERS = 1 << 20
 """The most characters of a document to encode at once."""
 SUFFIXES = (".txt", ".jsonl", ".parquet")
-"""Of the files that texts are read from."""
+"""Endings of the files that texts are read from."""
 SPARE = 8
 """A text is read until it has so many times the tokens that the rows take."""
 

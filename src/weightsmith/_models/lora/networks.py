@@ -155,7 +155,7 @@ def _left_out(network: Network, modules: int, ref: str, name: str) -> Finding:
 
 
 def _stored(base: Specs) -> dict[Network, dict[str, str]]:
-    """Of a model that holds several networks: the tensors of each, by their names in it. Else {}."""
+    """The tensors of each network of a model that holds several, by their names in the network; else {}."""
     tensors_of_network: dict[Network, dict[str, str]] = {}
     beginnings = [(beginning, network) for network in NETWORKS for beginning in network.stored]
     for tensor in base:

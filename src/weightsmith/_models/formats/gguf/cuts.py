@@ -139,7 +139,7 @@ class CutEncoding(Encoding):
 
     @property
     def bits(self) -> float:
-        """Of the parts, on average."""
+        """Bits of a weight, averaged over the parts."""
         return sum(8 * dtype.itemsize / dtype.block for dtype, _ in self.parts) / len(self.parts)
 
     @property

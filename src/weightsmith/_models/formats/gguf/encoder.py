@@ -122,6 +122,10 @@ class Encoder(GgufArchitecture):
             what = f"config.json has names of {count(names, 'score')} in id2label or num_labels, and the head has {scores:,}"
             raise FormatError(what, where=tensor, fix="repair id2label in config.json")
 
+    def setting_of(self, key: str, config: GgufConfig) -> str:
+        setting = super().setting_of(key, config)
+        return self.renamed.get(setting, setting)
+
     # ---- config.json from the keys
 
     def config(self, keys: Mapping[str, Any], contents: Contents, dtype: str, where: str) -> dict[str, Any]:

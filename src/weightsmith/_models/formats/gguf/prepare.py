@@ -73,7 +73,7 @@ _NARROW = ("IQ4_NL", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
 """The types that a measurement tries: for rows of whole blocks of 256, and for others."""
 
 Importances = Mapping[str, Floats]
-"""Of the columns of tensors, under llama.cpp's names."""
+"""The importance of each column, by llama.cpp's names of the tensors."""
 
 
 class GgufFormat(ModelFormat):
@@ -199,7 +199,9 @@ def _prepare(
     parts = _parts(model, draft)
     text, products, heads = _with_scores(parts.text, pooling, draft)
     stored = [*_stored_as(text, model), *behind]
-    model.architecture.check_tensors(model.config, {spec.name: spec.shape for tensor in stored for spec in tensor.specs})
+    shapes = {spec.name: spec.shape for tensor in stored for spec in tensor.specs}
+    model.architecture.check_tensors(model.config, shapes)
+    model.architecture.check_sizes(model.config, keys, shapes)
     types = _types(model, stored, _shape(model, stored, keys, weighted=bool(importances)))
     complete, defaults = _complete(importances, stored)
     steps, problems = list[Step](), _unmatched(model, stored)

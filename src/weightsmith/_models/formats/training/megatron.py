@@ -58,7 +58,7 @@ _EMBEDDING, _HEADS = "embedding.word_embeddings.weight", ("output_layer.weight",
 
 _MAX_NAMES, _MAX_DEPTH = 1_000_000, 8
 _FIRST_VERSION = 2.0
-"""Of checkpoints in which query, key and value of a head follow each other."""
+"""The first `checkpoint_version` that stores query, key and value of a head one after the other."""
 
 
 class _Classes:

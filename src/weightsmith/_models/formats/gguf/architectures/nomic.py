@@ -44,7 +44,7 @@ _LAYER = {
     **{"ffn_down": "mlp.fc2", "layer_output_norm": "norm2"},
 }
 _STATED_POSITIONS, _TRAINED_POSITIONS = 2048, 512
-"""Of Nomic Embed 2: in config.json, and in llama.cpp's converter, after the texts that it was trained on."""
+"""The context of Nomic Embed 2: in config.json, and in llama.cpp's converter, after the texts that it was trained on."""
 _CODE = {
     "AutoConfig": "nomic-ai/nomic-bert-2048--configuration_hf_nomic_bert.NomicBertConfig",
     "AutoModel": "nomic-ai/nomic-bert-2048--modeling_hf_nomic_bert.NomicBertModel",
@@ -82,6 +82,11 @@ class _Nomic(Encoder):
         for name, value in self.assumed.items():
             stated = config.get(name, value)
             config.need(name, False if stated is None and value is False else stated, value)
+
+    def setting_of(self, key: str, config: GgufConfig) -> str:
+        setting = super().setting_of(key, config)
+        published = (name for name, meant in _PUBLISHED.items() if meant == setting and config.get(name) is not None)
+        return next(published, setting)
 
     def put_more(self, config: GgufConfig, keys: GgufKeys) -> None:
         super().put_more(config, keys)
