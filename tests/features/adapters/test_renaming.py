@@ -212,6 +212,38 @@ def test_names_that_are_not_known_are_refused(tmp_path: Path) -> None:
     assert "its names are those of a single file" in str(refusal(path, "peft"))
 
 
+@pytest.mark.parametrize("layout", ["kohya", "comfyui", "diffusers"])
+def test_a_second_diffusion_model_is_refused_by_its_name(layout: str, tmp_path: Path) -> None:
+    second = {f"transformer_2.blocks.{i}.attn1.to_q": (H, H) for i in range(2)}
+    for modules, total in ((second, 2), ({**second, "transformer.blocks.0.attn1.to_q": (H, H)}, 3)):
+        problem = refusal(diffusers_file(tmp_path / "d.safetensors", modules), layout)
+        assert f"2 of its {total} modules are of the second diffusion model" in str(problem)
+        assert "with transformer. in place of transformer_2." in problem.finding.fix
+
+
+@pytest.mark.parametrize(
+    "module", ["transformer_blocks.0.attn.to_q", "double_blocks.0.img_attn.qkv", "blocks.0.self_attn.q", "blocks.0.attn1.to_q"]
+)
+def test_names_without_the_prefix_of_their_network_are_refused(module: str, tmp_path: Path) -> None:
+    with_alpha = kohya(tmp_path / "k.safetensors", {module: (H, H)})
+    problem = refusal(with_alpha, "comfyui")
+    assert "are those of a diffusion model without the prefix of the network" in str(problem)
+    assert problem.finding.fix.startswith("Begin names with transformer. (diffusers) or")
+    plain = diffusers_file(tmp_path / "d.safetensors", {module: (H, H)})
+    assert refusal(plain, "comfyui").finding.fix.startswith("Begin names with transformer. (diffusers) or")
+
+
+def test_embeddings_in_the_file_are_refused_by_their_name(tmp_path: Path) -> None:
+    module = "transformer.transformer_blocks.0.attn.to_q"
+    path = diffusers_file(tmp_path / "d.safetensors", {module: (H, H)})
+    save_file({**load_file(path), "bundle_emb.word.clip_l": np.ones((2, H), np.float32)}, path)
+    problem = refusal(path, "diffusers")
+    assert "it has embeddings of new words beside the factors: 1 tensor" in str(problem)
+    assert "Remove these tensors from a copy of the file" in problem.finding.fix
+    save_file({**load_file(path), "else": np.ones(2, np.float32)}, path)
+    assert "of new words" not in str(refusal(path, "diffusers"))
+
+
 def diffusers_file(path: Path, shapes: dict[str, tuple[int, int]]) -> Path:
     tensors: dict[str, np.ndarray] = {}
     for module, shape in shapes.items():

@@ -16,7 +16,16 @@ from functools import cache
 from weightsmith._base.errors import MismatchError, Unsupported
 from weightsmith._base.files import show
 from weightsmith._features.adapters.families import FAMILIES, Family, template
-from weightsmith._models.lora.networks import DENOISER, NETWORKS, TEXT_ENCODER_2, UNKNOWN, Network, network_of
+from weightsmith._models.lora.networks import (
+    DENOISER,
+    DENOISER_BLOCKS,
+    NETWORKS,
+    PUT_PREFIX,
+    TEXT_ENCODER_2,
+    UNKNOWN,
+    Network,
+    network_of,
+)
 
 KOHYA, DIFFUSERS, COMFYUI = "kohya", "diffusers", "comfyui"
 FLUX_T5 = "text_encoder_2.encoder.block."
@@ -101,6 +110,7 @@ _UNET_OUTSIDE = {
     "label_emb.0.2": "add_embedding.linear_2",
     "out.2": "conv_out",
 }
+_SHOWN = 8
 _STAGES = 3  # of the UNet of Stable Diffusion XL
 _LAYERS = 2  # of resnets in each block of a UNet, and one more on the way up
 
@@ -130,6 +140,7 @@ def renamed(shapes: Mapping[str, tuple[int, int]], layout: str, where: str, *, f
     known: dict[str, tuple[Network, str]] = {}
     unknown: list[str] = []
     inside = {module: network_of(module, flat=flat) for module in shapes}
+    _check_networks(inside, where)
     for module, (network, inner) in inside.items():
         dotted = _dotted(inner) if flat else _modern(inner)
         if network is UNKNOWN or not dotted:
@@ -149,7 +160,7 @@ def renamed(shapes: Mapping[str, tuple[int, int]], layout: str, where: str, *, f
         what = f"{len(unknown):,} of its {len(shapes):,} modules have names that are not known"
         titles = ", ".join(family.title for family in FAMILIES)
         fix = f"convert adapters of Stable Diffusion 1, Stable Diffusion XL, Flux, {titles}; for language models: --for peft"
-        raise Unsupported(what, where=where, details=[show(module) for module in unknown[:8]], fix=fix)
+        raise Unsupported(what, where=where, details=[show(module) for module in unknown[:_SHOWN]], fix=fix)
     is_xl, networks = False, {network for network, _ in known.values()}
     modules = _Modules(shapes, known, where)
     if is_flux:
@@ -165,6 +176,19 @@ def renamed(shapes: Mapping[str, tuple[int, int]], layout: str, where: str, *, f
     return [
         RenamedModule(_written(prefixes[network], name, layout), parts, rows) for network, name, parts, rows in modules.all()
     ]
+
+
+def _check_networks(inside: Mapping[str, tuple[Network, str]], where: str) -> None:
+    """Raise Unsupported for modules of a second diffusion model, and for those of a diffusion model that name no network."""
+    if second := [show(module) for module, (network, _) in inside.items() if network is NETWORKS[1]]:
+        whole = f"{len(second):,} of its {len(inside):,} modules"
+        what = f"{whole} are of the second diffusion model, whose factors programs load from a separate file"
+        fix = "write these modules into another file, with transformer. in place of transformer_2., and convert each file"
+        raise Unsupported(what, where=where, details=second[:_SHOWN], fix=fix)
+    bare = [show(module) for module, (network, inner) in inside.items() if network is UNKNOWN and DENOISER_BLOCKS.match(inner)]
+    if bare and len(bare) == len(inside):
+        what = "the names of its modules are those of a diffusion model without the prefix of the network"
+        raise Unsupported(what, where=where, details=bare[:_SHOWN], fix=PUT_PREFIX)
 
 
 def _has_flux(name: str) -> bool:
@@ -222,7 +246,7 @@ def _of_family(
     ]
     for module, (network, inner) in others.items():
         dotted = _dotted(inner) if flat else _modern(inner)
-        if network in (UNKNOWN, NETWORKS[1]) or not dotted:
+        if network is UNKNOWN or not dotted:
             what = f"a name of the file is not known: {show(module)}"
             raise Unsupported(what, where=where, fix=f"leave out modules that {chosen[0].title} does not have")
         modules.append(RenamedModule(_written(prefixes[network], dotted, layout), (module,)))
@@ -337,7 +361,7 @@ def _are_of_flux(names: Iterable[str]) -> bool:
 
 def _is_of_unet(network: Network, name: str) -> bool:
     """Whether a module may be of Stable Diffusion 1 or XL."""
-    return name.startswith(_UNET) if network is DENOISER else network is not NETWORKS[1]
+    return network is not DENOISER or name.startswith(_UNET)
 
 
 def _written(prefix: str, name: str, layout: str) -> str:
@@ -371,21 +395,20 @@ def _modern(name: str) -> str:
 
 def _prefixes(layout: str, *, several: bool, is_flux: bool) -> dict[Network, str]:
     """What names begin with, by network. several: the model has several text encoders"""
-    first, second, third, fourth, fifth = NETWORKS
+    first, _, third, fourth, fifth = NETWORKS
     if layout == DIFFUSERS:
         denoiser = "transformer." if is_flux else "unet."
         return {
             first: denoiser,
-            second: "transformer_2.",
             third: third.dotted[0],
             fourth: fourth.dotted[0],
             fifth: "text_encoder_2." if is_flux else "text_encoder_3.",
         }
     if layout == COMFYUI:
         encoders = {network: network.dotted[-1] for network in (third, fourth, fifth)}
-        return {first: "diffusion_model.", second: "transformer_2.", **encoders}
+        return {first: "diffusion_model.", **encoders}
     encoders = {third: "lora_te1_" if several else "lora_te_", fourth: "lora_te2_", fifth: "lora_te3_"}
-    return {first: "lora_unet_", second: "lora_unet_2_", **encoders}
+    return {first: "lora_unet_", **encoders}
 
 
 _DEEP = re.compile(r"transformer_blocks\.[1-9]|(?:input|output)_blocks|label_emb|add_embedding")
