@@ -227,6 +227,9 @@ def diffusers_file(path: Path, shapes: dict[str, tuple[int, int]]) -> Path:
         ("single_blocks_0_linear1", (3 * H, H), "24 rows of B, and 8 columns of A: there are 7 times as many"),
         ("single_blocks_0_linear1", (10, H), "10 rows of B, and 8 columns of A: there are 7 times as many"),
         ("double_blocks_0_txt_mlp_0", (6 * H, H), "48 rows of B, and 8 columns of A: there are 4 times as many"),
+        ("single_blocks_0_linear2", (H, 4 * H), "8 rows of B, and 32 columns of A: there are 5 times as many columns in Flux"),
+        ("double_blocks_0_img_mlp_2", (H, 3 * H), "8 rows of B, and 24 columns of A: there are 4 times as many columns in"),
+        ("double_blocks_0_txt_mlp_2", (H, 3 * H), "8 rows of B, and 24 columns of A: there are 4 times as many columns in"),
     ],
 )
 def test_matrices_of_flux_that_cannot_be_cut_are_refused(
@@ -236,6 +239,22 @@ def test_matrices_of_flux_that_cannot_be_cut_are_refused(
     problem = refusal(path, "diffusers")
     assert rows in str(problem)
     assert _dotted(module) in str(problem)
+
+
+@pytest.mark.parametrize(
+    ("module", "times"),
+    [
+        ("single_transformer_blocks.0.proj_out", 5),
+        ("transformer_blocks.0.ff.net.2", 4),
+        ("transformer_blocks.0.ff_context.net.2", 4),
+    ],
+)
+def test_matrices_of_another_size_under_the_names_of_diffusers_are_refused(module: str, times: int, tmp_path: Path) -> None:
+    names = {"transformer.single_transformer_blocks.0.proj_mlp": (4 * H, H), f"transformer.{module}": (H, 3 * H)}
+    path = diffusers_file(tmp_path / "d.safetensors", names)
+    assert f"{module} has 8 rows of B, and 24 columns of A: there are {times} times as many columns" in str(
+        refusal(path, "kohya")
+    )
 
 
 @pytest.mark.parametrize("layout", ["kohya", "comfyui"])
@@ -248,7 +267,7 @@ def test_matrices_of_flux_that_cannot_be_joined_are_refused(layout: str, tmp_pat
 @pytest.mark.filterwarnings("ignore")
 def test_the_t5_of_flux_has_another_number_in_diffusers(tmp_path: Path) -> None:
     t5, proj = "encoder.block.0.layer.0.SelfAttention.q", "lora_unet_single_blocks_1_linear2"
-    path = kohya(tmp_path / "k.safetensors", {f"lora_te3_{t5.replace('.', '_')}": (H, H), proj: (H, H)})
+    path = kohya(tmp_path / "k.safetensors", {f"lora_te3_{t5.replace('.', '_')}": (H, H), proj: (H, 5 * H)})
     made = weightsmith.convert_lora(path, tmp_path / "d", layout="diffusers", progress=False, fsync=False)
     assert any("diffusers does not load factors of Flux's T5" in warning.what for warning in made.warnings)
     diffusers = made.out / "pytorch_lora_weights.safetensors"
@@ -278,6 +297,45 @@ def test_names_that_several_models_have(layout: str, tmp_path: Path) -> None:
     }
     name = names.get(layout, "transformer.transformer_blocks.23.attn.to_q")
     assert any(key.startswith(f"{name}.lora_") for key in found)
+
+
+def _with_text_attention(blocks: int, width: int, text: int, *outside: str) -> dict[str, tuple[int, int]]:
+    """Modules of LTX, PixArt, Cosmos, and others: the names in blocks are the same."""
+    widths = {"attn1.to_q": width, "attn2.to_k": text}
+    shapes = {f"transformer_blocks.{i}.{name}": (width, inputs) for i in range(blocks) for name, inputs in widths.items()}
+    return shapes | {name: (6 * H, H) for name in outside}
+
+
+@pytest.mark.parametrize(
+    ("blocks", "width", "text"), [(28, 1152, 1152), (28, 2048, 1024), (20, 2240, 2240), (48, 3072, 4096 - H), (3, H, H)]
+)
+def test_names_of_pixart_are_not_those_of_ltx(blocks: int, width: int, text: int, tmp_path: Path) -> None:
+    shapes = _with_text_attention(blocks, width, text, "adaln_single.linear", "caption_projection.linear_1")
+    modules = {f"transformer.{name}": shape for name, shape in shapes.items()}
+    path = diffusers_file(tmp_path / "d.safetensors", modules)
+    assert deltas(load_file(converted(path, tmp_path / "out", "diffusers") / "pytorch_lora_weights.safetensors")).keys() == set(
+        modules
+    )
+    message = "its names are those of LTX, and of PixArt, CogVideoX, Sana, Mochi and Cosmos: nothing in the file says which"
+    for layout in ("kohya", "comfyui"):
+        assert message in str(refusal(path, layout))
+    original = diffusers_file(tmp_path / "c.safetensors", {f"diffusion_model.{name}": shape for name, shape in shapes.items()})
+    assert message in str(refusal(original, "diffusers"))
+
+
+@pytest.mark.parametrize(
+    ("blocks", "width", "outside"),
+    [(28, 2048, ()), (48, 4096, ()), (2, H, ("patchify_proj",))],
+)
+def test_ltx_is_known_by_a_module_or_by_its_size(blocks: int, width: int, outside: tuple[str, ...], tmp_path: Path) -> None:
+    shapes = _with_text_attention(blocks, width, width, "adaln_single.linear", *outside)
+    path = diffusers_file(tmp_path / "c.safetensors", {f"diffusion_model.{name}": shape for name, shape in shapes.items()})
+    theirs = converted(path, tmp_path / "theirs", "diffusers") / "pytorch_lora_weights.safetensors"
+    names = {name.removesuffix(".lora_A.weight") for name in load_file(theirs)}
+    assert "transformer.time_embed.linear" in names
+    back = converted(theirs, tmp_path / "back", "comfyui") / "pytorch_lora_weights.safetensors"
+    found = {name.removesuffix(".lora_A.weight") for name in load_file(back) if name.endswith(".lora_A.weight")}
+    assert found == {f"diffusion_model.{name}" for name in shapes}
 
 
 class _Checkpoint(dict[str, Any]):

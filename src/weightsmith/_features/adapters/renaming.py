@@ -65,6 +65,11 @@ _FLUX_ROWS = {
     "linear1": 3 + _MLP_RATIO,
 }
 """Matrix of a block → rows over columns, in all of Flux. Models of other sizes have these names too, and other matrices."""
+_FLUX_COLUMNS = {
+    **dict.fromkeys(("linear2", "proj_out"), 1 + _MLP_RATIO),
+    **dict.fromkeys(("img_mlp.2", "txt_mlp.2", "ff.net.2", "ff_context.net.2"), _MLP_RATIO),
+}
+"""Matrix of a block → columns over rows."""
 _FLUX_BLOCKS = {
     "double_blocks": 19,
     "transformer_blocks": 19,
@@ -188,7 +193,8 @@ def _of_family(
     denoiser  modules of the diffusion model → their names in it
     others    modules of other networks → the network, and their names in it
 
-    Raises Unsupported for names that several families have, where these have other names for the output.
+    Raises Unsupported for names that several families have, where these have other names for the output, and for names that
+    models have that are of no family.
     """
     results: dict[Family, list[RenamedModule]] = {}
     for family in FAMILIES:
@@ -204,7 +210,12 @@ def _of_family(
         raise Unsupported(what, where=where, fix="load it in the program that it was made for")
     if not chosen:
         return []
-    prefixes, beginning = _prefixes(layout, several=True, is_flux=False), {DIFFUSERS: "transformer."}
+    if len(chosen) == 1 and not _is_proven(chosen[0], shapes, denoiser, flat=flat):
+        if layout != DIFFUSERS or not all(module.startswith(_THEIR_DENOISER) for module in denoiser):
+            what = f"its names are those of {chosen[0].title}, and of {_OTHERS}: nothing in the file says which"
+            raise Unsupported(what, where=where, fix="load it in the program that it was made for")
+        results[chosen[0]] = [RenamedModule(_modern(name), (module,)) for module, name in denoiser.items()]
+    prefixes, beginning = _prefixes(layout, several=True, is_flux=False), {DIFFUSERS: _THEIR_DENOISER}
     modules = [
         replace(module, name=_written(beginning.get(layout, prefixes[DENOISER]), module.name, layout))
         for module in results[chosen[0]]
@@ -220,10 +231,31 @@ def _of_family(
 
 def _has_all_blocks(family: Family, names: Iterable[str]) -> bool:
     """Whether names have the numbers of all blocks of a model of a family."""
+    highest = _block_counts(names)
+    return bool(highest) and all(count in family.blocks.get(block, ()) for block, count in highest.items())
+
+
+def _block_counts(names: Iterable[str]) -> dict[str, int]:
+    """Kind of blocks → one more than the highest number."""
     highest: dict[str, int] = {}
     for block, number in (match.groups() for match in map(_BLOCK.match, names) if match):
         highest[block] = max(highest.get(block, 0), int(number) + 1)
-    return bool(highest) and all(count in family.blocks.get(block, ()) for block, count in highest.items())
+    return highest
+
+
+def _is_proven(family: Family, shapes: Mapping[str, tuple[int, int]], denoiser: Mapping[str, str], *, flat: bool) -> bool:
+    """Whether modules are those of a family and of no other model.
+
+    denoiser  module → its name in the diffusion model
+    """
+    if not family.proof:
+        return True
+    names = {module: place[0] for module, name in denoiser.items() if (place := template(family, name, flat=flat))}
+    if any(name in family.proof for name in names.values()):
+        return True
+    width = family.widths.get(max(_block_counts(denoiser.values()).values(), default=0))
+    inputs = {shapes[module][1] for module, name in names.items() if name.endswith(family.wide)}
+    return inputs == {width}
 
 
 _BLOCK = re.compile(r"((?:\w+_)?blocks)[._](\d{1,4})(?=[._])")
@@ -285,6 +317,9 @@ class _FamilyModules:
         return [inputs] * 3 + [rest] * (count > 3)
 
 
+_THEIR_DENOISER = "transformer."
+_OTHERS = "PixArt, CogVideoX, Sana, Mochi and Cosmos"
+"""Models without a table that have the names of LTX."""
 _FIRST = ("input_blocks", "middle_block", "output_blocks", "time_embed.", "label_emb", "out.")
 _UNET = ("down_blocks.", "mid_block.", "up_blocks.", "conv_in", "conv_out", "time_embedding.", "add_embedding.", *_FIRST)
 
@@ -391,10 +426,11 @@ class _Modules:
     def _check_rows(self, module: str, name: str, inner: str) -> None:
         """Raise MismatchError for a matrix of a block that Flux has in another shape."""
         outputs, inputs = self._shapes[module]
-        times = _FLUX_ROWS.get(inner, 0)
-        if times and outputs != times * inputs:
+        rows, columns = _FLUX_ROWS.get(inner, 0), _FLUX_COLUMNS.get(inner, 0)
+        if (rows and outputs != rows * inputs) or (columns and inputs != columns * outputs):
+            times, side = max(rows, columns), "rows" if rows else "columns"
             of_flux = f"{times} times as many" if times > 1 else "as many"
-            what = f"{name} has {outputs:,} rows of B, and {inputs:,} columns of A: there are {of_flux} rows in Flux"
+            what = f"{name} has {outputs:,} rows of B, and {inputs:,} columns of A: there are {of_flux} {side} in Flux"
             raise MismatchError(what, where=self._where, fix="name an adapter of Flux, or repair the file")
 
     def _split(self, module: str, name: str, block: str, number: str, inner: str) -> None:

@@ -56,7 +56,8 @@ def rope_settings(config: Mapping[str, Any], where: str = "config.json") -> dict
     """The settings of RoPE that take effect: `rope_scaling` where it is stated, else `rope_parameters`, as in transformers.
 
     `rope_scaling` replaces all of `rope_parameters`, also what it does not state itself. Raises FormatError if the model would
-    lose `rope_theta` or `partial_rotary_factor` so, or if layers have their own settings, and for values that are no objects.
+    lose `rope_theta` or `partial_rotary_factor` so, and for values that are no objects. Where layers have their own settings,
+    `rope_scaling` may repeat those of `full_attention`, as files for older programs do; else FormatError, too.
 
     >>> rope_settings({"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"type": "linear", "factor": 2}})
     {'type': 'linear', 'factor': 2}
@@ -65,6 +66,8 @@ def rope_settings(config: Mapping[str, Any], where: str = "config.json") -> dict
         if config.get(name) is not None and not isinstance(config[name], dict):
             raise FormatError(f"{name} is {show(config[name])}, and not an object", where=where, fix="repair it")
     newer, older = config.get(_ROPE) or {}, config.get(_OLDER_ROPE) or {}
+    if newer and older and _repeats(older, newer.get("full_attention")):
+        return newer
     if newer and older and newer != older:
         if any(isinstance(value, dict) for value in (*newer.values(), *older.values())):
             what = f"{_ROPE} and {_OLDER_ROPE} differ, and kinds of layers have their own settings"
@@ -76,3 +79,11 @@ def rope_settings(config: Mapping[str, Any], where: str = "config.json") -> dict
                 )
                 raise FormatError(what, where=where, fix=f"Move {_OLDER_ROPE} into {_ROPE}, beside {name}.")
     return older or newer
+
+
+def _repeats(older: Mapping[str, Any], full: object) -> bool:
+    """Whether `rope_scaling` says nothing that the settings of the layers that attend to everything do not."""
+    if not isinstance(full, dict):
+        return False
+    stated = {"rope_type": full.get("type"), **full}
+    return all(value == stated.get("rope_type" if name == "type" else name, ...) for name, value in older.items())

@@ -16,6 +16,7 @@ from tests.zoo import ENCODER, ZOO
 from weightsmith._base.errors import FormatError, WeightsmithError
 from weightsmith._models.formats.gguf.architectures import architecture_of_config, architectures, find_vision, text_config
 from weightsmith._models.formats.gguf.values import GgufConfig
+from weightsmith._models.structure.defaults import rope_settings
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 32}
@@ -187,6 +188,10 @@ ADDED = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings":
             {"rope_parameters": {"full_attention": BASE, "sliding_attention": BASE}, "rope_scaling": ADDED},
             "rope_parameters and rope_scaling differ",
         ),
+        (
+            {"rope_parameters": {"full_attention": BASE, "sliding_attention": BASE}, "rope_scaling": {"full_attention": BASE}},
+            "rope_parameters and rope_scaling differ",
+        ),
     ],
 )
 def test_rope_scaling_beside_rope_parameters(changes: dict[str, Any], words: str) -> None:
@@ -229,3 +234,12 @@ def test_deepseek_has_no_factor_of_its_own_under_yarn() -> None:
         assert full is not None
         found = written(full)
         assert words in found if words and isinstance(found, str) else not words and not isinstance(found, str)
+
+
+@pytest.mark.parametrize("name", ["type", "rope_type"])
+def test_rope_scaling_may_repeat_the_settings_of_full_attention(name: str) -> None:
+    ropes = {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}, "sliding_attention": BASE}
+    config = {"rope_parameters": ropes, "rope_scaling": {name: "linear", "factor": 8.0}}
+    assert rope_settings(config) == ropes
+    with pytest.raises(FormatError, match="rope_parameters and rope_scaling differ"):
+        rope_settings({**config, "rope_scaling": {name: "linear", "factor": 4.0}})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from weightsmith._base.errors import FormatError
@@ -13,12 +14,15 @@ from weightsmith._models.formats.gguf.architectures.deepseek import DeepseekV2
 from weightsmith._models.formats.gguf.architectures.dots1 import Dots1
 from weightsmith._models.formats.gguf.architectures.ernie import ErnieMoe
 from weightsmith._models.formats.gguf.architectures.gemma import Gemma4
+from weightsmith._models.formats.gguf.architectures.glm import Glm4Moe
+from weightsmith._models.formats.gguf.architectures.lfm2 import Lfm2Moe
 from weightsmith._models.formats.gguf.values import GgufKeys
 from weightsmith._models.structure.defaults import with_defaults
 
 SIZES = {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "vocab_size": 262}
 EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}
 EXPERTS |= {"topk_method": "greedy"}
+DENSE = {**EXPERTS, "q_lora_rank": 32, "first_k_dense_replace": 3}
 
 
 @pytest.mark.parametrize(
@@ -27,6 +31,11 @@ EXPERTS |= {"topk_method": "greedy"}
         (DeepseekV2(), {**EXPERTS, "q_lora_rank": 32}, "expert_weights_norm", "norm_topk_prob", False),
         (Dots1(), {**EXPERTS, "num_key_value_heads": 4}, "expert_weights_norm", "norm_topk_prob", False),
         (Dots1(), {**EXPERTS, "num_key_value_heads": 4}, "attention.head_count_kv", "num_key_value_heads", 4),
+        (DeepseekV2(), DENSE, "leading_dense_block_count", "first_k_dense_replace", 0),
+        (Dots1(), {**EXPERTS, "num_key_value_heads": 4}, "leading_dense_block_count", "first_k_dense_replace", 0),
+        (Glm4Moe(), {**EXPERTS, "head_dim": 16}, "leading_dense_block_count", "first_k_dense_replace", 0),
+        (ErnieMoe(), {"moe_num_shared_experts": 0}, "leading_dense_block_count", "moe_layer_start_index", 0),
+        (Lfm2Moe(), {"layer_types": ["conv"] * 3 + ["full_attention"]}, "leading_dense_block_count", "num_dense_layers", 0),
         (ErnieMoe(), {"moe_num_shared_experts": 0}, "expert_shared_count", "moe_num_shared_experts", 0),
         (ErnieMoe(), {"moe_num_shared_experts": 2}, "expert_shared_count", "moe_num_shared_experts", 2),
     ],
@@ -36,7 +45,8 @@ def test_a_key_that_is_left_out_has_llama_cpps_default(
 ) -> None:
     whole = with_defaults({"model_type": architecture.model_types[0], **SIZES, **settings})
     keys, _ = architecture.keys(whole, 0)
-    stated = {name: value.value for name, value in keys.items() if name != f"{architecture.name}.{key}"}
+    others = {name: value.value for name, value in keys.items() if name != f"{architecture.name}.{key}"}
+    stated = {name: np.array(value) if isinstance(value, list) else value for name, value in others.items()}
     assert len(stated) == len(keys) - 1
     contents = Contents({"token_embd.weight": (262, 64), "output.weight": (262, 64)})
     assert architecture.config(stated, contents, "float32", "model.gguf")[setting] == expected

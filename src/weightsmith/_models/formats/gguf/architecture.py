@@ -23,6 +23,15 @@ from weightsmith._base.errors import FormatError, Unsupported
 from weightsmith._base.files import DAMAGED, show
 from weightsmith._models.formats.gguf.layout import Value
 from weightsmith._models.formats.gguf.rope import USE_ORIGINAL, put_quotients, put_scaling, take_scaling
+from weightsmith._models.formats.gguf.sizes import (
+    EMBEDDINGS,
+    LAYER_SHAPES,
+    WIDTH,
+    WINDOWS,
+    LayerSizes,
+    TensorShape,
+    check_shape,
+)
 from weightsmith._models.formats.gguf.tensors import (
     ENDS,
     LAYERS,
@@ -63,6 +72,11 @@ _SIZES = {
     "attention.head_count": "num_attention_heads",
     "attention.head_count_kv": "num_key_value_heads",
 }
+_SETTING_NAMES = {
+    **dict.fromkeys(("attention.key_length", "attention.value_length"), "head_dim"),
+    **{"expert_feed_forward_length": "moe_intermediate_size"},
+}
+"""What config.json calls keys of most architectures."""
 _DEPTHWISE = {"ssm_conv1d.weight", "shortconv.conv.weight"}
 """Convolutions [channels, 1, width], whose middle dimension a GGUF file does not have."""
 
@@ -114,9 +128,6 @@ def _layer_type(slides: bool) -> str:
     return "sliding_attention" if slides else "full_attention"
 
 
-_PATTERN = "attention.sliding_window_pattern"
-
-
 @dataclass(frozen=True, slots=True)
 class Contents:
     """The tensors of a GGUF file that is read.
@@ -139,6 +150,9 @@ class GgufArchitecture:
     bare          tensors of a layer whose names are not a module's with `.weight` or `.bias`: llama.cpp's name → the Hub's
     splits        tensors of a layer that llama.cpp stores in parts
     ends          modules outside of the layers: llama.cpp's name → the Hub's
+    shapes        of weights of a layer that llama.cpp loads, by its names
+    setting_names  what config.json calls keys of sizes: those that are neither in `sizes` nor in `numbers`
+    square        whether llama.cpp loads only models whose heads together are as wide as the model
     rotated       whether the rows of q and k are reordered
     shift         what is added to norms
     eps           key of the number that norms add, and its name in config.json
@@ -171,6 +185,9 @@ class GgufArchitecture:
     bare: ClassVar[Mapping[str, str]] = {}
     splits: ClassVar[tuple[SplitTensor, ...]] = ()
     ends: ClassVar[Mapping[str, str]] = ENDS
+    shapes: ClassVar[Mapping[str, TensorShape]] = LAYER_SHAPES
+    setting_names: ClassVar[Mapping[str, str]] = {}
+    square: ClassVar[bool] = False
     rotated: ClassVar[bool] = False
     shift: ClassVar[float] = 0.0
     eps: ClassVar[tuple[str, str]] = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")
@@ -391,7 +408,7 @@ class GgufArchitecture:
         if slides:
             keys.u32("attention.sliding_window", config.count("sliding_window"))
         if slides and windows.stated:
-            keys.put(_PATTERN, "bool", [layer_type == "sliding_attention" for layer_type in stated])
+            keys.put(WINDOWS, "bool", [layer_type == "sliding_attention" for layer_type in stated])
         self.check_local_rope(config)
 
     def check_local_rope(self, config: GgufConfig) -> None:
@@ -408,6 +425,35 @@ class GgufArchitecture:
             what = f"num_hidden_layers is {layers:,}, and there are tensors of {len(numbers):,} layers: "
             what += f"layer {other[0]:,} {'is not one of those' if other[0] >= layers else 'is missing'}"
             raise FormatError(what, where="config.json", fix="repair num_hidden_layers, or download the model again")
+
+    def check_sizes(self, config: GgufConfig, keys: Mapping[str, Value], shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise FormatError if a tensor of a planned GGUF file has another shape than its keys say, as llama.cpp does.
+
+        Raises Unsupported for heads that llama.cpp does not load in this architecture.
+
+        keys  of `keys`, which follow from config.json
+        """
+        numbers = {name.removeprefix(f"{self.name}."): value.value for name, value in keys.items()}
+        for name in (*map("{}.weight".format, EMBEDDINGS), *shapes):
+            module, _, kind = name.rpartition(".")
+            match = _BARE.fullmatch(module)
+            dimensions = (None, WIDTH) if module in EMBEDDINGS else self.shapes.get(match[2]) if match is not None else None
+            if name not in shapes or kind != "weight" or dimensions is None:
+                continue
+            split = self.part_of(name)
+            hub_name = f"{LAYERS}{split[1]}.{split[0].name}" if split is not None else (self.hub_name(name) or name)
+            sizes = LayerSizes(numbers, int(match[1]) if match else 0, lambda key: self.setting_of(key, config))
+            check_shape(shapes[name], dimensions, sizes, hub_name.replace("{}", "0"), name)
+        if self.square:
+            together = config.count("num_attention_heads") * head_dim(config)
+            config.need("num_attention_heads * head_dim", together, config.count("hidden_size"))
+
+    def setting_of(self, key: str, config: GgufConfig) -> str:
+        """What config.json calls a size. key: of the GGUF file."""
+        names = {**_SETTING_NAMES, "expert_count": self.experts or "num_experts", **self.sizes}
+        for number in self.numbers:
+            names[number.name] = f"{number.times} * {number.setting}" if number.times else number.setting
+        return {**names, **self.setting_names}.get(key, key)
 
     # ---- config.json from the keys
 
@@ -488,9 +534,9 @@ class GgufArchitecture:
         slides = "attention.sliding_window" in values or self.windows.default is not None
         config["sliding_window"] = values.count("attention.sliding_window", self.windows.default) if slides else None
         layers = config["num_hidden_layers"]
-        pattern = values.get(_PATTERN) if self.windows.stated else None
+        pattern = values.get(WINDOWS) if self.windows.stated else None
         if pattern is not None and (not isinstance(pattern, np.ndarray) or pattern.shape != (layers,)):
-            raise values.wrong(_PATTERN, pattern, f"and not a truth value for each of {layers:,} layers")
+            raise values.wrong(WINDOWS, pattern, f"and not a truth value for each of {layers:,} layers")
         stated = None if pattern is None else [_layer_type(bool(slides_there)) for slides_there in pattern]
         config["layer_types"] = stated or self.windows.layer_types(layers, slides=slides)
 

@@ -199,7 +199,9 @@ def _prepare(
     parts = _parts(model, draft)
     text, products, heads = _with_scores(parts.text, pooling, draft)
     stored = [*_stored_as(text, model), *behind]
-    model.architecture.check_tensors(model.config, {spec.name: spec.shape for tensor in stored for spec in tensor.specs})
+    shapes = {spec.name: spec.shape for tensor in stored for spec in tensor.specs}
+    model.architecture.check_tensors(model.config, shapes)
+    model.architecture.check_sizes(model.config, keys, shapes)
     types = _types(model, stored, _shape(model, stored, keys, weighted=bool(importances)))
     complete, defaults = _complete(importances, stored)
     steps, problems = list[Step](), _unmatched(model, stored)

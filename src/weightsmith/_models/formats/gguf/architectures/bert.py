@@ -10,6 +10,7 @@ from typing import Any
 
 from weightsmith._models.formats.gguf.architecture import Contents, GgufFamily
 from weightsmith._models.formats.gguf.encoder import COUNTED, EMBEDDINGS, MASKED_HEADS, POSITIONS, Encoder, classifies
+from weightsmith._models.formats.gguf.sizes import GATE_IN_UP, LAYER_SHAPES
 from weightsmith._models.formats.gguf.values import GgufConfig, GgufValues
 
 _LAYER = {
@@ -61,6 +62,7 @@ class JinaBert(_Bert):
     model_types = ("bert",)
     modules = ("bert.",)
     layer = {**_LAYER, "ffn_up": "mlp.gated_layers", "ffn_down": "mlp.wo", "layer_output_norm": "mlp.layernorm"}
+    shapes = {**LAYER_SHAPES, **GATE_IN_UP}
     ends = EMBEDDINGS
     fixed = {**_FIXED, "position_embedding_type": "alibi", "feed_forward_type": "geglu"}
     defaults = {**_DEFAULTS, "feed_forward_type": "original", "position_embedding_type": "absolute"}

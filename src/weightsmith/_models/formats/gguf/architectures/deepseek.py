@@ -14,6 +14,7 @@ import numpy as np
 from weightsmith._base.errors import Unsupported
 from weightsmith._models.formats.gguf.architecture import SIGMOID_ROUTER, Contents, GgufArchitecture, GgufFamily, GgufKey
 from weightsmith._models.formats.gguf.rope import ATTENTION_FACTOR, USE_ORIGINAL
+from weightsmith._models.formats.gguf.sizes import LAYER_SHAPES, WIDTH, Dimension, TensorShape, product_of
 from weightsmith._models.formats.gguf.tensors import (
     EXPERTS,
     MLP,
@@ -30,7 +31,7 @@ from weightsmith._models.formats.gguf.values import GgufConfig, GgufKeys, GgufVa
 EXPERT_NUMBERS = (
     GgufKey("expert_feed_forward_length", "moe_intermediate_size"),
     GgufKey("expert_shared_count", "n_shared_experts", least=0),
-    GgufKey("leading_dense_block_count", "first_k_dense_replace", least=0),
+    GgufKey("leading_dense_block_count", "first_k_dense_replace", default=0, least=0),
     GgufKey("expert_weights_scale", "routed_scaling_factor", "f32", 1.0),
     GgufKey("expert_weights_norm", "norm_topk_prob", "bool", default=False),  # llama.cpp's converter writes only true
     GgufKey("expert_group_count", "n_group", default=1),
@@ -39,6 +40,18 @@ EXPERT_NUMBERS = (
 """`GgufArchitecture.numbers` of models that have DeepSeek's experts."""
 PREDICTING = Predicting("num_nextn_predict_layers")
 _LOG = "rope.scaling.yarn_log_multiplier"
+_HEADS = product_of("attention.head_count")
+_QUERIES = product_of("attention.head_count", "attention.key_length_mla")
+_RANK, _QUERY_RANK = "attention.kv_lora_rank", product_of("attention.q_lora_rank")
+_SHAPES: Mapping[str, TensorShape] = {
+    **LAYER_SHAPES,
+    "attn_q": (_QUERIES, WIDTH),
+    "attn_q_a": (_QUERY_RANK, WIDTH),
+    "attn_q_b": (_QUERIES, _QUERY_RANK),
+    "attn_kv_a_mqa": (Dimension(((_RANK,), ("rope.dimension_count",))), WIDTH),
+    "attn_v_b": (_HEADS, product_of("attention.value_length_mla"), product_of(_RANK)),
+    "attn_output": (WIDTH, product_of("attention.head_count", "attention.value_length_mla")),
+}
 
 
 class DeepseekV2(GgufArchitecture):
@@ -63,6 +76,11 @@ class DeepseekV2(GgufArchitecture):
             bands=True,
         ),
     )
+    shapes = _SHAPES
+    setting_names = {
+        **{_RANK: "kv_lora_rank", "attention.q_lora_rank": "q_lora_rank", "rope.dimension_count": "qk_rope_head_dim"},
+        **{"attention.key_length_mla": "(qk_nope_head_dim + qk_rope_head_dim)", "attention.value_length_mla": "v_head_dim"},
+    }
     experts = "n_routed_experts"
     numbers = EXPERT_NUMBERS
     constants = {"expert_gating_func": 1}

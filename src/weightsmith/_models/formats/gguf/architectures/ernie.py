@@ -32,7 +32,7 @@ class ErnieMoe(GgufArchitecture):
         GgufKey("expert_feed_forward_length", "moe_intermediate_size"),
         GgufKey("expert_shared_count", "moe_num_shared_experts", default=0, least=0),
         GgufKey("expert_shared_feed_forward_length", "moe_intermediate_size", times="moe_num_shared_experts"),
-        GgufKey("leading_dense_block_count", "moe_layer_start_index", least=0),
+        GgufKey("leading_dense_block_count", "moe_layer_start_index", default=0, least=0),
     )
     constants = {"interleave_moe_layer_step": 1}
     fixed = {"use_bias": False, "moe_layer_interval": 1}

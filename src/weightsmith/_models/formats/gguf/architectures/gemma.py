@@ -172,6 +172,11 @@ class Gemma4(GgufArchitecture):
     activation = GELU
     windows = Windows(6, stated=True)
     tokenizer = "gemma4"
+    setting_names = {
+        **dict.fromkeys(("attention.key_length", "attention.value_length"), "global_head_dim"),
+        **dict.fromkeys(("attention.key_length_swa", "attention.value_length_swa"), "head_dim"),
+        "attention.head_count_kv": "num_key_value_heads (num_global_key_value_heads in layers without a window)",
+    }
 
     def owns(self, values: GgufValues) -> bool:
         return True  # with experts or without

@@ -83,6 +83,11 @@ class _Nomic(Encoder):
             stated = config.get(name, value)
             config.need(name, False if stated is None and value is False else stated, value)
 
+    def setting_of(self, key: str, config: GgufConfig) -> str:
+        setting = super().setting_of(key, config)
+        published = (name for name, meant in _PUBLISHED.items() if meant == setting and config.get(name) is not None)
+        return next(published, setting)
+
     def put_more(self, config: GgufConfig, keys: GgufKeys) -> None:
         super().put_more(config, keys)
         positions = config.count("max_position_embeddings")

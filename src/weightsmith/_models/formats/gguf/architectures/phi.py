@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from weightsmith._base.errors import FormatError
 from weightsmith._models.formats.gguf.architecture import LAYER_NORM, UNTIED, Contents, GgufArchitecture, GgufFamily
 from weightsmith._models.formats.gguf.rope import ATTENTION_FACTOR
+from weightsmith._models.formats.gguf.sizes import GATE_IN_UP, LAYER_SHAPES
 from weightsmith._models.formats.gguf.tensors import ATTENTION, ENDS, MLP_NORM
 from weightsmith._models.formats.gguf.values import Floats, GgufConfig, GgufKeys, GgufValues
 
@@ -19,6 +21,7 @@ class Phi2(GgufArchitecture):
     name = "phi2"
     class_name = "PhiForCausalLM"
     model_types = ("phi",)
+    square = True
     layer = ATTENTION | {"attn_output": "self_attn.dense", "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"}
     ends = {**ENDS, "output_norm": "model.final_layernorm"}
     fixed = {**UNTIED, "qk_layernorm": False}
@@ -27,7 +30,7 @@ class Phi2(GgufArchitecture):
     activation = "gelu_new"
 
 
-_FACTORS = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
+_FACTORS = {"long_factor": "rope_factors_long.weight", "short_factor": "rope_factors_short.weight"}
 _ORIGINAL = "rope.scaling.original_context_length"
 
 
@@ -41,6 +44,7 @@ class Phi3(GgufArchitecture):
         **{"attn_qkv": "self_attn.qkv_proj", "attn_output": "self_attn.o_proj", "attn_norm": "input_layernorm"},
         **{"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj", **MLP_NORM},
     }
+    shapes = {**LAYER_SHAPES, **GATE_IN_UP}
     partial = 1.0
 
     def put_heads(self, config: GgufConfig, keys: GgufKeys) -> None:
@@ -61,8 +65,12 @@ class Phi3(GgufArchitecture):
             return
         usual = _growth(config.number("factor", context / original, rope), original)
         keys.f32(ATTENTION_FACTOR, config.number("attention_factor", usual, rope))
-        for name in ("long", "short"):
-            keys.tensors[f"rope_factors_{name}.weight"] = config.numbers(f"{name}_factor", rope)
+        for setting, tensor in _FACTORS.items():
+            keys.tensors[tensor] = factors = config.numbers(setting, rope)
+            if factors.size != (pairs := self.turned(config) // 2):
+                what = f"{setting} has {factors.size:,} numbers, and RoPE turns {pairs:,} pairs of a head, by head_dim"
+                what += " (hidden_size / num_attention_heads) and partial_rotary_factor"
+                raise FormatError(what, where="config.json", fix=f"repair {setting} in config.json, or download it again")
 
     def take_heads(self, values: GgufValues, config: dict[str, Any], default: int) -> int:
         return default
