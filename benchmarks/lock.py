@@ -38,12 +38,12 @@ METHODS = ("passthrough", "linear", "slerp", "ties")
 GRAIN = 2048
 """Elements of a small tile: its kernels take about a microsecond."""
 WAIT_SECONDS = 2e-3
-"""Of a read, where many threads wait for their data."""
+"""How long a read takes, where many threads wait for their data."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Of a run: tiles, the bytes that they read and wrote, and the seconds of the processor and of the clock that they took."""
+    """One run: its tiles, the bytes that they read and wrote, its CPU time and its wall time."""
 
     tiles: int
     nbytes: int

@@ -25,7 +25,7 @@ import numpy as np
 import weightsmith
 
 ROWS, TOKENS = 16, 512
-"""Of the calibrated formats."""
+"""Rows and tokens of a row for the calibrated formats."""
 
 FORMATS = {
     "fp8-dynamic": "FP8_DYNAMIC",

@@ -140,9 +140,9 @@ def tables(nbytes: float, files: int = FILES) -> None:
         print("| ---: | ---: | ---: | ---: | ---: |")
         one = simulate(1, nbytes, place, files=files)
         for machines in MACHINES:
-            found = simulate(machines, nbytes, place, files=files)
-            times, alone = one.seconds / found.seconds, found.driver / found.seconds
-            print(f"| {machines} | {found.seconds:,.0f} | {times:.1f} | {alone:.0%} | {found.storage:.0%} |")
+            simulated = simulate(machines, nbytes, place, files=files)
+            times, alone = one.seconds / simulated.seconds, simulated.driver / simulated.seconds
+            print(f"| {machines} | {simulated.seconds:,.0f} | {times:.1f} | {alone:.0%} | {simulated.storage:.0%} |")
 
 
 class Inline:

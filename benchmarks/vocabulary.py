@@ -178,7 +178,7 @@ def omp(n: int) -> float:
 
 
 def seconds() -> float:
-    """Of this process, user and system."""
+    """CPU seconds of this process, user and system."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
 

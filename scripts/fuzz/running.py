@@ -28,7 +28,7 @@ from scripts.fuzz.kind import MEGABYTES, Rng
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 5.0
-"""Of processor time."""
+"""CPU time."""
 WAITING = 30.0
 """Seconds by the clock: the machine may be busy with other things."""
 MAX_MESSAGE = 20_000

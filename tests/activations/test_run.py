@@ -35,7 +35,7 @@ def test_the_progress_of_the_products_of_a_phase_is_one() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "narrow"])  # a width that EXL2 does not store
 def test_states_are_those_of_transformers(tmp_path: Path, name: str) -> None:
     """Also where it fuses experts, or q, k and v, which the plan stores one by one."""
     folder, given = save_model(tmp_path / "m", name), settings(tmp_path)

@@ -11,7 +11,7 @@ import pytest
 from weightsmith._base.errors import CheckpointError, FormatError
 from weightsmith._files import subfolders
 from weightsmith._files.copied import choose_copied, copied_files, left_out_findings
-from weightsmith._files.subfolders import MAX_DEPTH, MAX_FILES, MAX_MODULES, list_names, module_folders
+from weightsmith._files.subfolders import MAX_DEPTH, MAX_FILES, MAX_MODULES, list_names, module_folders, module_steps
 
 
 def write(folder: Path, files: dict[str, str]) -> list[str]:
@@ -148,3 +148,24 @@ def test_a_model_has_no_thousand_files_in_subfolders(tmp_path: Path) -> None:
 def test_modules_of_a_server_are_those_of_the_file() -> None:
     assert subfolders.folders_in(modules("", "1_Pooling", "../x").encode()) == ("1_Pooling",)
     assert subfolders.folders_in(b"[[[") == ()
+
+
+@pytest.mark.parametrize(
+    ("settings", "detail"),
+    [
+        ({"pooling_mode": ["cls", "mean"]}, "cls, mean"),
+        ({"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": True}, "cls, mean"),
+        ({"pooling_mode": ["max", "mean"]}, "max, mean"),
+        ({"pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True}, "max, mean"),
+        ({"pooling_mode": "max", "pooling_mode_cls_token": True}, "max"),
+        ({"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": False}, "mean"),
+        ({}, "mean"),
+        ({"pooling_mode": "cls", "include_prompt": False}, "cls, without the prompt"),
+        ({"pooling_mode": "cls", "include_prompt": True}, "cls"),
+        ({"pooling_mode": [3, "cls"]}, "cls"),
+    ],
+)
+def test_both_spellings_of_a_pooling_are_the_same(settings: dict[str, Any], detail: str, tmp_path: Path) -> None:
+    kind = "sentence_transformers.models.Pooling"
+    write(tmp_path, {"modules.json": modules("1_Pooling", kind=kind), "1_Pooling/config.json": json.dumps(settings)})
+    assert module_steps(tmp_path) == f"Pooling ({detail})"

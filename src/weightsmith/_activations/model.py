@@ -45,7 +45,7 @@ from weightsmith._plans.values import arrays_of, needs_of
 PACKAGES = ("torch", "transformers", "tokenizers")
 
 Labels = Literal["drawn", "text"]
-"""Of gradients: drawn from the model's own predictions, or the next tokens of the text."""
+"""Where the labels of gradients come from: the model's own predictions, or the next tokens of the text."""
 
 OF_LABELS: Mapping[Labels, str] = {"drawn": "gradients", "text": "slopes of the text"}
 """Names of the products of gradients."""

@@ -378,7 +378,7 @@ class MemoryOutput(DiscardedOutput):
 
 
 STRIDE_BYTES = 4 << 20
-"""Of each input of a tensor in turn: its tiles are read in all inputs at once."""
+"""Bytes that are read of each input in turn: a tile is read in all inputs at once."""
 
 
 def whole_passes(products: Iterable[Product]) -> dict[str, int]:

@@ -69,7 +69,7 @@ class Reader:
         return self.results if read.model == PRODUCTS else self.inputs[read.model]
 
     def dtype(self, read: Read) -> DType:
-        """Of the tensor that is read."""
+        """The dtype of the tensor that is read."""
         return self.source(read).specs[read.tensor].dtype
 
     def leaves_of(self, product: Product) -> Iterator[Step]:

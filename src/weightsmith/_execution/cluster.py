@@ -241,7 +241,7 @@ PART_BYTES = 256 << 20
 PARTS_PER_SLOT = 4
 """So that a slow or lost worker holds up little."""
 MOST_LOSSES = 3
-"""Of one share; then the workers, or the share, have a problem that another attempt does not solve."""
+"""How often one share may be lost: after that, another attempt would not help."""
 BUSY_SECONDS = 120.0
 """How long the lock of a lost worker is waited for: NFS gives up the locks of a machine that is gone after 90 s."""
 MISSING_SECONDS = 120.0

@@ -226,7 +226,7 @@ def _asking(question: Callable[[Began], Any] | None) -> Iterator[Callable[[], An
 
 
 PRODUCTS_LABEL = "products-alone"
-"""Of the process that computes the products of all parts; `lock-products` is held by any process that computes some."""
+"""The label of the process that computes the products of all parts; any process that computes some holds `lock-products`."""
 
 
 def execute(

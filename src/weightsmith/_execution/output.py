@@ -131,7 +131,7 @@ def other_bytes(plan: Plan, donor: Checkpoint, options: RunOptions) -> int:
 
 
 _RECORD_BYTES = 160
-"""Of a tensor in the manifest, besides the names of tensor and file."""
+"""Bytes that a tensor takes in the manifest, besides the names of tensor and file."""
 _SMALL_BYTES = 64 << 10
 """More than most files have that are written for a model."""
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import IO, Any
 
-from weightsmith._base.errors import WorkerLost
+from weightsmith._base.errors import NoSpace, WorkerLost
 from weightsmith._base.options import named
 from weightsmith._engine.resources import processors
 from weightsmith._execution.cluster import Answer, Lost, Order, Share, do
@@ -98,9 +98,16 @@ class LocalWorkers:
         if self._order is not None:
             self._order.close()
         # A file: a pipe holds 64 kB, so this process would wait until each new one has imported all that it needs to read it.
-        self._order = tempfile.TemporaryFile()
-        pickle.dump(order, self._order)
-        self._order.flush()
+        content = pickle.dumps(order)
+        try:
+            self._order = tempfile.TemporaryFile()
+            self._order.write(content)
+            self._order.flush()
+        except OSError as error:
+            what = f"the plan of the processes cannot be written: {error.strerror or error}"
+            details = (f"needed     {len(content):,} bytes",)
+            fix = "free space there, or set TMPDIR to a folder on another disk"
+            raise NoSpace(what, where=tempfile.gettempdir(), details=details, fix=fix) from error
 
     def slots(self) -> int:
         """Processes."""

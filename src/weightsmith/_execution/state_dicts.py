@@ -230,7 +230,7 @@ class _Call:
 
     @property
     def label(self) -> str:
-        """Of the donor."""
+        """The donor's label."""
         return self.labels[self.donor]
 
     def _check_count(self) -> None:

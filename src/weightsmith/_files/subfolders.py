@@ -174,13 +174,16 @@ def module_code(folder: Path, names: Collection[str], folders: Collection[str]) 
 
 _POOLINGS = {
     "cls_token": "cls",
-    "mean_tokens": "mean",
     "max_tokens": "max",
+    "mean_tokens": "mean",
     "mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
     "weightedmean_tokens": "weightedmean",
     "lasttoken": "lasttoken",
 }
-"""How releases of sentence-transformers before 6 call a pooling, after `pooling_mode_` → its name since."""
+"""How releases of sentence-transformers before 6 call a pooling, after `pooling_mode_` → its name since.
+
+In the order in which the vectors of several poolings are joined.
+"""
 
 
 def module_steps(folder: Path) -> str:
@@ -207,17 +210,20 @@ def _steps(folder: Path, modules: Sequence[Any]) -> Iterator[str]:
         if not isinstance(kind, str):
             continue
         settings = _settings(folder / path / CONFIG) if isinstance(path, str) and _is_subfolder(path) else {}
-        detail = ", ".join(_details(settings)) if isinstance(settings, dict) else ""
-        yield show(kind.rpartition(".")[2])[1:-1] + (f" ({detail})" if detail else "")
+        name = kind.rpartition(".")[2]
+        detail = ", ".join(_details(settings, pools=name == "Pooling")) if isinstance(settings, dict) else ""
+        yield show(name)[1:-1] + (f" ({detail})" if detail else "")
 
 
-def _details(settings: Mapping[str, Any]) -> Iterator[str]:
-    """The values in the settings of a module that change what it computes."""
-    mode = settings.get("pooling_mode")
-    modes = (
-        [mode] if isinstance(mode, str) else [name for old, name in _POOLINGS.items() if settings.get(f"pooling_mode_{old}")]
-    )
-    yield from (show(name)[1:-1] for name in modes)
+def _details(settings: Mapping[str, Any], *, pools: bool) -> Iterator[str]:
+    """The values in the settings of a module that change what it computes. pools: whether it pools tokens."""
+    if pools:
+        mode = settings.get("pooling_mode")
+        modes = [mode] if isinstance(mode, str) else mode if isinstance(mode, list) else []
+        modes = modes or [name for old, name in _POOLINGS.items() if settings.get(f"pooling_mode_{old}")] or ["mean"]
+        yield from (show(name)[1:-1] for name in modes if isinstance(name, str))
+        if settings.get("include_prompt") is False:
+            yield "without the prompt"
     if isinstance(activation := settings.get("activation_function"), str):
         yield show(activation.rpartition(".")[2])[1:-1]
 

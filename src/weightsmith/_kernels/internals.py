@@ -147,7 +147,7 @@ class CompilerForCallers(compiler.CompilerBase):  # type: ignore[misc]
 
 @cache
 def steps_digest() -> str:
-    """Of what is done here in place of numba's own steps."""
+    """A digest of the code that replaces steps of numba."""
     classes = _CodeForCallers, _LoweringForCallers, CompilerForCallers
     methods = [method for one in classes for method in vars(one).values() if isinstance(method, FunctionType)]
     return digest_of([function_digest(method, {name: name for name in method.__globals__}) for method in methods])

@@ -286,7 +286,7 @@ def compiler_digest() -> str:
 
 
 def digest_of(*parts: object) -> str:
-    """Of values whose `repr` says all."""
+    """A digest of values whose `repr` says all."""
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 

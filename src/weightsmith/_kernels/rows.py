@@ -114,7 +114,7 @@ def keep_ranks(row: np.ndarray, n: int, first: int, end: int, bits: np.ndarray) 
 
 @kernel
 def keep_in_groups(row: np.ndarray, n: int, keep: int, group: int, taken: np.ndarray, bits: np.ndarray) -> None:
-    """Of every `group` neighbours keep the `keep` largest that are not taken; what is kept is then taken.
+    """Keep the `keep` largest of every `group` neighbours that are not taken; what is kept is then taken.
 
     taken  uint8 [>= n], 1 where an earlier model has kept an element. A short last group keeps its share, rounded up.
     """

@@ -163,9 +163,9 @@ SCOPES: Mapping[Scope, str] = {"model": "each model", "tensor": "the merge"}
 """What one value of a parameter is for."""
 
 BASES: Mapping[BaseRole, str] = {
-    "required": "base_model is needed, and takes no parameters of its own",
-    "optional": "base_model may be given",
-    "input": "a base_model is an input like the others",
+    "required": "base_model is required, and takes no parameters",
+    "optional": "base_model is optional",
+    "input": "a base_model counts as one of the models",
 }
 
 
@@ -242,9 +242,9 @@ def describe_method(method: Method) -> MethodText:
 
     >>> from weightsmith.plugin import find_method
     >>> describe_method(find_method("ties")).inputs
-    '1 or more besides the base; base_model is needed, and takes no parameters of its own'
+    '1 or more in addition to the base; base_model is required, and takes no parameters'
     """
-    inputs = f"{models_text(method)}{'' if method.base == 'input' else ' besides the base'}; {BASES[method.base]}"
+    inputs = f"{models_text(method)}{'' if method.base == 'input' else ' in addition to the base'}; {BASES[method.base]}"
     parameters = (
         ParameterText(p.name, values_text(p), default_text(p), SCOPES[p.scope], doc_text(p)) for p in method.parameters
     )

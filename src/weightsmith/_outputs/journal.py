@@ -36,8 +36,9 @@ _BODY, _TENSOR = 17, b'["tensor","'
 """Where the JSON of a line begins, and that of a tensor's."""
 
 
-FileState = tuple[int, int, int]
-"""A file's size, modification time in nanoseconds, and inode. Who writes to the file later changes the time."""
+FileState = tuple[int, int, int, int]
+"""A file's size, the times of its last modification and of its last change in nanoseconds, and its inode. Whoever writes to the
+file later changes the times; the second one can be set by no program."""
 
 
 @dataclass(slots=True)
@@ -107,8 +108,8 @@ def read_lines(data: bytes, names: Collection[str] | None = None) -> Entries:
                         entries.tensors[name] = Finished(checksum, made_from, (moved, base), differing, nonfinite)
             case ["part", int(total)]:
                 entries.total = entries.total or total  # lines of parts are moved into the journal of the whole
-            case ["file", str(name), int(nbytes), int(modified), int(inode)]:
-                entries.files[name] = nbytes, modified, inode
+            case ["file", str(name), int(nbytes), int(modified), int(changed), int(inode)]:
+                entries.files[name] = nbytes, modified, changed, inode
             case ["product", str(name), str(checksum)]:
                 entries.products[name] = checksum
             case ["publish", int(device), int(inode)]:

@@ -247,7 +247,7 @@ class StagedFiles:
 
 def _state(fd: int) -> FileState:
     about = os.fstat(fd)
-    return about.st_size, about.st_mtime_ns, about.st_ino
+    return about.st_size, about.st_mtime_ns, about.st_ctime_ns, about.st_ino
 
 
 def _is_reserved(fd: int, shard: ShardLayout) -> bool:

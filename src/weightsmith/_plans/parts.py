@@ -83,16 +83,16 @@ class PartHashes:
         self._products = dict[str, str]()
 
     def tensors(self) -> dict[str, str]:
-        """Of each tensor of the plan, by its name."""
+        """The digest of each tensor of the plan, by its name."""
         return {step.out.name: self.step(step) for step in self._plan.steps}
 
     def step(self, step: Step) -> str:
-        """Of what a step makes."""
+        """The digest of what a step makes."""
         needs = [self.product(name) for name in sorted(self._plan.needs(step))]
         return _sha256([self._common, encode(step.out), step.encoding, step.weighted, self._leaves(step), needs])
 
     def product(self, name: str) -> str:
-        """Of the arrays of a product."""
+        """The digest of a product's arrays."""
         if name not in self._products:
             product = next(product for product in self._plan.products if product.name == name)
             # Without steps of its own, it reads those that need it.

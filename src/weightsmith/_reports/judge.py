@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import torch
 
 ROW_TOKENS = 384
-"""Of the rows that a text is cut into."""
+"""Tokens of the rows that a text is cut into."""
 BYTES_PER_WEIGHT = 10
 """That loading takes: 1.23 GB were measured for 134.5 million weights, with torch and transformers."""
 _MERGE = "the merge"

@@ -143,7 +143,7 @@ class Encoding(ABC):
     @property
     @abstractmethod
     def bits(self) -> float:
-        """Of a code; on average, if they differ."""
+        """Bits of a code; the mean, if they differ."""
 
     @property
     def group(self) -> int | None:

@@ -122,7 +122,7 @@ def encoded(encoding: Encoding, rows: Any, cuts: Sequence[int] | None = None, fi
 
 _NORM = "model.norm.weight"
 _TOLERANCE = 0.2
-"""Of the norm of a weight: less is a matter of the encoding's bits and of its own tests, more of bytes that are misread."""
+"""A share of a weight's norm: smaller errors come from the encoding's bits, larger ones from bytes that are misread."""
 
 
 class StoredFormatTests:

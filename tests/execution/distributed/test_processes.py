@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,7 @@ from weightsmith._base.errors import (
     CheckpointError,
     LayerError,
     NonFinite,
+    NoSpace,
     ParameterError,
     PlanError,
     WorkerLost,
@@ -262,6 +264,17 @@ def no_process(error: BaseException) -> Callable[..., Any]:
     return fail
 
 
+def test_a_full_disk_of_temporary_files_is_one_error(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(execution_processes.tempfile, "TemporaryFile", full)
+    with pytest.raises(NoSpace, match="the plan of the processes cannot be written: No space left on device") as caught:
+        merge()
+    assert caught.value.finding.where == tempfile.gettempdir()
+
+
+@pytest.mark.slow
 def test_a_process_that_cannot_be_started_is_one_error(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "Popen", no_process(BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")))
     with pytest.raises(WorkerLost, match="a process cannot be started: Resource temporarily unavailable") as raised:

@@ -178,6 +178,20 @@ def test_the_rope_is_where_exllamav2_and_mlx_lm_look(format_: str, key: str, oth
     assert "rope_theta" not in plan(model, "w4a16").config
 
 
+@pytest.mark.parametrize("format_", ["gptq-4bit", "mlx-4bit"])
+def test_the_rope_of_older_keys_is_the_one_that_takes_effect(format_: str, tmp_path: Path) -> None:
+    newer = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "original_max_position_embeddings": 8192}
+    older = {"rope_type": "linear", "rope_theta": 2e5, "factor": 2.0}
+    both = save(tmp_path / "both", dense(256, 512, 256), rope_theta=1e4, rope_parameters=newer, rope_scaling=older)
+    found = plan(both, format_).config
+    assert (found["rope_theta"], found["rope_scaling"]["factor"]) == (2e5, 2.0)
+    other = save(tmp_path / "other", dense(256, 512, 256), rope_theta=1e4, rope_parameters=newer)
+    assert plan(other, format_).config["rope_theta"] == 5e5
+    lost = save(tmp_path / "lost", dense(256, 512, 256), rope_parameters=newer, rope_scaling={"type": "linear", "factor": 2.0})
+    with pytest.raises(PlanError, match="rope_theta of rope_parameters is 500000"):
+        plan(lost, format_)
+
+
 def test_gemma3_has_its_other_rope_and_its_pattern_where_mlx_lm_looks(tmp_path: Path) -> None:
     ropes = {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}}
     ropes["sliding_attention"] = {"rope_type": "default", "rope_theta": 1e4}

@@ -371,6 +371,7 @@ def test_plan_shows_how_tokens_would_be_found(tmp_path: Path, cli: Cli) -> None:
     [
         ({"model_type": "smollm3"}, {"rope_theta": 2e6}),  # the default of its class in transformers
         ({"rope_parameters": {"rope_theta": 5e5}}, {"rope_theta": 5e5}),
+        ({"rope_parameters": {"rope_theta": 5e5}, "rope_scaling": {"type": "linear", "rope_theta": 2e5}}, {"rope_theta": 2e5}),
         ({}, {"rope_theta": 1e4}),
     ],
 )

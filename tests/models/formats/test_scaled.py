@@ -418,8 +418,12 @@ def test_zeros_of_activations_are_dropped(tmp_path: Path) -> None:
 CACHE_ONLY = {**COMPRESSED, "config_groups": {}, "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor"}}
 
 
-def test_weights_may_be_plain_beside_the_scales_of_a_kv_cache(tmp_path: Path) -> None:
-    plain, config = RANDOM.standard_normal((4, 8)).astype(BF16), {"model_type": "llama", "quantization_config": CACHE_ONLY}
+MODELOPT_CACHE_ONLY = {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"}
+
+
+@pytest.mark.parametrize("entry", [CACHE_ONLY, MODELOPT_CACHE_ONLY])
+def test_weights_may_be_plain_beside_the_scales_of_a_kv_cache(entry: dict[str, Any], tmp_path: Path) -> None:
+    plain, config = RANDOM.standard_normal((4, 8)).astype(BF16), {"model_type": "llama", "quantization_config": entry}
     tensors = {"self_attn.k_proj.weight": plain, "self_attn.k_scale": ONE[0], "self_attn.v_scale": ONE[0]}
     with open_checkpoint(write_checkpoint(tmp_path, tensors, config)) as checkpoint:
         assert list(checkpoint.specs) == ["self_attn.k_proj.weight"]

@@ -94,6 +94,10 @@ def test_a_setting_that_differs_is_one_warning_with_both_values(
             {"rope_theta": 5e5, "rope_scaling": LLAMA3},
             {"rope_parameters": {**LLAMA3, "rope_theta": 5e5}},
         ),
+        (
+            {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"type": "linear", "factor": 8.0}},
+            {"rope_parameters": {"rope_type": "linear", "factor": 8}},
+        ),
         ({"rope_scaling": {"type": "linear", "factor": 8.0}}, {"rope_scaling": {"rope_type": "linear", "factor": 8}}),
         (
             {"rope_theta": 1e6},

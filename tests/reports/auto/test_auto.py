@@ -24,6 +24,7 @@ from tests.calibration_help import save_model
 from tests.cli_help import Cli, cli
 from tests.reports.tuning.help import words
 from weightsmith._base.errors import (
+    Busy,
     CheckpointError,
     MismatchError,
     NonFinite,
@@ -336,6 +337,38 @@ def test_an_interrupted_call_is_resumed_with_the_same_result(stop: str, work: Pa
         monkeypatch.setattr(Evaluator, "losses", _counting(Evaluator.losses, everything := list[object]()))
         auto("third")
         assert len(scored) < len(everything)  # what was scored before was not scored again
+
+
+@pytest.mark.slow
+def test_scores_of_statistics_are_of_the_text_that_they_were_measured_on(work: Path) -> None:
+    auto(text=TEXTS)
+    fr = Path("fr.txt").read_text()
+    held_back = rows_of("merged.auto/held-back/fr.jsonl")
+    count = len(rows_of("merged.auto/texts/fr.jsonl")[0].split()) - 2
+    text = fr.split(" ")
+    Path("fr.txt").unlink()
+    Path("fr.txt").write_text(" ".join([text[0], *sorted(text[1:count]), *text[count:]]))
+    again = auto(text=TEXTS, overwrite=True)
+    assert rows_of("merged.auto/held-back/fr.jsonl") == held_back
+    fresh = auto("fresh", text=TEXTS)
+    assert [(one.name, one.nats) for one in again.candidates] == [(one.name, one.nats) for one in fresh.candidates]
+
+
+def test_a_second_search_for_the_same_output_is_refused(work: Path) -> None:
+    Path("merged.auto").mkdir()
+    with module._alone_in(Path("merged.auto"), "merged"):
+        with pytest.raises(Busy, match="another process is searching for this output now"):
+            auto(text=TEXTS)
+    assert not any(Path("merged.auto").iterdir())
+
+
+def test_a_folder_that_is_never_replaced_is_refused_before_the_search(work: Path) -> None:
+    Path("merged").mkdir()
+    Path("merged/mine.txt").write_text("mine")
+    for call in (weightsmith.auto, weightsmith.plan_auto):
+        with pytest.raises(OutputExists, match="will not be overwritten"):
+            call("base", FINE_TUNES, "merged", overwrite=True)
+    assert not Path("merged.auto").exists()
 
 
 def _counting(function: Callable[..., Any], calls: list[object]) -> Callable[..., Any]:

@@ -1,6 +1,6 @@
 """What people type who come from other programs, and what to type here: commands and options of theirs, mergekit's flags.
 
-What is spelt wrong is answered by `nearest`.
+`nearest` answers misspellings.
 """
 
 from __future__ import annotations
@@ -352,10 +352,10 @@ class Translated:
 def translate(args: Sequence[str], flags: Sequence[Flag] = FLAGS) -> Translated:
     """Take mergekit's flags out of the arguments of a command. Raises typer.BadParameter for those that are refused.
 
-    >>> found = translate(["r.yml", "out", "--cuda", "--out-shard-size", "2B", "-j4"])
-    >>> found.args
+    >>> translated = translate(["r.yml", "out", "--cuda", "--out-shard-size", "2B", "-j4"])
+    >>> translated.args
     ['r.yml', 'out', '--max-shard-size', '2000000000', '--threads', '4']
-    >>> found.answers[0][:24]
+    >>> translated.answers[0][:24]
     '--cuda is not needed: me'
     """
     by_name = {name: flag for flag in flags for name in flag.names}

@@ -287,7 +287,7 @@ COMMANDS = frozenset(
         *("transplant-tokenizer", "tune", "verify", "write"),
     )
 )
-"""Of the command line."""
+"""Commands of the command line."""
 
 _OPTION = re.compile(r"--[a-z][a-z-]*")
 _COMMAND = re.compile(r"`?weightsmith ([a-z-]+)")

@@ -136,7 +136,7 @@ class Places:
 
 
 _ANY = "name"
-"""Of a result that there is none of yet."""
+"""The name of a result while there is none."""
 
 
 @contextmanager

@@ -574,8 +574,8 @@ class _GgufAdapterDraft:
         halves: list[tuple[str, int, int]] = []
         for k in range(len(parts)):
             names = [(place.tensors or firsts)[e][k] for e in range(place.experts)]
-            found = [architecture.place(name) for name, _ in names]
-            known = [there for there in found if there is not None]
+            places = [architecture.place(name) for name, _ in names]
+            known = [there for there in places if there is not None]
             if len({there.name for there in known}) != 1 or [there.expert for there in known] != list(range(place.experts)):
                 what = "llama.cpp has no tensor of all experts for it, or in another order"
                 raise Unsupported(what, where=place.name, fix=self._merge())

@@ -75,7 +75,7 @@ class Spectrum:
 
     @cached_property
     def variance(self) -> float:
-        """Of the noise of one entry: by the dtype, or by what the larger singular values leave, whichever is less.
+        """The variance of an entry's noise: by the dtype, or by what the larger singular values leave, whichever is less.
 
         The larger ones are those above the edge of noise that would explain all that they leave.
         """

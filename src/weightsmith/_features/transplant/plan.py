@@ -30,7 +30,7 @@ from weightsmith._files.subfolders import template_names
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import vocabulary
 from weightsmith._models.structure.configs import count_of, number_of, text_sections
-from weightsmith._models.structure.defaults import with_defaults
+from weightsmith._models.structure.defaults import rope_settings, with_defaults
 from weightsmith._models.tokenizers import Vocabulary, read_vocabulary
 from weightsmith._models.tokenizers.convert import convert
 from weightsmith._models.tokenizers.files import settings_of
@@ -408,8 +408,8 @@ def _geometry(model: _Side) -> tuple[int, float]:
     sections = text_sections(model.config or {})
     section = next((s for s in sections if "num_attention_heads" in s), {})
     heads = count_of(section, "num_attention_heads", where=model.label)
-    rope = section.get("rope_parameters")
-    base = number_of({**with_defaults(section), **(rope if isinstance(rope, dict) else {})}, "rope_theta", 0, where=model.label)
+    rope = rope_settings(with_defaults(section), model.label)
+    base = number_of({**with_defaults(section), **rope}, "rope_theta", 0, where=model.label)
     width = next((s.shape[1] for s in model.specs if vocabulary.is_embedding(s)), 0)
     if base <= 1:
         what = f"mp_rope needs the base of RoPE, and rope_theta of config.json is {'missing' if not base else f'{base:g}'}"

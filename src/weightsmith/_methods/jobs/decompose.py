@@ -23,7 +23,7 @@ TINY = 1e-6
 """Singular values below this share of the largest count as zero."""
 
 CLOSE, SPARE, MOST_TURNS = 1e-12, 8, 8
-"""Of `leading`: the largest residual, as a share of the largest eigenvalue; directions that it follows beside those that are
+"""For `leading`: the largest residual, as a share of the largest eigenvalue; directions that it follows beside those that are
 wanted; turns after which `eigh` would have been faster."""
 
 ALIKE = 1e-6

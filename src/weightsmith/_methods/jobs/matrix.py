@@ -200,7 +200,7 @@ _SMALL_ELEMENTS = 1 << 16
 
 
 def statistics_digest(matrix: Matrix) -> str:
-    """Of the statistics of a matrix, for `Deltas.recall`."""
+    """A digest of a matrix's statistics, for `Deltas.recall`."""
     digest = xxhash.xxh3_128()
     for kind, arrays in sorted(matrix.statistics.items()):
         for number, array in sorted(arrays.items()):

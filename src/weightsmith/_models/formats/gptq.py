@@ -247,9 +247,12 @@ class Gptq(TransposedEncoding):
         return values
 
     def config(self, modules: Modules) -> dict[str, Any]:
-        """Of a model with linear modules in its layers that are plain, it says so twice: SGLang and GPTQModel read `dynamic`,
-        optimum reads `modules_in_block_to_quantize`, and vLLM both. Raises Unsupported for a model whose experts have
-        projections of both kinds: readers ask for an expert as a whole."""
+        """The entry `quantization_config`.
+
+        Plain linear modules of the layers are named twice: SGLang and GPTQModel read `dynamic`, optimum reads
+        `modules_in_block_to_quantize`, vLLM reads both. Raises Unsupported for a model whose experts have projections of
+        both kinds: readers ask for an expert as a whole.
+        """
         entry: dict[str, Any] = {"quant_method": METHOD, "bits": self.bits, "group_size": self.group, "desc_act": False}
         entry |= {"sym": self.symmetric, "lm_head": False, "checkpoint_format": "gptq", "pack_dtype": "int32"}
         if plain := [name for name in modules.plain if name.rpartition(".")[2] != "lm_head"]:

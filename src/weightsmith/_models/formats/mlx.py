@@ -213,7 +213,7 @@ _OTHER_TOWERS = ("vision", "visual", "audio", "speech", "image")
 _OTHER_WIDTHS = ("attention_hidden_size", "word_embed_proj_dim", "embedding_size", "embedding_dim")
 """Keys of config.json that say that inputs of some modules are not the hidden state, which they then are no check of."""
 _DEFAULTS: Mapping[str, Any] = {"group_size": 64, "bits": 4}
-"""Of MLX's layers, where a module's own settings leave something out."""
+"""MLX's own defaults, for what the settings of a module leave out."""
 _FIX = "Repair the settings of the modules in config.json: mlx_lm.convert and mlx_vlm.convert write them."
 
 

@@ -27,7 +27,9 @@ from weightsmith._base.errors import Finding
 from weightsmith._base.files import show
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._models.formats.config import (
+    config_entries,
     dropped_scales,
+    method_of,
     plain_dtype,
     quantisation_entry,
     recogniser,
@@ -46,7 +48,7 @@ from weightsmith._models.formats.decoded import (
 )
 from weightsmith._models.formats.matrices import MXFP4_GROUP, NVFP4_GROUP
 from weightsmith._models.formats.scaled import FACTOR, TENSOR, ScaledWeight, Scheme, read_scaled
-from weightsmith.abc.stored import Config, Rows, StoredFormat, Wrapped
+from weightsmith.abc.stored import Config, Rows, Specs, StoredFormat, Wrapped
 from weightsmith.abc.tensors import Tensors
 
 _SIDE = 128
@@ -65,6 +67,22 @@ _SCALE, _INPUT_SCALE = "_weight_scale", "_input_scale"
 """Ends of the names of the parts of stacked experts: X_weight_scale, …"""
 
 
+_METHODS = ("modelopt", "modelopt_fp4")
+
+
+def _is_of_cache_alone(entry: Mapping[str, Any]) -> bool:
+    """True if the KV cache is quantised, and weights are plain."""
+    return entry.get("quant_algo") is None and bool(entry.get("kv_cache_quant_algo") or entry.get("kv_cache_scheme"))
+
+
+def _recognises(config: Config, specs: Specs) -> bool:
+    """Weights are codes; or they are plain, and the entry in config.json is that of a KV cache with scales."""
+    if _recognises_codes(config, specs):
+        return True
+    is_of_cache = any(_is_of_cache_alone(entry) for _, entry in config_entries(config))
+    return method_of(config) in _METHODS and is_of_cache and any(name.endswith((".k_scale", ".v_scale")) for name in specs)
+
+
 def is_codes(spec: TensorSpec) -> bool:
     return spec.dtype.name in ("F8_E4M3", "U8") and (spec.name.endswith(".weight") or _is_stack(spec))
 
@@ -75,6 +93,8 @@ def _is_stack(spec: TensorSpec) -> bool:
 
 def read_entry(entry: Mapping[str, Any], place: str, where: str) -> tuple[list[Scheme], list[Finding]]:
     """How weights are stored, from the entry in config.json; see `scaled.read_scaled`."""
+    if _is_of_cache_alone(entry):
+        return [], [Finding("the KV cache's quantisation is dropped: plain weights have none", f"{where}: {place}")]
     algorithm = entry.get("quant_algo")
     upper = algorithm.upper() if isinstance(algorithm, str) else algorithm  # some exports have fp8_pb_wo
     setting({**entry, "quant_algo": upper}, "quant_algo", None, _ALGORITHMS, where)
@@ -154,4 +174,5 @@ def _one(spec: TensorSpec | None) -> tuple[int, ...]:
     return spec.shape if spec is not None and spec.size == 1 else (1,)
 
 
-FORMAT = StoredFormat("modelopt", "ModelOpt", recogniser(is_codes, "modelopt", "modelopt_fp4"), read)
+_recognises_codes = recogniser(is_codes, *_METHODS)
+FORMAT = StoredFormat("modelopt", "ModelOpt", _recognises, read)

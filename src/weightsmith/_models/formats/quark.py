@@ -134,7 +134,7 @@ class IntegerScheme:
 
     @property
     def dtype(self) -> str:
-        """Of the tensor of codes, and of that of zeros."""
+        """The dtype of codes and zeros."""
         return "I32" if self.bits == 4 else "I8" if self.signed else "U8"
 
     @property

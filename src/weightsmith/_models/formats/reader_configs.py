@@ -12,15 +12,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from weightsmith._base.errors import FormatError, PlanError
+from weightsmith._models.structure.defaults import rope_settings
 from weightsmith._plans import PlanDraft
 
 _DROPPED = ("rope_theta", "type", "rope_type", "partial_rotary_factor")
 
 
 def older_config(config: Mapping[str, Any], scaling_key: str = "rope_type") -> dict[str, Any]:
-    """A config.json with `rope_theta`, `rope_scaling` and other older keys, also of its `text_config`. Those it has are kept.
+    """A config.json with `rope_theta`, `rope_scaling` and other older keys, also of its `text_config`.
+
+    Keys that it has are kept, but for those of RoPE where it states `rope_parameters`: they get what transformers takes.
 
     scaling_key  of the type in `rope_scaling`. Some models of mlx-lm require `type`; ExLlamaV2 refuses both at once
+
+    Raises PlanError for settings of RoPE that contradict each other.
 
     >>> older_config({"rope_parameters": {"rope_type": "default", "rope_theta": 1e5}})["rope_theta"]
     100000.0
@@ -30,16 +36,20 @@ def older_config(config: Mapping[str, Any], scaling_key: str = "rope_type") -> d
     older = dict(config)
     if isinstance(config.get("text_config"), Mapping):
         older["text_config"] = older_config(config["text_config"], scaling_key)
-    for key, value in {**_rope(config, scaling_key), **_layers(config)}.items():
+    older |= _rope(config, scaling_key)  # None as well: some models of mlx-lm require the key
+    for key, value in _layers(config).items():
         if older.get(key) is None:
-            older[key] = value  # None as well: some models of mlx-lm require the key
+            older[key] = value
     return older
 
 
 def _rope(config: Mapping[str, Any], scaling_key: str) -> dict[str, Any]:
-    """The older keys for the values in `rope_parameters`."""
-    rope = config.get("rope_parameters")
-    if not isinstance(rope, Mapping):
+    """The older keys for the settings that take effect; {} if config.json has the older keys alone."""
+    try:
+        rope = rope_settings(config)
+    except FormatError as error:
+        raise PlanError([error]) from None
+    if not config.get("rope_parameters"):
         return {}
     full, sliding = rope.get("full_attention"), rope.get("sliding_attention")
     main = full if isinstance(full, Mapping) else rope
@@ -54,8 +64,9 @@ def _rope(config: Mapping[str, Any], scaling_key: str) -> dict[str, Any]:
     if kind not in (None, "default"):
         rest = {key: value for key, value in main.items() if key not in _DROPPED}
         older["rope_scaling"] = {scaling_key: kind, **rest}
-        if kind == "longrope" and "original_max_position_embeddings" in main:  # ExLlamaV2 asserts that it is there
-            older["original_max_position_embeddings"] = main["original_max_position_embeddings"]
+        original = "original_max_position_embeddings"
+        if kind == "longrope" and original in main and config.get(original) is None:  # ExLlamaV2 asserts that it is there
+            older[original] = main[original]
     return older
 
 

@@ -492,7 +492,7 @@ class _Match:
         return ""
 
     def _shapes(self, factors: Factors) -> tuple[Shape, Shape]:
-        """Of A and B, a convolution's as matrices."""
+        """The shapes of A and B; those of a convolution as matrices."""
         specs = self.adapter.checkpoint.specs
         return as_matrix(specs[factors.a].shape), as_matrix(specs[factors.b].shape)
 

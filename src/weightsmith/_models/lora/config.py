@@ -316,7 +316,7 @@ class ModulePatterns:
         return self._numbers[min(positions)] if positions else otherwise
 
     def _plain(self, name: str) -> int | None:
-        """Of the patterns that are names. A dot in a pattern stands for any character."""
+        """The position of the pattern that is a plain name and fits. A dot in a pattern stands for any character."""
         positions = []
         for (length, dots, whole), names in self._names.items():
             start = len(name) - length

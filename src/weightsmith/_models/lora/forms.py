@@ -88,7 +88,7 @@ OTHER_KINDS: Mapping[str, str] = {
 """The last part of a name, or its beginning if it ends with `_` → what the tensor is of: no B @ A that is added to a weight."""
 
 _GENERAL = frozenset({"diff", "diff_b", "w_norm", "b_norm", "set_weight", "reshape_weight", "on_input", "ranknum"})
-"""Of these, what may also be a tensor of some model: no sign of an adapter by itself."""
+"""Endings that some models' tensors have, too: by themselves they are no sign of an adapter."""
 
 _TRAINED = ("lora_", "lycoris_")
 """What names of all tensors begin with in the files of kohya's scripts and of LyCORIS."""

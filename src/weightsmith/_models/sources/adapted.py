@@ -303,7 +303,7 @@ class Adapted:
         return spec if not origin.computed or spec.dtype.name == "F64" else replace(spec, dtype=DTYPES["F32"])
 
     def _factors_of(self, update: Update) -> tuple[Array, Array]:
-        """Of an update to a matrix [rows, cols]: left, float64 [rows, rank], and right, float32 [rank, cols]."""
+        """The factors of an update to a matrix [rows, cols]: left, float64 [rows, rank], and right, float32 [rank, cols]."""
 
         def make() -> tuple[Array, Array]:
             number, experts = update.expert

@@ -21,7 +21,7 @@ WAYS = ("missing", "same token", "same role", "same byte", "prefix", "no token")
 """How a row was found. `no token`: the row is padding."""
 
 ROLES = ("bos", "eos", "pad", "unk", "sep", "cls", "mask")
-"""Of special tokens: `bos_token` in tokenizer_config.json, `bos_token_id` in config.json."""
+"""The roles of special tokens: `bos_token` in tokenizer_config.json, `bos_token_id` in config.json."""
 
 
 @dataclass(frozen=True, slots=True)

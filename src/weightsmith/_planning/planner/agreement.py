@@ -178,10 +178,10 @@ def _window(config: Config) -> Any:
 
 
 def _rope(config: Config) -> Config:
-    """`rope_parameters`, or what older configs have instead; those of full attention where kinds of layers have their own."""
-    for key in ("rope_parameters", "rope_scaling"):
+    """`rope_scaling`, taken first, or `rope_parameters`; those of full attention where layers have their own."""
+    for key in ("rope_scaling", "rope_parameters"):
         settings = config.get(key)
-        if isinstance(settings, Mapping):
+        if isinstance(settings, Mapping) and settings:
             nested = settings.get("full_attention")
             return nested if isinstance(nested, Mapping) else settings
     return {}

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 MAX_DATA_BYTES = 16 << 30
-"""Of this process: a config.json may ask for a model of any size."""
+"""Limit of this process: a config.json may ask for a model of any size."""
 
 _MAPPINGS = tuple(f"MODEL_{kind}MAPPING" for kind in ("", "FOR_CAUSAL_LM_", "FOR_SEQ_TO_SEQ_CAUSAL_LM_", "FOR_MASKED_LM_"))
 

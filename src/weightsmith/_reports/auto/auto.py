@@ -7,11 +7,12 @@ Everything that takes time is kept in the folder OUT.auto: texts, statistics, sc
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -22,6 +23,7 @@ from weightsmith._activations.rows import text_source
 from weightsmith._activations.stored import is_stored, read_stored
 from weightsmith._base.errors import (
     NOTHING_WRITTEN,
+    Busy,
     CheckpointError,
     FormatError,
     OutputExists,
@@ -42,9 +44,10 @@ from weightsmith._features.any_recipe import prepare_any
 from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._features.statistics import prepare_statistics
 from weightsmith._methods.regmean import WEIGHED
-from weightsmith._outputs.disk import no_space
+from weightsmith._outputs import disk
+from weightsmith._outputs.local import check_vacant
 from weightsmith._planning.options import RecipeOptions
-from weightsmith._reports.auto.cost import DiskUse, SearchPlan, disk_use, plan_search
+from weightsmith._reports.auto.cost import STATISTICS, DiskUse, SearchPlan, disk_use, plan_search
 from weightsmith._reports.auto.pool import (
     Journal,
     Models,
@@ -70,7 +73,7 @@ SUM_STRENGTHS, TSV_STRENGTHS = (0.6, 1.0), (0.4, 0.8)
 """Scored beside 0, which is the base, and for sums 1/N, which is the mean."""
 
 FACTORS = (0.6, 1.4)
-"""Of RegMean's result, scored beside 1 where texts are given: without, no score sees that deltas are too long."""
+"""Factors of RegMean's result that are tried if texts are given: without texts, no score sees that deltas are too long."""
 
 FEWEST, MOST = 2, 10
 MEAN, SUM, TSV, REGMEAN_TSV, REGMEAN_SUM = "mean", "sum", "tsv_m", "regmean, prior tsv_m", "regmean, prior sum"
@@ -159,8 +162,9 @@ def find_merge(models: Models, out: str, settings: AutoSettings, running: RunOpt
         one = _opened_mean(models, stack)
         opened_models = (*stack.enter_context(prepare_named(models.base)).inputs, *one.prepared.inputs)
         device = usable_device(resources_of(one.prepared, running).device)
-        disk = _checked_disk(one, len(names), folder)
+        use = _checked_disk(one, len(names), folder)
         folder.mkdir(exist_ok=True)
+        stack.enter_context(_alone_in(folder, out))
         about = {
             "kind": "weightsmith auto",
             "models": [model.state for model in opened_models],
@@ -168,7 +172,7 @@ def find_merge(models: Models, out: str, settings: AutoSettings, running: RunOpt
         }
         journal = Journal(folder / _SCORES, about, resume=running.resume)
         pairs = _pairs(one, models, names, texts, folder, settings, running, shown)
-        memory = JobMemory(folder, spare_bytes=disk.needed)
+        memory = JobMemory(folder, spare_bytes=use.needed)
         search = _Search(one, models, names, pairs, folder, journal, memory, settings, began + seconds, running, shown)
         result = search.run()
         shown.say(f"writing {result.choice.name}")
@@ -183,14 +187,13 @@ def find_merge(models: Models, out: str, settings: AutoSettings, running: RunOpt
                 model.check_unchanged()
             telling = Callbacks(*callbacks(shown, "merging"))
             execute(repeatable.finish(), out, running, telling, began=began, memory=memory)
-    shutil.rmtree(folder / _STATISTICS, ignore_errors=True)
-    result = replace(result, out=expand_user(out).absolute(), recipe=text, seconds=time.monotonic() - began)
-    result.report().write(folder / PAGE)
-    return result
+        shutil.rmtree(folder / STATISTICS, ignore_errors=True)
+        result = replace(result, out=expand_user(out).absolute(), recipe=text, seconds=time.monotonic() - began)
+        result.report().write(folder / PAGE)
+        return result
 
 
 PAGE = "index.html"
-_STATISTICS = "statistics"
 
 
 def _names(models: Models) -> tuple[str, ...]:
@@ -249,6 +252,7 @@ def _work_folder(out: str, running: RunOptions) -> Path:
         raise StoreError(f"there is no folder {path.parent}", where=out, fix="create it", state=NOTHING_WRITTEN)
     if os.path.lexists(path) and not running.overwrite:
         raise OutputExists("the output exists", where=out, fix="choose another name, or add --overwrite", state=NOTHING_WRITTEN)
+    check_vacant(path, overwrite=running.overwrite)
     folder = path.with_name(f"{path.name}.auto")
     if os.path.lexists(folder) and not _is_ours(folder):
         what = "the folder for unfinished work exists, and weightsmith auto did not make it"
@@ -264,6 +268,21 @@ def _is_ours(folder: Path) -> bool:
     return folder.is_dir() and not folder.is_symlink() and ((folder / _SCORES).is_file() or not any(folder.iterdir()))
 
 
+@contextmanager
+def _alone_in(folder: Path, out: str) -> Iterator[None]:
+    """Keep other calls of `auto` out of the folder, where the file system has locks. Raises Busy."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            disk.lock(handle)
+        except BlockingIOError:
+            what, fix = "another process is searching for this output now", "wait until it has ended, or choose another output"
+            raise Busy(what, where=out, fix=fix, state=NOTHING_WRITTEN) from None
+        yield
+    finally:
+        os.close(handle)
+
+
 def _opened_mean(models: Models, stack: ExitStack) -> Opened:
     """The mean, whose tokenizer cuts texts, after the models were checked by planning it. Raises PlanError."""
     with prepare_any(models.sum(1.0), RecipeOptions(), QuantizeSettings()):
@@ -273,11 +292,10 @@ def _opened_mean(models: Models, stack: ExitStack) -> Opened:
 
 def _checked_disk(one: Opened, models: int, folder: Path) -> DiskUse:
     """What the search needs of the disk, which has it. Raises NoSpace."""
-    disk = disk_use(one, models, folder)
-    kept = sum(path.stat().st_size for path in (folder / _STATISTICS).rglob("*") if path.is_file())
-    if disk.needed - kept > disk.free:
-        raise no_space(folder.parent, disk.needed - kept, state=NOTHING_WRITTEN)
-    return disk
+    use = disk_use(one, models, folder)
+    if use.needed > use.free:
+        raise disk.no_space(folder.parent, use.needed, state=NOTHING_WRITTEN)
+    return use
 
 
 def _pairs(
@@ -305,13 +323,13 @@ def plan_merge(models: Models, out: str, settings: AutoSettings, running: RunOpt
     names = _names(models)
     with_texts = bool(_texts_of(settings, models, names))
     seconds_of("time", settings.time)
-    _work_folder(out, running)
+    folder = _work_folder(out, running)
     with ExitStack() as stack:
         one = _opened_mean(models, stack)
         candidates = min(settings.budget, 7 if with_texts else 4)
         resources = resources_of(one.prepared, running)
         path = expand_user(out).absolute()
-        return plan_search(one, path, len(names), row_tokens(one), candidates, resources, with_texts=with_texts)
+        return plan_search(one, path, folder, len(names), row_tokens(one), candidates, resources, with_texts=with_texts)
 
 
 @dataclass(eq=False)
@@ -343,6 +361,7 @@ class _Search:
         self._stopped = False
         self.with_texts = bool(self.settings.text)
         self.folders: list[str] = []
+        self._digests: list[str] = []
 
     @property
     def measure(self) -> str:
@@ -388,6 +407,7 @@ class _Search:
             if not self._strengths or time.monotonic() < self.until:
                 self._strengths[prior] = self._strength(pool, prior)
         self.folders = [self._statistics(i) for i in range(len(self.names))]
+        self._digests = [hashlib.sha256(pair.statistics.read_bytes()).hexdigest() for pair in self.pairs]
         for name, prior in CANDIDATES:
             if prior not in self._strengths or not self._may_score():
                 self._stopped = True
@@ -395,7 +415,7 @@ class _Search:
             self.shown.say(f"candidates 5/5: {name}")
             if name == REGMEAN_SUM:
                 self.memory.read_once(WEIGHED)  # no candidate after this one needs it
-            self._scored[name] = pool.scores(self.recipe(name, self.folders))
+            self._scored[name] = pool.scores(self.recipe(name, self.folders), measured_on=self._digests)
         if self.with_texts:
             self._scale(pool)
 
@@ -433,7 +453,7 @@ class _Search:
         name = f"{REGMEAN_TSV}, times {factor:g}"
         self._factors[name] = factor
         self.shown.say(f"candidates 5/5: {name}")
-        self._scored[name] = pool.scores(self.recipe(name, self.folders))
+        self._scored[name] = pool.scores(self.recipe(name, self.folders), measured_on=self._digests)
         return self._scored[name]
 
     def recipe(self, name: str, statistics: Sequence[str] = ()) -> dict[str, Any]:
@@ -451,7 +471,7 @@ class _Search:
     def _statistics(self, number: int) -> str:
         """The folder of a fine-tune's statistics. Those that an earlier call measured on the same text are kept."""
         name, model, pair = self.names[number], self.models.fine_tunes[number], self.pairs[number]
-        folder = self.folder / _STATISTICS / name
+        folder = self.folder / STATISTICS / name
         folder.parent.mkdir(exist_ok=True)
         self.shown.say(f"statistics 4/5: {name} ({number + 1} of {len(self.names)})")
         settings = StatisticsSettings(kind=("second_moments",), tokens=self._tokens)

@@ -26,6 +26,9 @@ from weightsmith._reports.auto.pool import FEW_ROWS
 from weightsmith._reports.auto.texts import HELD_ROWS, OWN_ROWS, STATISTICS_ROWS
 from weightsmith._reports.evaluate.opening import Opened
 
+STATISTICS = "statistics"
+"""The folder of statistics, in that of unfinished work."""
+
 PROCESS_BYTES = 700_000_000
 """Memory of Python, torch and transformers."""
 
@@ -118,11 +121,12 @@ class SearchPlan(Reported):
 
 
 def plan_search(
-    one: Opened, out: Path, models: int, tokens: int, candidates: int, resources: Resources, *, with_texts: bool
+    one: Opened, out: Path, folder: Path, models: int, tokens: int, candidates: int, resources: Resources, *, with_texts: bool
 ) -> SearchPlan:
     """Count what a search does.
 
     one         the mean of the fine-tunes
+    folder      of unfinished work, beside `out`
     models      fine-tunes
     tokens      of a row
     candidates  scored on all held-back rows, besides the base and the mean
@@ -153,7 +157,7 @@ def plan_search(
     parameters = sum(step.out.size for step in steps)
     states = models * HELD_ROWS * tokens * 4 * min((step.out.shape[-1] for step in linear), default=0)
     heads = 2 * (models - 1) * int(head)  # of fine-tunes that have one of their own, in float32
-    disk = disk_use(one, models, out)
+    disk = disk_use(one, models, folder)
     # What does not fit in half of the free space is computed again.
     predictions = 4 * held * max((step.out.shape[0] for step in steps if step.role == "vocabulary"), default=0)
     kept = MATRICES * 8 * sum(step.out.size for step in linear) + predictions
@@ -172,22 +176,27 @@ def plan_search(
 
 @dataclass(frozen=True, slots=True)
 class DiskUse:
-    """Bytes of the disk that a search cannot do without, and those that are free."""
+    """Bytes of the disk that a search cannot do without, and those that are free.
+
+    kept  of the statistics, which an earlier call has left
+    """
 
     statistics: int
+    kept: int
     output: int
     free: int
 
     @property
     def needed(self) -> int:
-        return self.statistics + self.output
+        return max(self.statistics - self.kept, 0) + self.output
 
 
-def disk_use(one: Opened, models: int, out: Path) -> DiskUse:
+def disk_use(one: Opened, models: int, folder: Path) -> DiskUse:
     """What statistics and the output take, and the free space of the output's disk.
 
     one     the mean of the fine-tunes
     models  fine-tunes
+    folder  of unfinished work, beside the output
     """
     steps = one.model.steps
     by_layer = defaultdict[str, list[str]](list)
@@ -197,7 +206,8 @@ def disk_use(one: Opened, models: int, out: Path) -> DiskUse:
             by_layer[step.layer].append(step.out.name)
     shared = [shapes_of(find_statistic(KIND), weights, shapes) for weights in by_layer.values()]
     statistics = 4 * models * sum(math.prod(shape) for of_layer in shared for shape in of_layer.values())
-    return DiskUse(statistics, sum(step.nbytes for step in one.prepared.plan.steps), available_bytes(out.parent))
+    kept = sum(path.stat().st_size for path in (folder / STATISTICS).rglob("*") if path.is_file())
+    return DiskUse(statistics, kept, sum(step.nbytes for step in one.prepared.plan.steps), available_bytes(folder.parent))
 
 
 def _singular_vectors(linear: Sequence[Step], models: int) -> float:
@@ -205,7 +215,7 @@ def _singular_vectors(linear: Sequence[Step], models: int) -> float:
 
 
 def _solutions(linear: Sequence[Step], models: int) -> float:
-    """Of RegMean: a product with each model's moments, a Cholesky factor, two triangular systems."""
+    """Operations of RegMean: a product with each model's moments, a Cholesky factor, two triangular systems."""
     products = sum(2.0 * (models + 1) * step.out.size * step.out.shape[-1] for step in linear)
     return FLOAT64 * (products + sum(float(step.out.shape[-1]) ** 3 / 3 for step in linear))
 

@@ -39,7 +39,7 @@ FEW_ROWS = 4
 """Rows of each fine-tune that strengths are found on; candidates are compared on all."""
 
 DIRECTIONS, FLATTEN = 8, 0.4
-"""Of tsv_m: few directions, nearly equally strong, did best on both testbeds of docs/quality.md."""
+"""tsv_m's settings: few directions, nearly equally strong, did best on both testbeds of docs/quality.md."""
 
 PRIOR_PULL = 1.0
 """`mu` of RegMean: the prior counts as much as the mean of the diagonal."""
@@ -161,15 +161,18 @@ class Pool:
             fix = "name fine-tunes of one base, with its tokenizer; to change a tokenizer: weightsmith transplant-tokenizer"
             raise MismatchError(what, where=name, fix=fix, state=NOTHING_WRITTEN)
 
-    def scores(self, recipe: Recipe | str, *, few: bool = False) -> Scores:
-        """The scores of a recipe, or of a model by its name, on the rows of each fine-tune. few: on the first `FEW_ROWS`.
+    def scores(self, recipe: Recipe | str, *, few: bool = False, measured_on: Sequence[str] = ()) -> Scores:
+        """The scores of a recipe, or of a model by its name, on the rows of each fine-tune.
+
+        few          on the first `FEW_ROWS`
+        measured_on  digests of the texts of the statistics that the recipe names
 
         Raises NonFinite, PlanError.
         """
         parts = [rows_of_model[:1] if few else rows_of_model for rows_of_model in self._parts]
         counts = [sum(len(rows.scored.ids) for rows in rows_of_model) for rows_of_model in parts]
-        key = self._key(recipe, parts)
-        for known in (self._journal.scores.get(key), self._journal.scores.get(self._key(recipe, self._parts))):
+        key = self._key(recipe, parts, measured_on)
+        for known in (self._journal.scores.get(key), self._journal.scores.get(self._key(recipe, self._parts, measured_on))):
             if known is not None and all(len(of_model.nats) >= count for of_model, count in zip(known, counts, strict=True)):
                 return [of_model.first(count) for of_model, count in zip(known, counts, strict=True)]
         with prepare_named(recipe) as prepared:
@@ -181,8 +184,8 @@ class Pool:
         self._journal.add(key, scored)
         return scored
 
-    def _key(self, recipe: Recipe | str, parts: Sequence[Sequence[Rows]]) -> str:
-        return self._journal.key(recipe, [rows.name for rows_of_model in parts for rows in rows_of_model])
+    def _key(self, recipe: Recipe | str, parts: Sequence[Sequence[Rows]], measured_on: Sequence[str]) -> str:
+        return self._journal.key(recipe, [*(rows.name for rows_of_model in parts for rows in rows_of_model), *measured_on])
 
     def _scored(self, candidate: Candidate, rows: Rows, reference: Reference) -> RowScores:
         return _row_scores(rows, *self._evaluator.losses(candidate, rows, reference, keep=False))
@@ -230,9 +233,9 @@ class Journal:
             self._read(path.read_bytes())
         self._save()  # it marks the folder as ours
 
-    def key(self, recipe: Recipe | str, rows: Sequence[str]) -> str:
-        """Identity of a candidate's scores."""
-        return hashlib.sha256(json.dumps([recipe, rows], sort_keys=True).encode()).hexdigest()[:32]
+    def key(self, recipe: Recipe | str, texts: Sequence[str]) -> str:
+        """Identity of a candidate's scores. texts: digests of all that they depend on."""
+        return hashlib.sha256(json.dumps([recipe, texts], sort_keys=True).encode()).hexdigest()[:32]
 
     def add(self, key: str, scores: Scores) -> None:
         """Keep scores, at once."""
@@ -287,7 +290,7 @@ class RowScores:
 
 
 Scores = Sequence[RowScores]
-"""Of a candidate: those of each fine-tune, in order."""
+"""A candidate's scores on the rows of each fine-tune, in order."""
 
 
 def score(scores: Scores, measure: str) -> float:

@@ -236,7 +236,7 @@ def _moved(rows: Iterable[_Rows], vocabularies: tuple[Vocabulary | None, Vocabul
 OP = "alignments"
 
 LARGE_SHARE = 0.01
-"""Of the elements of a delta that count as its largest."""
+"""The share of a delta's elements that count as its largest."""
 
 DIRECTIONS = 8
 """Leading singular vectors whose span is compared."""

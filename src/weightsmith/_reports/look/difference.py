@@ -87,7 +87,7 @@ class TensorDifference:
 
     @property
     def rank(self) -> int | Mark:
-        """Of the delta; `Mark.FULL` if it is min(shape), `Mark.HIGH` if it is not known how high it is."""
+        """The rank of the delta: `Mark.FULL` if it is min(shape), `Mark.HIGH` if it is only known to be high."""
         if not self.changed:
             return Mark.SAME
         if not self.linear:
@@ -105,7 +105,7 @@ class TensorDifference:
 
     @property
     def changed_share(self) -> float:
-        """Of the elements."""
+        """The share of the elements that changed."""
         return self.changed / self.elements
 
     @property
@@ -162,7 +162,7 @@ class GroupDifference:
 
     @property
     def changed_share(self) -> float:
-        """Of the elements; nan if there are none."""
+        """The share of the elements that changed; nan if there are none."""
         return self.changed / self.elements if self.elements else math.nan
 
     def to_json(self) -> dict[str, Any]:
@@ -268,7 +268,7 @@ def _group(name: str, tensors: Sequence[TensorDifference]) -> GroupDifference:
 
 
 def _norm(norms: Sequence[float]) -> float:
-    """Of some vectors together; nan of none."""
+    """The norm of some vectors together; nan for none."""
     return math.hypot(*norms) if norms else math.nan
 
 
@@ -472,7 +472,7 @@ def _list(names: Sequence[str], most: int = 8) -> str:
 
 
 def _vocabulary(difference: Difference, changed: Sequence[TensorDifference]) -> list[str]:
-    """Of the embedding and the head, if anything else differs."""
+    """What is said of the embedding and the head, if anything else differs."""
     names = {
         name: [t for t in difference.tensors if not t.place.stack and t.place.part.split(".")[-1] in names]
         for name, names in _KINDS

@@ -141,7 +141,7 @@ MOVED = 16
 """Rows of an embedding that are listed: those that moved most."""
 
 SKETCH_BYTES = 32 << 20
-"""Of the sketches that are held at once: matrices are shared out among products of this size."""
+"""Bytes of the sketches that are held at once: matrices are shared out among products of this size."""
 
 SUMS = DIFFERENCE_SUMS + 3
 """Columns of the product's sums: those of `kernels.differences`, the noise of an element, Σ b², Σ a·b."""

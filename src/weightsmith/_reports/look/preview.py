@@ -278,7 +278,12 @@ def _compared(leaf: Step, merged: Read) -> Step:
 
 @dataclass(frozen=True, slots=True)
 class _Matrix:
-    """Of one matrix. weight: elements for each that was looked at; sums, squares, groups: see `survivals`; models: indices."""
+    """What was sampled of one matrix.
+
+    weight                  elements for each that was looked at
+    sums, squares, groups   see `survivals`
+    models                  indices
+    """
 
     place: LayerPlace
     size: int
@@ -374,7 +379,7 @@ def _kept(matrices: Sequence[_Matrix], model: int) -> Kept | None:
 
 
 def _variance(matrix: _Matrix, k: int, share: float) -> float:
-    """Of the sum of kept - share · energy over a whole matrix, from that over its sampled groups (a ratio estimator's)."""
+    """The variance of the sum of kept - share · energy over a whole matrix, from its sampled groups (a ratio estimator)."""
     n = matrix.groups
     if n < 2 or matrix.weight <= 1:
         return 0.0

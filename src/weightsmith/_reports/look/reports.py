@@ -326,7 +326,7 @@ def _survives(model: int, groups: Sequence[GroupPreview]) -> float | Mark:
 
 
 def _mark(group: Alignment | GroupPreview | GroupDifference | TensorDifference) -> Mark | None:
-    """Of what cannot be measured for its NaN and infinities; the numbers of a group are of its other tensors."""
+    """The mark of what cannot be measured because of NaN and infinities; the numbers of a group are of its other tensors."""
     return None if group.measured else mark_of(group.nonfinite)
 
 

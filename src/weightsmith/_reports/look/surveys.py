@@ -286,7 +286,7 @@ def counted(numbers: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
 
 
 def of_rows(counts: npt.NDArray[Any]) -> tuple[NonFiniteCounts, ...]:
-    """Of each input of one tensor, from its `counted` sums."""
+    """The counts of each input of one tensor, from its `counted` sums."""
     return tuple(NonFiniteCounts.of(int(nans), int(infinities)) for nans, infinities in counts.tolist())
 
 

@@ -16,6 +16,7 @@ from tests.zoo import ENCODER, ZOO
 from weightsmith._base.errors import FormatError, WeightsmithError
 from weightsmith._models.formats.gguf.architectures import architecture_of_config, architectures, find_vision, text_config
 from weightsmith._models.formats.gguf.values import GgufConfig
+from weightsmith._models.structure.defaults import rope_settings
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 32}
@@ -162,3 +163,83 @@ def test_an_architecture_without_defaults_names_what_is_missing() -> None:
         llama.keys(sizes, 0)
     with pytest.raises(FormatError, match="rms_norm_eps is missing"):
         llama.keys({**sizes, "rope_theta": 1e4}, 0)
+
+
+BASE = {"rope_type": "default", "rope_theta": 1e6}
+ADDED = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rope_parameters": BASE, "rope_scaling": ADDED | {"rope_theta": 1e6}}, ""),
+        ({"rope_parameters": BASE, "rope_scaling": ADDED | {"rope_theta": 5e5}}, ""),
+        ({"rope_parameters": BASE, "rope_scaling": ADDED, "rope_theta": 1e6}, ""),
+        ({"rope_parameters": BASE | {"rope_theta": 1e4}, "rope_scaling": ADDED}, ""),
+        (
+            {"rope_parameters": BASE, "rope_scaling": ADDED},
+            "rope_theta of rope_parameters is 1000000.0, and transformers would",
+        ),
+        ({"rope_parameters": BASE, "rope_scaling": "dynamic"}, "rope_scaling is 'dynamic', and not an object"),
+        ({"rope_scaling": [1]}, "rope_scaling is [1], and not an object"),
+        ({"rope_parameters": "x"}, "rope_parameters is 'x', and not an object"),
+        ({"rope_parameters": {"full_attention": "x"}}, "full_attention is 'x', and not an object"),
+        (
+            {"rope_parameters": {"full_attention": BASE, "sliding_attention": BASE}, "rope_scaling": ADDED},
+            "rope_parameters and rope_scaling differ",
+        ),
+        (
+            {"rope_parameters": {"full_attention": BASE, "sliding_attention": BASE}, "rope_scaling": {"full_attention": BASE}},
+            "rope_parameters and rope_scaling differ",
+        ),
+    ],
+)
+def test_rope_scaling_beside_rope_parameters(changes: dict[str, Any], words: str) -> None:
+    model_class, config_class, arguments = LANGUAGE["qwen3"]
+    settings = {**arguments, "model_type": "qwen3", "architectures": [model_class], **changes}
+    if words:
+        found = written(settings)
+        assert isinstance(found, str)
+        assert words in found
+    else:
+        expected = complete(config_class, settings, model_class)
+        assert expected is not None
+        assert written(settings) == written(expected)
+        assert "yarn" in str(written(expected))
+
+
+@pytest.mark.parametrize(
+    ("name", "one", "other"),
+    [
+        ("mixtral", "num_local_experts", "num_experts"),
+        ("qwen3-moe", "num_local_experts", "num_experts"),
+        ("gpt-oss", "num_local_experts", "num_experts"),
+        ("deepseek-v3", "n_routed_experts", "num_local_experts"),
+    ],
+)
+def test_two_numbers_of_experts(name: str, one: str, other: str) -> None:
+    model_class, config_class, arguments = LANGUAGE[name]
+    full = complete(config_class, arguments, model_class)
+    assert full is not None
+    assert not isinstance(written({**full, one: 8, other: 8}), str)
+    found = written({**full, one: 8, other: 4})
+    assert isinstance(found, str)
+    assert f"{other} is 4, and {one}, which means the same, is 8" in found
+
+
+def test_deepseek_has_no_factor_of_its_own_under_yarn() -> None:
+    model_class, config_class, arguments = LANGUAGE["deepseek-v2-yarn"]
+    for factor, words in ((1.0, None), (2.0, "attention_factor is 2.0, and llama.cpp takes 1 for granted")):
+        full = complete(config_class, {**arguments, "rope_parameters": {**DEEP_YARN, "attention_factor": factor}}, model_class)
+        assert full is not None
+        found = written(full)
+        assert words in found if words and isinstance(found, str) else not words and not isinstance(found, str)
+
+
+@pytest.mark.parametrize("name", ["type", "rope_type"])
+def test_rope_scaling_may_repeat_the_settings_of_full_attention(name: str) -> None:
+    ropes = {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}, "sliding_attention": BASE}
+    config = {"rope_parameters": ropes, "rope_scaling": {name: "linear", "factor": 8.0}}
+    assert rope_settings(config) == ropes
+    with pytest.raises(FormatError, match="rope_parameters and rope_scaling differ"):
+        rope_settings({**config, "rope_scaling": {name: "linear", "factor": 4.0}})

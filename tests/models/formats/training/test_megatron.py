@@ -7,6 +7,7 @@ import io
 import random
 import shutil
 import signal
+import tracemalloc
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -298,6 +299,17 @@ def test_runs_with_other_settings_are_refused(
 ) -> None:
     with pytest.raises(kind, match=message):
         open_checkpoint(write(tmp_path, model(2), **settings))
+
+
+def test_a_huge_number_of_slices_costs_no_memory(tmp_path: Path) -> None:
+    folder = write(tmp_path, model(1), tensor_model_parallel_size=300_000)
+    tracemalloc.start()
+    try:
+        with pytest.raises(FormatError, match="the model is in 300,000 slices"):
+            open_checkpoint(folder)
+        assert tracemalloc.get_traced_memory()[1] < 10_000_000
+    finally:
+        tracemalloc.stop()
 
 
 def test_one_slice_needs_no_rules(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ class ScalesWork(LayerWork):
 
     @property
     def scales(self) -> tuple[ActivationScale, ...]:
-        """Of keys and values; () without."""
+        """The scales of keys and values; () without."""
         cache = find_cache(self.cache) if self.attention else None
         return () if cache is None else (cache.keys, cache.values)
 

@@ -69,10 +69,10 @@ FEATURES = 128
 
 
 @dataclass(frozen=True, slots=True)
-class MeasureWork(CalibratedWork):
-    """Settings of the product.
+class CandidatesWork(LayerWork):
+    """A layer, for whose weights several encodings are tried.
 
-    gradients   the product of the layer's gradients, for the same weights in the same order
+    gradients   the product with the gradients of the layer
     candidates  the encodings to try for each weight, by name
     """
 
@@ -83,6 +83,11 @@ class MeasureWork(CalibratedWork):
     def needs(self) -> set[str]:
         """The products that the settings name."""
         return {self.states, self.gradients}
+
+
+@dataclass(frozen=True, slots=True)
+class MeasureWork(CandidatesWork, CalibratedWork):
+    """Settings of the product. Its gradients are at the outputs of the same weights, in the same order."""
 
     def encodings(self) -> Iterable[tuple[str, str]]:
         """The names of the weights, and the encodings to try."""
@@ -340,20 +345,8 @@ NO_IMPORTANCES = np.empty(0, np.float32)
 
 
 @dataclass(frozen=True, slots=True)
-class ScoreWork(LayerWork):
-    """Settings of `scored_layer`.
-
-    gradients   the product with the gradients of the layer's output
-    candidates  the encodings to try for each weight, by name
-    """
-
-    gradients: str
-    candidates: Mapping[str, tuple[str, ...]]
-
-    @property
-    def needs(self) -> set[str]:
-        """The products that the settings name."""
-        return {self.states, self.gradients}
+class ScoreWork(CandidatesWork):
+    """Settings of `scored_layer`. Its gradients are those of the layer's output."""
 
     def problem(self, product: Product, shapes: Mapping[str, tuple[int, ...]]) -> str:
         if problem := LayerWork.problem(self, product, shapes):

@@ -72,7 +72,7 @@ SHARPNESS = 8.0
 """A neighbour's weight is proportional to exp(SHARPNESS · cosine)."""
 
 RIDGE = 0.01
-"""Of the mean squared length of a coordinate, added to each."""
+"""The share of a coordinate's mean square that is added to each."""
 
 PIECES = 0.8
 """Pieces may leave so much of the donor's row: 0.8 is a cosine of 0.6. Chosen on the tuning text of the testbed: every token

@@ -44,7 +44,7 @@ TOGETHER = 32
 """Targets that are compared with all atoms at once: enough for one product to be as fast as it gets."""
 
 BATCH_BYTES = {"cpu": 2 << 20}
-"""Of candidates in a batch, by type of device: on a CPU they should stay in the cache of one core."""
+"""Bytes of the candidates in a batch, by type of device: on a CPU they should fit in the cache of one core."""
 OTHER_BATCH_BYTES = 1 << 30
 
 DEPENDENT = 1e-5

@@ -11,6 +11,7 @@ types.py        which type llama.cpp gives each tensor
 about.py        keys that come from the files beside the weights
 tensors.py      names that architectures share, and tensors that llama.cpp stores in parts
 rope.py         RoPE whose frequencies are scaled
+sizes.py        shapes of tensors that follow from the keys
 tokenizer.py    the tokenizer's files from the keys, and the keys from the tokenizer's files
 chat.py        chat templates, tokens that end a generation
 values.py       values of config.json and of the keys, checked

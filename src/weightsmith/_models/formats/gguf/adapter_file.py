@@ -203,7 +203,7 @@ def _in_order(spec: TensorSpec, heads: int, where: str) -> MovedFactor:
 
 
 def _architecture(header: GgufHeader, where: str) -> GgufArchitecture:
-    """Of several architectures of one name, the first that has all tensors."""
+    """The first architecture of this name that has all tensors."""
     name = header.keys.get("general.architecture")
     alike = [candidate for candidate in architectures() if candidate.name == name]
     if not alike:

@@ -23,6 +23,15 @@ from weightsmith._base.errors import FormatError, Unsupported
 from weightsmith._base.files import DAMAGED, show
 from weightsmith._models.formats.gguf.layout import Value
 from weightsmith._models.formats.gguf.rope import USE_ORIGINAL, put_quotients, put_scaling, take_scaling
+from weightsmith._models.formats.gguf.sizes import (
+    EMBEDDINGS,
+    LAYER_SHAPES,
+    WIDTH,
+    WINDOWS,
+    LayerSizes,
+    TensorShape,
+    check_shape,
+)
 from weightsmith._models.formats.gguf.tensors import (
     ENDS,
     LAYERS,
@@ -48,10 +57,13 @@ UNTIED, TIED = {"tie_word_embeddings": False}, {"tie_word_embeddings": True}
 GELU = "gelu_pytorch_tanh"
 COMPUTED = "llama.cpp computes it"
 """Why a tensor is left out of which users need not hear."""
+NOT_ADDED = "biases that llama.cpp does not add"
+"""Why a tensor is left out that changes what the model computes."""
 SIGMOID_ROUTER = {"expert_gating_func": 2}
 """`GgufArchitecture.constants` of models whose routers' scores are sigmoids."""
 
-_MOST_LAYERS = 100_000
+MOST_LAYERS = 100_000
+"""More are an error."""
 _SIZES = {
     "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",
@@ -60,6 +72,11 @@ _SIZES = {
     "attention.head_count": "num_attention_heads",
     "attention.head_count_kv": "num_key_value_heads",
 }
+_SETTING_NAMES = {
+    **dict.fromkeys(("attention.key_length", "attention.value_length"), "head_dim"),
+    **{"expert_feed_forward_length": "moe_intermediate_size"},
+}
+"""What config.json calls keys of most architectures."""
 _DEPTHWISE = {"ssm_conv1d.weight", "shortconv.conv.weight"}
 """Convolutions [channels, 1, width], whose middle dimension a GGUF file does not have."""
 
@@ -111,9 +128,6 @@ def _layer_type(slides: bool) -> str:
     return "sliding_attention" if slides else "full_attention"
 
 
-_PATTERN = "attention.sliding_window_pattern"
-
-
 @dataclass(frozen=True, slots=True)
 class Contents:
     """The tensors of a GGUF file that is read.
@@ -136,6 +150,9 @@ class GgufArchitecture:
     bare          tensors of a layer whose names are not a module's with `.weight` or `.bias`: llama.cpp's name → the Hub's
     splits        tensors of a layer that llama.cpp stores in parts
     ends          modules outside of the layers: llama.cpp's name → the Hub's
+    shapes        of weights of a layer that llama.cpp loads, by its names
+    setting_names  what config.json calls keys of sizes: those that are neither in `sizes` nor in `numbers`
+    square        whether llama.cpp loads only models whose heads together are as wide as the model
     rotated       whether the rows of q and k are reordered
     shift         what is added to norms
     eps           key of the number that norms add, and its name in config.json
@@ -168,6 +185,9 @@ class GgufArchitecture:
     bare: ClassVar[Mapping[str, str]] = {}
     splits: ClassVar[tuple[SplitTensor, ...]] = ()
     ends: ClassVar[Mapping[str, str]] = ENDS
+    shapes: ClassVar[Mapping[str, TensorShape]] = LAYER_SHAPES
+    setting_names: ClassVar[Mapping[str, str]] = {}
+    square: ClassVar[bool] = False
     rotated: ClassVar[bool] = False
     shift: ClassVar[float] = 0.0
     eps: ClassVar[tuple[str, str]] = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")
@@ -268,8 +288,8 @@ class GgufArchitecture:
         Raises FormatError for values that are missing or no numbers, Unsupported for settings that llama.cpp does not know.
         """
         config, keys = GgufConfig(settings), GgufKeys()
-        if (layers := config.count("num_hidden_layers")) > _MOST_LAYERS:
-            raise config.wrong("num_hidden_layers", layers, f"more than {_MOST_LAYERS:,}")
+        if (layers := config.count("num_hidden_layers")) > MOST_LAYERS:
+            raise config.wrong("num_hidden_layers", layers, f"more than {MOST_LAYERS:,}")
         self.put_sizes(config, keys)
         self.check(config)
         if config.get("is_causal") is False:
@@ -352,7 +372,10 @@ class GgufArchitecture:
         if self.scaled and rope["rope_type"] == "llama3":
             put_quotients(config, rope, head_dim(config), keys)
         else:
-            put_scaling(config, rope, keys)
+            put_scaling(config, rope, keys, self.turned_by(config, rope))
+
+    def turned_by(self, config: GgufConfig, rope: Mapping[str, Any]) -> float | None:
+        """What llama.cpp multiplies sines and cosines by under YaRN, unless it is what YaRN's paper says."""
 
     def rope(self, config: GgufConfig) -> dict[str, Any]:
         """The settings of RoPE in layers that attend to everything."""
@@ -385,7 +408,7 @@ class GgufArchitecture:
         if slides:
             keys.u32("attention.sliding_window", config.count("sliding_window"))
         if slides and windows.stated:
-            keys.put(_PATTERN, "bool", [layer_type == "sliding_attention" for layer_type in stated])
+            keys.put(WINDOWS, "bool", [layer_type == "sliding_attention" for layer_type in stated])
         self.check_local_rope(config)
 
     def check_local_rope(self, config: GgufConfig) -> None:
@@ -403,6 +426,35 @@ class GgufArchitecture:
             what += f"layer {other[0]:,} {'is not one of those' if other[0] >= layers else 'is missing'}"
             raise FormatError(what, where="config.json", fix="repair num_hidden_layers, or download the model again")
 
+    def check_sizes(self, config: GgufConfig, keys: Mapping[str, Value], shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise FormatError if a tensor of a planned GGUF file has another shape than its keys say, as llama.cpp does.
+
+        Raises Unsupported for heads that llama.cpp does not load in this architecture.
+
+        keys  of `keys`, which follow from config.json
+        """
+        numbers = {name.removeprefix(f"{self.name}."): value.value for name, value in keys.items()}
+        for name in (*map("{}.weight".format, EMBEDDINGS), *shapes):
+            module, _, kind = name.rpartition(".")
+            match = _BARE.fullmatch(module)
+            dimensions = (None, WIDTH) if module in EMBEDDINGS else self.shapes.get(match[2]) if match is not None else None
+            if name not in shapes or kind != "weight" or dimensions is None:
+                continue
+            split = self.part_of(name)
+            hub_name = f"{LAYERS}{split[1]}.{split[0].name}" if split is not None else (self.hub_name(name) or name)
+            sizes = LayerSizes(numbers, int(match[1]) if match else 0, lambda key: self.setting_of(key, config))
+            check_shape(shapes[name], dimensions, sizes, hub_name.replace("{}", "0"), name)
+        if self.square:
+            together = config.count("num_attention_heads") * head_dim(config)
+            config.need("num_attention_heads * head_dim", together, config.count("hidden_size"))
+
+    def setting_of(self, key: str, config: GgufConfig) -> str:
+        """What config.json calls a size. key: of the GGUF file."""
+        names = {**_SETTING_NAMES, "expert_count": self.experts or "num_experts", **self.sizes}
+        for number in self.numbers:
+            names[number.name] = f"{number.times} * {number.setting}" if number.times else number.setting
+        return {**names, **self.setting_names}.get(key, key)
+
     # ---- config.json from the keys
 
     def config(self, keys: Mapping[str, Any], contents: Contents, dtype: str, where: str) -> dict[str, Any]:
@@ -416,7 +468,7 @@ class GgufArchitecture:
         vocabulary = shapes["token_embd.weight"][0]
         config: dict[str, Any] = {"architectures": [self.class_name], "model_type": self.model_types[0], "dtype": dtype}
         self.take_sizes(values, config)
-        if config["num_hidden_layers"] > _MOST_LAYERS:
+        if config["num_hidden_layers"] > MOST_LAYERS:
             raise FormatError(f"{config['num_hidden_layers']:,} layers", where=where, fix=DAMAGED)
         config["num_hidden_layers"] -= self.predicted_layers(values)
         if self.predicting and (self.predictors or not self.predicting.stack):
@@ -461,7 +513,8 @@ class GgufArchitecture:
 
     def take_size(self, values: GgufValues, config: dict[str, Any], name: str, setting: str) -> None:
         """One of the numbers that most models have."""
-        config[setting] = values.count(name)
+        alike = config.get("num_attention_heads") if setting == "num_key_value_heads" else None  # as llama.cpp takes it
+        config[setting] = values.count(name, alike)
 
     def take_heads(self, values: GgufValues, config: dict[str, Any], default: int) -> int:
         """The width of a head, which it also returns. Raises Unsupported for widths that are not equal."""
@@ -481,9 +534,9 @@ class GgufArchitecture:
         slides = "attention.sliding_window" in values or self.windows.default is not None
         config["sliding_window"] = values.count("attention.sliding_window", self.windows.default) if slides else None
         layers = config["num_hidden_layers"]
-        pattern = values.get(_PATTERN) if self.windows.stated else None
+        pattern = values.get(WINDOWS) if self.windows.stated else None
         if pattern is not None and (not isinstance(pattern, np.ndarray) or pattern.shape != (layers,)):
-            raise values.wrong(_PATTERN, pattern, f"and not a truth value for each of {layers:,} layers")
+            raise values.wrong(WINDOWS, pattern, f"and not a truth value for each of {layers:,} layers")
         stated = None if pattern is None else [_layer_type(bool(slides_there)) for slides_there in pattern]
         config["layer_types"] = stated or self.windows.layer_types(layers, slides=slides)
 
@@ -543,15 +596,15 @@ class GgufArchitecture:
         """
         module, _, kind = name.rpartition(".")
         if module in self.ends and kind in ("weight", "bias"):
-            return f"{self.ends[module]}.{kind}"
+            return self.published(f"{self.ends[module]}.{kind}")
         match, bare = _LAYER.fullmatch(name), _BARE.fullmatch(name)
         if match is not None and match[2] in self._modules(int(match[1])):
-            return self._with_stack(f"{LAYERS}{match[1]}.{self._modules(int(match[1]))[match[2]]}.{match[3]}")
+            return self.published(f"{LAYERS}{match[1]}.{self._modules(int(match[1]))[match[2]]}.{match[3]}")
         known = bare is not None and bare[2] in self.bare
-        return self._with_stack(f"{LAYERS}{bare[1]}.{self.bare[bare[2]]}") if bare is not None and known else None
+        return self.published(f"{LAYERS}{bare[1]}.{self.bare[bare[2]]}") if bare is not None and known else None
 
-    def _with_stack(self, canonical: str) -> str:
-        """The Hub's name of a tensor of a layer, which is in a stack of its own if the layer predicts."""
+    def published(self, canonical: str) -> str:
+        """The Hub's name of a tensor: as the tables have it, but for layers that predict in a stack of their own."""
         match, predicting = _IN_LAYER.fullmatch(canonical), self.predicting
         if predicting is None or not predicting.stack or match is None or not self.predictors or int(match[1]) < self.trunk:
             return canonical

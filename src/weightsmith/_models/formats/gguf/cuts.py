@@ -139,7 +139,7 @@ class CutEncoding(Encoding):
 
     @property
     def bits(self) -> float:
-        """Of the parts, on average."""
+        """Bits of a weight, averaged over the parts."""
         return sum(8 * dtype.itemsize / dtype.block for dtype, _ in self.parts) / len(self.parts)
 
     @property
@@ -291,7 +291,7 @@ class CutWeight(Weight):
 def cut_weight(
     split: SplitTensor, layer: str, specs: Mapping[str, TensorSpec], config: GgufConfig, natural_dtype: DType, where: str
 ) -> CutWeight:
-    """A tensor of the Hub, from those of its parts.
+    """A tensor of the Hub, from those of its parts; its layer is named `model.layers.`.
 
     specs   of the tensors of the GGUF file, under its names
 

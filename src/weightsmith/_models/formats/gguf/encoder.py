@@ -30,6 +30,7 @@ EMBEDDINGS = {
 }
 POSITIONS = {"position_embd": "embeddings.position_embeddings"}
 _POSITION_ROWS = "position_embd.weight"
+_POSITIONS = "max_position_embeddings"
 _ENDS = ("bos_token_id", "eos_token_id")
 _SCORES = "cls.output.weight"
 _MOST_LABELS = 100_000
@@ -112,6 +113,9 @@ class Encoder(GgufArchitecture):
 
     def check_tensors(self, config: GgufConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:
         super().check_tensors(config, shapes)
+        if _POSITION_ROWS in shapes and (rows := shapes[_POSITION_ROWS][0]) != (most := config.count(_POSITIONS)):
+            what = f"{_POSITIONS} is {most:,} in config.json, and this tensor has {rows:,} rows"
+            raise FormatError(what, where=f"{self.ends['position_embd']}.weight", fix=f"repair {_POSITIONS} in config.json")
         if not self.ranks:
             return
         tensor = f"{self.ends['cls.output']}.weight"
@@ -121,6 +125,10 @@ class Encoder(GgufArchitecture):
         if names != scores:
             what = f"config.json has names of {count(names, 'score')} in id2label or num_labels, and the head has {scores:,}"
             raise FormatError(what, where=tensor, fix="repair id2label in config.json")
+
+    def setting_of(self, key: str, config: GgufConfig) -> str:
+        setting = super().setting_of(key, config)
+        return self.renamed.get(setting, setting)
 
     # ---- config.json from the keys
 
@@ -158,11 +166,8 @@ class Encoder(GgufArchitecture):
             name = name.removeprefix(module)
         return f"{LAYERS}{name.removeprefix(self.layers)}" if name.startswith(self.layers) else name
 
-    def hub_name(self, name: str) -> str | None:
-        canonical = super().hub_name(name)
-        if canonical is None or canonical.startswith(self.head):
-            return canonical
-        return self.prefix + canonical.replace(LAYERS, self.layers, 1)
+    def published(self, canonical: str) -> str:
+        return canonical if canonical.startswith(self.head) else self.prefix + canonical.replace(LAYERS, self.layers, 1)
 
     def rows_skipped(self, name: str, config: GgufConfig) -> int:
         return _first_position(config) if self.padded and name == _POSITION_ROWS else 0

@@ -19,7 +19,7 @@ from weightsmith._base.text import count
 from weightsmith._files.containers import GGUF
 from weightsmith._files.copied import is_read
 from weightsmith._models.formats.gguf.about import Stated, keys_of_files, read_metadata, said_generation
-from weightsmith._models.formats.gguf.architecture import COMPUTED, GgufArchitecture
+from weightsmith._models.formats.gguf.architecture import COMPUTED, NOT_ADDED, GgufArchitecture
 from weightsmith._models.formats.gguf.architectures import architecture_of_config, find_architecture, text_config
 from weightsmith._models.formats.gguf.chat import NAMED_TEMPLATE
 from weightsmith._models.formats.gguf.cuts import CutEncoding, HeadOrder, Pieces, part_shape, pieces_of
@@ -73,7 +73,7 @@ _NARROW = ("IQ4_NL", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
 """The types that a measurement tries: for rows of whole blocks of 256, and for others."""
 
 Importances = Mapping[str, Floats]
-"""Of the columns of tensors, under llama.cpp's names."""
+"""The importance of each column, by llama.cpp's names of the tensors."""
 
 
 class GgufFormat(ModelFormat):
@@ -199,7 +199,9 @@ def _prepare(
     parts = _parts(model, draft)
     text, products, heads = _with_scores(parts.text, pooling, draft)
     stored = [*_stored_as(text, model), *behind]
-    model.architecture.check_tensors(model.config, {spec.name: spec.shape for tensor in stored for spec in tensor.specs})
+    shapes = {spec.name: spec.shape for tensor in stored for spec in tensor.specs}
+    model.architecture.check_tensors(model.config, shapes)
+    model.architecture.check_sizes(model.config, keys, shapes)
     types = _types(model, stored, _shape(model, stored, keys, weighted=bool(importances)))
     complete, defaults = _complete(importances, stored)
     steps, problems = list[Step](), _unmatched(model, stored)
@@ -372,7 +374,10 @@ def _left_out(dropped: Sequence[Dropped], architecture: GgufArchitecture) -> lis
         names = [tensor.tensor for tensor in dropped if tensor.reason == reason]
         if names and reason != COMPUTED:
             what = f"left out, {count(len(names), 'tensor')}: {reason}"
-            findings.append(Finding(what, names[0], fix="use the model as it is: its vectors do not need them"))
+            fix = "use the model as it is: its vectors do not need them"
+            if reason == NOT_ADDED:
+                fix = "compare the vectors of llama.cpp with those of the model: they differ unless the biases are near 0"
+            findings.append(Finding(what, names[0], fix=fix))
     return findings
 
 

@@ -160,7 +160,7 @@ class GgufTensors(FileTensors[StoredBlocks]):
         values = from_llama_order(values, tensor.head_rows, cols)
         if tensor.shift:
             values -= np.float32(tensor.shift)
-        if tensor.decays:  # libm's: numpy's log depends on the processor; NaN is the caller's to refuse
+        if tensor.decays:  # libm's: numpy's log depends on the CPU; NaN is the caller's to refuse
             values = np.array([math.log(-x) if x < 0 else math.nan for x in values.tolist()], np.float32)
         return values
 
@@ -260,7 +260,10 @@ def open_files(paths: Sequence[Path], index: Index | None, where: str, open_file
     decoded = f"GGUF, mostly {blocks.most_common(1)[0][0]}" if blocks else ""
     whole = GgufTensors(stored, files, where, dtype)
     cuts = list(dict.fromkeys(split for name in whole.specs if (split := architecture.part_of(name)) is not None))
-    weights: list[Weight] = [cut_weight(cut, layer, whole.specs, GgufConfig(config), dtype, where) for cut, layer in cuts]
+    weights = list[Weight]()
+    for cut, layer in cuts:
+        weight = cut_weight(cut, layer, whole.specs, GgufConfig(config), dtype, where)
+        weights.append(replace(weight, spec=replace(weight.spec, name=architecture.published(weight.spec.name))))
     for spec in whole.specs.values():
         if (order := architecture.order(spec.name, GgufConfig(config))) is not None:
             weights.append(ordered_weight(spec, str(architecture.hub_name(spec.name)), order, dtype, where))

@@ -19,15 +19,22 @@ QUOTIENTS = "rope_freqs.weight"
 """The tensor of a GGUF file by which frequencies are divided."""
 USE_ORIGINAL = "Use the original checkpoint."
 
+_SAME = 1e-6
+"""How far a factor may be from 1 and still say nothing: config.json states defaults with few digits."""
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """What all of Meta's models with scaled frequencies have; a GGUF file has only the quotients that follow."""
 _YARN = {"rope.scaling.yarn_beta_fast": "beta_fast", "rope.scaling.yarn_beta_slow": "beta_slow"} | {
     "rope.scaling.yarn_attn_factor": "attention_factor"
 }
+ATTENTION_FACTOR = "rope.scaling.attn_factor"
+"""The key by which llama.cpp multiplies what it has for sines and cosines; the factor named after YaRN has no effect."""
 
 
-def put_scaling(config: GgufConfig, rope: Mapping[str, Any], keys: GgufKeys) -> None:
-    """The keys of linear scaling and YaRN. Raises Unsupported for other types than these and the default."""
+def put_scaling(config: GgufConfig, rope: Mapping[str, Any], keys: GgufKeys, theirs: float | None = None) -> None:
+    """The keys of linear scaling and YaRN. Raises Unsupported for other types than these and the default.
+
+    theirs  what llama.cpp multiplies sines and cosines by under YaRN, where that is not `yarn_growth` of its factor
+    """
     kind = rope["rope_type"]
     if kind not in ("linear", "yarn"):
         config.need("rope_type", kind, "default")
@@ -40,6 +47,38 @@ def put_scaling(config: GgufConfig, rope: Mapping[str, Any], keys: GgufKeys) -> 
         for name, setting in _YARN.items():
             if rope.get(setting) is not None:
                 keys.f32(name, config.number(setting, None, rope))
+        quotient = np.float32(yarn_factor(config, rope) / (theirs or yarn_growth(config.number("factor", None, rope))))
+        if abs(quotient - 1) > _SAME:
+            keys.values.pop("rope.scaling.yarn_attn_factor", None)  # older versions of llama.cpp would multiply by both
+            keys.f32(ATTENTION_FACTOR, float(quotient))
+
+
+def yarn_growth(factor: float, share: float = 1.0) -> float:
+    """By what YaRN multiplies sines and cosines: 1 + 0.1 share ln(factor), but 1 up to a factor of 1 (Peng et al. 2023).
+
+    >>> round(yarn_growth(8.0), 4)
+    1.2079
+    """
+    return 1.0 if factor <= 1 else 1 + 0.1 * share * math.log(factor)
+
+
+def yarn_factor(config: GgufConfig, rope: Mapping[str, Any]) -> float:
+    """By what transformers multiplies sines and cosines under YaRN: as stated, or from `mscale` and `mscale_all_dim`."""
+    factor = config.number("factor", None, rope)
+    if rope.get("attention_factor") is not None:
+        return config.number("attention_factor", None, rope)
+    if rope.get("mscale") and rope.get("mscale_all_dim"):  # one of them alone has no effect
+        shares = (config.number(name, None, rope) for name in ("mscale", "mscale_all_dim"))
+        above, below = (yarn_growth(factor, share) for share in shares)
+        return above / below
+    return yarn_growth(factor)
+
+
+def stated_factor(quotient: float, theirs: float) -> float:
+    """The number with the fewest digits that gives this float32 when it is divided by what llama.cpp multiplies by."""
+    product = quotient * theirs
+    rounded = (float(f"{product:.{digits}g}") for digits in range(1, 17))
+    return next((number for number in rounded if np.float32(number / theirs) == np.float32(quotient)), product)
 
 
 def put_quotients(config: GgufConfig, rope: Mapping[str, Any], head_dim: int, keys: GgufKeys) -> None:
@@ -68,7 +107,10 @@ def take_scaling(values: GgufValues, config: Mapping[str, Any], factors: Mapping
     if kind == "yarn":
         scaling: dict[str, Any] = {"rope_type": "yarn", "factor": values.float32("rope.scaling.factor")}
         scaling["original_max_position_embeddings"] = values.count("rope.scaling.original_context_length")
-        return scaling | {setting: values.float32(name) for name, setting in _YARN.items() if name in values}
+        scaling |= {setting: values.float32(name) for name, setting in _YARN.items() if name in values}
+        if ATTENTION_FACTOR in values:
+            scaling["attention_factor"] = stated_factor(values.number(ATTENTION_FACTOR), yarn_growth(scaling["factor"]))
+        return scaling
     if kind == "none":
         return {}
     raise Unsupported(f"RoPE scaling of the type {show(kind)}", where=values.where, fix=USE_ORIGINAL)

@@ -103,7 +103,7 @@ _MERGED = {"llama-bpe": "smaug-bpe"}
 """Names of tokenizers that look a whole word up first, and those of others that split text alike and do not."""
 _MERGED_GLM = {"llama-bpe": "glm4"}
 _LOOKED_UP = frozenset({"llama-bpe", "tekken"})
-"""Of `_SPLITS`: llama.cpp looks a whole word up before it merges it."""
+"""Those of `_SPLITS` for which llama.cpp looks up a whole word before it merges it."""
 _BY_NAME = {name: splits for splits, names in _NAMES.items() for name in names}
 _DIGITS = frozenset("smollm starcoder refact command-r codeshell exaone minerva-7b".split())
 _WHOLE = frozenset("gpt-2 default phi-2 mpt olmo jais trillion roberta-bpe".split())

@@ -11,10 +11,11 @@ import numpy.typing as npt
 from weightsmith._base.errors import FormatError, Unsupported
 from weightsmith._base.files import DAMAGED, show
 from weightsmith._models.formats.gguf.layout import Value, ValueType
+from weightsmith._models.structure.defaults import rope_settings
 
 Floats = npt.NDArray[np.float32]
 
-_MOST = 1 << 31
+_MOST, _U32_END = 1 << 31, 1 << 32
 _OTHER = "llama.cpp would compute something else. Store the model in another format, such as fp8-dynamic."
 
 
@@ -100,11 +101,13 @@ class GgufConfig(GgufValues):
 
     def rope(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """The settings of RoPE in layers that attend to everything, and in those that slide, in one form."""
-        settings = self._values.get("rope_parameters") or self._values.get("rope_scaling") or {}
-        settings = settings if isinstance(settings, dict) else {}
+        settings = rope_settings(self._values, self.where)
         full = settings.get("full_attention", settings if "sliding_attention" not in settings else {})
         slides = settings.get("sliding_attention", {})
-        full, slides = (dict(x) if isinstance(x, dict) else {} for x in (full, slides))
+        for kind, stated in (("full_attention", full), ("sliding_attention", slides)):
+            if stated is not None and not isinstance(stated, dict):
+                raise self.wrong(kind, stated, "and not an object")
+        full, slides = dict(full or {}), dict(slides or {})
         full.setdefault("rope_theta", self._values.get("rope_theta"))
         full["rope_type"] = full.get("rope_type") or full.get("type") or "default"
         slides.setdefault("rope_theta", self._values.get("rope_local_base_freq"))
@@ -133,7 +136,10 @@ class GgufKeys:
         self.tensors: dict[str, Floats] = {}
 
     def put(self, name: str, kind: ValueType, value: Any) -> None:
-        """Set a key, or set it anew in its place."""
+        """Set a key, or set it anew in its place. Raises FormatError for a whole number that the file cannot hold."""
+        if kind == "u32" and value >= _U32_END:
+            what = f"{name} would be {value:,} in the GGUF file, which holds numbers up to {_U32_END - 1:,}"
+            raise FormatError(what, where="config.json", fix="repair it")
         self.values[name] = Value(kind, value)
 
     def u32(self, name: str, value: int) -> None:

@@ -226,7 +226,7 @@ class GgufEncoding(Encoding):
         return (cols, cols * spec.shape[0]) if len(spec.shape) == 3 else (cols,)
 
     def dequantise(self, arrays: Arrays, shape: tuple[int, ...]) -> Rows:
-        """Of blocks, as they are stored."""
+        """The values of stored blocks."""
         values = dequantise(self.dtype, np.asarray(arrays[0]), math.prod(shape)).reshape(shape)
         return values * np.float32(arrays[1].reshape(-1)[0]) if self.factored else values
 

@@ -25,7 +25,7 @@ def prepare(module: AdapterModule, arrays: Arrays) -> tuple[Rows, ...]:
 
 
 def exact_shape(module: AdapterModule) -> tuple[int, int]:
-    """Of the weight."""
+    """The shape of the weight."""
     if not module.has("lora_A", "lora_B"):
         raise ValueError("it has no lora_A, or no lora_B")
     return module.parts["lora_B"].shape[0], module.parts["lora_A"].shape[-1]

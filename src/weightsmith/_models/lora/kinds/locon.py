@@ -44,7 +44,7 @@ def prepare(module: AdapterModule, arrays: Arrays) -> tuple[Rows, ...]:
 
 
 def exact_shape(module: AdapterModule) -> tuple[int, ...]:
-    """Of the kernel."""
+    """The shape of the kernel."""
     _rank(module)
     core, down, up = (module.parts[part].shape for part in PARTS)
     if len(core) < 3 or len(down) < 2 or not up:

@@ -56,7 +56,7 @@ def change(module: AdapterModule, arrays: tuple[Rows, ...], rows: Rows, first: i
 
 
 def exact_shape(module: AdapterModule) -> tuple[int, int]:
-    """Of the weight of a linear layer."""
+    """The shape of a linear layer's weight."""
     if module.has("hada_t1") or not module.has("hada_w1_a", "hada_w1_b"):
         raise ValueError("it has cores of a convolution")
     return module.parts["hada_w1_a"].shape[0], module.parts["hada_w1_b"].shape[-1]

@@ -79,7 +79,7 @@ def _sizes(module: AdapterModule, k: str) -> tuple[int, int, int]:
 
 
 def exact_shape(module: AdapterModule) -> tuple[int, int]:
-    """Of the weight of a linear layer."""
+    """The shape of a linear layer's weight."""
     (rows, cols, _), (inner_rows, inner_cols, _) = _sizes(module, "1"), _sizes(module, "2")
     return rows * inner_rows, cols * inner_cols
 

@@ -50,7 +50,7 @@ def prepare(module: AdapterModule, arrays: Arrays) -> tuple[Rows, ...]:
 
 
 def exact_shape(module: AdapterModule) -> tuple[int, int]:
-    """Of the weight: as many vectors as there are logits."""
+    """The shape of the weight: as many vectors as there are logits."""
     parts = [part if module.has(part) else part + _INDICES for part in _LOGITS]
     if not module.has(*parts):
         raise ValueError(f"it has no {' or no '.join(parts)}")

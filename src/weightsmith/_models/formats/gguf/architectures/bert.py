@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from weightsmith._models.formats.gguf.architecture import GgufFamily
+from weightsmith._models.formats.gguf.architecture import Contents, GgufFamily
 from weightsmith._models.formats.gguf.encoder import COUNTED, EMBEDDINGS, MASKED_HEADS, POSITIONS, Encoder, classifies
-from weightsmith._models.formats.gguf.values import GgufConfig
+from weightsmith._models.formats.gguf.sizes import GATE_IN_UP, LAYER_SHAPES
+from weightsmith._models.formats.gguf.values import GgufConfig, GgufValues
 
 _LAYER = {
     "attn_q": "attention.self.query",
@@ -27,6 +28,10 @@ _FIXED = {"position_embedding_type": "absolute", "is_decoder": False, "add_cross
 _DEFAULTS = {"layer_norm_eps": 1e-12, "hidden_act": "gelu", "type_vocab_size": 2}
 _PADDED = {**_DEFAULTS, "pad_token_id": 1}
 _HEAD = {"cls": "classifier.dense", "cls.output": "classifier.out_proj"}
+_JINA_CODE = {
+    "AutoConfig": "jinaai/jina-bert-implementation--configuration_bert.JinaBertConfig",
+    "AutoModel": "jinaai/jina-bert-implementation--modeling_bert.JinaBertModel",
+}
 _SCORED = {**COUNTED, **MASKED_HEADS}
 
 
@@ -47,6 +52,33 @@ class Bert(_Bert):
     model_types = ("bert",)
     modules = ("bert.",)
     vocabulary = "bert"
+
+
+class JinaBert(_Bert):
+    """Jina Embeddings 2: BERT with ALiBi and a gated MLP. transformers has no class; config.json names the authors' code."""
+
+    name = "jina-bert-v2"
+    class_name = "JinaBertModel"
+    model_types = ("bert",)
+    modules = ("bert.",)
+    layer = {**_LAYER, "ffn_up": "mlp.gated_layers", "ffn_down": "mlp.wo", "layer_output_norm": "mlp.layernorm"}
+    shapes = {**LAYER_SHAPES, **GATE_IN_UP}
+    ends = EMBEDDINGS
+    fixed = {**_FIXED, "position_embedding_type": "alibi", "feed_forward_type": "geglu"}
+    defaults = {**_DEFAULTS, "feed_forward_type": "original", "position_embedding_type": "absolute"}
+
+    def fits(self, config: Mapping[str, Any]) -> bool:
+        names = config.get("architectures")
+        jina = isinstance(names, list) and any(isinstance(name, str) and name.startswith("JinaBert") for name in names)
+        return jina and super().fits(config)
+
+    def check(self, config: GgufConfig) -> None:
+        config.need("feed_forward_type", config.get("feed_forward_type"), "geglu")
+        super().check(config)
+
+    def take_more(self, values: GgufValues, config: dict[str, Any], contents: Contents) -> None:
+        super().take_more(values, config, contents)
+        config["auto_map"] = _JINA_CODE  # without it, transformers would compute something else with its BertModel
 
 
 class BertRanks(_Bert):
@@ -159,4 +191,4 @@ class RobertaRanks(_Bert):
     vocabulary = "gpt2"
 
 
-FAMILY = GgufFamily((Bert(), BertRanks(), DistilBert(), XlmRoberta(), XlmRobertaRanks(), Roberta(), RobertaRanks()))
+FAMILY = GgufFamily((JinaBert(), Bert(), BertRanks(), DistilBert(), XlmRoberta(), XlmRobertaRanks(), Roberta(), RobertaRanks()))

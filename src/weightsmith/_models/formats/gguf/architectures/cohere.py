@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from weightsmith._models.formats.gguf.architecture import LAYER_NORM, TIED, GgufArchitecture, GgufFamily, GgufKey, Windows
 from weightsmith._models.formats.gguf.tensors import ATTENTION, HEAD_NORMS, MLP
-from weightsmith._models.formats.gguf.values import GgufConfig
+from weightsmith._models.formats.gguf.values import GgufConfig, GgufKeys
 
 
 class Cohere(GgufArchitecture):
@@ -13,10 +13,17 @@ class Cohere(GgufArchitecture):
     name = "command-r"
     class_name = "CohereForCausalLM"
     model_types = ("cohere",)
+    square = True
     layer = {**ATTENTION, **HEAD_NORMS, **MLP}
     numbers = (GgufKey("logit_scale", "logit_scale", "f32"),)
     fixed = {**TIED, "attention_bias": False}
     eps = LAYER_NORM
+
+    def put_sizes(self, config: GgufConfig, keys: GgufKeys) -> None:
+        """`max_position_embeddings` of Command R is 8,192; it was trained with the context of its tokenizer."""
+        super().put_sizes(config, keys)
+        if config.get("model_max_length") is not None:
+            keys.u32("context_length", config.count("model_max_length"))
 
     def check(self, config: GgufConfig) -> None:
         super().check(config)
@@ -29,6 +36,7 @@ class Cohere2(GgufArchitecture):
     name = "cohere2"
     class_name = "Cohere2ForCausalLM"
     model_types = ("cohere2",)
+    square = True
     factored = True
     layer = {**ATTENTION, **MLP}
     numbers = Cohere.numbers

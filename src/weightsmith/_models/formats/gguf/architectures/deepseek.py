@@ -11,7 +11,10 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
+from weightsmith._base.errors import Unsupported
 from weightsmith._models.formats.gguf.architecture import SIGMOID_ROUTER, Contents, GgufArchitecture, GgufFamily, GgufKey
+from weightsmith._models.formats.gguf.rope import ATTENTION_FACTOR, USE_ORIGINAL
+from weightsmith._models.formats.gguf.sizes import LAYER_SHAPES, WIDTH, Dimension, TensorShape, product_of
 from weightsmith._models.formats.gguf.tensors import (
     EXPERTS,
     MLP,
@@ -28,15 +31,27 @@ from weightsmith._models.formats.gguf.values import GgufConfig, GgufKeys, GgufVa
 EXPERT_NUMBERS = (
     GgufKey("expert_feed_forward_length", "moe_intermediate_size"),
     GgufKey("expert_shared_count", "n_shared_experts", least=0),
-    GgufKey("leading_dense_block_count", "first_k_dense_replace", least=0),
+    GgufKey("leading_dense_block_count", "first_k_dense_replace", default=0, least=0),
     GgufKey("expert_weights_scale", "routed_scaling_factor", "f32", 1.0),
-    GgufKey("expert_weights_norm", "norm_topk_prob", "bool"),
+    GgufKey("expert_weights_norm", "norm_topk_prob", "bool", default=False),  # llama.cpp's converter writes only true
     GgufKey("expert_group_count", "n_group", default=1),
     GgufKey("expert_group_used_count", "topk_group", default=1),
 )
 """`GgufArchitecture.numbers` of models that have DeepSeek's experts."""
 PREDICTING = Predicting("num_nextn_predict_layers")
 _LOG = "rope.scaling.yarn_log_multiplier"
+_HEADS = product_of("attention.head_count")
+_QUERIES = product_of("attention.head_count", "attention.key_length_mla")
+_RANK, _QUERY_RANK = "attention.kv_lora_rank", product_of("attention.q_lora_rank")
+_SHAPES: Mapping[str, TensorShape] = {
+    **LAYER_SHAPES,
+    "attn_q": (_QUERIES, WIDTH),
+    "attn_q_a": (_QUERY_RANK, WIDTH),
+    "attn_q_b": (_QUERIES, _QUERY_RANK),
+    "attn_kv_a_mqa": (Dimension(((_RANK,), ("rope.dimension_count",))), WIDTH),
+    "attn_v_b": (_HEADS, product_of("attention.value_length_mla"), product_of(_RANK)),
+    "attn_output": (WIDTH, product_of("attention.head_count", "attention.value_length_mla")),
+}
 
 
 class DeepseekV2(GgufArchitecture):
@@ -61,6 +76,11 @@ class DeepseekV2(GgufArchitecture):
             bands=True,
         ),
     )
+    shapes = _SHAPES
+    setting_names = {
+        **{_RANK: "kv_lora_rank", "attention.q_lora_rank": "q_lora_rank", "rope.dimension_count": "qk_rope_head_dim"},
+        **{"attention.key_length_mla": "(qk_nope_head_dim + qk_rope_head_dim)", "attention.value_length_mla": "v_head_dim"},
+    }
     experts = "n_routed_experts"
     numbers = EXPERT_NUMBERS
     constants = {"expert_gating_func": 1}
@@ -95,7 +115,12 @@ class DeepseekV2(GgufArchitecture):
         rope = self.rope(config)
         if rope["rope_type"] == "yarn":
             config.need("mscale", rope.get("mscale"), rope.get("mscale_all_dim"))
+            if rope.get("attention_factor") is not None:  # llama.cpp's scale of attention would follow it
+                config.need("attention_factor", rope["attention_factor"], 1)
             keys.f32(_LOG, 0.1 * config.number("mscale_all_dim", None, rope))
+
+    def turned_by(self, config: GgufConfig, rope: Mapping[str, Any]) -> float | None:
+        return 1.0  # as both numbers of `mscale` are equal
 
     def take_heads(self, values: GgufValues, config: dict[str, Any], default: int) -> int:
         return default
@@ -109,6 +134,8 @@ class DeepseekV2(GgufArchitecture):
         config["qk_nope_head_dim"] = whole - turned
         config["v_head_dim"] = values.count("attention.value_length_mla")
         if scaling := config.get("rope_scaling"):
+            if ATTENTION_FACTOR in values:
+                raise Unsupported(f"{ATTENTION_FACTOR} beside {_LOG}", where=values.where, fix=USE_ORIGINAL)
             scaling["mscale"] = scaling["mscale_all_dim"] = float(str(np.float32(10 * values.number(_LOG))))
 
 

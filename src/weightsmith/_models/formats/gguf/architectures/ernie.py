@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from weightsmith._models.formats.gguf.architecture import GgufArchitecture, GgufFamily, GgufKey
+from typing import Any
+
+from weightsmith._models.formats.gguf.architecture import Contents, GgufArchitecture, GgufFamily, GgufKey
 from weightsmith._models.formats.gguf.tensors import ATTENTION, EXPERTS, MLP, MLP_NORM, ROUTER, SHARED_EXPERTS
-from weightsmith._models.formats.gguf.values import GgufConfig
+from weightsmith._models.formats.gguf.values import GgufConfig, GgufValues
 
 
 class Ernie(GgufArchitecture):
@@ -28,9 +30,9 @@ class ErnieMoe(GgufArchitecture):
     experts_used = "moe_k"
     numbers = (
         GgufKey("expert_feed_forward_length", "moe_intermediate_size"),
-        GgufKey("expert_shared_count", "moe_num_shared_experts", least=0),
+        GgufKey("expert_shared_count", "moe_num_shared_experts", default=0, least=0),
         GgufKey("expert_shared_feed_forward_length", "moe_intermediate_size", times="moe_num_shared_experts"),
-        GgufKey("leading_dense_block_count", "moe_layer_start_index", least=0),
+        GgufKey("leading_dense_block_count", "moe_layer_start_index", default=0, least=0),
     )
     constants = {"interleave_moe_layer_step": 1}
     fixed = {"use_bias": False, "moe_layer_interval": 1}
@@ -40,6 +42,11 @@ class ErnieMoe(GgufArchitecture):
         last = config.count("num_hidden_layers") - 1
         stated = config.get("moe_layer_end_index", -1)
         config.need("moe_layer_end_index", last if stated == -1 else stated, last)
+
+    def take_more(self, values: GgufValues, config: dict[str, Any], contents: Contents) -> None:
+        if "expert_shared_count" not in values:  # which llama.cpp does not read: it takes their common width
+            width = values.count("expert_shared_feed_forward_length", 0, least=0)
+            config["moe_num_shared_experts"] = width // config["moe_intermediate_size"]
 
     def hub_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         if name.endswith(".exp_probs_b.bias"):

@@ -12,6 +12,7 @@ import numpy as np
 from weightsmith._base.errors import Unsupported
 from weightsmith._models.formats.gguf.architecture import (
     GELU,
+    MOST_LAYERS,
     TIED,
     Contents,
     GgufArchitecture,
@@ -171,9 +172,21 @@ class Gemma4(GgufArchitecture):
     activation = GELU
     windows = Windows(6, stated=True)
     tokenizer = "gemma4"
+    setting_names = {
+        **dict.fromkeys(("attention.key_length", "attention.value_length"), "global_head_dim"),
+        **dict.fromkeys(("attention.key_length_swa", "attention.value_length_swa"), "head_dim"),
+        "attention.head_count_kv": "num_key_value_heads (num_global_key_value_heads in layers without a window)",
+    }
 
     def owns(self, values: GgufValues) -> bool:
         return True  # with experts or without
+
+    def complete(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Transformers' class has the last layer attend to everything, whatever config.json says."""
+        layers, types = config.get("num_hidden_layers"), config.get("layer_types")
+        if types is None and type(layers) is int and 0 < layers <= MOST_LAYERS:
+            types = Windows(6).layer_types(layers, slides=True)
+        return {**config, "layer_types": [*types[:-1], "full_attention"]} if isinstance(types, list) and types else config
 
     def put_heads(self, config: GgufConfig, keys: GgufKeys) -> None:
         """In `put_more`: they are of two kinds."""

@@ -6,6 +6,7 @@ from typing import Any
 
 from weightsmith._models.formats.gguf.architecture import SIGMOID_ROUTER, Contents, GgufArchitecture, GgufFamily
 from weightsmith._models.formats.gguf.architectures.deepseek import EXPERT_NUMBERS, PREDICTING
+from weightsmith._models.formats.gguf.sizes import GATE_IN_UP, LAYER_SHAPES
 from weightsmith._models.formats.gguf.tensors import (
     ATTENTION,
     EXPERTS,
@@ -28,6 +29,7 @@ class Glm4(GgufArchitecture):
         **{**ATTENTION, "post_attention_norm": "post_self_attn_layernorm", "ffn_norm": "post_attention_layernorm"},
         **{"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj", "post_ffw_norm": "post_mlp_layernorm"},
     }
+    shapes = {**LAYER_SHAPES, **GATE_IN_UP}
     partial = 0.5
 
 

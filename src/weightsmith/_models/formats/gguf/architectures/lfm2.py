@@ -22,6 +22,7 @@ class Lfm2(GgufArchitecture):
     name = "lfm2"
     class_name = "Lfm2ForCausalLM"
     model_types = ("lfm2",)
+    square = True
     layer = {
         **{"attn_norm": "operator_norm", "ffn_norm": "ffn_norm", "attn_output": "self_attn.out_proj"},
         **{f"attn_{part}": f"self_attn.{part}_proj" for part in "qkv"},
@@ -31,6 +32,7 @@ class Lfm2(GgufArchitecture):
     }
     ends = {"token_embd": "model.embed_tokens", "token_embd_norm": "model.embedding_norm", "output": "lm_head"}
     eps = ("attention.layer_norm_rms_epsilon", "norm_eps")
+    setting_names = {_HEADS: "num_key_value_heads (0 in convolutions, which layer_types states)"}
     numbers: ClassVar[tuple[GgufKey, ...]] = (GgufKey("shortconv.l_cache", "conv_L_cache"),)
     fixed: ClassVar[Mapping[str, Any]] = {"conv_bias": False}
 
@@ -86,7 +88,7 @@ class Lfm2Moe(Lfm2):
     numbers = (
         *Lfm2.numbers,
         GgufKey("expert_feed_forward_length", "moe_intermediate_size"),
-        GgufKey("leading_dense_block_count", "num_dense_layers", least=0),
+        GgufKey("leading_dense_block_count", "num_dense_layers", default=0, least=0),
     )
     constants = SIGMOID_ROUTER
     fixed = {"conv_bias": False, "norm_topk_prob": True, "use_expert_bias": True, "routed_scaling_factor": 1.0}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from weightsmith._models.formats.gguf.architecture import Contents, GgufArchitecture, GgufFamily
+from weightsmith._models.formats.gguf.rope import ATTENTION_FACTOR, stated_factor, yarn_growth
 from weightsmith._models.formats.gguf.values import GgufConfig, GgufKeys, GgufValues
 from weightsmith._models.formats.gguf.vision import GELU_OR_SILU, VIT_LARGE, Images, VisionHalf, attention, gated
 
@@ -29,11 +31,22 @@ class Ministral3(GgufArchitecture):
             keys.f32(name, config.number(setting, None, rope))
         super().put_rope(config, keys)
 
+    def turned_by(self, config: GgufConfig, rope: Mapping[str, Any]) -> float | None:
+        return _turned_by(config.number("factor", None, rope), config.number("mscale_all_dim", None, rope))
+
     def take_rope(self, values: GgufValues, config: dict[str, Any], contents: Contents) -> None:
         super().take_rope(values, config, contents)
         if (scaling := config.get("rope_scaling", {})) and scaling["rope_type"] == "yarn":
             scaling |= {setting: values.float32(name) for name, setting in _YARN.items()}
             scaling["mscale"] = scaling["mscale_all_dim"]
+            if ATTENTION_FACTOR in values:
+                theirs = _turned_by(scaling["factor"], scaling["mscale_all_dim"])
+                scaling["attention_factor"] = stated_factor(values.number(ATTENTION_FACTOR), theirs)
+
+
+def _turned_by(factor: float, share: float) -> float:
+    """What llama.cpp multiplies sines and cosines by; it takes 1 for `mscale`."""
+    return yarn_growth(factor) / yarn_growth(factor, share)
 
 
 class Pixtral(VisionHalf):

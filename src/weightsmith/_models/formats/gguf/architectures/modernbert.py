@@ -10,6 +10,7 @@ from typing import Any
 
 from weightsmith._models.formats.gguf.architecture import Contents, GgufFamily
 from weightsmith._models.formats.gguf.encoder import MASKED_HEADS, Encoder
+from weightsmith._models.formats.gguf.sizes import GATE_IN_UP, LAYER_SHAPES
 from weightsmith._models.formats.gguf.values import GgufConfig, GgufKeys, GgufValues
 
 _LAYER = {
@@ -37,6 +38,7 @@ class _ModernBert(Encoder):
     eps = ("attention.layer_norm_epsilon", "norm_eps")
     rotary = True
     layer = _LAYER
+    shapes = {**LAYER_SHAPES, **GATE_IN_UP}
     defaults = _DEFAULTS
     vocabulary = "gpt2"
 

@@ -5,7 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
+
+from weightsmith._base.errors import FormatError
 from weightsmith._models.formats.gguf.architecture import LAYER_NORM, UNTIED, Contents, GgufArchitecture, GgufFamily
+from weightsmith._models.formats.gguf.rope import ATTENTION_FACTOR
+from weightsmith._models.formats.gguf.sizes import GATE_IN_UP, LAYER_SHAPES
 from weightsmith._models.formats.gguf.tensors import ATTENTION, ENDS, MLP_NORM
 from weightsmith._models.formats.gguf.values import Floats, GgufConfig, GgufKeys, GgufValues
 
@@ -16,6 +21,7 @@ class Phi2(GgufArchitecture):
     name = "phi2"
     class_name = "PhiForCausalLM"
     model_types = ("phi",)
+    square = True
     layer = ATTENTION | {"attn_output": "self_attn.dense", "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"}
     ends = {**ENDS, "output_norm": "model.final_layernorm"}
     fixed = {**UNTIED, "qk_layernorm": False}
@@ -24,7 +30,7 @@ class Phi2(GgufArchitecture):
     activation = "gelu_new"
 
 
-_FACTORS = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
+_FACTORS = {"long_factor": "rope_factors_long.weight", "short_factor": "rope_factors_short.weight"}
 _ORIGINAL = "rope.scaling.original_context_length"
 
 
@@ -38,6 +44,7 @@ class Phi3(GgufArchitecture):
         **{"attn_qkv": "self_attn.qkv_proj", "attn_output": "self_attn.o_proj", "attn_norm": "input_layernorm"},
         **{"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj", **MLP_NORM},
     }
+    shapes = {**LAYER_SHAPES, **GATE_IN_UP}
     partial = 1.0
 
     def put_heads(self, config: GgufConfig, keys: GgufKeys) -> None:
@@ -56,11 +63,14 @@ class Phi3(GgufArchitecture):
             config.need("rope_type", rope["rope_type"], "longrope")
         if rope["rope_type"] == "default":
             return
-        scale = context / original
-        factor = math.sqrt(1 + math.log(scale) / math.log(max(2, original))) if scale > 1 else 1.0
-        keys.f32("rope.scaling.attn_factor", factor)
-        for name in ("long", "short"):
-            keys.tensors[f"rope_factors_{name}.weight"] = config.numbers(f"{name}_factor", rope)
+        usual = _growth(config.number("factor", context / original, rope), original)
+        keys.f32(ATTENTION_FACTOR, config.number("attention_factor", usual, rope))
+        for setting, tensor in _FACTORS.items():
+            keys.tensors[tensor] = factors = config.numbers(setting, rope)
+            if factors.size != (pairs := self.turned(config) // 2):
+                what = f"{setting} has {factors.size:,} numbers, and RoPE turns {pairs:,} pairs of a head, by head_dim"
+                what += " (hidden_size / num_attention_heads) and partial_rotary_factor"
+                raise FormatError(what, where="config.json", fix=f"repair {setting} in config.json, or download it again")
 
     def take_heads(self, values: GgufValues, config: dict[str, Any], default: int) -> int:
         return default
@@ -74,7 +84,15 @@ class Phi3(GgufArchitecture):
         config["original_max_position_embeddings"] = original
         if contents.factors.keys() >= set(_FACTORS.values()):
             factors = {setting: _short(contents.factors[name]) for setting, name in _FACTORS.items()}
-            config["rope_scaling"] = {"type": "longrope", **factors}
+            scaling = config["rope_scaling"] = {"type": "longrope", **factors}
+            usual = np.float32(_growth(config["max_position_embeddings"] / original, original))
+            if ATTENTION_FACTOR in values and values.float32(ATTENTION_FACTOR) != float(str(usual)):
+                scaling["attention_factor"] = values.float32(ATTENTION_FACTOR)
+
+
+def _growth(factor: float, context: int) -> float:
+    """By what sines and cosines are multiplied where the context grows (Ding et al. 2024). context: tokens, before it grows."""
+    return math.sqrt(1 + math.log(factor) / math.log(max(2, context))) if factor > 1 else 1.0
 
 
 def _short(values: Floats) -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy as np
 from weightsmith._models.formats.gguf.architecture import Contents, GgufArchitecture, GgufFamily, GgufKey
 from weightsmith._models.formats.gguf.architectures.qwen import ALL_SPARSE, EXPERT_WIDTHS
 from weightsmith._models.formats.gguf.cuts import HeadOrder
+from weightsmith._models.formats.gguf.sizes import LAYER_SHAPES, WIDTH, Dimension, TensorShape, product_of
 from weightsmith._models.formats.gguf.tensors import (
     ATTENTION,
     EXPERTS,
@@ -34,6 +36,14 @@ _NUMBERS = (
     GgufKey("ssm.group_count", "linear_num_key_heads"),
     GgufKey("ssm.time_step_rank", "linear_num_value_heads"),
 )
+_KEYS, _VALUES = ("ssm.state_size", "ssm.group_count"), ("ssm.state_size", "ssm.time_step_rank")
+_SHAPES: Mapping[str, TensorShape] = {
+    **LAYER_SHAPES,
+    "attn_q": (product_of(2, "attention.head_count", "attention.key_length"), WIDTH),  # and a gate for each
+    "attn_qkv": (Dimension(((2, *_KEYS), _VALUES)), WIDTH),
+    "attn_gate": (product_of(*_VALUES), WIDTH),
+    "ssm_out": (WIDTH, product_of(*_VALUES)),
+}
 _MTP = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "shared_head.norm": "norm"}
 _SECTIONS = "rope.dimension_sections"
 
@@ -50,6 +60,7 @@ class DeltaNet(GgufArchitecture):
     """
 
     bare = _BARE
+    shapes = _SHAPES
     shift = 1.0
     partial = 0.25
     numbers: ClassVar[tuple[GgufKey, ...]] = _NUMBERS
