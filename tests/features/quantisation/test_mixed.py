@@ -305,6 +305,15 @@ def test_heads_that_cannot_be_quantised_are_refused(tmp_path: Path) -> None:
         quantise(source, tmp_path / "q", "fp8-dynamic", "lm_head=w8a16", engine="sglang")
 
 
+def test_only_a_head_that_is_asked_for_is_warned_of(tmp_path: Path) -> None:
+    source = write_transformer(tmp_path / "m", "Llama", tie_word_embeddings=False)
+    done = quantise(source, tmp_path / "mlx", "mlx-4bit")
+    assert not np.array_equal(read(source)["lm_head.weight"], read(tmp_path / "mlx")["lm_head.weight"])
+    assert not [warning for warning in done.warnings if "quantised head" in warning.what]
+    done = quantise(source, tmp_path / "plain", "w4a16", "lm_head=plain")
+    assert not [warning for warning in done.warnings if "quantised head" in warning.what]
+
+
 @pytest.mark.slow
 def test_the_head_is_calibrated_for_what_enters_it(tmp_path: Path) -> None:
     text = {"calibration": "built-in", "calibration_rows": 2, "calibration_tokens": 32}

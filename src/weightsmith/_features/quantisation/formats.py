@@ -599,7 +599,8 @@ def check_mixture(draft: PlanDraft, default: Encoding, by_weight: Mapping[str, s
         problems += unloaded(writing.name, settings)
         if not problems:
             check_engines(draft, name, writing.name, settings)
-    heads = [step.out.name for step in draft.steps if is_model_head(step.out) and step.encoding != PLAIN]
+    stored = [step.out for step in draft.steps if step.out.name in by_weight and step.encoding != PLAIN]
+    heads = [spec.name for spec in stored if is_model_head(spec)]  # MLX quantises heads that nobody asks for
     if heads:
         what, fix = "SGLang is not known to load a quantised head of compressed-tensors", "leave out its type, or use vLLM"
         if settings.engine == "sglang":
