@@ -161,7 +161,7 @@ class GgufTensors(FileTensors[StoredBlocks]):
         values = from_llama_order(values, tensor.head_rows, cols)
         if tensor.shift:
             values -= np.float32(tensor.shift)
-        if tensor.decays:  # libm's: numpy's log depends on the processor; NaN is the caller's to refuse
+        if tensor.decays:  # libm's: numpy's log depends on the CPU; NaN is the caller's to refuse
             values = np.array([math.log(-x) if x < 0 else math.nan for x in values.tolist()], np.float32)
         return values
 
