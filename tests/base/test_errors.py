@@ -111,7 +111,7 @@ def test_a_fix_is_a_sentence(fix: str, sentence: str) -> None:
 # ---- one voice
 
 VERBS = frozenset(
-    """add allow ask call change check choose clone compare convert copy correct create decorate decrypt do download
+    """add allow ask begin call change check choose clone compare convert copy correct create decorate decrypt do download
     drop finish free get give import install join keep leave let list load look make mark merge mount move name open
     pass plan press pull put quote raise read reinstall remove rename repair replace report restore return run save see
     set shorten start take test try tune turn undo unpack unset upload use wait write""".split()

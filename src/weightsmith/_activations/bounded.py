@@ -1,4 +1,4 @@
-"""Scripts that run what a hostile file asks for, in a process whose memory and processor time the system bounds."""
+"""Scripts that run what a hostile file asks for, in a process whose memory and CPU time the system bounds."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class BoundedScript:
         script     its name, without `.py`
         doing      what takes so much time, for messages
         max_bytes  of memory, besides the code of its libraries
-        seconds    of processor time
+        seconds    of CPU time
         stdin      its stdin
         env        added to `_KEPT`
         """

@@ -1,4 +1,4 @@
-"""Runs another script of this folder with bounded memory and processor time; see `bounded.py`.
+"""Runs another script of this folder with bounded memory and CPU time; see `bounded.py`.
 
 The other script has `load()`, which imports what it needs and is not bounded, `run(loaded)`, and `DOING`: what takes the
 memory, for a message. No module of weightsmith is imported. An error is a line on stderr and status 1.
@@ -12,7 +12,7 @@ import sys
 
 
 def main() -> None:
-    """Arguments: the script, bytes of memory besides what the libraries take, and seconds of processor time."""
+    """Arguments: the script, bytes of memory besides what the libraries take, and seconds of CPU time."""
     path, nbytes, seconds = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     script = runpy.run_path(path)
     loaded = script["load"]()
@@ -28,7 +28,7 @@ def main() -> None:
 
 
 def _limit(nbytes: int, seconds: int) -> None:
-    """Bound the memory of this process to `nbytes` more than it has, and its processor time. Not on Windows."""
+    """Bound the memory of this process to `nbytes` more than it has, and its CPU time. Not on Windows."""
     with contextlib.suppress(ImportError, ValueError, OSError):
         import resource
 

@@ -42,7 +42,7 @@ TOKENS_AT_ONCE = 128
 """The most tokens whose logits are computed at once."""
 
 SMALL_LOGITS = 1 << 18
-"""The most logits whose losses are found at once on a processor. malloc keeps blocks of 1 MiB. Those of all logits come from
+"""The most logits whose losses are found at once on a CPU. malloc keeps blocks of 1 MiB. Those of all logits come from
 the system each time, page by page, which took a third of the time."""
 
 
@@ -152,7 +152,7 @@ def logs_of(logits: Tensor) -> LogsOf:
 
 
 def token_parts(tokens: int, vocabulary: int, device: str) -> Iterator[slice]:
-    """The tokens whose log-probabilities are in memory together: on a processor, those of `SMALL_LOGITS`."""
+    """The tokens whose log-probabilities are in memory together: on a CPU, those of `SMALL_LOGITS`."""
     at_once = max(1, SMALL_LOGITS // vocabulary if device == "cpu" else tokens)
     return (slice(start, start + at_once) for start in range(0, tokens, at_once))
 

@@ -60,7 +60,7 @@ MAX_TEXT_BYTES = 256 << 20
 MAX_DECODING_BYTES = 512 << 20
 """Memory that decoding a parquet file takes, besides pyarrow's code."""
 DECODING_SECONDS = 10
-"""Processor time that it takes, and a second more for each 4 MiB of the file."""
+"""CPU time that it takes, and a second more for each 4 MiB of the file."""
 PIECE_CHARACTERS = 1 << 20
 """The most characters of a document to encode at once."""
 SUFFIXES = (".txt", ".jsonl", ".parquet")

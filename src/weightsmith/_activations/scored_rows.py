@@ -235,7 +235,7 @@ ROLES: Mapping[str, str] = {"human": "user", "gpt": "assistant", "chatgpt": "ass
 RENDERING_BYTES = 512 << 20
 """Memory limit of rendering, on top of Jinja's own code."""
 RENDERING_SECONDS = 20
-"""Limit of its processor time, plus a second for each 100 conversations."""
+"""Limit of its CPU time, plus a second for each 100 conversations."""
 
 
 def conversations(text: TextSource) -> Iterator[Conversation] | None:

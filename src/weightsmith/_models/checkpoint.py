@@ -510,6 +510,9 @@ def _open_pipeline(
         config = opening.read_config(folder / name / "config.json") if f"{name}/config.json" in names else {}
         part = f"{ref}/{name}"
         opened = weights.open(part, open_file)
+        if not opened.files and weights.kind.name == "GGUF":
+            what = "a part of a pipeline in a GGUF file, whose tensors do not have the names of diffusers"
+            raise Unsupported(what, where=part, fix="Use the part's safetensors files, or name the GGUF file in the recipe.")
         if opened.files:
             what = "a part of a pipeline in a format that brings its own config.json and tokenizer"
             raise Unsupported(what, where=part, fix="Convert the part to safetensors first: weightsmith dequantize.")

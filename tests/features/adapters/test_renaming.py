@@ -212,6 +212,38 @@ def test_names_that_are_not_known_are_refused(tmp_path: Path) -> None:
     assert "its names are those of a single file" in str(refusal(path, "peft"))
 
 
+@pytest.mark.parametrize("layout", ["kohya", "comfyui", "diffusers"])
+def test_a_second_diffusion_model_is_refused_by_its_name(layout: str, tmp_path: Path) -> None:
+    second = {f"transformer_2.blocks.{i}.attn1.to_q": (H, H) for i in range(2)}
+    for modules, total in ((second, 2), ({**second, "transformer.blocks.0.attn1.to_q": (H, H)}, 3)):
+        problem = refusal(diffusers_file(tmp_path / "d.safetensors", modules), layout)
+        assert f"2 of its {total} modules are of the second diffusion model" in str(problem)
+        assert "with transformer. in place of transformer_2." in problem.finding.fix
+
+
+@pytest.mark.parametrize(
+    "module", ["transformer_blocks.0.attn.to_q", "double_blocks.0.img_attn.qkv", "blocks.0.self_attn.q", "blocks.0.attn1.to_q"]
+)
+def test_names_without_the_prefix_of_their_network_are_refused(module: str, tmp_path: Path) -> None:
+    with_alpha = kohya(tmp_path / "k.safetensors", {module: (H, H)})
+    problem = refusal(with_alpha, "comfyui")
+    assert "are those of a diffusion model without the prefix of the network" in str(problem)
+    assert problem.finding.fix.startswith("Begin names with transformer. (diffusers) or")
+    plain = diffusers_file(tmp_path / "d.safetensors", {module: (H, H)})
+    assert refusal(plain, "comfyui").finding.fix.startswith("Begin names with transformer. (diffusers) or")
+
+
+def test_embeddings_in_the_file_are_refused_by_their_name(tmp_path: Path) -> None:
+    module = "transformer.transformer_blocks.0.attn.to_q"
+    path = diffusers_file(tmp_path / "d.safetensors", {module: (H, H)})
+    save_file({**load_file(path), "bundle_emb.word.clip_l": np.ones((2, H), np.float32)}, path)
+    problem = refusal(path, "diffusers")
+    assert "it has embeddings of new words beside the factors: 1 tensor" in str(problem)
+    assert "Remove these tensors from a copy of the file" in problem.finding.fix
+    save_file({**load_file(path), "else": np.ones(2, np.float32)}, path)
+    assert "of new words" not in str(refusal(path, "diffusers"))
+
+
 def diffusers_file(path: Path, shapes: dict[str, tuple[int, int]]) -> Path:
     tensors: dict[str, np.ndarray] = {}
     for module, shape in shapes.items():
@@ -227,6 +259,9 @@ def diffusers_file(path: Path, shapes: dict[str, tuple[int, int]]) -> Path:
         ("single_blocks_0_linear1", (3 * H, H), "24 rows of B, and 8 columns of A: there are 7 times as many"),
         ("single_blocks_0_linear1", (10, H), "10 rows of B, and 8 columns of A: there are 7 times as many"),
         ("double_blocks_0_txt_mlp_0", (6 * H, H), "48 rows of B, and 8 columns of A: there are 4 times as many"),
+        ("single_blocks_0_linear2", (H, 4 * H), "8 rows of B, and 32 columns of A: there are 5 times as many columns in Flux"),
+        ("double_blocks_0_img_mlp_2", (H, 3 * H), "8 rows of B, and 24 columns of A: there are 4 times as many columns in"),
+        ("double_blocks_0_txt_mlp_2", (H, 3 * H), "8 rows of B, and 24 columns of A: there are 4 times as many columns in"),
     ],
 )
 def test_matrices_of_flux_that_cannot_be_cut_are_refused(
@@ -236,6 +271,22 @@ def test_matrices_of_flux_that_cannot_be_cut_are_refused(
     problem = refusal(path, "diffusers")
     assert rows in str(problem)
     assert _dotted(module) in str(problem)
+
+
+@pytest.mark.parametrize(
+    ("module", "times"),
+    [
+        ("single_transformer_blocks.0.proj_out", 5),
+        ("transformer_blocks.0.ff.net.2", 4),
+        ("transformer_blocks.0.ff_context.net.2", 4),
+    ],
+)
+def test_matrices_of_another_size_under_the_names_of_diffusers_are_refused(module: str, times: int, tmp_path: Path) -> None:
+    names = {"transformer.single_transformer_blocks.0.proj_mlp": (4 * H, H), f"transformer.{module}": (H, 3 * H)}
+    path = diffusers_file(tmp_path / "d.safetensors", names)
+    assert f"{module} has 8 rows of B, and 24 columns of A: there are {times} times as many columns" in str(
+        refusal(path, "kohya")
+    )
 
 
 @pytest.mark.parametrize("layout", ["kohya", "comfyui"])
@@ -248,7 +299,7 @@ def test_matrices_of_flux_that_cannot_be_joined_are_refused(layout: str, tmp_pat
 @pytest.mark.filterwarnings("ignore")
 def test_the_t5_of_flux_has_another_number_in_diffusers(tmp_path: Path) -> None:
     t5, proj = "encoder.block.0.layer.0.SelfAttention.q", "lora_unet_single_blocks_1_linear2"
-    path = kohya(tmp_path / "k.safetensors", {f"lora_te3_{t5.replace('.', '_')}": (H, H), proj: (H, H)})
+    path = kohya(tmp_path / "k.safetensors", {f"lora_te3_{t5.replace('.', '_')}": (H, H), proj: (H, 5 * H)})
     made = weightsmith.convert_lora(path, tmp_path / "d", layout="diffusers", progress=False, fsync=False)
     assert any("diffusers does not load factors of Flux's T5" in warning.what for warning in made.warnings)
     diffusers = made.out / "pytorch_lora_weights.safetensors"
@@ -278,6 +329,45 @@ def test_names_that_several_models_have(layout: str, tmp_path: Path) -> None:
     }
     name = names.get(layout, "transformer.transformer_blocks.23.attn.to_q")
     assert any(key.startswith(f"{name}.lora_") for key in found)
+
+
+def _with_text_attention(blocks: int, width: int, text: int, *outside: str) -> dict[str, tuple[int, int]]:
+    """Modules of LTX, PixArt, Cosmos, and others: the names in blocks are the same."""
+    widths = {"attn1.to_q": width, "attn2.to_k": text}
+    shapes = {f"transformer_blocks.{i}.{name}": (width, inputs) for i in range(blocks) for name, inputs in widths.items()}
+    return shapes | {name: (6 * H, H) for name in outside}
+
+
+@pytest.mark.parametrize(
+    ("blocks", "width", "text"), [(28, 1152, 1152), (28, 2048, 1024), (20, 2240, 2240), (48, 3072, 4096 - H), (3, H, H)]
+)
+def test_names_of_pixart_are_not_those_of_ltx(blocks: int, width: int, text: int, tmp_path: Path) -> None:
+    shapes = _with_text_attention(blocks, width, text, "adaln_single.linear", "caption_projection.linear_1")
+    modules = {f"transformer.{name}": shape for name, shape in shapes.items()}
+    path = diffusers_file(tmp_path / "d.safetensors", modules)
+    assert deltas(load_file(converted(path, tmp_path / "out", "diffusers") / "pytorch_lora_weights.safetensors")).keys() == set(
+        modules
+    )
+    message = "its names are those of LTX, and of PixArt, CogVideoX, Sana, Mochi and Cosmos: nothing in the file says which"
+    for layout in ("kohya", "comfyui"):
+        assert message in str(refusal(path, layout))
+    original = diffusers_file(tmp_path / "c.safetensors", {f"diffusion_model.{name}": shape for name, shape in shapes.items()})
+    assert message in str(refusal(original, "diffusers"))
+
+
+@pytest.mark.parametrize(
+    ("blocks", "width", "outside"),
+    [(28, 2048, ()), (48, 4096, ()), (2, H, ("patchify_proj",))],
+)
+def test_ltx_is_known_by_a_module_or_by_its_size(blocks: int, width: int, outside: tuple[str, ...], tmp_path: Path) -> None:
+    shapes = _with_text_attention(blocks, width, width, "adaln_single.linear", *outside)
+    path = diffusers_file(tmp_path / "c.safetensors", {f"diffusion_model.{name}": shape for name, shape in shapes.items()})
+    theirs = converted(path, tmp_path / "theirs", "diffusers") / "pytorch_lora_weights.safetensors"
+    names = {name.removesuffix(".lora_A.weight") for name in load_file(theirs)}
+    assert "transformer.time_embed.linear" in names
+    back = converted(theirs, tmp_path / "back", "comfyui") / "pytorch_lora_weights.safetensors"
+    found = {name.removesuffix(".lora_A.weight") for name in load_file(back) if name.endswith(".lora_A.weight")}
+    assert found == {f"diffusion_model.{name}" for name in shapes}
 
 
 class _Checkpoint(dict[str, Any]):

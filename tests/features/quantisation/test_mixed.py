@@ -241,3 +241,83 @@ def test_rows_with_one_scale_are_calibrated(tmp_path: Path) -> None:
     quantise(source, tmp_path / "q", "w4a16", **text)
     assert strategies_of(entry(tmp_path / "q"), down.removesuffix(".weight")) == ["channel"]
     assert not np.array_equal(read(tmp_path / "rounded")[down], read(tmp_path / "q")[down])
+
+
+# ---- the head
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("name", "kind"), [("w4a16", "w8a16"), ("w4a16", "w4a16-g64"), ("fp8-dynamic", "w8a16")])
+def test_transformers_loads_a_head_that_is_asked_for(name: str, kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
+    import torch
+    import transformers
+
+    source = write_transformer(tmp_path / "m", "Llama", num_hidden_layers=2, tie_word_embeddings=False)
+    quantise(source, tmp_path / "q", name, f"lm_head={kind}")
+    stored = entry(tmp_path / "q")
+    assert not any("lm_head" in ignored for ignored in stored["ignore"])
+    assert [group["format"] for group in stored["config_groups"].values() if r"re:(.*\.)?lm_head$" in group["targets"]] == [
+        "pack-quantized"
+    ]
+    loaded, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "q", dtype=torch.bfloat16, output_loading_info=True
+    )
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    weightsmith.dequantize(tmp_path / "q", tmp_path / "plain", progress=False, fsync=False)
+    ours = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.bfloat16)
+    with torch.no_grad():
+        loaded(torch.arange(8)[None])
+    for tensor, values in ours.state_dict().items():
+        assert torch.equal(loaded.state_dict()[tensor], values), tensor
+    assert not np.array_equal(read(source)["lm_head.weight"], read(tmp_path / "q")["lm_head.weight"])
+
+
+def test_the_head_is_in_a_group_of_all_weights_too(tmp_path: Path) -> None:
+    source = write_transformer(tmp_path / "m", "Llama", tie_word_embeddings=False)
+    done = quantise(source, tmp_path / "q", "w4a16", "lm_head=w4a16-g64")
+    assert [warning.where for warning in done.warnings if "quantised head" in warning.what] == ["lm_head.weight"]
+    stored = entry(tmp_path / "q")
+    assert stored["ignore"] == []
+    assert list(stored["config_groups"]) == ["group_0"]
+    assert r"re:(.*\.)?lm_head$" in stored["config_groups"]["group_0"]["targets"]
+    assert "Linear" not in stored["config_groups"]["group_0"]["targets"]
+    quantise(source, tmp_path / "all", "w4a16", ".=fp8-dynamic")  # of the layers
+    assert "lm_head" in entry(tmp_path / "all")["ignore"]
+    np.testing.assert_array_equal(read(source)["lm_head.weight"], read(tmp_path / "all")["lm_head.weight"])
+
+
+def test_heads_that_cannot_be_quantised_are_refused(tmp_path: Path) -> None:
+    tied = write_transformer(tmp_path / "tied", "Llama", tie_word_embeddings=True)
+    with pytest.raises(PlanError, match="the head is tied to the embedding"):
+        quantise(tied, tmp_path / "q", "w4a16", "lm_head=w8a16")
+    config = json.loads((tied / "config.json").read_text())
+    source = write_transformer(tmp_path / "stored", "Llama", tie_word_embeddings=False)  # a copy, which loaders ignore
+    (source / "config.json").write_text(json.dumps(config))
+    with pytest.raises(PlanError, match="the head is tied to the embedding"):
+        quantise(source, tmp_path / "q", "w4a16", "lm_head=w8a16")
+    source = write_transformer(tmp_path / "m", "Llama", tie_word_embeddings=False, vocab_size=128, hidden_size=128)
+    with pytest.raises(PlanError, match="which is not measured for lm_head"):
+        quantise(source, tmp_path / "q", "fp8-static", "lm_head=fp8-static")
+    with pytest.raises(PlanError, match="SGLang is not known to load a quantised head"):
+        quantise(source, tmp_path / "q", "fp8-dynamic", "lm_head=w8a16", engine="sglang")
+
+
+def test_only_a_head_that_is_asked_for_is_warned_of(tmp_path: Path) -> None:
+    source = write_transformer(tmp_path / "m", "Llama", tie_word_embeddings=False)
+    done = quantise(source, tmp_path / "mlx", "mlx-4bit")
+    assert not np.array_equal(read(source)["lm_head.weight"], read(tmp_path / "mlx")["lm_head.weight"])
+    assert not [warning for warning in done.warnings if "quantised head" in warning.what]
+    done = quantise(source, tmp_path / "plain", "w4a16", "lm_head=plain")
+    assert not [warning for warning in done.warnings if "quantised head" in warning.what]
+
+
+@pytest.mark.slow
+def test_the_head_is_calibrated_for_what_enters_it(tmp_path: Path) -> None:
+    text = {"calibration": "built-in", "calibration_rows": 2, "calibration_tokens": 32}
+    source = save_model(tmp_path / "m")
+    quantise(source, tmp_path / "rounded", "w4a16", "lm_head=w4a16-g64")
+    quantise(source, tmp_path / "q", "w4a16", "lm_head=w4a16-g64", **text)
+    assert not np.array_equal(read(tmp_path / "rounded")["lm_head.weight"], read(tmp_path / "q")["lm_head.weight"])

@@ -423,9 +423,49 @@ def test_a_plan_with_a_marker_comes_back_from_json(tmp_path: Path) -> None:
     data = json.loads(json.dumps(plan.to_json()))
     assert plan_from_json(data).layout == plan.layout
     assert find_encoding(marked[0]).name == marked[0]
-    for marker in ("../x", "model.weight", "first_stage_model.scaled_fp8"):
+    for marker in ("../x", "model.weight", "net.model.scaled_fp8", "first_stage_model.scaled_fp8"):
         with pytest.raises(UnknownName, match="no setting"):
             find_encoding(f"comfyui-fp8-old {marker}")
+
+
+def prefixed_file(path: Path, prefix: str, module: str, blocks: int = 4) -> None:
+    names = [f"{prefix}{module}.{i}.{part}.weight" for i in range(blocks) for part in ("self_attn.q_proj", "mlp.up_proj")]
+    write_file(path, {name: np.ones((16, 16), BF16) for name in [*names, f"{prefix}x_embedder.weight"]}, {})
+
+
+@pytest.mark.parametrize(
+    ("prefix", "module", "marker"),
+    [
+        ("net.", "blocks", "net."),
+        ("model.", "double_layers", "model."),
+        ("model.model.", "blocks", "model.model."),
+        ("model.diffusion_model.", "blocks", "model.diffusion_model."),
+        ("", "blocks", ""),
+        ("model.", "layers", ""),
+        ("model.language_model.", "layers", ""),
+    ],
+)
+def test_the_marker_has_the_prefix_by_which_comfyui_reads_the_file(
+    prefix: str, module: str, marker: str, tmp_path: Path
+) -> None:
+    prefixed_file(tmp_path / "m.safetensors", prefix, module)
+    out = weightsmith.quantize(tmp_path / "m.safetensors", tmp_path / "out", format="comfyui-fp8-old", fsync=False).out
+    assert [name for name in stored_in(out) if name.endswith("scaled_fp8")] == [f"{marker}scaled_fp8"]
+    with open_checkpoint(out / "model.safetensors") as model, open_checkpoint(tmp_path / "m.safetensors") as before:
+        assert set(model) == set(before)
+        name = f"{prefix}{module}.0.mlp.up_proj.weight"
+        assert np.allclose(model.read(name), before.read(name).astype(np.float32), rtol=0.07)
+    name = f"comfyui-fp8-old {marker}scaled_fp8"
+    assert find_encoding(name).name == name
+
+
+def test_a_marker_whose_place_cannot_be_told_is_refused(tmp_path: Path) -> None:
+    """ComfyUI takes `net.` for the prefix of a model with six such names and more, else `model.`."""
+    names = [f"blocks.{i}.self_attn.q_proj.weight" for i in range(4)] + [f"net.y.{i}.weight" for i in range(6)]
+    write_file(tmp_path / "m.safetensors", {name: np.ones((16, 16), BF16) for name in names}, {})
+    with pytest.raises(WeightsmithError, match=r"by the prefix 'net\.', and .* does not begin with it") as caught:
+        weightsmith.quantize(tmp_path / "m.safetensors", tmp_path / "out", format="comfyui-fp8-old", fsync=False)
+    assert "Write comfyui-fp8." in str(caught.value)
 
 
 def test_a_folder_with_config_json_is_refused(tmp_path: Path) -> None:

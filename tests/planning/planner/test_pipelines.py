@@ -525,6 +525,22 @@ def test_a_part_that_the_first_model_lacks_is_taken_by_its_name(tmp_path: Path) 
     weightsmith.verify(out)
 
 
+def test_a_part_with_weights_of_another_model_has_the_class_of_that_model(tmp_path: Path) -> None:
+    a, b = pair(tmp_path)
+    kind = ["transformers", "CLIPTextModelWithProjection"]
+    (Path(b) / "model_index.json").write_text(
+        json.dumps({**INDEX, "text_encoder": kind, "vae": ["diffusers", "AutoencoderTiny"]})
+    )
+    out = weightsmith.merge(taking(a, text_encoder=b), tmp_path / "out", fsync=False).out
+    assert json.loads((out / "model_index.json").read_text()) == {**INDEX, "text_encoder": kind}
+    modules = {part: {"models": linear(a, b)["models"]} for part in ("text_encoder", "unet")}
+    recipe = {"merge_method": "linear", "modules": modules}
+    both = weightsmith.merge(recipe, tmp_path / "both", fsync=False).out
+    assert (both / "model_index.json").read_bytes() == (Path(a) / "model_index.json").read_bytes(), "the first model is read"
+    nested = weightsmith.merge(linear(taking(a, text_encoder=b), a), tmp_path / "nested", fsync=False).out
+    assert json.loads((nested / "model_index.json").read_text())["text_encoder"] == kind
+
+
 def test_a_part_without_weights_is_of_one_model_that_has_it(tmp_path: Path) -> None:
     a, b = pair(tmp_path)
     recipe = taking(a, scheduler=b)

@@ -509,7 +509,7 @@ def narrow_linears(model: nn.Module, head: nn.Module | None) -> None:
 
 
 def fast_arithmetic(device: str) -> Arithmetic:
-    """The dtype in which linear layers multiply fastest: bfloat16 on a processor that has instructions for it."""
+    """The dtype in which linear layers multiply fastest: bfloat16 on a CPU that has instructions for it."""
     return "bfloat16" if device == "cpu" and _has_bfloat16() else "float32"
 
 

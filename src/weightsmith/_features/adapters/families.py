@@ -21,12 +21,18 @@ class Family:
     names   module of the first implementation → in diffusers
     fused   matrix of the first implementation → its parts in diffusers, one below the other
     blocks  kind of blocks → how many of them models have: it decides where names fit several families
+    proof   modules that this model alone has, in both vocabularies; () for a model whose names no other one has
+    widths  in place of a module of `proof`: how many blocks there are → the inputs of one of `wide`
+    wide    names in a block
     """
 
     title: str
     names: Mapping[str, str]
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     blocks: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    proof: tuple[str, ...] = ()
+    widths: Mapping[int, int] = field(default_factory=dict)
+    wide: tuple[str, ...] = ()
 
     def __hash__(self) -> int:
         return hash(self.title)
@@ -141,7 +147,13 @@ LTX = Family(
         "proj_out": "proj_out",
     },
     blocks={"transformer_blocks": (28, 48)},
+    proof=("patchify_proj", "proj_in"),
+    widths={28: 2_048, 48: 4_096},
+    wide=("attn2.to_k", "attn2.to_v"),
 )
+"""PixArt, CogVideoX, Sana, Mochi and Cosmos have these names in blocks, too, and PixArt as many blocks; Sana has `time_embed`,
+and Cosmos 28 blocks of the same size, with 1,024 inputs from the text.
+"""
 
 HUNYUAN_VIDEO = Family(
     "HunyuanVideo",

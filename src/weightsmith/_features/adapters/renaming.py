@@ -16,7 +16,16 @@ from functools import cache
 from weightsmith._base.errors import MismatchError, Unsupported
 from weightsmith._base.files import show
 from weightsmith._features.adapters.families import FAMILIES, Family, template
-from weightsmith._models.lora.networks import DENOISER, NETWORKS, TEXT_ENCODER_2, UNKNOWN, Network, network_of
+from weightsmith._models.lora.networks import (
+    DENOISER,
+    DENOISER_BLOCKS,
+    NETWORKS,
+    PUT_PREFIX,
+    TEXT_ENCODER_2,
+    UNKNOWN,
+    Network,
+    network_of,
+)
 
 KOHYA, DIFFUSERS, COMFYUI = "kohya", "diffusers", "comfyui"
 FLUX_T5 = "text_encoder_2.encoder.block."
@@ -65,6 +74,11 @@ _FLUX_ROWS = {
     "linear1": 3 + _MLP_RATIO,
 }
 """Matrix of a block → rows over columns, in all of Flux. Models of other sizes have these names too, and other matrices."""
+_FLUX_COLUMNS = {
+    **dict.fromkeys(("linear2", "proj_out"), 1 + _MLP_RATIO),
+    **dict.fromkeys(("img_mlp.2", "txt_mlp.2", "ff.net.2", "ff_context.net.2"), _MLP_RATIO),
+}
+"""Matrix of a block → columns over rows."""
 _FLUX_BLOCKS = {
     "double_blocks": 19,
     "transformer_blocks": 19,
@@ -96,6 +110,7 @@ _UNET_OUTSIDE = {
     "label_emb.0.2": "add_embedding.linear_2",
     "out.2": "conv_out",
 }
+_SHOWN = 8
 _STAGES = 3  # of the UNet of Stable Diffusion XL
 _LAYERS = 2  # of resnets in each block of a UNet, and one more on the way up
 
@@ -125,6 +140,7 @@ def renamed(shapes: Mapping[str, tuple[int, int]], layout: str, where: str, *, f
     known: dict[str, tuple[Network, str]] = {}
     unknown: list[str] = []
     inside = {module: network_of(module, flat=flat) for module in shapes}
+    _check_networks(inside, where)
     for module, (network, inner) in inside.items():
         dotted = _dotted(inner) if flat else _modern(inner)
         if network is UNKNOWN or not dotted:
@@ -144,7 +160,7 @@ def renamed(shapes: Mapping[str, tuple[int, int]], layout: str, where: str, *, f
         what = f"{len(unknown):,} of its {len(shapes):,} modules have names that are not known"
         titles = ", ".join(family.title for family in FAMILIES)
         fix = f"convert adapters of Stable Diffusion 1, Stable Diffusion XL, Flux, {titles}; for language models: --for peft"
-        raise Unsupported(what, where=where, details=[show(module) for module in unknown[:8]], fix=fix)
+        raise Unsupported(what, where=where, details=[show(module) for module in unknown[:_SHOWN]], fix=fix)
     is_xl, networks = False, {network for network, _ in known.values()}
     modules = _Modules(shapes, known, where)
     if is_flux:
@@ -160,6 +176,19 @@ def renamed(shapes: Mapping[str, tuple[int, int]], layout: str, where: str, *, f
     return [
         RenamedModule(_written(prefixes[network], name, layout), parts, rows) for network, name, parts, rows in modules.all()
     ]
+
+
+def _check_networks(inside: Mapping[str, tuple[Network, str]], where: str) -> None:
+    """Raise Unsupported for modules of a second diffusion model, and for those of a diffusion model that name no network."""
+    if second := [show(module) for module, (network, _) in inside.items() if network is NETWORKS[1]]:
+        whole = f"{len(second):,} of its {len(inside):,} modules"
+        what = f"{whole} are of the second diffusion model, whose factors programs load from a separate file"
+        fix = "write these modules into another file, with transformer. in place of transformer_2., and convert each file"
+        raise Unsupported(what, where=where, details=second[:_SHOWN], fix=fix)
+    bare = [show(module) for module, (network, inner) in inside.items() if network is UNKNOWN and DENOISER_BLOCKS.match(inner)]
+    if bare and len(bare) == len(inside):
+        what = "the names of its modules are those of a diffusion model without the prefix of the network"
+        raise Unsupported(what, where=where, details=bare[:_SHOWN], fix=PUT_PREFIX)
 
 
 def _has_flux(name: str) -> bool:
@@ -188,7 +217,8 @@ def _of_family(
     denoiser  modules of the diffusion model → their names in it
     others    modules of other networks → the network, and their names in it
 
-    Raises Unsupported for names that several families have, where these have other names for the output.
+    Raises Unsupported for names that several families have, where these have other names for the output, and for names that
+    models have that are of no family.
     """
     results: dict[Family, list[RenamedModule]] = {}
     for family in FAMILIES:
@@ -204,14 +234,19 @@ def _of_family(
         raise Unsupported(what, where=where, fix="load it in the program that it was made for")
     if not chosen:
         return []
-    prefixes, beginning = _prefixes(layout, several=True, is_flux=False), {DIFFUSERS: "transformer."}
+    if len(chosen) == 1 and not _is_proven(chosen[0], shapes, denoiser, flat=flat):
+        if layout != DIFFUSERS or not all(module.startswith(_THEIR_DENOISER) for module in denoiser):
+            what = f"its names are those of {chosen[0].title}, and of {_OTHERS}: nothing in the file says which"
+            raise Unsupported(what, where=where, fix="load it in the program that it was made for")
+        results[chosen[0]] = [RenamedModule(_modern(name), (module,)) for module, name in denoiser.items()]
+    prefixes, beginning = _prefixes(layout, several=True, is_flux=False), {DIFFUSERS: _THEIR_DENOISER}
     modules = [
         replace(module, name=_written(beginning.get(layout, prefixes[DENOISER]), module.name, layout))
         for module in results[chosen[0]]
     ]
     for module, (network, inner) in others.items():
         dotted = _dotted(inner) if flat else _modern(inner)
-        if network in (UNKNOWN, NETWORKS[1]) or not dotted:
+        if network is UNKNOWN or not dotted:
             what = f"a name of the file is not known: {show(module)}"
             raise Unsupported(what, where=where, fix=f"leave out modules that {chosen[0].title} does not have")
         modules.append(RenamedModule(_written(prefixes[network], dotted, layout), (module,)))
@@ -220,10 +255,31 @@ def _of_family(
 
 def _has_all_blocks(family: Family, names: Iterable[str]) -> bool:
     """Whether names have the numbers of all blocks of a model of a family."""
+    highest = _block_counts(names)
+    return bool(highest) and all(count in family.blocks.get(block, ()) for block, count in highest.items())
+
+
+def _block_counts(names: Iterable[str]) -> dict[str, int]:
+    """Kind of blocks → one more than the highest number."""
     highest: dict[str, int] = {}
     for block, number in (match.groups() for match in map(_BLOCK.match, names) if match):
         highest[block] = max(highest.get(block, 0), int(number) + 1)
-    return bool(highest) and all(count in family.blocks.get(block, ()) for block, count in highest.items())
+    return highest
+
+
+def _is_proven(family: Family, shapes: Mapping[str, tuple[int, int]], denoiser: Mapping[str, str], *, flat: bool) -> bool:
+    """Whether modules are those of a family and of no other model.
+
+    denoiser  module → its name in the diffusion model
+    """
+    if not family.proof:
+        return True
+    names = {module: place[0] for module, name in denoiser.items() if (place := template(family, name, flat=flat))}
+    if any(name in family.proof for name in names.values()):
+        return True
+    width = family.widths.get(max(_block_counts(denoiser.values()).values(), default=0))
+    inputs = {shapes[module][1] for module, name in names.items() if name.endswith(family.wide)}
+    return inputs == {width}
 
 
 _BLOCK = re.compile(r"((?:\w+_)?blocks)[._](\d{1,4})(?=[._])")
@@ -285,6 +341,9 @@ class _FamilyModules:
         return [inputs] * 3 + [rest] * (count > 3)
 
 
+_THEIR_DENOISER = "transformer."
+_OTHERS = "PixArt, CogVideoX, Sana, Mochi and Cosmos"
+"""Models without a table that have the names of LTX."""
 _FIRST = ("input_blocks", "middle_block", "output_blocks", "time_embed.", "label_emb", "out.")
 _UNET = ("down_blocks.", "mid_block.", "up_blocks.", "conv_in", "conv_out", "time_embedding.", "add_embedding.", *_FIRST)
 
@@ -302,7 +361,7 @@ def _are_of_flux(names: Iterable[str]) -> bool:
 
 def _is_of_unet(network: Network, name: str) -> bool:
     """Whether a module may be of Stable Diffusion 1 or XL."""
-    return name.startswith(_UNET) if network is DENOISER else network is not NETWORKS[1]
+    return network is not DENOISER or name.startswith(_UNET)
 
 
 def _written(prefix: str, name: str, layout: str) -> str:
@@ -336,21 +395,20 @@ def _modern(name: str) -> str:
 
 def _prefixes(layout: str, *, several: bool, is_flux: bool) -> dict[Network, str]:
     """What names begin with, by network. several: the model has several text encoders"""
-    first, second, third, fourth, fifth = NETWORKS
+    first, _, third, fourth, fifth = NETWORKS
     if layout == DIFFUSERS:
         denoiser = "transformer." if is_flux else "unet."
         return {
             first: denoiser,
-            second: "transformer_2.",
             third: third.dotted[0],
             fourth: fourth.dotted[0],
             fifth: "text_encoder_2." if is_flux else "text_encoder_3.",
         }
     if layout == COMFYUI:
         encoders = {network: network.dotted[-1] for network in (third, fourth, fifth)}
-        return {first: "diffusion_model.", second: "transformer_2.", **encoders}
+        return {first: "diffusion_model.", **encoders}
     encoders = {third: "lora_te1_" if several else "lora_te_", fourth: "lora_te2_", fifth: "lora_te3_"}
-    return {first: "lora_unet_", second: "lora_unet_2_", **encoders}
+    return {first: "lora_unet_", **encoders}
 
 
 _DEEP = re.compile(r"transformer_blocks\.[1-9]|(?:input|output)_blocks|label_emb|add_embedding")
@@ -391,10 +449,11 @@ class _Modules:
     def _check_rows(self, module: str, name: str, inner: str) -> None:
         """Raise MismatchError for a matrix of a block that Flux has in another shape."""
         outputs, inputs = self._shapes[module]
-        times = _FLUX_ROWS.get(inner, 0)
-        if times and outputs != times * inputs:
+        rows, columns = _FLUX_ROWS.get(inner, 0), _FLUX_COLUMNS.get(inner, 0)
+        if (rows and outputs != rows * inputs) or (columns and inputs != columns * outputs):
+            times, side = max(rows, columns), "rows" if rows else "columns"
             of_flux = f"{times} times as many" if times > 1 else "as many"
-            what = f"{name} has {outputs:,} rows of B, and {inputs:,} columns of A: there are {of_flux} rows in Flux"
+            what = f"{name} has {outputs:,} rows of B, and {inputs:,} columns of A: there are {of_flux} {side} in Flux"
             raise MismatchError(what, where=self._where, fix="name an adapter of Flux, or repair the file")
 
     def _split(self, module: str, name: str, block: str, number: str, inner: str) -> None:

@@ -51,7 +51,7 @@ from weightsmith._models.card import CARD_NAME, hub_id_of, read_card
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.formats import find_encoding, format_of_encoding, formats
 from weightsmith._models.structure.projections import joined_sets, site_of
-from weightsmith._models.structure.vocabulary import is_vocabulary
+from weightsmith._models.structure.vocabulary import TIED_HEAD, is_model_head, is_vocabulary, tie_flag
 from weightsmith._planning.follow_ups import FollowUpKind, SecondPlan
 from weightsmith._planning.planner import Prepared
 from weightsmith._planning.planner.encode import encodable, quantise
@@ -323,7 +323,6 @@ def _streamed(writing: Writing, *, caches: bool, mixes: bool) -> Format:
         encoding = writing.encodings[group]
         by_row = _stored_by_row(draft, writing, encoding) if group_size is None else {}
         others = {**by_row, **encodings_by_weight(draft, encoding, settings.tensor_types, by_row)}
-        others = {weight: name for weight, name in others.items() if name != encoding.name}
         measured = measured_encoding(encoding, others)
         if problems := text_problems(measured, settings):
             raise PlanError(problems)
@@ -495,6 +494,8 @@ def _decoded(models: Iterable[Checkpoint], name: str) -> list[Finding]:
 # A type is `REGEX=NAME`. The expression is searched for in the names of weights that are quantised, and the last type that fits
 # a weight wins. NAME is an encoding of the same stored format, with its group size (`w4a16-g64`), or `plain`.
 #
+# A type that fits no weight of the layers may fit the head: `lm_head=w8a16`. `.=w8a16` leaves the head as it is.
+#
 # Engines join query, key and value into one matrix, and gate and up: such weights need the same encoding there.
 
 
@@ -526,12 +527,21 @@ def encodings_by_weight(
     weights = [*encodable(draft, default.name), *by_row]
     for name in {kind for _, kind in types} - {PLAIN}:
         weights += [weight for weight in encodable(draft, name) if weight not in weights]
-    unused = [pattern.pattern for pattern, _ in types if not any(map(pattern.search, weights))]
+    unmatched = [(pattern, kind) for pattern, kind in types if not any(map(pattern.search, weights))]
+    heads = [] if tie_flag(draft.config) else [step.out.name for step in draft.steps if is_model_head(step.out)]
+    unused = [pattern.pattern for pattern, _ in unmatched if not any(map(pattern.search, heads))]
     if unused:
         what, fix = "no weight that is quantised has a name that matches", "write a part of a name, such as self_attn.q_proj"
+        if not heads and re.search(unused[0], TIED_HEAD):
+            fix = "leave it out: the head is tied to the embedding, which is stored as it is"
         raise PlanError([option_error("tensor_types", f"{what} {pattern}", fix) for pattern in unused])
-    fitting = ((weight, _type_of(weight, types)) for weight in weights)
-    return {weight: kind for weight, kind in fitting if kind not in ("", by_row.get(weight, default.name))}
+    by_head = {head: _type_of(head, unmatched) for head in heads}
+    for head, kind in by_head.items():
+        if kind and find_encoding(kind).inputs is not None:
+            what = f"{kind} needs the scale of what enters a layer, which is not measured for {head}"
+            raise PlanError([option_error("tensor_types", what, "choose another format for the head, such as w8a16")])
+    by_weight = {**{weight: _type_of(weight, types) for weight in weights}, **by_head}
+    return {weight: kind for weight, kind in by_weight.items() if kind}
 
 
 def _read_types(stored_format: StoredFormat, texts: Sequence[str]) -> tuple[_Types, list[str]]:
@@ -589,6 +599,14 @@ def check_mixture(draft: PlanDraft, default: Encoding, by_weight: Mapping[str, s
         problems += unloaded(writing.name, settings)
         if not problems:
             check_engines(draft, name, writing.name, settings)
+    stored = [step.out for step in draft.steps if step.out.name in by_weight and step.encoding != PLAIN]
+    heads = [spec.name for spec in stored if is_model_head(spec)]  # MLX quantises heads that nobody asks for
+    if heads:
+        what, fix = "SGLang is not known to load a quantised head of compressed-tensors", "leave out its type, or use vLLM"
+        if settings.engine == "sglang":
+            problems.append(Unsupported(what, where=heads[0], fix=fix))
+        elif settings.engine is None:
+            draft.warnings.append(Finding(what, heads[0], fix=fix))
     divided = list(_divided(draft, {*by_weight}))
     if divided and settings.engine in _JOINING:
         problems += [Unsupported(finding.what, where=finding.where, fix=finding.fix) for finding in divided]

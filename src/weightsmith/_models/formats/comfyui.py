@@ -23,6 +23,9 @@ comfyui-fp8-old: the same, with names that programs read before there was X.comf
     scaled_fp8      F8_E4M3 [2]            once, behind the prefix of the diffusion model. Two elements: programs compute with
                                            decoded weights; another number: they round the inputs of layers to 8 bits, too
 
+**Prefix of the marker.** ComfyUI finds the prefix of a diffusion model by counting names (`unet_prefix_from_state_dict` in its
+model_detection.py), drops tensors without it, and then looks for the marker. Text encoders have no prefix.
+
 **The scale has a value of bfloat16.** ComfyUI rounds it to the dtype that it computes in, when it decodes a weight.
 
 **Error.** For every finite x of a weight with the scale s, |code · s - x| ≤ 2^-4 · |x| + 2^-10 · s: half a unit in the last
@@ -225,7 +228,13 @@ def _check_others(model: QuantisedModel, weights: list[ScaledWeight]) -> None:
 
 _NAME, _OLD_NAME = "comfyui-fp8", "comfyui-fp8-old"
 _STATED = np.frombuffer(b'{"format": "float8_e4m3fn"}', np.uint8)
-_MARKERS = re.compile(rf"({re.escape(DIFFUSION)})?{_MARKER}")
+_LONG_PREFIXES = ("model.model.", "net.")
+_MODEL = "model."
+_LEAST_NAMES = 6
+"""Names that a prefix of `_LONG_PREFIXES` needs: with fewer, ComfyUI takes `_MODEL`."""
+_MARKERS = re.compile(rf"({'|'.join(map(re.escape, (DIFFUSION, *_LONG_PREFIXES, _MODEL)))})?{_MARKER}")
+_LANGUAGE_MODEL = re.compile(r"model\.(?:language_model\.)?(?:embed_tokens\.|layers\.\d+\.(?:self_attn|mlp)\.)")
+"""Names of language models that diffusion models have as text encoders."""
 _LARGEST_CODE = 448
 
 
@@ -306,12 +315,34 @@ def _encoding_of(name: str) -> Encoding | None:
 
 
 def _mark(draft: PlanDraft, encoding: Encoding) -> None:
-    """Let the first encoded weight store the marker, too."""
-    first = next(k for k, step in enumerate(draft.steps) if step.encoding == encoding.name)
-    step = draft.steps[first]
-    prefix = DIFFUSION if step.out.name.startswith(DIFFUSION) else ""
+    """Let the first encoded weight store the marker, too. Raises Unsupported where the prefix cannot be told."""
+    encoded = [k for k, step in enumerate(draft.steps) if step.encoding == encoding.name]
+    stored = [spec.name for step in draft.steps for spec in step.outs]
+    prefix = _marker_prefix(stored)
+    outside = [name for name in (draft.steps[k].out.name for k in encoded) if not name.startswith(prefix)]
+    if outside:
+        what = f"ComfyUI reads this model by the prefix {show(prefix)}, and {show(outside[0])} does not begin with it"
+        raise Unsupported(what, where="quantize", fix=f"write {_NAME}")
+    step = draft.steps[encoded[0]]
     marked = ScaledFloats(old=True, marker=f"{prefix}{_MARKER}")
-    draft.steps[first] = replace(step, encoding=marked.name, stored=marked.outs(step.out))
+    draft.steps[encoded[0]] = replace(step, encoding=marked.name, stored=marked.outs(step.out))
+
+
+def _marker_prefix(names: Sequence[str]) -> str:
+    """The prefix under which ComfyUI looks for the marker in a file with tensors of these names; "" for none.
+
+    >>> _marker_prefix(["model.single_layers.0.attn.w1q.weight"]), _marker_prefix(["model.layers.0.mlp.up_proj.weight"])
+    ('model.', '')
+    """
+    if any(name.startswith(DIFFUSION) for name in names):
+        return DIFFUSION
+    if any(map(_LANGUAGE_MODEL.match, names)):
+        return ""
+    counts = {prefix: sum(name.startswith(prefix) for name in names) for prefix in _LONG_PREFIXES}
+    most = max(counts, key=lambda prefix: counts[prefix])
+    if counts[most] >= _LEAST_NAMES:
+        return most
+    return _MODEL if any(name.startswith(_MODEL) for name in names) else ""
 
 
 FORMAT = StoredFormat(

@@ -8,6 +8,7 @@ A network that the model does not have is left out, with a warning, as other loa
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -84,6 +85,11 @@ NETWORKS = (
 )
 TEXT_ENCODER_2, T5 = NETWORKS[3:]
 _T5_BLOCKS = ("encoder.block.", "encoder_block_")
+DENOISER_BLOCKS = re.compile(
+    r"(?:(?:single_)?transformer|double|single|joint)_blocks[._]\d|blocks[._]\d+[._](?:(?:self|cross)_attn|attn[12]|ffn)[._]"
+)
+"""How names of modules in blocks of a diffusion transformer begin, without the network."""
+PUT_PREFIX = "begin names with transformer. (diffusers) or diffusion_model. (ComfyUI)"
 UNKNOWN = Network("the model", ("lora_llm_", "lora_"))
 """What a name is of that begins with no network."""
 

@@ -44,7 +44,7 @@ from weightsmith._models.lora.forms import (
 )
 from weightsmith._models.lora.gguf_file import SUFFIX, is_gguf, is_gguf_adapter, open_gguf
 from weightsmith._models.lora.kinds import KINDS, kind_of_part
-from weightsmith._models.lora.networks import UNKNOWN, network_of
+from weightsmith._models.lora.networks import DENOISER_BLOCKS, PUT_PREFIX, UNKNOWN, network_of
 from weightsmith._models.lora.peft_folder import open_peft
 from weightsmith._models.sources.composed import Selected
 
@@ -58,6 +58,7 @@ DORA_SCALE = ".dora_scale"
 """Ending of norms of DoRA in files of LyCORIS and OneTrainer: of rows [outputs, 1] or of columns [1, inputs]."""
 
 _NORMS = re.compile(rf"(.+)(?:{re.escape(DORA_SCALE)}|\.lora_magnitude_vector(?:\.default)?(?:\.weight)?)")
+_EMBEDDING_BUNDLE = "bundle_emb."
 _SHOWN = 8
 _WAY_OUT = "merge it into its base with the program that made it, and use that model"
 _Parts = dict[str, tuple[str, FactorNames]]
@@ -85,7 +86,11 @@ def read_file(checkpoint: Checkpoint, path: Path) -> Adapter:
     strange += [alphas.pop(module) for module in [*alphas] if module not in parts_of_module and not _states(others, module)]
     if strange:
         what = f"{count(len(strange), 'tensor')} of it are neither factors nor alpha of a module"
-        raise Unsupported(what, where=where, details=[show(name) for name in strange[:_SHOWN]], fix=_WAY_OUT)
+        fix = _WAY_OUT
+        if all(name.startswith(_EMBEDDING_BUNDLE) for name in strange):
+            what = f"it has embeddings of new words beside the factors: {count(len(strange), 'tensor')}"
+            fix = "remove these tensors from a copy of the file, and use the copy; load the embeddings from a file of their own"
+        raise Unsupported(what, where=where, details=[show(name) for name in strange[:_SHOWN]], fix=fix)
     flat = _is_flat([*parts_of_module, *others], where)
     scale = _Scale(checkpoint, alphas, where, flat=flat)
     problems, updates = list[str](), dict[str, Factors]()
@@ -208,6 +213,8 @@ class _Scale:
             if module.startswith(PREFIX):
                 what = "its factors are named as PEFT names them, and lora_alpha / r, their scale, is in no file"
             fix = f"name the folder that holds {CONFIG_NAME} beside it"
+            if DENOISER_BLOCKS.match(module):
+                fix = f"{PUT_PREFIX}, or {fix}"
             raise Unsupported(what, where=self._where, details=[show(module)], fix=fix)
         return 1.0
 

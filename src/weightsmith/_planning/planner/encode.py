@@ -1,8 +1,9 @@
 """Which tensors of an output are stored in an encoding, and what config.json lists as ignored.
 
 Encoded are the weights that a loader builds as nn.Linear in the main decoder: matrices with the role `linear` in its layers.
-Everything else is stored as it is: embeddings and heads (unless the encoding takes them), norms, routers, towers and
-projectors, prediction layers after the last, experts that are one tensor, GPT-2's transposed matrices (Conv1D).
+Everything else is stored as it is: embeddings and heads (unless the encoding takes them, or one is asked for the head), norms,
+routers, towers and projectors, prediction layers after the last, experts that are one tensor, GPT-2's transposed matrices
+(Conv1D).
 
 Of a single file of a diffusion model, the matrices in the blocks are encoded, of all stacks. A checkpoint's VAE and text
 encoders are stored as they are, and of UNets all but the transformer blocks.
@@ -126,6 +127,10 @@ class _Encodings:
     def is_plain(self, spec: TensorSpec) -> bool:
         return self.others.get(spec.name) == PLAIN
 
+    def is_head_asked_for(self, spec: TensorSpec) -> bool:
+        """Whether it is the head of the model, and the user names its encoding."""
+        return self.others.get(spec.name, PLAIN) != PLAIN and is_model_head(spec)
+
     def of(self, spec: TensorSpec) -> Encoding:
         name = self.others.get(spec.name, self.name)
         return find_encoding(self.name if name == PLAIN else name)
@@ -166,16 +171,16 @@ def _reasons(specs: Sequence[TensorSpec], structure: Structure, by_tensor: _Enco
     transposed = any(
         _module(spec).rpartition(".")[2] in _CONV1D and len(spec.shape) == 2 and spec.shape[1] > spec.shape[0] for spec in specs
     )
-    reasons = ((spec, _reason(spec, structure, by_tensor.of(spec), transposed=transposed)) for spec in specs)
+    reasons = ((spec, _reason(spec, structure, by_tensor, transposed=transposed)) for spec in specs)
     return {spec.name: why or ASKED for spec, why in reasons if why or by_tensor.is_plain(spec)}
 
 
-def _reason(spec: TensorSpec, structure: Structure, encoding: Encoding, *, transposed: bool) -> str:
-    place, main = structure.locate(spec.name), structure.main
+def _reason(spec: TensorSpec, structure: Structure, by_tensor: _Encodings, *, transposed: bool) -> str:
+    place, main, encoding = structure.locate(spec.name), structure.main, by_tensor.of(spec)
     if encoding.of_blocks:
         return _outside_blocks(spec, structure) or encoding.refusal(replace(spec, dtype=DTYPES["BF16"]))
     if place is None and (is_head(spec) or is_embedding(spec)):
-        if encoding.vocabulary:
+        if encoding.vocabulary or by_tensor.is_head_asked_for(spec):
             return encoding.refusal(replace(spec, dtype=DTYPES["BF16"]))
         return "the head" if is_head(spec) else "an embedding"
     if place is None or main is None or place[0] != main or main.kind != "decoder":
@@ -249,13 +254,14 @@ def _described(
     encoded = [spec for specs in by_encoding.values() for spec in specs]
     modules = [_module(spec) for spec in plain if _may_be_linear(spec, structure) and not is_embedding(spec)]
     ignored = ignored_modules(plain, encoded, structure)
-    listed = Modules(ignored, tuple(dict.fromkeys(["lm_head", *modules])), tuple(map(_module, encoded)))
+    listed = Modules(ignored, tuple(dict.fromkeys([*_tied_heads(encoded), *modules])), tuple(map(_module, encoded)))
     encodings = [find_encoding(name) for name in by_encoding]
     try:
         configs = [encoding.config(listed) for encoding in encodings]
-        if len(configs) == 1:
-            return configs[0]
         mixed = format_of_encoding(encodings[0].name).mixed
+        by_name = mixed is not None and any(map(is_model_head, encoded))  # vLLM finds a head by its name, not by its class
+        if len(configs) == 1 and not by_name:
+            return configs[0]
         assert mixed is not None, "only encodings of a format that mixes them are asked for together"
         return mixed(configs, targets_of(list(by_encoding.values()), structure))
     except Unsupported as error:
@@ -270,12 +276,12 @@ def _may_be_linear(spec: TensorSpec, structure: Structure) -> bool:
 def ignored_modules(plain: Sequence[TensorSpec], encoded: Sequence[TensorSpec], structure: Structure) -> list[str]:
     """Entries for every module among `plain` that a loader may build as a linear layer, as names or `re:` patterns.
 
-    `lm_head` is always among them. A tied head is a module though no tensor has its name: where none is stored, it may have
-    any of the names of heads.
+    `lm_head` is always among them, unless the head is encoded. A tied head is a module though no tensor has its name: where
+    none is stored, it may have any of the names of heads.
     """
     suffixes = {_module(spec) if (s := structure.suffix(spec.name)) is None else s: _module(spec) for spec in encoded}
     examples = list(suffixes.values())  # of each kind of module one: a pattern matches all layers, or has a layer's number
-    entries: dict[str, None] = {"lm_head": None}
+    entries: dict[str, None] = dict.fromkeys(_tied_heads(encoded))
     for spec in plain:
         if not _may_be_linear(spec, structure):
             continue
@@ -284,9 +290,14 @@ def ignored_modules(plain: Sequence[TensorSpec], encoded: Sequence[TensorSpec], 
             continue
         safe = pattern and not any(re.match(pattern, module) for module in examples)
         entries[f"re:{pattern}" if safe else _module(spec)] = None
-    if not any(is_model_head(spec) for spec in plain):
+    if not any(map(is_model_head, (*plain, *encoded))):
         entries[rf"re:(\w+\.)?({'|'.join(HEADS[1:])})$"] = None  # one component before it: the model's, and no layer's
     return list(entries)
+
+
+def _tied_heads(encoded: Sequence[TensorSpec]) -> list[str]:
+    """The module that a head is in most models, stored or not; [] if the head is encoded."""
+    return [] if any(map(is_model_head, encoded)) else ["lm_head"]
 
 
 def targets_of(groups: Sequence[Sequence[TensorSpec]], structure: Structure) -> list[list[str]]:
@@ -311,6 +322,8 @@ def _kinds(spec: TensorSpec, structure: Structure) -> tuple[str, ...]:
     """Patterns for a module of the decoder, the widest first: of all layers, of one layer. With experts, all projections come
     first: vLLM asks for `….experts.0.gate_proj`, whatever the model calls it."""
     place, inner = structure.locate(spec.name), (structure.suffix(spec.name) or "").removesuffix(_WEIGHT)
+    if place is None and is_model_head(spec):
+        return (rf"(.*\.)?{re.escape(_module(spec).rpartition('.')[2])}$",)
     if place is None or not inner:
         return ()
     parent, expert, projection = re.fullmatch(r"(?:(.*\bexperts)(\.\d+)?\.)?(.*)", inner).groups()  # type: ignore[union-attr]

@@ -389,7 +389,7 @@ class _Assembler:
         readers = part_readers(self.inputs, steps)
         owners = part_owners(self.inputs, opened.donor, readers)
         aligned.files.update(part_configs(self.inputs, donor, owners, steps, self.shape, request.dtype))
-        files, replaced = taken_files(self.inputs, opened.donor, taken)
+        files, replaced = taken_files(self.inputs, opened.donor, taken, owners)
         aligned.files.update(files)
         aligned.removed |= replaced - aligned.files.keys()
         if config is not None and aligned.move is not None:

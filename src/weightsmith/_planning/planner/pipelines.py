@@ -64,9 +64,15 @@ def _folders(model: Checkpoint) -> set[str]:
     return {*model.parts, *(name.partition("/")[0] for name in model.files if "/" in name)} if model.parts else set()
 
 
-def taken_files(inputs: Sequence[Checkpoint], donor: int, taken: Mapping[str, int]) -> tuple[dict[str, bytes], frozenset[str]]:
-    """The files of parts that come from other models, and a model_index.json that names these; and the donor's that they
-    replace. Without config.json of parts with weights: see `part_configs`. taken: see `taken_parts`
+def taken_files(
+    inputs: Sequence[Checkpoint], donor: int, taken: Mapping[str, int], owners: Owners
+) -> tuple[dict[str, bytes], frozenset[str]]:
+    """The files of parts that come from other models, and a model_index.json that names the classes of these and of parts
+    with another model's config.json; and the donor's files that they replace.
+
+    taken  see `taken_parts`
+
+    Without config.json of parts with weights: see `part_configs`.
     """
     files: dict[str, bytes] = {}
     removed: set[str] = set()
@@ -78,10 +84,14 @@ def taken_files(inputs: Sequence[Checkpoint], donor: int, taken: Mapping[str, in
         model, prefix = inputs[k], f"{part}/"
         names = [name for name in model.files if name.startswith(prefix)]
         names = [name for name in names if part not in model.parts or name != f"{prefix}config.json"]
-        model.fetch([*names, PIPELINE])
+        model.fetch(names)
         files |= {name: read_bounded(model.folder / name, MAX_FILE_BYTES) for name in names}
         removed |= {name for name in inputs[donor].files if name.startswith(prefix)}
-        stated = settings_of(model.folder, model.files, PIPELINE).get(part)
+    for part, k in {**owners, **taken}.items():
+        if k == donor:
+            continue
+        inputs[k].fetch([PIPELINE])
+        stated = settings_of(inputs[k].folder, inputs[k].files, PIPELINE).get(part)
         if isinstance(stated, list):
             index[part] = stated
     if index != before:

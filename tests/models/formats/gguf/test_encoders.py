@@ -269,6 +269,8 @@ def test_jinas_rope_has_the_base_of_transformers_by_default(tmp_path: Path) -> N
     [
         ({"num_labels": 30_000_000, "id2label": None}, "num_labels is 30000000, more than 100,000"),
         ({"id2label": {"0": "a", "1": "b", "2": "c"}}, "has names of 3 scores in id2label or num_labels, and the head has 1"),
+        ({"max_position_embeddings": 16}, "position_embeddings.weight: max_position_embeddings is 16 in config.json, and this"),
+        ({"intermediate_size": 16}, "intermediate.dense.weight: intermediate_size is 16 in config.json, and blk.0.ffn_up"),
         ({"num_hidden_layers": 1}, "num_hidden_layers is 1, and there are tensors of 2 layers: layer 1 is not one of those"),
         ({"num_hidden_layers": 3}, "num_hidden_layers is 3, and there are tensors of 2 layers: layer 2 is missing"),
     ],

@@ -14,7 +14,7 @@ from tests.gguf_help import BYTE_LEVEL, tokenizer_files
 from weightsmith._base.errors import FormatError, PlanError
 from weightsmith._models.formats.gguf.architectures.bert import DistilBert
 from weightsmith._models.formats.gguf.architectures.nomic import NomicBert
-from weightsmith._models.formats.gguf.architectures.qwen import Qwen2
+from weightsmith._models.formats.gguf.architectures.qwen import Qwen3
 from weightsmith._models.formats.gguf.values import GgufConfig
 
 HEADS = "num_key_value_heads * (hidden_size / num_attention_heads) is 16 in config.json, and blk.0.attn_k.weight"
@@ -76,6 +76,23 @@ def test_a_size_that_contradicts_a_tensor_is_named(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("qwen2", "qwen2-moe", "nemotron", "starcoder2", "cohere", "cohere2", "olmo2", "olmo3", "olmoe", "lfm2", "phi"),
+        "exaone4",
+    ],
+)
+def test_heads_that_llama_cpp_would_not_load(name: str, tmp_path: Path) -> None:
+    """It has queries as wide as the model in its code for these."""
+    window = {"sliding_window": None} if name == "exaone4" else {}
+    source = zoo.save(name, tmp_path / "m", 1, vocab_size=262, head_dim=24, **window)
+    (source / "tokenizer.json").write_bytes(tokenizer_files(BYTE_LEVEL)["tokenizer.json"])
+    with pytest.raises(PlanError, match=r"num_attention_heads \* head_dim is 96, and llama.cpp takes 32 for granted"):
+        weightsmith.quantize(source, tmp_path / "q", "gguf-f32", progress=False)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", ["short_factor", "long_factor"])
 def test_phi_has_a_factor_for_each_pair_that_rope_turns(setting: str, tmp_path: Path) -> None:
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
@@ -98,6 +115,6 @@ def test_a_tensor_of_more_dimensions_is_none_of_llama_cpps() -> None:
     with pytest.raises(
         FormatError, match=r"q_proj.weight: its shape is \[1, 64, 64\], and llama.cpp has 2 dimensions for blk.0"
     ):
-        Qwen2().check_sizes(GgufConfig({}), {}, shapes)
+        Qwen3().check_sizes(GgufConfig({}), {}, shapes)
     shapes["blk.0.attn_q.weight"] = (64, 64)
-    Qwen2().check_sizes(GgufConfig({}), {}, shapes)  # nothing states a size
+    Qwen3().check_sizes(GgufConfig({}), {}, shapes)  # nothing states a size

@@ -17,6 +17,7 @@ chat.py        chat templates, tokens that end a generation
 values.py       values of config.json and of the keys, checked
 imatrix.py      llama.cpp's importance matrices
 reading.py      the tensors of files
+single_files.py files of ComfyUI: diffusion models and T5 text encoders
 ollama.py       files that Ollama has pulled, by their manifests
 cuts.py        tensors that llama.cpp stores in parts, or with rows or columns in another order
 adapter_file.py LoRA adapters

@@ -31,7 +31,7 @@ from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._models.formats.decoded import DecodedTensors, Weight, read_all
 from weightsmith._models.formats.gguf.architecture import GgufArchitecture
 from weightsmith._models.formats.gguf.architectures import architectures, text_config
-from weightsmith._models.formats.gguf.header import ADAPTER_TYPE, GgufHeader, GgufTensor, read_gguf_header
+from weightsmith._models.formats.gguf.header import ADAPTER_TYPE, GgufHeader, GgufTensor, read_gguf_header, text_of
 from weightsmith._models.formats.gguf.layout import Value
 from weightsmith._models.formats.gguf.reading import MAX_EXPERTS, GgufTensors, StoredBlocks
 from weightsmith._models.formats.gguf.values import GgufConfig, GgufValues
@@ -93,7 +93,7 @@ def open_gguf_adapter(path: Path, where: str, open_file: Opener = open_local) ->
     """
     header = read_gguf_header(path, open_file)
     keys = header.keys
-    if keys.get("general.type") != ADAPTER_TYPE or keys.get(TYPE_KEY) != LORA:
+    if text_of(keys.get("general.type")) != ADAPTER_TYPE or text_of(keys.get(TYPE_KEY)) != LORA:
         what = (
             f"general.type is {show(keys.get('general.type'))} and {TYPE_KEY} {show(keys.get(TYPE_KEY))}, not adapter and lora"
         )

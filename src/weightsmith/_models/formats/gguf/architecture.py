@@ -152,6 +152,7 @@ class GgufArchitecture:
     ends          modules outside of the layers: llama.cpp's name → the Hub's
     shapes        of weights of a layer that llama.cpp loads, by its names
     setting_names  what config.json calls keys of sizes: those that are neither in `sizes` nor in `numbers`
+    square        whether llama.cpp loads only models whose heads together are as wide as the model
     rotated       whether the rows of q and k are reordered
     shift         what is added to norms
     eps           key of the number that norms add, and its name in config.json
@@ -186,6 +187,7 @@ class GgufArchitecture:
     ends: ClassVar[Mapping[str, str]] = ENDS
     shapes: ClassVar[Mapping[str, TensorShape]] = LAYER_SHAPES
     setting_names: ClassVar[Mapping[str, str]] = {}
+    square: ClassVar[bool] = False
     rotated: ClassVar[bool] = False
     shift: ClassVar[float] = 0.0
     eps: ClassVar[tuple[str, str]] = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")
@@ -427,6 +429,8 @@ class GgufArchitecture:
     def check_sizes(self, config: GgufConfig, keys: Mapping[str, Value], shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Raise FormatError if a tensor of a planned GGUF file has another shape than its keys say, as llama.cpp does.
 
+        Raises Unsupported for heads that llama.cpp does not load in this architecture.
+
         keys  of `keys`, which follow from config.json
         """
         numbers = {name.removeprefix(f"{self.name}."): value.value for name, value in keys.items()}
@@ -440,6 +444,9 @@ class GgufArchitecture:
             hub_name = f"{LAYERS}{split[1]}.{split[0].name}" if split is not None else (self.hub_name(name) or name)
             sizes = LayerSizes(numbers, int(match[1]) if match else 0, lambda key: self.setting_of(key, config))
             check_shape(shapes[name], dimensions, sizes, hub_name.replace("{}", "0"), name)
+        if self.square:
+            together = config.count("num_attention_heads") * head_dim(config)
+            config.need("num_attention_heads * head_dim", together, config.count("hidden_size"))
 
     def setting_of(self, key: str, config: GgufConfig) -> str:
         """What config.json calls a size. key: of the GGUF file."""

@@ -30,6 +30,7 @@ EMBEDDINGS = {
 }
 POSITIONS = {"position_embd": "embeddings.position_embeddings"}
 _POSITION_ROWS = "position_embd.weight"
+_POSITIONS = "max_position_embeddings"
 _ENDS = ("bos_token_id", "eos_token_id")
 _SCORES = "cls.output.weight"
 _MOST_LABELS = 100_000
@@ -112,6 +113,9 @@ class Encoder(GgufArchitecture):
 
     def check_tensors(self, config: GgufConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:
         super().check_tensors(config, shapes)
+        if _POSITION_ROWS in shapes and (rows := shapes[_POSITION_ROWS][0]) != (most := config.count(_POSITIONS)):
+            what = f"{_POSITIONS} is {most:,} in config.json, and this tensor has {rows:,} rows"
+            raise FormatError(what, where=f"{self.ends['position_embd']}.weight", fix=f"repair {_POSITIONS} in config.json")
         if not self.ranks:
             return
         tensor = f"{self.ends['cls.output']}.weight"

@@ -19,7 +19,16 @@ import xxhash
 from weightsmith._base.errors import FormatError, Unsupported
 from weightsmith._base.files import DAMAGED, FileState, Opener, RandomAccess, lookalike, open_local, show
 from weightsmith._base.tensors import DType
-from weightsmith._models.formats.gguf.layout import ALIGNMENT, FORMATS, KINDS, MAGIC, MAX_DIMENSIONS, TYPES
+from weightsmith._models.formats.gguf.layout import (
+    ALIGNMENT,
+    DIFFUSION_ARCHITECTURES,
+    FORMATS,
+    KINDS,
+    MAGIC,
+    MAX_DIFFUSION_DIMENSIONS,
+    MAX_DIMENSIONS,
+    TYPES,
+)
 
 ADAPTER_TYPE = "adapter"
 """`general.type` of a file with an adapter."""
@@ -88,7 +97,12 @@ def is_adapter_header(path: Path, open_file: Opener = open_local) -> bool:
     Raises as `read_gguf_header`.
     """
     with open_file(path) as file:
-        return bool(_Reader(file, path).value_of("general.type") == ADAPTER_TYPE)
+        return text_of(_Reader(file, path).value_of("general.type")) == ADAPTER_TYPE
+
+
+def text_of(value: object) -> str:
+    """The value of a key that should be text; "" for any other. A list of numbers cannot be compared with a text."""
+    return value if isinstance(value, str) else ""
 
 
 def check_keys(data: bytes, where: Path) -> None:
@@ -129,7 +143,9 @@ class _Reader:
         if tensors_count > self.remaining() // 24:
             raise self.wrong(f"{tensors_count:,} tensors do not fit into the file")
         keys = self.keys(keys_count)
-        tensors = self._tensors(tensors_count, self._alignment(keys))
+        diffusion = text_of(keys.get("general.architecture")) in DIFFUSION_ARCHITECTURES
+        most = MAX_DIFFUSION_DIMENSIONS if diffusion else MAX_DIMENSIONS
+        tensors = self._tensors(tensors_count, self._alignment(keys), most)
         small = {tensor.name: self._small(tensor) for tensor in tensors if tensor.name in SMALL}
         digest = xxhash.xxh3_128(memoryview(self.data)[: self.at])
         for values in small.values():
@@ -185,7 +201,7 @@ class _Reader:
             raise self.wrong(f"general.alignment is {show(alignment)}, not a power of two from 8 to {_MAX_ALIGNMENT}")
         return alignment
 
-    def _tensors(self, count: int, alignment: int) -> tuple[GgufTensor, ...]:
+    def _tensors(self, count: int, alignment: int, most_dimensions: int) -> tuple[GgufTensor, ...]:
         listed: list[tuple[int, str, DType, tuple[int, ...], int]] = []
         names: set[str] = set()
         for _ in range(count):
@@ -194,8 +210,8 @@ class _Reader:
                 raise self.wrong(f"two tensors are called {show(name)}")
             names.add(name)
             (dimensions,) = self.unpack("I")
-            if not 1 <= dimensions <= MAX_DIMENSIONS:
-                raise self.wrong(f"tensor {show(name)} has {dimensions:,} dimensions, and 1 to {MAX_DIMENSIONS} are allowed")
+            if not 1 <= dimensions <= most_dimensions:
+                raise self.wrong(f"tensor {show(name)} has {dimensions:,} dimensions, and 1 to {most_dimensions} are allowed")
             *reverse, number, offset = self.unpack(f"{dimensions}QIQ")
             dtype, nbytes = self._size(name, number, reverse)
             listed.append((offset, name, dtype, tuple(reverse[::-1]), nbytes))
@@ -224,7 +240,7 @@ class _Reader:
             raise Unsupported(what, where=str(self.path), fix="Get the model in another type.")
         size = 1
         for n in reverse:
-            size *= n  # four factors below 2^64 at most
+            size *= n  # five factors below 2^64 at most
         if not 0 < size * dtype.itemsize <= _MAX_BYTES:
             raise self.wrong(f"tensor {show(name)} has the shape {reverse[::-1]}")
         if reverse[0] % dtype.block:

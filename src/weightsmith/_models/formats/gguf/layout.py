@@ -27,6 +27,12 @@ VERSION = 3
 ALIGNMENT = 32
 MAX_NAME_BYTES = 63  # ggml's names have 64 bytes, with a zero at the end
 MAX_DIMENSIONS = 4
+MAX_DIFFUSION_DIMENSIONS = 5  # ComfyUI-GGUF adds the convolutions over time of video models, which ggml cannot hold
+
+DIFFUSION_ARCHITECTURES = (
+    "flux", "sd1", "sdxl", "sd3", "aura", "ltxv", "hyvid", "wan", "hidream", "cosmos", "qwen_image", "lumina2",
+)  # fmt: skip
+"""`general.architecture` of diffusion models, as ComfyUI-GGUF writes it."""
 
 TYPE_IDS: Mapping[str, int] = MappingProxyType(
     {

@@ -26,8 +26,9 @@ from weightsmith._models.formats.decoded import DecodedTensors, Weight
 from weightsmith._models.formats.gguf.architecture import Contents, GgufArchitecture
 from weightsmith._models.formats.gguf.architectures import architecture_of_file
 from weightsmith._models.formats.gguf.cuts import cut_weight, ordered_weight, padded_weight
-from weightsmith._models.formats.gguf.header import ADAPTER_TYPE, SMALL, GgufHeader, GgufTensor, read_gguf_header
+from weightsmith._models.formats.gguf.header import ADAPTER_TYPE, SMALL, GgufHeader, GgufTensor, read_gguf_header, text_of
 from weightsmith._models.formats.gguf.pooling import pooling_files
+from weightsmith._models.formats.gguf.single_files import is_single_file, single_file_dtype, single_file_notes, single_file_spec
 from weightsmith._models.formats.gguf.tensors import is_decay, predicts
 from weightsmith._models.formats.gguf.tokenizer import tokenizer_files
 from weightsmith._models.formats.gguf.values import GgufConfig
@@ -160,7 +161,7 @@ class GgufTensors(FileTensors[StoredBlocks]):
         values = from_llama_order(values, tensor.head_rows, cols)
         if tensor.shift:
             values -= np.float32(tensor.shift)
-        if tensor.decays:  # libm's: numpy's log depends on the processor; NaN is the caller's to refuse
+        if tensor.decays:  # libm's: numpy's log depends on the CPU; NaN is the caller's to refuse
             values = np.array([math.log(-x) if x < 0 else math.nan for x in values.tolist()], np.float32)
         return values
 
@@ -234,10 +235,12 @@ def open_files(paths: Sequence[Path], index: Index | None, where: str, open_file
     if type(count) is not int or count not in (0, len(paths)):
         what = f"part of a file that is split into {show(count)}, and {len(paths)} were found"
         raise FormatError(what, where=str(paths[0]), fix="Do not rename the parts of a split file.")
-    if first.keys.get("general.type") == ADAPTER_TYPE:
+    if text_of(first.keys.get("general.type")) == ADAPTER_TYPE:
         fix = f"write its base in front of it, BASE+{where}; to merge adapters, all models of the recipe must be adapters"
         raise Unsupported("an adapter (LoRA), not a model", where=where, fix=fix)
     tensors = {tensor.name: tensor for header in headers.values() for tensor in header.tensors}
+    if is_single_file(first.keys, tensors, where):
+        return _open_single_file(headers, first.keys, tensors, where)
     architecture = architecture_of_file(first.keys, tensors, where)
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     small = {name: values for header in headers.values() for name, values in header.small.items()}
@@ -256,8 +259,6 @@ def open_files(paths: Sequence[Path], index: Index | None, where: str, open_file
         what = f"{len(several):,} tensors are left out: layers that predict several tokens at a time"
         notes = [*notes, Finding(what, several[0], fix="use the model as it is: it works without them")]
     other_files |= {"config.json": json_bytes(config), **pooling_files(first.keys, architecture.name)}
-    blocks = Counter(tensor.dtype.name for tensor in tensors.values() if tensor.dtype.block > 1)
-    decoded = f"GGUF, mostly {blocks.most_common(1)[0][0]}" if blocks else ""
     whole = GgufTensors(stored, files, where, dtype)
     cuts = list(dict.fromkeys(split for name in whole.specs if (split := architecture.part_of(name)) is not None))
     weights = list[Weight]()
@@ -273,7 +274,30 @@ def open_files(paths: Sequence[Path], index: Index | None, where: str, open_file
             what = f"its first {skipped:,} rows are 0: the file does not have them, because no token has these positions"
             notes = [*notes, Finding(what, name, fix="use the model as it is")]
     source = GgufMovedTensors(whole, weights, where) if weights else whole
-    return OpenedFiles(source, notes=tuple(notes), files=other_files, decoded=decoded)
+    return OpenedFiles(source, notes=tuple(notes), files=other_files, decoded=_most_blocks(tensors.values()))
+
+
+def _open_single_file(
+    headers: Mapping[Path, GgufHeader], keys: Mapping[str, Any], tensors: Mapping[str, GgufTensor], where: str
+) -> OpenedFiles:
+    """The tensors of a diffusion model or of T5, which bring no config.json and no tokenizer."""
+    stored = [
+        [
+            StoredBlocks(single_file_spec(keys, tensor, tensors, str(path)), path, tensor.offset, tensor.dtype)
+            for tensor in header.tensors
+        ]
+        for path, header in headers.items()
+    ]
+    files = [SourceFile(path, header.state, header.digest) for path, header in headers.items()]
+    parent = next(iter(headers)).parent
+    source = GgufTensors(unite(stored, parent), files, where, single_file_dtype(tensors.values()))
+    return OpenedFiles(source, notes=single_file_notes(keys, tensors), decoded=_most_blocks(tensors.values()))
+
+
+def _most_blocks(tensors: Iterable[GgufTensor]) -> str:
+    """The type of blocks that most tensors have, for users; "" if all are plain numbers."""
+    blocks = Counter(tensor.dtype.name for tensor in tensors if tensor.dtype.block > 1)
+    return f"GGUF, mostly {blocks.most_common(1)[0][0]}" if blocks else ""
 
 
 def _dtype(tensors: Iterable[GgufTensor]) -> DType:

@@ -13,6 +13,7 @@ class Cohere(GgufArchitecture):
     name = "command-r"
     class_name = "CohereForCausalLM"
     model_types = ("cohere",)
+    square = True
     layer = {**ATTENTION, **HEAD_NORMS, **MLP}
     numbers = (GgufKey("logit_scale", "logit_scale", "f32"),)
     fixed = {**TIED, "attention_bias": False}
@@ -35,6 +36,7 @@ class Cohere2(GgufArchitecture):
     name = "cohere2"
     class_name = "Cohere2ForCausalLM"
     model_types = ("cohere2",)
+    square = True
     factored = True
     layer = {**ATTENTION, **MLP}
     numbers = Cohere.numbers

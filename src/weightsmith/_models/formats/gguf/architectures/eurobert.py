@@ -16,6 +16,7 @@ class EuroBert(GgufArchitecture):
     name = "eurobert"
     class_name = "EuroBertModel"
     model_types = ("eurobert",)
+    square = True
     encodes = True
     fixed = {"attention_bias": False, "mlp_bias": False}
     unused = MASKED_HEADS

@@ -13,6 +13,7 @@ class Exaone4(GgufArchitecture):
     name = "exaone4"
     class_name = "Exaone4ForCausalLM"
     model_types = ("exaone4",)
+    square = True
     layer = {**PROJECTIONS, **HEAD_NORMS, **MLP, **NORMS_AFTER}
     windows = Windows(4, stated=True)
     scaled = True

@@ -22,6 +22,7 @@ class Lfm2(GgufArchitecture):
     name = "lfm2"
     class_name = "Lfm2ForCausalLM"
     model_types = ("lfm2",)
+    square = True
     layer = {
         **{"attn_norm": "operator_norm", "ffn_norm": "ffn_norm", "attn_output": "self_attn.out_proj"},
         **{f"attn_{part}": f"self_attn.{part}_proj" for part in "qkv"},

@@ -12,6 +12,7 @@ class Nemotron(GgufArchitecture):
     name = "nemotron"
     class_name = "NemotronForCausalLM"
     model_types = ("nemotron",)
+    square = True
     layer = {**ATTENTION, **MLP_NORM, **UNGATED_MLP}
     shift = 1.0
     fixed = UNTIED

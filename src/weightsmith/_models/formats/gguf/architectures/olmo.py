@@ -22,6 +22,7 @@ class Olmo2(GgufArchitecture):
     name = "olmo2"
     class_name = "Olmo2ForCausalLM"
     model_types = ("olmo2",)
+    square = True
     layer = {**PROJECTIONS, **HEAD_NORMS, **MLP, **NORMS_AFTER}
     fixed = UNTIED
 
@@ -43,6 +44,7 @@ class Olmoe(GgufArchitecture):
     name = "olmoe"
     class_name = "OlmoeForCausalLM"
     model_types = ("olmoe",)
+    square = True
     layer = {**ATTENTION, **HEAD_NORMS, **MLP_NORM, **ROUTER, **EXPERTS}
     experts = "num_experts"
     fixed = {**UNTIED, "norm_topk_prob": False, "clip_qkv": None}

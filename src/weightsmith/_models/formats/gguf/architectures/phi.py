@@ -21,6 +21,7 @@ class Phi2(GgufArchitecture):
     name = "phi2"
     class_name = "PhiForCausalLM"
     model_types = ("phi",)
+    square = True
     layer = ATTENTION | {"attn_output": "self_attn.dense", "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"}
     ends = {**ENDS, "output_norm": "model.final_layernorm"}
     fixed = {**UNTIED, "qk_layernorm": False}

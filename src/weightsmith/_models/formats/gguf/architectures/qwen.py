@@ -19,6 +19,7 @@ class Qwen2(GgufArchitecture):
     name = "qwen2"
     class_name = "Qwen2ForCausalLM"
     model_types: ClassVar[tuple[str, ...]] = ("qwen2",)
+    square = True
 
     def uses_window(self, config: GgufConfig) -> bool:
         return bool(config.get("use_sliding_window", False))

@@ -11,6 +11,7 @@ class StableLm(GgufArchitecture):
     name = "stablelm"
     class_name = "StableLmForCausalLM"
     model_types = ("stablelm",)
+    square = True
     fixed = {**UNTIED, "qk_layernorm": False}
     eps = LAYER_NORM
     partial = 0.25

@@ -12,6 +12,7 @@ class StarCoder2(GgufArchitecture):
     name = "starcoder2"
     class_name = "Starcoder2ForCausalLM"
     model_types = ("starcoder2",)
+    square = True
     layer = {**ATTENTION, **MLP_NORM, "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}
     fixed = {"use_bias": True}
     eps = ("attention.layer_norm_epsilon", "norm_epsilon")
