@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -248,3 +249,18 @@ def test_the_command_says_how_much_it_read_from_copies(folders: Folders, cli: Cl
     ran = cli("run", plan, folders.root / "out", "--local-copy", folders.copies)
     assert ran.code == 0
     assert "read from local copies" in ran.out
+
+
+def test_only_the_driver_of_a_ray_cluster_needs_no_copy(folders: Folders) -> None:
+    shutil.rmtree(folders.copies)
+    helpers = lambda *arguments: share_out(*arguments, workers=Threads(2))  # noqa: E731
+    for options in (RunOptions(), RunOptions(processes=2, threads=2)):
+        with reopen(folders.plan) as prepared, pytest.raises(ParameterError, match="no such folder"):
+            execute(
+                prepared, folders.root / "out", replace(options, fsync=False, local_copy=str(folders.copies)), helpers=helpers
+            )
+    with reopen(folders.plan) as prepared:
+        options = RunOptions(fsync=False, ray="auto", local_copy=str(folders.copies))
+        merged = execute(prepared, folders.root / "out", options, helpers=helpers)
+    assert merged.copied_bytes == 0
+    assert content(folders.root / "out") == content(folders.expected)
