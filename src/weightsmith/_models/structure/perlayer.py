@@ -24,6 +24,7 @@ A `Rule` gives each layer a kind. The new config is valid if every new layer has
 * Cycle: a short list or string repeated over the layers (RecurrentGemma's `block_types`); expanded, it can express any order
 * Sparse: decoder_sparse_step with mlp_only_layers; the list can express any order
 * Remainder: any other number that looks like a period; every layer must keep its remainder
+* Computed: no number at all. The model class computes a constant of each layer from its place, or from the number of layers
 """
 
 from __future__ import annotations
@@ -538,6 +539,38 @@ class Remainder(Rule):
         raise self.refuse(old[self.key], layer_kinds, {}, why)
 
 
+@dataclass(frozen=True, slots=True)
+class Computed(Rule):
+    """The model class computes a constant of each layer, which no file holds. A layer that is moved would get another one.
+
+    what    the constant
+    value   of the key, in configs of such models; "": any but false
+    places  it follows from the layer's place; False: from the number of layers
+    """
+
+    what: str
+    value: str = ""
+    places: bool = True
+
+    def applies(self, old: Config) -> bool:
+        return old.get(self.key) == self.value if self.value else bool(old.get(self.key))
+
+    def kinds(self, old: Config, n_layers: int) -> Kinds:
+        return (None,) * n_layers
+
+    def move(self, old: Config, new: MutableMapping[str, Any], remap: Remap, layer_kinds: Kinds) -> str | None:
+        moved = next((new for new, old in enumerate(remap.source) if new != old), None)
+        if self.places and moved is not None:
+            why = f"layer {remap.source[moved]} would be layer {moved}, and {self.what} follows from its number"
+            fix = "leave out layers at the end only"
+        elif not self.places and remap.n_new != remap.n_old:
+            why = f"there would be {remap.n_new} layers instead of {remap.n_old}, and {self.what} follows from their number"
+            fix = "use as many layers as before"
+        else:
+            return None
+        raise LayerError(f"{self.key} = {old[self.key]} of config.json cannot express this stack: {why}", fix=fix)
+
+
 def _has_experts(config: Config) -> bool:
     present = [config[key] for key in EXPERT_COUNTS if key in config]
     return not present or any(present)
@@ -579,6 +612,9 @@ _RULES: tuple[Rule, ...] = (
     Period("interleave_moe_layer_step", "sparse", "dense", 1, ("moe_layers",), "moe_layers", numbers=True),
     PeriodOffset("attn_layer_period", "attn_layer_offset", "attention"),
     PeriodOffset("expert_layer_period", "expert_layer_offset", "expert", ("mlp_layer_types",)),
+    Computed("scale_attn_by_inverse_layer_idx", "the scale of a layer's attention"),
+    Computed("model_type", "lambda_init of a layer's attention", "diffllama"),
+    Computed("model_type", "the scale of a layer's results", "esmc", places=False),
     SparseStep(),
     MoeSpan(),
     Cycle("block_types"),
