@@ -24,7 +24,7 @@ from weightsmith._outputs.locks import JOURNAL
 from weightsmith._outputs.manifest import MANIFEST_NAME
 from weightsmith._outputs.places import place_of, remove_published
 from weightsmith._outputs.staging import staged_path
-from weightsmith._planning.planner import Prepared
+from weightsmith._planning.planner.prepared import Prepared
 from weightsmith._plans import Plan
 from weightsmith._version import __version__
 from weightsmith.abc.output import Target

@@ -56,9 +56,8 @@ from weightsmith._models.lora.gguf_file import check_heads
 from weightsmith._models.structure import analyse
 from weightsmith._models.structure.projections import GATED
 from weightsmith._models.structure.vocabulary import is_head, ties
-from weightsmith._planning.planner import Prepared
 from weightsmith._planning.planner.inputs import asking, open_models
-from weightsmith._planning.planner.prepared import model_input
+from weightsmith._planning.planner.prepared import Prepared, model_input
 from weightsmith._planning.recipe import ModelRef
 from weightsmith._planning.recipe.values import parse_reference
 from weightsmith._plans import CAST, COPY, FILL, JOIN, Block, Gather, PlanDraft, Provenance, Read, Settings, Step, Table
