@@ -16,9 +16,8 @@ from tokenizers import Tokenizer
 
 from tests.tokenizer_help import OTHER_TEXT, SAMPLES, TEXT, ids, trained, write
 from weightsmith._base.errors import Unsupported
-from weightsmith._models.tokenizers import Vocabulary, read_vocabulary
 from weightsmith._models.tokenizers.convert import convert
-from weightsmith._models.tokenizers.vocabulary import contents_of
+from weightsmith._models.tokenizers.vocabulary import Vocabulary, contents_of, read_vocabulary
 
 SPACES = ["a" + " " * n + "b" for n in range(1, 24)] + [" " * n for n in range(20)]
 TEXTS = [*SAMPLES, *SPACES, TEXT, OTHER_TEXT, "\u2581x", "a<0x41>b", "e\u0301 \ufb01 \u2460", "\t\tx\u00a0y"]

@@ -10,8 +10,7 @@ import pytest
 
 from tests.tokenizer_help import files, trained, write
 from weightsmith._base.errors import FormatError
-from weightsmith._models.tokenizers import Vocabulary, read_vocabulary
-from weightsmith._models.tokenizers.vocabulary import without_merges
+from weightsmith._models.tokenizers.vocabulary import Vocabulary, read_vocabulary, without_merges
 
 
 def read(folder: Path, **content: bytes) -> Vocabulary | None:
