@@ -17,12 +17,12 @@ from safetensors.torch import load_file
 import weightsmith
 from tests.activations.test_statistics import Whole
 from tests.calibration_help import CONFIGS, TEXT, TINY, changed, save_model
+from tests.plan_help import prepare
 from weightsmith._engine.product_graph import most_bytes
 from weightsmith._execution.execute import execute
 from weightsmith._execution.options import RunOptions
 from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._outputs.staging import Staging
-from weightsmith._planning.planner import prepare
 from weightsmith._plans import Product
 from weightsmith.abc.output import Finished
 from weightsmith.abc.product import Arrays
