@@ -158,7 +158,8 @@ class ProductGraph:
         return self._released.isdisjoint(product.needs)
 
     def _reads_released(self, step: Step) -> bool:
-        return not self._released.isdisjoint(self._left.get(step.out.name, ()))
+        """Also while what it read is being removed, which takes as long as the disk takes."""
+        return not self._released.isdisjoint(self._reader.plan.needs(step))
 
     def _compute(self, product: Product) -> None:
         compute = find_kind(product.op).compute
