@@ -14,11 +14,11 @@ import pytest
 
 import weightsmith
 from tests.cli_help import make_models, run_process
+from tests.plan_help import prepare
 from weightsmith._base.errors import StoreError
 from weightsmith._execution import identity
 from weightsmith._execution.identity import facts, program_digest, program_files, work_identity
 from weightsmith._execution.options import RunOptions
-from weightsmith._planning.planner import prepare
 from weightsmith._planning.planner.build import Prepared
 
 TIES: dict[str, Any] = {

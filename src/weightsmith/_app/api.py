@@ -28,7 +28,7 @@ from weightsmith._plans import Plan
 if TYPE_CHECKING:
     from weightsmith._engine.local import Progress
     from weightsmith._execution.run import Evaluated
-    from weightsmith._planning.planner import Prepared
+    from weightsmith._planning.planner.prepared import Prepared
     from weightsmith._reports.keywords import Keywords, PlanKeywords, RunKeywords
     from weightsmith._reports.look.surveys import Watching
 

@@ -28,7 +28,7 @@ from weightsmith._execution.output import sibling
 from weightsmith._execution.run import EVALUATION, PlanRun, RunRequest, run_plan
 from weightsmith._outputs.local import remove_checkpoint
 from weightsmith._planning.follow_ups import FollowUpKind, SecondPlan
-from weightsmith._planning.planner import Prepared
+from weightsmith._planning.planner.prepared import Prepared
 from weightsmith._plans import Product
 
 if TYPE_CHECKING:

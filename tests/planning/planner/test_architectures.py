@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from tests import architectures
+from tests.plan_help import prepare
 from weightsmith._base.errors import LayerError, PlanError, ShapeError
 from weightsmith._models.structure import Stack
 from weightsmith._planning.options import RecipeOptions
-from weightsmith._planning.planner import prepare
 
 pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

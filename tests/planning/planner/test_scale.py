@@ -14,12 +14,11 @@ from typing import Any
 import pytest
 
 from tests import plan_help
-from tests.plan_help import plan
+from tests.plan_help import plan, prepare
 from tests.work import steps
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._files.containers import make_layout
 from weightsmith._planning.options import RecipeOptions
-from weightsmith._planning.planner import prepare
 from weightsmith._plans import plan_from_json, values
 
 LAYERS, EXPERTS = 30, 56

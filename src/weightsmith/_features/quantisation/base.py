@@ -27,8 +27,8 @@ from weightsmith._models.formats.engines import (
     objections,
 )
 from weightsmith._planning.options import SHARD_BYTES
-from weightsmith._planning.planner import Prepared
 from weightsmith._planning.planner.encode import encodable
+from weightsmith._planning.planner.prepared import Prepared
 from weightsmith._plans import PlanDraft, Product
 from weightsmith.abc.product import Arrays
 

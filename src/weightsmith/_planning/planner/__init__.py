@@ -19,8 +19,3 @@ encode.py      which tensors are quantised, and what config.json lists as ignore
 loading.py     whether transformers could load the output; asks transformers_script.py, in a process of its own
 reopen.py      a plan from its JSON and its inputs
 """
-
-from weightsmith._planning.planner.build import assemble as assemble
-from weightsmith._planning.planner.build import prepare as prepare
-from weightsmith._planning.planner.prepared import Prepared as Prepared
-from weightsmith._plans import Plan as Plan

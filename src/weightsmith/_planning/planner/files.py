@@ -26,9 +26,8 @@ from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import Stack, Structure, resize_config, vocabulary
 from weightsmith._models.structure.configs import of_diffusers, replace_value, sections, whole_number
 from weightsmith._models.structure.perlayer import Remap, is_per_layer, rules_for
-from weightsmith._models.tokenizers import Vocabulary, read_vocabulary
 from weightsmith._models.tokenizers.files import TEMPLATE_FILE, settings_in, settings_of, templates_of, with_template
-from weightsmith._models.tokenizers.vocabulary import MAX_FILE_BYTES
+from weightsmith._models.tokenizers.vocabulary import MAX_FILE_BYTES, Vocabulary, read_vocabulary
 from weightsmith._planning.planner.match import InputModels, ModelNames, is_buffer
 from weightsmith._planning.planner.steps import main_dtype
 from weightsmith._plans import Dropped, PlanDraft

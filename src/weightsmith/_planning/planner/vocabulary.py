@@ -33,16 +33,6 @@ from weightsmith._files.subfolders import template_names
 from weightsmith._models.checkpoint import Checkpoint, check_links, open_checkpoint
 from weightsmith._models.structure import vocabulary
 from weightsmith._models.structure.stacks import INDEX
-from weightsmith._models.tokenizers import (
-    RowAlignment,
-    RowRule,
-    United,
-    Vocabulary,
-    align,
-    extend,
-    missing_tokens,
-    read_vocabulary,
-)
 from weightsmith._models.tokenizers.convert import REPLACED, Converted, convert
 from weightsmith._models.tokenizers.files import (
     CHAT_TEMPLATES,
@@ -54,8 +44,19 @@ from weightsmith._models.tokenizers.files import (
     template_of,
     with_added,
 )
-from weightsmith._models.tokenizers.matching import Rows, is_marker, left_out, roles_of
-from weightsmith._models.tokenizers.vocabulary import MAX_FILE_BYTES, contents_of, digest_of
+from weightsmith._models.tokenizers.matching import (
+    RowAlignment,
+    RowRule,
+    Rows,
+    United,
+    align,
+    extend,
+    is_marker,
+    left_out,
+    missing_tokens,
+    roles_of,
+)
+from weightsmith._models.tokenizers.vocabulary import MAX_FILE_BYTES, Vocabulary, contents_of, digest_of, read_vocabulary
 from weightsmith._planning.planner.files import CHOOSE_TOKENIZER, GENERATION, Companions, own_code
 from weightsmith._planning.planner.inputs import at, changed, find_model
 from weightsmith._planning.recipe import ModelRef, Recipe, Tokenizer, TokenRule

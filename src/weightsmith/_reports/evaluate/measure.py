@@ -30,7 +30,7 @@ from weightsmith._execution.output import check_options, sibling
 from weightsmith._execution.progress import Meter, callbacks, shown_meter
 from weightsmith._execution.run import Callbacks, RunRequest, kept_products, staged
 from weightsmith._outputs.staging import Staging
-from weightsmith._planning.planner import Prepared
+from weightsmith._planning.planner.prepared import Prepared
 from weightsmith._plans import Plan, PlanDraft, Product, Provenance
 from weightsmith._reports.command import Command
 from weightsmith._reports.evaluate.opening import (

@@ -64,7 +64,7 @@ from weightsmith._reports.look.surveys import (
 from weightsmith.abc.job import Matrix, Tile
 
 if TYPE_CHECKING:
-    from weightsmith._planning.planner import Prepared
+    from weightsmith._planning.planner.prepared import Prepared
     from weightsmith._reports.keywords import PlanKeywords
 
 
