@@ -44,6 +44,7 @@ from weightsmith._execution.run import (
     run_plan,
     staged,
 )
+from weightsmith._execution.together import measure_together
 from weightsmith._features.any_recipe import assemble_request, replan
 from weightsmith._outputs.local import remove_checkpoint
 from weightsmith._outputs.manifest import read_manifest
@@ -228,10 +229,15 @@ def execute_part(
     steps = part_of(plan, *part)
     request = RunRequest(out, options, callbacks)
     with staged(prepared, request, helping or label(part), steps, products if helping else None) as (staging, run):
+        measured_together = Helped()
         if needed := plan.products_for(steps):
+            if not staging.target.streams:
+                first = (part[0] - 1) / part[1]
+                measured_together = measure_together(plan, needed, staging, run, first, callbacks.waiting)
             with staging.only_process(callbacks.waiting):  # other processes reuse these products
                 results = kept_products(plan, staging, products=needed)
-                run(steps=(), products=needed, results=results)
+                others = run(steps=(), products=needed, results=results)
+                measured_together += Helped(0, others.read_bytes, 0, others.fetched_bytes, others.copied_bytes)
         else:
             results = Results(plan)
         done = finished_steps(plan, staging, results, options.allow_nonfinite, steps)
@@ -239,7 +245,7 @@ def execute_part(
         for model in prepared.inputs:
             model.check_unchanged()
         helped = Helped(len(done), outcome.read_bytes, outcome.written_bytes, outcome.fetched_bytes, outcome.copied_bytes)
-        return PartDone(staging.hand_over(durable=options.fsync and not helping), helped)
+        return PartDone(staging.hand_over(durable=options.fsync and not helping), helped + measured_together)
 
 
 def execute_products(

@@ -15,7 +15,7 @@ from weightsmith._base.files import expand_user
 from weightsmith._base.options import named
 from weightsmith._execution.options import RunOptions
 from weightsmith._execution.report import PAGE_NAME, Moved, to_json
-from weightsmith._files.containers import PEFT, SAFETENSORS
+from weightsmith._files.containers import MLX_ADAPTER, PEFT, SAFETENSORS
 from weightsmith._models.card import CARD_NAME
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._outputs.area import staging_folder
@@ -118,7 +118,7 @@ def _refuse(what: str, fix: str) -> None:
 RECIPE_NAME = "recipe.yml"
 _MAX_PAGE_BYTES = 2 << 20
 
-_CONFIG_NAMES = {SAFETENSORS: "config.json", PEFT: "adapter_config.json"}
+_CONFIG_NAMES = {SAFETENSORS: "config.json", PEFT: "adapter_config.json", MLX_ADAPTER: "adapter_config.json"}
 """Container → the file of `Plan.config`, if it is one."""
 
 

@@ -119,6 +119,7 @@ MAX_HEADER_BYTES = 100_000_000  # the safetensors library rejects longer headers
 PEFT_NAME = "adapter_model.safetensors"
 KOHYA_NAME = "lora.safetensors"
 DIFFUSERS_LORA_NAME = "pytorch_lora_weights.safetensors"
+MLX_ADAPTER_NAME = "adapters.safetensors"
 PT_METADATA: Mapping[str, str] = MappingProxyType({"format": "pt"})  # transformers rejects files without it
 
 
@@ -269,7 +270,8 @@ PEFT = "peft"
 KOHYA = "kohya"
 DIFFUSERS_LORA = "diffusers-lora"
 GGUF_ADAPTER = "gguf-adapter"
-ADAPTERS = frozenset({PEFT, KOHYA, DIFFUSERS_LORA, GGUF_ADAPTER})
+MLX_ADAPTER = "mlx-adapter"
+ADAPTERS = frozenset({PEFT, KOHYA, DIFFUSERS_LORA, GGUF_ADAPTER, MLX_ADAPTER})
 """Those that hold an adapter."""
 
 
@@ -285,5 +287,6 @@ CONTAINERS: Mapping[str, Callable[[Sequence[TensorSpec], int, Naming, bytes, byt
     PEFT: lambda specs, *rest: make_adapter_layout(specs),
     KOHYA: lambda specs, *rest: make_adapter_layout(specs, KOHYA_NAME),
     DIFFUSERS_LORA: lambda specs, *rest: make_adapter_layout(specs, DIFFUSERS_LORA_NAME),
+    MLX_ADAPTER: lambda specs, *rest: make_adapter_layout(specs, MLX_ADAPTER_NAME),
 }
 """Name in `Plan.container` → layout function of the stored tensors, the maximum of a file, `Plan.naming`, `header`, `mmproj`"""

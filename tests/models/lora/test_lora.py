@@ -610,13 +610,9 @@ def test_an_adapter_as_peft_saved_it_before_safetensors(tmp_path: Path) -> None:
     assert {n: t.tobytes() for n, t in found.items()} == {n: t.tobytes() for n, t in expected.items()}
 
 
-def test_adapters_of_mlx_are_refused_by_name(tmp_path: Path) -> None:
+def test_factors_of_mlx_without_their_config_are_refused_by_name(tmp_path: Path) -> None:
     save_file({f"{Q}.lora_a": normal(H, 4), f"{Q}.lora_b": normal(4, H)}, tmp_path / "adapters.safetensors")
-    (tmp_path / "adapter_config.json").write_text(json.dumps({"fine_tune_type": "lora", "lora_parameters": {"rank": 4}}))
-    problem = refusal(base(tmp_path / "base"), tmp_path)
-    assert "an adapter of MLX" in str(problem)
-    assert "mlx_lm.fuse" in problem.finding.fix
-    assert "LoRA of MLX" in str(refusal(base(tmp_path / "base2"), tmp_path / "adapters.safetensors"))
+    assert "LoRA of MLX" in str(refusal(base(tmp_path / "base"), tmp_path / "adapters.safetensors"))
 
 
 def test_files_that_are_missing_or_damaged(tmp_path: Path) -> None:
