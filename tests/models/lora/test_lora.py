@@ -186,6 +186,34 @@ def test_convolutions_are_those_of_peft(dora: bool, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("family", "stated"), [("llama", True), ("gpt2", False)])
+def test_the_base_says_which_way_round_square_matrices_are(family: str, stated: bool, tmp_path: Path) -> None:
+    """As PEFT does, whatever `fan_in_fan_out` says: trainings in 4 bits leave it true for Llama."""
+    torch, peft, transformers = (pytest.importorskip(n) for n in ("torch", "peft", "transformers"))
+    torch.manual_seed(0)
+    if family == "gpt2":
+        settings = transformers.GPT2Config(vocab_size=TOKENS, n_embd=H, n_layer=1, n_head=2, n_positions=16)
+        model, target = transformers.GPT2LMHeadModel(settings), "attn.c_proj"
+    else:
+        settings = transformers.LlamaConfig(vocab_size=TOKENS, hidden_size=H, num_hidden_layers=1, num_attention_heads=2)
+        model, target = transformers.LlamaForCausalLM(settings), "q_proj"
+    model.save_pretrained(tmp_path / "base")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    config = peft.LoraConfig(r=4, target_modules=[target], init_lora_weights=False, fan_in_fan_out=family == "gpt2")
+    tuned = peft.get_peft_model(model, config)
+    tuned.save_pretrained(tmp_path / "adapter")
+    path = tmp_path / "adapter" / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "fan_in_fan_out": stated}))
+    fresh = type(model).from_pretrained(tmp_path / "base")
+    expected = peft.PeftModel.from_pretrained(fresh, tmp_path / "adapter").merge_and_unload().state_dict()
+    found = baked(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+    (changed,) = [name for name, array in found.items() if (array != before[name].numpy()).any()]
+    assert target in changed
+    np.testing.assert_allclose(found[changed], expected[changed].numpy(), rtol=2e-6, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("case", [{"modules_to_save": ["wte"]}, {"target_modules": ["wte", "c_attn"]}, {}])
 def test_the_head_of_gpt2_stays_as_it_was_trained(case: dict[str, Any], tmp_path: Path) -> None:
     """The embedding alone was trained: PEFT keeps the head, which is one tensor with it in the base."""

@@ -32,7 +32,7 @@ from weightsmith._models.lora.networks import find_places as find_modules
 from weightsmith._models.sources.adapted import Adapted, AdaptedTensor, RowChange, Update
 from weightsmith._models.structure import analyse
 from weightsmith._models.structure.configs import replace_value
-from weightsmith._models.structure.projections import UNMIXTRAL, SubMatrix, fused_names, fused_parts
+from weightsmith._models.structure.projections import TRANSPOSED_MODELS, UNMIXTRAL, SubMatrix, fused_names, fused_parts
 from weightsmith._models.structure.vocabulary import (
     class_of,
     is_embedding,
@@ -428,7 +428,7 @@ class _Match:
             return [f"{name}: the adapter has two changes for it"]
         if changed and any(change.rows is None or change.rows == rows for change in self._changes.get(tensor, ())):
             return [f"{name}: the adapter changes it under several names, {module} is one of them"]
-        transposed = self.adapter.transposed and len(shape) == 2 and rows is None and parts.kind != "trainable_tokens"
+        transposed = self._inputs_first and len(shape) == 2 and rows is None and parts.kind != "trainable_tokens"
         turned = shape[::-1] if transposed else shape
         self.shapes[module] = turned
         described = AdapterModule(module, turned, {part: specs[stored] for part, stored in parts.parts.items()}, parts.settings)
@@ -585,11 +585,24 @@ class _Match:
         return [Update(factors.a, factors.b, factors.scaling, transposed, factors.magnitude, columns=factors.columns)]
 
     def _transposed(self, factors: Factors, shape: Shape) -> bool:
-        """The weight is (B @ A)ᵀ: an embedding, or one of GPT-2's. The shape says so, and of a square one the config."""
+        """The weight is (B @ A)ᵀ: an embedding, or one of GPT-2's. The shape says so, and of a square one the base."""
         a, b = self._shapes(factors)
         if b[0] == a[1]:
-            return factors.embedding or self.adapter.transposed
+            return factors.embedding or self._inputs_first
         return shape == (a[1], b[0])
+
+    @cached_property
+    def _inputs_first(self) -> bool:
+        """Whether the base's layers store [inputs, outputs].
+
+        PEFT goes by the class of a layer: trainings on quantised bases have left `fan_in_fan_out: true` in configs of models
+        that store [outputs, inputs].
+        """
+        model_type = (self.base.config or {}).get("model_type")
+        joined = (spec.shape for name, spec in self.base.specs.items() if name.endswith("attn.c_attn.weight"))
+        if model_type in TRANSPOSED_MODELS or any(shape[1:] == (3 * shape[0],) for shape in joined):
+            return True
+        return self.adapter.transposed and not isinstance(model_type, str)
 
 
 def _overlap(updates: Sequence[Update]) -> bool:
