@@ -302,6 +302,16 @@ def test_a_ghost_token_has_no_row(make: Callable[..., Tokenizer]) -> None:
     assert result.plan.vocabulary["sources"]["in no model"] == 1
 
 
+def test_a_union_keeps_the_row_of_a_token_that_only_the_settings_name(make: Callable[..., Tokenizer]) -> None:
+    n = trained().get_vocab_size()
+    make("a", rows=n + 1, settings={"pad_token": "[PAD]"}, pad_token_id=n)
+    make("b", trained(special=["<s>", "</s>", "<new>"]), seed=1)
+    rows, _ = merged(recipe("a", "b", base="a", tokenizer_source="union"))
+    assert vocab_of("out")["[PAD]"] == n == json.loads(Path("out/config.json").read_text())["pad_token_id"]
+    assert vocab_of("out")["<new>"] == n + 1
+    np.testing.assert_allclose(rows[EMBED][n:], [tensors("a")[EMBED][n], tensors("b")[EMBED][n]], atol=1e-6)
+
+
 def test_added_tokens_that_are_ordinary_text_are_pointed_out(make: Callable[..., Tokenizer]) -> None:
     make("a")
     other = trained()

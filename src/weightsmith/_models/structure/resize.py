@@ -145,6 +145,10 @@ LAYERS_UNSPECIFIED = "but config.json does not say which layers use it"
 """Marks a note on what the new config may not express. All other notes are changes."""
 
 
+_OF_ENCODERS = ("attention_window", "stagger_local_blocks")
+"""Keys that say nothing of the decoder beside the encoder: LED's and PEGASUS-X's attention to a part of the text."""
+
+
 class _Resize:
     """The change of one stack: `old` and `new` are whole configs, `new` is edited in place."""
 
@@ -239,7 +243,7 @@ class _Resize:
             return False
         if "encoder" in about and kind == "decoder" and "encoder" not in stack_words:
             return False
-        if key == "attention_window" and kind == "decoder" and "encoder_layers" in self.old:  # LED's encoder alone has windows
+        if key in _OF_ENCODERS and kind == "decoder" and "encoder_layers" in self.old:
             return False
         if path == () and (about & {"vision", "audio"} - stack_words) & self.parts:
             return False
