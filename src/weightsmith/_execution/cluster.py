@@ -52,6 +52,7 @@ from weightsmith._execution.execute import PRODUCTS_LABEL, PartDone, execute_par
 from weightsmith._execution.identity import facts, work_identity
 from weightsmith._execution.options import RunOptions
 from weightsmith._execution.run import Helped, RunRequest, finished_steps, kept_products
+from weightsmith._execution.together import divisible
 from weightsmith._files.containers import GGUF, GGUF_ADAPTER
 from weightsmith._files.safetensors import collector_paused
 from weightsmith._outputs.journal import changes
@@ -330,9 +331,11 @@ class Driver:
             done = finished_steps(plan, staging, kept_products(plan, staging), allow_nonfinite)
             for k in [k for k, steps in parts.items() if all(step.out.name in done for step in steps)]:
                 self.helped += Helped(len(parts.pop(k)))
-        later = {k for k, steps in parts.items() if any(plan.needs(step) for step in steps)}
+        # Workers in one folder measure what they can together, when they begin their parts.
+        alone = {p.name for p in plan.products if staging.target.streams or not divisible(p)}
+        later = {k for k, steps in parts.items() if any(not alone.isdisjoint(plan.needs(step)) for step in steps)}
         first = [Share((k, self.n)) for k, steps in parts.items() if steps and k not in later]
-        self._ready = deque([*([Share(None)] if plan.products else []), *first])
+        self._ready = deque([*([Share(None)] if alone else []), *first])
         self._after_products = [Share((k, self.n)) for k in sorted(later)]
         self._inputs = prepared.inputs
         self._states: dict[Share, _State] = {}

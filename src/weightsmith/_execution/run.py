@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from weightsmith._engine.local import Outcome, Progress
     from weightsmith._engine.results import JobMemory, Results
     from weightsmith._outputs.staging import Staging
-    from weightsmith.abc.output import Finished
+    from weightsmith.abc.output import Finished, Output
     from weightsmith.abc.product import Arrays
 
 
@@ -422,7 +422,7 @@ def staged(
     steps: Iterable[Step] | None = None,
     helping: Mapping[str, str] | None = None,
 ) -> Iterator[tuple[Staging, Callable[..., Outcome]]]:
-    """Download, then open the output: its staging, and `engine.local.run` for a workload of the plan.
+    """Download, then open the output: its staging, and `engine.local.run` for a workload of the plan, into it or elsewhere.
 
     part     its label
     steps    of the part: what an earlier run has finished of them is taken over; None: of all
@@ -445,13 +445,13 @@ def staged(
         stage.source.set_run(resources, allow_nonfinite=options.allow_nonfinite)
     with open_output(request.out, spec) as staging:
 
-        def go(**selected: Any) -> Outcome:
+        def go(output: Output = staging, **selected: Any) -> Outcome:
             folders = [model.folder for model in inputs]
             workload = Workload(folders=folders, allow_nonfinite=options.allow_nonfinite, memory=request.memory, **selected)
             return run(
                 plan,
                 inputs,
-                staging,
+                output,
                 resources,
                 workload,
                 progress=request.callbacks.progress,
