@@ -608,7 +608,7 @@ def check_mixture(draft: PlanDraft, default: Encoding, by_weight: Mapping[str, s
             problems.append(Unsupported(what, where=heads[0], fix=fix))
         elif settings.engine is None:
             draft.warnings.append(Finding(what, heads[0], fix=fix))
-    divided = list(_divided(draft, {*by_weight}))
+    divided = [] if default.of_blocks else list(_divided(draft, {*by_weight}))  # ComfyUI joins none
     if divided and settings.engine in _JOINING:
         problems += [Unsupported(finding.what, where=finding.where, fix=finding.fix) for finding in divided]
     elif divided and settings.engine is None:

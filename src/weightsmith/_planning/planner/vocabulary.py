@@ -359,6 +359,7 @@ class VocabularyPlanner:
         rows = self.counts[k] if k >= 0 else asked.rows or max(out.ids.values()) + 1
         rows = max([rows, *(out.ids[token] + 1 for token in united.new)])
         rows = -(-rows // asked.multiple) * asked.multiple
+        self._check_reserved(asked, out, read[self.donor])
         rules = [row_rule for rule in asked.rules if (row_rule := self._rule(rule, out, vocabularies)) is not None]
         if self.problems:
             return
@@ -368,6 +369,22 @@ class VocabularyPlanner:
         aligned.summary["new"] = list(united.new)
         aligned.summary["left_out"] = {label: n for label, n in left_out(out, others).items() if n}
         self._warn_of_splits(asked, source, united, vocabularies, aligned)
+
+    def _check_reserved(self, asked: Tokenizer, out: Vocabulary, mine: Vocabulary | None) -> None:
+        """Note tokens with ids that the donor's model takes for images or audio. mine: the donor's tokenizer"""
+        reserved = vocabulary.first_reserved(self.opened[self.donor].config)
+        if reserved is None:
+            return
+        first, key = reserved
+        theirs = {} if mine is None else mine.tokens
+        wrong = [(n, token) for n, token in sorted(out.tokens.items()) if n >= first and theirs.get(n) != token]
+        wrong += [(n, token) for n, token in sorted(theirs.items()) if n >= first and n not in out.tokens]
+        if wrong:
+            number, token = wrong[0]
+            what = f"{self.labels[self.donor]} takes ids from {first:,} on for images or audio ({key} of config.json), and "
+            what += f"{len(wrong):,} of them would change their tokens, the first of which is {number:,} ({show(token)})"
+            fix = f"keep the tokenizer of {self.labels[self.donor]} as it is"
+            self.problems.append(Unsupported(what, where=asked.where, fix=fix))
 
     def _extended(self, asked: Tokenizer, source: Vocabulary, others: Sequence[Vocabulary]) -> tuple[United, Converted | None]:
         """The tokenizer with the tokens that the recipe adds; and what its tokenizer.json is made of, if it has none."""
