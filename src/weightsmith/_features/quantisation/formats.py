@@ -55,7 +55,8 @@ from weightsmith._models.structure.projections import joined_sets, site_of
 from weightsmith._models.structure.vocabulary import TIED_HEAD, is_model_head, is_vocabulary, tie_flag
 from weightsmith._planning.follow_ups import FollowUpKind, SecondPlan
 from weightsmith._planning.planner.encode import encodable, quantise
-from weightsmith._planning.planner.files import drop_subfolders, joined, lacking
+from weightsmith._planning.planner.files import joined, lacking
+from weightsmith._planning.planner.pipelines import drop_subfolders
 from weightsmith._planning.planner.prepared import Prepared
 from weightsmith._plans import PLAIN, PlanDraft, Product, Step
 from weightsmith._plans.codec import has_type
