@@ -1,8 +1,8 @@
 """Megatron-LM's checkpoints with a file for each process: `mp_rank_01_003/model_optim_rng.pt`, …
 
 A file has the slice of a tensor-parallel rank (01) of the layers of a pipeline stage (003). If experts are spread over
-processes, one more number is that of the expert-parallel rank. They are read as one model, in Megatron's names and order of rows: what
-Megatron itself would save with one process. Tensor-parallel slices are joined as Megatron's converter joins them
+processes, one more number is that of the expert-parallel rank. They are read as one model, in Megatron's names and order of
+rows: what Megatron itself would save with one process. Tensor-parallel slices are joined as Megatron's converter joins them
 (tools/checkpoint/loader_base.py):
 
 dimension 0  query, key and value; the first layer of an MLP; embeddings; the head. Each slice of a gated first layer has parts
