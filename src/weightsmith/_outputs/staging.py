@@ -36,6 +36,7 @@ from weightsmith._outputs.journal import Entries, Journal, Notes, is_resumable, 
 from weightsmith._outputs.local import LocalTarget, check_out
 from weightsmith._outputs.locks import ADDRESS, JOURNAL, PARTS, PRODUCTS, SPACE, FollowedJournals, part_journals, read_journals
 from weightsmith._outputs.manifest import MANIFEST_NAME, check_file_name, encode_manifest
+from weightsmith._outputs.shared import SharedResults
 from weightsmith._outputs.weight_files import StagedFiles, StreamedFiles
 from weightsmith.abc.output import Built, FilesGone, Finished, OutputSpec, Progress, Target
 
@@ -48,6 +49,8 @@ BOOKKEEPING_BYTES = 400
 ATTACH_SECONDS = 60
 """How long a process that builds a part waits for another one to prepare the staging folder."""
 _CHECKSUM = re.compile("[0-9a-f]{32}")
+SHARED = "shared"
+"""The folder, in that of the products, of what processes make for each other."""
 _PUT = "put "
 """Start of the keys of the notes about weight files that are put."""
 
@@ -451,6 +454,16 @@ class Staging(Closing):
 
     # parts that other processes build
 
+    @property
+    def shared_results(self) -> SharedResults:
+        """What the processes that build parts in this folder make for each other, before there are products."""
+        return SharedResults(self.folder / PRODUCTS / SHARED)
+
+    def look_for_products(self) -> None:
+        """Take note of the products that other processes in this folder have finished."""
+        with self._kept():
+            self._products = read_journals(self.folder, ()).products
+
     @contextmanager
     def only_process(self, waiting: Callable[[], None] | None = None) -> Iterator[None]:
         """Wait until no other part is inside, and see the products that they have finished. waiting: called if one is."""
@@ -458,7 +471,7 @@ class Staging(Closing):
             yield
             return
         with self._locks.products(waiting):
-            self._products = read_journals(self.folder, ()).products
+            self.look_for_products()
             yield
 
     @contextmanager
