@@ -745,7 +745,6 @@ def test_shared_factors_are_applied_once(tmp_path: Path) -> None:
 
 def test_one_tensor_does_not_have_the_norms_of_two(tmp_path: Path) -> None:
     tensors = tied_factors() | {
-        f"{P}{Q}.lora_magnitude_vector": normal(H),
         f"{P}model.embed_tokens.lora_magnitude_vector": normal(H),
     }
     tensors |= {f"{P}lm_head.lora_magnitude_vector": normal(TOKENS)}

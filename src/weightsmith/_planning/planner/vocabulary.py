@@ -70,7 +70,7 @@ Mask = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _TokenizerFolder:
     """A folder with the files of a tokenizer; of a model on the Hub those that were fetched."""
 
     label: str
@@ -268,7 +268,7 @@ class VocabularyPlanner:
         self.opened, self.donor, self.stack = opened, donor, stack
         self.problems: list[WeightsmithError] = []
         self.counts = [vocabulary.count_rows(c.specs.values(), c.config) for c in opened]
-        self.places = [_Place(label, c.folder, c.files, c) for label, c in zip(self.labels, opened, strict=True)]
+        self.places = [_TokenizerFolder(label, c.folder, c.files, c) for label, c in zip(self.labels, opened, strict=True)]
         self.outside = self.places[0]  # a model that is not in the merge, whose tokenizer the output has
         self.source = donor  # index of the model whose tokenizer the output has; -1: that one
         self.output: Vocabulary | None = None  # the output's, if the recipe asks for one
@@ -318,7 +318,7 @@ class VocabularyPlanner:
 
     # ---- which tokenizer
 
-    def _read(self, place: _Place) -> Vocabulary | None:
+    def _read(self, place: _TokenizerFolder) -> Vocabulary | None:
         place.fetch(GENERATION)
         return read_vocabulary(place.label, place.folder, place.files, self._seen)
 
@@ -419,7 +419,7 @@ class VocabularyPlanner:
             aligned.findings.append(Finding(what, asked.where, details, "test the result: text is split differently by each"))
 
     @property
-    def _source_place(self) -> _Place:
+    def _source_place(self) -> _TokenizerFolder:
         """Where the files of the output's tokenizer are."""
         return self.places[self.source] if self.source >= 0 else self.outside
 
@@ -447,16 +447,16 @@ class VocabularyPlanner:
             raise at(changed(error, what=what), asked.where) from error
         return self._read(self.outside), -1
 
-    def _open(self, ref: ModelRef) -> _Place:
+    def _open(self, ref: ModelRef) -> _TokenizerFolder:
         """A model that is not in the merge: of a folder, the files alone."""
         folder = expand_user(ref.path)
         if not ref.revision and is_folder(folder):
             names = (*file_names(folder), *template_names(folder))
             check_links(folder, [name for name in names if is_tokenizer(name)])
-            return _Place(str(ref), folder, names)
+            return _TokenizerFolder(str(ref), folder, names)
         checkpoint = open_checkpoint(ref.path, revision=ref.revision or None, download=False)
         self.stack.callback(checkpoint.close)
-        return _Place(str(ref), checkpoint.folder, checkpoint.files, checkpoint)
+        return _TokenizerFolder(str(ref), checkpoint.folder, checkpoint.files, checkpoint)
 
     def _rule(self, rule: TokenRule, out: Vocabulary, vocabularies: Sequence[Vocabulary]) -> RowRule | None:
         number = out.ids[rule.token]
@@ -546,7 +546,7 @@ class VocabularyPlanner:
                 listed = settings_of(place.folder, place.files, "added_tokens.json")
                 aligned.files["added_tokens.json"] = json_bytes({**listed, **{token: out.ids[token] for token in new}})
 
-    def _ids(self, aligned: Aligned, k: int, place: _Place, source: Vocabulary) -> None:
+    def _ids(self, aligned: Aligned, k: int, place: _TokenizerFolder, source: Vocabulary) -> None:
         """The ids of special tokens in config.json and generation_config.json, which are those of the donor's tokenizer."""
         mine = self.places[self.donor]
         old = self._read(mine)
