@@ -48,7 +48,7 @@ from weightsmith._execution.run import (
     run_plan,
     staged,
 )
-from weightsmith._execution.together import measure_together
+from weightsmith._execution.together import PAUSE_SECONDS, helper_of, measure_together
 from weightsmith._features.any_recipe import assemble_request, replan
 from weightsmith._outputs.area import left_behind, staging_folder
 from weightsmith._outputs.journal import read_journal
@@ -226,6 +226,8 @@ def _asking(question: Callable[[Began], Any] | None) -> Iterator[Callable[[], An
         yield asked.answer
 
 
+HELPER_LABEL = "helper-"
+"""Start of the labels of the processes that help it."""
 PRODUCTS_LABEL = "products-alone"
 """The label of the process that computes the products of all parts; any process that computes some holds `lock-products`."""
 
@@ -294,6 +296,7 @@ def execute_part(
     helping   label of the part if it is done for a driver: not `label(part)` for a second process that does the same part
     products  checksums of those that the driver has
     """
+    from weightsmith._engine.product_graph import needed_later
     from weightsmith._engine.results import Results
 
     _check_part(prepared, out, options, bool(helping))
@@ -306,9 +309,13 @@ def execute_part(
             if not staging.target.streams:
                 first = (part[0] - 1) / part[1]
                 measured_together = measure_together(plan, needed, staging, run, first, callbacks.waiting)
-            with staging.only_process(callbacks.waiting):  # other processes reuse these products
+            helper = helper_of(plan, staging, resources_of(prepared, options))
+            with staging.only_process(callbacks.waiting, helper or (lambda: None)):  # other processes reuse these products
+                if helper is not None:
+                    helper.close()
                 results = kept_products(plan, staging, products=needed)
-                others = run(steps=(), products=needed, results=results)
+                later = needed_later(plan, needed, staging.products)
+                others = run(steps=(), products=needed, results=results, tasks=staging.task_board, later=later)
                 measured_together += Helped(0, others.read_bytes, 0, others.fetched_bytes, others.copied_bytes)
         else:
             results = Results(plan)
@@ -327,11 +334,28 @@ def execute_products(
     _check_part(prepared, out, options, helping=True)
     with staged(prepared, RunRequest(out, options), PRODUCTS_LABEL, (), products) as (staging, run):
         with staging.only_process():
-            outcome = run(steps=(), results=kept_products(prepared.plan, staging))
+            outcome = run(steps=(), results=kept_products(prepared.plan, staging), tasks=staging.task_board)
         for model in prepared.inputs:
             model.check_unchanged()
         helped = Helped(0, outcome.read_bytes, 0, outcome.fetched_bytes, outcome.copied_bytes)
         return PartDone(staging.hand_over(), helped)
+
+
+def execute_helper(
+    prepared: Prepared, out: str | os.PathLike[str], options: RunOptions, products: Mapping[str, str], number: int
+) -> PartDone:
+    """Do tasks of the process that runs `execute_products` for the same driver, until the driver ends this one.
+
+    Raises StoreError if the driver has ended.
+    """
+    _check_part(prepared, out, options, helping=True)
+    with staged(prepared, RunRequest(out, options), f"{HELPER_LABEL}{number}", (), products) as (staging, _):
+        helper = helper_of(prepared.plan, staging, resources_of(prepared, options))
+        while True:
+            staging.check_led()
+            if helper is not None:
+                helper()
+            time.sleep(PAUSE_SECONDS)
 
 
 def _check_part(prepared: Prepared, out: str | os.PathLike[str], options: RunOptions, helping: bool) -> None:
