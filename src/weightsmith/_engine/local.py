@@ -1,6 +1,6 @@
 """Runs a plan on the threads of this machine.
 
-Each thread takes a tile from the scheduler and hands it to what the pass needs: `Copier`, `Merger` and `Encoder`, or the
+Each thread takes a tile from the scheduler and hands it to what the pass needs: `Copier`, `Merger` and `TileEncoder`, or the
 reduction of a product (`ProductGraph`). The compiled kernels and the reads and writes release the GIL. Bytes of files elsewhere
 are fetched ahead of the threads, in the order of `visits`.
 """
@@ -25,7 +25,7 @@ from weightsmith._engine.reader import Reader
 from weightsmith._engine.resources import DEFAULTS, WHOLE, Buffers, Resources, Workload
 from weightsmith._engine.results import Results
 from weightsmith._engine.schedule import APPLY, ActivePass, ActiveStep, LeafPass, ReductionPass, Scheduler, Task
-from weightsmith._engine.tile_work import Copier, Encoder, Finite, Merger
+from weightsmith._engine.tile_work import Copier, Finite, Merger, TileEncoder
 from weightsmith._kernels.jit import is_compiling, leave
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._plans import COPY, Gather, Plan, Product, Step
@@ -118,7 +118,7 @@ class Run:
         self._abandon = abandon
         self._lock = threading.Lock()
         finite = Finite(reader, workload.allow_nonfinite)
-        self._encoder = Encoder(reader, output, allow_nonfinite=workload.allow_nonfinite)
+        self._encoder = TileEncoder(reader, output, allow_nonfinite=workload.allow_nonfinite)
         self._copier = Copier(reader, finite, output, self._encoder)
         self._merger = Merger(reader, finite, measures=True)
         self.products = ProductGraph(reader, finite, output, steps, products, resources, workload, self._make)

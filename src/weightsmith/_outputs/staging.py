@@ -470,7 +470,7 @@ class Staging(Closing):
         return SharedResults(self.folder / PRODUCTS / SHARED)
 
     def look_for_products(self) -> None:
-        """See the products that other processes in this folder have finished."""
+        """Take note of the products that other processes in this folder have finished."""
         with self._kept():
             self._products = read_journals(self.folder, ()).products
 

@@ -1,4 +1,4 @@
-"""Weights in several encodings of compressed-tensors: config.json as its library and vLLM read it, and what is refused."""
+"""Weights in several encodings, plain weights, heads: config.json as compressed-tensors and vLLM read it; what is refused."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from tests.calibration_help import save_model
 from tests.mini import write_checkpoint
 from tests.models.formats.compressed_tensors.test_reading import write_model, write_transformer
 from weightsmith._base.errors import PlanError
+from weightsmith._models.checkpoint import open_checkpoint
 
 TYPES = ("self_attn=fp8-dynamic", r"layers\.1\.mlp\.down_proj=plain", r"layers\.1\.self_attn=mxfp8")
 
@@ -94,7 +95,7 @@ def test_the_last_type_that_fits_wins_and_one_type_for_all_is_no_mixture(model: 
         ("fp8-dynamic", ["norm=int8"], "no weight that is quantised has a name that matches norm"),
         ("fp8-static", ["mlp=nvfp4"], "fp8-static and nvfp4 need different scales of activations"),
         ("fp8-dynamic", ["self_attn=fp8-static", "mlp=nvfp4"], "nvfp4 and fp8-static need different scales"),
-        ("gptq-4bit", ["mlp=gptq-8bit"], "not a setting of gptq-4bit"),
+        ("mlx-4bit", ["mlp=gptq-8bit"], "not a setting of mlx-4bit"),
     ],
 )
 def test_types_that_cannot_be_are_refused(name: str, types: list[str], message: str, model: Path, tmp_path: Path) -> None:
@@ -315,9 +316,63 @@ def test_only_a_head_that_is_asked_for_is_warned_of(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_head_is_calibrated_for_what_enters_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "head"), [("w4a16", "w4a16-g64"), ("gptq-4bit", "gptq-4bit")])
+def test_the_head_is_calibrated_for_what_enters_it(name: str, head: str, tmp_path: Path) -> None:
     text = {"calibration": "built-in", "calibration_rows": 2, "calibration_tokens": 32}
     source = save_model(tmp_path / "m")
-    quantise(source, tmp_path / "rounded", "w4a16", "lm_head=w4a16-g64")
-    quantise(source, tmp_path / "q", "w4a16", "lm_head=w4a16-g64", **text)
+    quantise(source, tmp_path / "rounded", name, f"lm_head={head}")
+    quantise(source, tmp_path / "q", name, f"lm_head={head}", **text)
     assert not np.array_equal(read(tmp_path / "rounded")["lm_head.weight"], read(tmp_path / "q")["lm_head.weight"])
+
+
+# ---- GPTQ and AWQ
+
+SIZES = {"vocab_size": 128, "hidden_size": 128}
+
+
+def test_a_head_of_gptq_is_quantised_if_it_is_asked_for(tmp_path: Path) -> None:
+    source = write_transformer(tmp_path / "m", "Llama", tie_word_embeddings=False, **SIZES)
+    done = quantise(source, tmp_path / "q", "gptq-4bit", "lm_head=gptq-4bit", group_size=32)
+    warned = [warning.what for warning in done.warnings if "quantised head" in warning.what]
+    assert warned == [f"{name} is not known to load a quantised head of GPTQ" for name in ("transformers", "ExLlamaV2")]
+    stored = entry(tmp_path / "q")
+    assert stored["lm_head"] is True
+    assert not {"dynamic", "modules_in_block_to_quantize"} & set(stored)
+    with open_checkpoint(tmp_path / "q", raw=True) as model:
+        assert {name for name in model if name.startswith("lm_head")} == {
+            f"lm_head.{part}" for part in ("qweight", "qzeros", "scales", "g_idx")
+        }
+    before, after = read(source)["lm_head.weight"].astype(np.float32), read(tmp_path / "q")["lm_head.weight"]
+    assert 0 < np.linalg.norm(after - before) < 0.15 * np.linalg.norm(before)
+    for engine in ("transformers", "exllamav2"):
+        with pytest.raises(PlanError, match="not known to load a quantised head of GPTQ"):
+            quantise(source, tmp_path / "no", "gptq-4bit", "lm_head=gptq-4bit", group_size=32, engine=engine)
+    quantise(source, tmp_path / "vllm", "gptq-4bit", "lm_head=gptq-4bit", group_size=32, engine="vllm")
+
+
+def test_plain_weights_of_gptq_and_its_head_are_named_for_vllm(tmp_path: Path) -> None:
+    """`is_layer_gptq_quantized` of vLLM looks for an entry in the name of a module, the head's too."""
+    source = write_transformer(tmp_path / "m", "Llama", num_hidden_layers=2, tie_word_embeddings=False, **SIZES)
+    quantise(source, tmp_path / "q", "gptq-8bit", r"layers\.0\.self_attn=plain", "lm_head=gptq-8bit", group_size=32)
+    stored = entry(tmp_path / "q")
+    (listed,) = stored["modules_in_block_to_quantize"]
+    with open_checkpoint(tmp_path / "q", raw=True) as model:
+        codes = {name.removesuffix(".qweight") for name in model if name.endswith(".qweight")}
+    modules = [f"model.layers.{i}.self_attn.{part}_proj" for i in range(2) for part in "qkvo"]
+    for module in [*modules, "model.layers.0.mlp.up_proj", "lm_head"]:
+        skipped = any(re.match(rule.removeprefix("-:"), module) for rule in stored["dynamic"])
+        assert (any(part in module for part in listed) and not skipped) == (module in codes), module
+    assert {module in codes for module in modules[:4]} == {False}
+    assert stored["lm_head"] is True
+
+
+def test_gptq_and_awq_have_one_encoding_in_a_model(tmp_path: Path) -> None:
+    source = write_transformer(tmp_path / "m", "Llama", tie_word_embeddings=False, **SIZES)
+    with pytest.raises(PlanError, match="GPTQ in several widths or group sizes are not written"):
+        quantise(source, tmp_path / "q", "gptq-4bit", "mlp=gptq-8bit-g32", group_size=32)
+    with pytest.raises(PlanError, match="AWQ has one group size in a model, and no quantised head"):
+        quantise(source, tmp_path / "q", "awq-4bit", "lm_head=awq-4bit-g32", group_size=32)
+    quantise(source, tmp_path / "q", "awq-4bit", "down_proj=plain", group_size=32)
+    assert "mlp.down_proj" in entry(tmp_path / "q")["modules_to_not_convert"]
+    with open_checkpoint(tmp_path / "q", raw=True) as model:
+        assert "model.layers.0.mlp.down_proj.weight" in set(model)

@@ -67,6 +67,8 @@ def resized(config: Config, source: Sequence[int], kinds: str = "", prefix: str 
         ),
         ({"layer_overrides": {"1": "x", "3": "y"}}, [3, 1, 1], {"layer_overrides": {"0": "y", "1": "x", "2": "x"}}),
         ({"deepstack_visual_indexes": [1, 3]}, [0, 1, 1, 3], {"deepstack_visual_indexes": [2, 3]}),
+        ({"intermediate_hidden_state_indices": [1, 3]}, [0, 1, 1, 3], {"intermediate_hidden_state_indices": [2, 3]}),
+        ({"cat_hidden_layers": [0, 2]}, [0, 1, 1, 3], {"cat_hidden_layers": [0, 3]}),
         ({"kv_source_layers": [0, 1, 0, 1]}, [0, 1, 1, 2], {"kv_source_layers": [0, 1, 2, 0]}),
         (
             {"compress_ratios": [0, 4, 8, 4, 9], "num_nextn_predict_layers": 1},
@@ -236,6 +238,49 @@ def test_all_keys_of_the_count_change_in_their_sub_config_only() -> None:
         "text_config.num_hidden_layers: 3 -> 2",
         "num_hidden_layers: 3 -> 2",
     )
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "kept"),
+    [
+        ("vision_config", "deepstack_visual_indexes", [2, 0], 2),  # of Qwen3-VL's tower, added after the first layers
+        ("", "deepstack_layer_map", [[-1, 0], [0, 2]], 3),
+        ("", "spatial_target_layers", [1], 2),
+        ("talker_config", "accept_hidden_layer", 1, 2),
+        ("", "vision_feature_layer", [2], 0),
+    ],
+)
+def test_layers_that_other_sections_name_by_number_stay_in_their_place(
+    section: str, key: str, value: object, kept: int
+) -> None:
+    config: dict[str, Any] = {
+        "thinker_config": {"text_config": {"num_hidden_layers": 3}},
+        "vision_config": {"num_hidden_layers": 3},
+        "talker_config": {},
+    }
+    (config[section] if section else config)[key] = value
+    text = "thinker.model.layers."
+    s = analyse([*stack("visual.blocks.", "aaa"), *stack(text, "aaa")], config)
+    for source, unmoved in (([1, 2], 0), ([0, 2], 1), ([0, 1, 1, 2], 2), ([0, 1, 2, 2], 3)):
+        if unmoved >= kept:
+            assert resize_config(config, s, {text: source})[0][section or key] == config[section or key]
+        else:
+            with pytest.raises(
+                LayerError, match=rf"{key} of config\.json names layers of thinker\.model\.layers\. by their numbers"
+            ):
+                resize_config(config, s, {text: source})
+
+
+@pytest.mark.parametrize(("key", "value", "kept"), [("vit_feature_layers", [1], 2), ("deepstack_layer_map", [[-1, 0]], 3)])
+def test_layers_of_a_tower_whose_results_another_section_takes_stay_in_their_place(key: str, value: object, kept: int) -> None:
+    config = {"num_hidden_layers": 2, "vision_config": {"num_hidden_layers": 3}, "adapter_config": {key: value}}
+    s = analyse([*stack("visual.blocks.", "aaa"), *stack("model.layers.", "aa")], config)
+    for source in ([1, 2], [0, 2], [0, 1, 1, 2]):
+        if kept == 2 and source[:2] == [0, 1]:
+            assert resize_config(config, s, {"visual.blocks.": source})[0]["vision_config"] == {"num_hidden_layers": 4}
+        else:
+            with pytest.raises(LayerError, match=rf"adapter_config\.{key} of config\.json names layers of visual\.blocks\."):
+                resize_config(config, s, {"visual.blocks.": source})
 
 
 def longcat(layers: int, parts: int = 2) -> list[TensorSpec]:

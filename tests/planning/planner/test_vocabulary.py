@@ -334,6 +334,10 @@ def test_ids_of_special_tokens_follow_the_tokenizer(make: Callable[..., Tokenize
         eos_token_id=[321, 320],
         pad_token_id=5,
         image_token_id=320,
+        mask_index=320,
+        image_patch_id=321,
+        vocabulary_map={"<image>": 320},
+        codec_eos_token_id=320,
         more={"generation_config.json": b'{"temperature": 0.7, "eos_token_id": 321, "bos_token_id": 320}'},
     )
     b = make("b", trained(special=["<x>", "</s>", "<s>"]), seed=1, eos_token_id=321)
@@ -342,6 +346,8 @@ def test_ids_of_special_tokens_follow_the_tokenizer(make: Callable[..., Tokenize
     config = result.plan.config
     assert config is not None
     assert (config["bos_token_id"], config["eos_token_id"], config["image_token_id"]) == (322, 321, 322)
+    assert (config["mask_index"], config["image_patch_id"], config["vocabulary_map"]) == (322, 321, {"<image>": 322})
+    assert config["codec_eos_token_id"] == 320, "of another vocabulary"
     generation = json.loads(Path("out/generation_config.json").read_text())
     assert generation == {"temperature": 0.7, "eos_token_id": 321, "bos_token_id": 322}
     assert Path("out/tokenizer.json").read_bytes() == Path("b/tokenizer.json").read_bytes()

@@ -104,10 +104,12 @@ def fill_mlx(adapter: Adapter, settings: ConvertSettings, base: Checkpoint | Non
         raise Unsupported(f"factors of a convolution, which mlx-lm does not have: {kernel}", where=where, fix=merged)
     if adapter.transposed:
         raise Unsupported("its weights are stored [inputs, outputs] (fan_in_fan_out)", where=where, fix=merged)
+    if normed := next((module for module, factors in adapter.updates.items() if factors.columns), ""):
+        raise Unsupported(f"DoRA of an embedding, with norms of its columns: {normed}", where=where, fix=merged)
     adapter = _with_one_vocabulary(adapter, base, merged)
     modules, experts = _experts(adapter, merged)
-    normed = any(factors.magnitude for factors in adapter.updates.values())
-    if normed and experts:
+    dora = any(factors.magnitude for factors in adapter.updates.values())
+    if dora and experts:
         raise Unsupported("it is DoRA of experts, which mlx-lm does not have", where=where, fix=merged)
     rank = max(specs[factors.b].shape[1] for factors in adapter.updates.values())
     scale = next((scale for scale, _ in _scales(adapter) if scale), 1.0)
@@ -117,7 +119,7 @@ def fill_mlx(adapter: Adapter, settings: ConvertSettings, base: Checkpoint | Non
     for module, of_module in experts.items():
         filling.put_experts(module, of_module)
     parameters = {"rank": rank, "scale": scale, "dropout": 0.0, "keys": [*modules, *experts]}
-    kind = "dora" if normed else "lora"
+    kind = "dora" if dora else "lora"
     draft.config = {"model": base_name, "fine_tune_type": kind, "num_layers": -1, "lora_parameters": parameters}
     draft.container = MLX_ADAPTER
 

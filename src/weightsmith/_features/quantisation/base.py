@@ -2,7 +2,7 @@
 
 An output that some program cannot load is a warning, or with `--for` an error, before tensor data is read. With `--target
 kl=0.02` a result must not exceed a divergence: the format chooses the settings of a size, from its measurement; which size, is
-found by evaluating results (`_execution/targets.py`).
+found by evaluating results (`_execution/second_plans.py`).
 """
 
 from __future__ import annotations

@@ -157,6 +157,19 @@ def maxima_of(rows: npt.NDArray[np.float32], high: int, wide: int) -> npt.NDArra
     return maxima
 
 
+def mx_scales(rows: Rows, largest: int, stored: Bytes, up: int = 0x600000) -> Rows:
+    """Write the exponents of groups, and return their scales: float32 [groups].
+
+    largest  exponent of the largest code: 2 of E2M1, 8 of E4M3
+    up       bits of the significand from which a magnitude is rounded up: 1.75, or what follows it
+    """
+    bits = maxima_of(rows, 1, MXFP4_GROUP).view(np.uint32)
+    exponents = (bits >> 23).astype(np.int64) + ((bits & 0x7FFFFF) >= up) - largest
+    exponents = np.clip(exponents, 1, 254)
+    stored[:] = exponents
+    return (exponents.astype(np.uint32) << 23).view(np.float32)
+
+
 # ---- weights that are stored as [inputs, outputs]
 
 

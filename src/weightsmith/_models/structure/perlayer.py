@@ -38,7 +38,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from weightsmith._base.errors import LayerError
-from weightsmith._models.structure.configs import EXPERT_COUNTS, whole_number, whole_numbers
+from weightsmith._models.structure.configs import EXPERT_COUNTS, finite_number, whole_number, whole_numbers
 
 _NEVER = re.compile(
     r"label|token|architectures|auto_map|factor|section|mean|std|(^|_)(?<!^intermediate_)(size|sizes|stride|strides|kernel|dim|dims)$"
@@ -46,12 +46,14 @@ _NEVER = re.compile(
 )
 _NEVER_MAP = re.compile(r"label|token|task_specific_params|generation_config|auto_map|^rope_(scaling|parameters)$")
 _INDICES = re.compile(r"(layers?|idxs?|indices|indexes|layer_ids|block_ids|blocks_enum|layers_enum|block_indices)$")
-_TAPS = re.compile(r"deepstack|out_indices|intermediate_layers_indices|extract_layers|feature_layers?$|tap_layers")
+_TAPS = re.compile(
+    r"deepstack|out_indices|intermediate_layers_indices|extract_layers|feature_layers?$|tap_layers|hidden_(layers|state_indices)$"
+)
 _NOT_INDICES = re.compile(r"_source_layers$|summary|target")
 _ALL_LAYERS = re.compile(
     r"(^|[._])per_layer_|_per_layer\.|(^|\.)(contact_head|decoder_order_head|mid_position_embeddings|layer_weights|attn_res)(\.|$)"
 )
-_FROM_ONE = frozenset({"ple_layer_ids"})
+_FROM_ONE = frozenset({"ple_layer_ids", "cat_hidden_layers"})
 _FLAGS = re.compile(r"^no_rope_layers$|_types?$|_freq$")
 
 
@@ -124,7 +126,7 @@ def is_indices(key: str, value: Any, remap: Remap) -> bool:
 def first_number(key: str, value: Sequence[int], siblings: Mapping[str, Any], n_old: int) -> int:
     """Whether a list of layer numbers counts from 0 or from 1.
 
-    1 if its name says so (Qwen4-Exp), if the list or its siblings contain n, or together are exactly 1..n.
+    1 if its name says so (Qwen4-Exp, Granite Speech Plus), if the list or its siblings contain n, or together are exactly 1..n.
 
     >>> first_number("ple_layer_ids", [1], {}, 4), first_number("mlp_only_layers", [1], {}, 4)
     (1, 0)
@@ -142,14 +144,14 @@ def move_indices(key: str, value: Sequence[int], remap: Remap, first: int) -> li
     """A list of layer numbers for the new stack. `first` is the number of the first layer.
 
     A list of taps (layers whose output is used elsewhere, `deepstack_visual_indexes`) keeps its length: each entry
-    becomes the last copy of its layer. Raises LayerError if a tapped layer was dropped.
+    becomes the last copy of its layer. A tap before the first layer stays. Raises LayerError if a tapped layer was dropped.
     """
     if not _TAPS.search(key):
         listed = {v - first for v in value}
         return [new + first for new, old in enumerate(remap.source) if old in listed]
     taps = []
     for v in value:
-        copies = remap.copies(v - first)
+        copies = remap.copies(v - first) if v >= first else [v - first]
         if not copies:
             raise LayerError(
                 f"{key} of config.json uses the output of layer {v - first}, which the new stack does not have",
@@ -592,8 +594,8 @@ class Root(Rule):
     default: float
 
     def _number(self, old: Config) -> float:
-        value = old.get(self.key, self.default if old.get("model_type") == self.model_type else None)
-        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else 0.0
+        missing = self.default if old.get("model_type") == self.model_type else None
+        return finite_number(old.get(self.key, missing)) or 0.0
 
     def applies(self, old: Config) -> bool:
         return self._number(old) != 0

@@ -60,6 +60,9 @@ FUSED = {name: PARTS[name] for name in ("qkv_proj", "gate_up_proj")}
 MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 """Mixtral's names of the matrices of an expert."""
 
+TRANSPOSED_MODELS = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
+"""Values of `model_type` whose layers store [inputs, outputs] (transformers' Conv1D)."""
+
 UNMIXTRAL = {there: here for here, there in MIXTRAL.items()}
 """The usual names of Mixtral's."""
 

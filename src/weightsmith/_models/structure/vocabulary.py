@@ -118,6 +118,23 @@ SIZE_KEYS = ("vocab_size", "padded_vocab_size", "text_vocab_size", "decoder_voca
 """Keys of config.json for the number of rows."""
 
 
+_OFFSETS = {"vision_config": 262_144, "audio_config": 262_272}
+"""Gemma 3n's first ids of images and of audio, where its sections leave out vocab_offset."""
+
+
+def first_reserved(config: Mapping[str, Any] | None) -> tuple[int, str] | None:
+    """The id from which on ids stand for images or audio whatever the tokenizer says (Gemma 3n), and the key that says so.
+
+    >>> first_reserved({"vision_config": {"vocab_offset": 50}, "audio_config": {"vocab_offset": 60}})
+    (50, 'vision_config.vocab_offset')
+    """
+    config = config or {}
+    known = _OFFSETS if config.get("model_type") == "gemma3n" else {}
+    offsets = {path: whole_number(section.get("vocab_offset")) for path, section in sections(config)}
+    stated = {path: known.get(".".join(path)) if offset is None else offset for path, offset in offsets.items()}
+    return min(((n, ".".join((*path, "vocab_offset"))) for path, n in stated.items() if n is not None), default=None)
+
+
 def count_rows(specs: Iterable[TensorSpec], config: Mapping[str, Any] | None) -> int:
     """The rows of the token embedding or the head; 0 if there is neither.
 

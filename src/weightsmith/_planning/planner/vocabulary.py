@@ -67,7 +67,7 @@ Mask = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _TokenizerFolder:
     """A folder with the files of a tokenizer; of a model on the Hub those that were fetched."""
 
     label: str
@@ -265,7 +265,7 @@ class VocabularyPlanner:
         self.opened, self.donor, self.stack = opened, donor, stack
         self.problems: list[WeightsmithError] = []
         self.counts = [vocabulary.count_rows(c.specs.values(), c.config) for c in opened]
-        self.places = [_Place(label, c.folder, c.files, c) for label, c in zip(self.labels, opened, strict=True)]
+        self.places = [_TokenizerFolder(label, c.folder, c.files, c) for label, c in zip(self.labels, opened, strict=True)]
         self.outside = self.places[0]  # a model that is not in the merge, whose tokenizer the output has
         self.source = donor  # index of the model whose tokenizer the output has; -1: that one
         self.output: Vocabulary | None = None  # the output's, if the recipe asks for one
@@ -315,7 +315,7 @@ class VocabularyPlanner:
 
     # ---- which tokenizer
 
-    def _read(self, place: _Place) -> Vocabulary | None:
+    def _read(self, place: _TokenizerFolder) -> Vocabulary | None:
         place.fetch(GENERATION)
         return read_vocabulary(place.label, place.folder, place.files, self._seen)
 
@@ -359,6 +359,7 @@ class VocabularyPlanner:
         rows = self.counts[k] if k >= 0 else asked.rows or max(out.ids.values()) + 1
         rows = max([rows, *(out.ids[token] + 1 for token in united.new)])
         rows = -(-rows // asked.multiple) * asked.multiple
+        self._check_reserved(asked, out, read[self.donor])
         rules = [row_rule for rule in asked.rules if (row_rule := self._rule(rule, out, vocabularies)) is not None]
         if self.problems:
             return
@@ -368,6 +369,22 @@ class VocabularyPlanner:
         aligned.summary["new"] = list(united.new)
         aligned.summary["left_out"] = {label: n for label, n in left_out(out, others).items() if n}
         self._warn_of_splits(asked, source, united, vocabularies, aligned)
+
+    def _check_reserved(self, asked: Tokenizer, out: Vocabulary, mine: Vocabulary | None) -> None:
+        """Note tokens with ids that the donor's model takes for images or audio. mine: the donor's tokenizer"""
+        reserved = vocabulary.first_reserved(self.opened[self.donor].config)
+        if reserved is None:
+            return
+        first, key = reserved
+        theirs = {} if mine is None else mine.tokens
+        wrong = [(n, token) for n, token in sorted(out.tokens.items()) if n >= first and theirs.get(n) != token]
+        wrong += [(n, token) for n, token in sorted(theirs.items()) if n >= first and n not in out.tokens]
+        if wrong:
+            number, token = wrong[0]
+            what = f"{self.labels[self.donor]} takes ids from {first:,} on for images or audio ({key} of config.json), and "
+            what += f"{len(wrong):,} of them would change their tokens, the first of which is {number:,} ({show(token)})"
+            fix = f"keep the tokenizer of {self.labels[self.donor]} as it is"
+            self.problems.append(Unsupported(what, where=asked.where, fix=fix))
 
     def _extended(self, asked: Tokenizer, source: Vocabulary, others: Sequence[Vocabulary]) -> tuple[United, Converted | None]:
         """The tokenizer with the tokens that the recipe adds; and what its tokenizer.json is made of, if it has none."""
@@ -399,7 +416,7 @@ class VocabularyPlanner:
             aligned.findings.append(Finding(what, asked.where, details, "test the result: text is split differently by each"))
 
     @property
-    def _source_place(self) -> _Place:
+    def _source_place(self) -> _TokenizerFolder:
         """Where the files of the output's tokenizer are."""
         return self.places[self.source] if self.source >= 0 else self.outside
 
@@ -427,16 +444,16 @@ class VocabularyPlanner:
             raise at(changed(error, what=what), asked.where) from error
         return self._read(self.outside), -1
 
-    def _open(self, ref: ModelRef) -> _Place:
+    def _open(self, ref: ModelRef) -> _TokenizerFolder:
         """A model that is not in the merge: of a folder, the files alone."""
         folder = expand_user(ref.path)
         if not ref.revision and is_folder(folder):
             names = (*file_names(folder), *template_names(folder))
             check_links(folder, [name for name in names if is_tokenizer(name)])
-            return _Place(str(ref), folder, names)
+            return _TokenizerFolder(str(ref), folder, names)
         checkpoint = open_checkpoint(ref.path, revision=ref.revision or None, download=False)
         self.stack.callback(checkpoint.close)
-        return _Place(str(ref), checkpoint.folder, checkpoint.files, checkpoint)
+        return _TokenizerFolder(str(ref), checkpoint.folder, checkpoint.files, checkpoint)
 
     def _rule(self, rule: TokenRule, out: Vocabulary, vocabularies: Sequence[Vocabulary]) -> RowRule | None:
         number = out.ids[rule.token]
@@ -521,7 +538,7 @@ class VocabularyPlanner:
                 listed = settings_of(place.folder, place.files, "added_tokens.json")
                 aligned.files["added_tokens.json"] = json_bytes({**listed, **{token: out.ids[token] for token in new}})
 
-    def _ids(self, aligned: Aligned, k: int, place: _Place, source: Vocabulary) -> None:
+    def _ids(self, aligned: Aligned, k: int, place: _TokenizerFolder, source: Vocabulary) -> None:
         """The ids of special tokens in config.json and generation_config.json, which are those of the donor's tokenizer."""
         mine = self.places[self.donor]
         old = self._read(mine)
