@@ -32,11 +32,11 @@ from weightsmith._execution.report import Moved, distance_by_layer
 from weightsmith._execution.run import (
     NO_CALLBACKS,
     Callbacks,
-    Helped,
     Helpers,
     Merged,
     PlanRun,
     RunRequest,
+    WorkDone,
     finished_steps,
     kept_products,
     protected_paths,
@@ -206,7 +206,7 @@ class PartDone:
     """The finished work of a process that did a part, and its cost."""
 
     built: Built
-    helped: Helped
+    helped: WorkDone
 
 
 def execute_part(
@@ -232,7 +232,7 @@ def execute_part(
     steps = part_of(plan, *part)
     request = RunRequest(out, options, callbacks)
     with staged(prepared, request, helping or label(part), steps, products if helping else None) as (staging, run):
-        measured_together = Helped()
+        measured_together = WorkDone()
         if needed := plan.products_for(steps):
             if not staging.target.streams:
                 first = (part[0] - 1) / part[1]
@@ -243,16 +243,16 @@ def execute_part(
                     helper.close()
                 results = kept_products(plan, staging, products=needed)
                 later = needed_later(plan, needed, staging.products)
-                others = run(steps=(), products=needed, results=results, tasks=staging.task_board, later=later)
-                measured_together += Helped(0, others.read_bytes, 0, others.fetched_bytes, others.copied_bytes)
+                outcome = run(steps=(), products=needed, results=results, tasks=staging.task_board, later=later)
+                measured_together += WorkDone.of(outcome)
         else:
             results = Results(plan)
         done = finished_steps(plan, staging, results, options.allow_nonfinite, steps)
         outcome = run(steps=steps, products=(), skip=done, results=results)
         for model in prepared.inputs:
             model.check_unchanged()
-        helped = Helped(len(done), outcome.read_bytes, outcome.written_bytes, outcome.fetched_bytes, outcome.copied_bytes)
-        return PartDone(staging.hand_over(durable=options.fsync and not helping), helped + measured_together)
+        helped = WorkDone.of(outcome, len(done)) + measured_together
+        return PartDone(staging.hand_over(durable=options.fsync and not helping), helped)
 
 
 def execute_products(
@@ -265,8 +265,7 @@ def execute_products(
             outcome = run(steps=(), results=kept_products(prepared.plan, staging), tasks=staging.task_board)
         for model in prepared.inputs:
             model.check_unchanged()
-        helped = Helped(0, outcome.read_bytes, 0, outcome.fetched_bytes, outcome.copied_bytes)
-        return PartDone(staging.hand_over(), helped)
+        return PartDone(staging.hand_over(), WorkDone.of(outcome))
 
 
 def execute_helper(

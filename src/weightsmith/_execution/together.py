@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from weightsmith._engine.products import StreamingReduction, find_kind
-from weightsmith._execution.run import Helped
+from weightsmith._execution.run import WorkDone
 from weightsmith._plans import Plan, Product, Step
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def measure_together(
     run: Callable[..., Outcome],
     first: float,
     waiting: Callable[[], None] | None = None,
-) -> Helped:
+) -> WorkDone:
     """Measure those of some products of a plan that are divisible, with the other processes in the staging folder.
 
     run      `engine.local.run` for a workload of the plan, with an output
@@ -67,7 +67,7 @@ def measure_together(
 
     Returns the bytes that this process has read. Raises as `run` does.
     """
-    helped = Helped()
+    helped = WorkDone()
     staging.look_for_products()
     for product in products:
         if divisible(product) and staging.product(product) is None:
@@ -87,7 +87,7 @@ class _Measuring:
         reduce = find_kind(product.op).reduce
         assert reduce is not None
         self.reduction = reduce(product)
-        self.helped = Helped()
+        self.helped = WorkDone()
         self._product, self._results, self._run = product, staging.shared_results, run
         self._units = units_of(plan, product)
         start = int(first * len(self._units))
@@ -131,7 +131,7 @@ class _Measuring:
         of_unit = replace(self._product, steps=self._units[unit], outs=())
         one_pass = _OnePass(self.reduction, number)
         outcome = self._run(output=DiscardedOutput(), steps=(), products=(of_unit,), reduction=one_pass)
-        self.helped += Helped(0, outcome.read_bytes, 0, outcome.fetched_bytes, outcome.copied_bytes)
+        self.helped += WorkDone.of(outcome)
         return self.reduction.partial(number)
 
 

@@ -280,8 +280,10 @@ def _watching(progress: Watching) -> Iterator[Callable[[str], Callbacks]]:
         yield lambda name: Callbacks(_Labelled(name, progress))
     else:
         with shown_meter(progress) as meter:
-            show, rechecking, waiting, uploading = callbacks(meter, "evaluating")
-            yield lambda name: Callbacks(_Labelled(name, show), rechecking, waiting, uploading)
+            showing = callbacks(meter, "evaluating")
+            show = showing.progress
+            assert show is not None
+            yield lambda name: replace(showing, progress=_Labelled(name, show))
 
 
 def _by_text(arrays: Arrays, rows: ScoredRows, counts: Sequence[int]) -> list[RowLosses]:
