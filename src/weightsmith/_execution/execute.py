@@ -10,7 +10,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -238,9 +238,8 @@ def execute_part(
                 first = (part[0] - 1) / part[1]
                 measured_together = measure_together(plan, needed, staging, run, first, callbacks.waiting)
             helper = helper_of(plan, staging, resources_of(prepared, options))
-            with staging.only_process(callbacks.waiting, helper or (lambda: None)):  # other processes reuse these products
-                if helper is not None:
-                    helper.close()
+            with closing(helper), staging.only_process(callbacks.waiting, helper):  # other processes reuse these products
+                helper.close()
                 results = kept_products(plan, staging, products=needed)
                 later = needed_later(plan, needed, staging.products)
                 outcome = run(steps=(), products=needed, results=results, tasks=staging.task_board, later=later)
@@ -278,11 +277,11 @@ def execute_helper(
     _check_part(prepared, out, options, helping=True)
     with staged(prepared, RunRequest(out, options), f"{HELPER_LABEL}{number}", (), products) as (staging, _):
         helper = helper_of(prepared.plan, staging, resources_of(prepared, options))
-        while True:
-            staging.check_led()
-            if helper is not None:
+        with closing(helper):
+            while True:
+                staging.check_led()
                 helper()
-            time.sleep(PAUSE_SECONDS)
+                time.sleep(PAUSE_SECONDS)
 
 
 def _check_part(prepared: Prepared, out: str | os.PathLike[str], options: RunOptions, helping: bool) -> None:

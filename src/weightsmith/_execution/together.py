@@ -189,8 +189,8 @@ def has_tasks(plan: Plan) -> bool:
 class Helper:
     """Does tasks of the process that computes products, while this one waits for them. Call it again and again."""
 
-    def __init__(self, board: TaskBoard, resources: Resources) -> None:
-        """Do nothing yet."""
+    def __init__(self, board: TaskBoard | None, resources: Resources) -> None:
+        """Do nothing yet. board: None: there are no tasks."""
         self._board, self._threads, self._memory_bytes = board, resources.workers, resources.product_bytes
         self._tried: set[str] = set()
         self._shown = ExitStack()
@@ -198,24 +198,35 @@ class Helper:
 
     def __call__(self) -> None:
         """Do one task, if there is one. What it raises is left to the process whose task it is."""
+        board = self._board
+        if board is None:
+            return
         if not self._is_shown:
-            self._is_shown = self._shown.enter_context(self._board.helping())
-        for key, task in self._board.tasks():
+            self._shown.close()
+            self._is_shown = self._shown.enter_context(board.helping())
+        for key, task in board.tasks():
             if key not in self._tried:
                 self._tried.add(key)
                 try:
-                    if self._done(key, task):
+                    if self._done(board, key, task):
                         return
                 except Exception:
                     continue
 
-    def _done(self, key: str, task: Mapping[str, Any]) -> bool:
+    def _done(self, board: TaskBoard, key: str, task: Mapping[str, Any]) -> bool:
         """Do a task, unless another process is at it."""
         kind = find_kind(str(task.get("op")))
         limit = self._memory_bytes
-        if kind.help is None or (limit is not None and self._board.task_bytes(task) * TASK_FACTOR > limit):
+        if kind.help is None or (limit is not None and board.task_bytes(task) * TASK_FACTOR > limit):
             return False
-        arrays = self._board.take(key, partial(kind.help, task, self._board, self._threads))
+        help = kind.help
+
+        def make() -> Arrays:
+            if not board.is_open(key):
+                raise FileNotFoundError(key)
+            return help(task, board, self._threads)
+
+        arrays = board.take(key, make)
         if arrays is None:
             self._tried.discard(key)  # that process may be killed
         return arrays is not None
@@ -229,7 +240,6 @@ TASK_FACTOR = 6
 """Memory that a task takes, for each byte of its arrays: a Hessian is factorised in 13 bytes for each of its numbers of 4."""
 
 
-def helper_of(plan: Plan, staging: Staging, resources: Resources) -> Helper | None:
-    """What a process calls while it waits for the products of a plan; None if there are no tasks."""
-    board = staging.task_board
-    return None if board is None or not has_tasks(plan) else Helper(board, resources)
+def helper_of(plan: Plan, staging: Staging, resources: Resources) -> Helper:
+    """What a process calls while it waits for the products of a plan."""
+    return Helper(staging.task_board if has_tasks(plan) else None, resources)

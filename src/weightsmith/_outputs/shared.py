@@ -118,7 +118,10 @@ class TaskBoard:
 
     def clear(self) -> None:
         """Remove all tasks, arrays and results. What helpers make meanwhile remains, for the next time or the end."""
-        with suppress(StoreError):
+        with suppress(StoreError, FileNotFoundError):
+            for kind in ("*.task", "*.array"):  # in this order: see `is_open`
+                for path in self._folder.glob(kind):
+                    path.unlink(missing_ok=True)
             disk.remove_tree(self._folder)
 
     # ---- all
@@ -139,6 +142,10 @@ class TaskBoard:
         return arrays[0]
 
     # ---- helpers
+
+    def is_open(self, key: str) -> bool:
+        """Whether a task is still there. Ask once its result is locked: without a result, it may have been removed."""
+        return (self._folder / f"{key}.task").exists()
 
     def task_bytes(self, task: Mapping[str, Any]) -> int:
         """The bytes of all arrays that a task may read, or more."""

@@ -16,10 +16,12 @@ import pytest
 
 from tests.execution.distributed.threads import Died, Threads
 from tests.output_help import tree
+from weightsmith._engine.resources import Resources
 from weightsmith._execution import cluster
 from weightsmith._execution import execute as execution
 from weightsmith._execution.cluster import Share, share_out
 from weightsmith._execution.options import RunOptions
+from weightsmith._execution.together import Helper
 from weightsmith._features.any_recipe import prepare_any
 from weightsmith._outputs.shared import TaskBoard
 from weightsmith._outputs.staging import Staging
@@ -251,3 +253,27 @@ def test_helpers_are_seen_while_they_wait(tmp_path: Path) -> None:
     assert board.tasks() == [(key, {"op": "x"})]
     (tmp_path / "tasks" / f"{key}.task").write_bytes(b'{"op":"y"}')
     assert board.tasks() == []
+
+
+def test_a_task_that_was_removed_is_not_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A helper may have seen it before the leader had all results."""
+    board, tried = TaskBoard(tmp_path / "tasks", tmp_path / "lock"), list[str]()
+
+    def quantise(*_: Any) -> Any:
+        tried.append("")
+        return []
+
+    use(monkeypatch, quantise)
+    board.offer({"op": "quantised_layer"})
+    seen = board.tasks()
+    helper = Helper(board, Resources(threads=1))
+    monkeypatch.setattr(TaskBoard, "tasks", lambda self: seen)
+    board.clear()
+    helper()
+    assert not tried
+    board.offer({"op": "quantised_layer"})
+    helper = Helper(board, Resources(threads=1))
+    helper()
+    helper()
+    assert len(tried) == 1
+    helper.close()
