@@ -55,7 +55,7 @@ from weightsmith._models.structure.vocabulary import TIED_HEAD, is_model_head, i
 from weightsmith._planning.follow_ups import FollowUpKind, SecondPlan
 from weightsmith._planning.planner import Prepared
 from weightsmith._planning.planner.encode import encodable, quantise
-from weightsmith._planning.planner.files import drop_subfolders, joined, lacking
+from weightsmith._planning.planner.files import NO_CONFIG, drop_subfolders, joined, lacking
 from weightsmith._plans import PLAIN, PlanDraft, Product, Step
 from weightsmith._plans.codec import has_type
 from weightsmith.abc.product import Arrays, Floats
@@ -171,6 +171,8 @@ def _prepare(model_format: ModelFormat, assembled: Prepared, request: ModelReque
     origins = [_origin(checkpoint) for checkpoint in assembled.inputs]
     companions = ModelFiles(origins, partial(_files_of, assembled), partial(_file_of_donor, assembled), held.update)
     files = model_format.prepare(draft, companions, request)
+    if draft.config is None:  # its programs look for none
+        draft.warnings = [finding for finding in draft.warnings if not finding.what.startswith(NO_CONFIG)]
     draft.lacking = joined([draft.lacking, lacking(((model.ref, model.files) for model in assembled.inputs), held)])
     return files
 
