@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -38,15 +39,18 @@ class ZooModel:
     config: Mapping[str, Any] = field(default_factory=dict)
     convert: str = ""
 
-    def arrays(self, *, cols: int = _COLS, dtype: type = np.float32) -> Arrays:
-        """Random tensors. cols: at most so many columns of matrices, and places in other dimensions but the first."""
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of its tensors."""
         torch, diffusers = pytest.importorskip("torch"), pytest.importorskip("diffusers")
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # diffusers' own, of its Chroma
             model = getattr(diffusers, self.name)(**self.config)
+        return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+    def arrays(self, *, cols: int = _COLS, dtype: type = np.float32) -> Arrays:
+        """Random tensors. cols: at most so many columns of matrices, and places in other dimensions but the first."""
         rng = np.random.default_rng(0)
-        shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-        small = {name: (shape[0], *(min(n, cols) for n in shape[1:])) for name, shape in shapes.items() if shape}
+        small = {name: (shape[0], *(min(n, cols) for n in shape[1:])) for name, shape in self.shapes().items()}
         return {name: rng.standard_normal(shape).astype(dtype) for name, shape in small.items()}
 
     def save(self, folder: Path, arrays: Arrays) -> Path:
@@ -65,6 +69,15 @@ class ZooModel:
         checkpoint = {name: torch.from_numpy(values.astype(np.float32)) for name, values in single.items()}
         converted = getattr(utils, self.convert)(checkpoint)
         return {name: tensor.numpy() for name, tensor in converted.items() if tensor is not None}
+
+
+def read_numbers(path: Path) -> Arrays:
+    """The tensors of a GGUF file of plain float32."""
+    reader = gguf.GGUFReader(path)
+    assert {tensor.tensor_type.name for tensor in reader.tensors} == {"F32"}
+    folded = {key: field.contents() for key, field in reader.fields.items() if key.startswith("comfy.")}
+    shapes = {tensor.name: folded.get(f"comfy.gguf.orig_shape.{tensor.name}", tensor.shape[::-1]) for tensor in reader.tensors}
+    return {tensor.name: tensor.data.reshape([*map(int, shapes[tensor.name])]) for tensor in reader.tensors}
 
 
 _BLOCKS = {"num_layers": 2, "num_single_layers": 2}

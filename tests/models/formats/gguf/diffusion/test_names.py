@@ -9,16 +9,7 @@ import numpy as np
 import pytest
 
 import weightsmith
-from tests.diffusion_zoo import ZOO, Arrays, ZooModel
-
-
-def read(path: Path) -> Arrays:
-    """The tensors of a file of plain numbers."""
-    reader = gguf.GGUFReader(path)
-    assert {tensor.tensor_type.name for tensor in reader.tensors} == {"F32"}
-    folded = {key: field.contents() for key, field in reader.fields.items() if key.startswith("comfy.")}
-    shapes = {tensor.name: folded.get(f"comfy.gguf.orig_shape.{tensor.name}", tensor.shape[::-1]) for tensor in reader.tensors}
-    return {tensor.name: tensor.data.reshape([*map(int, shapes[tensor.name])]) for tensor in reader.tensors}
+from tests.diffusion_zoo import ZOO, ZooModel, read_numbers
 
 
 @pytest.mark.reader
@@ -28,7 +19,7 @@ def test_diffusers_converts_the_file_back(model: ZooModel, tmp_path: Path) -> No
     folder = model.save(tmp_path / "transformer", arrays)
     weightsmith.quantize(folder, tmp_path / "out", format="gguf-f32", fsync=False)
     assert gguf.GGUFReader(tmp_path / "out" / "model.gguf").fields["general.architecture"].contents() == model.family
-    converted = model.to_diffusers(read(tmp_path / "out" / "model.gguf"))
+    converted = model.to_diffusers(read_numbers(tmp_path / "out" / "model.gguf"))
     assert converted.keys() == arrays.keys()
     for name, values in arrays.items():
         np.testing.assert_array_equal(converted[name], values, err_msg=name)
