@@ -23,8 +23,9 @@ import pytest
 
 CLONE = os.environ.get("WEIGHTSMITH_COMFYUI_GGUF", "")
 
-needs_comfyui_gguf = pytest.mark.skipif(not CLONE, reason="needs a clone of ComfyUI-GGUF: WEIGHTSMITH_COMFYUI_GGUF")
-needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+needs_comfyui_gguf = pytest.mark.skipif(not CLONE, reason="needs ComfyUI-GGUF: WEIGHTSMITH_COMFYUI_GGUF")
+needs_rules = pytest.mark.skipif(not CLONE or shutil.which("g++") is None, reason="needs ComfyUI-GGUF")
+"""The rules are compiled with g++."""
 
 
 def module(name: str) -> Any:
@@ -47,7 +48,7 @@ def _tensor_class() -> type:
     text = (Path(CLONE) / "ops.py").read_text()
     (source,) = re.findall(r"^class GGMLTensor.*?(?=^class )", text, re.MULTILINE | re.DOTALL)
     names: dict[str, Any] = {"torch": torch}
-    exec(source, names)  # noqa: S102  of the clone that the user names
+    exec(source, names)
     loaded: type = names["GGMLTensor"]
     return loaded
 
@@ -92,7 +93,8 @@ int main() {
         quantize &= name.find("_norm.weight") == std::string::npos;
         %(kept)s
         if (!quantize) { std::cout << "-\\n"; continue; }
-        std::cout << TYPES[img_tensor_get_type(qs, (ggml_type) find(TYPES, type), tensor, (llama_ftype) find(FTYPES, ftype))] << "\\n";
+        auto mixture = (llama_ftype) find(FTYPES, ftype);
+        std::cout << TYPES[img_tensor_get_type(qs, (ggml_type) find(TYPES, type), tensor, mixture)] << "\\n";
     }
 }
 """
@@ -118,7 +120,9 @@ def build_rules(folder: Path) -> Path:
     return program
 
 
-def types_by_rules(program: Path, arch: str, ftype: str, default: str, tensors: Sequence[tuple[str, tuple[int, ...]]]) -> list[str]:
+def types_by_rules(
+    program: Path, arch: str, ftype: str, default: str, tensors: Sequence[tuple[str, tuple[int, ...]]]
+) -> list[str]:
     """The types of quantised tensors of these names and shapes; "-" for one that is not quantised."""
     lines = [f"{arch} {ftype} {default}"]
     for name, shape in tensors:

@@ -1,7 +1,7 @@
 """Diffusion models of diffusers with the names and numbers of blocks of real ones, and few columns, so that they are small.
 
-diffusers converts single files into its own names. Here it is asked for the way back: what we write, it converts to the model that
-we were given.
+diffusers converts single files into its own names. It is asked for the way back: what we write, it converts to the model
+that we were given.
 """
 
 from __future__ import annotations
@@ -82,7 +82,12 @@ def read_numbers(path: Path) -> Arrays:
 
 _BLOCKS = {"num_layers": 2, "num_single_layers": 2}
 ZOO = (
-    ZooModel("FluxTransformer2DModel", "flux", {**_BLOCKS, "guidance_embeds": True}, "convert_flux_transformer_checkpoint_to_diffusers"),
+    ZooModel(
+        "FluxTransformer2DModel",
+        "flux",
+        {**_BLOCKS, "guidance_embeds": True},
+        "convert_flux_transformer_checkpoint_to_diffusers",
+    ),
     ZooModel("Flux2Transformer2DModel", "flux", _BLOCKS, "convert_flux2_transformer_checkpoint_to_diffusers"),
     ZooModel("ChromaTransformer2DModel", "flux", _BLOCKS, "convert_chroma_transformer_checkpoint_to_diffusers"),
     ZooModel(
@@ -114,9 +119,7 @@ ZOO = (
     ZooModel(
         "WanVACETransformer3DModel", "wan", {"num_layers": 2, "vace_layers": [0, 1]}, "convert_wan_transformer_to_diffusers"
     ),
-    ZooModel(
-        "HunyuanVideoTransformer3DModel", "hyvid", _BLOCKS, "convert_hunyuan_video_transformer_to_diffusers"
-    ),
+    ZooModel("HunyuanVideoTransformer3DModel", "hyvid", _BLOCKS, "convert_hunyuan_video_transformer_to_diffusers"),
     ZooModel("LTXVideoTransformer3DModel", "ltxv", {"num_layers": 28}, "convert_ltx_transformer_checkpoint_to_diffusers"),
     ZooModel(
         "CosmosTransformer3DModel",

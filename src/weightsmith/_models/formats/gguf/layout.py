@@ -115,7 +115,7 @@ def make_layout(specs: Sequence[TensorSpec], max_shard_bytes: int, header: bytes
     >>> layout.shards[0].name, layout.places["b"]
     ('model.gguf', TensorPlace(shard=0, offset=160, nbytes=136))
     """
-    _check(specs, diffusion=_of_diffusion(header))
+    _check(specs, diffusion=holds_diffusion(header))
     vision = [spec for spec in specs if mmproj and spec.name.startswith(VISION)]
     text = [spec for spec in specs if not mmproj or not spec.name.startswith(VISION)]
     groups = split(text, max_shard_bytes, lambda spec: _padded(spec.nbytes))
@@ -177,7 +177,7 @@ def _start(group: Sequence[TensorSpec], keys: bytes) -> bytes:
     return data + bytes(-len(data) % ALIGNMENT)
 
 
-def _of_diffusion(header: bytes) -> bool:
+def holds_diffusion(header: bytes) -> bool:
     """Whether the first key says that a file is of a diffusion model."""
     key = _text("general.architecture") + struct.pack("<I", KINDS.index("str"))
     return header.startswith(tuple(key + _text(name) for name in DIFFUSION_ARCHITECTURES), 8)

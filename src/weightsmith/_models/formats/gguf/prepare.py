@@ -23,7 +23,8 @@ from weightsmith._models.formats.gguf.architecture import COMPUTED, NOT_ADDED, G
 from weightsmith._models.formats.gguf.architectures import architecture_of_config, find_architecture, text_config
 from weightsmith._models.formats.gguf.chat import NAMED_TEMPLATE
 from weightsmith._models.formats.gguf.cuts import CutEncoding, HeadOrder, Pieces, part_shape, pieces_of
-from weightsmith._models.formats.gguf.diffusion.plan import is_diffusion, prepare_diffusion
+from weightsmith._models.formats.gguf.diffusion.plan import DENOISERS, is_diffusion, prepare_diffusion
+from weightsmith._models.formats.gguf.diffusion.types import MIXTURES as DIFFUSION_MIXTURES
 from weightsmith._models.formats.gguf.imatrix import RUN, imatrix_bytes, read_imatrix, with_defaults
 from weightsmith._models.formats.gguf.layout import Value, encode_metadata
 from weightsmith._models.formats.gguf.mmproj import TOKENIZER, UNUSED, ImageFile, left_out, vision_half
@@ -90,6 +91,8 @@ class GgufFormat(ModelFormat):
         self.mixture = mixture
         self.name = f"gguf-{mixture.name.lower()}"
         self.summary = f"one GGUF file, {about}"
+        if mixture.name in DIFFUSION_MIXTURES:
+            self.readers += ", ComfyUI-GGUF"
         self.measures = mixture.default not in ("F32", "F16", "BF16", "Q8_0", _FACTORED)
         self.settings = frozenset({"tensor_types", "metadata", "mmproj", *(["imatrix"] if self.measures else [])})
 
@@ -127,6 +130,10 @@ class GgufFormat(ModelFormat):
         if architecture is None or data is None:
             return ()
         return pooling_of({MODULES: data}, architecture.name, read).folders
+
+    def part(self, parts: Collection[str]) -> str:
+        denoisers = [part for part in parts if part in DENOISERS]
+        return denoisers[0] if len(denoisers) == 1 else ""
 
     def weighed(self, config: Mapping[str, Any] | None, specs: Iterable[TensorSpec]) -> list[TensorSpec]:
         if is_diffusion(config):

@@ -106,8 +106,10 @@ FAMILIES = (
         "Stable Diffusion XL",
         (
             ("down_blocks.0.downsamplers.0.conv.weight", "add_embedding.linear_1.weight"),
-            ("input_blocks.3.0.op.weight", "input_blocks.6.0.op.weight", "output_blocks.2.2.conv.weight")
-            + ("output_blocks.5.2.conv.weight",),
+            (
+                *("input_blocks.3.0.op.weight", "input_blocks.6.0.op.weight"),
+                *("output_blocks.2.2.conv.weight", "output_blocks.5.2.conv.weight"),
+            ),
             ("label_emb.0.0.weight",),
         ),
         _UNET_KEPT,
@@ -119,8 +121,10 @@ FAMILIES = (
         "Stable Diffusion 1 and 2",
         (
             ("down_blocks.0.downsamplers.0.conv.weight",),
-            ("input_blocks.3.0.op.weight", "input_blocks.6.0.op.weight", "input_blocks.9.0.op.weight")
-            + ("output_blocks.2.1.conv.weight", "output_blocks.5.2.conv.weight", "output_blocks.8.2.conv.weight"),
+            (
+                *("input_blocks.3.0.op.weight", "input_blocks.6.0.op.weight", "input_blocks.9.0.op.weight"),
+                *("output_blocks.2.1.conv.weight", "output_blocks.5.2.conv.weight", "output_blocks.8.2.conv.weight"),
+            ),
         ),
         _UNET_KEPT,
         _UNET_ENDS,
@@ -146,9 +150,12 @@ FAMILIES = (
         ("proj_out.weight",),
     ),
 )
-"""In the order in which they are tried: HunyuanVideo has the names of Flux too, as ComfyUI saves it, and Stable Diffusion XL those
-of Stable Diffusion 1. ComfyUI-GGUF loads Qwen-Image without rules for it; the 6 matrices outside the blocks are kept, as in the files that its author
-published (https://github.com/ggml-org/llama.cpp/issues/15143 lists their types)."""
+"""In the order in which they are tried: HunyuanVideo has the names of Flux too, as ComfyUI saves it, and Stable Diffusion XL
+those of Stable Diffusion 1.
+
+ComfyUI-GGUF loads Qwen-Image, and has no rules for it. The 6 matrices outside the blocks are kept, as in the files that its
+author published: https://github.com/ggml-org/llama.cpp/issues/15143 counts their types.
+"""
 
 _OTHERS: Mapping[str, str] = MappingProxyType(
     {
@@ -200,7 +207,9 @@ def family_of(names: Collection[str], where: str, kind: str = "") -> DiffusionFa
     if family := find_family(names):
         return family
     other = kind or next((title for name, title in _OTHERS.items() if name in names), "")
-    what = f"ComfyUI-GGUF does not load {show(other) if kind else other}" if other else "no diffusion model has these names"
+    what = f"ComfyUI-GGUF does not load {show(other) if kind else other}"
+    if not other:
+        what = "it has no config.json, as language models have it, and names of tensors that no diffusion model has"
     known = "; ".join(family.title for family in FAMILIES)
     fix = f"choose another format, such as comfyui-fp8. GGUF files of diffusion models are written of these: {known}"
     raise Unsupported(what, where=where, fix=fix)

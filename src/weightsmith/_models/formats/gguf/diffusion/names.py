@@ -1,9 +1,10 @@
 """The names of diffusion models in folders of diffusers → those in single files, which ComfyUI reads.
 
-A table has modules, or whole names of tensors where these differ too. `#` stands for the number of a block. Single files have some
-matrices in one that diffusers has one by one, and some halves of matrices in another order: scale and shift of the last norm.
+A table has modules, or whole names of tensors where these differ too. `#` stands for the number of a block. Single files have
+some matrices in one that diffusers has one by one, and some halves of matrices in another order: scale and shift of the last
+norm.
 
-Tests compare the tables with diffusers' own converters of single files (`loaders/single_file_utils.py`), which go the other way.
+Tests compare the tables with diffusers' own converters of single files (`loaders/single_file_utils.py`), which go back.
 """
 
 from __future__ import annotations
@@ -246,9 +247,7 @@ AURA = DiffusersNames(
         f"{_AURA_JOINT}.norm1.linear": f"{_AURA_DOUBLE}.modX.1",
         f"{_AURA_JOINT}.norm1_context.linear": f"{_AURA_DOUBLE}.modC.1",
         **_pairs(f"{_SINGLE}.ff", f"{_AURA_SINGLE}.mlp", _AURA_MLP),
-        **_pairs(
-            f"{_SINGLE}.attn", f"{_AURA_SINGLE}.attn", {"to_q": "w1q", "to_k": "w1k", "to_v": "w1v", "to_out.0": "w1o"}
-        ),
+        **_pairs(f"{_SINGLE}.attn", f"{_AURA_SINGLE}.attn", {"to_q": "w1q", "to_k": "w1k", "to_v": "w1v", "to_out.0": "w1o"}),
         f"{_SINGLE}.norm1.linear": f"{_AURA_SINGLE}.modCX.1",
         "register_tokens": "register_tokens",
         "time_step_proj.linear_1": "t_embedder.mlp.0",
@@ -441,8 +440,15 @@ LTX = DiffusersNames(
         **_pairs(f"{_DOUBLE}.attn1", f"{_DOUBLE}.attn1", _LTX_ATTENTION),
         **_pairs(f"{_DOUBLE}.attn2", f"{_DOUBLE}.attn2", _LTX_ATTENTION),
         **{name: name for name in (f"{_DOUBLE}.ff.net.0.proj", f"{_DOUBLE}.ff.net.2", f"{_DOUBLE}.scale_shift_table")},
-        **{name: name for name in ("caption_projection.linear_1", "caption_projection.linear_2", "scale_shift_table", "proj_out")},
-        **_pairs("time_embed", "adaln_single", {f"emb.timestep_embedder.linear_{k}": f"emb.timestep_embedder.linear_{k}" for k in (1, 2)}),
+        **{
+            name: name
+            for name in ("caption_projection.linear_1", "caption_projection.linear_2", "scale_shift_table", "proj_out")
+        },
+        **_pairs(
+            "time_embed",
+            "adaln_single",
+            {f"emb.timestep_embedder.linear_{k}": f"emb.timestep_embedder.linear_{k}" for k in (1, 2)},
+        ),
         "time_embed.linear": "adaln_single.linear",
         "proj_in": "patchify_proj",
     },

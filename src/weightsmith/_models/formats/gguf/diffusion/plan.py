@@ -7,9 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from weightsmith._base.errors import Finding, PlanError, Unsupported, WeightsmithError, noting
-from weightsmith._base.files import show
-from weightsmith._base.idioms import grouped
-from weightsmith._base.options import named, option_error
+from weightsmith._base.options import option_error
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._files.containers import GGUF
 from weightsmith._files.copied import is_read
@@ -21,9 +19,11 @@ from weightsmith._models.formats.gguf.diffusion.types import MIXTURES, folded, t
 from weightsmith._models.formats.gguf.layout import ALIGNMENT, Value, encode_metadata
 from weightsmith._models.formats.gguf.types import Chosen, Mixture
 from weightsmith._models.formats.gguf.writing import PLAIN, PREFIX, TYPES, libgguf
-from weightsmith._plans import CAST, COPY, JOIN, Dropped, PlanDraft, Step
+from weightsmith._plans import CAST, COPY, JOIN, PlanDraft, Step
 from weightsmith.abc.stored import ModelFiles
 
+DENOISERS = ("unet", "transformer", "transformer_2")
+"""Parts of pipelines that are diffusion models."""
 CLASS = "_class_name"
 """The key of config.json in a folder of diffusers that names the class."""
 _NOT_DIFFUSION = "ComfyUI reads VAEs and text encoders from files of their own"
@@ -36,17 +36,15 @@ def is_diffusion(config: Mapping[str, Any] | None) -> bool:
     return not config or (CLASS in config and config.get("model_type") is None)
 
 
-def prepare_diffusion(
-    draft: PlanDraft, companions: ModelFiles, mixture: Mixture, chosen: Chosen, stated: Stated
-) -> None:
+def prepare_diffusion(draft: PlanDraft, companions: ModelFiles, mixture: Mixture, chosen: Chosen, stated: Stated) -> None:
     """Make a draft of plain tensors that of a GGUF file for ComfyUI. Raises PlanError, Unsupported, FormatError."""
     if mixture.name not in MIXTURES:
         known = ", ".join(f"{PREFIX}{name.lower()}" for name in sorted(MIXTURES))
         what = f"ComfyUI-GGUF has no rules for diffusion models in {PREFIX}{mixture.name.lower()}"
         raise Unsupported(what, where="quantize", fix=f"choose one of {known}")
-    tensors, family, dropped = _tensors(draft)
+    tensors, family, lacking = _tensors(draft)
     specs = [tensor.step.out for tensor in tensors]
-    problems = [
+    problems: list[WeightsmithError] = [
         option_error("tensor_types", f"no tensor of this model has a name that matches {pattern.pattern}", _NAMES)
         for pattern, _ in chosen
         if not any(pattern.search(spec.name) for spec in specs)
@@ -68,9 +66,8 @@ def prepare_diffusion(
     }
     draft.steps, draft.container = steps, GGUF
     draft.header = encode_metadata(with_stated(keys, stated))
-    draft.dropped += dropped
     draft.max_shard_bytes = sum(out.nbytes + ALIGNMENT for step in steps for out in step.stored)  # ComfyUI reads no parts
-    draft.warnings += [*_left_out(dropped), *_fallen_back(mixture, steps)]
+    draft.warnings += [*_left_out(lacking), *_fallen_back(mixture, steps)]
     _keep_files(draft, companions)
 
 
@@ -82,8 +79,8 @@ class _Tensor:
     swapped: bool = False
 
 
-def _tensors(draft: PlanDraft) -> tuple[list[_Tensor], DiffusionFamily, list[Dropped]]:
-    """The tensors of the diffusion model, its family, and what is left out of the file."""
+def _tensors(draft: PlanDraft) -> tuple[list[_Tensor], DiffusionFamily, list[str]]:
+    """The tensors of the diffusion model, its family, and the names of VAEs and text encoders, which the draft has no more."""
     by_name = {step.out.name: step for step in draft.steps}
     where = draft.models[draft.donor].ref
     kind = (draft.config or {}).get(CLASS)
@@ -98,9 +95,10 @@ def _tensors(draft: PlanDraft) -> tuple[list[_Tensor], DiffusionFamily, list[Dro
     names = {tensor.name for tensor in renamed}
     family = family_of(names, where)
     ignored = [tensor for tensor in renamed if any(part in tensor.name for part in family.ignored)]
-    dropped = _dropped([step for name, step in by_name.items() if not name.startswith(prefix)], _NOT_DIFFUSION)
-    dropped += _dropped([inside[part] for tensor in ignored for part in tensor.parts], _NOT_LOADED)
-    return [_joined(tensor, inside) for tensor in renamed if tensor not in ignored], family, dropped
+    others = [name for name in by_name if not name.startswith(prefix)]
+    draft.leave_out([by_name[name] for name in others], _NOT_DIFFUSION)
+    draft.leave_out([inside[part] for tensor in ignored for part in tensor.parts], _NOT_LOADED)
+    return [_joined(tensor, inside) for tensor in renamed if tensor not in ignored], family, others
 
 
 def _of_diffusers(inside: Mapping[str, Step], where: str) -> list[SingleFileTensor]:
@@ -116,10 +114,6 @@ def _of_diffusers(inside: Mapping[str, Step], where: str) -> list[SingleFileTens
         if find_family({tensor.name for tensor in renamed}) is not None:
             return renamed
     return plain
-
-
-def _dropped(steps: Sequence[Step], reason: str) -> list[Dropped]:
-    return [Dropped(read.model, read.tensor, reason) for step in steps for read in step.reads if read.model >= 0]
 
 
 def _joined(tensor: SingleFileTensor, steps: Mapping[str, Step]) -> _Tensor:
@@ -176,8 +170,7 @@ def _keep_files(draft: PlanDraft, companions: ModelFiles) -> None:
     draft.carried, draft.files, draft.config = copied, {}, None
 
 
-def _left_out(dropped: Sequence[Dropped]) -> list[Finding]:
-    names = [tensor.tensor for tensor in dropped if tensor.reason == _NOT_DIFFUSION]
+def _left_out(names: Sequence[str]) -> list[Finding]:
     if not names:
         return []
     what = f"{len(names):,} tensors are left out: the file holds the diffusion model alone"
@@ -193,5 +186,7 @@ def _fallen_back(mixture: Mixture, steps: Sequence[Step]) -> list[Finding]:
         return []
     widths = ", ".join(f"{width:,}" for width in sorted({out.shape[-1] for out in fallen})[:4])
     what = f"{len(fallen):,} matrices are stored as F16: {widths} columns are no multiple of {block}"
-    fix = "accept a larger file" if block <= 32 else "choose a format whose blocks are shorter, such as gguf-q8_0, or accept a larger file"
+    fix = "choose a format whose blocks are shorter, such as gguf-q8_0, or use the larger file as it is"
+    if block == TYPES["Q8_0"].block:
+        fix = "use the file as it is: it is larger"
     return [Finding(what, fallen[0].name, fix=fix)]
