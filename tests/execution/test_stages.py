@@ -15,11 +15,10 @@ import weightsmith
 from tests.cases import SWEEP
 from tests.cli_help import Cli, cli
 from tests.mini import write_checkpoint
-from tests.plan_help import config, decoder, model
+from tests.plan_help import config, decoder, model, prepare
 from weightsmith._base.errors import NonFinite, ParameterError, PlanError, WeightsmithError
 from weightsmith._engine.resources import fit_tile_bytes
 from weightsmith._outputs.area import StagingArea, staging_folder
-from weightsmith._planning.planner import prepare
 from weightsmith._plans import plan_from_json
 
 __all__ = ["cli"]

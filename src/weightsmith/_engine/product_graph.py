@@ -62,6 +62,7 @@ class ProductGraph:
         self._output = output
         self._resources = resources
         self._folders = workload.folders
+        self._reduction = workload.reduction
         self._make = make
         self._makes_products = bool(products)
         self._lock = threading.Lock()
@@ -69,7 +70,7 @@ class ProductGraph:
         self._computing = Computing(self._compute, self._keeps)
         self._released = _released(reader.plan) if workload.release else frozenset()
         self._left = {step.out.name: reader.plan.needs(step) for step in steps}
-        self.unmade = _unmade(reader.plan, self._left.values(), products, reader.results, self._released)
+        self.unmade = _unmade(self._left.values(), products, reader.results, self._released)
         self._unbegun = dict(self.unmade)
         self.computation: Computation | None = None
 
@@ -126,7 +127,7 @@ class ProductGraph:
             if kind.reduce is None:
                 self._computing.add(product, self._scheduler.fail)
                 continue
-            reduction = ReductionPass(product, kind.reduce(product), partial(self._tiles, product))
+            reduction = ReductionPass(product, self._reduction or kind.reduce(product), partial(self._tiles, product))
             if reduction.empty:
                 self.done(product, reduction.reduction.arrays())
             else:
@@ -157,7 +158,8 @@ class ProductGraph:
         return self._released.isdisjoint(product.needs)
 
     def _reads_released(self, step: Step) -> bool:
-        return not self._released.isdisjoint(self._left.get(step.out.name, ()))
+        """Also while what it read is being removed, which takes as long as the disk takes."""
+        return not self._released.isdisjoint(self._reader.plan.needs(step))
 
     def _compute(self, product: Product) -> None:
         compute = find_kind(product.op).compute
@@ -290,7 +292,6 @@ def _passes(product: Product, released: Collection[str]) -> bool:
 
 
 def _unmade(
-    plan: Plan,
     steps: Iterable[Collection[str]],
     products: Sequence[Product],
     results: Results,
@@ -298,15 +299,16 @@ def _unmade(
 ) -> dict[str, Product]:
     """The unfinished products; of those that are removed later, what is needed by an unfinished step or product.
 
-    steps  what each needs
+    steps     what each needs
+    products  all that they and each other need, in plan order
     """
     needed = {p.name for p in products if not _passes(p, released)} | {name for needs in steps for name in needs}
     unmade = {}
-    for product in reversed(plan.products):
+    for product in reversed(products):
         if product.name in needed and not results.finished(product.name):
             unmade[product.name] = product
             needed.update(product.needs)
-    return {p.name: p for p in plan.products if p.name in unmade}
+    return {p.name: p for p in products if p.name in unmade}
 
 
 def most_bytes(plan: Plan) -> int:
@@ -316,7 +318,7 @@ def most_bytes(plan: Plan) -> int:
     """
     released = _released(plan) if plan.then is None else frozenset[str]()
     steps = [plan.needs(step) for step in plan.steps]
-    unmade = _unmade(plan, steps, plan.products, Results(plan), released)
+    unmade = _unmade(steps, plan.products, Results(plan), released)
     unbegun, queue, live, needed, most = dict(unmade), list[Product](), list[Product](), set[str](), 0
     while unbegun or queue:
         queue += [unbegun.pop(p.name) for p in list(unbegun.values()) if unmade.keys().isdisjoint(p.needs)]

@@ -20,6 +20,7 @@ from weightsmith._outputs.weight_files import PAGE_BYTES
 from weightsmith._plans import Product, Step
 from weightsmith.abc.job import Bytes, Scratch
 from weightsmith.abc.output import Finished
+from weightsmith.abc.product import StreamingReduction
 
 TILE_BYTES = 1 << 20
 """Size of a tile in each input: large enough that the cost of a call is negligible, small enough to stay in the cache."""
@@ -202,6 +203,7 @@ class Workload:
               False where another run reads them
     allow_nonfinite  merge NaN and infinities like any number; False raises NonFinite
     memory    for runs of plans that merge the same inputs in other ways: what the jobs of a tensor remember. None: nothing
+    reduction  of the products that stream, in place of those of their kinds
     """
 
     steps: Sequence[Step] | None = None
@@ -212,6 +214,7 @@ class Workload:
     allow_nonfinite: bool = False
     release: bool = False
     memory: JobMemory | None = None
+    reduction: StreamingReduction | None = None
 
 
 WHOLE = Workload()

@@ -51,7 +51,8 @@ from weightsmith._engine.results import Results
 from weightsmith._execution.execute import PRODUCTS_LABEL, PartDone, execute_part, execute_products
 from weightsmith._execution.identity import facts, work_identity
 from weightsmith._execution.options import RunOptions
-from weightsmith._execution.run import Helped, RunRequest, finished_steps, kept_products
+from weightsmith._execution.run import RunRequest, WorkDone, finished_steps, kept_products
+from weightsmith._execution.together import divisible
 from weightsmith._files.containers import GGUF, GGUF_ADAPTER
 from weightsmith._files.safetensors import collector_paused
 from weightsmith._outputs.journal import changes
@@ -256,7 +257,7 @@ LOOK_SECONDS = 1.0
 """Between two looks at the journals of running parts, for the progress: hundreds of files, perhaps on a network file system."""
 
 
-def share_out(prepared: Prepared, staging: Staging, request: RunRequest, *, workers: Workers) -> Helped:
+def share_out(prepared: Prepared, staging: Staging, request: RunRequest, *, workers: Workers) -> WorkDone:
     """Have workers do all parts of a plan, in a staging folder that is open here. The caller publishes.
 
     Raises what a worker raised, WorkerLost for a part whose workers are lost again and again, and what the callbacks
@@ -323,16 +324,18 @@ class Driver:
         plan, allow_nonfinite = prepared.plan, request.options.allow_nonfinite
         self.plan, self.staging, self.workers, self.callbacks = plan, staging, workers, request.callbacks
         slots = workers.slots()
-        self.helped = Helped(warnings=few_files(plan, slots, workers.setting))
+        self.helped = WorkDone(warnings=few_files(plan, slots, workers.setting))
         self.n = part_count(plan, slots)
         parts = dict(enumerate(parts_of(plan, self.n), 1))
         if staging.target.streams:  # a worker on another machine does not see what an earlier run has finished
             done = finished_steps(plan, staging, kept_products(plan, staging), allow_nonfinite)
             for k in [k for k, steps in parts.items() if all(step.out.name in done for step in steps)]:
-                self.helped += Helped(len(parts.pop(k)))
-        later = {k for k, steps in parts.items() if any(plan.needs(step) for step in steps)}
+                self.helped += WorkDone(len(parts.pop(k)))
+        # Workers in one folder measure what they can together, when they begin their parts.
+        alone = {p.name for p in plan.products if staging.target.streams or not divisible(p)}
+        later = {k for k, steps in parts.items() if any(not alone.isdisjoint(plan.needs(step)) for step in steps)}
         first = [Share((k, self.n)) for k, steps in parts.items() if steps and k not in later]
-        self._ready = deque([*([Share(None)] if plan.products else []), *first])
+        self._ready = deque([*([Share(None)] if alone else []), *first])
         self._after_products = [Share((k, self.n)) for k in sorted(later)]
         self._inputs = prepared.inputs
         self._states: dict[Share, _State] = {}
@@ -437,7 +440,9 @@ class Driver:
                         fix=self.workers.advice,
                     )
                 if not self.workers.several_machines:
-                    self.helped += Helped(warnings=(Finding(f"the process of {share} was lost, and it is done again: {why}"),))
+                    self.helped += WorkDone(
+                        warnings=(Finding(f"the process of {share} was lost, and it is done again: {why}"),)
+                    )
                 self._again(share, 0.0)
 
     def _stays_missing(self, share: Share, error: BaseException) -> WorkerLost:

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -138,7 +138,12 @@ class StreamingReduction(ABC):
 
     `statistics` is called from many threads, and its result may depend only on the grains of the tile. `take` receives the
     results one by one in plan order, so the outcome does not depend on tile size or number of threads.
+
+    divisible  several processes may divide the tiles of a pass among themselves: what they have taken is exact in any order,
+               such as counts, and `partial` and `add` pass it on
     """
+
+    divisible: ClassVar[bool] = False
 
     @abstractmethod
     def passes(self) -> int:
@@ -158,6 +163,14 @@ class StreamingReduction(ABC):
     @abstractmethod
     def take(self, number: int, result: Any) -> None:
         """Receive the statistics of the next tile."""
+
+    def partial(self, number: int) -> Arrays:
+        """What `take` has received in pass `number` so far, for `add` in other processes. Arrays of any shapes."""
+        raise NotImplementedError
+
+    def add(self, number: int, partial: Arrays) -> None:
+        """Receive what another process has taken of other tiles. partial: may be read-only."""
+        raise NotImplementedError
 
     def end(self, number: int) -> None:  # noqa: B027
         """Finish pass `number`, after its last `take`."""

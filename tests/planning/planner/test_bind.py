@@ -9,10 +9,11 @@ import pytest
 
 import weightsmith
 from tests import plan_help
+from tests.plan_help import prepare
 from weightsmith._base.errors import ParameterError, PlanError
 from weightsmith._planning.options import RecipeOptions
-from weightsmith._planning.planner import Plan, prepare
 from weightsmith._planning.planner.build import bind
+from weightsmith._plans import Plan
 
 
 @pytest.fixture

@@ -46,11 +46,10 @@ class CommandWork:
     def running(self, doing: str) -> Iterator[Callbacks]:
         """Callbacks of a progress bar, while tensor data is read. doing: the verb of the bar."""
         from weightsmith._execution.progress import callbacks, meter
-        from weightsmith._execution.run import Callbacks
 
         with failures(merging=lambda: True, as_json=self.as_json, interrupted=lambda: interrupted(self.out)):
             with meter(quiet=self.quiet) as shown:
-                yield Callbacks(*callbacks(shown, doing))
+                yield callbacks(shown, doing)
 
     def make(
         self,

@@ -336,6 +336,8 @@ def _config(opened: OpenedAdapters, places: AdapterPlaces, ranks: Mapping[str, i
         rank=next((ranks[name] for name in opened.experts), None),
         dora=any(module.scaled for module in opened.modules.values()),
     )
+    if opened.ties:
+        written["ensure_weight_tying"] = True
     if len(tasks := {str(config.get("task_type") or "") for config in configs}) == 1:
         written["task_type"] = tasks.pop() or None
     # The experts of the merge have the layout of the inputs.

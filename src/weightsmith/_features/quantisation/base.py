@@ -2,7 +2,7 @@
 
 An output that some program cannot load is a warning, or with `--for` an error, before tensor data is read. With `--target
 kl=0.02` a result must not exceed a divergence: the format chooses the settings of a size, from its measurement; which size, is
-found by evaluating results (`_execution/targets.py`).
+found by evaluating results (`_execution/second_plans.py`).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from weightsmith._models.formats.engines import (
     objections,
 )
 from weightsmith._planning.options import SHARD_BYTES
-from weightsmith._planning.planner import Prepared
 from weightsmith._planning.planner.encode import encodable
+from weightsmith._planning.planner.prepared import Prepared
 from weightsmith._plans import PlanDraft, Product
 from weightsmith.abc.product import Arrays
 

@@ -53,12 +53,14 @@ from weightsmith._files.subfolders import PIPELINE
 from weightsmith._models.card import CARD_NAME, hub_id_of, read_card
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.formats import find_encoding, format_of_encoding, formats
+from weightsmith._models.formats.engines import head_objections
 from weightsmith._models.structure.projections import joined_sets, site_of
 from weightsmith._models.structure.vocabulary import TIED_HEAD, is_model_head, is_vocabulary, tie_flag
 from weightsmith._planning.follow_ups import FollowUpKind, SecondPlan
-from weightsmith._planning.planner import Prepared
 from weightsmith._planning.planner.encode import encodable, quantise
-from weightsmith._planning.planner.files import NO_CONFIG, drop_subfolders, joined, lacking
+from weightsmith._planning.planner.files import NO_CONFIG, joined, lacking
+from weightsmith._planning.planner.pipelines import drop_subfolders
+from weightsmith._planning.planner.prepared import Prepared
 from weightsmith._plans import PLAIN, PlanDraft, Product, Step
 from weightsmith._plans.codec import has_type
 from weightsmith.abc.product import Arrays, Floats
@@ -516,7 +518,8 @@ def _decoded(models: Iterable[Checkpoint], name: str) -> list[Finding]:
 # ---- Weights in several encodings of one stored format: `--quantize nvfp4a16 --tensor-type self_attn=fp8-dynamic`
 #
 # A type is `REGEX=NAME`. The expression is searched for in the names of weights that are quantised, and the last type that fits
-# a weight wins. NAME is an encoding of the same stored format, with its group size (`w4a16-g64`), or `plain`.
+# a weight wins. NAME is an encoding of the same stored format, with its group size (`w4a16-g64`), or `plain`. The name of the
+# format that is asked for has the group size of the other weights.
 #
 # A type that fits no weight of the layers may fit the head: `lm_head=w8a16`. `.=w8a16` leaves the head as it is.
 #
@@ -543,6 +546,8 @@ def encodings_by_weight(
     """
     stored_format = format_of_encoding(default.name)
     types, problems = _read_types(stored_format, texts)
+    family = _writing_of(default.name)
+    types = [(pattern, default.name if kind == family else kind) for pattern, kind in types]
     if problems:
         raise PlanError([option_error("tensor_types", problem) for problem in problems])
     if not texts:
@@ -619,25 +624,31 @@ def check_mixture(draft: PlanDraft, default: Encoding, by_weight: Mapping[str, s
     used = [name for name in dict.fromkeys(step.encoding for step in draft.steps) if name not in (PLAIN, default.name)]
     problems: list[WeightsmithError] = []
     for name in used:
-        writing = next(w for w in format_of_encoding(name).writes if name in {e.name for e in w.all_encodings})
-        problems += unloaded(writing.name, settings)
+        problems += unloaded(_writing_of(name), settings)
         if not problems:
-            check_engines(draft, name, writing.name, settings)
-    stored = [step.out for step in draft.steps if step.out.name in by_weight and step.encoding != PLAIN]
-    heads = [spec.name for spec in stored if is_model_head(spec)]  # MLX quantises heads that nobody asks for
+            check_engines(draft, name, _writing_of(name), settings)
+    stored = [step for step in draft.steps if step.out.name in by_weight and step.encoding != PLAIN and is_model_head(step.out)]
+    heads = [(step.out, *refusal) for step in stored for refusal in head_objections(_writing_of(step.encoding), step.out)]
     if heads:
-        what, fix = "SGLang is not known to load a quantised head of compressed-tensors", "leave out its type, or use vLLM"
-        if settings.engine == "sglang":
-            problems.append(Unsupported(what, where=heads[0], fix=fix))
-        elif settings.engine is None:
-            draft.warnings.append(Finding(what, heads[0], fix=fix))
-    divided = list(_divided(draft, {*by_weight}))
+        fix = "leave out its type, or choose another format for the head"
+        found = [Finding(what, head.name, fix=fix) for head, engine, what in heads if settings.engine in (engine, None)]
+        if settings.engine is not None:
+            problems += [Unsupported(finding.what, where=finding.where, fix=finding.fix) for finding in found]
+        else:
+            draft.warnings += found
+    divided = [] if default.of_blocks else list(_divided(draft, {*by_weight}))  # ComfyUI joins none
     if divided and settings.engine in _JOINING:
         problems += [Unsupported(finding.what, where=finding.where, fix=finding.fix) for finding in divided]
     elif divided and settings.engine is None:
         draft.warnings += divided
     if problems:
         raise PlanError(problems)
+
+
+def _writing_of(encoding: str) -> str:
+    """What users ask for to get an encoding: `w4a16` for `w4a16-g64`."""
+    writes = format_of_encoding(encoding).writes
+    return next(writing.name for writing in writes if encoding in {each.name for each in writing.all_encodings})
 
 
 def _divided(draft: PlanDraft, asked: set[str]) -> Iterator[Finding]:

@@ -44,6 +44,7 @@ from weightsmith._models.lora.forms import (
 )
 from weightsmith._models.lora.gguf_file import SUFFIX, is_gguf, is_gguf_adapter, open_gguf
 from weightsmith._models.lora.kinds import KINDS, kind_of_part
+from weightsmith._models.lora.mlx_folder import is_mlx
 from weightsmith._models.lora.networks import DENOISER_BLOCKS, PUT_PREFIX, UNKNOWN, network_of
 from weightsmith._models.lora.peft_folder import open_peft
 from weightsmith._models.sources.composed import Selected
@@ -433,6 +434,8 @@ def _open_named(ref: str, path: Path) -> Adapter:
             what = f"{chosen} is beside it, and is what PEFT loads"
             raise Unsupported(what, where=ref, fix="remove the one that is not meant, and name the folder")
         return open_peft(str(path.parent))
+    if is_mlx(path):
+        return open_peft(str(path.parent), name=path.name)
     if not path.name.lower().endswith(_SUFFIXES) and not is_gguf(path):
         what = f"an adapter is a folder, or a {_SUFFIXES[0]} or {SUFFIX} file"
         raise Unsupported(what, where=ref, fix=f"Name the one that holds {CONFIG_NAME}.")

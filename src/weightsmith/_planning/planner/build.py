@@ -42,24 +42,13 @@ from weightsmith._plans import Plan
 NOTHING: Written = MappingProxyType({})
 
 
-def prepare(
-    source: recipes.Source,
-    options: RecipeOptions = RecipeOptions(),  # noqa: B008  frozen
-    *,
-    check: bool = False,
-) -> Prepared:
-    """Read a recipe of models and their headers, and plan the merge.
+def assemble(source: recipes.Source, options: RecipeOptions) -> Prepared:
+    """The draft of a merge.
 
     source  path of a YAML file, YAML text (with a newline), a mapping, or a list of mappings
-    check   ask transformers now whether it could load the output; see `Prepared.finish`
 
     Raises PlanError with all problems. No tensor data is read. Cost: headers, and about 20 µs a tensor.
     """
-    return assemble(source, options).finish(check=check)
-
-
-def assemble(source: recipes.Source, options: RecipeOptions) -> Prepared:
-    """The draft of `prepare`."""
     request = read_plan_request(source, "merge", options)
     with in_recipe(request.source):
         return assemble_recipe(request)
@@ -111,7 +100,7 @@ def _folder_of(source: recipes.Source) -> Path:
 
 
 def assemble_recipe(request: PlanRequest, written: Written = NOTHING, opening: Opening = open_models) -> Prepared:
-    """The draft of a merge whose recipe has been read; first, the plans of the recipes whose results it reads. See `prepare`.
+    """The draft of a merge whose recipe has been read; first, the plans of the recipes whose results it reads.
 
     written  folders with results of other recipes
     opening  opens the models
@@ -130,7 +119,7 @@ def bind(
 ) -> Bound:
     """Open and match the models of a recipe of `merge` once, to plan it with many values of its parameters.
 
-    source  as for `prepare`
+    source  as for `assemble`
 
     Raises PlanError. Close the result, or use it as a context manager.
 

@@ -38,14 +38,10 @@ from weightsmith._planning.planner.agreement import (
 )
 from weightsmith._planning.planner.files import (
     NO_CONFIG,
-    absent_parts,
     carried,
-    foreign,
-    foreign_findings,
     held_files,
     lacking,
     output_config,
-    without_foreign,
 )
 from weightsmith._planning.planner.inputs import (
     analyse_all,
@@ -61,15 +57,7 @@ from weightsmith._planning.planner.loading import Question, question_of
 from weightsmith._planning.planner.match import InputModels, ModelNames
 from weightsmith._planning.planner.outputs import StepMaker, takes_head
 from weightsmith._planning.planner.parameters import Audit, Resolver
-from weightsmith._planning.planner.pipelines import (
-    copied_parts,
-    part_configs,
-    part_differences,
-    part_owners,
-    part_readers,
-    taken_files,
-    taken_parts,
-)
+from weightsmith._planning.planner.pipelines import Pipeline, taken_parts, without_foreign
 from weightsmith._planning.planner.prepared import Prepared, code_files, model_input
 from weightsmith._planning.planner.segments import Account, Placement, Placer, Region, SegmentMaker
 from weightsmith._planning.planner.steps import DTypes, MeasuredSteps, factor_problems, with_needs, with_statistics
@@ -358,60 +346,68 @@ class _Assembler:
         self.problems += placer.problems
         if aligned is None or method is None or request.audit is None or not placements:
             raise request.refusal(self.problems)
-        donor, names = self.inputs[opened.donor], [n for n in self.matched.names if n is not None]
-        account = Account(self.labels, names)
-        dtypes = DTypes(request.dtype, [c.kept_specs for c in self.inputs])
+        donor, label = self.inputs[opened.donor], self.labels[opened.donor]
         resolver = Resolver(method, self.labels, request.audit.wrong)
-        base = None if self.recipe.base_model is None else request.models[self.recipe.base_model]
-        configs, structures = [c.config for c in self.inputs], [n.structure for n in names]
-        tokenizes = not {*FILES}.isdisjoint(donor.files)
-        models = InputModels(self.labels, self.matched.specs, configs, structures, names, opened.donor, base, tokenizes)
-        outputs = StepMaker(models, method, resolver, account, dtypes)
-        outputs.make(placements)
+        outputs = self._outputs(method, resolver, placements)
         problems, idle = resolver.finish()
-        self._add_mismatches(outputs)
         self.problems += problems
         if outputs.problems or placer.problems or any(segment.broken for r in request.regions for segment in r.segments):
             raise request.refusal(self.problems)
-        dropped, lost = account.settle(self.shape, opened.donor, placements)
+        dropped, lost = outputs.account.settle(self.shape, opened.donor, placements)
         self.problems += lost
-        copied = absent_parts(self.inputs, opened.donor, taken)
-        outputs.steps += copied_parts(self.inputs, copied, dtypes)
-        ordered = _in_model_order(outputs.steps, self.matched.specs[opened.donor])
+        pipeline = Pipeline(self.inputs, self.labels, opened.donor, taken)
+        ordered = _in_model_order([*outputs.steps, *pipeline.copies(outputs.dtypes)], self.matched.specs[opened.donor])
         try:
             ordered, tables, dropped = aligned.place(ordered, outputs.counterpart, dropped)
         except PlanError as error:
             raise request.refusal([*self.problems, *error.problems]) from error
         steps, products = with_needs(ordered, resolver.settings, method)
-        self.problems += factor_problems(steps, self.labels[opened.donor], _ONE_MODEL)
+        self.problems += factor_problems(steps, label, _ONE_MODEL)
         measured = self._measured(method, steps, resolver)
         config = self._config(donor, outputs, steps)
-        readers = part_readers(self.inputs, steps)
-        owners = part_owners(self.inputs, opened.donor, readers)
-        aligned.files.update(part_configs(self.inputs, donor, owners, steps, self.shape, request.dtype))
-        files, replaced = taken_files(self.inputs, opened.donor, taken, owners)
-        aligned.files.update(files)
-        aligned.removed |= replaced - aligned.files.keys()
+        self._add_files(aligned, pipeline, steps)
         if config is not None and aligned.move is not None:
             config, lost_ids = aligned.move(config)
             self.warnings += lost_tokens(lost_ids, "config.json")
         if self.problems:
             raise request.refusal(self.problems)
-        self.warnings += self.matched.differences()
-        scheduler = taken.get("scheduler", opened.donor)
-        self.warnings += part_differences(self.inputs, self.labels, scheduler, readers, owners)
-        self.warnings += foreign_findings(self.inputs, self.labels, opened.donor, taken)
-        self.warnings += [*self._untouched(placements, self.labels[opened.donor]), *outputs.warnings]
-        self.warnings += [*account.findings(), *dtypes.findings(), *idle]
-        self.warnings += left_out_findings(donor.left_out, self.labels[opened.donor])
+        self.warnings += [*self.matched.differences(), *pipeline.findings()]
+        self.warnings += [*self._untouched(placements, label), *outputs.warnings, *outputs.account.findings()]
+        self.warnings += [*outputs.dtypes.findings(), *idle, *left_out_findings(donor.left_out, label)]
         draft = self._draft(method, aligned, [*products, *measured.products], config, resolver.settings)
-        stems = {part: self.inputs[owner].naming.parts[part] for part, owner in owners.items()}
-        draft.naming = replace(donor.naming, folders=(*donor.naming.folders, *copied), parts={**donor.naming.parts, **stems})
+        draft.naming, draft.dropped = pipeline.naming(), [*dropped, *pipeline.dropped()]
         draft.steps, draft.tables = measured.steps, list(tables)
-        draft.dropped = [*dropped, *foreign(self.inputs, opened.donor, copied)]
         named = [*code_files(draft), *aligned.named, *measured.files]
         loading = self._loading(draft, donor, outputs)
         return Prepared(draft, self.inputs, self.shape, outputs.origins, resolver, named, loading=loading)
+
+    def _outputs(self, method: Method, resolver: Resolver, placements: Sequence[Placement]) -> StepMaker:
+        """The output tensors, and their problems."""
+        names = [n for n in self.matched.names if n is not None]
+        base = None if self.recipe.base_model is None else self.request.models[self.recipe.base_model]
+        models = InputModels(
+            self.labels,
+            self.matched.specs,
+            [c.config for c in self.inputs],
+            [n.structure for n in names],
+            names,
+            self.opened.donor,
+            base,
+            tokenizes=not {*FILES}.isdisjoint(self.inputs[self.opened.donor].files),
+        )
+        dtypes = DTypes(self.request.dtype, [c.kept_specs for c in self.inputs])
+        outputs = StepMaker(models, method, resolver, Account(self.labels, names), dtypes)
+        outputs.make(placements)
+        self._add_mismatches(outputs)
+        return outputs
+
+    def _add_files(self, aligned: Aligned, pipeline: Pipeline, steps: Sequence[Step]) -> None:
+        """Enter the files of the parts of a pipeline, which replace the donor's."""
+        pipeline.settle(steps)
+        aligned.files.update(pipeline.configs(steps, self.shape, self.request.dtype))
+        files, replaced = pipeline.files()
+        aligned.files.update(files)
+        aligned.removed |= replaced - aligned.files.keys()
 
     def _taken(self) -> Mapping[str, int]:
         """Parts of a pipeline that come from another model as they are."""
