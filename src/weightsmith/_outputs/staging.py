@@ -29,9 +29,19 @@ from weightsmith._outputs.area import (
 from weightsmith._outputs.checksum import byte_view
 from weightsmith._outputs.journal import Entries, Journal, Notes, is_resumable, layout_hash
 from weightsmith._outputs.local import LocalTarget, check_out
-from weightsmith._outputs.locks import ADDRESS, JOURNAL, PARTS, PRODUCTS, SPACE, FollowedJournals, part_journals, read_journals
+from weightsmith._outputs.locks import (
+    ADDRESS,
+    HELPERS,
+    JOURNAL,
+    PARTS,
+    PRODUCTS,
+    SPACE,
+    FollowedJournals,
+    part_journals,
+    read_journals,
+)
 from weightsmith._outputs.manifest import MANIFEST_NAME, check_file_name, encode_manifest
-from weightsmith._outputs.shared import SharedResults
+from weightsmith._outputs.shared import SharedResults, TaskBoard
 from weightsmith._outputs.weight_files import StagedFiles, StreamedFiles
 from weightsmith.abc.output import Built, FilesGone, Finished, OutputSpec, Progress, Target
 
@@ -44,8 +54,8 @@ BOOKKEEPING_BYTES = 400
 ATTACH_SECONDS = 60
 """How long a process that builds a part waits for another one to prepare the staging folder."""
 _CHECKSUM = re.compile("[0-9a-f]{32}")
-SHARED = "shared"
-"""The folder, in that of the products, of what processes make for each other."""
+SHARED, TASKS = "shared", "tasks"
+"""Folders, in that of the products, of what processes make for each other."""
 _PUT = "put "
 """Start of the keys of the notes about weight files that are put."""
 
@@ -460,15 +470,32 @@ class Staging(Closing):
         with self._kept():
             self._products = read_journals(self.folder, ()).products
 
+    @property
+    def task_board(self) -> TaskBoard | None:
+        """Tasks of products for the processes that build parts in this folder; None if these have folders of their own."""
+        if self.target.streams:
+            return None
+        return TaskBoard(self.folder / PRODUCTS / TASKS, self.folder / PARTS / HELPERS)
+
     @contextmanager
-    def only_process(self, waiting: Callable[[], None] | None = None) -> Iterator[None]:
-        """Wait until no other part is inside, and see the products that they have finished. waiting: called if one is."""
+    def only_process(
+        self, waiting: Callable[[], None] | None = None, meanwhile: Callable[[], None] = lambda: None
+    ) -> Iterator[None]:
+        """Wait until no other part is inside, and see the products that they have finished.
+
+        waiting    called if one is
+        meanwhile  called again and again while one is
+        """
         if self.target.streams:  # the driver has one process compute them
             yield
             return
-        with self._locks.products(waiting):
+        with self._locks.products(waiting, meanwhile):
             self.look_for_products()
             yield
+
+    def check_led(self) -> None:
+        """Raise StoreError unless the driver of this process is there."""
+        self._locks.check_led()
 
     @contextmanager
     def shared(self) -> Iterator[None]:
