@@ -50,7 +50,7 @@ from weightsmith._files.copied import MAX_COPIED_BYTES
 from weightsmith._models.card import CARD_NAME, hub_id_of, read_card
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.formats import find_encoding, format_of_encoding, formats
-from weightsmith._models.formats.engines import find_engine, find_support
+from weightsmith._models.formats.engines import head_objections
 from weightsmith._models.structure.projections import joined_sets, site_of
 from weightsmith._models.structure.vocabulary import TIED_HEAD, is_model_head, is_vocabulary, tie_flag
 from weightsmith._planning.follow_ups import FollowUpKind, SecondPlan
@@ -502,8 +502,6 @@ def _decoded(models: Iterable[Checkpoint], name: str) -> list[Finding]:
 # Engines join query, key and value into one matrix, and gate and up: such weights need the same encoding there.
 
 
-_HEADLESS = {"compressed_tensors": ("compressed-tensors", ("sglang",)), "gptq": ("GPTQ", ("transformers", "exllamav2"))}
-"""Stored formats in which a head may be asked for: the title, and programs that may leave a quantised one out."""
 _JOINING = ("vllm", "sglang")
 """Programs that join weights."""
 
@@ -605,18 +603,15 @@ def check_mixture(draft: PlanDraft, default: Encoding, by_weight: Mapping[str, s
         problems += unloaded(_writing_of(name), settings)
         if not problems:
             check_engines(draft, name, _writing_of(name), settings)
-    stored = [step.out for step in draft.steps if step.out.name in by_weight and step.encoding != PLAIN]
-    heads = [spec.name for spec in stored if is_model_head(spec)]  # MLX quantises heads that nobody asks for
+    stored = [step for step in draft.steps if step.out.name in by_weight and step.encoding != PLAIN and is_model_head(step.out)]
+    heads = [(step.out, *refusal) for step in stored for refusal in head_objections(_writing_of(step.encoding), step.out)]
     if heads:
-        title, programs = _HEADLESS[format_of_encoding(default.name).name]
-        asked = [name for name in programs if settings.engine in (name, None)]
-        unsure = [name for name in asked if find_support(name, _writing_of(default.name)) is not None]
-        for engine in map(find_engine, unsure):
-            what, fix = f"{engine.title} is not known to load a quantised head of {title}", "leave out its type, or use vLLM"
-            if settings.engine is not None:
-                problems.append(Unsupported(what, where=heads[0], fix=fix))
-            else:
-                draft.warnings.append(Finding(what, heads[0], fix=fix))
+        fix = "leave out its type, or choose another format for the head"
+        found = [Finding(what, head.name, fix=fix) for head, engine, what in heads if settings.engine in (engine, None)]
+        if settings.engine is not None:
+            problems += [Unsupported(finding.what, where=finding.where, fix=finding.fix) for finding in found]
+        else:
+            draft.warnings += found
     divided = [] if default.of_blocks else list(_divided(draft, {*by_weight}))  # ComfyUI joins none
     if divided and settings.engine in _JOINING:
         problems += [Unsupported(finding.what, where=finding.where, fix=finding.fix) for finding in divided]

@@ -116,6 +116,8 @@ _vllm, _sglang = partial(Support, "vllm", alike=True), partial(Support, "sglang"
 _MARLIN = ((64, 128), (128, 64))
 """Outputs and inputs of the tiles of Marlin's kernel."""
 
+_HEAD_ROWS = 64
+"""A multiple of it are the rows that vLLM and SGLang give a head (`pad_vocab_size`)."""
 _EXLLAMAV2_MLPS = (("intermediate", 64, "leaves the last features of MLPs without activation"),)
 """Its grid for the activation has half as many blocks of 32 pairs as there are blocks of 32 features, rounded down."""
 _EXLLAMAV3_MLPS = (("hidden", 128, "does not run MLPs with padded outputs"),)
@@ -317,6 +319,23 @@ def objections(
             what = f"needs matrices that are a multiple of {sizes_of_tiles} (outputs by inputs)"
             by_reason.setdefault(what, []).extend(names)
     return by_reason
+
+
+def head_objections(format: str, head: TensorSpec) -> Iterator[tuple[str, str]]:
+    """Programs that load a format and do not run a head of a model in it: the name of each, and why.
+
+    vLLM and SGLang cut a head by its rows (`weight_loader` of `VocabParallelEmbedding`), and scales of blocks have fewer;
+    a head of GPTQ has them as columns, and is not filled up to `_HEAD_ROWS`. optimum replaces layers of blocks alone.
+    """
+    for engine in engines_of(format):
+        joins, rows = engine.name in ("vllm", "sglang"), head.shape[0]
+        if joins and format == "fp8-block":
+            yield engine.name, f"{engine.title} does not load a head stored as {format}"
+        elif joins and format.startswith("gptq-") and rows % _HEAD_ROWS:
+            what = f"{engine.title} loads a head stored as {format} if it has a multiple of {_HEAD_ROWS} outputs, not {rows:,}"
+            yield engine.name, what
+        elif not joins and format.startswith("gptq-"):
+            yield engine.name, f"{engine.title} is not known to load a head stored as {format}"
 
 
 def _unfit_mlps(support: Support, stored: Sequence[TensorSpec]) -> Iterator[tuple[str, TensorSpec]]:
