@@ -412,6 +412,28 @@ def test_gates_of_linear_attention_stay_plain(name: str, tmp_path: Path) -> None
         assert all(any(re.match(rule[3:], module) for rule in stored["ignore"] if rule[:3] == "re:") for module in parts)
 
 
+def test_projections_of_mamba_are_named_for_vllm(tmp_path: Path) -> None:
+    """`MambaMixer` of vLLM builds its layers without a quantisation."""
+    shapes = {f"mamba.{name}": (128, 128) for name in ("in_proj", "x_proj", "dt_proj", "out_proj")}
+    source = layers_of({**shapes, "feed_forward.up_proj": (128, 128)}, tmp_path / "m", {**QWEN35, "model_type": "jamba"})
+    done = quantise(source, tmp_path / "q", "fp8-dynamic")
+    warned = [warning for warning in done.warnings if "Mamba 1" in warning.what]
+    assert [warning.where for warning in warned] == ["model.layers.0.mamba.in_proj.weight"]
+    assert "vLLM" in warned[0].what
+    assert "SGLang" not in warned[0].what
+    with open_checkpoint(tmp_path / "q", raw=True) as model:
+        kinds = {name: model.specs[f"model.layers.1.{name}.weight"].dtype.name for name in shapes}
+    assert kinds == {
+        "mamba.in_proj": "F8_E4M3",
+        "mamba.x_proj": "BF16",
+        "mamba.dt_proj": "BF16",
+        "mamba.out_proj": "F8_E4M3",
+    }
+    with pytest.raises(PlanError, match="builds the layers of Mamba 1 without quantisation"):
+        quantise(source, tmp_path / "no", "fp8-dynamic", engine="vllm")
+    quantise(source, tmp_path / "vllm", "fp8-dynamic", "mamba=plain", engine="vllm")
+
+
 def test_parts_of_an_indexer_that_engines_keep_plain_stay_plain(tmp_path: Path) -> None:
     """`wk_weights_proj` of DeepSeek V3.2 and GLM-5 has no quantisation in vLLM, whatever config.json says."""
     shapes = {f"self_attn.indexer.{name}": (128, 128) for name in ("wq_b", "wk", "weights_proj")}
