@@ -44,6 +44,8 @@ _WEIGHT = ".weight"
 _SIZES = ("its width", "its outputs")
 """What the reason begins with when an encoding does not take a weight for its size."""
 _ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
+_OF_STATES = frozenset({"x_proj", "dt_proj"})
+"""Of Mamba 1: paths of transformers take their weights, not the layers."""
 _OF_INDEXERS = frozenset({"wk", "weights_proj"})
 """Of DeepSeek V3.2 and GLM-5: vLLM joins them, and builds the joined layer without a quantisation."""
 _UNET = re.compile(r"(^|\.)(input_blocks|middle_block|output_blocks)\.")
@@ -205,6 +207,8 @@ def _engines_reason(parts: Sequence[str]) -> str:
     """Why engines need the weight of a linear layer as it is; "" if they do not. parts: of the module's name."""
     if parts[-1] in GATES_OF_LINEAR_ATTENTION:
         return "it is a gate of linear attention, which engines join into a matrix of few rows"
+    if parts[-1] in _OF_STATES:
+        return "it is a projection to the time steps of Mamba, which programs multiply by as it is"
     if "indexer" in parts[:-1] and parts[-1] in _OF_INDEXERS:
         return "it is a part of an indexer that engines keep as it is"
     return ""
