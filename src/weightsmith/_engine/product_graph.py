@@ -63,6 +63,7 @@ class ProductGraph:
         self._resources = resources
         self._folders = workload.folders
         self._reduction = workload.reduction
+        self._tasks, self._later = workload.tasks, frozenset(workload.later)
         self._make = make
         self._makes_products = bool(products)
         self._lock = threading.Lock()
@@ -141,7 +142,7 @@ class ProductGraph:
             needed = {name for needs in (*(p.needs for p in self.unmade.values()), *self._left.values()) for name in needs}
         results = self._reader.results
         for product in self._reader.plan.products:
-            if not _passes(product, self._released) or product.name in needed:
+            if not _passes(product, self._released) or product.name in needed or product.name in self._later:
                 continue
             if results.finished(product.name):
                 results.drop(product)
@@ -227,6 +228,7 @@ class ProductGraph:
             partial(created, product),
             progress,
             also,
+            self._tasks,
         )
 
 
@@ -309,6 +311,19 @@ def _unmade(
             unmade[product.name] = product
             needed.update(product.needs)
     return {p.name: p for p in products if p.name in unmade}
+
+
+def needed_later(plan: Plan, products: Iterable[Product], finished: Collection[str]) -> frozenset[str]:
+    """What unfinished products of a plan need, other than these. finished: by name; transient products do not count."""
+    here = {product.name for product in products}
+    needed = {p.name for p in plan.products if not p.transient} | {name for step in plan.steps for name in plan.needs(step)}
+    later: set[str] = set()
+    for product in reversed(plan.products):
+        if product.name in needed and (product.transient or product.name not in finished):
+            needed.update(product.needs)
+            if product.name not in here:
+                later.update(product.needs)
+    return frozenset(later)
 
 
 def most_bytes(plan: Plan) -> int:

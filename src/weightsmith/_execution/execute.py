@@ -10,7 +10,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -44,7 +44,7 @@ from weightsmith._execution.run import (
     run_plan,
     staged,
 )
-from weightsmith._execution.together import measure_together
+from weightsmith._execution.together import PAUSE_SECONDS, helper_of, measure_together
 from weightsmith._features.any_recipe import assemble_request, replan
 from weightsmith._outputs.local import remove_checkpoint
 from weightsmith._outputs.manifest import read_manifest
@@ -56,9 +56,9 @@ from weightsmith._plans.parts import label, part_of
 
 if TYPE_CHECKING:
     from weightsmith._engine.local import Outcome, Progress
-    from weightsmith._engine.products import ProductReport
     from weightsmith._engine.results import JobMemory
     from weightsmith.abc.output import Built
+    from weightsmith.abc.product import ProductReport
 
 
 STAGE = "stage"
@@ -152,6 +152,8 @@ def check_computable(prepared: Prepared) -> None:
             raise ParameterError(what, fix=fix, state=NOTHING_WRITTEN)
 
 
+HELPER_LABEL = "helper-"
+"""Start of the labels of the processes that help it."""
 PRODUCTS_LABEL = "products-alone"
 """The label of the process that computes the products of all parts; any process that computes some holds `lock-products`."""
 
@@ -222,6 +224,7 @@ def execute_part(
     helping   label of the part if it is done for a driver: not `label(part)` for a second process that does the same part
     products  checksums of those that the driver has
     """
+    from weightsmith._engine.product_graph import needed_later
     from weightsmith._engine.results import Results
 
     _check_part(prepared, out, options, bool(helping))
@@ -234,9 +237,13 @@ def execute_part(
             if not staging.target.streams:
                 first = (part[0] - 1) / part[1]
                 measured_together = measure_together(plan, needed, staging, run, first, callbacks.waiting)
-            with staging.only_process(callbacks.waiting):  # other processes reuse these products
+            helper = helper_of(plan, staging, resources_of(prepared, options))
+            with closing(helper), staging.only_process(callbacks.waiting, helper):  # other processes reuse these products
+                helper.close()
                 results = kept_products(plan, staging, products=needed)
-                measured_together += WorkDone.of(run(steps=(), products=needed, results=results))
+                later = needed_later(plan, needed, staging.products)
+                outcome = run(steps=(), products=needed, results=results, tasks=staging.task_board, later=later)
+                measured_together += WorkDone.of(outcome)
         else:
             results = Results(plan)
         done = finished_steps(plan, staging, results, options.allow_nonfinite, steps)
@@ -254,10 +261,27 @@ def execute_products(
     _check_part(prepared, out, options, helping=True)
     with staged(prepared, RunRequest(out, options), PRODUCTS_LABEL, (), products) as (staging, run):
         with staging.only_process():
-            outcome = run(steps=(), results=kept_products(prepared.plan, staging))
+            outcome = run(steps=(), results=kept_products(prepared.plan, staging), tasks=staging.task_board)
         for model in prepared.inputs:
             model.check_unchanged()
         return PartDone(staging.hand_over(), WorkDone.of(outcome))
+
+
+def execute_helper(
+    prepared: Prepared, out: str | os.PathLike[str], options: RunOptions, products: Mapping[str, str], number: int
+) -> PartDone:
+    """Do tasks of the process that runs `execute_products` for the same driver, until the driver ends this one.
+
+    Raises StoreError if the driver has ended.
+    """
+    _check_part(prepared, out, options, helping=True)
+    with staged(prepared, RunRequest(out, options), f"{HELPER_LABEL}{number}", (), products) as (staging, _):
+        helper = helper_of(prepared.plan, staging, resources_of(prepared, options))
+        with closing(helper):
+            while True:
+                staging.check_led()
+                helper()
+                time.sleep(PAUSE_SECONDS)
 
 
 def _check_part(prepared: Prepared, out: str | os.PathLike[str], options: RunOptions, helping: bool) -> None:

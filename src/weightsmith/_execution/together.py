@@ -1,27 +1,34 @@
-"""Processes that do parts of a plan measure its model-wide products together, each some of the tensors.
+"""What the processes that do parts of a plan do together: model-wide products, and tasks of products of which one is computed.
 
-There is no leader. The tensors that a product reads are divided into `UNITS` at most, by the plan alone. Each process that
-needs the product takes units that nobody has taken, and leaves what it has counted in the folder (`SharedResults`). Then it
-adds up the counts of all units itself. Counts are integers, so all processes get the product of
-one process.
+**Products that stream** are measured together, each process some of the tensors. There is no leader. The tensors that a product
+reads are divided into `UNITS` at most, by the plan alone. Each process that needs the product takes units that nobody has
+taken, and leaves what it has counted in the folder (`SharedResults`). Then it adds up the counts of all units itself. Counts
+are integers, so all processes get the product of one process.
+
+**Products that compute** have one process, the leader. It may offer tasks, such as the weights of a layer, to the processes
+that wait for the product (`TaskBoard`). What a task gives does not depend on who does it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from weightsmith._engine.products import StreamingReduction, find_kind
+from weightsmith._engine.products import find_kind
 from weightsmith._execution.run import WorkDone
 from weightsmith._plans import Plan, Product, Step
+from weightsmith.abc.product import StreamingReduction
 
 if TYPE_CHECKING:
     from weightsmith._engine.local import Outcome
+    from weightsmith._engine.resources import Resources
+    from weightsmith._outputs.shared import TaskBoard
     from weightsmith._outputs.staging import Staging
     from weightsmith.abc.job import Matrix, Tile
     from weightsmith.abc.product import Arrays
@@ -170,3 +177,70 @@ def units_of(plan: Plan, product: Product) -> list[tuple[Step, ...]]:
 def _leaves(plan: Plan, product: Product) -> Iterator[Step]:
     for step in product.steps or plan.steps:
         yield from (leaf for leaf in step.leaves if product.name in leaf.needs and leaf.out.size)
+
+
+# ---- products that one process computes
+
+
+def has_tasks(plan: Plan) -> bool:
+    """Whether other processes can help the one that computes the products of a plan."""
+    return any(find_kind(product.op).help is not None for product in plan.products)
+
+
+class Helper:
+    """Does tasks of the process that computes products, while this one waits for them. Call it again and again."""
+
+    def __init__(self, board: TaskBoard | None, resources: Resources) -> None:
+        """Do nothing yet. board: None: there are no tasks."""
+        self._board, self._threads, self._memory_bytes = board, resources.workers, resources.product_bytes
+        self._tried: set[str] = set()
+        self._shown = ExitStack()
+        self._is_shown = False
+
+    def __call__(self) -> None:
+        """Do one task, if there is one. What it raises is left to the process whose task it is."""
+        board = self._board
+        if board is None:
+            return
+        if not self._is_shown:
+            self._shown.close()
+            self._is_shown = self._shown.enter_context(board.helping())
+        for key, task in board.tasks():
+            if key not in self._tried:
+                self._tried.add(key)
+                try:
+                    if self._done(board, key, task):
+                        return
+                except Exception:
+                    continue
+
+    def _done(self, board: TaskBoard, key: str, task: Mapping[str, Any]) -> bool:
+        """Do a task, unless another process is at it."""
+        kind = find_kind(str(task.get("op")))
+        limit = self._memory_bytes
+        if kind.help is None or (limit is not None and board.task_bytes(task) * TASK_FACTOR > limit):
+            return False
+        help = kind.help
+
+        def make() -> Arrays:
+            if not board.is_open(key):
+                raise FileNotFoundError(key)
+            return help(task, board, self._threads)
+
+        arrays = board.take(key, make)
+        if arrays is None:
+            self._tried.discard(key)  # that process may be killed
+        return arrays is not None
+
+    def close(self) -> None:
+        """No longer wait."""
+        self._shown.close()
+
+
+TASK_FACTOR = 6
+"""Memory that a task takes, for each byte of its arrays: a Hessian is factorised in 13 bytes for each of its numbers of 4."""
+
+
+def helper_of(plan: Plan, staging: Staging, resources: Resources) -> Helper:
+    """What a process calls while it waits for the products of a plan."""
+    return Helper(staging.task_board if has_tasks(plan) else None, resources)

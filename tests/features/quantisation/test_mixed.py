@@ -279,7 +279,7 @@ def test_transformers_loads_a_head_that_is_asked_for(name: str, kind: str, tmp_p
 def test_the_head_is_in_a_group_of_all_weights_too(tmp_path: Path) -> None:
     source = write_transformer(tmp_path / "m", "Llama", tie_word_embeddings=False)
     done = quantise(source, tmp_path / "q", "w4a16", "lm_head=w4a16-g64")
-    assert [warning.where for warning in done.warnings if "quantised head" in warning.what] == ["lm_head.weight"]
+    assert not [warning for warning in done.warnings if "a head" in warning.what]
     stored = entry(tmp_path / "q")
     assert stored["ignore"] == []
     assert list(stored["config_groups"]) == ["group_0"]
@@ -302,17 +302,22 @@ def test_heads_that_cannot_be_quantised_are_refused(tmp_path: Path) -> None:
     source = write_transformer(tmp_path / "m", "Llama", tie_word_embeddings=False, vocab_size=128, hidden_size=128)
     with pytest.raises(PlanError, match="which is not measured for lm_head"):
         quantise(source, tmp_path / "q", "fp8-static", "lm_head=fp8-static")
-    with pytest.raises(PlanError, match="SGLang is not known to load a quantised head"):
-        quantise(source, tmp_path / "q", "fp8-dynamic", "lm_head=w8a16", engine="sglang")
+    for engine, title in (("vllm", "vLLM"), ("sglang", "SGLang")):
+        with pytest.raises(PlanError, match=f"{title} does not load a head stored as fp8-block"):
+            quantise(source, tmp_path / "q", "fp8-dynamic", "lm_head=fp8-block", engine=engine)
+    quantise(source, tmp_path / "sglang", "fp8-dynamic", "lm_head=fp8-dynamic", engine="sglang")
+    done = quantise(source, tmp_path / "blocks", "fp8-dynamic", "lm_head=fp8-block")
+    warned = [warning.what.split()[0] for warning in done.warnings if "a head stored as fp8-block" in warning.what]
+    assert warned == ["vLLM", "SGLang"]
 
 
 def test_only_a_head_that_is_asked_for_is_warned_of(tmp_path: Path) -> None:
     source = write_transformer(tmp_path / "m", "Llama", tie_word_embeddings=False)
     done = quantise(source, tmp_path / "mlx", "mlx-4bit")
     assert not np.array_equal(read(source)["lm_head.weight"], read(tmp_path / "mlx")["lm_head.weight"])
-    assert not [warning for warning in done.warnings if "quantised head" in warning.what]
+    assert not [warning for warning in done.warnings if "a head" in warning.what]
     done = quantise(source, tmp_path / "plain", "w4a16", "lm_head=plain")
-    assert not [warning for warning in done.warnings if "quantised head" in warning.what]
+    assert not [warning for warning in done.warnings if "a head" in warning.what]
 
 
 @pytest.mark.slow
@@ -325,6 +330,124 @@ def test_the_head_is_calibrated_for_what_enters_it(name: str, head: str, tmp_pat
     assert not np.array_equal(read(tmp_path / "rounded")["lm_head.weight"], read(tmp_path / "q")["lm_head.weight"])
 
 
+# ---- weights that engines join, in other architectures
+
+QWEN35 = {
+    "model_type": "qwen3_5_text",
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "num_hidden_layers": 2,
+    "hidden_size": 128,
+    "vocab_size": 64,
+    "tie_word_embeddings": False,
+}
+"""vLLM and SGLang join in_proj_qkv with in_proj_z, and in_proj_b with in_proj_a (`stacked_params_mapping` of qwen3_5.py)."""
+
+
+def layers_of(shapes: dict[str, tuple[int, int]], folder: Path, config: dict[str, Any]) -> Path:
+    random = np.random.default_rng(1)
+    names = {f"model.layers.{i}.{name}.weight": shape for i in range(2) for name, shape in shapes.items()}
+    names |= {"model.embed_tokens.weight": (64, 128), "lm_head.weight": (64, 128)}
+    growing = enumerate(names.items(), 1)
+    tensors = {name: (number * random.standard_normal(shape)).astype(ml_dtypes.bfloat16) for number, (name, shape) in growing}
+    norms = {f"model.layers.{i}.input_layernorm.weight": np.ones(128, ml_dtypes.bfloat16) for i in range(2)}
+    return write_checkpoint(folder, {**tensors, **norms, "model.norm.weight": np.ones(128, ml_dtypes.bfloat16)}, config)
+
+
+LINEAR_ATTENTION = {
+    "linear_attn.in_proj_qkv": (256, 128),
+    "linear_attn.in_proj_z": (128, 128),
+    "linear_attn.in_proj_b": (32, 128),
+    "linear_attn.in_proj_a": (32, 128),
+    "linear_attn.out_proj": (128, 128),
+    "mlp.gate_proj": (128, 128),
+    "mlp.up_proj": (128, 128),
+    "mlp.down_proj": (128, 128),
+}
+
+
+@pytest.mark.parametrize(
+    ("shapes", "joined"),
+    [
+        (LINEAR_ATTENTION, ["linear_attn.in_proj_qkv", "linear_attn.in_proj_z"]),
+        ({f"linear_attn.{part}_proj": (128, 128) for part in "qkvgo"}, [f"linear_attn.{part}_proj" for part in "qkvg"]),
+        ({"mlp.c_fc_0": (128, 128), "mlp.c_fc_1": (128, 128), "mlp.c_proj": (128, 128)}, ["mlp.c_fc_0", "mlp.c_fc_1"]),
+    ],
+    ids=["Qwen3.5", "OLMo Hybrid", "EXAONE"],
+)
+def test_weights_that_vllm_joins_share_their_scale(shapes: dict[str, Any], joined: list[str], tmp_path: Path) -> None:
+    """vLLM takes the largest global scale of a joined matrix for all of its parts."""
+    source = layers_of(shapes, tmp_path / "m", QWEN35)
+    quantise(source, tmp_path / "q", "nvfp4a16")
+    with open_checkpoint(tmp_path / "q", raw=True) as model:
+        for layer in range(2):
+            scales = [model.read(f"model.layers.{layer}.{name}.weight_global_scale") for name in joined]
+            assert len({scale.tobytes() for scale in scales}) == 1
+    first = re.escape(joined[0])
+    with pytest.raises(PlanError, match="join weights of a layer, and need these in one format"):
+        quantise(source, tmp_path / "mixed", "nvfp4a16", rf"{first}\.=fp8-dynamic", engine="vllm")
+
+
+@pytest.mark.parametrize("name", ["fp8-block", "w4a16", "nvfp4a16", "gptq-4bit", "awq-4bit"])
+def test_gates_of_linear_attention_stay_plain(name: str, tmp_path: Path) -> None:
+    """As joined matrices of a few rows, they fit no block of FP8 and no tile of Marlin."""
+    source = layers_of(LINEAR_ATTENTION, tmp_path / "m", QWEN35)
+    done = quantise(source, tmp_path / "q", name, engine="vllm")
+    assert not [warning for warning in done.warnings if "in_proj" in warning.where]
+    with open_checkpoint(tmp_path / "q", raw=True) as model:
+        kinds = [model.specs[f"model.layers.1.linear_attn.in_proj_{part}.weight"].dtype.name for part in "ab"]
+        assert kinds == ["BF16", "BF16"]
+        z = "model.layers.1.linear_attn.in_proj_z.weight"
+        assert z not in model.specs or model.specs[z].dtype.name == "F8_E4M3"
+    stored = entry(tmp_path / "q")
+    parts = [f"model.layers.1.linear_attn.in_proj_{part}" for part in "ab"]
+    if name == "gptq-4bit":  # SGLang looks for the joined module
+        rules = [rule.removeprefix("-:") for rule in stored["dynamic"]]
+        assert all(any(re.match(rule, module) for rule in rules) for module in [*parts, parts[0][:-1] + "ba"])
+        assert not any(re.match(rule, "model.layers.1.linear_attn.in_proj_qkvz") for rule in rules)
+    elif name == "awq-4bit":
+        listed = stored["modules_to_not_convert"]
+        assert all(any(rule in module for rule in listed) for module in [*parts, parts[0][:-1] + "ba"])
+        assert not any(rule in "model.layers.1.linear_attn.in_proj_qkvz" for rule in listed)
+    else:
+        assert all(any(re.match(rule[3:], module) for rule in stored["ignore"] if rule[:3] == "re:") for module in parts)
+
+
+def test_projections_of_mamba_are_named_for_vllm(tmp_path: Path) -> None:
+    """`MambaMixer` of vLLM builds its layers without a quantisation."""
+    shapes = {f"mamba.{name}": (128, 128) for name in ("in_proj", "x_proj", "dt_proj", "out_proj")}
+    source = layers_of({**shapes, "feed_forward.up_proj": (128, 128)}, tmp_path / "m", {**QWEN35, "model_type": "jamba"})
+    done = quantise(source, tmp_path / "q", "fp8-dynamic")
+    warned = [warning for warning in done.warnings if "Mamba 1" in warning.what]
+    assert [warning.where for warning in warned] == ["model.layers.0.mamba.in_proj.weight"]
+    assert "vLLM" in warned[0].what
+    assert "SGLang" not in warned[0].what
+    with open_checkpoint(tmp_path / "q", raw=True) as model:
+        kinds = {name: model.specs[f"model.layers.1.{name}.weight"].dtype.name for name in shapes}
+    assert kinds == {
+        "mamba.in_proj": "F8_E4M3",
+        "mamba.x_proj": "BF16",
+        "mamba.dt_proj": "BF16",
+        "mamba.out_proj": "F8_E4M3",
+    }
+    with pytest.raises(PlanError, match="builds the layers of Mamba 1 without quantisation"):
+        quantise(source, tmp_path / "no", "fp8-dynamic", engine="vllm")
+    quantise(source, tmp_path / "vllm", "fp8-dynamic", "mamba=plain", engine="vllm")
+
+
+def test_parts_of_an_indexer_that_engines_keep_plain_stay_plain(tmp_path: Path) -> None:
+    """`wk_weights_proj` of DeepSeek V3.2 and GLM-5 has no quantisation in vLLM, whatever config.json says."""
+    shapes = {f"self_attn.indexer.{name}": (128, 128) for name in ("wq_b", "wk", "weights_proj")}
+    source = layers_of({**shapes, "self_attn.o_proj": (128, 128)}, tmp_path / "m", {**QWEN35, "model_type": "deepseek_v32"})
+    quantise(source, tmp_path / "q", "fp8-dynamic")
+    with open_checkpoint(tmp_path / "q", raw=True) as model:
+        kinds = {name: model.specs[f"model.layers.0.{name}.weight"].dtype.name for name in shapes}
+    assert kinds == {
+        "self_attn.indexer.wq_b": "F8_E4M3",
+        "self_attn.indexer.wk": "BF16",
+        "self_attn.indexer.weights_proj": "BF16",
+    }
+
+
 # ---- GPTQ and AWQ
 
 SIZES = {"vocab_size": 128, "hidden_size": 128}
@@ -333,8 +456,8 @@ SIZES = {"vocab_size": 128, "hidden_size": 128}
 def test_a_head_of_gptq_is_quantised_if_it_is_asked_for(tmp_path: Path) -> None:
     source = write_transformer(tmp_path / "m", "Llama", tie_word_embeddings=False, **SIZES)
     done = quantise(source, tmp_path / "q", "gptq-4bit", "lm_head=gptq-4bit", group_size=32)
-    warned = [warning.what for warning in done.warnings if "quantised head" in warning.what]
-    assert warned == [f"{name} is not known to load a quantised head of GPTQ" for name in ("transformers", "ExLlamaV2")]
+    warned = [warning.what for warning in done.warnings if "a head" in warning.what]
+    assert warned == [f"{name} is not known to load a head stored as gptq-4bit" for name in ("transformers", "ExLlamaV2")]
     stored = entry(tmp_path / "q")
     assert stored["lm_head"] is True
     assert not {"dynamic", "modules_in_block_to_quantize"} & set(stored)
@@ -345,9 +468,12 @@ def test_a_head_of_gptq_is_quantised_if_it_is_asked_for(tmp_path: Path) -> None:
     before, after = read(source)["lm_head.weight"].astype(np.float32), read(tmp_path / "q")["lm_head.weight"]
     assert 0 < np.linalg.norm(after - before) < 0.15 * np.linalg.norm(before)
     for engine in ("transformers", "exllamav2"):
-        with pytest.raises(PlanError, match="not known to load a quantised head of GPTQ"):
+        with pytest.raises(PlanError, match="not known to load a head stored as gptq-4bit"):
             quantise(source, tmp_path / "no", "gptq-4bit", "lm_head=gptq-4bit", group_size=32, engine=engine)
     quantise(source, tmp_path / "vllm", "gptq-4bit", "lm_head=gptq-4bit", group_size=32, engine="vllm")
+    odd = write_transformer(tmp_path / "odd", "Llama", tie_word_embeddings=False, vocab_size=72, hidden_size=128)
+    with pytest.raises(PlanError, match="vLLM loads a head stored as gptq-4bit if it has a multiple of 64 outputs, not 72"):
+        quantise(odd, tmp_path / "no", "gptq-4bit", "lm_head=gptq-4bit", group_size=32, engine="vllm")
 
 
 def test_plain_weights_of_gptq_and_its_head_are_named_for_vllm(tmp_path: Path) -> None:

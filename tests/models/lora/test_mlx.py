@@ -177,6 +177,27 @@ def test_adapters_of_mlx_and_of_peft_are_merged_with_each_other(tmp_path: Path) 
     assert {n: t.tobytes() for n, t in one.items()} == {n: t.tobytes() for n, t in two.items()}
 
 
+def test_an_embedding_that_is_the_head_stays_one_tensor_in_a_merge(tmp_path: Path) -> None:
+    """mlx-lm has one module for both; PEFT saves the factors of both if they were trained as one."""
+    model = base(tmp_path / "base", np.float32, tie=True)
+    name, a, b = "model.embed_tokens", normal(50, 4, seed=3), normal(4, H, seed=4)
+    ours = mlx(tmp_path / "a", {f"{name}.lora_a": a, f"{name}.lora_b": b})
+    factors = {f"{P}{name}.lora_embedding_A": a.T.copy(), f"{P}{name}.lora_embedding_B": b.T.copy()}
+    factors |= {f"{P}lm_head.lora_A.weight": b, f"{P}lm_head.lora_B.weight": a}
+    settings = {"lora_alpha": 80, "base_model_name_or_path": "org/base"}
+    theirs = adapter(tmp_path / "b", factors, ensure_weight_tying=True, **settings)
+    models = [{"model": str(lora), "parameters": {"weight": weight}} for lora, weight in ((ours, 0.5), (theirs, -0.25))]
+    weightsmith.merge({"merge_method": "task_arithmetic", "models": models}, tmp_path / "merged", fsync=False)
+    found = baked(model, tmp_path / "merged", tmp_path / "out")
+    assert "lm_head.weight" not in found
+    before = load_file(model / "model.safetensors")
+    np.testing.assert_allclose(found[f"{name}.weight"], before[f"{name}.weight"] + 0.25 * 20 * (a @ b), rtol=1e-5, atol=1e-4)
+    apart = adapter(tmp_path / "c", factors, **settings)
+    models[1]["model"] = str(apart)
+    with pytest.raises(PlanError, match="trained as one here"):
+        weightsmith.plan({"merge_method": "task_arithmetic", "models": models})
+
+
 def test_an_adapter_of_mlx_becomes_one_of_peft(tmp_path: Path) -> None:
     lora = mlx(tmp_path / "a", parameters={"scale": 0.1})
     weightsmith.convert_lora(lora, tmp_path / "out", progress=False)

@@ -616,6 +616,16 @@ def test_a_base_with_older_files_gets_a_tokenizer_json(make: Callable[..., Token
     assert json.loads(Path("out/added_tokens.json").read_text())[new] == own.get_vocab_size()
 
 
+@pytest.mark.parametrize(("source", "kept"), [("union", False), ("base", True), ("b", False)])
+def test_a_tekken_file_that_lacks_the_new_tokens_is_left_out(make: Callable[..., Tokenizer], source: str, kept: bool) -> None:
+    """transformers 5 with mistral_common reads it in place of tokenizer.json."""
+    make("a", more={"tekken.json": b"{}"})
+    make("b", trained(special=["<s>", "</s>", "<x>"]), seed=1)
+    _, result = merged(recipe("a", "b", base="a", tokenizer_source=source))
+    assert Path("out/tekken.json").exists() == kept
+    assert any("tekken.json of a is left out" in str(w) for w in result.warnings) == (source == "union")
+
+
 def test_a_tokenizer_that_cannot_be_made_is_the_only_problem(make: Callable[..., Tokenizer]) -> None:
     make("a")
     make("b", trained("SentencePiece BPE", special=["<x>"]), seed=1)

@@ -22,7 +22,7 @@ from weightsmith._base.errors import NonFinite, Unsupported, raised_at
 from weightsmith._base.files import show
 from weightsmith._base.tensors import DTYPES, DType, TensorSpec
 from weightsmith._models.formats.hessians import CodesOf, quantise_groups
-from weightsmith._models.structure.projections import FUSED
+from weightsmith._models.structure.projections import ENGINES_FUSED
 from weightsmith.abc.product import Arrays
 from weightsmith.abc.stored import (
     WHOLE,
@@ -312,7 +312,7 @@ def with_joined(modules: Sequence[str]) -> list[str]:
     names = dict.fromkeys(modules)
     for name in modules:
         head, _, leaf = name.rpartition(".")
-        for fused, parts in FUSED.items():
+        for fused, parts in ENGINES_FUSED.items():
             if leaf == parts[0] and all(f"{head}.{part}" in names for part in parts):
                 names[f"{head}.{fused}"] = None
     return list(names)

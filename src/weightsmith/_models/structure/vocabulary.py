@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from weightsmith._base.errors import Unsupported
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._models.structure.configs import replace_value, sections, text_sections, whole_number
 from weightsmith._models.structure.stacks import INDEX
@@ -303,8 +304,19 @@ def tie_flag(config: Mapping[str, Any] | None) -> bool | None:
     return next((flag for flag in flags if isinstance(flag, bool)), None)
 
 
+_SCALED = ("t5", "umt5", "longt5", "switch_transformers", "udop", "pop2piano")
+"""Types whose classes divide what a head reads by the root of the width, unless `tie_word_embeddings` is false."""
+
+
 def untie(config: dict[str, Any]) -> None:
-    """Set `tie_word_embeddings` to false in every section that has it."""
+    """Set `tie_word_embeddings` to false in every section that has it, where one of several models ties.
+
+    Raises Unsupported if the same numbers are another head in a model that does not tie (T5).
+    """
+    if config.get("model_type") in _SCALED:
+        what = "the embedding of a model that ties it would become a head, and models of this type scale what a tied head reads"
+        fix = "use models that all tie; for an adapter, merge it with peft's merge_and_unload"
+        raise Unsupported(what, where="tie_word_embeddings of config.json", fix=fix)
     replace_value(config, "tie_word_embeddings", True, False)
     config["tie_word_embeddings"] = False
 

@@ -28,7 +28,7 @@ from weightsmith._engine.products.magnitudes import magnitudes
 from weightsmith._models.formats import Encoding, find_encoding, format_of_encoding
 from weightsmith._models.structure import Structure, analyse
 from weightsmith._models.structure.parts import DIFFUSION, PREFIXES
-from weightsmith._models.structure.projections import joined_sets, role_of
+from weightsmith._models.structure.projections import GATES_OF_LINEAR_ATTENTION, joined_sets, role_of
 from weightsmith._models.structure.vocabulary import HEADS, is_embedding, is_head, is_model_head
 from weightsmith._planning.planner.files import NO_CONFIG
 from weightsmith._plans import PLAIN, Plan, PlanDraft, Product, Step, arrays_of, needs_of
@@ -44,6 +44,10 @@ _WEIGHT = ".weight"
 _SIZES = ("its width", "its outputs")
 """What the reason begins with when an encoding does not take a weight for its size."""
 _ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
+_OF_STATES = frozenset({"x_proj", "dt_proj"})
+"""Of Mamba 1: paths of transformers take their weights, not the layers."""
+_OF_INDEXERS = frozenset({"wk", "weights_proj"})
+"""Of DeepSeek V3.2 and GLM-5: vLLM joins them, and builds the joined layer without a quantisation."""
 _UNET = re.compile(r"(^|\.)(input_blocks|middle_block|output_blocks)\.")
 _CONV1D = frozenset({"c_attn", "c_fc"})
 """Modules with more outputs than inputs: a matrix with more columns than rows is stored transposed."""
@@ -192,9 +196,22 @@ def _reason(spec: TensorSpec, structure: Structure, by_tensor: _Encodings, *, tr
     if role_of(spec) != "linear":
         is_router = not _ROUTERS.isdisjoint(spec.name.split("."))
         return "a router or gate" if is_router else "it is not the weight of a linear layer"
+    if why := _engines_reason(_module(spec).split(".")):
+        return why
     if transposed and _module(spec).rpartition(".")[2].startswith("c_"):
         return "it is stored transposed (Conv1D)"
     return encoding.refusal(replace(spec, dtype=DTYPES["BF16"]))  # of a name or shape; a dtype is the caller's to change
+
+
+def _engines_reason(parts: Sequence[str]) -> str:
+    """Why engines need the weight of a linear layer as it is; "" if they do not. parts: of the module's name."""
+    if parts[-1] in GATES_OF_LINEAR_ATTENTION:
+        return "it is a gate of linear attention, which engines join into a matrix of few rows"
+    if parts[-1] in _OF_STATES:
+        return "it is a projection to the time steps of Mamba, which programs multiply by as it is"
+    if "indexer" in parts[:-1] and parts[-1] in _OF_INDEXERS:
+        return "it is a part of an indexer that engines keep as it is"
+    return ""
 
 
 def _outside_blocks(spec: TensorSpec, structure: Structure) -> str:

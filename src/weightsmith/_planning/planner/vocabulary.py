@@ -62,6 +62,9 @@ from weightsmith._planning.planner.inputs import at, changed, find_model
 from weightsmith._planning.recipe import ModelRef, Recipe, Tokenizer, TokenRule
 from weightsmith._plans import Block, Dropped, Gather, Read, Step, Table
 
+_PREFERRED = frozenset({"tekken.json"})
+"""Files beside tokenizer.json that say all tokens again, and that loaders with mistral_common read instead."""
+
 Specs = Mapping[str, TensorSpec]
 Mask = npt.NDArray[np.bool_]
 
@@ -531,9 +534,14 @@ class VocabularyPlanner:
             if converted is not None:
                 what = f"{place.label} has no tokenizer.json: that of the output is made from {converted.source}"
                 aligned.findings.append(Finding(what, fix="compare what both make of a text"))
-                stale = frozenset(place.files) & REPLACED
-                aligned.removed |= stale
-                aligned.files = {name: data for name, data in aligned.files.items() if name not in stale}
+            stale = frozenset(place.files) & (REPLACED if converted is not None else _PREFERRED)
+            aligned.removed |= stale
+            aligned.files = {name: data for name, data in aligned.files.items() if name not in stale}
+            if stale and converted is None:
+                what = (
+                    f"{' and '.join(stale)} of {place.label} is left out: it lacks the new tokens, and programs may prefer it"
+                )
+                aligned.findings.append(Finding(what, fix="load the output with tokenizer.json"))
             if {"added_tokens.json", "tokenizer.model"}.intersection(place.files):  # llama.cpp looks for new tokens there
                 listed = settings_of(place.folder, place.files, "added_tokens.json")
                 aligned.files["added_tokens.json"] = json_bytes({**listed, **{token: out.ids[token] for token in new}})

@@ -70,6 +70,12 @@ _EXPERT = re.compile(r"(.*\.experts\.)(?:local_experts\.(\d{1,5})\.(.+)|(.+\.(?:
 """A tensor of one expert: in a module of its own, or with the number of the expert at the end of its name."""
 _EMBEDDING, _HEADS = "embedding.word_embeddings.weight", ("output_layer.weight", "word_embeddings_for_head.weight")
 
+_UNLIKE_HUB = (
+    *("apply_layernorm_1p", "rotary_interleaved", "moe_mlp_glu_interleave_size", "moe_shared_expert_glu_interleave_size"),
+    "attention_output_gate",
+)
+"""Arguments of a run with which norms, rotary embeddings or layers are not those of the Hub's models (`megatron_names`)."""
+
 _MAX_NAMES, _MAX_DEPTH = 1_000_000, 8
 _FIRST_VERSION = 2.0
 """The first `checkpoint_version` that stores query, key and value of a head one after the other."""
@@ -124,6 +130,20 @@ class _Slice:
     view: StoredView
 
 
+class MegatronTensors(RankTensors):
+    """The tensors of a checkpoint. unlike_hub: arguments of the run with which its numbers are not those of a Hub model."""
+
+    def __init__(
+        self,
+        copies: Mapping[str, tuple[BoxedTensor, ...]],
+        files: Sequence[SourceFile],
+        where: str,
+        unlike_hub: tuple[str, ...] = (),
+    ) -> None:
+        super().__init__(copies, files, where)
+        self.unlike_hub = unlike_hub
+
+
 def choose(names: Sequence[str], where: str) -> FolderWeights | None:
     """The files of a checkpoint in the folder, or in its one subfolder `iter_…`. Raises FormatError for several."""
     steps: dict[str, list[str]] = {}
@@ -152,7 +172,8 @@ def open_files(paths: Sequence[Path], index: Index | None, where: str, open_file
     _join_tied(parts, files[0], notes, where)
     copies = {name: _joined(name, places, slices, parts) for name, places in parts.items()}
     read = [SourceFile(file.path, file.state, file.archive.digest) for file in files]
-    return OpenedFiles(RankTensors(copies, read, where), notes=tuple(notes))
+    unlike_hub = tuple(key for key in _UNLIKE_HUB if files[0].args is not None and files[0].args.attribute(key))
+    return OpenedFiles(MegatronTensors(copies, read, where, unlike_hub), notes=tuple(notes))
 
 
 # ---- one file
