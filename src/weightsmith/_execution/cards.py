@@ -192,6 +192,12 @@ def _usage(plan: Plan, name: str, branch: str = "") -> str:
     if plan.container == GGUF_ADAPTER:
         return f"\n## Usage\n\n```bash\nllama-cli -m base.gguf --lora {name}/{plan.layout.shards[0].name}\n```\n"
     if plan.container == GGUF:
+        from weightsmith._models.formats.gguf.layout import holds_diffusion
+
+        if holds_diffusion(plan.header):
+            node = "the node *Unet Loader (GGUF)* of [ComfyUI-GGUF](https://github.com/city96/ComfyUI-GGUF)"
+            move = f"Move `{plan.layout.shards[0].name}` into `models/diffusion_models` of ComfyUI"
+            return f"\n## Usage\n\n{move}, and load it with {node}.\n"
         files = [f"{name}/{shard.name}" for shard in plan.layout.shards]
         command = (
             f"llama-mtmd-cli -m {files[0]} --mmproj {files[-1]} --image photo.jpg"

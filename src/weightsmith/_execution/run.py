@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from weightsmith._base.errors import NOTHING_WRITTEN, Finding, PlanError, WeightsmithError
 from weightsmith._base.files import expand_user
-from weightsmith._base.report import Report, Reported
+from weightsmith._base.report.blocks import Report, Reported
 from weightsmith._base.tensors import NamedTensors, TensorSpec
 from weightsmith._base.text import duration, size
 from weightsmith._base.torch_use import usable_device

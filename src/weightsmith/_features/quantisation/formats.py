@@ -28,6 +28,7 @@ from weightsmith._base.errors import Finding, FormatError, ParameterError, PlanE
 from weightsmith._base.files import expand_user, read_bounded
 from weightsmith._base.idioms import grouped
 from weightsmith._base.options import assignment, named, option_error, read_options
+from weightsmith._base.strict_json import parse_object
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._features.quantisation import exl2, exl3
 from weightsmith._features.quantisation.base import Format, check_engines, check_target, family_problems, read_target, unloaded
@@ -46,7 +47,9 @@ from weightsmith._features.quantisation.calibration.plan import (
 )
 from weightsmith._features.quantisation.optimise import solve_together
 from weightsmith._features.quantisation.options import QuantizeSettings
+from weightsmith._files.containers import PLAIN_NAMES
 from weightsmith._files.copied import MAX_COPIED_BYTES
+from weightsmith._files.subfolders import PIPELINE
 from weightsmith._models.card import CARD_NAME, hub_id_of, read_card
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.formats import find_encoding, format_of_encoding, formats
@@ -55,7 +58,7 @@ from weightsmith._models.structure.projections import joined_sets, site_of
 from weightsmith._models.structure.vocabulary import TIED_HEAD, is_model_head, is_vocabulary, tie_flag
 from weightsmith._planning.follow_ups import FollowUpKind, SecondPlan
 from weightsmith._planning.planner.encode import encodable, quantise
-from weightsmith._planning.planner.files import joined, lacking
+from weightsmith._planning.planner.files import NO_CONFIG, joined, lacking
 from weightsmith._planning.planner.pipelines import drop_subfolders
 from weightsmith._planning.planner.prepared import Prepared
 from weightsmith._plans import PLAIN, PlanDraft, Product, Step
@@ -77,6 +80,7 @@ def format_of(model_format: ModelFormat) -> Format:
         model_format.settings | (CALIBRATION_SETTINGS | _SIZES if measures else frozenset[str]()),
         partial(_follow_measurement, model_format) if measures else None,
         model_format.shard_bytes,
+        model_format.part,
     )
 
 
@@ -173,6 +177,8 @@ def _prepare(model_format: ModelFormat, assembled: Prepared, request: ModelReque
     origins = [_origin(checkpoint) for checkpoint in assembled.inputs]
     companions = ModelFiles(origins, partial(_files_of, assembled), partial(_file_of_donor, assembled), held.update)
     files = model_format.prepare(draft, companions, request)
+    if draft.config is None:  # its programs look for none
+        draft.warnings = [finding for finding in draft.warnings if not finding.what.startswith(NO_CONFIG)]
     draft.lacking = joined([draft.lacking, lacking(((model.ref, model.files) for model in assembled.inputs), held)])
     return files
 
@@ -378,7 +384,9 @@ FORMATS: dict[str, Format] = {
 def apply_format(prepared: Prepared, name: str, settings: QuantizeSettings) -> None:
     """Change a draft of plain tensors to one in the format `name`. Raises as `Format.apply`."""
     draft = prepared.draft
-    if draft.naming.parts:
+    if part := FORMATS[name].part(draft.naming.parts):
+        _keep_part(prepared, part)
+    elif draft.naming.parts:
         model, parts = prepared.inputs[draft.donor].ref, ", ".join(draft.naming.parts)
         what = f"a pipeline of several models, and a quantised output holds one: {parts}"
         fix = f"name the folder of one part, such as {model}/{next(iter(draft.naming.parts))}, and copy the result there"
@@ -388,6 +396,22 @@ def apply_format(prepared: Prepared, name: str, settings: QuantizeSettings) -> N
     prepared.draft.provenance = replace(prepared.draft.provenance, format=name)
     prepared.draft.warnings += _decoded(prepared.inputs, name)
     prepared.named += _files(settings)
+
+
+def _keep_part(prepared: Prepared, part: str) -> None:
+    """Make the draft of a pipeline that of one of its parts."""
+    draft, prefix, config = prepared.draft, f"{part}/", f"{part}/config.json"
+    others = [step for step in draft.steps if not step.out.name.startswith(prefix)]
+    draft.leave_out(others, f"the file holds the part {part} alone")
+    draft.steps = [replace(step, out=replace(step.out, name=step.out.name.removeprefix(prefix))) for step in draft.steps]
+    stored = _files_of(prepared, [config]).get(config)
+    draft.config = {} if stored is None else parse_object(stored, config, prepared.inputs[draft.donor].ref, "repair it")
+    left_out = [name for name in draft.naming.parts if name != part]
+    draft.naming, draft.files = PLAIN_NAMES, {}
+    draft.carried = [name for name in draft.carried if "/" not in name and name != PIPELINE]
+    if left_out:
+        what = f"the other parts of the pipeline are left out: {', '.join(left_out)}"
+        draft.warn(what, "quantize", "load them from the input, or from files of their own")
 
 
 def _follow(prepared: Prepared, arrays: Mapping[str, Arrays], _answer: object, max_bytes: int | None) -> SecondPlan:

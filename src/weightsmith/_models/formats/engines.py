@@ -91,6 +91,7 @@ class Support:
     experts  why experts in the format are not run: "" if they are
     mixtures  values of `model_type` whose experts are run in the format; empty: all
     alike    whether the projections of an expert must all be stored in the format, or none
+    mambas   why the projections of Mamba 1 (`in_proj`, `out_proj`) in the format are not run: "" if they are
     """
 
     engine: str
@@ -105,6 +106,7 @@ class Support:
     experts: str = ""
     mixtures: frozenset[str] = frozenset()
     alike: bool = False
+    mambas: str = ""
 
 
 _VLLM = "vllm/model_executor/layers/quantization"
@@ -112,7 +114,9 @@ _SGLANG = "sglang/srt/layers/quantization"
 _COMPRESSED = "transformers/quantizers/quantizer_compressed_tensors.py"
 _EXLLAMAV2 = "exllamav2/exllamav2_ext/cuda/q_mlp.cu"
 _UNREAD = "does not load experts stored as"
-_vllm, _sglang = partial(Support, "vllm", alike=True), partial(Support, "sglang", alike=True)
+_MAMBAS = "builds the layers of Mamba 1 without quantisation, and does not load their projections stored as"
+_vllm = partial(Support, "vllm", alike=True, mambas=_MAMBAS)
+_sglang = partial(Support, "sglang", alike=True)
 _MARLIN = ((64, 128), (128, 64))
 """Outputs and inputs of the tiles of Marlin's kernel."""
 
@@ -289,6 +293,7 @@ def objections(
     family  `model_type` of config.json
     """
     by_reason: dict[str, list[str]] = {}
+    plain = list(plain)
     experts = [spec for spec in stored if _is_expert(spec.name)]
     if support.experts and experts:
         return {f"{support.experts} {format}": [spec.name for spec in experts]}
@@ -304,6 +309,8 @@ def objections(
             if size % multiple:
                 what = f"needs experts whose {name} size is a multiple of {multiple}, not {size:,}"
                 by_reason.setdefault(what, []).append(spec.name)
+    if support.mambas and (mambas := _of_mamba(stored, plain)):
+        by_reason[f"{support.mambas} {format}"] = mambas
     for reason, spec in _unfit_mlps(support, stored):
         by_reason.setdefault(reason, []).append(spec.name)
     shapes = {spec.name: spec.shape for spec in stored}
@@ -319,6 +326,13 @@ def objections(
             what = f"needs matrices that are a multiple of {sizes_of_tiles} (outputs by inputs)"
             by_reason.setdefault(what, []).extend(names)
     return by_reason
+
+
+def _of_mamba(stored: Sequence[TensorSpec], plain: Iterable[TensorSpec]) -> list[str]:
+    """Projections of Mamba 1 among weights: those of modules that have an `x_proj`, too."""
+    suffix = ".x_proj.weight"
+    modules = {spec.name.removesuffix(suffix) for spec in (*stored, *plain) if spec.name.endswith(suffix)}
+    return [spec.name for spec in stored if spec.name.rpartition(".")[0].rpartition(".")[0] in modules]
 
 
 def head_objections(format: str, head: TensorSpec) -> Iterator[tuple[str, str]]:

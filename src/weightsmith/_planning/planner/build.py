@@ -60,7 +60,7 @@ def read_plan_request(
     """Read a recipe. Raises PlanError, with all missing models even if nothing else of the recipe can be read."""
     loaded = _load(source, command, options)
     with in_recipe(loaded.source):
-        recipe = _recipe_of(loaded, _find_in(source, options))
+        recipe = _recipe_of(loaded, _finder(_folder_of(source), options))
     return PlanRequest(recipe, options, loaded.source, _folder_of(source), tuple(loaded.problems), settings)
 
 
@@ -87,9 +87,9 @@ def _recipe_of(loaded: recipes.Loaded, find_method: Callable[[str], Method]) -> 
     return loaded.recipe
 
 
-def _find_in(source: recipes.Source, options: RecipeOptions) -> Callable[[str], Method]:
-    """Finds the methods that a recipe names."""
-    return partial(methods.find, folder=_folder_of(source), allow_code=options.allow_code)
+def _finder(folder: Path, options: RecipeOptions) -> Callable[[str], Method]:
+    """Finds the methods that a recipe names. folder: that its paths start from."""
+    return partial(methods.find, folder=folder, allow_code=options.allow_code)
 
 
 def _folder_of(source: recipes.Source) -> Path:
@@ -138,12 +138,12 @@ def parameter_problems(source: recipes.Source, options: RecipeOptions) -> tuple[
     """The problems that a recipe has before its models are opened: of the text, the method, and parameters."""
     loaded = _load(source, "merge", options)
     problems = list(loaded.problems)
-    recipe = loaded.recipe
-    find = _find_in(source, options)
+    recipe, folder = loaded.recipe, _folder_of(source)
+    find = _finder(folder, options)
     for entry in (recipe, *recipe.stages.values()) if isinstance(recipe, Recipe) else ():
         if entry is not None:
             try:
-                problems += read_request(entry, options, (), find, _folder_of(source)).problems
+                problems += read_request(entry, options, (), find, folder).problems
             except PlanError as error:
                 problems += error.problems
     return tuple(problems)
@@ -206,7 +206,7 @@ def _bound(asked: PlanRequest, written: Written, opening: Opening, stack: ExitSt
     """A merge with its models; `stack` closes them."""
     recipe, options = asked.recipe, asked.options
     assert isinstance(recipe, Recipe)
-    find = partial(methods.find, folder=asked.folder, allow_code=options.allow_code)
+    find = _finder(asked.folder, options)
     stages = _Stages(recipe, find, asked, written)
     stages.prepare(stack)
     request = read_request(recipe, options, [*asked.problems, *stages.problems], find, asked.folder)
