@@ -169,6 +169,7 @@ class Builder:
     running  whether the process is there; None for none, and for one on another machine, which cannot be asked
     tensors  number that are finished, `total` all of them (0: not known)
     began, changed   when it took the lock, and when it last finished a tensor: seconds since 1970
+    stopped  it is there, and a signal (SIGSTOP) or a debugger has stopped it; others may wait for it
     """
 
     part: str
@@ -179,6 +180,7 @@ class Builder:
     total: int
     began: float
     changed: float
+    stopped: bool = False
 
     @property
     def done(self) -> bool:
@@ -260,7 +262,8 @@ def _builder(lock: Path, journal: Path, part: str, tensors: int, total: int) -> 
     holder = _HOLDER.match(text)
     process, machine = (int(holder[1]), holder[2]) if holder else (0, "")
     running = _is_running(process) if machine == socket.gethostname() else None
-    return Builder(part, process, machine, running, tensors, total, _changed(lock), _changed(journal))
+    stopped = running is True and _is_stopped(process)
+    return Builder(part, process, machine, running, tensors, total, _changed(lock), _changed(journal), stopped)
 
 
 def _changed(path: Path) -> float:
@@ -268,6 +271,14 @@ def _changed(path: Path) -> float:
         return path.stat().st_mtime
     except FileNotFoundError:
         return 0.0
+
+
+def _is_stopped(process: int) -> bool:
+    """Where the system shows the states of processes (Linux)."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")[2].split()[:1] in (["T"], ["t"])
+    except OSError:
+        return False
 
 
 def _is_running(process: int) -> bool:
