@@ -237,7 +237,6 @@ class PlanRun:
 
     @property
     def plan(self) -> Plan:
-        """The plan."""
         return self.prepared.plan
 
 
