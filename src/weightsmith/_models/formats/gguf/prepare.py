@@ -138,7 +138,7 @@ class GgufFormat(ModelFormat):
     def weighed(self, config: Mapping[str, Any] | None, specs: Iterable[TensorSpec]) -> list[TensorSpec]:
         if is_diffusion(config):
             what = "importances are measured by running a language model on a text, and this is none"
-            raise Unsupported(what, where="config.json", fix=f"leave out {named('calibration')} and {named('size_bytes')}")
+            raise Unsupported(what, fix=f"leave out {named('calibration', 'size_bytes', 'target')}")
         settings = text_config(config)
         architecture = architecture_of_config(settings)
         matrices = (

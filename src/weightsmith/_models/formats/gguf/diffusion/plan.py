@@ -41,7 +41,7 @@ def prepare_diffusion(draft: PlanDraft, companions: ModelFiles, mixture: Mixture
     if mixture.name not in MIXTURES:
         known = ", ".join(f"{PREFIX}{name.lower()}" for name in sorted(MIXTURES))
         what = f"ComfyUI-GGUF has no rules for diffusion models in {PREFIX}{mixture.name.lower()}"
-        raise Unsupported(what, where="quantize", fix=f"choose one of {known}")
+        raise Unsupported(what, fix=f"choose one of {known}")
     tensors, family, lacking = _tensors(draft)
     specs = [tensor.step.out for tensor in tensors]
     problems: list[WeightsmithError] = [
