@@ -23,11 +23,11 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsmith._base.tensors import TensorSpec, grain_elements
-from weightsmith._engine.products import StreamingReduction
 from weightsmith._engine.resources import RESIDENT_BYTES, Cut
 from weightsmith._outputs.checksum import DIGEST_BYTES, combine, grain_bytes, hash_grains
 from weightsmith._plans import PLAIN, Product, Step
 from weightsmith.abc.job import Bytes, Job, Matrix
+from weightsmith.abc.product import StreamingReduction
 
 if TYPE_CHECKING:
     from weightsmith._engine.reader import InputReads

@@ -56,9 +56,9 @@ from weightsmith._plans.parts import label, part_of
 
 if TYPE_CHECKING:
     from weightsmith._engine.local import Outcome, Progress
-    from weightsmith._engine.products import ProductReport
     from weightsmith._engine.results import JobMemory
     from weightsmith.abc.output import Built
+    from weightsmith.abc.product import ProductReport
 
 
 STAGE = "stage"

@@ -30,8 +30,8 @@ from weightsmith._version import __version__
 from weightsmith.abc.output import Target
 
 if TYPE_CHECKING:
-    from weightsmith._engine.products import ProductReport
     from weightsmith._execution.report import Squares
+    from weightsmith.abc.product import ProductReport
 
 
 def check_output(out: str | os.PathLike[str], plan: Plan, options: RunOptions, protected: Sequence[Path]) -> None:

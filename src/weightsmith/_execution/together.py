@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from weightsmith._engine.products import StreamingReduction, find_kind
+from weightsmith._engine.products import find_kind
 from weightsmith._execution.run import WorkDone
 from weightsmith._plans import Plan, Product, Step
+from weightsmith.abc.product import StreamingReduction
 
 if TYPE_CHECKING:
     from weightsmith._engine.local import Outcome

@@ -17,7 +17,7 @@ from weightsmith._base.errors import Finding, WeightsmithError, printable
 from weightsmith._base.text import count, duration, is_terminal, say, show_json, size, status, status_line, warn
 
 if TYPE_CHECKING:
-    from weightsmith._base.report import Report
+    from weightsmith._base.report.blocks import Report
     from weightsmith._execution.run import Callbacks, Merged
     from weightsmith._plans import Plan
     from weightsmith._reports.evaluate.measure import ResultEvaluation

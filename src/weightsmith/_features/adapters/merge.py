@@ -44,8 +44,7 @@ from weightsmith._models.structure.vocabulary import is_vocabulary
 from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner.build import NOTHING, assemble_recipe
 from weightsmith._planning.planner.prepared import PlanRequest, Prepared, Written, model_input
-from weightsmith._planning.recipe import Recipe
-from weightsmith._planning.recipe.records import Entry, Setting
+from weightsmith._planning.recipe import Entry, Recipe, Setting
 from weightsmith._plans import CAST, COPY, PRODUCTS, PlanDraft, Product, Read, Step
 
 _SOURCES: Mapping[Space, str] = {

@@ -259,9 +259,19 @@ def wrap(opened: OpenedFiles, config: Config | None, where: str) -> Wrapped:
         if is_megatron(source.specs):
             return in_hub_names(source, config, where)
     if surely_plain(described, source.specs):
-        return Wrapped(source, config)
+        return _of_mlx(opened, config, where)
     for stored_format in formats():
         if stored_format.recognises(described, source.specs):
             wrapped = stored_format.read(source, described, where)
             return replace(wrapped, kind=stored_format.title, config=None if config is None else wrapped.config)
-    return Wrapped(source, config, broken() if config_entries(config or {}) else ())
+    return replace(_of_mlx(opened, config, where), notes=broken() if config_entries(config or {}) else ())
+
+
+def _of_mlx(opened: OpenedFiles, config: Config | None, where: str) -> Wrapped:
+    """Plain tensors, in the Hub's layout if MLX has written them."""
+    plain = Wrapped(opened.source, config)
+    if opened.metadata.get("format") != "mlx":
+        return plain
+    from weightsmith._models.formats.mlx import in_hub_layout
+
+    return in_hub_layout(plain, where)

@@ -273,6 +273,26 @@ def output_config(
     return new, notes
 
 
+def move_alignment_heads(
+    generation: Mapping[str, Any], structure: Structure, layers: Mapping[str, Sequence[int]]
+) -> Mapping[str, Any]:
+    """generation_config.json with `alignment_heads` (Whisper's, pairs of decoder layer and head) for the layers of the output.
+
+    layers  for each stack prefix that changes: the donor's layer behind each output layer
+
+    A layer's heads are those of its last copy. Without any that are left, the key is removed, and transformers then says so.
+    """
+    heads = generation.get("alignment_heads")
+    sources = [layers[stack.prefix] for stack in structure.stacks if stack.kind == "decoder" and stack.prefix in layers]
+    if not isinstance(heads, list) or len(sources) != 1:
+        return generation
+    last = {old: new for new, old in enumerate(sources[0])}
+    pairs = [(whole_number(pair[0]), pair[1]) for pair in heads if isinstance(pair, list) and len(pair) == 2]
+    moved = [[last[layer], head] for layer, head in pairs if layer in last]
+    rest = {key: value for key, value in generation.items() if key != "alignment_heads"}
+    return {**generation, "alignment_heads": moved} if moved else rest
+
+
 def _set_dtype(config: dict[str, Any], dtype: DType, *, everywhere: bool) -> None:
     """Sub-configs follow where they said what the whole said; a vision tower kept in float32 keeps saying so.
 

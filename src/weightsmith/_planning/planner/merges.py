@@ -27,6 +27,7 @@ from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import Structure
 from weightsmith._models.structure.parts import find_parts
 from weightsmith._models.structure.resize import LAYERS_UNSPECIFIED
+from weightsmith._models.tokenizers.files import json_bytes, settings_in, settings_of
 from weightsmith._models.tokenizers.vocabulary import FILES
 from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner.agreement import (
@@ -37,10 +38,12 @@ from weightsmith._planning.planner.agreement import (
     of_vocabularies,
 )
 from weightsmith._planning.planner.files import (
+    GENERATION,
     NO_CONFIG,
     carried,
     held_files,
     lacking,
+    move_alignment_heads,
     output_config,
 )
 from weightsmith._planning.planner.inputs import (
@@ -366,6 +369,7 @@ class _Assembler:
         measured = self._measured(method, steps, resolver)
         config = self._config(donor, outputs, steps)
         self._add_files(aligned, pipeline, steps)
+        aligned = self._with_generation(aligned, donor, outputs)
         if config is not None and aligned.move is not None:
             config, lost_ids = aligned.move(config)
             self.warnings += lost_tokens(lost_ids, "config.json")
@@ -408,6 +412,16 @@ class _Assembler:
         files, replaced = pipeline.files()
         aligned.files.update(files)
         aligned.removed |= replaced - aligned.files.keys()
+
+    def _with_generation(self, aligned: Aligned, donor: Checkpoint, outputs: StepMaker) -> Aligned:
+        """The same with a generation_config.json for the output's layers, if it names layers. Other plans share `aligned`."""
+        if not outputs.layers or GENERATION not in {*donor.files, *aligned.files}:
+            return aligned
+        donor.fetch([GENERATION] if GENERATION in donor.files else [])
+        data = aligned.files.get(GENERATION)
+        generation = settings_of(donor.folder, donor.files, GENERATION) if data is None else settings_in(data)
+        moved = move_alignment_heads(generation, self.shape, outputs.layers)
+        return aligned if moved == generation else replace(aligned, files={**aligned.files, GENERATION: json_bytes(moved)})
 
     def _taken(self) -> Mapping[str, int]:
         """Parts of a pipeline that come from another model as they are."""

@@ -14,8 +14,7 @@ from weightsmith._activations.decoder import Arithmetic
 from weightsmith._activations.decoder.forward import fast_arithmetic
 from weightsmith._activations.statistic import shapes_of
 from weightsmith._activations.statistics import find_statistic
-from weightsmith._base.report import Column, Facts, Report, Reported, Table
-from weightsmith._base.report.blocks import Value
+from weightsmith._base.report.blocks import Column, Facts, Report, Reported, Table, Value
 from weightsmith._base.text import count, duration, size
 from weightsmith._base.torch_use import one_thread, usable_device
 from weightsmith._engine.resources import Resources

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsmith._base.errors import ParameterError, nearest
-from weightsmith._base.report import Report, Reported, report_by
+from weightsmith._base.report.blocks import Report, Reported, report_by
 from weightsmith._base.text import count
 from weightsmith._kernels.codecs import BLOCK
 from weightsmith._kernels.combine import LANES, gram

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from weightsmith._base.errors import NotFound, PlanError, Unsupported
 from weightsmith._base.files import is_folder
 from weightsmith._base.idioms import grouped
-from weightsmith._base.report import Report, Reported, report_by
+from weightsmith._base.report.blocks import Report, Reported, report_by
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._files.subfolders import PIPELINE
 from weightsmith._kernels.codecs import BLOCK, Encoded

@@ -22,8 +22,7 @@ import xxhash
 from weightsmith._base.errors import Finding, Unsupported
 from weightsmith._base.idioms import grouped
 from weightsmith._base.options import lists_options, read_options
-from weightsmith._base.report import Report, Reported, report_by
-from weightsmith._base.report.blocks import finite_or_mark, written
+from weightsmith._base.report.blocks import Report, Reported, finite_or_mark, report_by, written
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._engine.local import open_merge
 from weightsmith._engine.resources import Resources

@@ -24,11 +24,10 @@ from weightsmith._base.errors import WeightsmithError
 from weightsmith._base.files import FULL
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._base.torch_use import one_thread
-from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._models.formats import Encoding, find_encoding, hessians
 from weightsmith._models.structure.projections import is_attention, site_of
 from weightsmith._plans import Product
-from weightsmith.abc.product import Arrays, Floats, Tasks
+from weightsmith.abc.product import Arrays, Floats, ProductContext, ProductKind, Tasks
 from weightsmith.abc.stored import FactoredHessian, HessianForm, Unread
 
 if TYPE_CHECKING:
