@@ -371,7 +371,7 @@ class _Assembler:
         measured = self._measured(method, steps, resolver)
         config = self._config(donor, outputs, steps)
         self._add_files(aligned, pipeline, steps)
-        self._add_generation(aligned, donor, outputs)
+        aligned = self._with_generation(aligned, donor, outputs)
         if config is not None and aligned.move is not None:
             config, lost_ids = aligned.move(config)
             self.warnings += lost_tokens(lost_ids, "config.json")
@@ -415,15 +415,15 @@ class _Assembler:
         aligned.files.update(files)
         aligned.removed |= replaced - aligned.files.keys()
 
-    def _add_generation(self, aligned: Aligned, donor: Checkpoint, outputs: StepMaker) -> None:
-        """Enter a generation_config.json that says other layers than the donor's, where the output has other layers."""
-        if outputs.layers and GENERATION in {*donor.files, *aligned.files}:
-            donor.fetch([GENERATION] if GENERATION in donor.files else [])
-            data = aligned.files.get(GENERATION)
-            generation = settings_of(donor.folder, donor.files, GENERATION) if data is None else settings_in(data)
-            moved = move_alignment_heads(generation, self.shape, outputs.layers)
-            if moved != generation:
-                aligned.files[GENERATION] = json_bytes(moved)
+    def _with_generation(self, aligned: Aligned, donor: Checkpoint, outputs: StepMaker) -> Aligned:
+        """The same with a generation_config.json for the output's layers, if it names layers. Other plans share `aligned`."""
+        if not outputs.layers or GENERATION not in {*donor.files, *aligned.files}:
+            return aligned
+        donor.fetch([GENERATION] if GENERATION in donor.files else [])
+        data = aligned.files.get(GENERATION)
+        generation = settings_of(donor.folder, donor.files, GENERATION) if data is None else settings_in(data)
+        moved = move_alignment_heads(generation, self.shape, outputs.layers)
+        return aligned if moved == generation else replace(aligned, files={**aligned.files, GENERATION: json_bytes(moved)})
 
     def _taken(self) -> Mapping[str, int]:
         """Parts of a pipeline that come from another model as they are."""
