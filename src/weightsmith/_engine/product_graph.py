@@ -26,7 +26,7 @@ from weightsmith._kernels.jit import leave
 from weightsmith._plans import Plan, Product, Step
 from weightsmith.abc.job import Tile
 from weightsmith.abc.output import Output
-from weightsmith.abc.product import Arrays, Cancelled, ProductContext, Target
+from weightsmith.abc.product import Arrays, Cancelled, ProductContext, TensorSink
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class ProductGraph:
         products: Sequence[Product],
         resources: Resources,
         workload: Workload,
-        make: Callable[[Sequence[Step], Mapping[str, Target], Callable[[], None]], None],
+        make: Callable[[Sequence[Step], Mapping[str, TensorSink], Callable[[], None]], None],
     ) -> None:
         """make: makes steps and hands their bytes to targets; calls the function from time to time, which may raise."""
         self._reader = reader
@@ -184,7 +184,7 @@ class ProductGraph:
             if self._cancelled.is_set():
                 raise Cancelled
 
-        def make(targets: Mapping[str, Target]) -> None:
+        def make(targets: Mapping[str, TensorSink]) -> None:
             check()
             pending = dict(targets)
             try:

@@ -448,6 +448,56 @@ def test_parts_of_an_indexer_that_engines_keep_plain_stay_plain(tmp_path: Path) 
     }
 
 
+# ---- SGLang
+
+
+def sglang_scheme(stored: dict[str, Any], module: str, kind: str = "QKVParallelLinear") -> str | None:
+    """The format that SGLang 0.5.23 finds for a module of a model without `packed_modules_mapping`; None: it is plain."""
+
+    def is_named(target: str) -> bool:
+        if target.startswith("re:"):
+            return re.match(target[3:], module) is not None
+        return target == module or module.endswith(f".{target}")
+
+    if any(map(is_named, stored["ignore"])):
+        return None
+    for group in stored["config_groups"].values():
+        if any(is_named(target) or target.lower() in kind.lower() for target in group["targets"]):
+            return str(group["format"])
+    raise ValueError(f"Unable to find matching target for {module}")
+
+
+@pytest.mark.parametrize(
+    ("types", "expected"),
+    [
+        (
+            ["self_attn=fp8-dynamic"],
+            {"self_attn.qkv_proj": "float-quantized", "mlp.gate_up_proj": "int-quantized", "mlp.down_proj": "int-quantized"},
+        ),
+        (["self_attn=plain"], {"self_attn.qkv_proj": None, "self_attn.o_proj": None, "mlp.gate_up_proj": "int-quantized"}),
+        (["lm_head=int8"], {"self_attn.qkv_proj": "int-quantized", "mlp.gate_up_proj": "int-quantized"}),
+        (
+            [r"layers\.1\.self_attn=fp8-dynamic", r"layers\.0\.mlp=plain"],
+            {"self_attn.qkv_proj": "int-quantized float-quantized", "mlp.gate_up_proj": "None int-quantized"},
+        ),
+    ],
+)
+def test_sglang_finds_the_modules_that_it_joins(types: list[str], expected: dict[str, str | None], tmp_path: Path) -> None:
+    source = write_transformer(tmp_path / "m", "Llama", num_hidden_layers=2, tie_word_embeddings=False, vocab_size=128)
+    quantise(source, tmp_path / "q", "int8", *types)
+    stored = entry(tmp_path / "q")
+    for module, formats in expected.items():
+        layers = formats.split() if formats is not None and " " in formats else [str(formats)] * 2
+        for number, format_ in enumerate(layers):
+            assert str(sglang_scheme(stored, f"model.layers.{number}.{module}")) == format_, (number, module)
+    parts = {"self_attn.qkv_proj": "q_proj", "mlp.gate_up_proj": "up_proj"}
+    for module, part in parts.items():  # compressed-tensors and vLLM see the same for the parts
+        for number in range(2):
+            home = f"model.layers.{number}.{module.rpartition('.')[0]}"
+            joined = sglang_scheme(stored, f"model.layers.{number}.{module}")
+            assert sglang_scheme(stored, f"{home}.{part}", "Linear") == joined
+
+
 # ---- GPTQ and AWQ
 
 SIZES = {"vocab_size": 128, "hidden_size": 128}
