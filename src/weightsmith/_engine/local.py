@@ -31,7 +31,7 @@ from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._plans import COPY, Gather, Plan, Product, Step
 from weightsmith.abc.job import Bytes, Job
 from weightsmith.abc.output import Finished, Output
-from weightsmith.abc.product import Arrays, StreamingReduction, Target
+from weightsmith.abc.product import Arrays, StreamingReduction, TensorSink
 from weightsmith.abc.tensors import Tensors
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ class Run:
         self.products.release()
         del self._scheduler, self.products
 
-    def _make(self, steps: Sequence[Step], targets: Mapping[str, Target], check: Callable[[], None]) -> None:
+    def _make(self, steps: Sequence[Step], targets: Mapping[str, TensorSink], check: Callable[[], None]) -> None:
         """Run steps for a product that computes. The products they need are finished, because it needs them too."""
         workload = Workload(allow_nonfinite=self._allow_nonfinite)
         run = Run(self.reader, steps, (), MemoryOutput(targets), self.resources, workload)
@@ -374,7 +374,7 @@ class DiscardedOutput:
 class MemoryOutput(DiscardedOutput):
     """Hands the bytes of each tensor to its target."""
 
-    def __init__(self, targets: Mapping[str, Target]) -> None:
+    def __init__(self, targets: Mapping[str, TensorSink]) -> None:
         self._targets = targets
 
     def write(self, name: str, start_byte: int, buffer: memoryview | Bytes) -> None:

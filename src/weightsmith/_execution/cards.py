@@ -194,10 +194,12 @@ def _usage(plan: Plan, name: str, branch: str = "") -> str:
     if plan.container == GGUF:
         from weightsmith._models.formats.gguf.layout import holds_diffusion
 
-        if holds_diffusion(plan.header):
-            node = "the node *Unet Loader (GGUF)* of [ComfyUI-GGUF](https://github.com/city96/ComfyUI-GGUF)"
-            move = f"Move `{plan.layout.shards[0].name}` into `models/diffusion_models` of ComfyUI"
-            return f"\n## Usage\n\n{move}, and load it with {node}.\n"
+        text = holds_diffusion(plan.header, ("t5encoder",))
+        if text or holds_diffusion(plan.header):
+            folder, node = ("text_encoders", "CLIPLoader (GGUF)") if text else ("diffusion_models", "Unet Loader (GGUF)")
+            move = f"Move `{plan.layout.shards[0].name}` into `models/{folder}` of ComfyUI"
+            site = "[ComfyUI-GGUF](https://github.com/city96/ComfyUI-GGUF)"
+            return f"\n## Usage\n\n{move}, and load it with the node *{node}* of {site}.\n"
         files = [f"{name}/{shard.name}" for shard in plan.layout.shards]
         command = (
             f"llama-mtmd-cli -m {files[0]} --mmproj {files[-1]} --image photo.jpg"

@@ -35,7 +35,8 @@ from weightsmith._execution.report import Moved, Squares, distance_by_layer, mer
 from weightsmith._models.card import CARD_NAME
 from weightsmith._models.checkpoint import Checkpoint, open_checkpoint
 from weightsmith._outputs.locks import CONTENT
-from weightsmith._outputs.places import open_output
+from weightsmith._outputs.places import place_of
+from weightsmith._outputs.staging import Staging
 from weightsmith._planning.planner.loading import Check
 from weightsmith._planning.planner.prepared import Prepared, download, missing_files, stream
 from weightsmith._plans import Plan, Product, Step
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
 
     from weightsmith._engine.local import Outcome, Progress
     from weightsmith._engine.results import JobMemory, Results
-    from weightsmith._outputs.staging import Staging
     from weightsmith.abc.output import Finished, Output
     from weightsmith.abc.product import Arrays
 
@@ -237,7 +237,6 @@ class PlanRun:
 
     @property
     def plan(self) -> Plan:
-        """The plan."""
         return self.prepared.plan
 
 
@@ -449,7 +448,7 @@ def staged(
         spec = replace(spec, protected=(*spec.protected, *copies))
     for stage in prepared.stages:
         stage.source.set_run(resources, allow_nonfinite=options.allow_nonfinite)
-    with open_output(request.out, spec) as staging:
+    with Staging.open(place_of(request.out), spec) as staging:
 
         def go(output: Output = staging, **selected: Any) -> Outcome:
             folders = [model.folder for model in inputs]

@@ -44,7 +44,7 @@ class SharedResults:
 
         Raises what `make` raises; OSError. A result for which the disk has no room is kept by nobody: each process makes it.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
+        disk.make_own_folder(self.folder)
         with FileIO(disk.open_own(self.folder / key, os.O_RDWR), "r+") as file:
             try:
                 disk.lock(file.fileno())
@@ -103,7 +103,7 @@ class TaskBoard:
 
     def _publish(self, name: str, write: Callable[[int], None]) -> None:
         """Write a file, which gets its name when it is complete."""
-        self._folder.mkdir(parents=True, exist_ok=True)
+        disk.make_own_folder(self._folder)
         part = self._folder / f"{name}.{os.getpid()}.part"
         fd = disk.open_own(part, os.O_RDWR)
         try:

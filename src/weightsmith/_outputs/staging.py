@@ -160,8 +160,11 @@ class Staging(Closing):
             if error.errno in FULL:
                 raise disk.no_space(self.path.parent, self.layout.total_bytes, state=NOTHING_WRITTEN, cause=error) from error
             fix = "raise the limit: ulimit -n 65536" if error.errno in disk.TOO_MANY_FILES else "choose another output folder"
+            if isinstance(error, PermissionError) and str(error.filename).startswith(str(self.folder)):
+                fix = "run all parts, and resume, as one user; or with a umask that lets all of them write"
             what = f"the output folder cannot be prepared: {error.strerror}"
-            raise StoreError(what, where=str(self.path), fix=fix) from error
+            details = [] if error.filename in (None, str(self.path)) else [f"path  {error.filename}"]
+            raise StoreError(what, where=str(self.path), details=details, fix=fix) from error
 
     @contextmanager
     def _kept(self, where: str = "", more_bytes: Callable[[], int] = lambda: 0) -> Iterator[None]:

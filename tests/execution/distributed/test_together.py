@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ import weightsmith
 from tests.execution.distributed.test_driver import MODEL_WIDE, SHARD, TIES, here, merge
 from tests.execution.distributed.threads import Died, Threads
 from tests.execution.test_run import files
+from weightsmith._base.errors import StoreError
 from weightsmith._engine.products.thresholds import Thresholds
 from weightsmith._execution import together
 from weightsmith._execution.together import _Measuring, units_of
@@ -85,11 +89,11 @@ def test_what_a_lost_worker_has_not_measured_others_do(
     here: Path, measured: list[tuple[str, int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weightsmith.merge(MODEL_WIDE, "one-process", progress=False, max_shard_bytes=SHARD)
-    plain = _Measuring._measure
+    plain, alive = _Measuring._measure, threading.Lock()
 
     def measure(self: _Measuring, number: int, unit: int) -> Any:
         counts = plain(self, number, unit)
-        if len(measured) == 4:
+        if len(measured) >= 4 and alive.acquire(blocking=False):
             raise Died
         return counts
 
@@ -182,3 +186,50 @@ def test_another_window_has_results_of_its_own(
     assert [(number, unit) for _, number, unit in measured] == [(0, 0), *((1, k) for k in range(n))]
     weightsmith.run(plan, "out", threads=1, progress=False)
     assert files(here / "out") == files(here / "one-process")
+
+
+@pytest.mark.parametrize("what", ["link", "file"])
+def test_a_folder_of_results_that_is_something_else_is_one_error(here: Path, what: str) -> None:
+    plan = weightsmith.plan(MODEL_WIDE, max_shard_bytes=SHARD)
+    products = staging_folder(here / "out") / "products"
+    weightsmith.run(plan, "out", part=(1, 2), threads=1, progress=False)
+    shutil.rmtree(products)
+    products.mkdir()
+    (here / "elsewhere").mkdir()
+    if what == "link":
+        (products / "shared").symlink_to(here / "elsewhere")
+    else:
+        (products / "shared").write_text("mine")
+    with pytest.raises(StoreError, match=f"a {what.replace('link', 'symbolic link')}, not a folder") as caught:
+        weightsmith.run(plan, "out", part=(2, 2), threads=1, progress=False)
+    assert "shared" in caught.value.finding.where
+    assert not list((here / "elsewhere").iterdir())
+
+
+@pytest.mark.parametrize("what", ["link", "folder", "pipe"])
+@pytest.mark.parametrize("name", ["lock-products", "lock-2-of-2"])
+def test_a_lock_that_is_something_else_is_one_error(here: Path, name: str, what: str) -> None:
+    plan = weightsmith.plan(MODEL_WIDE, max_shard_bytes=SHARD)
+    weightsmith.run(plan, "out", part=(1, 2), threads=1, progress=False)
+    lock = staging_folder(here / "out") / "parts" / name
+    lock.unlink(missing_ok=True)
+    make: dict[str, Any] = {"link": lambda: lock.symlink_to("elsewhere"), "folder": lock.mkdir, "pipe": lambda: os.mkfifo(lock)}
+    make[what]()
+    with pytest.raises(StoreError, match="not a file, so it was not opened") as caught:
+        weightsmith.run(plan, "out", part=(2, 2), threads=1, progress=False)
+    assert caught.value.finding.where == str(lock)
+    assert not (lock.parent / "elsewhere").exists()
+
+
+def test_a_part_that_another_user_began_says_what_to_do(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = weightsmith.plan(MODEL_WIDE, max_shard_bytes=SHARD)
+    weightsmith.run(plan, "out", part=(1, 2), threads=1, progress=False)
+
+    def refuse(path: Path, flags: int = 0) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr("weightsmith._outputs.locks._open", refuse)
+    with pytest.raises(StoreError, match="cannot be prepared: Permission denied") as caught:
+        weightsmith.run(plan, "out", part=(2, 2), threads=1, progress=False)
+    assert caught.value.finding.details == (f"path  {staging_folder(here / 'out') / 'lock'}",)
+    assert "as one user; or with a umask" in caught.value.finding.fix
