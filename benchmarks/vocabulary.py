@@ -29,7 +29,7 @@ import numpy as np
 import weightsmith
 from benchmarks.process import Measured, run
 from weightsmith._features.transplant.approximations.pursuit import pursue
-from weightsmith._models.tokenizers import read_vocabulary
+from weightsmith._models.tokenizers.vocabulary import read_vocabulary
 from weightsmith.abc.approximation import Problem, Tables
 
 EMBEDDING = "model.embed_tokens.weight"

@@ -82,6 +82,8 @@ def _small(config: Mapping[str, Any]) -> dict[str, Any]:
                 found[key] = inner
                 if "model_type" in value:
                     found[key] = {"model_type": value["model_type"], **inner}
+        elif key == "global_attn_indexes" and value:
+            found[key] = [LAYERS - 1]
         elif isinstance(key, str) and isinstance(value, int) and value > LAYERS:
             if is_count_key(key):
                 found[key] = LAYERS - ("encoder" in key)
@@ -132,6 +134,18 @@ def build(config: Any, model_class: Any) -> tuple[dict[str, Any], Specs] | None:
     said["architectures"] = [model_class.__name__]
     specs = {name: (str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in state.items()}
     return said, specs
+
+
+def layers_of(model_class: Any, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The lists of layers of the model that transformers builds from a config.json, by name."""
+    import torch
+
+    from weightsmith._planning.planner.transformers_script import _open_config
+
+    loaded = _open_config(config)
+    with torch.device("meta"):
+        model = model_class(loaded) if not hasattr(model_class, "_from_config") else model_class._from_config(loaded)
+    return {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.ModuleList)}
 
 
 def write(folder: Path, config: Mapping[str, Any], specs: Specs) -> str:

@@ -29,7 +29,7 @@ from weightsmith._models.formats.exl2 import blocks
 from weightsmith._models.formats.exl2.blocks import ATTENTION, MLP
 from weightsmith._outputs.staging import Staging
 from weightsmith._planning.options import RecipeOptions
-from weightsmith._planning.planner import Prepared
+from weightsmith._planning.planner.prepared import Prepared
 from weightsmith._plans import PlanDraft, Product
 from weightsmith.abc.product import Arrays
 

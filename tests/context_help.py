@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from weightsmith._engine.local import DiscardedOutput, Run, run
-from weightsmith._engine.products import ProductContext
 from weightsmith._engine.reader import Reader
 from weightsmith._engine.resources import Resources, Workload
 from weightsmith._features.mixture.assembly import Assembly, Donor
 from weightsmith._plans import PlanDraft, Product
+from weightsmith.abc.product import ProductContext
 
 
 def context_of(

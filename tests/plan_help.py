@@ -13,7 +13,10 @@ import pytest
 from tests.mini import write_checkpoint
 from weightsmith._base.errors import PlanError, WeightsmithError
 from weightsmith._planning.options import RecipeOptions
-from weightsmith._planning.planner import Plan, prepare
+from weightsmith._planning.planner.build import assemble
+from weightsmith._planning.planner.prepared import Prepared
+from weightsmith._planning.recipe import Source
+from weightsmith._plans import Plan
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 LAYER = {
@@ -70,6 +73,16 @@ def model(folder: Path, layers: int = 2, *, settings: Mapping[str, Any] | None =
     """Write such a model; its path. settings: changes to config.json."""
     write_checkpoint(folder, decoder(layers, **arguments), config(layers, **settings or {}))
     return str(folder)
+
+
+def prepare(
+    source: Source,
+    options: RecipeOptions = RecipeOptions(),  # noqa: B008  frozen
+    *,
+    check: bool = False,
+) -> Prepared:
+    """The plan of a recipe of models, with its open models. check: see `Prepared.finish`."""
+    return assemble(source, options).finish(check=check)
 
 
 def plan(recipe: str | Mapping[str, Any], **options: Any) -> Plan:

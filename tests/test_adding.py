@@ -21,6 +21,7 @@ import weightsmith
 import weightsmith.plugin as plugin
 from tests.cli_help import environment, make_models, run_process
 from tests.mini import write_checkpoint
+from tests.plan_help import prepare
 from tests.plugin_help import installed, package
 from weightsmith._base.errors import OutputExists, PlanError, StoreError, Unsupported
 from weightsmith._base.tensors import DTYPES, TensorSpec
@@ -29,7 +30,6 @@ from weightsmith._engine.resources import Resources, Workload
 from weightsmith._execution.identity import work_identity
 from weightsmith._models.formats import Encoding, StoredFormat, installed_code
 from weightsmith._planning.options import RecipeOptions
-from weightsmith._planning.planner import prepare
 from weightsmith._plans import Product
 from weightsmith.testing import EncodingTests, MethodCase, MethodTests, OutputCase, OutputTests, StoredFormatTests
 

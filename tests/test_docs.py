@@ -39,6 +39,7 @@ import pytest
 
 from tests.cli_help import environment
 from tests.fork_help import forked
+from tests.plan_help import prepare
 from tests.script_help import load
 from weightsmith._activations.own_text import Starts
 from weightsmith._base.errors import PlanError
@@ -48,7 +49,6 @@ from weightsmith._features.quantisation.formats import FORMATS
 from weightsmith._files.containers import make_layout
 from weightsmith._methods import all_methods
 from weightsmith._planning import recipe as recipes
-from weightsmith._planning.planner import prepare
 
 pytestmark = pytest.mark.repository
 

@@ -83,6 +83,7 @@ def _make_products() -> None:
     import weightsmith
     from tests import vision_zoo
     from tests.calibration_help import save_model, settings
+    from tests.plan_help import prepare
     from weightsmith._activations.losses import scored
     from weightsmith._activations.model import input_of
     from weightsmith._activations.scored_rows import ScoredRows
@@ -92,7 +93,7 @@ def _make_products() -> None:
     from weightsmith._features.transplant.options import TransplantSettings
     from weightsmith._features.transplant.plan import prepare_transplant
     from weightsmith._planning.options import RecipeOptions
-    from weightsmith._planning.planner import Prepared, prepare
+    from weightsmith._planning.planner.prepared import Prepared
     from weightsmith._plans import COPY, Plan, Read, Step
     from weightsmith._reports.evaluate.measure import with_samples
     from weightsmith._reports.look.diff import alignments

@@ -41,7 +41,7 @@ from weightsmith._base.errors import UnknownParameter as UnknownParameter
 from weightsmith._base.errors import Unsupported as Unsupported
 from weightsmith._base.errors import WeightsmithError as WeightsmithError
 from weightsmith._base.errors import WorkerLost as WorkerLost
-from weightsmith._base.report import Report as Report
+from weightsmith._base.report.blocks import Report as Report
 from weightsmith._engine.local import Progress as Progress
 from weightsmith._execution.run import Merged as Merged
 from weightsmith._execution.state_dicts import merge_state_dicts as merge_state_dicts

@@ -25,7 +25,7 @@ from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._features.mixture.assembly import Assembly, Dense, Donor, dense_parts
 from weightsmith._models.checkpoint import open_checkpoint
 from weightsmith._planning.options import RecipeOptions
-from weightsmith._planning.planner import assemble
+from weightsmith._planning.planner.build import assemble
 from weightsmith._plans import Provenance
 from weightsmith.abc.product import Cancelled, SomeRows
 

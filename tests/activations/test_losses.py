@@ -12,6 +12,7 @@ import torch
 import transformers
 
 from tests.calibration_help import TEXT, TINY, changed, save_model
+from tests.plan_help import prepare
 from weightsmith._activations import losses as module
 from weightsmith._activations.losses import Known, logs_of, own_losses, scored, token_losses
 from weightsmith._activations.model import input_of
@@ -22,7 +23,6 @@ from weightsmith._engine.local import DiscardedOutput, run
 from weightsmith._engine.products import find_kind
 from weightsmith._engine.resources import Resources, Workload
 from weightsmith._engine.results import Results
-from weightsmith._planning.planner import prepare
 from weightsmith._plans import PlanDraft
 
 Found = dict[str, npt.NDArray[Any]]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,12 +17,12 @@ from safetensors.torch import load_file
 import weightsmith
 from tests.activations.test_statistics import Whole
 from tests.calibration_help import CONFIGS, TEXT, TINY, changed, save_model
+from tests.plan_help import prepare
 from weightsmith._engine.product_graph import most_bytes
 from weightsmith._execution.execute import execute
 from weightsmith._execution.options import RunOptions
 from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._outputs.staging import Staging
-from weightsmith._planning.planner import prepare
 from weightsmith._plans import Product
 from weightsmith.abc.output import Finished
 from weightsmith.abc.product import Arrays
@@ -327,6 +329,34 @@ def test_statistics_are_released_layer_by_layer(
     assert first | again == set(sizes)
     one, two = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("one", "two"))
     assert one == two
+
+
+@pytest.mark.slow
+def test_statistics_are_removed_before_those_of_the_next_layer_are_begun(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads that finish the last matrices of a layer together, and a disk that removes files slowly."""
+    create, forget, finish, stored_bytes = Staging.create, Staging.forget, Staging.finish, list[int]()
+
+    def watch(staging: Staging, product: Product) -> Arrays | None:
+        arrays = create(staging, product)
+        stored_bytes.append(sum(path.stat().st_size for path in staging.folder.glob("products/*")))
+        return arrays
+
+    def slow_forget(staging: Staging, product: Product) -> None:
+        time.sleep(0.2 if threading.current_thread().name.endswith(("1", "3")) else 0.02)
+        forget(staging, product)
+
+    def slow_finish(staging: Staging, name: str, done: Finished) -> None:
+        time.sleep(0.05 * ("_proj" in name))
+        finish(staging, name, done)
+
+    for name, replacement in (("create", watch), ("forget", slow_forget), ("finish", slow_finish)):
+        monkeypatch.setattr(Staging, name, replacement)
+    asked = recipe(folder, "regmean")
+    weightsmith.merge(asked, tmp_path / "out", threads=4, card=False, progress=False)
+    with prepare(asked) as prepared:
+        assert 0 < max(stored_bytes) <= most_bytes(prepared.plan)
 
 
 @pytest.mark.slow

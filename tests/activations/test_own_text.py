@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 import weightsmith
 from tests.calibration_help import captured, few_options, interrupted, prepared_for, quantise, save_model
 from tests.cli_help import Cli, cli
+from tests.plan_help import prepare
 from weightsmith._activations import own_text, sampling
 from weightsmith._activations.decoder.forward import Turns
 from weightsmith._activations.model import input_of, text_for
@@ -26,7 +27,7 @@ from weightsmith._base.errors import PlanError, WeightsmithError
 from weightsmith._engine.products import find_kind
 from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._planning.options import RecipeOptions
-from weightsmith._planning.planner import Prepared, prepare
+from weightsmith._planning.planner.prepared import Prepared
 from weightsmith._plans import plan_from_json
 
 __all__ = ["cli", "few_options"]

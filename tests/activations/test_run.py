@@ -12,9 +12,9 @@ import torch
 import transformers
 
 from tests.calibration_help import CONFIGS, captured, changed, rows_for, save_model, settings, text_run
+from tests.plan_help import prepare
 from weightsmith._activations.running import PhaseProgress
 from weightsmith._models.formats.exl2.model import prepare_model
-from weightsmith._planning.planner import prepare
 
 
 def test_the_progress_of_the_products_of_a_phase_is_one() -> None:

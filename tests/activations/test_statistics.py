@@ -18,6 +18,7 @@ from safetensors.numpy import load_file
 
 import weightsmith
 from tests.calibration_help import CONFIGS, captured, changed, rows_for, save_model, settings
+from tests.plan_help import prepare
 from weightsmith._activations import gradients, states
 from weightsmith._activations.model import array_name, input_of, result_of, statistic_products, text_for
 from weightsmith._activations.statistics import STATISTICS, fisher, gram
@@ -28,7 +29,7 @@ from weightsmith._execution.execute import execute
 from weightsmith._execution.options import RunOptions
 from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._outputs.staging import Staging
-from weightsmith._planning.planner import Prepared, prepare
+from weightsmith._planning.planner.prepared import Prepared
 from weightsmith._plans import COPY, PRODUCTS, PlanDraft, Product, Read, StatisticRequest, Step, plan_from_json
 from weightsmith.abc.product import Arrays, ProductContext
 

@@ -15,12 +15,12 @@ from safetensors.numpy import load_file, save_file
 import weightsmith
 from tests.calibration_help import TEXT, save_model
 from tests.cli_help import Cli, cli
+from tests.plan_help import prepare
 from weightsmith._base.errors import PlanError
 from weightsmith._engine.local import DiscardedOutput, run
 from weightsmith._engine.resources import Workload
 from weightsmith._files.arrays import is_mapped
 from weightsmith._outputs.staging import Staging
-from weightsmith._planning.planner import prepare
 from weightsmith._plans import Product
 from weightsmith.abc.product import Arrays
 

@@ -15,6 +15,7 @@ import pytest
 
 import weightsmith
 from tests.mini import write_checkpoint
+from tests.plan_help import prepare
 from weightsmith._base.errors import NonFinite
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._engine.computed import Computed
@@ -23,7 +24,6 @@ from weightsmith._engine.resources import Cut, Resources
 from weightsmith._engine.schedule import ActiveStep, LeafPass, Scheduler
 from weightsmith._models.checkpoint import open_checkpoint
 from weightsmith._planning.options import RecipeOptions
-from weightsmith._planning.planner import prepare
 from weightsmith._plans import COPY, Block, ModelInput, PlanDraft, Provenance, Read, Settings, Step
 from weightsmith.abc.job import Bytes, Job, Tile
 from weightsmith.abc.tensors import Tensors, read

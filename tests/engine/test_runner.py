@@ -15,7 +15,6 @@ import pytest
 from weightsmith._base.errors import Unsupported
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._engine.local import DiscardedOutput, Outcome, Run, run
-from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._engine.resources import Resources, Workload
 from weightsmith._engine.tile_work import Merger
 from weightsmith._files.arrays import view_of
@@ -24,7 +23,7 @@ from weightsmith._models.sources.composed import StateDict
 from weightsmith._plans import ModelInput, Plan, Product, Provenance, Read, Settings, Step
 from weightsmith.abc import product as base
 from weightsmith.abc.output import Finished
-from weightsmith.abc.product import Arrays
+from weightsmith.abc.product import Arrays, ProductContext, ProductKind
 
 NAMES = ("a", "b", "c")
 SHAPE = (1500, 300)

@@ -16,7 +16,7 @@ from weightsmith._engine.reader import Reader
 from weightsmith._engine.resources import Buffers, Resources
 from weightsmith._engine.results import Results
 from weightsmith._engine.schedule import APPLY, ActiveStep, LeafPass
-from weightsmith._engine.tile_work import Copier, Encoder, Finite, Merger
+from weightsmith._engine.tile_work import Copier, Finite, Merger, TileEncoder
 from weightsmith._files.arrays import view_of
 from weightsmith._models.formats import find_encoding
 from weightsmith._models.sources.composed import StateDict
@@ -57,7 +57,7 @@ class Work:
         self.reader = Reader(plan, sources, Results(plan), Resources(tile_bytes=1))
         self.output, self.buffers = Recorded(self.step.outs), Buffers()
         finite = Finite(self.reader, allow)
-        self.encoder = Encoder(self.reader, self.output, allow_nonfinite=allow)
+        self.encoder = TileEncoder(self.reader, self.output, allow_nonfinite=allow)
         self.merger = Merger(self.reader, finite, measures=True)
         self.copier = Copier(self.reader, finite, self.output, self.encoder)
         active = ActiveStep(self.step)

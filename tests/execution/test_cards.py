@@ -14,11 +14,11 @@ import yaml
 
 import weightsmith
 from tests.mini import write_checkpoint
+from tests.plan_help import prepare
 from weightsmith import _methods as methods
 from weightsmith._execution import cards
 from weightsmith._execution.cards import cite, entries, model_card
 from weightsmith._models.card import read_card
-from weightsmith._planning.planner.build import prepare
 
 CONFIG = {"model_type": "llama", "num_hidden_layers": 1, "architectures": ["LlamaForCausalLM"]}
 RECIPE: dict[str, Any] = {

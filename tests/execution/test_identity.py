@@ -14,11 +14,11 @@ import pytest
 
 import weightsmith
 from tests.cli_help import make_models, run_process
+from tests.plan_help import prepare
 from weightsmith._base.errors import StoreError
 from weightsmith._execution import identity
 from weightsmith._execution.identity import facts, program_digest, program_files, work_identity
 from weightsmith._execution.options import RunOptions
-from weightsmith._planning.planner import prepare
 from weightsmith._planning.planner.build import Prepared
 
 TIES: dict[str, Any] = {
@@ -92,8 +92,8 @@ def test_the_same_recipe_has_the_same_identity_in_another_process(here: Path) ->
     code = """
 from weightsmith._execution.identity import work_identity
 from weightsmith._planning.options import RecipeOptions
-from weightsmith._planning.planner import prepare
-with prepare("ties.yml", RecipeOptions()) as prepared:
+from weightsmith._planning.planner.build import assemble
+with assemble("ties.yml", RecipeOptions()).finish() as prepared:
     print(work_identity(prepared.plan, prepared.inputs, "cpu"))
 """
     other = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"

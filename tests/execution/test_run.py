@@ -27,7 +27,7 @@ from tests.cli_help import CONFIG, Cli
 from tests.mini import write_checkpoint
 from weightsmith._app.cli.merge import parse_part
 from weightsmith._base.errors import Busy, CheckpointError, FormatError, ParameterError, PlanError, StoreError, WeightsmithError
-from weightsmith._outputs.area import read_product, staging_folder, write_product
+from weightsmith._outputs.area import ProductFiles, staging_folder
 from weightsmith._plans import plan_from_json
 from weightsmith._plans.parts import part_of
 
@@ -189,13 +189,13 @@ def test_a_part_waits_for_nobody_while_the_whole_is_being_done(here: Path, monke
 
 @pytest.mark.slow
 def test_a_product_is_made_by_one_part_and_found_by_the_others(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = []
+    made, plain = [], ProductFiles.write
 
-    def write(folder: Path, name: str, arrays: Any) -> str:
+    def write(self: ProductFiles, name: str, arrays: Any) -> str:
         made.append(name)
-        return write_product(folder, name, arrays)
+        return plain(self, name, arrays)
 
-    monkeypatch.setattr("weightsmith._outputs.staging.write_product", write)
+    monkeypatch.setattr(ProductFiles, "write", write)
     plan = weightsmith.plan("ties.yml", max_shard_bytes=SHARD)
     for part in ((1, 2), (2, 2)):
         weightsmith.run(plan, "out", part=part)
@@ -277,12 +277,14 @@ def test_tensors_made_from_other_numbers_of_a_product_are_made_again(here: Path,
     """As when the product was lost and computed again, and came out otherwise."""
     weightsmith.run(weightsmith.plan("ties.yml", max_shard_bytes=SHARD), "out", part=(1, 2))
 
+    plain = ProductFiles.read
+
     def read(*arguments: Any) -> list[np.ndarray] | None:
-        arrays = read_product(*arguments)
+        arrays = plain(*arguments)
         return None if arrays is None else [array + array.dtype.type(1) for array in arrays]
 
     with monkeypatch.context() as patch:
-        patch.setattr("weightsmith._outputs.staging.read_product", read)
+        patch.setattr(ProductFiles, "read", read)
         assert weightsmith.merge("ties.yml", "other", max_shard_bytes=SHARD).resumed == 0
         weightsmith.run(weightsmith.plan("ties.yml", max_shard_bytes=SHARD), "out", part=(2, 2))
     merged = weightsmith.run(weightsmith.plan("ties.yml", max_shard_bytes=SHARD), "out")

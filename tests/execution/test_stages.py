@@ -15,12 +15,12 @@ import weightsmith
 from tests.cases import SWEEP
 from tests.cli_help import Cli, cli
 from tests.mini import write_checkpoint
-from tests.plan_help import config, decoder, model
+from tests.plan_help import config, decoder, model, prepare
+from tests.work import steps
 from weightsmith._base.errors import NonFinite, ParameterError, PlanError, WeightsmithError
 from weightsmith._engine.resources import fit_tile_bytes
 from weightsmith._outputs.area import StagingArea, staging_folder
-from weightsmith._planning.planner import prepare
-from weightsmith._plans import plan_from_json
+from weightsmith._plans import Plan, plan_from_json
 
 __all__ = ["cli"]
 
@@ -488,12 +488,18 @@ def test_a_recipe_comes_before_a_folder_of_its_name(models: Path, tmp_path: Path
 
 @pytest.mark.slow
 def test_many_results_that_use_each_other_are_planned_and_closed_in_time(models: Path) -> None:
-    """Each planned once for each use is 15 million plans: pytest ends it."""
-    stages = [{"name": f"r{i}", "merge_method": "linear", "models": [{"model": str(models / "a")}]} for i in range(2)]
-    for i in range(2, 36):
-        stages.append({"name": f"r{i}", "merge_method": "linear", "models": [{"model": f"r{i - 1}"}, {"model": f"r{i - 2}"}]})
-    plan = weightsmith.plan([{**stage, "parameters": {"weight": 1}} for stage in stages])
-    assert plan.models[0].plan is not None or plan.models[1].plan is not None
+    """Each planned, or only looked at, once for each way to it: 300 times the work for twice the recipes."""
+
+    def plan(count: int) -> Plan:
+        stages = [{"name": f"r{i}", "merge_method": "linear", "models": [{"model": str(models / "a")}]} for i in range(2)]
+        for i in range(2, count):
+            uses = [{"model": f"r{i - 1}"}, {"model": f"r{i - 2}"}]
+            stages.append({"name": f"r{i}", "merge_method": "linear", "models": uses})
+        return weightsmith.plan([{**stage, "parameters": {"weight": 1}} for stage in stages])
+
+    assert any(model.plan is not None for model in plan(26).models)
+    few, many = steps(lambda: plan(12)), steps(lambda: plan(26))
+    assert many < 4 * few, (few, many)
 
 
 @pytest.mark.parametrize(

@@ -16,12 +16,11 @@ from tests.cases import CASES, FIRST, swept
 from tests.cases.case import Case, fine_tunes
 from tests.kernels import reference
 from tests.mini import write_checkpoint
-from tests.plan_help import plan
+from tests.plan_help import plan, prepare
 from weightsmith import _methods as methods
 from weightsmith._execution.state_dicts import merge_state_dicts
 from weightsmith._methods.jobs.task_vectors import random_key
 from weightsmith._methods.method import Method
-from weightsmith._planning.planner import prepare
 
 SHAPES = {
     "model.embed_tokens.weight": (50, 20),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -125,3 +126,20 @@ def test_what_the_command_prints(cli: Cli, work: Path) -> None:
     ran = cli("status", "nowhere")
     assert ran.code == 3
     assert "error[not-found]: nowhere: no output" in ran.err
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs Linux")
+def test_a_process_that_is_stopped_is_not_said_to_run(work: Path, cli: Cli) -> None:
+    killed()
+    with subprocess.Popen(["sleep", "60"]) as process:
+        try:
+            (staging_folder(work / "out") / "lock").write_text(f"process {process.pid} on {socket.gethostname()}")
+            [builder] = weightsmith.status("out").builders
+            assert (builder.running, builder.stopped) == (True, False)
+            process.send_signal(signal.SIGSTOP)
+            os.waitpid(process.pid, os.WUNTRACED)
+            [builder] = weightsmith.status("out").builders
+            assert (builder.running, builder.stopped) == (True, True)
+            assert "stopped" in cli("status", "out").out
+        finally:
+            process.kill()

@@ -21,10 +21,9 @@ import numpy as np
 
 from weightsmith._activations.work import GradientWork, LayerWork
 from weightsmith._base.tensors import TensorSpec
-from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._models.structure.vocabulary import is_embedding, is_head
 from weightsmith._plans import Product
-from weightsmith.abc.product import Arrays, Floats
+from weightsmith.abc.product import Arrays, Floats, ProductContext, ProductKind
 
 if TYPE_CHECKING:
     from torch import Tensor

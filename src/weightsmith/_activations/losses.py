@@ -25,10 +25,9 @@ from weightsmith._activations.model import TextModel, TextRun
 from weightsmith._activations.scored_rows import ScoredRows
 from weightsmith._activations.work import LayerWork
 from weightsmith._base.tensors import DTYPES, TensorSpec
-from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._models.structure.vocabulary import is_vocabulary
 from weightsmith._plans import Product, TextSource
-from weightsmith.abc.product import Arrays
+from weightsmith.abc.product import Arrays, ProductContext, ProductKind
 
 if TYPE_CHECKING:
     from torch import Tensor

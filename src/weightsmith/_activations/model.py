@@ -39,8 +39,19 @@ from weightsmith._models.structure import Structure, analyse
 from weightsmith._models.structure.configs import count_of
 from weightsmith._models.structure.projections import role_of, site_of
 from weightsmith._models.structure.vocabulary import is_embedding, is_head
-from weightsmith._plans import CAST, COPY, FileRead, PlanDraft, Product, Read, StatisticRequest, Step, TextSource
-from weightsmith._plans.values import arrays_of, needs_of
+from weightsmith._plans import (
+    CAST,
+    COPY,
+    FileRead,
+    PlanDraft,
+    Product,
+    Read,
+    StatisticRequest,
+    Step,
+    TextSource,
+    arrays_of,
+    needs_of,
+)
 
 PACKAGES = ("torch", "transformers", "tokenizers")
 

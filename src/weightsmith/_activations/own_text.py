@@ -22,13 +22,12 @@ from weightsmith._activations.rows import OWN, encoded
 from weightsmith._activations.work import Work
 from weightsmith._base.errors import Finding, ParameterError, PlanError, Unsupported, WeightsmithError
 from weightsmith._base.process import memory_bytes
-from weightsmith._base.report import Facts
-from weightsmith._base.report.blocks import Block
+from weightsmith._base.report.blocks import Block, Facts
 from weightsmith._base.text import count
-from weightsmith._engine.products import ProductContext, ProductKind, ProductReport, find_kind
+from weightsmith._engine.products import find_kind
 from weightsmith._models.structure.vocabulary import is_embedding
 from weightsmith._plans import Product, TextSource
-from weightsmith.abc.product import Arrays
+from weightsmith.abc.product import Arrays, ProductContext, ProductKind, ProductReport
 
 if TYPE_CHECKING:
     from weightsmith._activations.scored_rows import Cutter

@@ -18,11 +18,10 @@ import numpy as np
 from weightsmith._activations.rows import BUILT_IN, TOKENIZER, rows_of
 from weightsmith._activations.work import LayerWork, TextRowsWork
 from weightsmith._base.errors import CheckpointError
-from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._models.structure.vocabulary import is_embedding
 from weightsmith._plans import FileRead, Product
 from weightsmith._plans.codec import has_type
-from weightsmith.abc.product import Arrays, Floats
+from weightsmith.abc.product import Arrays, Floats, ProductContext, ProductKind
 
 if TYPE_CHECKING:
     from torch import Tensor

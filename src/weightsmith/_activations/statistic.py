@@ -9,10 +9,9 @@ from weightsmith._activations import gradients, states
 from weightsmith._activations.states import FORWARD
 from weightsmith._activations.statistics import STATISTICS, find_statistic
 from weightsmith._activations.work import StatisticWork
-from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._models.structure.projections import by_site
 from weightsmith._plans import Product
-from weightsmith.abc.product import Arrays, Statistic
+from weightsmith.abc.product import Arrays, ProductContext, ProductKind, Statistic
 
 if TYPE_CHECKING:
     from weightsmith._activations.sums import Inputs

@@ -28,14 +28,13 @@ from weightsmith._base.files import expand_user, show
 from weightsmith._base.strict_json import read_object
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._base.text import status
-from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._files.arrays import map_array, release_pages
 from weightsmith._models.checkpoint import Checkpoint, open_checkpoint
 from weightsmith._outputs.checksum import GrainHasher, grain_bytes
 from weightsmith._outputs.manifest import MANIFEST_NAME, Manifest, read_manifest
 from weightsmith._plans import Product, TextSource
 from weightsmith._plans.codec import decode_record, has_type
-from weightsmith.abc.product import Arrays
+from weightsmith.abc.product import Arrays, ProductContext, ProductKind
 
 RECORD = "statistics.json"
 MAX_RECORD_BYTES = 1 << 20

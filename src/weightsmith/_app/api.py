@@ -28,7 +28,7 @@ from weightsmith._plans import Plan
 if TYPE_CHECKING:
     from weightsmith._engine.local import Progress
     from weightsmith._execution.run import Evaluated
-    from weightsmith._planning.planner import Prepared
+    from weightsmith._planning.planner.prepared import Prepared
     from weightsmith._reports.keywords import Keywords, PlanKeywords, RunKeywords
     from weightsmith._reports.look.surveys import Watching
 
@@ -218,11 +218,11 @@ def _watched(
     """The callbacks of a call: the user's, or a progress bar's in terminals and notebooks. out: whose result is evaluated."""
     if progress is True or isinstance(progress, Meter):
         with shown_meter(progress) as shown:
-            show, recheck, waiting, uploading = callbacks(shown, doing)
+            showing = callbacks(shown, doing)
             evaluating = _evaluator(running, out, shown)
             if shown.announce is not None:
                 shown.announce(prepared.plan, prepared.source)
-            yield Callbacks(show, rechecking or recheck, waiting, uploading, evaluating)
+            yield replace(showing, rechecking=rechecking or showing.rechecking, evaluating=evaluating)
     else:
         shows = None if progress is False else progress
         yield Callbacks(shows, rechecking, evaluating=_evaluator(running, out, progress))

@@ -212,32 +212,32 @@ class Computed:
         """Statistics of one tile in the pass that is under way."""
         memory, leaf = self._memory(), task.active
         assert isinstance(leaf, LeafPass)
-        memory.made = None  # the buffers are shared
+        memory.tile = None  # the buffers are shared
         return self._merger.statistics(leaf, task.place, memory.buffers)[0]
 
     def _tile(self, leaf: LeafPass, k: int) -> Bytes:
         """One tile; the thread has it until it computes another."""
         memory, place = self._memory(), leaf.cuts[k]
         out = memory.buffers.numbers(place.size * leaf.leaf.out.dtype.itemsize)
-        if memory.made != (leaf, k):
-            memory.made = None
+        if memory.tile != (leaf, k):
+            memory.tile = None
             self._merger.apply(leaf, place, out, memory.buffers)
-            memory.made = (leaf, k)
+            memory.tile = (leaf, k)
         return out
 
-    def _memory(self) -> _Memory:
-        memory: _Memory | None = getattr(self._threads, "memory", None)
+    def _memory(self) -> _ThreadBuffers:
+        memory: _ThreadBuffers | None = getattr(self._threads, "memory", None)
         if memory is None:
-            memory = self._threads.memory = _Memory()
+            memory = self._threads.memory = _ThreadBuffers()
         return memory
 
 
-class _Memory:
-    """One thread's buffers. made: the tile that is in its buffer of numbers, by leaf and number."""
+class _ThreadBuffers:
+    """One thread's buffers. tile: the one that is in its buffer of numbers, by leaf and number."""
 
     def __init__(self) -> None:
         self.buffers = Buffers()
-        self.made: tuple[LeafPass, int] | None = None
+        self.tile: tuple[LeafPass, int] | None = None
 
 
 class _Merge:

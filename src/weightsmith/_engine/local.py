@@ -1,6 +1,6 @@
 """Runs a plan on the threads of this machine.
 
-Each thread takes a tile from the scheduler and hands it to what the pass needs: `Copier`, `Merger` and `Encoder`, or the
+Each thread takes a tile from the scheduler and hands it to what the pass needs: `Copier`, `Merger` and `TileEncoder`, or the
 reduction of a product (`ProductGraph`). The compiled kernels and the reads and writes release the GIL. Bytes of files elsewhere
 are fetched ahead of the threads, in the order of `visits`.
 """
@@ -25,13 +25,13 @@ from weightsmith._engine.reader import Reader
 from weightsmith._engine.resources import DEFAULTS, WHOLE, Buffers, Resources, Workload
 from weightsmith._engine.results import Results
 from weightsmith._engine.schedule import APPLY, ActivePass, ActiveStep, LeafPass, ReductionPass, Scheduler, Task
-from weightsmith._engine.tile_work import Copier, Encoder, Finite, Merger
+from weightsmith._engine.tile_work import Copier, Finite, Merger, TileEncoder
 from weightsmith._kernels.jit import is_compiling, leave
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._plans import COPY, Gather, Plan, Product, Step
 from weightsmith.abc.job import Bytes, Job
 from weightsmith.abc.output import Finished, Output
-from weightsmith.abc.product import Arrays, Target
+from weightsmith.abc.product import Arrays, StreamingReduction, TensorSink
 from weightsmith.abc.tensors import Tensors
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class Run:
         self._abandon = abandon
         self._lock = threading.Lock()
         finite = Finite(reader, workload.allow_nonfinite)
-        self._encoder = Encoder(reader, output, allow_nonfinite=workload.allow_nonfinite)
+        self._encoder = TileEncoder(reader, output, allow_nonfinite=workload.allow_nonfinite)
         self._copier = Copier(reader, finite, output, self._encoder)
         self._merger = Merger(reader, finite, measures=True)
         self.products = ProductGraph(reader, finite, output, steps, products, resources, workload, self._make)
@@ -162,7 +162,7 @@ class Run:
         self.products.release()
         del self._scheduler, self.products
 
-    def _make(self, steps: Sequence[Step], targets: Mapping[str, Target], check: Callable[[], None]) -> None:
+    def _make(self, steps: Sequence[Step], targets: Mapping[str, TensorSink], check: Callable[[], None]) -> None:
         """Run steps for a product that computes. The products they need are finished, because it needs them too."""
         workload = Workload(allow_nonfinite=self._allow_nonfinite)
         run = Run(self.reader, steps, (), MemoryOutput(targets), self.resources, workload)
@@ -291,7 +291,7 @@ def run(
     finished = len(skipped), sum(step.nbytes for step in skipped)
     began = time.monotonic()
     to_make = [product for product in products if not results.finished(product.name)]
-    with _fetching(visits(reader, unfinished, to_make), resources.cache_bytes) as ahead:
+    with _fetching(visits(reader, unfinished, to_make, workload.reduction), resources.cache_bytes) as ahead:
 
         def stop() -> None:
             if ahead is not None:
@@ -374,7 +374,7 @@ class DiscardedOutput:
 class MemoryOutput(DiscardedOutput):
     """Hands the bytes of each tensor to its target."""
 
-    def __init__(self, targets: Mapping[str, Target]) -> None:
+    def __init__(self, targets: Mapping[str, TensorSink]) -> None:
         self._targets = targets
 
     def write(self, name: str, start_byte: int, buffer: memoryview | Bytes) -> None:
@@ -395,8 +395,12 @@ def whole_passes(products: Iterable[Product]) -> dict[str, int]:
     return {name: sum(not one.sampled(number) for number in range(one.passes())) for name, one in reductions.items()}
 
 
-def visits(reader: Reader, steps: Iterable[Step], products: Sequence[Product]) -> list[list[Extent]]:
+def visits(
+    reader: Reader, steps: Iterable[Step], products: Sequence[Product], reduction: StreamingReduction | None = None
+) -> list[list[Extent]]:
     """The parts of files elsewhere that steps and products read, in order: an entry for each pass over a matrix.
+
+    reduction  of the products, in place of those of their kinds
 
     Without what products read that compute: they ask for what they need. Cost: a few microseconds for each 4 MiB.
     """
@@ -408,10 +412,10 @@ def visits(reader: Reader, steps: Iterable[Step], products: Sequence[Product]) -
         make = find_kind(product.op).reduce
         if make is None:
             continue
-        reduction = make(product)
+        used = reduction or make(product)
         leaves = list(reader.leaves_of(product))
-        for number in range(reduction.passes()):
-            passes += [_visit(reader, leaf, inputs, sampled=reduction.sampled(number)) for leaf in leaves]
+        for number in range(used.passes()):
+            passes += [_visit(reader, leaf, inputs, sampled=used.sampled(number)) for leaf in leaves]
     for step in steps:
         for leaf in step.leaves:
             if leaf.out.size and any(read.model in inputs for read in leaf.inputs):

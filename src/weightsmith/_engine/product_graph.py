@@ -26,7 +26,7 @@ from weightsmith._kernels.jit import leave
 from weightsmith._plans import Plan, Product, Step
 from weightsmith.abc.job import Tile
 from weightsmith.abc.output import Output
-from weightsmith.abc.product import Arrays, Cancelled, ProductContext, Target
+from weightsmith.abc.product import Arrays, Cancelled, ProductContext, TensorSink
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class ProductGraph:
         products: Sequence[Product],
         resources: Resources,
         workload: Workload,
-        make: Callable[[Sequence[Step], Mapping[str, Target], Callable[[], None]], None],
+        make: Callable[[Sequence[Step], Mapping[str, TensorSink], Callable[[], None]], None],
     ) -> None:
         """make: makes steps and hands their bytes to targets; calls the function from time to time, which may raise."""
         self._reader = reader
@@ -62,6 +62,8 @@ class ProductGraph:
         self._output = output
         self._resources = resources
         self._folders = workload.folders
+        self._reduction = workload.reduction
+        self._tasks, self._later = workload.tasks, frozenset(workload.later)
         self._make = make
         self._makes_products = bool(products)
         self._lock = threading.Lock()
@@ -69,7 +71,7 @@ class ProductGraph:
         self._computing = Computing(self._compute, self._keeps)
         self._released = _released(reader.plan) if workload.release else frozenset()
         self._left = {step.out.name: reader.plan.needs(step) for step in steps}
-        self.unmade = _unmade(reader.plan, self._left.values(), products, reader.results, self._released)
+        self.unmade = _unmade(self._left.values(), products, reader.results, self._released)
         self._unbegun = dict(self.unmade)
         self.computation: Computation | None = None
 
@@ -126,7 +128,7 @@ class ProductGraph:
             if kind.reduce is None:
                 self._computing.add(product, self._scheduler.fail)
                 continue
-            reduction = ReductionPass(product, kind.reduce(product), partial(self._tiles, product))
+            reduction = ReductionPass(product, self._reduction or kind.reduce(product), partial(self._tiles, product))
             if reduction.empty:
                 self.done(product, reduction.reduction.arrays())
             else:
@@ -140,7 +142,7 @@ class ProductGraph:
             needed = {name for needs in (*(p.needs for p in self.unmade.values()), *self._left.values()) for name in needs}
         results = self._reader.results
         for product in self._reader.plan.products:
-            if not _passes(product, self._released) or product.name in needed:
+            if not _passes(product, self._released) or product.name in needed or product.name in self._later:
                 continue
             if results.finished(product.name):
                 results.drop(product)
@@ -157,7 +159,8 @@ class ProductGraph:
         return self._released.isdisjoint(product.needs)
 
     def _reads_released(self, step: Step) -> bool:
-        return not self._released.isdisjoint(self._left.get(step.out.name, ()))
+        """Also while what it read is being removed, which takes as long as the disk takes."""
+        return not self._released.isdisjoint(self._reader.plan.needs(step))
 
     def _compute(self, product: Product) -> None:
         compute = find_kind(product.op).compute
@@ -181,7 +184,7 @@ class ProductGraph:
             if self._cancelled.is_set():
                 raise Cancelled
 
-        def make(targets: Mapping[str, Target]) -> None:
+        def make(targets: Mapping[str, TensorSink]) -> None:
             check()
             pending = dict(targets)
             try:
@@ -193,18 +196,11 @@ class ProductGraph:
             assert name in product.needs, (product.name, name)
             return self._reader.results.arrays(name)
 
-        def created(owner: Product) -> Arrays:
-            arrays = self._output.create(owner)
-            return [np.zeros(out.shape, out.dtype.numpy) for out in owner.outs] if arrays is None else arrays
-
         def also(condition: Callable[[Product], bool]) -> Arrays | None:
-            with self._lock:
-                ready = [p for p in self.unmade.values() if p.name not in self._unbegun and p.name != product.name]
-            computing = (p for p in ready if find_kind(p.op).compute is not None)
-            other = next((p for p in computing if condition(p)), None)
+            other = self._computable(product, condition)
             if other is None or other.name in others:
                 return None
-            arrays = created(other)
+            arrays = self._created(other)
             others[other.name] = other, arrays
             return arrays
 
@@ -222,10 +218,23 @@ class ProductGraph:
             self._folders,
             make,
             arrays,
-            partial(created, product),
+            partial(self._created, product),
             progress,
             also,
+            self._tasks,
         )
+
+    def _created(self, product: Product) -> Arrays:
+        """Arrays of zeros for a product, in a file if the output has one."""
+        arrays = self._output.create(product)
+        return [np.zeros(out.shape, out.dtype.numpy) for out in product.outs] if arrays is None else arrays
+
+    def _computable(self, product: Product, condition: Callable[[Product], bool]) -> Product | None:
+        """Another product that is only waiting for this one's computation to end, and meets a condition."""
+        with self._lock:
+            ready = [p for p in self.unmade.values() if p.name not in self._unbegun and p.name != product.name]
+        computing = (p for p in ready if find_kind(p.op).compute is not None)
+        return next((p for p in computing if condition(p)), None)
 
 
 class Computing:
@@ -290,7 +299,6 @@ def _passes(product: Product, released: Collection[str]) -> bool:
 
 
 def _unmade(
-    plan: Plan,
     steps: Iterable[Collection[str]],
     products: Sequence[Product],
     results: Results,
@@ -298,15 +306,29 @@ def _unmade(
 ) -> dict[str, Product]:
     """The unfinished products; of those that are removed later, what is needed by an unfinished step or product.
 
-    steps  what each needs
+    steps     what each needs
+    products  all that they and each other need, in plan order
     """
     needed = {p.name for p in products if not _passes(p, released)} | {name for needs in steps for name in needs}
     unmade = {}
-    for product in reversed(plan.products):
+    for product in reversed(products):
         if product.name in needed and not results.finished(product.name):
             unmade[product.name] = product
             needed.update(product.needs)
-    return {p.name: p for p in plan.products if p.name in unmade}
+    return {p.name: p for p in products if p.name in unmade}
+
+
+def needed_later(plan: Plan, products: Iterable[Product], finished: Collection[str]) -> frozenset[str]:
+    """What unfinished products of a plan need, other than these. finished: by name; transient products do not count."""
+    here = {product.name for product in products}
+    needed = {p.name for p in plan.products if not p.transient} | {name for step in plan.steps for name in plan.needs(step)}
+    later: set[str] = set()
+    for product in reversed(plan.products):
+        if product.name in needed and (product.transient or product.name not in finished):
+            needed.update(product.needs)
+            if product.name not in here:
+                later.update(product.needs)
+    return frozenset(later)
 
 
 def most_bytes(plan: Plan) -> int:
@@ -316,7 +338,7 @@ def most_bytes(plan: Plan) -> int:
     """
     released = _released(plan) if plan.then is None else frozenset[str]()
     steps = [plan.needs(step) for step in plan.steps]
-    unmade = _unmade(plan, steps, plan.products, Results(plan), released)
+    unmade = _unmade(steps, plan.products, Results(plan), released)
     unbegun, queue, live, needed, most = dict(unmade), list[Product](), list[Product](), set[str](), 0
     while unbegun or queue:
         queue += [unbegun.pop(p.name) for p in list(unbegun.values()) if unmade.keys().isdisjoint(p.needs)]

@@ -33,7 +33,7 @@ Source = Tensors | Results
 
 
 @dataclass(frozen=True, slots=True)
-class Inputs:
+class InputReads:
     """How the inputs of a step are read: looked up once for all its tiles.
 
     dtypes  of each
@@ -99,7 +99,7 @@ class Reader:
         return cuts
 
     def _new_cuts(self, step: Step, align_rows: int, preferred: int) -> list[Cut]:
-        """See `cuts`. preferred: rows."""
+        """The tiles, computed. preferred: rows."""
         shape = step.out.shape
         grain = grain_elements(shape)
         dtypes = [*map(self.dtype, step.inputs), step.out.dtype]
@@ -175,7 +175,7 @@ class Reader:
             codes = self._codes[key] = np.array([dtype.code for dtype in dtypes], np.int64)
         return codes
 
-    def inputs_of(self, reads: tuple[Read, ...]) -> Inputs:
+    def inputs_of(self, reads: tuple[Read, ...]) -> InputReads:
         """How these are read. Opens their files. Raises as `Tensors.location`."""
         dtypes, places = [], list[tuple[int, int] | None]()
         for read in reads:
@@ -189,7 +189,7 @@ class Reader:
             dtypes.append(dtype)
             places.append(place)
         width = sum([dtype.itemsize * self.share(read) for dtype, read in zip(dtypes, reads, strict=True)])
-        return Inputs(reads, tuple(dtypes), self.codes(tuple(dtypes)), tuple(places), width)
+        return InputReads(reads, tuple(dtypes), self.codes(tuple(dtypes)), tuple(places), width)
 
     def share(self, read: Read) -> float:
         """Bytes that are read of files for each byte of the tensor: less than 1 of a quantised model, on average over it."""
@@ -214,7 +214,7 @@ class Reader:
                 copied, total = copied + self._copied[key] * width, total + width
         return copied / total if total else 0.0
 
-    def read(self, inputs: Inputs, first: int, size: int, buffers: Buffers) -> tuple[Bytes, int]:
+    def read(self, inputs: InputReads, first: int, size: int, buffers: Buffers) -> tuple[Bytes, int]:
         """The bytes of elements first … first + size of all inputs, uint8 [inputs, >= bytes]; and how many were read.
 
         Plain bytes are read without going through their source, which checks each read: with a hundred models that takes

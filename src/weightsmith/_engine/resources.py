@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from weightsmith._outputs.weight_files import PAGE_BYTES
 from weightsmith._plans import Product, Step
 from weightsmith.abc.job import Bytes, Scratch
 from weightsmith.abc.output import Finished
+from weightsmith.abc.product import StreamingReduction, Tasks
 
 TILE_BYTES = 1 << 20
 """Size of a tile in each input: large enough that the cost of a call is negligible, small enough to stay in the cache."""
@@ -202,6 +203,9 @@ class Workload:
               False where another run reads them
     allow_nonfinite  merge NaN and infinities like any number; False raises NonFinite
     memory    for runs of plans that merge the same inputs in other ways: what the jobs of a tensor remember. None: nothing
+    reduction  of the products that stream, in place of those of their kinds
+    tasks     of products, which other processes may do; None: there are none
+    later     transient products that are kept, because other processes make products that need them
     """
 
     steps: Sequence[Step] | None = None
@@ -212,6 +216,9 @@ class Workload:
     allow_nonfinite: bool = False
     release: bool = False
     memory: JobMemory | None = None
+    reduction: StreamingReduction | None = None
+    tasks: Tasks | None = None
+    later: Collection[str] = ()
 
 
 WHOLE = Workload()

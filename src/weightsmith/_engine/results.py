@@ -157,19 +157,19 @@ class JobMemory:
         """
         self._arrays = _ArrayFile(folder, spare_bytes)
         self._most = most
-        self._memories = dict[object, _Memory]()
+        self._memories = dict[object, _SpilledDict]()
         self._once = set[object]()
 
     def of(self, key: object) -> MutableMapping[object, Any]:
         """The memory of a tensor and its inputs."""
-        return self._memories.setdefault(key, _Memory(self._arrays, self._most, self._once))
+        return self._memories.setdefault(key, _SpilledDict(self._arrays, self._most, self._once))
 
     def read_once(self, kind: object) -> None:
         """From now on, a large array whose key begins with `kind` makes room for others once it is read."""
         self._once.add(kind)
 
 
-class _Memory(MutableMapping[object, Any]):
+class _SpilledDict(MutableMapping[object, Any]):
     """A dictionary whose large arrays are on disk. An array that does not fit there is forgotten: it is computed again."""
 
     def __init__(self, arrays: _ArrayFile, most: int | None, once: Collection[object] = ()) -> None:
@@ -178,7 +178,7 @@ class _Memory(MutableMapping[object, Any]):
 
     def __getitem__(self, key: object) -> Any:
         value = self._values[key]
-        if not isinstance(value, _Place):
+        if not isinstance(value, _ArrayPlace):
             return value
         self._values[key] = self._values.pop(key)  # the last in order is the one that was used last
         try:
@@ -198,9 +198,9 @@ class _Memory(MutableMapping[object, Any]):
             value = place
         self._values[key] = value
 
-    def _freed(self) -> _Place | None:
+    def _freed(self) -> _ArrayPlace | None:
         """Forget the array that was not used for longest, if there is no room for one more. Where it was."""
-        places = [key for key, value in self._values.items() if isinstance(value, _Place)]
+        places = [key for key, value in self._values.items() if isinstance(value, _ArrayPlace)]
         return self._values.pop(places[0]) if self._most is not None and len(places) >= self._most else None
 
     def __contains__(self, key: object) -> bool:
@@ -216,7 +216,7 @@ class _Memory(MutableMapping[object, Any]):
         return len(self._values)
 
 
-class _Place:
+class _ArrayPlace:
     """Where an array is in the file."""
 
     def __init__(self, offset: int, like: npt.NDArray[Any]) -> None:
@@ -234,7 +234,7 @@ class _ArrayFile:
         self._limit = 0
         self._lock = threading.Lock()
 
-    def write(self, array: npt.NDArray[Any], freed: _Place | None = None) -> _Place | None:
+    def write(self, array: npt.NDArray[Any], freed: _ArrayPlace | None = None) -> _ArrayPlace | None:
         """Write an array where one of as many bytes was that is forgotten or freed, or append it.
 
         None if there is no folder, or the disk has no room for it.
@@ -261,14 +261,14 @@ class _ArrayFile:
             except OSError:
                 return None
             self._end = max(self._end, offset + array.nbytes)
-            return _Place(offset, array)
+            return _ArrayPlace(offset, array)
 
-    def free(self, place: _Place) -> None:
+    def free(self, place: _ArrayPlace) -> None:
         """Let another array of as many bytes take its place."""
         with self._lock:
             self._free.setdefault(place.nbytes, []).append(place.offset)
 
-    def read(self, place: _Place) -> npt.NDArray[Any]:
+    def read(self, place: _ArrayPlace) -> npt.NDArray[Any]:
         """An array, as a new one. Raises OSError if the disk does not give it back."""
         assert self._file is not None
         array, done = np.empty(place.shape, place.dtype), 0

@@ -23,14 +23,14 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsmith._base.tensors import TensorSpec, grain_elements
-from weightsmith._engine.products import StreamingReduction
 from weightsmith._engine.resources import RESIDENT_BYTES, Cut
 from weightsmith._outputs.checksum import DIGEST_BYTES, combine, grain_bytes, hash_grains
 from weightsmith._plans import PLAIN, Product, Step
 from weightsmith.abc.job import Bytes, Job, Matrix
+from weightsmith.abc.product import StreamingReduction
 
 if TYPE_CHECKING:
-    from weightsmith._engine.reader import Inputs
+    from weightsmith._engine.reader import InputReads
 
 APPLY = -1
 """The phase of the pass that writes; statistics passes are numbered from 0."""
@@ -205,7 +205,7 @@ class LeafPass(ActivePass):
     ) -> None:
         self.active = active
         self.leaf = leaf
-        self.inputs: Inputs | None = None
+        self.inputs: InputReads | None = None
         self.job = job
         self.origin = origin
         self.cuts = cuts
@@ -260,7 +260,7 @@ class LeafPass(ActivePass):
             self.job = None
 
 
-Reduced: TypeAlias = "tuple[Matrix, Inputs]"
+Reduced: TypeAlias = "tuple[Matrix, InputReads]"
 """A matrix that a product reads, and how its inputs are read."""
 
 
@@ -277,7 +277,7 @@ class ReductionPass(ActivePass):
         self._lock = threading.Lock()
         self.number = -1
         self._taken = 0
-        self.more = self.advance()
+        self._has_pass = self.advance()
 
     def advance(self) -> bool:
         if self.number + 1 >= self.reduction.passes():
@@ -311,7 +311,7 @@ class ReductionPass(ActivePass):
     @property
     def empty(self) -> bool:
         """It has no tile to read, or no pass to make."""
-        return not self.more or (self._next is None and not self._taken)
+        return not self._has_pass or (self._next is None and not self._taken)
 
     def drain(self) -> bool:
         """Consume the results that are next. One thread at a time does it."""

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from weightsmith._base.errors import Finding, MismatchError, NonFinite
 from weightsmith._base.tensors import GRAIN_ELEMENTS, DType, TensorSpec
-from weightsmith._engine.reader import Inputs, Reader
+from weightsmith._engine.reader import InputReads, Reader
 from weightsmith._engine.resources import Buffers, Cut
 from weightsmith._engine.schedule import ActiveStep, Gathered, LeafPass
 from weightsmith._kernels.codecs import Encoded, any_nonfinite, decode, first_nonfinite
@@ -106,7 +106,9 @@ class Finite:
         self._reader = reader
         self._allow = allow
 
-    def take_constants(self, step: Step, place: Cut, inputs: Inputs, raw: Bytes, *, encoded: bool = False) -> Constants | None:
+    def take_constants(
+        self, step: Step, place: Cut, inputs: InputReads, raw: Bytes, *, encoded: bool = False
+    ) -> Constants | None:
         """Take every NaN and infinity out of what was read, where all the inputs have the same ones; the job sees zeros.
 
         encoded  the output is stored as codes: an infinity would spoil its whole row
@@ -266,7 +268,7 @@ class Merger:
 class Copier:
     """The work on one tile of a leaf without a job: its first input is copied, and compared with the others."""
 
-    def __init__(self, reader: Reader, finite: Finite, output: Output, encoder: Encoder) -> None:
+    def __init__(self, reader: Reader, finite: Finite, output: Output, encoder: TileEncoder) -> None:
         self._reader = reader
         self._finite = finite
         self._output = output
@@ -334,7 +336,7 @@ class Copier:
         return self._sharing[fd]
 
 
-class Encoder:
+class TileEncoder:
     """Turns tiles of a tensor into stored bytes and hands them to an output. Thread-safe."""
 
     def __init__(self, reader: Reader, output: Output, *, allow_nonfinite: bool) -> None:

@@ -5,7 +5,8 @@ run.py        one plan
 output.py     the output of a run: whether it can be written, and its files besides the weights
 cluster.py    the parts of a plan done by other processes; on_ray.py those of a Ray cluster
 identity.py   when work may be resumed: same plan, same inputs, same program
-summary.py    what a run will cost; targets.py searches bits by what they lose
+second_plans.py  plans that follow from the products of a first one, and the search for a size that meets a target
+summary.py    what a run will cost
 state_dicts.py  `weightsmith.merge_state_dicts`: the engine on tensors in memory
 report.py     how far a merge has moved from its base, and the page that shows it; cards.py is the model card
 progress.py   the display of progress, and how long earlier runs took

@@ -20,7 +20,16 @@ from weightsmith._base.redaction import redacted
 from weightsmith._base.text import code, markdown
 from weightsmith._engine.computed import Computed
 from weightsmith._execution.report import Moved, to_markdown
-from weightsmith._files.containers import ADAPTERS, DIFFUSERS_LORA, GGUF, GGUF_ADAPTER, PEFT, SAFETENSORS, ShardLayout
+from weightsmith._files.containers import (
+    ADAPTERS,
+    DIFFUSERS_LORA,
+    GGUF,
+    GGUF_ADAPTER,
+    MLX_ADAPTER,
+    PEFT,
+    SAFETENSORS,
+    ShardLayout,
+)
 from weightsmith._models.card import hub_id_of, read_card
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._plans import PLAIN, ModelInput, Plan
@@ -132,6 +141,10 @@ def _parts(plan: Plan, inputs: Sequence[Checkpoint]) -> Iterator[_CardPart]:
                 yield _CardPart(name, _is_on_hub(name, commit), {} if folder is None else read_card(folder))
 
 
+_LIBRARIES = {PEFT: "peft", DIFFUSERS_LORA: "diffusers", MLX_ADAPTER: "mlx"}
+"""Container of an adapter → the library that loads it, as the Hub names it."""
+
+
 def _front(plan: Plan, parts: Sequence[_CardPart]) -> dict[str, Any]:
     front: dict[str, Any] = {}
     made_from = parts if plan.container != PEFT else [_base_of_adapter(plan)]
@@ -140,8 +153,8 @@ def _front(plan: Plan, parts: Sequence[_CardPart]) -> dict[str, Any]:
     licences = {part.licence for part in parts}
     if len(licences) == 1:
         front |= {key: value for key, value in zip(_LICENCE_KEYS, licences.pop(), strict=False) if value}
-    if plan.container in (PEFT, DIFFUSERS_LORA):
-        front["library_name"] = "peft" if plan.container == PEFT else "diffusers"
+    if plan.container in _LIBRARIES:
+        front["library_name"] = _LIBRARIES[plan.container]
     elif plan.config is not None:
         front["library_name"] = "transformers" if plan.container == SAFETENSORS else "gguf"
         if _architecture(plan).endswith("ForCausalLM"):
@@ -174,9 +187,19 @@ def _usage(plan: Plan, name: str, branch: str = "") -> str:
         return "\n## Usage\n\n```python\n" + "\n".join(lines) + "\n```\n"
     if plan.container == DIFFUSERS_LORA:
         return f"\n## Usage\n\n```python\npipeline.load_lora_weights({_quoted(name)}{at})\n```\n"
+    if plan.container == MLX_ADAPTER:
+        return f"\n## Usage\n\n```bash\nmlx_lm.generate --model BASE --adapter-path {name} --prompt Hello\n```\n"
     if plan.container == GGUF_ADAPTER:
         return f"\n## Usage\n\n```bash\nllama-cli -m base.gguf --lora {name}/{plan.layout.shards[0].name}\n```\n"
     if plan.container == GGUF:
+        from weightsmith._models.formats.gguf.layout import holds_diffusion
+
+        text = holds_diffusion(plan.header, ("t5encoder",))
+        if text or holds_diffusion(plan.header):
+            folder, node = ("text_encoders", "CLIPLoader (GGUF)") if text else ("diffusion_models", "Unet Loader (GGUF)")
+            move = f"Move `{plan.layout.shards[0].name}` into `models/{folder}` of ComfyUI"
+            site = "[ComfyUI-GGUF](https://github.com/city96/ComfyUI-GGUF)"
+            return f"\n## Usage\n\n{move}, and load it with the node *{node}* of {site}.\n"
         files = [f"{name}/{shard.name}" for shard in plan.layout.shards]
         command = (
             f"llama-mtmd-cli -m {files[0]} --mmproj {files[-1]} --image photo.jpg"

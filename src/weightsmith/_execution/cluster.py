@@ -48,10 +48,18 @@ from weightsmith._base.torch_use import named_device
 from weightsmith._engine.local import Progress
 from weightsmith._engine.reader import Reader
 from weightsmith._engine.results import Results
-from weightsmith._execution.execute import PRODUCTS_LABEL, PartDone, execute_part, execute_products
+from weightsmith._execution.execute import (
+    HELPER_LABEL,
+    PRODUCTS_LABEL,
+    PartDone,
+    execute_helper,
+    execute_part,
+    execute_products,
+)
 from weightsmith._execution.identity import facts, work_identity
 from weightsmith._execution.options import RunOptions
-from weightsmith._execution.run import Helped, RunRequest, finished_steps, kept_products
+from weightsmith._execution.run import RunRequest, WorkDone, finished_steps, kept_products
+from weightsmith._execution.together import divisible, has_tasks
 from weightsmith._files.containers import GGUF, GGUF_ADAPTER
 from weightsmith._files.safetensors import collector_paused
 from weightsmith._outputs.journal import changes
@@ -92,16 +100,20 @@ class Share:
     """What one worker does: part k of n, or the products of all parts (None).
 
     second    of two workers that do the same part
+    helper    number of a worker that does tasks of those products until it is stopped; 0: of none
     products  checksums of those that are made
     """
 
     part: tuple[int, int] | None
     second: bool = False
+    helper: int = 0
     products: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @property
     def label(self) -> str:
         """The label that its lock and its journal have."""
+        if self.helper:
+            return f"{HELPER_LABEL}{self.helper}"
         return PRODUCTS_LABEL if self.part is None else label(self.part) + "-again" * self.second
 
     def __str__(self) -> str:
@@ -176,7 +188,9 @@ def do(order: Order, share: Share) -> bytes:
             os.chdir(order.folder)
         prepared = _reopened(order)
         _check_same(order, prepared)
-        if share.part is None:
+        if share.helper:
+            built = execute_helper(prepared, order.out, order.options, share.products, share.helper)
+        elif share.part is None:
             built = execute_products(prepared, order.out, order.options, share.products)
         else:
             built = execute_part(prepared, order.out, share.part, order.options, helping=share.label, products=share.products)
@@ -256,7 +270,7 @@ LOOK_SECONDS = 1.0
 """Between two looks at the journals of running parts, for the progress: hundreds of files, perhaps on a network file system."""
 
 
-def share_out(prepared: Prepared, staging: Staging, request: RunRequest, *, workers: Workers) -> Helped:
+def share_out(prepared: Prepared, staging: Staging, request: RunRequest, *, workers: Workers) -> WorkDone:
     """Have workers do all parts of a plan, in a staging folder that is open here. The caller publishes.
 
     Raises what a worker raised, WorkerLost for a part whose workers are lost again and again, and what the callbacks
@@ -323,16 +337,19 @@ class Driver:
         plan, allow_nonfinite = prepared.plan, request.options.allow_nonfinite
         self.plan, self.staging, self.workers, self.callbacks = plan, staging, workers, request.callbacks
         slots = workers.slots()
-        self.helped = Helped(warnings=few_files(plan, slots, workers.setting))
+        self.helped = WorkDone(warnings=few_files(plan, slots, workers.setting))
         self.n = part_count(plan, slots)
         parts = dict(enumerate(parts_of(plan, self.n), 1))
         if staging.target.streams:  # a worker on another machine does not see what an earlier run has finished
             done = finished_steps(plan, staging, kept_products(plan, staging), allow_nonfinite)
             for k in [k for k, steps in parts.items() if all(step.out.name in done for step in steps)]:
-                self.helped += Helped(len(parts.pop(k)))
-        later = {k for k, steps in parts.items() if any(plan.needs(step) for step in steps)}
+                self.helped += WorkDone(len(parts.pop(k)))
+        # Workers in one folder measure what they can together, when they begin their parts.
+        alone = {p.name for p in plan.products if staging.target.streams or not divisible(p)}
+        later = {k for k, steps in parts.items() if any(not alone.isdisjoint(plan.needs(step)) for step in steps)}
         first = [Share((k, self.n)) for k, steps in parts.items() if steps and k not in later]
-        self._ready = deque([*([Share(None)] if plan.products else []), *first])
+        self._ready = deque([*([Share(None)] if alone else []), *first])
+        self._helpers = 0 if not alone or staging.target.streams or not has_tasks(plan) else slots - 1
         self._after_products = [Share((k, self.n)) for k in sorted(later)]
         self._inputs = prepared.inputs
         self._states: dict[Share, _State] = {}
@@ -371,7 +388,11 @@ class Driver:
                 continue
             self._run(share)
             free -= 1
-        if free > 0 and not self._ready and (slow := self._slow(now)) is not None:
+        if self._helpers and Share(None) in self._running:
+            for _ in range(min(free, self._helpers)):
+                self._run(Share(None, helper=self._helpers))
+                self._helpers -= 1
+        elif free > 0 and not self._ready and (slow := self._slow(now)) is not None:
             self._run(slow)
 
     def _run(self, share: Share) -> None:
@@ -397,6 +418,8 @@ class Driver:
 
     def _take(self, share: Share, answer: Answer) -> None:
         self._running.discard(share)
+        if share.helper:  # what it would have done, others do
+            return
         state = self._state(share)
         match answer:
             case Done(part):
@@ -409,6 +432,10 @@ class Driver:
                     self._running.discard(other)
                     self.workers.stop(other)
                 if share.part is None:
+                    self._helpers = 0
+                    for helper in [running for running in self._running if running.helper]:
+                        self._running.discard(helper)
+                        self.workers.stop(helper)
                     self._ready.extend(self._after_products)
             case Failed(Busy() as error):
                 now = time.monotonic()
@@ -437,7 +464,9 @@ class Driver:
                         fix=self.workers.advice,
                     )
                 if not self.workers.several_machines:
-                    self.helped += Helped(warnings=(Finding(f"the process of {share} was lost, and it is done again: {why}"),))
+                    self.helped += WorkDone(
+                        warnings=(Finding(f"the process of {share} was lost, and it is done again: {why}"),)
+                    )
                 self._again(share, 0.0)
 
     def _stays_missing(self, share: Share, error: BaseException) -> WorkerLost:
@@ -457,7 +486,7 @@ class Driver:
     # ---- progress
 
     def _report(self) -> None:
-        if self.callbacks.waiting is not None and self._running == {Share(None)}:
+        if self.callbacks.waiting is not None and self._running and all(share.part is None for share in self._running):
             self.callbacks.waiting()
         if self.callbacks.progress is None:
             return

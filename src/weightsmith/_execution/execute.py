@@ -10,19 +10,16 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from weightsmith._base.errors import (
     NOTHING_WRITTEN,
     Finding,
-    OutputExists,
     ParameterError,
-    PlanError,
-    StoreError,
     WeightsmithError,
 )
 from weightsmith._base.options import named
@@ -33,14 +30,13 @@ from weightsmith._execution.output import check_options, check_output, sibling
 from weightsmith._execution.progress import past_run, remember
 from weightsmith._execution.report import Moved, distance_by_layer
 from weightsmith._execution.run import (
-    MEASUREMENT,
     NO_CALLBACKS,
     Callbacks,
-    Helped,
     Helpers,
     Merged,
     PlanRun,
     RunRequest,
+    WorkDone,
     finished_steps,
     kept_products,
     protected_paths,
@@ -48,23 +44,21 @@ from weightsmith._execution.run import (
     run_plan,
     staged,
 )
+from weightsmith._execution.together import PAUSE_SECONDS, helper_of, measure_together
 from weightsmith._features.any_recipe import assemble_request, replan
-from weightsmith._outputs.area import left_behind, staging_folder
-from weightsmith._outputs.journal import read_journal
 from weightsmith._outputs.local import remove_checkpoint
-from weightsmith._outputs.locks import JOURNAL
 from weightsmith._outputs.manifest import read_manifest
-from weightsmith._outputs.places import remove_published, remove_work, verify
-from weightsmith._planning.planner.loading import Began, Beside, Check
+from weightsmith._outputs.places import remove_published, verify
+from weightsmith._planning.planner.loading import Check
 from weightsmith._planning.planner.prepared import Prepared, download, missing_files, stream
-from weightsmith._plans import PlanDraft, Product, Provenance, Step
+from weightsmith._plans import Product, Step
 from weightsmith._plans.parts import label, part_of
 
 if TYPE_CHECKING:
     from weightsmith._engine.local import Outcome, Progress
-    from weightsmith._engine.products import ProductReport
     from weightsmith._engine.results import JobMemory
     from weightsmith.abc.output import Built
+    from weightsmith.abc.product import ProductReport
 
 
 STAGE = "stage"
@@ -158,73 +152,8 @@ def check_computable(prepared: Prepared) -> None:
             raise ParameterError(what, fix=fix, state=NOTHING_WRITTEN)
 
 
-# ---- plans that follow from the products of another one: a calibration, a decomposition
-
-
-@contextmanager
-def measured(run: PlanRun, warnings: list[Finding]) -> Iterator[PlanRun]:
-    """Compute the products of a plan from which another one follows: the run of that one.
-
-    warnings  gets those of what could not be removed at the end, when the output is published
-    """
-    from weightsmith._execution.targets import check_target, search_target
-    from weightsmith._planning.follow_ups import follow_up_kind
-
-    prepared, request, kind = run.prepared, run.request, follow_up_kind(run.prepared)
-    place, folder = check_options(request.out, request.options), sibling(request.out, ".measurement")
-    target = check_target(prepared, kind.target(prepared), request.options)
-    try:
-        check_output(request.out, prepared.plan, request.options, protected_paths(prepared))
-    except OutputExists:
-        _remove_used(folder, place.local)
-        raise
-    draft = PlanDraft.of(prepared.plan)
-    draft.provenance, draft.steps, draft.then = Provenance("measurement"), [], None  # it serves any number of bits, any mixture
-    plan = draft.finish()
-    with (
-        _asking(kind.question(prepared)) as answer,
-        staged(prepared.with_plan(plan), replace(request, out=folder)) as (staging, engine),
-    ):
-        results = engine(results=kept_products(plan, staging)).results
-        arrays = {product.name: results.arrays(product.name) for product in plan.products if not product.transient}
-        try:
-            if target is None:
-                second = kind.follow(prepared, arrays, answer(), None)
-                following = replace(
-                    run, prepared=second.prepared, arrays=second.arrays, files=second.files, reports=second.reports
-                )
-            else:
-                following = search_target(target, run, kind, arrays, staging)
-        except PlanError as error:
-            if error.state == NOTHING_WRITTEN:
-                staging.discard()
-            raise
-        yield replace(following, manifest={**following.manifest, MEASUREMENT: staging.plan_hash})
-        try:
-            staging.discard()
-        except (OSError, StoreError) as error:
-            warnings.append(left_behind(error, staging.folder))
-
-
-def _remove_used(measurement: Path, out: Path) -> None:
-    """Remove the measurement of a run that died after its output, a local folder, was published."""
-    with suppress(WeightsmithError, OSError):
-        folder, used = staging_folder(measurement), read_manifest(out).data.get(MEASUREMENT)
-        entries = read_journal(folder / JOURNAL)
-        if used is not None and folder.is_dir() and (entries.lines == 0 or entries.plan == used):  # the journal is removed last
-            remove_work(measurement)
-
-
-@contextmanager
-def _asking(question: Callable[[Began], Any] | None) -> Iterator[Callable[[], Any]]:
-    """Ask another process while products are computed. None: there is nothing to ask."""
-    if question is None:
-        yield lambda: None
-        return
-    with Beside(question) as asked:
-        yield asked.answer
-
-
+HELPER_LABEL = "helper-"
+"""Start of the labels of the processes that help it."""
 PRODUCTS_LABEL = "products-alone"
 """The label of the process that computes the products of all parts; any process that computes some holds `lock-products`."""
 
@@ -260,7 +189,9 @@ def execute(
         ready, stages = stack.enter_context(stages_written(prepared, request, helpers))
         run = PlanRun(ready, request, helpers=helpers, check=check)
         if ready.plan.then is not None:
-            run = stack.enter_context(measured(run, warnings))
+            from weightsmith._execution.second_plans import second_run
+
+            run = stack.enter_context(second_run(run, warnings))
         merged = run_plan(run)
     warnings += [finding for stage in stages for finding in stage.warnings[len(stage.plan.warnings) :]]
     warnings += [] if options.keep_stages else without_stages(stages)
@@ -275,7 +206,7 @@ class PartDone:
     """The finished work of a process that did a part, and its cost."""
 
     built: Built
-    helped: Helped
+    helped: WorkDone
 
 
 def execute_part(
@@ -293,6 +224,7 @@ def execute_part(
     helping   label of the part if it is done for a driver: not `label(part)` for a second process that does the same part
     products  checksums of those that the driver has
     """
+    from weightsmith._engine.product_graph import needed_later
     from weightsmith._engine.results import Results
 
     _check_part(prepared, out, options, bool(helping))
@@ -300,17 +232,25 @@ def execute_part(
     steps = part_of(plan, *part)
     request = RunRequest(out, options, callbacks)
     with staged(prepared, request, helping or label(part), steps, products if helping else None) as (staging, run):
+        measured_together = WorkDone()
         if needed := plan.products_for(steps):
-            with staging.only_process(callbacks.waiting):  # other processes reuse these products
+            if not staging.target.streams:
+                first = (part[0] - 1) / part[1]
+                measured_together = measure_together(plan, needed, staging, run, first, callbacks.waiting)
+            helper = helper_of(plan, staging, resources_of(prepared, options))
+            with closing(helper), staging.only_process(callbacks.waiting, helper):  # other processes reuse these products
+                helper.close()
                 results = kept_products(plan, staging, products=needed)
-                run(steps=(), products=needed, results=results)
+                later = needed_later(plan, needed, staging.products)
+                outcome = run(steps=(), products=needed, results=results, tasks=staging.task_board, later=later)
+                measured_together += WorkDone.of(outcome)
         else:
             results = Results(plan)
         done = finished_steps(plan, staging, results, options.allow_nonfinite, steps)
         outcome = run(steps=steps, products=(), skip=done, results=results)
         for model in prepared.inputs:
             model.check_unchanged()
-        helped = Helped(len(done), outcome.read_bytes, outcome.written_bytes, outcome.fetched_bytes, outcome.copied_bytes)
+        helped = WorkDone.of(outcome, len(done)) + measured_together
         return PartDone(staging.hand_over(durable=options.fsync and not helping), helped)
 
 
@@ -321,11 +261,27 @@ def execute_products(
     _check_part(prepared, out, options, helping=True)
     with staged(prepared, RunRequest(out, options), PRODUCTS_LABEL, (), products) as (staging, run):
         with staging.only_process():
-            outcome = run(steps=(), results=kept_products(prepared.plan, staging))
+            outcome = run(steps=(), results=kept_products(prepared.plan, staging), tasks=staging.task_board)
         for model in prepared.inputs:
             model.check_unchanged()
-        helped = Helped(0, outcome.read_bytes, 0, outcome.fetched_bytes, outcome.copied_bytes)
-        return PartDone(staging.hand_over(), helped)
+        return PartDone(staging.hand_over(), WorkDone.of(outcome))
+
+
+def execute_helper(
+    prepared: Prepared, out: str | os.PathLike[str], options: RunOptions, products: Mapping[str, str], number: int
+) -> PartDone:
+    """Do tasks of the process that runs `execute_products` for the same driver, until the driver ends this one.
+
+    Raises StoreError if the driver has ended.
+    """
+    _check_part(prepared, out, options, helping=True)
+    with staged(prepared, RunRequest(out, options), f"{HELPER_LABEL}{number}", (), products) as (staging, _):
+        helper = helper_of(prepared.plan, staging, resources_of(prepared, options))
+        with closing(helper):
+            while True:
+                staging.check_led()
+                helper()
+                time.sleep(PAUSE_SECONDS)
 
 
 def _check_part(prepared: Prepared, out: str | os.PathLike[str], options: RunOptions, helping: bool) -> None:

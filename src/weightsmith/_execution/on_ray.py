@@ -135,7 +135,7 @@ class RayWorkers:
         resources: dict[str, Any] = {"num_cpus": self._cpus}
         if self._memory_bytes is not None:
             resources["memory"] = self._memory_bytes
-        if self._gpus and share.part is None:
+        if self._gpus and share.part is None and not share.helper:
             resources["num_gpus"] = self._gpus
         self._running[share] = self._task.options(**resources).remote(self._order, share)
 

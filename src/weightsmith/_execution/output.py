@@ -15,7 +15,7 @@ from weightsmith._base.files import expand_user
 from weightsmith._base.options import named
 from weightsmith._execution.options import RunOptions
 from weightsmith._execution.report import PAGE_NAME, Moved, to_json
-from weightsmith._files.containers import PEFT, SAFETENSORS
+from weightsmith._files.containers import MLX_ADAPTER, PEFT, SAFETENSORS
 from weightsmith._models.card import CARD_NAME
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._outputs.area import staging_folder
@@ -24,14 +24,14 @@ from weightsmith._outputs.locks import JOURNAL
 from weightsmith._outputs.manifest import MANIFEST_NAME
 from weightsmith._outputs.places import place_of, remove_published
 from weightsmith._outputs.staging import staged_path
-from weightsmith._planning.planner import Prepared
+from weightsmith._planning.planner.prepared import Prepared
 from weightsmith._plans import Plan
 from weightsmith._version import __version__
 from weightsmith.abc.output import Target
 
 if TYPE_CHECKING:
-    from weightsmith._engine.products import ProductReport
     from weightsmith._execution.report import Squares
+    from weightsmith.abc.product import ProductReport
 
 
 def check_output(out: str | os.PathLike[str], plan: Plan, options: RunOptions, protected: Sequence[Path]) -> None:
@@ -118,7 +118,7 @@ def _refuse(what: str, fix: str) -> None:
 RECIPE_NAME = "recipe.yml"
 _MAX_PAGE_BYTES = 2 << 20
 
-_CONFIG_NAMES = {SAFETENSORS: "config.json", PEFT: "adapter_config.json"}
+_CONFIG_NAMES = {SAFETENSORS: "config.json", PEFT: "adapter_config.json", MLX_ADAPTER: "adapter_config.json"}
 """Container → the file of `Plan.config`, if it is one."""
 
 

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
     from weightsmith._engine.local import Progress
+    from weightsmith._execution.run import Callbacks
 
 
 LINE_SECONDS = 10.0
@@ -295,11 +296,11 @@ def shown_meter(progress: bool | Meter) -> AbstractContextManager[Meter]:
     return watched_meter() if progress else Silent()
 
 
-def callbacks(
-    shown: Meter, doing: str
-) -> tuple[Callable[[Progress], None], Callable[[int, int], None], Callable[[], None], Callable[[int, int], None]]:
-    """Callbacks of a run that a meter shows, in the order of `execution.Callbacks`. doing: the verb of the work."""
-    return (
+def callbacks(shown: Meter, doing: str) -> Callbacks:
+    """Callbacks of a run that a meter shows. doing: the verb of the work."""
+    from weightsmith._execution.run import Callbacks
+
+    return Callbacks(
         lambda progress: show_progress(shown, progress, doing),
         lambda done, total: shown.show(Reading("checking finished tensors", done, total, done)),
         lambda: shown.say("waiting for another process, which computes what this part needs"),

@@ -9,13 +9,26 @@ from functools import partial
 from typing import Any
 
 from weightsmith._base.errors import Finding
-from weightsmith._base.report import Code, Column, Curves, Facts, HeatMap, Report, Table, heat_maps
-from weightsmith._base.report.blocks import Block, Mark, Value, finite_or_mark, written
+from weightsmith._base.report.blocks import (
+    Block,
+    Code,
+    Column,
+    Curves,
+    Facts,
+    HeatMap,
+    Mark,
+    Report,
+    Table,
+    Value,
+    finite_or_mark,
+    heat_maps,
+    written,
+)
 from weightsmith._base.text import markdown_table, size
-from weightsmith._engine.products import ProductReport
 from weightsmith._models.structure import analyse
 from weightsmith._models.structure.model import OUTSIDE, LayerPlace, place_of
 from weightsmith._plans import PLAIN, Plan
+from weightsmith.abc.product import ProductReport
 
 PAGE_NAME = "report.html"
 """The page of a run, in its output."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from weightsmith._base.errors import NOTHING_WRITTEN, Finding, PlanError, WeightsmithError
 from weightsmith._base.files import expand_user
-from weightsmith._base.report import Report, Reported
+from weightsmith._base.report.blocks import Report, Reported
 from weightsmith._base.tensors import NamedTensors, TensorSpec
 from weightsmith._base.text import duration, size
 from weightsmith._base.torch_use import usable_device
@@ -35,7 +35,8 @@ from weightsmith._execution.report import Moved, Squares, distance_by_layer, mer
 from weightsmith._models.card import CARD_NAME
 from weightsmith._models.checkpoint import Checkpoint, open_checkpoint
 from weightsmith._outputs.locks import CONTENT
-from weightsmith._outputs.places import open_output
+from weightsmith._outputs.places import place_of
+from weightsmith._outputs.staging import Staging
 from weightsmith._planning.planner.loading import Check
 from weightsmith._planning.planner.prepared import Prepared, download, missing_files, stream
 from weightsmith._plans import Plan, Product, Step
@@ -47,8 +48,7 @@ if TYPE_CHECKING:
 
     from weightsmith._engine.local import Outcome, Progress
     from weightsmith._engine.results import JobMemory, Results
-    from weightsmith._outputs.staging import Staging
-    from weightsmith.abc.output import Finished
+    from weightsmith.abc.output import Finished, Output
     from weightsmith.abc.product import Arrays
 
 
@@ -186,8 +186,8 @@ MEASUREMENT = "measurement"
 
 
 @dataclass(frozen=True, slots=True)
-class Helped:
-    """What other processes did for a run: number of steps that an earlier run had finished, bytes as in `Merged`, warnings."""
+class WorkDone:
+    """What was done for a run, here or by other processes: steps that an earlier run had finished, bytes as in `Merged`."""
 
     resumed: int = 0
     read_bytes: int = 0
@@ -196,14 +196,19 @@ class Helped:
     copied_bytes: int = 0
     warnings: tuple[Finding, ...] = ()
 
-    def __add__(self, other: Helped) -> Helped:
-        return Helped(*(getattr(self, field_.name) + getattr(other, field_.name) for field_ in fields(self)))
+    @classmethod
+    def of(cls, outcome: Outcome, resumed: int = 0) -> WorkDone:
+        """What a run of the engine did. resumed: number of its steps that an earlier run had finished."""
+        return cls(resumed, outcome.read_bytes, outcome.written_bytes, outcome.fetched_bytes, outcome.copied_bytes)
+
+    def __add__(self, other: WorkDone) -> WorkDone:
+        return WorkDone(*(getattr(self, field_.name) + getattr(other, field_.name) for field_ in fields(self)))
 
 
 class Helpers(Protocol):
     """Other processes, which do the parts of a plan."""
 
-    def __call__(self, prepared: Prepared, staging: Staging, request: RunRequest) -> Helped:
+    def __call__(self, prepared: Prepared, staging: Staging, request: RunRequest) -> WorkDone:
         """Have all parts done, in the staging folder that is open here. What remains undone, the caller does."""
 
 
@@ -232,7 +237,6 @@ class PlanRun:
 
     @property
     def plan(self) -> Plan:
-        """The plan."""
         return self.prepared.plan
 
 
@@ -251,7 +255,8 @@ def run_plan(run: PlanRun) -> Merged:
         computed = _compute(run, staging, engine, watched)
         described = _describe(run, staging, computed, place.name, place.spec if hub is None else hub.address.spec)
         published, late = _publish(run, staging, computed, described)
-    outcome, helped, reports = computed.outcome, computed.helped, described.reports
+    outcome, reports = computed.outcome, described.reports
+    work = computed.helped + WorkDone.of(outcome, computed.resumed if run.helpers is None else 0)
     if described.page is not None:
         page = merge_report(run.plan, place.name, outcome.distances, computed.distance, reports.values(), described.warnings)
         page.write(described.page)
@@ -261,16 +266,16 @@ def run_plan(run: PlanRun) -> Merged:
     return Merged(
         out=published,
         plan=run.plan,
-        resumed=computed.resumed if run.helpers is None else helped.resumed,
-        read_bytes=outcome.read_bytes + helped.read_bytes,
-        written_bytes=outcome.written_bytes + helped.written_bytes,
+        resumed=work.resumed,
+        read_bytes=work.read_bytes,
+        written_bytes=work.written_bytes,
         seconds=time.monotonic() - run.request.began,
         distance=computed.distance,
         warnings=(*described.warnings, *late),
         reports=reports,
         url=url,
-        fetched_bytes=outcome.fetched_bytes + helped.fetched_bytes,
-        copied_bytes=outcome.copied_bytes + helped.copied_bytes,
+        fetched_bytes=work.fetched_bytes,
+        copied_bytes=work.copied_bytes,
         distances=outcome.distances,
     )
 
@@ -288,7 +293,7 @@ class _Computed:
 
     outcome: Outcome
     results: Results
-    helped: Helped
+    helped: WorkDone
     resumed: int
     distance: tuple[Moved, ...]
     warnings: tuple[Finding, ...]
@@ -298,7 +303,7 @@ def _compute(run: PlanRun, staging: Staging, engine: Callable[..., Outcome], wat
     """Make all products and tensors, or take over what an earlier run or other processes have made."""
     from weightsmith._engine.tile_work import copied
 
-    plan, earlier, helped = run.plan, staging.holds_work, Helped()
+    plan, earlier, helped = run.plan, staging.holds_work, WorkDone()
     try:
         if run.helpers is not None:
             for product in plan.products:
@@ -422,7 +427,7 @@ def staged(
     steps: Iterable[Step] | None = None,
     helping: Mapping[str, str] | None = None,
 ) -> Iterator[tuple[Staging, Callable[..., Outcome]]]:
-    """Download, then open the output: its staging, and `engine.local.run` for a workload of the plan.
+    """Download, then open the output: its staging, and `engine.local.run` for a workload of the plan, into it or elsewhere.
 
     part     its label
     steps    of the part: what an earlier run has finished of them is taken over; None: of all
@@ -443,15 +448,15 @@ def staged(
         spec = replace(spec, protected=(*spec.protected, *copies))
     for stage in prepared.stages:
         stage.source.set_run(resources, allow_nonfinite=options.allow_nonfinite)
-    with open_output(request.out, spec) as staging:
+    with Staging.open(place_of(request.out), spec) as staging:
 
-        def go(**selected: Any) -> Outcome:
+        def go(output: Output = staging, **selected: Any) -> Outcome:
             folders = [model.folder for model in inputs]
             workload = Workload(folders=folders, allow_nonfinite=options.allow_nonfinite, memory=request.memory, **selected)
             return run(
                 plan,
                 inputs,
-                staging,
+                output,
                 resources,
                 workload,
                 progress=request.callbacks.progress,

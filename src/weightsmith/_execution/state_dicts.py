@@ -43,6 +43,7 @@ from weightsmith._planning.planner.parameters import coerce, taking_part, withou
 from weightsmith._planning.planner.segments import wanted_models
 from weightsmith._planning.planner.steps import DTypes, factor_problems, operation, split_fused, with_needs
 from weightsmith._plans import COPY, ModelInput, Plan, PlanDraft, Read, Settings, Step, Value
+from weightsmith.abc.output import Finished
 
 
 def merge_state_dicts(
@@ -91,21 +92,24 @@ def merge_state_dicts(
             what, fix = f"{chosen.name} measures the models on a text", "write a recipe, with the text, and merge checkpoints"
             raise PlanError([Unsupported(f"{what}, and state dicts have none", fix=fix)])
         output = _Output(plan, planned.models[first])
-        inputs = [StateDict(views, model.ref) for views, model in zip(planned.views, plan.models, strict=True)]
-        try:
-            outcome = run(plan, inputs, output, Resources(threads or 0), Workload(allow_nonfinite=allow_nonfinite))
-        except WeightsmithError as error:
-            error.state = ""  # it describes files, which do not apply here
-            fix = error.finding.fix.replace("--allow-nonfinite (allow_nonfinite=True)", "allow_nonfinite=True")
-            error.finding = replace(error.finding, fix=fix)
-            raise
+        finished = _run(planned, output, Resources(threads or 0), Workload(allow_nonfinite=allow_nonfinite))
     label = plan.models[first].ref
-    differing = [
-        Finding(f"the models differ; taken from {label}", name) for name, done in outcome.finished.items() if done.differing
-    ]
-    for finding in (*plan.warnings, *differing, *copied(outcome.finished)):
+    differing = [Finding(f"the models differ; taken from {label}", name) for name, done in finished.items() if done.differing]
+    for finding in (*plan.warnings, *differing, *copied(finished)):
         warnings.warn(str(finding), stacklevel=2)
     return {name: output.tensors[planned.same.get(name, name)] for name in planned.views[first]}
+
+
+def _run(planned: Planned, output: _Output, resources: Resources, workload: Workload) -> Mapping[str, Finished]:
+    """Fill the output. Errors say nothing of files and commands, which do not apply here."""
+    inputs = [StateDict(views, model.ref) for views, model in zip(planned.views, planned.plan.models, strict=True)]
+    try:
+        return run(planned.plan, inputs, output, resources, workload).finished
+    except WeightsmithError as error:
+        error.state = ""
+        fix = error.finding.fix.replace("--allow-nonfinite (allow_nonfinite=True)", "allow_nonfinite=True")
+        error.finding = replace(error.finding, fix=fix)
+        raise
 
 
 class TorchModule(Protocol):

@@ -10,10 +10,9 @@ from weightsmith._base.options import find_option, named, option_error
 from weightsmith._features.quantisation import format_problems, store_as
 from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._planning.options import RecipeOptions
-from weightsmith._planning.planner import Prepared
 from weightsmith._planning.planner.build import NOTHING, assemble_recipe, in_recipe, read_plan_request
 from weightsmith._planning.planner.inputs import is_adapter
-from weightsmith._planning.planner.prepared import PlanRequest, Written
+from weightsmith._planning.planner.prepared import PlanRequest, Prepared, Written
 from weightsmith._planning.recipe import Command, Recipe, Source, copy_of
 from weightsmith._plans import Provenance
 from weightsmith._version import __version__

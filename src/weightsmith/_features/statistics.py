@@ -12,8 +12,8 @@ from weightsmith._activations.stored import RECORD, ModelRecord, record_of
 from weightsmith._base.errors import PlanError, WeightsmithError, nearest, undoing
 from weightsmith._base.options import option_error
 from weightsmith._planning.options import RecipeOptions
-from weightsmith._planning.planner import Prepared
 from weightsmith._planning.planner.build import assemble
+from weightsmith._planning.planner.prepared import Prepared
 from weightsmith._planning.recipe import copy_of
 from weightsmith._plans import COPY, PRODUCTS, Product, Provenance, Read, Settings, StatisticRequest, Step
 from weightsmith._version import __version__

@@ -119,6 +119,7 @@ MAX_HEADER_BYTES = 100_000_000  # the safetensors library rejects longer headers
 PEFT_NAME = "adapter_model.safetensors"
 KOHYA_NAME = "lora.safetensors"
 DIFFUSERS_LORA_NAME = "pytorch_lora_weights.safetensors"
+MLX_ADAPTER_NAME = "adapters.safetensors"
 PT_METADATA: Mapping[str, str] = MappingProxyType({"format": "pt"})  # transformers rejects files without it
 
 
@@ -154,40 +155,53 @@ def make_layout(
     metadata = {**PT_METADATA, **naming.metadata} if metadata is None else metadata
     _check_metadata(metadata)
 
-    shards: list[ShardLayout] = []
-    places: dict[str, TensorPlace] = dict.fromkeys(spec.name for spec in specs)  # type: ignore[assignment]
-
-    def add(name: str, group: list[TensorSpec], written: Mapping[str, str], prefix: str = "") -> None:
-        group.sort(key=lambda spec: -spec.dtype.itemsize)  # stable: model order within a width
-        header = _header(group, written, name, prefix)
-        offset = len(header)
-        for spec in group:
-            places[spec.name] = TensorPlace(len(shards), offset, spec.nbytes)
-            offset += spec.nbytes
-        shards.append(ShardLayout(name, header, offset, tuple(group)))
-
-    indexes: dict[str, bytes] = {}
-
-    def add_shards(stem: str, whole: list[TensorSpec], written: Mapping[str, str], prefix: str = "") -> None:
-        groups = split(whole, max_shard_bytes, lambda spec: spec.nbytes)
-        for number, group in enumerate(groups, 1):
-            part = f"-{number:05d}-of-{len(groups):05d}" if len(groups) > 1 else ""
-            add(f"{prefix}{stem}{part}.safetensors", group, written, prefix)
-        if len(groups) > 1:
-            whole_places = {spec.name: places[spec.name] for spec in whole}
-            indexes[f"{prefix}{stem}.safetensors.index.json"] = _index(shards, whole_places, index_metadata or {}, prefix)
-
+    files = _Files(specs, max_shard_bytes, index_metadata or {})
     outer = [spec for spec in specs if spec.name not in inner]
     if outer or not naming.parts:
-        add_shards(naming.stem, outer, metadata)
+        files.add_shards(naming.stem, outer, metadata)
     for folder in dict.fromkeys(inner.values()):
         group = [spec for spec in specs if inner.get(spec.name) == folder]
         if folder in naming.parts:
-            add_shards(naming.parts[folder], group, PT_METADATA, f"{folder}/")
+            files.add_shards(naming.parts[folder], group, PT_METADATA, f"{folder}/")
         else:
-            add(f"{folder}/model.safetensors", group, PT_METADATA, f"{folder}/")
-    total = sum(shard.nbytes for shard in shards) + sum(map(len, indexes.values()))
-    return Layout(tuple(shards), MappingProxyType(places), MappingProxyType(indexes), total)
+            files.add(f"{folder}/model.safetensors", group, PT_METADATA, f"{folder}/")
+    return files.layout()
+
+
+class _Files:
+    """Lays out the weight files of a checkpoint, one after another."""
+
+    def __init__(self, specs: Sequence[TensorSpec], max_shard_bytes: int, index_metadata: Mapping[str, str]) -> None:
+        """specs: all tensors, in model order."""
+        self._shards: list[ShardLayout] = []
+        self._places: dict[str, TensorPlace] = dict.fromkeys(spec.name for spec in specs)  # type: ignore[assignment]
+        self._indexes: dict[str, bytes] = {}
+        self._max_shard_bytes, self._index_metadata = max_shard_bytes, index_metadata
+
+    def add(self, name: str, group: list[TensorSpec], metadata: Mapping[str, str], prefix: str) -> None:
+        """One file of these tensors. prefix: of their names, which they do not have in the file."""
+        group.sort(key=lambda spec: -spec.dtype.itemsize)  # stable: model order within a width
+        header = _header(group, metadata, name, prefix)
+        offset = len(header)
+        for spec in group:
+            self._places[spec.name] = TensorPlace(len(self._shards), offset, spec.nbytes)
+            offset += spec.nbytes
+        self._shards.append(ShardLayout(name, header, offset, tuple(group)))
+
+    def add_shards(self, stem: str, specs: list[TensorSpec], metadata: Mapping[str, str], prefix: str = "") -> None:
+        """As many files as these tensors need, and an index if that is more than one."""
+        groups = split(specs, self._max_shard_bytes, lambda spec: spec.nbytes)
+        for number, group in enumerate(groups, 1):
+            part = f"-{number:05d}-of-{len(groups):05d}" if len(groups) > 1 else ""
+            self.add(f"{prefix}{stem}{part}.safetensors", group, metadata, prefix)
+        if len(groups) > 1:
+            places = {spec.name: self._places[spec.name] for spec in specs}
+            self._indexes[f"{prefix}{stem}.safetensors.index.json"] = _index(self._shards, places, self._index_metadata, prefix)
+
+    def layout(self) -> Layout:
+        """The layout of all files."""
+        total = sum(shard.nbytes for shard in self._shards) + sum(map(len, self._indexes.values()))
+        return Layout(tuple(self._shards), MappingProxyType(self._places), MappingProxyType(self._indexes), total)
 
 
 def make_adapter_layout(specs: Sequence[TensorSpec], name: str = PEFT_NAME) -> Layout:
@@ -269,7 +283,8 @@ PEFT = "peft"
 KOHYA = "kohya"
 DIFFUSERS_LORA = "diffusers-lora"
 GGUF_ADAPTER = "gguf-adapter"
-ADAPTERS = frozenset({PEFT, KOHYA, DIFFUSERS_LORA, GGUF_ADAPTER})
+MLX_ADAPTER = "mlx-adapter"
+ADAPTERS = frozenset({PEFT, KOHYA, DIFFUSERS_LORA, GGUF_ADAPTER, MLX_ADAPTER})
 """Those that hold an adapter."""
 
 
@@ -285,5 +300,6 @@ CONTAINERS: Mapping[str, Callable[[Sequence[TensorSpec], int, Naming, bytes, byt
     PEFT: lambda specs, *rest: make_adapter_layout(specs),
     KOHYA: lambda specs, *rest: make_adapter_layout(specs, KOHYA_NAME),
     DIFFUSERS_LORA: lambda specs, *rest: make_adapter_layout(specs, DIFFUSERS_LORA_NAME),
+    MLX_ADAPTER: lambda specs, *rest: make_adapter_layout(specs, MLX_ADAPTER_NAME),
 }
 """Name in `Plan.container` → layout function of the stored tensors, the maximum of a file, `Plan.naming`, `header`, `mmproj`"""

@@ -252,82 +252,84 @@ Arrays = Sequence[npt.NDArray[Any]]
 _PART = ".part"
 
 
-def product_path(folder: Path, name: str) -> Path:
-    """The file of a product, named by the hash of the product's name, which may contain any character."""
-    return folder / hash_bytes(name.encode())
+class ProductFiles:
+    """The files of products in a folder, one each."""
 
+    def __init__(self, folder: Path) -> None:
+        """Change nothing on disk."""
+        self.folder = folder
 
-def create_product(folder: Path, name: str, outs: Sequence[TensorSpec]) -> Arrays | None:
-    """Arrays of zeros, mapped from a new file that `write_product` will take over; None where the disk cannot take them."""
-    try:
-        folder.mkdir(exist_ok=True)
-        fd = create_file(folder, PurePosixPath(_part_path(folder, name).name))
+    def path(self, name: str) -> Path:
+        """The file of a product, named by the hash of the product's name, which may contain any character."""
+        return self.folder / hash_bytes(name.encode())
+
+    def create(self, name: str, outs: Sequence[TensorSpec]) -> Arrays | None:
+        """Arrays of zeros, mapped from a new file that `write` will take over; None where the disk cannot take them."""
+        part = self._part(name)
         try:
-            disk.reserve(fd, sum(out.nbytes for out in outs))  # a full disk is an error now, and no SIGBUS later
-            return map_arrays(fd, outs, mmap.ACCESS_WRITE)
+            self.folder.mkdir(exist_ok=True)
+            fd = create_file(self.folder, PurePosixPath(part.name))
+            try:
+                disk.reserve(fd, sum(out.nbytes for out in outs))  # a full disk is an error now, and no SIGBUS later
+                return map_arrays(fd, outs, mmap.ACCESS_WRITE)
+            finally:
+                os.close(fd)
+        except OSError:
+            _remove_file(part)
+            return None
+
+    def write(self, name: str, arrays: Arrays) -> str:
+        """Write the arrays of a product one after another, and return their checksum; "" if they cannot be written.
+
+        arrays  those of `create` are in the file already; others may be mapped, read-only, from files of their own
+
+        The file gets its name when it is complete, because another process may be reading it. Nobody waits until it is on the
+        disk: the checksum tells a resumed run if it is.
+        """
+        part = self._part(name)
+        try:
+            if not any(is_mapped(array) and array.flags.writeable for array in arrays):  # else they are in the file
+                self.folder.mkdir(exist_ok=True)
+                with os.fdopen(create_file(self.folder, PurePosixPath(part.name)), "wb") as file:
+                    for array in arrays:
+                        file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+            checksum = hash_file(part).xxh3_128
+            part.replace(self.path(name))
+        except OSError:
+            _remove_file(part)
+            return ""
+        return checksum
+
+    def read(self, name: str, outs: Sequence[TensorSpec], checksum: str) -> Arrays | None:
+        """The arrays that `write` wrote, mapped; None if the file is missing or its checksum differs."""
+        path = self.path(name)
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError:
+            return None
+        try:
+            about = os.fstat(fd)
+            whole = stat.S_ISREG(about.st_mode) and about.st_size == sum(out.nbytes for out in outs)
+            return map_arrays(fd, outs) if whole and hash_file(path).xxh3_128 == checksum else None
+        except OSError:
+            return None
         finally:
             os.close(fd)
-    except OSError:
-        _remove_file(_part_path(folder, name))
-        return None
 
+    def remove(self, name: str) -> None:
+        """Remove the file of a product."""
+        _remove_file(self.path(name))
 
-def write_product(folder: Path, name: str, arrays: Arrays) -> str:
-    """Write the arrays of a product one after another, and return their checksum; "" if they cannot be written.
+    def remove_unfinished(self) -> None:
+        """Remove what killed processes have left. Call while no other process works in the folder."""
+        for path in self.folder.glob(f"*{_PART}"):
+            _remove_file(path)
 
-    arrays  those of `create_product` are in the file already; others may be mapped, read-only, from files of their own
-
-    The file gets its name when it is complete, because another process may be reading it. Nobody waits until it is on the disk:
-    the checksum tells a resumed run if it is.
-    """
-    part = _part_path(folder, name)
-    try:
-        if not any(is_mapped(array) and array.flags.writeable for array in arrays):  # else they are in the file
-            folder.mkdir(exist_ok=True)
-            with os.fdopen(create_file(folder, PurePosixPath(part.name)), "wb") as file:
-                for array in arrays:
-                    file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-        checksum = hash_file(part).xxh3_128
-        part.replace(product_path(folder, name))
-    except OSError:
-        _remove_file(part)
-        return ""
-    return checksum
-
-
-def read_product(folder: Path, name: str, outs: Sequence[TensorSpec], checksum: str) -> Arrays | None:
-    """The arrays that `write_product` wrote, mapped; None if the file is missing or its checksum differs."""
-    path = product_path(folder, name)
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        return None
-    try:
-        about = os.fstat(fd)
-        whole = stat.S_ISREG(about.st_mode) and about.st_size == sum(out.nbytes for out in outs)
-        return map_arrays(fd, outs) if whole and hash_file(path).xxh3_128 == checksum else None
-    except OSError:
-        return None
-    finally:
-        os.close(fd)
-
-
-def remove_product(folder: Path, name: str) -> None:
-    """Remove the file of a product."""
-    _remove_file(product_path(folder, name))
-
-
-def remove_parts(folder: Path) -> None:
-    """Remove the unfinished files that killed processes have left. Call while no other process works in the folder."""
-    for path in folder.glob(f"*{_PART}"):
-        _remove_file(path)
+    def _part(self, name: str) -> Path:
+        path = self.path(name)
+        return path.with_name(f"{path.name}.{os.getpid()}{_PART}")
 
 
 def _remove_file(path: Path) -> None:
     with contextlib.suppress(OSError):
         path.unlink()
-
-
-def _part_path(folder: Path, name: str) -> Path:
-    path = product_path(folder, name)
-    return path.with_name(f"{path.name}.{os.getpid()}{_PART}")

@@ -16,6 +16,7 @@ import stat
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -104,15 +105,15 @@ def open_own(path: Path, flags: int, *, keep: bool = False) -> int:
     flags  O_RDWR, O_APPEND and the like
     keep   copy the old bytes into the new file; False: it starts empty
 
-    Raises StoreError for a pipe, socket or device, without opening it; OSError, also for a link or folder.
+    Raises StoreError for anything but a file, without opening it; OSError.
     """
     flags |= os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:
         mode = stat.S_IFREG
-    if not stat.S_ISREG(mode) and not stat.S_ISLNK(mode) and not stat.S_ISDIR(mode):
-        raise StoreError("neither a file nor a folder, so it was not opened", where=str(path), fix="remove it")
+    if not stat.S_ISREG(mode):
+        raise StoreError(f"{files.file_kind(mode)}, not a file, so it was not opened", where=str(path), fix="remove it")
     fd = os.open(path, flags, 0o666)
     if os.fstat(fd).st_nlink == 1:
         return fd
@@ -128,6 +129,17 @@ def open_own(path: Path, flags: int, *, keep: bool = False) -> int:
         os.close(fd)
         raise
     return fd
+
+
+def make_own_folder(path: Path) -> None:
+    """Make a folder and those above it, if they are not there. Raises StoreError for anything but a folder; OSError."""
+    with suppress(FileExistsError):
+        path.mkdir(parents=True)
+    mode = path.lstat().st_mode
+    if not stat.S_ISDIR(mode):
+        raise StoreError(
+            f"{files.file_kind(mode)}, not a folder, so nothing was written there", where=str(path), fix="remove it"
+        )
 
 
 def read_own(path: Path, max_bytes: int) -> bytes | None:

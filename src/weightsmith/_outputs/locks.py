@@ -3,6 +3,7 @@
     lock                  held alone to build the whole output, shared by processes that build parts; names its holder
     parts/lock-2-of-4     held by the one process that builds this part; names it
     parts/lock-products   held by the one process that computes products which several parts need
+    parts/lock-helpers    shared by the processes that wait for these, and do tasks of them
     parts/lock-driver     held by the process that has others do parts, as long as they may begin one
 
 A lock is a file locked with flock. Closing the file releases it, so the lock of a dead process is free.
@@ -107,7 +108,7 @@ def _names(folder: Path) -> list[str]:
         return []
 
 
-DRIVER = "lock-driver"
+DRIVER, HELPERS = "lock-driver", "lock-helpers"
 
 
 class Locks:
@@ -235,8 +236,18 @@ class Locks:
             what, fix = "this machine does not see the folder of the driver", "write to a folder that all machines share"
         raise StoreError(f"{what}, or the driver has ended", where=str(self.folder), fix=fix)
 
-    def _wait(self, file: FileIO, seconds: float, waiting: Callable[[], None] | None = None) -> None:
-        """Lock a file alone. Raises Busy if another process holds the lock so long. waiting: called once if one does."""
+    def _wait(
+        self,
+        file: FileIO,
+        seconds: float,
+        waiting: Callable[[], None] | None = None,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Lock a file alone. Raises Busy if another process holds the lock so long.
+
+        waiting    called once if one does
+        meanwhile  called again and again
+        """
         deadline = time.monotonic() + seconds
         while True:
             try:
@@ -248,6 +259,7 @@ class Locks:
                 if waiting is not None:
                     waiting()
                     waiting = None
+                meanwhile()
                 time.sleep(0.05)
 
     def _no_locks(self) -> StoreError:
@@ -273,10 +285,16 @@ class Locks:
         _sign(file)
 
     @contextmanager
-    def products(self, waiting: Callable[[], None] | None = None) -> Iterator[None]:
-        """Wait for the lock on the products, and hold it. waiting: called once if another process holds it."""
+    def products(
+        self, waiting: Callable[[], None] | None = None, meanwhile: Callable[[], None] = lambda: None
+    ) -> Iterator[None]:
+        """Wait for the lock on the products, and hold it.
+
+        waiting    called once if another process holds it
+        meanwhile  called again and again while another process holds it
+        """
         with FileIO(disk.open_own(self.folder / PARTS / "lock-products", os.O_RDWR), "r+") as file:
-            self._wait(file, math.inf, waiting)
+            self._wait(file, math.inf, waiting, meanwhile)
             yield
 
     def close(self) -> None:

@@ -24,8 +24,8 @@ from weightsmith._outputs.journal import read_journal
 from weightsmith._outputs.local import LocalTarget, is_address
 from weightsmith._outputs.locks import ADDRESS, DRIVER, JOURNAL, LOCK, OWNER, PARTS, check_kinds, part_journals
 from weightsmith._outputs.manifest import MANIFEST_NAME
-from weightsmith._outputs.staging import Staging, staged_path
-from weightsmith.abc.output import OutputScheme, OutputSpec, Progress, Target, Unfinished, Verified
+from weightsmith._outputs.staging import staged_path
+from weightsmith.abc.output import OutputScheme, Progress, Target, Unfinished, Verified
 
 SCHEMES = Plugins(
     "scheme of outputs",
@@ -62,11 +62,6 @@ def scheme_of(address: str) -> OutputScheme:
         fix = f"write to a local folder, or to {', '.join(f'{name}://' for name in SCHEMES.names)}"
         what = f"cannot be the output: {error.finding.what}"
         raise StoreError(what, where=shown, fix=fix, state=NOTHING_WRITTEN) from None
-
-
-def open_output(out: str | os.PathLike[str], spec: OutputSpec) -> Staging:
-    """Open an output that is to be built: see `Staging.open`."""
-    return Staging.open(place_of(out), spec)
 
 
 def verify(folder: str | os.PathLike[str], *, threads: int = 2, progress: Progress | None = None) -> Verified:
@@ -174,6 +169,7 @@ class Builder:
     running  whether the process is there; None for none, and for one on another machine, which cannot be asked
     tensors  number that are finished, `total` all of them (0: not known)
     began, changed   when it took the lock, and when it last finished a tensor: seconds since 1970
+    stopped  it is there, and a signal (SIGSTOP) or a debugger has stopped it; others may wait for it
     """
 
     part: str
@@ -184,6 +180,7 @@ class Builder:
     total: int
     began: float
     changed: float
+    stopped: bool = False
 
     @property
     def done(self) -> bool:
@@ -265,7 +262,8 @@ def _builder(lock: Path, journal: Path, part: str, tensors: int, total: int) -> 
     holder = _HOLDER.match(text)
     process, machine = (int(holder[1]), holder[2]) if holder else (0, "")
     running = _is_running(process) if machine == socket.gethostname() else None
-    return Builder(part, process, machine, running, tensors, total, _changed(lock), _changed(journal))
+    stopped = running is True and _is_stopped(process)
+    return Builder(part, process, machine, running, tensors, total, _changed(lock), _changed(journal), stopped)
 
 
 def _changed(path: Path) -> float:
@@ -273,6 +271,14 @@ def _changed(path: Path) -> float:
         return path.stat().st_mtime
     except FileNotFoundError:
         return 0.0
+
+
+def _is_stopped(process: int) -> bool:
+    """Where the system shows the states of processes (Linux)."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")[2].split()[:1] in (["T"], ["t"])
+    except OSError:
+        return False
 
 
 def _is_running(process: int) -> bool:

@@ -81,9 +81,14 @@ def save_file(
     target = expand_user(path)
     views, aliases = _views(tensors, tied)
     layout = make_layout([view.spec for view in views], sys.maxsize, _with_aliases(metadata, aliases))
-    (shard,) = layout.shards
     _check_file(target, overwrite)
     _make_folder(target)
+    _write_whole(target, layout, views, overwrite=overwrite, fsync=fsync)
+    return Saved(target, (target.name,), layout.shards[0].nbytes, aliases)
+
+
+def _write_whole(target: Path, layout: Layout, views: Sequence[View], *, overwrite: bool, fsync: bool) -> None:
+    """Write the one file of a layout under another name, and then give it its own. Nothing is left after an error."""
     temporary = target.parent / f".weightsmith-{os.getpid()}-{secrets.token_hex(4)}.tmp"
     try:
         _write_file(temporary, layout, views, fsync=fsync)
@@ -99,13 +104,12 @@ def save_file(
     except OSError as error:
         temporary.unlink(missing_ok=True)
         if error.errno in FULL:
-            raise disk.no_space(target.parent, shard.nbytes, state=NOTHING_WRITTEN, cause=error) from error
+            raise disk.no_space(target.parent, layout.total_bytes, state=NOTHING_WRITTEN, cause=error) from error
         what, fix = f"cannot be written: {error.strerror}", "check its permissions and the disk, or choose another folder"
         raise StoreError(what, where=str(target), fix=fix, state=NOTHING_WRITTEN) from error
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    return Saved(target, (target.name,), shard.nbytes, aliases)
 
 
 def _write_file(path: Path, layout: Layout, views: Sequence[View], *, fsync: bool) -> None:
@@ -157,11 +161,7 @@ def save_model(
     layout = make_layout(specs, max_shard_bytes, _with_aliases(metadata, aliases))
     if layout.indexes and aliases:
         layout = make_layout(specs, max_shard_bytes, metadata, index_metadata=aliases)
-    unfinished_plan = staged_plan(folder)
-    if unfinished_plan and not unfinished_plan.startswith(_PLAN):
-        what = "unfinished work of a merge is here"
-        fix = "finish the merge, remove that folder, or save to another one"
-        raise CannotResume(what, where=str(staging_folder(absolute(folder))), fix=fix, state=NOTHING_WRITTEN)
+    _check_unfinished(folder)
     plan = _PLAN + hash_bytes(b"".join(shard.header for shard in layout.shards))
     spec = OutputSpec(layout, plan, resume=False, overwrite=overwrite)
     staging = Staging.open(LocalTarget(os.fspath(folder)), spec)
@@ -181,6 +181,15 @@ def save_model(
         staging.close()
     files = tuple(shard.name for shard in layout.shards)
     return Saved(absolute(folder), files, sum(shard.nbytes for shard in layout.shards), aliases, staging.warnings)
+
+
+def _check_unfinished(folder: str | os.PathLike[str]) -> None:
+    """Raise CannotResume for the unfinished work of anything but `save_model`, which discards its own."""
+    unfinished_plan = staged_plan(folder)
+    if unfinished_plan and not unfinished_plan.startswith(_PLAN):
+        what = "unfinished work of a merge is here"
+        fix = "finish the merge, remove that folder, or save to another one"
+        raise CannotResume(what, where=str(staging_folder(absolute(folder))), fix=fix, state=NOTHING_WRITTEN)
 
 
 def _size(max_shard_bytes: int | str) -> int:

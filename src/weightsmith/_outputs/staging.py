@@ -22,20 +22,26 @@ from weightsmith._base.idioms import Closing
 from weightsmith._outputs import disk
 from weightsmith._outputs.area import (
     OtherFiles,
+    ProductFiles,
     StagingArea,
-    create_product,
     left_behind,
-    product_path,
-    read_product,
-    remove_parts,
-    remove_product,
-    write_product,
 )
 from weightsmith._outputs.checksum import byte_view
 from weightsmith._outputs.journal import Entries, Journal, Notes, is_resumable, layout_hash
 from weightsmith._outputs.local import LocalTarget, check_out
-from weightsmith._outputs.locks import ADDRESS, JOURNAL, PARTS, PRODUCTS, SPACE, FollowedJournals, part_journals, read_journals
+from weightsmith._outputs.locks import (
+    ADDRESS,
+    HELPERS,
+    JOURNAL,
+    PARTS,
+    PRODUCTS,
+    SPACE,
+    FollowedJournals,
+    part_journals,
+    read_journals,
+)
 from weightsmith._outputs.manifest import MANIFEST_NAME, check_file_name, encode_manifest
+from weightsmith._outputs.shared import SharedResults, TaskBoard
 from weightsmith._outputs.weight_files import StagedFiles, StreamedFiles
 from weightsmith.abc.output import Built, FilesGone, Finished, OutputSpec, Progress, Target
 
@@ -48,6 +54,8 @@ BOOKKEEPING_BYTES = 400
 ATTACH_SECONDS = 60
 """How long a process that builds a part waits for another one to prepare the staging folder."""
 _CHECKSUM = re.compile("[0-9a-f]{32}")
+SHARED, TASKS = "shared", "tasks"
+"""Folders, in that of the products, of what processes make for each other."""
 _PUT = "put "
 """Start of the keys of the notes about weight files that are put."""
 
@@ -83,6 +91,7 @@ class Staging(Closing):
         self._tensors: dict[str, Finished] = {}
         self._products: dict[str, str] = {}
         self._files = OtherFiles(self.area.content)
+        self._product_files = ProductFiles(self.folder / PRODUCTS)
         self._names: set[str] = set()
         self._mutex = threading.Lock()
 
@@ -151,8 +160,11 @@ class Staging(Closing):
             if error.errno in FULL:
                 raise disk.no_space(self.path.parent, self.layout.total_bytes, state=NOTHING_WRITTEN, cause=error) from error
             fix = "raise the limit: ulimit -n 65536" if error.errno in disk.TOO_MANY_FILES else "choose another output folder"
+            if isinstance(error, PermissionError) and str(error.filename).startswith(str(self.folder)):
+                fix = "run all parts, and resume, as one user; or with a umask that lets all of them write"
             what = f"the output folder cannot be prepared: {error.strerror}"
-            raise StoreError(what, where=str(self.path), fix=fix) from error
+            details = [] if error.filename in (None, str(self.path)) else [f"path  {error.filename}"]
+            raise StoreError(what, where=str(self.path), details=details, fix=fix) from error
 
     @contextmanager
     def _kept(self, where: str = "", more_bytes: Callable[[], int] = lambda: 0) -> Iterator[None]:
@@ -194,7 +206,7 @@ class Staging(Closing):
             self.area.empty()
         else:
             self.area.remove_other_files({shard.name for shard in self.layout.shards})
-            remove_parts(self.folder / PRODUCTS)
+            self._product_files.remove_unfinished()
         entries = Entries() if fresh else entries
         try:
             self._begin(entries, fresh)
@@ -405,16 +417,16 @@ class Staging(Closing):
         checksum = self.products.get(product.name)
         if checksum is None:
             return None
-        folder = self.folder / PRODUCTS
+        files = self._product_files
         with self._kept():
-            arrays = read_product(folder, product.name, product.outs, checksum)
+            arrays = files.read(product.name, product.outs, checksum)
             if arrays is not None or not (self.target.streams and self.target.parts):
                 return arrays
-            path = product_path(folder, product.name)
-            folder.mkdir(exist_ok=True)
+            path = files.path(product.name)
+            files.folder.mkdir(exist_ok=True)
             with suppress(StoreError):  # it is made again
                 self.target.fetch(path.name, path)
-            return read_product(folder, product.name, product.outs, checksum)
+            return files.read(product.name, product.outs, checksum)
 
     @property
     def _shares(self) -> bool:
@@ -425,7 +437,7 @@ class Staging(Closing):
         """Arrays in a file for a product that is being computed, for `keep`; None if the disk cannot take them."""
         with self._kept():
             self._opened()
-            return create_product(self.folder / PRODUCTS, product.name, product.outs)
+            return self._product_files.create(product.name, product.outs)
 
     def keep(self, product: Product, arrays: Arrays) -> Arrays:
         """Store the arrays of a finished product, for a run that resumes this one. Thread-safe.
@@ -434,11 +446,11 @@ class Staging(Closing):
         """
         with self._kept(f"journal, product {product.name}"):
             journal, _ = self._opened()
-            checksum = write_product(self.folder / PRODUCTS, product.name, arrays)
+            checksum = self._product_files.write(product.name, arrays)
             if not checksum:
                 return arrays
             if self._shares and not product.transient:
-                path = product_path(self.folder / PRODUCTS, product.name)
+                path = self._product_files.path(product.name)
                 self.target.share(path.name, path)
             journal.product(product.name, checksum)
             self._products[product.name] = checksum
@@ -446,20 +458,47 @@ class Staging(Closing):
 
     def forget(self, product: Product) -> None:
         """Remove a product that nothing needs any more."""
-        remove_product(self.folder / PRODUCTS, product.name)
+        self._product_files.remove(product.name)
         self._products.pop(product.name, None)
 
     # parts that other processes build
 
+    @property
+    def shared_results(self) -> SharedResults:
+        """What the processes that build parts in this folder make for each other, before there are products."""
+        return SharedResults(self.folder / PRODUCTS / SHARED)
+
+    def look_for_products(self) -> None:
+        """Take note of the products that other processes in this folder have finished."""
+        with self._kept():
+            self._products = read_journals(self.folder, ()).products
+
+    @property
+    def task_board(self) -> TaskBoard | None:
+        """Tasks of products for the processes that build parts in this folder; None if these have folders of their own."""
+        if self.target.streams:
+            return None
+        return TaskBoard(self.folder / PRODUCTS / TASKS, self.folder / PARTS / HELPERS)
+
     @contextmanager
-    def only_process(self, waiting: Callable[[], None] | None = None) -> Iterator[None]:
-        """Wait until no other part is inside, and see the products that they have finished. waiting: called if one is."""
+    def only_process(
+        self, waiting: Callable[[], None] | None = None, meanwhile: Callable[[], None] = lambda: None
+    ) -> Iterator[None]:
+        """Wait until no other part is inside, and see the products that they have finished.
+
+        waiting    called if one is
+        meanwhile  called again and again while one is
+        """
         if self.target.streams:  # the driver has one process compute them
             yield
             return
-        with self._locks.products(waiting):
-            self._products = read_journals(self.folder, ()).products
+        with self._locks.products(waiting, meanwhile):
+            self.look_for_products()
             yield
+
+    def check_led(self) -> None:
+        """Raise StoreError unless the driver of this process is there."""
+        self._locks.check_led()
 
     @contextmanager
     def shared(self) -> Iterator[None]:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import base64
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import astuple, dataclass, field, fields
 from typing import Any, Self
 
-from weightsmith._base.errors import Finding
+from weightsmith._base.errors import Finding, Unsupported
 from weightsmith._base.redaction import has_secret
 from weightsmith._base.tensors import BLOCKS, DTYPES, TensorSpec
 from weightsmith._files.containers import CONTAINERS, PLAIN_NAMES, SAFETENSORS, Naming
@@ -119,6 +119,23 @@ class PlanDraft:
         if table not in self.tables:
             self.tables.append(table)
         return self.tables.index(table)
+
+    def leave_out(self, steps: Collection[Step], reason: str) -> None:
+        """Leave out some steps, and say why their tensors are not used.
+
+        Raises Unsupported if what others need is made of them too: a threshold of the whole model would be another one.
+        """
+        whole = {product.name for product in self.products if not product.steps}
+        shared = {name for step in steps for leaf in step.leaves for name in (*step.needs, *leaf.needs)} & whole
+        names = {step.out.name for step in steps}
+        kept = [step for step in self.steps if step.out.name not in names]
+        if any(shared.intersection((*step.needs, *leaf.needs)) for step in kept for leaf in step.leaves):
+            what = "the merge looks at the whole model first, and this part of it would not be computed"
+            fix = "write the merge without a format, then quantise the result"
+            raise Unsupported(what, where=next(iter(names)), fix=fix)
+        reads = [read for step in steps for read in step.reads if read.model != PRODUCTS]
+        self.dropped += [Dropped(read.model, read.tensor, reason) for read in reads]
+        self.steps = kept
 
     def warn(self, what: str, where: str = "", fix: str = "") -> None:
         """Add a warning."""

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -58,7 +58,7 @@ class Statistic:
 Floats = npt.NDArray[np.float32]
 
 
-class Target(Protocol):
+class TensorSink(Protocol):
     """Takes the numbers of one tensor."""
 
     def take(self, start_byte: int, data: Bytes) -> None:
@@ -138,7 +138,12 @@ class StreamingReduction(ABC):
 
     `statistics` is called from many threads, and its result may depend only on the grains of the tile. `take` receives the
     results one by one in plan order, so the outcome does not depend on tile size or number of threads.
+
+    divisible  several processes may divide the tiles of a pass among themselves: what they have taken is exact in any order,
+               such as counts, and `partial` and `add` pass it on
     """
+
+    divisible: ClassVar[bool] = False
 
     @abstractmethod
     def passes(self) -> int:
@@ -159,6 +164,14 @@ class StreamingReduction(ABC):
     def take(self, number: int, result: Any) -> None:
         """Receive the statistics of the next tile."""
 
+    def partial(self, number: int) -> Arrays:
+        """What `take` has received in pass `number` so far, for `add` in other processes. Arrays of any shapes."""
+        raise NotImplementedError
+
+    def add(self, number: int, partial: Arrays) -> None:
+        """Receive what another process has taken of other tiles. partial: may be read-only."""
+        raise NotImplementedError
+
     def end(self, number: int) -> None:  # noqa: B027
         """Finish pass `number`, after its last `take`."""
 
@@ -169,6 +182,28 @@ class StreamingReduction(ABC):
 
 class Cancelled(Exception):
     """The run has ended: release all resources."""
+
+
+class Tasks(Protocol):
+    """Tasks of a product that other processes, which wait for it, may do. A task is JSON that any process does alike."""
+
+    def has_helpers(self) -> bool:
+        """Whether another process waits now."""
+
+    def put(self, array: npt.NDArray[Any]) -> str:
+        """Keep an array for tasks, by this name. Raises OSError."""
+
+    def array(self, name: str) -> npt.NDArray[Any]:
+        """An array of a task. Raises OSError."""
+
+    def offer(self, task: Mapping[str, Any]) -> str:
+        """Let others do a task; its key. Raises OSError."""
+
+    def take(self, key: str, make: Callable[[], Arrays]) -> Arrays | None:
+        """The arrays of a task: those that another process has made, or that `make` makes; None if another is at it."""
+
+    def clear(self) -> None:
+        """Remove all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +222,7 @@ class ProductContext:
                   call it often
     also          arrays of zeros for another product that could be computed at the same time, if one meets a condition: for
                   what is found on the way. They must be filled, as its own computation would; None if there is none
+    tasks         that other processes may do; None: there is only this process
     """
 
     product: Product
@@ -194,11 +230,12 @@ class ProductContext:
     threads: int
     memory_bytes: int | None
     folders: Sequence[Path]
-    make: Callable[[Mapping[str, Target]], None]
+    make: Callable[[Mapping[str, TensorSink]], None]
     arrays: Callable[[str], Arrays]
     create: Callable[[], Arrays]
     progress: Callable[[int, int], None]
     also: Callable[[Callable[[Product], bool]], Arrays | None] = lambda _fits: None
+    tasks: Tasks | None = None
 
     def fill(self, arrays: Mapping[str, Floats]) -> None:
         """Fill C-contiguous arrays with whole tensors. arrays: by the names of `product.steps`, with the tensor's shape.
@@ -270,6 +307,8 @@ class ProductKind:
     transient  only products need its arrays: `Product.transient`
     released   large arrays without a report, computed alike each time: removed once the products and steps that need them
                are finished
+    help       does a task of it (`ProductContext.tasks`) on so many threads, in a process that waits for it; None: it has none.
+               Raises what the product's own computation would raise, and OSError
     device   the result depends on `ProductContext.device`: finished work is mixed only with that of the same type of device
     serves   whether a finished product has all that another one of this kind, of one tensor alone, would have
     check    why a product's settings, steps and arrays are invalid, or ""; plans may come from untrusted sources
@@ -289,3 +328,4 @@ class ProductKind:
     device: bool = False
     transient: bool = False
     released: bool = False
+    help: Callable[[Mapping[str, Any], Tasks, int], Arrays] | None = None

@@ -391,6 +391,10 @@ class ModelFormat(ABC):
         """
         return ()
 
+    def part(self, parts: Collection[str]) -> str:
+        """The part of a pipeline of diffusers that the format stores, of these; "": a pipeline has none, or several."""
+        return ""
+
     def weighed(self, config: Config | None, specs: Iterable[TensorSpec]) -> list[TensorSpec]:
         """Those of some tensors of the draft whose columns may have importances. Raises Unsupported for another model."""
         return []

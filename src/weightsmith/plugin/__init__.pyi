@@ -13,14 +13,14 @@ from weightsmith._base.files import show as show
 from weightsmith._base.installation import install as install
 
 # reports
-from weightsmith._base.report import Block as Block
-from weightsmith._base.report import Code as Code
-from weightsmith._base.report import Column as Column
-from weightsmith._base.report import Curves as Curves
-from weightsmith._base.report import Facts as Facts
-from weightsmith._base.report import HeatMap as HeatMap
-from weightsmith._base.report import Mark as Mark
-from weightsmith._base.report import Table as Table
+from weightsmith._base.report.blocks import Block as Block
+from weightsmith._base.report.blocks import Code as Code
+from weightsmith._base.report.blocks import Column as Column
+from weightsmith._base.report.blocks import Curves as Curves
+from weightsmith._base.report.blocks import Facts as Facts
+from weightsmith._base.report.blocks import HeatMap as HeatMap
+from weightsmith._base.report.blocks import Mark as Mark
+from weightsmith._base.report.blocks import Table as Table
 from weightsmith._base.report.blocks import finite_or_mark as finite_or_mark
 from weightsmith._base.report.blocks import many as many
 from weightsmith._base.report.blocks import safe as safe

@@ -14,8 +14,7 @@ import pytest
 from tests.base.report.test_pages import HOSTILE, LAYERS, PARTS, a_page
 from tests.browser_help import browser
 from weightsmith._base.errors import printable
-from weightsmith._base.report import Column, Curves, HeatMap, Mark, Report, Table
-from weightsmith._base.report.blocks import Fold, Unit, written
+from weightsmith._base.report.blocks import Column, Curves, Fold, HeatMap, Mark, Report, Table, Unit, written
 from weightsmith._base.report.charts import STEPS
 
 __all__ = ["browser"]

@@ -12,8 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from weightsmith._base.report import Column, Curves, HeatMap, Mark, Report, Table, heat_maps
-from weightsmith._base.report.blocks import Scale, span_of
+from weightsmith._base.report.blocks import Column, Curves, HeatMap, Mark, Report, Scale, Table, heat_maps, span_of
 from weightsmith._base.report.charts import PATTERNS, STEPS, colour, grid, heat_map, legend, scaled, step_of
 from weightsmith._base.report.html import to_html
 from weightsmith._models.structure.model import LayerPlace

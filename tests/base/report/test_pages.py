@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from weightsmith._base.errors import OutputExists, StoreError, printable
-from weightsmith._base.report import Code, Column, Curves, Facts, HeatMap, Mark, Pictures, Report, Table
-from weightsmith._base.report.blocks import Fold, Unit
+from weightsmith._base.report.blocks import Code, Column, Curves, Facts, Fold, HeatMap, Mark, Pictures, Report, Table, Unit
 from weightsmith._base.report.html import STATIC_ROWS, _column, _logarithm, to_html
 
 HOSTILE = "</script><img src=http://evil/x onerror=alert(1)>\x1b[2J\"'"

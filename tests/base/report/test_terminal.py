@@ -6,8 +6,7 @@ import re
 
 import pytest
 
-from weightsmith._base.report import Column, Curves, Facts, HeatMap, Mark, Report, Table
-from weightsmith._base.report.blocks import Cell
+from weightsmith._base.report.blocks import Cell, Column, Curves, Facts, HeatMap, Mark, Report, Table
 from weightsmith._base.report.terminal import COLUMNS, ROWS
 
 HEADS = (Column("part"), *(Column(f"column number {i}", "count") for i in range(7)))

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from tests.mini import write_checkpoint
+from tests.plan_help import prepare
 from weightsmith._models.checkpoint import open_checkpoint
-from weightsmith._planning.planner import prepare
 from weightsmith.testing import ProductCase, ProductTests
 
 RECIPES: dict[str, dict[str, Any]] = {

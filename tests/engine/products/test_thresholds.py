@@ -132,9 +132,9 @@ def test_ramplus_counts_over_the_model(tmp_path: Path) -> None:
     ],
 )
 def test_the_plan_says_what_the_survey_reads(method: str, own: str, shared: str, surveys: int, tmp_path: Path) -> None:
+    from tests.plan_help import prepare
     from weightsmith._execution.options import RunOptions
     from weightsmith._execution.summary import summarise
-    from weightsmith._planning.planner import prepare
 
     make_models(tmp_path, ml_dtypes.bfloat16)
     recipe = (

@@ -93,26 +93,6 @@ def test_the_bytes_are_those_of_one_process(here: Path, recipe: Any) -> None:
 
 
 @pytest.mark.slow
-def test_products_are_made_by_one_worker_and_the_parts_that_need_them_wait(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[str] = []
-    started: list[int] = []
-    plain = Staging.keep
-
-    def keep(self: Staging, product: Any, arrays: Any) -> Any:
-        time.sleep(0.3)
-        started.append(len(workers.started))
-        made.append(product.name)
-        return plain(self, product, arrays)
-
-    monkeypatch.setattr(Staging, "keep", keep)
-    workers = Threads(3)
-    merge(workers, recipe=MODEL_WIDE)
-    assert made == ["thresholds"]
-    assert started == [1], "all parts need it"
-    assert parts_of(workers).count(None) == 1
-
-
-@pytest.mark.slow
 def test_a_part_of_a_lost_worker_is_done_again_and_keeps_what_was_finished(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weightsmith.merge(TIES, "whole", progress=False, max_shard_bytes=SHARD)
     finished: list[str] = []

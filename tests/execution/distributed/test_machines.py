@@ -27,7 +27,7 @@ from weightsmith._execution.run import NO_CALLBACKS, Callbacks, Merged
 from weightsmith._features.any_recipe import prepare_any
 from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._planning.options import RecipeOptions
-from weightsmith._planning.planner import Prepared
+from weightsmith._planning.planner.prepared import Prepared
 
 pytestmark = pytest.mark.process
 

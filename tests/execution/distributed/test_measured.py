@@ -19,7 +19,7 @@ from weightsmith._execution.cluster import share_out
 from weightsmith._execution.options import RunOptions
 from weightsmith._features.adapters.extract import prepare_extraction
 from weightsmith._features.adapters.options import ExtractSettings
-from weightsmith._planning.planner import Prepared
+from weightsmith._planning.planner.prepared import Prepared
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")

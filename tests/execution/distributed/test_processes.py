@@ -30,6 +30,7 @@ from weightsmith._base.errors import (
     PlanError,
     WorkerLost,
 )
+from weightsmith._engine.products.thresholds import Thresholds
 from weightsmith._execution import cluster, summary
 from weightsmith._execution import processes as execution_processes
 from weightsmith._execution.options import RunOptions, check_processes
@@ -103,11 +104,12 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[LocalWorkers]:
 
 
 @pytest.mark.slow
-def test_the_bytes_are_those_of_one_process(here: Path, started: list[LocalWorkers]) -> None:
-    one = merge("one", processes=1)
+@pytest.mark.parametrize("recipe", [TIES, MODEL_WIDE], ids=["tensor", "model"])
+def test_the_bytes_are_those_of_one_process(here: Path, started: list[LocalWorkers], recipe: Any) -> None:
+    one = merge("one", recipe, processes=1)
     assert started == []
     reached: list[Any] = []
-    many = merge("many", progress=reached.append)
+    many = merge("many", recipe, progress=reached.append)
     assert [workers.slots() for workers in started] == [2]
     assert files(here / "many") == files(here / "one")
     assert (many.resumed, many.written_bytes, many.read_bytes) == (0, one.written_bytes, one.read_bytes)
@@ -134,7 +136,10 @@ def test_a_run_that_cannot_be_divided_says_why(here: Path, monkeypatch: pytest.M
     assert "fewer threads: 32" in refused(processes=33)
     assert "--max-memory" in refused(max_memory_bytes=1 << 30)
     assert "on the CPU" in refused(device="cuda")
-    assert "products" in refused(MODEL_WIDE)
+    assert processes(MODEL_WIDE) == 2
+    with monkeypatch.context() as patch:
+        patch.setattr(Thresholds, "divisible", False)
+        assert "products that one process makes" in refused(MODEL_WIDE)
     assert "bucket" in refused(out="s3://models/out")
     assert "--ray" in refused(ray="local")
     with monkeypatch.context() as patch:

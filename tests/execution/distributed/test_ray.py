@@ -140,7 +140,7 @@ def test_ray_dies_and_the_command_says_so_and_keeps_the_work(here: Path, tmp_pat
     only = "import sys\nif any('default_worker' in word for word in sys.orig_argv):"
     (slow / "sitecustomize.py").write_text(only + SLOW.replace("\n", "\n    "))
     paths = [str(slow), str(Path(weightsmith.__file__).parents[1])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "RAY_raylet_start_wait_time_s": "120"}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "RAY_raylet_start_wait_time_s": "3600"}
     options = ["--ray", "local", "--threads", "1", "--max-shard-size", "500kB", "--no-check-loading"]
     command = [sys.executable, "-m", "weightsmith", "merge", "ties.yml", "out", *options]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as ran:

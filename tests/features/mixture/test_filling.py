@@ -18,10 +18,10 @@ from weightsmith._app.api import moe, plan
 from weightsmith._base.errors import CannotResume, CheckpointError, PlanError, Unsupported, WeightsmithError
 from weightsmith._engine.local import Progress
 from weightsmith._engine.product_graph import ProductGraph
-from weightsmith._engine.products import ProductContext
 from weightsmith._features.mixture import router
 from weightsmith._outputs.manifest import MANIFEST_NAME
 from weightsmith._plans import Product
+from weightsmith.abc.product import ProductContext
 
 __all__ = ["models"]
 

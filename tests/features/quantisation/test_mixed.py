@@ -1,4 +1,4 @@
-"""Weights in several encodings of compressed-tensors: config.json as its library and vLLM read it, and what is refused."""
+"""Weights in several encodings, plain weights, heads: config.json as compressed-tensors and vLLM read it; what is refused."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from tests.calibration_help import save_model
 from tests.mini import write_checkpoint
 from tests.models.formats.compressed_tensors.test_reading import write_model, write_transformer
 from weightsmith._base.errors import PlanError
+from weightsmith._models.checkpoint import open_checkpoint
 
 TYPES = ("self_attn=fp8-dynamic", r"layers\.1\.mlp\.down_proj=plain", r"layers\.1\.self_attn=mxfp8")
 
@@ -94,7 +95,7 @@ def test_the_last_type_that_fits_wins_and_one_type_for_all_is_no_mixture(model: 
         ("fp8-dynamic", ["norm=int8"], "no weight that is quantised has a name that matches norm"),
         ("fp8-static", ["mlp=nvfp4"], "fp8-static and nvfp4 need different scales of activations"),
         ("fp8-dynamic", ["self_attn=fp8-static", "mlp=nvfp4"], "nvfp4 and fp8-static need different scales"),
-        ("gptq-4bit", ["mlp=gptq-8bit"], "not a setting of gptq-4bit"),
+        ("mlx-4bit", ["mlp=gptq-8bit"], "not a setting of mlx-4bit"),
     ],
 )
 def test_types_that_cannot_be_are_refused(name: str, types: list[str], message: str, model: Path, tmp_path: Path) -> None:
@@ -278,7 +279,7 @@ def test_transformers_loads_a_head_that_is_asked_for(name: str, kind: str, tmp_p
 def test_the_head_is_in_a_group_of_all_weights_too(tmp_path: Path) -> None:
     source = write_transformer(tmp_path / "m", "Llama", tie_word_embeddings=False)
     done = quantise(source, tmp_path / "q", "w4a16", "lm_head=w4a16-g64")
-    assert [warning.where for warning in done.warnings if "quantised head" in warning.what] == ["lm_head.weight"]
+    assert not [warning for warning in done.warnings if "a head" in warning.what]
     stored = entry(tmp_path / "q")
     assert stored["ignore"] == []
     assert list(stored["config_groups"]) == ["group_0"]
@@ -301,23 +302,271 @@ def test_heads_that_cannot_be_quantised_are_refused(tmp_path: Path) -> None:
     source = write_transformer(tmp_path / "m", "Llama", tie_word_embeddings=False, vocab_size=128, hidden_size=128)
     with pytest.raises(PlanError, match="which is not measured for lm_head"):
         quantise(source, tmp_path / "q", "fp8-static", "lm_head=fp8-static")
-    with pytest.raises(PlanError, match="SGLang is not known to load a quantised head"):
-        quantise(source, tmp_path / "q", "fp8-dynamic", "lm_head=w8a16", engine="sglang")
+    for engine, title in (("vllm", "vLLM"), ("sglang", "SGLang")):
+        with pytest.raises(PlanError, match=f"{title} does not load a head stored as fp8-block"):
+            quantise(source, tmp_path / "q", "fp8-dynamic", "lm_head=fp8-block", engine=engine)
+    quantise(source, tmp_path / "sglang", "fp8-dynamic", "lm_head=fp8-dynamic", engine="sglang")
+    done = quantise(source, tmp_path / "blocks", "fp8-dynamic", "lm_head=fp8-block")
+    warned = [warning.what.split()[0] for warning in done.warnings if "a head stored as fp8-block" in warning.what]
+    assert warned == ["vLLM", "SGLang"]
 
 
 def test_only_a_head_that_is_asked_for_is_warned_of(tmp_path: Path) -> None:
     source = write_transformer(tmp_path / "m", "Llama", tie_word_embeddings=False)
     done = quantise(source, tmp_path / "mlx", "mlx-4bit")
     assert not np.array_equal(read(source)["lm_head.weight"], read(tmp_path / "mlx")["lm_head.weight"])
-    assert not [warning for warning in done.warnings if "quantised head" in warning.what]
+    assert not [warning for warning in done.warnings if "a head" in warning.what]
     done = quantise(source, tmp_path / "plain", "w4a16", "lm_head=plain")
-    assert not [warning for warning in done.warnings if "quantised head" in warning.what]
+    assert not [warning for warning in done.warnings if "a head" in warning.what]
 
 
 @pytest.mark.slow
-def test_the_head_is_calibrated_for_what_enters_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "head"), [("w4a16", "w4a16-g64"), ("gptq-4bit", "gptq-4bit")])
+def test_the_head_is_calibrated_for_what_enters_it(name: str, head: str, tmp_path: Path) -> None:
     text = {"calibration": "built-in", "calibration_rows": 2, "calibration_tokens": 32}
     source = save_model(tmp_path / "m")
-    quantise(source, tmp_path / "rounded", "w4a16", "lm_head=w4a16-g64")
-    quantise(source, tmp_path / "q", "w4a16", "lm_head=w4a16-g64", **text)
+    quantise(source, tmp_path / "rounded", name, f"lm_head={head}")
+    quantise(source, tmp_path / "q", name, f"lm_head={head}", **text)
     assert not np.array_equal(read(tmp_path / "rounded")["lm_head.weight"], read(tmp_path / "q")["lm_head.weight"])
+
+
+# ---- weights that engines join, in other architectures
+
+QWEN35 = {
+    "model_type": "qwen3_5_text",
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "num_hidden_layers": 2,
+    "hidden_size": 128,
+    "vocab_size": 64,
+    "tie_word_embeddings": False,
+}
+"""vLLM and SGLang join in_proj_qkv with in_proj_z, and in_proj_b with in_proj_a (`stacked_params_mapping` of qwen3_5.py)."""
+
+
+def layers_of(shapes: dict[str, tuple[int, int]], folder: Path, config: dict[str, Any]) -> Path:
+    random = np.random.default_rng(1)
+    names = {f"model.layers.{i}.{name}.weight": shape for i in range(2) for name, shape in shapes.items()}
+    names |= {"model.embed_tokens.weight": (64, 128), "lm_head.weight": (64, 128)}
+    growing = enumerate(names.items(), 1)
+    tensors = {name: (number * random.standard_normal(shape)).astype(ml_dtypes.bfloat16) for number, (name, shape) in growing}
+    norms = {f"model.layers.{i}.input_layernorm.weight": np.ones(128, ml_dtypes.bfloat16) for i in range(2)}
+    return write_checkpoint(folder, {**tensors, **norms, "model.norm.weight": np.ones(128, ml_dtypes.bfloat16)}, config)
+
+
+LINEAR_ATTENTION = {
+    "linear_attn.in_proj_qkv": (256, 128),
+    "linear_attn.in_proj_z": (128, 128),
+    "linear_attn.in_proj_b": (32, 128),
+    "linear_attn.in_proj_a": (32, 128),
+    "linear_attn.out_proj": (128, 128),
+    "mlp.gate_proj": (128, 128),
+    "mlp.up_proj": (128, 128),
+    "mlp.down_proj": (128, 128),
+}
+
+
+@pytest.mark.parametrize(
+    ("shapes", "joined"),
+    [
+        (LINEAR_ATTENTION, ["linear_attn.in_proj_qkv", "linear_attn.in_proj_z"]),
+        ({f"linear_attn.{part}_proj": (128, 128) for part in "qkvgo"}, [f"linear_attn.{part}_proj" for part in "qkvg"]),
+        ({"mlp.c_fc_0": (128, 128), "mlp.c_fc_1": (128, 128), "mlp.c_proj": (128, 128)}, ["mlp.c_fc_0", "mlp.c_fc_1"]),
+    ],
+    ids=["Qwen3.5", "OLMo Hybrid", "EXAONE"],
+)
+def test_weights_that_vllm_joins_share_their_scale(shapes: dict[str, Any], joined: list[str], tmp_path: Path) -> None:
+    """vLLM takes the largest global scale of a joined matrix for all of its parts."""
+    source = layers_of(shapes, tmp_path / "m", QWEN35)
+    quantise(source, tmp_path / "q", "nvfp4a16")
+    with open_checkpoint(tmp_path / "q", raw=True) as model:
+        for layer in range(2):
+            scales = [model.read(f"model.layers.{layer}.{name}.weight_global_scale") for name in joined]
+            assert len({scale.tobytes() for scale in scales}) == 1
+    first = re.escape(joined[0])
+    with pytest.raises(PlanError, match="join weights of a layer, and need these in one format"):
+        quantise(source, tmp_path / "mixed", "nvfp4a16", rf"{first}\.=fp8-dynamic", engine="vllm")
+
+
+@pytest.mark.parametrize("name", ["fp8-block", "w4a16", "nvfp4a16", "gptq-4bit", "awq-4bit"])
+def test_gates_of_linear_attention_stay_plain(name: str, tmp_path: Path) -> None:
+    """As joined matrices of a few rows, they fit no block of FP8 and no tile of Marlin."""
+    source = layers_of(LINEAR_ATTENTION, tmp_path / "m", QWEN35)
+    done = quantise(source, tmp_path / "q", name, engine="vllm")
+    assert not [warning for warning in done.warnings if "in_proj" in warning.where]
+    with open_checkpoint(tmp_path / "q", raw=True) as model:
+        kinds = [model.specs[f"model.layers.1.linear_attn.in_proj_{part}.weight"].dtype.name for part in "ab"]
+        assert kinds == ["BF16", "BF16"]
+        z = "model.layers.1.linear_attn.in_proj_z.weight"
+        assert z not in model.specs or model.specs[z].dtype.name == "F8_E4M3"
+    stored = entry(tmp_path / "q")
+    parts = [f"model.layers.1.linear_attn.in_proj_{part}" for part in "ab"]
+    if name == "gptq-4bit":  # SGLang looks for the joined module
+        rules = [rule.removeprefix("-:") for rule in stored["dynamic"]]
+        assert all(any(re.match(rule, module) for rule in rules) for module in [*parts, parts[0][:-1] + "ba"])
+        assert not any(re.match(rule, "model.layers.1.linear_attn.in_proj_qkvz") for rule in rules)
+    elif name == "awq-4bit":
+        listed = stored["modules_to_not_convert"]
+        assert all(any(rule in module for rule in listed) for module in [*parts, parts[0][:-1] + "ba"])
+        assert not any(rule in "model.layers.1.linear_attn.in_proj_qkvz" for rule in listed)
+    else:
+        assert all(any(re.match(rule[3:], module) for rule in stored["ignore"] if rule[:3] == "re:") for module in parts)
+
+
+def test_projections_of_mamba_are_named_for_vllm(tmp_path: Path) -> None:
+    """`MambaMixer` of vLLM builds its layers without a quantisation."""
+    shapes = {f"mamba.{name}": (128, 128) for name in ("in_proj", "x_proj", "dt_proj", "out_proj")}
+    source = layers_of({**shapes, "feed_forward.up_proj": (128, 128)}, tmp_path / "m", {**QWEN35, "model_type": "jamba"})
+    done = quantise(source, tmp_path / "q", "fp8-dynamic")
+    warned = [warning for warning in done.warnings if "Mamba 1" in warning.what]
+    assert [warning.where for warning in warned] == ["model.layers.0.mamba.in_proj.weight"]
+    assert "vLLM" in warned[0].what
+    assert "SGLang" not in warned[0].what
+    with open_checkpoint(tmp_path / "q", raw=True) as model:
+        kinds = {name: model.specs[f"model.layers.1.{name}.weight"].dtype.name for name in shapes}
+    assert kinds == {
+        "mamba.in_proj": "F8_E4M3",
+        "mamba.x_proj": "BF16",
+        "mamba.dt_proj": "BF16",
+        "mamba.out_proj": "F8_E4M3",
+    }
+    with pytest.raises(PlanError, match="builds the layers of Mamba 1 without quantisation"):
+        quantise(source, tmp_path / "no", "fp8-dynamic", engine="vllm")
+    quantise(source, tmp_path / "vllm", "fp8-dynamic", "mamba=plain", engine="vllm")
+
+
+def test_parts_of_an_indexer_that_engines_keep_plain_stay_plain(tmp_path: Path) -> None:
+    """`wk_weights_proj` of DeepSeek V3.2 and GLM-5 has no quantisation in vLLM, whatever config.json says."""
+    shapes = {f"self_attn.indexer.{name}": (128, 128) for name in ("wq_b", "wk", "weights_proj")}
+    source = layers_of({**shapes, "self_attn.o_proj": (128, 128)}, tmp_path / "m", {**QWEN35, "model_type": "deepseek_v32"})
+    quantise(source, tmp_path / "q", "fp8-dynamic")
+    with open_checkpoint(tmp_path / "q", raw=True) as model:
+        kinds = {name: model.specs[f"model.layers.0.{name}.weight"].dtype.name for name in shapes}
+    assert kinds == {
+        "self_attn.indexer.wq_b": "F8_E4M3",
+        "self_attn.indexer.wk": "BF16",
+        "self_attn.indexer.weights_proj": "BF16",
+    }
+
+
+@pytest.mark.parametrize("name", ["gptq-4bit", "awq-4bit"])
+def test_fused_experts_are_plain_by_the_name_that_engines_give_them(name: str, tmp_path: Path) -> None:
+    """vLLM and SGLang ask for `block_sparse_moe.experts`, in which they put GraniteMoE's `input_linear`."""
+    sizes = {"num_hidden_layers": 2, "tie_word_embeddings": False, "num_local_experts": 4, "num_experts_per_tok": 2}
+    source = write_transformer(tmp_path / "m", "GraniteMoe", **sizes, vocab_size=128)
+    done = quantise(source, tmp_path / "q", name, group_size=32)
+    stored, module = entry(tmp_path / "q"), "model.layers.1.block_sparse_moe.experts"
+    if name == "awq-4bit":
+        assert any(part in module for part in stored["modules_to_not_convert"])
+        return
+    assert any(re.match(rule.removeprefix("-:"), module) for rule in stored["dynamic"])
+    assert [
+        warning for warning in done.warnings if "SGLang" in warning.what and "loads all experts as quantised" in warning.what
+    ]
+    with pytest.raises(PlanError, match="loads all experts as quantised"):
+        quantise(source, tmp_path / "no", name, group_size=32, engine="sglang")
+
+
+# ---- SGLang
+
+
+def sglang_scheme(stored: dict[str, Any], module: str, kind: str = "QKVParallelLinear") -> str | None:
+    """The format that SGLang 0.5.23 finds for a module of a model without `packed_modules_mapping`; None: it is plain."""
+
+    def is_named(target: str) -> bool:
+        if target.startswith("re:"):
+            return re.match(target[3:], module) is not None
+        return target == module or module.endswith(f".{target}")
+
+    if any(map(is_named, stored["ignore"])):
+        return None
+    for group in stored["config_groups"].values():
+        if any(is_named(target) or target.lower() in kind.lower() for target in group["targets"]):
+            return str(group["format"])
+    raise ValueError(f"Unable to find matching target for {module}")
+
+
+@pytest.mark.parametrize(
+    ("types", "expected"),
+    [
+        (
+            ["self_attn=fp8-dynamic"],
+            {"self_attn.qkv_proj": "float-quantized", "mlp.gate_up_proj": "int-quantized", "mlp.down_proj": "int-quantized"},
+        ),
+        (["self_attn=plain"], {"self_attn.qkv_proj": None, "self_attn.o_proj": None, "mlp.gate_up_proj": "int-quantized"}),
+        (["lm_head=int8"], {"self_attn.qkv_proj": "int-quantized", "mlp.gate_up_proj": "int-quantized"}),
+        (
+            [r"layers\.1\.self_attn=fp8-dynamic", r"layers\.0\.mlp=plain"],
+            {"self_attn.qkv_proj": "int-quantized float-quantized", "mlp.gate_up_proj": "None int-quantized"},
+        ),
+    ],
+)
+def test_sglang_finds_the_modules_that_it_joins(types: list[str], expected: dict[str, str | None], tmp_path: Path) -> None:
+    source = write_transformer(tmp_path / "m", "Llama", num_hidden_layers=2, tie_word_embeddings=False, vocab_size=128)
+    quantise(source, tmp_path / "q", "int8", *types)
+    stored = entry(tmp_path / "q")
+    for module, formats in expected.items():
+        layers = formats.split() if formats is not None and " " in formats else [str(formats)] * 2
+        for number, format_ in enumerate(layers):
+            assert str(sglang_scheme(stored, f"model.layers.{number}.{module}")) == format_, (number, module)
+    parts = {"self_attn.qkv_proj": "q_proj", "mlp.gate_up_proj": "up_proj"}
+    for module, part in parts.items():  # compressed-tensors and vLLM see the same for the parts
+        for number in range(2):
+            home = f"model.layers.{number}.{module.rpartition('.')[0]}"
+            joined = sglang_scheme(stored, f"model.layers.{number}.{module}")
+            assert sglang_scheme(stored, f"{home}.{part}", "Linear") == joined
+
+
+# ---- GPTQ and AWQ
+
+SIZES = {"vocab_size": 128, "hidden_size": 128}
+
+
+def test_a_head_of_gptq_is_quantised_if_it_is_asked_for(tmp_path: Path) -> None:
+    source = write_transformer(tmp_path / "m", "Llama", tie_word_embeddings=False, **SIZES)
+    done = quantise(source, tmp_path / "q", "gptq-4bit", "lm_head=gptq-4bit", group_size=32)
+    warned = [warning.what for warning in done.warnings if "a head" in warning.what]
+    assert warned == [f"{name} is not known to load a head stored as gptq-4bit" for name in ("transformers", "ExLlamaV2")]
+    stored = entry(tmp_path / "q")
+    assert stored["lm_head"] is True
+    assert not {"dynamic", "modules_in_block_to_quantize"} & set(stored)
+    with open_checkpoint(tmp_path / "q", raw=True) as model:
+        assert {name for name in model if name.startswith("lm_head")} == {
+            f"lm_head.{part}" for part in ("qweight", "qzeros", "scales", "g_idx")
+        }
+    before, after = read(source)["lm_head.weight"].astype(np.float32), read(tmp_path / "q")["lm_head.weight"]
+    assert 0 < np.linalg.norm(after - before) < 0.15 * np.linalg.norm(before)
+    for engine in ("transformers", "exllamav2"):
+        with pytest.raises(PlanError, match="not known to load a head stored as gptq-4bit"):
+            quantise(source, tmp_path / "no", "gptq-4bit", "lm_head=gptq-4bit", group_size=32, engine=engine)
+    quantise(source, tmp_path / "vllm", "gptq-4bit", "lm_head=gptq-4bit", group_size=32, engine="vllm")
+    odd = write_transformer(tmp_path / "odd", "Llama", tie_word_embeddings=False, vocab_size=72, hidden_size=128)
+    with pytest.raises(PlanError, match="vLLM loads a head stored as gptq-4bit if it has a multiple of 64 outputs, not 72"):
+        quantise(odd, tmp_path / "no", "gptq-4bit", "lm_head=gptq-4bit", group_size=32, engine="vllm")
+
+
+def test_plain_weights_of_gptq_and_its_head_are_named_for_vllm(tmp_path: Path) -> None:
+    """`is_layer_gptq_quantized` of vLLM looks for an entry in the name of a module, the head's too."""
+    source = write_transformer(tmp_path / "m", "Llama", num_hidden_layers=2, tie_word_embeddings=False, **SIZES)
+    quantise(source, tmp_path / "q", "gptq-8bit", r"layers\.0\.self_attn=plain", "lm_head=gptq-8bit", group_size=32)
+    stored = entry(tmp_path / "q")
+    (listed,) = stored["modules_in_block_to_quantize"]
+    with open_checkpoint(tmp_path / "q", raw=True) as model:
+        codes = {name.removesuffix(".qweight") for name in model if name.endswith(".qweight")}
+    modules = [f"model.layers.{i}.self_attn.{part}_proj" for i in range(2) for part in "qkvo"]
+    for module in [*modules, "model.layers.0.mlp.up_proj", "lm_head"]:
+        skipped = any(re.match(rule.removeprefix("-:"), module) for rule in stored["dynamic"])
+        assert (any(part in module for part in listed) and not skipped) == (module in codes), module
+    assert {module in codes for module in modules[:4]} == {False}
+    assert stored["lm_head"] is True
+
+
+def test_gptq_and_awq_have_one_encoding_in_a_model(tmp_path: Path) -> None:
+    source = write_transformer(tmp_path / "m", "Llama", tie_word_embeddings=False, **SIZES)
+    with pytest.raises(PlanError, match="GPTQ in several widths or group sizes are not written"):
+        quantise(source, tmp_path / "q", "gptq-4bit", "mlp=gptq-8bit-g32", group_size=32)
+    with pytest.raises(PlanError, match="AWQ has one group size in a model, and no quantised head"):
+        quantise(source, tmp_path / "q", "awq-4bit", "lm_head=awq-4bit-g32", group_size=32)
+    quantise(source, tmp_path / "q", "awq-4bit", "down_proj=plain", group_size=32)
+    assert "mlp.down_proj" in entry(tmp_path / "q")["modules_to_not_convert"]
+    with open_checkpoint(tmp_path / "q", raw=True) as model:
+        assert "model.layers.0.mlp.down_proj.weight" in set(model)

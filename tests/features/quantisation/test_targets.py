@@ -12,8 +12,8 @@ import weightsmith
 from tests.calibration_help import TEXT, save_model
 from tests.cli_help import Cli, cli
 from weightsmith._base.errors import ParameterError, PlanError, Unsupported
-from weightsmith._execution import targets
-from weightsmith._execution.targets import SizeTrial, search
+from weightsmith._execution import second_plans
+from weightsmith._execution.second_plans import SizeTrial, search
 from weightsmith._outputs.area import staging_folder
 from weightsmith._outputs.manifest import read_manifest
 
@@ -77,7 +77,7 @@ def test_a_search_goes_on_with_what_was_tried(folder: Path, monkeypatch: pytest.
     whole = made("whole", "kl=1e-4")
     (folder / "out.trials.jsonl").write_text("of a search by tune\n")
     before = {path.name for path in folder.iterdir()}
-    evaluated, run_plan = list[str](), targets.run_plan
+    evaluated, run_plan = list[str](), second_plans.run_plan
 
     def first_only(run: Any) -> Any:
         if evaluated:
@@ -85,13 +85,13 @@ def test_a_search_goes_on_with_what_was_tried(folder: Path, monkeypatch: pytest.
         evaluated.append(str(run.request.out))
         return run_plan(run)
 
-    monkeypatch.setattr(targets, "run_plan", first_only)
+    monkeypatch.setattr(second_plans, "run_plan", first_only)
     with pytest.raises(KeyboardInterrupt):
         made("out", "kl=1e-4")
     assert {path.name for path in folder.iterdir()} - before == {staging_folder(folder / "out.measurement").name}
     again = list[str]()
     monkeypatch.setattr(
-        targets,
+        second_plans,
         "run_plan",
         lambda run: (again.append(str(run.request.out)), run_plan(run))[1],
     )
@@ -192,7 +192,7 @@ def test_a_search_ends_close_above_the_smallest_size(target: float) -> None:
     best = min(trial.nbytes for trial in trials if trial.divergence <= target)
     smallest = next(size for size in range(1001, 8001, 7) if 3.0 ** -(size / 1000) <= target)
     assert smallest <= best <= smallest + 60
-    assert len(trials) <= targets.MOST_TRIALS
+    assert len(trials) <= second_plans.MOST_TRIALS
 
 
 @pytest.mark.parametrize(("target", "asked"), [(1e-9, 8001), (0.9, 1001)])

@@ -266,16 +266,16 @@ def test_a_revision_is_not_written_outside_the_cache(tmp_path: Path) -> None:
 def test_a_hub_that_never_answers_is_an_error_or_the_cache(tmp_path: Path) -> None:
     path = recipe(tmp_path, "org/base", "org/tuned")
     with silent() as hub:
-        refused = weightsmith(hub, tmp_path, "plan", path, HF_HUB_ETAG_TIMEOUT="2")
+        refused = weightsmith(hub, tmp_path, "plan", path, HF_HUB_ETAG_TIMEOUT="1")
         assert refused.code == 1
-        assert f"{hub.url} did not answer (ReadTimeout, timeout 2 s)" in refused.err
+        assert f"{hub.url} did not answer (ReadTimeout, timeout 1 s)" in refused.err
         assert f"cache  {tmp_path / 'hub'}" in refused.err
         for (name, commit), files in repos().items():
             cache(tmp_path, files, name, commit)
-        planned = weightsmith(hub, tmp_path, "merge", path, "out", HF_HUB_ETAG_TIMEOUT="2")
+        planned = weightsmith(hub, tmp_path, "merge", path, "out", HF_HUB_ETAG_TIMEOUT="1")
         assert planned.code == 0, planned.err
     for name in ("org/base", "org/tuned"):
-        assert f"{name}: {hub.url} did not answer (ReadTimeout, timeout 2 s), so the cached revision {COMMIT}" in planned.err
+        assert f"{name}: {hub.url} did not answer (ReadTimeout, timeout 1 s), so the cached revision {COMMIT}" in planned.err
 
 
 def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -312,8 +312,8 @@ def test_every_request_of_huggingface_hub_has_a_timeout(monkeypatch: pytest.Monk
 
     from weightsmith._files import hub
 
-    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 1)
-    monkeypatch.setattr(hub, "UPLOAD_SECONDS", 1.0)
+    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.2)
+    monkeypatch.setattr(hub, "UPLOAD_SECONDS", 0.2)
     hub.bound_requests()
     hub.bound_requests()
     assert get_session().event_hooks["request"].count(hub._bound) == 1

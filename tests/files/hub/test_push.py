@@ -7,6 +7,7 @@ import re
 import shlex
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from tests.execution.test_cards import here as here
 from tests.fake_hub import ATTRIBUTES, FakeHub, environment, serve, silent, use
 from tests.fork_help import forked, forked_cli
 from weightsmith._base.errors import PushFailed
+from weightsmith._outputs import hub_repository
 from weightsmith._outputs.hub import check_push, push
 
 
@@ -131,7 +133,8 @@ def test_what_cannot_be_pushed_is_refused_before_the_merge(
 
 
 @pytest.mark.slow
-def test_a_hub_that_never_answers_is_found_before_the_merge(here: Path) -> None:
+def test_a_hub_that_never_answers_is_found_before_the_merge(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_repository, "PATIENCE", replace(hub_repository.PATIENCE, failures=1, first_seconds=0.0))
     with silent() as hub:
         done = run(hub, here, "merge", recipe(here), "out", "--push", "org/merged", HF_HUB_DOWNLOAD_TIMEOUT="1")
     assert done.code == 3

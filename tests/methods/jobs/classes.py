@@ -27,8 +27,8 @@ from weightsmith._methods.jobs.combination import (
 from weightsmith._methods.jobs.elementwise import ActiveJob, ElementwiseJob, FusionJob, SceJob
 from weightsmith._methods.jobs.matrix import MatrixJob, mean
 from weightsmith._methods.jobs.operations import FillJob, PerturbedJob
-from weightsmith._methods.jobs.steps import ColumnsJob, ScaledJob, SpectrumJob
 from weightsmith._methods.jobs.task_vectors import Axes, TaskVectorJob
+from weightsmith._methods.steps import ColumnsJob, ScaledJob, SpectrumJob
 from weightsmith.abc.job import Job, Matrix, Scratch, Tile
 
 BF16 = DTYPES["BF16"]

@@ -30,7 +30,9 @@ def test_each_class_of_job_has_a_case() -> None:
     def below(kind: type[Job]) -> set[type[Job]]:
         return {kind, *(deeper for each in kind.__subclasses__() for deeper in below(each))}
 
-    ours = {kind for kind in below(Job) if kind.__module__.startswith("weightsmith._methods.jobs.")}
+    ours = {
+        kind for kind in below(Job) if kind.__module__.startswith(("weightsmith._methods.jobs.", "weightsmith._methods.steps"))
+    }
     assert {name.partition(",")[0] for name in JOBS} == {kind.__name__ for kind in ours if not inspect.isabstract(kind)}
 
 

@@ -20,6 +20,7 @@ from weightsmith._models.formats import find_encoding
 from weightsmith._plans import plan_from_json
 
 E4M3, E5M2, BF16 = (np.dtype(d) for d in (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.bfloat16))
+E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
 RANDOM = np.random.default_rng(8)
 X = "model.diffusion_model.blocks.0.attn.q"
 NORM = {"model.diffusion_model.norm.weight": np.ones(8, BF16)}
@@ -203,9 +204,10 @@ SETTINGS = {"format": "float8_e4m3fn"}
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({f"{X}.comfy_quant": text({"format": "nvfp4"})}, "weights in the format 'nvfp4' are not read, only float8_e4m3fn"),
-        ({f"{X}.comfy_quant": text({"format": "mxfp8"})}, "'mxfp8' are not read"),
-        ({f"{X}.comfy_quant": text({"format": "int8_tensorwise", "convrot": True})}, "with 'convrot' True are not read"),
+        ({f"{X}.comfy_quant": text({"format": "awq_w4a16"})}, "in the format 'awq_w4a16' are not read, only float8_e4m3fn"),
+        ({f"{X}.comfy_quant": text({"format": "asym_w4a8_int8"})}, "'asym_w4a8_int8' are not read"),
+        ({f"{X}.comfy_quant": text({**SETTINGS, "convrot": True})}, "'float8_e4m3fn' that are rotated by 256 columns are not"),
+        ({f"{X}.comfy_quant": text({**SETTINGS, "num_experts": 16})}, "its settings have 16 experts"),
         ({f"{X}.comfy_quant": text({**SETTINGS, "params": {"smooth": 2}})}, "with 'smooth' 2 are not read"),
         ({f"{X}.comfy_quant": text({})}, "in the format None are not read"),
         ({f"{X}.comfy_quant": text([])}, "is not a JSON object"),
@@ -230,6 +232,137 @@ def test_what_is_not_read_is_refused(changes: dict[str, np.ndarray], message: st
     with pytest.raises((FormatError, Unsupported), match=message) as refused:
         open_checkpoint(write_checkpoint(tmp_path, tensors)).close()
     assert str(tmp_path) in str(refused.value)
+
+
+# ---- tiles and rotations
+
+
+def tiled(scales: np.ndarray) -> np.ndarray:
+    """Scales where cuBLAS looks for them: its formula, one by one."""
+    rows, groups = scales.shape
+    high, wide = -(-rows // 128), -(-groups // 4)
+    tiles = np.zeros(high * wide * 512, np.uint8)
+    for row in range(rows):
+        for group in range(groups):
+            outer, inner = row % 128, group % 4
+            tile = row // 128 * wide + group // 4
+            tiles[512 * tile + outer % 32 * 16 + outer // 32 * 4 + inner] = scales.view(np.uint8)[row, group]
+    return tiles.reshape(128 * high, 4 * wide)
+
+
+def of_groups(scales: np.ndarray, width: int) -> np.ndarray:
+    return np.repeat(scales.astype(np.float64), width, 1)
+
+
+NIBBLES = RANDOM.integers(0, 256, (208, 80), np.uint8)
+LOCAL, GLOBAL = numbers(208, 10, dtype=E4M3), numbers()
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+FLOAT4 = np.stack([NIBBLES >> 4, NIBBLES & 15], -1).reshape(208, 160)
+NVFP4 = np.where(FLOAT4 > 7, -1, 1) * E2M1[FLOAT4 & 7] * (of_groups(LOCAL, 16) * GLOBAL)
+MX_CODES, EXPONENTS = codes(E4M3, 160, 64), RANDOM.integers(120, 130, (160, 2)).astype(np.uint8)
+MXFP8 = MX_CODES.astype(np.float64) * of_groups(2.0 ** (EXPONENTS.astype(np.float64) - 127), 32)
+TILED: dict[str, tuple[dict[str, np.ndarray], np.ndarray]] = {
+    "nvfp4": ({"weight": NIBBLES, "weight_scale": tiled(LOCAL).view(E4M3), "weight_scale_2": GLOBAL}, NVFP4),
+    "nvfp4 as bytes": ({"weight": NIBBLES, "weight_scale": tiled(LOCAL), "weight_scale_2": GLOBAL[None]}, NVFP4),
+    "nvfp4 in one line": ({"weight": NIBBLES, "weight_scale": tiled(LOCAL).reshape(-1), "weight_scale_2": GLOBAL}, NVFP4),
+    "mxfp8": ({"weight": MX_CODES, "weight_scale": tiled(EXPONENTS)}, MXFP8),
+    "mxfp8 of their own dtype": ({"weight": MX_CODES, "weight_scale": tiled(EXPONENTS).view(E8M0)}, MXFP8),
+}
+
+
+def tiled_model(tmp_path: Path, name: str, **changes: Any) -> Path:
+    tensors: dict[str, Any] = {**TILED[name][0], "comfy_quant": text({"format": name.split()[0]}), **changes}
+    return write_checkpoint(tmp_path, {**{f"{X}.{end}": array for end, array in tensors.items()}, **NORM})
+
+
+@pytest.mark.parametrize("name", TILED)
+def test_scales_are_read_in_the_order_of_tiles(name: str, tmp_path: Path) -> None:
+    with open_checkpoint(tiled_model(tmp_path, name, input_scale=ONE, bias=np.ones(len(TILED[name][1]), BF16))) as model:
+        want = TILED[name][1]
+        assert np.allclose(model.read(f"{X}.weight"), want, rtol=1e-6, atol=0)
+        some = np.empty((7, want.shape[1]), np.float32)
+        start = 125 * want.shape[1] * 4
+        model.source.read_into(f"{X}.weight", start, some.reshape(-1).view(np.uint8))
+        assert np.allclose(some, want[125:132], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("nvfp4", {"weight_scale": LOCAL}, r"is \[208, 10\], not tiles of \[256, 12\]"),
+        ("nvfp4", {"weight_scale": tiled(LOCAL).astype(np.float32)}, "is F32, and only F8_E4M3, U8 are read"),
+        ("nvfp4", {"weight_scale_2": numbers(2)}, r"is \[2\], not one number"),
+        ("nvfp4", {"weight_scale_2": ONE.astype(BF16)}, "is BF16, and only F32 are read"),
+        ("nvfp4", {"weight": NIBBLES[:200]}, "nvfp4 has multiples of 16"),
+        ("nvfp4", {"weight": NIBBLES.view(np.int8)}, "only codes of U8 are read"),
+        ("nvfp4", {"pre_quant_scale": ONE}, "is part of a weight that is not read"),
+        ("nvfp4", {"bias": np.ones(200, BF16)}, r"is stored as \[208, 160\], and the weight is \[200, 160\]"),
+        ("nvfp4", {"comfy_quant": text({"format": "nvfp4", "orig_shape": [208, 150]})}, r"and the weight is \[208, 150\]"),
+        ("mxfp8", {"weight_scale": tiled(EXPONENTS)[:128]}, "not tiles of"),
+        ("mxfp8", {"weight": MX_CODES[:, :48]}, "mxfp8 has multiples of 32"),
+        ("mxfp8", {"weight": MX_CODES[None]}, "require"),
+    ],
+)
+def test_tiles_that_do_not_fit_are_refused(name: str, changes: dict[str, np.ndarray], message: str, tmp_path: Path) -> None:
+    with pytest.raises(WeightsmithError, match=message):
+        open_checkpoint(tiled_model(tmp_path, name, **changes)).close()
+
+
+def test_a_missing_factor_is_an_error(tmp_path: Path) -> None:
+    folder = tiled_model(tmp_path, "nvfp4", weight_scale_3=ONE)
+    names = {f"{X}.{end}": array for end, array in TILED["nvfp4"][0].items() if end != "weight_scale_2"}
+    write_checkpoint(folder, {**names, f"{X}.comfy_quant": text({"format": "nvfp4"})})
+    with pytest.raises(FormatError, match="weight_scale_2' is missing"):
+        open_checkpoint(folder).close()
+
+
+def regular(size: int) -> np.ndarray:
+    """The regular Hadamard matrix over the square root of its size."""
+    four = np.array([[1, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]])
+    matrix = np.ones((1, 1))
+    while len(matrix) < size:
+        matrix = np.kron(matrix, four)
+    return matrix / np.sqrt(size)
+
+
+@pytest.mark.parametrize("scales", [numbers(128, 1), numbers(128), ONE], ids=["[rows, 1]", "[rows]", "one"])
+@pytest.mark.parametrize(("size", "settings"), [(256, {}), (64, {"convrot_groupsize": 64}), (4, {"convrot_groupsize": 4})])
+def test_rotated_integers_are_rotated_back(size: int, settings: dict[str, Any], scales: np.ndarray, tmp_path: Path) -> None:
+    stated = {"format": "int8_tensorwise", "convrot": True, **settings}
+    for where, stated_so in (("plain", stated), ("nested", {"format": stated.pop("format"), "params": stated})):
+        tensors = {f"{X}.weight": INT8, f"{X}.weight_scale": scales, f"{X}.comfy_quant": text(stated_so), **NORM}
+        if where == "plain":
+            tensors[f"{X}.comfy_quant"] = text({"format": "int8_tensorwise", **stated})
+        rotated = (INT8.astype(np.float64).reshape(128, -1, size) @ regular(size)).reshape(128, 256)
+        with open_checkpoint(write_checkpoint(tmp_path / where, tensors)) as checkpoint:
+            want = rotated * (scales.reshape(-1, 1) if scales.ndim else scales)
+            assert np.allclose(checkpoint.read(f"{X}.weight"), want, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("settings", "scale", "message"),
+    [
+        ({"convrot_groupsize": 128}, ONE, "rotated by 128 columns are not read"),
+        ({"convrot_groupsize": "256"}, ONE, "rotated by '256' columns are not read"),
+        ({"convrot_groupsize": 1024}, ONE, "its width must be a multiple"),
+        ({}, numbers(128, 2, 1), "and a scale that of whole rows"),
+    ],
+)
+def test_rotations_that_are_not_read_are_refused(
+    settings: dict[str, Any], scale: np.ndarray, message: str, tmp_path: Path
+) -> None:
+    stated = {"format": "int8_tensorwise", "convrot": True, **settings}
+    tensors = {f"{X}.weight": INT8, f"{X}.weight_scale": scale, f"{X}.comfy_quant": text(stated)}
+    with pytest.raises(Unsupported, match=message):
+        open_checkpoint(write_checkpoint(tmp_path, tensors)).close()
+
+
+def test_experts_are_stacked(tmp_path: Path) -> None:
+    stack, each = codes(np.dtype(np.int8), 3, 16, 8), numbers(3, 16, 1)
+    stated = {"format": "int8_tensorwise", "num_experts": 3}
+    tensors = {f"{X}.weight": stack, f"{X}.weight_scale": each, f"{X}.comfy_quant": text(stated), **NORM}
+    with open_checkpoint(write_checkpoint(tmp_path, tensors)) as checkpoint:
+        check(checkpoint, stack * each.astype(np.float64))
 
 
 @pytest.mark.parametrize(
@@ -270,6 +403,9 @@ def test_the_same_numbers_as_torch_computes_from_codes_and_scales(tmp_path: Path
         ("TensorCoreFP8Layout", "float8_e4m3fn", {}),
         ("TensorWiseINT8Layout", "int8_tensorwise", {}),
         ("TensorWiseINT8Layout", "int8_tensorwise", {"per_channel": True, "is_weight": True}),
+        ("TensorWiseINT8Layout", "int8_tensorwise", {"per_channel": True, "convrot": True}),
+        ("TensorCoreNVFP4Layout", "nvfp4", {}),
+        ("TensorCoreMXFP8Layout", "mxfp8", {}),
     ],
 )
 def test_the_same_numbers_as_the_library_of_comfyui(
@@ -279,16 +415,23 @@ def test_the_same_numbers_as_the_library_of_comfyui(
     import torch
 
     with kitchen.registry.use_backend("eager"):
-        weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
+        weight = torch.randn(160, 256, generator=torch.Generator().manual_seed(0))
         quantised = kitchen.tensor.QuantizedTensor.from_float(weight, layout, **settings)
         want = quantised.dequantize().numpy()
         stored = {name: array.contiguous() for name, array in quantised.state_dict(f"{X}.weight").items()}
-    codes = stored.pop(f"{X}.weight")
-    as_numpy = codes.view(torch.uint8).numpy().view(E4M3 if format_.startswith("float8") else np.int8)
-    tensors = {f"{X}.weight": as_numpy, f"{X}.comfy_quant": text({"format": format_})}
-    tensors |= {name: array.numpy() for name, array in stored.items()}
+    tensors = {name: as_numpy(array) for name, array in stored.items()}
+    tensors[f"{X}.comfy_quant"] = text({"format": format_, "convrot": settings.get("convrot", False)})
     with open_checkpoint(write_checkpoint(tmp_path, tensors)) as checkpoint:
-        assert np.array_equal(checkpoint.read(f"{X}.weight"), want)
+        ours = checkpoint.read(f"{X}.weight")
+        assert np.allclose(ours, want, atol=1e-6) if settings.get("convrot") else np.array_equal(ours, want)
+
+
+def as_numpy(array: Any) -> np.ndarray:
+    """A tensor of torch, whose small floats numpy does not know."""
+    import torch
+
+    small = {torch.float8_e4m3fn: E4M3, torch.float8_e8m0fnu: E8M0}
+    return array.view(torch.uint8).numpy().view(small[array.dtype]) if array.dtype in small else array.numpy()
 
 
 # ---- writing
@@ -480,6 +623,183 @@ def test_a_vae_has_no_blocks(tmp_path: Path) -> None:
     write_file(tmp_path / "vae.safetensors", {"decoder.mid.attn_1.q.weight": np.ones((8, 8, 1, 1), BF16)}, {})
     with pytest.raises(PlanError, match="nothing can be stored as comfyui-fp8"):
         weightsmith.quantize(tmp_path / "vae.safetensors", tmp_path / "out", format="comfyui-fp8")
+
+
+NEWER = "comfyui-int8", "comfyui-mxfp8", "comfyui-nvfp4"
+SHAPES = {
+    **{f"blocks.{i}.attn.q.weight": (224, 160) for i in range(3)},
+    "blocks.0.mlp.up.weight": (384, 64),
+    "blocks.1.mlp.up.weight": (32, 192),
+    "blocks.0.attn.small.weight": (40, 48),
+    "embed.weight": (64, 64),
+}
+
+
+def larger_file(path: Path) -> dict[str, np.ndarray]:
+    """A diffusion model whose matrices have several tiles, and one whose rows and columns fill none."""
+    random = np.random.default_rng(5)
+    tensors = {name: (random.standard_normal(shape) * 0.1).astype(BF16) for name, shape in SHAPES.items()}
+    tensors["blocks.0.mlp.up.weight"][3] = 0
+    tensors["blocks.2.attn.q.weight"][:] = 0
+    write_file(path, tensors, {})
+    return tensors
+
+
+def groups_of(weight: np.ndarray, size: int) -> np.ndarray:
+    return weight.astype(np.float32).reshape(len(weight), -1, size)
+
+
+def as_nvfp4(weight: np.ndarray) -> dict[str, np.ndarray]:
+    """What comfyui-nvfp4 stores of a weight, by numpy."""
+    parts = groups_of(weight, 16)
+    factor = (np.abs(parts).max() / np.float32(2688)).astype(BF16).astype(np.float32) if parts.any() else np.float32(2**-7)
+    local = np.minimum(np.abs(parts).max(-1) / np.float32(6) / factor, 448).astype(np.float32).astype(E4M3)
+    scales = (local.astype(np.float32) * factor)[..., None]
+    with np.errstate(all="ignore"):
+        values = np.where(scales == 0, 0, parts / scales).reshape(weight.shape)
+    found = values.astype(ml_dtypes.float4_e2m1fn).view(np.uint8)
+    return {"": found[:, ::2] << 4 | found[:, 1::2], "_scale": tiled(local).view(E4M3), "_scale_2": factor}
+
+
+def as_mxfp8(weight: np.ndarray) -> dict[str, np.ndarray]:
+    parts = groups_of(weight, 32)
+    with np.errstate(all="ignore"):
+        exponents = np.ceil(np.log2(np.abs(parts).max(-1) / np.float32(448))) + 127
+    exponents = np.where(parts.any(-1), exponents, 1)
+    values = np.clip(parts / np.exp2(exponents - 127).astype(np.float32)[..., None], -448, 448).astype(E4M3)
+    return {"": values.reshape(weight.shape), "_scale": tiled(exponents.astype(np.uint8))}
+
+
+def as_int8(weight: np.ndarray) -> dict[str, np.ndarray]:
+    rows = weight.astype(np.float32)
+    most = np.abs(rows).max(1, keepdims=True)
+    scales = np.where(most == 0, np.float32(2**-7), (most / np.float32(127)).astype(BF16).astype(np.float32))
+    return {"": np.clip(np.rint(rows / scales), -128, 127).astype(np.int8), "_scale": scales}
+
+
+WANTED = {
+    "comfyui-nvfp4": (as_nvfp4, 16, "nvfp4"),
+    "comfyui-mxfp8": (as_mxfp8, 32, "mxfp8"),
+    "comfyui-int8": (as_int8, 1, "int8_tensorwise"),
+}
+
+
+@pytest.mark.parametrize("name", NEWER)
+def test_weights_are_written_as_numpy_encodes_them(name: str, tmp_path: Path) -> None:
+    tensors, (encode, multiple, format_) = larger_file(tmp_path / "m.safetensors"), WANTED[name]
+    out = weightsmith.quantize(tmp_path / "m.safetensors", tmp_path / "out", format=name, fsync=False).out
+    want: dict[str, np.ndarray] = {}
+    for tensor, array in tensors.items():
+        if not tensor.startswith("blocks.") or any(size % multiple for size in array.shape):
+            want[tensor] = array
+            continue
+        want |= {f"{tensor}{end}": part for end, part in encode(array).items()}
+        want[tensor.replace(".weight", ".comfy_quant")] = text({"format": format_})
+    stored = stored_in(out)
+    assert {n: (x.shape, x.dtype) for n, x in stored.items()} == {n: (x.shape, x.dtype) for n, x in want.items()}
+    for tensor, array in want.items():
+        assert stored[tensor].tobytes() == array.tobytes(), tensor
+
+
+@pytest.mark.parametrize("name", NEWER)
+def test_newer_formats_are_read_and_written_again_as_the_same_numbers(name: str, tmp_path: Path) -> None:
+    larger_file(tmp_path / "m.safetensors")
+    out = weightsmith.quantize(tmp_path / "m.safetensors", tmp_path / "out", format=name, fsync=False).out
+    again = weightsmith.quantize(out / "model.safetensors", tmp_path / "again", format=name, fsync=False).out
+    with open_checkpoint(out) as model, open_checkpoint(again) as other:
+        assert all(np.array_equal(model.read(tensor), other.read(tensor)) for tensor in model)
+
+
+def test_weights_of_a_text_encoder_that_other_programs_join_are_mixed_without_a_warning(tmp_path: Path) -> None:
+    names = [f"model.layers.{i}.self_attn.{part}_proj.weight" for i in range(2) for part in "qkv"]
+    write_file(tmp_path / "m.safetensors", {name: np.ones((32, 32), BF16) for name in names}, {})
+    recipe = {"merge_method": "passthrough", "models": [{"model": str(tmp_path / "m.safetensors")}]}
+    plan = weightsmith.plan(recipe, quantize="comfyui-nvfp4", tensor_types=["q_proj=comfyui-fp8"])
+    assert {step.encoding for step in plan.steps} == {"comfyui-fp8", "comfyui-nvfp4"}
+    assert not plan.warnings
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        "model.diffusion_model.input_blocks.4.1.transformer_blocks.0.attn2.to_k.weight",
+        "transformer_blocks.0.attn2.to_k.weight",
+        "transformer.layers.0.self_attn.to_qkv.weight",
+    ],
+)
+def test_weights_whose_columns_comfyui_counts_keep_their_shape(kept: str, tmp_path: Path) -> None:
+    names = [kept, kept.replace(".0.", ".1.") if "input_blocks" not in kept else kept.replace("attn2", "attn1")]
+    write_file(tmp_path / "m.safetensors", {name: np.ones((32, 32), BF16) for name in names}, {})
+    for name, shape in (("comfyui-nvfp4", (32, 16)), ("comfyui-mxfp8", (32, 32))):
+        out = weightsmith.quantize(tmp_path / "m.safetensors", tmp_path / name, format=name, fsync=False).out
+        stored = stored_in(out)
+        assert stored[kept].shape == (32, 32)
+        assert stored[names[1]].shape == shape
+        assert f"{names[1].removesuffix('.weight')}.comfy_quant" in stored
+
+
+def test_formats_are_mixed_by_the_names_of_weights(tmp_path: Path) -> None:
+    larger_file(tmp_path / "m.safetensors")
+    types = [r"blocks\.0\.=plain", "mlp=comfyui-fp8", "embed=comfyui-int8"]
+    recipe = {"merge_method": "passthrough", "models": [{"model": str(tmp_path / "m.safetensors")}]}
+    with pytest.raises(PlanError, match="no weight that is quantised has a name that matches embed"):
+        weightsmith.plan(recipe, quantize="comfyui-nvfp4", tensor_types=types)
+    out = weightsmith.quantize(
+        tmp_path / "m.safetensors", tmp_path / "out", format="comfyui-nvfp4", tensor_types=types[:2], fsync=False
+    ).out
+    stored = stored_in(out)
+    stated = {n.removesuffix(".comfy_quant"): json.loads(x.tobytes())["format"] for n, x in stored.items() if "_quant" in n}
+    assert stated == {
+        **dict.fromkeys([f"blocks.{i}.mlp.up" for i in range(2)], "float8_e4m3fn"),
+        **dict.fromkeys([f"blocks.{i}.attn.q" for i in (1, 2)], "nvfp4"),
+    }
+
+
+@pytest.mark.parametrize(("default", "other"), [("comfyui-fp8-old", "comfyui-nvfp4"), ("comfyui-nvfp4", "comfyui-fp8-old")])
+def test_the_older_names_are_not_mixed_with_others(default: str, other: str, tmp_path: Path) -> None:
+    larger_file(tmp_path / "m.safetensors")
+    with pytest.raises(WeightsmithError, match="marks the whole file, and cannot be mixed with comfyui-nvfp4"):
+        weightsmith.quantize(tmp_path / "m.safetensors", tmp_path / "out", format=default, tensor_types=[f"mlp={other}"])
+
+
+LAYOUTS = {
+    "nvfp4": "TensorCoreNVFP4Layout",
+    "mxfp8": "TensorCoreMXFP8Layout",
+    "int8_tensorwise": "TensorWiseINT8Layout",
+    "float8_e4m3fn": "TensorCoreFP8Layout",
+}
+
+
+@pytest.mark.parametrize("name", NEWER)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_library_of_comfyui_decodes_newer_formats(name: str, dtype: str, tmp_path: Path) -> None:
+    """As `_load_quantized_module` of ComfyUI 0.38 loads a layer."""
+    kitchen = pytest.importorskip("comfy_kitchen", reason="comfy-kitchen is not installed")
+    import torch
+    from safetensors.torch import load_file
+
+    larger_file(tmp_path / "m.safetensors")
+    out = weightsmith.quantize(tmp_path / "m.safetensors", tmp_path / "out", format=name, fsync=False).out
+    state = load_file(out / "model.safetensors")
+    modules = [key.removesuffix(".comfy_quant") for key in state if key.endswith(".comfy_quant")]
+    assert len(modules) >= 5
+    with kitchen.registry.use_backend("eager"), open_checkpoint(out / "model.safetensors") as model:
+        for module in modules:
+            format_ = json.loads(state[f"{module}.comfy_quant"].numpy().tobytes())["format"]
+            scale, codes_ = state[f"{module}.weight_scale"], state[f"{module}.weight"]
+            parts = {"scale": scale}
+            if format_ == "nvfp4":
+                parts = {"scale": state[f"{module}.weight_scale_2"], "block_scale": scale.view(torch.float8_e4m3fn)}
+            elif format_ == "mxfp8":
+                parts = {"scale": scale.view(torch.float8_e8m0fnu)}
+            layout = getattr(kitchen.tensor, LAYOUTS[format_])
+            params = layout.Params(**parts, orig_dtype=getattr(torch, dtype), orig_shape=SHAPES[f"{module}.weight"])
+            theirs = kitchen.tensor.QuantizedTensor(codes_, LAYOUTS[format_], params).dequantize()
+            ours = torch.from_numpy(model.read(f"{module}.weight"))
+            if (name, dtype) == ("comfyui-nvfp4", "bfloat16"):  # it rounds the product of two scales
+                assert torch.allclose(theirs.float(), ours, rtol=2**-7, atol=0)
+            else:
+                assert torch.equal(theirs, ours.to(getattr(torch, dtype)))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])

@@ -88,7 +88,14 @@ def test_a_value_says_what_is_stored_and_what_it_needs(name: str, value: tuple[o
 
 def test_what_an_encoding_needs_besides_rows() -> None:
     values = encodings().values()
-    assert {own.name for own in values if own.maxima} == {"fp8-static", "nvfp4a16", "nvfp4", "comfyui-fp8", "comfyui-fp8-old"}
+    assert {own.name for own in values if own.maxima} == {
+        "fp8-static",
+        "nvfp4a16",
+        "nvfp4",
+        "comfyui-fp8",
+        "comfyui-fp8-old",
+        "comfyui-nvfp4",
+    }
     assert {own.name for own in values if own.inputs is not None} == {"fp8-static", "nvfp4"}
     weighed = {name: find_encoding(name).importances for name in ("gguf-iq1_s", "gguf-q4_k", "gguf-f16", "int8")}
     assert weighed == {"gguf-iq1_s": "must", "gguf-q4_k": "may", "gguf-f16": "no", "int8": "no"}

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from tests.mini import write_checkpoint
 from tests.models.formats.quantised import Case, mlx
-from weightsmith._base.errors import FormatError
+from weightsmith._base.errors import FormatError, Unsupported
 from weightsmith._models.checkpoint import Checkpoint, open_checkpoint
 
 EIGHT = {"bits": 8, "group_size": 32}
@@ -133,3 +134,40 @@ def test_widths_that_differ_for_other_reasons_are_read(tmp_path: Path) -> None:
 def test_the_hidden_size_is_no_check_where_other_modules_have_others(stated: dict[str, Any], tmp_path: Path) -> None:
     """Zamba2's attention reads two hidden states side by side; a second decoder has its own."""
     check(tmp_path, model(four(Q, (8, 256)), own={}, hidden_size=128, **stated))
+
+
+# ---- convolutions over time, which MLX stores as [channels, kernel, 1]
+
+CONVOLUTION = "model.layers.0.conv.conv.weight"
+
+
+def with_convolution(*shape: int) -> tuple[Case, np.ndarray]:
+    kernel = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    case = model(four(Q), own={}, model_type="lfm2")
+    return replace(case, tensors={**case.tensors, CONVOLUTION: kernel}), kernel
+
+
+@pytest.mark.parametrize("shape", [(8, 4, 1), (8, 1, 4)])
+def test_convolutions_have_the_layout_of_the_hub(shape: tuple[int, ...], tmp_path: Path) -> None:
+    case, kernel = with_convolution(*shape)
+    with opened(tmp_path, case) as checkpoint:
+        assert checkpoint.decoded == "MLX"
+        np.testing.assert_array_equal(checkpoint[CONVOLUTION], kernel.reshape(8, 1, 4))
+        np.testing.assert_array_equal(checkpoint[f"{Q}.weight"], case.plain[f"{Q}.weight"])
+
+
+@pytest.mark.parametrize("quantised", [True, False])
+@pytest.mark.parametrize("model_type", ["qwen3_next", "falcon_h1"])
+def test_models_of_which_mlx_changes_other_weights_are_refused(model_type: str, quantised: bool, tmp_path: Path) -> None:
+    """mlx-lm adds 1 to the norms of Qwen3-Next, and multiplies weights of Falcon-H1, as it moves the axis of the kernel."""
+    case, kernel = with_convolution(8, 4, 1)
+    tensors = case.tensors if quantised else {CONVOLUTION: kernel, "model.norm.weight": kernel[0, :, 0]}
+    config = {**case.config, "model_type": model_type} if quantised else {"model_type": model_type}
+    folder = write_checkpoint(tmp_path / "mlx", tensors, config)
+    safetensors.numpy.save_file(tensors, folder / "model.safetensors", metadata={"format": "mlx"})
+    with pytest.raises(Unsupported, match=f"for model_type '{model_type}' what it changes is not undone"):
+        open_checkpoint(folder)
+    if not quantised:  # a pointwise convolution of another program
+        safetensors.numpy.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        with open_checkpoint(folder) as plain:
+            assert plain.specs[CONVOLUTION].shape == (8, 4, 1)

@@ -104,6 +104,7 @@ CASES: dict[str, dict[str, Any]] = {
     "embedding": {"target_modules": ["embed_tokens", "q_proj"]},
     "head": {"target_modules": ["lm_head", "up_proj"]},
     "DoRA": {"target_modules": ["q_proj", "down_proj"], "use_dora": True},
+    "DoRA of embedding and head": {"target_modules": ["embed_tokens", "lm_head"], "use_dora": True},
     "biases": {"target_modules": ["q_proj", "down_proj"], "bias": "all"},
     "biases of targets": {"target_modules": ["q_proj", "down_proj"], "bias": "lora_only"},
 }
@@ -112,17 +113,18 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    ("name", "dtype"), [*((name, "float32") for name in (*CASES, "gpt2")), ("DoRA", "bfloat16"), ("head", "bfloat16")]
+    ("name", "dtype"),
+    [*((name, "float32") for name in (*CASES, "gpt2", "gpt2 DoRA")), ("DoRA", "bfloat16"), ("head", "bfloat16")],
 )
 def test_baking_in_an_adapter_is_peft_s_merge(name: str, dtype: str, tmp_path: Path) -> None:
     """To float32 rounding; the adapter itself is kept in float32 or bf16."""
     torch, peft, transformers = (pytest.importorskip(n) for n in ("torch", "peft", "transformers"))
     transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(0)
-    if name == "gpt2":
+    if name.startswith("gpt2"):
         settings = transformers.GPT2Config(vocab_size=TOKENS, n_embd=H, n_layer=2, n_head=2, n_positions=32)
         model = transformers.GPT2LMHeadModel(settings)
-        case: dict[str, Any] = {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}
+        case: dict[str, Any] = {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True, "use_dora": name != "gpt2"}
     else:
         heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2}
         sizes = {"vocab_size": TOKENS, "hidden_size": H, "intermediate_size": INNER, "attention_bias": "bias" in CASES[name]}
@@ -182,6 +184,34 @@ def test_convolutions_are_those_of_peft(dora: bool, tmp_path: Path) -> None:
     halved = peft.PeftModel.from_pretrained(fresh, tmp_path / "half").merge_and_unload().state_dict()
     for name, array in before.items():
         np.testing.assert_allclose(halved[name].numpy(), (array + expected[name]) / 2, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("family", "stated"), [("llama", True), ("gpt2", False)])
+def test_the_base_says_which_way_round_square_matrices_are(family: str, stated: bool, tmp_path: Path) -> None:
+    """As PEFT does, whatever `fan_in_fan_out` says: trainings in 4 bits leave it true for Llama."""
+    torch, peft, transformers = (pytest.importorskip(n) for n in ("torch", "peft", "transformers"))
+    torch.manual_seed(0)
+    if family == "gpt2":
+        settings = transformers.GPT2Config(vocab_size=TOKENS, n_embd=H, n_layer=1, n_head=2, n_positions=16)
+        model, target = transformers.GPT2LMHeadModel(settings), "attn.c_proj"
+    else:
+        settings = transformers.LlamaConfig(vocab_size=TOKENS, hidden_size=H, num_hidden_layers=1, num_attention_heads=2)
+        model, target = transformers.LlamaForCausalLM(settings), "q_proj"
+    model.save_pretrained(tmp_path / "base")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    config = peft.LoraConfig(r=4, target_modules=[target], init_lora_weights=False, fan_in_fan_out=family == "gpt2")
+    tuned = peft.get_peft_model(model, config)
+    tuned.save_pretrained(tmp_path / "adapter")
+    path = tmp_path / "adapter" / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "fan_in_fan_out": stated}))
+    fresh = type(model).from_pretrained(tmp_path / "base")
+    expected = peft.PeftModel.from_pretrained(fresh, tmp_path / "adapter").merge_and_unload().state_dict()
+    found = baked(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+    (changed,) = [name for name, array in found.items() if (array != before[name].numpy()).any()]
+    assert target in changed
+    np.testing.assert_allclose(found[changed], expected[changed].numpy(), rtol=2e-6, atol=1e-6)
 
 
 @pytest.mark.slow
@@ -281,7 +311,6 @@ def test_the_rows_of_dora_have_the_norms_that_it_names(tmp_path: Path) -> None:
     [
         (None, {"use_dora": False}, "has a magnitude, and use_dora is False"),
         (np.ones(H + 1, np.float32), {}, "has not one number for each of 24 outputs"),
-        (None, {"fan_in_fan_out": True}, "norms of an embedding, or of a weight stored [inputs, outputs]"),
     ],
 )
 def test_dora_that_cannot_be_read(magnitude: Any, config: dict[str, Any], words: str, tmp_path: Path) -> None:
@@ -610,13 +639,9 @@ def test_an_adapter_as_peft_saved_it_before_safetensors(tmp_path: Path) -> None:
     assert {n: t.tobytes() for n, t in found.items()} == {n: t.tobytes() for n, t in expected.items()}
 
 
-def test_adapters_of_mlx_are_refused_by_name(tmp_path: Path) -> None:
+def test_factors_of_mlx_without_their_config_are_refused_by_name(tmp_path: Path) -> None:
     save_file({f"{Q}.lora_a": normal(H, 4), f"{Q}.lora_b": normal(4, H)}, tmp_path / "adapters.safetensors")
-    (tmp_path / "adapter_config.json").write_text(json.dumps({"fine_tune_type": "lora", "lora_parameters": {"rank": 4}}))
-    problem = refusal(base(tmp_path / "base"), tmp_path)
-    assert "an adapter of MLX" in str(problem)
-    assert "mlx_lm.fuse" in problem.finding.fix
-    assert "LoRA of MLX" in str(refusal(base(tmp_path / "base2"), tmp_path / "adapters.safetensors"))
+    assert "LoRA of MLX" in str(refusal(base(tmp_path / "base"), tmp_path / "adapters.safetensors"))
 
 
 def test_files_that_are_missing_or_damaged(tmp_path: Path) -> None:
@@ -716,6 +741,15 @@ def test_shared_factors_are_applied_once(tmp_path: Path) -> None:
         found = baked(model, lora, tmp_path / f"{name} out")
         assert "lm_head.weight" not in found, name
         np.testing.assert_allclose(found["model.embed_tokens.weight"], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_one_tensor_does_not_have_the_norms_of_two(tmp_path: Path) -> None:
+    tensors = tied_factors() | {
+        f"{P}model.embed_tokens.lora_magnitude_vector": normal(H),
+    }
+    tensors |= {f"{P}lm_head.lora_magnitude_vector": normal(TOKENS)}
+    lora = adapter(tmp_path / "a", tensors, use_dora=True, ensure_weight_tying=True)
+    assert "one tensor cannot have the norms of both" in str(refusal(base(tmp_path / "base", tie=True), lora))
 
 
 def test_shared_factors_that_differ_are_refused(tmp_path: Path) -> None:

@@ -67,6 +67,8 @@ def resized(config: Config, source: Sequence[int], kinds: str = "", prefix: str 
         ),
         ({"layer_overrides": {"1": "x", "3": "y"}}, [3, 1, 1], {"layer_overrides": {"0": "y", "1": "x", "2": "x"}}),
         ({"deepstack_visual_indexes": [1, 3]}, [0, 1, 1, 3], {"deepstack_visual_indexes": [2, 3]}),
+        ({"intermediate_hidden_state_indices": [1, 3]}, [0, 1, 1, 3], {"intermediate_hidden_state_indices": [2, 3]}),
+        ({"cat_hidden_layers": [0, 2]}, [0, 1, 1, 3], {"cat_hidden_layers": [0, 3]}),
         ({"kv_source_layers": [0, 1, 0, 1]}, [0, 1, 1, 2], {"kv_source_layers": [0, 1, 2, 0]}),
         (
             {"compress_ratios": [0, 4, 8, 4, 9], "num_nextn_predict_layers": 1},
@@ -137,6 +139,16 @@ def test_list_that_counts_extra_layers_too_keeps_their_part() -> None:
         ({"block_types": ["r", "r", "a"]}, [0, 2, 2], {"block_types": ["r", "a", "a"]}),
         ({"aligner_num_add_layers": 2}, [0, 1], {"aligner_num_add_layers": 1}),
         ({"aligner_num_add_layers": 1}, [3, 3], {"aligner_num_add_layers": 2}),
+        ({"scale_attn_by_inverse_layer_idx": True}, [0, 1, 2], {}),
+        ({"scale_attn_by_inverse_layer_idx": False}, [0, 2], {}),
+        ({"stagger_local_blocks": True}, [0, 3, 2, 1], {}),
+        ({"model_type": "esmc"}, [3, 1, 1, 0], {}),
+        ({"model_type": "minimax_m2"}, [0, 2], {}),
+        # numbers that are divided by the root of the number of layers
+        ({"scale_depth": 1.5}, [2], {"scale_depth": 0.75}),
+        ({"scale_depth": None, "model_type": "minicpm3"}, [2], {}),
+        ({"model_type": "minicpm3"}, [2], {"scale_depth": 0.7}),
+        ({"scale_depth": 1.5}, [3, 2, 1, 0], {}),
         ({"global_attn_every_n_layers": 2}, [2, 1, 0], {}),
         ({"global_attn_every_n_layers": 2, "layer_types": [F, S, F, S]}, [1, 0], {"layer_types": [S, F]}),
     ],
@@ -162,6 +174,14 @@ def test_numbers_that_imply_kinds_are_moved_or_written_out(config: Config, sourc
         ({"global_attn_every_n_layers": 2}, [0, 2], "same i modulo 2"),
         ({"deepstack_visual_indexes": [1]}, [0, 2], "uses the output of layer 1"),
         ({"kv_source_layers": [0, 1, 0, 1]}, [1, 2], "layer 2 depends on layer 0"),
+        ({"scale_attn_by_inverse_layer_idx": True}, [0, 2], "layer 2 would be layer 1, and the scale of its attention"),
+        ({"stagger_local_blocks": True}, [0, 2, 1], "layer 2 would be layer 1, and where its blocks begin"),
+        ({"model_type": "diffllama"}, [0, 1, 2, 3, 3], "layer 3 would be layer 4, and lambda_init"),
+        ({"model_type": "esmc"}, [0, 1, 2], "3 layers instead of 4"),
+        ({"architectures": ["MiniMaxM1ForCausalLM"]}, [0, 1, 2], "3 layers instead of 4, and the decay"),
+        ({"model_type": "granite_speech_encoder"}, [0, 1, 2], "3 layers instead of 4, and the place"),
+        ({"model_type": "granite_speech_plus_encoder"}, [0, 2, 1, 3], "layer 2 would be layer 1, and what it hears"),
+        ({"model_type": "minimax"}, [0, 2, 1, 3], "layer 2 would be layer 1, and the decay"),
         ({}, [], "no layers"),
         ({}, [0, 4], "layers 0 to 3, not 4"),
         ({}, [-1], "layers 0 to 3, not -1"),
@@ -220,6 +240,49 @@ def test_all_keys_of_the_count_change_in_their_sub_config_only() -> None:
         "text_config.num_hidden_layers: 3 -> 2",
         "num_hidden_layers: 3 -> 2",
     )
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "kept"),
+    [
+        ("vision_config", "deepstack_visual_indexes", [2, 0], 2),  # of Qwen3-VL's tower, added after the first layers
+        ("", "deepstack_layer_map", [[-1, 0], [0, 2]], 3),
+        ("", "spatial_target_layers", [1], 2),
+        ("talker_config", "accept_hidden_layer", 1, 2),
+        ("", "vision_feature_layer", [2], 0),
+    ],
+)
+def test_layers_that_other_sections_name_by_number_stay_in_their_place(
+    section: str, key: str, value: object, kept: int
+) -> None:
+    config: dict[str, Any] = {
+        "thinker_config": {"text_config": {"num_hidden_layers": 3}},
+        "vision_config": {"num_hidden_layers": 3},
+        "talker_config": {},
+    }
+    (config[section] if section else config)[key] = value
+    text = "thinker.model.layers."
+    s = analyse([*stack("visual.blocks.", "aaa"), *stack(text, "aaa")], config)
+    for source, unmoved in (([1, 2], 0), ([0, 2], 1), ([0, 1, 1, 2], 2), ([0, 1, 2, 2], 3)):
+        if unmoved >= kept:
+            assert resize_config(config, s, {text: source})[0][section or key] == config[section or key]
+        else:
+            with pytest.raises(
+                LayerError, match=rf"{key} of config\.json names layers of thinker\.model\.layers\. by their numbers"
+            ):
+                resize_config(config, s, {text: source})
+
+
+@pytest.mark.parametrize(("key", "value", "kept"), [("vit_feature_layers", [1], 2), ("deepstack_layer_map", [[-1, 0]], 3)])
+def test_layers_of_a_tower_whose_results_another_section_takes_stay_in_their_place(key: str, value: object, kept: int) -> None:
+    config = {"num_hidden_layers": 2, "vision_config": {"num_hidden_layers": 3}, "adapter_config": {key: value}}
+    s = analyse([*stack("visual.blocks.", "aaa"), *stack("model.layers.", "aa")], config)
+    for source in ([1, 2], [0, 2], [0, 1, 1, 2]):
+        if kept == 2 and source[:2] == [0, 1]:
+            assert resize_config(config, s, {"visual.blocks.": source})[0]["vision_config"] == {"num_hidden_layers": 4}
+        else:
+            with pytest.raises(LayerError, match=rf"adapter_config\.{key} of config\.json names layers of visual\.blocks\."):
+                resize_config(config, s, {"visual.blocks.": source})
 
 
 def longcat(layers: int, parts: int = 2) -> list[TensorSpec]:

@@ -197,6 +197,15 @@ def test_plain_count_beside_encoder_layers_mirrors_the_encoder() -> None:
     assert (s.find_module("encoder"), s.find_module("shared")) == ("model.encoder", "shared")
 
 
+def test_a_plain_count_is_not_that_of_convolutions_before_the_encoder() -> None:
+    """SpeechT5: num_feat_extract_layers has no word of either side."""
+    convolutions = "model.encoder.prenet.feature_encoder.conv_layers."
+    names = [*BART, *layers(convolutions, 3, "conv.weight", "layer_norm.weight")]
+    s = structure(names, {"encoder_layers": 2, "decoder_layers": 2, "num_hidden_layers": 2, "num_feat_extract_layers": 3})
+    assert found(s)[convolutions][2] == (("num_feat_extract_layers",),)
+    assert found(s)["model.encoder.layers."][2] == (("encoder_layers",), ("num_hidden_layers",))
+
+
 def test_count_that_fits_both_sides_is_the_decoders() -> None:
     config = {"text_config": {"num_layers": 2}, "vision_config": {"num_hidden_layers": 2}}
     s = structure([*layers("encoder.encoder.layer.", 2), *layers("decoder.layer.", 2)], config)

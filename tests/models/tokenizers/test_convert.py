@@ -16,9 +16,8 @@ from tokenizers import Tokenizer
 
 from tests.tokenizer_help import OTHER_TEXT, SAMPLES, TEXT, ids, trained, write
 from weightsmith._base.errors import Unsupported
-from weightsmith._models.tokenizers import Vocabulary, read_vocabulary
 from weightsmith._models.tokenizers.convert import convert
-from weightsmith._models.tokenizers.vocabulary import contents_of
+from weightsmith._models.tokenizers.vocabulary import Vocabulary, contents_of, read_vocabulary
 
 SPACES = ["a" + " " * n + "b" for n in range(1, 24)] + [" " * n for n in range(20)]
 TEXTS = [*SAMPLES, *SPACES, TEXT, OTHER_TEXT, "\u2581x", "a<0x41>b", "e\u0301 \ufb01 \u2460", "\t\tx\u00a0y"]
@@ -211,6 +210,8 @@ def test_vocab_txt(tmp_path: Path) -> None:
     ]
     assert made.encode("fox", "dog").type_ids[-1] == 1
     assert about["mask_token"] == "[MASK]"
+    made, _ = converted(tmp_path / "b", **{"vocab.txt": BERT, **settings(pad_token="[P]")})  # has an id like any added token
+    assert made.encode("fox[P]").tokens == ["[CLS]", "fox", "[P]", "[SEP]"]
     made, _ = converted(tmp_path / "c", **{"vocab.txt": "\n".join(vocab).encode()}, **settings(do_lower_case=False))
     assert made.encode("Fox", add_special_tokens=False).tokens == ["[UNK]"]
 
@@ -232,6 +233,7 @@ def test_tekken(tmp_path: Path) -> None:
 # ---- what is refused
 
 BERT = b"[UNK]\n[CLS]\n[SEP]\nfox"
+TEKKEN = b'{"config": {"default_vocab_size": 1, "default_num_special_tokens": 1}, "vocab": []}'
 RANKS = b"".join(base64.b64encode(token) + b" %d\n" % i for i, token in enumerate((b"a", b"b")))
 
 
@@ -241,7 +243,7 @@ RANKS = b"".join(base64.b64encode(token) + b" %d\n" % i for i, token in enumerat
         ({"tokenizer.model": RANKS}, "its special tokens and the rule that splits text are not in the file"),
         ({"vocab.txt": BERT, **settings(auto_map={"AutoTokenizer": ["x.Y", None]})}, "the model has code of its own for it"),
         ({"vocab.txt": BERT, **settings(tokenizer_class="HerbertTokenizer")}, "what HerbertTokenizer does with it is not in"),
-        ({"vocab.txt": BERT, **settings(pad_token="[P]")}, r"'\[P\]' in tokenizer_config.json has no id"),
+        ({"tekken.json": TEKKEN, **settings(pad_token="[P]")}, r"'\[P\]' in tokenizer_config.json has no id"),
         ({"vocab.txt": b"fox"}, r"it has no \[UNK\], \[CLS\] or \[SEP\]"),
         ({"vocab.json": b'{"a": 0}'}, r"there is no merges.txt"),
         ({"vocab.json": b'{"a": 0}', "merges.txt": b"#version: 0.2\na b\n"}, r"merges.txt has tokens that it lacks"),
@@ -249,7 +251,7 @@ RANKS = b"".join(base64.b64encode(token) + b" %d\n" % i for i, token in enumerat
         ({"spiece.model": sentencepiece(PIECES, kind=3)}, "of words or characters"),
         ({"spiece.model": sentencepiece([*PIECES, ("x", 0, 5)])}, "it has pieces that are marked as unused"),
         ({"spiece.model": sentencepiece([*PIECES, ("\u2581x", 0, 4)])}, "and defines tokens of spaces"),
-        ({"tekken.json": b'{"config": {"default_vocab_size": 1, "default_num_special_tokens": 1}, "vocab": []}'}, "no pattern"),
+        ({"tekken.json": TEKKEN}, "no pattern"),
     ],
 )
 def test_what_is_not_in_the_files_is_refused(tmp_path: Path, files: dict[str, bytes], why: str) -> None:

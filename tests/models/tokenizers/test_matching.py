@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from weightsmith._models.tokenizers import Vocabulary
 from weightsmith._models.tokenizers.matching import WAYS, match, pieces_of, roles_of, same_roles
+from weightsmith._models.tokenizers.vocabulary import Vocabulary
 
 
 def tokens(family: Any, *pieces: str, special: tuple[str, ...] = ()) -> Vocabulary:

@@ -17,9 +17,9 @@ from tokenizers import AddedToken, Tokenizer
 import weightsmith
 from tests.mini import write_checkpoint
 from tests.tokenizer_help import SAMPLES, ids
-from weightsmith._models.tokenizers import extend, missing_tokens, read_vocabulary
 from weightsmith._models.tokenizers.convert import convert
-from weightsmith._models.tokenizers.vocabulary import contents_of
+from weightsmith._models.tokenizers.matching import extend, missing_tokens
+from weightsmith._models.tokenizers.vocabulary import contents_of, read_vocabulary
 
 pytestmark = [pytest.mark.reader, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 

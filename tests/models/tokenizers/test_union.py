@@ -10,7 +10,8 @@ from tokenizers import AddedToken, Tokenizer
 
 from tests.tokenizer_help import OTHER_TEXT, SAMPLES, files, ids, trained, write
 from weightsmith._base.errors import FormatError, Unsupported
-from weightsmith._models.tokenizers import Vocabulary, extend, missing_tokens, read_vocabulary
+from weightsmith._models.tokenizers.matching import extend, missing_tokens
+from weightsmith._models.tokenizers.vocabulary import Vocabulary, read_vocabulary
 
 FAMILIES = ["byte-level BPE", "SentencePiece BPE", "unigram", "WordPiece"]
 

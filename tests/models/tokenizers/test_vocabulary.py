@@ -10,8 +10,7 @@ import pytest
 
 from tests.tokenizer_help import files, trained, write
 from weightsmith._base.errors import FormatError
-from weightsmith._models.tokenizers import Vocabulary, read_vocabulary
-from weightsmith._models.tokenizers.vocabulary import without_merges
+from weightsmith._models.tokenizers.vocabulary import Vocabulary, read_vocabulary, without_merges
 
 
 def read(folder: Path, **content: bytes) -> Vocabulary | None:
@@ -110,3 +109,36 @@ def test_equal_files_are_read_once(tmp_path: Path) -> None:
         write(tmp_path / name, files(trained()))
     first, second = (read_vocabulary(name, tmp_path / name, ["tokenizer.json"], seen) for name in "ab")
     assert first is second
+
+
+@pytest.mark.parametrize(
+    ("settings", "roles"),
+    [
+        ({"pad_token": "[PAD]"}, None),
+        ({"pad_token": {"content": "[PAD]"}, "eos_token": "</s>", "bos_token": "<b>"}, {"pad_token": "<other>"}),
+        ({"additional_special_tokens": ["<x>", "<s>"], "sep_token": "[SEP]"}, None),
+        ({"extra_special_tokens": {"image_token": "<image>"}, "boi_token": "<boi>", "cls_token": None}, {"unk_token": "<u>"}),
+        ({"added_tokens_decoder": {"322": {"content": "<x>"}}, "pad_token": "[PAD]"}, {"unk_token": "<u>"}),
+    ],
+    ids=str,
+)
+def test_special_tokens_that_only_settings_name_have_the_ids_that_transformers_gives_them(
+    tmp_path: Path, settings: dict[str, object], roles: dict[str, object] | None
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    content = files(trained(), **settings)
+    content |= {} if roles is None else {"special_tokens_map.json": json.dumps(roles).encode()}
+    vocabulary = read(tmp_path, **content)
+    assert vocabulary is not None
+    assert dict(vocabulary.ids) == transformers.AutoTokenizer.from_pretrained(tmp_path).get_vocab()
+    assert all(map(vocabulary.is_special, vocabulary.added.keys() - {"<x>"}))
+
+
+def test_names_that_code_or_another_package_numbers_are_left_to_it(tmp_path: Path) -> None:
+    named = {"pad_token": "[PAD]"}
+    own_code = files(trained(), **named, auto_map={"AutoTokenizer": ["tokens.Tokens", None]})
+    ranks = {"tokenizer.model": base64.b64encode(b"a") + b" 0\n", "tokenizer_config.json": json.dumps(named).encode()}
+    for folder, content in (("code", own_code), ("tiktoken", ranks)):
+        vocabulary = read(tmp_path / folder, **content)
+        assert vocabulary is not None
+        assert "[PAD]" not in vocabulary.ids

@@ -17,7 +17,7 @@ from tests.output_help import NAMES, build, layout, open_staging, put, tree
 from weightsmith._base.errors import CannotResume, Finding, StoreError
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._outputs import disk, local
-from weightsmith._outputs.area import StagingArea, product_path, read_product, staged_plan, staging_folder, write_product
+from weightsmith._outputs.area import ProductFiles, StagingArea, staged_plan, staging_folder
 from weightsmith._outputs.journal import Journal
 from weightsmith._outputs.places import verify
 from weightsmith._outputs.save import save_model
@@ -227,12 +227,13 @@ def test_products_are_not_written_through_a_link(tmp_path: Path, link: Callable[
     folder = tmp_path / "products"
     folder.mkdir()
     (tmp_path / "mine").write_text("mine")
-    path = product_path(folder, "router")
+    products = ProductFiles(folder)
+    path = products.path("router")
     for name in (path, path.with_name(f"{path.name}.{os.getpid()}.part")):
         link(tmp_path / "mine", name)
-    checksum = write_product(folder, "router", [np.arange(3)])
+    checksum = products.write("router", [np.arange(3)])
     assert (tmp_path / "mine").read_text() == "mine"
-    found = read_product(folder, "router", [TensorSpec("x", DTYPES["I64"], (3,))], checksum)
+    found = products.read("router", [TensorSpec("x", DTYPES["I64"], (3,))], checksum)
     assert found is not None
     assert found[0].tolist() == [0, 1, 2]
 

@@ -72,6 +72,9 @@ def said(folder: Path, *settings: Mapping[str, Any], **files: Mapping[str, str])
         ),
         ({"final_logit_softcapping": 30.0}, {"final_logit_softcapping": 20}, "softcap of output logits", ("30", "20")),
         ({"num_experts_per_tok": 2}, {"num_experts_per_tok": 4}, "num_experts_per_tok", ("2", "4")),
+        ({"scoring_func": "sigmoid"}, {"scoring_func": "softmax"}, "scoring_func", ("sigmoid", "softmax")),
+        ({"lm_head_multiplier": 0.5}, {"lm_head_multiplier": 1.0}, "lm_head_multiplier", ("0.5", "1")),
+        ({"scale_embedding": True}, {"scale_embedding": False}, "scale_embedding", ("True", "False")),
     ],
 )
 def test_a_setting_that_differs_is_one_warning_with_both_values(

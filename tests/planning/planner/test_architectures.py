@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,10 @@ from typing import Any
 import pytest
 
 from tests import architectures
+from tests.plan_help import prepare
 from weightsmith._base.errors import LayerError, PlanError, ShapeError
 from weightsmith._models.structure import Stack
 from weightsmith._planning.options import RecipeOptions
-from weightsmith._planning.planner import prepare
 
 pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -126,11 +127,50 @@ def sweep(model_type: str, folder: Path) -> tuple[list[str], int, int]:
                 continue
             assert plan.config is not None
             found = compare(plan.config, [(s.out.name, s.out.dtype.torch, list(s.out.shape)) for s in plan.steps])
-            if found == {"differences": []}:
-                right += 1
-            else:
+            if found != {"differences": []}:
                 wrong.append(f"{model_class.__name__} {name}: {str(found)[:300]}")
+            elif changed := changed_constants(model_class, made[0], plan.config, recipe):
+                wrong.append(f"{model_class.__name__} {name}: other constants: {changed}")
+            else:
+                right += 1
     return wrong, right, refused
+
+
+PLACES = re.compile(
+    r"(^|\.)(layer_(idx|id|index|num|number)|seed|cache_key|(mlp|attn)_residual_add_idx|attention_layers|attn_layers|"
+    r"store_full_length_kv|num_hidden_layers)$|drop"
+)
+"""Attributes of a layer that tell where it is, or that only training reads."""
+
+
+def changed_constants(model_class: Any, before: dict[str, Any], after: dict[str, Any], recipe: dict[str, Any]) -> set[str]:
+    """Constants that transformers computes for a layer, and that are others in its new place."""
+    slices = recipe.get("slices") or next(iter(recipe["modules"].values()))["slices"]
+    source = [i for cut in slices for i in range(*cut["sources"][0]["layer_range"])]
+    old, new = (architectures.layers_of(model_class, config) for config in (before, after))
+    cut = [name for name in old if len(old[name]) > max(source) and len(new.get(name, ())) == len(source)]
+    moved = [name for name in cut if len(old[name]) != len(source)] or cut
+    if len(moved) != 1:  # other lists have as many
+        return set()
+    pairs = [(constants(old[moved[0]][i]), constants(layer)) for i, layer in zip(source, new[moved[0]], strict=True)]
+    return {
+        f"{key}: {a.get(key)} {b.get(key)}" for a, b in pairs for key in a.keys() | b.keys() if differs(a.get(key), b.get(key))
+    }
+
+
+def differs(a: object, b: object) -> bool:
+    return a != pytest.approx(b) if isinstance(a, float) and isinstance(b, float) else a != b
+
+
+def constants(layer: Any) -> dict[str, object]:
+    """What the modules of a layer hold besides tensors, by name."""
+    held: dict[str, object] = {}
+    for path, module in layer.named_modules():
+        for key, value in vars(module).items():
+            name = f"{path}.{key}".lstrip(".")
+            if not key.startswith("_") and isinstance(value, int | float | str | None) and not PLACES.search(name):
+                held[name] = value
+    return held
 
 
 @pytest.mark.slow

@@ -9,10 +9,11 @@ import pytest
 
 import weightsmith
 from tests import plan_help
+from tests.plan_help import prepare
 from weightsmith._base.errors import ParameterError, PlanError
 from weightsmith._planning.options import RecipeOptions
-from weightsmith._planning.planner import Plan, prepare
 from weightsmith._planning.planner.build import bind
+from weightsmith._plans import Plan
 
 
 @pytest.fixture
@@ -20,6 +21,7 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for seed, name in enumerate("abc"):
         plan_help.model(Path(name), 4, seed=seed)
+    Path("a/generation_config.json").write_text('{"alignment_heads": [[1, 0], [2, 5], [3, 2]]}')
 
 
 TIES = {

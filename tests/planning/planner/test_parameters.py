@@ -12,9 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests import plan_help
-from tests.plan_help import only, plan, problems, warnings
+from tests.plan_help import only, plan, prepare, problems, warnings
 from weightsmith._base.errors import ParameterError, UnknownName, UnknownParameter
-from weightsmith._planning.planner import prepare
 
 LAYERS = 4
 

@@ -12,8 +12,8 @@ import weightsmith
 from tests import plan_help
 from tests.plan_help import only, plan, problems, warnings
 from weightsmith._base.errors import MismatchError, NotFound, SyntaxProblem, Unsupported
-from weightsmith._planning.planner import Plan
 from weightsmith._planning.recipe import Schedule
+from weightsmith._plans import Plan
 
 
 @pytest.fixture

@@ -24,9 +24,8 @@ from weightsmith._base.errors import Corrupt, NonFinite, PlanError
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._models.structure import analyse
 from weightsmith._outputs.staging import Staging
-from weightsmith._planning.planner import Plan
 from weightsmith._planning.planner.encode import ignored_modules, stored_plain
-from weightsmith._plans import plan_from_json
+from weightsmith._plans import Plan, plan_from_json
 
 __all__ = ["cli"]
 

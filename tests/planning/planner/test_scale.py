@@ -14,22 +14,21 @@ from typing import Any
 import pytest
 
 from tests import plan_help
-from tests.plan_help import plan
+from tests.plan_help import plan, prepare
 from tests.work import steps
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._files.containers import make_layout
 from weightsmith._planning.options import RecipeOptions
-from weightsmith._planning.planner import prepare
 from weightsmith._plans import plan_from_json, values
 
 LAYERS, EXPERTS = 30, 56
 MEASURE = """
 import json, resource, sys
 from weightsmith._planning.options import RecipeOptions
-from weightsmith._planning.planner import prepare
+from weightsmith._planning.planner.build import assemble
 found = []
 for recipe in sys.argv[1:]:
-    with prepare(recipe, RecipeOptions(check_loading=False)) as prepared:
+    with assemble(recipe, RecipeOptions(check_loading=False)).finish() as prepared:
         p = prepared.plan
         found.append({
             "rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
@@ -172,12 +171,13 @@ def test_another_plan_has_another_hash(tmp_path: Path, change: str) -> None:
 
 PRINTED = """
 import json, sys
-from weightsmith._planning.planner import prepare
+from weightsmith._planning.options import RecipeOptions
+from weightsmith._planning.planner.build import assemble
 recipe, *unlike = sys.argv[1:]
-with prepare(recipe) as p:
+with assemble(recipe, RecipeOptions()).finish() as p:
     print(json.dumps(p.plan.to_json()), p.plan.hash)
 try:
-    prepare({"merge_method": "linear", "models": [{"model": m, "parameters": {"weight": 1}} for m in unlike]})
+    assemble({"merge_method": "linear", "models": [{"model": m, "parameters": {"weight": 1}} for m in unlike]}, RecipeOptions())
 except Exception as error:
     print(error)
 """

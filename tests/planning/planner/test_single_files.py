@@ -12,11 +12,10 @@ from safetensors.numpy import load_file, save_file
 
 import weightsmith
 from tests import plan_help
-from tests.plan_help import plan, warnings
+from tests.plan_help import plan, prepare, warnings
 from weightsmith._base.errors import MismatchError, ShapeError, Unsupported
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._models.structure import analyse
-from weightsmith._planning.planner import prepare
 
 Shapes = dict[str, tuple[int, ...]]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -331,3 +332,18 @@ def test_a_model_without_layers_cannot_be_sliced(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "a", {"w.weight": decoder()["lm_head.weight"]}, {})
     problem = only(stack(cut(str(tmp_path / "a"), 0, 1)))
     assert str(problem) == "slices: the model has no stack of layers that 'slices' could cut\n  -> Use 'models'."
+
+
+def test_alignment_heads_of_whisper_follow_the_layers(tmp_path: Path) -> None:
+    a = plan_help.model(tmp_path / "a", 4)
+    generation = {"alignment_heads": [[1, 0], [3, 5], [3, 6]], "max_length": 9}
+    (tmp_path / "a" / "generation_config.json").write_text(json.dumps(generation))
+
+    def moved(*cuts: dict[str, Any]) -> Any:
+        data = plan(stack(*cuts)).files.get("generation_config.json")
+        return None if data is None else json.loads(data)
+
+    assert moved(cut(a, 0, 2), cut(a, 1, 4)) == {"alignment_heads": [[2, 0], [4, 5], [4, 6]], "max_length": 9}
+    assert moved(cut(a, 0, 2)) == {"alignment_heads": [[1, 0]], "max_length": 9}
+    assert moved(cut(a, 0, 1)) == {"max_length": 9}
+    assert moved(cut(a, 0, 4)) is None

@@ -13,13 +13,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import weightsmith
 from tests.cli_help import Cli
-from tests.plan_help import model
+from tests.plan_help import model, prepare
 from weightsmith._base.errors import FormatError, PlanError, WeightsmithError
 from weightsmith._features.quantisation.calibration.plan import without_measuring
 from weightsmith._methods import all_methods
 from weightsmith._planning.options import RecipeOptions
-from weightsmith._planning.planner import Prepared, prepare
 from weightsmith._planning.planner.inputs import number_models
+from weightsmith._planning.planner.prepared import Prepared
 from weightsmith._planning.planner.reopen import reopen
 from weightsmith._planning.planner.steps import own_texts
 from weightsmith._planning.recipe import parse

@@ -16,7 +16,7 @@ from tests import plan_help
 from tests.plan_help import plan, warnings
 from weightsmith._base.errors import CheckpointError, FormatError
 from weightsmith._models.checkpoint import open_checkpoint
-from weightsmith._planning.planner.files import drop_subfolders
+from weightsmith._planning.planner.pipelines import drop_subfolders
 from weightsmith._plans import PlanDraft, plan_from_json
 
 MODULES = [{"idx": i, "name": str(i), "path": path, "type": "x"} for i, path in enumerate(("", "1_Pooling", "2_Dense"))]

@@ -10,7 +10,7 @@ import pytest
 
 from tests import plan_help
 from tests.mini import write_checkpoint
-from tests.plan_help import config, decoder, plan, sources, warnings
+from tests.plan_help import config, decoder, plan, problems, sources, warnings
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 UNTIED = {"tie_word_embeddings": False}
@@ -55,6 +55,17 @@ def test_an_untied_donor_and_a_tied_model_give_an_untied_one(tmp_path: Path, fla
     assert sources(p)[HEAD] == [(0, HEAD), (1, EMBED)]
     assert p.config is not None
     assert p.config["tie_word_embeddings"] is False
+
+
+@pytest.mark.parametrize("first", ["a", "b"])
+def test_a_tied_head_of_t5_is_not_the_head_of_an_untied_model(tmp_path: Path, first: str) -> None:
+    """T5 divides what a tied head reads by the root of the width."""
+    for name, flag in (("a", True), ("b", False)):
+        settings = {**config(), "model_type": "t5", "tie_word_embeddings": flag}
+        write_checkpoint(tmp_path / name, decoder(head=not flag), settings)
+    paths = [str(tmp_path / name) for name in sorted("ab", key=first.__ne__)]
+    (error,) = problems(pair(*paths))
+    assert "scale what a tied head reads" in str(error)
 
 
 @pytest.mark.parametrize("which", [0, 1])

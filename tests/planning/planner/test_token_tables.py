@@ -259,3 +259,40 @@ def test_vocabularies_of_per_layer_embeddings_are_not_blamed_on_the_head(make: M
         make("ab"[k], special, lambda n: {PER_LAYER: np.ones((n, 6), np.float32)}, seed=k)
     for error in problems(linear("a", "b")):
         assert "The vocabularies differ" in error.finding.fix
+
+
+OFFSETS = {"vision_config": {"vocab_offset": 321}, "audio_config": {"vocab_offset": 323}}
+
+
+@pytest.mark.parametrize(
+    ("others", "source", "count"),
+    [
+        (("<s>", "<image>", "<audio>", "<x>"), "union", 1),  # would be read as audio
+        (("<s>", "<x>", "<image>", "<audio>"), "b", 3),  # moves the others by one
+        (("<s>",), "b", 2),
+        (("<s>", "<audio>", "<image>"), "base", 0),
+        (("<image>", "<s>"), "union", 0),
+    ],
+)
+def test_ids_that_a_model_takes_for_images_keep_their_tokens(
+    make: Make, others: tuple[str, ...], source: str, count: int
+) -> None:
+    """Gemma 3n looks up ids from vocab_offset on in tables of its own, whatever the embedding holds."""
+    make("a", ("<s>", "<image>", "<audio>"), lambda n: {}, **OFFSETS)
+    make("b", others, lambda n: {}, seed=1)
+    recipe = linear("a", "b", tokenizer_source=source)
+    if not count:
+        assert merged(recipe).plan.vocabulary is not None
+        return
+    (error,) = problems(recipe)
+    assert isinstance(error, Unsupported)
+    assert f"a takes ids from 321 on for images or audio (vision_config.vocab_offset of config.json), and {count} " in str(
+        error
+    )
+
+
+def test_a_transplant_keeps_the_ids_that_a_model_takes_for_images(make: Make) -> None:
+    make("a", ("<s>", "<image>", "<audio>"), lambda n: {}, **OFFSETS)
+    make("b", ("<s>", "<audio>"), lambda n: {}, seed=1)
+    with pytest.raises(weightsmith.PlanError, match="takes ids from 321 on for images or audio"):
+        weightsmith.transplant_tokenizer("a", "b", "out", approximation="mean")

@@ -302,6 +302,16 @@ def test_a_ghost_token_has_no_row(make: Callable[..., Tokenizer]) -> None:
     assert result.plan.vocabulary["sources"]["in no model"] == 1
 
 
+def test_a_union_keeps_the_row_of_a_token_that_only_the_settings_name(make: Callable[..., Tokenizer]) -> None:
+    n = trained().get_vocab_size()
+    make("a", rows=n + 1, settings={"pad_token": "[PAD]"}, pad_token_id=n)
+    make("b", trained(special=["<s>", "</s>", "<new>"]), seed=1)
+    rows, _ = merged(recipe("a", "b", base="a", tokenizer_source="union"))
+    assert vocab_of("out")["[PAD]"] == n == json.loads(Path("out/config.json").read_text())["pad_token_id"]
+    assert vocab_of("out")["<new>"] == n + 1
+    np.testing.assert_allclose(rows[EMBED][n:], [tensors("a")[EMBED][n], tensors("b")[EMBED][n]], atol=1e-6)
+
+
 def test_added_tokens_that_are_ordinary_text_are_pointed_out(make: Callable[..., Tokenizer]) -> None:
     make("a")
     other = trained()
@@ -324,6 +334,10 @@ def test_ids_of_special_tokens_follow_the_tokenizer(make: Callable[..., Tokenize
         eos_token_id=[321, 320],
         pad_token_id=5,
         image_token_id=320,
+        mask_index=320,
+        image_patch_id=321,
+        vocabulary_map={"<image>": 320},
+        codec_eos_token_id=320,
         more={"generation_config.json": b'{"temperature": 0.7, "eos_token_id": 321, "bos_token_id": 320}'},
     )
     b = make("b", trained(special=["<x>", "</s>", "<s>"]), seed=1, eos_token_id=321)
@@ -332,6 +346,8 @@ def test_ids_of_special_tokens_follow_the_tokenizer(make: Callable[..., Tokenize
     config = result.plan.config
     assert config is not None
     assert (config["bos_token_id"], config["eos_token_id"], config["image_token_id"]) == (322, 321, 322)
+    assert (config["mask_index"], config["image_patch_id"], config["vocabulary_map"]) == (322, 321, {"<image>": 322})
+    assert config["codec_eos_token_id"] == 320, "of another vocabulary"
     generation = json.loads(Path("out/generation_config.json").read_text())
     assert generation == {"temperature": 0.7, "eos_token_id": 321, "bos_token_id": 322}
     assert Path("out/tokenizer.json").read_bytes() == Path("b/tokenizer.json").read_bytes()
@@ -598,6 +614,16 @@ def test_a_base_with_older_files_gets_a_tokenizer_json(make: Callable[..., Token
     assert not {"vocab.json", "merges.txt"} & {path.name for path in Path("out").iterdir()}
     assert json.loads(Path("out/tokenizer_config.json").read_text())["tokenizer_class"] == "PreTrainedTokenizerFast"
     assert json.loads(Path("out/added_tokens.json").read_text())[new] == own.get_vocab_size()
+
+
+@pytest.mark.parametrize(("source", "kept"), [("union", False), ("base", True), ("b", False)])
+def test_a_tekken_file_that_lacks_the_new_tokens_is_left_out(make: Callable[..., Tokenizer], source: str, kept: bool) -> None:
+    """transformers 5 with mistral_common reads it in place of tokenizer.json."""
+    make("a", more={"tekken.json": b"{}"})
+    make("b", trained(special=["<s>", "</s>", "<x>"]), seed=1)
+    _, result = merged(recipe("a", "b", base="a", tokenizer_source=source))
+    assert Path("out/tekken.json").exists() == kept
+    assert any("tekken.json of a is left out" in str(w) for w in result.warnings) == (source == "union")
 
 
 def test_a_tokenizer_that_cannot_be_made_is_the_only_problem(make: Callable[..., Tokenizer]) -> None:

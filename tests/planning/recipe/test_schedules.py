@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 
 from tests import plan_help
-from tests.plan_help import only, plan, warnings
+from tests.plan_help import only, plan, prepare, warnings
 from weightsmith._base.errors import ParameterError
-from weightsmith._planning.planner import prepare
 from weightsmith._planning.recipe import Entry, Schedule, parse
 
 NAME = "model.layers.0.mlp.up_proj.weight"

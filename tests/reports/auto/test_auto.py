@@ -36,7 +36,7 @@ from weightsmith._base.errors import (
     StoreError,
 )
 from weightsmith._execution.progress import Silent
-from weightsmith._planning.planner import Prepared
+from weightsmith._planning.planner.prepared import Prepared
 from weightsmith._plans import Plan
 from weightsmith._reports.auto import auto as module
 from weightsmith._reports.auto.pool import Choice, Pool

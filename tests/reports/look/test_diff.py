@@ -13,7 +13,7 @@ import weightsmith
 from tests.mini import write_checkpoint
 from tests.reports.look.models import LAYERS, TOKENS, changed, is_linear, low_rank, save, trained, weights
 from weightsmith._base.errors import PlanError, UnknownName
-from weightsmith._base.report import Mark
+from weightsmith._base.report.blocks import Mark
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._plans import COPY, Product, Read, Step
 from weightsmith._reports.look.differences import KIND, VALUES, differences

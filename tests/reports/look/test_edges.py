@@ -16,7 +16,7 @@ import pytest
 import weightsmith
 from tests.cli_help import Cli, cli
 from tests.mini import write_checkpoint
-from weightsmith._base.report import HeatMap, Mark
+from weightsmith._base.report.blocks import HeatMap, Mark
 from weightsmith._base.report.charts import heat_map
 from weightsmith._base.report.html import to_html
 from weightsmith._reports.look.difference import TensorDifference

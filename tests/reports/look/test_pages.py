@@ -11,8 +11,7 @@ import pytest
 
 import weightsmith
 from tests.reports.look.models import LAYERS, changed, is_linear, low_rank, save, weights
-from weightsmith._base.report import Curves, HeatMap, Mark, Report, Table
-from weightsmith._base.report.blocks import written
+from weightsmith._base.report.blocks import Curves, HeatMap, Mark, Report, Table, written
 from weightsmith._base.report.html import to_html
 from weightsmith._reports.look.reports import comparison_report, difference_report, inspection_report, preview_report
 

@@ -27,7 +27,7 @@ from weightsmith._plans.summary import reading_text, stream_text, time_text
 if TYPE_CHECKING:
     from weightsmith._features.mixture.router import RoutingReport
     from weightsmith._files.remote.ahead import TransferEstimate
-    from weightsmith._planning.planner import Prepared
+    from weightsmith._planning.planner.prepared import Prepared
     from weightsmith._plans import Plan, Step
     from weightsmith._plans.summary import Summary, UploadEstimate
 

@@ -214,7 +214,7 @@ def status(
         say(f"{printable(progress.out)}: {progress.tensors:,}{total} tensors are finished")
         rows = [
             (
-                f"part {builder.part.replace('-', ' ')}" if builder.part else "all",
+                f"{'part ' * ('-of-' in builder.part)}{builder.part.replace('-', ' ')}" if builder.part else "all",
                 _progress(builder),
                 f"{builder.process} on {printable(builder.machine)}" if builder.process else "",
                 _state(builder),
@@ -234,6 +234,8 @@ def _state(builder: Builder) -> str:
         return "done"
     if not builder.process:
         return ""
+    if builder.stopped:
+        return "stopped"
     return {True: "running", False: "ended", None: "on another machine"}[builder.running]
 
 

@@ -17,7 +17,7 @@ from weightsmith._base.errors import Finding, WeightsmithError, printable
 from weightsmith._base.text import count, duration, is_terminal, say, show_json, size, status, status_line, warn
 
 if TYPE_CHECKING:
-    from weightsmith._base.report import Report
+    from weightsmith._base.report.blocks import Report
     from weightsmith._execution.run import Callbacks, Merged
     from weightsmith._plans import Plan
     from weightsmith._reports.evaluate.measure import ResultEvaluation
@@ -46,11 +46,10 @@ class CommandWork:
     def running(self, doing: str) -> Iterator[Callbacks]:
         """Callbacks of a progress bar, while tensor data is read. doing: the verb of the bar."""
         from weightsmith._execution.progress import callbacks, meter
-        from weightsmith._execution.run import Callbacks
 
         with failures(merging=lambda: True, as_json=self.as_json, interrupted=lambda: interrupted(self.out)):
             with meter(quiet=self.quiet) as shown:
-                yield Callbacks(*callbacks(shown, doing))
+                yield callbacks(shown, doing)
 
     def make(
         self,

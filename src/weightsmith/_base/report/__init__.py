@@ -6,17 +6,3 @@ html.py      a report as a page, which needs no network, no other file and no se
              page.js
 terminal.py  facts, tables and heat maps on the terminal, then the verdict
 """
-
-from weightsmith._base.report.blocks import Block as Block
-from weightsmith._base.report.blocks import Code as Code
-from weightsmith._base.report.blocks import Column as Column
-from weightsmith._base.report.blocks import Curves as Curves
-from weightsmith._base.report.blocks import Facts as Facts
-from weightsmith._base.report.blocks import HeatMap as HeatMap
-from weightsmith._base.report.blocks import Mark as Mark
-from weightsmith._base.report.blocks import Pictures as Pictures
-from weightsmith._base.report.blocks import Report as Report
-from weightsmith._base.report.blocks import Reported as Reported
-from weightsmith._base.report.blocks import Table as Table
-from weightsmith._base.report.blocks import heat_maps as heat_maps
-from weightsmith._base.report.blocks import report_by as report_by

@@ -68,7 +68,7 @@ def to_html(report: Report) -> str:
     the cells of a heat map say their numbers and open their tensors, and tables have all rows and can be sorted, searched and
     saved.
 
-    >>> from weightsmith._base.report import Facts, Report
+    >>> from weightsmith._base.report.blocks import Facts, Report
     >>> report = Report("a and <b>", ("They are equal.",), (Facts("", (("changed", 0.5),)),))
     >>> "a and &lt;b&gt;" in to_html(report), "http-equiv=\\"Content-Security-Policy\\"" in to_html(report)
     (True, True)
@@ -120,7 +120,7 @@ def charts_html(report: Report) -> tuple[str, list[dict[str, Any]]]:
 def in_cell(report: Report) -> str:
     """The page in a frame, for a cell of a notebook: as interactive as the file, and as much shut off.
 
-    >>> from weightsmith._base.report import Facts, Report
+    >>> from weightsmith._base.report.blocks import Facts, Report
     >>> in_cell(Report("a and <b>", (), (Facts("", (("changed", 0.5),)),)))[:67]
     '<iframe sandbox="allow-scripts allow-downloads" title="a and &lt;b&'
     """

@@ -9,10 +9,7 @@ entry point of the group `weightsmith.products`.
 from __future__ import annotations
 
 from weightsmith._base.plugins import Plugins
-from weightsmith.abc.product import ProductContext as ProductContext
-from weightsmith.abc.product import ProductKind as ProductKind
-from weightsmith.abc.product import ProductReport as ProductReport
-from weightsmith.abc.product import StreamingReduction as StreamingReduction
+from weightsmith.abc.product import ProductKind
 
 OWN = {
     "thresholds": "weightsmith._engine.products.thresholds:KIND",

@@ -21,8 +21,13 @@ class Activity(StreamingReduction):
         self._rows = {model: k for k, model in enumerate(product.models)}
         self._counts: npt.NDArray[np.int64] = np.zeros((len(product.models), 2), np.int64)
 
+    divisible = True
+
     def passes(self) -> int:
         return 1
+
+    def begin(self, number: int) -> None:
+        self._counts[:] = 0
 
     def statistics(self, number: int, matrix: Matrix, tile: Tile) -> tuple[tuple[int, ...], Counts]:
         return matrix.inputs[1:], count_tile(matrix, tile, matrix.number("epsilon"))
@@ -30,6 +35,12 @@ class Activity(StreamingReduction):
     def take(self, number: int, result: tuple[tuple[int, ...], Counts]) -> None:
         for model, count in zip(*result, strict=True):
             self._counts[self._rows[model]] += count
+
+    def partial(self, number: int) -> Arrays:
+        return [self._counts.copy()]
+
+    def add(self, number: int, partial: Arrays) -> None:
+        self._counts += partial[0]
 
     def arrays(self) -> Arrays:
         return [self._counts]

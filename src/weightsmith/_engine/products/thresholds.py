@@ -30,6 +30,8 @@ class Thresholds(StreamingReduction):
     The array is int64 [wanted, 2]: bits of the smallest magnitude kept, and of the smallest that is too large (2^31 - 1: none).
     """
 
+    divisible = True
+
     def __init__(self, product: Product) -> None:
         limits: Sequence[tuple[int, float, float]] = product.settings["wanted"]
         self._sizes = dict(zip(product.models, product.settings["sizes"], strict=True))
@@ -84,6 +86,22 @@ class Thresholds(StreamingReduction):
             return
         for key, counts in result:
             self._counted[key].add(counts)
+
+    def partial(self, number: int) -> Arrays:
+        if number in (0, 2):
+            models = sorted(self._totals)
+            none = np.zeros((0, HIGH_BINS), np.int64)
+            return [np.array(models, np.int64), np.stack([self._totals[model] for model in models]) if models else none]
+        return [array for key in sorted(self._counted) for array in self._counted[key].to_arrays()]
+
+    def add(self, number: int, partial: Arrays) -> None:
+        if number in (0, 2):
+            models, counts = partial
+            for model, count in zip(models.tolist(), counts, strict=True):
+                self._totals[model] = self._totals.get(model, 0) + count
+            return
+        for i, key in enumerate(sorted(self._counted)):
+            self._counted[key].add_arrays(partial[3 * i : 3 * i + 3])
 
     def end(self, number: int) -> None:
         if number in (0, 2):

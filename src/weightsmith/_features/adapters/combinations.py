@@ -25,11 +25,10 @@ import numpy.typing as npt
 import xxhash
 
 from weightsmith._base.torch_use import one_thread
-from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._features.adapters.cores import AdaptedModule
 from weightsmith._features.adapters.factors import decompose, prefers_exact
 from weightsmith._plans import Product, ProductSettings, Step
-from weightsmith.abc.product import Arrays
+from weightsmith.abc.product import Arrays, ProductContext, ProductKind
 
 Matrix = npt.NDArray[np.float64]
 

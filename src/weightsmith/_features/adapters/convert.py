@@ -27,12 +27,14 @@ from weightsmith._base.errors import (
     noting,
 )
 from weightsmith._base.options import named, option_error
-from weightsmith._base.tensors import DTYPES, DType, TensorSpec
+from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._features.adapters.built import WEIGHT, BuiltModel
 from weightsmith._features.adapters.factors import FactorTarget, Form
+from weightsmith._features.adapters.mlx import fill_mlx, trains_vocabulary
 from weightsmith._features.adapters.options import ConvertSettings
-from weightsmith._features.adapters.placing import AdapterPlaces, whole_name
+from weightsmith._features.adapters.placing import AdapterPlaces, norms_name, whole_name
 from weightsmith._features.adapters.renaming import DIFFUSERS, FLUX_T5, RenamedModule, renamed
+from weightsmith._features.adapters.steps import PLAIN_DTYPES, factor_step, stored_dtype
 from weightsmith._files.containers import DIFFUSERS_LORA, GGUF_ADAPTER, PEFT
 from weightsmith._files.containers import KOHYA as KOHYA_FILE
 from weightsmith._models.checkpoint import Checkpoint, HubModel, locate
@@ -54,16 +56,15 @@ from weightsmith._models.lora.gguf_file import check_heads
 from weightsmith._models.structure import analyse
 from weightsmith._models.structure.projections import GATED
 from weightsmith._models.structure.vocabulary import is_head, ties
-from weightsmith._planning.planner import Prepared
 from weightsmith._planning.planner.inputs import asking, open_models
-from weightsmith._planning.planner.prepared import model_input
+from weightsmith._planning.planner.prepared import Prepared, model_input
 from weightsmith._planning.recipe import ModelRef
 from weightsmith._planning.recipe.values import parse_reference
 from weightsmith._plans import CAST, COPY, FILL, JOIN, Block, Gather, PlanDraft, Provenance, Read, Settings, Step, Table
 from weightsmith._version import __version__
 
 COMMAND = "convert-lora"
-LLAMA_CPP = "llama.cpp"
+LLAMA_CPP, MLX = "llama.cpp", "mlx"
 
 _SINGLE = {
     "kohya": (KOHYA_FILE, PAIRS[4]),
@@ -72,7 +73,6 @@ _SINGLE = {
 }
 """Program → the container, and how it names factors."""
 _BASE_LAYER = ".base_layer."
-_PLAIN = ("F32", "F16", "BF16")
 _ROUNDED = 1e-6
 """Alphas that differ by less, relatively, are one: llama.cpp's is float32."""
 
@@ -96,6 +96,7 @@ def prepare_conversion(adapter: str | os.PathLike[str], settings: ConvertSetting
         stack.callback(opened.checkpoint.close)
         base_ref = known[1] if len(known) > 1 else _named_base(opened)
         needed = settings.layout == LLAMA_CPP or bool(opened.turned) or settings.base is not None or needs_base(opened)
+        needed |= settings.layout == MLX and trains_vocabulary(opened)
         with ExitStack() as bases:
             base = _open_base(base_ref, bases) if needed else None
             if base is not None:
@@ -120,9 +121,13 @@ def _check(adapter: Adapter, settings: ConvertSettings) -> None:
     if adapter.others:
         what = f"it is {adapter.title}: only factors of LoRA are converted"
         raise Unsupported(what, where=where, fix=f"make a LoRA of it first: {extracted}; or merge it: {merged}")
-    if dora := next((module for module, factors in adapter.updates.items() if factors.magnitude), ""):
-        what = f"it is DoRA, and {settings.layout} has no norms of rows: {dora}"
+    normed = [module for module, factors in adapter.updates.items() if factors.magnitude]
+    if normed and settings.layout not in (PEFT, MLX):
+        what = f"it is DoRA, and {settings.layout} has no norms of rows: {normed[0]}"
         raise Unsupported(what, where=where, fix=f"make a LoRA of it first: {extracted}; or merge it: {merged}")
+    if other := next((module for module in adapter.updates if normed and module not in normed), ""):
+        what = f"{normed[0]} is DoRA and {other} is LoRA, and {settings.layout} has one kind for all"
+        raise Unsupported(what, where=where, fix=f"merge it: {merged}")
     if adapter.replacements:
         names = [*adapter.replacements][:3]
         what = f"it saves {len(adapter.replacements):,} tensors whole, and a LoRA of {settings.layout} has factors alone"
@@ -185,6 +190,8 @@ def _draft(adapter: Adapter, settings: ConvertSettings, base: Checkpoint | None,
         assert base is not None
         stacked = asking(base, partial(find_experts, base, adapter)) if adapter.stacked else StackedPlaces([])
         _GgufAdapterDraft(adapter, settings, base, places, stacked, draft).fill(_base_name(base_ref))
+    elif settings.layout == MLX:
+        fill_mlx(adapter, settings, base, draft, _base_name(base_ref))
     elif settings.layout in _SINGLE:
         _fill_single(adapter, settings, draft)
     else:
@@ -206,32 +213,12 @@ def _command(adapter: str, settings: ConvertSettings) -> str:
     return yaml.safe_dump({COMMAND: chosen}, sort_keys=False, allow_unicode=True)
 
 
-def _dtype(spec: TensorSpec, settings: ConvertSettings) -> DType:
-    if settings.out_dtype is not None:
-        return settings.out_dtype
-    return spec.dtype if spec.dtype.name in _PLAIN else DTYPES["F32"]
-
-
-def _factor_step(draft: PlanDraft, name: str, spec: TensorSpec, factor: float, view: Any = None, axis: int = 0) -> Step:
-    """The step of a factor as float numbers: a copy, or a product with a number. view: the order of its rows or columns"""
-    read = Read(0, spec.name) if view is None else Read(0, spec.name, _ordered(draft, spec, view, axis))
-    if factor == 1:
-        return Step(replace(spec, name=name), COPY, (read,))
-    settings = draft.add_settings(Settings({"normalize": False}, ({"weight": factor},)))
-    return Step(TensorSpec(name, DTYPES["F32"], spec.shape), "linear", (read,), settings=settings)
-
-
-def _ordered(draft: PlanDraft, spec: TensorSpec, order: Any, axis: int) -> Gather:
-    rows, cols = spec.shape
-    return Gather(draft.add_table(Table.of(order)), Block(0, rows, cols, cols), 1 if axis else 0)
-
-
 # ---- PEFT's folders
 
 
 def _fill_peft(adapter: Adapter, settings: ConvertSettings, base: Checkpoint | None, draft: PlanDraft, base_name: str) -> None:
     """The draft of a folder that PEFT loads."""
-    specs = adapter.checkpoint.specs
+    specs, stated = adapter.checkpoint.specs, adapter.checkpoint.config or {}
     if adapter.file is not None:
         what = "its names are those of a single file, and PEFT's are names of modules in the model"
         fix = f"merge it into its base: weightsmith dequantize BASE+{adapter.checkpoint.ref} OUT"
@@ -251,17 +238,24 @@ def _fill_peft(adapter: Adapter, settings: ConvertSettings, base: Checkpoint | N
             if spec.name in adapter.turned:
                 assert base is not None
                 view = _hub_rows(spec.shape[0], _heads(base)[adapter.turned[spec.name]], spec.name)
-            step = _factor_step(draft, name, spec, 1, view)
-            dtype = _dtype(spec, settings)
+            step = factor_step(draft, name, spec, 1, view)
+            dtype = stored_dtype(spec, settings)
             draft.steps.append(step if dtype == spec.dtype else replace(step, op=CAST, out=replace(step.out, dtype=dtype)))
+        if factors.magnitude:
+            spec = specs[factors.magnitude]
+            out = TensorSpec(norms_name(module), stored_dtype(spec, settings), spec.shape)
+            draft.steps.append(Step(out, COPY if out.dtype == spec.dtype else CAST, (Read(0, spec.name),)))
     config = places.config(
         base_name,
         "",
         ranks,
         sorted(forms),
         transposed=adapter.transposed,
-        causal=(adapter.checkpoint.config or {}).get("task_type", "CAUSAL_LM") == "CAUSAL_LM",
+        causal=stated.get("task_type", "CAUSAL_LM") == "CAUSAL_LM",
+        dora=any(factors.magnitude for factors in adapter.updates.values()),
     )
+    if stated.get("ensure_weight_tying") is True:
+        config["ensure_weight_tying"] = True
     alphas = {module: factors.scaling * ranks[module] for module, factors in adapter.updates.items()}
     usual = Counter(alphas.values()).most_common(1)[0][0]
     config["lora_alpha"] = usual
@@ -309,8 +303,8 @@ def _put_module(
         first, count = module.rows
         read = Read(0, b.name, Block(first * b.shape[1], count, b.shape[1], b.shape[1]))
         b = replace(b, shape=(count, b.shape[1]))
-    draft.steps.append(_cast(_factor_step(draft, f"{module.name}{names.a}", a, 1.0), a, settings))
-    step = replace(_factor_step(draft, f"{module.name}{names.b}", b, folded), inputs=(read,))
+    draft.steps.append(_cast(factor_step(draft, f"{module.name}{names.a}", a, 1.0), a, settings))
+    step = replace(factor_step(draft, f"{module.name}{names.b}", b, folded), inputs=(read,))
     draft.steps.append(_cast(step, b, settings))
     return a.shape[0], factors.scaling
 
@@ -340,7 +334,7 @@ def _put_fused(adapter: Adapter, settings: ConvertSettings, draft: PlanDraft, mo
         ups.append(Step(spec, "linear", (read,), settings=weight))
         one = TensorSpec(f"{module.name}{names.a}.{i}", DTYPES["F32"], a.shape)
         downs.append(Step(one, COPY if a.dtype.name == "F32" else CAST, (Read(0, a.name),)))
-    dtype = _dtype(specs[adapter.updates[next(filter(None, module.parts))].b], settings)
+    dtype = stored_dtype(specs[adapter.updates[next(filter(None, module.parts))].b], settings)
     for ending, pieces in ((names.a, downs), (names.b, ups)):
         shape = sum(piece.out.shape[0] for piece in pieces), pieces[0].out.shape[1]
         cast = tuple(replace(piece, out=replace(piece.out, dtype=dtype)) for piece in pieces)
@@ -353,7 +347,7 @@ def _put_fused(adapter: Adapter, settings: ConvertSettings, draft: PlanDraft, mo
 
 def _cast(step: Step, spec: TensorSpec, settings: ConvertSettings) -> Step:
     """The step of a factor in the dtype that it is stored in."""
-    dtype = _dtype(spec, settings)
+    dtype = stored_dtype(spec, settings)
     if dtype == step.out.dtype:
         return step
     return replace(step, op=CAST if step.op == COPY else step.op, out=replace(step.out, dtype=dtype))
@@ -403,7 +397,7 @@ class _GgufAdapterDraft:
 
     def fill(self, base_name: str) -> None:
         """Raises PlanError with everything that llama.cpp does not read."""
-        if self.settings.out_dtype is not None and self.settings.out_dtype.name not in _PLAIN:
+        if self.settings.out_dtype is not None and self.settings.out_dtype.name not in PLAIN_DTYPES:
             fix = "choose float32, float16 or bfloat16"
             raise option_error("out_dtype", f"llama.cpp reads no {self.settings.out_dtype.torch}", fix)
         config = text_config(self.base.config)
@@ -478,19 +472,19 @@ class _GgufAdapterDraft:
         column_order = order.places if order is not None and order.axis == 1 else None
         row_order = order.places if order is not None and order.axis == 0 else None
         if name == EMBEDDING:
-            self._put_transposed(f"{name}{A_ENDING}", _factor_step(self.draft, f"{name}{A_ENDING}", a, 1.0))
+            self._put_transposed(f"{name}{A_ENDING}", factor_step(self.draft, f"{name}{A_ENDING}", a, 1.0))
         else:
-            self._put(_factor_step(self.draft, f"{name}{A_ENDING}", a, on_a, column_order, axis=1), a)
-        self._put(_factor_step(self.draft, f"{name}{B_ENDING}", b, on_b, row_order), b, head_rows)
+            self._put(factor_step(self.draft, f"{name}{A_ENDING}", a, on_a, column_order, axis=1), a)
+        self._put(factor_step(self.draft, f"{name}{B_ENDING}", b, on_b, row_order), b, head_rows)
 
     def _put(self, step: Step, spec: TensorSpec, head_rows: int = 0) -> None:
-        encoding = GgufEncoding(_dtype(spec, self.settings), head_rows)
+        encoding = GgufEncoding(stored_dtype(spec, self.settings), head_rows)
         (out,) = encoding.outs(step.out)
         self.draft.steps.append(replace(step, encoding=encoding.name, stored=(replace(out, name=step.out.name),)))
 
     def _put_transposed(self, name: str, step: Step) -> None:
         height = step.out.shape[0]
-        encoding = CutEncoding(height, ((_dtype(step.out, self.settings), (Piece(0, height, transposed=True),)),))
+        encoding = CutEncoding(height, ((stored_dtype(step.out, self.settings), (Piece(0, height, transposed=True),)),))
         (out,) = encoding.outs(step.out)
         self.draft.steps.append(replace(step, encoding=encoding.name, stored=(replace(out, name=name),)))
 
@@ -505,9 +499,9 @@ class _GgufAdapterDraft:
             what = f"llama.cpp stores it as {' and '.join(names)}, which are no products of two factors"
             raise Unsupported(what, where=placed.module, fix=self._merge())
         for name in names:
-            self._put(_factor_step(self.draft, f"{name}{A_ENDING}", a, 1.0), a)
-        step = _factor_step(self.draft, f"{split.name}{layer}{B_ENDING}", b, placed.factor)
-        encoding = CutEncoding(height, tuple((_dtype(b, self.settings), pieces) for pieces in parts), split.flat)
+            self._put(factor_step(self.draft, f"{name}{A_ENDING}", a, 1.0), a)
+        step = factor_step(self.draft, f"{split.name}{layer}{B_ENDING}", b, placed.factor)
+        encoding = CutEncoding(height, tuple((stored_dtype(b, self.settings), pieces) for pieces in parts), split.flat)
         outs = [replace(out, name=f"{name}{B_ENDING}") for out, name in zip(encoding.outs(step.out), names, strict=True)]
         self.draft.steps.append(replace(step, encoding=encoding.name, stored=tuple(outs)))
 
@@ -530,7 +524,7 @@ class _GgufAdapterDraft:
             widened = mixed or any(factor != 1 for factor in factors)
             pieces = []
             for i, (spec_name, factor) in enumerate(zip(spec_names, factors, strict=True)):
-                piece = _factor_step(self.draft, f"{name}{ending}.{i}", specs[spec_name], factor)
+                piece = factor_step(self.draft, f"{name}{ending}.{i}", specs[spec_name], factor)
                 if widened and factor == 1 and piece.out.dtype.name != "F32":
                     piece = replace(piece, op=CAST, out=replace(piece.out, dtype=DTYPES["F32"]))
                 pieces.append(piece)
@@ -557,7 +551,7 @@ class _GgufAdapterDraft:
                 chosen = np.arange(e * rank, (e + 1) * rank) if parameter.grouped else np.arange(rank) * count + e
                 width = b.shape[1]
                 gather = Gather(self.draft.add_table(Table.of(chosen)), Block(first * width, rows, width, width), 1)
-                up = _factor_step(self.draft, f"{name}{B_ENDING}.{e}", replace(b, shape=(rows, rank)), factor)
+                up = factor_step(self.draft, f"{name}{B_ENDING}.{e}", replace(b, shape=(rows, rank)), factor)
                 ups.append(replace(up, inputs=(Read(0, b.name, gather),)))
             for ending, pieces, spec in ((A_ENDING, downs, a), (B_ENDING, ups, b)):
                 whole = TensorSpec(f"{name}{ending}", pieces[0].out.dtype, (count, *pieces[0].out.shape))

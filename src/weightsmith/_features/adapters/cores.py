@@ -39,10 +39,9 @@ import numpy.typing as npt
 from weightsmith._base.errors import MismatchError
 from weightsmith._base.tensors import DTYPES, MAX_STACKED, TensorSpec
 from weightsmith._base.torch_use import one_thread
-from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._methods.jobs.decompose import column_basis, thin_svd
 from weightsmith._plans import COPY, PRODUCTS, Product, ProductSettings, Read, Step
-from weightsmith.abc.product import Arrays
+from weightsmith.abc.product import Arrays, ProductContext, ProductKind
 
 Tensor = Any  # torch is optional, so mypy cannot use its type
 

@@ -51,10 +51,9 @@ from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import Structure, analyse
 from weightsmith._models.structure.vocabulary import TIED_HEAD, is_vocabulary
 from weightsmith._planning.follow_ups import FollowUpKind, SecondPlan
-from weightsmith._planning.planner import Prepared
 from weightsmith._planning.planner.inputs import find_model, open_models
 from weightsmith._planning.planner.match import is_buffer
-from weightsmith._planning.planner.prepared import model_input
+from weightsmith._planning.planner.prepared import Prepared, model_input
 from weightsmith._planning.recipe import ModelRef
 from weightsmith._planning.recipe.values import parse_reference
 from weightsmith._plans import (

@@ -29,10 +29,9 @@ import xxhash
 
 from weightsmith._base.tensors import DTYPES, MAX_STACKED, TensorSpec
 from weightsmith._base.torch_use import one_thread, usable_device
-from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._methods.jobs.decompose import thin_svd
 from weightsmith._plans import Product, ProductSettings, Step
-from weightsmith.abc.product import Arrays, Floats
+from weightsmith.abc.product import Arrays, Floats, ProductContext, ProductKind
 
 Tensor = Any  # torch is optional, so mypy cannot use its type
 

@@ -44,8 +44,7 @@ from weightsmith._models.structure.vocabulary import is_vocabulary
 from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner.build import NOTHING, assemble_recipe
 from weightsmith._planning.planner.prepared import PlanRequest, Prepared, Written, model_input
-from weightsmith._planning.recipe import Recipe
-from weightsmith._planning.recipe.records import Entry, Setting
+from weightsmith._planning.recipe import Entry, Recipe, Setting
 from weightsmith._plans import CAST, COPY, PRODUCTS, PlanDraft, Product, Read, Step
 
 _SOURCES: Mapping[Space, str] = {
@@ -336,6 +335,8 @@ def _config(opened: OpenedAdapters, places: AdapterPlaces, ranks: Mapping[str, i
         rank=next((ranks[name] for name in opened.experts), None),
         dora=any(module.scaled for module in opened.modules.values()),
     )
+    if opened.ties:
+        written["ensure_weight_tying"] = True
     if len(tasks := {str(config.get("task_type") or "") for config in configs}) == 1:
         written["task_type"] = tasks.pop() or None
     # The experts of the merge have the layout of the inputs.

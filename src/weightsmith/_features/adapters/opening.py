@@ -8,6 +8,8 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
+
 from weightsmith._base.errors import MismatchError, ShapeError, Unsupported, WeightsmithError, noting
 from weightsmith._base.idioms import grouped
 from weightsmith._base.tensors import DTYPES, MAX_STACKED, TensorSpec
@@ -24,6 +26,7 @@ from weightsmith._models.lora.exact import as_lora, needs_base
 from weightsmith._models.lora.experts import WRAPPED
 from weightsmith._models.lora.forms import as_matrix
 from weightsmith._models.sources.composed import StateDict
+from weightsmith._models.structure.vocabulary import is_embedding, is_head
 from weightsmith._planning.planner.inputs import asking, at, is_adapter, open_models
 from weightsmith._planning.recipe import ModelRef
 from weightsmith._plans import Read, Step
@@ -50,6 +53,7 @@ class OpenedAdapters:
     modules      that any of them has factors of
     matrices     of the modules → their modules
     whole        tensors that any of them saves whole, as models have them
+    ties         the adapters were trained on an embedding that is also the head, as one (`ensure_weight_tying`)
     zeros        1 if a base, the zero adapter or a model, comes before the adapters, else 0
     """
 
@@ -63,6 +67,7 @@ class OpenedAdapters:
         self.modules: Mapping[str, AdaptedModule] = {}
         self.matrices: dict[str, AdaptedModule] = {}
         self.whole: dict[str, TensorSpec] = {}
+        self.ties = False
         self.zeros = 0
 
     def __call__(
@@ -87,6 +92,7 @@ class OpenedAdapters:
         if not problems:
             with noting(problems):
                 check_files(self.adapters)
+                self.ties = ties_vocabulary(self.adapters)
                 self._match()
         if problems:
             return [None for _ in refs], problems
@@ -114,7 +120,7 @@ class OpenedAdapters:
                 raise Unsupported(what, where=where, fix=self.name_base)
             shapes = asking(self.base, partial(find_shapes, self.base, adapter))
         try:
-            return as_lora(adapter, shapes)
+            return with_one_vocabulary(as_lora(adapter, shapes))
         except Unsupported as error:
             fix = f"{MERGE_MODELS}; or make a LoRA of it first: weightsmith extract-lora BASE+{where} BASE OUT"
             raise Unsupported(error.finding.what, where=error.finding.where, details=error.finding.details, fix=fix) from None
@@ -240,6 +246,55 @@ class _Specs(StateDict):
     def __init__(self, specs: Sequence[TensorSpec], where: str) -> None:
         super().__init__({}, where)
         self.specs = {spec.name: spec for spec in specs}
+
+
+# ---- Embedding and head that were trained as one.
+
+
+def _ties(adapter: Adapter) -> bool:
+    return (adapter.checkpoint.config or {}).get("ensure_weight_tying") is True
+
+
+def _vocabulary(adapter: Adapter) -> tuple[list[str], list[str]]:
+    """The embeddings and the heads that an adapter trains, as modules."""
+    names = [*adapter.updates, *(name.removesuffix(WEIGHT) for name in adapter.replacements if name.endswith(WEIGHT))]
+    specs = {name: TensorSpec(f"{name}{WEIGHT}", DTYPES["F32"], (1, 1)) for name in dict.fromkeys(names)}
+    return [name for name, spec in specs.items() if is_embedding(spec)], [name for name, spec in specs.items() if is_head(spec)]
+
+
+def with_one_vocabulary(adapter: Adapter) -> Adapter:
+    """The adapter without the factors of the head that PEFT has saved twice: those of the embedding it is tied to, transposed.
+
+    Merged by themselves, they would no longer be those of the embedding. Cost: reads both.
+    """
+    if not _ties(adapter):
+        return adapter
+    embeddings, heads = ([name for name in names if name in adapter.updates] for names in _vocabulary(adapter))
+    if not embeddings:
+        return adapter
+    one, read = adapter.updates[embeddings[0]], adapter.checkpoint.read
+    shared = [
+        head
+        for head in heads
+        if one.scaling == (other := adapter.updates[head]).scaling
+        and not (one.magnitude or other.magnitude)
+        and all(np.array_equal(read(a).T, read(b)) for a, b in ((one.b, other.a), (one.a, other.b)))
+    ]
+    return replace(adapter, updates={name: factors for name, factors in adapter.updates.items() if name not in shared})
+
+
+def ties_vocabulary(adapters: Sequence[Adapter]) -> bool:
+    """Whether the adapters that train an embedding or a head do so as one. Raises Unsupported if some do and others do not."""
+    trained = [adapter for adapter in adapters if any(_vocabulary(adapter))]
+    tied = [adapter for adapter in trained if _ties(adapter)]
+    if tied and len(tied) < len(trained):
+        other = next(adapter for adapter in trained if adapter not in tied)
+        what = "embedding and head were trained as one here (ensure_weight_tying), and apart in another adapter"
+        raise Unsupported(what, where=tied[0].checkpoint.ref, details=[other.checkpoint.ref], fix=MERGE_MODELS)
+    if tied and (alone := next((adapter for adapter in tied if adapter.updates and not _vocabulary(adapter)[0]), None)):
+        what = "it has the head alone, and ensure_weight_tying ties that to the embedding"
+        raise Unsupported(what, where=alone.checkpoint.ref, fix=MERGE_MODELS)
+    return bool(tied)
 
 
 # ---- What the adapters have factors of, and what they save whole.

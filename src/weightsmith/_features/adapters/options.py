@@ -110,7 +110,7 @@ class ConvertSettings:
         "--for PROGRAM",
         "Program that loads the adapter",
         details="See [programs](lora.md#converting-adapters).",
-        choices=("peft", "llama.cpp", "kohya", "diffusers", "comfyui"),
+        choices=("peft", "mlx", "llama.cpp", "kohya", "diffusers", "comfyui"),
     )
     base: str | None = option(
         None,

@@ -10,8 +10,7 @@ from typing import Any
 
 from weightsmith._base.errors import Finding
 from weightsmith._base.idioms import grouped
-from weightsmith._base.report import Column, HeatMap, Table, heat_maps
-from weightsmith._base.report.blocks import Block, Mark
+from weightsmith._base.report.blocks import Block, Column, HeatMap, Mark, Table, heat_maps
 from weightsmith._base.report.charts import heat_map, picture
 from weightsmith._base.text import markdown_table
 from weightsmith._features.adapters.factors import FactorTarget

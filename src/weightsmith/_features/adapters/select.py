@@ -12,7 +12,6 @@ from weightsmith._base.errors import ShapeError, UnknownName, WeightsmithError, 
 from weightsmith._base.files import show
 from weightsmith._base.options import assignment, named, option_error
 from weightsmith._base.tensors import DTYPES, MAX_STACKED, TensorSpec
-from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._features.adapters.built import GROUP, WEIGHT, BuiltModel, ExpertStack, find_stacks, group_of, is_expert
 from weightsmith._features.adapters.factors import FactorTarget, Form, prefers_exact
 from weightsmith._features.adapters.options import ExtractSettings
@@ -23,7 +22,7 @@ from weightsmith._models.structure.vocabulary import TIED_HEAD, is_embedding, is
 from weightsmith._planning.planner.inputs import analyse_all
 from weightsmith._planning.planner.match import ModelNames, is_buffer
 from weightsmith._plans import Block, Product, Step
-from weightsmith.abc.product import Arrays
+from weightsmith.abc.product import Arrays, ProductContext, ProductKind
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,8 +47,7 @@ from weightsmith._planning.planner.loading import question_of
 from weightsmith._planning.planner.prepared import PlanRequest, Prepared, Stage, Written
 from weightsmith._planning.planner.steps import main_dtype
 from weightsmith._planning.recipe import Expert, ModelRef, Recipe, Surgery, Upcycling
-from weightsmith._plans import Dropped, FileRead, Product, Provenance, Step
-from weightsmith._plans.values import arrays_of, needs_of
+from weightsmith._plans import Dropped, FileRead, Product, Provenance, Step, arrays_of, needs_of
 from weightsmith._version import __version__
 from weightsmith.abc.layout import ExpertLayout, Facts
 

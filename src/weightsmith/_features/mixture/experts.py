@@ -16,10 +16,9 @@ import numpy.typing as npt
 
 from weightsmith._base.errors import NonFinite, Unsupported, WeightsmithError
 from weightsmith._base.tensors import DTYPES, TensorSpec
-from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._models.structure.configs import text_sections
 from weightsmith._plans import COPY, Block, Gather, Product, ProductSettings, Read, Step
-from weightsmith.abc.product import Arrays, Floats
+from weightsmith.abc.product import Arrays, Floats, ProductContext, ProductKind
 
 _SEPARATE = re.compile(r"(?P<block>(?:.*\.)?)experts\.(?P<expert>0|[1-9][0-9]{0,5})\.(?P<part>.+)")
 _FUSED = re.compile(r"(?P<block>(?:.*\.)?)(?:experts\..+|(?:input|output)_linear\.weight)")

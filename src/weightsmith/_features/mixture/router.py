@@ -23,17 +23,15 @@ from weightsmith._base.errors import (
     noting,
 )
 from weightsmith._base.installation import absent_packages
-from weightsmith._base.report import HeatMap
-from weightsmith._base.report.blocks import Block
+from weightsmith._base.report.blocks import Block, HeatMap
 from weightsmith._base.report.charts import heat_map, picture
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._base.text import markdown_table
 from weightsmith._base.torch_use import usable_device
-from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._features.mixture.gates import MODES, PromptSample, Rows
 from weightsmith._features.mixture.prompts import ExpertTexts, Row, TokenRows, Tokens
 from weightsmith._plans import Product, ProductSettings
-from weightsmith.abc.product import Arrays
+from weightsmith.abc.product import Arrays, ProductContext, ProductKind
 
 if TYPE_CHECKING:
     from torch import Tensor

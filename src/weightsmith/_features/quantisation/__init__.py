@@ -20,7 +20,7 @@ from weightsmith._features.quantisation.options import QuantizeSettings
 
 if TYPE_CHECKING:  # the options of this package are imported with it, by every command
     from weightsmith._planning.options import RecipeOptions
-    from weightsmith._planning.planner import Prepared
+    from weightsmith._planning.planner.prepared import Prepared
 
 
 def format_problems(name: str | None, settings: QuantizeSettings) -> list[WeightsmithError]:

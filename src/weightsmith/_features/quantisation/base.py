@@ -2,14 +2,14 @@
 
 An output that some program cannot load is a warning, or with `--for` an error, before tensor data is read. With `--target
 kl=0.02` a result must not exceed a divergence: the format chooses the settings of a size, from its measurement; which size, is
-found by evaluating results (`_execution/targets.py`).
+found by evaluating results (`_execution/second_plans.py`).
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from weightsmith._base.errors import Finding, PlanError, Unsupported, WeightsmithError
@@ -27,8 +27,8 @@ from weightsmith._models.formats.engines import (
     objections,
 )
 from weightsmith._planning.options import SHARD_BYTES
-from weightsmith._planning.planner import Prepared
 from weightsmith._planning.planner.encode import encodable
+from weightsmith._planning.planner.prepared import Prepared
 from weightsmith._plans import PlanDraft, Product
 from weightsmith.abc.product import Arrays
 
@@ -46,6 +46,7 @@ class Format:
     follow    if `apply` sets `then`: (as for `apply`, the measured products, their arrays by name): makes the draft of plain
               tensors the draft of the format; returns files to add to the output
     shard_bytes  maximum size of a weight file, unless the user says another
+    part      the part of a pipeline that it stores: (the names of the parts) → one, or "" for none
     """
 
     name: str
@@ -55,6 +56,7 @@ class Format:
     settings: frozenset[str] = frozenset()
     follow: Callable[[Prepared, QuantizeSettings, Sequence[Product], Mapping[str, Arrays]], Mapping[str, bytes]] | None = None
     shard_bytes: int = SHARD_BYTES
+    part: Callable[[Collection[str]], str] = lambda parts: ""
 
 
 # ---- a divergence instead of a size

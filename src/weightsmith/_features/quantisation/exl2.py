@@ -42,7 +42,7 @@ from weightsmith._models.formats.exl2.layout import Params
 from weightsmith._models.formats.exl2.loader import ELSEWHERE
 from weightsmith._models.formats.exl2.model import Model, notes, prepare_model, store
 from weightsmith._models.formats.unfused import DEFAULT_HEAD_BITS
-from weightsmith._planning.planner import Prepared
+from weightsmith._planning.planner.prepared import Prepared
 from weightsmith._plans import PlanDraft, Product
 from weightsmith.abc.product import Arrays
 

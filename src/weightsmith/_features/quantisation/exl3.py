@@ -38,8 +38,8 @@ from weightsmith._models.formats.unfused import (
 )
 from weightsmith._models.structure.projections import ProjectionRole, projection_role
 from weightsmith._models.structure.vocabulary import is_model_head
-from weightsmith._planning.planner import Prepared
 from weightsmith._planning.planner.encode import encodable
+from weightsmith._planning.planner.prepared import Prepared
 from weightsmith._plans import PlanDraft
 
 _WEIGHT = ".weight"

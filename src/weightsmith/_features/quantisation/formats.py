@@ -28,6 +28,7 @@ from weightsmith._base.errors import Finding, FormatError, ParameterError, PlanE
 from weightsmith._base.files import expand_user, read_bounded
 from weightsmith._base.idioms import grouped
 from weightsmith._base.options import assignment, named, option_error, read_options
+from weightsmith._base.strict_json import parse_object
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._features.quantisation import exl2, exl3
 from weightsmith._features.quantisation.base import Format, check_engines, check_target, family_problems, read_target, unloaded
@@ -46,16 +47,20 @@ from weightsmith._features.quantisation.calibration.plan import (
 )
 from weightsmith._features.quantisation.optimise import solve_together
 from weightsmith._features.quantisation.options import QuantizeSettings
+from weightsmith._files.containers import PLAIN_NAMES
 from weightsmith._files.copied import MAX_COPIED_BYTES
+from weightsmith._files.subfolders import PIPELINE
 from weightsmith._models.card import CARD_NAME, hub_id_of, read_card
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.formats import find_encoding, format_of_encoding, formats
+from weightsmith._models.formats.engines import head_objections
 from weightsmith._models.structure.projections import joined_sets, site_of
 from weightsmith._models.structure.vocabulary import TIED_HEAD, is_model_head, is_vocabulary, tie_flag
 from weightsmith._planning.follow_ups import FollowUpKind, SecondPlan
-from weightsmith._planning.planner import Prepared
 from weightsmith._planning.planner.encode import encodable, quantise
-from weightsmith._planning.planner.files import drop_subfolders, joined, lacking
+from weightsmith._planning.planner.files import NO_CONFIG, joined, lacking
+from weightsmith._planning.planner.pipelines import drop_subfolders
+from weightsmith._planning.planner.prepared import Prepared
 from weightsmith._plans import PLAIN, PlanDraft, Product, Step
 from weightsmith._plans.codec import has_type
 from weightsmith.abc.product import Arrays, Floats
@@ -75,6 +80,7 @@ def format_of(model_format: ModelFormat) -> Format:
         model_format.settings | (CALIBRATION_SETTINGS | _SIZES if measures else frozenset[str]()),
         partial(_follow_measurement, model_format) if measures else None,
         model_format.shard_bytes,
+        model_format.part,
     )
 
 
@@ -171,6 +177,8 @@ def _prepare(model_format: ModelFormat, assembled: Prepared, request: ModelReque
     origins = [_origin(checkpoint) for checkpoint in assembled.inputs]
     companions = ModelFiles(origins, partial(_files_of, assembled), partial(_file_of_donor, assembled), held.update)
     files = model_format.prepare(draft, companions, request)
+    if draft.config is None:  # its programs look for none
+        draft.warnings = [finding for finding in draft.warnings if not finding.what.startswith(NO_CONFIG)]
     draft.lacking = joined([draft.lacking, lacking(((model.ref, model.files) for model in assembled.inputs), held)])
     return files
 
@@ -376,7 +384,9 @@ FORMATS: dict[str, Format] = {
 def apply_format(prepared: Prepared, name: str, settings: QuantizeSettings) -> None:
     """Change a draft of plain tensors to one in the format `name`. Raises as `Format.apply`."""
     draft = prepared.draft
-    if draft.naming.parts:
+    if part := FORMATS[name].part(draft.naming.parts):
+        _keep_part(prepared, part)
+    elif draft.naming.parts:
         model, parts = prepared.inputs[draft.donor].ref, ", ".join(draft.naming.parts)
         what = f"a pipeline of several models, and a quantised output holds one: {parts}"
         fix = f"name the folder of one part, such as {model}/{next(iter(draft.naming.parts))}, and copy the result there"
@@ -386,6 +396,22 @@ def apply_format(prepared: Prepared, name: str, settings: QuantizeSettings) -> N
     prepared.draft.provenance = replace(prepared.draft.provenance, format=name)
     prepared.draft.warnings += _decoded(prepared.inputs, name)
     prepared.named += _files(settings)
+
+
+def _keep_part(prepared: Prepared, part: str) -> None:
+    """Make the draft of a pipeline that of one of its parts."""
+    draft, prefix, config = prepared.draft, f"{part}/", f"{part}/config.json"
+    others = [step for step in draft.steps if not step.out.name.startswith(prefix)]
+    draft.leave_out(others, f"the file holds the part {part} alone")
+    draft.steps = [replace(step, out=replace(step.out, name=step.out.name.removeprefix(prefix))) for step in draft.steps]
+    stored = _files_of(prepared, [config]).get(config)
+    draft.config = {} if stored is None else parse_object(stored, config, prepared.inputs[draft.donor].ref, "repair it")
+    left_out = [name for name in draft.naming.parts if name != part]
+    draft.naming, draft.files = PLAIN_NAMES, {}
+    draft.carried = [name for name in draft.carried if "/" not in name and name != PIPELINE]
+    if left_out:
+        what = f"the other parts of the pipeline are left out: {', '.join(left_out)}"
+        draft.warn(what, "quantize", "load them from the input, or from files of their own")
 
 
 def _follow(prepared: Prepared, arrays: Mapping[str, Arrays], _answer: object, max_bytes: int | None) -> SecondPlan:
@@ -492,7 +518,8 @@ def _decoded(models: Iterable[Checkpoint], name: str) -> list[Finding]:
 # ---- Weights in several encodings of one stored format: `--quantize nvfp4a16 --tensor-type self_attn=fp8-dynamic`
 #
 # A type is `REGEX=NAME`. The expression is searched for in the names of weights that are quantised, and the last type that fits
-# a weight wins. NAME is an encoding of the same stored format, with its group size (`w4a16-g64`), or `plain`.
+# a weight wins. NAME is an encoding of the same stored format, with its group size (`w4a16-g64`), or `plain`. The name of the
+# format that is asked for has the group size of the other weights.
 #
 # A type that fits no weight of the layers may fit the head: `lm_head=w8a16`. `.=w8a16` leaves the head as it is.
 #
@@ -519,6 +546,8 @@ def encodings_by_weight(
     """
     stored_format = format_of_encoding(default.name)
     types, problems = _read_types(stored_format, texts)
+    family = _writing_of(default.name)
+    types = [(pattern, default.name if kind == family else kind) for pattern, kind in types]
     if problems:
         raise PlanError([option_error("tensor_types", problem) for problem in problems])
     if not texts:
@@ -595,25 +624,31 @@ def check_mixture(draft: PlanDraft, default: Encoding, by_weight: Mapping[str, s
     used = [name for name in dict.fromkeys(step.encoding for step in draft.steps) if name not in (PLAIN, default.name)]
     problems: list[WeightsmithError] = []
     for name in used:
-        writing = next(w for w in format_of_encoding(name).writes if name in {e.name for e in w.all_encodings})
-        problems += unloaded(writing.name, settings)
+        problems += unloaded(_writing_of(name), settings)
         if not problems:
-            check_engines(draft, name, writing.name, settings)
-    stored = [step.out for step in draft.steps if step.out.name in by_weight and step.encoding != PLAIN]
-    heads = [spec.name for spec in stored if is_model_head(spec)]  # MLX quantises heads that nobody asks for
+            check_engines(draft, name, _writing_of(name), settings)
+    stored = [step for step in draft.steps if step.out.name in by_weight and step.encoding != PLAIN and is_model_head(step.out)]
+    heads = [(step.out, *refusal) for step in stored for refusal in head_objections(_writing_of(step.encoding), step.out)]
     if heads:
-        what, fix = "SGLang is not known to load a quantised head of compressed-tensors", "leave out its type, or use vLLM"
-        if settings.engine == "sglang":
-            problems.append(Unsupported(what, where=heads[0], fix=fix))
-        elif settings.engine is None:
-            draft.warnings.append(Finding(what, heads[0], fix=fix))
-    divided = list(_divided(draft, {*by_weight}))
+        fix = "leave out its type, or choose another format for the head"
+        found = [Finding(what, head.name, fix=fix) for head, engine, what in heads if settings.engine in (engine, None)]
+        if settings.engine is not None:
+            problems += [Unsupported(finding.what, where=finding.where, fix=finding.fix) for finding in found]
+        else:
+            draft.warnings += found
+    divided = [] if default.of_blocks else list(_divided(draft, {*by_weight}))  # ComfyUI joins none
     if divided and settings.engine in _JOINING:
         problems += [Unsupported(finding.what, where=finding.where, fix=finding.fix) for finding in divided]
     elif divided and settings.engine is None:
         draft.warnings += divided
     if problems:
         raise PlanError(problems)
+
+
+def _writing_of(encoding: str) -> str:
+    """What users ask for to get an encoding: `w4a16` for `w4a16-g64`."""
+    writes = format_of_encoding(encoding).writes
+    return next(writing.name for writing in writes if encoding in {each.name for each in writing.all_encodings})
 
 
 def _divided(draft: PlanDraft, asked: set[str]) -> Iterator[Finding]:

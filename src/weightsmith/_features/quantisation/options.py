@@ -91,9 +91,9 @@ class QuantizeSettings:
         (),
         "--tensor-type REGEX=TYPE",
         "Store tensors with matching names in another type (repeatable; the last wins)",
-        details="Of GGUF llama.cpp's names and types, `ffn_down=Q6_K`; of compressed-tensors formats, `self_attn=fp8-dynamic`, "
-        "or `lm_head=w8a16` for the head. See [GGUF](gguf.md#types-of-single-tensors) and "
-        "[mixed precision](quantize.md#mixed-precision).",
+        details="Of GGUF llama.cpp's names and types, `ffn_down=Q6_K`; of compressed-tensors and ComfyUI formats, "
+        "`self_attn=fp8-dynamic`, or `lm_head=w8a16` for the head; of GPTQ, `lm_head=gptq-4bit`; of AWQ, `down_proj=plain`. "
+        "See [GGUF](gguf.md#types-of-single-tensors) and [mixed precision](quantize.md#mixed-precision).",
     )
     metadata: tuple[str, ...] = option(
         (),

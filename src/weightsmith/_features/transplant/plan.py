@@ -31,11 +31,10 @@ from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import vocabulary
 from weightsmith._models.structure.configs import count_of, number_of, text_sections
 from weightsmith._models.structure.defaults import rope_settings, with_defaults
-from weightsmith._models.tokenizers import Vocabulary, read_vocabulary
 from weightsmith._models.tokenizers.convert import convert
 from weightsmith._models.tokenizers.files import settings_of
 from weightsmith._models.tokenizers.matching import WAYS, Match, match, pieces_of, roles_of, same_roles, unused_row
-from weightsmith._models.tokenizers.vocabulary import MAX_FILE_BYTES, contents_of
+from weightsmith._models.tokenizers.vocabulary import MAX_FILE_BYTES, Vocabulary, contents_of, read_vocabulary
 from weightsmith._planning import recipe as recipes
 from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner.build import assemble_recipe

@@ -19,15 +19,14 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsmith._base.errors import Finding
-from weightsmith._base.report import Column, Table
+from weightsmith._base.report.blocks import Column, Table
 from weightsmith._base.tensors import DTYPES, DType, TensorSpec
 from weightsmith._base.text import markdown_table
 from weightsmith._base.torch_use import usable_device
-from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._features.transplant.approximations import APPROXIMATIONS, find_approximation
 from weightsmith._plans import COPY, Block, Product, ProductSettings, Read, Step
 from weightsmith.abc.approximation import Choices, Floats, Numbers, Problem, Side, Tables
-from weightsmith.abc.product import Arrays
+from weightsmith.abc.product import Arrays, ProductContext, ProductKind
 
 OP = "transplanted_rows"
 NAME = "rows of missing tokens"

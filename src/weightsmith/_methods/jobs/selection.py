@@ -180,6 +180,16 @@ class Counted:
             if self._held > MAX_HELD:
                 self._free_tiles()
 
+    def to_arrays(self) -> list[npt.NDArray[Any]]:
+        """What it has counted, for `add_arrays`: elements above the window and whether it is whole, patterns, their numbers."""
+        patterns, numbers = self.patterns()
+        return [np.array([self.above, self.whole], np.int64), patterns, numbers.astype(np.uint64)]
+
+    def add_arrays(self, arrays: Sequence[npt.NDArray[Any]]) -> None:
+        """Add what was counted elsewhere: see `to_arrays`."""
+        (above, whole), patterns, numbers = arrays
+        self.add(Counts(0, int(above), patterns, numbers, bool(whole)))
+
     def _free_tiles(self) -> None:
         """Sum the counts of all tiles, and free them."""
         self.whole = self.end - self.first <= self._most

@@ -41,7 +41,7 @@ from weightsmith._models.formats.matrices import (
 from weightsmith._models.formats.reader_configs import adapt_to_mlx_lm
 from weightsmith._plans import PlanDraft
 from weightsmith.abc.product import Arrays
-from weightsmith.abc.stored import Encoding, Modules, Rows, StoredFormat, Writing, grouped_name, labelled
+from weightsmith.abc.stored import Config, Encoding, Modules, Rows, StoredFormat, Writing, grouped_name, labelled
 from weightsmith.abc.tensors import Tensors
 
 METHOD = "awq"
@@ -188,6 +188,14 @@ def _adapt(draft: PlanDraft, encoding: Encoding) -> None:
 _SUMMARY = "4-bit integers with a scale and a zero for each group, in AutoAWQ's layout"
 _READERS = "transformers, vLLM, SGLang, mlx-lm"
 _WRITES = (Writing("awq-4bit", _SUMMARY, _READERS, {group: Awq(BITS, group) for group in GROUPS}, _adapt),)
+
+
+def _mixed(configs: Sequence[Config], modules: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """Raises Unsupported: AWQ has one encoding in a model, and readers do not look for a quantised head."""
+    what = "AWQ has one group size in a model, and no quantised head"
+    raise Unsupported(what, where="quantize", fix="store other weights as plain, or choose another format")
+
+
 _read = reader("AWQ", _PARTS, weights)
 _MARKS = {".qweight": labelled("GPTQ or AWQ")}
-FORMAT = StoredFormat("awq", "AWQ", recogniser(ending(".qweight"), METHOD), _read, _MARKS, writes=_WRITES)
+FORMAT = StoredFormat("awq", "AWQ", recogniser(ending(".qweight"), METHOD), _read, _MARKS, writes=_WRITES, mixed=_mixed)

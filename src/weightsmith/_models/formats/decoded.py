@@ -30,7 +30,7 @@ from weightsmith._models.formats.config import (
     unsupported,
     without_entries,
 )
-from weightsmith._models.structure.projections import FUSED
+from weightsmith._models.structure.projections import FUSED, TRANSPOSED_MODELS
 from weightsmith.abc.stored import Config, Wrapped
 from weightsmith.abc.tensors import Tensors, byte_view, check_range, digest, spec_of
 
@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 F32 = DTYPES["F32"]
 ROWS_BYTES = 4 << 20
 """Float32 rows to decode at once from codes that are packed along the rows: each read may sweep all of them."""
-
-_TRANSPOSED_MODELS = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,7 +286,7 @@ def reader(
 
 def refuse_transposed(config: Mapping[str, Any], kind: str, where: str) -> None:
     """Raise Unsupported for models whose layers store [inputs, outputs]."""
-    if config.get("model_type") in _TRANSPOSED_MODELS:
+    if config.get("model_type") in TRANSPOSED_MODELS:
         what = f"{kind} weights of model_type {show(config['model_type'])} are not read: its layers store [inputs, outputs]"
         raise unsupported(what, where)
 

@@ -91,6 +91,8 @@ class Support:
     experts  why experts in the format are not run: "" if they are
     mixtures  values of `model_type` whose experts are run in the format; empty: all
     alike    whether the projections of an expert must all be stored in the format, or none
+    plain_experts  why experts that are stored as they are, beside weights in the format, are not run: "" if they are
+    mambas   why the projections of Mamba 1 (`in_proj`, `out_proj`) in the format are not run: "" if they are
     """
 
     engine: str
@@ -105,6 +107,8 @@ class Support:
     experts: str = ""
     mixtures: frozenset[str] = frozenset()
     alike: bool = False
+    plain_experts: str = ""
+    mambas: str = ""
 
 
 _VLLM = "vllm/model_executor/layers/quantization"
@@ -112,10 +116,14 @@ _SGLANG = "sglang/srt/layers/quantization"
 _COMPRESSED = "transformers/quantizers/quantizer_compressed_tensors.py"
 _EXLLAMAV2 = "exllamav2/exllamav2_ext/cuda/q_mlp.cu"
 _UNREAD = "does not load experts stored as"
-_vllm, _sglang = partial(Support, "vllm", alike=True), partial(Support, "sglang", alike=True)
+_MAMBAS = "builds the layers of Mamba 1 without quantisation, and does not load their projections stored as"
+_vllm = partial(Support, "vllm", alike=True, mambas=_MAMBAS)
+_sglang = partial(Support, "sglang", alike=True)
 _MARLIN = ((64, 128), (128, 64))
 """Outputs and inputs of the tiles of Marlin's kernel."""
 
+_HEAD_ROWS = 64
+"""A multiple of it are the rows that vLLM and SGLang give a head (`pad_vocab_size`)."""
 _EXLLAMAV2_MLPS = (("intermediate", 64, "leaves the last features of MLPs without activation"),)
 """Its grid for the activation has half as many blocks of 32 pairs as there are blocks of 32 features, rounded down."""
 _EXLLAMAV3_MLPS = (("hidden", 128, "does not run MLPs with padded outputs"),)
@@ -195,6 +203,7 @@ SUPPORT = (
         f"{_SGLANG}/gptq/schemes/gptq_marlin.py",
         "from compute capability 8.0; no padding",
         tiles=_MARLIN,
+        plain_experts="loads all experts as quantised, and cannot load plain ones beside weights stored as",
     ),
     _sglang(
         ("awq-4bit",),
@@ -287,6 +296,7 @@ def objections(
     family  `model_type` of config.json
     """
     by_reason: dict[str, list[str]] = {}
+    plain = list(plain)
     experts = [spec for spec in stored if _is_expert(spec.name)]
     if support.experts and experts:
         return {f"{support.experts} {format}": [spec.name for spec in experts]}
@@ -302,6 +312,10 @@ def objections(
             if size % multiple:
                 what = f"needs experts whose {name} size is a multiple of {multiple}, not {size:,}"
                 by_reason.setdefault(what, []).append(spec.name)
+    if support.plain_experts and (unquantised := [spec.name for spec in plain if _is_expert(spec.name) or _is_stack(spec)]):
+        by_reason[f"{support.plain_experts} {format}"] = unquantised
+    if support.mambas and (mambas := _of_mamba(stored, plain)):
+        by_reason[f"{support.mambas} {format}"] = mambas
     for reason, spec in _unfit_mlps(support, stored):
         by_reason.setdefault(reason, []).append(spec.name)
     shapes = {spec.name: spec.shape for spec in stored}
@@ -319,6 +333,30 @@ def objections(
     return by_reason
 
 
+def _of_mamba(stored: Sequence[TensorSpec], plain: Iterable[TensorSpec]) -> list[str]:
+    """Projections of Mamba 1 among weights: those of modules that have an `x_proj`, too."""
+    suffix = ".x_proj.weight"
+    modules = {spec.name.removesuffix(suffix) for spec in (*stored, *plain) if spec.name.endswith(suffix)}
+    return [spec.name for spec in stored if spec.name.rpartition(".")[0].rpartition(".")[0] in modules]
+
+
+def head_objections(format: str, head: TensorSpec) -> Iterator[tuple[str, str]]:
+    """Programs that load a format and do not run a head of a model in it: the name of each, and why.
+
+    vLLM and SGLang cut a head by its rows (`weight_loader` of `VocabParallelEmbedding`), and scales of blocks have fewer;
+    a head of GPTQ has them as columns, and is not filled up to `_HEAD_ROWS`. optimum replaces layers of blocks alone.
+    """
+    for engine in engines_of(format):
+        joins, rows = engine.name in ("vllm", "sglang"), head.shape[0]
+        if joins and format == "fp8-block":
+            yield engine.name, f"{engine.title} does not load a head stored as {format}"
+        elif joins and format.startswith("gptq-") and rows % _HEAD_ROWS:
+            what = f"{engine.title} loads a head stored as {format} if it has a multiple of {_HEAD_ROWS} outputs, not {rows:,}"
+            yield engine.name, what
+        elif not joins and format.startswith("gptq-"):
+            yield engine.name, f"{engine.title} is not known to load a head stored as {format}"
+
+
 def _unfit_mlps(support: Support, stored: Sequence[TensorSpec]) -> Iterator[tuple[str, TensorSpec]]:
     """Projections out of MLPs whose sizes a program does not run, each after the reason."""
     for spec in filter(lambda spec: _is_down(spec.name), stored):
@@ -330,6 +368,11 @@ def _unfit_mlps(support: Support, stored: Sequence[TensorSpec]) -> Iterator[tupl
 
 def _is_expert(name: str) -> bool:
     return "experts" in name.split(".")
+
+
+def _is_stack(spec: TensorSpec) -> bool:
+    """The experts of GraniteMoE, in one tensor."""
+    return len(spec.shape) == 3 and "block_sparse_moe" in spec.name.split(".")
 
 
 def _is_down(name: str) -> bool:

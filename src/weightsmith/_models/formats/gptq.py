@@ -47,10 +47,12 @@ from weightsmith._models.formats.matrices import (
 from weightsmith._models.formats.reader_configs import older_config
 from weightsmith._plans import PlanDraft
 from weightsmith.abc.product import Arrays
-from weightsmith.abc.stored import Encoding, Modules, Rows, StoredFormat, Writing, grouped_name, labelled
+from weightsmith.abc.stored import Config, Encoding, Modules, Rows, StoredFormat, Writing, grouped_name, labelled
 from weightsmith.abc.tensors import Tensors
 
 METHOD = "gptq"
+_HEAD = "lm_head"
+"""The head of a model, as readers call it: `lm_head` of the entry says whether it is quantised."""
 PARTS = (".qweight", ".qzeros", ".scales", ".g_idx")
 _BITS = (2, 3, 4, 8)
 _ONES = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}
@@ -251,11 +253,12 @@ class Gptq(TransposedEncoding):
 
         Plain linear modules of the layers are named twice: SGLang and GPTQModel read `dynamic`, optimum reads
         `modules_in_block_to_quantize`, vLLM reads both. Raises Unsupported for a model whose experts have projections of
-        both kinds: readers ask for an expert as a whole.
+        both kinds: readers ask for an expert as a whole. vLLM, SGLang and GPTQModel read `lm_head`.
         """
         entry: dict[str, Any] = {"quant_method": METHOD, "bits": self.bits, "group_size": self.group, "desc_act": False}
-        entry |= {"sym": self.symmetric, "lm_head": False, "checkpoint_format": "gptq", "pack_dtype": "int32"}
-        if plain := [name for name in modules.plain if name.rpartition(".")[2] != "lm_head"]:
+        has_head = any(name.rpartition(".")[2] == _HEAD for name in modules.encoded)
+        entry |= {"sym": self.symmetric, "lm_head": has_head, "checkpoint_format": "gptq", "pack_dtype": "int32"}
+        if plain := [name for name in modules.plain if name.rpartition(".")[2] != _HEAD]:
             parts = parts_of(with_joined(plain), modules.encoded)
             for part in parts:
                 if taken := next((name for name in modules.encoded if name.startswith(f"{part}.")), None):
@@ -284,6 +287,16 @@ _WRITES = tuple(
     )
     for bits, programs in _READERS.items()
 )
+
+
+def _mixed(configs: Sequence[Config], modules: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """The entry of one encoding and of plain weights. Raises Unsupported for several: ExLlamaV2 and optimum read one entry."""
+    if len(configs) > 1:
+        what = "weights of GPTQ in several widths or group sizes are not written: optimum and ExLlamaV2 do not read them"
+        raise Unsupported(what, where="quantize", fix="give all quantised weights one format")
+    return dict(configs[0])
+
+
 _read = reader("GPTQ", PARTS, weights)
 _MARKS = {".qweight": labelled("GPTQ or AWQ")}
-FORMAT = StoredFormat("gptq", "GPTQ", recogniser(is_codes, METHOD), _read, _MARKS, writes=_WRITES)
+FORMAT = StoredFormat("gptq", "GPTQ", recogniser(is_codes, METHOD), _read, _MARKS, writes=_WRITES, mixed=_mixed)

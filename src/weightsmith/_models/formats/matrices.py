@@ -22,7 +22,7 @@ from weightsmith._base.errors import NonFinite, Unsupported, raised_at
 from weightsmith._base.files import show
 from weightsmith._base.tensors import DTYPES, DType, TensorSpec
 from weightsmith._models.formats.hessians import CodesOf, quantise_groups
-from weightsmith._models.structure.projections import FUSED
+from weightsmith._models.structure.projections import ENGINES_FUSED
 from weightsmith.abc.product import Arrays
 from weightsmith.abc.stored import (
     WHOLE,
@@ -155,6 +155,19 @@ def maxima_of(rows: npt.NDArray[np.float32], high: int, wide: int) -> npt.NDArra
     maxima = np.empty(-(-n // high) * -(-cols // wide), np.float32)
     block_maxima(rows.reshape(-1), cols, high, wide, maxima)
     return maxima
+
+
+def mx_scales(rows: Rows, largest: int, stored: Bytes, up: int = 0x600000) -> Rows:
+    """Write the exponents of groups, and return their scales: float32 [groups].
+
+    largest  exponent of the largest code: 2 of E2M1, 8 of E4M3
+    up       bits of the significand from which a magnitude is rounded up: 1.75, or what follows it
+    """
+    bits = maxima_of(rows, 1, MXFP4_GROUP).view(np.uint32)
+    exponents = (bits >> 23).astype(np.int64) + ((bits & 0x7FFFFF) >= up) - largest
+    exponents = np.clip(exponents, 1, 254)
+    stored[:] = exponents
+    return (exponents.astype(np.uint32) << 23).view(np.float32)
 
 
 # ---- weights that are stored as [inputs, outputs]
@@ -299,7 +312,7 @@ def with_joined(modules: Sequence[str]) -> list[str]:
     names = dict.fromkeys(modules)
     for name in modules:
         head, _, leaf = name.rpartition(".")
-        for fused, parts in FUSED.items():
+        for fused, parts in ENGINES_FUSED.items():
             if leaf == parts[0] and all(f"{head}.{part}" in names for part in parts):
                 names[f"{head}.{fused}"] = None
     return list(names)

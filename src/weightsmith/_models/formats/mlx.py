@@ -36,18 +36,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith._base.errors import FormatError
+from weightsmith._base.errors import FormatError, Unsupported
 from weightsmith._base.files import show
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._models.formats.config import config_entries, plain_dtype
 from weightsmith._models.formats.decoded import F32, QuantisedModel, Weight, bands, read_all, reader
 from weightsmith._models.formats.matrices import MXFP4_GROUP, NVFP4_GROUP, SUFFIX, MatrixEncoding, powers_of_two
 from weightsmith._models.formats.reader_configs import adapt_to_mlx_lm
+from weightsmith._models.sources.runs import Runs, RunTensors
 from weightsmith._models.structure.configs import EXPERT_COUNTS, text_sections, whole_number
 from weightsmith._models.structure.projections import BEFORE_DOWN, MIXTRAL
 from weightsmith._models.structure.projections import JOINED as JOINED_PROJECTIONS
 from weightsmith._plans import JOIN, PLAIN, PlanDraft, Step
-from weightsmith.abc.stored import Bytes, Config, Encoding, Rows, Specs, StoredFormat, Writing
+from weightsmith.abc.stored import Bytes, Config, Encoding, Rows, Specs, StoredFormat, Wrapped, Writing
 from weightsmith.abc.tensors import Tensors
 
 _BITS = (2, 3, 4, 5, 6, 8)
@@ -198,7 +199,43 @@ def _weights(model: QuantisedModel, module: str, settings: Mapping[str, Any]) ->
         yield MlxWeight(spec, tuple(names), plain_dtype(model.config, default), mode, bits, group_size, expert * outputs)
 
 
-_read = reader("MLX", (".weight", ".scales", ".biases"), weights)
+_read_codes = reader("MLX", (".weight", ".scales", ".biases"), weights)
+
+
+def _read(stored: Tensors, config: Config, where: str) -> Wrapped:
+    return in_hub_layout(_read_codes(stored, config, where), where)
+
+
+_CONVOLUTION = re.compile(r".+\.conv(1d)?\.weight")
+_MOVED_ALONE = frozenset({"lfm2", "mamba", "mamba2", "recurrent_gemma"})
+"""Values of `model_type` of which mlx-lm stores the convolutions otherwise than the Hub, and everything else alike."""
+
+
+def in_hub_layout(wrapped: Wrapped, where: str) -> Wrapped:
+    """A model that MLX has written with its convolutions over time as the Hub stores them: [channels, 1, kernel].
+
+    mlx-lm has [channels, kernel, 1]. Of Qwen3.5 and Qwen3-Next it also adds 1 to the norms, and of Falcon-H1 it multiplies
+    weights with what config.json has for that; in 16 bits, neither is undone without loss. Raises Unsupported for these, and
+    for other models of which it is not known.
+    """
+    specs = wrapped.source.specs
+    moved = [
+        spec
+        for name, spec in specs.items()
+        if len(spec.shape) == 3 and spec.shape[2] == 1 < spec.shape[1] and _CONVOLUTION.fullmatch(name)
+    ]
+    if not moved:
+        return wrapped
+    model_type = (wrapped.config or {}).get("model_type")
+    if model_type not in _MOVED_ALONE:
+        what = (
+            f"MLX has stored {show(moved[0].name)} as {list(moved[0].shape)}, [channels, kernel, 1]; of some models, it changes"
+        )
+        what += f" norms and other weights with that, and for model_type {show(model_type)} what it changes is not undone"
+        raise Unsupported(what, where=where, fix="Name the model of the Hub that was converted for MLX.")
+    parts = {name: Runs(name, spec.shape, ((0, spec.size),)) for name, spec in specs.items()}
+    parts |= {spec.name: replace(parts[spec.name], shape=(spec.shape[0], 1, spec.shape[1])) for spec in moved}
+    return replace(wrapped, source=RunTensors(wrapped.source, parts, where))
 
 
 # ---- the settings of modules

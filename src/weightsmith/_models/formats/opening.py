@@ -28,6 +28,7 @@ from weightsmith.abc.tensors import FileKind, Index, OpenedFiles
 MAX_CONFIG_BYTES = 16 << 20
 
 
+_MEGATRON_EMBEDDING = "embedding.word_embeddings.weight"
 _PLAIN_ENDS = (".weight", ".bias")
 _PLAIN_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
 _STEM = r"(diffusion_pytorch_model|model)"
@@ -252,10 +253,25 @@ def wrap(opened: OpenedFiles, config: Config | None, where: str) -> Wrapped:
     """The tensors of a model, decoded by the first stored format that recognises them, else as stored. Without config.json it
     stays so."""
     source, described = opened.source, with_metadata(config, opened, where) or {}
+    if _MEGATRON_EMBEDDING in source.specs:
+        from weightsmith._models.formats.training.megatron_names import in_hub_names, is_megatron
+
+        if is_megatron(source.specs):
+            return in_hub_names(source, config, where)
     if surely_plain(described, source.specs):
-        return Wrapped(source, config)
+        return _of_mlx(opened, config, where)
     for stored_format in formats():
         if stored_format.recognises(described, source.specs):
             wrapped = stored_format.read(source, described, where)
             return replace(wrapped, kind=stored_format.title, config=None if config is None else wrapped.config)
-    return Wrapped(source, config, broken() if config_entries(config or {}) else ())
+    return replace(_of_mlx(opened, config, where), notes=broken() if config_entries(config or {}) else ())
+
+
+def _of_mlx(opened: OpenedFiles, config: Config | None, where: str) -> Wrapped:
+    """Plain tensors, in the Hub's layout if MLX has written them."""
+    plain = Wrapped(opened.source, config)
+    if opened.metadata.get("format") != "mlx":
+        return plain
+    from weightsmith._models.formats.mlx import in_hub_layout
+
+    return in_hub_layout(plain, where)

@@ -29,7 +29,7 @@ from weightsmith._models.formats.config import (
 from weightsmith._models.formats.decoded import F32, DecodedTensors, Weight, bands, chunks, read_all, read_if_here
 from weightsmith._models.formats.matrices import powers_of_two
 from weightsmith._models.formats.words import WORD_BITS, is_loose, rows_of_a_word, unpack_rows, words_of
-from weightsmith.abc.stored import Config, Specs, Wrapped
+from weightsmith.abc.stored import Bytes, Config, Specs, Wrapped
 from weightsmith.abc.tensors import Tensors, read
 
 Structure = tuple[int | None, int | None]
@@ -190,8 +190,7 @@ class ScaledWeight(Weight):
             band, last = at // cols // block_rows, (at + part.size - 1) // cols // block_rows
             scales = self._scales(stored, band * across, (last + 1) * across)
             begin, end = at * self.bits // 8, -(-(at + part.size) * self.bits // 8)
-            codes = np.empty(end - begin, np.uint8)
-            stored.read_into(self.stored[0], begin, codes)
+            codes = self._codes(stored, begin, end)
             if not (self.zeros or self.inverse):
                 dequantise(codes, TABLES[self.kind], at, cols, scales, across, block_rows, block_cols, part)
                 continue
@@ -202,6 +201,12 @@ class ScaledWeight(Weight):
                 part -= self._zeros(stored, band, last + 1)[block]
             with np.errstate(all="ignore"):  # NaN and infinities are the caller's to refuse
                 (np.divide if self.inverse else np.multiply)(part, scales[block], out=part)
+
+    def _codes(self, stored: Tensors, begin: int, end: int) -> Bytes:
+        """Bytes begin … end of the codes; of two codes in a byte, the first is the low half."""
+        codes = np.empty(end - begin, np.uint8)
+        stored.read_into(self.stored[0], begin, codes)
+        return codes
 
     def _decode_rows(self, stored: Tensors, first: int, values: npt.NDArray[np.float32]) -> None:
         cols, high, across = self.spec.shape[1], self.block[0], self.grid[1]

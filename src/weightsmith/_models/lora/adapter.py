@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from weightsmith._base.errors import FormatError, Unsupported
+from weightsmith._base.errors import FormatError
 from weightsmith._base.files import show
 from weightsmith._base.text import count
 from weightsmith._models.checkpoint import Checkpoint
@@ -38,7 +38,6 @@ _VELORA = (".lora_velora_embed", ".lora_velora_embed.default")
 _TOKENS = re.compile(r"(.+?)(?:\.token_adapter)?\.trainable_tokens_delta(?:\.default)?")
 _LAYER = ".base_layer"
 _REPAIR = "Repair it, or download the adapter again."
-_MERGE_WITH_PEFT = "Merge it with peft (merge_and_unload, then save_pretrained), and name that folder."
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +48,8 @@ class Factors:
     embedding  of an embedding: A is [rank, tokens], B [hidden, rank]
     scaling    alpha / rank, or as rsLoRA has it
     magnitude  name of DoRA's norms of the rows: one number for each output; "" without DoRA
-    columns    the norms are of the columns, one for each input channel, as earlier versions of LyCORIS have them
+    columns    the norms are of the columns: one for each input channel, as earlier versions of LyCORIS have them; of an
+               embedding, one for each hidden state
     """
 
     a: str
@@ -155,7 +155,6 @@ def sort_tensors(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Adapter:
     """The adapter in a file. Raises FormatError with everything in it that cannot be."""
     check_empty(checkpoint)
     problems: list[str] = []
-    unread: list[str] = []
     factors: dict[str, dict[str, str]] = {}
     embeddings: set[str] = set()
     magnitudes: dict[str, str] = {}
@@ -203,13 +202,13 @@ def sort_tensors(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Adapter:
             problems.append(f"{module} has rank {rank} by the config, and A {list(a)} and B {list(b)}")
             continue
         magnitude = magnitudes.pop(module, "")
-        if magnitude and (module in embeddings or config.get("fan_in_fan_out") is True):
-            unread.append(f"{module}: norms of an embedding, or of a weight stored [inputs, outputs]")
-            continue
         if problem := _magnitude_problem(checkpoint, config, module, magnitude, b[0]):
             problems.append(problem)
             continue
-        updates[module] = Factors(pair["A"], pair["B"], module in embeddings, scalings.of(module), magnitude)
+        embedding = module in embeddings
+        updates[module] = Factors(
+            pair["A"], pair["B"], embedding, scalings.of(module), magnitude, bool(magnitude) and embedding
+        )
         if any(name == "weight" and f".{module}".endswith(f".{end}") for end, name in targets):
             of_weights.add(module)
     problems += [f"{show(name)} is of a module without A and B" for name in magnitudes.values()]
@@ -220,9 +219,6 @@ def sort_tensors(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Adapter:
         shown = [*problems[:8], *([f"and {n - 8} more"] if n > 8 else [])]
         fix = "Save it again with peft: the config and the weights are of different adapters, or this is not one of PEFT's."
         raise FormatError(f"the adapter's tensors have {count(n, 'problem')}", where=where, details=shown, fix=fix)
-    if unread:
-        what = "DoRA is applied to linear layers and convolutions alone"
-        raise Unsupported(what, where=str(checkpoint.paths[0]), details=unread[:8], fix=_MERGE_WITH_PEFT)
     adapter = Adapter(
         checkpoint,
         updates,

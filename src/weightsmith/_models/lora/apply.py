@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from weightsmith._base.errors import Finding, FormatError, ShapeError, nearest
+from weightsmith._base.errors import Finding, FormatError, ShapeError, Unsupported, nearest
 from weightsmith._base.files import same_bytes, show
 from weightsmith._base.idioms import grouped
-from weightsmith._base.tensors import TensorSpec
+from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._base.text import count
 from weightsmith._files.copied import holds_tokens
 from weightsmith._models.checkpoint import Checkpoint, ModelFolder
@@ -32,7 +32,7 @@ from weightsmith._models.lora.networks import find_places as find_modules
 from weightsmith._models.sources.adapted import Adapted, AdaptedTensor, RowChange, Update
 from weightsmith._models.structure import analyse
 from weightsmith._models.structure.configs import replace_value
-from weightsmith._models.structure.projections import UNMIXTRAL, SubMatrix, fused_names, fused_parts
+from weightsmith._models.structure.projections import TRANSPOSED_MODELS, UNMIXTRAL, SubMatrix, fused_names, fused_parts
 from weightsmith._models.structure.vocabulary import (
     class_of,
     is_embedding,
@@ -428,7 +428,7 @@ class _Match:
             return [f"{name}: the adapter has two changes for it"]
         if changed and any(change.rows is None or change.rows == rows for change in self._changes.get(tensor, ())):
             return [f"{name}: the adapter changes it under several names, {module} is one of them"]
-        transposed = self.adapter.transposed and len(shape) == 2 and rows is None and parts.kind != "trainable_tokens"
+        transposed = self._inputs_first and len(shape) == 2 and rows is None and parts.kind != "trainable_tokens"
         turned = shape[::-1] if transposed else shape
         self.shapes[module] = turned
         described = AdapterModule(module, turned, {part: specs[stored] for part, stored in parts.parts.items()}, parts.settings)
@@ -483,7 +483,7 @@ class _Match:
         spec = self._source_spec(name)
         a, b = self._shapes(factors)
         single = self.adapter.file is not None
-        upright = factors.magnitude or (single and not factors.embedding)
+        upright = single and not factors.embedding
         fitting = ((b[0], a[1]),) if upright else ((b[0], a[1]), (a[1], b[0]))
         kernel = self.adapter.checkpoint.specs[factors.a].shape[2:]
         stored = as_matrix(spec.shape) if single or (kernel and kernel == spec.shape[2:]) else spec.shape
@@ -532,6 +532,10 @@ class _Match:
         updates = {module: factors for module, factors in adapter.updates.items() if not of_head(f"{module}.weight")}
         heads = [module for module in adapter.updates if module not in updates]
         trained = next((factors for factors in updates.values() if factors.embedding), None)
+        if normed := next((module for module in (*heads, *updates) if self._is_normed_vocabulary(module)), ""):
+            what = f"DoRA of {normed}, where ensure_weight_tying is true: one tensor cannot have the norms of both"
+            fix = "set ensure_weight_tying to false in adapter_config.json: embedding and head are two tensors then"
+            raise Unsupported(what, where=adapter.checkpoint.ref, fix=fix)
         for module in heads:
             factors = adapter.updates[module]
             if trained is None:
@@ -545,6 +549,11 @@ class _Match:
         if not any(map(is_embedding, of_embedding)) and (saved := [*filter(of_head, adapter.replacements)]):
             replacements[embedding] = adapter.replacements[saved[0]]
         return replace(adapter, updates=updates, replacements=replacements)
+
+    def _is_normed_vocabulary(self, module: str) -> bool:
+        """Whether an adapter has norms of DoRA for an embedding or a head."""
+        spec = TensorSpec(f"{module}.weight", DTYPES["F32"], (1, 1))
+        return bool(self.adapter.updates[module].magnitude) and (is_embedding(spec) or is_head(spec))
 
     def _alike(self, embedding: Factors, head: Factors) -> bool:
         """Whether factors of a head are those of the embedding, transposed. Cost: reads both."""
@@ -582,14 +591,28 @@ class _Match:
         if factors is None:
             return sorted(self._parts.get(name, ()), key=lambda update: update.rows or (0, 0))
         transposed = self._transposed(factors, self._source_spec(name).shape)
-        return [Update(factors.a, factors.b, factors.scaling, transposed, factors.magnitude, columns=factors.columns)]
+        columns = factors.columns or (transposed and bool(factors.magnitude))  # norms are of outputs, wherever these are
+        return [Update(factors.a, factors.b, factors.scaling, transposed, factors.magnitude, columns=columns)]
 
     def _transposed(self, factors: Factors, shape: Shape) -> bool:
-        """The weight is (B @ A)ᵀ: an embedding, or one of GPT-2's. The shape says so, and of a square one the config."""
+        """The weight is (B @ A)ᵀ: an embedding, or one of GPT-2's. The shape says so, and of a square one the base."""
         a, b = self._shapes(factors)
         if b[0] == a[1]:
-            return factors.embedding or self.adapter.transposed
+            return factors.embedding or self._inputs_first
         return shape == (a[1], b[0])
+
+    @cached_property
+    def _inputs_first(self) -> bool:
+        """Whether the base's layers store [inputs, outputs].
+
+        PEFT goes by the class of a layer: trainings on quantised bases have left `fan_in_fan_out: true` in configs of models
+        that store [outputs, inputs].
+        """
+        model_type = (self.base.config or {}).get("model_type")
+        joined = (spec.shape for name, spec in self.base.specs.items() if name.endswith("attn.c_attn.weight"))
+        if model_type in TRANSPOSED_MODELS or any(shape[1:] == (3 * shape[0],) for shape in joined):
+            return True
+        return self.adapter.transposed and not isinstance(model_type, str)
 
 
 def _overlap(updates: Sequence[Update]) -> bool:

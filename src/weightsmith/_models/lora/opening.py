@@ -44,6 +44,7 @@ from weightsmith._models.lora.forms import (
 )
 from weightsmith._models.lora.gguf_file import SUFFIX, is_gguf, is_gguf_adapter, open_gguf
 from weightsmith._models.lora.kinds import KINDS, kind_of_part
+from weightsmith._models.lora.mlx_folder import is_mlx
 from weightsmith._models.lora.networks import DENOISER_BLOCKS, PUT_PREFIX, UNKNOWN, network_of
 from weightsmith._models.lora.peft_folder import open_peft
 from weightsmith._models.sources.composed import Selected
@@ -59,6 +60,8 @@ DORA_SCALE = ".dora_scale"
 
 _NORMS = re.compile(rf"(.+)(?:{re.escape(DORA_SCALE)}|\.lora_magnitude_vector(?:\.default)?(?:\.weight)?)")
 _EMBEDDING_BUNDLE = "bundle_emb."
+_OF_MODULATION = "diff_m"
+"""The difference of a parameter `modulation` of a module, as adapters of lightx2v for Wan have it."""
 _SHOWN = 8
 _WAY_OUT = "merge it into its base with the program that made it, and use that model"
 _Parts = dict[str, tuple[str, FactorNames]]
@@ -130,7 +133,9 @@ def _others(
     rest = list[str]()
     for name in strange:
         module, dot, part = name.removesuffix(".weight").rpartition(".")
-        if dot and kind_of_part(part):
+        if part == _OF_MODULATION:
+            module, part = f"{module}{'.' if '.' in module else '_'}modulation", "diff"
+        if dot and kind_of_part(part) and part not in parts_of_module.get(module, {}):
             parts_of_module.setdefault(module, {})[part] = name
         else:
             rest.append(name)
@@ -433,6 +438,8 @@ def _open_named(ref: str, path: Path) -> Adapter:
             what = f"{chosen} is beside it, and is what PEFT loads"
             raise Unsupported(what, where=ref, fix="remove the one that is not meant, and name the folder")
         return open_peft(str(path.parent))
+    if is_mlx(path):
+        return open_peft(str(path.parent), name=path.name)
     if not path.name.lower().endswith(_SUFFIXES) and not is_gguf(path):
         what = f"an adapter is a folder, or a {_SUFFIXES[0]} or {SUFFIX} file"
         raise Unsupported(what, where=ref, fix=f"Name the one that holds {CONFIG_NAME}.")

@@ -401,12 +401,21 @@ def _pages(read_at: Callable[[int, int], bytes], nbytes: int, count: int) -> Ite
 
 
 def files_behind(source: Tensors) -> Iterator[SourceFiles]:
-    """The files of a source, and of the sources that it is composed of (their `sources`)."""
-    if isinstance(source, FileTensors):
-        yield source.files
-    else:
-        for inner in getattr(source, "sources", ()):  # tensors in memory and sources of plugins have none
-            yield from files_behind(inner)
+    """The files of a source, and of the sources that it is composed of (their `sources`), each source once.
+
+    Results that use each other share theirs: there are more ways to a source than a run has time for.
+    """
+    seen: dict[int, Tensors] = {}
+    waiting = [source]
+    while waiting:
+        nearest = waiting.pop()
+        if id(nearest) in seen:
+            continue
+        seen[id(nearest)] = nearest  # held, or another source may get its id
+        if isinstance(nearest, FileTensors):
+            yield nearest.files
+        else:
+            waiting += reversed(getattr(nearest, "sources", ()))  # tensors in memory and sources of plugins have none
 
 
 def copied_share(source: Tensors, name: str) -> float:

@@ -24,10 +24,13 @@ A `Rule` gives each layer a kind. The new config is valid if every new layer has
 * Cycle: a short list or string repeated over the layers (RecurrentGemma's `block_types`); expanded, it can express any order
 * Sparse: decoder_sparse_step with mlp_only_layers; the list can express any order
 * Remainder: any other number that looks like a period; every layer must keep its remainder
+* Computed: no number at all. The model class computes a constant of each layer from its place, or from the number of layers
+* Root: a number that is divided by the root of the number of layers (MiniCPM's scale_depth)
 """
 
 from __future__ import annotations
 
+import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
@@ -35,7 +38,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from weightsmith._base.errors import LayerError
-from weightsmith._models.structure.configs import EXPERT_COUNTS, whole_number, whole_numbers
+from weightsmith._models.structure.configs import EXPERT_COUNTS, finite_number, whole_number, whole_numbers
 
 _NEVER = re.compile(
     r"label|token|architectures|auto_map|factor|section|mean|std|(^|_)(?<!^intermediate_)(size|sizes|stride|strides|kernel|dim|dims)$"
@@ -43,12 +46,14 @@ _NEVER = re.compile(
 )
 _NEVER_MAP = re.compile(r"label|token|task_specific_params|generation_config|auto_map|^rope_(scaling|parameters)$")
 _INDICES = re.compile(r"(layers?|idxs?|indices|indexes|layer_ids|block_ids|blocks_enum|layers_enum|block_indices)$")
-_TAPS = re.compile(r"deepstack|out_indices|intermediate_layers_indices|extract_layers|feature_layers?$|tap_layers")
+_TAPS = re.compile(
+    r"deepstack|out_indices|intermediate_layers_indices|extract_layers|feature_layers?$|tap_layers|hidden_(layers|state_indices)$"
+)
 _NOT_INDICES = re.compile(r"_source_layers$|summary|target")
 _ALL_LAYERS = re.compile(
     r"(^|[._])per_layer_|_per_layer\.|(^|\.)(contact_head|decoder_order_head|mid_position_embeddings|layer_weights|attn_res)(\.|$)"
 )
-_FROM_ONE = frozenset({"ple_layer_ids"})
+_FROM_ONE = frozenset({"ple_layer_ids", "cat_hidden_layers"})
 _FLAGS = re.compile(r"^no_rope_layers$|_types?$|_freq$")
 
 
@@ -121,7 +126,7 @@ def is_indices(key: str, value: Any, remap: Remap) -> bool:
 def first_number(key: str, value: Sequence[int], siblings: Mapping[str, Any], n_old: int) -> int:
     """Whether a list of layer numbers counts from 0 or from 1.
 
-    1 if its name says so (Qwen4-Exp), if the list or its siblings contain n, or together are exactly 1..n.
+    1 if its name says so (Qwen4-Exp, Granite Speech Plus), if the list or its siblings contain n, or together are exactly 1..n.
 
     >>> first_number("ple_layer_ids", [1], {}, 4), first_number("mlp_only_layers", [1], {}, 4)
     (1, 0)
@@ -139,14 +144,14 @@ def move_indices(key: str, value: Sequence[int], remap: Remap, first: int) -> li
     """A list of layer numbers for the new stack. `first` is the number of the first layer.
 
     A list of taps (layers whose output is used elsewhere, `deepstack_visual_indexes`) keeps its length: each entry
-    becomes the last copy of its layer. Raises LayerError if a tapped layer was dropped.
+    becomes the last copy of its layer. A tap before the first layer stays. Raises LayerError if a tapped layer was dropped.
     """
     if not _TAPS.search(key):
         listed = {v - first for v in value}
         return [new + first for new, old in enumerate(remap.source) if old in listed]
     taps = []
     for v in value:
-        copies = remap.copies(v - first)
+        copies = remap.copies(v - first) if v >= first else [v - first]
         if not copies:
             raise LayerError(
                 f"{key} of config.json uses the output of layer {v - first}, which the new stack does not have",
@@ -538,6 +543,75 @@ class Remainder(Rule):
         raise self.refuse(old[self.key], layer_kinds, {}, why)
 
 
+@dataclass(frozen=True, slots=True)
+class Computed(Rule):
+    """The model class computes a constant of each layer, which no file holds. A layer that is moved would get another one.
+
+    what    the constant
+    names   types and classes of such models; (): those whose key is true
+    period  a layer has the same constant in places whose numbers differ by this; 0: in all, if the number of layers is the same
+    """
+
+    what: str
+    names: tuple[str, ...] = ()
+    period: int = 0
+
+    def applies(self, old: Config) -> bool:
+        if not self.names:
+            return bool(old.get(self.key))
+        classes = old.get("architectures")
+        stated = [old.get("model_type"), *(classes if isinstance(classes, list) else ())]
+        return any(name in stated for name in self.names)
+
+    def kinds(self, old: Config, n_layers: int) -> Kinds:
+        return (None,) * n_layers
+
+    def move(self, old: Config, new: MutableMapping[str, Any], remap: Remap, layer_kinds: Kinds) -> str | None:
+        if self.period:
+            places = enumerate(remap.source)
+            moved = next((new for new, old in places if new != old and (self.period == 1 or (new - old) % self.period)), None)
+            why = (
+                "" if moved is None else f"layer {remap.source[moved]} would be layer {moved}, and {self.what} follows from it"
+            )
+            fix = "leave layers in their place" if self.period > 1 else "leave out layers at the end only"
+        else:
+            why = f"{remap.n_new} layers instead of {remap.n_old}, and {self.what} follows from their number"
+            why = why if remap.n_new != remap.n_old else ""
+            fix = "use as many layers as before"
+        if not why:
+            return None
+        raise LayerError(f"{self.key} = {old.get(self.key)} of config.json cannot express this stack: {why}", fix=fix)
+
+
+@dataclass(frozen=True, slots=True)
+class Root(Rule):
+    """The model class divides the number by the root of the number of layers: another number keeps the quotient.
+
+    default  what the class takes if the key is missing, in configs of the type `model_type`
+    """
+
+    model_type: str
+    default: float
+
+    def _number(self, old: Config) -> float:
+        missing = self.default if old.get("model_type") == self.model_type else None
+        return finite_number(old.get(self.key, missing)) or 0.0
+
+    def applies(self, old: Config) -> bool:
+        return self._number(old) != 0
+
+    def kinds(self, old: Config, n_layers: int) -> Kinds:
+        return (None,) * n_layers
+
+    def move(self, old: Config, new: MutableMapping[str, Any], remap: Remap, layer_kinds: Kinds) -> str | None:
+        if remap.n_new == remap.n_old:
+            return None
+        new[self.key] = self._number(old) * math.sqrt(remap.n_new / remap.n_old)
+        return (
+            f"{self.key}: {self._number(old):g} -> {new[self.key]:g}, because it is divided by the root of the number of layers"
+        )
+
+
 def _has_experts(config: Config) -> bool:
     present = [config[key] for key in EXPERT_COUNTS if key in config]
     return not present or any(present)
@@ -549,6 +623,13 @@ def _windowed(config: Config) -> bool:
 
 _TYPES = ("layer_types", "layers_block_type", "attention_layers")
 _MLP_TYPES = ("mlp_layer_types", "moe_layers")
+_HEARING = tuple(f"granite_speech{kind}_encoder" for kind in ("", "5", "_plus"))
+"""Types of Granite Speech: the layer in the middle adds what the encoder recognised so far."""
+_DECAYING = tuple(
+    "minimax minimax_text_01 minimax_m1 MiniMaxText01ForCausalLM MiniMaxM1ForCausalLM "
+    "bailing_moe_linear BailingMoeLinearForCausalLM BailingMoeLinearV2ForCausalLM BailingMoeV2_5ForCausalLM".split()
+)
+"""Of MiniMax Text 01 and M1, Ring Linear, Ling and Ring 2.5. transformers stores the decay, and engines compute it."""
 _RULES: tuple[Rule, ...] = (
     *(
         Threshold(key, "dense", "sparse", _MLP_TYPES, active=_has_experts)
@@ -579,6 +660,15 @@ _RULES: tuple[Rule, ...] = (
     Period("interleave_moe_layer_step", "sparse", "dense", 1, ("moe_layers",), "moe_layers", numbers=True),
     PeriodOffset("attn_layer_period", "attn_layer_offset", "attention"),
     PeriodOffset("expert_layer_period", "expert_layer_offset", "expert", ("mlp_layer_types",)),
+    Computed("scale_attn_by_inverse_layer_idx", "the scale of its attention", period=1),
+    Computed("stagger_local_blocks", "where its blocks begin", period=2),
+    Computed("model_type", "lambda_init of its attention", ("diffllama",), 1),
+    Computed("model_type", "the scale of their results", ("esmc",)),
+    Computed("model_type", "the place where their own text is added", _HEARING),
+    Computed("model_type", "what it hears of its own text", _HEARING, 1),
+    Computed("model_type", "the decay of their attention", _DECAYING),
+    Computed("model_type", "the decay of its attention", _DECAYING, 1),
+    Root("scale_depth", "minicpm3", 1.4),
     SparseStep(),
     MoeSpan(),
     Cycle("block_types"),

@@ -57,8 +57,17 @@ PARTS = {**ATTENTION, **{fused: (gate, up) for fused, (gate, up, _) in GATED.ite
 FUSED = {name: PARTS[name] for name in ("qkv_proj", "gate_up_proj")}
 """Phi-3's, whose matrices follow each other in every model that has them."""
 
+_LINEAR_ATTENTION = {"in_proj_qkvz": ("in_proj_qkv", "in_proj_z"), "in_proj_ba": ("in_proj_b", "in_proj_a")}
+"""Those of Qwen3.5, as vLLM and SGLang join them."""
+
+ENGINES_FUSED = {**FUSED, **_LINEAR_ATTENTION}
+"""Modules that engines have in place of several, with the names of these."""
+
 MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 """Mixtral's names of the matrices of an expert."""
+
+TRANSPOSED_MODELS = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
+"""Values of `model_type` whose layers store [inputs, outputs] (transformers' Conv1D)."""
 
 UNMIXTRAL = {there: here for here, there in MIXTRAL.items()}
 """The usual names of Mixtral's."""
@@ -86,8 +95,17 @@ JOINED = {
     **dict.fromkeys([name for names in ATTENTION.values() for name in names] + [*_META], "qkv"),
     **dict.fromkeys([name for gate, up, _ in GATED.values() for name in (gate, up)] + ["w1", "w3"], "gate_up"),
     **dict.fromkeys(_LATENT, "qkv_a"),
+    **dict.fromkeys(("c_fc_0", "c_fc_1"), "gate_up"),
+    **dict.fromkeys(_LINEAR_ATTENTION["in_proj_qkvz"], "in_proj_qkvz"),
+    **dict.fromkeys(_LINEAR_ATTENTION["in_proj_ba"], "in_proj_ba"),
 }
 """Projection → the input that it shares with others, or the matrix that engines join them into."""
+
+_OUTPUT_GATE = ("linear_attn", "g_proj")
+"""Of OLMo Hybrid: the module, and the projection that engines join with its q, k and v."""
+
+GATES_OF_LINEAR_ATTENTION = frozenset({*_LINEAR_ATTENTION["in_proj_ba"], "in_proj_ba"})
+"""Projections to a number or two for each head: how much a state decays, and how much is written into it."""
 
 
 def projection_role(module: str) -> ProjectionRole | None:
@@ -99,7 +117,14 @@ def projection_role(module: str) -> ProjectionRole | None:
     return _ROLES.get(module.rpartition(".")[2])
 
 
-_ORDER = {name: i for i, name in enumerate(JOINED)}
+_ORDER = {name: i for i, name in enumerate((*JOINED, _OUTPUT_GATE[1]))}
+
+
+def _joined(parent: str, projection: str) -> str:
+    """What a projection is joined into; its own name if it is joined with none."""
+    if (parent.rpartition(".")[2], projection) == _OUTPUT_GATE:
+        return "qkv"
+    return JOINED.get(projection, projection)
 
 
 def joined_sets(names: Iterable[str]) -> list[list[str]]:
@@ -111,7 +136,7 @@ def joined_sets(names: Iterable[str]) -> list[list[str]]:
     sets: dict[tuple[str, str], list[tuple[int, str]]] = {}
     for name in names:
         parent, _, projection = name.removesuffix(".weight").rpartition(".")
-        sets.setdefault((parent, JOINED.get(projection, projection)), []).append((_ORDER.get(projection, 0), name))
+        sets.setdefault((parent, _joined(parent, projection)), []).append((_ORDER.get(projection, 0), name))
     return [[name for _, name in sorted(projection)] for projection in sets.values()]
 
 
@@ -125,7 +150,7 @@ def site_of(weight: str) -> str:
     ('model.layers.0.self_attn.qkv', 'model.layers.0.mlp.down_proj')
     """
     owner, _, leaf = weight.removesuffix(".weight").rpartition(".")
-    return f"{owner}.{JOINED.get(leaf, leaf)}"
+    return f"{owner}.{_joined(owner, leaf)}"
 
 
 def by_site(weights: Iterable[str]) -> dict[str, list[str]]:

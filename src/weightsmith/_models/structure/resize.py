@@ -119,17 +119,36 @@ def _check_owner(config: Mapping[str, Any], structure: Structure, stack: Stack) 
 
 
 def _check_taps(config: Mapping[str, Any], stack: Stack, remap: Remap) -> None:
-    """Layers of a tower that another section takes the output of by number (Molmo 2) must stay where they are."""
-    for path, section in sections(config) if stack.kind in TOWERS else ():
-        for key, value in section.items() if path not in {p[:-1] for p in stack.config_paths} else ():
-            last = max(whole_numbers(value), default=-1) if key.endswith(("feature_layer", "feature_layers")) else -1
-            last = min(last, remap.n_old - 1)  # some count from 0, some from the embedding
+    """Layers that another section of config.json names by number must stay where they are."""
+    homes = {path[:-1] for path in stack.config_paths}
+    for path, section in sections(config):
+        for key, value in section.items() if path not in homes else ():
+            last = min(_last_named(stack, key, value), remap.n_old - 1)  # some count from 0, some from the embedding
             if last >= 0 and remap.source[: last + 1] != tuple(range(last + 1)):
+                which = f"layer {last}" if last == 0 else f"layers 0 to {last}"
                 raise LayerError(
-                    f"{'.'.join((*path, key))} of config.json takes the output of layer {last} of {stack.prefix}, "
-                    "which the new stack does not have in its place",
-                    fix=f"keep layers 0 to {last} as they are",
+                    f"{'.'.join((*path, key))} of config.json names layers of {stack.prefix} by their numbers, up to {last}, "
+                    "and the new stack does not have them in their place",
+                    fix=f"keep {which} as {'it is' if last == 0 else 'they are'}",
                 )
+
+
+def _last_named(stack: Stack, key: str, value: Any) -> int:
+    """The last layer of a stack that a key of another section names; -1 if it names none."""
+    pairs = [pair for pair in value if isinstance(pair, list) and len(pair) == 2] if isinstance(value, list) else []
+    if stack.kind in TOWERS:  # whose outputs are used (Molmo 2, Granite 4 Vision)
+        if key == "deepstack_layer_map" and pairs:
+            return stack.n_layers  # any: some numbers count from the end
+        return max(whole_numbers(value), default=-1) if key.endswith(("feature_layer", "feature_layers")) else -1
+    if stack.kind != "decoder":
+        return -1
+    if key == "deepstack_visual_indexes":  # Qwen3-VL adds one after another to the outputs of its first layers
+        return len(whole_numbers(value)) - 1
+    if key in ("deepstack_layer_map", "spatial_target_layers"):  # inputs of layers (Granite 4 Vision)
+        return max(whole_numbers([pair[1] for pair in pairs] or value), default=-1)
+    if key == "accept_hidden_layer" and "thinker" in words(stack.prefix):  # what Qwen3-Omni's talker hears
+        return whole_number(value) or 0
+    return -1
 
 
 def _check_outside(structure: Structure, stack: Stack) -> None:
@@ -143,6 +162,10 @@ def _check_outside(structure: Structure, stack: Stack) -> None:
 
 LAYERS_UNSPECIFIED = "but config.json does not say which layers use it"
 """Marks a note on what the new config may not express. All other notes are changes."""
+
+
+_OF_ENCODERS = ("attention_window", "stagger_local_blocks")
+"""Keys that say nothing of the decoder beside the encoder: LED's and PEGASUS-X's attention to a part of the text."""
 
 
 class _Resize:
@@ -239,7 +262,7 @@ class _Resize:
             return False
         if "encoder" in about and kind == "decoder" and "encoder" not in stack_words:
             return False
-        if key == "attention_window" and kind == "decoder" and "encoder_layers" in self.old:  # LED's encoder alone has windows
+        if key in _OF_ENCODERS and kind == "decoder" and "encoder_layers" in self.old:
             return False
         if path == () and (about & {"vision", "audio"} - stack_words) & self.parts:
             return False

@@ -358,7 +358,8 @@ def _settle_mirrors(stacks: tuple[Stack, ...], config: Mapping[str, Any]) -> tup
         keys = [key for key in section_at(config, section) if is_count_key(key)]
         return {word for key in keys for word in words(key) & {"encoder", "decoder"}}
 
-    plain_homes = {(path[:-1], kind) for path, kind in owner.items() if not words(path[-1]) & {"encoder", "decoder"}}
+    two = {"encoder", "decoder"}
+    plain_homes = {(path[:-1], kind) for path, kind in owner.items() if kind in two and not words(path[-1]) & two}
     settled = []
     for stack in stacks:
         kept = []

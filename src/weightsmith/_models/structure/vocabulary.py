@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from weightsmith._base.errors import Unsupported
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._models.structure.configs import replace_value, sections, text_sections, whole_number
 from weightsmith._models.structure.stacks import INDEX
@@ -116,6 +117,23 @@ PER_LAYER_SIZE_KEY = "vocab_size_per_layer_input"
 
 SIZE_KEYS = ("vocab_size", "padded_vocab_size", "text_vocab_size", "decoder_vocab_size", "n_vocab")
 """Keys of config.json for the number of rows."""
+
+
+_OFFSETS = {"vision_config": 262_144, "audio_config": 262_272}
+"""Gemma 3n's first ids of images and of audio, where its sections leave out vocab_offset."""
+
+
+def first_reserved(config: Mapping[str, Any] | None) -> tuple[int, str] | None:
+    """The id from which on ids stand for images or audio whatever the tokenizer says (Gemma 3n), and the key that says so.
+
+    >>> first_reserved({"vision_config": {"vocab_offset": 50}, "audio_config": {"vocab_offset": 60}})
+    (50, 'vision_config.vocab_offset')
+    """
+    config = config or {}
+    known = _OFFSETS if config.get("model_type") == "gemma3n" else {}
+    offsets = {path: whole_number(section.get("vocab_offset")) for path, section in sections(config)}
+    stated = {path: known.get(".".join(path)) if offset is None else offset for path, offset in offsets.items()}
+    return min(((n, ".".join((*path, "vocab_offset"))) for path, n in stated.items() if n is not None), default=None)
 
 
 def count_rows(specs: Iterable[TensorSpec], config: Mapping[str, Any] | None) -> int:
@@ -286,8 +304,19 @@ def tie_flag(config: Mapping[str, Any] | None) -> bool | None:
     return next((flag for flag in flags if isinstance(flag, bool)), None)
 
 
+_SCALED = ("t5", "umt5", "longt5", "switch_transformers", "udop", "pop2piano")
+"""Types whose classes divide what a head reads by the root of the width, unless `tie_word_embeddings` is false."""
+
+
 def untie(config: dict[str, Any]) -> None:
-    """Set `tie_word_embeddings` to false in every section that has it."""
+    """Set `tie_word_embeddings` to false in every section that has it, where one of several models ties.
+
+    Raises Unsupported if the same numbers are another head in a model that does not tie (T5).
+    """
+    if config.get("model_type") in _SCALED:
+        what = "the embedding of a model that ties it would become a head, and models of this type scale what a tied head reads"
+        fix = "use models that all tie; for an adapter, merge it with peft's merge_and_unload"
+        raise Unsupported(what, where="tie_word_embeddings of config.json", fix=fix)
     replace_value(config, "tie_word_embeddings", True, False)
     config["tie_word_embeddings"] = False
 

@@ -22,7 +22,10 @@ CHAT_TEMPLATES: Mapping[str, str] = {
     path.stem: path.read_text("utf-8") for path in sorted(Path(__file__).with_name("chat_templates").glob("*.jinja"))
 }
 """Chat templates that a recipe can name. Each writes the format that its family of models was trained on."""
-_ID_KEY = re.compile(r"_token_(id|ids|index)$")
+_ID_KEY = re.compile(
+    r"^(?!codec_)\w*_token_(id|ids|index)$|^(bos|eos|pad|unk|mask)_index$|^(im|image|slice)_(start|end|newline|patch)_id$|^newline_id$"
+)
+"""Keys that hold ids, also in XLM, Molmo 2, HunYuan-VL and MiniCPM-V; a codec (of Qwen3-Omni) has a vocabulary of its own."""
 
 
 def json_bytes(value: Mapping[str, Any]) -> bytes:
@@ -215,8 +218,9 @@ _MORE_IDS: Mapping[str, Callable[[_Move, Any], Any]] = {
     "sequence_bias": _Move.biased,
     "lang_to_id": _Move.names,
     "task_to_id": _Move.names,
+    "vocabulary_map": _Move.names,
 }
-"""Keys of generation_config.json that hold ids under other names."""
+"""Keys of generation_config.json, and of Chameleon's config.json, that hold ids under other names."""
 
 
 def _at(config: Mapping[str, Any], path: tuple[str, ...], key: str) -> Any:

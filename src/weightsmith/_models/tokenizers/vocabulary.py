@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
@@ -223,6 +224,9 @@ MAX_FILE_BYTES = 128 << 20
 _MAX_JSON_MEMORY = 1 << 30  # estimated: 0.6 GB for Gemma 3's 33 MB, which take 0.25 GB
 MAX_ID = 1 << 22
 """More than twice the ids of the largest published vocabulary, of a million tokens."""
+_SETTINGS, _ROLES_FILE = "tokenizer_config.json", "special_tokens_map.json"
+_DECODER = "added_tokens_decoder"
+_NAMED_ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 _REPAIR = "Repair the tokenizer's files, or download them again."
 
 Added = Mapping[str, Any]
@@ -352,11 +356,18 @@ def _read(label: str, data: Mapping[str, bytes], digest: str) -> Vocabulary | No
         ids, family, added = _sentencepiece(data[name], label, name)
     else:
         return None
-    for content, entry in _listed(data, label).items():
+    settings = json_object(data[_SETTINGS], label, _SETTINGS) if _SETTINGS in data else {}
+    for content, entry in _listed(settings, data, label).items():
         # As transformers does: a piece of tokenizer.json that these files list under its id is an added token.
         if content not in added and (tokenizer is None or ids.get(content, entry["id"]) == entry["id"]):
             added[content] = entry
-    return Vocabulary(label, family, ids | {token: entry["id"] for token, entry in added.items()}, added, digest)
+    ids = ids | {token: entry["id"] for token, entry in added.items()}
+    following = count(max(ids.values(), default=-1) + 1)
+    for content in _named(settings, data, label) if _numbers_names(name, family, settings) else ():
+        if content not in ids:
+            ids[content] = next(following)
+            added[content] = {"id": ids[content], "content": content, "special": True}
+    return Vocabulary(label, family, ids, added, digest)
 
 
 _STRING = rb'"(?:[^"\\]|\\.)*+"'
@@ -413,20 +424,46 @@ def _added(listed: object, label: str) -> dict[str, Added]:
     return {entry["content"]: entry for entry in entries if entry["content"]}
 
 
-def _listed(data: Mapping[str, bytes], label: str) -> dict[str, Added]:
-    """The added tokens that tokenizer_config.json and added_tokens.json list."""
+def _listed(settings: Mapping[str, Any], data: Mapping[str, bytes], label: str) -> dict[str, Added]:
+    """The added tokens that tokenizer_config.json (settings) and added_tokens.json list."""
     added: dict[str, Added] = {}
-    if "tokenizer_config.json" in data:
-        listed = json_object(data["tokenizer_config.json"], label, "tokenizer_config.json").get("added_tokens_decoder")
-        for number, entry in listed.items() if isinstance(listed, dict) else ():
-            if number.isascii() and number.isdigit() and len(number) < 9 and isinstance(entry, dict):
-                if isinstance(entry.get("content"), str) and entry["content"] and _is_id(int(number)):
-                    added[entry["content"]] = {**entry, "id": int(number)}
+    listed = settings.get(_DECODER)
+    for number, entry in listed.items() if isinstance(listed, dict) else ():
+        if number.isascii() and number.isdigit() and len(number) < 9 and isinstance(entry, dict):
+            if isinstance(entry.get("content"), str) and entry["content"] and _is_id(int(number)):
+                added[entry["content"]] = {**entry, "id": int(number)}
     if "added_tokens.json" in data:
         for content, value in json_object(data["added_tokens.json"], label, "added_tokens.json").items():
             if content and _is_id(value):
                 added.setdefault(content, {"id": value, "content": content, "special": False})
     return added
+
+
+def _numbers_names(main: str, family: Family, settings: Mapping[str, Any]) -> bool:
+    """Whether a loader numbers the special tokens that no file lists: not where code of the model does, or another package."""
+    pieces = main.endswith(".model") and family != "byte-level BPE"  # not the ranks of tiktoken
+    known = pieces or main in ("tokenizer.json", "vocab.json", "vocab.txt")
+    return known and "auto_map" not in settings
+
+
+def _named(settings: Mapping[str, Any], data: Mapping[str, bytes], label: str) -> Iterator[str]:
+    """The special tokens that settings name by their role, in the order in which transformers numbers those that it adds.
+
+    special_tokens_map.json counts where tokenizer_config.json lists no added tokens.
+    """
+    named = dict(settings)
+    if _DECODER not in settings and _ROLES_FILE in data:
+        named |= json_object(data[_ROLES_FILE], label, _ROLES_FILE)
+    extra = named.get("extra_special_tokens") or named.get("additional_special_tokens")
+    plain = extra if isinstance(extra, list) else []
+    by_name = extra if isinstance(extra, dict) else {}
+    roles = [f"{role}_token" for role in _NAMED_ROLES]
+    others = [key for key in named if key.endswith("_token") and key not in roles and isinstance(named[key], str)]
+    values = [*(named.get(key) for key in (*roles, *others)), *by_name.values(), *plain]
+    for value in values:
+        content = value.get("content") if isinstance(value, dict) else value
+        if isinstance(content, str) and content:
+            yield content
 
 
 # ---- families

@@ -13,14 +13,9 @@ vocabulary.py  the tokenizer of the output, and the rows of its embeddings
 outputs.py     the output tensors, one step each
 steps.py       what a step is besides its reads: dtype, operation, role, pieces, and the products and statistics that it needs
 files.py       the files beside the weights: config.json, and those that the donor lacks and another model has
-pipelines.py   the parts of a pipeline of diffusers: config.json of each, and what models disagree on in it
+pipelines.py   the parts of a pipeline of diffusers, and other subfolders with weights: whose they are, and their config.json
 agreement.py   what models disagree on though their tensors have equal shapes, and tensors that do not go together
 encode.py      which tensors are quantised, and what config.json lists as ignored
 loading.py     whether transformers could load the output; asks transformers_script.py, in a process of its own
 reopen.py      a plan from its JSON and its inputs
 """
-
-from weightsmith._planning.planner.build import assemble as assemble
-from weightsmith._planning.planner.build import prepare as prepare
-from weightsmith._planning.planner.prepared import Prepared as Prepared
-from weightsmith._plans import Plan as Plan

@@ -23,10 +23,10 @@ from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner.files import held_files, joined
 from weightsmith._planning.planner.inputs import missing_models, open_models
 from weightsmith._planning.planner.merges import (
-    Matched,
+    MatchedModels,
+    MergeRequest,
     OpenedModels,
     Opening,
-    Request,
     assemble_matched,
     folded,
     in_order,
@@ -42,24 +42,13 @@ from weightsmith._plans import Plan
 NOTHING: Written = MappingProxyType({})
 
 
-def prepare(
-    source: recipes.Source,
-    options: RecipeOptions = RecipeOptions(),  # noqa: B008  frozen
-    *,
-    check: bool = False,
-) -> Prepared:
-    """Read a recipe of models and their headers, and plan the merge.
+def assemble(source: recipes.Source, options: RecipeOptions) -> Prepared:
+    """The draft of a merge.
 
     source  path of a YAML file, YAML text (with a newline), a mapping, or a list of mappings
-    check   ask transformers now whether it could load the output; see `Prepared.finish`
 
     Raises PlanError with all problems. No tensor data is read. Cost: headers, and about 20 µs a tensor.
     """
-    return assemble(source, options).finish(check=check)
-
-
-def assemble(source: recipes.Source, options: RecipeOptions) -> Prepared:
-    """The draft of `prepare`."""
     request = read_plan_request(source, "merge", options)
     with in_recipe(request.source):
         return assemble_recipe(request)
@@ -71,7 +60,7 @@ def read_plan_request(
     """Read a recipe. Raises PlanError, with all missing models even if nothing else of the recipe can be read."""
     loaded = _load(source, command, options)
     with in_recipe(loaded.source):
-        recipe = _recipe_of(loaded, _find_in(source, options))
+        recipe = _recipe_of(loaded, _finder(_folder_of(source), options))
     return PlanRequest(recipe, options, loaded.source, _folder_of(source), tuple(loaded.problems), settings)
 
 
@@ -98,9 +87,9 @@ def _recipe_of(loaded: recipes.Loaded, find_method: Callable[[str], Method]) -> 
     return loaded.recipe
 
 
-def _find_in(source: recipes.Source, options: RecipeOptions) -> Callable[[str], Method]:
-    """Finds the methods that a recipe names."""
-    return partial(methods.find, folder=_folder_of(source), allow_code=options.allow_code)
+def _finder(folder: Path, options: RecipeOptions) -> Callable[[str], Method]:
+    """Finds the methods that a recipe names. folder: that its paths start from."""
+    return partial(methods.find, folder=folder, allow_code=options.allow_code)
 
 
 def _folder_of(source: recipes.Source) -> Path:
@@ -111,7 +100,7 @@ def _folder_of(source: recipes.Source) -> Path:
 
 
 def assemble_recipe(request: PlanRequest, written: Written = NOTHING, opening: Opening = open_models) -> Prepared:
-    """The draft of a merge whose recipe has been read; first, the plans of the recipes whose results it reads. See `prepare`.
+    """The draft of a merge whose recipe has been read; first, the plans of the recipes whose results it reads.
 
     written  folders with results of other recipes
     opening  opens the models
@@ -130,7 +119,7 @@ def bind(
 ) -> Bound:
     """Open and match the models of a recipe of `merge` once, to plan it with many values of its parameters.
 
-    source  as for `prepare`
+    source  as for `assemble`
 
     Raises PlanError. Close the result, or use it as a context manager.
 
@@ -149,12 +138,12 @@ def parameter_problems(source: recipes.Source, options: RecipeOptions) -> tuple[
     """The problems that a recipe has before its models are opened: of the text, the method, and parameters."""
     loaded = _load(source, "merge", options)
     problems = list(loaded.problems)
-    recipe = loaded.recipe
-    find = _find_in(source, options)
+    recipe, folder = loaded.recipe, _folder_of(source)
+    find = _finder(folder, options)
     for entry in (recipe, *recipe.stages.values()) if isinstance(recipe, Recipe) else ():
         if entry is not None:
             try:
-                problems += read_request(entry, options, (), find, _folder_of(source)).problems
+                problems += read_request(entry, options, (), find, folder).problems
             except PlanError as error:
                 problems += error.problems
     return tuple(problems)
@@ -164,9 +153,9 @@ def parameter_problems(source: recipes.Source, options: RecipeOptions) -> tuple[
 class Bound(Closing):
     """A recipe whose models are opened and matched."""
 
-    request: Request
+    request: MergeRequest
     opened: OpenedModels
-    matched: Matched
+    matched: MatchedModels
     stages: _Stages
     find_method: Callable[[str], Method]
     source: recipes.Source = ""
@@ -198,12 +187,12 @@ class Bound(Closing):
             prepared = self.assemble(request)
             return prepared.with_plan(prepared.draft.finish())
 
-    def _request(self, loaded: recipes.Loaded, options: RecipeOptions) -> Request | None:
+    def _request(self, loaded: recipes.Loaded, options: RecipeOptions) -> MergeRequest | None:
         problems = [*loaded.problems, *self.stages.problems]
         request = read_request(_recipe_of(loaded, self.find_method), options, problems, self.find_method, self.request.folder)
         return request if request.matching == self.request.matching else None
 
-    def assemble(self, request: Request) -> Prepared:
+    def assemble(self, request: MergeRequest) -> Prepared:
         """The draft of a request with the same models."""
         return self.stages.join(assemble_matched(request, self.opened, self.matched))
 
@@ -217,7 +206,7 @@ def _bound(asked: PlanRequest, written: Written, opening: Opening, stack: ExitSt
     """A merge with its models; `stack` closes them."""
     recipe, options = asked.recipe, asked.options
     assert isinstance(recipe, Recipe)
-    find = partial(methods.find, folder=asked.folder, allow_code=options.allow_code)
+    find = _finder(asked.folder, options)
     stages = _Stages(recipe, find, asked, written)
     stages.prepare(stack)
     request = read_request(recipe, options, [*asked.problems, *stages.problems], find, asked.folder)

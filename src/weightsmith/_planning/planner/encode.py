@@ -28,7 +28,7 @@ from weightsmith._engine.products.magnitudes import magnitudes
 from weightsmith._models.formats import Encoding, find_encoding, format_of_encoding
 from weightsmith._models.structure import Structure, analyse
 from weightsmith._models.structure.parts import DIFFUSION, PREFIXES
-from weightsmith._models.structure.projections import joined_sets, role_of
+from weightsmith._models.structure.projections import ENGINES_FUSED, GATES_OF_LINEAR_ATTENTION, joined_sets, role_of
 from weightsmith._models.structure.vocabulary import HEADS, is_embedding, is_head, is_model_head
 from weightsmith._planning.planner.files import NO_CONFIG
 from weightsmith._plans import PLAIN, Plan, PlanDraft, Product, Step, arrays_of, needs_of
@@ -44,6 +44,10 @@ _WEIGHT = ".weight"
 _SIZES = ("its width", "its outputs")
 """What the reason begins with when an encoding does not take a weight for its size."""
 _ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
+_OF_STATES = frozenset({"x_proj", "dt_proj"})
+"""Of Mamba 1: paths of transformers take their weights, not the layers."""
+_OF_INDEXERS = frozenset({"wk", "weights_proj"})
+"""Of DeepSeek V3.2 and GLM-5: vLLM joins them, and builds the joined layer without a quantisation."""
 _UNET = re.compile(r"(^|\.)(input_blocks|middle_block|output_blocks)\.")
 _CONV1D = frozenset({"c_attn", "c_fc"})
 """Modules with more outputs than inputs: a matrix with more columns than rows is stored transposed."""
@@ -192,9 +196,22 @@ def _reason(spec: TensorSpec, structure: Structure, by_tensor: _Encodings, *, tr
     if role_of(spec) != "linear":
         is_router = not _ROUTERS.isdisjoint(spec.name.split("."))
         return "a router or gate" if is_router else "it is not the weight of a linear layer"
+    if why := _engines_reason(_module(spec).split(".")):
+        return why
     if transposed and _module(spec).rpartition(".")[2].startswith("c_"):
         return "it is stored transposed (Conv1D)"
     return encoding.refusal(replace(spec, dtype=DTYPES["BF16"]))  # of a name or shape; a dtype is the caller's to change
+
+
+def _engines_reason(parts: Sequence[str]) -> str:
+    """Why engines need the weight of a linear layer as it is; "" if they do not. parts: of the module's name."""
+    if parts[-1] in GATES_OF_LINEAR_ATTENTION:
+        return "it is a gate of linear attention, which engines join into a matrix of few rows"
+    if parts[-1] in _OF_STATES:
+        return "it is a projection to the time steps of Mamba, which programs multiply by as it is"
+    if "indexer" in parts[:-1] and parts[-1] in _OF_INDEXERS:
+        return "it is a part of an indexer that engines keep as it is"
+    return ""
 
 
 def _outside_blocks(spec: TensorSpec, structure: Structure) -> str:
@@ -253,6 +270,7 @@ def _described(
     """`Encoding.config`, or `StoredFormat.mixed` of several. by_encoding: the encoded weights. Raises PlanError."""
     encoded = [spec for specs in by_encoding.values() for spec in specs]
     modules = [_module(spec) for spec in plain if _may_be_linear(spec, structure) and not is_embedding(spec)]
+    modules += dict.fromkeys(_experts_module(_module(spec)) for spec in plain if structure.experts(spec) > 1)
     ignored = ignored_modules(plain, encoded, structure)
     listed = Modules(ignored, tuple(dict.fromkeys([*_tied_heads(encoded), *modules])), tuple(map(_module, encoded)))
     encodings = [find_encoding(name) for name in by_encoding]
@@ -266,6 +284,16 @@ def _described(
         return mixed(configs, targets_of(list(by_encoding.values()), structure))
     except Unsupported as error:
         raise PlanError([error]) from error
+
+
+def _experts_module(module: str) -> str:
+    """The module that engines have for all experts of a layer, where these are stored as `module`.
+
+    >>> _experts_module("model.layers.0.block_sparse_moe.input_linear"), _experts_module("layers.0.mlp.experts.gate_up_proj")
+    ('model.layers.0.block_sparse_moe.experts', 'layers.0.mlp.experts')
+    """
+    home = module.rpartition(".")[0]
+    return home if home.endswith(".experts") else f"{home}.experts"
 
 
 def _may_be_linear(spec: TensorSpec, structure: Structure) -> bool:
@@ -282,14 +310,15 @@ def ignored_modules(plain: Sequence[TensorSpec], encoded: Sequence[TensorSpec], 
     suffixes = {_module(spec) if (s := structure.suffix(spec.name)) is None else s: _module(spec) for spec in encoded}
     examples = list(suffixes.values())  # of each kind of module one: a pattern matches all layers, or has a layer's number
     entries: dict[str, None] = dict.fromkeys(_tied_heads(encoded))
+    joined = _joined_modules([plain, encoded])
     for spec in plain:
         if not _may_be_linear(spec, structure):
             continue
-        pattern = _pattern(spec, structure, fused=structure.experts(spec) > 1)
+        pattern = _pattern(spec, structure, joined, fused=structure.experts(spec) > 1)
         if not pattern and is_embedding(spec):
             continue
         safe = pattern and not any(re.match(pattern, module) for module in examples)
-        entries[f"re:{pattern}" if safe else _module(spec)] = None
+        entries |= dict.fromkeys([f"re:{pattern}"] if safe else _names(spec, joined))
     if not any(map(is_model_head, (*plain, *encoded))):
         entries[rf"re:(\w+\.)?({'|'.join(HEADS[1:])})$"] = None  # one component before it: the model's, and no layer's
     return list(entries)
@@ -306,7 +335,9 @@ def targets_of(groups: Sequence[Sequence[TensorSpec]], structure: Structure) -> 
     Names of classes would not do: vLLM asks for the class of a joined matrix before it asks for the names of its parts.
     """
     group_of = {spec.name: number for number, specs in enumerate(groups) for spec in specs}
-    kinds = {spec.name: _kinds(spec, structure) for specs in groups for spec in specs}
+    joined = _joined_modules(groups)
+    kinds = {spec.name: _kinds(spec, structure, joined) for specs in groups for spec in specs}
+    specs_by_name = {spec.name: spec for specs in groups for spec in specs}
     used: dict[str, set[int]] = {}
     for name, number in group_of.items():
         for pattern in kinds[name]:
@@ -314,11 +345,41 @@ def targets_of(groups: Sequence[Sequence[TensorSpec]], structure: Structure) -> 
     entries: list[dict[str, None]] = [{} for _ in groups]
     for name, number in group_of.items():
         pattern = next((pattern for pattern in kinds[name] if len(used[pattern]) == 1), "")
-        entries[number][f"re:{pattern}" if pattern else name.removesuffix(_WEIGHT)] = None
+        entries[number] |= dict.fromkeys([f"re:{pattern}"] if pattern else _names(specs_by_name[name], joined))
     return [list(group) for group in entries]
 
 
-def _kinds(spec: TensorSpec, structure: Structure) -> tuple[str, ...]:
+def _joined_modules(groups: Sequence[Sequence[TensorSpec]]) -> dict[str, str]:
+    """The module that engines have in place of several, by the first of these. SGLang asks for it alone, in models that do not
+    say what they join (Llama's and most others). {} if the parts of any are in different groups: engines refuse them.
+    """
+    group_of = {_module(spec): number for number, specs in enumerate(groups) for spec in specs}
+    joined: dict[str, str] = {}
+    for whole, parts in ENGINES_FUSED.items():
+        for first in [module for module in group_of if module.rpartition(".")[2] == parts[0]]:
+            home = first.rpartition(".")[0]
+            numbers = [group_of.get(f"{home}.{part}") for part in parts]
+            if None not in numbers and len(set(numbers)) > 1:
+                return {}
+            if None not in numbers and "experts" not in home.split("."):
+                joined[first] = f"{home}.{whole}"
+    return joined
+
+
+def _names(spec: TensorSpec, joined: Mapping[str, str]) -> list[str]:
+    """A module, and the one that engines have in its place."""
+    module = _module(spec)
+    return [module, *([joined[module]] if module in joined else [])]
+
+
+def _alternatives(spec: TensorSpec, inner: str, joined: Mapping[str, str]) -> str:
+    """The expression for a module in its layer, and for the one that engines have in its place."""
+    leaves = [re.escape(name.rpartition(".")[2]) for name in _names(spec, joined)]
+    home = re.escape(inner[: len(inner) - len(inner.rpartition(".")[2])])
+    return home + (leaves[0] if len(leaves) == 1 else f"({'|'.join(leaves)})")
+
+
+def _kinds(spec: TensorSpec, structure: Structure, joined: Mapping[str, str]) -> tuple[str, ...]:
     """Patterns for a module of the decoder, the widest first: of all layers, of one layer. With experts, all projections come
     first: vLLM asks for `….experts.0.gate_proj`, whatever the model calls it."""
     place, inner = structure.locate(spec.name), (structure.suffix(spec.name) or "").removesuffix(_WEIGHT)
@@ -327,14 +388,14 @@ def _kinds(spec: TensorSpec, structure: Structure) -> tuple[str, ...]:
     if place is None or not inner:
         return ()
     parent, expert, projection = re.fullmatch(r"(?:(.*\bexperts)(\.\d+)?\.)?(.*)", inner).groups()  # type: ignore[union-attr]
-    inside = [rf"{re.escape(inner)}$"]
+    inside = [rf"{_alternatives(spec, inner, joined)}$"]
     if parent is not None and expert is not None:
         inside = [rf"{re.escape(parent)}\..*", rf"{re.escape(parent)}\.\d+\.{re.escape(projection)}$"]
     layer = re.escape(f"{place[0].prefix.removeprefix('model.')}{place[1]}")
     return (*(rf".*\.{part}" for part in inside), *(rf"(.*\.)?{layer}\.{part}" for part in inside))
 
 
-def _pattern(spec: TensorSpec, structure: Structure, *, fused: bool) -> str:
+def _pattern(spec: TensorSpec, structure: Structure, joined: Mapping[str, str], *, fused: bool) -> str:
     """What tells a module from the encoded ones whatever prefix a loader gives it; "" where its name must do."""
     name, suffix = _module(spec), structure.suffix(spec.name)
     place, extra = structure.locate(spec.name), structure.extra(spec.name)
@@ -345,7 +406,7 @@ def _pattern(spec: TensorSpec, structure: Structure, *, fused: bool) -> str:
         inner = suffix.removesuffix(_WEIGHT)
         if fused:  # vLLM asks for `….experts.0.gate_proj`, the module that the experts would be made of
             return rf".*\.{re.escape(inner.rpartition('.')[0] or inner)}\..*"
-        return rf".*\.{re.escape(inner)}$"
+        return rf".*\.{_alternatives(spec, inner, joined)}$"
     if name != "lm_head" and name.endswith(".lm_head"):
         return r".*\.lm_head$"
     module = structure.module_of(spec.name)

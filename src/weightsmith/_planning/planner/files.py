@@ -10,28 +10,25 @@ import copy
 import hashlib
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from weightsmith._base.errors import Finding, LayerError, MismatchError, ShapeError
 from weightsmith._base.files import read_bounded, show
 from weightsmith._base.tensors import DType, TensorSpec
-from weightsmith._base.text import count
-from weightsmith._files.containers import Naming
 from weightsmith._files.copied import holds_tokens, is_tokenizer
-from weightsmith._files.subfolders import PIPELINE, TEMPLATES, model_parts
+from weightsmith._files.subfolders import TEMPLATES
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import Stack, Structure, resize_config, vocabulary
 from weightsmith._models.structure.configs import of_diffusers, replace_value, sections, whole_number
 from weightsmith._models.structure.perlayer import Remap, is_per_layer, rules_for
-from weightsmith._models.tokenizers import Vocabulary, read_vocabulary
 from weightsmith._models.tokenizers.files import TEMPLATE_FILE, settings_in, settings_of, templates_of, with_template
-from weightsmith._models.tokenizers.vocabulary import MAX_FILE_BYTES
+from weightsmith._models.tokenizers.vocabulary import MAX_FILE_BYTES, Vocabulary, read_vocabulary
 from weightsmith._planning.planner.match import InputModels, ModelNames, is_buffer
 from weightsmith._planning.planner.steps import main_dtype
-from weightsmith._plans import Dropped, PlanDraft
+from weightsmith._plans import PlanDraft
 
 GENERATION = "generation_config.json"
 NO_CONFIG = "the output has no config.json"
@@ -238,96 +235,6 @@ def joined(listed: Iterable[Mapping[str, Sequence[str]]], held: Collection[str] 
     return {label: tuple(files) for label, files in missing.items() if files}
 
 
-# ---- subfolders with weights of their own
-
-
-_ABSENT = "its subfolder is not in the output"
-
-
-def without_foreign(
-    specs: Sequence[Mapping[str, TensorSpec]], inputs: Sequence[Checkpoint], donor: Checkpoint
-) -> list[Mapping[str, TensorSpec]]:
-    """The tensors of each model, without those in subfolders that the donor does not have."""
-    kept: list[Mapping[str, TensorSpec]] = []
-    for tensors, checkpoint in zip(specs, inputs, strict=True):
-        names = set(_foreign(checkpoint, donor))
-        kept.append({name: spec for name, spec in tensors.items() if name not in names} if names else tensors)
-    return kept
-
-
-def _lacked_parts(donor: Checkpoint) -> list[str]:
-    """The parts with weights that the donor's model_index.json names and that it lacks."""
-    named = model_parts(donor.folder) if donor.parts and PIPELINE in donor.files else ()
-    return [part for part in named if part not in donor.subfolders]
-
-
-def absent_parts(inputs: Sequence[Checkpoint], donor: int, taken: Mapping[str, int]) -> dict[str, int]:
-    """The parts with weights that the donor lacks and the output has: the model that gives each.
-
-    They are those that the recipe takes from a model, and those that the donor's model_index.json names: of the first model
-    that has them. taken: see `pipelines.taken_parts`
-    """
-    owners = {part: [k for k, model in enumerate(inputs) if part in model.parts] for part in _lacked_parts(inputs[donor])}
-    named = {part: models[0] for part, models in owners.items() if models}
-    return {**named, **{part: k for part, k in taken.items() if part in inputs[k].parts}}
-
-
-def foreign(inputs: Sequence[Checkpoint], donor: int, copied: Mapping[str, int]) -> list[Dropped]:
-    """The tensors that `without_foreign` leaves out, but for those that are copied. copied: see `absent_parts`."""
-    return [
-        Dropped(i, name, _ABSENT if part not in copied else "its part is copied from another model")
-        for i, checkpoint in enumerate(inputs)
-        for name in _foreign(checkpoint, inputs[donor])
-        if copied.get(part := name.partition("/")[0]) != i
-    ]
-
-
-def foreign_findings(
-    inputs: Sequence[Checkpoint], labels: Sequence[str], donor: int, taken: Mapping[str, int]
-) -> Iterator[Finding]:
-    """Warnings of subfolders with weights that the donor does not have. taken: see `pipelines.taken_parts`."""
-    copied = absent_parts(inputs, donor, taken)
-    for part, owner in copied.items():
-        if part in taken:
-            continue
-        what = f"the part {part} is copied from {labels[owner]}: model_index.json of {labels[donor]} names it, without weights"
-        yield Finding(what, labels[donor], fix="list a model that has all parts first, to merge it")
-    first = inputs[donor]
-    for part in _lacked_parts(first):
-        if part not in copied and not any(name.startswith(f"{part}/") for name in first.files):
-            what = f"no model has the part {part}, which {PIPELINE} names: diffusers may refuse the output"
-            yield Finding(what, labels[donor], fix=f"download its folder, or write [null, null] for it in {PIPELINE}")
-    for label, checkpoint in zip(labels, inputs, strict=True):
-        lacked = [folder for folder in checkpoint.subfolders if folder not in inputs[donor].subfolders]
-        if inner := [folder for folder in lacked if folder not in copied]:
-            what = f"left out with its weights: {', '.join(inner)}, which {labels[donor]} does not have"
-            yield Finding(
-                what, label, fix="merge models with the same modules, or list first the one whose modules the output has"
-            )
-
-
-def drop_subfolders(draft: PlanDraft, reader: str, kept: Collection[str] = ()) -> None:
-    """Leave the weights of subfolders out of the output, with a warning.
-
-    reader  of the output, which reads none but those that are kept
-    """
-    naming = replace(draft.naming, folders=tuple(folder for folder in draft.naming.folders if folder not in kept))
-    if not naming.folders:
-        return
-    inner = [step for step in draft.steps if naming.folder_of(step.out.name)]
-    draft.steps = [step for step in draft.steps if not naming.folder_of(step.out.name)]
-    draft.dropped += [Dropped(r.model, r.tensor, _ABSENT) for step in inner for r in step.reads if r.model >= 0]
-    draft.naming = replace(naming, folders=tuple(folder for folder in draft.naming.folders if folder in kept))
-    listed = ", ".join(naming.folders)
-    what = f"left out, {count(len(inner), 'tensor')}: {reader} computes what comes out of the transformer, without {listed}"
-    draft.warn(what, listed, "apply these modules to its output yourself, or choose another format")
-
-
-def _foreign(checkpoint: Checkpoint, donor: Checkpoint) -> list[str]:
-    others = Naming(folders=tuple(folder for folder in checkpoint.subfolders if folder not in donor.subfolders))
-    return [name for name in checkpoint.specs if others.folder_of(name)] if others.folders else []
-
-
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 
 
@@ -364,6 +271,26 @@ def output_config(
         vocabulary.untie(new)
     _set_vocabulary(new, outputs, stored)
     return new, notes
+
+
+def move_alignment_heads(
+    generation: Mapping[str, Any], structure: Structure, layers: Mapping[str, Sequence[int]]
+) -> Mapping[str, Any]:
+    """generation_config.json with `alignment_heads` (Whisper's, pairs of decoder layer and head) for the layers of the output.
+
+    layers  for each stack prefix that changes: the donor's layer behind each output layer
+
+    A layer's heads are those of its last copy. Without any that are left, the key is removed, and transformers then says so.
+    """
+    heads = generation.get("alignment_heads")
+    sources = [layers[stack.prefix] for stack in structure.stacks if stack.kind == "decoder" and stack.prefix in layers]
+    if not isinstance(heads, list) or len(sources) != 1:
+        return generation
+    last = {old: new for new, old in enumerate(sources[0])}
+    pairs = [(whole_number(pair[0]), pair[1]) for pair in heads if isinstance(pair, list) and len(pair) == 2]
+    moved = [[last[layer], head] for layer, head in pairs if layer in last]
+    rest = {key: value for key, value in generation.items() if key != "alignment_heads"}
+    return {**generation, "alignment_heads": moved} if moved else rest
 
 
 def _set_dtype(config: dict[str, Any], dtype: DType, *, everywhere: bool) -> None:

@@ -19,6 +19,7 @@ from weightsmith._base.errors import Finding, NotFound, ShapeError, SyntaxProble
 from weightsmith._base.files import exists, expand_user, is_folder, real_path
 from weightsmith._base.installation import install
 from weightsmith._base.tensors import TensorSpec
+from weightsmith._base.text import count
 from weightsmith._files.copied import is_weights
 from weightsmith._files.hf_folder import natural_key
 from weightsmith._models.checkpoint import Checkpoint, locate, open_checkpoint
@@ -31,6 +32,7 @@ from weightsmith._planning.planner.loading import built_names, installed
 from weightsmith._planning.recipe import SCHEDULED, Input, ModelRef, Recipe, Schedule, Slice
 
 if TYPE_CHECKING:
+    from weightsmith._models.formats.gguf.ollama import Manifest
     from weightsmith._models.lora import Names
 
 Result = TypeVar("Result")
@@ -150,8 +152,11 @@ def _recipe_folder(ref: ModelRef) -> Path | None:
 def _open(ref: ModelRef, stack: ExitStack, results: Mapping[str, Checkpoint | None], plain: bool) -> Checkpoint:
     """A model with its adapter, after one that it holds; `stack` closes what was opened, also when the rest fails."""
     result, revision = results.get(ref.path), ref.revision or None
-    checkpoint = result or open_checkpoint(ref.path, revision=revision, download=False, ignore_quantization_config=plain)
-    stack.callback(checkpoint.close)
+    if result is None and (manifest := _ollama_manifest(ref)) is not None:
+        checkpoint = _with_adapters(manifest, ref, stack)
+    else:
+        checkpoint = result or open_checkpoint(ref.path, revision=revision, download=False, ignore_quantization_config=plain)
+        stack.callback(checkpoint.close)
     if checkpoint.quantised is not None:
         return checkpoint
     if find_factors(checkpoint.specs):
@@ -167,6 +172,30 @@ def _open(ref: ModelRef, stack: ExitStack, results: Mapping[str, Checkpoint | No
     adapter = open_adapter(ref.lora.path, revision=ref.lora.revision or None)
     stack.callback(adapter.checkpoint.close)
     return asking(checkpoint, partial(apply_adapter, checkpoint, adapter, str(ref)))
+
+
+def _ollama_manifest(ref: ModelRef) -> Manifest | None:
+    """The manifest of a model of Ollama's that has adapters. Other names cost nothing."""
+    if "manifests" not in ref.path:
+        return None
+    from weightsmith._models.formats.gguf.ollama import manifest_with_adapters
+
+    return manifest_with_adapters(ref.path)
+
+
+def _with_adapters(manifest: Manifest, ref: ModelRef, stack: ExitStack) -> Checkpoint:
+    """The model of a manifest with its adapters applied; `stack` closes them."""
+    from weightsmith._models.lora import apply_adapter, open_adapter
+
+    checkpoint = open_checkpoint(manifest.model)
+    stack.callback(checkpoint.close)
+    for path in manifest.adapters:
+        adapter = open_adapter(str(path))
+        stack.callback(adapter.checkpoint.close)
+        checkpoint = asking(checkpoint, partial(apply_adapter, checkpoint, adapter, ref.path))
+    what = f"Ollama applies {count(len(manifest.adapters), 'adapter')} to the model: it is read so"
+    checkpoint.notes = (*checkpoint.notes, *manifest.notes, Finding(what, ref.path))
+    return checkpoint
 
 
 def asking(base: Checkpoint, fit: Callable[[Names], Result]) -> Result:

@@ -1,8 +1,8 @@
 """A recipe of one merge, step by step: what it asks for, its models opened, their tensors matched, the draft of its output.
 
-Each step sees as far as it can, and passes on the problems and warnings that it finds: the recipe alone (`Request`), the models
-alone (`OpenedModels`), which tensors of which models belong together (`Matched`), and then layers, tensors and config.json.
-Only the first and the last depend on the values of parameters.
+Each step sees as far as it can, and passes on the problems and warnings that it finds: the recipe alone (`MergeRequest`), the
+models alone (`OpenedModels`), which tensors of which models belong together (`MatchedModels`), and then layers, tensors and
+config.json. Only the first and the last depend on the values of parameters.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import Structure
 from weightsmith._models.structure.parts import find_parts
 from weightsmith._models.structure.resize import LAYERS_UNSPECIFIED
+from weightsmith._models.tokenizers.files import json_bytes, settings_in, settings_of
 from weightsmith._models.tokenizers.vocabulary import FILES
 from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner.agreement import (
@@ -37,15 +38,13 @@ from weightsmith._planning.planner.agreement import (
     of_vocabularies,
 )
 from weightsmith._planning.planner.files import (
+    GENERATION,
     NO_CONFIG,
-    absent_parts,
     carried,
-    foreign,
-    foreign_findings,
     held_files,
     lacking,
+    move_alignment_heads,
     output_config,
-    without_foreign,
 )
 from weightsmith._planning.planner.inputs import (
     analyse_all,
@@ -61,15 +60,7 @@ from weightsmith._planning.planner.loading import Question, question_of
 from weightsmith._planning.planner.match import InputModels, ModelNames
 from weightsmith._planning.planner.outputs import StepMaker, takes_head
 from weightsmith._planning.planner.parameters import Audit, Resolver
-from weightsmith._planning.planner.pipelines import (
-    copied_parts,
-    part_configs,
-    part_differences,
-    part_owners,
-    part_readers,
-    taken_files,
-    taken_parts,
-)
+from weightsmith._planning.planner.pipelines import Pipeline, taken_parts, without_foreign
 from weightsmith._planning.planner.prepared import Prepared, code_files, model_input
 from weightsmith._planning.planner.segments import Account, Placement, Placer, Region, SegmentMaker
 from weightsmith._planning.planner.steps import DTypes, MeasuredSteps, factor_problems, with_needs, with_statistics
@@ -89,7 +80,7 @@ _ONE_MODEL = "take them from one model: give the others weight 0 there, with `fi
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class MergeRequest:
     """What a recipe asks for, known before a model is opened.
 
     recipe   with models in place of patterns
@@ -194,7 +185,7 @@ def read_request(
     problems: Sequence[WeightsmithError],
     find_method: Callable[[str], Method],
     folder: Path,
-) -> Request:
+) -> MergeRequest:
     """What a recipe asks for. problems: found while it was read. Raises PlanError for patterns that match nothing."""
     problems, method = list(problems), None
     try:
@@ -207,7 +198,9 @@ def read_request(
     base = recipe.base_model if method is not None and method.base != "input" else None
     recipe, unmatched, findings = match_patterns(recipe, base)
     models, refs = number_models(recipe)
-    request = Request(recipe, options, folder, models, refs, method, (), None, tuple(problems), (*recipe.findings, *findings))
+    request = MergeRequest(
+        recipe, options, folder, models, refs, method, (), None, tuple(problems), (*recipe.findings, *findings)
+    )
     maker = SegmentMaker(recipe, checked, models, request.labels)
     regions = maker.regions()
     audit = Audit(checked, request.labels, recipe.at("merge_method"), lenient=options.lenient)
@@ -250,7 +243,7 @@ class OpenedModels:
 
 
 def open_request(
-    request: Request, stack: ExitStack, results: Mapping[str, Checkpoint | None], opening: Opening = open_models
+    request: MergeRequest, stack: ExitStack, results: Mapping[str, Checkpoint | None], opening: Opening = open_models
 ) -> OpenedModels:
     """The models, opened; `stack` closes them. results: of other recipes, see `open_models`.
 
@@ -271,7 +264,7 @@ def open_request(
 
 
 @dataclass(frozen=True, slots=True)
-class Matched:
+class MatchedModels:
     """Which tensors of the models belong together.
 
     aligned  the vocabulary of the output; None if a model is missing
@@ -290,11 +283,11 @@ class Matched:
     differences: Callable[[], Sequence[Finding]] = tuple
 
 
-def match(request: Request, opened: OpenedModels, stack: ExitStack) -> Matched:
+def match(request: MergeRequest, opened: OpenedModels, stack: ExitStack) -> MatchedModels:
     """Match the models' tensors by name, and their vocabularies. stack: closes what is opened for that."""
     if None in opened.checkpoints:
         specs: Sequence[Mapping[str, TensorSpec]] = [{} if c is None else c.specs for c in opened.checkpoints]
-        return Matched(None, specs, _match_all(opened.structures, specs, opened.donor))
+        return MatchedModels(None, specs, _match_all(opened.structures, specs, opened.donor))
     asked = request.recipe, request.labels, request.models, request.folder
     aligned, problems = VocabularyPlanner(*asked, opened.inputs, opened.donor, stack).plan()
     specs = without_foreign(aligned.specs, opened.inputs, opened.inputs[opened.donor])
@@ -302,7 +295,7 @@ def match(request: Request, opened: OpenedModels, stack: ExitStack) -> Matched:
     structures = [structure for structure in opened.structures if structure is not None]
     alike = [compared(*model) for model in zip(request.labels, opened.inputs, structures, strict=True)]
     differ = cache(partial(disagreements, alike, opened.donor, tokenizer=aligned.tokenizer, template=aligned.template))
-    return Matched(aligned, specs, names, tuple(problems), tuple(aligned.findings), alike, differ)
+    return MatchedModels(aligned, specs, names, tuple(problems), tuple(aligned.findings), alike, differ)
 
 
 def _match_all(
@@ -332,7 +325,7 @@ def _in_model_order(steps: Sequence[Step], stored: Mapping[str, TensorSpec]) -> 
     return sorted(steps, key=lambda step: natural_key(step.out.name))
 
 
-def assemble_matched(request: Request, opened: OpenedModels, matched: Matched) -> Prepared:
+def assemble_matched(request: MergeRequest, opened: OpenedModels, matched: MatchedModels) -> Prepared:
     """The draft of the output. Raises PlanError with all problems of the recipe, the models and their tensors."""
     return _Assembler(request, opened, matched).assemble()
 
@@ -340,7 +333,7 @@ def assemble_matched(request: Request, opened: OpenedModels, matched: Matched) -
 class _Assembler:
     """Collects problems and warnings of the output, and its parts."""
 
-    def __init__(self, request: Request, opened: OpenedModels, matched: Matched) -> None:
+    def __init__(self, request: MergeRequest, opened: OpenedModels, matched: MatchedModels) -> None:
         self.request, self.opened, self.matched = request, opened, matched
         self.recipe, self.labels, self.inputs = request.recipe, request.labels, opened.inputs
         shape = opened.structures[opened.donor]
@@ -358,60 +351,79 @@ class _Assembler:
         self.problems += placer.problems
         if aligned is None or method is None or request.audit is None or not placements:
             raise request.refusal(self.problems)
-        donor, names = self.inputs[opened.donor], [n for n in self.matched.names if n is not None]
-        account = Account(self.labels, names)
-        dtypes = DTypes(request.dtype, [c.kept_specs for c in self.inputs])
+        donor, label = self.inputs[opened.donor], self.labels[opened.donor]
         resolver = Resolver(method, self.labels, request.audit.wrong)
-        base = None if self.recipe.base_model is None else request.models[self.recipe.base_model]
-        configs, structures = [c.config for c in self.inputs], [n.structure for n in names]
-        tokenizes = not {*FILES}.isdisjoint(donor.files)
-        models = InputModels(self.labels, self.matched.specs, configs, structures, names, opened.donor, base, tokenizes)
-        outputs = StepMaker(models, method, resolver, account, dtypes)
-        outputs.make(placements)
+        outputs = self._outputs(method, resolver, placements)
         problems, idle = resolver.finish()
-        self._add_mismatches(outputs)
         self.problems += problems
         if outputs.problems or placer.problems or any(segment.broken for r in request.regions for segment in r.segments):
             raise request.refusal(self.problems)
-        dropped, lost = account.settle(self.shape, opened.donor, placements)
+        dropped, lost = outputs.account.settle(self.shape, opened.donor, placements)
         self.problems += lost
-        copied = absent_parts(self.inputs, opened.donor, taken)
-        outputs.steps += copied_parts(self.inputs, copied, dtypes)
-        ordered = _in_model_order(outputs.steps, self.matched.specs[opened.donor])
+        pipeline = Pipeline(self.inputs, self.labels, opened.donor, taken)
+        ordered = _in_model_order([*outputs.steps, *pipeline.copies(outputs.dtypes)], self.matched.specs[opened.donor])
         try:
             ordered, tables, dropped = aligned.place(ordered, outputs.counterpart, dropped)
         except PlanError as error:
             raise request.refusal([*self.problems, *error.problems]) from error
         steps, products = with_needs(ordered, resolver.settings, method)
-        self.problems += factor_problems(steps, self.labels[opened.donor], _ONE_MODEL)
+        self.problems += factor_problems(steps, label, _ONE_MODEL)
         measured = self._measured(method, steps, resolver)
         config = self._config(donor, outputs, steps)
-        readers = part_readers(self.inputs, steps)
-        owners = part_owners(self.inputs, opened.donor, readers)
-        aligned.files.update(part_configs(self.inputs, donor, owners, steps, self.shape, request.dtype))
-        files, replaced = taken_files(self.inputs, opened.donor, taken, owners)
-        aligned.files.update(files)
-        aligned.removed |= replaced - aligned.files.keys()
+        self._add_files(aligned, pipeline, steps)
+        aligned = self._with_generation(aligned, donor, outputs)
         if config is not None and aligned.move is not None:
             config, lost_ids = aligned.move(config)
             self.warnings += lost_tokens(lost_ids, "config.json")
         if self.problems:
             raise request.refusal(self.problems)
-        self.warnings += self.matched.differences()
-        scheduler = taken.get("scheduler", opened.donor)
-        self.warnings += part_differences(self.inputs, self.labels, scheduler, readers, owners)
-        self.warnings += foreign_findings(self.inputs, self.labels, opened.donor, taken)
-        self.warnings += [*self._untouched(placements, self.labels[opened.donor]), *outputs.warnings]
-        self.warnings += [*account.findings(), *dtypes.findings(), *idle]
-        self.warnings += left_out_findings(donor.left_out, self.labels[opened.donor])
+        self.warnings += [*self.matched.differences(), *pipeline.findings()]
+        self.warnings += [*self._untouched(placements, label), *outputs.warnings, *outputs.account.findings()]
+        self.warnings += [*outputs.dtypes.findings(), *idle, *left_out_findings(donor.left_out, label)]
         draft = self._draft(method, aligned, [*products, *measured.products], config, resolver.settings)
-        stems = {part: self.inputs[owner].naming.parts[part] for part, owner in owners.items()}
-        draft.naming = replace(donor.naming, folders=(*donor.naming.folders, *copied), parts={**donor.naming.parts, **stems})
+        draft.naming, draft.dropped = pipeline.naming(), [*dropped, *pipeline.dropped()]
         draft.steps, draft.tables = measured.steps, list(tables)
-        draft.dropped = [*dropped, *foreign(self.inputs, opened.donor, copied)]
         named = [*code_files(draft), *aligned.named, *measured.files]
         loading = self._loading(draft, donor, outputs)
         return Prepared(draft, self.inputs, self.shape, outputs.origins, resolver, named, loading=loading)
+
+    def _outputs(self, method: Method, resolver: Resolver, placements: Sequence[Placement]) -> StepMaker:
+        """The output tensors, and their problems."""
+        names = [n for n in self.matched.names if n is not None]
+        base = None if self.recipe.base_model is None else self.request.models[self.recipe.base_model]
+        models = InputModels(
+            self.labels,
+            self.matched.specs,
+            [c.config for c in self.inputs],
+            [n.structure for n in names],
+            names,
+            self.opened.donor,
+            base,
+            tokenizes=not {*FILES}.isdisjoint(self.inputs[self.opened.donor].files),
+        )
+        dtypes = DTypes(self.request.dtype, [c.kept_specs for c in self.inputs])
+        outputs = StepMaker(models, method, resolver, Account(self.labels, names), dtypes)
+        outputs.make(placements)
+        self._add_mismatches(outputs)
+        return outputs
+
+    def _add_files(self, aligned: Aligned, pipeline: Pipeline, steps: Sequence[Step]) -> None:
+        """Enter the files of the parts of a pipeline, which replace the donor's."""
+        pipeline.settle(steps)
+        aligned.files.update(pipeline.configs(steps, self.shape, self.request.dtype))
+        files, replaced = pipeline.files()
+        aligned.files.update(files)
+        aligned.removed |= replaced - aligned.files.keys()
+
+    def _with_generation(self, aligned: Aligned, donor: Checkpoint, outputs: StepMaker) -> Aligned:
+        """The same with a generation_config.json for the output's layers, if it names layers. Other plans share `aligned`."""
+        if not outputs.layers or GENERATION not in {*donor.files, *aligned.files}:
+            return aligned
+        donor.fetch([GENERATION] if GENERATION in donor.files else [])
+        data = aligned.files.get(GENERATION)
+        generation = settings_of(donor.folder, donor.files, GENERATION) if data is None else settings_in(data)
+        moved = move_alignment_heads(generation, self.shape, outputs.layers)
+        return aligned if moved == generation else replace(aligned, files={**aligned.files, GENERATION: json_bytes(moved)})
 
     def _taken(self) -> Mapping[str, int]:
         """Parts of a pipeline that come from another model as they are."""

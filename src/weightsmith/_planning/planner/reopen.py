@@ -25,6 +25,7 @@ from weightsmith._methods.method import Parameter
 from weightsmith._models.checkpoint import Checkpoint, HubModel, locate, open_checkpoint
 from weightsmith._models.formats import find_encoding
 from weightsmith._models.formats.gguf.cuts import CutEncoding
+from weightsmith._models.formats.gguf.diffusion.encoding import DiffusionEncoding
 from weightsmith._models.formats.gguf.header import check_keys
 from weightsmith._models.formats.gguf.imatrix import are_importances
 from weightsmith._models.lora import open_adapter
@@ -50,7 +51,7 @@ from weightsmith._plans import (
     Value,
     plan_from_json,
 )
-from weightsmith.abc.stored import maximum_name
+from weightsmith.abc.stored import Encoding, maximum_name
 
 MAX_PLAN_BYTES = 256 << 20  # 100,000 tensors of two models take 28 MB
 _MAX_PLAN_MEMORY = 2 << 30
@@ -285,7 +286,7 @@ def _check_encoding(plan: Plan, step: Step, arrays: dict[str, TensorSpec]) -> No
         outs = tuple(replace(out, name=stored.name) for out, stored in zip(outs, step.stored, strict=False))
     if outs != step.stored:
         raise _wrong(step, f"{step.encoding} does not store it as the plan says")
-    if any(piece.out.shape[-1:] != step.out.shape[-1:] for piece in step.pieces):
+    if any(not _fills_rows(encoding, piece.out, step.out) for piece in step.pieces):
         raise _wrong(step, f"{step.encoding} stores whole rows, and its pieces have other rows")
     if isinstance(encoding, CutEncoding) and any(math.prod(piece.out.shape[:-1]) % encoding.height for piece in step.pieces):
         raise _wrong(step, f"{step.encoding} stores whole bands of rows, and its pieces have others")
@@ -302,6 +303,14 @@ def _check_encoding(plan: Plan, step: Step, arrays: dict[str, TensorSpec]) -> No
     fits = maxima is not None and (maxima.dtype.name, maxima.shape) == ("F32", (1,)) and plan.maker[name] in plan.needs(step)
     if encoding.maxima and not fits:
         raise _wrong(step, f"{step.encoding} needs the array {name!r} of a product")
+
+
+def _fills_rows(encoding: Encoding, piece: TensorSpec, out: TensorSpec) -> bool:
+    """Whether the tiles of a piece are whole rows of the tensor."""
+    cols, whole = (spec.shape[-1] if len(spec.shape) > 1 else 1 for spec in (piece, out))
+    if isinstance(encoding, DiffusionEncoding) and encoding.folded:
+        return bool(whole) and piece.size % whole == 0 and cols * encoding.align_rows % whole == 0
+    return cols == whole
 
 
 def _check_leaf(plan: Plan, leaf: Step, inputs: list[Checkpoint], arrays: dict[str, TensorSpec]) -> None:

@@ -221,15 +221,32 @@ def with_statistics(
         measured.problems.append(_no_text(method, recipe, [labels[number] for number in missing], len(requirements)))
     if measured.problems or not requirements:
         return measured
-    from weightsmith._activations.model import input_of, linear_weights, measured_weights, merged_products, statistic_products
-
     if any(requirement.merged for of_model in requirements.values() for requirement in of_model):
         measured.problems += _unmergeable(recipe)
+    refs = {number: ref for number in sorted(requirements) if (ref := texts.get(number) or recipe.measured) is not None}
+    _add_statistics(measured, required, requirements, refs, inputs, seed)
+    return measured
+
+
+def _add_statistics(
+    measured: MeasuredSteps,
+    required: Sequence[Sequence[Requirement]],
+    requirements: Requirements,
+    refs: Mapping[int, TextRef],
+    inputs: Sequence[Checkpoint],
+    seed: int,
+) -> None:
+    """Give the steps what is measured, by new products or earlier; only problems where a text cannot be read.
+
+    required  of each of the settings
+    refs      the text of each model
+    """
+    from weightsmith._activations.model import input_of, linear_weights, measured_weights, merged_products, statistic_products
+
     text_models = {number: input_of(inputs, number, INSTEAD) for number in sorted(requirements)}
-    refs = {number: ref for number in text_models if (ref := texts.get(number) or recipe.measured) is not None}
     requests, from_folders, stored = _read_texts(refs, text_models, requirements, seed, measured)
     if measured.problems:
-        return measured
+        return
     plain = [request for request in requests.values() if not request.merged]
     through = [request for request in requests.values() if request.merged]
     measured.products = (*statistic_products(text_models.__getitem__, plain), *stored)
@@ -238,12 +255,11 @@ def with_statistics(
     for request in through:
         weights |= linear_weights(text_models[request.model])
     reads = _StatisticReads(required, inputs, requests | from_folders, weights)
-    measured.steps = [step.with_leaves(reads.measured) for step in steps]
+    measured.steps = [step.with_leaves(reads.measured) for step in measured.steps]
     if through:
         measured.products += merged_products(text_models.__getitem__, through, measured.steps)
     if reads.without:
         measured.findings.append(_without(reads.without))
-    return measured
 
 
 def _read_texts(

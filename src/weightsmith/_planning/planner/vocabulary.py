@@ -33,16 +33,6 @@ from weightsmith._files.subfolders import template_names
 from weightsmith._models.checkpoint import Checkpoint, check_links, open_checkpoint
 from weightsmith._models.structure import vocabulary
 from weightsmith._models.structure.stacks import INDEX
-from weightsmith._models.tokenizers import (
-    RowAlignment,
-    RowRule,
-    United,
-    Vocabulary,
-    align,
-    extend,
-    missing_tokens,
-    read_vocabulary,
-)
 from weightsmith._models.tokenizers.convert import REPLACED, Converted, convert
 from weightsmith._models.tokenizers.files import (
     CHAT_TEMPLATES,
@@ -54,19 +44,33 @@ from weightsmith._models.tokenizers.files import (
     template_of,
     with_added,
 )
-from weightsmith._models.tokenizers.matching import Rows, is_marker, left_out, roles_of
-from weightsmith._models.tokenizers.vocabulary import MAX_FILE_BYTES, contents_of, digest_of
+from weightsmith._models.tokenizers.matching import (
+    RowAlignment,
+    RowRule,
+    Rows,
+    United,
+    align,
+    extend,
+    is_marker,
+    left_out,
+    missing_tokens,
+    roles_of,
+)
+from weightsmith._models.tokenizers.vocabulary import MAX_FILE_BYTES, Vocabulary, contents_of, digest_of, read_vocabulary
 from weightsmith._planning.planner.files import CHOOSE_TOKENIZER, GENERATION, Companions, own_code
 from weightsmith._planning.planner.inputs import at, changed, find_model
 from weightsmith._planning.recipe import ModelRef, Recipe, Tokenizer, TokenRule
 from weightsmith._plans import Block, Dropped, Gather, Read, Step, Table
+
+_PREFERRED = frozenset({"tekken.json"})
+"""Files beside tokenizer.json that say all tokens again, and that loaders with mistral_common read instead."""
 
 Specs = Mapping[str, TensorSpec]
 Mask = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _TokenizerFolder:
     """A folder with the files of a tokenizer; of a model on the Hub those that were fetched."""
 
     label: str
@@ -264,7 +268,7 @@ class VocabularyPlanner:
         self.opened, self.donor, self.stack = opened, donor, stack
         self.problems: list[WeightsmithError] = []
         self.counts = [vocabulary.count_rows(c.specs.values(), c.config) for c in opened]
-        self.places = [_Place(label, c.folder, c.files, c) for label, c in zip(self.labels, opened, strict=True)]
+        self.places = [_TokenizerFolder(label, c.folder, c.files, c) for label, c in zip(self.labels, opened, strict=True)]
         self.outside = self.places[0]  # a model that is not in the merge, whose tokenizer the output has
         self.source = donor  # index of the model whose tokenizer the output has; -1: that one
         self.output: Vocabulary | None = None  # the output's, if the recipe asks for one
@@ -314,7 +318,7 @@ class VocabularyPlanner:
 
     # ---- which tokenizer
 
-    def _read(self, place: _Place) -> Vocabulary | None:
+    def _read(self, place: _TokenizerFolder) -> Vocabulary | None:
         place.fetch(GENERATION)
         return read_vocabulary(place.label, place.folder, place.files, self._seen)
 
@@ -358,6 +362,7 @@ class VocabularyPlanner:
         rows = self.counts[k] if k >= 0 else asked.rows or max(out.ids.values()) + 1
         rows = max([rows, *(out.ids[token] + 1 for token in united.new)])
         rows = -(-rows // asked.multiple) * asked.multiple
+        self._check_reserved(asked, out, read[self.donor])
         rules = [row_rule for rule in asked.rules if (row_rule := self._rule(rule, out, vocabularies)) is not None]
         if self.problems:
             return
@@ -367,6 +372,22 @@ class VocabularyPlanner:
         aligned.summary["new"] = list(united.new)
         aligned.summary["left_out"] = {label: n for label, n in left_out(out, others).items() if n}
         self._warn_of_splits(asked, source, united, vocabularies, aligned)
+
+    def _check_reserved(self, asked: Tokenizer, out: Vocabulary, mine: Vocabulary | None) -> None:
+        """Note tokens with ids that the donor's model takes for images or audio. mine: the donor's tokenizer"""
+        reserved = vocabulary.first_reserved(self.opened[self.donor].config)
+        if reserved is None:
+            return
+        first, key = reserved
+        theirs = {} if mine is None else mine.tokens
+        wrong = [(n, token) for n, token in sorted(out.tokens.items()) if n >= first and theirs.get(n) != token]
+        wrong += [(n, token) for n, token in sorted(theirs.items()) if n >= first and n not in out.tokens]
+        if wrong:
+            number, token = wrong[0]
+            what = f"{self.labels[self.donor]} takes ids from {first:,} on for images or audio ({key} of config.json), and "
+            what += f"{len(wrong):,} of them would change their tokens, the first of which is {number:,} ({show(token)})"
+            fix = f"keep the tokenizer of {self.labels[self.donor]} as it is"
+            self.problems.append(Unsupported(what, where=asked.where, fix=fix))
 
     def _extended(self, asked: Tokenizer, source: Vocabulary, others: Sequence[Vocabulary]) -> tuple[United, Converted | None]:
         """The tokenizer with the tokens that the recipe adds; and what its tokenizer.json is made of, if it has none."""
@@ -398,7 +419,7 @@ class VocabularyPlanner:
             aligned.findings.append(Finding(what, asked.where, details, "test the result: text is split differently by each"))
 
     @property
-    def _source_place(self) -> _Place:
+    def _source_place(self) -> _TokenizerFolder:
         """Where the files of the output's tokenizer are."""
         return self.places[self.source] if self.source >= 0 else self.outside
 
@@ -426,16 +447,16 @@ class VocabularyPlanner:
             raise at(changed(error, what=what), asked.where) from error
         return self._read(self.outside), -1
 
-    def _open(self, ref: ModelRef) -> _Place:
+    def _open(self, ref: ModelRef) -> _TokenizerFolder:
         """A model that is not in the merge: of a folder, the files alone."""
         folder = expand_user(ref.path)
         if not ref.revision and is_folder(folder):
             names = (*file_names(folder), *template_names(folder))
             check_links(folder, [name for name in names if is_tokenizer(name)])
-            return _Place(str(ref), folder, names)
+            return _TokenizerFolder(str(ref), folder, names)
         checkpoint = open_checkpoint(ref.path, revision=ref.revision or None, download=False)
         self.stack.callback(checkpoint.close)
-        return _Place(str(ref), checkpoint.folder, checkpoint.files, checkpoint)
+        return _TokenizerFolder(str(ref), checkpoint.folder, checkpoint.files, checkpoint)
 
     def _rule(self, rule: TokenRule, out: Vocabulary, vocabularies: Sequence[Vocabulary]) -> RowRule | None:
         number = out.ids[rule.token]
@@ -513,14 +534,19 @@ class VocabularyPlanner:
             if converted is not None:
                 what = f"{place.label} has no tokenizer.json: that of the output is made from {converted.source}"
                 aligned.findings.append(Finding(what, fix="compare what both make of a text"))
-                stale = frozenset(place.files) & REPLACED
-                aligned.removed |= stale
-                aligned.files = {name: data for name, data in aligned.files.items() if name not in stale}
+            stale = frozenset(place.files) & (REPLACED if converted is not None else _PREFERRED)
+            aligned.removed |= stale
+            aligned.files = {name: data for name, data in aligned.files.items() if name not in stale}
+            if stale and converted is None:
+                what = (
+                    f"{' and '.join(stale)} of {place.label} is left out: it lacks the new tokens, and programs may prefer it"
+                )
+                aligned.findings.append(Finding(what, fix="load the output with tokenizer.json"))
             if {"added_tokens.json", "tokenizer.model"}.intersection(place.files):  # llama.cpp looks for new tokens there
                 listed = settings_of(place.folder, place.files, "added_tokens.json")
                 aligned.files["added_tokens.json"] = json_bytes({**listed, **{token: out.ids[token] for token in new}})
 
-    def _ids(self, aligned: Aligned, k: int, place: _Place, source: Vocabulary) -> None:
+    def _ids(self, aligned: Aligned, k: int, place: _TokenizerFolder, source: Vocabulary) -> None:
         """The ids of special tokens in config.json and generation_config.json, which are those of the donor's tokenizer."""
         mine = self.places[self.donor]
         old = self._read(mine)

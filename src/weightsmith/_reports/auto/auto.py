@@ -41,7 +41,6 @@ from weightsmith._engine.results import JobMemory
 from weightsmith._execution.execute import execute
 from weightsmith._execution.options import RunOptions, resources_of
 from weightsmith._execution.progress import Meter, callbacks, shown_meter
-from weightsmith._execution.run import Callbacks
 from weightsmith._features.any_recipe import prepare_any
 from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._features.statistics import prepare_statistics
@@ -194,7 +193,7 @@ def find_merge(models: Models, out: str, settings: AutoSettings, running: RunOpt
             # What the search remembers is of the files as they were: this merge opens them again.
             for model in opened_models:
                 model.check_unchanged()
-            telling = Callbacks(*callbacks(shown, "merging"))
+            telling = callbacks(shown, "merging")
             execute(repeatable.finish(), out, running, telling, began=began, memory=memory)
         shutil.rmtree(folder / STATISTICS, ignore_errors=True)
         result = replace(result, out=expand_user(out).absolute(), recipe=text, seconds=time.monotonic() - began)
@@ -539,9 +538,7 @@ class _Search:
             if _is_current(folder, prepared.inputs[0].state, pair.statistics, self._tokens):
                 return str(folder)
             running = replace(self.running, card=False, overwrite=True)
-            execute(
-                prepared, str(folder), running, Callbacks(*callbacks(self.shown, f"measuring {name}")), began=time.monotonic()
-            )
+            execute(prepared, str(folder), running, callbacks(self.shown, f"measuring {name}"), began=time.monotonic())
         return str(folder)
 
     def _summary(self, name: str) -> CandidateScore:

@@ -17,8 +17,7 @@ from weightsmith._activations.running import WORK_BYTES
 from weightsmith._activations.sampling import ROWS_TOGETHER
 from weightsmith._activations.statistic import shapes_of
 from weightsmith._activations.statistics import find_statistic
-from weightsmith._base.report import Column, Facts, Report, Reported, Table
-from weightsmith._base.report.blocks import Value
+from weightsmith._base.report.blocks import Column, Facts, Report, Reported, Table, Value
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._base.text import count, duration, size
 from weightsmith._base.torch_use import one_thread, usable_device

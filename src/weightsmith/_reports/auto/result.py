@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weightsmith._base.report import Code, Column, Facts, Report, Reported, Table
-from weightsmith._base.report.blocks import Block, Value
+from weightsmith._base.report.blocks import Block, Code, Column, Facts, Report, Reported, Table, Value
 from weightsmith._base.text import duration
 from weightsmith._reports.auto.pool import FAR_NATS, Choice
 from weightsmith._reports.evaluate.values import TOLD_APART, Mean

@@ -33,8 +33,7 @@ from weightsmith._engine.local import MemoryOutput, run
 from weightsmith._engine.resources import Workload
 from weightsmith._execution.options import RunOptions, resources_of
 from weightsmith._execution.progress import Meter, Reading, shown_meter
-from weightsmith._planning.planner import Prepared
-from weightsmith._planning.planner.prepared import download, missing_files, stream
+from weightsmith._planning.planner.prepared import Prepared, download, missing_files, stream
 from weightsmith._reports.evaluate.opening import Named, Opened, name_of, opened, prepare_named
 from weightsmith._reports.options import WriteSettings
 from weightsmith.abc.product import WholeTensor

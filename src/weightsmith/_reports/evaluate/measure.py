@@ -30,7 +30,7 @@ from weightsmith._execution.output import check_options, sibling
 from weightsmith._execution.progress import Meter, callbacks, shown_meter
 from weightsmith._execution.run import Callbacks, RunRequest, kept_products, staged
 from weightsmith._outputs.staging import Staging
-from weightsmith._planning.planner import Prepared
+from weightsmith._planning.planner.prepared import Prepared
 from weightsmith._plans import Plan, PlanDraft, Product, Provenance
 from weightsmith._reports.command import Command
 from weightsmith._reports.evaluate.opening import (
@@ -280,8 +280,10 @@ def _watching(progress: Watching) -> Iterator[Callable[[str], Callbacks]]:
         yield lambda name: Callbacks(_Labelled(name, progress))
     else:
         with shown_meter(progress) as meter:
-            show, rechecking, waiting, uploading = callbacks(meter, "evaluating")
-            yield lambda name: Callbacks(_Labelled(name, show), rechecking, waiting, uploading)
+            showing = callbacks(meter, "evaluating")
+            show = showing.progress
+            assert show is not None
+            yield lambda name: replace(showing, progress=_Labelled(name, show))
 
 
 def _by_text(arrays: Arrays, rows: ScoredRows, counts: Sequence[int]) -> list[RowLosses]:

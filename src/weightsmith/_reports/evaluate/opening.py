@@ -34,7 +34,7 @@ from weightsmith._outputs.local import remove_checkpoint
 from weightsmith._outputs.manifest import MANIFEST_NAME
 from weightsmith._outputs.places import find_unfinished
 from weightsmith._planning.options import RecipeOptions
-from weightsmith._planning.planner import Prepared
+from weightsmith._planning.planner.prepared import Prepared
 from weightsmith._plans import PlanDraft
 from weightsmith._reports.command import Command
 from weightsmith._reports.options import EvaluateSettings

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith._base.report import Code, Column, Facts, Mark, Report, Reported, Table
-from weightsmith._base.report.blocks import Block, Value
+from weightsmith._base.report.blocks import Block, Code, Column, Facts, Mark, Report, Reported, Table, Value
 from weightsmith._base.text import count
 from weightsmith._reports.look.models import json_of
 

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsmith._base.errors import ParameterError, nearest
-from weightsmith._base.report import Report, Reported, report_by
+from weightsmith._base.report.blocks import Report, Reported, report_by
 from weightsmith._base.text import count
 from weightsmith._kernels.codecs import BLOCK
 from weightsmith._kernels.combine import LANES, gram
@@ -268,7 +268,7 @@ class _Sampled:
 
 
 @dataclass(slots=True)
-class _Part:
+class _TileProducts:
     name: str
     first_row: int
     products: Sums
@@ -278,7 +278,7 @@ class _Part:
 
 
 class Alignments(Survey):
-    """See `alignments`."""
+    """The sums of `alignments`, tile by tile."""
 
     def __init__(self, product: Product) -> None:
         super().__init__(product)
@@ -295,7 +295,7 @@ class Alignments(Survey):
     def sampled(self, number: int) -> bool:
         return number == 0
 
-    def statistics(self, number: int, matrix: Matrix, tile: Tile) -> _Sampled | _Part:
+    def statistics(self, number: int, matrix: Matrix, tile: Tile) -> _Sampled | _TileProducts:
         return self._sample(matrix, tile) if number == 0 else self._compare(matrix, tile)
 
     def _sample(self, matrix: Matrix, tile: Tile) -> _Sampled:
@@ -309,7 +309,7 @@ class Alignments(Survey):
             bins.append((used, counts[used]))
         return _Sampled(matrix.name, bins)
 
-    def _compare(self, matrix: Matrix, tile: Tile) -> _Part:
+    def _compare(self, matrix: Matrix, tile: Tile) -> _TileProducts:
         i, pairs = self.row[matrix.name], self._products.shape[1]
         products, counts = np.empty((tile.grains(matrix.grain), pairs)), np.zeros(2 + pairs, np.int64)
         rows = tile.scratch.rows(1 + self._k, matrix.codes, matrix.out_code, matrix.cols)
@@ -318,14 +318,14 @@ class Alignments(Survey):
         marks = np.empty((3 + self._k, BLOCK), np.uint8)
         agreement(tile.raw, matrix.codes, tile.size, self._limits[i], counts, rows, marks)
         if matrix.name not in self.linear:
-            return _Part(matrix.name, 0, products, counts, nonfinite, None)
+            return _TileProducts(matrix.name, 0, products, counts, nonfinite, None)
         signs, shifts = sparse_signs(matrix.cols)
         count = tile.size // matrix.cols
         sketch = np.zeros((self._k, count, min(WIDTH, matrix.cols)), np.float32)
         sketch_deltas(tile.raw, matrix.codes, count, matrix.cols, signs, shifts, sketch, rows)
-        return _Part(matrix.name, tile.start // matrix.cols, products, counts, nonfinite, sketch)
+        return _TileProducts(matrix.name, tile.start // matrix.cols, products, counts, nonfinite, sketch)
 
-    def take(self, number: int, result: _Sampled | _Part) -> None:
+    def take(self, number: int, result: _Sampled | _TileProducts) -> None:
         if isinstance(result, _Sampled):
             held = self._bins.setdefault(result.name, np.zeros((self._k, HIGH_BINS), np.int64))
             for held_bins, (used, counts) in zip(held, result.bins, strict=True):

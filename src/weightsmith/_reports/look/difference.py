@@ -9,8 +9,7 @@ from functools import cached_property
 from statistics import median, median_low
 from typing import Any
 
-from weightsmith._base.report import Mark, Report, Reported, report_by
-from weightsmith._base.report.blocks import finite_or_mark, written
+from weightsmith._base.report.blocks import Mark, Report, Reported, finite_or_mark, report_by, written
 from weightsmith._base.text import count
 from weightsmith._execution.report import share_of
 from weightsmith._models.structure.vocabulary import EMBEDDINGS, HEADS
@@ -35,7 +34,6 @@ class Leading:
 
     @property
     def largest(self) -> float:
-        """The largest."""
         return self.values[0] if self.values else 0.0
 
 

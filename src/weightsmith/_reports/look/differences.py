@@ -121,7 +121,10 @@ class Sketched:
 
 
 def analyse_sketch(sketch: Floats, cols: int) -> Sketched:
-    """See `Sketched`. sketch: float32 [rows, WIDTH or cols], not of zeros. Cost: a Gram matrix of its columns, in float64."""
+    """What a sketch tells of its matrix. sketch: float32 [rows, WIDTH or cols], not of zeros.
+
+    Cost: a Gram matrix of its columns, in float64.
+    """
     rows, width = sketch.shape
     wide = sketch.astype(np.float64)
     squares, vectors = np.linalg.eigh(wide.T @ wide)
@@ -169,7 +172,7 @@ def differences(name: str, steps: Sequence[Step]) -> Product:
 
 
 @dataclass(slots=True)
-class _Part:
+class _TileDifferences:
     """What one tile tells in the first pass. moved: float64 [rows, 2] of a vocabulary, row distance and norm, squared."""
 
     name: str
@@ -189,7 +192,7 @@ class _Projected:
 
 
 class Differences(Survey):
-    """See `differences`."""
+    """The sums of `differences`, tile by tile; a second pass over tensors with a sketch."""
 
     def __init__(self, product: Product) -> None:
         super().__init__(product)
@@ -203,7 +206,7 @@ class Differences(Survey):
     def passes(self) -> int:
         return 2 if self._bases or self._products else 1
 
-    def statistics(self, number: int, matrix: Matrix, tile: Tile) -> _Part | _Projected | None:
+    def statistics(self, number: int, matrix: Matrix, tile: Tile) -> _TileDifferences | _Projected | None:
         if number == 0:
             return self._compare(matrix, tile)
         basis = self._bases.get(matrix.name)
@@ -215,13 +218,13 @@ class Differences(Survey):
         project(tile.raw, matrix.codes, count, matrix.cols, basis[first : first + count], projected, rows)
         return _Projected(matrix.name, projected)
 
-    def _compare(self, matrix: Matrix, tile: Tile) -> _Part:
+    def _compare(self, matrix: Matrix, tile: Tile) -> _TileDifferences:
         grains, sums = tile.grains(matrix.grain), np.zeros(DIFFERENCE_SUMS + 2)
         if (matrix.codes < 0).any():
             nbytes = tile.size * self.specs[self.row[matrix.name]].dtype.itemsize
             changed = np.not_equal(tile.raw[0, :nbytes], tile.raw[1, :nbytes]).reshape(tile.size, -1).any(1)
             sums[3] = changed.sum()
-            return _Part(matrix.name, tile.start, sums[None], 0.0, _NO_SKETCH, None)
+            return _TileDifferences(matrix.name, tile.start, sums[None], 0.0, _NO_SKETCH, None)
         sketched = matrix.name in self.linear
         row = matrix.cols if sketched else BLOCK
         signs, shifts = sparse_signs(matrix.cols) if sketched else _NO_SIGNS
@@ -249,7 +252,9 @@ class Differences(Survey):
             powers = magnitudes(sample - sampled(matrix, tile, 0))
         moved = self._rows_moved(matrix, tile) if matrix.role == "vocabulary" and grain_sums[:, 3].any() else None
         noise = rounding_noise(sample[np.isfinite(sample)])
-        return _Part(matrix.name, tile.start, np.hstack([grain_sums, products]), noise, sketch, moved, nonfinite, powers)
+        return _TileDifferences(
+            matrix.name, tile.start, np.hstack([grain_sums, products]), noise, sketch, moved, nonfinite, powers
+        )
 
     @staticmethod
     def _rows_moved(matrix: Matrix, tile: Tile) -> npt.NDArray[np.float64]:
@@ -260,14 +265,14 @@ class Differences(Survey):
         distance(Encoded(tile.raw[0], a), Encoded(tile.raw[1], b), tile.size, matrix.cols, squares, rows, sums)
         return squares
 
-    def take(self, number: int, result: _Part | _Projected | None) -> None:
-        if isinstance(result, _Part):
+    def take(self, number: int, result: _TileDifferences | _Projected | None) -> None:
+        if isinstance(result, _TileDifferences):
             self._take_part(result)
         elif isinstance(result, _Projected):
             held = self._products.setdefault(result.name, np.zeros(result.product.shape))
             held += result.product
 
-    def _take_part(self, part: _Part) -> None:
+    def _take_part(self, part: _TileDifferences) -> None:
         i = self.row[part.name]
         sums, columns = self._sums[i], [0, 1, 2, 3, DIFFERENCE_SUMS + 1, DIFFERENCE_SUMS + 2]
         sums[columns] = added(sums[columns], part.sums[:, [0, 1, 2, 3, 5, 6]])

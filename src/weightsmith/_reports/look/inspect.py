@@ -17,7 +17,7 @@ import numpy.typing as npt
 from weightsmith._base.errors import NotFound, PlanError, Unsupported
 from weightsmith._base.files import is_folder
 from weightsmith._base.idioms import grouped
-from weightsmith._base.report import Report, Reported, report_by
+from weightsmith._base.report.blocks import Report, Reported, report_by
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._files.subfolders import PIPELINE
 from weightsmith._kernels.codecs import BLOCK, Encoded
@@ -82,7 +82,7 @@ def statistics_product(name: str, steps: Sequence[Step]) -> Product:
 
 
 @dataclass(slots=True)
-class _Part:
+class _TileStatistics:
     name: str
     first_row: int
     sums: npt.NDArray[np.float64]
@@ -91,7 +91,7 @@ class _Part:
 
 
 class Statistics(Survey):
-    """See `statistics_product`."""
+    """The sums of `statistics_product`, tile by tile."""
 
     def __init__(self, product: Product) -> None:
         super().__init__(product)
@@ -99,7 +99,7 @@ class Statistics(Survey):
         self._sums[:, 2], self._sums[:, 3] = np.inf, -np.inf
         self._rows.fill(-1)
 
-    def statistics(self, number: int, matrix: Matrix, tile: Tile) -> _Part:
+    def statistics(self, number: int, matrix: Matrix, tile: Tile) -> _TileStatistics:
         matrices = len(matrix.shape) == 2
         row = matrix.cols if matrices else BLOCK
         sums, squares = np.empty((tile.grains(matrix.grain), STATISTICS)), np.zeros(-(-tile.size // row) + 1)
@@ -107,9 +107,9 @@ class Statistics(Survey):
         data = Encoded(tile.raw[0], int(matrix.codes[0]))
         statistics(data, tile.size, row, matrix.grain, sums, squares, rows, np.empty((2, LANES)))
         squares = squares[: tile.size // row] if matrices else squares[:0]
-        return _Part(matrix.name, tile.start // row, sums, squares, magnitudes(sampled(matrix, tile, 0)))
+        return _TileStatistics(matrix.name, tile.start // row, sums, squares, magnitudes(sampled(matrix, tile, 0)))
 
-    def take(self, number: int, result: _Part) -> None:
+    def take(self, number: int, result: _TileStatistics) -> None:
         i = self.row[result.name]
         sums, part_sums = self._sums[i], result.sums
         low, high = min(sums[2], part_sums[:, 2].min()), max(sums[3], part_sums[:, 3].max())

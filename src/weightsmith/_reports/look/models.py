@@ -264,7 +264,7 @@ def fetch_small(model: Checkpoint) -> None:
 
 
 def compare_files(a: Checkpoint, b: Checkpoint, vocabularies: tuple[Vocabulary | None, Vocabulary | None]) -> FileDifference:
-    """See `FileDifference`. Raises FormatError for a damaged tokenizer."""
+    """How the files differ. Raises FormatError for a damaged tokenizer."""
     templates = template_of(a.folder, a.files), template_of(b.folder, b.files)
     before, after = (settings_of(model.folder, model.files, GENERATION) for model in (a, b))
     return FileDifference(

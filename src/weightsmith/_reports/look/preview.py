@@ -22,8 +22,7 @@ import xxhash
 from weightsmith._base.errors import Finding, Unsupported
 from weightsmith._base.idioms import grouped
 from weightsmith._base.options import lists_options, read_options
-from weightsmith._base.report import Report, Reported, report_by
-from weightsmith._base.report.blocks import finite_or_mark, written
+from weightsmith._base.report.blocks import Report, Reported, finite_or_mark, report_by, written
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._engine.local import open_merge
 from weightsmith._engine.resources import Resources
@@ -64,7 +63,7 @@ from weightsmith._reports.look.surveys import (
 from weightsmith.abc.job import Matrix, Tile
 
 if TYPE_CHECKING:
-    from weightsmith._planning.planner import Prepared
+    from weightsmith._planning.planner.prepared import Prepared
     from weightsmith._reports.keywords import PlanKeywords
 
 
@@ -563,7 +562,7 @@ def survivals(name: str, steps: Sequence[Step]) -> Product:
 
 
 @dataclass(slots=True)
-class _Part:
+class _TileSurvival:
     name: str
     sums: Sums
     nonfinite: npt.NDArray[np.int64] | None
@@ -571,21 +570,21 @@ class _Part:
 
 
 class Survivals(Survey):
-    """See `survivals`."""
+    """The sums of `survivals`, tile by tile."""
 
-    def statistics(self, number: int, matrix: Matrix, tile: Tile) -> _Part:
+    def statistics(self, number: int, matrix: Matrix, tile: Tile) -> _TileSurvival:
         row = min(matrix.cols, matrix.grain)
         group = max(1, GROUP_ELEMENTS // row) * row
         sums = np.empty((-(-tile.size // group), len(matrix.codes) - 1, SURVIVAL))
         survival(tile.raw, matrix.codes, tile.size, group, sums, tile.scratch.rows(3, matrix.codes, matrix.out_code))
         if np.isfinite(sums).all():
-            return _Part(matrix.name, sums, None, 0)
+            return _TileSurvival(matrix.name, sums, None, 0)
         numbers = decoded(matrix, tile)
         base, models = numbers[0], numbers[2:]
         same = ~np.isfinite(base) & ~np.logical_or.reduce([differs(base, model) for model in models])
-        return _Part(matrix.name, sums, counted(numbers), int(same.sum()))
+        return _TileSurvival(matrix.name, sums, counted(numbers), int(same.sum()))
 
-    def take(self, number: int, result: _Part) -> None:
+    def take(self, number: int, result: _TileSurvival) -> None:
         sums, squares, groups, nonfinite, constants = self.totals
         i, result_sums, k = self.row[result.name], result.sums, result.sums.shape[1] - 1
         if result.nonfinite is not None:

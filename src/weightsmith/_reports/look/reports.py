@@ -12,8 +12,24 @@ from operator import attrgetter
 from typing import Any
 
 from weightsmith._base.idioms import grouped
-from weightsmith._base.report import Code, Column, Curves, Facts, Mark, Pictures, Report, Table, heat_maps
-from weightsmith._base.report.blocks import Block, Unit, Value, finite_or_mark, many, span_of, written
+from weightsmith._base.report.blocks import (
+    Block,
+    Code,
+    Column,
+    Curves,
+    Facts,
+    Mark,
+    Pictures,
+    Report,
+    Table,
+    Unit,
+    Value,
+    finite_or_mark,
+    heat_maps,
+    many,
+    span_of,
+    written,
+)
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._base.text import count, size
 from weightsmith._execution.report import share_of

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith._base.report import Mark
+from weightsmith._base.report.blocks import Mark
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._base.text import count
 from weightsmith._execution.progress import Meter, Reading, show_progress, shown_meter

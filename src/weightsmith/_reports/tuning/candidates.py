@@ -16,8 +16,8 @@ from weightsmith._execution.execute import check_computable
 from weightsmith._features.any_recipe import prepare_any
 from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._planning.options import RecipeOptions
-from weightsmith._planning.planner import Prepared
 from weightsmith._planning.planner.build import Bound, bind, parameter_problems
+from weightsmith._planning.planner.prepared import Prepared
 from weightsmith._planning.recipe import Scalar, Source, Tunable, WrittenRecipe, read_template
 
 Values = tuple[Scalar, ...]

@@ -31,8 +31,7 @@ from weightsmith._execution.execute import execute
 from weightsmith._execution.options import RunOptions, resources_of
 from weightsmith._execution.progress import Meter
 from weightsmith._outputs.local import remove_checkpoint
-from weightsmith._planning.planner import Prepared
-from weightsmith._planning.planner.prepared import download, missing_files
+from weightsmith._planning.planner.prepared import Prepared, download, missing_files
 from weightsmith._planning.recipe import Scalar, Tunable
 from weightsmith._reports.command import Command, CommandFailed
 from weightsmith._reports.evaluate.opening import Opened, opened, prepare_named

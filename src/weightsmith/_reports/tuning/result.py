@@ -9,8 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from weightsmith._base.report import Code, Column, Curves, Facts, Report, Reported, Table
-from weightsmith._base.report.blocks import Block, Value
+from weightsmith._base.report.blocks import Block, Code, Column, Curves, Facts, Report, Reported, Table, Value
 from weightsmith._base.text import count, duration
 from weightsmith._planning.recipe import Scalar
 from weightsmith._reports.evaluate.values import Change, Score, mean_score, of_change, perplexity

@@ -30,8 +30,7 @@ from weightsmith._base.options import assignment, find_option, named, option_err
 from weightsmith._execution.options import RunOptions
 from weightsmith._execution.progress import Meter, Reading, shown_meter
 from weightsmith._planning.options import RecipeOptions
-from weightsmith._planning.planner import Prepared
-from weightsmith._planning.planner.prepared import download, missing_files, stream
+from weightsmith._planning.planner.prepared import Prepared, download, missing_files, stream
 from weightsmith._planning.recipe import Scalar, Source
 from weightsmith._reports.command import Command, seconds_of
 from weightsmith._reports.options import EvaluateSettings, TuneSettings

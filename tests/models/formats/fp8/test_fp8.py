@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 import weightsmith
 from tests import plan_help
 from tests.mini import NUMPY, write_checkpoint
+from tests.plan_help import prepare
 from weightsmith._base.errors import FormatError, NotFound, ParameterError, PlanError, Unsupported
 from weightsmith._base.tensors import DType, TensorSpec
 from weightsmith._engine.reader import Reader
@@ -29,7 +30,6 @@ from weightsmith._models.formats import compressed_tensors, fp8
 from weightsmith._models.formats.decoded import CHUNK_ELEMENTS, DecodedTensors
 from weightsmith._models.formats.scaled import ScaledWeight
 from weightsmith._models.sources import Tensors
-from weightsmith._planning.planner import prepare
 from weightsmith._planning.planner.reopen import reopen
 from weightsmith.abc.stored import Wrapped
 from weightsmith.testing import SourceCase, SourceTests

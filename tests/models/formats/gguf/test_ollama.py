@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -69,43 +68,85 @@ def test_what_ollama_adds_to_a_chat_is_named(gguf: Path, tmp_path: Path) -> None
         assert "layers of the manifest are left to Ollama: 'system'" in [note.what for note in opened.notes]
 
 
-def test_a_model_with_an_adapter_is_named_by_its_blobs(gguf: Path, tmp_path: Path) -> None:
-    rng, name = np.random.default_rng(0), "model.layers.0.mlp.up_proj"
+def trained(folder: Path, gguf: Path, name: str, seed: int) -> tuple[Path, dict[str, Any]]:
+    """An adapter of one module in a GGUF file; and the entry of a manifest that names it."""
+    rng = np.random.default_rng(seed)
     with open_checkpoint(gguf) as opened:
         rows, cols = opened.specs[f"{name}.weight"].shape
-    weightsmith.dequantize(gguf, tmp_path / "plain", progress=False)
-    lora = tmp_path / "lora"
+    weightsmith.dequantize(gguf, folder / "plain", progress=False)
+    lora = folder / "lora"
     lora.mkdir()
     factors = {"A": rng.standard_normal((4, cols)), "B": rng.standard_normal((rows, 4))}
     prefix = f"base_model.model.{name}.lora_"
     save_file(
         {f"{prefix}{part}.weight": a.astype(np.float32) for part, a in factors.items()}, lora / "adapter_model.safetensors"
     )
-    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["up_proj"], "base_model_name_or_path": "x"}
+    target = name.rpartition(".")[2]
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": [target], "base_model_name_or_path": "x"}
     (lora / "adapter_config.json").write_text(json.dumps(config))
-    weightsmith.convert_lora(lora, tmp_path / "out", base=tmp_path / "plain", layout="llama.cpp", progress=False)
-    file = tmp_path / "out" / "adapter.gguf"
+    weightsmith.convert_lora(lora, folder / "out", base=folder / "plain", layout="llama.cpp", progress=False)
+    file = folder / "out" / "adapter.gguf"
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
-    entry = {"mediaType": MODEL.replace("model", "adapter"), "digest": f"sha256:{digest}", "size": file.stat().st_size}
-    manifest = pulled(tmp_path / "models", gguf, entry)
-    shutil.copy(file, tmp_path / "models" / "blobs" / f"sha256-{digest}")
+    return file, {
+        **{"mediaType": MODEL.replace("model", "adapter"), "digest": f"sha256:{digest}"},
+        "size": file.stat().st_size,
+    }
+
+
+def test_a_model_is_read_with_the_adapter_that_ollama_applies(gguf: Path, tmp_path: Path) -> None:
+    name = "model.layers.0.mlp.up_proj"
+    file, entry = trained(tmp_path, gguf, name, 0)
+    other = {"mediaType": MODEL.replace("model", "system"), "digest": "sha256:" + "0" * 64}
+    manifest = pulled(tmp_path / "models", gguf, other, entry)
+    shutil.copy(file, tmp_path / "models" / "blobs" / entry["digest"].replace(":", "-"))
     with pytest.raises(Unsupported, match="the model has 1 adapter, which Ollama applies while it runs") as refused:
         open_checkpoint(manifest)
-    (_, named, *_) = shlex.split(refused.value.finding.fix)
+    assert f"weightsmith dequantize {manifest} OUT" in refused.value.finding.fix
     expected = bake(f"{gguf}+{file}", tmp_path / "expected")
-    assert set(expected) == set(bake(named, tmp_path / "found"))
+    assert set(expected) == set(bake(str(manifest), tmp_path / "found"))
     with (
         open_checkpoint(tmp_path / "expected") as one,
-        open_checkpoint(tmp_path / "found") as other,
+        open_checkpoint(tmp_path / "found") as found,
         open_checkpoint(gguf) as base,
     ):
-        np.testing.assert_array_equal(one[f"{name}.weight"], other[f"{name}.weight"])
+        for key in expected:
+            np.testing.assert_array_equal(one[key], found[key])
         assert (one[f"{name}.weight"] != base[f"{name}.weight"].astype(one[f"{name}.weight"].dtype)).any()
+    notes = [note.what for note in weightsmith.plan(recipe(str(manifest))).warnings]
+    assert "Ollama applies 1 adapter to the model: it is read so" in notes
+    assert "layers of the manifest are left to Ollama: 'system'" in notes
+    weightsmith.dequantize(manifest, tmp_path / "copy", progress=False)
+    with open_checkpoint(tmp_path / "copy") as copy, open_checkpoint(tmp_path / "found") as found:
+        np.testing.assert_array_equal(copy[f"{name}.weight"], found[f"{name}.weight"])
+
+
+def test_a_plan_reads_the_adapters_of_a_manifest_again(gguf: Path, tmp_path: Path) -> None:
+    first, one = trained(tmp_path / "a", gguf, "model.layers.0.mlp.up_proj", 0)
+    second, two = trained(tmp_path / "b", gguf, "model.layers.0.mlp.down_proj", 1)
+    manifest = pulled(tmp_path / "models", gguf, one, two)
+    for file, entry in ((first, one), (second, two)):
+        shutil.copy(file, tmp_path / "models" / "blobs" / entry["digest"].replace(":", "-"))
+    plan = weightsmith.plan(recipe(str(manifest)))
+    (tmp_path / "plan.json").write_text(json.dumps(plan.to_json()))
+    weightsmith.run(tmp_path / "plan.json", tmp_path / "out", fsync=False)
+    with open_checkpoint(gguf) as base, open_checkpoint(tmp_path / "out") as found:
+        changed = [key for key in base if (found[key].astype(np.float32) != base[key].astype(found[key].dtype)).any()]
+    assert changed == ["model.layers.0.mlp.down_proj.weight", "model.layers.0.mlp.up_proj.weight"]
+
+
+def test_layers_of_unknown_types_are_named(gguf: Path, tmp_path: Path) -> None:
+    layers = [{"mediaType": MODEL.replace("model", kind), "digest": "sha256:" + "0" * 64} for kind in ("license", "steering")]
+    with open_checkpoint(pulled(tmp_path / "models", gguf, *layers)) as opened:
+        whats = [note.what for note in opened.notes]
+    assert "layers of the manifest whose meaning is not known are left out: 'steering'" in whats
+
+
+def recipe(model: str) -> dict[str, Any]:
+    return {"merge_method": "passthrough", "models": [{"model": model}]}
 
 
 def bake(model: str, out: Path) -> list[str]:
-    recipe = {"merge_method": "passthrough", "models": [{"model": model}]}
-    weightsmith.merge(recipe, out, progress=False, fsync=False)
+    weightsmith.merge(recipe(model), out, progress=False, fsync=False)
     with open_checkpoint(out) as opened:
         return list(opened)
 

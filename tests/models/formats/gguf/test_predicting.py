@@ -135,8 +135,10 @@ def test_types_that_they_cannot_have(name: str, tmp_path: Path) -> None:
     wide = {"hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 256, "vocab_size": 262}
     family = "glm4-moe" if name == "iq2_xxs" else "qwen3.5"
     _, source, _ = save(family, tmp_path, **(wide if name == "iq2_xxs" else {"hidden_size": 256, "intermediate_size": 512}))
-    calibration = "built-in" if name == "iq2_xxs" else None
-    weightsmith.quantize(source, tmp_path / "q", f"gguf-{name}", calibration=calibration, progress=False)
+    text: dict[str, Any] = (
+        {"calibration": "built-in", "calibration_rows": 2, "calibration_tokens": 32} if name == "iq2_xxs" else {}
+    )
+    weightsmith.quantize(source, tmp_path / "q", f"gguf-{name}", progress=False, **text)
     kinds = {tensor: kind for tensor, (kind, _, _) in stored(tmp_path / "q" / "model.gguf").items()}
     last = max(int(tensor.split(".")[1]) for tensor in kinds if tensor.startswith("blk."))
     assert name.upper() in {kind for tensor, kind in kinds.items() if not tensor.startswith(f"blk.{last}.")}

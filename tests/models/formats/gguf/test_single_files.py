@@ -186,11 +186,14 @@ def test_a_list_of_numbers_in_place_of_a_text_is_refused(key: str, tmp_path: Pat
         weightsmith.inspect(tmp_path / "a.gguf")
 
 
-def test_no_gguf_file_is_written_of_a_diffusion_model(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.gguf", "flux", flux())
-    with pytest.raises(PlanError, match="such as a diffusion model"):
-        weightsmith.quantize(path, tmp_path / "out", format="gguf-q8_0")
-    assert not (tmp_path / "out").exists()
+def test_a_file_that_was_read_is_written_again(tmp_path: Path) -> None:
+    tensors = {name: (values, kind if kind != "Q4_0" else "Q8_0") for name, (values, kind) in flux().items()}
+    path = write(tmp_path / "a.gguf", "flux", tensors)
+    weightsmith.quantize(path, tmp_path / "out", format="gguf-q8_0", out_dtype="float32", fsync=False)
+    again = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "out" / "model.gguf").tensors}
+    for tensor in gguf.GGUFReader(path).tensors:
+        if tensor.tensor_type.name == "Q8_0":
+            assert again[tensor.name].data.tobytes() == tensor.data.tobytes()
 
 
 def test_a_part_of_a_pipeline_is_refused(tmp_path: Path) -> None:

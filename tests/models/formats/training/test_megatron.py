@@ -286,7 +286,7 @@ def test_damaged_and_other_checkpoints_are_refused(name: str, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("settings", "kind", "message"),
     [
-        ({"expert_model_parallel_size": 2}, Unsupported, "experts are spread over processes"),
+        ({"expert_model_parallel_size": 2}, FormatError, "'mp_rank_00' has 0 numbers after that of the slice"),
         ({"moe_mlp_glu_interleave_size": 32}, Unsupported, r"gate and up are interleaved \(moe_mlp_glu_interleave_size\)"),
         ({"version": 1.0}, Unsupported, "checkpoint_version 1 has another order"),
         ({"version": None}, Unsupported, "checkpoint_version 0 has another order"),
@@ -299,6 +299,134 @@ def test_runs_with_other_settings_are_refused(
 ) -> None:
     with pytest.raises(kind, match=message):
         open_checkpoint(write(tmp_path, model(2), **settings))
+
+
+# ---- experts that are spread over processes, and multi-latent attention
+
+EXPERTS = 6
+STYLES = {"modules": "experts.local_experts.{}.{}.weight", "numbered": "experts.{1}.weight{0}"}
+
+
+def mixture(style: str, layers: int = 2) -> State:
+    """A whole model with experts, a router and shared experts in its last layers."""
+    state = model(layers)
+    for i in range(1, layers):
+        prefix = f"{LAYERS}.{i}.mlp"
+        state = {name: tensor for name, tensor in state.items() if not name.startswith(prefix)}
+        state |= {f"{prefix}.router.weight": torch.randn(EXPERTS, 8), f"{prefix}.shared_experts.gate_weight": torch.randn(1, 8)}
+        state |= {f"{prefix}.shared_experts.linear_fc1.weight": torch.randn(16, 8)}
+        state |= {f"{prefix}.shared_experts.linear_fc2.weight": torch.randn(8, 8)}
+        for e in range(EXPERTS):
+            state[f"{prefix}.{STYLES[style].format(e, 'linear_fc1')}"] = torch.randn(24, 8)
+            state[f"{prefix}.{STYLES[style].format(e, 'linear_fc2')}"] = torch.randn(8, 12)
+    return state
+
+
+def spread(folder: Path, state: State, style: str, ranks: int, slices: int, stages: int, **args: Any) -> Path:
+    """A checkpoint whose experts are spread over processes."""
+    local = EXPERTS // ranks
+    for rank in range(ranks):
+        kept = {name: tensor for name, tensor in state.items() if ".mlp.experts." not in name}
+        for name, tensor in state.items():
+            if ".mlp.experts." not in name:
+                continue
+            prefix, _, rest = name.partition(".mlp.")
+            last = "linear_fc1" if "linear_fc1" in rest else "linear_fc2"
+            number = next(e for e in range(EXPERTS) if rest == STYLES[style].format(e, last))
+            if number // local == rank:
+                kept[f"{prefix}.mlp.{STYLES[style].format(number % local, last)}"] = tensor
+        settings = {"expert_model_parallel_size": ranks, "num_experts": EXPERTS, **args}
+        written = write(folder / f"of {rank}", kept, slices, stages, **settings)
+        for place in sorted(written.iterdir()):
+            shutil.move(place, folder / f"{place.name}_{rank:03d}")
+        written.rmdir()
+    return folder
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize(("ranks", "slices", "stages"), [(2, 1, 1), (3, 2, 1), (2, 1, 2), (2, 2, 2)])
+def test_experts_are_numbered_through_all_processes(
+    style: str, ranks: int, slices: int, stages: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"{__name__}.ROWS", (*ROWS, *(f"linear_fc1.weight{e}" for e in range(EXPERTS))))
+    monkeypatch.setattr(f"{__name__}.COLUMNS", (*COLUMNS, *(f"linear_fc2.weight{e}" for e in range(EXPERTS))))
+    state = mixture(style, 4)
+    check(spread(tmp_path, state, style, ranks, slices, stages), state)
+
+
+def test_processes_with_other_experts_must_agree_on_everything_else(tmp_path: Path) -> None:
+    folder, name = spread(tmp_path, mixture("modules"), "modules", 2, 1, 1), f"{LAYERS}.1.mlp.router.weight"
+    path = folder / "mp_rank_00_001" / "model_optim_rng.pt"
+    entries = torch.load(path, weights_only=False)
+    entries["model"][name][0] = 7
+    torch.save(entries, path)
+    with open_checkpoint(folder) as opened, pytest.raises(FormatError, match="has other values than in"):
+        opened.read(name)
+
+
+SPREAD: dict[str, tuple[Any, dict[str, Any], type[CheckpointError], str]] = {
+    "a file is missing": (
+        lambda folder: shutil.rmtree(folder / "mp_rank_00_001"),
+        {},
+        FormatError,
+        "files of 1 processes, and the model is in 1 slices of 1 stages, for 2 groups of experts",
+    ),
+    "other numbers": (lambda folder: None, {"num_experts": 8}, FormatError, "the files have 6 experts, and the run had 8"),
+    "slices of experts": (
+        lambda folder: None,
+        {"expert_tensor_parallel_size": 2},
+        Unsupported,
+        "experts have slices of their own",
+    ),
+    "one tensor": (
+        lambda folder: _renamed(folder, "experts.local_experts.0.linear_fc1.weight", "experts.weight1"),
+        {},
+        Unsupported,
+        "experts.weight1' are not joined: the experts of a process are one tensor",
+    ),
+    "a hole": (
+        lambda folder: _renamed(folder, "local_experts.1.", "local_experts.5."),
+        {},
+        FormatError,
+        "the files of a stage have different experts",
+    ),
+    "no experts by the run": (
+        lambda folder: None,
+        {"expert_model_parallel_size": 1},
+        FormatError,
+        "are not spread over processes|and the model is in 1 slices",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPREAD)
+def test_experts_that_do_not_fit_together_are_refused(name: str, tmp_path: Path) -> None:
+    change, settings, kind, message = SPREAD[name]
+    change(spread(tmp_path, mixture("modules"), "modules", 2, 1, 1, **settings))
+    with pytest.raises(kind, match=message):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("sliced_down", [False, True])
+def test_the_ranks_of_latent_attention_tell_whether_it_is_sliced(
+    sliced_down: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    down = ("linear_q_down_proj.weight", "linear_kv_down_proj.weight")
+    rows = ("linear_q_up_proj.weight", "linear_kv_up_proj.weight", *(down if sliced_down else ()))
+    monkeypatch.setattr(f"{__name__}.ROWS", (*ROWS, *rows))
+    state = model(2)
+    for i in range(2):
+        attention = f"{LAYERS}.{i}.self_attention"
+        state = {name: tensor for name, tensor in state.items() if not name.startswith(f"{attention}.linear_qkv")}
+        shapes = {"linear_q_down_proj": (6, 8), "linear_kv_down_proj": (10, 8), "linear_q_up_proj": (12, 6)}
+        shapes |= {"linear_kv_up_proj": (16, 6)}
+        state |= {f"{attention}.{name}.weight": torch.randn(shape) for name, shape in shapes.items()}
+        state |= {f"{attention}.linear_q_up_proj.layer_norm_weight": torch.randn(6)}
+    ranks = {"q_lora_rank": 6, "kv_lora_rank": 6, "qk_pos_emb_head_dim": 4}
+    check(write(tmp_path / "a", state, 2, 1, **ranks), state)
+    write(tmp_path / "b", state, 2, 1)
+    with pytest.raises(Unsupported, match="the arguments of the run do not say whether these are all"):
+        open_checkpoint(tmp_path / "b")
 
 
 def test_a_huge_number_of_slices_costs_no_memory(tmp_path: Path) -> None:

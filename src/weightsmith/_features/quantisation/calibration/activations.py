@@ -22,16 +22,14 @@ from weightsmith._activations.states import FORWARD, made_beside
 from weightsmith._activations.work import LayerWork
 from weightsmith._base.errors import Finding, NonFinite, Unsupported, WeightsmithError
 from weightsmith._base.options import named
-from weightsmith._base.report import Column, Table
-from weightsmith._base.report.blocks import Block
+from weightsmith._base.report.blocks import Block, Column, Table
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._base.text import markdown_table
-from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._features.quantisation.calibration.layer import LAYER_BY_LAYER
 from weightsmith._models.formats import find_cache, find_encoding
 from weightsmith._models.structure.projections import by_site
 from weightsmith._plans import Product, ProductSettings
-from weightsmith.abc.product import Arrays, Floats
+from weightsmith.abc.product import Arrays, Floats, ProductContext, ProductKind
 from weightsmith.abc.stored import ActivationScale
 
 if TYPE_CHECKING:

@@ -40,7 +40,6 @@ from weightsmith._activations.states import FORWARD
 from weightsmith._activations.work import LayerWork
 from weightsmith._base.errors import ParameterError, WeightsmithError
 from weightsmith._base.tensors import DTYPES, TensorSpec
-from weightsmith._engine.products import ProductContext, ProductKind
 from weightsmith._features.quantisation.calibration.layer import (
     CalibratedWork,
     FactoredHessians,
@@ -53,7 +52,7 @@ from weightsmith._models.formats import Encoding, find_encoding
 from weightsmith._models.structure.projections import is_attention, site_of
 from weightsmith._models.structure.vocabulary import is_embedding, is_model_head
 from weightsmith._plans import Product
-from weightsmith.abc.product import Arrays, Floats
+from weightsmith.abc.product import Arrays, Floats, ProductContext, ProductKind
 
 if TYPE_CHECKING:
     from concurrent.futures import ThreadPoolExecutor

@@ -9,6 +9,7 @@ stores what it stores without one.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,12 +21,13 @@ import numpy as np
 from weightsmith._activations.states import check, run
 from weightsmith._activations.work import LayerWork
 from weightsmith._base.errors import WeightsmithError
+from weightsmith._base.files import FULL
 from weightsmith._base.tensors import TensorSpec
-from weightsmith._engine.products import ProductContext, ProductKind
+from weightsmith._base.torch_use import one_thread
 from weightsmith._models.formats import Encoding, find_encoding, hessians
 from weightsmith._models.structure.projections import is_attention, site_of
 from weightsmith._plans import Product
-from weightsmith.abc.product import Arrays, Floats
+from weightsmith.abc.product import Arrays, Floats, ProductContext, ProductKind, Tasks
 from weightsmith.abc.stored import FactoredHessian, HessianForm, Unread
 
 if TYPE_CHECKING:
@@ -146,7 +148,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from weightsmith._activations.running import LayerRows, NumberedRow
-    from weightsmith._activations.sums import Inputs
+    from weightsmith._activations.sums import Forward, Inputs
 
 LAYER_BY_LAYER = "quantising layer by layer"
 """The progress of quantised weights, and of what leaves their layers."""
@@ -216,6 +218,10 @@ def _quantise(rows: LayerRows, stage: Mapping[str, str], span: tuple[float, floa
 
     routed = any("experts" in name.split(".") for name in stage)
     last = [site_of(name) for name in stage if not routed and name.split(".")[-2] in _LAST]
+    forward = Forward(last=last[0] if last else "")
+    if (tasks := rows.context.tasks) is not None and tasks.has_helpers():
+        _quantise_together(rows, stage, span, quantised, forward, tasks)
+        return
     factors = FactoredHessians(budget(rows.context))
 
     def quantise(inputs: Inputs, site: str, finish: Callable[[str], Any]) -> None:
@@ -225,10 +231,107 @@ def _quantise(rows: LayerRows, stage: Mapping[str, str], span: tuple[float, floa
             factors.hessian(inputs, site, finish, encodings.values()) as hessian,
         ):
             for name, encoding in encodings.items():
-                weight = rows.layer.linear(name).weight.detach().cpu().numpy()
-                quantised[name] = encoding.quantise(weight, hessian, rows.context.threads)
+                quantised[name] = encoding.quantise(_weight(rows, name), hessian, rows.context.threads)
 
-    use_sums(rows, list(stage), quantise, span=span, forward=Forward(last=last[0] if last else ""))
+    use_sums(rows, list(stage), quantise, span=span, forward=forward)
+
+
+def _weight(rows: LayerRows, name: str) -> Floats:
+    weight: Floats = rows.layer.linear(name).weight.detach().cpu().numpy()
+    return weight
+
+
+# ---- with the processes that wait for the layer
+
+
+def _quantise_together(
+    rows: LayerRows,
+    stage: Mapping[str, str],
+    span: tuple[float, float],
+    quantised: dict[str, Arrays],
+    forward: Forward,
+    tasks: Tasks,
+) -> None:
+    """As `_quantise`: weights, and their Hessians, are tasks. This process sums up the Hessians, and then does tasks too."""
+    from weightsmith._activations.sums import use_sums
+
+    middle = span[0] + SUMS_SHARE * (span[1] - span[0])
+    offered: list[WeightTask] = []
+
+    def offer(inputs: Inputs, site: str, finish: Callable[[str], Any]) -> None:
+        names, where = inputs.sites[site], f"{site}, {rows.base.label}"
+        array: Floats | None = finish(site)
+        form = find_encoding(stage[names[0]]).hessian
+        try:
+            hessian = "" if array is None else tasks.put(array)
+            arrays = {name: tasks.put(_weight(rows, name)) for name in names}
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            with located(where):  # no room for tasks: this process does them
+                factored = factorised(array, form, rows.context.threads)
+                for name in names:
+                    quantised[name] = find_encoding(stage[name]).quantise(_weight(rows, name), factored, rows.context.threads)
+            return
+        for some in [[name] for name in names] if form == "whole" else [names]:  # each weight makes of it what it needs
+            cost = sum(_weight(rows, name).size for name in some) + inputs.width(site) ** 2
+            weights = {name: (stage[name], arrays[name]) for name in some}
+            offered.append(WeightTask(weights, hessian, cost * inputs.width(site), where))
+
+    use_sums(rows, list(stage), offer, span=(span[0], middle), forward=forward)
+    # The longest first. No thread but this one does them: each takes all threads.
+    pending = {tasks.offer(task.to_json()): task for task in sorted(offered, key=lambda task: (-task.cost, [*task.weights]))}
+    specs, count = {step.out.name: step.out for step in rows.context.product.steps}, len(pending)
+    while pending:
+        for key, task in list(pending.items()):
+            with located(task.where):
+                arrays = tasks.take(key, partial(quantise_task, task.to_json(), tasks, rows.context.threads))
+            rows.progress(middle + (span[1] - middle) * (1 - len(pending) / count))
+            if arrays is not None:
+                del pending[key]
+                quantised |= split({name: stage[name] for name in task.weights}, specs, arrays)
+        if pending:
+            time.sleep(PAUSE_SECONDS)
+    tasks.clear()
+
+
+SUMS_SHARE = 0.4
+"""The share of the progress that summing up the Hessians takes."""
+PAUSE_SECONDS = 0.1
+"""Between two looks at the tasks that other processes are at."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightTask:
+    """Weights with the same inputs, to be quantised by any process.
+
+    weights  the encoding, and the array, by name
+    hessian  the array; "" if no token reached them
+    cost     compared with others
+    where    for messages
+    """
+
+    weights: Mapping[str, tuple[str, str]]
+    hessian: str
+    cost: int
+    where: str
+
+    def to_json(self) -> dict[str, Any]:
+        return {"op": "quantised_layer", "weights": {**self.weights}, "hessian": self.hessian}
+
+
+def quantise_task(task: Mapping[str, Any], tasks: Tasks, threads: int) -> Arrays:
+    """The stored arrays of the weights of a task (`WeightTask.to_json`), in order. Raises as `quantise` does; OSError."""
+    with one_thread():
+        hessian: Hessian = tasks.array(task["hessian"]) if task["hessian"] else None
+        encodings = {name: find_encoding(encoding) for name, (encoding, _) in task["weights"].items()}
+        form: HessianForm = next(iter(encodings.values())).hessian
+        hessian = factorised(hessian, form, threads)
+        return [
+            array
+            for name, (_, weight) in task["weights"].items()
+            for array in encodings[name].quantise(tasks.array(weight), hessian, threads)
+        ]
 
 
 def _give(rows: LayerRows, stage: Mapping[str, str], quantised: Mapping[str, Arrays]) -> None:
@@ -273,7 +376,7 @@ def _head(context: ProductContext, work: QuantisedWork) -> Arrays:
         return encoding.quantise(weight, hessian, context.threads)
 
 
-QUANTISED = ProductKind(LAYER_BY_LAYER, compute=_compute, check=QuantisedWork.check, device=True)
+QUANTISED = ProductKind(LAYER_BY_LAYER, compute=_compute, check=QuantisedWork.check, device=True, help=quantise_task)
 
 
 # ---- what leaves the layer

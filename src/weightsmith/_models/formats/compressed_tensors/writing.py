@@ -137,6 +137,7 @@ from weightsmith._models.formats.matrices import (
     bf16_scales,
     matrix_refusal,
     maxima_of,
+    mx_scales,
 )
 from weightsmith._models.formats.scaled import TENSOR
 from weightsmith.abc.product import Arrays
@@ -370,26 +371,14 @@ def _fill_mxfp4(spec: TensorSpec, rows: Rows, outs: Sequence[Bytes], numbers: Ro
     """NaN becomes 0."""
     from weightsmith._kernels.codes import quantise_float4
 
-    quantise_float4(rows.reshape(-1), MXFP4_GROUP, _powers(rows, 2, outs[1]), outs[0])
+    quantise_float4(rows.reshape(-1), MXFP4_GROUP, mx_scales(rows, 2, outs[1]), outs[0])
 
 
 def _fill_mxfp8(spec: TensorSpec, rows: Rows, outs: Sequence[Bytes], numbers: Rows) -> None:
     """NaN stays NaN."""
     from weightsmith._kernels.codes import quantise_float8
 
-    quantise_float8(rows.reshape(-1), rows.shape[1], 1, MXFP4_GROUP, _powers(rows, 8, outs[1]), outs[0])
-
-
-def _powers(rows: Rows, largest: int, stored: Bytes) -> Rows:
-    """Write the exponents of groups, and return their scales: float32 [groups].
-
-    largest  exponent of the largest code: 2 of E2M1, 8 of E4M3
-    """
-    bits = maxima_of(rows, 1, MXFP4_GROUP).view(np.uint32)
-    exponents = (bits >> 23).astype(np.int64) + ((bits & 0x7FFFFF) >= 0x600000) - largest
-    exponents = np.clip(exponents, 1, 254)
-    stored[:] = exponents
-    return (exponents.astype(np.uint32) << 23).view(np.float32)
+    quantise_float8(rows.reshape(-1), rows.shape[1], 1, MXFP4_GROUP, mx_scales(rows, 8, outs[1]), outs[0])
 
 
 def _floats(bits: int, strategy: str, group: int, scale: str) -> dict[str, Any]:

@@ -17,7 +17,8 @@ chat.py        chat templates, tokens that end a generation
 values.py       values of config.json and of the keys, checked
 imatrix.py      llama.cpp's importance matrices
 reading.py      the tensors of files
-single_files.py files of ComfyUI: diffusion models and T5 text encoders
+single_files.py files of ComfyUI that are read: diffusion models and T5 text encoders
+diffusion/      files of ComfyUI that are written: diffusion models
 ollama.py       files that Ollama has pulled, by their manifests
 cuts.py        tensors that llama.cpp stores in parts, or with rows or columns in another order
 adapter_file.py LoRA adapters
@@ -30,6 +31,7 @@ from importlib import import_module
 
 from weightsmith._models.formats.gguf import ollama
 from weightsmith._models.formats.gguf.cuts import find_cut
+from weightsmith._models.formats.gguf.diffusion.encoding import find_diffusion
 from weightsmith._models.formats.gguf.reading import KIND
 from weightsmith._models.formats.gguf.writing import find
 from weightsmith.abc.stored import StoredFormat
@@ -39,5 +41,5 @@ FORMAT = StoredFormat(
     "GGUF",
     files=(KIND, ollama.KIND),
     models=lambda: tuple(import_module("weightsmith._models.formats.gguf.prepare").FORMATS),
-    parse=lambda name: find(name) or find_cut(name),
+    parse=lambda name: find(name) or find_cut(name) or find_diffusion(name),
 )

@@ -26,6 +26,7 @@ MAGIC = b"GGUF"
 VERSION = 3
 ALIGNMENT = 32
 MAX_NAME_BYTES = 63  # ggml's names have 64 bytes, with a zero at the end
+MAX_DIFFUSION_NAME_BYTES = 127  # ComfyUI-GGUF builds llama.cpp with longer names
 MAX_DIMENSIONS = 4
 MAX_DIFFUSION_DIMENSIONS = 5  # ComfyUI-GGUF adds the convolutions over time of video models, which ggml cannot hold
 
@@ -114,7 +115,7 @@ def make_layout(specs: Sequence[TensorSpec], max_shard_bytes: int, header: bytes
     >>> layout.shards[0].name, layout.places["b"]
     ('model.gguf', TensorPlace(shard=0, offset=160, nbytes=136))
     """
-    _check(specs)
+    _check(specs, diffusion=holds_diffusion(header))
     vision = [spec for spec in specs if mmproj and spec.name.startswith(VISION)]
     text = [spec for spec in specs if not mmproj or not spec.name.startswith(VISION)]
     groups = split(text, max_shard_bytes, lambda spec: _padded(spec.nbytes))
@@ -176,18 +177,26 @@ def _start(group: Sequence[TensorSpec], keys: bytes) -> bytes:
     return data + bytes(-len(data) % ALIGNMENT)
 
 
-def _check(specs: Sequence[TensorSpec]) -> None:
+def holds_diffusion(header: bytes, names: Sequence[str] = DIFFUSION_ARCHITECTURES) -> bool:
+    """Whether the first key says that a file is of a diffusion model, or of one of other architectures."""
+    key = _text("general.architecture") + struct.pack("<I", KINDS.index("str"))
+    return header.startswith(tuple(key + _text(name) for name in names), 8)
+
+
+def _check(specs: Sequence[TensorSpec], *, diffusion: bool) -> None:
     """Raise StoreError for a tensor that no GGUF file can hold."""
     seen: set[str] = set()
+    most_bytes = MAX_DIFFUSION_NAME_BYTES if diffusion else MAX_NAME_BYTES
+    most = MAX_DIFFUSION_DIMENSIONS if diffusion else MAX_DIMENSIONS
     for spec in specs:
         problem = ""
         if spec.name in seen:
             problem = "two tensors have this name"
-        elif len(spec.name.encode(errors="replace")) > MAX_NAME_BYTES:
-            problem = f"a name in a GGUF file has at most {MAX_NAME_BYTES} bytes"
+        elif len(spec.name.encode(errors="replace")) > most_bytes:
+            problem = f"a name in a GGUF file has at most {most_bytes} bytes"
         elif spec.dtype.name not in TYPE_IDS:
             problem = f"a GGUF file cannot hold {spec.dtype}"
-        elif len(spec.shape) > MAX_DIMENSIONS or not spec.size:
+        elif len(spec.shape) > most or not spec.size:
             problem = f"a GGUF file cannot hold the shape {list(spec.shape)}"
         elif spec.dtype.block > 1 and (not spec.shape or spec.shape[-1] % spec.dtype.block):
             problem = f"rows of {spec.dtype} are a multiple of {spec.dtype.block} elements, and its shape is {list(spec.shape)}"

@@ -1,7 +1,8 @@
 """Models that Ollama has pulled: a manifest names the GGUF file among its blobs.
 
 models/manifests/registry.ollama.ai/library/llama3.2/1b   JSON: a media type and a digest for each layer of the model
-models/blobs/sha256-…                                     the layers; that of type image.model is a GGUF file
+models/blobs/sha256-…                                     the layers; that of type image.model is a GGUF file, and those of
+                                                          type image.adapter are adapters, which Ollama applies to it
 """
 
 from __future__ import annotations
@@ -9,12 +10,12 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from weightsmith._base.errors import Finding, FormatError, NotFound, Unsupported
-from weightsmith._base.files import DAMAGED, Opener, open_local, show, show_all
+from weightsmith._base.files import DAMAGED, Opener, expand_user, open_local, show, show_all
 from weightsmith._base.strict_json import read_object
 from weightsmith._base.text import count
 from weightsmith._models.formats.gguf.reading import open_files
@@ -24,6 +25,10 @@ MAX_MANIFEST_BYTES = 1 << 20
 _MANIFESTS, _BLOBS, _TYPE = "manifests", "blobs", "application/vnd.ollama.image."
 _SETTINGS = ("template", "system", "params", "messages")
 """Layers with what Ollama adds to a chat. The model's own chat template is in its GGUF file."""
+_READ = ("model", "adapter", "projector")
+_WITHOUT_EFFECT = ("license", "prompt", "embed")
+"""Layers that change no computation: the licence, and examples of earlier versions."""
+MAX_ADAPTERS = 8
 _DIGEST = re.compile(r"sha256:([0-9a-f]{64})", re.ASCII)
 _BLOB = re.compile(r"sha256-[0-9a-f]{64}", re.ASCII)
 
@@ -42,33 +47,69 @@ def is_blob(path: Path) -> bool:
     return path.parent.name == _BLOBS and _BLOB.fullmatch(path.name) is not None
 
 
-def open_model(paths: Sequence[Path], index: Index | None, where: str, open_file: Opener = open_local) -> OpenedFiles:
-    """The tensors, config.json and tokenizer of the GGUF file that a manifest names, or of a blob.
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a manifest names.
 
-    Raises FormatError for what is no manifest and for a blob of another size, Unsupported for adapters and for tensors in other
-    files, NotFound for a blob that is not there; and as `reading.open_files`. Ollama has checked the digests.
+    model     the GGUF file of the model
+    adapters  those of the adapters that Ollama applies to it, each with the scale 1
+    notes     what is left to Ollama
     """
-    path = paths[0]
-    if _BLOB.fullmatch(path.name):
-        return open_files(paths, index, where, open_file)
+
+    model: Path
+    adapters: tuple[Path, ...]
+    notes: tuple[Finding, ...]
+
+
+def read_manifest(path: Path, where: str) -> Manifest:
+    """The layers of a model. where: as the user named it, for messages.
+
+    Raises FormatError for what is no manifest and for a blob of another size, Unsupported for tensors in other files, NotFound
+    for a blob that is not there. Ollama has checked the digests.
+    """
     layers = read_object(path, MAX_MANIFEST_BYTES, "the manifest", DAMAGED, unique=False).get("layers")
     entries = [entry for entry in layers if isinstance(entry, dict)] if isinstance(layers, list) else []
     types = [str(entry.get("mediaType")).removeprefix(_TYPE) for entry in entries]
-    if "adapter" in types and types.count("model") == 1:
-        layers = [_blob(path, entries[i]) for kind in ("model", "adapter") for i, name in enumerate(types) if name == kind]
-        what = f"the model has {count(len(layers) - 1, 'adapter')}, which Ollama applies while it runs"
-        raise Unsupported(what, where=where, fix=f"Write {shlex.quote('+'.join(map(str, layers)))} in place of the manifest.")
-    if types.count("model") != 1:
+    if types.count("model") != 1 or types.count("adapter") > MAX_ADAPTERS:
         what = f"a manifest whose layers are {show_all(types) or 'none'}, not one GGUF file and what belongs to it"
         raise Unsupported(what, where=where, fix="Name the manifest of a model that Ollama stores as one GGUF file.")
-    blob = _blob(path, entries[types.index("model")])
-    opened = open_files([blob], None, where, open_file)
-    notes = list(opened.notes)
+    (model,) = (_blob(path, entry) for entry, kind in zip(entries, types, strict=True) if kind == "model")
+    adapters = tuple(_blob(path, entry) for entry, kind in zip(entries, types, strict=True) if kind == "adapter")
+    notes = []
     if "projector" in types:
         notes.append(Finding("the model's vision half is another file, which is not read", where))
     if unread := [kind for kind in _SETTINGS if kind in types]:
         notes.append(Finding(f"layers of the manifest are left to Ollama: {show_all(unread)}", where))
-    return replace(opened, notes=tuple(notes))
+    if unknown := [kind for kind in types if kind not in (*_SETTINGS, *_READ, *_WITHOUT_EFFECT)]:
+        notes.append(Finding(f"layers of the manifest whose meaning is not known are left out: {show_all(unknown)}", where))
+    return Manifest(model, adapters, tuple(notes))
+
+
+def manifest_with_adapters(name: str) -> Manifest | None:
+    """The manifest of a path, if Ollama applies adapters to its model; None for another path. Raises as `read_manifest`."""
+    path = expand_user(name)
+    if _MANIFESTS not in path.parts[:-1] or not path.is_file():
+        return None
+    manifest = read_manifest(path, name)
+    return manifest if manifest.adapters else None
+
+
+def open_model(paths: Sequence[Path], index: Index | None, where: str, open_file: Opener = open_local) -> OpenedFiles:
+    """The tensors, config.json and tokenizer of the GGUF file that a manifest names, or of a blob.
+
+    Raises Unsupported for a model with adapters, which recipes and commands read with these applied, and otherwise as
+    `read_manifest` and `reading.open_files`.
+    """
+    path = paths[0]
+    if _BLOB.fullmatch(path.name):
+        return open_files(paths, index, where, open_file)
+    manifest = read_manifest(path, where)
+    if manifest.adapters:
+        what = f"the model has {count(len(manifest.adapters), 'adapter')}, which Ollama applies while it runs"
+        fix = f"Write a copy with weightsmith dequantize {shlex.quote(where)} OUT, and name that."
+        raise Unsupported(what, where=where, fix=fix)
+    opened = open_files([manifest.model], None, where, open_file)
+    return replace(opened, notes=(*opened.notes, *manifest.notes))
 
 
 def _blob(manifest: Path, entry: dict[str, Any]) -> Path:

@@ -23,6 +23,9 @@ from weightsmith._models.formats.gguf.architecture import COMPUTED, NOT_ADDED, G
 from weightsmith._models.formats.gguf.architectures import architecture_of_config, find_architecture, text_config
 from weightsmith._models.formats.gguf.chat import NAMED_TEMPLATE
 from weightsmith._models.formats.gguf.cuts import CutEncoding, HeadOrder, Pieces, part_shape, pieces_of
+from weightsmith._models.formats.gguf.diffusion.plan import DENOISERS, is_diffusion, prepare_diffusion
+from weightsmith._models.formats.gguf.diffusion.text_encoder import is_t5
+from weightsmith._models.formats.gguf.diffusion.types import MIXTURES as DIFFUSION_MIXTURES
 from weightsmith._models.formats.gguf.imatrix import RUN, imatrix_bytes, read_imatrix, with_defaults
 from weightsmith._models.formats.gguf.layout import Value, encode_metadata
 from weightsmith._models.formats.gguf.mmproj import TOKENIZER, UNUSED, ImageFile, left_out, vision_half
@@ -89,11 +92,16 @@ class GgufFormat(ModelFormat):
         self.mixture = mixture
         self.name = f"gguf-{mixture.name.lower()}"
         self.summary = f"one GGUF file, {about}"
+        if mixture.name in DIFFUSION_MIXTURES:
+            self.readers += ", ComfyUI-GGUF"
         self.measures = mixture.default not in ("F32", "F16", "BF16", "Q8_0", _FACTORED)
         self.settings = frozenset({"tensor_types", "metadata", "mmproj", *(["imatrix"] if self.measures else [])})
 
     def prepare(self, draft: PlanDraft, companions: ModelFiles, request: ModelRequest) -> Mapping[str, bytes]:
-        chosen, settings = _chosen(request), text_config(draft.config)
+        chosen = _chosen(request)
+        if is_diffusion(draft.config) or is_t5({step.out.name for step in draft.steps}):
+            return self._prepare_diffusion(draft, companions, request, chosen)
+        settings = text_config(draft.config)
         architecture = architecture_of_config(settings).of_model(settings, (step.out.name for step in draft.steps))
         model = _Model(self.mixture, architecture, settings, GgufConfig(settings), chosen)
         importances: Importances = model.placed(request.importances)
@@ -105,6 +113,18 @@ class GgufFormat(ModelFormat):
         _prepare(model, draft, companions, importances, stated, mmproj=bool(request.settings["mmproj"]))
         return {"imatrix.dat": imatrix_bytes(importances)} if request.importances else {}
 
+    def _prepare_diffusion(
+        self, draft: PlanDraft, companions: ModelFiles, request: ModelRequest, chosen: Chosen
+    ) -> Mapping[str, bytes]:
+        if request.settings.get("imatrix") is not None:
+            what = "importance matrices are of language models, and this is none"
+            raise PlanError([option_error("imatrix", what, f"leave out {named('imatrix')}")])
+        stated, problems = read_metadata(request.settings["metadata"], "comfy")
+        if problems:
+            raise PlanError([option_error("metadata", problem) for problem in problems])
+        prepare_diffusion(draft, companions, self.mixture, chosen, stated)
+        return {}
+
     def modules(self, config: Mapping[str, Any] | None, read: Callable[[str], bytes | None]) -> Collection[str]:
         architecture = find_architecture(text_config(config))
         data = None if architecture is None else read(MODULES)
@@ -112,7 +132,14 @@ class GgufFormat(ModelFormat):
             return ()
         return pooling_of({MODULES: data}, architecture.name, read).folders
 
+    def part(self, parts: Collection[str]) -> str:
+        denoisers = [part for part in parts if part in DENOISERS]
+        return denoisers[0] if len(denoisers) == 1 else ""
+
     def weighed(self, config: Mapping[str, Any] | None, specs: Iterable[TensorSpec]) -> list[TensorSpec]:
+        if is_diffusion(config):
+            what = "importances are measured by running a language model on a text, and this is none"
+            raise Unsupported(what, fix=f"leave out {named('calibration', 'size_bytes', 'target')}")
         settings = text_config(config)
         architecture = architecture_of_config(settings)
         matrices = (

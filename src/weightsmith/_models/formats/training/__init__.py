@@ -3,7 +3,8 @@
 dcp.py        PyTorch's distributed checkpoints, as FSDP and torchtitan write them
 deepspeed.py  ZeRO's partitions
 fsdp.py       a file of DTensors for each process, as verl writes them
-megatron.py   tensor-parallel slices and pipeline stages of Megatron-LM
+megatron.py   tensor-parallel slices, pipeline stages and experts of Megatron-LM
+megatron_names.py  Megatron's names as the Hub's
 
 No pickle is run. `_models/sources/boxes.py` reads tensors in parts.
 """

@@ -1,17 +1,23 @@
 """Megatron-LM's checkpoints with a file for each process: `mp_rank_01_003/model_optim_rng.pt`, …
 
-A file has the slice of a tensor-parallel rank (01) of the layers of a pipeline stage (003). They are read as one model, in
-Megatron's names and order of rows: what Megatron itself would save with one process. Tensor-parallel slices are joined as
-Megatron's converter joins them (tools/checkpoint/loader_base.py):
+A file has the slice of a tensor-parallel rank (01) of the layers of a pipeline stage (003). If experts are spread over
+processes, one more number is that of the expert-parallel rank. They are read as one model, in Megatron's names and order of
+rows: what Megatron itself would save with one process. Tensor-parallel slices are joined as Megatron's converter joins them
+(tools/checkpoint/loader_base.py):
 
 dimension 0  query, key and value; the first layer of an MLP; embeddings; the head. Each slice of a gated first layer has parts
              of gate and of up, so all parts of gate come first
 dimension 1  the projection after attention, the second layer of an MLP
 not at all   norms, position embeddings, routers, biases of the layers that are joined along dimension 1: each file has them
 
+The down projections of multi-latent attention are joined along dimension 0 or not at all: the ranks that the run had tell.
+
+Experts are numbered through all expert-parallel ranks, each of which has as many. Everything else is in the files of all these
+ranks, and must be the same.
+
 Layers are numbered through all stages: those of a stage follow those of the one before. With virtual stages (`model0`,
 `model1`), the first ones of all stages come first. A model of one slice may have any names. Where there are several, tensors
-under other names than those below are refused, and so are experts that are spread over processes.
+under other names than those below are refused, and so are experts with slices of their own (`expert_tensor_parallel_size`).
 
 The pickles are read as data: of an object only its name and its attributes are kept.
 """
@@ -47,14 +53,28 @@ _EXTRA = "_extra_state"
 
 _JOINED_ROWS = frozenset(
     "linear_qkv query_key_value linear_q linear_kv linear_q_proj linear_q_up_proj linear_kv_up_proj linear_fc1 dense_h_to_4h "
-    "word_embeddings output_layer word_embeddings_for_head".split()
+    "word_embeddings output_layer word_embeddings_for_head eh_proj".split()
 )
 _JOINED_COLUMNS = frozenset("linear_proj dense linear_fc2 dense_4h_to_h".split())
 _WHOLE = frozenset("position_embeddings tokentype_embeddings router rotary_pos_emb".split())
 """Last names of modules: how the slices of their tensors are joined."""
 _GATED = {"linear_fc1": "linear_fc2", "dense_h_to_4h": "dense_4h_to_h"}
 """First layer of an MLP → the second, whose columns tell whether the first one is gated."""
+_DOWN = {
+    "linear_q_down_proj": ("q_lora_rank",),
+    "linear_kv_down_proj": ("kv_lora_rank", "qk_pos_emb_head_dim"),
+    "linear_qkv_down_proj": ("q_lora_rank", "kv_lora_rank", "qk_pos_emb_head_dim"),
+}
+"""Down projection of multi-latent attention → the arguments of the run whose sum is the number of its rows."""
+_EXPERT = re.compile(r"(.*\.experts\.)(?:local_experts\.(\d{1,5})\.(.+)|(.+\.(?:weight|bias))(\d{1,5}))")
+"""A tensor of one expert: in a module of its own, or with the number of the expert at the end of its name."""
 _EMBEDDING, _HEADS = "embedding.word_embeddings.weight", ("output_layer.weight", "word_embeddings_for_head.weight")
+
+_UNLIKE_HUB = (
+    *("apply_layernorm_1p", "rotary_interleaved", "moe_mlp_glu_interleave_size", "moe_shared_expert_glu_interleave_size"),
+    "attention_output_gate",
+)
+"""Arguments of a run with which norms, rotary embeddings or layers are not those of the Hub's models (`megatron_names`)."""
 
 _MAX_NAMES, _MAX_DEPTH = 1_000_000, 8
 _FIRST_VERSION = 2.0
@@ -75,11 +95,12 @@ class _Classes:
 
 @dataclass(slots=True)
 class _File:
-    """The file of a process. rank: of its slice. chunks: virtual stage → tensors by name."""
+    """The file of a process. rank: of its slice. expert: its expert-parallel rank. chunks: virtual stage → tensors by name."""
 
     path: Path
     rank: int
     stage: int
+    expert: int
     state: FileState
     archive: Archive
     args: Instance | None
@@ -107,6 +128,20 @@ class _Slice:
 
     file: _File
     view: StoredView
+
+
+class MegatronTensors(RankTensors):
+    """The tensors of a checkpoint. unlike_hub: arguments of the run with which its numbers are not those of a Hub model."""
+
+    def __init__(
+        self,
+        copies: Mapping[str, tuple[BoxedTensor, ...]],
+        files: Sequence[SourceFile],
+        where: str,
+        unlike_hub: tuple[str, ...] = (),
+    ) -> None:
+        super().__init__(copies, files, where)
+        self.unlike_hub = unlike_hub
 
 
 def choose(names: Sequence[str], where: str) -> FolderWeights | None:
@@ -137,7 +172,8 @@ def open_files(paths: Sequence[Path], index: Index | None, where: str, open_file
     _join_tied(parts, files[0], notes, where)
     copies = {name: _joined(name, places, slices, parts) for name, places in parts.items()}
     read = [SourceFile(file.path, file.state, file.archive.digest) for file in files]
-    return OpenedFiles(RankTensors(copies, read, where), notes=tuple(notes))
+    unlike_hub = tuple(key for key in _UNLIKE_HUB if files[0].args is not None and files[0].args.attribute(key))
+    return OpenedFiles(MegatronTensors(copies, read, where, unlike_hub), notes=tuple(notes))
 
 
 # ---- one file
@@ -153,13 +189,13 @@ def _read(path: Path, open_file: Opener) -> _File:
         args, version = entries.get("args"), entries.get("checkpoint_version", 0)
         read = _File(
             path,
-            *(0, 0),
+            *(0, 0, 0),
             file.state,
             archive,
             args if type(args) is Instance else None,
             float(version) if type(version) in (int, float) else 0.0,
         )
-        read.rank, read.stage = _place(read)
+        read.rank, read.stage, read.expert = _place(read)
         for key, entry in entries.items():
             if (match := _CHUNK.fullmatch(key)) and type(entry) is state_pickle.Mapping:
                 read.chunks[int(match[1] or 0)] = dict(_tensors(entry))
@@ -168,15 +204,21 @@ def _read(path: Path, open_file: Opener) -> _File:
         return read
 
 
-def _place(file: _File) -> tuple[int, int]:
-    """Slice and stage of a file, from the name of its folder. Raises Unsupported for experts of one process."""
+def _place(file: _File) -> tuple[int, int, int]:
+    """Slice, stage and expert-parallel rank of a file, from the name of its folder.
+
+    Raises FormatError for a name that does not fit the arguments of the run.
+    """
     match = _PATH.fullmatch(f"{file.path.parent.name}/{file.path.name}")
     assert match is not None  # `choose` has taken it
     others = [int(number) for number in match[3].split("_")[1:]]
-    experts = (file.count("expert_model_parallel_size") or 1) > 1
-    if experts or len(others) > 1:
-        raise Unsupported("the experts are spread over processes, and such checkpoints are not read", fix=_CONVERT)
-    return int(match[2]), others[0] if others else 0
+    spread = (file.count("expert_model_parallel_size") or 1) > 1 or (file.args is None and len(others) > 1)
+    if len(others) > 1 + spread or (spread and not others):
+        what = f"the folder {show(file.path.parent.name)} has {len(others):,} numbers after that of the slice"
+        what += ", and the experts of the run " + ("are spread over processes" if spread else "are not spread over processes")
+        raise FormatError(what, fix="Name the folder as Megatron has written it.")
+    expert = others.pop() if spread else 0
+    return int(match[2]), others[0] if others else 0, expert
 
 
 def _tensors(state_dict: state_pickle.Mapping) -> Iterator[tuple[str, Tensor]]:
@@ -209,15 +251,19 @@ def _check_complete(files: Sequence[_File], slices: int, stages: int, where: str
     """Raise FormatError unless there is a file for each slice of each stage, as the arguments of the run say."""
     expected_slices = files[0].count("tensor_model_parallel_size") or slices
     expected_stages = files[0].count("pipeline_model_parallel_size") or stages
-    places = {(file.rank, file.stage) for file in files}
+    expected_ranks = files[0].count("expert_model_parallel_size") or len({file.expert for file in files})
+    places = {(file.rank, file.stage, file.expert) for file in files}
     # the numbers first: those of a damaged file may be billions
-    is_complete = len(places) == expected_slices * expected_stages and places == {
-        (rank, stage) for rank in range(expected_slices) for stage in range(expected_stages)
+    is_complete = len(places) == expected_slices * expected_stages * expected_ranks and places == {
+        (rank, stage, expert)
+        for rank in range(expected_slices)
+        for stage in range(expected_stages)
+        for expert in range(expected_ranks)
     }
     if not is_complete:
-        what = (
-            f"files of {len(places):,} processes, and the model is in {expected_slices:,} slices of {expected_stages:,} stages"
-        )
+        parts = f"{expected_slices:,} slices of {expected_stages:,} stages"
+        parts += f", for {expected_ranks:,} groups of experts" if expected_ranks > 1 else ""
+        what = f"files of {len(places):,} processes, and the model is in {parts}"
         raise FormatError(what, where=where, fix="Get the missing files: each process of the run has written its own.")
     for file in files:
         if file.chunks.keys() != files[0].chunks.keys() or file.version != files[0].version:
@@ -237,16 +283,48 @@ def _numbered(files: Sequence[_File], where: str) -> dict[str, list[_Slice]]:
             if len(counts) > 1:
                 raise FormatError(f"the slices of stage {stage:,} have different layers", where=where, fix=FIX)
             (layers,) = counts
+            local_experts = _local_experts(of_stage, chunk, where)
             for file in of_stage:
                 for name, tensor in file.chunks[chunk].items():
                     match = _LAYER.fullmatch(name)
                     whole = f"{match[1]}.{before + int(match[3])}.{match[4]}" if match else name
+                    whole = _numbered_expert(whole, file, local_experts)
                     parts.setdefault(whole, []).append(_Slice(file, file.view(whole, tensor)))
             before += layers
     expected = files[0].count("num_layers")
     if expected is not None and before and before != expected:
         raise FormatError(f"the stages have {before:,} layers, and the run had {expected:,}", where=where, fix=FIX)
     return parts
+
+
+def _local_experts(files: Sequence[_File], chunk: int, where: str) -> int:
+    """The number of experts that each file of a stage has of a layer. Raises FormatError if they differ."""
+    numbers = [
+        {int(match[2] or match[5]) for name in file.chunks[chunk] if (match := _EXPERT.fullmatch(name))} for file in files
+    ]
+    counts = {len(of_file) for of_file in numbers}
+    if len(counts) > 1 or any(of_file != set(range(len(of_file))) for of_file in numbers):
+        raise FormatError("the files of a stage have different experts", where=where, fix=FIX)
+    (local_experts,) = counts
+    total = files[0].count("num_experts")
+    ranks = len({file.expert for file in files})
+    if local_experts and total is not None and total != local_experts * ranks:
+        what = f"the files have {local_experts * ranks:,} experts, and the run had {total:,}"
+        raise FormatError(what, where=where, fix=FIX)
+    return local_experts
+
+
+def _numbered_expert(name: str, file: _File, local_experts: int) -> str:
+    """The name of a tensor with the number of its expert in the model. Raises Unsupported for one of several experts."""
+    if ".experts." not in name:
+        return name
+    match = _EXPERT.fullmatch(name)
+    if match is None:
+        if file.expert or (file.count("expert_model_parallel_size") or 1) > 1:
+            _refuse(name, "the experts of a process are one tensor", file)
+        return name
+    number = file.expert * local_experts + int(match[2] or match[5])
+    return f"{match[1]}local_experts.{number}.{match[3]}" if match[2] else f"{match[1]}{match[4]}{number}"
 
 
 def _layers(tensors: Mapping[str, Tensor], file: _File, before: int) -> int:
@@ -319,17 +397,19 @@ def _boxes(group: Sequence[_Slice], shape: tuple[int, ...], axis: int | None, ru
 
 def _axis(name: str, spec: TensorSpec, file: _File, slices: int) -> int | None:
     """The dimension along which slices are joined; None if each has all of the tensor. Raises Unsupported."""
-    if slices == 1:
-        return None
     *modules, leaf = name.split(".")
     module = modules[-1] if modules else ""
+    if "experts" in modules and file.count("expert_tensor_parallel_size") not in (None, slices):
+        _refuse(name, "experts have slices of their own (expert_tensor_parallel_size)", file)
+    if slices == 1 or leaf == "gate_weight":  # of shared experts
+        return None
     kind = leaf.rstrip("0123456789")
     if kind not in ("weight", "bias") or "norm" in module or module in _WHOLE or not spec.shape:
         if "norm" in module or module in _WHOLE or leaf in ("layer_norm_weight", "layer_norm_bias"):
             return None
         _refuse(name, "its slices may be joined in several ways", file)
-    if "experts" in modules and file.count("expert_tensor_parallel_size") not in (None, slices):
-        _refuse(name, "experts have slices of their own (expert_tensor_parallel_size)", file)
+    if module in _DOWN:
+        return _down_axis(name, spec, file, slices)
     if module in ("query_key_value", "linear_qkv") and file.version < _FIRST_VERSION:
         _refuse(name, f"checkpoint_version {file.version:g} has another order of query, key and value", file)
     if module in _JOINED_ROWS:
@@ -337,6 +417,17 @@ def _axis(name: str, spec: TensorSpec, file: _File, slices: int) -> int | None:
     if module in _JOINED_COLUMNS:
         return None if kind == "bias" else 1
     _refuse(name, "its slices may be joined in several ways", file)
+
+
+def _down_axis(name: str, spec: TensorSpec, file: _File, slices: int) -> int | None:
+    """The dimension along which a down projection of multi-latent attention is joined. Raises Unsupported."""
+    counts = [file.count(key) for key in _DOWN[name.split(".")[-2]]]
+    rows = sum(count for count in counts if count is not None)
+    if None not in counts and spec.shape[0] == rows:
+        return None
+    if None not in counts and spec.shape[0] * slices == rows:
+        return 0
+    _refuse(name, f"it has {spec.shape[0]:,} rows, and the arguments of the run do not say whether these are all", file)
 
 
 def _is_gated(name: str, spec: TensorSpec, parts: Mapping[str, Sequence[_Slice]], place: _Slice) -> bool:

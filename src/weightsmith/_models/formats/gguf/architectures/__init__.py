@@ -55,8 +55,8 @@ def architecture_of_config(config: Mapping[str, Any]) -> GgufArchitecture:
         return architecture
     model_type = config.get("model_type")
     if model_type is None:
-        what = "no GGUF file can be written of a model without a model_type, such as a diffusion model"
-        fix = "choose another format; for ComfyUI: comfyui-fp8, or convert the single file with ComfyUI-GGUF's tools/convert.py"
+        what = "no GGUF file of a language model can be written without a model_type"
+        fix = "repair config.json, or choose another format"
         raise Unsupported(what, where="config.json", fix=fix)
     known = ", ".join(name for architecture in architectures() for name in architecture.model_types)
     fix = f"choose another format; GGUF files are written of these: {known}"

@@ -1,4 +1,7 @@
-"""The search for the smallest result whose divergence from the unquantised model is at most a target: `--target kl=0.02`.
+"""Plans in two runs: the products of the first, a calibration or a decomposition, and the plan that follows from them.
+
+The second may have a target, `--target kl=0.02`: then its size is the smallest at which its divergence from the unquantised
+model is at most that.
 
 A size is tried by writing the result beside the output, and evaluating it on the text of `--evaluate`. The divergence falls
 about fourfold with each bit of a weight, which gives the second size; later ones lie on the line through two results. The
@@ -10,30 +13,120 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from weightsmith._activations.rows import TOKENS, text_source
 from weightsmith._activations.work import TextRowsWork
-from weightsmith._base.errors import NOTHING_WRITTEN, ParameterError, Unsupported
+from weightsmith._base.errors import (
+    NOTHING_WRITTEN,
+    Finding,
+    OutputExists,
+    ParameterError,
+    PlanError,
+    StoreError,
+    Unsupported,
+    WeightsmithError,
+)
 from weightsmith._base.options import named, option_error
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._base.text import size, status
 from weightsmith._execution.identity import work_identity
 from weightsmith._execution.options import RunOptions
-from weightsmith._execution.output import sibling
-from weightsmith._execution.run import EVALUATION, PlanRun, RunRequest, run_plan
+from weightsmith._execution.output import check_options, check_output, sibling
+from weightsmith._execution.run import (
+    EVALUATION,
+    MEASUREMENT,
+    PlanRun,
+    RunRequest,
+    kept_products,
+    protected_paths,
+    run_plan,
+    staged,
+)
+from weightsmith._outputs.area import left_behind, staging_folder
+from weightsmith._outputs.journal import read_journal
 from weightsmith._outputs.local import remove_checkpoint
-from weightsmith._planning.follow_ups import FollowUpKind, SecondPlan
-from weightsmith._planning.planner import Prepared
-from weightsmith._plans import Product
+from weightsmith._outputs.locks import JOURNAL
+from weightsmith._outputs.manifest import read_manifest
+from weightsmith._outputs.places import remove_work
+from weightsmith._planning.follow_ups import FollowUpKind, SecondPlan, follow_up_kind
+from weightsmith._planning.planner.loading import Began, Beside
+from weightsmith._planning.planner.prepared import Prepared
+from weightsmith._plans import PlanDraft, Product, Provenance
 
 if TYPE_CHECKING:
     from weightsmith._outputs.staging import Staging
     from weightsmith.abc.product import Arrays
+
+
+@contextmanager
+def second_run(run: PlanRun, warnings: list[Finding]) -> Iterator[PlanRun]:
+    """Compute the products of the first plan: the run of the second.
+
+    warnings  gets those of what could not be removed at the end, when the output is published
+    """
+    prepared, request, kind = run.prepared, run.request, follow_up_kind(run.prepared)
+    place, folder = check_options(request.out, request.options), sibling(request.out, ".measurement")
+    target = check_target(prepared, kind.target(prepared), request.options)
+    try:
+        check_output(request.out, prepared.plan, request.options, protected_paths(prepared))
+    except OutputExists:
+        _remove_used(folder, place.local)
+        raise
+    draft = PlanDraft.of(prepared.plan)
+    draft.provenance, draft.steps, draft.then = Provenance("measurement"), [], None  # it serves any number of bits, any mixture
+    plan = draft.finish()
+    with (
+        _asking(kind.question(prepared)) as answer,
+        staged(prepared.with_plan(plan), replace(request, out=folder)) as (staging, engine),
+    ):
+        results = engine(results=kept_products(plan, staging)).results
+        arrays = {product.name: results.arrays(product.name) for product in plan.products if not product.transient}
+        try:
+            if target is None:
+                second = kind.follow(prepared, arrays, answer(), None)
+                following = replace(
+                    run, prepared=second.prepared, arrays=second.arrays, files=second.files, reports=second.reports
+                )
+            else:
+                following = search_target(target, run, kind, arrays, staging)
+        except PlanError as error:
+            if error.state == NOTHING_WRITTEN:
+                staging.discard()
+            raise
+        yield replace(following, manifest={**following.manifest, MEASUREMENT: staging.plan_hash})
+        try:
+            staging.discard()
+        except (OSError, StoreError) as error:
+            warnings.append(left_behind(error, staging.folder))
+
+
+def _remove_used(measurement: Path, out: Path) -> None:
+    """Remove the measurement of a run that died after its output, a local folder, was published."""
+    with suppress(WeightsmithError, OSError):
+        folder, used = staging_folder(measurement), read_manifest(out).data.get(MEASUREMENT)
+        entries = read_journal(folder / JOURNAL)
+        if used is not None and folder.is_dir() and (entries.lines == 0 or entries.plan == used):  # the journal is removed last
+            remove_work(measurement)
+
+
+@contextmanager
+def _asking(question: Callable[[Began], Any] | None) -> Iterator[Callable[[], Any]]:
+    """Ask another process while products are computed. None: there is nothing to ask."""
+    if question is None:
+        yield lambda: None
+        return
+    with Beside(question) as asked:
+        yield asked.answer
+
+
+# ---- the search for a size that meets a target
 
 MOST_TRIALS = 8
 CLOSE = 0.95
@@ -112,13 +205,7 @@ def search_target(target: float, run: PlanRun, kind: FollowUpKind, arrays: Mappi
         return SizeTrial(max_bytes, _nbytes(prepared), float(kept[0][0]))
 
     trials = search(target, _nbytes(sized(1).prepared), evaluated, lambda: _most(sized(1 << 62).prepared))
-    best = min((trial for trial in trials if trial.divergence <= target), key=lambda trial: trial.nbytes, default=None)
-    if best is None:
-        last = max(trials, key=lambda trial: trial.nbytes)
-        what = f"KL is {last.divergence:.3g} on {options.evaluate} at the largest size, {size(last.nbytes)}, not {target:g}"
-        fix = "ask for a larger KL, or choose a format with more bits, such as gguf-q8_0 or w8a16"
-        raise Unsupported(what, where="target", fix=fix, state="Nothing was published; the measurement is kept.")
-    second = sized(best.asked)
+    second = sized(_smallest(trials, target, str(options.evaluate)).asked)
     manifest = {**run.manifest, "target": {"kl": target, "trials": [asdict(trial) for trial in trials]}}
     return replace(
         run,
@@ -131,6 +218,17 @@ def search_target(target: float, run: PlanRun, kind: FollowUpKind, arrays: Mappi
     )
 
 
+def _smallest(trials: Sequence[SizeTrial], target: float, text: str) -> SizeTrial:
+    """The smallest size that meets the target. text: that it was evaluated on. Raises Unsupported."""
+    meeting = [trial for trial in trials if trial.divergence <= target]
+    if not meeting:
+        last = max(trials, key=lambda trial: trial.nbytes)
+        what = f"KL is {last.divergence:.3g} on {text} at the largest size, {size(last.nbytes)}, not {target:g}"
+        fix = "ask for a larger KL, or choose a format with more bits, such as gguf-q8_0 or w8a16"
+        raise Unsupported(what, where="target", fix=fix, state="Nothing was published; the measurement is kept.")
+    return min(meeting, key=lambda trial: trial.nbytes)
+
+
 def search(
     target: float, least: int, evaluated: Callable[[int], SizeTrial], most: Callable[[], tuple[int, int]]
 ) -> list[SizeTrial]:
@@ -141,8 +239,8 @@ def search(
     most       bytes of the largest size, and the number of weights
 
     >>> halving = lambda asked: SizeTrial(asked, asked, 4.0 ** -(asked / 1000))
-    >>> found = search(0.02, 1000, halving, lambda: (8000, 8000))
-    >>> [each.asked for each in found]
+    >>> trials = search(0.02, 1000, halving, lambda: (8000, 8000))
+    >>> [trial.asked for trial in trials]
     [4500, 2840]
     """
     largest, weights = most()

@@ -1,0 +1,246 @@
+"""What the processes that do parts of a plan do together: model-wide products, and tasks of products of which one is computed.
+
+**Products that stream** are measured together, each process some of the tensors. There is no leader. The tensors that a product
+reads are divided into `UNITS` at most, by the plan alone. Each process that needs the product takes units that nobody has
+taken, and leaves what it has counted in the folder (`SharedResults`). Then it adds up the counts of all units itself. Counts
+are integers, so all processes get the product of one process.
+
+**Products that compute** have one process, the leader. It may offer tasks, such as the weights of a layer, to the processes
+that wait for the product (`TaskBoard`). What a task gives does not depend on who does it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+
+from weightsmith._engine.products import find_kind
+from weightsmith._execution.run import WorkDone
+from weightsmith._plans import Plan, Product, Step
+from weightsmith.abc.product import StreamingReduction
+
+if TYPE_CHECKING:
+    from weightsmith._engine.local import Outcome
+    from weightsmith._engine.resources import Resources
+    from weightsmith._outputs.shared import TaskBoard
+    from weightsmith._outputs.staging import Staging
+    from weightsmith.abc.job import Matrix, Tile
+    from weightsmith.abc.product import Arrays
+
+UNITS = 32
+"""Each is read by one process. In a cluster, there should be some for each worker; each costs a file for each pass."""
+UNIT_ELEMENTS = 1 << 24
+"""Units are not smaller than that without need."""
+PAUSE_SECONDS = 0.1
+"""Between two looks at units that other processes have taken."""
+
+
+def divisible(product: Product) -> bool:
+    """Whether several processes can measure a product together."""
+    kind = find_kind(product.op)
+    return kind.reduce is not None and not product.needs and kind.reduce(product).divisible
+
+
+def is_divisible(plan: Plan) -> bool:
+    """Whether no product of a plan has to be made by one process."""
+    return plan.then is None and all(map(divisible, plan.products))
+
+
+def measure_together(
+    plan: Plan,
+    products: Sequence[Product],
+    staging: Staging,
+    run: Callable[..., Outcome],
+    first: float,
+    waiting: Callable[[], None] | None = None,
+) -> WorkDone:
+    """Measure those of some products of a plan that are divisible, with the other processes in the staging folder.
+
+    run      `engine.local.run` for a workload of the plan, with an output
+    first    where this process begins to take units, 0 … 1: those of its own part come first
+    waiting  called if other processes measure what remains
+
+    Returns the bytes that this process has read. Raises as `run` does.
+    """
+    helped = WorkDone()
+    staging.look_for_products()
+    for product in products:
+        if divisible(product) and staging.product(product) is None:
+            measuring = _Measuring(plan, product, staging, run, first)
+            measuring.go(waiting)
+            helped += measuring.helped
+            with staging.only_process():
+                if staging.product(product) is None:
+                    staging.keep(product, measuring.reduction.arrays())
+    return helped
+
+
+class _Measuring:
+    """One product, measured by several processes."""
+
+    def __init__(self, plan: Plan, product: Product, staging: Staging, run: Callable[..., Outcome], first: float) -> None:
+        reduce = find_kind(product.op).reduce
+        assert reduce is not None
+        self.reduction = reduce(product)
+        self.helped = WorkDone()
+        self._product, self._results, self._run = product, staging.shared_results, run
+        self._units = units_of(plan, product)
+        start = int(first * len(self._units))
+        self._order = [*range(start, len(self._units)), *range(start)]
+        self._state = xxhash.xxh3_64(product.name.encode())  # of all that was counted so far
+
+    def go(self, waiting: Callable[[], None] | None) -> None:
+        """Until it is measured."""
+        number = 0
+        while number < self.reduction.passes():
+            counts = self._pass(number, waiting)
+            self.reduction.begin(number)
+            for arrays in counts:
+                self.reduction.add(number, arrays)
+                for array in arrays:
+                    self._state.update(array.tobytes())
+            self.reduction.end(number)
+            number += 1
+
+    def _pass(self, number: int, waiting: Callable[[], None] | None) -> list[Arrays]:
+        """What was counted of each unit in a pass."""
+        # Counts of another window, as an earlier run may have left them, have another key.
+        keys = [f"{self._state.hexdigest()}-{number}-{unit}" for unit in range(len(self._units))]
+        counts: dict[int, Arrays] = {}
+        while True:
+            for unit in self._order:
+                if unit not in counts:
+                    arrays = self._results.take(keys[unit], partial(self._measure, number, unit))
+                    if arrays is not None:
+                        counts[unit] = arrays
+            if len(counts) == len(self._units):
+                return [counts[unit] for unit in range(len(self._units))]
+            if waiting is not None:
+                waiting()
+            time.sleep(PAUSE_SECONDS)
+
+    def _measure(self, number: int, unit: int) -> Arrays:
+        """Count one unit here."""
+        from weightsmith._engine.local import DiscardedOutput
+
+        of_unit = replace(self._product, steps=self._units[unit], outs=())
+        one_pass = _OnePass(self.reduction, number)
+        outcome = self._run(output=DiscardedOutput(), steps=(), products=(of_unit,), reduction=one_pass)
+        self.helped += WorkDone.of(outcome)
+        return self.reduction.partial(number)
+
+
+class _OnePass(StreamingReduction):
+    """One pass of a reduction, which has begun the passes before it."""
+
+    def __init__(self, reduction: StreamingReduction, number: int) -> None:
+        self._reduction, self._number = reduction, number
+
+    def passes(self) -> int:
+        return 1
+
+    def sampled(self, number: int) -> bool:
+        return self._reduction.sampled(self._number)
+
+    def begin(self, number: int) -> None:
+        self._reduction.begin(self._number)
+
+    def statistics(self, number: int, matrix: Matrix, tile: Tile) -> Any:
+        return self._reduction.statistics(self._number, matrix, tile)
+
+    def take(self, number: int, result: Any) -> None:
+        self._reduction.take(self._number, result)
+
+    def arrays(self) -> Arrays:
+        return ()
+
+
+def units_of(plan: Plan, product: Product) -> list[tuple[Step, ...]]:
+    """What a product that streams reads, in units of about equal size: leaves of steps, in plan order. By the plan alone."""
+    leaves = list(_leaves(plan, product))
+    total = sum(leaf.out.size for leaf in leaves)
+    n = max(1, min(UNITS, total // UNIT_ELEMENTS, len(leaves)))
+    units: list[list[Step]] = [[] for _ in range(n)]
+    before = 0
+    for leaf in leaves:
+        units[min((before + leaf.out.size // 2) * n // total, n - 1)].append(leaf)
+        before += leaf.out.size
+    return [tuple(unit) for unit in units if unit]
+
+
+def _leaves(plan: Plan, product: Product) -> Iterator[Step]:
+    for step in product.steps or plan.steps:
+        yield from (leaf for leaf in step.leaves if product.name in leaf.needs and leaf.out.size)
+
+
+# ---- products that one process computes
+
+
+def has_tasks(plan: Plan) -> bool:
+    """Whether other processes can help the one that computes the products of a plan."""
+    return any(find_kind(product.op).help is not None for product in plan.products)
+
+
+class Helper:
+    """Does tasks of the process that computes products, while this one waits for them. Call it again and again."""
+
+    def __init__(self, board: TaskBoard | None, resources: Resources) -> None:
+        """Do nothing yet. board: None: there are no tasks."""
+        self._board, self._threads, self._memory_bytes = board, resources.workers, resources.product_bytes
+        self._tried: set[str] = set()
+        self._shown = ExitStack()
+        self._is_shown = False
+
+    def __call__(self) -> None:
+        """Do one task, if there is one. What it raises is left to the process whose task it is."""
+        board = self._board
+        if board is None:
+            return
+        if not self._is_shown:
+            self._shown.close()
+            self._is_shown = self._shown.enter_context(board.helping())
+        for key, task in board.tasks():
+            if key not in self._tried:
+                self._tried.add(key)
+                try:
+                    if self._done(board, key, task):
+                        return
+                except Exception:
+                    continue
+
+    def _done(self, board: TaskBoard, key: str, task: Mapping[str, Any]) -> bool:
+        """Do a task, unless another process is at it."""
+        kind = find_kind(str(task.get("op")))
+        limit = self._memory_bytes
+        if kind.help is None or (limit is not None and board.task_bytes(task) * TASK_FACTOR > limit):
+            return False
+        help = kind.help
+
+        def make() -> Arrays:
+            if not board.is_open(key):
+                raise FileNotFoundError(key)
+            return help(task, board, self._threads)
+
+        arrays = board.take(key, make)
+        if arrays is None:
+            self._tried.discard(key)  # that process may be killed
+        return arrays is not None
+
+    def close(self) -> None:
+        """No longer wait."""
+        self._shown.close()
+
+
+TASK_FACTOR = 6
+"""Memory that a task takes, for each byte of its arrays: a Hessian is factorised in 13 bytes for each of its numbers of 4."""
+
+
+def helper_of(plan: Plan, staging: Staging, resources: Resources) -> Helper:
+    """What a process calls while it waits for the products of a plan."""
+    return Helper(staging.task_board if has_tasks(plan) else None, resources)

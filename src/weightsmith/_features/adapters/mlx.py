@@ -1,0 +1,176 @@
+"""Adapters as mlx-lm loads them, in the form of `_models/lora/mlx_folder`.
+
+All modules have one rank and one scale there: smaller ranks are filled with zeros, and other scalings are multiplied into B.
+`keys` lists the modules in full, so mlx-lm gives factors to no others.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from weightsmith._base.errors import Unsupported
+from weightsmith._base.options import option_error
+from weightsmith._base.tensors import DTYPES, TensorSpec
+from weightsmith._features.adapters.options import ConvertSettings
+from weightsmith._features.adapters.steps import PLAIN_DTYPES, factor_step, stored_dtype
+from weightsmith._files.containers import MLX_ADAPTER
+from weightsmith._models.checkpoint import Checkpoint
+from weightsmith._models.formats.gguf.cuts import CutEncoding, Piece
+from weightsmith._models.formats.mlx import STACK
+from weightsmith._models.lora import Adapter
+from weightsmith._models.structure.projections import UNMIXTRAL
+from weightsmith._models.structure.vocabulary import is_embedding, is_head, ties
+from weightsmith._plans import CAST, COPY, JOIN, PlanDraft, Read, Step
+
+_EXPERT = re.compile(r"(.+\.)experts\.(\d+)\.(\w+)")
+_ROUNDED = 1e-9
+"""Scales that differ by less, relatively, are one."""
+
+
+@dataclass(frozen=True, slots=True)
+class _MlxDraft:
+    """Fills the draft.
+
+    rank, scale  of all modules
+    """
+
+    adapter: Adapter
+    settings: ConvertSettings
+    draft: PlanDraft
+    rank: int
+    scale: float
+
+    def put_module(self, module: str) -> None:
+        """The steps of a module: A and B, transposed, and norms of DoRA."""
+        for step, ending in zip(self._steps(module), ("lora_a", "lora_b"), strict=True):
+            height, name = step.out.shape[0], f"{module}.{ending}"
+            dtype = stored_dtype(step.out, self.settings)
+            encoding = CutEncoding(height, ((dtype, (Piece(0, height, transposed=True),)),))
+            (out,) = encoding.outs(step.out)
+            self.draft.steps.append(replace(step, encoding=encoding.name, stored=(replace(out, name=name),)))
+        if norms := self.adapter.updates[module].magnitude:
+            spec = self.adapter.checkpoint.specs[norms]
+            out = TensorSpec(f"{module}.m", stored_dtype(spec, self.settings), (spec.size,))
+            self.draft.steps.append(Step(out, COPY if out.dtype == spec.dtype else CAST, (Read(0, norms),)))
+
+    def put_experts(self, module: str, experts: Mapping[int, str]) -> None:
+        """The steps of the experts of a layer, as two tensors."""
+        pairs = [self._steps(experts[number]) for number in range(len(experts))]
+        for ending, pieces in zip(("lora_a", "lora_b"), zip(*pairs, strict=True), strict=True):
+            dtype = stored_dtype(pieces[0].out, self.settings)
+            cast = [replace(piece, out=replace(piece.out, dtype=dtype)) for piece in pieces]
+            cast = [replace(piece, op=CAST) if piece.op == COPY else piece for piece in cast] if dtype.name != "F32" else cast
+            whole = TensorSpec(f"{module}.{ending}", dtype, (len(cast), *cast[0].out.shape))
+            self.draft.steps.append(Step(whole, JOIN, (), pieces=tuple(cast)))
+
+    def _steps(self, module: str) -> tuple[Step, Step]:
+        """The steps of A and B, as PEFT has them: with the rank and the scale of all modules."""
+        factors, specs = self.adapter.updates[module], self.adapter.checkpoint.specs
+        a, b = specs[factors.a], specs[factors.b]
+        ratio = factors.scaling / self.scale
+        ratio = 1.0 if abs(ratio - 1) <= _ROUNDED else ratio
+        order = None
+        if a.shape[0] < self.rank:
+            order = np.full(self.rank, -1)
+            order[: a.shape[0]] = np.arange(a.shape[0])
+        steps = []
+        for spec, name, factor, axis in ((a, f"{module}.lora_a", 1.0, 0), (b, f"{module}.lora_b", ratio, 1)):
+            step = factor_step(self.draft, name, spec, factor, order, axis)
+            shape = (self.rank, spec.shape[1]) if axis == 0 else (spec.shape[0], self.rank)
+            steps.append(replace(step, out=replace(step.out, shape=shape)))
+        return steps[0], steps[1]
+
+
+def fill_mlx(adapter: Adapter, settings: ConvertSettings, base: Checkpoint | None, draft: PlanDraft, base_name: str) -> None:
+    """The draft of a folder that mlx-lm loads. Raises Unsupported for what it cannot hold."""
+    where, specs = adapter.checkpoint.ref, adapter.checkpoint.specs
+    merged = f"merge it into its base: weightsmith quantize BASE+{where} OUT --format mlx-4bit"
+    if settings.out_dtype is not None and settings.out_dtype.name not in PLAIN_DTYPES:
+        raise option_error("out_dtype", f"mlx-lm reads no {settings.out_dtype.torch}", "choose float32, float16 or bfloat16")
+    if adapter.file is not None:
+        what = "its names are those of a single file, and MLX's are names of modules in the model"
+        raise Unsupported(what, where=where, fix=merged)
+    if adapter.turned:
+        what = "its rows of q and k are in llama.cpp's order"
+        raise Unsupported(
+            what, where=where, fix=f"convert it first: weightsmith convert-lora {where} OUT --for peft --base BASE"
+        )
+    if kernel := next((module for module, factors in adapter.updates.items() if len(specs[factors.a].shape) > 2), ""):
+        raise Unsupported(f"factors of a convolution, which mlx-lm does not have: {kernel}", where=where, fix=merged)
+    if adapter.transposed:
+        raise Unsupported("its weights are stored [inputs, outputs] (fan_in_fan_out)", where=where, fix=merged)
+    if normed := next((module for module, factors in adapter.updates.items() if factors.columns), ""):
+        raise Unsupported(f"DoRA of an embedding, with norms of its columns: {normed}", where=where, fix=merged)
+    adapter = _with_one_vocabulary(adapter, base, merged)
+    modules, experts = _experts(adapter, merged)
+    dora = any(factors.magnitude for factors in adapter.updates.values())
+    if dora and experts:
+        raise Unsupported("it is DoRA of experts, which mlx-lm does not have", where=where, fix=merged)
+    rank = max(specs[factors.b].shape[1] for factors in adapter.updates.values())
+    scale = next((scale for scale, _ in _scales(adapter) if scale), 1.0)
+    filling = _MlxDraft(adapter, settings, draft, rank, scale)
+    for module in modules:
+        filling.put_module(module)
+    for module, of_module in experts.items():
+        filling.put_experts(module, of_module)
+    parameters = {"rank": rank, "scale": scale, "dropout": 0.0, "keys": [*modules, *experts]}
+    kind = "dora" if dora else "lora"
+    draft.config = {"model": base_name, "fine_tune_type": kind, "num_layers": -1, "lora_parameters": parameters}
+    draft.container = MLX_ADAPTER
+
+
+def _scales(adapter: Adapter) -> list[tuple[float, int]]:
+    return Counter(factors.scaling for factors in adapter.updates.values()).most_common()
+
+
+def trains_vocabulary(adapter: Adapter) -> bool:
+    """Whether an adapter has factors of an embedding or a head."""
+    return any(is_embedding(_weight(module)) or is_head(_weight(module)) for module in adapter.updates)
+
+
+def _weight(module: str) -> TensorSpec:
+    return TensorSpec(f"{module}.weight", DTYPES["F32"], (1, 1))
+
+
+def _with_one_vocabulary(adapter: Adapter, base: Checkpoint | None, merged: str) -> Adapter:
+    """The adapter without factors of a head that is the embedding. Raises Unsupported if only one of the two was trained.
+
+    mlx-lm has one module for both, whose factors change both.
+    """
+    where = adapter.checkpoint.ref
+    embeddings = [module for module in adapter.updates if is_embedding(_weight(module))]
+    heads = [module for module in adapter.updates if is_head(_weight(module))]
+    if not embeddings and not heads:
+        return adapter
+    assert base is not None  # whoever calls has asked `trains_vocabulary`
+    if not ties(base.config, stores_head=any(map(is_head, base.specs.values()))):
+        return adapter
+    together = (adapter.checkpoint.config or {}).get("ensure_weight_tying") is True
+    if not together or not embeddings:
+        what = (
+            f"factors of {(embeddings or heads)[0]} alone, where the base ties embedding and head: mlx-lm changes both at once"
+        )
+        raise Unsupported(what, where=where, fix=merged)
+    kept = {module: factors for module, factors in adapter.updates.items() if module not in heads}
+    return replace(adapter, updates=kept)
+
+
+def _experts(adapter: Adapter, merged: str) -> tuple[list[str], dict[str, dict[int, str]]]:
+    """The modules that are no experts; and MLX's modules of experts, with the module of each. Raises Unsupported."""
+    modules, experts = list[str](), dict[str, dict[int, str]]()
+    for module in adapter.updates:
+        if match := _EXPERT.fullmatch(module):
+            name = f"{match[1]}{STACK}.{UNMIXTRAL.get(match[3], match[3])}"
+            experts.setdefault(name, {})[int(match[2])] = module
+        else:
+            modules.append(module)
+    for name, of_module in experts.items():
+        if sorted(of_module) != list(range(len(of_module))):
+            what = f"factors of some experts of {name}, and mlx-lm has those of all in one tensor"
+            raise Unsupported(what, where=adapter.checkpoint.ref, fix=merged)
+    return modules, experts

@@ -1,0 +1,35 @@
+"""Steps of factors as other programs have them: copied, cast, multiplied with a number, or in another order."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from weightsmith._base.tensors import DTYPES, DType, TensorSpec
+from weightsmith._features.adapters.options import ConvertSettings
+from weightsmith._plans import COPY, Block, Gather, PlanDraft, Read, Settings, Step, Table
+
+PLAIN_DTYPES = ("F32", "F16", "BF16")
+"""Names of the dtypes that factors are stored in."""
+
+
+def stored_dtype(spec: TensorSpec, settings: ConvertSettings) -> DType:
+    """The dtype that a factor is stored in: the one asked for, or its own; float32 for other dtypes."""
+    if settings.out_dtype is not None:
+        return settings.out_dtype
+    return spec.dtype if spec.dtype.name in PLAIN_DTYPES else DTYPES["F32"]
+
+
+def factor_step(draft: PlanDraft, name: str, spec: TensorSpec, factor: float, view: Any = None, axis: int = 0) -> Step:
+    """The step of a factor as float numbers: a copy, or a product with a number. view: the order of its rows or columns"""
+    read = Read(0, spec.name) if view is None else Read(0, spec.name, ordered(draft, spec, view, axis))
+    if factor == 1:
+        return Step(replace(spec, name=name), COPY, (read,))
+    settings = draft.add_settings(Settings({"normalize": False}, ({"weight": factor},)))
+    return Step(TensorSpec(name, DTYPES["F32"], spec.shape), "linear", (read,), settings=settings)
+
+
+def ordered(draft: PlanDraft, spec: TensorSpec, order: Any, axis: int) -> Gather:
+    """Rows (axis 0) or columns (axis 1) of a factor in another order: int64 numbers of them, -1 for zeros."""
+    rows, cols = spec.shape
+    return Gather(draft.add_table(Table.of(order)), Block(0, rows, cols, cols), 1 if axis else 0)

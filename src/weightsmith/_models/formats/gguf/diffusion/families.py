@@ -1,0 +1,215 @@
+"""The diffusion models that ComfyUI-GGUF loads, recognised by the names of their tensors in single files."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from weightsmith._base.errors import Unsupported
+from weightsmith._base.files import show
+
+_PREFIXES = ("model.diffusion_model.", "diffusion_model.", "model.", "net.")
+"""What the names of a diffusion model begin with in files of some programs. The first that a name has counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class DiffusionFamily:
+    """A diffusion model, or several with the same names.
+
+    name     general.architecture
+    title    for messages
+    marks    sets of names, of which a model has one whole set
+    kept     parts of the names of matrices that are not stored as blocks
+    kept_whole  names of the same
+    precise  parts of the names of tensors that are always F32, because programs read them as they are
+    ignored  parts of the names of tensors that are left out
+    folds    whether matrices and convolutions are stored as rows of 256 numbers, where their own rows are no multiple of it
+    """
+
+    name: str
+    title: str
+    marks: tuple[tuple[str, ...], ...]
+    kept: tuple[str, ...]
+    kept_whole: tuple[str, ...] = ()
+    precise: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+    folds: bool = False
+
+
+_UNET_KEPT = ("class_embedding.", "time_embedding.", "add_embedding.", "time_embed.", "label_emb.", "conv_in.", "conv_out.")
+_UNET_ENDS = ("input_blocks.0.0.weight", "out.2.weight")
+_FLUX_KEPT = ("txt_in.", "img_in.", "time_in.", "vector_in.", "guidance_in.", "final_layer.")
+
+FAMILIES = (
+    DiffusionFamily(
+        "hyvid",
+        "HunyuanVideo",
+        (
+            ("double_blocks.0.img_attn_proj.weight", "txt_in.individual_token_refiner.blocks.1.self_attn_qkv.weight"),
+            ("double_blocks.0.img_attn.proj.weight", "txt_in.individual_token_refiner.blocks.1.self_attn.qkv.weight"),
+        ),
+        _FLUX_KEPT,
+    ),
+    DiffusionFamily("flux", "Flux.1, Flux.2, Chroma", (("double_blocks.0.img_attn.proj.weight",),), _FLUX_KEPT),
+    DiffusionFamily(
+        "sd3",
+        "Stable Diffusion 3",
+        (("joint_blocks.0.x_block.attn.qkv.weight",),),
+        ("final_layer.", "time_text_embed.", "context_embedder.", "t_embedder.", "y_embedder.", "x_embedder."),
+        ("proj_out.weight", "pos_embed"),
+    ),
+    DiffusionFamily(
+        "aura",
+        "AuraFlow",
+        (("double_layers.3.modX.1.weight",),),
+        ("t_embedder.", "init_x_linear."),
+        ("modF.1.weight", "cond_seq_linear.weight", "final_linear.weight", "positional_encoding", "register_tokens"),
+    ),
+    DiffusionFamily(
+        "hidream",
+        "HiDream",
+        (("caption_projection.0.linear.weight", "double_stream_blocks.0.block.ff_i.shared_experts.w3.weight"),),
+        ("p_embedder.", "t_embedder.", "x_embedder.", "final_layer.", ".ff_i.gate.weight", "caption_projection."),
+        precise=(".ff_i.gate.weight", "img_emb.emb_pos"),
+    ),
+    DiffusionFamily(
+        "cosmos",
+        "Cosmos Predict 2",
+        (("blocks.0.mlp.layer1.weight", "blocks.0.adaln_modulation_cross_attn.1.weight"),),
+        ("p_embedder.", "t_embedder.", "t_embedding_norm.", "x_embedder.", "pos_embedder.", "final_layer."),
+        precise=("pos_embedder",),
+        ignored=("_extra_state", "accum_"),
+    ),
+    DiffusionFamily(
+        "ltxv",
+        "LTX-Video",
+        (
+            (
+                "adaln_single.emb.timestep_embedder.linear_2.weight",
+                "transformer_blocks.27.scale_shift_table",
+                "caption_projection.linear_2.weight",
+            ),
+        ),
+        ("adaln_single.", "caption_projection.", "patchify_proj.", "proj_out.", "scale_shift_table"),
+        precise=("scale_shift_table",),
+    ),
+    DiffusionFamily(
+        "wan",
+        "Wan",
+        (("blocks.0.self_attn.norm_q.weight", "text_embedding.2.weight", "head.modulation"),),
+        ("modulation.", "patch_embedding.", "text_embedding.", "time_projection.", "time_embedding.", "img_emb.", "head."),
+        precise=(".modulation",),
+    ),
+    DiffusionFamily(
+        "sdxl",
+        "Stable Diffusion XL",
+        (
+            ("down_blocks.0.downsamplers.0.conv.weight", "add_embedding.linear_1.weight"),
+            (
+                *("input_blocks.3.0.op.weight", "input_blocks.6.0.op.weight"),
+                *("output_blocks.2.2.conv.weight", "output_blocks.5.2.conv.weight"),
+            ),
+            ("label_emb.0.0.weight",),
+        ),
+        _UNET_KEPT,
+        _UNET_ENDS,
+        folds=True,
+    ),
+    DiffusionFamily(
+        "sd1",
+        "Stable Diffusion 1 and 2",
+        (
+            ("down_blocks.0.downsamplers.0.conv.weight",),
+            (
+                *("input_blocks.3.0.op.weight", "input_blocks.6.0.op.weight", "input_blocks.9.0.op.weight"),
+                *("output_blocks.2.1.conv.weight", "output_blocks.5.2.conv.weight", "output_blocks.8.2.conv.weight"),
+            ),
+        ),
+        _UNET_KEPT,
+        _UNET_ENDS,
+        folds=True,
+    ),
+    DiffusionFamily(
+        "lumina2",
+        "Lumina 2, Z-Image",
+        (("cap_embedder.1.weight", "context_refiner.0.attention.qkv.weight"),),
+        ("t_embedder.", "x_embedder.", "final_layer.", "cap_embedder.", "context_refiner.", "noise_refiner."),
+    ),
+    DiffusionFamily(
+        "qwen_image",
+        "Qwen-Image",
+        (
+            (
+                "time_text_embed.timestep_embedder.linear_2.weight",
+                "transformer_blocks.0.attn.norm_added_q.weight",
+                "transformer_blocks.0.img_mlp.net.0.proj.weight",
+            ),
+        ),
+        ("time_text_embed.", "img_in.", "txt_in.", "norm_out."),
+        ("proj_out.weight",),
+    ),
+)
+"""In the order in which they are tried: HunyuanVideo has the names of Flux too, as ComfyUI saves it, and Stable Diffusion XL
+those of Stable Diffusion 1.
+
+ComfyUI-GGUF loads Qwen-Image, and has no rules for it. The 6 matrices outside the blocks are kept, as in the files that its
+author published: https://github.com/ggml-org/llama.cpp/issues/15143 counts their types.
+"""
+
+_OTHERS: Mapping[str, str] = MappingProxyType(
+    {
+        "clip_txt_mapper.weight": "Stable Cascade",
+        "down_blocks.1.0.channelwise.0.weight": "Stable Cascade",
+        "blocks.0.attn.qkv_x.weight": "Mochi",
+        "blocks.0.cross_attn.q_linear.weight": "PixArt or Sana",
+        "blocks.block1.blocks.0.block.attn.to_q.0.weight": "Cosmos 1",
+        "txt_in.text_norm.weight": "Qwen-Image 2.1",
+        "txtfusion.projector.weight": "Krea 2",
+        "token_refiner.blocks.0.attn.qkv_proj.weight": "MiniMax H3",
+        "down_blocks.0.motion_modules.0.temporal_transformer.norm.weight": "AnimateDiff",
+    }
+)
+"""A name of a tensor → a diffusion model that ComfyUI-GGUF does not load."""
+
+
+def prefix_of(names: Collection[str]) -> str:
+    """What the names of the diffusion model's tensors begin with in a file; "" if nothing.
+
+    >>> prefix_of(["model.diffusion_model.img_in.weight", "vae.decoder.conv_in.weight"]), prefix_of(["img_in.weight"])
+    ('model.diffusion_model.', '')
+    """
+    for prefix in _PREFIXES[:-1]:
+        if any(name.startswith(prefix) for name in names):
+            return prefix
+    return _PREFIXES[-1] if names and all(name.startswith(_PREFIXES[-1]) for name in names) else ""
+
+
+def find_family(names: Collection[str]) -> DiffusionFamily | None:
+    """The family of a model; None if it has the names of none.
+
+    names  of its tensors in a single file, without a prefix
+
+    >>> find_family({"joint_blocks.0.x_block.attn.qkv.weight"}).title
+    'Stable Diffusion 3'
+    """
+    known = set(names)
+    alike = (family for family in FAMILIES if any(known.issuperset(mark) for mark in family.marks))
+    return next(alike, None)
+
+
+def family_of(names: Collection[str], where: str, kind: str = "") -> DiffusionFamily:
+    """`find_family`. Raises Unsupported for a model that ComfyUI-GGUF does not load.
+
+    where  of the error
+    kind   what config.json calls the model: a class of diffusers; "" for a single file
+    """
+    if family := find_family(names):
+        return family
+    other = kind or next((title for name, title in _OTHERS.items() if name in names), "")
+    what = f"ComfyUI-GGUF does not load {show(other) if kind else other}"
+    if not other:
+        what = "it has no config.json, as language models have it, and names of tensors that no diffusion model has"
+    known = "; ".join(family.title for family in FAMILIES)
+    fix = f"choose another format, such as comfyui-fp8. GGUF files of diffusion models are written of these: {known}"
+    raise Unsupported(what, where=where, fix=fix)

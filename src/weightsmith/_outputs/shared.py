@@ -1,0 +1,223 @@
+"""What the processes in a staging folder make for each other: results that several need, and tasks of one of them.
+
+A result is a file, which a process locks while it makes the result. So the results of a process that is killed are free at
+once, without a clock. Each file has a checksum. What is damaged or cut off is made again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from weightsmith._base.errors import StoreError
+from weightsmith._base.files import FULL, read_all, write_all
+from weightsmith._base.strict_json import JsonError, parse
+from weightsmith._outputs import disk
+from weightsmith._outputs.checksum import hash_bytes
+
+Arrays = Sequence[npt.NDArray[Any]]
+
+
+class SharedResults:
+    """Results by key.
+
+    folder  in which all processes are
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Change nothing on disk."""
+        self.folder = folder
+
+    def take(self, key: str, make: Callable[[], Arrays]) -> Arrays | None:
+        """The result of a key: that of the process that has made it, or of `make`; None if another process makes it now.
+
+        key  of hex digits and dashes; its result is the same in each process
+
+        Raises what `make` raises; OSError. A result for which the disk has no room is kept by nobody: each process makes it.
+        """
+        disk.make_own_folder(self.folder)
+        with FileIO(disk.open_own(self.folder / key, os.O_RDWR), "r+") as file:
+            try:
+                disk.lock(file.fileno())
+            except BlockingIOError:
+                return None
+            arrays = _read(file.fileno())
+            if arrays is None:
+                arrays = make()
+                try:
+                    _write(file.fileno(), arrays)
+                except OSError as error:
+                    if error.errno not in FULL:
+                        raise
+                    os.ftruncate(file.fileno(), 0)
+            return arrays
+
+
+class TaskBoard:
+    """Tasks of one process, the leader, which other processes do while they wait for it.
+
+    A task is JSON, and names arrays by the hash of their bytes. Equal tasks have equal keys, so what helpers had done for a
+    leader that was killed serves the next one.
+
+    folder  in which all processes are
+    lock    file that helpers lock
+    """
+
+    def __init__(self, folder: Path, lock: Path) -> None:
+        """Change nothing on disk."""
+        self._folder, self._lock = folder, lock
+        self._results = SharedResults(folder / "results")
+
+    # ---- the leader
+
+    def has_helpers(self) -> bool:
+        """Whether another process waits for tasks now."""
+        with FileIO(disk.open_own(self._lock, os.O_RDWR), "r+") as file:
+            try:
+                disk.lock(file.fileno())
+            except BlockingIOError:
+                return True
+        return False
+
+    def put(self, array: npt.NDArray[Any]) -> str:
+        """Keep an array for tasks; the name that they have for it. Raises OSError."""
+        name = hash_bytes(array.tobytes() if not array.flags.c_contiguous else array.reshape(-1).view(np.uint8).data)
+        self._publish(f"{name}.array", lambda fd: _write(fd, [array]))
+        return name
+
+    def offer(self, task: Mapping[str, Any]) -> str:
+        """Let others do a task; its key. Raises OSError."""
+        text = json.dumps(task, sort_keys=True, separators=(",", ":")).encode()
+        key = hash_bytes(text)
+        self._publish(f"{key}.task", lambda fd: write_all(fd, memoryview(text), 0))
+        return key
+
+    def _publish(self, name: str, write: Callable[[int], None]) -> None:
+        """Write a file, which gets its name when it is complete."""
+        disk.make_own_folder(self._folder)
+        part = self._folder / f"{name}.{os.getpid()}.part"
+        fd = disk.open_own(part, os.O_RDWR)
+        try:
+            os.ftruncate(fd, 0)
+            write(fd)
+        except OSError:
+            part.unlink()
+            raise
+        finally:
+            os.close(fd)
+        part.replace(self._folder / name)
+
+    def clear(self) -> None:
+        """Remove all tasks, arrays and results. What helpers make meanwhile remains, for the next time or the end."""
+        with suppress(StoreError, FileNotFoundError):
+            for kind in ("*.task", "*.array"):  # in this order: see `is_open`
+                for path in self._folder.glob(kind):
+                    path.unlink(missing_ok=True)
+            disk.remove_tree(self._folder)
+
+    # ---- all
+
+    def take(self, key: str, make: Callable[[], Arrays]) -> Arrays | None:
+        """The result of a task: see `SharedResults.take`."""
+        return self._results.take(key, make)
+
+    def array(self, name: str) -> npt.NDArray[Any]:
+        """An array of a task. Raises OSError, also if it is damaged."""
+        fd = os.open(self._folder / f"{name}.array", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            arrays = _read(fd)
+        finally:
+            os.close(fd)
+        if arrays is None or len(arrays) != 1:
+            raise OSError(f"array {name} is damaged")
+        return arrays[0]
+
+    # ---- helpers
+
+    def is_open(self, key: str) -> bool:
+        """Whether a task is still there. Ask once its result is locked: without a result, it may have been removed."""
+        return (self._folder / f"{key}.task").exists()
+
+    def task_bytes(self, task: Mapping[str, Any]) -> int:
+        """The bytes of all arrays that a task may read, or more."""
+        text = json.dumps(task)
+        return sum(path.stat().st_size for path in self._folder.glob("*.array") if path.stem in text)
+
+    @contextmanager
+    def helping(self) -> Iterator[bool]:
+        """Show the leader that this process waits for tasks. False if it does not see that: try again."""
+        with FileIO(disk.open_own(self._lock, os.O_RDWR), "r+") as file:
+            try:
+                disk.lock(file.fileno(), shared=True)
+            except BlockingIOError:  # the leader looks at this moment
+                yield False
+            else:
+                yield True
+
+    def tasks(self) -> list[tuple[str, dict[str, Any]]]:
+        """The tasks that are there, by key; some may be done."""
+        tasks = []
+        with suppress(FileNotFoundError):
+            for path in sorted(self._folder.glob("*.task")):
+                with suppress(JsonError):
+                    data = disk.read_own(path, MAX_TASK_BYTES) or b""
+                    task = parse(data)
+                    if isinstance(task, dict) and hash_bytes(data) == path.stem:
+                        tasks.append((path.stem, task))
+        return tasks
+
+
+MAX_TASK_BYTES = MAX_HEADER_BYTES = 1 << 20
+_CHECKSUM_BYTES, _LENGTH_BYTES = 32, 8
+
+
+def _write(fd: int, arrays: Arrays) -> None:
+    """Write arrays: the hash of the rest, the length of the header, the header, the arrays."""
+    header = json.dumps([[array.dtype.name, array.shape] for array in arrays]).encode()
+    pieces = [memoryview(len(header).to_bytes(_LENGTH_BYTES, "little")), memoryview(header)]
+    pieces += [np.ascontiguousarray(array).reshape(-1).view(np.uint8).data for array in arrays]
+    hasher, at = xxhash.xxh3_128(), _CHECKSUM_BYTES
+    os.ftruncate(fd, 0)
+    for piece in pieces:
+        write_all(fd, piece, at)
+        hasher.update(piece)
+        at += piece.nbytes
+    write_all(fd, memoryview(hasher.hexdigest().encode()), 0)
+
+
+def _read(fd: int) -> Arrays | None:
+    """The arrays of a whole file, else None."""
+    nbytes, at = os.fstat(fd).st_size, _CHECKSUM_BYTES + _LENGTH_BYTES
+    if nbytes < at:
+        return None
+    checksum, length = _bytes_at(fd, 0, _CHECKSUM_BYTES), _bytes_at(fd, _CHECKSUM_BYTES, _LENGTH_BYTES)
+    header = _bytes_at(fd, at, min(int.from_bytes(length, "little"), nbytes - at, MAX_HEADER_BYTES))
+    hasher, arrays = xxhash.xxh3_128(length + header), list[npt.NDArray[Any]]()
+    at += len(header)
+    try:
+        for name, shape in parse(header):
+            array = np.empty(shape, np.dtype(name))
+            if at + array.nbytes > nbytes:
+                return None
+            data = array.reshape(-1).view(np.uint8).data
+            read_all(fd, data, at)
+            hasher.update(data)
+            arrays.append(array)
+            at += array.nbytes
+    except (JsonError, TypeError, ValueError, MemoryError):  # the header is damaged
+        return None
+    return arrays if at == nbytes and hasher.hexdigest().encode() == checksum else None
+
+
+def _bytes_at(fd: int, start: int, nbytes: int) -> bytes:
+    data = bytearray(nbytes)
+    return bytes(data[: read_all(fd, memoryview(data), start)])

@@ -1,0 +1,374 @@
+"""Adapters of MLX: mlx-lm trains and fuses them, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import weightsmith
+from tests.mini import write_checkpoint
+from tests.models.lora.test_lora import DOWN, INNER, H, P, Q, adapter, baked, base, normal, refusal
+from weightsmith._base.errors import FormatError, PlanError, Unsupported
+from weightsmith._models.formats.opening import open_file
+from weightsmith._models.lora import open_adapter
+from weightsmith._models.sources.turned import MatrixPart, TurnedMatrices
+from weightsmith.testing import SourceCase, SourceTests
+
+PYTHON = os.environ.get("WEIGHTSMITH_MLX") or (sys.executable if find_spec("mlx_lm") else "")
+SCRIPT = Path(__file__).with_name("mlx_script.py")
+SETTINGS = {"rank": 4, "scale": 20.0, "dropout": 0.0}
+WIDTH, TOKENS, EXPERTS = 64, 96, 3
+
+
+def tiny(folder: Path, *, tie: bool = False, experts: bool = False) -> Path:
+    """A Llama or a Qwen3-MoE of two layers that mlx-lm loads."""
+    vocabulary = ("model.embed_tokens.weight",) if tie else ("model.embed_tokens.weight", "lm_head.weight")
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(vocabulary, (TOKENS, WIDTH))
+    shapes["model.norm.weight"] = (WIDTH,)
+    for i in range(2):
+        layer = f"model.layers.{i}"
+        shapes |= {f"{layer}.self_attn.{name}_proj.weight": (WIDTH, WIDTH) for name in "qkvo"}
+        shapes |= {f"{layer}.{name}_layernorm.weight": (WIDTH,) for name in ("input", "post_attention")}
+        modules = [f"{layer}.mlp"]
+        if experts:
+            shapes |= {f"{layer}.self_attn.{name}_norm.weight": (32,) for name in "qk"}
+            shapes[f"{layer}.mlp.gate.weight"] = (EXPERTS, WIDTH)
+            modules = [f"{layer}.mlp.experts.{e}" for e in range(EXPERTS)]
+        for module in modules:
+            shapes |= {f"{module}.{name}_proj.weight": (2 * WIDTH, WIDTH) for name in ("gate", "up")}
+            shapes[f"{module}.down_proj.weight"] = (WIDTH, 2 * WIDTH)
+    config: dict[str, Any] = {
+        **{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": WIDTH, "intermediate_size": 2 * WIDTH},
+        **{"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "rope_theta": 1e4},
+        **{"rms_norm_eps": 1e-5, "vocab_size": TOKENS, "max_position_embeddings": 64, "tie_word_embeddings": tie},
+    }
+    if experts:
+        config |= {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": EXPERTS}
+        config |= {"num_experts_per_tok": 2, "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}
+        config |= {"moe_intermediate_size": 2 * WIDTH}
+    tensors = {name: normal(*shape, seed=k) / 4 for k, (name, shape) in enumerate(shapes.items())}
+    return write_checkpoint(folder, tensors, config)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "all layers": {"num_layers": -1, "rank": 8, "scale": 10.0},
+    "the last layer": {"num_layers": 1, "scale": 0.3, "keys": ["self_attn.q_proj", "mlp.down_proj"]},
+    "DoRA": {"num_layers": 2, "fine_tune_type": "dora", "keys": ["self_attn.v_proj", "mlp.up_proj"]},
+    "embedding and head": {"keys": ["model.embed_tokens", "lm_head", "self_attn.o_proj"]},
+    "tied": {"tie": True, "keys": ["model.embed_tokens", "self_attn.o_proj"]},
+    "quantised": {"quantised": True, "num_layers": -1, "scale": 2.0},
+    "quantised, DoRA": {"quantised": True, "fine_tune_type": "dora", "keys": ["self_attn.q_proj", "mlp.down_proj"]},
+    "experts": {"experts": True, "num_layers": -1, "scale": 1.5},
+    "quantised experts": {"experts": True, "quantised": True, "num_layers": -1, "scale": 1.5},
+}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
+    """Of each case the base and the adapter, after mlx-lm has run."""
+    root = tmp_path_factory.mktemp("mlx")
+    folders, asked = {}, []
+    for name, case in CASES.items():
+        folder = tiny(root / name / "plain", tie=case.get("tie", False), experts=case.get("experts", False))
+        if case.get("quantised"):
+            weightsmith.quantize(folder, root / name / "quantised", "mlx-4bit", progress=False)
+            folder = root / name / "quantised"
+        folders[name] = folder, root / name / "adapters"
+        settings = {**SETTINGS, **{key: case[key] for key in ("rank", "scale", "keys") if key in case}}
+        others = {"num_layers": case.get("num_layers", 2), "fine_tune_type": case.get("fine_tune_type", "lora")}
+        asked.append({"base": str(folder), "out": str(root / name / "adapters"), "lora_parameters": settings, **others})
+    run_mlx(asked, root)
+    return folders
+
+
+def run_mlx(asked: list[dict[str, Any]], folder: Path) -> None:
+    env = {**os.environ, "TMPDIR": str(folder)}  # MLX leaves a folder there
+    done = subprocess.run([PYTHON, SCRIPT], input=json.dumps(asked), text=True, capture_output=True, env=env, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def apart(fused: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The weights of mlx-lm under the names of the Hub."""
+    stacked = [name for name in fused if ".switch_mlp." in name]
+    for name in stacked:
+        for e, matrix in enumerate(fused.pop(name)):
+            fused[name.replace("switch_mlp", f"experts.{e}")] = matrix
+    return fused
+
+
+@pytest.mark.skipif(not PYTHON, reason="needs MLX")
+@pytest.mark.parametrize("name", CASES)
+def test_mlx_lm_is_the_judge(name: str, trained: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
+    folder, lora = trained[name]
+    expected = apart(load_file(lora / "fused.safetensors"))
+    found = baked(folder, lora, tmp_path / "out", dtype="float32")
+    assert found.keys() == expected.keys()
+    weightsmith.dequantize(folder, tmp_path / "plain", out_dtype="float32", progress=False)
+    with weightsmith.open_checkpoint(tmp_path / "plain") as plain:
+        changed = sum(bool((plain[key] != array).any()) for key, array in found.items())
+        assert changed == sum(bool((plain[key] != array).any()) for key, array in expected.items())
+        assert changed >= 3 - (name in ("tied", "the last layer"))
+    for key, array in found.items():
+        np.testing.assert_allclose(array, expected[key], rtol=3e-6, atol=3e-6, err_msg=key)
+
+
+def mlx(folder: Path, tensors: dict[str, np.ndarray] | None = None, name: str = "adapters.safetensors", **config: Any) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    factors = {f"{Q}.lora_a": normal(H, 4, seed=1), f"{Q}.lora_b": normal(4, H, seed=2)}
+    save_file(factors if tensors is None else tensors, folder / name)
+    parameters = {**SETTINGS, **config.pop("parameters", {})}
+    whole = {"fine_tune_type": "lora", "num_layers": 2, "lora_parameters": parameters, "model": "org/base", **config}
+    (folder / "adapter_config.json").write_text(json.dumps(whole))
+    return folder
+
+
+def test_the_update_is_scale_times_a_b_transposed(tmp_path: Path) -> None:
+    model, lora = base(tmp_path / "base", np.float32), mlx(tmp_path / "a", parameters={"scale": 0.7})
+    before, found = load_file(model / "model.safetensors"), baked(model, lora, tmp_path / "out")
+    factors = load_file(lora / "adapters.safetensors")
+    update = 0.7 * (factors[f"{Q}.lora_a"].astype(float) @ factors[f"{Q}.lora_b"]).T
+    np.testing.assert_allclose(found[f"{Q}.weight"], before[f"{Q}.weight"] + update, rtol=2e-6, atol=2e-6)
+
+
+def test_a_file_of_an_earlier_step_is_named_itself(tmp_path: Path) -> None:
+    model, lora = base(tmp_path / "base", np.float32), mlx(tmp_path / "a")
+    expected = baked(model, lora, tmp_path / "out")
+    other = {name: 2 * array for name, array in load_file(lora / "adapters.safetensors").items()}
+    (lora / "adapters.safetensors").rename(lora / "0000100_adapters.safetensors")
+    mlx(lora, other)
+    found = baked(model, lora / "0000100_adapters.safetensors", tmp_path / "earlier")
+    assert {n: t.tobytes() for n, t in found.items()} == {n: t.tobytes() for n, t in expected.items()}
+    last = baked(model, lora, tmp_path / "last")
+    assert (last[f"{Q}.weight"] != found[f"{Q}.weight"]).any()
+
+
+def as_peft(folder: Path, lora: Path) -> Path:
+    """The same adapter as PEFT has it."""
+    factors = load_file(lora / "adapters.safetensors")
+    turned = {
+        f"{P}{name.replace('lora_a', 'lora_A.weight').replace('lora_b', 'lora_B.weight')}": np.ascontiguousarray(array.T)
+        for name, array in factors.items()
+    }
+    scale = json.loads((lora / "adapter_config.json").read_text())["lora_parameters"]["scale"]
+    return adapter(folder, turned, lora_alpha=scale * 4, base_model_name_or_path="org/base")
+
+
+def test_adapters_of_mlx_and_of_peft_are_merged_with_each_other(tmp_path: Path) -> None:
+    first = mlx(tmp_path / "a")
+    second = mlx(tmp_path / "b", {f"{DOWN}.lora_a": normal(INNER, 4, seed=5), f"{DOWN}.lora_b": normal(4, H, seed=6)})
+    outs = []
+    for other in (second, as_peft(tmp_path / "peft", second)):
+        recipe = {
+            "merge_method": "task_arithmetic",
+            "models": [{"model": str(m), "parameters": {"weight": 0.5}} for m in (first, other)],
+        }
+        outs.append(tmp_path / f"out{len(outs)}")
+        weightsmith.merge(recipe, outs[-1], fsync=False)
+    one, two = (load_file(out / "adapter_model.safetensors") for out in outs)
+    assert {n: t.tobytes() for n, t in one.items()} == {n: t.tobytes() for n, t in two.items()}
+
+
+def test_an_embedding_that_is_the_head_stays_one_tensor_in_a_merge(tmp_path: Path) -> None:
+    """mlx-lm has one module for both; PEFT saves the factors of both if they were trained as one."""
+    model = base(tmp_path / "base", np.float32, tie=True)
+    name, a, b = "model.embed_tokens", normal(50, 4, seed=3), normal(4, H, seed=4)
+    ours = mlx(tmp_path / "a", {f"{name}.lora_a": a, f"{name}.lora_b": b})
+    factors = {f"{P}{name}.lora_embedding_A": a.T.copy(), f"{P}{name}.lora_embedding_B": b.T.copy()}
+    factors |= {f"{P}lm_head.lora_A.weight": b, f"{P}lm_head.lora_B.weight": a}
+    settings = {"lora_alpha": 80, "base_model_name_or_path": "org/base"}
+    theirs = adapter(tmp_path / "b", factors, ensure_weight_tying=True, **settings)
+    models = [{"model": str(lora), "parameters": {"weight": weight}} for lora, weight in ((ours, 0.5), (theirs, -0.25))]
+    weightsmith.merge({"merge_method": "task_arithmetic", "models": models}, tmp_path / "merged", fsync=False)
+    found = baked(model, tmp_path / "merged", tmp_path / "out")
+    assert "lm_head.weight" not in found
+    before = load_file(model / "model.safetensors")
+    np.testing.assert_allclose(found[f"{name}.weight"], before[f"{name}.weight"] + 0.25 * 20 * (a @ b), rtol=1e-5, atol=1e-4)
+    apart = adapter(tmp_path / "c", factors, **settings)
+    models[1]["model"] = str(apart)
+    with pytest.raises(PlanError, match="trained as one here"):
+        weightsmith.plan({"merge_method": "task_arithmetic", "models": models})
+
+
+def test_an_adapter_of_mlx_becomes_one_of_peft(tmp_path: Path) -> None:
+    lora = mlx(tmp_path / "a", parameters={"scale": 0.1})
+    weightsmith.convert_lora(lora, tmp_path / "out", progress=False)
+    model = base(tmp_path / "base", np.float32)
+    expected, found = (baked(model, a, tmp_path / f"{a.name} applied") for a in (lora, tmp_path / "out"))
+    assert {n: t.tobytes() for n, t in found.items()} == {n: t.tobytes() for n, t in expected.items()}
+    assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["base_model_name_or_path"] == "org/base"
+
+
+def peft(folder: Path, ranks: dict[str, int], base: Path, **config: Any) -> Path:
+    """An adapter of PEFT with these ranks of modules."""
+    tensors: dict[str, np.ndarray] = {}
+    shapes = {name: array.shape for name, array in load_file(base / "model.safetensors").items()}
+    for k, (module, rank) in enumerate(ranks.items()):
+        rows, cols = shapes[f"{module}.weight"]
+        a, b = normal(rank, cols, seed=100 + k) / 8, normal(rows, rank, seed=200 + k) / 8
+        names = "lora_A.weight", "lora_B.weight"
+        if module.endswith("embed_tokens"):
+            names, a, b = ("lora_embedding_A", "lora_embedding_B"), b.T.copy(), a.T.copy()
+        tensors |= {f"{P}{module}.{name}": array for name, array in zip(names, (a, b), strict=True)}
+        if config.get("use_dora"):
+            tensors[f"{P}{module}.lora_magnitude_vector"] = np.abs(normal(rows, seed=300 + k)) + 1
+    patterns = {"rank_pattern": {f"^{module}": rank for module, rank in ranks.items()}}
+    return adapter(folder, tensors, **{"lora_alpha": 4, "base_model_name_or_path": str(base), **patterns, **config})
+
+
+L = "model.layers"
+EXPERT_MODULES = {f"{L}.1.mlp.experts.{e}.{name}_proj": 3 for e in range(EXPERTS) for name in ("up", "down")}
+CONVERTED: dict[str, tuple[dict[str, int], dict[str, Any], dict[str, Any]]] = {
+    "one rank": ({f"{L}.0.self_attn.q_proj": 4, f"{L}.1.mlp.down_proj": 4}, {}, {}),
+    "several ranks": ({f"{L}.0.self_attn.q_proj": 4, f"{L}.1.mlp.up_proj": 2, f"{L}.0.mlp.up_proj": 1}, {}, {}),
+    "rsLoRA": ({f"{L}.0.self_attn.q_proj": 4, f"{L}.1.mlp.up_proj": 9}, {"use_rslora": True}, {}),
+    "DoRA": ({f"{L}.0.self_attn.q_proj": 4, f"{L}.1.mlp.up_proj": 2}, {"use_dora": True, "lora_alpha": 2}, {}),
+    "vocabulary": ({"model.embed_tokens": 4, "lm_head": 4, f"{L}.0.self_attn.q_proj": 4}, {}, {}),
+    "tied": ({"model.embed_tokens": 4, f"{L}.0.self_attn.q_proj": 4}, {"ensure_weight_tying": True}, {"tie": True}),
+    "experts": ({f"{L}.0.self_attn.q_proj": 4, **EXPERT_MODULES}, {}, {"experts": True}),
+}
+
+
+@pytest.mark.skipif(not PYTHON, reason="needs MLX")
+def test_mlx_lm_computes_what_a_converted_adapter_says(tmp_path: Path) -> None:
+    asked, expected = [], {}
+    for name, (ranks, config, options) in CONVERTED.items():
+        folder = tiny(tmp_path / name / "base", **options)
+        lora = peft(tmp_path / name / "peft", ranks, folder, **config)
+        out = tmp_path / name / "mlx"
+        weightsmith.convert_lora(lora, out, layout="mlx", base=folder, progress=False)
+        asked.append({"base": str(folder), "out": str(out)})
+        expected[name] = baked(folder, lora, tmp_path / name / "expected", dtype="float32")
+        again = baked(folder, out, tmp_path / name / "again", dtype="float32")
+        weightsmith.convert_lora(out, tmp_path / name / "back", progress=False)
+        back = baked(folder, tmp_path / name / "back", tmp_path / name / "back applied", dtype="float32")
+        assert again.keys() == back.keys() == expected[name].keys()
+        for key, array in again.items():
+            np.testing.assert_allclose(array, expected[name][key], rtol=2e-6, atol=1e-6, err_msg=f"{name}: {key}")
+            np.testing.assert_allclose(back[key], array, rtol=1e-6, atol=1e-7, err_msg=f"{name}: {key}")
+    run_mlx(asked, tmp_path)
+    for name, arrays in expected.items():
+        found = apart(load_file(tmp_path / name / "mlx" / "fused.safetensors"))
+        assert found.keys() == arrays.keys()
+        for key, array in arrays.items():
+            np.testing.assert_allclose(found[key], array, rtol=3e-6, atol=3e-6, err_msg=f"{name}: {key}")
+
+
+def test_what_an_adapter_of_mlx_cannot_hold_is_refused(tmp_path: Path) -> None:
+    tied, plain = tiny(tmp_path / "tied", tie=True), tiny(tmp_path / "plain")
+    q, some = f"{L}.0.self_attn.q_proj", {f"{L}.1.mlp.experts.{e}.up_proj": 4 for e in (0, 2)}
+    mixed = peft(tmp_path / "mixed", {q: 4, f"{L}.1.mlp.up_proj": 4}, plain, use_dora=False)
+    cases = {
+        "alone, where the base ties embedding and head": (peft(tmp_path / "a", {"model.embed_tokens": 4}, tied), tied),
+        "factors of some experts of": (peft(tmp_path / "b", some, tiny(tmp_path / "experts", experts=True)), None),
+        "depend on the base, and the adapter names none": (
+            peft(tmp_path / "c", {"lm_head": 4}, plain, base_model_name_or_path=None),
+            None,
+        ),
+    }
+    tensors = load_file(mixed / "adapter_model.safetensors")
+    config = json.loads((mixed / "adapter_config.json").read_text())
+    adapter(mixed, {**tensors, f"{P}lm_head.weight": normal(TOKENS, WIDTH)}, **config, modules_to_save=["lm_head"])
+    cases["saves 1 tensors whole"] = (mixed, None)
+    for words, (lora, model) in cases.items():
+        with pytest.raises(PlanError) as caught:
+            weightsmith.convert_lora(lora, tmp_path / "out", layout="mlx", base=model, progress=False)
+        (problem,) = caught.value.problems
+        assert words in problem.finding.what
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str, type[Exception]]] = {
+    "full": ({"fine_tune_type": "full"}, "a full fine-tune of MLX", Unsupported),
+    "other type": ({"fine_tune_type": "oft"}, "fine_tune_type is 'oft', neither lora nor dora", Unsupported),
+    "no parameters": ({"lora_parameters": None}, "lora_parameters is None, not an object", FormatError),
+    "early mlx-vlm": ({"lora_parameters": None, "rank": 4, "alpha": 8}, "an adapter of mlx-vlm before", Unsupported),
+    "alpha": ({"parameters": {"alpha": 16.0}}, "mlx-lm before 0.21 multiplies scale with alpha / rank", Unsupported),
+    "unknown": ({"parameters": {"use_rslora": True}}, "keys of lora_parameters that weightsmith does not know", Unsupported),
+    "rank": ({"parameters": {"rank": 0}}, "rank is 0; a rank must be a positive integer", FormatError),
+    "scale": ({"parameters": {"scale": None}}, "scale is None, not a finite number", FormatError),
+    "other rank": ({"parameters": {"rank": 8}}, "lora_a [24, 4] and lora_b [4, 24] are no factors of rank 8", FormatError),
+    "no norms": ({"fine_tune_type": "dora"}, "has no norms, and fine_tune_type is dora", FormatError),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_configs_that_are_refused(name: str, tmp_path: Path) -> None:
+    config, words, kind = REFUSED[name]
+    problem = refusal(base(tmp_path / "base"), mlx(tmp_path / "a", **config))
+    assert isinstance(problem, kind)
+    assert words in str(problem)
+
+
+FILES: dict[str, tuple[dict[str, tuple[int, ...]], dict[str, Any], str]] = {
+    "no b": ({f"{Q}.lora_a": (H, 4)}, {}, f"{Q} has no lora_b"),
+    "others": ({f"{Q}.lora_a": (H, 4), f"{Q}.lora_b": (4, H), f"{Q}.scales": (H, 2)}, {}, "neither factors nor norms"),
+    "norms": (
+        {f"{Q}.lora_a": (H, 4), f"{Q}.lora_b": (4, H), f"{Q}.m": (5,)},
+        {"fine_tune_type": None},
+        "has not one number for each of 24 outputs",
+    ),
+    "norms of an embedding": (
+        {"model.embed_tokens.lora_a": (50, 4), "model.embed_tokens.lora_b": (4, H), "model.embed_tokens.m": (50,)},
+        {"fine_tune_type": "dora"},
+        "DoRA of an embedding is not applied",
+    ),
+    "experts elsewhere": (
+        {f"{Q}.lora_a": (3, 4, H), f"{Q}.lora_b": (3, H, 4)},
+        {},
+        "are of experts, and where model.layers.0.self_attn.q_proj has these is not known",
+    ),
+    "uneven experts": (
+        {"model.layers.0.mlp.switch_mlp.up_proj.lora_a": (2, 4, H), "model.layers.0.mlp.switch_mlp.up_proj.lora_b": (3, H, 4)},
+        {},
+        "are no factors of experts of rank 4",
+    ),
+    "no such module": ({f"{Q}x.lora_a": (H, 4), f"{Q}x.lora_b": (4, H)}, {}, f"{Q}x.weight: the base has no such tensor"),
+    "other shape": ({f"{Q}.lora_a": (INNER, 4), f"{Q}.lora_b": (4, H)}, {}, "and the adapter is for [24, 40]"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_tensors_that_are_refused(name: str, tmp_path: Path) -> None:
+    shapes, config, words = FILES[name]
+    lora = mlx(tmp_path / "a", {key: normal(*shape) for key, shape in shapes.items()}, **config)
+    assert words in str(refusal(base(tmp_path / "base"), lora))
+
+
+def test_experts_as_early_versions_stored_them(tmp_path: Path) -> None:
+    """A of all experts was [experts · rank, inputs]."""
+    name = "model.layers.0.mlp.switch_mlp.up_proj"
+    a, b = normal(3, 4, H, seed=1), normal(3, INNER, 4, seed=2)
+    found = []
+    for k, stored in enumerate((a, a.reshape(12, H))):
+        with open_adapter(str(mlx(tmp_path / str(k), {f"{name}.lora_a": stored, f"{name}.lora_b": b}))).checkpoint as opened:
+            found.append({key: opened.read(key) for key in opened.specs})
+    assert found[0].keys() == found[1].keys()
+    for key, array in found[0].items():
+        np.testing.assert_array_equal(array, found[1][key])
+    np.testing.assert_array_equal(found[0][f"{P}model.layers.0.mlp.experts.2.up_proj.lora_A.weight"], a[2])
+
+
+class TestTurned(SourceTests):
+    @pytest.fixture
+    def case(self, tmp_path: Path) -> SourceCase:
+        stored = {"a": normal(5, 3), "b": normal(2, 4, 3), "c": np.arange(7, dtype=np.float16)}
+        save_file(stored, tmp_path / "x.safetensors")
+        parts = {
+            "one": MatrixPart("a", (5, 3), transposed=True),
+            "three": MatrixPart("c", (7,)),
+            "two": MatrixPart("b", (4, 3), 12),
+        }
+        expected = {"one": np.ascontiguousarray(stored["a"].T), "three": stored["c"], "two": stored["b"][1]}
+
+        def opened(chosen: dict[str, MatrixPart]) -> TurnedMatrices:
+            return TurnedMatrices(open_file(tmp_path / "x.safetensors", "x").source, chosen, "x")
+
+        return SourceCase(lambda: opened(parts), expected, lambda: opened({"one": MatrixPart("a", (5, 3))}))
