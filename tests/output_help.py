@@ -11,7 +11,7 @@ import numpy as np
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._files.containers import Layout, make_layout
 from weightsmith._outputs.checksum import combine, grain_bytes, hash_grains
-from weightsmith._outputs.places import open_output
+from weightsmith._outputs.places import place_of
 from weightsmith._outputs.staging import Staging
 from weightsmith.abc.output import Finished, OutputSpec
 
@@ -38,7 +38,7 @@ def data(name: str, seed: int = 0) -> np.ndarray:
 
 def open_staging(out: object, layout: Layout, plan: str, **options: Any) -> Staging:
     """An output that is being built at a path or an address. options: of `OutputSpec`."""
-    return open_output(out if isinstance(out, Path) else str(out), OutputSpec(layout, plan, **options))
+    return Staging.open(place_of(out), OutputSpec(layout, plan, **options))
 
 
 def put(staging: Staging, names: Iterable[str] = NAMES, seed: int = 0) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from weightsmith._base.files import Extent
-from weightsmith._engine.computed import Computed, inner_passes
+from weightsmith._engine.computed import ComputedSource, inner_passes
 from weightsmith._engine.product_graph import Computation, ProductGraph
 from weightsmith._engine.products import find_kind
 from weightsmith._engine.reader import Reader
@@ -31,7 +31,7 @@ from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._plans import COPY, Gather, Plan, Product, Step
 from weightsmith.abc.job import Bytes, Job
 from weightsmith.abc.output import Finished, Output
-from weightsmith.abc.product import Arrays, StreamingReduction, Target
+from weightsmith.abc.product import Arrays, StreamingReduction, TensorSink
 from weightsmith.abc.tensors import Tensors
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ class Run:
         self.products.release()
         del self._scheduler, self.products
 
-    def _make(self, steps: Sequence[Step], targets: Mapping[str, Target], check: Callable[[], None]) -> None:
+    def _make(self, steps: Sequence[Step], targets: Mapping[str, TensorSink], check: Callable[[], None]) -> None:
         """Run steps for a product that computes. The products they need are finished, because it needs them too."""
         workload = Workload(allow_nonfinite=self._allow_nonfinite)
         run = Run(self.reader, steps, (), MemoryOutput(targets), self.resources, workload)
@@ -330,7 +330,7 @@ def open_merge(
     resources: Resources = DEFAULTS,
     *,
     allow_nonfinite: bool = False,
-) -> Computed:
+) -> ComputedSource:
     """A merge as a source of tensors, without writing it: its tensors are computed when they are read.
 
     where  the merge as the user named it, for messages
@@ -339,7 +339,7 @@ def open_merge(
     """
     folders = [model.folder for model in inputs]
     workload = Workload(steps=(), folders=folders, allow_nonfinite=allow_nonfinite)
-    source = Computed(plan, inputs, where, run(plan, inputs, DiscardedOutput(), resources, workload).results)
+    source = ComputedSource(plan, inputs, where, run(plan, inputs, DiscardedOutput(), resources, workload).results)
     source.set_run(resources, allow_nonfinite=allow_nonfinite)
     return source
 
@@ -374,7 +374,7 @@ class DiscardedOutput:
 class MemoryOutput(DiscardedOutput):
     """Hands the bytes of each tensor to its target."""
 
-    def __init__(self, targets: Mapping[str, Target]) -> None:
+    def __init__(self, targets: Mapping[str, TensorSink]) -> None:
         self._targets = targets
 
     def write(self, name: str, start_byte: int, buffer: memoryview | Bytes) -> None:

@@ -19,7 +19,6 @@ from weightsmith._base.tensors import NamedTensors, TensorSpec
 from weightsmith._base.text import duration, size
 from weightsmith._base.torch_use import usable_device
 from weightsmith._execution.identity import facts, merges_on_device, work_identity
-from weightsmith._execution.local_copies import use_local_copies
 from weightsmith._execution.options import RunOptions, resources_of
 from weightsmith._execution.output import (
     RECIPE_NAME,
@@ -35,7 +34,8 @@ from weightsmith._execution.report import Moved, Squares, distance_by_layer, mer
 from weightsmith._models.card import CARD_NAME
 from weightsmith._models.checkpoint import Checkpoint, open_checkpoint
 from weightsmith._outputs.locks import CONTENT
-from weightsmith._outputs.places import open_output
+from weightsmith._outputs.places import place_of
+from weightsmith._outputs.staging import Staging
 from weightsmith._planning.planner.loading import Check
 from weightsmith._planning.planner.prepared import Prepared, download, missing_files, stream
 from weightsmith._plans import Plan, Product, Step
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 
     from weightsmith._engine.local import Outcome, Progress
     from weightsmith._engine.results import JobMemory, Results
-    from weightsmith._outputs.staging import Staging
     from weightsmith.abc.output import Finished, Output
     from weightsmith.abc.product import Arrays
 
@@ -237,7 +236,6 @@ class PlanRun:
 
     @property
     def plan(self) -> Plan:
-        """The plan."""
         return self.prepared.plan
 
 
@@ -444,12 +442,14 @@ def staged(
     _download(prepared, request)
     spec = _spec_of(prepared, request, part, steps, helping)
     if options.local_copy is not None:
+        from weightsmith._execution.local_copies import use_local_copies
+
         alone = helping is None and options.ray is None  # else some of the machines may have no copies
         copies = use_local_copies(prepared, options.local_copy, required=alone)
         spec = replace(spec, protected=(*spec.protected, *copies))
     for stage in prepared.stages:
         stage.source.set_run(resources, allow_nonfinite=options.allow_nonfinite)
-    with open_output(request.out, spec) as staging:
+    with Staging.open(place_of(request.out), spec) as staging:
 
         def go(output: Output = staging, **selected: Any) -> Outcome:
             folders = [model.folder for model in inputs]

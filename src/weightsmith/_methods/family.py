@@ -72,9 +72,7 @@ def check_probabilities(density: Floats, epsilon: Floats) -> str:
 
 def job(matrix: Matrix, settings: Axes, *, normalize: bool = False) -> Job:
     """The job of a method of the family. normalize: the sum of the models is divided by that of their weights."""
-    from weightsmith._methods.jobs.task_vectors import TaskVectorJob
-
-    return TaskVectorJob(matrix, replace(settings, combine="mean") if normalize else settings)
+    return axes.TaskVectorJob(matrix, replace(settings, combine="mean") if normalize else settings)
 
 
 def of_the_model(scope: str) -> bool:

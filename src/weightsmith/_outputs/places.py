@@ -24,8 +24,8 @@ from weightsmith._outputs.journal import read_journal
 from weightsmith._outputs.local import LocalTarget, is_address
 from weightsmith._outputs.locks import ADDRESS, DRIVER, JOURNAL, LOCK, OWNER, PARTS, check_kinds, part_journals
 from weightsmith._outputs.manifest import MANIFEST_NAME
-from weightsmith._outputs.staging import Staging, staged_path
-from weightsmith.abc.output import OutputScheme, OutputSpec, Progress, Target, Unfinished, Verified
+from weightsmith._outputs.staging import staged_path
+from weightsmith.abc.output import OutputScheme, Progress, Target, Unfinished, Verified
 
 SCHEMES = Plugins(
     "scheme of outputs",
@@ -62,11 +62,6 @@ def scheme_of(address: str) -> OutputScheme:
         fix = f"write to a local folder, or to {', '.join(f'{name}://' for name in SCHEMES.names)}"
         what = f"cannot be the output: {error.finding.what}"
         raise StoreError(what, where=shown, fix=fix, state=NOTHING_WRITTEN) from None
-
-
-def open_output(out: str | os.PathLike[str], spec: OutputSpec) -> Staging:
-    """Open an output that is to be built: see `Staging.open`."""
-    return Staging.open(place_of(out), spec)
 
 
 def verify(folder: str | os.PathLike[str], *, threads: int = 2, progress: Progress | None = None) -> Verified:

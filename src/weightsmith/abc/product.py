@@ -58,7 +58,7 @@ class Statistic:
 Floats = npt.NDArray[np.float32]
 
 
-class Target(Protocol):
+class TensorSink(Protocol):
     """Takes the numbers of one tensor."""
 
     def take(self, start_byte: int, data: Bytes) -> None:
@@ -230,7 +230,7 @@ class ProductContext:
     threads: int
     memory_bytes: int | None
     folders: Sequence[Path]
-    make: Callable[[Mapping[str, Target]], None]
+    make: Callable[[Mapping[str, TensorSink]], None]
     arrays: Callable[[str], Arrays]
     create: Callable[[], Arrays]
     progress: Callable[[int, int], None]

@@ -36,7 +36,7 @@ def test_names_of_models_that_look_like_factors() -> None:
     assert find_factors(["lycoris_blocks_0_q.diff"]).kinds == ("whole differences",)
 
 
-READ = ("hada_", "lokr_", "lora_mid", "diff", "diff_b", "w_norm", "b_norm")
+READ = ("hada_", "lokr_", "lora_mid", "diff", "diff_b", "diff_m", "w_norm", "b_norm")
 """Parts of kinds that are read from single files."""
 
 

@@ -191,3 +191,22 @@ def test_an_alpha_of_zero(tmp_path: Path) -> None:
     folder, path = model(tmp_path / "base", {"mid_block.a": (6, 8)}), tmp_path / "a.safetensors"
     save_file(flat(NAME) | {f"{NAME}.alpha": np.float32([0])}, path)
     assert f"{NAME}.alpha is 0: kohya's scripts and LyCORIS take that for the rank" in str(refusal(folder, path))
+
+
+@pytest.mark.parametrize("prefix", ["diffusion_model.blocks.0", "lora_unet_blocks_0"])
+def test_differences_of_modulations(prefix: str, tmp_path: Path) -> None:
+    """lightx2v's adapters of Wan: a parameter of a block that is no weight of a module inside."""
+    tensors = {"blocks.0.modulation": normal(1, 6, 8), "blocks.0.ffn.0.weight": normal(8, 8, seed=1)}
+    folder = write_checkpoint(tmp_path / "base", tensors, {"_class_name": "WanModel"})
+    difference = normal(1, 6, 8, seed=2)
+    joined = f"{prefix}{prefix[-2]}ffn{prefix[-2]}0"
+    factors = {f"{joined}.lora_down.weight": normal(2, 8, seed=3), f"{joined}.lora_up.weight": normal(8, 2, seed=4)}
+    save_file({**factors, f"{prefix}.diff_m": difference}, tmp_path / "a.safetensors")
+    found = baked(folder, tmp_path / "a.safetensors", tmp_path / "out")
+    np.testing.assert_allclose(found["blocks.0.modulation"], tensors["blocks.0.modulation"] + difference, rtol=1e-6)
+    assert (found["blocks.0.ffn.0.weight"] != tensors["blocks.0.ffn.0.weight"]).any()
+    save_file({**factors, f"{prefix}x.diff_m": difference}, tmp_path / "b.safetensors")
+    assert "modulation" in str(refusal(folder, tmp_path / "b.safetensors"))
+    twice = {f"{prefix}.diff_m": difference, f"{prefix}{prefix[-2]}modulation.diff": difference}
+    save_file({**factors, **twice}, tmp_path / "c.safetensors")
+    assert "which is not applied" in str(refusal(folder, tmp_path / "c.safetensors"))

@@ -80,6 +80,7 @@ OTHER_KINDS: Mapping[str, str] = {
     "trainable_tokens_": "single rows of an embedding, trained apart",
     "diff": "whole differences",
     "diff_b": "differences of biases",
+    "diff_m": "differences of modulations",
     "w_norm": "whole norms",
     "b_norm": "whole norms",
     "set_weight": "whole weights in place of the model's",
@@ -87,7 +88,7 @@ OTHER_KINDS: Mapping[str, str] = {
 }
 """The last part of a name, or its beginning if it ends with `_` → what the tensor is of: no B @ A that is added to a weight."""
 
-_GENERAL = frozenset({"diff", "diff_b", "w_norm", "b_norm", "set_weight", "reshape_weight", "on_input", "ranknum"})
+_GENERAL = frozenset({"diff", "diff_b", "diff_m", "w_norm", "b_norm", "set_weight", "reshape_weight", "on_input", "ranknum"})
 """Endings that some models' tensors have, too: by themselves they are no sign of an adapter."""
 
 _TRAINED = ("lora_", "lycoris_")

@@ -60,6 +60,8 @@ DORA_SCALE = ".dora_scale"
 
 _NORMS = re.compile(rf"(.+)(?:{re.escape(DORA_SCALE)}|\.lora_magnitude_vector(?:\.default)?(?:\.weight)?)")
 _EMBEDDING_BUNDLE = "bundle_emb."
+_OF_MODULATION = "diff_m"
+"""The difference of a parameter `modulation` of a module, as adapters of lightx2v for Wan have it."""
 _SHOWN = 8
 _WAY_OUT = "merge it into its base with the program that made it, and use that model"
 _Parts = dict[str, tuple[str, FactorNames]]
@@ -131,7 +133,9 @@ def _others(
     rest = list[str]()
     for name in strange:
         module, dot, part = name.removesuffix(".weight").rpartition(".")
-        if dot and kind_of_part(part):
+        if part == _OF_MODULATION:
+            module, part = f"{module}{'.' if '.' in module else '_'}modulation", "diff"
+        if dot and kind_of_part(part) and part not in parts_of_module.get(module, {}):
             parts_of_module.setdefault(module, {})[part] = name
         else:
             rest.append(name)

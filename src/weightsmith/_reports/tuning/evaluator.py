@@ -38,7 +38,7 @@ from weightsmith._models.structure import Structure
 from weightsmith._plans import Plan, Step
 from weightsmith._plans.parts import PartHashes
 from weightsmith._reports.evaluate.opening import Opened
-from weightsmith.abc.product import Arrays, Floats, Target, WholeTensor
+from weightsmith.abc.product import Arrays, Floats, TensorSink, WholeTensor
 
 # ---- the tensors of a candidate
 
@@ -149,7 +149,7 @@ class MergedWeights:
         for product in products:
             if hashes[product.name] in known:
                 results.put(product, known[hashes[product.name]])
-        targets: dict[str, Target] = {step.out.name: WholeTensor(step.out, arrays[step.out.name]) for step in steps}
+        targets: dict[str, TensorSink] = {step.out.name: WholeTensor(step.out, arrays[step.out.name]) for step in steps}
         folders = [model.folder for model in candidate.inputs]
         work = Workload(steps, products, None, results, folders, self._allow_nonfinite, memory=self._memory)
         run(plan, candidate.inputs, MemoryOutput(targets), self._resources, work)

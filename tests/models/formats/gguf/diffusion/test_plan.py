@@ -210,6 +210,33 @@ def test_the_denoiser_of_a_pipeline_is_written(tmp_path: Path) -> None:
         weightsmith.quantize(tmp_path / "flux", tmp_path / "two", format="gguf-q8_0")
 
 
+def test_thresholds_of_a_whole_checkpoint_are_not_those_of_a_part(tmp_path: Path) -> None:
+    files = []
+    for i in range(3):
+        tensors = {PREFIX + name: values for name, values in normal(FLUX, i).items()}
+        files.append(tmp_path / f"{i}.safetensors")
+        save_file(tensors | normal({"vae.decoder.conv_in.weight": (4, 4, 3, 3)}, i), files[-1])
+    models = [{"model": str(file), "parameters": {"weight": 0.5, "density": 0.5}} for file in files[1:]]
+    recipe = {"merge_method": "ties", "base_model": str(files[0]), "models": models, "parameters": {"scope": "model"}}
+    with pytest.raises(PlanError, match="the merge looks at the whole model first"):
+        weightsmith.merge(recipe, tmp_path / "out", quantize="gguf-q8_0")
+
+
+def test_a_merge_of_pipelines_is_that_of_their_denoisers(tmp_path: Path) -> None:
+    for i, name in enumerate("ab"):
+        folder(tmp_path / name / "transformer", small_flux(i))
+        folder(tmp_path / name / "vae", normal({"conv_in.weight": (4, 4)}, i), "AutoencoderKL")
+        index = {"transformer": ["diffusers", "FluxTransformer2DModel"], "vae": ["diffusers", "AutoencoderKL"]}
+        (tmp_path / name / "model_index.json").write_text(json.dumps({"_class_name": "FluxPipeline", **index}))
+    written = []
+    for part in ("", "transformer"):
+        models = [{"model": str(tmp_path / name / part), "parameters": {"weight": 0.5}} for name in "ab"]
+        out = tmp_path / f"out{part}"
+        weightsmith.merge({"merge_method": "linear", "models": models}, out, quantize="gguf-q8_0", fsync=False)
+        written.append((out / "model.gguf").read_bytes())
+    assert written[0] == written[1]
+
+
 @pytest.mark.parametrize("dtype", [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2])
 def test_models_of_8_bit_floats_are_f16_without_loss(dtype: type, tmp_path: Path) -> None:
     tensors = normal(FLUX, dtype=dtype)
@@ -234,6 +261,7 @@ def test_types_and_keys_can_be_asked_for(tmp_path: Path) -> None:
         ({"tensor_types": ["attn_q=q8_0"]}, "no tensor of this model has a name that matches attn_q"),
         ({"metadata": ["comfy.gguf.orig_shape.img_in.weight=1"]}, "comfy"),
         ({"calibration": "built-in"}, "importances are measured by running a language model"),
+        ({"size_bytes": 1000}, "importances are measured by running a language model"),
         ({"imatrix": "imatrix.dat"}, "importance matrices are of language models"),
         ({"format": "gguf-iq4_xs"}, "ComfyUI-GGUF has no rules for diffusion models in gguf-iq4_xs"),
         ({"format": "gguf-nvfp4"}, "ComfyUI-GGUF has no rules for diffusion models in gguf-nvfp4"),
