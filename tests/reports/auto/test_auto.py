@@ -152,7 +152,7 @@ def test_the_candidate_that_is_usually_best_comes_first_and_a_limit_leaves_the_o
     one = auto(budget=1)
     assert [candidate.name for candidate in one.candidates] == ["mean", "regmean, prior tsv_m"]
     assert one.stopped
-    assert one.reading[-1] == "The limit on candidates or time left some unscored."
+    assert one.reading[-1] == "--budget or --time ended the search before all candidates were scored."
     in_time = auto("in-time", time="0.001s")
     assert in_time.candidates == one.candidates
     more = auto("more", budget=4)
@@ -211,7 +211,10 @@ def test_the_plan_counts_and_writes_nothing(work: Path, cli: Cli) -> None:
     with pytest.raises(PlanError, match="there is no fine-tune"):
         weightsmith.plan_auto("base", FINE_TUNES, "merged", text={"other": "fr.txt"})
     assert [stage["name"] for stage in given["stages"]] == ["references", "strengths", "statistics", "candidates"]
-    assert "Nothing was written." in cli(*command[:6]).out
+    shown = cli(*command[:6]).out
+    assert "Nothing was written." in shown
+    assert re.search(r"^memory +at most \d+ MB$", shown, re.MULTILINE)
+    assert re.search(r"^disk +at most [\d.]+ MB besides the output; \d+ kB with it are enough$", shown, re.MULTILINE)
     assert sorted(path.name for path in work.iterdir()) == before
 
 

@@ -78,7 +78,7 @@ class SearchPlan(Reported):
     stages             in order
     processor_seconds  estimate, from the speed of a product of matrices on this machine just now
     threads            that share them
-    memory_bytes       peak, about
+    memory_bytes       peak, at most
     disk_bytes         that are taken until the end, besides the output, if there is room
     needed_bytes       of the disk without which it does not begin: statistics, and the output
     free_bytes         of the disk
@@ -101,8 +101,8 @@ class SearchPlan(Reported):
             ("candidates", f"{self.candidates}, the base and the mean"),
             ("time", f"about {duration(self.processor_seconds / self.threads)} on {count(self.threads, 'thread')}"),
             ("CPU time", f"about {duration(self.processor_seconds)}"),
-            ("memory", f"about {size(self.memory_bytes)}"),
-            ("disk", f"{size(self.disk_bytes)} until the end, and the output; at least {size(self.needed_bytes)} in all"),
+            ("memory", f"at most {size(self.memory_bytes)}"),
+            ("disk", f"at most {size(self.disk_bytes)} besides the output; {size(self.needed_bytes)} with it are enough"),
             ("free", f"{size(self.free_bytes)} of the disk"),
         )
         fits = self.needed_bytes <= self.free_bytes

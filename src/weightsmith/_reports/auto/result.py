@@ -96,7 +96,7 @@ class Auto(Reported):
                 lines.append(f"{what}, so what it wrote is the base's text.")
         lines += [f"{name} was left out: {why}." for name, why in self.failed.items()]
         if self.stopped:
-            lines.append("The limit on candidates or time left some unscored.")
+            lines.append("--budget or --time ended the search before all candidates were scored.")
         return tuple(lines)
 
     def report(self) -> Report:
