@@ -107,6 +107,7 @@ BESIDE = {
     "_planning/planner/vocabulary.py": ["planning/planner/test_vocabulary.py", "models/tokenizers"],
     "_plans": ["execution/test_run.py", "engine", "test_hostile_input.py", "app/cli/test_plan.py"],
     "_engine/products": ["activations/test_decoder.py", "methods/test_own_method.py", "methods/test_methods.py"],
+    "_execution/second_plans.py": ["features/quantisation/test_targets.py", "execution/distributed/test_measured.py"],
     "_execution/progress.py": ["app/cli/test_progress.py", "app/test_python.py"],
     "_features/quantisation": ["app/test_quantize_commands.py", "planning/planner/test_quantize.py"],
     "_features/quantisation/formats.py": [

@@ -35,7 +35,7 @@ _QUANTISED = (
     *("mlx-nvfp4", "hqq-3-axis-0", "hqq-4-offloaded", "compressed-3-loose", "compressed-8-act-order", "quark-int4-per_group"),
 )
 _SCALED = ("DeepSeek V4 experts", "stacked experts", "Quark INT8", "Quark MXFP4", "AutoRound NVFP4")
-_COMFYUI = ("comfyui-old", "comfyui", "comfyui-metadata")
+_COMFYUI = ("comfyui-old", "comfyui", "comfyui-metadata", "comfyui-nvfp4", "comfyui-mxfp8", "comfyui-rotated")
 _GROUPS = ("mixed-groups", "mlx-modules")
 """Models whose modules have settings of their own, which config.json names by patterns, or under other names."""
 _STORED = (*_QUANTISED, *_SCALED, *_COMFYUI, *_GROUPS, _EXL2)
@@ -60,13 +60,18 @@ def _make_quantised() -> None:
 
 def _make_comfyui() -> None:
     from tests.mini import write_checkpoint
-    from tests.models.formats.test_comfyui import INT8, OLD, ONE, text, write_file
+    from tests.models.formats.test_comfyui import INT8, OLD, ONE, TILED, text, write_file
 
     stored, scales, _ = OLD["groups of musubi-tuner"]
     old = {"q.weight": stored, "q.scale_weight": scales, "q.scale_input": ONE, "scaled_fp8": stored[0, :2]}
     settings = {"format": "int8_blockwise", "group_size": 64, "orig_dtype": "torch.float16", "params": {}}
     new = {"q.weight": INT8, "q.weight_scale": ONE.repeat(8).reshape(2, 4)}
-    for name, tensors in zip(_COMFYUI, (old, {**new, "q.comfy_quant": text(settings)}, new), strict=True):
+    stated = {name: {"q.comfy_quant": text({"format": name})} for name in ("nvfp4", "mxfp8")}
+    tiled = [{**{f"q.{end}": part for end, part in TILED[name][0].items()}, **stated[name]} for name in stated]
+    rotated = {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": 64}
+    turned = {"q.weight": INT8, "q.weight_scale": ONE, "q.comfy_quant": text(rotated)}
+    models = (old, {**new, "q.comfy_quant": text(settings)}, new, *tiled, turned)
+    for name, tensors in zip(_COMFYUI, models, strict=True):
         write_checkpoint(Path(name), tensors, {"model_type": "flux", "dtype": "bfloat16"})
     metadata = {"_quantization_metadata": json.dumps({"format_version": "1.0", "layers": {"q": settings}})}
     write_file(Path(_COMFYUI[2]) / "model.safetensors", new, metadata)

@@ -18,7 +18,7 @@ from tests.mini import write_checkpoint
 from tests.plan_help import prepare
 from weightsmith._base.errors import NonFinite
 from weightsmith._base.tensors import DTYPES, TensorSpec
-from weightsmith._engine.computed import Computed
+from weightsmith._engine.computed import ComputedSource
 from weightsmith._engine.local import open_merge
 from weightsmith._engine.resources import Cut, Resources
 from weightsmith._engine.schedule import ActiveStep, LeafPass, Scheduler
@@ -75,13 +75,13 @@ def at(folder: Path, recipe: dict[str, Any]) -> dict[str, Any]:
     return {**recipe, **base, "models": [{"model": str(folder / entry["model"])} for entry in recipe["models"]]}
 
 
-def computed(folder: Path, recipe: dict[str, Any], **options: Any) -> Computed:
+def computed(folder: Path, recipe: dict[str, Any], **options: Any) -> ComputedSource:
     """The result of a recipe, whose models are folders in `folder`."""
     prepared = prepare(at(folder, recipe), RecipeOptions(**options))
-    return Computed(prepared.plan, prepared.inputs, "merged")
+    return ComputedSource(prepared.plan, prepared.inputs, "merged")
 
 
-def opened(folder: Path, recipe: dict[str, Any], resources: Resources, **options: Any) -> Computed:
+def opened(folder: Path, recipe: dict[str, Any], resources: Resources, **options: Any) -> ComputedSource:
     """The same, with the products that it needs."""
     prepared = prepare(at(folder, recipe), RecipeOptions(**options))
     return open_merge(prepared.plan, prepared.inputs, "merged", resources)
@@ -235,7 +235,7 @@ def test_a_copied_part_of_a_tensor_is_where_its_model_has_it(folder: Path) -> No
     step = Step(part, COPY, (Read(0, name, Block(2 * 300, 7, 300, 300)),))
     plan = PlanDraft(Provenance("test"), [ModelInput("a", "", "")], [step], [Settings({}, ({},))]).finish()
     with open_checkpoint(folder / "a") as model:
-        source = Computed(plan, [model], "part")
+        source = ComputedSource(plan, [model], "part")
         place = model.location(name)
         assert place is not None
         assert source.location("part") == (place[0], place[1] + 2 * 300 * 2)

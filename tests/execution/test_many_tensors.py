@@ -18,7 +18,7 @@ from weightsmith._features.any_recipe import prepare_any
 from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._planning.options import RecipeOptions
 
-FEW, MANY = 1_000, 5_000
+FEW, MANY = 1_000, 3_000
 QUIET: dict[str, Any] = {"progress": False, "check_loading": False}
 
 
@@ -78,6 +78,7 @@ def bytes_of_a_tensor(work: Callable[[int], None]) -> float:
     return (peaks[1] - peaks[0]) / (MANY - FEW)
 
 
+@pytest.mark.matrix("merge")
 @pytest.mark.slow
 @pytest.mark.parametrize("command", [plan, merge, run_part], ids=lambda command: command.__name__)
 def test_a_tensor_takes_less_than_the_plan_counts(command: Callable[..., None], models: Path, tmp_path: Path) -> None:

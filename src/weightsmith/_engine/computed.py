@@ -39,7 +39,7 @@ _HELD_BYTES = 128 << 20
 _FEW = 8
 
 
-class Computed:
+class ComputedSource:
     """The source. Its plan has no encodings.
 
     inputs   of the plan; closed with this one
@@ -259,10 +259,10 @@ class _Merge:
             raise self._scheduler.error
 
 
-def computed_source(source: Source) -> Computed | None:
+def computed_source(source: Source) -> ComputedSource | None:
     """The merge behind a checkpoint whose tensors are computed when they are read; None for any other source."""
     inner = source.source if isinstance(source, Checkpoint) else source
-    return inner if isinstance(inner, Computed) else None
+    return inner if isinstance(inner, ComputedSource) else None
 
 
 def inner_passes(reader: Reader, leaf: Step) -> int:

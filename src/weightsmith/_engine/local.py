@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from weightsmith._base.files import Extent
-from weightsmith._engine.computed import Computed, inner_passes
+from weightsmith._engine.computed import ComputedSource, inner_passes
 from weightsmith._engine.product_graph import Computation, ProductGraph
 from weightsmith._engine.products import find_kind
 from weightsmith._engine.reader import Reader
@@ -330,7 +330,7 @@ def open_merge(
     resources: Resources = DEFAULTS,
     *,
     allow_nonfinite: bool = False,
-) -> Computed:
+) -> ComputedSource:
     """A merge as a source of tensors, without writing it: its tensors are computed when they are read.
 
     where  the merge as the user named it, for messages
@@ -339,7 +339,7 @@ def open_merge(
     """
     folders = [model.folder for model in inputs]
     workload = Workload(steps=(), folders=folders, allow_nonfinite=allow_nonfinite)
-    source = Computed(plan, inputs, where, run(plan, inputs, DiscardedOutput(), resources, workload).results)
+    source = ComputedSource(plan, inputs, where, run(plan, inputs, DiscardedOutput(), resources, workload).results)
     source.set_run(resources, allow_nonfinite=allow_nonfinite)
     return source
 

@@ -196,18 +196,11 @@ class ProductGraph:
             assert name in product.needs, (product.name, name)
             return self._reader.results.arrays(name)
 
-        def created(owner: Product) -> Arrays:
-            arrays = self._output.create(owner)
-            return [np.zeros(out.shape, out.dtype.numpy) for out in owner.outs] if arrays is None else arrays
-
         def also(condition: Callable[[Product], bool]) -> Arrays | None:
-            with self._lock:
-                ready = [p for p in self.unmade.values() if p.name not in self._unbegun and p.name != product.name]
-            computing = (p for p in ready if find_kind(p.op).compute is not None)
-            other = next((p for p in computing if condition(p)), None)
+            other = self._computable(product, condition)
             if other is None or other.name in others:
                 return None
-            arrays = created(other)
+            arrays = self._created(other)
             others[other.name] = other, arrays
             return arrays
 
@@ -225,11 +218,23 @@ class ProductGraph:
             self._folders,
             make,
             arrays,
-            partial(created, product),
+            partial(self._created, product),
             progress,
             also,
             self._tasks,
         )
+
+    def _created(self, product: Product) -> Arrays:
+        """Arrays of zeros for a product, in a file if the output has one."""
+        arrays = self._output.create(product)
+        return [np.zeros(out.shape, out.dtype.numpy) for out in product.outs] if arrays is None else arrays
+
+    def _computable(self, product: Product, condition: Callable[[Product], bool]) -> Product | None:
+        """Another product that is only waiting for this one's computation to end, and meets a condition."""
+        with self._lock:
+            ready = [p for p in self.unmade.values() if p.name not in self._unbegun and p.name != product.name]
+        computing = (p for p in ready if find_kind(p.op).compute is not None)
+        return next((p for p in computing if condition(p)), None)
 
 
 class Computing:

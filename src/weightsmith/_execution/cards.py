@@ -18,7 +18,7 @@ from weightsmith._base.errors import printable
 from weightsmith._base.files import exists, expand_user
 from weightsmith._base.redaction import redacted
 from weightsmith._base.text import code, markdown
-from weightsmith._engine.computed import Computed
+from weightsmith._engine.computed import ComputedSource
 from weightsmith._execution.report import Moved, to_markdown
 from weightsmith._files.containers import (
     ADAPTERS,
@@ -128,7 +128,7 @@ def _models(plan: Plan, inputs: Sequence[Checkpoint]) -> Iterator[tuple[ModelInp
             yield model, checkpoint
         else:
             source = None if checkpoint is None else checkpoint.source
-            yield from _models(model.plan, source.inputs if isinstance(source, Computed) else ())
+            yield from _models(model.plan, source.inputs if isinstance(source, ComputedSource) else ())
 
 
 def _parts(plan: Plan, inputs: Sequence[Checkpoint]) -> Iterator[_CardPart]:
@@ -194,10 +194,12 @@ def _usage(plan: Plan, name: str, branch: str = "") -> str:
     if plan.container == GGUF:
         from weightsmith._models.formats.gguf.layout import holds_diffusion
 
-        if holds_diffusion(plan.header):
-            node = "the node *Unet Loader (GGUF)* of [ComfyUI-GGUF](https://github.com/city96/ComfyUI-GGUF)"
-            move = f"Move `{plan.layout.shards[0].name}` into `models/diffusion_models` of ComfyUI"
-            return f"\n## Usage\n\n{move}, and load it with {node}.\n"
+        text = holds_diffusion(plan.header, ("t5encoder",))
+        if text or holds_diffusion(plan.header):
+            folder, node = ("text_encoders", "CLIPLoader (GGUF)") if text else ("diffusion_models", "Unet Loader (GGUF)")
+            move = f"Move `{plan.layout.shards[0].name}` into `models/{folder}` of ComfyUI"
+            site = "[ComfyUI-GGUF](https://github.com/city96/ComfyUI-GGUF)"
+            return f"\n## Usage\n\n{move}, and load it with the node *{node}* of {site}.\n"
         files = [f"{name}/{shard.name}" for shard in plan.layout.shards]
         command = (
             f"llama-mtmd-cli -m {files[0]} --mmproj {files[-1]} --image photo.jpg"

@@ -19,7 +19,6 @@ from weightsmith._base.tensors import NamedTensors, TensorSpec
 from weightsmith._base.text import duration, size
 from weightsmith._base.torch_use import usable_device
 from weightsmith._execution.identity import facts, merges_on_device, work_identity
-from weightsmith._execution.local_copies import use_local_copies
 from weightsmith._execution.options import RunOptions, resources_of
 from weightsmith._execution.output import (
     RECIPE_NAME,
@@ -237,7 +236,6 @@ class PlanRun:
 
     @property
     def plan(self) -> Plan:
-        """The plan."""
         return self.prepared.plan
 
 
@@ -444,6 +442,8 @@ def staged(
     _download(prepared, request)
     spec = _spec_of(prepared, request, part, steps, helping)
     if options.local_copy is not None:
+        from weightsmith._execution.local_copies import use_local_copies
+
         alone = helping is None and options.ray is None  # else some of the machines may have no copies
         copies = use_local_copies(prepared, options.local_copy, required=alone)
         spec = replace(spec, protected=(*spec.protected, *copies))

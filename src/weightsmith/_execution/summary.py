@@ -11,7 +11,7 @@ from weightsmith._activations.work import TextRowsWork
 from weightsmith._base.idioms import grouped
 from weightsmith._base.options import read_options
 from weightsmith._base.tensors import TensorSpec
-from weightsmith._engine.computed import Computed
+from weightsmith._engine.computed import ComputedSource
 from weightsmith._engine.local import visits, whole_passes
 from weightsmith._engine.product_graph import most_bytes
 from weightsmith._engine.reader import Reader
@@ -148,7 +148,7 @@ class _Reading:
     def _nbytes(self, read: Read, elements: int) -> int:
         """Decoded bytes that are read for a number of elements: of the models behind a result that is computed on the way."""
         source = None if read.model == PRODUCTS else self._inputs[read.model].source
-        if not isinstance(source, Computed):
+        if not isinstance(source, ComputedSource):
             return elements * self._reader.dtype(read).itemsize
         again, once = source.read_bytes(read.tensor)
         self._once[read.model, read.tensor] = once * self._share(read)
@@ -157,7 +157,7 @@ class _Reading:
 
 def _stored_share(model: Checkpoint) -> float:
     """`Checkpoint.stored_share`; of a merge that is computed on the way, that of its models."""
-    if isinstance(model.source, Computed):
+    if isinstance(model.source, ComputedSource):
         models = model.source.inputs
         nbytes = [one.nbytes for one in models]
         return sum(size * _stored_share(one) for one, size in zip(models, nbytes, strict=True)) / max(1, sum(nbytes))

@@ -102,7 +102,6 @@ class Claim:
         return self.is_here and not self.is_running and not Path(self.folder).exists()
 
     def encode(self) -> bytes:
-        """Its bytes."""
         values = (self.token, self.plan, self.process, self.host, self.folder)
         return json.dumps(["weightsmith claim", *values]).encode()
 
@@ -179,7 +178,6 @@ class BucketTarget(Target):
 
     @cached_property
     def store(self) -> Bucket:
-        """The bucket."""
         return Bucket(self.scheme, self.bucket)
 
     # what is there
@@ -453,7 +451,6 @@ class BucketTarget(Target):
 
 
 def _token(mark: str | None) -> str:
-    """The token in a mark."""
     return (mark or "").partition(" ")[0]
 
 

@@ -448,6 +448,24 @@ def test_parts_of_an_indexer_that_engines_keep_plain_stay_plain(tmp_path: Path) 
     }
 
 
+@pytest.mark.parametrize("name", ["gptq-4bit", "awq-4bit"])
+def test_fused_experts_are_plain_by_the_name_that_engines_give_them(name: str, tmp_path: Path) -> None:
+    """vLLM and SGLang ask for `block_sparse_moe.experts`, in which they put GraniteMoE's `input_linear`."""
+    sizes = {"num_hidden_layers": 2, "tie_word_embeddings": False, "num_local_experts": 4, "num_experts_per_tok": 2}
+    source = write_transformer(tmp_path / "m", "GraniteMoe", **sizes, vocab_size=128)
+    done = quantise(source, tmp_path / "q", name, group_size=32)
+    stored, module = entry(tmp_path / "q"), "model.layers.1.block_sparse_moe.experts"
+    if name == "awq-4bit":
+        assert any(part in module for part in stored["modules_to_not_convert"])
+        return
+    assert any(re.match(rule.removeprefix("-:"), module) for rule in stored["dynamic"])
+    assert [
+        warning for warning in done.warnings if "SGLang" in warning.what and "loads all experts as quantised" in warning.what
+    ]
+    with pytest.raises(PlanError, match="loads all experts as quantised"):
+        quantise(source, tmp_path / "no", name, group_size=32, engine="sglang")
+
+
 # ---- SGLang
 
 

@@ -179,6 +179,8 @@ def test_numbers_that_imply_kinds_are_moved_or_written_out(config: Config, sourc
         ({"model_type": "diffllama"}, [0, 1, 2, 3, 3], "layer 3 would be layer 4, and lambda_init"),
         ({"model_type": "esmc"}, [0, 1, 2], "3 layers instead of 4"),
         ({"architectures": ["MiniMaxM1ForCausalLM"]}, [0, 1, 2], "3 layers instead of 4, and the decay"),
+        ({"model_type": "granite_speech_encoder"}, [0, 1, 2], "3 layers instead of 4, and the place"),
+        ({"model_type": "granite_speech_plus_encoder"}, [0, 2, 1, 3], "layer 2 would be layer 1, and what it hears"),
         ({"model_type": "minimax"}, [0, 2, 1, 3], "layer 2 would be layer 1, and the decay"),
         ({}, [], "no layers"),
         ({}, [0, 4], "layers 0 to 3, not 4"),

@@ -21,6 +21,7 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for seed, name in enumerate("abc"):
         plan_help.model(Path(name), 4, seed=seed)
+    Path("a/generation_config.json").write_text('{"alignment_heads": [[1, 0], [2, 5], [3, 2]]}')
 
 
 TIES = {

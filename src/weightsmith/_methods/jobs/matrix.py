@@ -225,5 +225,4 @@ def write_with(matrix: Matrix, tile: Tile, out: Bytes, coefficients: Vector, upd
 
 
 def mean(deltas: Sequence[Tensor]) -> Tensor:
-    """The mean of the deltas."""
     return sum(deltas[i] for i in range(len(deltas))) / len(deltas)

@@ -91,6 +91,7 @@ class Support:
     experts  why experts in the format are not run: "" if they are
     mixtures  values of `model_type` whose experts are run in the format; empty: all
     alike    whether the projections of an expert must all be stored in the format, or none
+    plain_experts  why experts that are stored as they are, beside weights in the format, are not run: "" if they are
     mambas   why the projections of Mamba 1 (`in_proj`, `out_proj`) in the format are not run: "" if they are
     """
 
@@ -106,6 +107,7 @@ class Support:
     experts: str = ""
     mixtures: frozenset[str] = frozenset()
     alike: bool = False
+    plain_experts: str = ""
     mambas: str = ""
 
 
@@ -201,6 +203,7 @@ SUPPORT = (
         f"{_SGLANG}/gptq/schemes/gptq_marlin.py",
         "from compute capability 8.0; no padding",
         tiles=_MARLIN,
+        plain_experts="loads all experts as quantised, and cannot load plain ones beside weights stored as",
     ),
     _sglang(
         ("awq-4bit",),
@@ -309,6 +312,8 @@ def objections(
             if size % multiple:
                 what = f"needs experts whose {name} size is a multiple of {multiple}, not {size:,}"
                 by_reason.setdefault(what, []).append(spec.name)
+    if support.plain_experts and (unquantised := [spec.name for spec in plain if _is_expert(spec.name) or _is_stack(spec)]):
+        by_reason[f"{support.plain_experts} {format}"] = unquantised
     if support.mambas and (mambas := _of_mamba(stored, plain)):
         by_reason[f"{support.mambas} {format}"] = mambas
     for reason, spec in _unfit_mlps(support, stored):
@@ -363,6 +368,11 @@ def _unfit_mlps(support: Support, stored: Sequence[TensorSpec]) -> Iterator[tupl
 
 def _is_expert(name: str) -> bool:
     return "experts" in name.split(".")
+
+
+def _is_stack(spec: TensorSpec) -> bool:
+    """The experts of GraniteMoE, in one tensor."""
+    return len(spec.shape) == 3 and "block_sparse_moe" in spec.name.split(".")
 
 
 def _is_down(name: str) -> bool:

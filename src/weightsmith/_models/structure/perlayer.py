@@ -623,6 +623,8 @@ def _windowed(config: Config) -> bool:
 
 _TYPES = ("layer_types", "layers_block_type", "attention_layers")
 _MLP_TYPES = ("mlp_layer_types", "moe_layers")
+_HEARING = tuple(f"granite_speech{kind}_encoder" for kind in ("", "5", "_plus"))
+"""Types of Granite Speech: the layer in the middle adds what the encoder recognised so far."""
 _DECAYING = tuple(
     "minimax minimax_text_01 minimax_m1 MiniMaxText01ForCausalLM MiniMaxM1ForCausalLM "
     "bailing_moe_linear BailingMoeLinearForCausalLM BailingMoeLinearV2ForCausalLM BailingMoeV2_5ForCausalLM".split()
@@ -662,6 +664,8 @@ _RULES: tuple[Rule, ...] = (
     Computed("stagger_local_blocks", "where its blocks begin", period=2),
     Computed("model_type", "lambda_init of its attention", ("diffllama",), 1),
     Computed("model_type", "the scale of their results", ("esmc",)),
+    Computed("model_type", "the place where their own text is added", _HEARING),
+    Computed("model_type", "what it hears of its own text", _HEARING, 1),
     Computed("model_type", "the decay of their attention", _DECAYING),
     Computed("model_type", "the decay of its attention", _DECAYING, 1),
     Root("scale_depth", "minicpm3", 1.4),

@@ -23,10 +23,10 @@ from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner.files import held_files, joined
 from weightsmith._planning.planner.inputs import missing_models, open_models
 from weightsmith._planning.planner.merges import (
-    Matched,
+    MatchedModels,
+    MergeRequest,
     OpenedModels,
     Opening,
-    Request,
     assemble_matched,
     folded,
     in_order,
@@ -153,9 +153,9 @@ def parameter_problems(source: recipes.Source, options: RecipeOptions) -> tuple[
 class Bound(Closing):
     """A recipe whose models are opened and matched."""
 
-    request: Request
+    request: MergeRequest
     opened: OpenedModels
-    matched: Matched
+    matched: MatchedModels
     stages: _Stages
     find_method: Callable[[str], Method]
     source: recipes.Source = ""
@@ -187,12 +187,12 @@ class Bound(Closing):
             prepared = self.assemble(request)
             return prepared.with_plan(prepared.draft.finish())
 
-    def _request(self, loaded: recipes.Loaded, options: RecipeOptions) -> Request | None:
+    def _request(self, loaded: recipes.Loaded, options: RecipeOptions) -> MergeRequest | None:
         problems = [*loaded.problems, *self.stages.problems]
         request = read_request(_recipe_of(loaded, self.find_method), options, problems, self.find_method, self.request.folder)
         return request if request.matching == self.request.matching else None
 
-    def assemble(self, request: Request) -> Prepared:
+    def assemble(self, request: MergeRequest) -> Prepared:
         """The draft of a request with the same models."""
         return self.stages.join(assemble_matched(request, self.opened, self.matched))
 

@@ -270,6 +270,7 @@ def _described(
     """`Encoding.config`, or `StoredFormat.mixed` of several. by_encoding: the encoded weights. Raises PlanError."""
     encoded = [spec for specs in by_encoding.values() for spec in specs]
     modules = [_module(spec) for spec in plain if _may_be_linear(spec, structure) and not is_embedding(spec)]
+    modules += dict.fromkeys(_experts_module(_module(spec)) for spec in plain if structure.experts(spec) > 1)
     ignored = ignored_modules(plain, encoded, structure)
     listed = Modules(ignored, tuple(dict.fromkeys([*_tied_heads(encoded), *modules])), tuple(map(_module, encoded)))
     encodings = [find_encoding(name) for name in by_encoding]
@@ -283,6 +284,16 @@ def _described(
         return mixed(configs, targets_of(list(by_encoding.values()), structure))
     except Unsupported as error:
         raise PlanError([error]) from error
+
+
+def _experts_module(module: str) -> str:
+    """The module that engines have for all experts of a layer, where these are stored as `module`.
+
+    >>> _experts_module("model.layers.0.block_sparse_moe.input_linear"), _experts_module("layers.0.mlp.experts.gate_up_proj")
+    ('model.layers.0.block_sparse_moe.experts', 'layers.0.mlp.experts')
+    """
+    home = module.rpartition(".")[0]
+    return home if home.endswith(".experts") else f"{home}.experts"
 
 
 def _may_be_linear(spec: TensorSpec, structure: Structure) -> bool:

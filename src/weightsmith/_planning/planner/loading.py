@@ -115,7 +115,7 @@ class Beside(Closing, Generic[Answer]):
         return bool(wait_for([self._answer], seconds).done)
 
     def answer(self) -> Answer:
-        """The answer."""
+        """Wait for the answer. Raises what asking raised."""
         return self._answer.result()
 
     def close(self) -> None:

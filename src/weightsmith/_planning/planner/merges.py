@@ -1,8 +1,8 @@
 """A recipe of one merge, step by step: what it asks for, its models opened, their tensors matched, the draft of its output.
 
-Each step sees as far as it can, and passes on the problems and warnings that it finds: the recipe alone (`Request`), the models
-alone (`OpenedModels`), which tensors of which models belong together (`Matched`), and then layers, tensors and config.json.
-Only the first and the last depend on the values of parameters.
+Each step sees as far as it can, and passes on the problems and warnings that it finds: the recipe alone (`MergeRequest`), the
+models alone (`OpenedModels`), which tensors of which models belong together (`MatchedModels`), and then layers, tensors and
+config.json. Only the first and the last depend on the values of parameters.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ _ONE_MODEL = "take them from one model: give the others weight 0 there, with `fi
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class MergeRequest:
     """What a recipe asks for, known before a model is opened.
 
     recipe   with models in place of patterns
@@ -185,7 +185,7 @@ def read_request(
     problems: Sequence[WeightsmithError],
     find_method: Callable[[str], Method],
     folder: Path,
-) -> Request:
+) -> MergeRequest:
     """What a recipe asks for. problems: found while it was read. Raises PlanError for patterns that match nothing."""
     problems, method = list(problems), None
     try:
@@ -198,7 +198,9 @@ def read_request(
     base = recipe.base_model if method is not None and method.base != "input" else None
     recipe, unmatched, findings = match_patterns(recipe, base)
     models, refs = number_models(recipe)
-    request = Request(recipe, options, folder, models, refs, method, (), None, tuple(problems), (*recipe.findings, *findings))
+    request = MergeRequest(
+        recipe, options, folder, models, refs, method, (), None, tuple(problems), (*recipe.findings, *findings)
+    )
     maker = SegmentMaker(recipe, checked, models, request.labels)
     regions = maker.regions()
     audit = Audit(checked, request.labels, recipe.at("merge_method"), lenient=options.lenient)
@@ -241,7 +243,7 @@ class OpenedModels:
 
 
 def open_request(
-    request: Request, stack: ExitStack, results: Mapping[str, Checkpoint | None], opening: Opening = open_models
+    request: MergeRequest, stack: ExitStack, results: Mapping[str, Checkpoint | None], opening: Opening = open_models
 ) -> OpenedModels:
     """The models, opened; `stack` closes them. results: of other recipes, see `open_models`.
 
@@ -262,7 +264,7 @@ def open_request(
 
 
 @dataclass(frozen=True, slots=True)
-class Matched:
+class MatchedModels:
     """Which tensors of the models belong together.
 
     aligned  the vocabulary of the output; None if a model is missing
@@ -281,11 +283,11 @@ class Matched:
     differences: Callable[[], Sequence[Finding]] = tuple
 
 
-def match(request: Request, opened: OpenedModels, stack: ExitStack) -> Matched:
+def match(request: MergeRequest, opened: OpenedModels, stack: ExitStack) -> MatchedModels:
     """Match the models' tensors by name, and their vocabularies. stack: closes what is opened for that."""
     if None in opened.checkpoints:
         specs: Sequence[Mapping[str, TensorSpec]] = [{} if c is None else c.specs for c in opened.checkpoints]
-        return Matched(None, specs, _match_all(opened.structures, specs, opened.donor))
+        return MatchedModels(None, specs, _match_all(opened.structures, specs, opened.donor))
     asked = request.recipe, request.labels, request.models, request.folder
     aligned, problems = VocabularyPlanner(*asked, opened.inputs, opened.donor, stack).plan()
     specs = without_foreign(aligned.specs, opened.inputs, opened.inputs[opened.donor])
@@ -293,7 +295,7 @@ def match(request: Request, opened: OpenedModels, stack: ExitStack) -> Matched:
     structures = [structure for structure in opened.structures if structure is not None]
     alike = [compared(*model) for model in zip(request.labels, opened.inputs, structures, strict=True)]
     differ = cache(partial(disagreements, alike, opened.donor, tokenizer=aligned.tokenizer, template=aligned.template))
-    return Matched(aligned, specs, names, tuple(problems), tuple(aligned.findings), alike, differ)
+    return MatchedModels(aligned, specs, names, tuple(problems), tuple(aligned.findings), alike, differ)
 
 
 def _match_all(
@@ -323,7 +325,7 @@ def _in_model_order(steps: Sequence[Step], stored: Mapping[str, TensorSpec]) -> 
     return sorted(steps, key=lambda step: natural_key(step.out.name))
 
 
-def assemble_matched(request: Request, opened: OpenedModels, matched: Matched) -> Prepared:
+def assemble_matched(request: MergeRequest, opened: OpenedModels, matched: MatchedModels) -> Prepared:
     """The draft of the output. Raises PlanError with all problems of the recipe, the models and their tensors."""
     return _Assembler(request, opened, matched).assemble()
 
@@ -331,7 +333,7 @@ def assemble_matched(request: Request, opened: OpenedModels, matched: Matched) -
 class _Assembler:
     """Collects problems and warnings of the output, and its parts."""
 
-    def __init__(self, request: Request, opened: OpenedModels, matched: Matched) -> None:
+    def __init__(self, request: MergeRequest, opened: OpenedModels, matched: MatchedModels) -> None:
         self.request, self.opened, self.matched = request, opened, matched
         self.recipe, self.labels, self.inputs = request.recipe, request.labels, opened.inputs
         shape = opened.structures[opened.donor]
@@ -369,7 +371,7 @@ class _Assembler:
         measured = self._measured(method, steps, resolver)
         config = self._config(donor, outputs, steps)
         self._add_files(aligned, pipeline, steps)
-        self._add_generation(aligned, donor, outputs)
+        aligned = self._with_generation(aligned, donor, outputs)
         if config is not None and aligned.move is not None:
             config, lost_ids = aligned.move(config)
             self.warnings += lost_tokens(lost_ids, "config.json")
@@ -413,15 +415,15 @@ class _Assembler:
         aligned.files.update(files)
         aligned.removed |= replaced - aligned.files.keys()
 
-    def _add_generation(self, aligned: Aligned, donor: Checkpoint, outputs: StepMaker) -> None:
-        """Enter a generation_config.json that says other layers than the donor's, where the output has other layers."""
-        if outputs.layers and GENERATION in {*donor.files, *aligned.files}:
-            donor.fetch([GENERATION] if GENERATION in donor.files else [])
-            data = aligned.files.get(GENERATION)
-            generation = settings_of(donor.folder, donor.files, GENERATION) if data is None else settings_in(data)
-            moved = move_alignment_heads(generation, self.shape, outputs.layers)
-            if moved != generation:
-                aligned.files[GENERATION] = json_bytes(moved)
+    def _with_generation(self, aligned: Aligned, donor: Checkpoint, outputs: StepMaker) -> Aligned:
+        """The same with a generation_config.json for the output's layers, if it names layers. Other plans share `aligned`."""
+        if not outputs.layers or GENERATION not in {*donor.files, *aligned.files}:
+            return aligned
+        donor.fetch([GENERATION] if GENERATION in donor.files else [])
+        data = aligned.files.get(GENERATION)
+        generation = settings_of(donor.folder, donor.files, GENERATION) if data is None else settings_in(data)
+        moved = move_alignment_heads(generation, self.shape, outputs.layers)
+        return aligned if moved == generation else replace(aligned, files={**aligned.files, GENERATION: json_bytes(moved)})
 
     def _taken(self) -> Mapping[str, int]:
         """Parts of a pipeline that come from another model as they are."""

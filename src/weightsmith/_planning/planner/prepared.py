@@ -28,7 +28,7 @@ from weightsmith._planning.recipe import Recipe, Surgery, Upcycling
 from weightsmith._plans import ModelInput, Plan, PlanDraft
 
 if TYPE_CHECKING:
-    from weightsmith._engine.computed import Computed
+    from weightsmith._engine.computed import ComputedSource
 
 MAX_READS = 64
 """Tiles that are read for one tile of a result that is computed on the way. Each use of it reads them again."""
@@ -173,7 +173,7 @@ class Stage:
     path: str
     label: str
     plan: Plan
-    source: Computed
+    source: ComputedSource
     reads: int
     depth: int
     why: str = ""
@@ -182,9 +182,9 @@ class Stage:
     @classmethod
     def of(cls, path: str, label: str, plan: Plan, inputs: Sequence[Checkpoint], others: Sequence[Stage]) -> Stage:
         """The stage of a plan. others: that it may read."""
-        from weightsmith._engine.computed import Computed
+        from weightsmith._engine.computed import ComputedSource
 
-        source = Computed(plan, inputs, label)
+        source = ComputedSource(plan, inputs, label)
         known = {id(stage.source): stage for stage in others}
         used = {i: known[id(c.source)] for i, c in enumerate(inputs) if c.plan is not None}
         depth = 1 + max((stage.depth for stage in used.values()), default=0)

@@ -34,7 +34,6 @@ class Leading:
 
     @property
     def largest(self) -> float:
-        """The largest."""
         return self.values[0] if self.values else 0.0
 
 

@@ -112,7 +112,9 @@ def test_what_config_json_leaves_out_is_that_of_transformers(name: str) -> None:
     assert full is not None
     assert not isinstance(written(full), str), written(full)
     sparse = {**arguments, "model_type": full["model_type"], "architectures": [model_class]}
-    cases = [("", sparse), *without(full), ("", older(full)), *without(older(full))]
+    # What both forms have is left out of the newer one.
+    rope = ((setting, settings) for setting, settings in without(older(full)) if setting not in full)
+    cases = [("", sparse), *without(full), ("", older(full)), *rope]
     compared = 0
     for setting, settings in cases:
         if not settings or (expected := complete(config_class, settings, model_class)) is None:

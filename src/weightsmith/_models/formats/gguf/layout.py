@@ -177,10 +177,10 @@ def _start(group: Sequence[TensorSpec], keys: bytes) -> bytes:
     return data + bytes(-len(data) % ALIGNMENT)
 
 
-def holds_diffusion(header: bytes) -> bool:
-    """Whether the first key says that a file is of a diffusion model."""
+def holds_diffusion(header: bytes, names: Sequence[str] = DIFFUSION_ARCHITECTURES) -> bool:
+    """Whether the first key says that a file is of a diffusion model, or of one of other architectures."""
     key = _text("general.architecture") + struct.pack("<I", KINDS.index("str"))
-    return header.startswith(tuple(key + _text(name) for name in DIFFUSION_ARCHITECTURES), 8)
+    return header.startswith(tuple(key + _text(name) for name in names), 8)
 
 
 def _check(specs: Sequence[TensorSpec], *, diffusion: bool) -> None:

@@ -24,6 +24,7 @@ from weightsmith._models.formats.gguf.architectures import architecture_of_confi
 from weightsmith._models.formats.gguf.chat import NAMED_TEMPLATE
 from weightsmith._models.formats.gguf.cuts import CutEncoding, HeadOrder, Pieces, part_shape, pieces_of
 from weightsmith._models.formats.gguf.diffusion.plan import DENOISERS, is_diffusion, prepare_diffusion
+from weightsmith._models.formats.gguf.diffusion.text_encoder import is_t5
 from weightsmith._models.formats.gguf.diffusion.types import MIXTURES as DIFFUSION_MIXTURES
 from weightsmith._models.formats.gguf.imatrix import RUN, imatrix_bytes, read_imatrix, with_defaults
 from weightsmith._models.formats.gguf.layout import Value, encode_metadata
@@ -98,7 +99,7 @@ class GgufFormat(ModelFormat):
 
     def prepare(self, draft: PlanDraft, companions: ModelFiles, request: ModelRequest) -> Mapping[str, bytes]:
         chosen = _chosen(request)
-        if is_diffusion(draft.config):
+        if is_diffusion(draft.config) or is_t5({step.out.name for step in draft.steps}):
             return self._prepare_diffusion(draft, companions, request, chosen)
         settings = text_config(draft.config)
         architecture = architecture_of_config(settings).of_model(settings, (step.out.name for step in draft.steps))
@@ -138,7 +139,7 @@ class GgufFormat(ModelFormat):
     def weighed(self, config: Mapping[str, Any] | None, specs: Iterable[TensorSpec]) -> list[TensorSpec]:
         if is_diffusion(config):
             what = "importances are measured by running a language model on a text, and this is none"
-            raise Unsupported(what, where="config.json", fix=f"leave out {named('calibration')} and {named('size_bytes')}")
+            raise Unsupported(what, fix=f"leave out {named('calibration', 'size_bytes', 'target')}")
         settings = text_config(config)
         architecture = architecture_of_config(settings)
         matrices = (
@@ -219,6 +220,7 @@ def _prepare(
     if model.mixture.name == _FACTORED and not model.architecture.factored:
         what = f"llama.cpp does not multiply weights of the architecture {model.architecture.name} by the factors of NVFP4"
         raise Unsupported(what, where="config.json", fix="choose another format, such as gguf-q4_k_m")
+    whole = list(draft.steps)
     keys, factors = model.architecture.keys(model.settings, model.mixture.number)
     pooling = pooling_of(companions.read((MODULES, *READ)), model.architecture.name, companions.donor)
     behind = [_Stored(step, [replace(step.out, name=pooling.dense[step.out.name])]) for step in _taken(draft, pooling.dense)]
@@ -244,6 +246,8 @@ def _prepare(
     constants, numbers = _constants(factors, len(draft.settings))
     dropped = [*parts.dropped, *_dropped(parts.predict, _PREDICTS)]
     dropped += _dropped(vision.unused, UNUSED) if vision.header else _dropped(parts.others, _OTHER_PART)
+    if dropped:
+        draft.fix_products(whole)
     draft.steps, draft.settings = [*steps, *heads, *constants, *vision.steps], [*draft.settings, *numbers]
     draft.products += [*products, *maxima, *vision.products]
     draft.dropped += dropped

@@ -26,7 +26,7 @@ from weightsmith._models.formats.gguf.layout import DIFFUSION_ARCHITECTURES, MAX
 
 TEXT_ENCODERS = ("t5", "t5encoder")
 """`general.architecture` of text encoders that have no other architecture here."""
-_UMT5_TOKENS = 256_384
+UMT5_TOKENS = 256_384
 """Rows of UMT5's embedding. Other T5 models have ComfyUI's own tokenizer."""
 _SHAPE = "comfy.gguf.orig_shape."
 _FOREIGN = ("pig", "cow")
@@ -35,11 +35,11 @@ _PREFIXES = ("model.diffusion_model.", "double_blocks.", "joint_blocks.", "input
 """How names of tensors of diffusion models begin, in files that do not state an architecture."""
 _ORIGINAL = "Use the model's original checkpoint, or a file that ComfyUI-GGUF's convert.py wrote"
 
-_T5_WHOLE: Mapping[str, str] = MappingProxyType(
+T5_WHOLE: Mapping[str, str] = MappingProxyType(
     {"token_embd.weight": "shared.weight", "enc.output_norm.weight": "encoder.final_layer_norm.weight"}
 )
 _T5_LAYER = re.compile(r"enc\.blk\.(\d+)\.(\w+)\.weight")
-_T5_PARTS: Mapping[str, str] = MappingProxyType(
+T5_PARTS: Mapping[str, str] = MappingProxyType(
     {
         "attn_q": "layer.0.SelfAttention.q",
         "attn_k": "layer.0.SelfAttention.k",
@@ -105,7 +105,7 @@ def single_file_dtype(tensors: Iterable[GgufTensor]) -> DType:
 def single_file_notes(keys: Mapping[str, Any], tensors: Mapping[str, GgufTensor]) -> tuple[Finding, ...]:
     """What the output lacks: UMT5's tokenizer, which ComfyUI reads from the file of the weights."""
     rows = tensors.get("token_embd.weight")
-    if keys["general.architecture"] not in TEXT_ENCODERS or rows is None or rows.shape[0] != _UMT5_TOKENS:
+    if keys["general.architecture"] not in TEXT_ENCODERS or rows is None or rows.shape[0] != UMT5_TOKENS:
         return ()
     what = "the tokenizer of UMT5 is not taken over, and ComfyUI reads it from the same file"
     return (Finding(what, "token_embd.weight", fix="add the tensor spiece_model of ComfyUI's own file of UMT5 to the output"),)
@@ -124,13 +124,13 @@ def _shape(keys: Mapping[str, Any], tensor: GgufTensor, where: str) -> tuple[int
 
 def _t5_name(name: str, tensors: Mapping[str, GgufTensor], where: str) -> str:
     """Transformers' name of a tensor of T5's encoder."""
-    if name in _T5_WHOLE:
-        return _T5_WHOLE[name]
+    if name in T5_WHOLE:
+        return T5_WHOLE[name]
     layer = _T5_LAYER.fullmatch(name)
-    if layer is None or layer[2] not in _T5_PARTS:
+    if layer is None or layer[2] not in T5_PARTS:
         what = f"tensor {show(name)} does not belong to the encoder of T5, and only encoders are read"
         raise Unsupported(what, where=where, fix="Use the model's original checkpoint, or a GGUF file of its encoder.")
-    part = _T5_PARTS[layer[2]]
+    part = T5_PARTS[layer[2]]
     if layer[2] == "ffn_up" and f"enc.blk.{layer[1]}.ffn_gate.weight" not in tensors:
         part = "layer.1.DenseReluDense.wi"  # T5 1.0 has no gate
     return f"encoder.block.{layer[1]}.{part}.weight"

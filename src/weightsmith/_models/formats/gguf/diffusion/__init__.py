@@ -5,6 +5,7 @@ names.py     the names of diffusers' folders → those of single files
 types.py     the type of each tensor
 encoding.py  a tensor as one of ggml's types, with its shape
 plan.py      the plan of a file
+text_encoder.py  the encoder of T5
 
 The rules are those of https://github.com/city96/ComfyUI-GGUF at 795e451: `tools/convert.py`, which makes a file of plain
 numbers, and `tools/lcpp.patch`, with which llama-quantize makes blocks of them. Here both are one step.

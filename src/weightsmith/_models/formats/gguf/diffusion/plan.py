@@ -1,4 +1,4 @@
-"""The plan of a GGUF file of a diffusion model: which tensors it has, under which names, and in which types."""
+"""The plan of a GGUF file for ComfyUI: which tensors it has, under which names, and in which types."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from weightsmith._models.formats.gguf.about import Stated, with_stated
 from weightsmith._models.formats.gguf.diffusion.encoding import DiffusionEncoding
 from weightsmith._models.formats.gguf.diffusion.families import DiffusionFamily, family_of, find_family, prefix_of
 from weightsmith._models.formats.gguf.diffusion.names import CLASSES, TABLES, SingleFileTensor, single_file_tensors
+from weightsmith._models.formats.gguf.diffusion.text_encoder import is_t5, t5_keys, t5_names, t5_types
 from weightsmith._models.formats.gguf.diffusion.types import MIXTURES, folded, types_of
 from weightsmith._models.formats.gguf.layout import ALIGNMENT, Value, encode_metadata
 from weightsmith._models.formats.gguf.types import Chosen, Mixture
@@ -28,7 +29,9 @@ CLASS = "_class_name"
 """The key of config.json in a folder of diffusers that names the class."""
 _NOT_DIFFUSION = "ComfyUI reads VAEs and text encoders from files of their own"
 _NOT_LOADED = "ComfyUI-GGUF does not load it"
+_DOUBLE = "it is the embedding, once more"
 _NAMES = "names are those of single files: double_blocks.0.img_attn.qkv.weight"
+_T5_NAMES = "names are llama.cpp's: enc.blk.0.attn_q.weight, enc.blk.0.ffn_down.weight, token_embd.weight"
 
 
 def is_diffusion(config: Mapping[str, Any] | None) -> bool:
@@ -41,42 +44,79 @@ def prepare_diffusion(draft: PlanDraft, companions: ModelFiles, mixture: Mixture
     if mixture.name not in MIXTURES:
         known = ", ".join(f"{PREFIX}{name.lower()}" for name in sorted(MIXTURES))
         what = f"ComfyUI-GGUF has no rules for diffusion models in {PREFIX}{mixture.name.lower()}"
-        raise Unsupported(what, where="quantize", fix=f"choose one of {known}")
-    tensors, family, lacking = _tensors(draft)
-    specs = [tensor.step.out for tensor in tensors]
+        raise Unsupported(what, fix=f"choose one of {known}")
+    text = is_t5({step.out.name for step in draft.steps})
+    contents = _text_encoder(draft, mixture, chosen) if text else _diffusion_model(draft, mixture, chosen)
+    specs = [tensor.step.out for tensor in contents.tensors]
     problems: list[WeightsmithError] = [
-        option_error("tensor_types", f"no tensor of this model has a name that matches {pattern.pattern}", _NAMES)
+        option_error("tensor_types", f"no tensor of this model has a name that matches {pattern.pattern}", contents.names)
         for pattern, _ in chosen
         if not any(pattern.search(spec.name) for spec in specs)
     ]
-    types = types_of(mixture, family, specs, chosen)
-    _need_library(types)
+    _need_library(contents.types)
     steps = list[Step]()
-    for tensor, kind in zip(tensors, types, strict=True):
+    for tensor, kind in zip(contents.tensors, contents.types, strict=True):
         with noting(problems):
-            steps.append(_encoded(tensor, kind, family))
+            steps.append(_encoded(tensor, kind))
     if problems:
         raise PlanError(problems)
-    shapes = {f"comfy.gguf.orig_shape.{spec.name}": spec.shape for spec in specs if folded(family, spec.shape) != spec.shape}
-    keys = {
-        "general.architecture": Value("str", family.name),
-        "general.quantization_version": Value("u32", 2),
-        "general.file_type": Value("u32", mixture.number),
-        **{key: Value("i32", shape) for key, shape in shapes.items()},
-    }
     draft.steps, draft.container = steps, GGUF
-    draft.header = encode_metadata(with_stated(keys, stated))
+    draft.header = encode_metadata(with_stated(contents.keys, stated))
     draft.max_shard_bytes = sum(out.nbytes + ALIGNMENT for step in steps for out in step.stored)  # ComfyUI reads no parts
-    draft.warnings += [*_left_out(lacking), *_fallen_back(mixture, steps)]
+    draft.warnings += [*contents.warnings, *_fallen_back(mixture, steps)]
     _keep_files(draft, companions)
 
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """A step under the name of a single file. swapped: see `SingleFileTensor`."""
+    """A step under the name that its tensor has in the file.
+
+    shape    there, if it is folded
+    swapped  see `SingleFileTensor`
+    """
 
     step: Step
+    shape: tuple[int, ...] = ()
     swapped: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Contents:
+    """What a file holds.
+
+    types  of the tensors
+    names  what their names are like, for messages
+    """
+
+    tensors: Sequence[_Tensor]
+    types: Sequence[str]
+    keys: Mapping[str, Value]
+    names: str
+    warnings: Sequence[Finding] = ()
+
+
+def _diffusion_model(draft: PlanDraft, mixture: Mixture, chosen: Chosen) -> _Contents:
+    tensors, family, lacking = _tensors(draft)
+    specs = [tensor.step.out for tensor in tensors]
+    shapes = {spec.name: shape for spec in specs if (shape := folded(family, spec.shape)) != spec.shape}
+    keys = {
+        "general.architecture": Value("str", family.name),
+        "general.quantization_version": Value("u32", 2),
+        "general.file_type": Value("u32", mixture.number),
+        **{f"comfy.gguf.orig_shape.{spec.name}": Value("i32", spec.shape) for spec in specs if spec.name in shapes},
+    }
+    tensors = [replace(tensor, shape=shapes.get(tensor.step.out.name, ())) for tensor in tensors]
+    return _Contents(tensors, types_of(mixture, family, specs, chosen), keys, _NAMES, _left_out(lacking))
+
+
+def _text_encoder(draft: PlanDraft, mixture: Mixture, chosen: Chosen) -> _Contents:
+    where = draft.models[draft.donor].ref
+    placed = t5_names([step.out.name for step in draft.steps], where)
+    draft.leave_out([step for step in draft.steps if step.out.name not in placed], _DOUBLE)
+    tensors = [_Tensor(_named(_wide(step), placed[step.out.name])) for step in draft.steps]
+    specs = [tensor.step.out for tensor in tensors]
+    keys = t5_keys({spec.name: spec for spec in specs}, mixture, where)
+    return _Contents(tensors, t5_types(mixture, specs, keys, chosen), keys, _T5_NAMES)
 
 
 def _tensors(draft: PlanDraft) -> tuple[list[_Tensor], DiffusionFamily, list[str]]:
@@ -121,7 +161,7 @@ def _joined(tensor: SingleFileTensor, steps: Mapping[str, Step]) -> _Tensor:
     parts = [_wide(steps[name]) for name in tensor.parts]
     first = parts[0].out
     if len(parts) == 1:
-        return _Tensor(_named(parts[0], tensor.name), tensor.swapped)
+        return _Tensor(_named(parts[0], tensor.name), swapped=tensor.swapped)
     if len({(part.out.shape[1:], part.out.dtype) for part in parts}) > 1:
         what = f"its parts differ in columns or dtype: {', '.join(str(part.out) for part in parts)}"
         raise Unsupported(what, where=tensor.name, fix="choose a dtype: --out-dtype bfloat16 (out_dtype)")
@@ -144,12 +184,12 @@ def _wide(step: Step) -> Step:
     )
 
 
-def _encoded(tensor: _Tensor, kind: str, family: DiffusionFamily) -> Step:
+def _encoded(tensor: _Tensor, kind: str) -> Step:
     """The step of a tensor that is stored as a type. Raises Unsupported."""
-    step, shape = tensor.step, folded(family, tensor.step.out.shape)
-    encoding = DiffusionEncoding(TYPES[kind], folded=shape != step.out.shape, swapped=tensor.swapped)
+    step = tensor.step
+    encoding = DiffusionEncoding(TYPES[kind], folded=bool(tensor.shape), swapped=tensor.swapped)
     if encoding.folded:
-        step = Step(replace(step.out, shape=shape), JOIN, (), pieces=step.leaves, role=step.role, layer=step.layer)
+        step = Step(replace(step.out, shape=tensor.shape), JOIN, (), pieces=step.leaves, role=step.role, layer=step.layer)
     try:
         return replace(step, encoding=encoding.name, stored=encoding.outs(step.out))
     except Unsupported as error:

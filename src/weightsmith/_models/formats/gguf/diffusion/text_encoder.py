@@ -1,0 +1,103 @@
+"""GGUF files of T5's encoder, which diffusion models have as a text encoder, for ComfyUI.
+
+ComfyUI-GGUF reads them under llama.cpp's names, as llama.cpp's converter and llama-quantize write them. The sizes follow from
+shapes. There is no tokenizer in the file: ComfyUI has its own of T5. It reads that of UMT5 from the file, so UMT5 is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+
+from weightsmith._base.errors import Unsupported
+from weightsmith._base.files import show
+from weightsmith._base.tensors import TensorSpec
+from weightsmith._models.formats.gguf.layout import Value
+from weightsmith._models.formats.gguf.single_files import T5_PARTS, T5_WHOLE, UMT5_TOKENS
+from weightsmith._models.formats.gguf.types import Chosen, Mixture, Shape, type_of
+
+ARCHITECTURE = "t5encoder"
+_MARK = "encoder.block.0.layer.0.SelfAttention.q.weight"
+_EMBEDDING, _COPY = "shared.weight", "encoder.embed_tokens.weight"
+_LAYER = re.compile(r"encoder\.block\.(\d+)\.(.+)\.weight")
+_POSITIONS = "attn_rel_b.weight"
+_CONTEXT, _EPSILON = 512, 1e-6
+"""Of all of T5, though no tensor says so."""
+
+
+def is_t5(names: Collection[str]) -> bool:
+    """Whether a model with tensors of these names is T5."""
+    return _MARK in names
+
+
+def t5_names(names: Collection[str], where: str) -> dict[str, str]:
+    """llama.cpp's name of each tensor of T5's encoder, without a second copy of the embedding.
+
+    Raises Unsupported for a tensor that is of no encoder.
+
+    >>> t5_names(["shared.weight", "encoder.block.3.layer.1.DenseReluDense.wo.weight"], "t5")
+    {'shared.weight': 'token_embd.weight', 'encoder.block.3.layer.1.DenseReluDense.wo.weight': 'enc.blk.3.ffn_down.weight'}
+    """
+    wholes = {name: theirs for theirs, name in T5_WHOLE.items()}
+    parts = {name: theirs for theirs, name in T5_PARTS.items()} | {"layer.1.DenseReluDense.wi": "ffn_up"}
+    placed = {}
+    for name in names:
+        layer = _LAYER.fullmatch(name)
+        if name == _COPY and _EMBEDDING in names:
+            continue
+        if name in wholes or name == _COPY:
+            placed[name] = wholes.get(name, "token_embd.weight")
+        elif layer is not None and layer[2] in parts:
+            placed[name] = f"enc.blk.{layer[1]}.{parts[layer[2]]}.weight"
+        else:
+            what = f"tensor {show(name)} does not belong to the encoder of T5, and only encoders are written"
+            raise Unsupported(what, where=where, fix="use a file of the encoder alone, as ComfyUI and pipelines have it")
+    return placed
+
+
+def t5_keys(specs: Mapping[str, TensorSpec], mixture: Mixture, where: str) -> dict[str, Value]:
+    """The keys of a file.
+
+    specs  by llama.cpp's names
+
+    Raises Unsupported for UMT5, and for tensors that are missing or of shapes that do not fit together.
+    """
+    needed = ("token_embd.weight", f"enc.blk.0.{_POSITIONS}", "enc.blk.0.attn_q.weight", "enc.blk.0.ffn_up.weight")
+    if missing := [name for name in needed if name not in specs or len(specs[name].shape) != 2]:
+        raise Unsupported(
+            f"there is no matrix {missing[0]}, as llama.cpp calls it", where=where, fix="download the model again"
+        )
+    embedding, positions, queries, up = (specs[name].shape for name in needed)
+    if embedding[0] == UMT5_TOKENS:
+        what = "ComfyUI reads the tokenizer of UMT5 from the same file, and it is not written"
+        raise Unsupported(what, where=where, fix="choose another format, such as comfyui-fp8")
+    buckets, heads = positions
+    if not heads or queries[0] % heads:
+        what = f"{heads:,} heads of relative positions do not divide the {queries[0]:,} rows of q"
+        raise Unsupported(what, where=where, fix="download the model again")
+    layers = 1 + max(int(name.split(".")[2]) for name in specs if name.startswith("enc.blk."))
+    counts = {
+        "context_length": _CONTEXT,
+        "embedding_length": embedding[1],
+        "feed_forward_length": up[0],
+        "block_count": layers,
+        "attention.head_count": heads,
+        "attention.key_length": queries[0] // heads,
+        "attention.value_length": queries[0] // heads,
+        "attention.relative_buckets_count": buckets,
+    }
+    return {
+        "general.architecture": Value("str", ARCHITECTURE),
+        "general.quantization_version": Value("u32", 2),
+        "general.file_type": Value("u32", mixture.number),
+        **{f"{ARCHITECTURE}.{name}": Value("u32", count) for name, count in counts.items()},
+        f"{ARCHITECTURE}.attention.layer_norm_rms_epsilon": Value("f32", _EPSILON),
+    }
+
+
+def t5_types(mixture: Mixture, specs: Collection[TensorSpec], keys: Mapping[str, Value], chosen: Chosen) -> list[str]:
+    """llama.cpp's types of the tensors. specs: under its names, in order; keys: from `t5_keys`."""
+    stated = {name.removeprefix(f"{ARCHITECTURE}."): value.value for name, value in keys.items()}
+    heads, layers = int(str(stated["attention.head_count"])), int(str(stated["block_count"]))
+    shape = Shape(layers, heads, heads, experts=0, tied=True, weighted=False, big=False)
+    return ["F32" if spec.name.endswith(_POSITIONS) else type_of(mixture, spec, shape, chosen) for spec in specs]
