@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -178,6 +179,17 @@ def test_a_folder_without_any_copy_is_an_error(folders: Folders) -> None:
     with pytest.raises(ParameterError, match="has none of 2 weight files of the plan") as caught:
         folders.run()
     assert str(folders.copies / "a") in caught.value.finding.details[0]
+
+
+@pytest.mark.parametrize("what", ["a symbolic link to no file", "a folder, not a file", "a pipe, not a file"])
+def test_a_copy_that_is_no_file_is_an_error(folders: Folders, what: str) -> None:
+    copy = next(folders.copies.rglob("*.safetensors"))
+    copy.unlink()
+    make = {"symbolic": lambda: copy.symlink_to(copy.name), "folder,": copy.mkdir, "pipe,": lambda: os.mkfifo(copy)}
+    make[what.split()[1]]()
+    with pytest.raises(ParameterError, match=f"the local copy is {what}") as caught:
+        folders.run()
+    assert caught.value.finding.where == str(copy)
 
 
 def test_models_of_one_name_have_the_folders_above_them_in_the_names_of_their_copies(

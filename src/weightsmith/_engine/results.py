@@ -203,6 +203,9 @@ class _SpilledDict(MutableMapping[object, Any]):
         places = [key for key, value in self._values.items() if isinstance(value, _ArrayPlace)]
         return self._values.pop(places[0]) if self._most is not None and len(places) >= self._most else None
 
+    def __contains__(self, key: object) -> bool:
+        return key in self._values  # without a look at the disk
+
     def __delitem__(self, key: object) -> None:
         del self._values[key]
 

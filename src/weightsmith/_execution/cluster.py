@@ -59,7 +59,7 @@ from weightsmith._execution.execute import (
 from weightsmith._execution.identity import facts, work_identity
 from weightsmith._execution.options import RunOptions
 from weightsmith._execution.run import RunRequest, WorkDone, finished_steps, kept_products
-from weightsmith._execution.together import divisible, has_tasks
+from weightsmith._execution.together import are_here, divisible, has_tasks
 from weightsmith._files.containers import GGUF, GGUF_ADAPTER
 from weightsmith._files.safetensors import collector_paused
 from weightsmith._outputs.journal import changes
@@ -345,7 +345,8 @@ class Driver:
             for k in [k for k, steps in parts.items() if all(step.out.name in done for step in steps)]:
                 self.helped += WorkDone(len(parts.pop(k)))
         # Workers in one folder measure what they can together, when they begin their parts.
-        alone = {p.name for p in plan.products if staging.target.streams or not divisible(p)}
+        one_measures = staging.target.streams or not are_here(prepared.inputs)
+        alone = {p.name for p in plan.products if one_measures or not divisible(p)}
         later = {k for k, steps in parts.items() if any(not alone.isdisjoint(plan.needs(step)) for step in steps)}
         first = [Share((k, self.n)) for k, steps in parts.items() if steps and k not in later]
         self._ready = deque([*([Share(None)] if alone else []), *first])

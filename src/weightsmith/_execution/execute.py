@@ -44,7 +44,7 @@ from weightsmith._execution.run import (
     run_plan,
     staged,
 )
-from weightsmith._execution.together import PAUSE_SECONDS, helper_of, measure_together
+from weightsmith._execution.together import PAUSE_SECONDS, are_here, helper_of, measure_together
 from weightsmith._features.any_recipe import assemble_request, replan
 from weightsmith._outputs.local import remove_checkpoint
 from weightsmith._outputs.manifest import read_manifest
@@ -234,7 +234,7 @@ def execute_part(
     with staged(prepared, request, helping or label(part), steps, products if helping else None) as (staging, run):
         measured_together = WorkDone()
         if needed := plan.products_for(steps):
-            if not staging.target.streams:
+            if not staging.target.streams and are_here(prepared.inputs):
                 first = (part[0] - 1) / part[1]
                 measured_together = measure_together(plan, needed, staging, run, first, callbacks.waiting)
             helper = helper_of(plan, staging, resources_of(prepared, options))

@@ -7,11 +7,13 @@ the file. The plan, the identity of the work and the output do not depend on it.
 
 from __future__ import annotations
 
+import os
+import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from weightsmith._base.errors import ParameterError, WeightsmithError
-from weightsmith._base.files import FileState, expand_user, open_local
+from weightsmith._base.files import FileState, expand_user, file_kind, open_local
 from weightsmith._base.options import named
 from weightsmith._base.text import count
 from weightsmith._files.safetensors import read_header
@@ -40,6 +42,7 @@ def use_local_copies(prepared: Prepared, folder: str, *, required: bool) -> tupl
     for original, (parts, least) in places.items():
         used = _depth(original, parts, least, root, places)
         copy = root.joinpath(*parts[-used:])
+        _check_kind(copy)
         groups = [files for files in _all_files(prepared) if original in files.paths]
         waiting = [(files, file) for files in groups for file in files.originals if file.path == original]
         if not copy.is_file() and len(waiting) == len(groups):
@@ -59,6 +62,15 @@ def use_local_copies(prepared: Prepared, folder: str, *, required: bool) -> tupl
             fix="copy the folders of the models into it, under their own names; or leave out --local-copy",
         )
     return tuple(copies)
+
+
+def _check_kind(copy: Path) -> None:
+    """Raise ParameterError for what is neither a file nor nothing: the user believes that it is a copy."""
+    if copy.is_file() or not os.path.lexists(copy):
+        return
+    mode = copy.lstat().st_mode
+    what = "a symbolic link to no file" if stat.S_ISLNK(mode) else f"{file_kind(mode)}, not a file"
+    raise ParameterError(f"the local copy is {what}", where=str(copy), fix=_AGAIN)
 
 
 def _models(prepared: Prepared) -> Iterator[Checkpoint]:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from weightsmith._outputs.staging import Staging
     from weightsmith.abc.job import Matrix, Tile
     from weightsmith.abc.product import Arrays
+    from weightsmith.abc.tensors import Tensors
 
 UNITS = 32
 """Each is read by one process. In a cluster, there should be some for each worker; each costs a file for each pass."""
@@ -45,6 +46,11 @@ def divisible(product: Product) -> bool:
     """Whether several processes can measure a product together."""
     kind = find_kind(product.op)
     return kind.reduce is not None and not product.needs and kind.reduce(product).divisible
+
+
+def are_here(inputs: Sequence[Tensors]) -> bool:
+    """Whether all inputs are on disks of this machine. Of others, each pass would fetch what the pass before had fetched."""
+    return all(path.is_file() for source in inputs for path in source.paths)
 
 
 def is_divisible(plan: Plan) -> bool:

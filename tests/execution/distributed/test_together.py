@@ -228,8 +228,9 @@ def test_a_part_that_another_user_began_says_what_to_do(here: Path, monkeypatch:
     def refuse(path: Path, flags: int = 0) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
-    monkeypatch.setattr("weightsmith._outputs.locks._open", refuse)
-    with pytest.raises(StoreError, match="cannot be prepared: Permission denied") as caught:
-        weightsmith.run(plan, "out", part=(2, 2), threads=1, progress=False)
+    with monkeypatch.context() as patch:
+        patch.setattr("weightsmith._outputs.locks._open", refuse)
+        with pytest.raises(StoreError, match="be prepared: Permission denied") as caught:
+            weightsmith.run(plan, "out", part=(2, 2), threads=1, progress=False)
     assert caught.value.finding.details == (f"path  {staging_folder(here / 'out') / 'lock'}",)
     assert "as one user; or with a umask" in caught.value.finding.fix

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import shutil
@@ -396,7 +397,7 @@ def test_bad_input_is_refused_before_anything_is_written(work: Path) -> None:
         auto(text={"it": "fr.txt"})
     with pytest.raises(PlanError, match="there is no text for de"):
         auto(text={"fr": "fr.txt"})
-    with pytest.raises(ParameterError, match="1 fine-tunes are given, and 2 to 10 can be merged"):
+    with pytest.raises(ParameterError, match="2 to 10 fine-tunes can be merged, not 1"):
         weightsmith.auto("base", ["fr"], "merged", progress=False)
     with pytest.raises(ParameterError, match="a model is named twice"):
         weightsmith.auto("base", ["fr", "fr"], "merged", progress=False)
@@ -434,6 +435,8 @@ def test_each_fine_tune_has_a_name_of_its_own() -> None:
 @pytest.mark.slow
 def test_models_that_do_not_belong_together_are_refused(work: Path) -> None:
     shutil.copytree(Path("base").resolve(), "same")
+    wide = {name: tensor.float() for name, tensor in load_file("base/model.safetensors").items()}
+    save_file(wide, "same/model.safetensors", metadata={"format": "pt"})  # other bytes, equal numbers
     with pytest.raises(ParameterError, match="same: it predicts exactly what the base predicts"):
         weightsmith.auto("base", ["fr", "same"], "merged", progress=False)
     shutil.copytree(Path("de").resolve(), "other")
@@ -450,15 +453,51 @@ def test_models_that_do_not_belong_together_are_refused(work: Path) -> None:
 @pytest.mark.slow
 def test_a_short_text_and_a_model_with_nan_have_one_error_each(work: Path) -> None:
     Path("short.txt").write_text("The cat has 3 cats. " * 4)
-    with pytest.raises(ParameterError, match=r"short\.txt: the text has \d rows of 32 tokens, and 8 are needed"):
+    with pytest.raises(PlanError, match=r"short\.txt: the text has \d rows of 32 tokens, and 8 are needed"):
         auto(text={"fr": "short.txt", "de": "de.txt"})
     shutil.copytree(Path("de").resolve(), "nan")
     tensors = load_file("nan/model.safetensors")
     tensors["model.norm.weight"][3] = float("nan")
     save_file(tensors, "nan/model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(NonFinite, match="nan"):
+    texts = {"fr": "fr.txt", "nan": "de.txt"}
+    with pytest.raises(NonFinite, match=r"^nan: the prediction is NaN or infinite in row 0") as error:
+        weightsmith.auto("base", ["fr", "nan"], "merged", text=texts, progress=False)
+    assert str(error.value).endswith("merged.auto keeps what is finished: run the same command again to resume.")
+    with pytest.raises(NonFinite, match=r"^nan: the prediction of the next token is NaN"):
         weightsmith.auto("base", ["fr", "nan"], "merged", progress=False)
     assert not Path("merged").exists()
+
+
+@pytest.mark.slow
+def test_a_strength_whose_sum_no_float16_holds_is_left_out(work: Path) -> None:
+    for name, element in (("base", 0.0), ("fr", 4e4), ("de", 4e4)):
+        shutil.copytree(Path(name).resolve(), f"my-{name}")
+        tensors = {key: tensor.half() for key, tensor in load_file(f"my-{name}/model.safetensors").items()}
+        tensors["model.layers.0.mlp.up_proj.weight"][0, 5] = element
+        save_file(tensors, f"my-{name}/model.safetensors", metadata={"format": "pt"})
+    texts = {f"my-{name}": f"{name}.txt" for name in FINE_TUNES}
+    result = weightsmith.auto("my-base", list(texts), "merged", text=texts, budget=3, progress=False)
+    assert list(result.failed) == ["sum at 1"]
+    assert "that float16 can hold" in result.failed["sum at 1"]
+    assert any(line.startswith("sum at 1 was left out: output tensor model.layers.0.mlp") for line in result.reading)
+    assert result.to_json()["failed"] == result.failed
+
+
+def test_without_a_candidate_that_is_finite_the_mean_is_written(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module._Search, "__init__", lambda _search: None)
+    search = module._Search()  # type: ignore[call-arg]
+    search._scored = {"mean": []}
+    assert search._choose() == Choice("mean", "no candidate has finite numbers")
+
+
+def test_a_disk_that_fails_is_one_error(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_given: Any, **_more: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("weightsmith._reports.auto.texts.write_whole", full)
+    with pytest.raises(StoreError, match=r"^merged\.auto: it cannot be written: No space left on device") as error:
+        auto(text=TEXTS)
+    assert "run the same command again to resume" in str(error.value)
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import hashlib
 import os
 import shutil
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -26,13 +27,14 @@ from weightsmith._base.errors import (
     Busy,
     CheckpointError,
     FormatError,
+    NonFinite,
     OutputExists,
     ParameterError,
     PlanError,
     StoreError,
     WeightsmithError,
 )
-from weightsmith._base.files import expand_user, is_folder
+from weightsmith._base.files import exists, expand_user, is_folder
 from weightsmith._base.options import lists_options, option_error, read_options
 from weightsmith._base.torch_use import usable_device
 from weightsmith._engine.results import JobMemory
@@ -46,21 +48,25 @@ from weightsmith._methods.regmean import WEIGHED
 from weightsmith._outputs import disk
 from weightsmith._outputs.local import check_vacant
 from weightsmith._planning.options import RecipeOptions
-from weightsmith._reports.auto.cost import STATISTICS, DiskUse, SearchPlan, disk_use, plan_search
+from weightsmith._reports.auto.checks import check_models, check_texts
+from weightsmith._reports.auto.cost import STATISTICS, DiskUse, SearchPlan, SearchSize, disk_use, plan_search
 from weightsmith._reports.auto.pool import (
+    Choice,
     Journal,
     Models,
     Pool,
+    Recipe,
     RowScores,
     Scores,
     choose,
     difference,
+    kept_bytes,
     score,
     strength,
     too_far,
 )
 from weightsmith._reports.auto.result import Auto, CandidateScore, FineTune
-from weightsmith._reports.auto.texts import TextPair, cut, row_tokens, write_own
+from weightsmith._reports.auto.texts import CutText, TextPair, row_tokens, write_own
 from weightsmith._reports.command import seconds_of
 from weightsmith._reports.evaluate.opening import Opened, opened, prepare_named
 from weightsmith._reports.options import AutoSettings
@@ -161,7 +167,10 @@ def find_merge(models: Models, out: str, settings: AutoSettings, running: RunOpt
         one = _opened_mean(models, stack)
         opened_models = (*stack.enter_context(prepare_named(models.base)).inputs, *one.prepared.inputs)
         device = usable_device(resources_of(one.prepared, running).device)
+        cut_texts = check_texts(one, texts)
+        check_models(one, models, cut_texts)
         use = _checked_disk(one, len(names), folder)
+        stack.enter_context(_resumable(folder))
         folder.mkdir(exist_ok=True)
         stack.enter_context(_alone_in(folder, out))
         about = {
@@ -170,7 +179,7 @@ def find_merge(models: Models, out: str, settings: AutoSettings, running: RunOpt
             "products": [device, fast_arithmetic(device)],
         }
         journal = Journal(folder / _SCORES, about, resume=running.resume)
-        pairs = _pairs(one, models, names, texts, folder, settings, running, shown)
+        pairs = _pairs(one, models, names, cut_texts, folder, settings, running, shown)
         memory = JobMemory(folder, spare_bytes=use.needed)
         search = _Search(one, models, names, pairs, folder, journal, memory, settings, began + seconds, running, shown)
         result = search.run()
@@ -198,14 +207,22 @@ PAGE = "index.html"
 def _names(models: Models) -> tuple[str, ...]:
     """A short name for each fine-tune. Raises ParameterError for too few or too many."""
     if not FEWEST <= len(models.fine_tunes) <= MOST:
-        what = f"{len(models.fine_tunes)} fine-tunes are given, and {FEWEST} to {MOST} can be merged"
+        what = f"{FEWEST} to {MOST} fine-tunes can be merged, not {len(models.fine_tunes)}"
         raise ParameterError(what, fix="write weightsmith auto BASE MODEL MODEL... OUT", state=NOTHING_WRITTEN)
-    if len(set(models.fine_tunes)) < len(models.fine_tunes) or models.base in models.fine_tunes:
-        raise ParameterError("a model is named twice", fix="name each model once, the base first", state=NOTHING_WRITTEN)
+    places = Counter(_place(model) for model in (models.base, *models.fine_tunes))
+    if twice := [model for model in models.fine_tunes if places[_place(model)] > 1]:
+        what, fix = "a model is named twice", "name each model once, the base first"
+        raise ParameterError(what, where=twice[-1], fix=fix, state=NOTHING_WRITTEN)
     short = [_short(name) for name in models.fine_tunes]
     while len({name.casefold() for name in short}) < len(short):
         short = [f"{name}-{i}" for i, name in enumerate(short, 1)]
     return tuple(short)
+
+
+def _place(model: str) -> str:
+    """Equal for two names of one folder."""
+    path = expand_user(model)
+    return str(path.resolve()) if exists(path) else model
 
 
 def _short(model: str) -> str:
@@ -282,6 +299,20 @@ def _alone_in(folder: Path, out: str) -> Iterator[None]:
         os.close(handle)
 
 
+@contextmanager
+def _resumable(folder: Path) -> Iterator[None]:
+    """Let errors of the block say what is kept. Raises StoreError for a disk that does not take it."""
+    kept = f"Nothing was merged. {folder} keeps what is finished: run the same command again to resume."
+    try:
+        yield
+    except WeightsmithError as error:
+        error.state = error.state or kept
+        raise
+    except OSError as error:
+        what, fix = f"it cannot be written: {error.strerror}", "free space there, or choose another output"
+        raise StoreError(what, where=str(folder), fix=fix, state=kept) from error
+
+
 def _opened_mean(models: Models, stack: ExitStack) -> Opened:
     """The mean, whose tokenizer cuts texts, after the models were checked by planning it. Raises PlanError."""
     with prepare_any(models.sum(1.0), RecipeOptions(), QuantizeSettings()):
@@ -301,7 +332,7 @@ def _pairs(
     one: Opened,
     models: Models,
     names: Sequence[str],
-    texts: Mapping[str, str],
+    texts: Mapping[str, CutText],
     folder: Path,
     settings: AutoSettings,
     running: RunOptions,
@@ -310,7 +341,7 @@ def _pairs(
     pairs = []
     for number, (name, model) in enumerate(zip(names, models.fine_tunes, strict=True), 1):
         if texts:
-            pairs.append(cut(one, name, texts[name], folder))
+            pairs.append(texts[name].write(name, folder))
         else:
             shown.say(f"text 1/5: {name} writes text of its own ({number} of {len(names)})")
             pairs.append(write_own(name, model, row_tokens(one), folder, settings.seed, running, shown))
@@ -320,15 +351,15 @@ def _pairs(
 def plan_merge(models: Models, out: str, settings: AutoSettings, running: RunOptions) -> SearchPlan:
     """What `auto` would do, and what it would cost. Reads headers, and writes nothing."""
     names = _names(models)
-    with_texts = bool(_texts_of(settings, models, names))
+    texts = _texts_of(settings, models, names)
     seconds_of("time", settings.time)
     folder = _work_folder(out, running)
     with ExitStack() as stack:
         one = _opened_mean(models, stack)
-        candidates = min(settings.budget, 7 if with_texts else 4)
-        resources = resources_of(one.prepared, running)
-        path = expand_user(out).absolute()
-        return plan_search(one, path, folder, len(names), row_tokens(one), candidates, resources, with_texts=with_texts)
+        check_models(one, models, check_texts(one, texts))
+        candidates = min(settings.budget, 7 if texts else 4)
+        size = SearchSize(len(names), row_tokens(one), candidates, bool(texts), kept_bytes(running))
+        return plan_search(one, expand_user(out).absolute(), folder, size, resources_of(one.prepared, running))
 
 
 @dataclass(eq=False)
@@ -356,6 +387,7 @@ class _Search:
         self._strengths = dict[str, float]()
         self._factors = dict[str, float]()
         self._scored = dict[str, Scores]()
+        self._failed = dict[str, str]()
         self._tokens = row_tokens(self.one)
         self._stopped = False
         self.with_texts = bool(self.settings.text)
@@ -374,13 +406,13 @@ class _Search:
         pool = Pool(self.one, held, self._tokens, self.running, self.journal, self.memory)
         alone = pool.refer(self.models.fine_tunes)
         self.shown.say("strengths 3/5: the base and the mean")
-        base = pool.scores(self.models.sum(0.0))
+        base = pool.scores(self.models.sum(0.0), label=self.models.base)
         self._check_differ(alone, base)
         self._scored = {MEAN: pool.scores(self.models.mean())}
         choice = None if self.with_texts else too_far(score(base, "divergences"), MEAN)
         if choice is None:
             self._measure_all(pool)
-            choice = choose(self._scored, REGMEAN_TSV, MEAN, with_texts=self.with_texts)
+            choice = self._choose()
         return Auto(
             out=self.folder,
             work=self.folder,
@@ -390,9 +422,28 @@ class _Search:
             candidates=tuple(self._summary(name) for name in self._scored),
             fine_tunes=tuple(self._fine_tune(i, alone, base) for i in range(len(self.names))),
             rows=tuple(pool.rows),
+            failed=self._failed,
             stopped=self._stopped,
             seconds=0.0,
         )
+
+    def _choose(self) -> Choice:
+        usual = next((name for name, _ in CANDIDATES if name in self._scored), None)
+        if usual is None:
+            return Choice(MEAN, "no candidate has finite numbers")
+        return choose(self._scored, usual, MEAN, with_texts=self.with_texts)
+
+    def _scores(self, pool: Pool, name: str, recipe: Recipe, *, few: bool = False, measured: bool = False) -> Scores | None:
+        """The scores of a candidate. None if its numbers, or its predictions, are not finite: it is left out, and named.
+
+        measured  the recipe names statistics
+        """
+        try:
+            return pool.scores(recipe, few=few, measured_on=self._digests if measured else (), label=name)
+        except NonFinite as error:
+            where = error.finding.where
+            self._failed[name] = error.finding.what if where == name else f"{where}: {error.finding.what}"
+            return None
 
     def _check_differ(self, alone: Sequence[RowScores], base: Scores) -> None:
         for name, mine, basis in zip(self.names, alone, base, strict=True):
@@ -414,9 +465,15 @@ class _Search:
             self.shown.say(f"candidates 5/5: {name}")
             if name == REGMEAN_SUM:
                 self.memory.read_once(WEIGHED)  # no candidate after this one needs it
-            self._scored[name] = pool.scores(self.recipe(name, self.folders), measured_on=self._digests)
-        if self.with_texts:
+            self._score(pool, name)
+        if self.with_texts and REGMEAN_TSV in self._scored:
             self._scale(pool)
+
+    def _score(self, pool: Pool, name: str) -> Scores | None:
+        scores = self._scores(pool, name, self.recipe(name, self.folders), measured=True)
+        if scores is not None:
+            self._scored[name] = scores
+        return scores
 
     def _may_score(self) -> bool:
         """Whether another candidate may begin. The first always may."""
@@ -434,7 +491,9 @@ class _Search:
         points = dict[float, float]()
         for place, recipe in recipes.items():
             self.shown.say(f"strengths 3/5: {name} at {place:.3g}")
-            points[place] = score(pool.scores(recipe, few=True), self.measure)
+            scores = self._scores(pool, f"{name} at {place:.3g}", recipe, few=True)
+            if scores is not None:
+                points[place] = score(scores, self.measure)
         return strength(points)
 
     def _scale(self, pool: Pool) -> None:
@@ -443,17 +502,18 @@ class _Search:
         for factor in FACTORS:
             if not self._may_score():
                 return
-            points[factor] = score(self._factored(pool, factor), "nats")
+            scores = self._factored(pool, factor)
+            if scores is not None:
+                points[factor] = score(scores, "nats")
         best = strength(points)
         if min(abs(best - factor) for factor in points) > 0.05 and self._may_score():
             self._factored(pool, best)
 
-    def _factored(self, pool: Pool, factor: float) -> Scores:
+    def _factored(self, pool: Pool, factor: float) -> Scores | None:
         name = f"{REGMEAN_TSV}, times {factor:g}"
         self._factors[name] = factor
         self.shown.say(f"candidates 5/5: {name}")
-        self._scored[name] = pool.scores(self.recipe(name, self.folders), measured_on=self._digests)
-        return self._scored[name]
+        return self._score(pool, name)
 
     def recipe(self, name: str, statistics: Sequence[str] = ()) -> dict[str, Any]:
         """A candidate as a recipe. statistics: folders in place of the texts, for RegMean."""

@@ -12,24 +12,36 @@ from typing import Any
 
 from weightsmith._activations.decoder import Arithmetic
 from weightsmith._activations.decoder.forward import fast_arithmetic
+from weightsmith._activations.losses import LOGITS_AT_ONCE, TOKENS_AT_ONCE
+from weightsmith._activations.running import WORK_BYTES
+from weightsmith._activations.sampling import ROWS_TOGETHER
 from weightsmith._activations.statistic import shapes_of
 from weightsmith._activations.statistics import find_statistic
 from weightsmith._base.report.blocks import Column, Facts, Report, Reported, Table, Value
+from weightsmith._base.tensors import TensorSpec
 from weightsmith._base.text import count, duration, size
 from weightsmith._base.torch_use import one_thread, usable_device
 from weightsmith._engine.resources import Resources
+from weightsmith._engine.results import DISK_SHARE
 from weightsmith._methods.regmean import KIND
 from weightsmith._outputs.disk import available_bytes
 from weightsmith._plans import Step
-from weightsmith._reports.auto.pool import FEW_ROWS
+from weightsmith._reports.auto.pool import DIRECTIONS, FEW_ROWS
 from weightsmith._reports.auto.texts import HELD_ROWS, OWN_ROWS, STATISTICS_ROWS
 from weightsmith._reports.evaluate.opening import Opened
+from weightsmith._reports.tuning.evaluator import BATCH_TOKENS, parts_of
 
 STATISTICS = "statistics"
 """The folder of statistics, in that of unfinished work."""
 
-PROCESS_BYTES = 700_000_000
-"""Memory of Python, torch and transformers."""
+PROCESS_BYTES = 660_000_000
+"""Memory of Python, torch and transformers with their CPU builds, and of what malloc keeps. 533 to 635 MB were measured."""
+
+JOB_BYTES = 8_000_000
+"""Memory of a job besides its matrices: torch's linear algebra and its work space."""
+
+DRAWN_BYTES = 56
+"""Memory for each token of the vocabulary where the next token of a row is drawn: logits, float64 shares and their sums."""
 
 EIGENVECTORS = 25
 """Operations for the eigenvectors of a symmetric matrix, as a multiple of the cube of its side."""
@@ -40,6 +52,9 @@ FLOAT64 = 2
 MATRICES = 2
 """Float64 matrices of the size of each weight that are on the disk together: Σ δG, which the second RegMean takes the place of,
 and the first."""
+
+LOSSES = 1.7
+"""The logits of a candidate, their logarithms and the divergences take so many times as long as the logits alone."""
 
 SAMPLING = 2.5
 """A token that is written takes so many times as long as one that is read: few run together."""
@@ -119,17 +134,31 @@ class SearchPlan(Reported):
         }
 
 
-def plan_search(
-    one: Opened, out: Path, folder: Path, models: int, tokens: int, candidates: int, resources: Resources, *, with_texts: bool
-) -> SearchPlan:
-    """Count what a search does.
+@dataclass(frozen=True, slots=True)
+class SearchSize:
+    """What the cost of a search depends on, besides the models.
 
-    one         the mean of the fine-tunes
-    folder      of unfinished work, beside `out`
-    models      fine-tunes
+    models      number of fine-tunes
     tokens      of a row
     candidates  scored on all held-back rows, besides the base and the mean
+    with_texts  whether texts are given
+    kept_bytes  that may be kept of a candidate for the next one
     """
+
+    models: int
+    tokens: int
+    candidates: int
+    with_texts: bool
+    kept_bytes: int
+
+
+def plan_search(one: Opened, out: Path, folder: Path, search: SearchSize, resources: Resources) -> SearchPlan:
+    """Count what a search does.
+
+    one     the mean of the fine-tunes
+    folder  of unfinished work, beside `out`
+    """
+    models, tokens, candidates = search.models, search.tokens, search.candidates
     rate, narrow = _rate("float32"), 1.0
     if fast_arithmetic(usable_device(resources.device)) == "bfloat16":
         narrow = rate / _rate("bfloat16")
@@ -137,11 +166,11 @@ def plan_search(
     linear = [step for step in steps if step.role == "linear" and len(step.out.shape) >= 2]
     layers = 2.0 * sum(step.out.size for step in linear)
     head = 2.0 * max((step.out.size for step in steps if step.role == "vocabulary"), default=0)
-    scored = narrow * layers + 2 * head  # a fine-tune's head predicts beside the candidate's
+    scored = narrow * layers + LOSSES * head
     held = models * HELD_ROWS * tokens
-    measured = models * (STATISTICS_ROWS if with_texts else OWN_ROWS) * tokens
+    measured = models * (STATISTICS_ROWS if search.with_texts else OWN_ROWS) * tokens
     strengths = 4 * models * FEW_ROWS * tokens
-    written = 0 if with_texts else models * (OWN_ROWS + HELD_ROWS) * tokens
+    written = 0 if search.with_texts else models * (OWN_ROWS + HELD_ROWS) * tokens
     moments = sum(2.0 * step.out.shape[-1] ** 2 for step in linear)
     searching = (2 * held + strengths) * scored + _singular_vectors(linear, models)
     scoring = candidates * held * scored + 2 * _solutions(linear, models)
@@ -153,24 +182,78 @@ def plan_search(
         Stage("candidates", f"{candidates:,}, on {held:,} tokens each", scoring),
     )[0 if written else 1 :]
     operations = sum(stage.operations for stage in stages)
-    parameters = sum(step.out.size for step in steps)
-    states = models * HELD_ROWS * tokens * 4 * min((step.out.shape[-1] for step in linear), default=0)
-    heads = 2 * (models - 1) * int(head)  # of fine-tunes that have one of their own, in float32
     disk = disk_use(one, models, folder)
     # What does not fit in half of the free space is computed again.
-    predictions = 4 * held * max((step.out.shape[0] for step in steps if step.role == "vocabulary"), default=0)
-    kept = MATRICES * 8 * sum(step.out.size for step in linear) + predictions
+    vocabulary = max((step.out.shape[0] for step in steps if step.role == "vocabulary"), default=0)
+    predictions = 4 * vocabulary * held
+    factors = 8 * DIRECTIONS * models * sum(sum(step.out.shape[-2:]) for step in linear)
+    kept = MATRICES * 8 * sum(step.out.size for step in linear) + factors + predictions + models * 2 * int(head)
     return SearchPlan(
         out,
         candidates,
         stages,
         operations / rate,
         resources.workers,
-        PROCESS_BYTES + 8 * parameters + 2 * states + heads,
+        memory_use(one, search, resources, remembers=kept <= DISK_SHARE * disk.free),
         disk.statistics + kept,
         disk.needed,
         disk.free,
     )
+
+
+def memory_use(one: Opened, search: SearchSize, resources: Resources, *, remembers: bool) -> int:
+    """The most bytes that the process holds, resident, in any stage.
+
+    one        the mean of the fine-tunes
+    remembers  the disk has room for what the fine-tunes predict
+    """
+    steps, models, tokens = one.model.steps, search.models, search.tokens
+    specs = {step.out.name: step.out for step in steps}
+    linear = [step.out for step in steps if step.role == "linear" and len(step.out.shape) >= 2]
+    *layers, outside = [[specs[name] for name in names] for names in parts_of(one.model.structure, one.base, steps)]
+    layer_bytes = max(4 * sum(spec.size for spec in layer) for layer in layers)
+    whole_bytes = 4 * sum(step.out.size for step in steps)
+    held_bytes = whole_bytes
+    if whole_bytes > search.kept_bytes // 2:  # one part at a time, see `MergedWeights`
+        held_bytes = max(layer_bytes, 4 * sum(spec.size for spec in outside))
+    vocabulary, width = max((step.out.shape for step in steps if step.role == "vocabulary"), default=(0, 0))
+    head_bytes = 4 * vocabulary * width
+    logits_bytes = 4 * vocabulary * max(1, min(TOKENS_AT_ONCE, LOGITS_AT_ONCE // max(1, vocabulary)))
+    features = max(sum(sum(spec.shape[-2:]) for spec in layer if len(spec.shape) > 1) for layer in layers)
+    row_bytes = 4 * tokens * one.base.hidden
+    held_bytes += row_bytes * HELD_ROWS * models  # what leaves the last layers of the fine-tunes
+    running_bytes = 4 * BATCH_TOKENS * features
+    # A layer is rounded to bfloat16 while it runs. A fine-tune's head predicts beside the candidate's, if the disk has no room.
+    heads = 1 if remembers else 2
+    scoring = layer_bytes // 2 + head_bytes + 3 * HELD_ROWS * row_bytes
+    scoring += resources.workers * (running_bytes + heads * logits_bytes)
+    statistics = layer_bytes + max(map(_sums_bytes, layers)) + 2 * STATISTICS_ROWS * row_bytes
+    statistics += resources.workers * running_bytes
+    # Sums, solutions and singular vectors of several matrices, as many as the scheduler lets begin.
+    jobs = sorted((_job_bytes(spec.shape, models) for spec in linear), reverse=True) or [0]
+    solving = max(jobs[0], min(sum(jobs[: resources.workers]), resources.resident_bytes))
+    most_bytes = held_bytes + max(scoring, statistics, solving)
+    if not search.with_texts:  # before anything is scored
+        cached = sum(spec.shape[0] for spec in linear if spec.name.endswith((".k_proj.weight", ".v_proj.weight")))
+        of_thread = ROWS_TOGETHER * (DRAWN_BYTES * vocabulary + 4 * tokens * cached)
+        most_bytes = max(most_bytes, whole_bytes + resources.workers * of_thread)
+    return PROCESS_BYTES + most_bytes
+
+
+def _sums_bytes(layer: Sequence[TensorSpec]) -> int:
+    """Memory of the second moments of a layer's linear layers: the sums, one that is divided, and the file that it goes to."""
+    shapes = {spec.name: spec.shape for spec in layer}
+    names = [name for name, shape in shapes.items() if len(shape) == 2]
+    sums = [4 * math.prod(shape) for shape in shapes_of(find_statistic(KIND), names, shapes).values()]
+    return min(sum(sums), WORK_BYTES) + 2 * max(sums, default=0)
+
+
+def _job_bytes(shape: Sequence[int], models: int) -> int:
+    """Memory of RegMean with tsv_m as its prior: float32 deltas, four float64 matrices of the weight's size, four squares, and
+    the models' second moments, which are mapped from files. tsv_m alone takes less.
+    """
+    size, square = math.prod(shape[-2:]), shape[-1] ** 2
+    return JOB_BYTES + (4 * models + 32) * size + (4 * models + 32) * square
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import numpy.typing as npt
 
 from weightsmith._activations.decoder.forward import fast_arithmetic
 from weightsmith._activations.rows import text_source
-from weightsmith._base.errors import NOTHING_WRITTEN, MismatchError, ParameterError
+from weightsmith._base.errors import NOTHING_WRITTEN, MismatchError, NonFinite, ParameterError, StoreError
 from weightsmith._base.files import write_whole
 from weightsmith._base.strict_json import JsonError, parse
 from weightsmith._base.torch_use import usable_device
@@ -91,6 +93,12 @@ def _tsv_parameters(strength: float) -> dict[str, Any]:
     return {"directions": DIRECTIONS, "flatten": FLATTEN, "lambda": strength}
 
 
+def kept_bytes(running: RunOptions) -> int:
+    """What may be kept of a candidate for the next one: tensors take at most half of it."""
+    limit = running.max_memory_bytes
+    return MEMORY_BYTES if limit is None else limit // 2
+
+
 class Pool:
     """Scores recipes on the held-back rows of fine-tunes."""
 
@@ -106,13 +114,11 @@ class Pool:
 
         Raises ParameterError for a text that is too short.
         """
-        limit = running.max_memory_bytes
-        budget = MEMORY_BYTES if limit is None else limit // 2
         resources = resources_of(one.prepared, running)
         self._evaluator = Evaluator(
             one,
             resources,
-            budget,
+            kept_bytes(running),
             arithmetic=fast_arithmetic(usable_device(resources.device)),
             exact_head=True,
             allow_nonfinite=running.allow_nonfinite,
@@ -124,6 +130,7 @@ class Pool:
         self._journal = journal
         # A GPU computes predictions sooner than they come from a disk.
         self._predictions = memory if self._evaluator.device == "cpu" else None
+        self._memory = memory
 
     @property
     def rows(self) -> list[int]:
@@ -135,18 +142,20 @@ class Pool:
 
         Raises MismatchError for a model of another shape or with another tokenizer.
         """
-        heads: dict[str, Any] = {}
+        heads = KeptHeads(self._memory)
         scores = list[RowScores]()
         self._references = []
         for name, parts, text in zip(names, self._parts, self._texts, strict=True):
-            with prepare_named(name) as prepared:
+            with self._named(name), prepare_named(name) as prepared:
                 self._check(name, prepared, parts, text)
                 reference = self._evaluator.reference(
                     Candidate.of(prepared.plan, prepared.inputs), parts, name, self._predictions
                 )
-            weights = {key: _shared(heads, tensor) for key, tensor in reference.weights.items()}
-            self._references.append(replace(reference, weights=weights))
-            scores.append(_joined([_row_scores(rows, self._evaluator.own_losses(rows, reference)) for rows in parts]))
+            self._references.append(replace(reference, weights=heads.keep(reference.weights)))
+            with self._named(name):
+                nats = [self._evaluator.own_losses(rows, reference) for rows in parts]
+            scores.append(_joined([_row_scores(rows, own) for rows, own in zip(parts, nats, strict=True)]))
+            del reference  # its head is in memory
         return scores
 
     def _check(self, name: str, prepared: Prepared, parts: Sequence[Rows], text: TextSource) -> None:
@@ -161,11 +170,25 @@ class Pool:
             fix = "name fine-tunes of one base, with its tokenizer; to change a tokenizer: weightsmith transplant-tokenizer"
             raise MismatchError(what, where=name, fix=fix, state=NOTHING_WRITTEN)
 
-    def scores(self, recipe: Recipe | str, *, few: bool = False, measured_on: Sequence[str] = ()) -> Scores:
+    @contextmanager
+    def _named(self, label: str) -> Iterator[None]:
+        """Let an error of the block that says NaN name this model, not the one whose tensors all have."""
+        try:
+            yield
+        except NonFinite as error:
+            if error.finding.where == self._evaluator.base.label:
+                fix = error.finding.fix or "check the model: weightsmith inspect"
+                error.finding = replace(error.finding, where=label, fix=fix)
+            raise
+
+    def scores(
+        self, recipe: Recipe | str, *, few: bool = False, measured_on: Sequence[str] = (), label: str = "mean"
+    ) -> Scores:
         """The scores of a recipe, or of a model by its name, on the rows of each fine-tune.
 
         few          on the first `FEW_ROWS`
         measured_on  digests of the texts of the statistics that the recipe names
+        label        what errors call it
 
         Raises NonFinite, PlanError.
         """
@@ -175,7 +198,7 @@ class Pool:
         for known in (self._journal.scores.get(key), self._journal.scores.get(self._key(recipe, self._parts, measured_on))):
             if known is not None and all(len(of_model.nats) >= count for of_model, count in zip(known, counts, strict=True)):
                 return [of_model.first(count) for of_model, count in zip(known, counts, strict=True)]
-        with prepare_named(recipe) as prepared:
+        with self._named(label), prepare_named(recipe) as prepared:
             candidate = Candidate.of(prepared.plan, prepared.inputs)
             scored = [
                 _joined([self._scored(candidate, rows, reference) for rows in rows_of_model])
@@ -202,7 +225,7 @@ def _parts(one: Opened, path: Path, tokens: int) -> list[Rows]:
     count = len(rows.ids)
     if count < 2:
         what = f"the held-back text has fewer than two rows of {tokens:,} tokens"
-        raise ParameterError(what, where=str(path), fix="give a longer text", state=NOTHING_WRITTEN)
+        raise ParameterError(what, where=str(path), fix="give a longer text for it: --text NAME=FILE (text)")
     few = min(FEW_ROWS, count // 2)
     return [Rows.of(part(rows, range(few))), Rows.of(part(rows, range(few, count)))]
 
@@ -211,10 +234,53 @@ def _joined(parts: Sequence[RowScores]) -> RowScores:
     return RowScores(*(np.concatenate([getattr(part, name) for part in parts]) for name in ("nats", "divergences", "tokens")))
 
 
-def _shared(known: dict[str, Any], tensor: Any) -> Any:
-    """The same tensor for equal numbers: fine-tunes by adapters have the head of their base."""
-    digest = hashlib.blake2b(tensor.cpu().numpy().tobytes(), digest_size=16).hexdigest()
-    return known.setdefault(digest, tensor)
+class KeptHeads:
+    """The weights of heads, on disk where there is room: they are needed again only if predictions have no room there."""
+
+    def __init__(self, memory: JobMemory) -> None:
+        self._on_disk = memory.of("heads")
+        self._in_memory = dict[str, Any]()
+
+    def keep(self, weights: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The same tensors, each read when it is asked for. Equal ones are kept once: fine-tunes by adapters have the head of
+        their base. Those on a GPU stay there.
+        """
+        return _Lazy({name: partial(self._read, self._kept(tensor)) for name, tensor in weights.items()})
+
+    def _kept(self, tensor: Any) -> str:
+        array = tensor.cpu().numpy()
+        digest = hashlib.blake2b(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, digest_size=16).hexdigest()
+        if digest not in self._on_disk and tensor.device.type == "cpu":
+            self._on_disk[digest] = array
+        if digest not in self._on_disk:
+            self._in_memory.setdefault(digest, tensor)
+        return digest
+
+    def _read(self, digest: str) -> Any:
+        import torch
+
+        if digest in self._in_memory:
+            return self._in_memory[digest]
+        try:
+            return torch.from_numpy(self._on_disk[digest])
+        except KeyError:
+            raise StoreError("what was written to the disk cannot be read again", where="the head of a fine-tune") from None
+
+
+class _Lazy(Mapping[str, Any]):
+    """Values that are made when they are asked for."""
+
+    def __init__(self, makers: Mapping[str, Callable[[], Any]]) -> None:
+        self._makers = makers
+
+    def __getitem__(self, name: str) -> Any:
+        return self._makers[name]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._makers)
+
+    def __len__(self) -> int:
+        return len(self._makers)
 
 
 class Journal:

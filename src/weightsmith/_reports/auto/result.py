@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,7 @@ class Auto(Reported):
     with_texts  whether texts were given; otherwise the fine-tunes wrote their own
     candidates  in the order in which they were scored; the first is the mean
     rows        held back, of each fine-tune
+    failed      candidates whose numbers are not finite, by name, and where: they were left out
     stopped     whether number or time ended the search before all candidates were scored
     seconds     of this call
     """
@@ -72,6 +74,7 @@ class Auto(Reported):
     candidates: tuple[CandidateScore, ...]
     fine_tunes: tuple[FineTune, ...]
     rows: tuple[int, ...]
+    failed: Mapping[str, str]
     stopped: bool
     seconds: float
 
@@ -91,6 +94,7 @@ class Auto(Reported):
             if not self.with_texts and tune.distance < NEAR_NATS:
                 what = f"{tune.name} hardly differs from the base ({tune.distance:.3f} nats a token)"
                 lines.append(f"{what}, so what it wrote is the base's text.")
+        lines += [f"{name} was left out: {why}." for name, why in self.failed.items()]
         if self.stopped:
             lines.append("The limit on candidates or time left some unscored.")
         return tuple(lines)
@@ -102,7 +106,7 @@ class Auto(Reported):
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values; null for what is undefined."""
-        names = "out work choice with_texts candidates fine_tunes rows stopped reading recipe seconds"
+        names = "out work choice with_texts candidates fine_tunes rows failed stopped reading recipe seconds"
         return json_of(self, names)
 
 

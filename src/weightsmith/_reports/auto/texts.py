@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from weightsmith._activations.rows import text_source
-from weightsmith._base.errors import NOTHING_WRITTEN, ParameterError
+from weightsmith._base.errors import ParameterError
 from weightsmith._base.files import write_whole
 from weightsmith._execution.options import RunOptions
 from weightsmith._execution.progress import Meter
@@ -53,7 +53,20 @@ def row_tokens(one: Opened) -> int:
     return min(TOKENS, max(2, one.positions // 2))
 
 
-def cut(one: Opened, name: str, file: str, folder: Path) -> TextPair:
+@dataclass(frozen=True, slots=True)
+class CutText:
+    """A given text, cut in two: the rows that statistics are measured on, and those that are held back. file: the user's."""
+
+    file: str
+    statistics: tuple[str, ...]
+    held: tuple[str, ...]
+
+    def write(self, name: str, folder: Path) -> TextPair:
+        """Write both parts, as the texts of a fine-tune."""
+        return _write(name, self.file, folder, self.statistics, self.held)
+
+
+def cut(one: Opened, file: str) -> CutText:
     """Cut a given text in two. Raises ParameterError for one that is too short, and as `Cutter.rows` does.
 
     Rows are taken evenly from the whole text, so that its end counts as its beginning does.
@@ -63,14 +76,10 @@ def cut(one: Opened, name: str, file: str, folder: Path) -> TextPair:
     count = len(rows.ids)
     if count < 8:
         what = f"the text has {count:,} rows of {tokens:,} tokens, and 8 are needed: 6 for statistics, 2 to score candidates"
-        raise ParameterError(
-            what, where=file, fix="give a longer text, or leave it out: the fine-tune writes its own", state=NOTHING_WRITTEN
-        )
+        raise ParameterError(what, where=file, fix="give a longer text, or none at all: each fine-tune then writes its own")
     taken = np.unique(np.linspace(0, count - 1, min(count, STATISTICS_ROWS + HELD_ROWS)).round().astype(int))
     texts = [one.cutter.tokenizer.decode(rows.ids[k][rows.nbytes[k] >= 0].tolist(), skip_special_tokens=False) for k in taken]
-    held = texts[3::4]
-    measured = [text for i, text in enumerate(texts) if i % 4 != 3]
-    return _write(name, file, folder, measured, held)
+    return CutText(file, tuple(text for i, text in enumerate(texts) if i % 4 != 3), tuple(texts[3::4]))
 
 
 def write_own(name: str, model: str, tokens: int, folder: Path, seed: int, running: RunOptions, shown: Meter) -> TextPair:

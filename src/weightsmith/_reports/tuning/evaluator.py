@@ -24,10 +24,18 @@ from torch import Tensor
 
 from weightsmith._activations.decoder import Arithmetic, Base
 from weightsmith._activations.decoder.forward import Decoder, Layer, build, gradients_at
-from weightsmith._activations.losses import LOGITS_AT_ONCE, TOKENS_AT_ONCE, LogsOf, logs_of, own_losses, token_losses
+from weightsmith._activations.losses import (
+    LOGITS_AT_ONCE,
+    TOKENS_AT_ONCE,
+    LogsOf,
+    logs_of,
+    own_losses,
+    token_losses,
+    token_parts,
+)
 from weightsmith._activations.running import workers
 from weightsmith._activations.scored_rows import ScoredRows
-from weightsmith._base.errors import MismatchError, NonFinite, PlanError, WeightsmithError
+from weightsmith._base.errors import MismatchError, NonFinite, PlanError, StoreError, WeightsmithError
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._base.torch_use import usable_device
 from weightsmith._engine.local import MemoryOutput, run
@@ -101,7 +109,9 @@ class MergedWeights:
         """Take tensors from this candidate from now on. Those that it changes are merged when they are next asked for."""
         self._candidate = candidate
         for name in [name for name, made_from in self._hashes.items() if candidate.tensors[name] != made_from]:
-            self._spare[name] = self._tensors.pop(name)  # filled again: freed and new memory would leave gaps between the two
+            tensor = self._tensors.pop(name)
+            if self.holds_model:
+                self._spare[name] = tensor  # filled again: freed and new memory would leave gaps between the two
             del self._hashes[name]
 
     def take(self, names: Sequence[str]) -> dict[str, Tensor]:
@@ -136,7 +146,7 @@ class MergedWeights:
     def _array(self, name: str) -> Floats:
         """Memory for a tensor: that of the last candidate's, if the whole model is held."""
         spare = self._spare.pop(name, None)
-        if spare is None or not self.holds_model or spare.device.type != "cpu":
+        if spare is None or spare.device.type != "cpu":
             return np.empty(self.specs[name].shape, np.float32)
         return spare.numpy()
 
@@ -250,7 +260,7 @@ class Evaluator:
             specs, resources, self.device, budget // 2, allow_nonfinite=allow_nonfinite, memory=memory
         )
         self._config = one.prepared.plan.config
-        self._parts = _parts(one.model.structure, one.base, one.model.steps)
+        self._parts = parts_of(one.model.structure, one.base, one.model.steps)
         self._decoder = _build(self.base)
         self._states_budget = budget - (self._weights.nbytes if self._weights.holds_model else 0)
         self._states = dict[str, dict[int, tuple[str, Tensor]]]()
@@ -276,7 +286,7 @@ class Evaluator:
         shapes = {step.out.name: step.out.shape for step in plan.steps}
         if shapes != {name: spec.shape for name, spec in self._weights.specs.items()}:
             return False
-        return plan.config == self._config or _settings(plan.config) == _settings(self._config)
+        return not other_settings(self._config, plan.config)
 
     def losses(
         self, candidate: Candidate, rows: Rows, reference: Reference | None = None, *, keep: bool = True
@@ -309,7 +319,7 @@ class Evaluator:
         predicts.
         """
         nats = np.zeros(len(rows.scored.ids))
-        with self._reference_head(reference) as head:
+        with self._reference_head(reference, rows) as head:
 
             def measure(row: int) -> None:
                 with torch.no_grad():
@@ -368,7 +378,7 @@ class Evaluator:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The gradients of the last layer's output, and of the weights of the head."""
         leaving = torch.zeros_like(states)
-        with self._head() as head, self._reference_head(reference) as reference_head:
+        with self._head() as head, self._reference_head(reference, rows) as reference_head:
             weights = self._decoder.head_parameters
             for _, parameter in weights:
                 parameter.requires_grad_(True)
@@ -437,10 +447,19 @@ class Evaluator:
     def _head(self, arithmetic: Arithmetic = "float32", *, reuse: bool = False) -> AbstractContextManager[_Head]:
         return self._decoder.head(self._weights, self.device, self._head_weights(), arithmetic, reuse=reuse)
 
-    def _reference_head(self, reference: Reference | None) -> AbstractContextManager[_Head | None]:
-        if reference is None:
+    def _reference_head(self, reference: Reference | None, rows: Rows) -> AbstractContextManager[_Head | None]:
+        """The head of a reference; None if its memory has all that it predicts on these rows."""
+        if reference is None or self._remembers(reference, rows):
             return nullcontext()
-        return reference.decoder.head(self._weights, self.device, reference.weights, reuse=True)
+        return reference.decoder.head(self._weights, self.device, dict(reference.weights), reuse=True)
+
+    def _remembers(self, reference: Reference, rows: Rows) -> bool:
+        return reference.memory is not None and all(
+            part.start in reference.memory.of(_piece(reference, rows, row, places))
+            for row in range(len(rows.scored.ids))
+            for places, targets in self._predicted(rows, row)
+            for part in token_parts(len(targets), self._vocabulary, self.device)
+        )
 
     # ---- the forward pass
 
@@ -492,7 +511,7 @@ class Evaluator:
         exact = self._exact_head or reference is not None  # a divergence is small beside what rounding does
         with (
             self._head("float32" if exact else self.base.arithmetic, reuse=True) as head,
-            self._reference_head(reference) as reference_head,
+            self._reference_head(reference, rows) as reference_head,
         ):
 
             def measure(row: int) -> None:
@@ -525,14 +544,16 @@ def _expected(reference: Reference, head: _Head | None, rows: Rows, row: int, pl
     """
     entering = reference.states[rows.name][row, places]
     computed: LogsOf | None = None
-    known = None if reference.memory is None else reference.memory.of((reference.name, rows.name, row, int(places[0])))
+    known = None if reference.memory is None else reference.memory.of(_piece(reference, rows, row, places))
 
     def expected(part: slice) -> Tensor:
         nonlocal computed
         if known is not None and (kept := known.get(part.start)) is not None:
             return torch.from_numpy(kept).to(entering.device)
         if computed is None:
-            assert head is not None
+            if head is None:
+                fix = "run the same command again: what is finished is kept"
+                raise StoreError("what was written to the disk cannot be read again", where=reference.name, fix=fix)
             computed = logs_of(head(entering))
         logs = computed(part)
         if known is not None:
@@ -542,12 +563,37 @@ def _expected(reference: Reference, head: _Head | None, rows: Rows, row: int, pl
     return expected
 
 
+def _piece(reference: Reference, rows: Rows, row: int, places: npt.NDArray[np.intp]) -> object:
+    """What the memory of a reference knows a piece of a row by."""
+    return reference.name, rows.name, row, int(places[0])
+
+
 def _nats(logs: Tensor, targets: Tensor) -> Tensor:
     return -logs.gather(1, targets[:, None]).double().sum()
 
 
 def _divergence(logs: Tensor, expected: Tensor) -> Tensor:
     return torch.nn.functional.kl_div(logs, expected, reduction="none", log_target=True).double().sum()
+
+
+def other_tensors(plan: Plan, other: Plan) -> list[str]:
+    """Lines on the tensors of two plans that differ in shape, or that one of them lacks."""
+    here, there = ({step.out.name: step.out.shape for step in one.steps} for one in (plan, other))
+    names = [name for name in here | there if here.get(name) != there.get(name)]
+    return [f"{name}: {_shape(there.get(name))} here, {_shape(here.get(name))} in the others" for name in names]
+
+
+def _shape(shape: tuple[int, ...] | None) -> str:
+    return "missing" if shape is None else str(list(shape))
+
+
+def other_settings(config: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> list[str]:
+    """Lines on the settings of two config.json that differ, apart from those that do not change predictions."""
+    if config == other:
+        return []
+    here, there = _settings(config), _settings(other)
+    names = [name for name in here | there if here.get(name) != there.get(name)]
+    return [f"{name}: {there.get(name)!r} here, {here.get(name)!r} in the others" for name in names]
 
 
 def _settings(config: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -563,7 +609,7 @@ def _settings(config: Mapping[str, Any] | None) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if key not in _NEITHER}
 
 
-def _parts(structure: Structure, base: Base, steps: Sequence[Step]) -> list[list[str]]:
+def parts_of(structure: Structure, base: Base, steps: Sequence[Step]) -> list[list[str]]:
     """The tensors of each layer, and of what is outside the layers."""
     parts: list[list[str]] = [[] for _ in range(base.layers + 1)]
     for step in steps:
