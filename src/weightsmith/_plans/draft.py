@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import base64
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
-from dataclasses import astuple, dataclass, field, fields
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import astuple, dataclass, field, fields, replace
 from typing import Any, Self
 
-from weightsmith._base.errors import Finding, Unsupported
+from weightsmith._base.errors import Finding
 from weightsmith._base.redaction import has_secret
 from weightsmith._base.tensors import BLOCKS, DTYPES, TensorSpec
 from weightsmith._files.containers import CONTAINERS, PLAIN_NAMES, SAFETENSORS, Naming
@@ -121,21 +121,20 @@ class PlanDraft:
         return self.tables.index(table)
 
     def leave_out(self, steps: Collection[Step], reason: str) -> None:
-        """Leave out some steps, and say why their tensors are not used.
-
-        Raises Unsupported if what others need is made of them too: a threshold of the whole model would be another one.
-        """
-        whole = {product.name for product in self.products if not product.steps}
-        shared = {name for step in steps for leaf in step.leaves for name in (*step.needs, *leaf.needs)} & whole
+        """Leave out some steps, and say why their tensors are not used. Products that look at all steps still look at them."""
         names = {step.out.name for step in steps}
-        kept = [step for step in self.steps if step.out.name not in names]
-        if any(shared.intersection((*step.needs, *leaf.needs)) for step in kept for leaf in step.leaves):
-            what = "the merge looks at the whole model first, and this part of it would not be computed"
-            fix = "write the merge without a format, then quantise the result"
-            raise Unsupported(what, where=next(iter(names)), fix=fix)
+        if names:
+            self.fix_products(self.steps)
         reads = [read for step in steps for read in step.reads if read.model != PRODUCTS]
         self.dropped += [Dropped(read.model, read.tensor, reason) for read in reads]
-        self.steps = kept
+        self.steps = [step for step in self.steps if step.out.name not in names]
+
+    def fix_products(self, steps: Sequence[Step]) -> None:
+        """Let products that look at all steps that need them look at those of these steps, whatever becomes of them."""
+        for i, product in enumerate(self.products):
+            looked_at = [step for step in steps if any(product.name in leaf.needs for leaf in step.leaves)]
+            if not product.steps and looked_at:
+                self.products[i] = replace(product, steps=tuple(looked_at))
 
     def warn(self, what: str, where: str = "", fix: str = "") -> None:
         """Add a warning."""

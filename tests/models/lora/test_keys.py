@@ -86,7 +86,7 @@ def test_other_kinds_are_refused_with_advice_that_works(kind: Any, fix: str, tmp
 @pytest.mark.parametrize(
     ("config", "words", "by_peft"),
     [
-        ({"lora_bias": True}, "lora_bias: a bias of B", True),
+        ({"use_qalora": True}, "use_qalora: QA-LoRA", True),
         ({"megatron_config": {"x": 1}}, "megatron_config: ", True),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights: 'pissa_niter_4': the base weights were changed", True),
         ({"init_lora_weights": "lora_ga"}, "init_lora_weights: 'lora_ga': the base weights were changed", True),

@@ -107,6 +107,7 @@ CASES: dict[str, dict[str, Any]] = {
     "DoRA of embedding and head": {"target_modules": ["embed_tokens", "lm_head"], "use_dora": True},
     "biases": {"target_modules": ["q_proj", "down_proj"], "bias": "all"},
     "biases of targets": {"target_modules": ["q_proj", "down_proj"], "bias": "lora_only"},
+    "biases of factors": {"target_modules": ["q_proj", "v_proj"], "lora_bias": True, "bias": "none"},
 }
 
 
@@ -526,8 +527,20 @@ def test_modules_that_are_saved_whole_are_merged_as_those_of_models(method: str,
 
 
 def test_all_reasons_are_told_at_once(tmp_path: Path) -> None:
-    problem = refusal(base(tmp_path / "base"), adapter(tmp_path / "a", use_qalora=True, kasa_config={"a": 1}, lora_bias=True))
+    problem = refusal(base(tmp_path / "base"), adapter(tmp_path / "a", use_qalora=True, kasa_config={"a": 1}, use_bdlora=True))
     assert len(problem.finding.details) == 3
+
+
+def test_biases_of_factors_need_a_bias_of_the_layer(tmp_path: Path) -> None:
+    """PEFT does not merge them without one either."""
+    model, biased = base(tmp_path / "base"), factors(Q, H, H) | {f"{P}{Q}.lora_B.bias": normal(H)}
+    words = {
+        f"the base has no {Q}.bias": biased,
+        f"{Q} has no bias of B, and lora_bias is true": factors(Q, H, H),
+        "is of a module without A and B": biased | {f"{P}{DOWN}.lora_B.bias": normal(H)},
+    }
+    for k, (words_of_problem, tensors) in enumerate(words.items()):
+        assert words_of_problem in str(refusal(model, adapter(tmp_path / str(k), tensors, lora_bias=True)))
 
 
 def test_targets_that_the_base_has_not_are_listed_together(tmp_path: Path) -> None:

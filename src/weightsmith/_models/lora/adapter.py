@@ -30,6 +30,7 @@ MOST_DIMENSIONS = 5  # of the kernel of a convolution over time, height and widt
 
 PREFIX = "base_model.model."
 _FACTOR = re.compile(r"(.+)\.(?:lora_([AB])(?:\.default)?\.weight|lora_embedding_([AB])(?:\.default)?)")
+_BIAS = re.compile(r"(.+)\.lora_B(?:\.default)?\.bias")
 _MAGNITUDE = re.compile(r"(.+)\.lora_magnitude_vector(?:\.default)?(?:\.weight)?")
 WRAPPERS = re.compile(r"(?<![^.])(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 """What torch.compile, FSDP and activation checkpointing add to names, which trainers may have saved."""
@@ -160,6 +161,7 @@ def sort_tensors(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Adapter:
     magnitudes: dict[str, str] = {}
     replacements: dict[str, str] = {}
     tokens: dict[str, str] = {}
+    biases: dict[str, str] = {}
     for name, spec in checkpoint.specs.items():
         inner = WRAPPERS.sub("", name).removeprefix(PREFIX)
         match = _FACTOR.fullmatch(inner)
@@ -167,6 +169,8 @@ def sort_tensors(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Adapter:
             continue  # what a module that is saved whole was before the training; what VeLoRA's training alone needs
         if match is None and (magnitude_name := _MAGNITUDE.fullmatch(inner)):
             magnitudes[magnitude_name[1]] = name
+        elif config.get("lora_bias") and (of_bias := _BIAS.fullmatch(inner)):
+            biases[of_bias[1]] = name
         elif config.get("trainable_token_indices") and (of_tokens := _TOKENS.fullmatch(inner)):
             tokens[of_tokens[1]] = name
         elif match is None and any(part.startswith("lora_") for part in inner.split(".")):
@@ -212,6 +216,9 @@ def sort_tensors(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Adapter:
         if any(name == "weight" and f".{module}".endswith(f".{end}") for end, name in targets):
             of_weights.add(module)
     problems += [f"{show(name)} is of a module without A and B" for name in magnitudes.values()]
+    problems += [f"{show(name)} is of a module without A and B" for module, name in biases.items() if module not in updates]
+    if config.get("lora_bias") and (bare := [module for module in updates if module not in biases]):
+        problems.append(f"{bare[0]} has no bias of B, and lora_bias is true")
     if config.get("trainable_token_indices") and not tokens:
         problems.append("the config has trainable_token_indices, and no tensor is trainable_tokens_delta")
     if problems:
@@ -229,11 +236,14 @@ def sort_tensors(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Adapter:
         weights=frozenset(of_weights),
         saved=frozenset(saved_modules(config, replacements)),
     )
-    if not tokens:
-        return adapter
     settings = {"trainable_token_indices": config.get("trainable_token_indices")}
-    parts = {module: {"trainable_tokens_delta": name} for module, name in tokens.items()}
-    return replace(adapter, others={module: OtherParts("trainable_tokens", part, settings) for module, part in parts.items()})
+    others = {}
+    for module, name in biases.items():  # of modules with factors: all others are problems
+        others[module] = OtherParts("difference", {"diff_b": name}, {"scale": updates[module].scaling})
+    others |= {
+        module: OtherParts("trainable_tokens", {"trainable_tokens_delta": name}, settings) for module, name in tokens.items()
+    }
+    return replace(adapter, others=others) if others else adapter
 
 
 def check_empty(checkpoint: Checkpoint) -> None:

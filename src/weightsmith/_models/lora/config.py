@@ -118,6 +118,7 @@ USED = frozenset(
         "fan_in_fan_out",
         "init_lora_weights",
         "lora_alpha",
+        "lora_bias",
         "lora_B_layout",  # Unsloth's
         "modules_to_save",
         "peft_type",
@@ -164,7 +165,6 @@ class NotApplied:
 
 
 NOT_APPLIED: Mapping[str, NotApplied] = {
-    "lora_bias": NotApplied("a bias of B, which is added to the layer's own"),
     "use_qalora": NotApplied("QA-LoRA, which pools the inputs of A"),
     "use_bdlora": NotApplied("block-diagonal factors", by_peft=False),
     "layer_replication": NotApplied("layers that are repeated before the adapter is applied, and share weights", by_peft=False),
@@ -239,7 +239,7 @@ def _not_applied(config: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
 
 def _wrong_values(config: Mapping[str, Any]) -> Iterator[str]:
     """What PEFT would not have written."""
-    for key in ("ensure_weight_tying", "fan_in_fan_out", "use_dora", "use_rslora"):
+    for key in ("ensure_weight_tying", "fan_in_fan_out", "lora_bias", "use_dora", "use_rslora"):
         if not isinstance(value := config.get(key), bool | None):
             yield f"{key} is {show(value)}, not true or false"
     if (bias := config.get("bias")) not in (None, *BIASES):

@@ -15,6 +15,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import weightsmith
 from tests import llama_cpp, zoo
@@ -412,6 +413,22 @@ def test_a_model_from_a_gguf_file_is_named_after_it(model: Path) -> None:
     assert "general.name" not in gguf.GGUFReader(quantize("./-", "nameless", "q8_0")).fields
     path = path.rename("somebody-7b/named.gguf")
     assert gguf.GGUFReader(quantize(path, "out", "q8_0")).fields["general.name"].contents() == "Named"
+
+
+def test_thresholds_of_a_merge_straight_to_gguf_are_those_of_all_tensors(tmp_path: Path) -> None:
+    for seed, name in enumerate(("base", "a", "b")):
+        folder = zoo.save("llama", tmp_path / name, seed, vocab_size=262, tie_word_embeddings=True, dtype="float32")
+        for file, content in tokenizer_files(BYTE_LEVEL).items():
+            (folder / file).write_bytes(content)
+        weights = folder / "model.safetensors"
+        tensors = load_file(weights)
+        save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] * 5}, weights, {"format": "pt"})
+    models = [{"model": str(tmp_path / name), "parameters": {"weight": 0.5, "density": 0.3}} for name in "ab"]
+    recipe = {"merge_method": "ties", "base_model": str(tmp_path / "base"), "models": models, "parameters": {"scope": "model"}}
+    weightsmith.merge(recipe, tmp_path / "once", quantize="gguf-f32", fsync=False)
+    weightsmith.merge(recipe, tmp_path / "plain", fsync=False)
+    weightsmith.quantize(tmp_path / "plain", tmp_path / "twice", format="gguf-f32", fsync=False)
+    assert stored(tmp_path / "once" / "model.gguf") == stored(tmp_path / "twice" / "model.gguf")
 
 
 def test_a_merge_straight_to_gguf_is_the_merge_then_quantised(

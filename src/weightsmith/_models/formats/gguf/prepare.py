@@ -220,6 +220,7 @@ def _prepare(
     if model.mixture.name == _FACTORED and not model.architecture.factored:
         what = f"llama.cpp does not multiply weights of the architecture {model.architecture.name} by the factors of NVFP4"
         raise Unsupported(what, where="config.json", fix="choose another format, such as gguf-q4_k_m")
+    whole = list(draft.steps)
     keys, factors = model.architecture.keys(model.settings, model.mixture.number)
     pooling = pooling_of(companions.read((MODULES, *READ)), model.architecture.name, companions.donor)
     behind = [_Stored(step, [replace(step.out, name=pooling.dense[step.out.name])]) for step in _taken(draft, pooling.dense)]
@@ -245,6 +246,8 @@ def _prepare(
     constants, numbers = _constants(factors, len(draft.settings))
     dropped = [*parts.dropped, *_dropped(parts.predict, _PREDICTS)]
     dropped += _dropped(vision.unused, UNUSED) if vision.header else _dropped(parts.others, _OTHER_PART)
+    if dropped:
+        draft.fix_products(whole)
     draft.steps, draft.settings = [*steps, *heads, *constants, *vision.steps], [*draft.settings, *numbers]
     draft.products += [*products, *maxima, *vision.products]
     draft.dropped += dropped

@@ -31,7 +31,8 @@ def prepare(module: AdapterModule, arrays: Arrays) -> tuple[Rows, ...]:
     """What is added, as rows."""
     names = _WEIGHTS if module.tensor == "weight" else _BIASES
     difference = next(arrays[part] for part in names if part in arrays)
-    return (np.ascontiguousarray(difference.reshape(module.outputs, -1)),)
+    scale = float(module.settings.get("scale", 1.0))  # of the bias of a LoRA's B
+    return (np.ascontiguousarray(difference.reshape(module.outputs, -1)) * scale,)
 
 
 def change(module: AdapterModule, arrays: tuple[Rows, ...], rows: Rows, first: int) -> None:
