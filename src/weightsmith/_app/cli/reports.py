@@ -18,7 +18,7 @@ import weightsmith
 from weightsmith._activations.options import StatisticsSettings
 from weightsmith._app.cli import options
 from weightsmith._app.cli.failures import failures, wrote
-from weightsmith._app.cli.work import show_warnings, tuning_interrupted, working
+from weightsmith._app.cli.work import auto_interrupted, show_warnings, tuning_interrupted, working
 from weightsmith._base.errors import printable
 from weightsmith._base.text import count, duration, note, say, show_json, show_table, size, status_line
 from weightsmith._execution.options import RunOptions
@@ -368,7 +368,7 @@ def auto(
         weightsmith auto ./base ./fr ./de merged --text fr=fr.txt --text de=de.txt
     """
     base, *fine_tunes = models
-    with working("reading the models' headers", out=out, quiet=quiet, as_json=as_json) as work:
+    with working("reading the models' headers", out=out, quiet=quiet, as_json=as_json, told=auto_interrupted) as work:
         from weightsmith._execution.progress import meter
         from weightsmith._reports.auto.auto import find_merge, plan_merge
         from weightsmith._reports.auto.pool import Models

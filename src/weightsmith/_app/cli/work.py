@@ -242,6 +242,15 @@ def tuning_interrupted(out: str) -> str:
     return f"Interrupted.{best} Finished trials are kept in {journal}\n  -> Resume with the same command: {_command()}"
 
 
+def auto_interrupted(out: str) -> str:
+    """The message after Ctrl-C of a search for a good merge."""
+    folder = Path(f"{out.rstrip('/')}.auto")
+    if not folder.exists():
+        return interrupted(out)
+    kept = f"Interrupted. Texts, statistics and scores are kept in {folder}"
+    return f"{kept}\n  -> Resume with the same command: {_command()}"
+
+
 def _command() -> str:
     """The command that resumes this one's work. With --no-resume it would discard it."""
     import shlex
