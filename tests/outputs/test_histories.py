@@ -100,6 +100,7 @@ def test_a_real_store(new_server: Callable[[str], Server], kind: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.sweep
+@pytest.mark.timeout(0)  # hypothesis would shrink a history that is stopped
 def test_the_hub(hub: FakeHub) -> None:
     def case() -> OutputCase:
         name = f"org/out{next(NUMBERS)}"

@@ -22,7 +22,17 @@ from unittest.mock import patch
 
 import numpy as np
 
-from weightsmith._base.errors import Busy, CannotResume, CheckpointError, Corrupt, NoSpace, NotFound, OutputExists, StoreError
+from weightsmith._base.errors import (
+    Busy,
+    CannotResume,
+    CheckpointError,
+    Corrupt,
+    NoSpace,
+    NotFound,
+    OutputExists,
+    PushFailed,
+    StoreError,
+)
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._files.containers import Layout, Naming, make_layout
 from weightsmith._outputs import disk
@@ -355,10 +365,11 @@ class _History:
         refusal: StoreError | None = None
         try:
             staging = Staging.open(self.case.target(), self._spec(plan, resume, overwrite))
-        except (OutputExists, CannotResume, NoSpace) as error:
+        except (OutputExists, CannotResume, NoSpace, PushFailed) as error:
             refusal = error
         if refusal is not None:
             assert full or not isinstance(refusal, NoSpace)
+            assert self.notes or not isinstance(refusal, PushFailed)  # a branch that another program has changed
             assert full or taken or self.notes or others or self.ended, f"nothing is in the way: {refusal}"
             assert not resume or self.visible() == before, "a run that was refused has changed something"
             if self.ended:
@@ -435,7 +446,8 @@ class _History:
             self.close()
             return
         assert complete
-        assert not self.notes, "published over another program's file"
+        # The commit of a run that was killed after it may be all that is missing. Then nothing is replaced.
+        assert not self.notes or self.ended == self.plan, "published over another program's file"
         self.published, self.ended, self.work, self.staging = self.plan, "", ("", set()), None
 
     def killed_while_it_publishes(self, *, after: bool, change: int) -> None:

@@ -193,7 +193,7 @@ _WRITES = (Writing("awq-4bit", _SUMMARY, _READERS, {group: Awq(BITS, group) for 
 def _mixed(configs: Sequence[Config], modules: Sequence[Sequence[str]]) -> dict[str, Any]:
     """Raises Unsupported: AWQ has one encoding in a model, and readers do not look for a quantised head."""
     what = "AWQ has one group size in a model, and no quantised head"
-    raise Unsupported(what, where="quantize", fix="store other weights as plain, or choose another format")
+    raise Unsupported(what, where="quantize", fix="keep other weights plain, or choose another format")
 
 
 _read = reader("AWQ", _PARTS, weights)
