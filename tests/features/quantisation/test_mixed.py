@@ -17,6 +17,7 @@ from tests.mini import write_checkpoint
 from tests.models.formats.compressed_tensors.test_reading import write_model, write_transformer
 from weightsmith._base.errors import PlanError
 from weightsmith._models.checkpoint import open_checkpoint
+from weightsmith._models.structure.projections import ENGINES_FUSED
 
 TYPES = ("self_attn=fp8-dynamic", r"layers\.1\.mlp\.down_proj=plain", r"layers\.1\.self_attn=mxfp8")
 
@@ -544,20 +545,51 @@ def test_a_head_of_gptq_is_quantised_if_it_is_asked_for(tmp_path: Path) -> None:
         quantise(odd, tmp_path / "no", "gptq-4bit", "lm_head=gptq-4bit", group_size=32, engine="vllm")
 
 
+def gptq_kind_in_vllm(stored: dict[str, Any], module: str) -> bool:
+    """Whether vLLM asks for codes of a module: no rule of `dynamic` takes it out, and the list has all parts of its name."""
+    if any(re.match(rule.removeprefix("-:"), module) for rule in stored.get("dynamic", {})):
+        return False
+    (listed,) = stored.get("modules_in_block_to_quantize", [[""]])
+    home, _, leaf = module.rpartition(".")
+    parts = [f"{home}.{part}" for part in ENGINES_FUSED.get(leaf, [leaf])]
+    kinds = {any(name in part for name in listed) for part in parts}
+    assert len(kinds) == 1, (module, listed)
+    return kinds.pop()
+
+
 def test_plain_weights_of_gptq_and_its_head_are_named_for_vllm(tmp_path: Path) -> None:
-    """`is_layer_gptq_quantized` of vLLM looks for an entry in the name of a module, the head's too."""
+    """`is_layer_gptq_quantized` of vLLM looks for an entry in the name of a module, the head's too; rules of `dynamic` are
+    compared with the name of the joined module."""
     source = write_transformer(tmp_path / "m", "Llama", num_hidden_layers=2, tie_word_embeddings=False, **SIZES)
-    quantise(source, tmp_path / "q", "gptq-8bit", r"layers\.0\.self_attn=plain", "lm_head=gptq-8bit", group_size=32)
+    types = (r"layers\.0\.self_attn=plain", r"layers\.1\.mlp=plain", "lm_head=gptq-8bit")
+    quantise(source, tmp_path / "q", "gptq-8bit", *types, group_size=32)
     stored = entry(tmp_path / "q")
-    (listed,) = stored["modules_in_block_to_quantize"]
     with open_checkpoint(tmp_path / "q", raw=True) as model:
         codes = {name.removesuffix(".qweight") for name in model if name.endswith(".qweight")}
-    modules = [f"model.layers.{i}.self_attn.{part}_proj" for i in range(2) for part in "qkvo"]
-    for module in [*modules, "model.layers.0.mlp.up_proj", "lm_head"]:
-        skipped = any(re.match(rule.removeprefix("-:"), module) for rule in stored["dynamic"])
-        assert (any(part in module for part in listed) and not skipped) == (module in codes), module
-    assert {module in codes for module in modules[:4]} == {False}
+    for layer, coded, plain in ((0, "mlp", "self_attn"), (1, "self_attn", "mlp")):
+        names = {"self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"), "mlp": ("gate_proj", "up_proj", "down_proj")}
+        joined = {"self_attn": "qkv_proj", "mlp": "gate_up_proj"}
+        home = f"model.layers.{layer}"
+        assert {f"{home}.{coded}.{name}" for name in names[coded]} <= codes
+        assert not {f"{home}.{plain}.{name}" for name in names[plain]} & codes
+        for module, is_coded in ((coded, True), (plain, False)):
+            for name in (*names[module], joined[module]):
+                assert gptq_kind_in_vllm(stored, f"{home}.{module}.{name}") == is_coded, (layer, module, name)
+    assert "lm_head" in codes
+    assert gptq_kind_in_vllm(stored, "lm_head")
     assert stored["lm_head"] is True
+
+
+def test_a_head_of_gptq_under_another_name_is_said_to_be_quantised(tmp_path: Path) -> None:
+    """vLLM looks at the class of a module: the head of GPT-NeoX is `embed_out`."""
+    sizes = {"vocab_size": 128, "hidden_size": 128, "num_attention_heads": 4, "intermediate_size": 256}
+    source = write_transformer(tmp_path / "m", "GPTNeoX", num_hidden_layers=2, tie_word_embeddings=False, **sizes)
+    quantise(source, tmp_path / "q", "gptq-4bit", "embed_out=gptq-4bit", group_size=32)
+    with open_checkpoint(tmp_path / "q", raw=True) as model:
+        assert "embed_out.qweight" in set(model)
+    assert entry(tmp_path / "q")["lm_head"] is True
+    quantise(source, tmp_path / "plain", "gptq-4bit", group_size=32)
+    assert entry(tmp_path / "plain")["lm_head"] is False
 
 
 def test_gptq_and_awq_have_one_encoding_in_a_model(tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ from weightsmith._models.formats.matrices import (
     with_joined,
 )
 from weightsmith._models.formats.reader_configs import older_config
+from weightsmith._models.structure.vocabulary import is_model_head
 from weightsmith._plans import PlanDraft
 from weightsmith.abc.product import Arrays
 from weightsmith.abc.stored import Config, Encoding, Modules, Rows, StoredFormat, Writing, grouped_name, labelled
@@ -52,7 +53,7 @@ from weightsmith.abc.tensors import Tensors
 
 METHOD = "gptq"
 _HEAD = "lm_head"
-"""The head of a model, as readers call it: `lm_head` of the entry says whether it is quantised."""
+"""What most models call their head. `lm_head` of the entry says whether the head is quantised, whatever its name is."""
 PARTS = (".qweight", ".qzeros", ".scales", ".g_idx")
 _BITS = (2, 3, 4, 8)
 _ONES = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}
@@ -256,12 +257,13 @@ class Gptq(TransposedEncoding):
         both kinds: readers ask for an expert as a whole. vLLM, SGLang and GPTQModel read `lm_head`.
         """
         entry: dict[str, Any] = {"quant_method": METHOD, "bits": self.bits, "group_size": self.group, "desc_act": False}
-        has_head = any(name.rpartition(".")[2] == _HEAD for name in modules.encoded)
+        has_head = any(is_model_head(TensorSpec(name + SUFFIX, F32, (1, 1))) for name in modules.encoded)
         entry |= {"sym": self.symmetric, "lm_head": has_head, "checkpoint_format": "gptq", "pack_dtype": "int32"}
         if plain := [name for name in modules.plain if name.rpartition(".")[2] != _HEAD]:
-            parts = parts_of(with_joined(plain), modules.encoded)
+            encoded = with_joined(modules.encoded)
+            parts = parts_of(with_joined(plain), encoded)
             for part in parts:
-                if taken := next((name for name in modules.encoded if name.startswith(f"{part}.")), None):
+                if taken := next((name for name in encoded if name.startswith(f"{part}.")), None):
                     what = "some of its weights are not quantised, and readers of GPTQ take all for plain then, such as"
                     fix = "choose another format, or a smaller group size"
                     raise Unsupported(f"{what} {taken}", where=part, fix=fix)

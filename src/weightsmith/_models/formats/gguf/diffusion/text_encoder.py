@@ -20,6 +20,8 @@ ARCHITECTURE = "t5encoder"
 _MARK = "encoder.block.0.layer.0.SelfAttention.q.weight"
 _EMBEDDING, _COPY = "shared.weight", "encoder.embed_tokens.weight"
 _LAYER = re.compile(r"encoder\.block\.(\d+)\.(.+)\.weight")
+_UNGATED = "layer.1.DenseReluDense.wi"
+"""The first T5's, of Stable Audio. ComfyUI-GGUF has one name for llama.cpp's ffn_up: wi_1, which is beside a gate."""
 _POSITIONS = "attn_rel_b.weight"
 _CONTEXT, _EPSILON = 512, 1e-6
 """Of all of T5, though no tensor says so."""
@@ -33,13 +35,13 @@ def is_t5(names: Collection[str]) -> bool:
 def t5_names(names: Collection[str], where: str) -> dict[str, str]:
     """llama.cpp's name of each tensor of T5's encoder, without a second copy of the embedding.
 
-    Raises Unsupported for a tensor that is of no encoder.
+    Raises Unsupported for a tensor that is of no encoder, and for an encoder whose feed-forward layers have no gate.
 
     >>> t5_names(["shared.weight", "encoder.block.3.layer.1.DenseReluDense.wo.weight"], "t5")
     {'shared.weight': 'token_embd.weight', 'encoder.block.3.layer.1.DenseReluDense.wo.weight': 'enc.blk.3.ffn_down.weight'}
     """
     wholes = {name: theirs for theirs, name in T5_WHOLE.items()}
-    parts = {name: theirs for theirs, name in T5_PARTS.items()} | {"layer.1.DenseReluDense.wi": "ffn_up"}
+    parts = {name: theirs for theirs, name in T5_PARTS.items()}
     placed = {}
     for name in names:
         layer = _LAYER.fullmatch(name)
@@ -49,6 +51,9 @@ def t5_names(names: Collection[str], where: str) -> dict[str, str]:
             placed[name] = wholes.get(name, "token_embd.weight")
         elif layer is not None and layer[2] in parts:
             placed[name] = f"enc.blk.{layer[1]}.{parts[layer[2]]}.weight"
+        elif layer is not None and layer[2] == _UNGATED:
+            what = f"its feed-forward layers have no gate ({show(name)}), and ComfyUI-GGUF loads T5 with gates, T5 1.1, alone"
+            raise Unsupported(what, where=where, fix="choose another format, such as comfyui-fp8")
         else:
             what = f"tensor {show(name)} does not belong to the encoder of T5, and only encoders are written"
             raise Unsupported(what, where=where, fix="use a file of the encoder alone, as ComfyUI and pipelines have it")
