@@ -125,7 +125,8 @@ class TaskBoard:
         with suppress(StoreError, FileNotFoundError):
             for kind in ("*.task", "*.array"):  # in this order: see `is_open`
                 for path in self._folder.glob(kind):
-                    path.unlink(missing_ok=True)
+                    with suppress(IsADirectoryError, PermissionError):  # a folder (PermissionError on macOS) goes with the rest
+                        path.unlink(missing_ok=True)
             disk.remove_tree(self._folder)
 
     # ---- all
@@ -168,11 +169,13 @@ class TaskBoard:
                 yield True
 
     def tasks(self) -> list[tuple[str, dict[str, Any]]]:
-        """The tasks that are there, by key; some may be done."""
-        tasks = []
+        """The tasks that are there, by key; some may be done. What is no task, such as a link or a folder, is skipped."""
+        tasks: list[tuple[str, dict[str, Any]]] = []
+        if self._folder.is_symlink():  # results would be written behind it
+            return tasks
         with suppress(FileNotFoundError):
             for path in sorted(self._folder.glob("*.task")):
-                with suppress(JsonError):
+                with suppress(JsonError, StoreError):
                     data = disk.read_own(path, MAX_TASK_BYTES) or b""
                     task = parse(data)
                     if isinstance(task, dict) and hash_bytes(data) == path.stem:
@@ -238,7 +241,7 @@ def _read(fd: int, name: str = "", specs: Sequence[TensorSpec] | None = None) ->
 
 
 def _dtype(name: Any) -> np.dtype[Any]:
-    """A dtype of numbers by its name in a header. Raises TypeError, ValueError: numpy takes words for structures and objects."""
+    """A dtype of numbers by its name in a header: numpy takes texts for structures and objects too. Raises TypeError."""
     if not isinstance(name, str) or not name.isidentifier():
         raise TypeError(name)
     dtype = np.dtype(name)
