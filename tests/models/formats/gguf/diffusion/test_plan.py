@@ -93,7 +93,8 @@ def test_a_single_file_keeps_its_names_without_the_prefix(prefix: str, tmp_path:
         "double_blocks.0.img_mlp.2.weight": "Q8_0",
         "img_in.weight": "BF16",
     }
-    weightsmith.dequantize(tmp_path / "out" / "model.gguf", tmp_path / "plain", fsync=False)
+    dequantised = weightsmith.dequantize(tmp_path / "out" / "model.gguf", tmp_path / "plain", fsync=False)
+    assert not dequantised.plan.warnings  # that it has no config.json is as it should be
     output = load_file(tmp_path / "plain" / "model.safetensors")
     for name, values in tensors.items():
         largest = np.abs(values.astype(np.float32)).max()
