@@ -75,8 +75,10 @@ class DiffusionEncoding(Encoding):
         return int(self.swapped)
 
     def refusal(self, spec: TensorSpec) -> str:
-        """Accepts floating point of 16 bits or more with whole blocks in each row. Vectors may be empty: ComfyUI tells some models
-        by the names of such."""
+        """Accepts floating point of 16 bits or more with whole blocks in each row.
+
+        Vectors may be empty: ComfyUI tells some models by the names of such.
+        """
         if not spec.dtype.floating or spec.dtype.itemsize < 2:
             return f"it is {spec.dtype}, not floating point of 16 bits or more"
         if (not spec.size and len(spec.shape) != 1) or len(spec.shape) > MAX_DIFFUSION_DIMENSIONS:
