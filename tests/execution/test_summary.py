@@ -149,6 +149,19 @@ def test_similar_runs_give_the_time(work: Path, cache: Path) -> None:
     assert plan.summary(threads=2, device="cuda").time is None
 
 
+def test_a_much_smaller_run_says_nothing_of_the_speed(work: Path, cache: Path) -> None:
+    options = RunOptions(threads=2)
+    plan = weightsmith.plan(LINEAR)
+    summary = plan.summary(threads=2)
+    moved = summary.read_bytes + summary.write_bytes
+    progress.remember(progress.past_run(plan, options, moved // 11, 10.0))
+    assert plan.summary(threads=2).time is None
+    progress.remember(progress.past_run(plan, options, moved // 9, 10.0))
+    time = plan.summary(threads=2).time
+    assert time is not None
+    assert time.runs == 1
+
+
 def test_a_short_run_says_nothing_of_the_speed(work: Path, cache: Path) -> None:
     weightsmith.merge(LINEAR, "out", progress=False)
     assert not cache.exists()

@@ -189,7 +189,8 @@ class Option:
             family = [choice for choice in known if choice.startswith(f"{str(checked).casefold()}-")]
             if len(family) > 1:
                 raise ValueError(f"{checked!r} has several variants: write one of {', '.join(family)}")
-            listed = ", ".join([*known[:_LISTED], *(["..."] if len(known) > _LISTED else [])])
+            others = f"{len(known) - _LISTED} others (weightsmith quantize --list)"  # only formats are so many
+            listed = ", ".join([*known[:_LISTED], *([others] if len(known) > _LISTED else [])])
             hint = nearest(str(checked), known) if checked not in self.replaced else ""
             instead = f": {self.replaced[checked]}" if checked in self.replaced else ""
             raise ValueError(f"must be one of {listed}{hint}, not {checked!r}{instead}")

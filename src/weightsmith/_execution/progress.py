@@ -357,6 +357,8 @@ MAX_RUNS = 500
 MAX_BYTES = 1 << 20
 _COMPARED = 5
 """The latest similar runs count."""
+_SHRUNK = 10
+"""A run of fewer bytes than this share of the asked one says nothing: imports and compilation took most of its time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -399,9 +401,13 @@ def remember(run: PastRun) -> None:
 
 
 def similar_time(plan: Plan, options: RunOptions, nbytes: int) -> TimeEstimate | None:
-    """The time of a run, by the speed of similar ones; None without any. nbytes: that it reads and writes."""
+    """The time of a run, by the speed of similar ones that are not much smaller; None without any.
+
+    nbytes  that it reads and writes
+    """
     asked = past_run(plan, options, nbytes)
-    speeds = [run.seconds / run.nbytes for run in _runs() if run.is_like(asked)][-_COMPARED:]
+    runs = (run for run in _runs() if run.is_like(asked) and run.nbytes * _SHRUNK >= nbytes)
+    speeds = [run.seconds / run.nbytes for run in runs][-_COMPARED:]
     return TimeEstimate(round(median(speeds) * nbytes, 1), len(speeds)) if speeds else None
 
 

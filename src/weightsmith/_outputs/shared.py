@@ -21,6 +21,7 @@ import xxhash
 from weightsmith._base.errors import StoreError
 from weightsmith._base.files import FULL, read_all, write_all
 from weightsmith._base.strict_json import JsonError, parse
+from weightsmith._base.tensors import TensorSpec
 from weightsmith._outputs import disk
 from weightsmith._outputs.checksum import hash_bytes
 
@@ -37,10 +38,11 @@ class SharedResults:
         """Change nothing on disk."""
         self.folder = folder
 
-    def take(self, key: str, make: Callable[[], Arrays]) -> Arrays | None:
+    def take(self, key: str, make: Callable[[], Arrays], specs: Sequence[TensorSpec] | None = None) -> Arrays | None:
         """The result of a key: that of the process that has made it, or of `make`; None if another process makes it now.
 
-        key  of hex digits and dashes; its result is the same in each process
+        key    of hex digits and dashes; its result is the same in each process
+        specs  dtypes and shapes of its arrays. A kept result with others is damaged; None: any
 
         Raises what `make` raises; OSError. A result for which the disk has no room is kept by nobody: each process makes it.
         """
@@ -51,10 +53,10 @@ class SharedResults:
             except BlockingIOError:
                 return None
             arrays = _read(file.fileno())
-            if arrays is None:
+            if arrays is None or (specs is not None and not _are_of(arrays, specs)):
                 arrays = make()
                 try:
-                    _write(file.fileno(), arrays)
+                    _write(file.fileno(), _pieces(arrays))
                 except OSError as error:
                     if error.errno not in FULL:
                         raise
@@ -65,8 +67,8 @@ class SharedResults:
 class TaskBoard:
     """Tasks of one process, the leader, which other processes do while they wait for it.
 
-    A task is JSON, and names arrays by the hash of their bytes. Equal tasks have equal keys, so what helpers had done for a
-    leader that was killed serves the next one.
+    A task is JSON, and names arrays by the hash of dtype, shape and bytes. Equal tasks have equal keys, so what helpers had
+    done for a leader that was killed serves the next one.
 
     folder  in which all processes are
     lock    file that helpers lock
@@ -89,9 +91,10 @@ class TaskBoard:
         return False
 
     def put(self, array: npt.NDArray[Any]) -> str:
-        """Keep an array for tasks; the name that they have for it. Raises OSError."""
-        name = hash_bytes(array.tobytes() if not array.flags.c_contiguous else array.reshape(-1).view(np.uint8).data)
-        self._publish(f"{name}.array", lambda fd: _write(fd, [array]))
+        """Keep an array for tasks; the name that they have for it: the checksum of its file. Raises OSError."""
+        pieces = _pieces([array])
+        name = bytes(pieces[0]).decode()
+        self._publish(f"{name}.array", lambda fd: _write(fd, pieces))
         return name
 
     def offer(self, task: Mapping[str, Any]) -> str:
@@ -126,15 +129,15 @@ class TaskBoard:
 
     # ---- all
 
-    def take(self, key: str, make: Callable[[], Arrays]) -> Arrays | None:
+    def take(self, key: str, make: Callable[[], Arrays], specs: Sequence[TensorSpec] | None = None) -> Arrays | None:
         """The result of a task: see `SharedResults.take`."""
-        return self._results.take(key, make)
+        return self._results.take(key, make, specs)
 
     def array(self, name: str) -> npt.NDArray[Any]:
-        """An array of a task. Raises OSError, also if it is damaged."""
+        """An array of a task. Raises OSError, also if it is damaged, or an array of another name."""
         fd = os.open(self._folder / f"{name}.array", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
-            arrays = _read(fd)
+            arrays = _read(fd, name)
         finally:
             os.close(fd)
         if arrays is None or len(arrays) != 1:
@@ -180,26 +183,35 @@ MAX_TASK_BYTES = MAX_HEADER_BYTES = 1 << 20
 _CHECKSUM_BYTES, _LENGTH_BYTES = 32, 8
 
 
-def _write(fd: int, arrays: Arrays) -> None:
-    """Write arrays: the hash of the rest, the length of the header, the header, the arrays."""
+def _pieces(arrays: Arrays) -> list[memoryview]:
+    """A file of arrays: the hash of the rest, the length of the header, the header, the arrays."""
     header = json.dumps([[array.dtype.name, array.shape] for array in arrays]).encode()
     pieces = [memoryview(len(header).to_bytes(_LENGTH_BYTES, "little")), memoryview(header)]
     pieces += [np.ascontiguousarray(array).reshape(-1).view(np.uint8).data for array in arrays]
-    hasher, at = xxhash.xxh3_128(), _CHECKSUM_BYTES
-    os.ftruncate(fd, 0)
+    hasher = xxhash.xxh3_128()
     for piece in pieces:
-        write_all(fd, piece, at)
         hasher.update(piece)
+    return [memoryview(hasher.hexdigest().encode()), *pieces]
+
+
+def _write(fd: int, pieces: Sequence[memoryview]) -> None:
+    """Write a file of arrays. Its checksum comes last: without it, the file is damaged."""
+    os.ftruncate(fd, 0)
+    at = _CHECKSUM_BYTES
+    for piece in pieces[1:]:
+        write_all(fd, piece, at)
         at += piece.nbytes
-    write_all(fd, memoryview(hasher.hexdigest().encode()), 0)
+    write_all(fd, pieces[0], 0)
 
 
-def _read(fd: int) -> Arrays | None:
-    """The arrays of a whole file, else None."""
+def _read(fd: int, name: str = "") -> Arrays | None:
+    """The arrays of a whole file, else None. name: the checksum that it must have; "": any."""
     nbytes, at = os.fstat(fd).st_size, _CHECKSUM_BYTES + _LENGTH_BYTES
     if nbytes < at:
         return None
     checksum, length = _bytes_at(fd, 0, _CHECKSUM_BYTES), _bytes_at(fd, _CHECKSUM_BYTES, _LENGTH_BYTES)
+    if name and name.encode() != checksum:
+        return None
     header = _bytes_at(fd, at, min(int.from_bytes(length, "little"), nbytes - at, MAX_HEADER_BYTES))
     hasher, arrays = xxhash.xxh3_128(length + header), list[npt.NDArray[Any]]()
     at += len(header)
@@ -216,6 +228,11 @@ def _read(fd: int) -> Arrays | None:
     except (JsonError, TypeError, ValueError, MemoryError):  # the header is damaged
         return None
     return arrays if at == nbytes and hasher.hexdigest().encode() == checksum else None
+
+
+def _are_of(arrays: Arrays, specs: Sequence[TensorSpec]) -> bool:
+    """Whether arrays have these dtypes and shapes."""
+    return [(array.dtype, array.shape) for array in arrays] == [(spec.dtype.numpy, spec.shape) for spec in specs]
 
 
 def _bytes_at(fd: int, start: int, nbytes: int) -> bytes:

@@ -276,6 +276,23 @@ def test_ctrl_c_before_anything_was_made_says_that_nothing_is_left(
     assert "Interrupted. No unfinished work was left." in ran.err
 
 
+def test_ctrl_c_ends_with_130_even_if_a_library_aborts_at_the_end(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import atexit, ctypes, sys, types\n"
+        "from weightsmith._app import cli\n"
+        "libc = ctypes.CDLL(None)\n"
+        "libc.__cxa_atexit(libc.abort, None, None)\n"
+        "sys.modules['torch'] = types.ModuleType('torch')\n"
+        "cli._run = lambda app: print('told') or 130\n"
+        "sys.argv = ['weightsmith', 'methods']\n"
+        "atexit.register(print, 'cleaned up')\n"
+        "cli.main()\n"
+    )
+    ran = subprocess.run([sys.executable, str(program)], env=environment(), capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stdout) == (130, "told\ncleaned up\n")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["schema", "methods"])  # more, and less, than a buffer holds
 def test_a_reader_that_goes_away_ends_a_process_that_wrote_nothing_without_a_word(command: str) -> None:

@@ -16,6 +16,7 @@ import pytest
 
 from tests.execution.distributed.threads import Died, Threads
 from tests.output_help import tree
+from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._engine.resources import Resources
 from weightsmith._execution import cluster
 from weightsmith._execution import execute as execution
@@ -31,6 +32,9 @@ from weightsmith.abc.product import ProductKind
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
+
+import torch
+from safetensors.torch import load_file, save_file
 
 from tests.calibration_help import save_model, settings
 from weightsmith._features.quantisation.calibration import layer
@@ -124,6 +128,21 @@ def test_the_bytes_are_those_of_one_process(here: Path, done: list[tuple[str, tu
     assert len(names) == len(set(names)), "none was quantised twice"
     assert sorted(share.helper for share in workers.started if share.part is None) == [0, 1, 2]
     assert {share.helper for share in workers.stopped} == {1, 2}
+
+
+@pytest.mark.slow
+def test_weights_of_equal_bytes_and_other_shapes_are_told_apart(here: Path, done: list[tuple[str, tuple[str, ...]]]) -> None:
+    """An MLP that does nothing, as layers that are added for later training have: zeros of 96 x 128 and of 128 x 96."""
+    [path] = save_model(Path("model-llama-128"), "llama-128").glob("*.safetensors")
+    tensors = load_file(path)
+    zeros = [name for name in tensors if ".layers.0.mlp." in name]
+    assert {tuple(tensors[name].shape) for name in zeros} == {(96, 128), (128, 96)}
+    path.unlink()  # it may be a link to the model of other tests
+    save_file(tensors | {name: torch.zeros_like(tensors[name]) for name in zeros}, path, metadata={"format": "pt"})
+    alone("gptq")
+    shared(Threads(2), "gptq")
+    assert {*zeros} <= {name for _, weights in done for name in weights}
+    assert tree(here / "shared") == tree(here / "alone")
 
 
 LEADER = "weightsmith-product"
@@ -225,7 +244,41 @@ def test_parts_make_each_product_once(
     assert tree(here / "shared") == tree(here / "alone")
 
 
-@pytest.mark.parametrize("change", ["cut", "bit", "gone"])
+def test_arrays_of_equal_bytes_have_names_by_dtype_and_shape(tmp_path: Path) -> None:
+    board = TaskBoard(tmp_path / "tasks", tmp_path / "lock")
+    wide, tall, integers = np.zeros((2, 8), np.float32), np.zeros((8, 2), np.float32), np.zeros((2, 8), np.int32)
+    names = [board.put(array) for array in (wide, tall, integers, tall.T)]
+    assert names[3] == names[0]
+    assert len(set(names)) == 3
+    read = [board.array(name) for name in names]
+    assert [(array.dtype.name, array.shape) for array in read] == [
+        ("float32", (2, 8)),
+        ("float32", (8, 2)),
+        ("int32", (2, 8)),
+        ("float32", (2, 8)),
+    ]
+
+
+def test_a_result_of_other_shapes_or_dtypes_is_made_again(tmp_path: Path) -> None:
+    board, made = TaskBoard(tmp_path / "tasks", tmp_path / "lock"), list[str]()
+    spec = TensorSpec("x", DTYPES["F32"], (2, 3))
+
+    def make() -> Any:
+        made.append("")
+        return [np.ones((2, 3), np.float32)]
+
+    for other in ([np.ones((3, 2), np.float32)], [np.ones((2, 3), np.int32)], [], [np.ones((2, 3), np.float32)] * 2):
+        made.clear()
+        (tmp_path / "tasks" / "results" / "1").unlink(missing_ok=True)
+        board.take("1", lambda other=other: other)
+        for _ in range(2):
+            arrays = board.take("1", make, [spec])
+            assert arrays is not None
+            assert [(array.dtype.name, array.shape) for array in arrays] == [("float32", (2, 3))]
+        assert len(made) == 1
+
+
+@pytest.mark.parametrize("change", ["cut", "bit", "gone", "other"])
 def test_a_damaged_array_is_an_error(tmp_path: Path, change: str) -> None:
     board = TaskBoard(tmp_path / "tasks", tmp_path / "lock")
     name = board.put(np.arange(6.0).reshape(2, 3))
@@ -234,6 +287,8 @@ def test_a_damaged_array_is_an_error(tmp_path: Path, change: str) -> None:
     data = bytearray(path.read_bytes())
     if change == "gone":
         path.unlink()
+    elif change == "other":
+        (tmp_path / "tasks" / f"{board.put(np.ones(6))}.array").replace(path)
     else:
         data[-1] ^= 1
         path.write_bytes(data[:-3] if change == "cut" else data)

@@ -773,3 +773,25 @@ def test_shared_factors_that_differ_are_refused(tmp_path: Path) -> None:
     assert "lm_head has other factors than the embedding" in str(problem)
     adapter(lora, tensors, target_modules=["embed_tokens"], ensure_weight_tying=False)
     assert "lm_head.weight" in baked(model, lora, tmp_path / "out")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("targets", [["wte"], ["wte", "lm_head"], r".*wte"])
+def test_tying_that_peft_does_not_ensure_is_not_assumed(targets: list[str] | str, tmp_path: Path) -> None:
+    """PEFT follows `ensure_weight_tying` for `embed_tokens` and `lm_head` alone; of other names the head stays as it was."""
+    torch, peft, transformers = (pytest.importorskip(n) for n in ("torch", "peft", "transformers"))
+    torch.manual_seed(0)
+    settings = transformers.GPT2Config(vocab_size=TOKENS, n_embd=H, n_layer=1, n_head=2, n_positions=32)
+    model = transformers.GPT2LMHeadModel(settings)
+    model.save_pretrained(tmp_path / "base")
+    tuned = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=targets, ensure_weight_tying=True)).eval()
+    for parameter in tuned.parameters():
+        if parameter.requires_grad:
+            parameter.data.copy_(torch.randn_like(parameter) * 0.2)
+    tuned.save_pretrained(tmp_path / "adapter")
+    baked(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+    tokens = torch.arange(20)[None]
+    with torch.inference_mode():
+        expected = tuned(tokens).logits
+        logits = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()(tokens).logits
+    assert (logits - expected).abs().max() < 1e-5 * expected.abs().max()

@@ -142,6 +142,7 @@ def test_list_that_counts_extra_layers_too_keeps_their_part() -> None:
         ({"scale_attn_by_inverse_layer_idx": True}, [0, 1, 2], {}),
         ({"scale_attn_by_inverse_layer_idx": False}, [0, 2], {}),
         ({"stagger_local_blocks": True}, [0, 3, 2, 1], {}),
+        ({"model_type": "beam"}, [0, 1, 2], {}),
         ({"model_type": "esmc"}, [3, 1, 1, 0], {}),
         ({"model_type": "minimax_m2"}, [0, 2], {}),
         # numbers that are divided by the root of the number of layers
@@ -177,6 +178,7 @@ def test_numbers_that_imply_kinds_are_moved_or_written_out(config: Config, sourc
         ({"scale_attn_by_inverse_layer_idx": True}, [0, 2], "layer 2 would be layer 1, and the scale of its attention"),
         ({"stagger_local_blocks": True}, [0, 2, 1], "layer 2 would be layer 1, and where its blocks begin"),
         ({"model_type": "diffllama"}, [0, 1, 2, 3, 3], "layer 3 would be layer 4, and lambda_init"),
+        ({"model_type": "beam"}, [0, 2, 3], "layer 2 would be layer 1, and the scale of its residuals"),
         ({"model_type": "esmc"}, [0, 1, 2], "3 layers instead of 4"),
         ({"architectures": ["MiniMaxM1ForCausalLM"]}, [0, 1, 2], "3 layers instead of 4, and the decay"),
         ({"model_type": "granite_speech_encoder"}, [0, 1, 2], "3 layers instead of 4, and the place"),

@@ -53,6 +53,7 @@ def test_experts_and_a_tied_head(tmp_path: Path) -> None:
     found = inspect(write_checkpoint(tmp_path / "m", tensors, config))
     assert (found.experts, found.tied) == ((3, 2), True)
     assert [(p.name, p.tensors) for p in found.parts] == [("embed_tokens", 1), ("mlp.experts.up_proj", 3)]
+    assert "1 layer: model.layers.0'" in str(found.report())
 
 
 def test_an_adapter() -> None:
@@ -69,6 +70,7 @@ def test_a_quantised_model_has_the_dtypes_of_its_files(model: Path, tmp_path: Pa
     assert found.quantised
     assert found.elements == sum(tensor.size for tensor in weights().values())
     assert "F8_E4M3" in {d.name for d in found.dtypes}
+    assert "decoded size" in str(found.report())
 
 
 def test_a_gguf_file_has_the_blocks_of_its_file(tmp_path: Path) -> None:

@@ -58,6 +58,12 @@ def main() -> None:
     kernels = sys.modules.get("weightsmith._kernels.jit")
     if kernels is not None and kernels.is_left():  # all is closed, and printed; Python would wait for the compiler
         os._exit(code)
+    if code == 130 and "torch" in sys.modules and sys._getframe(1).f_globals.get("__name__") == "__main__":
+        # torch aborts in its destructors now and then if its work was interrupted: exit code 134 in place of 130
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
     sys.exit(code)
 
 

@@ -49,6 +49,7 @@ from weightsmith._models.formats.gguf.writing import GgufEncoding, from_llama_or
 from weightsmith._models.lora import Adapter, find_places, open_adapter
 from weightsmith._models.lora.adapter import ExpertParameter, Factors, Stacked
 from weightsmith._models.lora.apply import find_experts, find_shapes
+from weightsmith._models.lora.config import tied_targets
 from weightsmith._models.lora.exact import as_lora, needs_base
 from weightsmith._models.lora.experts import ExpertPlace, StackedPlaces
 from weightsmith._models.lora.forms import ALPHA, PAIRS, FactorNames, as_matrix
@@ -254,8 +255,8 @@ def _fill_peft(adapter: Adapter, settings: ConvertSettings, base: Checkpoint | N
         causal=stated.get("task_type", "CAUSAL_LM") == "CAUSAL_LM",
         dora=any(factors.magnitude for factors in adapter.updates.values()),
     )
-    if stated.get("ensure_weight_tying") is True:
-        config["ensure_weight_tying"] = True
+    if adapter.as_one:
+        config |= {"ensure_weight_tying": True, "target_modules": tied_targets(config["target_modules"])}
     alphas = {module: factors.scaling * ranks[module] for module, factors in adapter.updates.items()}
     usual = Counter(alphas.values()).most_common(1)[0][0]
     config["lora_alpha"] = usual

@@ -38,7 +38,7 @@ from weightsmith._features.adapters.placing import AdapterPlaces, SingleFile, as
 from weightsmith._features.adapters.report import with_layer
 from weightsmith._files.containers import PEFT
 from weightsmith._methods.method import BaseRole
-from weightsmith._models.lora.config import transposed_of
+from weightsmith._models.lora.config import tied_targets, transposed_of
 from weightsmith._models.lora.forms import as_matrix
 from weightsmith._models.structure.vocabulary import is_vocabulary
 from weightsmith._planning.options import RecipeOptions
@@ -336,7 +336,7 @@ def _config(opened: OpenedAdapters, places: AdapterPlaces, ranks: Mapping[str, i
         dora=any(module.scaled for module in opened.modules.values()),
     )
     if opened.ties:
-        written["ensure_weight_tying"] = True
+        written |= {"ensure_weight_tying": True, "target_modules": tied_targets(written["target_modules"])}
     if len(tasks := {str(config.get("task_type") or "") for config in configs}) == 1:
         written["task_type"] = tasks.pop() or None
     # The experts of the merge have the layout of the inputs.

@@ -150,8 +150,7 @@ def _with_one_vocabulary(adapter: Adapter, base: Checkpoint | None, merged: str)
     assert base is not None  # whoever calls has asked `trains_vocabulary`
     if not ties(base.config, stores_head=any(map(is_head, base.specs.values()))):
         return adapter
-    together = (adapter.checkpoint.config or {}).get("ensure_weight_tying") is True
-    if not together or not embeddings:
+    if not adapter.as_one or not embeddings:
         what = (
             f"factors of {(embeddings or heads)[0]} alone, where the base ties embedding and head: mlx-lm changes both at once"
         )

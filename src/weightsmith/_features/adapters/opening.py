@@ -251,10 +251,6 @@ class _Specs(StateDict):
 # ---- Embedding and head that were trained as one.
 
 
-def _ties(adapter: Adapter) -> bool:
-    return (adapter.checkpoint.config or {}).get("ensure_weight_tying") is True
-
-
 def _vocabulary(adapter: Adapter) -> tuple[list[str], list[str]]:
     """The embeddings and the heads that an adapter trains, as modules."""
     names = [*adapter.updates, *(name.removesuffix(WEIGHT) for name in adapter.replacements if name.endswith(WEIGHT))]
@@ -267,7 +263,7 @@ def with_one_vocabulary(adapter: Adapter) -> Adapter:
 
     Merged by themselves, they would no longer be those of the embedding. Cost: reads both.
     """
-    if not _ties(adapter):
+    if not adapter.as_one:
         return adapter
     embeddings, heads = ([name for name in names if name in adapter.updates] for names in _vocabulary(adapter))
     if not embeddings:
@@ -286,7 +282,7 @@ def with_one_vocabulary(adapter: Adapter) -> Adapter:
 def ties_vocabulary(adapters: Sequence[Adapter]) -> bool:
     """Whether the adapters that train an embedding or a head do so as one. Raises Unsupported if some do and others do not."""
     trained = [adapter for adapter in adapters if any(_vocabulary(adapter))]
-    tied = [adapter for adapter in trained if _ties(adapter)]
+    tied = [adapter for adapter in trained if adapter.as_one]
     if tied and len(tied) < len(trained):
         other = next(adapter for adapter in trained if adapter not in tied)
         what = "embedding and head were trained as one here (ensure_weight_tying), and apart in another adapter"

@@ -18,7 +18,7 @@ from weightsmith._base.errors import FormatError
 from weightsmith._base.files import show
 from weightsmith._base.text import count
 from weightsmith._models.checkpoint import Checkpoint
-from weightsmith._models.lora.config import Layouts, ModulePatterns
+from weightsmith._models.lora.config import Layouts, ModulePatterns, has_one_vocabulary
 from weightsmith._models.lora.forms import FactorNames
 from weightsmith._models.lora.kinds import KINDS
 from weightsmith._models.structure.configs import finite_number, whole_number
@@ -129,6 +129,7 @@ class Adapter:
     file          of an adapter in a single file: how it names its modules. None for PEFT's folders
     others        module → its tensors of another kind than LoRA. Of trainable tokens, beside a LoRA's updates
     turned        B's of a GGUF file whose rows are in llama.cpp's order → the module's name there (`gguf_file.in_hub_order`)
+    as_one        embedding and head were trained as one tensor, if the base ties them
     heads         of q and k, by which the rows of a GGUF file were brought into the Hub's order
     """
 
@@ -143,6 +144,7 @@ class Adapter:
     file: FileNames | None = None
     others: Mapping[str, OtherParts] = field(default_factory=dict)
     turned: Mapping[str, str] = field(default_factory=dict)
+    as_one: bool = False
     heads: tuple[int, int] | None = None
 
     @property
@@ -235,6 +237,7 @@ def sort_tensors(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Adapter:
         parameters={module: tuple(_parameters(module, targets, scalings, layouts)) for module in stacked},
         weights=frozenset(of_weights),
         saved=frozenset(saved_modules(config, replacements)),
+        as_one=has_one_vocabulary(config, [*updates, *(name.removesuffix(".weight") for name in replacements)]),
     )
     settings = {"trainable_token_indices": config.get("trainable_token_indices")}
     others = {}

@@ -201,7 +201,7 @@ class _Match:
         self._replaced: dict[str, str] = {}
         self._located: Mapping[str, tuple[str, SubMatrix]] = {}  # parts of tensors that a file names as matrices
         self._shared = False
-        if (adapter.checkpoint.config or {}).get("ensure_weight_tying") is True and (tied := self._tied_embedding()):
+        if adapter.as_one and (tied := self._tied_embedding()):
             self.adapter, self._shared = self._with_one_vocabulary(tied), True
         self._match()
 

@@ -8,12 +8,13 @@ dict; RE2, whose time is linear in the name, matches the others.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from weightsmith._base.errors import FormatError, Unsupported
 from weightsmith._base.files import show
+from weightsmith._models.structure.vocabulary import EMBEDDINGS
 
 # ---- How the factors of all experts of a parameter are stored: what the config says, where shapes do not tell
 
@@ -251,6 +252,41 @@ def _wrong_values(config: Mapping[str, Any]) -> Iterator[str]:
     saved = config.get("modules_to_save")
     if saved is not None and not (isinstance(saved, list) and all(isinstance(name, str) for name in saved)):
         yield f"modules_to_save is {show(saved)}, not a list of names"
+
+
+_TIED_BY_PEFT = frozenset({"embed_tokens", "lm_head"})
+"""The last names of modules for which PEFT follows `ensure_weight_tying`."""
+
+
+def has_one_vocabulary(config: Mapping[str, Any], modules: Collection[str]) -> bool:
+    """Whether PEFT trained embedding and head as one tensor, if the base ties them. modules: those that the file has.
+
+    `ensure_weight_tying` alone does not tell: PEFT follows it only where a module that the config lists has a name that PEFT
+    looks for. For `word_embeddings` or `wte` it leaves the head as it was. For a pattern the file tells: PEFT saves both.
+
+    >>> config = {"ensure_weight_tying": True, "target_modules": ["wte"]}
+    >>> has_one_vocabulary(config, ["transformer.wte"]), has_one_vocabulary(config, ["transformer.wte", "lm_head"])
+    (False, True)
+    """
+    if config.get("ensure_weight_tying") is not True:
+        return False
+    targets, saved = config.get("target_modules"), config.get("modules_to_save")
+    listed = [*(targets if isinstance(targets, list) else ()), *(saved if isinstance(saved, list) else ())]
+    if _TIED_BY_PEFT.intersection(map(_last_name, listed)):
+        return True
+    trained = [name for name in map(_last_name, modules) if name in (*EMBEDDINGS, *_TIED_BY_PEFT)]
+    if isinstance(targets, str):
+        return "lm_head" in trained and len(trained) > 1
+    return not _TIED_BY_PEFT.isdisjoint(trained)
+
+
+def tied_targets(targets: Sequence[str]) -> list[str]:
+    """`target_modules` for which PEFT follows `ensure_weight_tying`: with the head, if no name is one that PEFT looks for."""
+    return [*targets] if _TIED_BY_PEFT.intersection(map(_last_name, targets)) else [*targets, "lm_head"]
+
+
+def _last_name(module: object) -> str:
+    return str(module).rpartition(".")[2]
 
 
 def _fix_of_kind(kind: object) -> str:

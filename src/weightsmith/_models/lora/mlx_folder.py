@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,11 +72,12 @@ def sort_mlx(stored: Checkpoint, config: Mapping[str, Any], where: str) -> Adapt
         raise FormatError(what, where=str(stored.paths[0]), details=shown, fix=_REPAIR)
     model = config.get("model")
     as_peft: dict[str, Any] = {"peft_type": "LORA", "r": settings.rank, "lora_alpha": settings.scale * settings.rank}
-    as_peft |= {"use_dora": any(name.endswith(_NORMS) for name in parts), "ensure_weight_tying": embeddings}
+    as_peft |= {"use_dora": any(name.endswith(_NORMS) for name in parts)}
     as_peft |= {"base_model_name_or_path": model} if isinstance(model, str) else {}
     source = TurnedMatrices(stored.source, parts, stored.ref)
     folder = ModelFolder.like(stored, config=as_peft)
-    return sort_tensors(Checkpoint(stored.ref, source, folder, metadata=stored.metadata, notes=stored.notes), as_peft)
+    checkpoint = Checkpoint(stored.ref, source, folder, metadata=stored.metadata, notes=stored.notes)
+    return replace(sort_tensors(checkpoint, as_peft), as_one=embeddings)
 
 
 # ---- adapter_config.json

@@ -663,6 +663,7 @@ _RULES: tuple[Rule, ...] = (
     Computed("scale_attn_by_inverse_layer_idx", "the scale of its attention", period=1),
     Computed("stagger_local_blocks", "where its blocks begin", period=2),
     Computed("model_type", "lambda_init of its attention", ("diffllama",), 1),
+    Computed("model_type", "the scale of its residuals", ("beam",), 1),
     Computed("model_type", "the scale of their results", ("esmc",)),
     Computed("model_type", "the place where their own text is added", _HEARING),
     Computed("model_type", "what it hears of its own text", _HEARING, 1),

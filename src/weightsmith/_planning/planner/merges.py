@@ -490,6 +490,10 @@ class _Assembler:
         if donor.parts or (donor.config is None and find_parts(list(donor.specs))):  # a single file of diffusion models
             return None
         if donor.config is None:
+            from weightsmith._models.formats.gguf.diffusion.families import find_family
+
+            if find_family(donor.specs):  # programs find out what it is by the names
+                return None
             alone = any(donor.ref.endswith(name) for name in donor.weights)
             fix = "name its folder, not the file" if alone else "put a config.json into its folder"
             self.warnings.append(Finding(f"{NO_CONFIG}: {donor.ref} has none", fix=fix))

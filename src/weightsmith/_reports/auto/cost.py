@@ -106,8 +106,9 @@ class SearchPlan(Reported):
             ("time", f"about {duration(self.processor_seconds / self.threads)} on {count(self.threads, 'thread')}"),
             ("CPU time", f"about {duration(self.processor_seconds)}"),
             ("memory", f"at most {size(self.memory_bytes)}"),
-            ("disk", f"at most {size(self.disk_bytes)} besides the output; {size(self.needed_bytes)} with it are enough"),
-            ("free", f"{size(self.free_bytes)} of the disk"),
+            ("disk", f"at most {size(self.disk_bytes)} in addition to the output"),
+            ("disk needed", f"{size(self.needed_bytes)} with the output; with less than the maximum, parts are recomputed"),
+            ("disk free", size(self.free_bytes)),
         )
         fits = self.needed_bytes <= self.free_bytes
         refused = f"auto would not begin: free {size(self.needed_bytes - self.free_bytes)} of the disk."

@@ -144,7 +144,10 @@ _CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length
 
 @dataclass(frozen=True, slots=True)
 class Amount:
-    """Some tensors: how many, their elements, and the bytes that they take in the files."""
+    """Some tensors: how many, their elements, and their bytes.
+
+    nbytes  in the files; parts of a quantised model: decoded
+    """
 
     name: str
     tensors: int

@@ -232,7 +232,11 @@ def preview_report(preview: Preview) -> Report:
 def inspection_report(inspection: Inspection) -> Report:
     """What a model is."""
     blocks: list[Block] = []
-    facts: list[Block] = [_facts(inspection), _amounts("Parts", inspection.parts), _amounts("Dtypes", inspection.dtypes)]
+    facts: list[Block] = [
+        _facts(inspection),
+        _amounts("Parts", inspection.parts, decoded=bool(inspection.quantised)),
+        _amounts("Dtypes", inspection.dtypes),
+    ]
     statistics = inspection.statistics
     if statistics is not None:
         placed = [(tensor.place, tensor) for tensor in statistics]
@@ -494,7 +498,10 @@ def _facts(inspection: Inspection) -> Facts:
         ("weights", f"{inspection.elements:,} parameters in {count(len(inspection.tensors), 'tensor')}"),
         ("files", f"{nbytes} in {count(len(inspection.files), 'file')}: {_some([name for name, _ in inspection.files], 4)}"),
         ("quantised", inspection.quantised),
-        *(("layers", f"{count(s.layers, 'layer')}: {s.prefix}0 to {s.layers - 1}") for s in inspection.stacks),
+        *(
+            ("layers", f"{count(s.layers, 'layer')}: {s.prefix}0{f' to {s.layers - 1}' if s.layers > 1 else ''}")
+            for s in inspection.stacks
+        ),
         (
             "experts",
             f"{inspection.experts[0]:,}, of which each token uses {inspection.experts[1]:,}" if inspection.experts[0] else "",
@@ -518,9 +525,10 @@ def _facts(inspection: Inspection) -> Facts:
     return Facts("Model", tuple((name, value) for name, value in facts if value))
 
 
-def _amounts(title: str, amounts: Sequence[Amount]) -> Table:
+def _amounts(title: str, amounts: Sequence[Amount], *, decoded: bool = False) -> Table:
     elements = max(1, sum(a.elements for a in amounts))
-    units: tuple[tuple[str, Unit], ...] = (("tensors", "count"), ("elements", "count"), ("share", "share"), ("size", "bytes"))
+    last = "decoded size" if decoded else "size"
+    units: tuple[tuple[str, Unit], ...] = (("tensors", "count"), ("elements", "count"), ("share", "share"), (last, "bytes"))
     columns = Column(title.lower()[:-1]), *(Column(name, unit) for name, unit in units)
     return Table(title, columns, tuple((a.name, a.tensors, a.elements, a.elements / elements, a.nbytes) for a in amounts))
 

@@ -24,6 +24,7 @@ class DiffusionFamily:
     kept_whole  names of the same
     precise  parts of the names of tensors that are always F32, because programs read them as they are
     ignored  parts of the names of tensors that are left out
+    markers  names of tensors outside the model, after which ComfyUI chooses how it samples
     folds    whether matrices and convolutions are stored as rows of 256 numbers, where their own rows are no multiple of it
     """
 
@@ -34,6 +35,7 @@ class DiffusionFamily:
     kept_whole: tuple[str, ...] = ()
     precise: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
+    markers: tuple[str, ...] = ()
     folds: bool = False
 
 
@@ -114,6 +116,7 @@ FAMILIES = (
         ),
         _UNET_KEPT,
         _UNET_ENDS,
+        markers=("v_pred", "ztsnr", "edm_vpred.sigma_max", "edm_vpred.sigma_min", "edm_mean", "edm_std"),
         folds=True,
     ),
     DiffusionFamily(
