@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -105,9 +104,10 @@ class Told(Silent):
 @pytest.mark.slow
 def test_a_resumed_call_downloads_nothing_again(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     first, again = Told(), Told()
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr(module, "choose", _interrupt)
-        auto(progress=first)
+        with pytest.raises(KeyboardInterrupt):
+            auto(progress=first)
     assert any(text.startswith("downloading 6 files, ") for text in first.said)
     scores = Path("merged.auto/scores.jsonl").read_bytes()
     hub.seen.clear()
@@ -143,9 +143,10 @@ def test_without_the_network_the_cache_is_enough_and_needed(hub: FakeHub, monkey
     with pytest.raises(PlanError, match="HF_HUB_OFFLINE=1 forbids downloading it"):
         auto()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr(module, "Pool", _interrupt)
-        auto()
+        with pytest.raises(KeyboardInterrupt):
+            auto()
     hub.seen.clear()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     auto()
