@@ -269,7 +269,10 @@ def download(models: Iterable[Checkpoint]) -> None:
 
 
 def make_readable(models: Sequence[Checkpoint], *, streamed: bool) -> None:
-    """Download what is missing of Hub models, so that tensors can be read; streamed: all but the weights. Raises CheckpointError."""
+    """Download what is missing of Hub models, so that tensors can be read. streamed: all but the weights.
+
+    Raises CheckpointError.
+    """
     if streamed:
         stream(models)
     if missing_files(models):
