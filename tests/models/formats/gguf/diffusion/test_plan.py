@@ -11,6 +11,7 @@ import gguf
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 import weightsmith
@@ -119,6 +120,23 @@ def test_a_checkpoints_vae_and_text_encoders_are_left_out_with_a_warning(tmp_pat
         "vae.decoder.conv_in.weight",
         "text_encoders.t5xxl.shared.weight",
     }
+
+
+def test_settings_in_metadata_are_named_since_comfyui_gguf_does_not_pass_them_on(tmp_path: Path) -> None:
+    save_file(normal(FLUX), tmp_path / "flux.safetensors", {"config": '{"transformer": {"rope_type": "split"}}'})
+    merged = weightsmith.quantize(tmp_path / "flux.safetensors", tmp_path / "out", format="gguf-bf16", fsync=False)
+    assert any("settings of the model (config)" in finding.what for finding in merged.plan.warnings)
+    weightsmith.quantize(tmp_path / "flux.safetensors", tmp_path / "fp8", format="comfyui-fp8", fsync=False)
+    with safe_open(tmp_path / "fp8" / "model.safetensors", "np") as file:
+        assert file.metadata()["config"] == '{"transformer": {"rope_type": "split"}}'
+
+
+def test_ltx_2_is_not_taken_for_ltx_video(tmp_path: Path) -> None:
+    family = next(family for family in FAMILIES if family.name == "ltxv")
+    names = [*family.marks[0], "audio_adaln_single.linear.weight"]
+    path = write(tmp_path / "ltx2.safetensors", normal(dict.fromkeys(names, (32, 32))), PREFIX)
+    with pytest.raises(PlanError, match="ComfyUI-GGUF does not load LTX-2"):
+        weightsmith.quantize(path, tmp_path / "out", format="gguf-q8_0", fsync=False)
 
 
 MARKERS = {

@@ -160,6 +160,7 @@ ComfyUI-GGUF loads Qwen-Image, and has no rules for it. The 6 matrices outside t
 author published: https://github.com/ggml-org/llama.cpp/issues/15143 counts their types.
 """
 
+_LTX_2 = "audio_adaln_single.linear.weight"
 _OTHERS: Mapping[str, str] = MappingProxyType(
     {
         "clip_txt_mapper.weight": "Stable Cascade",
@@ -167,6 +168,7 @@ _OTHERS: Mapping[str, str] = MappingProxyType(
         "blocks.0.attn.qkv_x.weight": "Mochi",
         "blocks.0.cross_attn.q_linear.weight": "PixArt or Sana",
         "blocks.block1.blocks.0.block.attn.to_q.0.weight": "Cosmos 1",
+        _LTX_2: "LTX-2",
         "txt_in.text_norm.weight": "Qwen-Image 2.1",
         "txtfusion.projector.weight": "Krea 2",
         "token_refiner.blocks.0.attn.qkv_proj.weight": "MiniMax H3",
@@ -197,6 +199,8 @@ def find_family(names: Collection[str]) -> DiffusionFamily | None:
     'Stable Diffusion 3'
     """
     known = set(names)
+    if _LTX_2 in known:  # its other names are LTX-Video's, and ComfyUI needs settings that ComfyUI-GGUF does not give to it
+        return None
     alike = (family for family in FAMILIES if any(known.issuperset(mark) for mark in family.marks))
     return next(alike, None)
 

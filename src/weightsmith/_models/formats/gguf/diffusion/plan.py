@@ -11,7 +11,7 @@ from weightsmith._base.options import option_error
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._base.text import count
 from weightsmith._files.containers import GGUF
-from weightsmith._files.copied import is_read
+from weightsmith._files.copied import BUILDING_KEYS, is_read
 from weightsmith._models.formats.gguf.about import Stated, with_stated
 from weightsmith._models.formats.gguf.diffusion.encoding import DiffusionEncoding
 from weightsmith._models.formats.gguf.diffusion.families import DiffusionFamily, family_of, find_family, prefix_of
@@ -110,7 +110,8 @@ def _diffusion_model(draft: PlanDraft, mixture: Mixture, chosen: Chosen) -> _Con
     }
     stored_shapes = {spec.name: shapes.get(spec.name, () if spec.shape else _SCALAR) for spec in specs}
     tensors = [replace(tensor, shape=stored_shapes[tensor.step.out.name]) for tensor in tensors]
-    return _Contents(tensors, types_of(mixture, family, specs, chosen), keys, _NAMES, _left_out(lacking))
+    warnings = [*_left_out(lacking), *_unsaid(draft.naming.metadata)]
+    return _Contents(tensors, types_of(mixture, family, specs, chosen), keys, _NAMES, warnings)
 
 
 def _text_encoder(draft: PlanDraft, mixture: Mixture, chosen: Chosen) -> _Contents:
@@ -222,6 +223,15 @@ def _left_out(names: Sequence[str]) -> list[Finding]:
     are_left_out = f"{count(len(names), 'tensor')} {'is' if len(names) == 1 else 'are'} left out"
     what = f"{are_left_out}: the file holds the diffusion model alone"
     return [Finding(what, names[0], fix="load the VAE and the text encoders from the input file, or from files of their own")]
+
+
+def _unsaid(metadata: Mapping[str, str]) -> list[Finding]:
+    """Metadata of the input after which ComfyUI builds a model. ComfyUI-GGUF gives it the tensors alone."""
+    keys = [key for key in BUILDING_KEYS if key in metadata]
+    if not keys:
+        return []
+    what = f"the input's metadata has settings of the model ({', '.join(keys)}), which ComfyUI-GGUF does not give to ComfyUI"
+    return [Finding(what, fix="choose another format, such as comfyui-fp8, if the model needs others than ComfyUI's defaults")]
 
 
 def _fallen_back(mixture: Mixture, steps: Sequence[Step]) -> list[Finding]:
