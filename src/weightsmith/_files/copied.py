@@ -263,6 +263,9 @@ def check_copied(folder: Path, files: Sequence[str]) -> None:
 _DESCRIBING = ("modelspec.", "ss_")
 """Metadata of single files of image models and their adapters: what they are, and how they were trained."""
 _HASHES = ("modelspec.hash_sha256",)
+BUILDING_KEYS = ("config", "is_512", "resolution")
+"""Metadata after which ComfyUI builds a model of a single file: JSON with the settings of LTX-Video, Wan and their VAEs in
+`config`, and sizes."""
 
 
 def kept_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
@@ -270,8 +273,27 @@ def kept_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
 
     >>> kept_metadata({"format": "pt", "modelspec.title": "Ink", "modelspec.hash_sha256": "0x12", "sshs_model_hash": "34"})
     {'modelspec.title': 'Ink'}
+    >>> kept_metadata({"config": '{"vae": {}}', "other": "5"})
+    {'config': '{"vae": {}}'}
     """
-    return {key: value for key, value in metadata.items() if key.startswith(_DESCRIBING) and key not in _HASHES}
+    kept = (key for key in metadata if key.startswith(_DESCRIBING) or key in BUILDING_KEYS)
+    return {key: metadata[key] for key in kept if key not in _HASHES}
+
+
+def metadata_findings(labels: Sequence[str], metadata: Sequence[Mapping[str, str]], donor: int) -> tuple[Finding, ...]:
+    """The warnings that models of a merge are built from different metadata. metadata: of each model, from `kept_metadata`.
+
+    >>> print(*metadata_findings(["a", "b"], [{"config": "{}"}, {"config": '{"vae": {}}'}], 0))
+    b: its metadata config differs from that of a, which the output has, and ComfyUI builds the model from it
+      -> Check that the models belong to the same version.
+    """
+    findings = []
+    for label, other in zip(labels, metadata, strict=True):
+        if differing := [key for key in BUILDING_KEYS if key in other and other[key] != metadata[donor].get(key)]:
+            what = f"its metadata {', '.join(differing)} differs from that of {labels[donor]}, which the output has"
+            fix = "check that the models belong to the same version"
+            findings.append(Finding(f"{what}, and ComfyUI builds the model from it", label, fix=fix))
+    return tuple(findings)
 
 
 def _named_code(

@@ -7,6 +7,7 @@ once, without a clock. Each file has a checksum. What is damaged or cut off is m
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -21,6 +22,7 @@ import xxhash
 from weightsmith._base.errors import StoreError
 from weightsmith._base.files import FULL, read_all, write_all
 from weightsmith._base.strict_json import JsonError, parse
+from weightsmith._base.tensors import TensorSpec
 from weightsmith._outputs import disk
 from weightsmith._outputs.checksum import hash_bytes
 
@@ -37,10 +39,11 @@ class SharedResults:
         """Change nothing on disk."""
         self.folder = folder
 
-    def take(self, key: str, make: Callable[[], Arrays]) -> Arrays | None:
+    def take(self, key: str, make: Callable[[], Arrays], specs: Sequence[TensorSpec] | None = None) -> Arrays | None:
         """The result of a key: that of the process that has made it, or of `make`; None if another process makes it now.
 
-        key  of hex digits and dashes; its result is the same in each process
+        key    of hex digits and dashes; its result is the same in each process
+        specs  dtypes and shapes of its arrays. A kept result with others is damaged; None: any
 
         Raises what `make` raises; OSError. A result for which the disk has no room is kept by nobody: each process makes it.
         """
@@ -50,11 +53,11 @@ class SharedResults:
                 disk.lock(file.fileno())
             except BlockingIOError:
                 return None
-            arrays = _read(file.fileno())
+            arrays = _read(file.fileno(), specs=specs)
             if arrays is None:
                 arrays = make()
                 try:
-                    _write(file.fileno(), arrays)
+                    _write(file.fileno(), _pieces(arrays))
                 except OSError as error:
                     if error.errno not in FULL:
                         raise
@@ -65,8 +68,8 @@ class SharedResults:
 class TaskBoard:
     """Tasks of one process, the leader, which other processes do while they wait for it.
 
-    A task is JSON, and names arrays by the hash of their bytes. Equal tasks have equal keys, so what helpers had done for a
-    leader that was killed serves the next one.
+    A task is JSON, and names arrays by the hash of dtype, shape and bytes. Equal tasks have equal keys, so what helpers had
+    done for a leader that was killed serves the next one.
 
     folder  in which all processes are
     lock    file that helpers lock
@@ -89,9 +92,10 @@ class TaskBoard:
         return False
 
     def put(self, array: npt.NDArray[Any]) -> str:
-        """Keep an array for tasks; the name that they have for it. Raises OSError."""
-        name = hash_bytes(array.tobytes() if not array.flags.c_contiguous else array.reshape(-1).view(np.uint8).data)
-        self._publish(f"{name}.array", lambda fd: _write(fd, [array]))
+        """Keep an array for tasks; the name that they have for it: the checksum of its file. Raises OSError."""
+        pieces = _pieces([array])
+        name = bytes(pieces[0]).decode()
+        self._publish(f"{name}.array", lambda fd: _write(fd, pieces))
         return name
 
     def offer(self, task: Mapping[str, Any]) -> str:
@@ -121,20 +125,21 @@ class TaskBoard:
         with suppress(StoreError, FileNotFoundError):
             for kind in ("*.task", "*.array"):  # in this order: see `is_open`
                 for path in self._folder.glob(kind):
-                    path.unlink(missing_ok=True)
+                    with suppress(IsADirectoryError, PermissionError):  # a folder (PermissionError on macOS) goes with the rest
+                        path.unlink(missing_ok=True)
             disk.remove_tree(self._folder)
 
     # ---- all
 
-    def take(self, key: str, make: Callable[[], Arrays]) -> Arrays | None:
+    def take(self, key: str, make: Callable[[], Arrays], specs: Sequence[TensorSpec] | None = None) -> Arrays | None:
         """The result of a task: see `SharedResults.take`."""
-        return self._results.take(key, make)
+        return self._results.take(key, make, specs)
 
     def array(self, name: str) -> npt.NDArray[Any]:
-        """An array of a task. Raises OSError, also if it is damaged."""
+        """An array of a task. Raises OSError, also if it is damaged, or an array of another name."""
         fd = os.open(self._folder / f"{name}.array", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
-            arrays = _read(fd)
+            arrays = _read(fd, name)
         finally:
             os.close(fd)
         if arrays is None or len(arrays) != 1:
@@ -164,11 +169,13 @@ class TaskBoard:
                 yield True
 
     def tasks(self) -> list[tuple[str, dict[str, Any]]]:
-        """The tasks that are there, by key; some may be done."""
-        tasks = []
+        """The tasks that are there, by key; some may be done. What is no task, such as a link or a folder, is skipped."""
+        tasks: list[tuple[str, dict[str, Any]]] = []
+        if self._folder.is_symlink():  # results would be written behind it
+            return tasks
         with suppress(FileNotFoundError):
             for path in sorted(self._folder.glob("*.task")):
-                with suppress(JsonError):
+                with suppress(JsonError, StoreError):
                     data = disk.read_own(path, MAX_TASK_BYTES) or b""
                     task = parse(data)
                     if isinstance(task, dict) and hash_bytes(data) == path.stem:
@@ -180,42 +187,74 @@ MAX_TASK_BYTES = MAX_HEADER_BYTES = 1 << 20
 _CHECKSUM_BYTES, _LENGTH_BYTES = 32, 8
 
 
-def _write(fd: int, arrays: Arrays) -> None:
-    """Write arrays: the hash of the rest, the length of the header, the header, the arrays."""
+def _pieces(arrays: Arrays) -> list[memoryview]:
+    """A file of arrays: the hash of the rest, the length of the header, the header, the arrays."""
     header = json.dumps([[array.dtype.name, array.shape] for array in arrays]).encode()
     pieces = [memoryview(len(header).to_bytes(_LENGTH_BYTES, "little")), memoryview(header)]
     pieces += [np.ascontiguousarray(array).reshape(-1).view(np.uint8).data for array in arrays]
-    hasher, at = xxhash.xxh3_128(), _CHECKSUM_BYTES
-    os.ftruncate(fd, 0)
+    hasher = xxhash.xxh3_128()
     for piece in pieces:
-        write_all(fd, piece, at)
         hasher.update(piece)
+    return [memoryview(hasher.hexdigest().encode()), *pieces]
+
+
+def _write(fd: int, pieces: Sequence[memoryview]) -> None:
+    """Write a file of arrays. Its checksum comes last: without it, the file is damaged."""
+    os.ftruncate(fd, 0)
+    at = _CHECKSUM_BYTES
+    for piece in pieces[1:]:
+        write_all(fd, piece, at)
         at += piece.nbytes
-    write_all(fd, memoryview(hasher.hexdigest().encode()), 0)
+    write_all(fd, pieces[0], 0)
 
 
-def _read(fd: int) -> Arrays | None:
-    """The arrays of a whole file, else None."""
+def _read(fd: int, name: str = "", specs: Sequence[TensorSpec] | None = None) -> Arrays | None:
+    """The arrays of a whole file, else None. No memory is taken for arrays that the file does not hold.
+
+    name   the checksum that it must have; "": any
+    specs  dtypes and shapes that its arrays must have; None: any
+    """
     nbytes, at = os.fstat(fd).st_size, _CHECKSUM_BYTES + _LENGTH_BYTES
     if nbytes < at:
         return None
     checksum, length = _bytes_at(fd, 0, _CHECKSUM_BYTES), _bytes_at(fd, _CHECKSUM_BYTES, _LENGTH_BYTES)
+    if name and name.encode() != checksum:
+        return None
     header = _bytes_at(fd, at, min(int.from_bytes(length, "little"), nbytes - at, MAX_HEADER_BYTES))
-    hasher, arrays = xxhash.xxh3_128(length + header), list[npt.NDArray[Any]]()
     at += len(header)
+    hasher, arrays = xxhash.xxh3_128(length + header), list[npt.NDArray[Any]]()
     try:
-        for name, shape in parse(header):
-            array = np.empty(shape, np.dtype(name))
-            if at + array.nbytes > nbytes:
-                return None
-            data = array.reshape(-1).view(np.uint8).data
+        shapes = [(_dtype(dtype), _shape(shape)) for dtype, shape in parse(header)]
+        if at + sum(math.prod(shape) * dtype.itemsize for dtype, shape in shapes) != nbytes:
+            return None
+        if specs is not None and shapes != [(spec.dtype.numpy, spec.shape) for spec in specs]:
+            return None
+        for dtype, shape in shapes:
+            arrays.append(np.empty(shape, dtype))
+            data = arrays[-1].reshape(-1).view(np.uint8).data
             read_all(fd, data, at)
             hasher.update(data)
-            arrays.append(array)
-            at += array.nbytes
-    except (JsonError, TypeError, ValueError, MemoryError):  # the header is damaged
+            at += data.nbytes
+    except (JsonError, TypeError, ValueError, OverflowError, MemoryError):  # the header is damaged
         return None
-    return arrays if at == nbytes and hasher.hexdigest().encode() == checksum else None
+    return arrays if hasher.hexdigest().encode() == checksum else None
+
+
+def _dtype(name: Any) -> np.dtype[Any]:
+    """A dtype of numbers by its name in a header: numpy takes texts for structures and objects too. Raises TypeError."""
+    if not isinstance(name, str) or not name.isidentifier():
+        raise TypeError(name)
+    dtype = np.dtype(name)
+    if dtype.name != name or dtype.hasobject or not dtype.itemsize:
+        raise TypeError(name)
+    return dtype
+
+
+def _shape(shape: Any) -> tuple[int, ...]:
+    """A shape in a header. Raises TypeError."""
+    if not isinstance(shape, list) or not all(type(side) is int and side >= 0 for side in shape):
+        raise TypeError(shape)
+    return tuple(shape)
 
 
 def _bytes_at(fd: int, start: int, nbytes: int) -> bytes:

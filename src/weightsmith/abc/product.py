@@ -199,8 +199,11 @@ class Tasks(Protocol):
     def offer(self, task: Mapping[str, Any]) -> str:
         """Let others do a task; its key. Raises OSError."""
 
-    def take(self, key: str, make: Callable[[], Arrays]) -> Arrays | None:
-        """The arrays of a task: those that another process has made, or that `make` makes; None if another is at it."""
+    def take(self, key: str, make: Callable[[], Arrays], specs: Sequence[TensorSpec] | None = None) -> Arrays | None:
+        """The arrays of a task: those that another process has made, or that `make` makes; None if another is at it.
+
+        specs  dtypes and shapes that they must have: what another process made with others is made again; None: any
+        """
 
     def clear(self) -> None:
         """Remove all of them."""

@@ -250,7 +250,7 @@ class Encoding(ABC):
         hessian  of its inputs, as `hessian` says; None: codes are rounded to nearest
         threads  that may be used; the result does not depend on them
 
-        Raises NonFinite.
+        Raises NonFinite; ParameterError for a Hessian of another number of inputs than K.
         """
         raise NotImplementedError(f"{self.name} takes no Hessian")
 

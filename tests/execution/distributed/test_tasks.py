@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -16,6 +17,7 @@ import pytest
 
 from tests.execution.distributed.threads import Died, Threads
 from tests.output_help import tree
+from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._engine.resources import Resources
 from weightsmith._execution import cluster
 from weightsmith._execution import execute as execution
@@ -23,7 +25,7 @@ from weightsmith._execution.cluster import Share, share_out
 from weightsmith._execution.options import RunOptions
 from weightsmith._execution.together import Helper
 from weightsmith._features.any_recipe import prepare_any
-from weightsmith._outputs.shared import TaskBoard
+from weightsmith._outputs.shared import MAX_TASK_BYTES, TaskBoard
 from weightsmith._outputs.staging import Staging
 from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner.prepared import Prepared
@@ -31,6 +33,9 @@ from weightsmith.abc.product import ProductKind
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
+
+import torch
+from safetensors.torch import load_file, save_file
 
 from tests.calibration_help import save_model, settings
 from weightsmith._features.quantisation.calibration import layer
@@ -124,6 +129,21 @@ def test_the_bytes_are_those_of_one_process(here: Path, done: list[tuple[str, tu
     assert len(names) == len(set(names)), "none was quantised twice"
     assert sorted(share.helper for share in workers.started if share.part is None) == [0, 1, 2]
     assert {share.helper for share in workers.stopped} == {1, 2}
+
+
+@pytest.mark.slow
+def test_weights_of_equal_bytes_and_other_shapes_are_told_apart(here: Path, done: list[tuple[str, tuple[str, ...]]]) -> None:
+    """An MLP that does nothing, as layers that are added for later training have: zeros of 96 x 128 and of 128 x 96."""
+    [path] = save_model(Path("model-llama-128"), "llama-128").glob("*.safetensors")
+    tensors = load_file(path)
+    zeros = [name for name in tensors if ".layers.0.mlp." in name]
+    assert {tuple(tensors[name].shape) for name in zeros} == {(96, 128), (128, 96)}
+    path.unlink()  # it may be a link to the model of other tests
+    save_file(tensors | {name: torch.zeros_like(tensors[name]) for name in zeros}, path, metadata={"format": "pt"})
+    alone("gptq")
+    shared(Threads(2), "gptq")
+    assert {*zeros} <= {name for _, weights in done for name in weights}
+    assert tree(here / "shared") == tree(here / "alone")
 
 
 LEADER = "weightsmith-product"
@@ -225,7 +245,41 @@ def test_parts_make_each_product_once(
     assert tree(here / "shared") == tree(here / "alone")
 
 
-@pytest.mark.parametrize("change", ["cut", "bit", "gone"])
+def test_arrays_of_equal_bytes_have_names_by_dtype_and_shape(tmp_path: Path) -> None:
+    board = TaskBoard(tmp_path / "tasks", tmp_path / "lock")
+    wide, tall, integers = np.zeros((2, 8), np.float32), np.zeros((8, 2), np.float32), np.zeros((2, 8), np.int32)
+    names = [board.put(array) for array in (wide, tall, integers, tall.T)]
+    assert names[3] == names[0]
+    assert len(set(names)) == 3
+    read = [board.array(name) for name in names]
+    assert [(array.dtype.name, array.shape) for array in read] == [
+        ("float32", (2, 8)),
+        ("float32", (8, 2)),
+        ("int32", (2, 8)),
+        ("float32", (2, 8)),
+    ]
+
+
+def test_a_result_of_other_shapes_or_dtypes_is_made_again(tmp_path: Path) -> None:
+    board, made = TaskBoard(tmp_path / "tasks", tmp_path / "lock"), list[str]()
+    spec = TensorSpec("x", DTYPES["F32"], (2, 3))
+
+    def make() -> Any:
+        made.append("")
+        return [np.ones((2, 3), np.float32)]
+
+    for other in ([np.ones((3, 2), np.float32)], [np.ones((2, 3), np.int32)], [], [np.ones((2, 3), np.float32)] * 2):
+        made.clear()
+        (tmp_path / "tasks" / "results" / "1").unlink(missing_ok=True)
+        board.take("1", lambda other=other: other)
+        for _ in range(2):
+            arrays = board.take("1", make, [spec])
+            assert arrays is not None
+            assert [(array.dtype.name, array.shape) for array in arrays] == [("float32", (2, 3))]
+        assert len(made) == 1
+
+
+@pytest.mark.parametrize("change", ["cut", "bit", "gone", "other"])
 def test_a_damaged_array_is_an_error(tmp_path: Path, change: str) -> None:
     board = TaskBoard(tmp_path / "tasks", tmp_path / "lock")
     name = board.put(np.arange(6.0).reshape(2, 3))
@@ -234,6 +288,8 @@ def test_a_damaged_array_is_an_error(tmp_path: Path, change: str) -> None:
     data = bytearray(path.read_bytes())
     if change == "gone":
         path.unlink()
+    elif change == "other":
+        (tmp_path / "tasks" / f"{board.put(np.ones(6))}.array").replace(path)
     else:
         data[-1] ^= 1
         path.write_bytes(data[:-3] if change == "cut" else data)
@@ -253,6 +309,49 @@ def test_helpers_are_seen_while_they_wait(tmp_path: Path) -> None:
     assert board.tasks() == [(key, {"op": "x"})]
     (tmp_path / "tasks" / f"{key}.task").write_bytes(b'{"op":"y"}')
     assert board.tasks() == []
+
+
+@pytest.mark.parametrize("what", ["link", "dangling link", "folder", "pipe", "large"])
+def test_what_is_no_task_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    board, tried = TaskBoard(tmp_path / "tasks", tmp_path / "lock"), list[str]()
+
+    def quantise(*_: Any) -> Any:
+        tried.append("")
+        return []
+
+    use(monkeypatch, quantise)
+    key = board.offer({"op": "quantised_layer"})
+    stray = tmp_path / "tasks" / f"{'0' * 32}.task"  # before the task, in order
+    (tmp_path / "elsewhere").write_text("{}")
+    make: dict[str, Callable[[], object]] = {
+        "link": lambda: stray.symlink_to(tmp_path / "elsewhere"),
+        "dangling link": lambda: stray.symlink_to("nowhere"),
+        "folder": lambda: (stray / "inner").mkdir(parents=True),
+        "pipe": lambda: os.mkfifo(stray),
+        "large": lambda: stray.write_bytes(bytes(MAX_TASK_BYTES + 1)),
+    }
+    make[what]()
+    assert board.tasks() == [(key, {"op": "quantised_layer"})]
+    helper = Helper(board, Resources(threads=1))
+    helper()
+    assert len(tried) == 1
+    helper.close()
+    board.clear()
+    assert not (tmp_path / "tasks").exists()
+    assert (tmp_path / "elsewhere").read_text() == "{}"
+
+
+def test_tasks_behind_a_link_are_not_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results would be written there."""
+    TaskBoard(tmp_path / "elsewhere", tmp_path / "lock").offer({"op": "quantised_layer"})
+    (tmp_path / "tasks").symlink_to("elsewhere")
+    board = TaskBoard(tmp_path / "tasks", tmp_path / "lock")
+    use(monkeypatch, lambda *_: [])
+    helper = Helper(board, Resources(threads=1))
+    helper()
+    helper.close()
+    assert board.tasks() == []
+    assert [path.suffix for path in (tmp_path / "elsewhere").iterdir()] == [".task"]
 
 
 def test_a_task_that_was_removed_is_not_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

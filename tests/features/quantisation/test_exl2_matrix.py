@@ -460,3 +460,15 @@ def test_a_weight_that_is_no_number_is_refused() -> None:
     weight[1, 2] = np.inf
     with pytest.raises(NonFinite, match="NaN or infinite"):
         find_encoding("w4a16").quantise(weight, None, 1)
+
+
+@pytest.mark.parametrize("encoding", ["w4a16", "w4a16-channel", "gptq-4bit", "awq-4bit", "exl2 4/g32", "exl3 3"])
+@pytest.mark.parametrize(("inputs", "side"), [(256, 128), (128, 256)], ids=["small", "large"])
+def test_a_hessian_of_other_inputs_than_the_weight_is_refused(encoding: str, inputs: int, side: int) -> None:
+    """Some codes would be memory that was never written."""
+    kind, hessian = find_encoding(encoding), np.eye(side, dtype=np.float32)
+    weight = random_weight(32, inputs)
+    message = f"^a Hessian of {side} inputs for a weight of {inputs}$"
+    for some in (weight, Unread(weight.shape, lambda array: None)):
+        with pytest.raises(ParameterError, match=message):
+            kind.quantise(some, hessian if kind.hessian == "whole" else prepare(hessian), 1)

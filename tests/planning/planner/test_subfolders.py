@@ -252,3 +252,17 @@ def test_metadata_that_describes_a_single_file_is_kept_without_its_hashes(tmp_pa
     done = weightsmith.merge(recipe, tmp_path / "out", fsync=False)
     with safe_open(done.out / "model.safetensors", "np") as file:
         assert file.metadata() == said
+
+
+def test_metadata_after_which_comfyui_builds_a_model_is_kept_and_compared(tmp_path: Path) -> None:
+    said = {"config": '{"transformer": {"rope_type": "split"}, "vae": {}}', "is_512": "True", "resolution": "512"}
+    for name, metadata in (("a", said), ("b", said), ("c", said | {"config": "{}"}), ("d", {"format": "pt"})):
+        save_file({"w": np.full((4, 4), ord(name), np.float32)}, tmp_path / f"{name}.safetensors", metadata=metadata)
+    for other, differing in (("b", 0), ("c", 1), ("d", 0)):
+        recipe = linear(*(str(tmp_path / f"{name}.safetensors") for name in ("a", other)))
+        done = weightsmith.merge(recipe, tmp_path / other, fsync=False)
+        assert len([f for f in done.plan.warnings if "its metadata config differs" in f.what]) == differing
+        with safe_open(done.out / "model.safetensors", "np") as file:
+            assert file.metadata() == {"format": "pt", **said}
+    done = weightsmith.merge(linear(*(str(tmp_path / f"{name}.safetensors") for name in "da")), tmp_path / "lost", fsync=False)
+    assert any("its metadata config, is_512, resolution differs" in finding.what for finding in done.plan.warnings)

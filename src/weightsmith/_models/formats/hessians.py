@@ -103,6 +103,15 @@ def check_hessian(hessian: Floats) -> None:
         raise NonFinite("the Hessian of a layer contains NaN or infinity", fix="check the model's activations")
 
 
+def check_side(hessian: Floats | FactoredHessian | None, inputs: int) -> None:
+    """Raise ParameterError for one that is not of as many inputs as a weight has: some of its codes would not be written."""
+    if hessian is None:
+        return
+    sides = hessian.shape if isinstance(hessian, np.ndarray) else (len(hessian.order), *hessian.factor.shape)
+    if wrong := [side for side in sides if side != inputs]:
+        raise ParameterError(f"a Hessian of {wrong[0]:,} inputs for a weight of {inputs:,}")
+
+
 def damped_cholesky(work: Tensor, fill: Callable[[], None], damping: float) -> None:
     """Factorise a Hessian in place, float64, with as much damping as it takes. Raises ParameterError if none helps.
 
@@ -180,7 +189,11 @@ def quantise_fixed_groups(weight: Floats, hessian: FactoredHessian, bits: int, s
 def quantise_groups(
     weight: Floats | Unread, hessian: FactoredHessian | None, bits: int, encode: Callable[[Floats, CodesOf | None], Arrays]
 ) -> Arrays:
-    """The stored arrays of a weight in fixed groups. encode: (weight, what chooses its codes) → them. Raises NonFinite."""
+    """The stored arrays of a weight in fixed groups. encode: (weight, what chooses its codes) → them.
+
+    Raises NonFinite; ParameterError for a Hessian of another number of inputs.
+    """
+    check_side(hessian, weight.shape[1])
     plain = weight if isinstance(weight, np.ndarray) else weight.read()[0]
     if not np.isfinite(plain).all():
         raise NonFinite("a weight is NaN or infinite", fix="repair the model")

@@ -19,7 +19,7 @@ from typing import Any
 from weightsmith._base.errors import Finding, MethodError, PlanError, RecipeError, WeightsmithError
 from weightsmith._base.tensors import DType, TensorSpec
 from weightsmith._base.text import status
-from weightsmith._files.copied import left_out_findings
+from weightsmith._files.copied import left_out_findings, metadata_findings
 from weightsmith._files.hf_folder import natural_key
 from weightsmith._methods import any_method, code_of
 from weightsmith._methods.method import Method
@@ -380,6 +380,7 @@ class _Assembler:
         self.warnings += [*self.matched.differences(), *pipeline.findings()]
         self.warnings += [*self._untouched(placements, label), *outputs.warnings, *outputs.account.findings()]
         self.warnings += [*outputs.dtypes.findings(), *idle, *left_out_findings(donor.left_out, label)]
+        self.warnings += metadata_findings(self.labels, [c.naming.metadata for c in self.inputs], self.opened.donor)
         draft = self._draft(method, aligned, [*products, *measured.products], config, resolver.settings)
         draft.naming, draft.dropped = pipeline.naming(), [*dropped, *pipeline.dropped()]
         draft.steps, draft.tables = measured.steps, list(tables)

@@ -36,6 +36,7 @@ from weightsmith._base.errors import (
 )
 from weightsmith._base.files import exists, expand_user, is_folder
 from weightsmith._base.options import lists_options, option_error, read_options
+from weightsmith._base.text import count, size
 from weightsmith._base.torch_use import usable_device
 from weightsmith._engine.results import JobMemory
 from weightsmith._execution.execute import execute
@@ -45,10 +46,12 @@ from weightsmith._features.any_recipe import prepare_any
 from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._features.statistics import prepare_statistics
 from weightsmith._methods.regmean import WEIGHED
+from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._outputs import disk
 from weightsmith._outputs.local import check_vacant
 from weightsmith._planning.options import RecipeOptions
-from weightsmith._reports.auto.checks import check_models, check_texts
+from weightsmith._planning.planner.prepared import download, missing_files, stream
+from weightsmith._reports.auto.checks import check_copies, check_models, check_texts
 from weightsmith._reports.auto.cost import STATISTICS, DiskUse, SearchPlan, SearchSize, disk_use, plan_search
 from weightsmith._reports.auto.pool import (
     Choice,
@@ -169,7 +172,12 @@ def find_merge(models: Models, out: str, settings: AutoSettings, running: RunOpt
         device = usable_device(resources_of(one.prepared, running).device)
         cut_texts = check_texts(one, texts)
         check_models(one, models, cut_texts)
-        use = _checked_disk(one, len(names), folder)
+        missing = _missing(opened_models, running)
+        use = _checked_disk(one, len(names), folder, missing)
+        if missing:
+            shown.say(f"downloading {count(len(missing), 'file')}, {size(use.download)}")
+            download(opened_models)
+            check_copies(models)
         stack.enter_context(_resumable(folder))
         folder.mkdir(exist_ok=True)
         stack.enter_context(_alone_in(folder, out))
@@ -180,7 +188,7 @@ def find_merge(models: Models, out: str, settings: AutoSettings, running: RunOpt
         }
         journal = Journal(folder / _SCORES, about, resume=running.resume)
         pairs = _pairs(one, models, names, cut_texts, folder, settings, running, shown)
-        memory = JobMemory(folder, spare_bytes=use.needed)
+        memory = JobMemory(folder, spare_bytes=use.searching)
         search = _Search(one, models, names, pairs, folder, journal, memory, settings, began + seconds, running, shown)
         result = search.run()
         shown.say(f"writing {result.choice.name}")
@@ -320,9 +328,16 @@ def _opened_mean(models: Models, stack: ExitStack) -> Opened:
     return opened(MEAN, stack.enter_context(prepare_named(models.mean())))
 
 
-def _checked_disk(one: Opened, models: int, folder: Path) -> DiskUse:
-    """What the search needs of the disk, which has it. Raises NoSpace."""
-    use = disk_use(one, models, folder)
+def _missing(models: Sequence[Checkpoint], running: RunOptions) -> dict[Path, int]:
+    """Files that are to be downloaded, and their sizes: candidates, and not a run alone, read them."""
+    if running.stream:
+        stream(models)
+    return missing_files(models)
+
+
+def _checked_disk(one: Opened, models: int, folder: Path, missing: Mapping[Path, int]) -> DiskUse:
+    """What the search needs of the disk, which has it. missing: files to download. Raises NoSpace."""
+    use = disk_use(one, models, folder, missing)
     if use.needed > use.free:
         raise disk.no_space(folder.parent, use.needed, state=NOTHING_WRITTEN)
     return use
@@ -356,10 +371,12 @@ def plan_merge(models: Models, out: str, settings: AutoSettings, running: RunOpt
     folder = _work_folder(out, running)
     with ExitStack() as stack:
         one = _opened_mean(models, stack)
+        opened_models = (*stack.enter_context(prepare_named(models.base)).inputs, *one.prepared.inputs)
         check_models(one, models, check_texts(one, texts))
         candidates = min(settings.budget, 7 if texts else 4)
-        size = SearchSize(len(names), row_tokens(one), candidates, bool(texts), kept_bytes(running))
-        return plan_search(one, expand_user(out).absolute(), folder, size, resources_of(one.prepared, running))
+        search = SearchSize(len(names), row_tokens(one), candidates, bool(texts), kept_bytes(running))
+        use = disk_use(one, len(names), folder, _missing(opened_models, running))
+        return plan_search(one, expand_user(out).absolute(), use, search, resources_of(one.prepared, running))
 
 
 @dataclass(eq=False)

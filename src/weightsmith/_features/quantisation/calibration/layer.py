@@ -284,8 +284,9 @@ def _quantise_together(
     specs, count = {step.out.name: step.out for step in rows.context.product.steps}, len(pending)
     while pending:
         for key, task in list(pending.items()):
+            outs = [out for name in task.weights for out in find_encoding(stage[name]).outs(specs[name])]
             with located(task.where):
-                arrays = tasks.take(key, partial(quantise_task, task.to_json(), tasks, rows.context.threads))
+                arrays = tasks.take(key, partial(quantise_task, task.to_json(), tasks, rows.context.threads), outs)
             rows.progress(middle + (span[1] - middle) * (1 - len(pending) / count))
             if arrays is not None:
                 del pending[key]

@@ -35,7 +35,7 @@ from weightsmith._models.formats.exl2.layout import (
     why_illegal,
 )
 from weightsmith._models.formats.exl2.reading import decode_columns, read_parameters
-from weightsmith._models.formats.hessians import Codes, Groups, Places, ScalesOf, round_plainly, rounded
+from weightsmith._models.formats.hessians import Codes, Groups, Places, ScalesOf, check_side, round_plainly, rounded
 from weightsmith._models.formats.matrices import SUFFIX, matrix_refusal
 from weightsmith.abc.product import Arrays
 from weightsmith.abc.stored import (
@@ -139,11 +139,12 @@ def quantise_matrix(weight: Floats | Unread, hessian: FactoredHessian | None, gr
     N is padded to a multiple of 32 with rows that decode to zeros.
 
     Raises NonFinite for a weight that float16 cannot hold; Unsupported for groups or a shape that ExLlamaV2 cannot load
-    (`formats.exl2.layout.why_illegal`).
+    (`formats.exl2.layout.why_illegal`); ParameterError for a Hessian of another number of inputs.
 
     Cost: about 1,000 operations for each weight, most of them in the scale search; with a Hessian N K² more, and those of
     `prepare`. Memory besides weight and result: one group of rows, and with a Hessian 4 N K bytes.
     """
+    check_side(hessian, weight.shape[1])
     order = np.arange(weight.shape[1]) if hessian is None else hessian.order
     return store(weight.shape, groups, order, lambda scales_of: rounded(weight, hessian, groups, scales_of, half=True))
 

@@ -43,7 +43,7 @@ from weightsmith._models.formats.exl3.layout import (
     stored_specs,
     values_of,
 )
-from weightsmith._models.formats.hessians import MIN_DAMPING, check_hessian, damped_cholesky
+from weightsmith._models.formats.hessians import MIN_DAMPING, check_hessian, check_side, damped_cholesky
 from weightsmith._models.formats.matrices import SUFFIX, matrix_refusal
 from weightsmith.abc.product import Arrays
 from weightsmith.abc.stored import WHOLE, Bytes, Encoding, FactoredHessian, Float16, HessianForm, Kind, Rows, Unread
@@ -275,12 +275,13 @@ def quantise_matrix(weight: Floats | Unread, hessian: Floats | None, rate: Rate,
     hessian  float32 [K, K]: Σ xxᵀ over the inputs x; any scale. None: the nearest streams
     threads  the result does not depend on them
 
-    Raises NonFinite; ParameterError for a Hessian that no damping makes positive definite.
+    Raises NonFinite; ParameterError for a Hessian that no damping makes positive definite, or of another number of inputs.
 
     Cost: about 25 million operations on integers of 16 bits for each weight's 65,536 states; with a Hessian N K² / 2 + K³ / 3
     multiplications. Memory besides weight and result: 12 K bytes and 0.5 to 17 MB for each thread's outputs, and those of
     `factorise`.
     """
+    check_side(hessian, weight.shape[1])
     plain = weight if isinstance(weight, np.ndarray) else weight.read()[0]
     scales = find_scales(plain, rate)
     if hessian is None:

@@ -144,8 +144,7 @@ class _Reader:
             raise self.wrong(f"{tensors_count:,} tensors do not fit into the file")
         keys = self.keys(keys_count)
         diffusion = text_of(keys.get("general.architecture")) in DIFFUSION_ARCHITECTURES
-        most = MAX_DIFFUSION_DIMENSIONS if diffusion else MAX_DIMENSIONS
-        tensors = self._tensors(tensors_count, self._alignment(keys), most)
+        tensors = self._tensors(tensors_count, self._alignment(keys), diffusion=diffusion)
         small = {tensor.name: self._small(tensor) for tensor in tensors if tensor.name in SMALL}
         digest = xxhash.xxh3_128(memoryview(self.data)[: self.at])
         for values in small.values():
@@ -201,7 +200,8 @@ class _Reader:
             raise self.wrong(f"general.alignment is {show(alignment)}, not a power of two from 8 to {_MAX_ALIGNMENT}")
         return alignment
 
-    def _tensors(self, count: int, alignment: int, most_dimensions: int) -> tuple[GgufTensor, ...]:
+    def _tensors(self, count: int, alignment: int, *, diffusion: bool) -> tuple[GgufTensor, ...]:
+        most_dimensions = MAX_DIFFUSION_DIMENSIONS if diffusion else MAX_DIMENSIONS
         listed: list[tuple[int, str, DType, tuple[int, ...], int]] = []
         names: set[str] = set()
         for _ in range(count):
@@ -213,17 +213,18 @@ class _Reader:
             if not 1 <= dimensions <= most_dimensions:
                 raise self.wrong(f"tensor {show(name)} has {dimensions:,} dimensions, and 1 to {most_dimensions} are allowed")
             *reverse, number, offset = self.unpack(f"{dimensions}QIQ")
-            dtype, nbytes = self._size(name, number, reverse)
+            may_be_empty = diffusion and dimensions == 1  # ComfyUI tells some models by the names of such
+            dtype, nbytes = self._size(name, number, reverse, 0 if may_be_empty else 1)
             listed.append((offset, name, dtype, tuple(reverse[::-1]), nbytes))
         start = -(-self.at // alignment) * alignment
-        listed.sort(key=lambda entry: entry[0])
+        listed.sort(key=lambda entry: (entry[0], entry[-1]))  # an empty tensor is before the one that begins where it does
         tensors, expected, before = [], 0, ""
         for offset, name, dtype, shape, nbytes in listed:
             if offset != expected:
                 told = f"tensor {show(name)} begins at byte {offset:,} of the data"
                 after = f"tensor {show(before)} and its padding end at" if before else "the data begins at"
                 raise self.wrong(f"{told}, and {after} {expected:,}")
-            if start + offset + nbytes > self.nbytes:
+            if nbytes and start + offset + nbytes > self.nbytes:
                 missing = start + offset + nbytes - self.nbytes
                 what = f"truncated: {missing:,} bytes of tensor {show(name)} are missing"
                 raise FormatError(what, where=str(self.path), fix=_AGAIN)
@@ -231,7 +232,7 @@ class _Reader:
             expected, before = offset + -(-nbytes // alignment) * alignment, name
         return tuple(tensors)
 
-    def _size(self, name: str, number: int, reverse: list[int]) -> tuple[DType, int]:
+    def _size(self, name: str, number: int, reverse: list[int], least_bytes: int) -> tuple[DType, int]:
         """The type and the bytes of a tensor."""
         dtype = TYPES.get(number)
         if dtype is None:
@@ -241,7 +242,7 @@ class _Reader:
         size = 1
         for n in reverse:
             size *= n  # five factors below 2^64 at most
-        if not 0 < size * dtype.itemsize <= _MAX_BYTES:
+        if not least_bytes <= size * dtype.itemsize <= _MAX_BYTES:
             raise self.wrong(f"tensor {show(name)} has the shape {reverse[::-1]}")
         if reverse[0] % dtype.block:
             what = f"rows of {dtype} are a multiple of {dtype.block} elements, and those of tensor {show(name)} have"

@@ -196,7 +196,7 @@ def _check(specs: Sequence[TensorSpec], *, diffusion: bool) -> None:
             problem = f"a name in a GGUF file has at most {most_bytes} bytes"
         elif spec.dtype.name not in TYPE_IDS:
             problem = f"a GGUF file cannot hold {spec.dtype}"
-        elif len(spec.shape) > most or not spec.size:
+        elif len(spec.shape) > most or (not spec.size and not (diffusion and len(spec.shape) == 1)):
             problem = f"a GGUF file cannot hold the shape {list(spec.shape)}"
         elif spec.dtype.block > 1 and (not spec.shape or spec.shape[-1] % spec.dtype.block):
             problem = f"rows of {spec.dtype} are a multiple of {spec.dtype.block} elements, and its shape is {list(spec.shape)}"

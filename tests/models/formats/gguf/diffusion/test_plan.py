@@ -11,6 +11,7 @@ import gguf
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 import weightsmith
@@ -105,7 +106,7 @@ def test_rows_of_no_whole_block_are_f16_with_a_warning(tmp_path: Path) -> None:
     path = write(tmp_path / "flux.safetensors", normal(FLUX))
     merged = weightsmith.quantize(path, tmp_path / "out", format="gguf-q4_k_m", fsync=False)
     assert kinds(tmp_path / "out")["double_blocks.0.img_mlp.2.weight"] == "F16"
-    assert any("1 matrices are stored as F16: 96 columns" in finding.what for finding in merged.plan.warnings)
+    assert any("1 matrix is stored as F16: 96 columns" in finding.what for finding in merged.plan.warnings)
 
 
 def test_a_checkpoints_vae_and_text_encoders_are_left_out_with_a_warning(tmp_path: Path) -> None:
@@ -119,6 +120,63 @@ def test_a_checkpoints_vae_and_text_encoders_are_left_out_with_a_warning(tmp_pat
         "vae.decoder.conv_in.weight",
         "text_encoders.t5xxl.shared.weight",
     }
+
+
+def test_settings_in_metadata_are_named_since_comfyui_gguf_does_not_pass_them_on(tmp_path: Path) -> None:
+    save_file(normal(FLUX), tmp_path / "flux.safetensors", {"config": '{"transformer": {"rope_type": "split"}}'})
+    merged = weightsmith.quantize(tmp_path / "flux.safetensors", tmp_path / "out", format="gguf-bf16", fsync=False)
+    assert any("settings of the model (config)" in finding.what for finding in merged.plan.warnings)
+    weightsmith.quantize(tmp_path / "flux.safetensors", tmp_path / "fp8", format="comfyui-fp8", fsync=False)
+    with safe_open(tmp_path / "fp8" / "model.safetensors", "np") as file:
+        assert file.metadata()["config"] == '{"transformer": {"rope_type": "split"}}'
+
+
+def test_ltx_2_is_not_taken_for_ltx_video(tmp_path: Path) -> None:
+    family = next(family for family in FAMILIES if family.name == "ltxv")
+    names = [*family.marks[0], "audio_adaln_single.linear.weight"]
+    path = write(tmp_path / "ltx2.safetensors", normal(dict.fromkeys(names, (32, 32))), PREFIX)
+    with pytest.raises(PlanError, match="ComfyUI-GGUF does not load LTX-2"):
+        weightsmith.quantize(path, tmp_path / "out", format="gguf-q8_0", fsync=False)
+
+
+MARKERS = {
+    "v_pred": np.zeros(0, np.float32),
+    "ztsnr": np.zeros(0, np.float16),
+    "edm_vpred.sigma_max": np.array(120, np.float32),
+    "edm_mean": np.ones((1, 4, 1, 1), ml_dtypes.bfloat16),
+}
+
+
+@pytest.mark.parametrize("kind", ["q8_0", "bf16"])
+def test_tensors_after_which_comfyui_chooses_how_it_samples_are_kept(kind: str, tmp_path: Path) -> None:
+    tensors = {PREFIX + name: values for name, values in normal(UNET).items()} | MARKERS
+    save_file(tensors | normal({"first_stage_model.decoder.conv_in.weight": (4, 4, 3, 3)}), tmp_path / "sdxl.safetensors")
+    merged = weightsmith.quantize(tmp_path / "sdxl.safetensors", tmp_path / "out", format=f"gguf-{kind}", fsync=False)
+    output = stored(tmp_path / "out")
+    assert output.keys() == UNET.keys() | MARKERS.keys()
+    assert output["edm_vpred.sigma_max"].data.tolist() == [120]
+    assert {output[name].tensor_type.name for name in MARKERS} <= {"F32", "F16"}
+    assert [output[name].shape.tolist() for name in ("v_pred", "ztsnr", "edm_mean")] == [[0], [0], [1, 1, 4, 1]]
+    assert any(finding.what.startswith("1 tensor is left out: ") for finding in merged.plan.warnings)
+    weightsmith.dequantize(tmp_path / "out" / "model.gguf", tmp_path / "plain", fsync=False)
+    plain = load_file(tmp_path / "plain" / "model.safetensors")
+    assert [plain[name].shape for name in ("v_pred", "ztsnr", "edm_mean")] == [(0,), (0,), (1, 4, 1, 1)]
+
+
+@pytest.mark.parametrize("prefix", ["", PREFIX])
+def test_empty_tensors_by_which_comfyui_tells_models_are_kept(prefix: str, tmp_path: Path) -> None:
+    tensors = normal(FLUX) | {"__x0__": np.zeros(0, np.float32)}
+    path = write(tmp_path / "radiance.safetensors", tensors, prefix)
+    weightsmith.quantize(path, tmp_path / "out", format="gguf-q8_0", fsync=False)
+    assert stored(tmp_path / "out").keys() == tensors.keys()
+    other = write(tmp_path / "other.safetensors", normal(FLUX, 1) | {"__x0__": np.zeros(0, np.float32)}, prefix)
+    models = [{"model": str(file), "parameters": {"weight": 0.5}} for file in (path, other)]
+    recipe = {"merge_method": "linear", "models": models}
+    weightsmith.merge(recipe, tmp_path / "merged", quantize="gguf-q8_0", fsync=False)
+    assert stored(tmp_path / "merged")["__x0__"].shape.tolist() == [0]
+    whole = write(tmp_path / "matrix.safetensors", normal(FLUX) | {"x.weight": np.zeros((0, 4), np.float32)}, prefix)
+    with pytest.raises(PlanError, match=r"'x.weight' cannot be stored .*: its shape is \[0, 4\]"):
+        weightsmith.quantize(whole, tmp_path / "no", format="gguf-q8_0", fsync=False)
 
 
 @pytest.mark.parametrize("kind", ["q8_0", "q4_k_m"])

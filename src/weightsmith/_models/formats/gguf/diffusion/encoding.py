@@ -75,10 +75,13 @@ class DiffusionEncoding(Encoding):
         return int(self.swapped)
 
     def refusal(self, spec: TensorSpec) -> str:
-        """Accepts floating point of 16 bits or more with whole blocks in each row."""
+        """Accepts floating point of 16 bits or more with whole blocks in each row.
+
+        Vectors may be empty: ComfyUI tells some models by the names of such.
+        """
         if not spec.dtype.floating or spec.dtype.itemsize < 2:
             return f"it is {spec.dtype}, not floating point of 16 bits or more"
-        if not spec.size or len(spec.shape) > MAX_DIFFUSION_DIMENSIONS:
+        if (not spec.size and len(spec.shape) != 1) or len(spec.shape) > MAX_DIFFUSION_DIMENSIONS:
             return f"its shape is {list(spec.shape)}"
         if self.dtype.block > 1 and (len(spec.shape) < 2 or spec.shape[-1] % self.dtype.block):
             return f"its rows of {spec.shape[-1] if spec.shape else 1:,} are not a multiple of {self.dtype.block}"
@@ -99,6 +102,8 @@ class DiffusionEncoding(Encoding):
 
     def encode(self, spec: TensorSpec, rows: Rows, first_row: int, outs: Sequence[Bytes], numbers: Rows) -> None:
         """As `Encoding.encode`; all columns weigh the same."""
+        if not spec.size:
+            return
         rows = rows.reshape(-1, rows.shape[-1])
         if self.swapped:
             rows = np.concatenate(np.split(rows.reshape(spec.shape), 2)[::-1]).reshape(rows.shape)

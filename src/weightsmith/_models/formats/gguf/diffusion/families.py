@@ -24,6 +24,7 @@ class DiffusionFamily:
     kept_whole  names of the same
     precise  parts of the names of tensors that are always F32, because programs read them as they are
     ignored  parts of the names of tensors that are left out
+    markers  names of tensors outside the model, after which ComfyUI chooses how it samples
     folds    whether matrices and convolutions are stored as rows of 256 numbers, where their own rows are no multiple of it
     """
 
@@ -34,6 +35,7 @@ class DiffusionFamily:
     kept_whole: tuple[str, ...] = ()
     precise: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
+    markers: tuple[str, ...] = ()
     folds: bool = False
 
 
@@ -114,6 +116,7 @@ FAMILIES = (
         ),
         _UNET_KEPT,
         _UNET_ENDS,
+        markers=("v_pred", "ztsnr", "edm_vpred.sigma_max", "edm_vpred.sigma_min", "edm_mean", "edm_std"),
         folds=True,
     ),
     DiffusionFamily(
@@ -157,6 +160,7 @@ ComfyUI-GGUF loads Qwen-Image, and has no rules for it. The 6 matrices outside t
 author published: https://github.com/ggml-org/llama.cpp/issues/15143 counts their types.
 """
 
+_LTX_2 = "audio_adaln_single.linear.weight"
 _OTHERS: Mapping[str, str] = MappingProxyType(
     {
         "clip_txt_mapper.weight": "Stable Cascade",
@@ -164,6 +168,7 @@ _OTHERS: Mapping[str, str] = MappingProxyType(
         "blocks.0.attn.qkv_x.weight": "Mochi",
         "blocks.0.cross_attn.q_linear.weight": "PixArt or Sana",
         "blocks.block1.blocks.0.block.attn.to_q.0.weight": "Cosmos 1",
+        _LTX_2: "LTX-2",
         "txt_in.text_norm.weight": "Qwen-Image 2.1",
         "txtfusion.projector.weight": "Krea 2",
         "token_refiner.blocks.0.attn.qkv_proj.weight": "MiniMax H3",
@@ -194,6 +199,8 @@ def find_family(names: Collection[str]) -> DiffusionFamily | None:
     'Stable Diffusion 3'
     """
     known = set(names)
+    if _LTX_2 in known:  # its other names are LTX-Video's, and ComfyUI needs settings that ComfyUI-GGUF does not give to it
+        return None
     alike = (family for family in FAMILIES if any(known.issuperset(mark) for mark in family.marks))
     return next(alike, None)
 

@@ -9,8 +9,9 @@ from typing import Any
 from weightsmith._base.errors import Finding, PlanError, Unsupported, WeightsmithError, noting
 from weightsmith._base.options import option_error
 from weightsmith._base.tensors import DTYPES, TensorSpec
+from weightsmith._base.text import count
 from weightsmith._files.containers import GGUF
-from weightsmith._files.copied import is_read
+from weightsmith._files.copied import BUILDING_KEYS, is_read
 from weightsmith._models.formats.gguf.about import Stated, with_stated
 from weightsmith._models.formats.gguf.diffusion.encoding import DiffusionEncoding
 from weightsmith._models.formats.gguf.diffusion.families import DiffusionFamily, family_of, find_family, prefix_of
@@ -30,6 +31,8 @@ CLASS = "_class_name"
 _NOT_DIFFUSION = "ComfyUI reads VAEs and text encoders from files of their own"
 _NOT_LOADED = "ComfyUI-GGUF does not load it"
 _DOUBLE = "it is the embedding, once more"
+_SCALAR = (1,)
+"""The shape of a single number in a GGUF file."""
 _NAMES = "names are those of single files: double_blocks.0.img_attn.qkv.weight"
 _T5_NAMES = "names are llama.cpp's: enc.blk.0.attn_q.weight, enc.blk.0.ffn_down.weight, token_embd.weight"
 
@@ -71,7 +74,7 @@ def prepare_diffusion(draft: PlanDraft, companions: ModelFiles, mixture: Mixture
 class _Tensor:
     """A step under the name that its tensor has in the file.
 
-    shape    there, if it is folded
+    shape    there, if it is folded or a single number
     swapped  see `SingleFileTensor`
     """
 
@@ -105,8 +108,10 @@ def _diffusion_model(draft: PlanDraft, mixture: Mixture, chosen: Chosen) -> _Con
         "general.file_type": Value("u32", mixture.number),
         **{f"comfy.gguf.orig_shape.{spec.name}": Value("i32", spec.shape) for spec in specs if spec.name in shapes},
     }
-    tensors = [replace(tensor, shape=shapes.get(tensor.step.out.name, ())) for tensor in tensors]
-    return _Contents(tensors, types_of(mixture, family, specs, chosen), keys, _NAMES, _left_out(lacking))
+    stored_shapes = {spec.name: shapes.get(spec.name, () if spec.shape else _SCALAR) for spec in specs}
+    tensors = [replace(tensor, shape=stored_shapes[tensor.step.out.name]) for tensor in tensors]
+    warnings = [*_left_out(lacking), *_unsaid(draft.naming.metadata)]
+    return _Contents(tensors, types_of(mixture, family, specs, chosen), keys, _NAMES, warnings)
 
 
 def _text_encoder(draft: PlanDraft, mixture: Mixture, chosen: Chosen) -> _Contents:
@@ -135,10 +140,12 @@ def _tensors(draft: PlanDraft) -> tuple[list[_Tensor], DiffusionFamily, list[str
     names = {tensor.name for tensor in renamed}
     family = family_of(names, where)
     ignored = [tensor for tensor in renamed if any(part in tensor.name for part in family.ignored)]
-    others = [name for name in by_name if not name.startswith(prefix)]
+    markers = [name for name in family.markers if name in by_name and name not in inside]
+    others = [name for name in by_name if not name.startswith(prefix) and name not in markers]
     draft.leave_out([by_name[name] for name in others], _NOT_DIFFUSION)
     draft.leave_out([inside[part] for tensor in ignored for part in tensor.parts], _NOT_LOADED)
-    return [_joined(tensor, inside) for tensor in renamed if tensor not in ignored], family, others
+    tensors = [_joined(tensor, inside) for tensor in renamed if tensor not in ignored]
+    return [*tensors, *(_Tensor(_wide(by_name[name])) for name in markers)], family, others
 
 
 def _of_diffusers(inside: Mapping[str, Step], where: str) -> list[SingleFileTensor]:
@@ -213,8 +220,18 @@ def _keep_files(draft: PlanDraft, companions: ModelFiles) -> None:
 def _left_out(names: Sequence[str]) -> list[Finding]:
     if not names:
         return []
-    what = f"{len(names):,} tensors are left out: the file holds the diffusion model alone"
+    are_left_out = f"{count(len(names), 'tensor')} {'is' if len(names) == 1 else 'are'} left out"
+    what = f"{are_left_out}: the file holds the diffusion model alone"
     return [Finding(what, names[0], fix="load the VAE and the text encoders from the input file, or from files of their own")]
+
+
+def _unsaid(metadata: Mapping[str, str]) -> list[Finding]:
+    """Metadata of the input after which ComfyUI builds a model. ComfyUI-GGUF gives it the tensors alone."""
+    keys = [key for key in BUILDING_KEYS if key in metadata]
+    if not keys:
+        return []
+    what = f"the input's metadata has settings of the model ({', '.join(keys)}), which ComfyUI-GGUF does not give to ComfyUI"
+    return [Finding(what, fix="choose another format, such as comfyui-fp8, if the model needs others than ComfyUI's defaults")]
 
 
 def _fallen_back(mixture: Mixture, steps: Sequence[Step]) -> list[Finding]:
@@ -225,7 +242,8 @@ def _fallen_back(mixture: Mixture, steps: Sequence[Step]) -> list[Finding]:
     if not fallen:
         return []
     widths = ", ".join(f"{width:,}" for width in sorted({out.shape[-1] for out in fallen})[:4])
-    what = f"{len(fallen):,} matrices are stored as F16: {widths} columns are no multiple of {block}"
+    matrices = "1 matrix is" if len(fallen) == 1 else f"{len(fallen):,} matrices are"
+    what = f"{matrices} stored as F16: {widths} columns are no multiple of {block}"
     fix = "choose a format whose blocks are shorter, such as gguf-q8_0, or use the larger file as it is"
     if block == TYPES["Q8_0"].block:
         fix = "use the file as it is: it is larger"
