@@ -134,6 +134,16 @@ def test_special_tokens_that_only_settings_name_have_the_ids_that_transformers_g
     assert all(map(vocabulary.is_special, vocabulary.added.keys() - {"<x>"}))
 
 
+def test_added_tokens_json_counts_only_where_the_settings_list_no_added_tokens(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    for name, settings in {"both": {"added_tokens_decoder": {"322": {"content": "<x>"}}}, "alone": {}}.items():
+        content = files(trained(), **settings) | {"added_tokens.json": b'{"<y>": 322}'}
+        vocabulary = read(tmp_path / name, **content)
+        assert vocabulary is not None
+        assert dict(vocabulary.ids) == transformers.AutoTokenizer.from_pretrained(tmp_path / name).get_vocab()
+        assert ("<y>" in vocabulary.ids) == (name == "alone")
+
+
 def test_names_that_code_or_another_package_numbers_are_left_to_it(tmp_path: Path) -> None:
     named = {"pad_token": "[PAD]"}
     own_code = files(trained(), **named, auto_map={"AutoTokenizer": ["tokens.Tokens", None]})

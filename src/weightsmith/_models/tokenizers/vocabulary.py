@@ -425,14 +425,17 @@ def _added(listed: object, label: str) -> dict[str, Added]:
 
 
 def _listed(settings: Mapping[str, Any], data: Mapping[str, bytes], label: str) -> dict[str, Added]:
-    """The added tokens that tokenizer_config.json (settings) and added_tokens.json list."""
+    """The added tokens that tokenizer_config.json (settings) lists; those of added_tokens.json if it lists none.
+
+    transformers reads the older file only where tokenizer_config.json has no `added_tokens_decoder`.
+    """
     added: dict[str, Added] = {}
     listed = settings.get(_DECODER)
     for number, entry in listed.items() if isinstance(listed, dict) else ():
         if number.isascii() and number.isdigit() and len(number) < 9 and isinstance(entry, dict):
             if isinstance(entry.get("content"), str) and entry["content"] and _is_id(int(number)):
                 added[entry["content"]] = {**entry, "id": int(number)}
-    if "added_tokens.json" in data:
+    if "added_tokens.json" in data and _DECODER not in settings:
         for content, value in json_object(data["added_tokens.json"], label, "added_tokens.json").items():
             if content and _is_id(value):
                 added.setdefault(content, {"id": value, "content": content, "special": False})
