@@ -204,7 +204,10 @@ class Helper:
         self._is_shown = False
 
     def __call__(self) -> None:
-        """Do one task, if there is one. What it raises is left to the process whose task it is."""
+        """Do one task, if there is one. What a task raises is left to the process whose task it is.
+
+        Raises StoreError if the file that shows that this process waits is something else; OSError.
+        """
         board = self._board
         if board is None:
             return

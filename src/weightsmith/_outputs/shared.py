@@ -7,6 +7,7 @@ once, without a clock. Each file has a checksum. What is damaged or cut off is m
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -52,8 +53,8 @@ class SharedResults:
                 disk.lock(file.fileno())
             except BlockingIOError:
                 return None
-            arrays = _read(file.fileno())
-            if arrays is None or (specs is not None and not _are_of(arrays, specs)):
+            arrays = _read(file.fileno(), specs=specs)
+            if arrays is None:
                 arrays = make()
                 try:
                     _write(file.fileno(), _pieces(arrays))
@@ -124,7 +125,8 @@ class TaskBoard:
         with suppress(StoreError, FileNotFoundError):
             for kind in ("*.task", "*.array"):  # in this order: see `is_open`
                 for path in self._folder.glob(kind):
-                    path.unlink(missing_ok=True)
+                    with suppress(IsADirectoryError, PermissionError):  # a folder (PermissionError on macOS) goes with the rest
+                        path.unlink(missing_ok=True)
             disk.remove_tree(self._folder)
 
     # ---- all
@@ -167,11 +169,13 @@ class TaskBoard:
                 yield True
 
     def tasks(self) -> list[tuple[str, dict[str, Any]]]:
-        """The tasks that are there, by key; some may be done."""
-        tasks = []
+        """The tasks that are there, by key; some may be done. What is no task, such as a link or a folder, is skipped."""
+        tasks: list[tuple[str, dict[str, Any]]] = []
+        if self._folder.is_symlink():  # results would be written behind it
+            return tasks
         with suppress(FileNotFoundError):
             for path in sorted(self._folder.glob("*.task")):
-                with suppress(JsonError):
+                with suppress(JsonError, StoreError):
                     data = disk.read_own(path, MAX_TASK_BYTES) or b""
                     task = parse(data)
                     if isinstance(task, dict) and hash_bytes(data) == path.stem:
@@ -204,8 +208,12 @@ def _write(fd: int, pieces: Sequence[memoryview]) -> None:
     write_all(fd, pieces[0], 0)
 
 
-def _read(fd: int, name: str = "") -> Arrays | None:
-    """The arrays of a whole file, else None. name: the checksum that it must have; "": any."""
+def _read(fd: int, name: str = "", specs: Sequence[TensorSpec] | None = None) -> Arrays | None:
+    """The arrays of a whole file, else None. No memory is taken for arrays that the file does not hold.
+
+    name   the checksum that it must have; "": any
+    specs  dtypes and shapes that its arrays must have; None: any
+    """
     nbytes, at = os.fstat(fd).st_size, _CHECKSUM_BYTES + _LENGTH_BYTES
     if nbytes < at:
         return None
@@ -213,26 +221,40 @@ def _read(fd: int, name: str = "") -> Arrays | None:
     if name and name.encode() != checksum:
         return None
     header = _bytes_at(fd, at, min(int.from_bytes(length, "little"), nbytes - at, MAX_HEADER_BYTES))
-    hasher, arrays = xxhash.xxh3_128(length + header), list[npt.NDArray[Any]]()
     at += len(header)
+    hasher, arrays = xxhash.xxh3_128(length + header), list[npt.NDArray[Any]]()
     try:
-        for name, shape in parse(header):
-            array = np.empty(shape, np.dtype(name))
-            if at + array.nbytes > nbytes:
-                return None
-            data = array.reshape(-1).view(np.uint8).data
+        shapes = [(_dtype(dtype), _shape(shape)) for dtype, shape in parse(header)]
+        if at + sum(math.prod(shape) * dtype.itemsize for dtype, shape in shapes) != nbytes:
+            return None
+        if specs is not None and shapes != [(spec.dtype.numpy, spec.shape) for spec in specs]:
+            return None
+        for dtype, shape in shapes:
+            arrays.append(np.empty(shape, dtype))
+            data = arrays[-1].reshape(-1).view(np.uint8).data
             read_all(fd, data, at)
             hasher.update(data)
-            arrays.append(array)
-            at += array.nbytes
-    except (JsonError, TypeError, ValueError, MemoryError):  # the header is damaged
+            at += data.nbytes
+    except (JsonError, TypeError, ValueError, OverflowError, MemoryError):  # the header is damaged
         return None
-    return arrays if at == nbytes and hasher.hexdigest().encode() == checksum else None
+    return arrays if hasher.hexdigest().encode() == checksum else None
 
 
-def _are_of(arrays: Arrays, specs: Sequence[TensorSpec]) -> bool:
-    """Whether arrays have these dtypes and shapes."""
-    return [(array.dtype, array.shape) for array in arrays] == [(spec.dtype.numpy, spec.shape) for spec in specs]
+def _dtype(name: Any) -> np.dtype[Any]:
+    """A dtype of numbers by its name in a header: numpy takes texts for structures and objects too. Raises TypeError."""
+    if not isinstance(name, str) or not name.isidentifier():
+        raise TypeError(name)
+    dtype = np.dtype(name)
+    if dtype.name != name or dtype.hasobject or not dtype.itemsize:
+        raise TypeError(name)
+    return dtype
+
+
+def _shape(shape: Any) -> tuple[int, ...]:
+    """A shape in a header. Raises TypeError."""
+    if not isinstance(shape, list) or not all(type(side) is int and side >= 0 for side in shape):
+        raise TypeError(shape)
+    return tuple(shape)
 
 
 def _bytes_at(fd: int, start: int, nbytes: int) -> bytes:

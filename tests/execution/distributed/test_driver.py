@@ -107,7 +107,8 @@ def test_a_part_of_a_lost_worker_is_done_again_and_keeps_what_was_finished(here:
     monkeypatch.setattr(Staging, "finish", finish)
     workers = Threads(1)
     merged = merge(workers)
-    assert len(workers.started) == len(set(workers.started)) + 1
+    assert workers.started_again() == {*workers.died}, "the part of the lost worker, and no other"
+    assert len(workers.died) == 1
     assert sorted(finished) == sorted(step.out.name for step in merged.plan.steps), "none was made twice"
     assert files(here / "out") == files(here / "whole")
 

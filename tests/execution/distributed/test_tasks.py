@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -24,7 +25,7 @@ from weightsmith._execution.cluster import Share, share_out
 from weightsmith._execution.options import RunOptions
 from weightsmith._execution.together import Helper
 from weightsmith._features.any_recipe import prepare_any
-from weightsmith._outputs.shared import TaskBoard
+from weightsmith._outputs.shared import MAX_TASK_BYTES, TaskBoard
 from weightsmith._outputs.staging import Staging
 from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner.prepared import Prepared
@@ -308,6 +309,49 @@ def test_helpers_are_seen_while_they_wait(tmp_path: Path) -> None:
     assert board.tasks() == [(key, {"op": "x"})]
     (tmp_path / "tasks" / f"{key}.task").write_bytes(b'{"op":"y"}')
     assert board.tasks() == []
+
+
+@pytest.mark.parametrize("what", ["link", "dangling link", "folder", "pipe", "large"])
+def test_what_is_no_task_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    board, tried = TaskBoard(tmp_path / "tasks", tmp_path / "lock"), list[str]()
+
+    def quantise(*_: Any) -> Any:
+        tried.append("")
+        return []
+
+    use(monkeypatch, quantise)
+    key = board.offer({"op": "quantised_layer"})
+    stray = tmp_path / "tasks" / f"{'0' * 32}.task"  # before the task, in order
+    (tmp_path / "elsewhere").write_text("{}")
+    make: dict[str, Callable[[], object]] = {
+        "link": lambda: stray.symlink_to(tmp_path / "elsewhere"),
+        "dangling link": lambda: stray.symlink_to("nowhere"),
+        "folder": lambda: (stray / "inner").mkdir(parents=True),
+        "pipe": lambda: os.mkfifo(stray),
+        "large": lambda: stray.write_bytes(bytes(MAX_TASK_BYTES + 1)),
+    }
+    make[what]()
+    assert board.tasks() == [(key, {"op": "quantised_layer"})]
+    helper = Helper(board, Resources(threads=1))
+    helper()
+    assert len(tried) == 1
+    helper.close()
+    board.clear()
+    assert not (tmp_path / "tasks").exists()
+    assert (tmp_path / "elsewhere").read_text() == "{}"
+
+
+def test_tasks_behind_a_link_are_not_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results would be written there."""
+    TaskBoard(tmp_path / "elsewhere", tmp_path / "lock").offer({"op": "quantised_layer"})
+    (tmp_path / "tasks").symlink_to("elsewhere")
+    board = TaskBoard(tmp_path / "tasks", tmp_path / "lock")
+    use(monkeypatch, lambda *_: [])
+    helper = Helper(board, Resources(threads=1))
+    helper()
+    helper.close()
+    assert board.tasks() == []
+    assert [path.suffix for path in (tmp_path / "elsewhere").iterdir()] == [".task"]
 
 
 def test_a_task_that_was_removed_is_not_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import threading
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
 
 import weightsmith
 from tests.execution.distributed.test_driver import MODEL_WIDE, SHARD, TIES, here, merge
@@ -101,7 +104,8 @@ def test_what_a_lost_worker_has_not_measured_others_do(
     workers = Threads(2)
     merge(workers, recipe=MODEL_WIDE)
     n = units(MODEL_WIDE)
-    assert len(workers.started) == len(set(workers.started)) + 1
+    assert workers.started_again() == {*workers.died}, "the part of the lost worker, and no other"
+    assert len(workers.died) == 1
     assert len(measured) == 2 * n + 1, "only what the lost worker was at is measured again"
     assert files(here / "out") == files(here / "one-process")
 
@@ -149,6 +153,38 @@ def test_a_damaged_result_is_made_again(tmp_path: Path, change: str) -> None:
     data[-1] ^= 1
     path.write_bytes({"cut": data[:-3], "bit": data, "empty": b""}[change])
     assert results.take("0-1", lambda: [np.ones(1)]) == [np.ones(1)]
+
+
+HEADERS: dict[str, list[Any]] = {
+    "larger than the file": [["float32", [1 << 26]]],
+    "objects": [["O", [1 << 24]]],
+    "objects by name": [["object", [1 << 24]]],
+    "objects that fit": [["object", [1]], ["uint8", [8]]],
+    "a structure with objects": [["i4,O", [1 << 24]]],
+    "larger than memory": [["uint8", [1 << 62, 1 << 62]]],
+    "empty, and larger than memory": [["uint8", [0, 1 << 62]], ["uint8", [0, 1 << 70]]],
+    "the last one is larger than the file": [["uint8", [16]], ["float64", [1 << 25]]],
+    "less than nothing": [["uint8", [-1, -16]]],
+    "no number": [["uint8", [True]]],
+    "no shape": [["uint8", None]],
+    "words without length": [["str", [1 << 40]]],
+    "code": [["(2,", [16]]],
+}
+
+
+@pytest.mark.parametrize("header", HEADERS)
+def test_a_header_takes_no_memory_for_what_its_file_does_not_hold(tmp_path: Path, header: str) -> None:
+    text = json.dumps(HEADERS[header]).encode()
+    rest = len(text).to_bytes(8, "little") + text + bytes(16)
+    (tmp_path / "1").write_bytes(xxhash.xxh3_128_hexdigest(rest).encode() + rest)
+    tracemalloc.start()
+    try:
+        arrays = SharedResults(tmp_path).take("1", lambda: [np.ones(1)])
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert arrays == [np.ones(1)]
+    assert peak_bytes < 1 << 22
 
 
 def test_a_result_that_another_process_makes_is_not_made(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ class Threads(Answering):
     """See `distributed.work.Workers`.
 
     before   called in the worker's thread before it begins; what it raises ends the worker
-    started, stopped   shares, in order
+    started, stopped, died   shares, in order
     """
 
     def __init__(self, slots: int, before: Callable[[Share], None] = lambda share: None) -> None:
@@ -46,6 +46,7 @@ class Threads(Answering):
         self.before = before
         self.orders: list[Order] = []
         self.stopped: list[Share] = []
+        self.died: list[Share] = []
         self.threads: list[threading.Thread] = []
 
     def begin(self, order: Order) -> None:
@@ -61,12 +62,17 @@ class Threads(Answering):
             self.before(share)
             answer: Answer = pickle.loads(do(order, share))
         except Died:
+            self.died.append(share)
             answer = Lost("killed")
         if share not in self.stopped:
             self._answers.put((share, answer))
 
     def stop(self, share: Share) -> None:
         self.stopped.append(share)
+
+    def started_again(self) -> set[Share]:
+        """Shares that were started more than once. How often does not matter: a lock may be released a moment later."""
+        return {share for share in self.started if self.started.count(share) > 1}
 
     def join(self) -> None:
         for thread in self.threads:

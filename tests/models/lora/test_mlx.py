@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 import weightsmith
 from tests.mini import write_checkpoint
 from tests.models.lora.test_lora import DOWN, INNER, H, P, Q, adapter, baked, base, normal, refusal
+from tests.zoo import save
 from weightsmith._base.errors import FormatError, PlanError, Unsupported
 from weightsmith._models.formats.opening import open_file
 from weightsmith._models.lora import open_adapter
@@ -215,7 +216,7 @@ def peft(folder: Path, ranks: dict[str, int], base: Path, **config: Any) -> Path
         rows, cols = shapes[f"{module}.weight"]
         a, b = normal(rank, cols, seed=100 + k) / 8, normal(rows, rank, seed=200 + k) / 8
         names = "lora_A.weight", "lora_B.weight"
-        if module.endswith("embed_tokens"):
+        if module.endswith(("embed_tokens", "embed_in")):
             names, a, b = ("lora_embedding_A", "lora_embedding_B"), b.T.copy(), a.T.copy()
         tensors |= {f"{P}{module}.{name}": array for name, array in zip(names, (a, b), strict=True)}
         if config.get("use_dora"):
@@ -283,6 +284,85 @@ def test_what_an_adapter_of_mlx_cannot_hold_is_refused(tmp_path: Path) -> None:
             weightsmith.convert_lora(lora, tmp_path / "out", layout="mlx", base=model, progress=False)
         (problem,) = caught.value.problems
         assert words in problem.finding.what
+
+
+RENAMED = {
+    "lfm2-moe": {f"{L}.0.feed_forward.w1": 4, f"{L}.0.feed_forward.w2": 4, f"{L}.0.feed_forward.w3": 2}
+    | {f"{L}.1.feed_forward.experts.{e}.w2": 4 for e in range(4)},
+    "gpt-neox": {
+        "gpt_neox.layers.0.attention.dense": 4,
+        "gpt_neox.layers.1.mlp.dense_h_to_4h": 4,
+        "gpt_neox.embed_in": 4,
+        "embed_out": 4,
+    },
+}
+
+
+def hub_name(name: str) -> str:
+    """The Hub's name of a tensor that MLX renames."""
+    for there, here in {
+        "model.h.": "gpt_neox.layers.",
+        "model.embed_out": "embed_out",
+        "model.embed_in": "gpt_neox.embed_in",
+    }.items():
+        name = name.replace(there, here)
+    for there, here in {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}.items():
+        name = name.replace(there, here)
+    return name
+
+
+@pytest.mark.skipif(not PYTHON, reason="needs MLX")
+def test_modules_that_mlx_renames_get_its_names_and_are_read_by_them(tmp_path: Path) -> None:
+    asked, expected = [], {}
+    for name, ranks in RENAMED.items():
+        wider = {"intermediate_size": 128} if name == "gpt-neox" else {}  # four times the width, as mlx-lm assumes
+        save(name, tmp_path / name / "base", 1, dtype="float32", **wider)
+        folder, out = tmp_path / name / "base", tmp_path / name / "mlx"
+        config = json.loads((folder / "config.json").read_text())
+        config |= {"rotary_emb_base": 10000, "rotary_pct": 0.25}  # mlx-lm reads GPT-NeoX's old keys alone
+        (folder / "config.json").write_text(json.dumps(config))
+        lora = peft(tmp_path / name / "peft", ranks, folder)
+        weightsmith.convert_lora(lora, out, layout="mlx", progress=False)
+        asked.append({"base": str(folder), "out": str(out)})
+        expected[name] = baked(folder, lora, tmp_path / name / "expected")
+        again = baked(folder, out, tmp_path / name / "again")
+        assert again.keys() == expected[name].keys()
+        for key, array in again.items():
+            np.testing.assert_allclose(array, expected[name][key], rtol=2e-6, atol=1e-6, err_msg=f"{name}: {key}")
+    run_mlx(asked, tmp_path)
+    for name, ranks in RENAMED.items():
+        fused = {hub_name(key): array for key, array in apart(load_file(tmp_path / name / "mlx" / "fused.safetensors")).items()}
+        for module in ranks:
+            key = f"{module}.weight"
+            np.testing.assert_allclose(fused[key], expected[name][key], rtol=3e-6, atol=3e-6, err_msg=f"{name}: {key}")
+
+
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [("deepseek-v3", f"{L}.0.self_attn.kv_b_proj"), ("granite-hybrid", f"{L}.0.shared_mlp.input_linear")],
+)
+def test_modules_that_mlx_splits_are_refused(name: str, module: str, tmp_path: Path) -> None:
+    save(name, tmp_path / "base", 1, dtype="float32")
+    lora = peft(tmp_path / "peft", {module: 4}, tmp_path / "base")
+    with pytest.raises(PlanError, match=f"mlx-lm has no module {module}: it splits the matrix"):
+        weightsmith.convert_lora(lora, tmp_path / "out", layout="mlx", progress=False)
+
+
+def test_a_module_of_mlx_that_the_base_lacks_is_no_slip_of_the_pen(tmp_path: Path) -> None:
+    names = {f"{L}.0.mlp.gate_projs.lora_a": normal(H, 4), f"{L}.0.mlp.gate_projs.lora_b": normal(4, INNER)}
+    message = str(refusal(base(tmp_path / "base"), mlx(tmp_path / "a", names)))
+    assert "MLX renames or splits these modules: fuse it with mlx_lm.fuse" in message
+    assert "did you mean" not in message
+
+
+def test_a_vocabulary_of_mlx_is_one_for_peft_too(tmp_path: Path) -> None:
+    """PEFT follows `ensure_weight_tying` only where a target is `embed_tokens` or `lm_head`."""
+    lora = mlx(tmp_path / "a", {"transformer.wte.lora_a": normal(50, 4), "transformer.wte.lora_b": normal(4, H)})
+    weightsmith.convert_lora(lora, tmp_path / "out", progress=False)
+    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert config["ensure_weight_tying"] is True
+    assert config["target_modules"] == ["transformer.wte", "lm_head"]
+    assert open_adapter(str(tmp_path / "out")).as_one
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str, type[Exception]]] = {

@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -23,11 +24,17 @@ from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.formats.gguf.cuts import CutEncoding, Piece
 from weightsmith._models.formats.mlx import STACK
 from weightsmith._models.lora import Adapter
+from weightsmith._models.lora.adapter import Factors
 from weightsmith._models.structure.projections import UNMIXTRAL
 from weightsmith._models.structure.vocabulary import is_embedding, is_head, ties
 from weightsmith._plans import CAST, COPY, JOIN, PlanDraft, Read, Step
 
+_BY_BASE = re.compile(r".+\.(kv_b_proj|shared_mlp\.(?:input|output)_linear|feed_forward\.w[123])")
+"""Modules that MLX stores otherwise in some models."""
+_PLAIN_MLA = ("deepseek_v2", "minicpm3", "youtu_llm")
+"""Models whose `kv_b_proj` is one matrix in MLX: elsewhere it is two, in an order of their own."""
 _EXPERT = re.compile(r"(.+\.)experts\.(\d+)\.(\w+)")
+_GPT_NEOX = re.compile(r"^gpt_neox\.(layers\.)?")
 _ROUNDED = 1e-9
 """Scales that differ by less, relatively, are one."""
 
@@ -107,6 +114,7 @@ def fill_mlx(adapter: Adapter, settings: ConvertSettings, base: Checkpoint | Non
     if normed := next((module for module, factors in adapter.updates.items() if factors.columns), ""):
         raise Unsupported(f"DoRA of an embedding, with norms of its columns: {normed}", where=where, fix=merged)
     adapter = _with_one_vocabulary(adapter, base, merged)
+    adapter = _renamed(adapter, {} if base is None else base.config or {}, merged)
     modules, experts = _experts(adapter, merged)
     dora = any(factors.magnitude for factors in adapter.updates.values())
     if dora and experts:
@@ -133,6 +141,11 @@ def trains_vocabulary(adapter: Adapter) -> bool:
     return any(is_embedding(_weight(module)) or is_head(_weight(module)) for module in adapter.updates)
 
 
+def follows_base(adapter: Adapter) -> bool:
+    """Whether MLX's names of an adapter's modules depend on its base, or what it trains does."""
+    return trains_vocabulary(adapter) or any(map(_BY_BASE.fullmatch, adapter.updates))
+
+
 def _weight(module: str) -> TensorSpec:
     return TensorSpec(f"{module}.weight", DTYPES["F32"], (1, 1))
 
@@ -147,7 +160,7 @@ def _with_one_vocabulary(adapter: Adapter, base: Checkpoint | None, merged: str)
     heads = [module for module in adapter.updates if is_head(_weight(module))]
     if not embeddings and not heads:
         return adapter
-    assert base is not None  # whoever calls has asked `trains_vocabulary`
+    assert base is not None  # whoever calls has asked `follows_base`
     if not ties(base.config, stores_head=any(map(is_head, base.specs.values()))):
         return adapter
     if not adapter.as_one or not embeddings:
@@ -157,6 +170,26 @@ def _with_one_vocabulary(adapter: Adapter, base: Checkpoint | None, merged: str)
         raise Unsupported(what, where=where, fix=merged)
     kept = {module: factors for module, factors in adapter.updates.items() if module not in heads}
     return replace(adapter, updates=kept)
+
+
+def _renamed(adapter: Adapter, config: Mapping[str, Any], merged: str) -> Adapter:
+    """The adapter with the names of MLX's modules. config: the base's. Raises Unsupported for what is no module there."""
+    model_type, updates = config.get("model_type"), dict[str, Factors]()
+    for module, factors in adapter.updates.items():
+        match, name = _BY_BASE.fullmatch(module), _GPT_NEOX.sub(_in_gpt_neox, module)
+        if match and match[1].startswith("feed_forward"):
+            head, _, last = module.rpartition(".")
+            name = f"{head}.{UNMIXTRAL[last]}" if model_type == "lfm2_moe" else module
+        elif match and not (model_type in _PLAIN_MLA if match[1] == "kv_b_proj" else config.get("num_local_experts")):
+            raise Unsupported(f"mlx-lm has no module {module}: it splits the matrix", where=adapter.checkpoint.ref, fix=merged)
+        elif module == "embed_out" and model_type == "gpt_neox":
+            name = f"model.{module}"
+        updates[name] = factors
+    return replace(adapter, updates=updates)
+
+
+def _in_gpt_neox(match: re.Match[str]) -> str:
+    return "model.h." if match[1] else "model."
 
 
 def _experts(adapter: Adapter, merged: str) -> tuple[list[str], dict[str, dict[int, str]]]:

@@ -28,11 +28,12 @@ from weightsmith._models.lora.experts import StackedPlaces, match_stacked, names
 from weightsmith._models.lora.forms import as_matrix
 from weightsmith._models.lora.gguf_file import in_hub_order
 from weightsmith._models.lora.kinds import KINDS
+from weightsmith._models.lora.mlx_folder import is_mlx
 from weightsmith._models.lora.networks import find_places as find_modules
 from weightsmith._models.sources.adapted import Adapted, AdaptedTensor, RowChange, Update
 from weightsmith._models.structure import analyse
 from weightsmith._models.structure.configs import replace_value
-from weightsmith._models.structure.projections import TRANSPOSED_MODELS, UNMIXTRAL, SubMatrix, fused_names, fused_parts
+from weightsmith._models.structure.projections import MIXTRAL, TRANSPOSED_MODELS, UNMIXTRAL, SubMatrix, fused_names, fused_parts
 from weightsmith._models.structure.vocabulary import (
     class_of,
     is_embedding,
@@ -50,6 +51,9 @@ from weightsmith.abc.adapter import AdapterModule
 _SHOWN = 8  # problems that a message lists
 _BEGINNINGS = 100  # of names that are tried; models have up to ten
 
+_VOCABULARY_OF_MLX = {"model.embed_in.weight": "gpt_neox.embed_in.weight", "model.embed_out.weight": "embed_out.weight"}
+"""MLX's names in GPT-NeoX, where the layers have another beginning."""
+_RENAMED_BY_MLX = re.compile(r"(\.feed_forward\.(?:experts\.\d+\.)?)(gate_proj|up_proj|down_proj)(?=\.weight$)")
 _UNMIXTRAL = re.compile(r"(\.experts\.\d+\.)(w[123])(?=\.weight$)")
 
 Shape = tuple[int, ...]
@@ -227,7 +231,14 @@ class _Match:
         head = self._take_task_head()
         replacements = {name: source for name, source in adapter.replacements.items() if name not in head}
         targets = [*(f"{m}.weight" for m in (*adapter.updates, *adapter.others)), *replacements, *stacked]
-        rename = located or (self._stored if self._sources else self._renaming(targets))
+        vocabulary = {there: here for there, here in _VOCABULARY_OF_MLX.items() if here in self.base.specs}
+        renaming = located or (
+            self._stored if self._sources else self._renaming([name for name in targets if name not in vocabulary])
+        )
+
+        def rename(name: str) -> str:
+            return vocabulary.get(name) or self._respelled(renaming(name))
+
         tied = "" if head else self._tied_embedding()
         for stored_name, source in replacements.items():
             name = rename(stored_name)
@@ -276,6 +287,8 @@ class _Match:
             if adapter.file is None:
                 stated = (adapter.checkpoint.config or {}).get("base_model_name_or_path")
                 fix += f"; its adapter_config.json says {show(stated)}"
+            if self._of_mlx:
+                fix += ". If it was trained on this one, MLX renames or splits these modules: fuse it with mlx_lm.fuse"
             raise ShapeError(what, where=adapter.checkpoint.ref, details=shown, fix=fix)
         if tied and not self._shared:
             self._untie(tied)
@@ -329,6 +342,11 @@ class _Match:
         """Whether a class has other names for layers than the base: Llama's for answers has `transformer.` for `model.`."""
         modules = {module.partition(".")[0] for module in (*self.adapter.updates, *self.adapter.others)}
         return name.endswith("ForQuestionAnswering") and not modules & {tensor.partition(".")[0] for tensor in self.base.specs}
+
+    def _respelled(self, name: str) -> str:
+        """The base's name of a matrix that MLX renames: LFM2-MoE's `w1` is `gate_proj` there."""
+        spelling = _RENAMED_BY_MLX.sub(lambda match: f"{match[1]}{MIXTRAL[match[2]]}", name)
+        return spelling if name not in self.base.specs and spelling in self.base.specs else name
 
     def _stored(self, name: str) -> str:
         """The base's name of a tensor of the model that transformers builds, unless it is made of several."""
@@ -454,7 +472,14 @@ class _Match:
         fused = next((fused for fused in fused_names(name) if fused in self.base.specs), "")
         if fused:
             return f"{name}: the base keeps it inside {fused}, in an order that is not known"
-        return f"{name}: the base has no such tensor{nearest(name, self.base.specs)}"
+        similar = "" if self._of_mlx else nearest(name, self.base.specs)
+        return f"{name}: the base has no such tensor{similar}"
+
+    @property
+    def _of_mlx(self) -> bool:
+        """Whether MLX named the modules: what is missing in the base is no slip of the pen, then."""
+        paths = self.adapter.checkpoint.paths
+        return bool(paths) and is_mlx(paths[0])
 
     def _replacement_problem(self, name: str) -> str:
         replacement = self.adapter.checkpoint.specs[self._replaced[name]]

@@ -266,3 +266,14 @@ def download(models: Iterable[Checkpoint]) -> None:
     """Download what is missing. Raises CheckpointError."""
     for model in models:
         model.download()
+
+
+def make_readable(models: Sequence[Checkpoint], *, streamed: bool) -> None:
+    """Download what is missing of Hub models, so that tensors can be read. streamed: all but the weights.
+
+    Raises CheckpointError.
+    """
+    if streamed:
+        stream(models)
+    if missing_files(models):
+        download(models)

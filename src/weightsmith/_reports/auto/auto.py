@@ -34,21 +34,25 @@ from weightsmith._base.errors import (
     StoreError,
     WeightsmithError,
 )
-from weightsmith._base.files import exists, expand_user, is_folder
+from weightsmith._base.files import exists, expand_user, is_folder, write_whole
 from weightsmith._base.options import lists_options, option_error, read_options
+from weightsmith._base.text import count, size
 from weightsmith._base.torch_use import usable_device
 from weightsmith._engine.results import JobMemory
 from weightsmith._execution.execute import execute
+from weightsmith._execution.identity import program_digest
 from weightsmith._execution.options import RunOptions, resources_of
 from weightsmith._execution.progress import Meter, callbacks, shown_meter
 from weightsmith._features.any_recipe import prepare_any
 from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._features.statistics import prepare_statistics
 from weightsmith._methods.regmean import WEIGHED
+from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._outputs import disk
 from weightsmith._outputs.local import check_vacant
 from weightsmith._planning.options import RecipeOptions
-from weightsmith._reports.auto.checks import check_models, check_texts
+from weightsmith._planning.planner.prepared import download, missing_files, stream
+from weightsmith._reports.auto.checks import check_copies, check_models, check_texts
 from weightsmith._reports.auto.cost import STATISTICS, DiskUse, SearchPlan, SearchSize, disk_use, plan_search
 from weightsmith._reports.auto.pool import (
     Choice,
@@ -66,7 +70,7 @@ from weightsmith._reports.auto.pool import (
     too_far,
 )
 from weightsmith._reports.auto.result import Auto, CandidateScore, FineTune
-from weightsmith._reports.auto.texts import CutText, TextPair, row_tokens, write_own
+from weightsmith._reports.auto.texts import TEXTS, CutText, TextPair, recorded, row_tokens, write_own
 from weightsmith._reports.command import seconds_of
 from weightsmith._reports.evaluate.opening import Opened, opened, prepare_named
 from weightsmith._reports.options import AutoSettings
@@ -169,18 +173,24 @@ def find_merge(models: Models, out: str, settings: AutoSettings, running: RunOpt
         device = usable_device(resources_of(one.prepared, running).device)
         cut_texts = check_texts(one, texts)
         check_models(one, models, cut_texts)
-        use = _checked_disk(one, len(names), folder)
+        missing = _missing(opened_models, running)
+        use = _checked_disk(one, len(names), folder, missing)
+        if missing:
+            shown.say(f"downloading {count(len(missing), 'file')}, {size(use.download)}")
+            download(opened_models)
+            check_copies(models)
         stack.enter_context(_resumable(folder))
         folder.mkdir(exist_ok=True)
         stack.enter_context(_alone_in(folder, out))
         about = {
             "kind": "weightsmith auto",
+            "program": program_digest(),
             "models": [model.state for model in opened_models],
             "products": [device, fast_arithmetic(device)],
         }
         journal = Journal(folder / _SCORES, about, resume=running.resume)
         pairs = _pairs(one, models, names, cut_texts, folder, settings, running, shown)
-        memory = JobMemory(folder, spare_bytes=use.needed)
+        memory = JobMemory(folder, spare_bytes=use.searching)
         search = _Search(one, models, names, pairs, folder, journal, memory, settings, began + seconds, running, shown)
         result = search.run()
         shown.say(f"writing {result.choice.name}")
@@ -320,9 +330,16 @@ def _opened_mean(models: Models, stack: ExitStack) -> Opened:
     return opened(MEAN, stack.enter_context(prepare_named(models.mean())))
 
 
-def _checked_disk(one: Opened, models: int, folder: Path) -> DiskUse:
-    """What the search needs of the disk, which has it. Raises NoSpace."""
-    use = disk_use(one, models, folder)
+def _missing(models: Sequence[Checkpoint], running: RunOptions) -> dict[Path, int]:
+    """Files that are to be downloaded, and their sizes: candidates, and not a run alone, read them."""
+    if running.stream:
+        stream(models)
+    return missing_files(models)
+
+
+def _checked_disk(one: Opened, models: int, folder: Path, missing: Mapping[Path, int]) -> DiskUse:
+    """What the search needs of the disk, which has it. missing: files to download. Raises NoSpace."""
+    use = disk_use(one, models, folder, missing)
     if use.needed > use.free:
         raise disk.no_space(folder.parent, use.needed, state=NOTHING_WRITTEN)
     return use
@@ -356,10 +373,12 @@ def plan_merge(models: Models, out: str, settings: AutoSettings, running: RunOpt
     folder = _work_folder(out, running)
     with ExitStack() as stack:
         one = _opened_mean(models, stack)
+        opened_models = (*stack.enter_context(prepare_named(models.base)).inputs, *one.prepared.inputs)
         check_models(one, models, check_texts(one, texts))
         candidates = min(settings.budget, 7 if texts else 4)
-        size = SearchSize(len(names), row_tokens(one), candidates, bool(texts), kept_bytes(running))
-        return plan_search(one, expand_user(out).absolute(), folder, size, resources_of(one.prepared, running))
+        search = SearchSize(len(names), row_tokens(one), candidates, bool(texts), kept_bytes(running))
+        use = disk_use(one, len(names), folder, _missing(opened_models, running))
+        return plan_search(one, expand_user(out).absolute(), use, search, resources_of(one.prepared, running))
 
 
 @dataclass(eq=False)
@@ -528,17 +547,21 @@ class _Search:
         return self.models.regmean(texts, prior, self._strengths[which], self._factors.get(name, 1.0))
 
     def _statistics(self, number: int) -> str:
-        """The folder of a fine-tune's statistics. Those that an earlier call measured on the same text are kept."""
+        """The folder of a fine-tune's statistics. Those that this program measured on the same text earlier are kept."""
         name, model, pair = self.names[number], self.models.fine_tunes[number], self.pairs[number]
         folder = self.folder / STATISTICS / name
         folder.parent.mkdir(exist_ok=True)
         self.shown.say(f"statistics 4/5: {name} ({number + 1} of {len(self.names)})")
         settings = StatisticsSettings(kind=("second_moments",), tokens=self._tokens)
+        record = self.folder / TEXTS / f"{name}.measured"
         with prepare_statistics(model, pair.statistics, settings) as prepared:
-            if _is_current(folder, prepared.inputs[0].state, pair.statistics, self._tokens):
+            by_this_program = recorded(record) == program_digest()
+            if by_this_program and _is_current(folder, prepared.inputs[0].state, pair.statistics, self._tokens):
                 return str(folder)
+            record.unlink(missing_ok=True)
             running = replace(self.running, card=False, overwrite=True)
             execute(prepared, str(folder), running, callbacks(self.shown, f"measuring {name}"), began=time.monotonic())
+        write_whole(record, program_digest().encode())
         return str(folder)
 
     def _summary(self, name: str) -> CandidateScore:

@@ -12,6 +12,7 @@ from weightsmith._activations.stored import weights_hash
 from weightsmith._base.errors import MismatchError, ParameterError, PlanError, WeightsmithError
 from weightsmith._base.idioms import grouped
 from weightsmith._models.checkpoint import Checkpoint
+from weightsmith._models.sources.files import sample_files
 from weightsmith._plans import Plan
 from weightsmith._reports.auto.pool import Models
 from weightsmith._reports.auto.texts import CutText, cut, row_tokens
@@ -67,6 +68,15 @@ def check_models(one: Opened, models: Models, texts: Mapping[str, CutText]) -> N
         raise PlanError(problems)
 
 
+def check_copies(models: Models) -> None:
+    """Raise PlanError if models on this disk have the weights of others. Reads those of models that look like copies."""
+    with ExitStack() as stack:
+        names = (models.base, *models.fine_tunes)
+        problems = [*_copies({name: stack.enter_context(prepare_named(name)).inputs[0] for name in names})]
+    if problems:
+        raise PlanError(problems)
+
+
 @contextmanager
 def _noting_all(problems: list[WeightsmithError]) -> Iterator[None]:
     """As `noting`, with each problem of a PlanError."""
@@ -100,7 +110,7 @@ def _check_tokenizer(usual: Cutter, cutter: Cutter, model: str, sample: Sequence
 
 def _copies(checkpoints: Mapping[str, Checkpoint]) -> Iterator[WeightsmithError]:
     """An error for each model with the weights of one before it. Reads those of models that are alike on some pages."""
-    samples = {model: checkpoint.sample() for model, checkpoint in checkpoints.items()}  # "": a revision names its weights
+    samples = {model: _sample(checkpoint) for model, checkpoint in checkpoints.items()}
     for alike in grouped((sample, model) for model, sample in samples.items() if sample).values():
         first = dict[str, str]()
         for model in alike if len(alike) > 1 else ():
@@ -108,3 +118,10 @@ def _copies(checkpoints: Mapping[str, Checkpoint]) -> Iterator[WeightsmithError]
             if other != model:
                 fix = "leave it out, or name the fine-tune that was meant"
                 yield ParameterError(f"its weights are those of {other}", where=model, fix=fix)
+
+
+def _sample(checkpoint: Checkpoint) -> str:
+    """Equal for a copy, see `Checkpoint.sample`; "" for a model that is computed, or not on this disk."""
+    if checkpoint.plan is not None or not all(path.is_file() for path in checkpoint.paths):
+        return ""
+    return checkpoint.sample() or sample_files(checkpoint.paths)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,6 +82,7 @@ class SearchPlan(Reported):
     disk_bytes         that are taken until the end, besides the output, if there is room
     needed_bytes       of the disk without which it does not begin: statistics, and the output
     free_bytes         of the disk
+    download_bytes     of Hub models, before anything is computed; on the output's disk they are in `needed_bytes`
     """
 
     out: Path
@@ -93,11 +94,14 @@ class SearchPlan(Reported):
     disk_bytes: int
     needed_bytes: int
     free_bytes: int
+    download_bytes: int
 
     def report(self) -> Report:
         rate = sum(stage.operations for stage in self.stages) / self.processor_seconds
+        download = f"{size(self.download_bytes)} into the cache, before anything is computed; only headers were read"
         facts: tuple[tuple[str, Value], ...] = (
             ("would write", str(self.out)),
+            *((("download", download),) if self.download_bytes else ()),
             ("candidates", f"{self.candidates}, the base and the mean"),
             ("time", f"about {duration(self.processor_seconds / self.threads)} on {count(self.threads, 'thread')}"),
             ("CPU time", f"about {duration(self.processor_seconds)}"),
@@ -132,6 +136,7 @@ class SearchPlan(Reported):
             "disk_bytes": self.disk_bytes,
             "needed_bytes": self.needed_bytes,
             "free_bytes": self.free_bytes,
+            "download_bytes": self.download_bytes,
         }
 
 
@@ -153,12 +158,8 @@ class SearchSize:
     kept_bytes: int
 
 
-def plan_search(one: Opened, out: Path, folder: Path, search: SearchSize, resources: Resources) -> SearchPlan:
-    """Count what a search does.
-
-    one     the mean of the fine-tunes
-    folder  of unfinished work, beside `out`
-    """
+def plan_search(one: Opened, out: Path, use: DiskUse, search: SearchSize, resources: Resources) -> SearchPlan:
+    """Count what a search does. one: the mean of the fine-tunes."""
     models, tokens, candidates = search.models, search.tokens, search.candidates
     rate, narrow = _rate("float32"), 1.0
     if fast_arithmetic(usable_device(resources.device)) == "bfloat16":
@@ -183,7 +184,6 @@ def plan_search(one: Opened, out: Path, folder: Path, search: SearchSize, resour
         Stage("candidates", f"{candidates:,}, on {held:,} tokens each", scoring),
     )[0 if written else 1 :]
     operations = sum(stage.operations for stage in stages)
-    disk = disk_use(one, models, folder)
     # What does not fit in half of the free space is computed again.
     vocabulary = max((step.out.shape[0] for step in steps if step.role == "vocabulary"), default=0)
     predictions = 4 * vocabulary * held
@@ -195,10 +195,11 @@ def plan_search(one: Opened, out: Path, folder: Path, search: SearchSize, resour
         stages,
         operations / rate,
         resources.workers,
-        memory_use(one, search, resources, remembers=kept <= DISK_SHARE * disk.free),
-        disk.statistics + kept,
-        disk.needed,
-        disk.free,
+        memory_use(one, search, resources, remembers=kept <= DISK_SHARE * use.free),
+        use.statistics + kept,
+        use.needed,
+        use.free,
+        use.download,
     )
 
 
@@ -261,25 +262,35 @@ def _job_bytes(shape: Sequence[int], models: int) -> int:
 class DiskUse:
     """Bytes of the disk that a search cannot do without, and those that are free.
 
-    kept  of the statistics, which an earlier call has left
+    kept      of the statistics, which an earlier call has left
+    download  of Hub models, into the cache
+    cached    of the download, if the cache is on another disk: 0
     """
 
     statistics: int
     kept: int
     output: int
     free: int
+    download: int
+    cached: int
 
     @property
     def needed(self) -> int:
+        return self.searching + self.cached
+
+    @property
+    def searching(self) -> int:
+        """Those that are needed after the download."""
         return max(self.statistics - self.kept, 0) + self.output
 
 
-def disk_use(one: Opened, models: int, folder: Path) -> DiskUse:
-    """What statistics and the output take, and the free space of the output's disk.
+def disk_use(one: Opened, models: int, folder: Path, missing: Mapping[Path, int]) -> DiskUse:
+    """What statistics, the output and a download take, and the free space of the output's disk.
 
-    one     the mean of the fine-tunes
-    models  fine-tunes
-    folder  of unfinished work, beside the output
+    one      the mean of the fine-tunes
+    models   fine-tunes
+    folder   of unfinished work, beside the output
+    missing  files to download, and their sizes; below 0: unknown
     """
     steps = one.model.steps
     by_layer = defaultdict[str, list[str]](list)
@@ -290,7 +301,16 @@ def disk_use(one: Opened, models: int, folder: Path) -> DiskUse:
     shared = [shapes_of(find_statistic(KIND), weights, shapes) for weights in by_layer.values()]
     statistics = 4 * models * sum(math.prod(shape) for of_layer in shared for shape in of_layer.values())
     kept = sum(path.stat().st_size for path in (folder / STATISTICS).rglob("*") if path.is_file())
-    return DiskUse(statistics, kept, sum(step.nbytes for step in one.prepared.plan.steps), available_bytes(folder.parent))
+    output = sum(step.nbytes for step in one.prepared.plan.steps)
+    sizes = {path: max(nbytes, 0) for path, nbytes in missing.items()}
+    cached = sum(nbytes for path, nbytes in sizes.items() if _on_one_disk(path, folder))
+    return DiskUse(statistics, kept, output, available_bytes(folder.parent), sum(sizes.values()), cached)
+
+
+def _on_one_disk(path: Path, other: Path) -> bool:
+    """Whether two places are on one file system, as far as their folders exist."""
+    first, second = (next(folder for folder in place.absolute().parents if folder.exists()) for place in (path, other))
+    return first.stat().st_dev == second.stat().st_dev
 
 
 def _singular_vectors(linear: Sequence[Step], models: int) -> float:

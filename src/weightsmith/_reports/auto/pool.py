@@ -24,7 +24,7 @@ from weightsmith._base.torch_use import usable_device
 from weightsmith._engine.results import JobMemory
 from weightsmith._execution.options import RunOptions, resources_of
 from weightsmith._models.lora.opening import is_adapter
-from weightsmith._planning.planner.prepared import Prepared
+from weightsmith._planning.planner.prepared import Prepared, make_readable
 from weightsmith._plans import TextSource
 from weightsmith._reports.evaluate.opening import Opened, opened, prepare_named
 from weightsmith._reports.evaluate.values import TOLD_APART, Mean
@@ -126,6 +126,7 @@ class Pool:
         )
         self._parts = [_parts(one, path, tokens) for path in held]
         self._texts = [text_source(str(path), None, tokens, 0, "") for path in held]
+        self._streamed = running.stream
         self._references: list[Reference] = []
         self._journal = journal
         # A GPU computes predictions sooner than they come from a disk.
@@ -147,6 +148,7 @@ class Pool:
         self._references = []
         for name, parts, text in zip(names, self._parts, self._texts, strict=True):
             with self._named(name), prepare_named(name) as prepared:
+                make_readable(prepared.inputs, streamed=self._streamed)
                 self._check(name, prepared, parts, text)
                 reference = self._evaluator.reference(
                     Candidate.of(prepared.plan, prepared.inputs), parts, name, self._predictions
@@ -199,6 +201,7 @@ class Pool:
             if known is not None and all(len(of_model.nats) >= count for of_model, count in zip(known, counts, strict=True)):
                 return [of_model.first(count) for of_model, count in zip(known, counts, strict=True)]
         with self._named(label), prepare_named(recipe) as prepared:
+            make_readable(prepared.inputs, streamed=self._streamed)
             candidate = Candidate.of(prepared.plan, prepared.inputs)
             scored = [
                 _joined([self._scored(candidate, rows, reference) for rows in rows_of_model])

@@ -33,7 +33,7 @@ from weightsmith._engine.local import MemoryOutput, run
 from weightsmith._engine.resources import Workload
 from weightsmith._execution.options import RunOptions, resources_of
 from weightsmith._execution.progress import Meter, Reading, shown_meter
-from weightsmith._planning.planner.prepared import Prepared, download, missing_files, stream
+from weightsmith._planning.planner.prepared import Prepared, make_readable
 from weightsmith._reports.evaluate.opening import Named, Opened, name_of, opened, prepare_named
 from weightsmith._reports.options import WriteSettings
 from weightsmith.abc.product import WholeTensor
@@ -115,10 +115,7 @@ def _written(model: Named, out: str, settings: WriteSettings, running: RunOption
 @contextmanager
 def writer(name: str, prepared: Prepared, running: RunOptions) -> Iterator[Writer]:
     """A model in memory, which draws texts. Afterwards its memory is the system's again. Raises PlanError."""
-    if running.stream:
-        stream(prepared.inputs)
-    if missing_files(prepared.inputs):
-        download(prepared.inputs)
+    make_readable(prepared.inputs, streamed=running.stream)
     one = opened(name, prepared)
     resources = resources_of(prepared, running)
     device = usable_device(resources.device)

@@ -31,7 +31,7 @@ from weightsmith._execution.execute import execute
 from weightsmith._execution.options import RunOptions, resources_of
 from weightsmith._execution.progress import Meter
 from weightsmith._outputs.local import remove_checkpoint
-from weightsmith._planning.planner.prepared import Prepared, download, missing_files
+from weightsmith._planning.planner.prepared import Prepared, make_readable
 from weightsmith._planning.recipe import Scalar, Tunable
 from weightsmith._reports.command import Command, CommandFailed
 from weightsmith._reports.evaluate.opening import Opened, opened, prepare_named
@@ -215,6 +215,7 @@ class TextMeasure:
         """
         self.objective = settings.objective
         self._candidates, self._first, self._shown = candidates, first, shown
+        self._streamed = running.stream
         self._one: Opened = opened(candidates.source[0] or "recipe", first)
         self._texts = read_texts(self._one, texts.text, settings.report_text, texts.rows, texts.tokens)
         self.counts = [len(rows.ids) for rows in self._texts.tune]
@@ -250,8 +251,7 @@ class TextMeasure:
 
     def _open_reference(self, name: str, stack: ExitStack) -> tuple[Prepared, Opened]:
         prepared = stack.enter_context(prepare_named(name))
-        if missing_files(prepared.inputs):
-            download(prepared.inputs)
+        make_readable(prepared.inputs, streamed=self._streamed)
         text_model = opened(name, prepared)
         if not self._evaluator.fits(prepared.plan):
             fix = "compare with a model of the merge's family, size and tokenizer"

@@ -30,7 +30,7 @@ from weightsmith._base.options import assignment, find_option, named, option_err
 from weightsmith._execution.options import RunOptions
 from weightsmith._execution.progress import Meter, Reading, shown_meter
 from weightsmith._planning.options import RecipeOptions
-from weightsmith._planning.planner.prepared import Prepared, download, missing_files, stream
+from weightsmith._planning.planner.prepared import Prepared, make_readable
 from weightsmith._planning.recipe import Scalar, Source
 from weightsmith._reports.command import Command, seconds_of
 from weightsmith._reports.options import EvaluateSettings, TuneSettings
@@ -235,10 +235,7 @@ class _Search:
 
     def _prepare(self, values: Values) -> Prepared:
         prepared = self.candidates.prepare(values)
-        if self.running.stream:
-            stream(prepared.inputs)
-        if missing_files(prepared.inputs):
-            download(prepared.inputs)
+        make_readable(prepared.inputs, streamed=self.running.stream)
         return prepared
 
     def _about(self, planning: RecipeOptions) -> dict[str, Any]:
