@@ -517,6 +517,48 @@ def test_sglang_finds_the_modules_that_it_joins(types: list[str], expected: dict
             assert sglang_scheme(stored, f"{home}.{part}", "Linear") == joined
 
 
+# ---- decoders beside towers
+
+
+def write_vision_model(folder: Path) -> Path:
+    """A tiny Qwen3-VL, whose files have `model.language_model.layers`."""
+    import torch
+    import transformers
+
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    rope = {"rope_type": "default", "mrope_section": [8, 4, 4]}
+    text = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "vocab_size": 128, "rope_scaling": rope}
+    vision = {"hidden_size": 64, "depth": 2, "intermediate_size": 128, "num_heads": 2, "out_hidden_size": 128}
+    ids = {f"{name}_token_id": 120 + i for i, name in enumerate(("image", "video", "vision_start", "vision_end"))}
+    sections = {"text_config": text | heads, "vision_config": vision | {"deepstack_visual_indexes": [0]}}
+    torch.manual_seed(0)
+    config = transformers.Qwen3VLConfig(**sections, **ids, tie_word_embeddings=False)
+    transformers.Qwen3VLForConditionalGeneration(config).to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+HOMES = ("model.language_model.layers", "language_model.model.layers")
+"""Of the decoder's layers: in transformers, and in vLLM and SGLang."""
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_a_layer_of_a_decoder_beside_a_tower_is_known_where_engines_have_it(home: str, tmp_path: Path) -> None:
+    source = write_vision_model(tmp_path / "m")
+    types = (r"layers\.0\.self_attn=fp8-dynamic",)
+    quantise(source, tmp_path / "q", "w4a16", *types, group_size=32)
+    stored = entry(tmp_path / "q")
+    for number, kind in ((0, "float-quantized"), (1, "pack-quantized"), (2, "pack-quantized")):
+        for name in ("q_proj", "qkv_proj", "o_proj"):
+            assert groups_of(stored, f"{home}.{number}.self_attn.{name}") == [kind], (number, name)
+        assert groups_of(stored, f"{home}.{number}.mlp.down_proj") == ["pack-quantized"]
+    assert groups_of(stored, "model.visual.blocks.0.attn.proj") == []
+    quantise(source, tmp_path / "g", "gptq-4bit", r"layers\.0\.self_attn=plain", group_size=32)
+    rules = [rule.removeprefix("-:") for rule in entry(tmp_path / "g")["dynamic"]]
+    for name in ("q_proj", "qkv_proj", "o_proj"):
+        taken_out = [any(re.match(rule, f"{home}.{number}.self_attn.{name}") for rule in rules) for number in range(3)]
+        assert taken_out == [True, False, False], name
+
+
 # ---- GPTQ and AWQ
 
 SIZES = {"vocab_size": 128, "hidden_size": 128}

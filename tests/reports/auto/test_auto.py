@@ -39,6 +39,7 @@ from weightsmith._execution.progress import Silent
 from weightsmith._planning.planner.prepared import Prepared
 from weightsmith._plans import Plan
 from weightsmith._reports.auto import auto as module
+from weightsmith._reports.auto import texts as texts_module
 from weightsmith._reports.auto.pool import Choice, Pool
 from weightsmith._reports.auto.result import Auto
 from weightsmith._reports.tuning.evaluator import Evaluator
@@ -344,6 +345,33 @@ def test_an_interrupted_call_is_resumed_with_the_same_result(stop: str, work: Pa
         monkeypatch.setattr(Evaluator, "losses", _counting(Evaluator.losses, everything := list[object]()))
         auto("third")
         assert len(scored) < len(everything)  # what was scored before was not scored again
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", [None, TEXTS], ids=["own", "texts"])
+def test_another_program_takes_up_neither_texts_nor_statistics_nor_scores(
+    text: dict[str, str] | None, work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_given: Any, **_more: Any) -> None:
+        raise KeyboardInterrupt
+
+    def computed() -> list[str]:
+        calls = list[str]()
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "choose", stop)
+            for owner, name in ((module, "execute"), (Pool, "_scored"), (texts_module, "_write")):
+                function = getattr(owner, name)
+                patch.setattr(owner, name, lambda *a, name=name, f=function, **k: (calls.append(name), f(*a, **k))[1])
+            with pytest.raises(KeyboardInterrupt):
+                auto(text=text, budget=1)
+        return calls
+
+    first = computed()
+    assert {"execute", "_scored", "_write"} == {*first}
+    assert not {"execute", "_scored"} & {*computed()}
+    for part in (module, texts_module):
+        monkeypatch.setattr(part, "program_digest", lambda: "another")
+    assert computed() == first
 
 
 @pytest.mark.slow

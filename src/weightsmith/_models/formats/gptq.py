@@ -20,7 +20,6 @@ step, and more only for the largest positive elements, which lie beyond the larg
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -45,6 +44,7 @@ from weightsmith._models.formats.matrices import (
     with_joined,
 )
 from weightsmith._models.formats.reader_configs import older_config
+from weightsmith._models.structure.projections import in_both_orders
 from weightsmith._models.structure.vocabulary import is_model_head
 from weightsmith._plans import PlanDraft
 from weightsmith.abc.product import Arrays
@@ -267,7 +267,7 @@ class Gptq(TransposedEncoding):
                     what = "some of its weights are not quantised, and readers of GPTQ take all for plain then, such as"
                     fix = "choose another format, or a smaller group size"
                     raise Unsupported(f"{what} {taken}", where=part, fix=fix)
-            entry["dynamic"] = {rf"-:(.*\.)?{re.escape(part)}(\..*)?$": {} for part in parts}
+            entry["dynamic"] = {rf"-:(.*\.)?{in_both_orders(part)}(\..*)?$": {} for part in parts}
             entry["modules_in_block_to_quantize"] = [parts_of(modules.encoded, plain)]
         return {"quantization_config": entry}
 

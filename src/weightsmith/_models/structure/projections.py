@@ -22,6 +22,7 @@ experts [E, H, 2I] of Llama 4 and gpt-oss, one matrix for each expert).
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -62,6 +63,20 @@ _LINEAR_ATTENTION = {"in_proj_qkvz": ("in_proj_qkv", "in_proj_z"), "in_proj_ba":
 
 ENGINES_FUSED = {**FUSED, **_LINEAR_ATTENTION}
 """Modules that engines have in place of several, with the names of these."""
+
+
+def in_both_orders(name: str) -> str:
+    """A regular expression for a module, wherever engines have the decoder of a model with towers.
+
+    Files have `model.language_model.layers`; vLLM and SGLang build `language_model.model.layers`. They rename the names in
+    config.json, but no expressions.
+
+    >>> in_both_orders("model.language_model.layers.0"), in_both_orders("model.layers.0")
+    ('language_model\\\\.(model\\\\.)?layers\\\\.0', 'model\\\\.layers\\\\.0')
+    """
+    prefix = re.match(r"(model\.)?language_model\.(model\.)?", name)
+    return re.escape(name) if prefix is None else rf"language_model\.(model\.)?{re.escape(name[prefix.end() :])}"
+
 
 MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 """Mixtral's names of the matrices of an expert."""

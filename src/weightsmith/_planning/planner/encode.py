@@ -28,7 +28,13 @@ from weightsmith._engine.products.magnitudes import magnitudes
 from weightsmith._models.formats import Encoding, find_encoding, format_of_encoding
 from weightsmith._models.structure import Structure, analyse
 from weightsmith._models.structure.parts import DIFFUSION, PREFIXES
-from weightsmith._models.structure.projections import ENGINES_FUSED, GATES_OF_LINEAR_ATTENTION, joined_sets, role_of
+from weightsmith._models.structure.projections import (
+    ENGINES_FUSED,
+    GATES_OF_LINEAR_ATTENTION,
+    in_both_orders,
+    joined_sets,
+    role_of,
+)
 from weightsmith._models.structure.vocabulary import HEADS, is_embedding, is_head, is_model_head
 from weightsmith._planning.planner.files import NO_CONFIG
 from weightsmith._plans import PLAIN, Plan, PlanDraft, Product, Step, arrays_of, needs_of
@@ -391,7 +397,7 @@ def _kinds(spec: TensorSpec, structure: Structure, joined: Mapping[str, str]) ->
     inside = [rf"{_alternatives(spec, inner, joined)}$"]
     if parent is not None and expert is not None:
         inside = [rf"{re.escape(parent)}\..*", rf"{re.escape(parent)}\.\d+\.{re.escape(projection)}$"]
-    layer = re.escape(f"{place[0].prefix.removeprefix('model.')}{place[1]}")
+    layer = in_both_orders(f"{place[0].prefix.removeprefix('model.')}{place[1]}")
     return (*(rf".*\.{part}" for part in inside), *(rf"(.*\.)?{layer}\.{part}" for part in inside))
 
 

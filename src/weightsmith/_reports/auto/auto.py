@@ -34,12 +34,13 @@ from weightsmith._base.errors import (
     StoreError,
     WeightsmithError,
 )
-from weightsmith._base.files import exists, expand_user, is_folder
+from weightsmith._base.files import exists, expand_user, is_folder, write_whole
 from weightsmith._base.options import lists_options, option_error, read_options
 from weightsmith._base.text import count, size
 from weightsmith._base.torch_use import usable_device
 from weightsmith._engine.results import JobMemory
 from weightsmith._execution.execute import execute
+from weightsmith._execution.identity import program_digest
 from weightsmith._execution.options import RunOptions, resources_of
 from weightsmith._execution.progress import Meter, callbacks, shown_meter
 from weightsmith._features.any_recipe import prepare_any
@@ -69,7 +70,7 @@ from weightsmith._reports.auto.pool import (
     too_far,
 )
 from weightsmith._reports.auto.result import Auto, CandidateScore, FineTune
-from weightsmith._reports.auto.texts import CutText, TextPair, row_tokens, write_own
+from weightsmith._reports.auto.texts import TEXTS, CutText, TextPair, recorded, row_tokens, write_own
 from weightsmith._reports.command import seconds_of
 from weightsmith._reports.evaluate.opening import Opened, opened, prepare_named
 from weightsmith._reports.options import AutoSettings
@@ -183,6 +184,7 @@ def find_merge(models: Models, out: str, settings: AutoSettings, running: RunOpt
         stack.enter_context(_alone_in(folder, out))
         about = {
             "kind": "weightsmith auto",
+            "program": program_digest(),
             "models": [model.state for model in opened_models],
             "products": [device, fast_arithmetic(device)],
         }
@@ -545,17 +547,21 @@ class _Search:
         return self.models.regmean(texts, prior, self._strengths[which], self._factors.get(name, 1.0))
 
     def _statistics(self, number: int) -> str:
-        """The folder of a fine-tune's statistics. Those that an earlier call measured on the same text are kept."""
+        """The folder of a fine-tune's statistics. Those that this program measured on the same text earlier are kept."""
         name, model, pair = self.names[number], self.models.fine_tunes[number], self.pairs[number]
         folder = self.folder / STATISTICS / name
         folder.parent.mkdir(exist_ok=True)
         self.shown.say(f"statistics 4/5: {name} ({number + 1} of {len(self.names)})")
         settings = StatisticsSettings(kind=("second_moments",), tokens=self._tokens)
+        record = self.folder / TEXTS / f"{name}.measured"
         with prepare_statistics(model, pair.statistics, settings) as prepared:
-            if _is_current(folder, prepared.inputs[0].state, pair.statistics, self._tokens):
+            by_this_program = recorded(record) == program_digest()
+            if by_this_program and _is_current(folder, prepared.inputs[0].state, pair.statistics, self._tokens):
                 return str(folder)
+            record.unlink(missing_ok=True)
             running = replace(self.running, card=False, overwrite=True)
             execute(prepared, str(folder), running, callbacks(self.shown, f"measuring {name}"), began=time.monotonic())
+        write_whole(record, program_digest().encode())
         return str(folder)
 
     def _summary(self, name: str) -> CandidateScore:

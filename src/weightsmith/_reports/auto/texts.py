@@ -16,6 +16,7 @@ import numpy as np
 from weightsmith._activations.rows import text_source
 from weightsmith._base.errors import ParameterError
 from weightsmith._base.files import write_whole
+from weightsmith._execution.identity import program_digest
 from weightsmith._execution.options import RunOptions
 from weightsmith._execution.progress import Meter
 from weightsmith._reports.auto.write import writer
@@ -83,14 +84,14 @@ def cut(one: Opened, file: str) -> CutText:
 
 
 def write_own(name: str, model: str, tokens: int, folder: Path, seed: int, running: RunOptions, shown: Meter) -> TextPair:
-    """Let a fine-tune write both texts; those of an earlier call with the same seed are taken as they are."""
+    """Let a fine-tune write both texts; those of an earlier call of this program with the same seed are taken as they are."""
     settings = WriteSettings(rows=OWN_ROWS + HELD_ROWS, tokens=tokens, seed=seed)
     with prepare_named(model) as prepared:
-        facts = [repr(settings), *(checkpoint.state for checkpoint in prepared.inputs)]
+        facts = [program_digest(), repr(settings), *(checkpoint.state for checkpoint in prepared.inputs)]
         identity = hashlib.sha256("\n".join(facts).encode()).hexdigest()
         record = folder / TEXTS / f"{name}.written"
         pair = _pair(name, "", folder)
-        if _recorded(record) == identity and pair.statistics.is_file() and pair.held.is_file():
+        if recorded(record) == identity and pair.statistics.is_file() and pair.held.is_file():
             return pair
         with writer(name, prepared, running) as model_writer:
             rows = model_writer(settings, shown)
@@ -99,7 +100,8 @@ def write_own(name: str, model: str, tokens: int, folder: Path, seed: int, runni
     return pair
 
 
-def _recorded(path: Path) -> str:
+def recorded(path: Path) -> str:
+    """What a file beside a text says of the call that wrote it; "" without one."""
     return path.read_text("ascii", "replace")[:80] if path.is_file() else ""
 
 
