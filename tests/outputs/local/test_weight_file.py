@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from weightsmith._base.errors import StoreError
 from weightsmith._outputs.weight_files import PAGE_BYTES, WeightFile
 
 FILE_BYTES = 10 * PAGE_BYTES
@@ -127,6 +128,6 @@ def test_a_file_system_without_direct_writes(tmp_path: Path, monkeypatch: pytest
 
 def test_a_symbolic_link_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "w").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(OSError, match="symbolic"):
+    with pytest.raises(StoreError, match="symbolic"):
         WeightFile(tmp_path / "w")
     assert not (tmp_path / "elsewhere").exists()

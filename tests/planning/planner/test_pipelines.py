@@ -253,9 +253,12 @@ def test_a_merge_of_pipelines_is_a_model_of_another(tmp_path: Path) -> None:
 
 def test_a_pipeline_is_not_quantised_as_one_model(tmp_path: Path) -> None:
     a, _ = pair(tmp_path)
-    for name in ("fp8-dynamic", "gguf-q8_0"):
-        with pytest.raises(PlanError, match="a pipeline of several models"):
-            weightsmith.quantize(a, tmp_path / "out", format=name)
+    with pytest.raises(PlanError, match="a pipeline of several models"):
+        weightsmith.quantize(a, tmp_path / "out", format="fp8-dynamic")
+    with pytest.raises(
+        PlanError, match="ComfyUI-GGUF does not load"
+    ):  # it would take the pipeline's UNet, if it knew its class
+        weightsmith.quantize(a, tmp_path / "out", format="gguf-q8_0")
 
 
 @pytest.mark.parametrize("name", ["../x", "/etc", "a/../../b"])
