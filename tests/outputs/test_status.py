@@ -128,7 +128,7 @@ def test_what_the_command_prints(cli: Cli, work: Path) -> None:
     assert "error[not-found]: nowhere: no output" in ran.err
 
 
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs Linux")
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="only Linux says it in /proc")
 def test_a_process_that_is_stopped_is_not_said_to_run(work: Path, cli: Cli) -> None:
     killed()
     with subprocess.Popen(["sleep", "60"]) as process:

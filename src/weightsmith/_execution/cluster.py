@@ -46,6 +46,7 @@ from weightsmith._base.options import named
 from weightsmith._base.text import count
 from weightsmith._base.torch_use import named_device
 from weightsmith._engine.local import Progress
+from weightsmith._engine.products import divisible
 from weightsmith._engine.reader import Reader
 from weightsmith._engine.results import Results
 from weightsmith._execution.execute import (
@@ -59,7 +60,7 @@ from weightsmith._execution.execute import (
 from weightsmith._execution.identity import facts, work_identity
 from weightsmith._execution.options import RunOptions
 from weightsmith._execution.run import RunRequest, WorkDone, finished_steps, kept_products
-from weightsmith._execution.together import are_here, divisible, has_tasks
+from weightsmith._execution.together import are_here, has_tasks
 from weightsmith._files.containers import GGUF, GGUF_ADAPTER
 from weightsmith._files.safetensors import collector_paused
 from weightsmith._outputs.journal import changes

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from weightsmith._engine.products import find_kind
+from weightsmith._engine.products import divisible, find_kind
 from weightsmith._execution.run import WorkDone
 from weightsmith._plans import Plan, Product, Step
 from weightsmith.abc.product import StreamingReduction
@@ -42,20 +42,9 @@ PAUSE_SECONDS = 0.1
 """Between two looks at units that other processes have taken."""
 
 
-def divisible(product: Product) -> bool:
-    """Whether several processes can measure a product together."""
-    kind = find_kind(product.op)
-    return kind.reduce is not None and not product.needs and kind.reduce(product).divisible
-
-
 def are_here(inputs: Sequence[Tensors]) -> bool:
     """Whether all inputs are on disks of this machine. Of others, each pass would fetch what the pass before had fetched."""
     return all(path.is_file() for source in inputs for path in source.paths)
-
-
-def is_divisible(plan: Plan) -> bool:
-    """Whether no product of a plan has to be made by one process."""
-    return plan.then is None and all(map(divisible, plan.products))
 
 
 def measure_together(

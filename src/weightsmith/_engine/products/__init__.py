@@ -8,8 +8,13 @@ entry point of the group `weightsmith.products`.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from weightsmith._base.plugins import Plugins
 from weightsmith.abc.product import ProductKind
+
+if TYPE_CHECKING:
+    from weightsmith._plans import Product
 
 OWN = {
     "thresholds": "weightsmith._engine.products.thresholds:KIND",
@@ -52,3 +57,9 @@ OWN = {
 
 KINDS = Plugins("kind of product", "weightsmith.products", ProductKind, OWN)
 find_kind = KINDS.get
+
+
+def divisible(product: Product) -> bool:
+    """Whether several processes can measure a product together."""
+    kind = find_kind(product.op)
+    return kind.reduce is not None and not product.needs and kind.reduce(product).divisible
