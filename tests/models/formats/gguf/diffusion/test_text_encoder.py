@@ -125,7 +125,7 @@ def test_layers_are_counted_by_numbers_that_follow_each_other(number: str, words
 
 def test_keys_that_follow_from_the_shapes_cannot_be_stated(tmp_path: Path) -> None:
     save_file(t5(), tmp_path / "t5.safetensors")
-    with pytest.raises(PlanError, match="'t5encoder.block_count' is a key by which llama.cpp reads the file"):
+    with pytest.raises(PlanError, match=r"'t5encoder\.block_count' is a key by which llama.cpp reads the file"):
         weightsmith.quantize(
             tmp_path / "t5.safetensors", tmp_path / "out", format="gguf-q8_0", metadata=["t5encoder.block_count=9"]
         )
