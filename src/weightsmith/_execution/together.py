@@ -28,7 +28,7 @@ from weightsmith.abc.product import StreamingReduction
 if TYPE_CHECKING:
     from weightsmith._engine.local import Outcome
     from weightsmith._engine.resources import Resources
-    from weightsmith._outputs.shared import TaskBoard
+    from weightsmith._outputs.shared import ArrayKinds, TaskBoard
     from weightsmith._outputs.staging import Staging
     from weightsmith.abc.job import Matrix, Tile
     from weightsmith.abc.product import Arrays
@@ -88,7 +88,8 @@ class _Measuring:
         self._units = units_of(plan, product)
         start = int(first * len(self._units))
         self._order = [*range(start, len(self._units)), *range(start)]
-        self._state = xxhash.xxh3_64(product.name.encode())  # of all that was counted so far
+        # Of all that was counted so far, and of the division: earlier runs may have left counts of another one.
+        self._state = xxhash.xxh3_64(f"{product.name} {[*map(len, self._units)]}".encode())
 
     def go(self, waiting: Callable[[], None] | None) -> None:
         """Until it is measured."""
@@ -104,14 +105,15 @@ class _Measuring:
             number += 1
 
     def _pass(self, number: int, waiting: Callable[[], None] | None) -> list[Arrays]:
-        """What was counted of each unit in a pass."""
+        """The counts of each unit in a pass."""
         # Counts of another window, as an earlier run may have left them, have another key.
         keys = [f"{self._state.hexdigest()}-{number}-{unit}" for unit in range(len(self._units))]
+        fits = self._fits(number)
         counts: dict[int, Arrays] = {}
         while True:
             for unit in self._order:
                 if unit not in counts:
-                    arrays = self._results.take(keys[unit], partial(self._measure, number, unit))
+                    arrays = self._results.take(keys[unit], partial(self._measure, number, unit), fits)
                     if arrays is not None:
                         counts[unit] = arrays
             if len(counts) == len(self._units):
@@ -119,6 +121,12 @@ class _Measuring:
             if waiting is not None:
                 waiting()
             time.sleep(PAUSE_SECONDS)
+
+    def _fits(self, number: int) -> Callable[[ArrayKinds], bool]:
+        """Whether arrays have the dtypes and shapes of what a pass counts, but for their lengths."""
+        self.reduction.begin(number)
+        expected = [(array.dtype, array.shape[1:]) for array in self.reduction.partial(number)]
+        return lambda kinds: [(dtype, shape[1:]) for dtype, shape in kinds] == expected and all(shape for _, shape in kinds)
 
     def _measure(self, number: int, unit: int) -> Arrays:
         """Count one unit here."""

@@ -27,6 +27,8 @@ from weightsmith._outputs import disk
 from weightsmith._outputs.checksum import hash_bytes
 
 Arrays = Sequence[npt.NDArray[Any]]
+ArrayKinds = Sequence[tuple[np.dtype[Any], tuple[int, ...]]]
+"""Dtype and shape of each array."""
 
 
 class SharedResults:
@@ -39,11 +41,13 @@ class SharedResults:
         """Change nothing on disk."""
         self.folder = folder
 
-    def take(self, key: str, make: Callable[[], Arrays], specs: Sequence[TensorSpec] | None = None) -> Arrays | None:
+    def take(
+        self, key: str, make: Callable[[], Arrays], fits: Callable[[ArrayKinds], bool] = lambda _kinds: True
+    ) -> Arrays | None:
         """The result of a key: that of the process that has made it, or of `make`; None if another process makes it now.
 
-        key    of hex digits and dashes; its result is the same in each process
-        specs  dtypes and shapes of its arrays. A kept result with others is damaged; None: any
+        key   of hex digits and dashes; its result is the same in each process
+        fits  whether a result can have such arrays. A kept result with others is damaged, and not read
 
         Raises what `make` raises; OSError. A result for which the disk has no room is kept by nobody: each process makes it.
         """
@@ -53,7 +57,7 @@ class SharedResults:
                 disk.lock(file.fileno())
             except BlockingIOError:
                 return None
-            arrays = _read(file.fileno(), specs=specs)
+            arrays = _read(file.fileno(), fits=fits)
             if arrays is None:
                 arrays = make()
                 try:
@@ -132,8 +136,9 @@ class TaskBoard:
     # ---- all
 
     def take(self, key: str, make: Callable[[], Arrays], specs: Sequence[TensorSpec] | None = None) -> Arrays | None:
-        """The result of a task: see `SharedResults.take`."""
-        return self._results.take(key, make, specs)
+        """The result of a task: see `SharedResults.take`. specs: dtypes and shapes that its arrays must have; None: any"""
+        kinds = None if specs is None else [(spec.dtype.numpy, spec.shape) for spec in specs]
+        return self._results.take(key, make, lambda kept: kinds in (None, kept))
 
     def array(self, name: str) -> npt.NDArray[Any]:
         """An array of a task. Raises OSError, also if it is damaged, or an array of another name."""
@@ -208,11 +213,11 @@ def _write(fd: int, pieces: Sequence[memoryview]) -> None:
     write_all(fd, pieces[0], 0)
 
 
-def _read(fd: int, name: str = "", specs: Sequence[TensorSpec] | None = None) -> Arrays | None:
+def _read(fd: int, name: str = "", fits: Callable[[ArrayKinds], bool] = lambda _kinds: True) -> Arrays | None:
     """The arrays of a whole file, else None. No memory is taken for arrays that the file does not hold.
 
-    name   the checksum that it must have; "": any
-    specs  dtypes and shapes that its arrays must have; None: any
+    name  the checksum that it must have; "": any
+    fits  whether it may hold such arrays
     """
     nbytes, at = os.fstat(fd).st_size, _CHECKSUM_BYTES + _LENGTH_BYTES
     if nbytes < at:
@@ -224,12 +229,10 @@ def _read(fd: int, name: str = "", specs: Sequence[TensorSpec] | None = None) ->
     at += len(header)
     hasher, arrays = xxhash.xxh3_128(length + header), list[npt.NDArray[Any]]()
     try:
-        shapes = [(_dtype(dtype), _shape(shape)) for dtype, shape in parse(header)]
-        if at + sum(math.prod(shape) * dtype.itemsize for dtype, shape in shapes) != nbytes:
+        kinds = [(_dtype(dtype), _shape(shape)) for dtype, shape in parse(header)]
+        if at + sum(math.prod(shape) * dtype.itemsize for dtype, shape in kinds) != nbytes or not fits(kinds):
             return None
-        if specs is not None and shapes != [(spec.dtype.numpy, spec.shape) for spec in specs]:
-            return None
-        for dtype, shape in shapes:
+        for dtype, shape in kinds:
             arrays.append(np.empty(shape, dtype))
             data = arrays[-1].reshape(-1).view(np.uint8).data
             read_all(fd, data, at)
