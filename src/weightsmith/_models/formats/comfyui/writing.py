@@ -298,9 +298,9 @@ def find(name: str) -> Encoding | None:
     return ScaledFloats(OLD_FP8, old=True, marker=marker)
 
 
-def _mark(draft: PlanDraft, encoding: Encoding) -> None:
+def _mark(draft: PlanDraft) -> None:
     """Let the first encoded weight store the marker, too. Raises Unsupported where the prefix cannot be told."""
-    encoded = [k for k, step in enumerate(draft.steps) if step.encoding == encoding.name]
+    encoded = [k for k, step in enumerate(draft.steps) if step.encoding == OLD_FP8]
     stored = [spec.name for step in draft.steps for spec in step.outs]
     prefix = _marker_prefix(stored)
     outside = [name for name in (draft.steps[k].out.name for k in encoded) if not name.startswith(prefix)]
@@ -337,7 +337,7 @@ def _adapt(draft: PlanDraft, encoding: Encoding) -> None:
     if len(names) > 1:
         what = f"{OLD_FP8} marks the whole file, and cannot be mixed with {', '.join(sorted(names - {OLD_FP8}))}"
         raise Unsupported(what, where="quantize", fix=f"write {FP8}")
-    _mark(draft, encoding)
+    _mark(draft)
 
 
 def _writing(encoding: Encoding, summary: str) -> Writing:
