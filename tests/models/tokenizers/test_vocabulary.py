@@ -118,6 +118,7 @@ def test_equal_files_are_read_once(tmp_path: Path) -> None:
         ({"pad_token": {"content": "[PAD]"}, "eos_token": "</s>", "bos_token": "<b>"}, {"pad_token": "<other>"}),
         ({"additional_special_tokens": ["<x>", "<s>"], "sep_token": "[SEP]"}, None),
         ({"extra_special_tokens": {"image_token": "<image>"}, "boi_token": "<boi>", "cls_token": None}, {"unk_token": "<u>"}),
+        ({"extra_special_tokens": {"image_token": "<image>"}, "image_token": "<x>", "boi_token": "<boi>"}, None),
         ({"added_tokens_decoder": {"322": {"content": "<x>"}}, "pad_token": "[PAD]"}, {"unk_token": "<u>"}),
     ],
     ids=str,

@@ -506,9 +506,9 @@ def _named(roles: Mapping[str, Any]) -> Iterator[str]:
     extra = roles.get("extra_special_tokens") or roles.get("additional_special_tokens")
     plain = extra if isinstance(extra, list) else []
     by_name = extra if isinstance(extra, dict) else {}
+    named = {**{role: token for role, token in roles.items() if role.endswith("_token") and isinstance(token, str)}, **by_name}
     known = [f"{role}_token" for role in _NAMED_ROLES]
-    others = [key for key in roles if key.endswith("_token") and key not in known and isinstance(roles[key], str)]
-    values = [*(roles.get(key) for key in (*known, *others)), *by_name.values(), *plain]
+    values = [*map(roles.get, known), *(token for role, token in named.items() if role not in known), *plain]
     for value in values:
         content = value.get("content") if isinstance(value, dict) else value
         if isinstance(content, str) and content:
