@@ -50,6 +50,11 @@ def is_mlx(path: Path) -> bool:
     return path.name.endswith(MLX_NAME) and exists(path.parent / CONFIG_NAME)
 
 
+def is_of_mlx(adapter: Adapter) -> bool:
+    """Whether MLX has named an adapter's modules."""
+    return any(map(is_mlx, adapter.checkpoint.paths))
+
+
 def sort_mlx(stored: Checkpoint, config: Mapping[str, Any], where: str) -> Adapter:
     """The adapter in a file of mlx-lm. stored: the file's tensors; config: its adapter_config.json; where: the config's path.
 
