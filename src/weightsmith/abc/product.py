@@ -139,8 +139,8 @@ class StreamingReduction(ABC):
     `statistics` is called from many threads, and its result may depend only on the grains of the tile. `take` receives the
     results one by one in plan order, so the outcome does not depend on tile size or number of threads.
 
-    divisible  several processes may divide the tiles of a pass among themselves: what they have taken is exact in any order,
-               such as counts, and `partial` and `add` pass it on
+    divisible  several processes may share the tiles of a pass: what they have taken adds up exactly in any order, as counts
+               do, and `partial` and `add` pass it on
     """
 
     divisible: ClassVar[bool] = False
@@ -165,11 +165,14 @@ class StreamingReduction(ABC):
         """Receive the statistics of the next tile."""
 
     def partial(self, number: int) -> Arrays:
-        """What `take` has received in pass `number` so far, for `add` in other processes. Arrays of any shapes."""
+        """What `take` has received in pass `number` so far, for `add` in other processes.
+
+        Throughout a pass, it is the same number of arrays, and only their lengths (their first dimension) may change.
+        """
         raise NotImplementedError
 
     def add(self, number: int, partial: Arrays) -> None:
-        """Receive what another process has taken of other tiles. partial: may be read-only."""
+        """Add what another process has taken of other tiles. partial: may be read-only."""
         raise NotImplementedError
 
     def end(self, number: int) -> None:  # noqa: B027

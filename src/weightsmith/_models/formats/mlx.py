@@ -227,7 +227,7 @@ def in_hub_layout(wrapped: Wrapped, where: str) -> Wrapped:
     if not moved:
         return wrapped
     model_type = (wrapped.config or {}).get("model_type")
-    if model_type not in _MOVED_ALONE:
+    if not isinstance(model_type, str) or model_type not in _MOVED_ALONE:
         what = (
             f"MLX has stored {show(moved[0].name)} as {list(moved[0].shape)}, [channels, kernel, 1]; of some models, it changes"
         )

@@ -68,14 +68,17 @@ ENGINES_FUSED = {**FUSED, **_LINEAR_ATTENTION}
 def in_both_orders(name: str) -> str:
     """A regular expression for a module, wherever engines have the decoder of a model with towers.
 
-    Files have `model.language_model.layers`; vLLM and SGLang build `language_model.model.layers`. They rename the names in
-    config.json, but no expressions.
+    Files have `model.language_model.layers`, and Qwen-Omni's `thinker.model.layers`; vLLM and SGLang build
+    `language_model.model.layers`. They rename the names in config.json, but no expressions.
 
     >>> in_both_orders("model.language_model.layers.0"), in_both_orders("model.layers.0")
     ('language_model\\\\.(model\\\\.)?layers\\\\.0', 'model\\\\.layers\\\\.0')
     """
-    prefix = re.match(r"(model\.)?language_model\.(model\.)?", name)
-    return re.escape(name) if prefix is None else rf"language_model\.(model\.)?{re.escape(name[prefix.end() :])}"
+    prefix = re.match(r"(model\.)?language_model\.(model\.)?|thinker\.model\.", name)
+    if prefix is None:
+        return re.escape(name)
+    home = r"(thinker|language_model)\.model\." if prefix[0].startswith("thinker") else r"language_model\.(model\.)?"
+    return home + re.escape(name[prefix.end() :])
 
 
 MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}

@@ -274,7 +274,7 @@ def _quantise_together(
                     quantised[name] = find_encoding(stage[name]).quantise(_weight(rows, name), factored, rows.context.threads)
             return
         for some in [[name] for name in names] if form == "whole" else [names]:  # each weight makes of it what it needs
-            cost = sum(_weight(rows, name).size for name in some) + inputs.width(site) ** 2
+            cost = sum(rows.layer.linear(name).weight.numel() for name in some) + inputs.width(site) ** 2
             weights = {name: (stage[name], arrays[name]) for name in some}
             offered.append(WeightTask(weights, hessian, cost * inputs.width(site), where))
 

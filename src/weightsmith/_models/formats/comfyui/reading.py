@@ -259,10 +259,10 @@ def _tiled(model: QuantisedModel, codes: TensorSpec, scale: TensorSpec, settings
         what = f"scale {show(scale.name)} of {show(codes.name)} {list(codes.shape)} is {list(scale.shape)}"
         raise model.unsupported(f"{what}, not tiles of {[high, wide]}")
     bias = model.specs.get(f"{module}.bias")
-    filled = [settings.shape] if settings.shape is not None else []
-    filled += [[bias.size, cols]] if bias is not None else []
-    if other := next((shape for shape in filled if list(shape if isinstance(shape, list) else []) != [rows, cols]), None):
-        what = f"tensor {show(codes.name)} is stored as {[rows, cols]}, and the weight is {show(other)}"
+    shapes = [settings.shape] if settings.shape is not None else []
+    shapes += [[bias.size, cols]] if bias is not None else []
+    if others := [shape for shape in shapes if shape != [rows, cols]]:
+        what = f"tensor {show(codes.name)} is stored as {[rows, cols]}, and the weight is {show(others[0])}"
         raise model.unsupported(f"{what}: weights that are filled up are not read")
     factor = module + FACTOR if kind == "float4" else ""
     if factor:

@@ -24,6 +24,7 @@ from weightsmith._models.formats.gguf.architectures import architecture_of_confi
 from weightsmith._models.formats.gguf.chat import NAMED_TEMPLATE
 from weightsmith._models.formats.gguf.cuts import CutEncoding, HeadOrder, Pieces, part_shape, pieces_of
 from weightsmith._models.formats.gguf.diffusion.plan import DENOISERS, is_diffusion, prepare_diffusion
+from weightsmith._models.formats.gguf.diffusion.text_encoder import ARCHITECTURE as T5_ENCODER
 from weightsmith._models.formats.gguf.diffusion.text_encoder import is_t5
 from weightsmith._models.formats.gguf.diffusion.types import MIXTURES as DIFFUSION_MIXTURES
 from weightsmith._models.formats.gguf.imatrix import RUN, imatrix_bytes, read_imatrix, with_defaults
@@ -119,7 +120,8 @@ class GgufFormat(ModelFormat):
         if request.settings.get("imatrix") is not None:
             what = "importance matrices are of language models, and this is none"
             raise PlanError([option_error("imatrix", what, f"leave out {named('imatrix')}")])
-        stated, problems = read_metadata(request.settings["metadata"], "comfy")
+        architecture = T5_ENCODER if is_t5({step.out.name for step in draft.steps}) else "comfy"
+        stated, problems = read_metadata(request.settings["metadata"], architecture)
         if problems:
             raise PlanError([option_error("metadata", problem) for problem in problems])
         prepare_diffusion(draft, companions, self.mixture, chosen, stated)

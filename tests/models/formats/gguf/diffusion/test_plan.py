@@ -386,6 +386,13 @@ def test_unknown_names_and_missing_parts_of_diffusers_are_refused(tmp_path: Path
         weightsmith.quantize(path, tmp_path / "out", format="gguf-q8_0")
 
 
+def test_a_block_whose_number_is_absurd_is_refused(tmp_path: Path) -> None:
+    name = f"transformer_blocks.{'1' * 5000}.norm1_context.linear.weight"
+    path = folder(tmp_path / "a", normal({name: (64, 32)}), "SD3Transformer2DModel")
+    with pytest.raises(PlanError, match="1 of its 1 tensors have no name in single files"):
+        weightsmith.quantize(path, tmp_path / "out", format="gguf-q8_0")
+
+
 def test_names_have_up_to_127_bytes(tmp_path: Path) -> None:
     long = "double_blocks.0." + "x" * 104 + ".weight"
     assert len(long) == 127

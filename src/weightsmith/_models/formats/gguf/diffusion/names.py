@@ -17,7 +17,7 @@ from weightsmith._base.errors import Unsupported
 from weightsmith._base.files import show
 from weightsmith._base.idioms import grouped
 
-_NUMBER = re.compile(r"(?:blocks|layers|refiner|norms)\.(\d+)(?=\.)")
+_NUMBER = re.compile(r"(?:blocks|layers|refiner|norms)\.([0-9]{1,6})(?=\.)")
 _TENSOR = re.compile(r"(.*)(\.(?:weight|bias))")
 _SHOWN = 5
 

@@ -19,7 +19,7 @@ from weightsmith._models.formats.gguf.types import Chosen, Mixture, Shape, type_
 ARCHITECTURE = "t5encoder"
 _MARK = "encoder.block.0.layer.0.SelfAttention.q.weight"
 _EMBEDDING, _COPY = "shared.weight", "encoder.embed_tokens.weight"
-_LAYER = re.compile(r"encoder\.block\.(\d+)\.(.+)\.weight")
+_LAYER = re.compile(r"encoder\.block\.(0|[1-9][0-9]{0,5})\.(.+)\.weight")
 _UNGATED = "layer.1.DenseReluDense.wi"
 """The first T5's, of Stable Audio. ComfyUI-GGUF has one name for llama.cpp's ffn_up: wi_1, which is beside a gate."""
 _POSITIONS = "attn_rel_b.weight"
@@ -80,12 +80,15 @@ def t5_keys(specs: Mapping[str, TensorSpec], mixture: Mixture, where: str) -> di
     if not heads or queries[0] % heads:
         what = f"{heads:,} heads of relative positions do not divide the {queries[0]:,} rows of q"
         raise Unsupported(what, where=where, fix="download the model again")
-    layers = 1 + max(int(name.split(".")[2]) for name in specs if name.startswith("enc.blk."))
+    numbers = {int(name.split(".")[2]) for name in specs if name.startswith("enc.blk.")}
+    if gaps := [number for number in range(max(numbers)) if number not in numbers]:
+        what = f"there is no layer {gaps[0]:,}, and there is one {max(numbers):,}"
+        raise Unsupported(what, where=where, fix="download the model again")
     counts = {
         "context_length": _CONTEXT,
         "embedding_length": embedding[1],
         "feed_forward_length": up[0],
-        "block_count": layers,
+        "block_count": len(numbers),
         "attention.head_count": heads,
         "attention.key_length": queries[0] // heads,
         "attention.value_length": queries[0] // heads,
