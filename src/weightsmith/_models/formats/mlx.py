@@ -43,7 +43,7 @@ from weightsmith._models.formats.config import config_entries, plain_dtype
 from weightsmith._models.formats.decoded import F32, QuantisedModel, Weight, bands, read_all, reader
 from weightsmith._models.formats.matrices import MXFP4_GROUP, NVFP4_GROUP, SUFFIX, MatrixEncoding, powers_of_two
 from weightsmith._models.formats.reader_configs import adapt_to_mlx_lm
-from weightsmith._models.sources.runs import Runs, RunTensors
+from weightsmith._models.sources.parts import PartTensors, TensorPart
 from weightsmith._models.structure.configs import EXPERT_COUNTS, text_sections, whole_number
 from weightsmith._models.structure.projections import BEFORE_DOWN, MIXTRAL
 from weightsmith._models.structure.projections import JOINED as JOINED_PROJECTIONS
@@ -231,9 +231,9 @@ def in_hub_layout(wrapped: Wrapped, where: str) -> Wrapped:
         what = f"MLX has stored {show(moved[0].name)} as {list(moved[0].shape)}, [channels, kernel, 1]; in some models it also"
         what += f" changes norms and other weights, and for model_type {show(model_type)} what it changes is not undone"
         raise Unsupported(what, where=where, fix="Name the model of the Hub that was converted for MLX.")
-    parts = {name: Runs(name, spec.shape, ((0, spec.size),)) for name, spec in specs.items()}
+    parts = {name: TensorPart(name, spec.shape) for name, spec in specs.items()}
     parts |= {spec.name: replace(parts[spec.name], shape=(spec.shape[0], 1, spec.shape[1])) for spec in moved}
-    return replace(wrapped, source=RunTensors(wrapped.source, parts, where))
+    return replace(wrapped, source=PartTensors(wrapped.source, parts, where))
 
 
 # ---- the settings of modules
