@@ -264,8 +264,8 @@ _DESCRIBING = ("modelspec.", "ss_")
 """Metadata of single files of image models and their adapters: what they are, and how they were trained."""
 _HASHES = ("modelspec.hash_sha256",)
 BUILDING_KEYS = ("config", "is_512", "resolution")
-"""Metadata from which ComfyUI builds the model of a single file: `config`, the settings of LTX-Video, Wan and their VAEs as
-JSON, and sizes."""
+"""Metadata that ComfyUI builds the model of a single file from: JSON with the settings of LTX-Video, Wan and their VAEs in
+`config`, and sizes."""
 
 
 def kept_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
@@ -281,7 +281,7 @@ def kept_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
 
 
 def metadata_findings(labels: Sequence[str], metadata: Sequence[Mapping[str, str]], donor: int) -> tuple[Finding, ...]:
-    """Warnings of models that ComfyUI builds from other metadata than the output. metadata: of each model, by `kept_metadata`.
+    """Warnings that ComfyUI builds models of a merge from different metadata. metadata: of each, from `kept_metadata`.
 
     >>> print(*metadata_findings(["a", "b"], [{"config": "{}"}, {"config": '{"vae": {}}'}], 0))
     b: its metadata config differs from that of a, which the output has, and ComfyUI builds the model from it

@@ -5,7 +5,7 @@ Everything else is stored as it is: embeddings and heads (unless the encoding ta
 routers, towers and projectors, prediction layers after the last, experts that are one tensor, GPT-2's transposed matrices
 (Conv1D).
 
-Of a single file of a diffusion model, the matrices in the blocks are encoded, of all stacks. A checkpoint's VAE and text
+In a single file of a diffusion model, the matrices in the blocks of all stacks are encoded. A checkpoint's VAE and text
 encoders are stored as they are, and of UNets all but the transformer blocks.
 
 **The list of ignored modules.** compressed-tensors quantises every nn.Linear that the list does not name, so each that is
@@ -51,9 +51,9 @@ _SIZES = ("its width", "its outputs")
 """What the reason begins with when an encoding does not take a weight for its size."""
 _ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
 _MAMBA_PROJECTIONS = frozenset({"x_proj", "dt_proj"})
-"""Layers of Mamba 1: some code of transformers reads their weights without calling the layers."""
+"""Projections of Mamba 1 whose weights transformers uses directly, without calling the layers."""
 _INDEXER_PROJECTIONS = frozenset({"wk", "weights_proj"})
-"""Layers of DeepSeek V3.2 and GLM-5: vLLM joins them, and builds the joined layer without quantisation."""
+"""Projections of DeepSeek V3.2 and GLM-5 that vLLM joins into a layer without quantisation."""
 _UNET = re.compile(r"(^|\.)(input_blocks|middle_block|output_blocks)\.")
 _CONV1D = frozenset({"c_attn", "c_fc"})
 """Modules with more outputs than inputs: a matrix with more columns than rows is stored transposed."""

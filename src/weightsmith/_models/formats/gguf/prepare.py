@@ -118,7 +118,7 @@ class GgufFormat(ModelFormat):
         self, draft: PlanDraft, companions: ModelFiles, request: ModelRequest, chosen: Chosen
     ) -> Mapping[str, bytes]:
         if request.settings.get("imatrix") is not None:
-            what = "importance matrices are of language models, and this is none"
+            what = "importance matrices are for language models, and this is not one"
             raise PlanError([option_error("imatrix", what, f"leave out {named('imatrix')}")])
         architecture = T5_ENCODER if is_t5({step.out.name for step in draft.steps}) else "comfy"
         stated, problems = read_metadata(request.settings["metadata"], architecture)
@@ -140,7 +140,7 @@ class GgufFormat(ModelFormat):
 
     def weighed(self, config: Mapping[str, Any] | None, specs: Iterable[TensorSpec]) -> list[TensorSpec]:
         if is_diffusion(config):
-            what = "importances are measured by running a language model on a text, and this is none"
+            what = "importances are measured by running a language model on a text, and this is not one"
             raise Unsupported(what, fix=f"leave out {named('calibration', 'size_bytes', 'target')}")
         settings = text_config(config)
         architecture = architecture_of_config(settings)
