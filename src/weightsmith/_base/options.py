@@ -60,6 +60,7 @@ class Option:
     details   further sentences, for the docs only; Markdown
     unset     the default in words, if it is None; by function, "" for the others, if it differs
     choices   the values allowed; "module:NAME" below `weightsmith` for a list of a feature
+    lists     the command that lists the choices, if messages do not
     plugins   the entry points whose names are allowed too: "weightsmith.approximations"
     replaced  values that other programs have and we lack, with what to use instead
     least, above, most    limits of a number: at least, more than, at most
@@ -80,6 +81,7 @@ class Option:
     details: str = ""
     unset: str | Mapping[str, str] = ""
     choices: tuple[Any, ...] | str = ()
+    lists: str = ""
     plugins: str = ""
     replaced: Mapping[str, str] = field(default_factory=dict)
     least: float | None = None
@@ -189,7 +191,7 @@ class Option:
             family = [choice for choice in known if choice.startswith(f"{str(checked).casefold()}-")]
             if len(family) > 1:
                 raise ValueError(f"{checked!r} has several variants: write one of {', '.join(family)}")
-            others = f"{len(known) - _LISTED} others (weightsmith quantize --list)"  # only formats are so many
+            others = f"{len(known) - _LISTED} others" + f" ({self.lists})" * bool(self.lists)
             listed = ", ".join([*known[:_LISTED], *([others] if len(known) > _LISTED else [])])
             hint = nearest(str(checked), known) if checked not in self.replaced else ""
             instead = f": {self.replaced[checked]}" if checked in self.replaced else ""

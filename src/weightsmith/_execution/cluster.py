@@ -101,7 +101,7 @@ class Share:
     """What one worker does: part k of n, or the products of all parts (None).
 
     second    of two workers that do the same part
-    helper    number of a worker that does tasks of those products until it is stopped; 0: of none
+    helper    number of a worker that does tasks for the one that computes these products, until it is stopped; 0: no helper
     products  checksums of those that are made
     """
 
@@ -190,7 +190,7 @@ def do(order: Order, share: Share) -> bytes:
         prepared = _reopened(order)
         _check_same(order, prepared)
         if share.helper:
-            built = execute_helper(prepared, order.out, order.options, share.products, share.helper)
+            execute_helper(prepared, order.out, order.options, share.products, share.helper)
         elif share.part is None:
             built = execute_products(prepared, order.out, order.options, share.products)
         else:
@@ -420,7 +420,7 @@ class Driver:
 
     def _take(self, share: Share, answer: Answer) -> None:
         self._running.discard(share)
-        if share.helper:  # what it would have done, others do
+        if share.helper:  # the others do its tasks
             return
         state = self._state(share)
         match answer:

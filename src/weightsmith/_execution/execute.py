@@ -14,7 +14,7 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from weightsmith._base.errors import (
     NOTHING_WRITTEN,
@@ -152,10 +152,10 @@ def check_computable(prepared: Prepared) -> None:
             raise ParameterError(what, fix=fix, state=NOTHING_WRITTEN)
 
 
-HELPER_LABEL = "helper-"
-"""Start of the labels of the processes that help it."""
 PRODUCTS_LABEL = "products-alone"
 """The label of the process that computes the products of all parts; any process that computes some holds `lock-products`."""
+HELPER_LABEL = "helper-"
+"""Prefix of the labels of the processes that do tasks for that one."""
 
 
 def execute(
@@ -269,10 +269,10 @@ def execute_products(
 
 def execute_helper(
     prepared: Prepared, out: str | os.PathLike[str], options: RunOptions, products: Mapping[str, str], number: int
-) -> PartDone:
-    """Do tasks of the process that runs `execute_products` for the same driver, until the driver ends this one.
+) -> NoReturn:
+    """Do tasks for the process that runs `execute_products` for the same driver, until the driver stops this one.
 
-    Raises StoreError if the driver has ended.
+    Raises StoreError once the driver has ended.
     """
     _check_part(prepared, out, options, helping=True)
     with staged(prepared, RunRequest(out, options), f"{HELPER_LABEL}{number}", (), products) as (staging, _):

@@ -65,7 +65,7 @@ def use_local_copies(prepared: Prepared, folder: str, *, required: bool) -> tupl
 
 
 def _check_kind(copy: Path) -> None:
-    """Raise ParameterError for what is neither a file nor nothing: the user believes that it is a copy."""
+    """Raise ParameterError if something other than a file is here: the user takes it for a copy."""
     if copy.is_file() or not os.path.lexists(copy):
         return
     mode = copy.lstat().st_mode

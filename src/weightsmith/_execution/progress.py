@@ -357,8 +357,8 @@ MAX_RUNS = 500
 MAX_BYTES = 1 << 20
 _COMPARED = 5
 """The latest similar runs count."""
-_SHRUNK = 10
-"""A run of fewer bytes than this share of the asked one says nothing: imports and compilation took most of its time."""
+_MOST_LARGER = 10
+"""A run is not estimated from one with less than a tenth of its bytes: imports and compilation took most of that one's time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -401,12 +401,12 @@ def remember(run: PastRun) -> None:
 
 
 def similar_time(plan: Plan, options: RunOptions, nbytes: int) -> TimeEstimate | None:
-    """The time of a run, by the speed of similar ones that are not much smaller; None without any.
+    """Estimate the time of a run from the speed of similar runs that were not much smaller; None without any.
 
-    nbytes  that it reads and writes
+    nbytes  read and written
     """
     asked = past_run(plan, options, nbytes)
-    runs = (run for run in _runs() if run.is_like(asked) and run.nbytes * _SHRUNK >= nbytes)
+    runs = (run for run in _runs() if run.is_like(asked) and run.nbytes * _MOST_LARGER >= nbytes)
     speeds = [run.seconds / run.nbytes for run in runs][-_COMPARED:]
     return TimeEstimate(round(median(speeds) * nbytes, 1), len(speeds)) if speeds else None
 

@@ -186,7 +186,7 @@ MEASUREMENT = "measurement"
 
 @dataclass(frozen=True, slots=True)
 class WorkDone:
-    """What was done for a run, here or by other processes: steps that an earlier run had finished, bytes as in `Merged`."""
+    """Work for a run, in this process or in others. resumed: steps that an earlier run had finished; bytes as in `Merged`."""
 
     resumed: int = 0
     read_bytes: int = 0
@@ -197,7 +197,7 @@ class WorkDone:
 
     @classmethod
     def of(cls, outcome: Outcome, resumed: int = 0) -> WorkDone:
-        """What a run of the engine did. resumed: number of its steps that an earlier run had finished."""
+        """The work of one run of the engine. resumed: number of its steps that an earlier run had finished."""
         return cls(resumed, outcome.read_bytes, outcome.written_bytes, outcome.fetched_bytes, outcome.copied_bytes)
 
     def __add__(self, other: WorkDone) -> WorkDone:
@@ -426,7 +426,9 @@ def staged(
     steps: Iterable[Step] | None = None,
     helping: Mapping[str, str] | None = None,
 ) -> Iterator[tuple[Staging, Callable[..., Outcome]]]:
-    """Download, then open the output: its staging, and `engine.local.run` for a workload of the plan, into it or elsewhere.
+    """Download, then open the output: its staging, and `engine.local.run` for a workload of the plan.
+
+    That function writes to the staging, or to another `output`.
 
     part     its label
     steps    of the part: what an earlier run has finished of them is taken over; None: of all

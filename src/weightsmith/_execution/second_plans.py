@@ -1,7 +1,7 @@
-"""Plans in two runs: the products of the first, a calibration or a decomposition, and the plan that follows from them.
+"""Plans in two runs: the first computes products, a calibration or a decomposition, and the second follows from these.
 
-The second may have a target, `--target kl=0.02`: then its size is the smallest at which its divergence from the unquantised
-model is at most that.
+The second may have a target, such as `--target kl=0.02`: it then has the smallest size whose divergence from the unquantised
+model is at most the target.
 
 A size is tried by writing the result beside the output, and evaluating it on the text of `--evaluate`. The divergence falls
 about fourfold with each bit of a weight, which gives the second size; later ones lie on the line through two results. The
@@ -67,9 +67,9 @@ if TYPE_CHECKING:
 
 @contextmanager
 def second_run(run: PlanRun, warnings: list[Finding]) -> Iterator[PlanRun]:
-    """Compute the products of the first plan: the run of the second.
+    """Compute the products of the first plan, and yield the run of the second.
 
-    warnings  gets those of what could not be removed at the end, when the output is published
+    warnings  receives one for a measurement that cannot be removed once the output is published
     """
     prepared, request, kind = run.prepared, run.request, follow_up_kind(run.prepared)
     place, folder = check_options(request.out, request.options), sibling(request.out, ".measurement")
@@ -219,7 +219,7 @@ def search_target(target: float, run: PlanRun, kind: FollowUpKind, arrays: Mappi
 
 
 def _smallest(trials: Sequence[SizeTrial], target: float, text: str) -> SizeTrial:
-    """The smallest size that meets the target. text: that it was evaluated on. Raises Unsupported."""
+    """The smallest size that meets the target. text: the sizes were evaluated on it. Raises Unsupported."""
     meeting = [trial for trial in trials if trial.divergence <= target]
     if not meeting:
         last = max(trials, key=lambda trial: trial.nbytes)

@@ -101,7 +101,7 @@ def merge_state_dicts(
 
 
 def _run(planned: Planned, output: _Output, resources: Resources, workload: Workload) -> Mapping[str, Finished]:
-    """Fill the output. Errors say nothing of files and commands, which do not apply here."""
+    """Fill the output. Errors do not mention files and commands: there are none here."""
     inputs = [StateDict(views, model.ref) for views, model in zip(planned.views, planned.plan.models, strict=True)]
     try:
         return run(planned.plan, inputs, output, resources, workload).finished

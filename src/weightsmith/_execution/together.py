@@ -1,12 +1,12 @@
-"""What the processes that do parts of a plan do together: model-wide products, and tasks of products of which one is computed.
+"""Processes that do parts of a plan make its products together.
 
-**Products that stream** are measured together, each process some of the tensors. There is no leader. The tensors that a product
-reads are divided into `UNITS` at most, by the plan alone. Each process that needs the product takes units that nobody has
-taken, and leaves what it has counted in the folder (`SharedResults`). Then it adds up the counts of all units itself. Counts
-are integers, so all processes get the product of one process.
+**Products that stream** are measured by all processes that need them, without a leader. The tensors that a product reads are
+divided into at most `UNITS` units, which depend on the plan alone. Each process takes units that no other has taken, and writes
+their counts to the staging folder (`SharedResults`). Then each process adds up the counts of all units. Counts are integers, so
+every process gets the result that a single process would get.
 
-**Products that compute** have one process, the leader. It may offer tasks, such as the weights of a layer, to the processes
-that wait for the product (`TaskBoard`). What a task gives does not depend on who does it.
+**Products that compute** are computed by one process, the leader. It may offer tasks, such as the weights of a layer, to the
+processes that wait for the product (`TaskBoard`). The result of a task does not depend on the process that does it.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from weightsmith.abc.product import StreamingReduction
 if TYPE_CHECKING:
     from weightsmith._engine.local import Outcome
     from weightsmith._engine.resources import Resources
-    from weightsmith._outputs.shared import TaskBoard
+    from weightsmith._outputs.shared import ArrayKinds, TaskBoard
     from weightsmith._outputs.staging import Staging
     from weightsmith.abc.job import Matrix, Tile
     from weightsmith.abc.product import Arrays
     from weightsmith.abc.tensors import Tensors
 
 UNITS = 32
-"""Each is read by one process. In a cluster, there should be some for each worker; each costs a file for each pass."""
+"""At most so many: enough for several per worker of a cluster. Each costs one file per pass."""
 UNIT_ELEMENTS = 1 << 24
-"""Units are not smaller than that without need."""
+"""Units are not smaller than this, unless the product is."""
 PAUSE_SECONDS = 0.1
-"""Between two looks at units that other processes have taken."""
+"""Pause between two looks at units that other processes have taken."""
 
 
 def are_here(inputs: Sequence[Tensors]) -> bool:
-    """Whether all inputs are on disks of this machine. Of others, each pass would fetch what the pass before had fetched."""
+    """Whether all inputs are on disks of this machine: each pass reads them again, which would fetch remote ones again."""
     return all(path.is_file() for source in inputs for path in source.paths)
 
 
@@ -55,13 +55,13 @@ def measure_together(
     first: float,
     waiting: Callable[[], None] | None = None,
 ) -> WorkDone:
-    """Measure those of some products of a plan that are divisible, with the other processes in the staging folder.
+    """Measure the divisible ones of some products, together with the other processes in the staging folder.
 
     run      `engine.local.run` for a workload of the plan, with an output
-    first    where this process begins to take units, 0 … 1: those of its own part come first
-    waiting  called if other processes measure what remains
+    first    position of the first unit to take, 0 … 1: a process begins with the units of its own part
+    waiting  called while other processes measure the remaining units
 
-    Returns the bytes that this process has read. Raises as `run` does.
+    Returns the work of this process. Raises as `run` does.
     """
     helped = WorkDone()
     staging.look_for_products()
@@ -77,7 +77,7 @@ def measure_together(
 
 
 class _Measuring:
-    """One product, measured by several processes."""
+    """The measurement of one product by several processes."""
 
     def __init__(self, plan: Plan, product: Product, staging: Staging, run: Callable[..., Outcome], first: float) -> None:
         reduce = find_kind(product.op).reduce
@@ -88,10 +88,11 @@ class _Measuring:
         self._units = units_of(plan, product)
         start = int(first * len(self._units))
         self._order = [*range(start, len(self._units)), *range(start)]
-        self._state = xxhash.xxh3_64(product.name.encode())  # of all that was counted so far
+        # Hash of the division into units and of all counts so far: an earlier run may have left counts of other units.
+        self._state = xxhash.xxh3_64(f"{product.name} {[*map(len, self._units)]}".encode())
 
     def go(self, waiting: Callable[[], None] | None) -> None:
-        """Until it is measured."""
+        """Measure the product; returns when all units are counted."""
         number = 0
         while number < self.reduction.passes():
             counts = self._pass(number, waiting)
@@ -104,14 +105,15 @@ class _Measuring:
             number += 1
 
     def _pass(self, number: int, waiting: Callable[[], None] | None) -> list[Arrays]:
-        """What was counted of each unit in a pass."""
-        # Counts of another window, as an earlier run may have left them, have another key.
+        """The counts of each unit in a pass."""
+        # An earlier run may have left counts of another window: their keys differ.
         keys = [f"{self._state.hexdigest()}-{number}-{unit}" for unit in range(len(self._units))]
+        fits = self._fits(number)
         counts: dict[int, Arrays] = {}
         while True:
             for unit in self._order:
                 if unit not in counts:
-                    arrays = self._results.take(keys[unit], partial(self._measure, number, unit))
+                    arrays = self._results.take(keys[unit], partial(self._measure, number, unit), fits)
                     if arrays is not None:
                         counts[unit] = arrays
             if len(counts) == len(self._units):
@@ -119,6 +121,12 @@ class _Measuring:
             if waiting is not None:
                 waiting()
             time.sleep(PAUSE_SECONDS)
+
+    def _fits(self, number: int) -> Callable[[ArrayKinds], bool]:
+        """Whether arrays have the dtypes and shapes of a pass's counts, whatever their lengths."""
+        self.reduction.begin(number)
+        expected = [(array.dtype, array.shape[1:]) for array in self.reduction.partial(number)]
+        return lambda kinds: [(dtype, shape[1:]) for dtype, shape in kinds] == expected and all(shape for _, shape in kinds)
 
     def _measure(self, number: int, unit: int) -> Arrays:
         """Count one unit here."""
@@ -132,7 +140,7 @@ class _Measuring:
 
 
 class _OnePass(StreamingReduction):
-    """One pass of a reduction, which has begun the passes before it."""
+    """One pass of a reduction whose earlier passes are finished."""
 
     def __init__(self, reduction: StreamingReduction, number: int) -> None:
         self._reduction, self._number = reduction, number
@@ -157,7 +165,7 @@ class _OnePass(StreamingReduction):
 
 
 def units_of(plan: Plan, product: Product) -> list[tuple[Step, ...]]:
-    """What a product that streams reads, in units of about equal size: leaves of steps, in plan order. By the plan alone."""
+    """The leaves that a product reads, in plan order, divided into units of about equal size. Depends on the plan alone."""
     leaves = list(_leaves(plan, product))
     total = sum(leaf.out.size for leaf in leaves)
     n = max(1, min(UNITS, total // UNIT_ELEMENTS, len(leaves)))
@@ -183,19 +191,19 @@ def has_tasks(plan: Plan) -> bool:
 
 
 class Helper:
-    """Does tasks of the process that computes products, while this one waits for them. Call it again and again."""
+    """Does tasks for the process that computes products, while this one waits for them. Call it repeatedly."""
 
     def __init__(self, board: TaskBoard | None, resources: Resources) -> None:
-        """Do nothing yet. board: None: there are no tasks."""
+        """Do nothing yet. board: None if the plan has no tasks."""
         self._board, self._threads, self._memory_bytes = board, resources.workers, resources.product_bytes
         self._tried: set[str] = set()
         self._shown = ExitStack()
         self._is_shown = False
 
     def __call__(self) -> None:
-        """Do one task, if there is one. What a task raises is left to the process whose task it is.
+        """Do one task, if there is one. Errors of a task are ignored: the leader does it again, and reports them.
 
-        Raises StoreError if the file that shows that this process waits is something else; OSError.
+        Raises StoreError if the lock of helpers is not a file; OSError.
         """
         board = self._board
         if board is None:
@@ -213,7 +221,7 @@ class Helper:
                     continue
 
     def _done(self, board: TaskBoard, key: str, task: Mapping[str, Any]) -> bool:
-        """Do a task, unless another process is at it."""
+        """Do a task, unless another process is doing it. False if it was not done."""
         kind = find_kind(str(task.get("op")))
         limit = self._memory_bytes
         if kind.help is None or (limit is not None and board.task_bytes(task) * TASK_FACTOR > limit):
@@ -227,18 +235,18 @@ class Helper:
 
         arrays = board.take(key, make)
         if arrays is None:
-            self._tried.discard(key)  # that process may be killed
+            self._tried.discard(key)  # the other process may be killed
         return arrays is not None
 
     def close(self) -> None:
-        """No longer wait."""
+        """Stop waiting: the leader no longer sees this helper."""
         self._shown.close()
 
 
 TASK_FACTOR = 6
-"""Memory that a task takes, for each byte of its arrays: a Hessian is factorised in 13 bytes for each of its numbers of 4."""
+"""Bytes of memory that a task takes per byte of its arrays: factorising a Hessian takes 13 bytes per float32, and some more."""
 
 
 def helper_of(plan: Plan, staging: Staging, resources: Resources) -> Helper:
-    """What a process calls while it waits for the products of a plan."""
+    """The helper that a process calls while it waits for the products of a plan."""
     return Helper(staging.task_board if has_tasks(plan) else None, resources)

@@ -10,7 +10,7 @@ from weightsmith._base.errors import Finding, ShapeError, Unsupported
 from weightsmith._base.files import exists, expand_user, show
 from weightsmith._base.text import count
 from weightsmith._models.checkpoint import Checkpoint, ModelFolder
-from weightsmith._models.sources.composed import Selected
+from weightsmith._models.sources.parts import renamed
 from weightsmith._models.structure.parts import DIFFUSION, EMA_PREFIX
 
 USE, DROP = "ema", "no-ema"
@@ -66,7 +66,7 @@ def choose_ema(model: Checkpoint, choice: str, ref: str) -> Checkpoint:
             verb = "is" if len(kept) == 1 else "are"
             what = f"{count(len(kept), 'tensor')} of the diffusion model without a moving average {verb} used as stored"
             notes.append(Finding(what, f"{ref}: {show(kept[0])}"))
-    source = Selected(model, names, ref)
+    source = renamed(model, names, ref)
     return Checkpoint(ref, source, ModelFolder.like(model), metadata=model.metadata, notes=tuple(notes), decoded=model.decoded)
 
 

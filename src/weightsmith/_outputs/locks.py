@@ -3,7 +3,7 @@
     lock                  held alone to build the whole output, shared by processes that build parts; names its holder
     parts/lock-2-of-4     held by the one process that builds this part; names it
     parts/lock-products   held by the one process that computes products which several parts need
-    parts/lock-helpers    shared by the processes that wait for these, and do tasks of them
+    parts/lock-helpers    shared by the processes that wait for these products, and do tasks for that one
     parts/lock-driver     held by the process that has others do parts, as long as they may begin one
 
 A lock is a file locked with flock. Closing the file releases it, so the lock of a dead process is free.
@@ -246,7 +246,7 @@ class Locks:
         """Lock a file alone. Raises Busy if another process holds the lock so long.
 
         waiting    called once if one does
-        meanwhile  called again and again
+        meanwhile  called repeatedly while one does
         """
         deadline = time.monotonic() + seconds
         while True:
@@ -291,7 +291,7 @@ class Locks:
         """Wait for the lock on the products, and hold it.
 
         waiting    called once if another process holds it
-        meanwhile  called again and again while another process holds it
+        meanwhile  called repeatedly while another process holds it
         """
         with FileIO(disk.open_own(self.folder / PARTS / "lock-products", os.O_RDWR), "r+") as file:
             self._wait(file, math.inf, waiting, meanwhile)

@@ -169,7 +169,7 @@ class Builder:
     running  whether the process is there; None for none, and for one on another machine, which cannot be asked
     tensors  number that are finished, `total` all of them (0: not known)
     began, changed   when it took the lock, and when it last finished a tensor: seconds since 1970
-    stopped  it is there, and a signal (SIGSTOP) or a debugger has stopped it; others may wait for it
+    stopped  it is there, but stopped by a signal (SIGSTOP) or a debugger; other processes may be waiting for it
     """
 
     part: str
@@ -274,7 +274,7 @@ def _changed(path: Path) -> float:
 
 
 def _is_stopped(process: int) -> bool:
-    """Where the system shows the states of processes (Linux)."""
+    """Whether a process is stopped. Linux only: elsewhere False."""
     try:
         return Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")[2].split()[:1] in (["T"], ["t"])
     except OSError:

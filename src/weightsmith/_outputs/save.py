@@ -88,7 +88,7 @@ def save_file(
 
 
 def _write_whole(target: Path, layout: Layout, views: Sequence[View], *, overwrite: bool, fsync: bool) -> None:
-    """Write the one file of a layout under another name, and then give it its own. Nothing is left after an error."""
+    """Write the only file of a layout under a temporary name, and rename it. Nothing is left after an error."""
     temporary = target.parent / f".weightsmith-{os.getpid()}-{secrets.token_hex(4)}.tmp"
     try:
         _write_file(temporary, layout, views, fsync=fsync)

@@ -1,7 +1,7 @@
-"""What the processes in a staging folder make for each other: results that several need, and tasks of one of them.
+"""Processes that share a staging folder make results and do tasks for each other.
 
-A result is a file, which a process locks while it makes the result. So the results of a process that is killed are free at
-once, without a clock. Each file has a checksum. What is damaged or cut off is made again.
+A result is a file, which a process locks while it makes the result. The lock of a killed process is free at once, without a
+timeout. Each file has a checksum; a damaged or truncated file is made again.
 """
 
 from __future__ import annotations
@@ -27,23 +27,27 @@ from weightsmith._outputs import disk
 from weightsmith._outputs.checksum import hash_bytes
 
 Arrays = Sequence[npt.NDArray[Any]]
+ArrayKinds = Sequence[tuple[np.dtype[Any], tuple[int, ...]]]
+"""Dtype and shape of each array."""
 
 
 class SharedResults:
     """Results by key.
 
-    folder  in which all processes are
+    folder  shared by all processes
     """
 
     def __init__(self, folder: Path) -> None:
         """Change nothing on disk."""
         self.folder = folder
 
-    def take(self, key: str, make: Callable[[], Arrays], specs: Sequence[TensorSpec] | None = None) -> Arrays | None:
+    def take(
+        self, key: str, make: Callable[[], Arrays], fits: Callable[[ArrayKinds], bool] = lambda _kinds: True
+    ) -> Arrays | None:
         """The result of a key: that of the process that has made it, or of `make`; None if another process makes it now.
 
-        key    of hex digits and dashes; its result is the same in each process
-        specs  dtypes and shapes of its arrays. A kept result with others is damaged; None: any
+        key   of hex digits and dashes; its result is the same in each process
+        fits  whether a result can have such arrays. A kept result with others is damaged, and not read
 
         Raises what `make` raises; OSError. A result for which the disk has no room is kept by nobody: each process makes it.
         """
@@ -53,7 +57,7 @@ class SharedResults:
                 disk.lock(file.fileno())
             except BlockingIOError:
                 return None
-            arrays = _read(file.fileno(), specs=specs)
+            arrays = _read(file.fileno(), fits=fits)
             if arrays is None:
                 arrays = make()
                 try:
@@ -68,10 +72,10 @@ class SharedResults:
 class TaskBoard:
     """Tasks of one process, the leader, which other processes do while they wait for it.
 
-    A task is JSON, and names arrays by the hash of dtype, shape and bytes. Equal tasks have equal keys, so what helpers had
-    done for a leader that was killed serves the next one.
+    A task is JSON, and names arrays by the hash of their dtype, shape and bytes. Equal tasks have equal keys, so results that
+    helpers made for a leader that was killed serve the next one.
 
-    folder  in which all processes are
+    folder  shared by all processes
     lock    file that helpers lock
     """
 
@@ -92,21 +96,21 @@ class TaskBoard:
         return False
 
     def put(self, array: npt.NDArray[Any]) -> str:
-        """Keep an array for tasks; the name that they have for it: the checksum of its file. Raises OSError."""
+        """Keep an array for tasks, and return its name there: the checksum of its file. Raises OSError."""
         pieces = _pieces([array])
         name = bytes(pieces[0]).decode()
         self._publish(f"{name}.array", lambda fd: _write(fd, pieces))
         return name
 
     def offer(self, task: Mapping[str, Any]) -> str:
-        """Let others do a task; its key. Raises OSError."""
+        """Let others do a task, and return its key. Raises OSError."""
         text = json.dumps(task, sort_keys=True, separators=(",", ":")).encode()
         key = hash_bytes(text)
         self._publish(f"{key}.task", lambda fd: write_all(fd, memoryview(text), 0))
         return key
 
     def _publish(self, name: str, write: Callable[[int], None]) -> None:
-        """Write a file, which gets its name when it is complete."""
+        """Write a file, and give it its name once it is complete."""
         disk.make_own_folder(self._folder)
         part = self._folder / f"{name}.{os.getpid()}.part"
         fd = disk.open_own(part, os.O_RDWR)
@@ -121,7 +125,7 @@ class TaskBoard:
         part.replace(self._folder / name)
 
     def clear(self) -> None:
-        """Remove all tasks, arrays and results. What helpers make meanwhile remains, for the next time or the end."""
+        """Remove all tasks, arrays and results. A result that a helper is making stays until the next call, or the end."""
         with suppress(StoreError, FileNotFoundError):
             for kind in ("*.task", "*.array"):  # in this order: see `is_open`
                 for path in self._folder.glob(kind):
@@ -132,11 +136,12 @@ class TaskBoard:
     # ---- all
 
     def take(self, key: str, make: Callable[[], Arrays], specs: Sequence[TensorSpec] | None = None) -> Arrays | None:
-        """The result of a task: see `SharedResults.take`."""
-        return self._results.take(key, make, specs)
+        """The result of a task: see `SharedResults.take`. specs: dtypes and shapes that its arrays must have; None: any"""
+        kinds = None if specs is None else [(spec.dtype.numpy, spec.shape) for spec in specs]
+        return self._results.take(key, make, lambda kept: kinds in (None, kept))
 
     def array(self, name: str) -> npt.NDArray[Any]:
-        """An array of a task. Raises OSError, also if it is damaged, or an array of another name."""
+        """An array of a task. Raises OSError, also if it is damaged or does not have this name."""
         fd = os.open(self._folder / f"{name}.array", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             arrays = _read(fd, name)
@@ -149,27 +154,27 @@ class TaskBoard:
     # ---- helpers
 
     def is_open(self, key: str) -> bool:
-        """Whether a task is still there. Ask once its result is locked: without a result, it may have been removed."""
+        """Whether a task is still there. Ask with its result locked: the leader may have removed both."""
         return (self._folder / f"{key}.task").exists()
 
     def task_bytes(self, task: Mapping[str, Any]) -> int:
-        """The bytes of all arrays that a task may read, or more."""
+        """An upper bound of the bytes of all arrays that a task reads."""
         text = json.dumps(task)
         return sum(path.stat().st_size for path in self._folder.glob("*.array") if path.stem in text)
 
     @contextmanager
     def helping(self) -> Iterator[bool]:
-        """Show the leader that this process waits for tasks. False if it does not see that: try again."""
+        """Show the leader that this process waits for tasks. Yields False if that failed: try again."""
         with FileIO(disk.open_own(self._lock, os.O_RDWR), "r+") as file:
             try:
                 disk.lock(file.fileno(), shared=True)
-            except BlockingIOError:  # the leader looks at this moment
+            except BlockingIOError:  # the leader is looking at the lock
                 yield False
             else:
                 yield True
 
     def tasks(self) -> list[tuple[str, dict[str, Any]]]:
-        """The tasks that are there, by key; some may be done. What is no task, such as a link or a folder, is skipped."""
+        """The tasks on the board, by key; some may be done. Anything else, such as a link or a folder, is skipped."""
         tasks: list[tuple[str, dict[str, Any]]] = []
         if self._folder.is_symlink():  # results would be written behind it
             return tasks
@@ -208,11 +213,11 @@ def _write(fd: int, pieces: Sequence[memoryview]) -> None:
     write_all(fd, pieces[0], 0)
 
 
-def _read(fd: int, name: str = "", specs: Sequence[TensorSpec] | None = None) -> Arrays | None:
+def _read(fd: int, name: str = "", fits: Callable[[ArrayKinds], bool] = lambda _kinds: True) -> Arrays | None:
     """The arrays of a whole file, else None. No memory is taken for arrays that the file does not hold.
 
-    name   the checksum that it must have; "": any
-    specs  dtypes and shapes that its arrays must have; None: any
+    name  the checksum that it must have; "": any
+    fits  whether it may hold such arrays
     """
     nbytes, at = os.fstat(fd).st_size, _CHECKSUM_BYTES + _LENGTH_BYTES
     if nbytes < at:
@@ -224,12 +229,10 @@ def _read(fd: int, name: str = "", specs: Sequence[TensorSpec] | None = None) ->
     at += len(header)
     hasher, arrays = xxhash.xxh3_128(length + header), list[npt.NDArray[Any]]()
     try:
-        shapes = [(_dtype(dtype), _shape(shape)) for dtype, shape in parse(header)]
-        if at + sum(math.prod(shape) * dtype.itemsize for dtype, shape in shapes) != nbytes:
+        kinds = [(_dtype(dtype), _shape(shape)) for dtype, shape in parse(header)]
+        if at + sum(math.prod(shape) * dtype.itemsize for dtype, shape in kinds) != nbytes or not fits(kinds):
             return None
-        if specs is not None and shapes != [(spec.dtype.numpy, spec.shape) for spec in specs]:
-            return None
-        for dtype, shape in shapes:
+        for dtype, shape in kinds:
             arrays.append(np.empty(shape, dtype))
             data = arrays[-1].reshape(-1).view(np.uint8).data
             read_all(fd, data, at)

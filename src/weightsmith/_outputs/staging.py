@@ -55,7 +55,7 @@ ATTACH_SECONDS = 60
 """How long a process that builds a part waits for another one to prepare the staging folder."""
 _CHECKSUM = re.compile("[0-9a-f]{32}")
 SHARED, TASKS = "shared", "tasks"
-"""Folders, in that of the products, of what processes make for each other."""
+"""Subfolders of `PRODUCTS`: results and tasks of processes that build parts."""
 _PUT = "put "
 """Start of the keys of the notes about weight files that are put."""
 
@@ -465,7 +465,7 @@ class Staging(Closing):
 
     @property
     def shared_results(self) -> SharedResults:
-        """What the processes that build parts in this folder make for each other, before there are products."""
+        """Results that the processes in this folder share while they measure products."""
         return SharedResults(self.folder / PRODUCTS / SHARED)
 
     def look_for_products(self) -> None:
@@ -475,7 +475,7 @@ class Staging(Closing):
 
     @property
     def task_board(self) -> TaskBoard | None:
-        """Tasks of products for the processes that build parts in this folder; None if these have folders of their own."""
+        """Tasks that the processes in this folder do for each other; None if each process has a folder of its own."""
         if self.target.streams:
             return None
         return TaskBoard(self.folder / PRODUCTS / TASKS, self.folder / PARTS / HELPERS)
@@ -487,7 +487,7 @@ class Staging(Closing):
         """Wait until no other part is inside, and see the products that they have finished.
 
         waiting    called if one is
-        meanwhile  called again and again while one is
+        meanwhile  called repeatedly while one is
         """
         if self.target.streams:  # the driver has one process compute them
             yield

@@ -82,6 +82,7 @@ class RecipeOptions:
         "--quantize FORMAT",
         "Quantised format of the output; `weightsmith quantize --list` lists them",
         choices="_features.quantisation.formats:FORMATS",
+        lists="weightsmith quantize --list",
         details="See [quantised checkpoints](quantize.md).",
         commands=("merge", "moe", "plan", "quantize"),
         spelled={"quantize": "format"},

@@ -22,21 +22,12 @@ from unittest.mock import patch
 
 import numpy as np
 
-from weightsmith._base.errors import (
-    Busy,
-    CannotResume,
-    CheckpointError,
-    Corrupt,
-    NoSpace,
-    NotFound,
-    OutputExists,
-    PushFailed,
-    StoreError,
-)
+from weightsmith._base.errors import Busy, CannotResume, CheckpointError, Corrupt, NoSpace, NotFound, OutputExists, StoreError
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._files.containers import Layout, Naming, make_layout
 from weightsmith._outputs import disk
 from weightsmith._outputs.checksum import combine, grain_bytes, hash_grains
+from weightsmith._outputs.hub_repository import BranchMoved
 from weightsmith._outputs.manifest import MANIFEST_NAME
 from weightsmith._outputs.staging import Staging
 from weightsmith._plans import Product
@@ -365,11 +356,11 @@ class _History:
         refusal: StoreError | None = None
         try:
             staging = Staging.open(self.case.target(), self._spec(plan, resume, overwrite))
-        except (OutputExists, CannotResume, NoSpace, PushFailed) as error:
+        except (OutputExists, CannotResume, NoSpace, BranchMoved) as error:
             refusal = error
         if refusal is not None:
             assert full or not isinstance(refusal, NoSpace)
-            assert self.notes or not isinstance(refusal, PushFailed)  # a branch that another program has changed
+            assert self.notes or not isinstance(refusal, BranchMoved)
             assert full or taken or self.notes or others or self.ended, f"nothing is in the way: {refusal}"
             assert not resume or self.visible() == before, "a run that was refused has changed something"
             if self.ended:
@@ -446,8 +437,9 @@ class _History:
             self.close()
             return
         assert complete
-        # The commit of a run that was killed after it may be all that is missing. Then nothing is replaced.
-        assert not self.notes or self.ended == self.plan, "published over another program's file"
+        # A run that was killed after its commit has published everything. The next one then replaces nothing.
+        is_committed = staging.target.publication == "commit" and self.published == self.ended == self.plan
+        assert not self.notes or is_committed, "published over another program's file"
         self.published, self.ended, self.work, self.staging = self.plan, "", ("", set()), None
 
     def killed_while_it_publishes(self, *, after: bool, change: int) -> None:

@@ -197,29 +197,69 @@ def test_a_result_that_another_process_makes_is_not_made(tmp_path: Path) -> None
     assert results.take("1", make) is not None
 
 
+def interrupted_before_it_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure all units of a model-wide product, and end before the product is kept."""
+
+    def fail(*_: object) -> Any:
+        raise KeyboardInterrupt
+
+    plan = weightsmith.plan(MODEL_WIDE, max_shard_bytes=SHARD)
+    with monkeypatch.context() as patch:
+        patch.setattr(Staging, "keep", fail)
+        with pytest.raises(KeyboardInterrupt):
+            weightsmith.run(plan, "out", part=(1, 1), threads=1, progress=False)
+
+
 def test_another_window_has_results_of_its_own(
     here: Path, measured: list[tuple[str, int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An interrupted run may have begun with other tiles, and so with another sample and another window."""
     weightsmith.merge(MODEL_WIDE, "one-process", progress=False, max_shard_bytes=SHARD)
-    plain = Staging.keep
-
-    def fail(*_: object) -> Any:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Staging, "keep", fail)
-    plan = weightsmith.plan(MODEL_WIDE, max_shard_bytes=SHARD)
-    with pytest.raises(KeyboardInterrupt):
-        weightsmith.run(plan, "out", part=(1, 1), threads=1, progress=False)
-    monkeypatch.setattr(Staging, "keep", plain)
+    interrupted_before_it_is_kept(monkeypatch)
     shared = staging_folder(here / "out") / "products" / "shared"
     for path in shared.glob("*-0-0"):
         path.unlink()
     measured.clear()
     monkeypatch.setattr(Thresholds, "sampled", lambda self, number: False)
+    plan = weightsmith.plan(MODEL_WIDE, max_shard_bytes=SHARD)
     weightsmith.run(plan, "out", threads=1, part=(1, 1), progress=False)
     n = units(MODEL_WIDE)
     assert [(number, unit) for _, number, unit in measured] == [(0, 0), *((1, k) for k in range(n))]
+    weightsmith.run(plan, "out", threads=1, progress=False)
+    assert files(here / "out") == files(here / "one-process")
+
+
+def test_units_of_another_size_have_results_of_their_own(
+    here: Path, measured: list[tuple[str, int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkout of another commit may divide a product into other units, and resumes the work all the same."""
+    weightsmith.merge(MODEL_WIDE, "one-process", progress=False, max_shard_bytes=SHARD)
+    interrupted_before_it_is_kept(monkeypatch)
+    before = units(MODEL_WIDE)
+    measured.clear()
+    monkeypatch.setattr(together, "UNIT_ELEMENTS", 1 << 20)
+    assert units(MODEL_WIDE) < before
+    plan = weightsmith.plan(MODEL_WIDE, max_shard_bytes=SHARD)
+    weightsmith.run(plan, "out", threads=1, part=(1, 1), progress=False)
+    assert len(measured) == 2 * units(MODEL_WIDE)
+    weightsmith.run(plan, "out", threads=1, progress=False)
+    assert files(here / "out") == files(here / "one-process")
+
+
+@pytest.mark.parametrize("arrays", [[np.zeros(3, np.int64)], [np.ones((2, 2))], [], [np.zeros(1, np.int64)] * 2])
+def test_counts_of_other_dtypes_or_shapes_are_made_again(
+    here: Path, measured: list[tuple[str, int, int]], monkeypatch: pytest.MonkeyPatch, arrays: list[Any]
+) -> None:
+    weightsmith.merge(MODEL_WIDE, "one-process", progress=False, max_shard_bytes=SHARD)
+    interrupted_before_it_is_kept(monkeypatch)
+    shared = staging_folder(here / "out") / "products" / "shared"
+    for path in [*shared.glob("*-0-1"), *shared.glob("*-1-2")]:
+        path.unlink()
+        SharedResults(shared).take(path.name, lambda: arrays)
+    measured.clear()
+    plan = weightsmith.plan(MODEL_WIDE, max_shard_bytes=SHARD)
+    weightsmith.run(plan, "out", threads=1, part=(1, 1), progress=False)
+    assert [(number, unit) for _, number, unit in measured] == [(0, 1), (1, 2)]
     weightsmith.run(plan, "out", threads=1, progress=False)
     assert files(here / "out") == files(here / "one-process")
 

@@ -507,3 +507,30 @@ def test_numbers_that_a_dtype_cannot_hold_name_the_option(models: Any, tmp_path:
     tensors = {name: values * 1e5 for name, values in pair(Q).items()}
     with pytest.raises(WeightsmithError, match="--out-dtype bfloat16"):
         converted(peft_folder(tmp_path / "a", tensors), tmp_path / "out", base=str(models("llama")), out_dtype="float16")
+
+
+OF_MLX: dict[str, tuple[str, ...]] = {
+    "gpt-neox": ("query_key_value", "dense_h_to_4h", "embed_in", "embed_out"),
+    "lfm2-moe": ("q_proj", "w1", "w2", "w3"),
+    "llama": ("q_proj", "down_proj"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", OF_MLX)
+def test_peft_loads_an_adapter_of_mlx_by_the_names_of_the_base(name: str, models: Any, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    model = models(name)
+    tuned = trained(model, tmp_path / "adapter", name, target_modules=[*OF_MLX[name]])
+    tokens = np.random.default_rng(0).integers(0, 256, 24).tolist()
+    expected = logits_of(tuned, tokens)
+    of_mlx = converted(tmp_path / "adapter", tmp_path / "mlx", "mlx", base=str(model))
+    back = converted(of_mlx, tmp_path / "back", "peft")
+    base, _ = zoo.load(name, model)
+    plain = logits_of(base.float().eval(), tokens)
+    loaded = peft.PeftModel.from_pretrained(base, back)
+    stored = set(load_file(back / "adapter_model.safetensors"))
+    assert stored <= {key.replace(".default", "") for key in loaded.state_dict()}  # PEFT ignores what it does not know
+    found = logits_of(loaded.float().eval(), tokens)
+    assert np.abs(found - expected).max() < 1e-3 * np.abs(plain - expected).max()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -537,13 +538,33 @@ def write_vision_model(folder: Path) -> Path:
     return folder
 
 
-HOMES = ("model.language_model.layers", "language_model.model.layers")
-"""Of the decoder's layers: in transformers, and in vLLM and SGLang."""
+def write_omni_model(folder: Path) -> Path:
+    """Shaped like Qwen2.5-Omni, whose files have `thinker.model.layers`."""
+    random = np.random.default_rng(0)
+    parts = [*(f"self_attn.{part}_proj" for part in "qkvo"), *(f"mlp.{part}_proj" for part in ("gate", "up", "down"))]
+    names = [f"thinker.model.layers.{number}.{part}" for number in range(3) for part in parts]
+    names += ["thinker.model.embed_tokens", "thinker.lm_head", "thinker.visual.blocks.0.attn.proj"]
+    tensors = {f"{name}.weight": random.standard_normal((128, 128)).astype(ml_dtypes.bfloat16) for name in names}
+    tensors |= {f"thinker.model.layers.{i}.input_layernorm.weight": np.ones(128, ml_dtypes.bfloat16) for i in range(3)}
+    text = {"num_hidden_layers": 3, "hidden_size": 128, "vocab_size": 128}
+    config = {"model_type": "qwen2_5_omni", "thinker_config": {"model_type": "qwen2_5_omni_thinker", "text_config": text}}
+    return write_checkpoint(folder, tensors, config)
 
 
-@pytest.mark.parametrize("home", HOMES)
-def test_a_layer_of_a_decoder_beside_a_tower_is_known_where_engines_have_it(home: str, tmp_path: Path) -> None:
-    source = write_vision_model(tmp_path / "m")
+HOMES = (
+    (write_vision_model, "model.language_model.layers"),
+    (write_vision_model, "language_model.model.layers"),
+    (write_omni_model, "thinker.model.layers"),
+    (write_omni_model, "language_model.model.layers"),
+)
+"""The layers of each model in transformers, and in vLLM and SGLang. vLLM renames Qwen2.5-Omni's (`hf_to_vllm_mapper`)."""
+
+
+@pytest.mark.parametrize(("write", "home"), HOMES)
+def test_a_layer_of_a_decoder_beside_a_tower_is_known_where_engines_have_it(
+    write: Callable[[Path], Path], home: str, tmp_path: Path
+) -> None:
+    source = write(tmp_path / "m")
     types = (r"layers\.0\.self_attn=fp8-dynamic",)
     quantise(source, tmp_path / "q", "w4a16", *types, group_size=32)
     stored = entry(tmp_path / "q")

@@ -298,6 +298,8 @@ def test_scales_are_read_in_the_order_of_tiles(name: str, tmp_path: Path) -> Non
         ("nvfp4", {"pre_quant_scale": ONE}, "is part of a weight that is not read"),
         ("nvfp4", {"bias": np.ones(200, BF16)}, r"is stored as \[208, 160\], and the weight is \[200, 160\]"),
         ("nvfp4", {"comfy_quant": text({"format": "nvfp4", "orig_shape": [208, 150]})}, r"and the weight is \[208, 150\]"),
+        ("nvfp4", {"comfy_quant": text({"format": "nvfp4", "orig_shape": []})}, r"and the weight is \[\]"),
+        ("nvfp4", {"comfy_quant": text({"format": "nvfp4", "orig_shape": 0})}, "and the weight is 0"),
         ("mxfp8", {"weight_scale": tiled(EXPONENTS)[:128]}, "not tiles of"),
         ("mxfp8", {"weight": MX_CODES[:, :48]}, "mxfp8 has multiples of 32"),
         ("mxfp8", {"weight": MX_CODES[None]}, "require"),
@@ -760,6 +762,16 @@ def test_the_older_names_are_not_mixed_with_others(default: str, other: str, tmp
     larger_file(tmp_path / "m.safetensors")
     with pytest.raises(WeightsmithError, match="marks the whole file, and cannot be mixed with comfyui-nvfp4"):
         weightsmith.quantize(tmp_path / "m.safetensors", tmp_path / "out", format=default, tensor_types=[f"mlp={other}"])
+
+
+def test_all_weights_may_have_the_older_names_by_a_type(tmp_path: Path) -> None:
+    larger_file(tmp_path / "m.safetensors")
+    outs = [
+        weightsmith.quantize(tmp_path / "m.safetensors", tmp_path / name, format=name, tensor_types=types, fsync=False).out
+        for name, types in (("comfyui-int8", [".=comfyui-fp8-old"]), ("comfyui-fp8-old", []))
+    ]
+    by_type, by_format = map(stored_in, outs)
+    assert {name: x.tobytes() for name, x in by_type.items()} == {name: x.tobytes() for name, x in by_format.items()}
 
 
 LAYOUTS = {

@@ -19,10 +19,7 @@ from tests.mini import write_checkpoint
 from tests.models.lora.test_lora import DOWN, INNER, H, P, Q, adapter, baked, base, normal, refusal
 from tests.zoo import save
 from weightsmith._base.errors import FormatError, PlanError, Unsupported
-from weightsmith._models.formats.opening import open_file
 from weightsmith._models.lora import open_adapter
-from weightsmith._models.sources.turned import MatrixPart, TurnedMatrices
-from weightsmith.testing import SourceCase, SourceTests
 
 PYTHON = os.environ.get("WEIGHTSMITH_MLX") or (sys.executable if find_spec("mlx_lm") else "")
 SCRIPT = Path(__file__).with_name("mlx_script.py")
@@ -434,21 +431,3 @@ def test_experts_as_early_versions_stored_them(tmp_path: Path) -> None:
     for key, array in found[0].items():
         np.testing.assert_array_equal(array, found[1][key])
     np.testing.assert_array_equal(found[0][f"{P}model.layers.0.mlp.experts.2.up_proj.lora_A.weight"], a[2])
-
-
-class TestTurned(SourceTests):
-    @pytest.fixture
-    def case(self, tmp_path: Path) -> SourceCase:
-        stored = {"a": normal(5, 3), "b": normal(2, 4, 3), "c": np.arange(7, dtype=np.float16)}
-        save_file(stored, tmp_path / "x.safetensors")
-        parts = {
-            "one": MatrixPart("a", (5, 3), transposed=True),
-            "three": MatrixPart("c", (7,)),
-            "two": MatrixPart("b", (4, 3), 12),
-        }
-        expected = {"one": np.ascontiguousarray(stored["a"].T), "three": stored["c"], "two": stored["b"][1]}
-
-        def opened(chosen: dict[str, MatrixPart]) -> TurnedMatrices:
-            return TurnedMatrices(open_file(tmp_path / "x.safetensors", "x").source, chosen, "x")
-
-        return SourceCase(lambda: opened(parts), expected, lambda: opened({"one": MatrixPart("a", (5, 3))}))

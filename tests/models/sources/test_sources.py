@@ -26,7 +26,7 @@ from weightsmith._models.formats.plain import open_safetensors
 from weightsmith._models.lora import apply_adapter, open_adapter
 from weightsmith._models.sources import FileKind, OpenedFiles, Tensors
 from weightsmith._models.sources.adapted import Adapted, AdaptedTensor, Update
-from weightsmith._models.sources.composed import Selected, StateDict
+from weightsmith._models.sources.composed import StateDict
 from weightsmith._models.sources.files import PlainFiles, SourceFile, unite
 from weightsmith.abc.stored import StoredFormat, Wrapped
 from weightsmith.testing import SourceCase, SourceTests
@@ -124,21 +124,6 @@ class TestAdapted(SourceTests):
         assert kept == {"layers.2.w": "BF16", "tied": "BF16", "head": "BF16", "wide": "F64", "z": "F32"}
         assert {n for n in source.specs if source.location(n) is None} == {"layers.2.w", "wide", "z"}
         source.close()
-
-
-class TestSelected(SourceTests):
-    @pytest.fixture
-    def case(self, tmp_path: Path) -> SourceCase:
-        tensors = model()
-        write_checkpoint(tmp_path / "all", tensors, max_shard_bytes=2000)
-        names = {f"inner.{name}": name for name in tensors if name != "head"}
-
-        def selected(chosen: Mapping[str, str]) -> Tensors:
-            return Selected(opened(tmp_path / "all"), chosen, "here")
-
-        expected = {name: tensors[stored] for name, stored in names.items()}
-        others = {name: stored for name, stored in names.items() if stored != "layers.2.w"}
-        return SourceCase(lambda: selected(names), expected, lambda: selected(others))
 
 
 class TestStateDict(SourceTests):

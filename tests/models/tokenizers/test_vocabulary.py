@@ -118,6 +118,7 @@ def test_equal_files_are_read_once(tmp_path: Path) -> None:
         ({"pad_token": {"content": "[PAD]"}, "eos_token": "</s>", "bos_token": "<b>"}, {"pad_token": "<other>"}),
         ({"additional_special_tokens": ["<x>", "<s>"], "sep_token": "[SEP]"}, None),
         ({"extra_special_tokens": {"image_token": "<image>"}, "boi_token": "<boi>", "cls_token": None}, {"unk_token": "<u>"}),
+        ({"extra_special_tokens": {"image_token": "<image>"}, "image_token": "<x>", "boi_token": "<boi>"}, None),
         ({"added_tokens_decoder": {"322": {"content": "<x>"}}, "pad_token": "[PAD]"}, {"unk_token": "<u>"}),
     ],
     ids=str,
@@ -132,6 +133,54 @@ def test_special_tokens_that_only_settings_name_have_the_ids_that_transformers_g
     assert vocabulary is not None
     assert dict(vocabulary.ids) == transformers.AutoTokenizer.from_pretrained(tmp_path).get_vocab()
     assert all(map(vocabulary.is_special, vocabulary.added.keys() - {"<x>"}))
+
+
+BPE = {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2, "<s>": 3, "<unk>": 4}, "merges": [["a", "b"]], "unk_token": "<unk>"}
+WORDPIECE = {
+    **{"type": "WordPiece", "vocab": {"[UNK]": 0, "a": 1, "##b": 2}, "unk_token": "[UNK]"},
+    **{"continuing_subword_prefix": "##", "max_input_chars_per_word": 100},
+}
+UNIGRAM = {"type": "Unigram", "vocab": [[token, 0.0] for token in ("<s>", "<pad>", "b", "<unk>", "a")], "unk_id": 3}
+
+
+@pytest.mark.parametrize(
+    ("kind", "model"),
+    [
+        *((kind, BPE) for kind in ("LlamaTokenizerFast", "GemmaTokenizerFast", "GPT2Tokenizer", "CodeGenTokenizerFast")),
+        *((kind, BPE) for kind in ("GPTNeoXTokenizerFast", "Qwen2TokenizerFast", "Qwen3_5Tokenizer", "CohereTokenizerFast")),
+        *((kind, BPE) for kind in ("RobertaTokenizer", "PreTrainedTokenizerFast")),
+        *((kind, WORDPIECE) for kind in ("BertTokenizer", "DistilBertTokenizer", "ElectraTokenizer")),
+        *((kind, UNIGRAM) for kind in ("XLMRobertaTokenizer", "T5Tokenizer")),
+    ],
+)
+def test_special_tokens_that_a_class_implies_come_before_those_that_settings_name(
+    tmp_path: Path, kind: str, model: dict[str, object]
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    settings = {"tokenizer_class": kind, "sep_token": "<x>", "additional_special_tokens": ["<y>"]}
+    vocabulary = read(
+        tmp_path,
+        **{
+            "tokenizer.json": json.dumps({"version": "1.0", "added_tokens": [], "model": model}).encode(),
+            "tokenizer_config.json": json.dumps(settings).encode(),
+        },
+    )
+    assert vocabulary is not None
+    assert dict(vocabulary.ids) == transformers.AutoTokenizer.from_pretrained(tmp_path, extra_ids=0).get_vocab()
+
+
+def test_no_rows_are_expected_for_tokens_that_a_class_alone_implies(tmp_path: Path) -> None:
+    for settings in ({}, {"eos_token": "<s>"}, {"bos_token": "<x>"}):
+        vocabulary = read(tmp_path, **files(trained(), tokenizer_class="Qwen2Tokenizer", **settings))
+        assert vocabulary is not None
+        assert "<|endoftext|>" not in vocabulary.ids
+        assert vocabulary.ids.get("<x>") == (322 if "bos_token" in settings else None)
+
+
+def test_no_ids_are_counted_where_an_unknown_class_may_add_tokens_of_its_own(tmp_path: Path) -> None:
+    vocabulary = read(tmp_path, **files(trained(), tokenizer_class="CodeLlamaTokenizer", sep_token="<x>"))
+    assert vocabulary is not None
+    assert "<x>" not in vocabulary.ids
 
 
 def test_added_tokens_json_counts_only_where_the_settings_list_no_added_tokens(tmp_path: Path) -> None:

@@ -17,11 +17,11 @@ class Activity(StreamingReduction):
     int64 [models, 2]. Each tensor has its own `epsilon`.
     """
 
+    divisible = True
+
     def __init__(self, product: Product) -> None:
         self._rows = {model: k for k, model in enumerate(product.models)}
         self._counts: npt.NDArray[np.int64] = np.zeros((len(product.models), 2), np.int64)
-
-    divisible = True
 
     def passes(self) -> int:
         return 1

@@ -30,7 +30,7 @@ from weightsmith._base.options import named, option_error
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._features.adapters.built import WEIGHT, BuiltModel
 from weightsmith._features.adapters.factors import FactorTarget, Form
-from weightsmith._features.adapters.mlx import fill_mlx, follows_base
+from weightsmith._features.adapters.mlx import fill_mlx, follows_base, has_mlx_names, in_transformers_names
 from weightsmith._features.adapters.options import ConvertSettings
 from weightsmith._features.adapters.placing import AdapterPlaces, norms_name, whole_name
 from weightsmith._features.adapters.renaming import DIFFUSERS, FLUX_T5, RenamedModule, renamed
@@ -98,6 +98,7 @@ def prepare_conversion(adapter: str | os.PathLike[str], settings: ConvertSetting
         base_ref = known[1] if len(known) > 1 else _named_base(opened)
         needed = settings.layout == LLAMA_CPP or bool(opened.turned) or settings.base is not None or needs_base(opened)
         needed |= settings.layout == MLX and follows_base(opened)
+        needed |= settings.layout == PEFT and has_mlx_names(opened)
         with ExitStack() as bases:
             base = _open_base(base_ref, bases) if needed else None
             if base is not None:
@@ -196,6 +197,8 @@ def _draft(adapter: Adapter, settings: ConvertSettings, base: Checkpoint | None,
     elif settings.layout in _SINGLE:
         _fill_single(adapter, settings, draft)
     else:
+        if base is not None and has_mlx_names(adapter):
+            adapter = in_transformers_names(adapter, base, places)
         _fill_peft(adapter, settings, base, draft, _base_name(base_ref))
     draft.warnings += adapter.checkpoint.notes
     draft.follows_recipe = False

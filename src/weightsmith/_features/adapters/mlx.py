@@ -1,4 +1,4 @@
-"""Adapters as mlx-lm loads them, in the form of `_models/lora/mlx_folder`.
+"""Adapters as mlx-lm loads them, in the form of `_models/lora/mlx_folder`; and the names that its own have in transformers.
 
 All modules have one rank and one scale there: smaller ranks are filled with zeros, and other scalings are multiplied into B.
 `keys` lists the modules in full, so mlx-lm gives factors to no others.
@@ -17,6 +17,7 @@ import numpy as np
 from weightsmith._base.errors import Unsupported
 from weightsmith._base.options import option_error
 from weightsmith._base.tensors import DTYPES, TensorSpec
+from weightsmith._features.adapters.built import WEIGHT, built_of
 from weightsmith._features.adapters.options import ConvertSettings
 from weightsmith._features.adapters.steps import PLAIN_DTYPES, factor_step, stored_dtype
 from weightsmith._files.containers import MLX_ADAPTER
@@ -25,6 +26,7 @@ from weightsmith._models.formats.gguf.cuts import CutEncoding, Piece
 from weightsmith._models.formats.mlx import STACK
 from weightsmith._models.lora import Adapter
 from weightsmith._models.lora.adapter import Factors
+from weightsmith._models.lora.mlx_folder import is_of_mlx
 from weightsmith._models.structure.projections import UNMIXTRAL
 from weightsmith._models.structure.vocabulary import is_embedding, is_head, ties
 from weightsmith._plans import CAST, COPY, JOIN, PlanDraft, Read, Step
@@ -34,6 +36,10 @@ _BY_BASE = re.compile(r".+\.(kv_b_proj|shared_mlp\.(?:input|output)_linear|feed_
 _PLAIN_MLA = ("deepseek_v2", "minicpm3", "youtu_llm")
 """Models whose `kv_b_proj` is one matrix in MLX: elsewhere it is two, in an order of their own."""
 _EXPERT = re.compile(r"(.+\.)experts\.(\d+)\.(\w+)")
+_MLX_NAMES = re.compile(
+    r"model\.(?:h\.\d+\..+|embed_in|embed_out)|.+\.feed_forward\.(?:experts\.\d+\.)?(?:gate|up|down)_proj|language_model\.model\..+"
+)
+"""Modules that transformers names otherwise, in some models at least."""
 _GPT_NEOX = re.compile(r"^gpt_neox\.(layers\.)?")
 _ROUNDED = 1e-9
 """Scales that differ by less, relatively, are one."""
@@ -206,3 +212,25 @@ def _experts(adapter: Adapter, merged: str) -> tuple[list[str], dict[str, dict[i
             what = f"factors of some experts of {name}, and mlx-lm has those of all in one tensor"
             raise Unsupported(what, where=adapter.checkpoint.ref, fix=merged)
     return modules, experts
+
+
+# ---- adapters of MLX for PEFT
+
+
+def has_mlx_names(adapter: Adapter) -> bool:
+    """Whether an adapter is MLX's, with modules that transformers may name otherwise."""
+    return is_of_mlx(adapter) and any(map(_MLX_NAMES.fullmatch, adapter.updates))
+
+
+def in_transformers_names(adapter: Adapter, base: Checkpoint, places: Mapping[str, str]) -> Adapter:
+    """An adapter of MLX with the names of the modules that transformers builds of its base, which PEFT looks for.
+
+    places: module → tensor of the base. Of matrices that transformers fuses, the base's own names are taken.
+    """
+    built, updates = built_of(base), dict[str, Factors]()
+    for module, factors in adapter.updates.items():
+        stored = places.get(module, f"{module}{WEIGHT}")
+        key = built.key(stored)
+        name = key if key.endswith(WEIGHT) and key not in built.operations else stored
+        updates[name.removesuffix(WEIGHT)] = factors
+    return replace(adapter, updates=updates)

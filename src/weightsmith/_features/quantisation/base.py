@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from weightsmith._base.errors import Finding, PlanError, Unsupported, WeightsmithError
@@ -168,8 +168,13 @@ def _reported(refused: _Refusals, format: str, settings: QuantizeSettings, inste
         ways = [*filter(None, map(instead, refusing)), *([f"use {' or '.join(others)}"] if others else [])]
         findings.append(Finding(f"{who} {reason}{_count(refusals[0][1])}", where, fix="; or ".join(dict.fromkeys(ways))))
     if settings.engine is not None and findings:
-        raise PlanError([Unsupported(finding.what, where=finding.where, fix=finding.fix) for finding in findings])
+        raise PlanError(as_problems(findings))
     return findings
+
+
+def as_problems(findings: Iterable[Finding]) -> list[WeightsmithError]:
+    """Warnings as errors, for the program of `--for`."""
+    return [Unsupported(finding.what, where=finding.where, fix=finding.fix) for finding in findings]
 
 
 def _count(names: Sequence[str]) -> str:

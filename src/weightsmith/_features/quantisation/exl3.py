@@ -12,7 +12,7 @@ from typing import Any
 from weightsmith._base.errors import Finding, PlanError, Unsupported, WeightsmithError
 from weightsmith._base.options import assignment, option_error
 from weightsmith._base.tensors import TensorSpec
-from weightsmith._features.quantisation.base import Format, engine_findings
+from weightsmith._features.quantisation.base import Format, as_problems, engine_findings
 from weightsmith._features.quantisation.calibration.plan import CALIBRATION_SETTINGS, Chain, calibrate, calibrates, unused
 from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._models.formats.exl2.loader import OTHER_FORMATS
@@ -63,7 +63,7 @@ def apply(assembled: Prepared, settings: QuantizeSettings) -> None:
     steps = list(draft.steps)
     rates = _rates(draft, settings.bits)
     if findings := engine_findings("exl3", [step.out for step in steps if step.out.name in rates], settings, OTHER_FORMATS):
-        raise PlanError([Unsupported(finding.what, where=finding.where, fix=finding.fix) for finding in findings])
+        raise PlanError(as_problems(findings))
     head_bits = settings.head_bits or DEFAULT_HEAD_BITS
     chain = Chain(assembled, settings, steps) if calibrates(settings) else None
     calibration = {} if chain is None else {"rows": chain.text.rows, "cols": chain.text.tokens}

@@ -31,7 +31,15 @@ from weightsmith._base.options import assignment, named, option_error, read_opti
 from weightsmith._base.strict_json import parse_object
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._features.quantisation import exl2, exl3
-from weightsmith._features.quantisation.base import Format, check_engines, check_target, family_problems, read_target, unloaded
+from weightsmith._features.quantisation.base import (
+    Format,
+    as_problems,
+    check_engines,
+    check_target,
+    family_problems,
+    read_target,
+    unloaded,
+)
 from weightsmith._features.quantisation.calibration.plan import (
     CACHE_SETTINGS,
     CALIBRATION_SETTINGS,
@@ -177,7 +185,7 @@ def _prepare(model_format: ModelFormat, assembled: Prepared, request: ModelReque
     origins = [_origin(checkpoint) for checkpoint in assembled.inputs]
     companions = ModelFiles(origins, partial(_files_of, assembled), partial(_file_of_donor, assembled), held.update)
     files = model_format.prepare(draft, companions, request)
-    if draft.config is None:  # its programs look for none
+    if draft.config is None:  # programs that read the format need no config.json
         draft.warnings = [finding for finding in draft.warnings if not finding.what.startswith(NO_CONFIG)]
     draft.lacking = joined([draft.lacking, lacking(((model.ref, model.files) for model in assembled.inputs), held)])
     return files
@@ -399,10 +407,10 @@ def apply_format(prepared: Prepared, name: str, settings: QuantizeSettings) -> N
 
 
 def _keep_part(prepared: Prepared, part: str) -> None:
-    """Make the draft of a pipeline that of one of its parts."""
+    """Reduce the draft of a pipeline to one of its parts."""
     draft, prefix, config = prepared.draft, f"{part}/", f"{part}/config.json"
     others = [step for step in draft.steps if not step.out.name.startswith(prefix)]
-    draft.leave_out(others, f"the file holds the part {part} alone")
+    draft.leave_out(others, f"the file holds only the part {part}")
     draft.steps = [replace(step, out=replace(step.out, name=step.out.name.removeprefix(prefix))) for step in draft.steps]
     stored = _files_of(prepared, [config]).get(config)
     draft.config = {} if stored is None else parse_object(stored, config, prepared.inputs[draft.donor].ref, "repair it")
@@ -518,8 +526,8 @@ def _decoded(models: Iterable[Checkpoint], name: str) -> list[Finding]:
 # ---- Weights in several encodings of one stored format: `--quantize nvfp4a16 --tensor-type self_attn=fp8-dynamic`
 #
 # A type is `REGEX=NAME`. The expression is searched for in the names of weights that are quantised, and the last type that fits
-# a weight wins. NAME is an encoding of the same stored format, with its group size (`w4a16-g64`), or `plain`. The name of the
-# format that is asked for has the group size of the other weights.
+# a weight wins. NAME is an encoding of the same stored format, with its group size (`w4a16-g64`), or `plain`. The name of
+# the chosen format stands for the group size of the other weights.
 #
 # A type that fits no weight of the layers may fit the head: `lm_head=w8a16`. `.=w8a16` leaves the head as it is.
 #
@@ -627,28 +635,30 @@ def check_mixture(draft: PlanDraft, default: Encoding, by_weight: Mapping[str, s
         problems += unloaded(_writing_of(name), settings)
         if not problems:
             check_engines(draft, name, _writing_of(name), settings)
-    stored = [step for step in draft.steps if step.out.name in by_weight and step.encoding != PLAIN and is_model_head(step.out)]
-    heads = [(step.out, *refusal) for step in stored for refusal in head_objections(_writing_of(step.encoding), step.out)]
-    if heads:
-        fix = "leave out its type, or choose another format for the head"
-        found = [Finding(what, head.name, fix=fix) for head, engine, what in heads if settings.engine in (engine, None)]
-        if settings.engine is not None:
-            problems += [Unsupported(finding.what, where=finding.where, fix=finding.fix) for finding in found]
-        else:
-            draft.warnings += found
-    divided = [] if default.of_blocks else list(_divided(draft, {*by_weight}))  # ComfyUI joins none
-    if divided and settings.engine in _JOINING:
-        problems += [Unsupported(finding.what, where=finding.where, fix=finding.fix) for finding in divided]
-    elif divided and settings.engine is None:
-        draft.warnings += divided
+    findings = list(_refused_heads(draft, by_weight, settings.engine))
+    if not default.of_blocks and settings.engine in (None, *_JOINING):  # ComfyUI joins no weights
+        findings += _divided(draft, {*by_weight})
+    if settings.engine is None:
+        draft.warnings += findings
+    else:
+        problems += as_problems(findings)
     if problems:
         raise PlanError(problems)
 
 
 def _writing_of(encoding: str) -> str:
-    """What users ask for to get an encoding: `w4a16` for `w4a16-g64`."""
+    """The format that users choose to get an encoding: `w4a16` for `w4a16-g64`."""
     writes = format_of_encoding(encoding).writes
-    return next(writing.name for writing in writes if encoding in {each.name for each in writing.all_encodings})
+    return next(writing.name for writing in writes if any(known.name == encoding for known in writing.all_encodings))
+
+
+def _refused_heads(draft: PlanDraft, by_weight: Mapping[str, str], engine: str | None) -> Iterator[Finding]:
+    """Quantised heads that programs do not load. engine: only this program; None: all."""
+    for step in draft.steps:
+        if step.encoding != PLAIN and step.out.name in by_weight and is_model_head(step.out):
+            for program, what in head_objections(_writing_of(step.encoding), step.out):
+                if engine in (None, program):
+                    yield Finding(what, step.out.name, fix="leave out its type, or choose another format for the head")
 
 
 def _divided(draft: PlanDraft, asked: set[str]) -> Iterator[Finding]:

@@ -28,7 +28,7 @@ from weightsmith._models.lora.experts import StackedPlaces, match_stacked, names
 from weightsmith._models.lora.forms import as_matrix
 from weightsmith._models.lora.gguf_file import in_hub_order
 from weightsmith._models.lora.kinds import KINDS
-from weightsmith._models.lora.mlx_folder import is_mlx
+from weightsmith._models.lora.mlx_folder import is_of_mlx
 from weightsmith._models.lora.networks import find_places as find_modules
 from weightsmith._models.sources.adapted import Adapted, AdaptedTensor, RowChange, Update
 from weightsmith._models.structure import analyse
@@ -475,11 +475,10 @@ class _Match:
         similar = "" if self._of_mlx else nearest(name, self.base.specs)
         return f"{name}: the base has no such tensor{similar}"
 
-    @property
+    @cached_property
     def _of_mlx(self) -> bool:
-        """Whether MLX named the modules: what is missing in the base is no slip of the pen, then."""
-        paths = self.adapter.checkpoint.paths
-        return bool(paths) and is_mlx(paths[0])
+        """Whether MLX named the modules: names that the base lacks are not misspelt then, and similar ones are no help."""
+        return is_of_mlx(self.adapter)
 
     def _replacement_problem(self, name: str) -> str:
         replacement = self.adapter.checkpoint.specs[self._replaced[name]]

@@ -27,7 +27,7 @@ from weightsmith._base.tensors import DTYPES, MAX_STACKED, TensorSpec
 from weightsmith._base.text import count
 from weightsmith._models.checkpoint import Checkpoint, ModelFolder
 from weightsmith._models.lora.adapter import CONFIG_NAME, PREFIX, Adapter, sort_tensors
-from weightsmith._models.sources.turned import MatrixPart, TurnedMatrices
+from weightsmith._models.sources.parts import PartTensors, TensorPart
 from weightsmith._models.structure.configs import finite_number, whole_number
 from weightsmith._models.structure.projections import MIXTRAL
 from weightsmith._models.structure.vocabulary import is_embedding
@@ -50,13 +50,18 @@ def is_mlx(path: Path) -> bool:
     return path.name.endswith(MLX_NAME) and exists(path.parent / CONFIG_NAME)
 
 
+def is_of_mlx(adapter: Adapter) -> bool:
+    """Whether MLX has named an adapter's modules."""
+    return any(map(is_mlx, adapter.checkpoint.paths))
+
+
 def sort_mlx(stored: Checkpoint, config: Mapping[str, Any], where: str) -> Adapter:
     """The adapter in a file of mlx-lm. stored: the file's tensors; config: its adapter_config.json; where: the config's path.
 
     Raises FormatError for values and shapes that do not fit, Unsupported for what is no B @ A, or whose scale is not known.
     """
     settings = _settings(config, where)
-    problems, parts, embeddings = list[str](), dict[str, MatrixPart](), False
+    problems, parts, embeddings = list[str](), dict[str, TensorPart](), False
     for module, specs in _modules(stored).items():
         is_of_embedding = is_embedding(TensorSpec(f"{module}.weight", DTYPES["F32"], (1, 1)))
         if problem := _problem(module, specs, settings, embedding=is_of_embedding):
@@ -74,7 +79,7 @@ def sort_mlx(stored: Checkpoint, config: Mapping[str, Any], where: str) -> Adapt
     as_peft: dict[str, Any] = {"peft_type": "LORA", "r": settings.rank, "lora_alpha": settings.scale * settings.rank}
     as_peft |= {"use_dora": any(name.endswith(_NORMS) for name in parts)}
     as_peft |= {"base_model_name_or_path": model} if isinstance(model, str) else {}
-    source = TurnedMatrices(stored.source, parts, stored.ref)
+    source = PartTensors(stored.source, parts, stored.ref)
     folder = ModelFolder.like(stored, config=as_peft)
     checkpoint = Checkpoint(stored.ref, source, folder, metadata=stored.metadata, notes=stored.notes)
     return replace(sort_tensors(checkpoint, as_peft), as_one=embeddings)
@@ -167,16 +172,16 @@ def _problem(module: str, specs: Mapping[str, TensorSpec], settings: _MlxSetting
     )
 
 
-def _of_module(module: str, specs: Mapping[str, TensorSpec], *, embedding: bool) -> Iterator[tuple[str, MatrixPart]]:
+def _of_module(module: str, specs: Mapping[str, TensorSpec], *, embedding: bool) -> Iterator[tuple[str, TensorPart]]:
     """PEFT's names of the tensors of a module, and where they are."""
     for part, stored in (("A", "lora_a"), ("B", "lora_b")):
         ending = f"lora_embedding_{part}" if embedding else f"lora_{part}.weight"
-        yield f"{PREFIX}{module}.{ending}", MatrixPart(specs[stored].name, specs[stored].shape, transposed=True)
+        yield f"{PREFIX}{module}.{ending}", TensorPart(specs[stored].name, specs[stored].shape, transposed=True)
     if "m" in specs:
-        yield f"{PREFIX}{module}{_NORMS}", MatrixPart(specs["m"].name, specs["m"].shape)
+        yield f"{PREFIX}{module}{_NORMS}", TensorPart(specs["m"].name, specs["m"].shape)
 
 
-def _of_experts(module: str, specs: Mapping[str, TensorSpec]) -> Iterator[tuple[str, MatrixPart]]:
+def _of_experts(module: str, specs: Mapping[str, TensorSpec]) -> Iterator[tuple[str, TensorPart]]:
     """PEFT's names of the factors of each expert, and where they are."""
     match = _EXPERTS.fullmatch(module)
     assert match is not None  # `_problem` has looked
@@ -188,5 +193,5 @@ def _of_experts(module: str, specs: Mapping[str, TensorSpec]) -> Iterator[tuple[
     for expert in range(experts):
         name = f"{PREFIX}{match[1]}experts.{expert}.{projection}"
         inputs = a.shape[-1]
-        yield f"{name}.lora_A.weight", MatrixPart(a.name, (rank, inputs), expert * rank * inputs)
-        yield f"{name}.lora_B.weight", MatrixPart(b.name, (outputs, rank), expert * outputs * rank)
+        yield f"{name}.lora_A.weight", TensorPart(a.name, (rank, inputs), ((expert * rank * inputs, rank * inputs),))
+        yield f"{name}.lora_B.weight", TensorPart(b.name, (outputs, rank), ((expert * outputs * rank, outputs * rank),))

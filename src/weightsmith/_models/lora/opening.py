@@ -47,7 +47,7 @@ from weightsmith._models.lora.kinds import KINDS, kind_of_part
 from weightsmith._models.lora.mlx_folder import is_mlx
 from weightsmith._models.lora.networks import DENOISER_BLOCKS, PUT_PREFIX, UNKNOWN, network_of
 from weightsmith._models.lora.peft_folder import open_peft
-from weightsmith._models.sources.composed import Selected
+from weightsmith._models.sources.parts import PartTensors, renamed
 
 # ---- Single files of LoRA factors, without an adapter_config.json: kohya's, diffusers', ComfyUI's
 
@@ -336,7 +336,7 @@ def _is_its_own(factored: Factored, checkpoint: Checkpoint) -> bool:
     return described and not factored.kinds
 
 
-def _split(checkpoint: Checkpoint) -> tuple[Checkpoint, Selected]:
+def _split(checkpoint: Checkpoint) -> tuple[Checkpoint, PartTensors]:
     """The model without its adapter, and the adapter's tensors."""
     base: dict[str, str] = {}
     factors: dict[str, str] = {}
@@ -353,13 +353,13 @@ def _split(checkpoint: Checkpoint) -> tuple[Checkpoint, Selected]:
         base[key] = name
     model = Checkpoint(
         checkpoint.ref,
-        Selected(checkpoint.source, base, checkpoint.ref),
+        renamed(checkpoint.source, base, checkpoint.ref),
         ModelFolder.like(checkpoint, left_out=tuple(name for name in checkpoint.left_out if name != CONFIG_NAME)),
         metadata=checkpoint.metadata,
         notes=checkpoint.notes,
         decoded=checkpoint.decoded,
     )
-    return model, Selected(checkpoint.source, factors, checkpoint.ref)
+    return model, renamed(checkpoint.source, factors, checkpoint.ref)
 
 
 DIFFUSERS_NAME = "pytorch_lora_weights.safetensors"

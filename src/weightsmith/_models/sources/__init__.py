@@ -3,8 +3,8 @@
 files.py    tensors stored as plain bytes in files
 boxes.py    tensors of which each part is elsewhere, as training runs leave them
 adapted.py  a source with a LoRA adapter applied
-composed.py some tensors of a source, under other names; a folder and its subfolders, as one; state dicts. `_files/arrays.py`
-            streams the bytes of a tensor in memory
+parts.py    parts of the tensors of a source, or some of its tensors, under names of their own
+composed.py a folder and its subfolders, as one; state dicts. `_files/arrays.py` streams the bytes of a tensor in memory
 
 A new file format is part of a stored format (`abc.stored.StoredFormat`): safetensors' and PyTorch's are in `formats/plain.py`.
 Test a source with a subclass of `weightsmith.testing.SourceTests`.

@@ -59,23 +59,26 @@ FUSED = {name: PARTS[name] for name in ("qkv_proj", "gate_up_proj")}
 """Phi-3's, whose matrices follow each other in every model that has them."""
 
 _LINEAR_ATTENTION = {"in_proj_qkvz": ("in_proj_qkv", "in_proj_z"), "in_proj_ba": ("in_proj_b", "in_proj_a")}
-"""Those of Qwen3.5, as vLLM and SGLang join them."""
+"""Projections of Qwen3.5, as vLLM and SGLang join them."""
 
 ENGINES_FUSED = {**FUSED, **_LINEAR_ATTENTION}
-"""Modules that engines have in place of several, with the names of these."""
+"""Module of engines → the modules of a file that it joins."""
 
 
 def in_both_orders(name: str) -> str:
-    """A regular expression for a module, wherever engines have the decoder of a model with towers.
+    """A regular expression for a module of a model with towers, wherever engines put its decoder.
 
-    Files have `model.language_model.layers`; vLLM and SGLang build `language_model.model.layers`. They rename the names in
-    config.json, but no expressions.
+    Files have `model.language_model.layers`, and Qwen-Omni's `thinker.model.layers`; vLLM and SGLang build
+    `language_model.model.layers`. They rename the names in config.json, but no expressions.
 
     >>> in_both_orders("model.language_model.layers.0"), in_both_orders("model.layers.0")
     ('language_model\\\\.(model\\\\.)?layers\\\\.0', 'model\\\\.layers\\\\.0')
     """
-    prefix = re.match(r"(model\.)?language_model\.(model\.)?", name)
-    return re.escape(name) if prefix is None else rf"language_model\.(model\.)?{re.escape(name[prefix.end() :])}"
+    prefix = re.match(r"(model\.)?language_model\.(model\.)?|thinker\.model\.", name)
+    if prefix is None:
+        return re.escape(name)
+    home = r"(thinker|language_model)\.model\." if prefix[0].startswith("thinker") else r"language_model\.(model\.)?"
+    return home + re.escape(name[prefix.end() :])
 
 
 MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
@@ -117,7 +120,7 @@ JOINED = {
 """Projection → the input that it shares with others, or the matrix that engines join them into."""
 
 _OUTPUT_GATE = ("linear_attn", "g_proj")
-"""Of OLMo Hybrid: the module, and the projection that engines join with its q, k and v."""
+"""OLMo Hybrid's module, and the projection in it that engines join with q, k and v."""
 
 GATES_OF_LINEAR_ATTENTION = frozenset({*_LINEAR_ATTENTION["in_proj_ba"], "in_proj_ba"})
 """Projections to a number or two for each head: how much a state decays, and how much is written into it."""

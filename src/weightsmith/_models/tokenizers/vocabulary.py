@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
-from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
@@ -227,6 +226,32 @@ MAX_ID = 1 << 22
 _SETTINGS, _ROLES_FILE = "tokenizer_config.json", "special_tokens_map.json"
 _DECODER = "added_tokens_decoder"
 _NAMED_ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+
+
+def _roles(**tokens: str) -> Mapping[str, str]:
+    """Special tokens by role, as keys of tokenizer_config.json."""
+    return {f"{role}_token": token for role, token in tokens.items()}
+
+
+_ENDS = _roles(bos="<s>", eos="</s>", unk="<unk>")
+_TEXT = "<|endoftext|>"
+_BERT = _roles(unk="[UNK]", sep="[SEP]", pad="[PAD]", cls="[CLS]", mask="[MASK]")
+_ROBERTA = {**_ENDS, **_roles(sep="</s>", pad="<pad>", cls="<s>", mask="<mask>")}
+_COHERE_ENDS = _roles(bos="<BOS_TOKEN>", eos="<|END_OF_TURN_TOKEN|>")
+_IMPLIED: Mapping[str, Mapping[str, str]] = {
+    **dict.fromkeys(("", "PreTrainedTokenizer", "TokenizersBackend"), _roles()),
+    "LlamaTokenizer": _ENDS,
+    "GemmaTokenizer": _roles(bos="<bos>", eos="<eos>", unk="<unk>", pad="<pad>", mask="<mask>"),
+    **dict.fromkeys(("GPT2Tokenizer", "CodeGenTokenizer"), _roles(bos=_TEXT, eos=_TEXT, unk=_TEXT)),
+    "GPTNeoXTokenizer": _roles(bos=_TEXT, eos=_TEXT, unk=_TEXT, pad="<|padding|>"),
+    **dict.fromkeys(("Qwen2Tokenizer", "Qwen3_5Tokenizer"), _roles(eos=_TEXT, unk=_TEXT, pad=_TEXT)),
+    "CohereTokenizer": {**_COHERE_ENDS, **_roles(unk="<UNK>", sep="<SEP>", pad="<PAD>", cls="<CLS>", mask="<MASK_TOKEN>")},
+    **dict.fromkeys(("BertTokenizer", "DistilBertTokenizer", "ElectraTokenizer"), _BERT),
+    **dict.fromkeys(("RobertaTokenizer", "XLMRobertaTokenizer"), _ROBERTA),
+    "T5Tokenizer": _roles(eos="</s>", unk="<unk>", pad="<pad>"),
+}
+"""Class of transformers, without `Fast` → the special tokens that it adds for roles that no file names."""
+
 _REPAIR = "Repair the tokenizer's files, or download them again."
 
 Added = Mapping[str, Any]
@@ -362,11 +387,11 @@ def _read(label: str, data: Mapping[str, bytes], digest: str) -> Vocabulary | No
         if content not in added and (tokenizer is None or ids.get(content, entry["id"]) == entry["id"]):
             added[content] = entry
     ids = ids | {token: entry["id"] for token, entry in added.items()}
-    following = count(max(ids.values(), default=-1) + 1)
-    for content in _named(settings, data, label) if _numbers_names(name, family, settings) else ():
-        if content not in ids:
-            ids[content] = next(following)
-            added[content] = {"id": ids[content], "content": content, "special": True}
+    if _numbers_names(name, family, settings):
+        unlisted = dict.fromkeys(_unlisted(settings, data, label, ids))
+        for number, content in enumerate(unlisted, max(ids.values(), default=-1) + 1):
+            ids[content] = number
+            added[content] = {"id": number, "content": content, "special": True}
     return Vocabulary(label, family, ids, added, digest)
 
 
@@ -443,26 +468,47 @@ def _listed(settings: Mapping[str, Any], data: Mapping[str, bytes], label: str) 
 
 
 def _numbers_names(main: str, family: Family, settings: Mapping[str, Any]) -> bool:
-    """Whether a loader numbers the special tokens that no file lists: not where code of the model does, or another package."""
+    """Whether a loader numbers the special tokens that no file lists, as `_unlisted` does.
+
+    Not where code of the model does, or another package, or a class of transformers that may add others before them.
+    """
     pieces = main.endswith(".model") and family != "byte-level BPE"  # not the ranks of tiktoken
     known = pieces or main in ("tokenizer.json", "vocab.json", "vocab.txt")
-    return known and "auto_map" not in settings
+    return known and "auto_map" not in settings and _class_of(settings) in _IMPLIED
 
 
-def _named(settings: Mapping[str, Any], data: Mapping[str, bytes], label: str) -> Iterator[str]:
-    """The special tokens that settings name by their role, in the order in which transformers numbers those that it adds.
+def _class_of(settings: Mapping[str, Any]) -> str:
+    """The tokenizer's class, without `Fast`; "" if none is named."""
+    return str(settings.get("tokenizer_class") or "").removesuffix("Fast")
 
+
+def _unlisted(settings: Mapping[str, Any], data: Mapping[str, bytes], label: str, ids: Mapping[str, int]) -> Iterator[str]:
+    """The special tokens without an id that the files name by their role, in the order in which transformers numbers them.
+
+    Tokens that the class implies for other roles are among them if they come before such a token: they take an id.
     special_tokens_map.json counts where tokenizer_config.json lists no added tokens.
     """
-    named = dict(settings)
+    stated = dict(settings)
     if _DECODER not in settings and _ROLES_FILE in data:
-        named |= json_object(data[_ROLES_FILE], label, _ROLES_FILE)
-    extra = named.get("extra_special_tokens") or named.get("additional_special_tokens")
+        stated |= json_object(data[_ROLES_FILE], label, _ROLES_FILE)
+    of_files, pending = set(_named(stated)), list[str]()
+    for token in _named({**_IMPLIED[_class_of(settings)], **stated}):
+        if token in ids:
+            continue
+        pending.append(token)
+        if token in of_files:
+            yield from pending
+            pending = []
+
+
+def _named(roles: Mapping[str, Any]) -> Iterator[str]:
+    """The special tokens of tokenizer_config.json or special_tokens_map.json, in the order of transformers."""
+    extra = roles.get("extra_special_tokens") or roles.get("additional_special_tokens")
     plain = extra if isinstance(extra, list) else []
     by_name = extra if isinstance(extra, dict) else {}
-    roles = [f"{role}_token" for role in _NAMED_ROLES]
-    others = [key for key in named if key.endswith("_token") and key not in roles and isinstance(named[key], str)]
-    values = [*(named.get(key) for key in (*roles, *others)), *by_name.values(), *plain]
+    named = {**{role: token for role, token in roles.items() if role.endswith("_token") and isinstance(token, str)}, **by_name}
+    known = [f"{role}_token" for role in _NAMED_ROLES]
+    values = [*map(roles.get, known), *(token for role, token in named.items() if role not in known), *plain]
     for value in values:
         content = value.get("content") if isinstance(value, dict) else value
         if isinstance(content, str) and content:

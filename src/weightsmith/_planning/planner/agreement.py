@@ -135,24 +135,10 @@ _HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
 _OTHER = (
     *("query_pre_attn_scalar", "attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"),
     *("logit_scale", "scale_emb", "scale_depth", "clip_qkv", "use_parallel_residual", "num_experts_per_tok"),
-    *(
-        "norm_topk_prob",
-        "routed_scaling_factor",
-        "num_kv_shared_layers",
-        "scoring_func",
-        "topk_method",
-        "n_group",
-        "topk_group",
-    ),
-    *("scale_embedding", "scale_attn_by_inverse_layer_idx", "normalize_before", "do_layer_norm_before", "alibi", "use_qk_norm"),
-    *(
-        "attention_chunk_size",
-        "attn_temperature_tuning",
-        "attn_scale",
-        "floor_scale",
-        "rope_local_base_freq",
-        "rope_interleave",
-    ),
+    *("norm_topk_prob", "routed_scaling_factor", "num_kv_shared_layers", "scoring_func", "topk_method", "n_group"),
+    *("topk_group", "scale_embedding", "scale_attn_by_inverse_layer_idx", "normalize_before", "do_layer_norm_before", "alibi"),
+    *("use_qk_norm", "attention_chunk_size", "attn_temperature_tuning", "attn_scale", "floor_scale", "rope_local_base_freq"),
+    "rope_interleave",
     *("lm_head_multiplier", "key_multiplier", "attention_in_multiplier", "attention_out_multiplier"),  # Falcon-H1
     *("ssm_in_multiplier", "ssm_out_multiplier", "dim_model_base", "swiglu_limit"),
     *("ngram_size", "heads_per_ngram", "ngram_vocab_size_base", "ngram_vocab_size_ratio", "emb_neighbor_num", "emb_split_num"),

@@ -203,7 +203,7 @@ def _with_adapters(manifest: Manifest, ref: ModelRef, stack: ExitStack) -> Check
         adapter = open_adapter(str(path))
         stack.callback(adapter.checkpoint.close)
         checkpoint = asking(checkpoint, partial(apply_adapter, checkpoint, adapter, ref.path))
-    what = f"Ollama applies {count(len(manifest.adapters), 'adapter')} to the model: it is read so"
+    what = f"the model is read with {count(len(manifest.adapters), 'adapter')} applied, as Ollama does"
     checkpoint.notes = (*checkpoint.notes, *manifest.notes, Finding(what, ref.path))
     return checkpoint
 

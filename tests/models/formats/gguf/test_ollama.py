@@ -113,7 +113,7 @@ def test_a_model_is_read_with_the_adapter_that_ollama_applies(gguf: Path, tmp_pa
             np.testing.assert_array_equal(one[key], found[key])
         assert (one[f"{name}.weight"] != base[f"{name}.weight"].astype(one[f"{name}.weight"].dtype)).any()
     notes = [note.what for note in weightsmith.plan(recipe(str(manifest))).warnings]
-    assert "Ollama applies 1 adapter to the model: it is read so" in notes
+    assert "the model is read with 1 adapter applied, as Ollama does" in notes
     assert "layers of the manifest are left to Ollama: 'system'" in notes
     weightsmith.dequantize(manifest, tmp_path / "copy", progress=False)
     with open_checkpoint(tmp_path / "copy") as copy, open_checkpoint(tmp_path / "found") as found:

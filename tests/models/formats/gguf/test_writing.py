@@ -122,6 +122,7 @@ def test_names() -> None:
     ("name", "spec", "why"),
     [
         ("gguf-q4_k", TensorSpec("w", BF16, (4, 320)), "its rows of 320 are not a multiple of 256"),
+        ("gguf-q4_k", TensorSpec("w", BF16, ()), "its rows of 1 are not a multiple of 256"),
         ("gguf-q8_0/64", TensorSpec("w", BF16, (96, 32)), "its 96 rows are not whole heads of 64"),
         ("gguf-f32", TensorSpec("w", DTYPES["I64"], (4,)), "it is I64"),
         ("gguf-f32*3", TensorSpec("w", BF16, (4, 2)), "its shape [4, 2] cannot be cut into 3 pieces along dimension 0"),

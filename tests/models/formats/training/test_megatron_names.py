@@ -17,9 +17,6 @@ from tests.models.formats.training.test_megatron import write
 from tests.models.sources.test_pytorch import as_array
 from weightsmith._base.errors import CheckpointError, FormatError, Unsupported
 from weightsmith._models.checkpoint import open_checkpoint
-from weightsmith._models.formats.opening import open_file
-from weightsmith._models.sources.runs import Runs, RunTensors
-from weightsmith.testing import SourceCase, SourceTests
 
 State = dict[str, torch.Tensor]
 HIDDEN, HEADS, GROUPS, DIM, INNER, TOKENS, PADDED, LAYERS, EXPERTS = 16, 4, 2, 6, 20, 30, 32, 2, 3
@@ -180,19 +177,3 @@ def test_what_does_not_fit_config_json_is_refused(name: str, tmp_path: Path) -> 
     with pytest.raises(kind) as caught:
         open_checkpoint(folder)
     assert words in str(caught.value)
-
-
-class TestRuns(SourceTests):
-    @pytest.fixture
-    def case(self, tmp_path: Path) -> SourceCase:
-        from safetensors.numpy import save_file
-
-        stored = {"a": np.arange(24, dtype=np.float32).reshape(6, 4), "b": np.arange(10, dtype=np.float16)}
-        save_file(stored, tmp_path / "x.safetensors")
-        parts = {"one": Runs("a", (3, 4), ((4, 4), (16, 8))), "two": Runs("b", (4,), ((3, 4),))}
-        expected = {"one": stored["a"][[1, 4, 5]], "two": stored["b"][3:7]}
-
-        def opened(chosen: dict[str, Runs]) -> RunTensors:
-            return RunTensors(open_file(tmp_path / "x.safetensors", "x").source, chosen, "x")
-
-        return SourceCase(lambda: opened(parts), expected, lambda: opened({"one": Runs("a", (4,), ((0, 4),))}))

@@ -65,37 +65,10 @@ _NAME = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class GgufEncoding(Encoding):
-    """Rows as one of ggml's types.
-
-    dtype      the type
-    head_rows  rows of a head that are reordered; 0: none are
-    shift      added to every value
-    decays     whether -exp of every value is stored
-    pieces     number of equal pieces that are tensors of their own
-    axis       dimension that is cut into pieces; other than 0, it has a place for each, and the pieces do not have it
-    skipped    number of rows at the start that are left out
-    factored   whether rows are divided by a number, which a tensor of its own has, so that the largest scale of 16 elements is
-               the largest of float8: NVFP4 alone
-    """
+class OneType(Encoding):
+    """What encodings as one of ggml's types have in common. dtype: the type."""
 
     dtype: DType
-    head_rows: int = 0
-    shift: float = 0.0
-    decays: bool = False
-    pieces: int = 1
-    axis: int = 0
-    skipped: int = 0
-    factored: bool = False
-
-    @property
-    def name(self) -> str:
-        """As in plans."""
-        heads = f"/{self.head_rows}" if self.head_rows else ""
-        pieces = "" if self.pieces == 1 else f"*{self.pieces}{f'@{self.axis}' if self.axis else ''}"
-        change = "+1" if self.shift else "-exp" if self.decays else "-scaled" if self.factored else ""
-        change = change or (f":{self.skipped}" if self.skipped else "")
-        return f"{PREFIX}{self.dtype.name.lower()}{heads}{change}{pieces}"
 
     @property
     def kind(self) -> Kind:
@@ -112,6 +85,44 @@ class GgufEncoding(Encoding):
     @property
     def vocabulary(self) -> bool:
         return True
+
+    def _unfit_rows(self, spec: TensorSpec) -> str:
+        """Why the rows of a tensor have no whole blocks; "" if they have."""
+        if self.dtype.block == 1 or (len(spec.shape) > 1 and spec.shape[-1] % self.dtype.block == 0):
+            return ""
+        return f"its rows of {spec.shape[-1] if spec.shape else 1:,} are not a multiple of {self.dtype.block}"
+
+
+@dataclass(frozen=True, slots=True)
+class GgufEncoding(OneType):
+    """Rows as one of ggml's types.
+
+    head_rows  rows of a head that are reordered; 0: none are
+    shift      added to every value
+    decays     whether -exp of every value is stored
+    pieces     number of equal pieces that are tensors of their own
+    axis       dimension that is cut into pieces; other than 0, it has a place for each, and the pieces do not have it
+    skipped    number of rows at the start that are left out
+    factored   whether rows are divided by a number, which a tensor of its own has, so that the largest scale of 16 elements is
+               the largest of float8: NVFP4 alone
+    """
+
+    head_rows: int = 0
+    shift: float = 0.0
+    decays: bool = False
+    pieces: int = 1
+    axis: int = 0
+    skipped: int = 0
+    factored: bool = False
+
+    @property
+    def name(self) -> str:
+        """As in plans."""
+        heads = f"/{self.head_rows}" if self.head_rows else ""
+        pieces = "" if self.pieces == 1 else f"*{self.pieces}{f'@{self.axis}' if self.axis else ''}"
+        change = "+1" if self.shift else "-exp" if self.decays else "-scaled" if self.factored else ""
+        change = change or (f":{self.skipped}" if self.skipped else "")
+        return f"{PREFIX}{self.dtype.name.lower()}{heads}{change}{pieces}"
 
     @property
     def importances(self) -> Importances:
@@ -140,8 +151,8 @@ class GgufEncoding(Encoding):
             return f"it is {spec.dtype}, not floating point of 16 bits or more"
         if not spec.size or len(spec.shape) - bool(self.axis) > MAX_DIMENSIONS:
             return f"its shape is {list(spec.shape)}"
-        if self.dtype.block > 1 and (len(spec.shape) < 2 or spec.shape[-1] % self.dtype.block):
-            return f"its rows of {spec.shape[-1]:,} are not a multiple of {self.dtype.block}"
+        if why := self._unfit_rows(spec):
+            return why
         if self.head_rows and (self.head_rows % 2 or spec.shape[0] % self.head_rows):
             return f"its {spec.shape[0]:,} rows are not whole heads of {self.head_rows}"
         if self.factored and (self.dtype.name != "NVFP4" or self.shift or self.decays):

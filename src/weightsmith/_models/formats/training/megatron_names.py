@@ -24,7 +24,7 @@ from weightsmith._base.files import show
 from weightsmith._base.tensors import MAX_STACKED, TensorSpec
 from weightsmith._base.text import count
 from weightsmith._models.formats.training.megatron import MegatronTensors
-from weightsmith._models.sources.runs import Runs, RunTensors
+from weightsmith._models.sources.parts import PartTensors, TensorPart
 from weightsmith._models.structure.configs import whole_number
 from weightsmith._models.structure.projections import MIXTRAL
 from weightsmith.abc.stored import Config, Specs, Wrapped
@@ -65,17 +65,17 @@ def in_hub_names(source: Tensors, config: Config | None, where: str) -> Wrapped:
     if isinstance(source, MegatronTensors) and source.unlike_hub:
         what = f"the run had {' and '.join(source.unlike_hub)}, with which Megatron stores other numbers than the Hub's models"
         raise Unsupported(what, where=where, fix=_WAY_OUT)
-    parts, strange = dict[str, Runs](), list[str]()
+    parts, strange = dict[str, TensorPart](), list[str]()
     converter = _Converter(source.specs, config, where)
     for name, spec in source.specs.items():
         named = list(converter.named(name, spec))
         if not named and not name.startswith("rotary_pos_emb."):
             strange.append(name)
-        for hub_name, runs in named:
+        for hub_name, part in named:
             if hub_name in parts:
                 what = f"two tensors are {show(hub_name)}: {show(parts[hub_name].stored)} and {show(name)}"
                 raise FormatError(what, where=where, fix=_WAY_OUT)
-            parts[hub_name] = runs
+            parts[hub_name] = part
     if strange:
         what = (
             f"{count(len(strange), 'tensor')} with Megatron's names that a model of the type {show(model_type)} does not have"
@@ -83,7 +83,7 @@ def in_hub_names(source: Tensors, config: Config | None, where: str) -> Wrapped:
         raise Unsupported(what, where=where, details=[show(name) for name in strange[:_SHOWN]], fix=_WAY_OUT)
     converter.check_layers()
     note = Finding("the tensors are read under the Hub's names: config.json says which model Megatron has trained", where)
-    return Wrapped(RunTensors(source, parts, where), config, (note,))
+    return Wrapped(PartTensors(source, parts, where), config, (note,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,16 +99,16 @@ class _Slot:
         """Elements of a row."""
         return math.prod(self.shape[1:])
 
-    def whole(self) -> Runs:
-        return Runs(self.stored, self.shape, ((self.first, math.prod(self.shape)),))
+    def whole(self) -> TensorPart:
+        return TensorPart(self.stored, self.shape, ((self.first, math.prod(self.shape)),))
 
-    def rows(self, blocks: list[tuple[int, int]]) -> Runs:
+    def rows(self, blocks: list[tuple[int, int]]) -> TensorPart:
         """Some runs of rows, each as its first and its number."""
         shape = (sum(n for _, n in blocks), *self.shape[1:])
-        return Runs(self.stored, shape, tuple((self.first + first * self.row, n * self.row) for first, n in blocks))
+        return TensorPart(self.stored, shape, tuple((self.first + first * self.row, n * self.row) for first, n in blocks))
 
 
-Named = Iterator[tuple[str, Runs]]
+Named = Iterator[tuple[str, TensorPart]]
 
 
 class _Converter:

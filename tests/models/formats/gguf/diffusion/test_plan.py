@@ -338,7 +338,7 @@ def test_types_and_keys_can_be_asked_for(tmp_path: Path) -> None:
         ({"metadata": ["comfy.gguf.orig_shape.img_in.weight=1"]}, "comfy"),
         ({"calibration": "built-in"}, "importances are measured by running a language model"),
         ({"size_bytes": 1000}, "importances are measured by running a language model"),
-        ({"imatrix": "imatrix.dat"}, "importance matrices are of language models"),
+        ({"imatrix": "imatrix.dat"}, "importance matrices are for language models, and this is not one"),
         ({"format": "gguf-iq4_xs"}, "ComfyUI-GGUF has no rules for diffusion models in gguf-iq4_xs"),
         ({"format": "gguf-nvfp4"}, "ComfyUI-GGUF has no rules for diffusion models in gguf-nvfp4"),
     ],
@@ -383,6 +383,13 @@ def test_unknown_names_and_missing_parts_of_diffusers_are_refused(tmp_path: Path
     del tensors["transformer_blocks.0.attn.to_k.bias"]
     path = folder(tmp_path / "b", tensors)
     with pytest.raises(PlanError, match=r"transformer_blocks.0.attn.to_k.bias is missing"):
+        weightsmith.quantize(path, tmp_path / "out", format="gguf-q8_0")
+
+
+def test_a_block_whose_number_is_absurd_is_refused(tmp_path: Path) -> None:
+    name = f"transformer_blocks.{'1' * 5000}.norm1_context.linear.weight"
+    path = folder(tmp_path / "a", normal({name: (64, 32)}), "SD3Transformer2DModel")
+    with pytest.raises(PlanError, match="1 of its 1 tensors have no name in single files"):
         weightsmith.quantize(path, tmp_path / "out", format="gguf-q8_0")
 
 

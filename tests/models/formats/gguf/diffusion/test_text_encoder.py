@@ -105,6 +105,32 @@ def test_other_t5_models_are_refused(tmp_path: Path) -> None:
         weightsmith.quantize(tmp_path / "damaged.safetensors", tmp_path / "out", format="gguf-q8_0")
 
 
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        ("3", "there is no layer 2, and there is one 3"),
+        (str(2**40), f"'encoder.block.{2**40}.layer.1.DenseReluDense.wo.weight' does not belong to the encoder"),
+        ("\u0661", "does not belong to the encoder"),  # another digit 1
+        ("01", "does not belong to the encoder"),
+        ("1" * 5000, "does not belong to the encoder"),
+    ],
+    ids=["gap", "huge", "arabic", "zero", "digits"],
+)
+def test_layers_are_counted_by_numbers_that_follow_each_other(number: str, words: str, tmp_path: Path) -> None:
+    other = {f"encoder.block.{number}.layer.1.DenseReluDense.wo.weight": np.ones((256, 512), np.float32)}
+    save_file(t5() | other, tmp_path / "t5.safetensors")
+    with pytest.raises(PlanError, match=words):
+        weightsmith.quantize(tmp_path / "t5.safetensors", tmp_path / "out", format="gguf-q8_0")
+
+
+def test_keys_that_follow_from_the_shapes_cannot_be_stated(tmp_path: Path) -> None:
+    save_file(t5(), tmp_path / "t5.safetensors")
+    with pytest.raises(PlanError, match=r"'t5encoder\.block_count' is a key by which llama.cpp reads the file"):
+        weightsmith.quantize(
+            tmp_path / "t5.safetensors", tmp_path / "out", format="gguf-q8_0", metadata=["t5encoder.block_count=9"]
+        )
+
+
 @needs_comfyui_gguf
 @pytest.mark.parametrize("kind", ["q8_0", "q4_k_m", "bf16"])
 def test_comfyui_gguf_loads_the_same_numbers(kind: str, tmp_path: Path) -> None:

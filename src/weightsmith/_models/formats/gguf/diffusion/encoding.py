@@ -4,7 +4,7 @@
     gguf-comfyui-q4_k-folded   the same, of a tensor whose pieces have other rows: convolutions as rows of 256 numbers
     gguf-comfyui-bf16-swapped  the second half of the rows before the first: scale and shift have another order in diffusers
 
-The encodings of language models (`writing.py`) leave out a dimension of some convolutions, and allow four.
+The encodings of language models (`writing.py`) leave out a dimension of some convolutions, and allow at most four.
 
 **Error.** That of the type, as in `writing.py`.
 """
@@ -20,26 +20,24 @@ import numpy as np
 
 from weightsmith._base.errors import Unsupported
 from weightsmith._base.files import show
-from weightsmith._base.tensors import DType, TensorSpec
+from weightsmith._base.tensors import TensorSpec
 from weightsmith._models.formats.gguf.layout import MAX_DIFFUSION_DIMENSIONS
-from weightsmith._models.formats.gguf.writing import PREFIX, TYPES, dequantise, encode_matrix
+from weightsmith._models.formats.gguf.writing import PREFIX, TYPES, OneType, dequantise, encode_matrix
 from weightsmith.abc.product import Arrays
-from weightsmith.abc.stored import WHOLE, Bytes, Encoding, Kind, Rows
+from weightsmith.abc.stored import WHOLE, Bytes, Rows
 
 _NAME = re.compile(rf"{PREFIX}comfyui-([a-z0-9_]+?)(-folded|-swapped)?")
 _FOLDED_ROWS = 256
 
 
 @dataclass(frozen=True, slots=True)
-class DiffusionEncoding(Encoding):
+class DiffusionEncoding(OneType):
     """Rows as one of ggml's types.
 
-    dtype    the type
     folded   whether the tensor's pieces have other rows, of any length: 256 of these fill whole rows of 256
     swapped  whether the second half of the rows comes first
     """
 
-    dtype: DType
     folded: bool = False
     swapped: bool = False
 
@@ -48,22 +46,6 @@ class DiffusionEncoding(Encoding):
         """As in plans."""
         change = "-folded" if self.folded else "-swapped" if self.swapped else ""
         return f"{PREFIX}comfyui-{self.dtype.name.lower()}{change}"
-
-    @property
-    def kind(self) -> Kind:
-        return "plain" if self.dtype.block == 1 else "blocks"
-
-    @property
-    def bits(self) -> float:
-        return 8 * self.dtype.itemsize / self.dtype.block
-
-    @property
-    def group(self) -> int | None:
-        return self.dtype.block if self.dtype.block > 1 else None
-
-    @property
-    def vocabulary(self) -> bool:
-        return True
 
     @property
     def align_rows(self) -> int:
@@ -77,14 +59,14 @@ class DiffusionEncoding(Encoding):
     def refusal(self, spec: TensorSpec) -> str:
         """Accepts floating point of 16 bits or more with whole blocks in each row.
 
-        Vectors may be empty: ComfyUI tells some models by the names of such.
+        Vectors may be empty: ComfyUI recognises some models by the name of an empty vector.
         """
         if not spec.dtype.floating or spec.dtype.itemsize < 2:
             return f"it is {spec.dtype}, not floating point of 16 bits or more"
         if (not spec.size and len(spec.shape) != 1) or len(spec.shape) > MAX_DIFFUSION_DIMENSIONS:
             return f"its shape is {list(spec.shape)}"
-        if self.dtype.block > 1 and (len(spec.shape) < 2 or spec.shape[-1] % self.dtype.block):
-            return f"its rows of {spec.shape[-1] if spec.shape else 1:,} are not a multiple of {self.dtype.block}"
+        if why := self._unfit_rows(spec):
+            return why
         if self.swapped and (not spec.shape or spec.shape[0] % 2):
             return f"its shape {list(spec.shape)} has no halves"
         return ""

@@ -1,0 +1,142 @@
+"""Parts of the tensors of another source as tensors of their own: rows of a joined projection, one layer of a stack."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from weightsmith._base.files import Extent
+from weightsmith._base.tensors import DType, TensorSpec
+from weightsmith._files.hf_folder import natural_key
+from weightsmith.abc.tensors import Tensors, byte_view, check_range, digest, spec_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from weightsmith.abc.tensors import Buffer
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPart:
+    """Elements of a stored tensor that are a tensor.
+
+    stored      the stored tensor's name
+    shape       of the tensor, before it is transposed
+    runs        (first element, number of elements) of each run, in the tensor's order; none is empty, unless it is the only
+                one. (): all of the stored tensor, of any dtype
+    transposed  a matrix [rows, columns] that is read as [columns, rows]
+    """
+
+    stored: str
+    shape: tuple[int, ...]
+    runs: tuple[tuple[int, int], ...] = ()
+    transposed: bool = False
+
+
+class PartTensors:
+    """A source of parts of the tensors of `source`, which it closes. A transposed part is read as a whole.
+
+    parts  name → where the tensor is; inside a stored one
+    where  the model as the user named it, for messages
+    """
+
+    def __init__(self, source: Tensors, parts: Mapping[str, TensorPart], where: str) -> None:
+        self._source, self._where = source, where
+        self._parts = {name: parts[name] for name in sorted(parts, key=natural_key)}
+        self.specs: Mapping[str, TensorSpec] = {name: self._spec(name, part) for name, part in self._parts.items()}
+        self._ends = {name: list(itertools.accumulate(n for _, n in part.runs)) for name, part in self._parts.items()}
+        self.identity = digest([source.identity, *map(repr, self._parts.items())])
+        self.paths: tuple[Path, ...] = source.paths
+        self.sources = (source,)
+
+    def _spec(self, name: str, part: TensorPart) -> TensorSpec:
+        shape = part.shape[::-1] if part.transposed else part.shape
+        return replace(self._source.specs[part.stored], name=name, shape=shape)
+
+    @property
+    def state(self) -> str:
+        return digest([self.identity, self._source.state])
+
+    def natural_dtype(self, name: str) -> DType:
+        return self._source.natural_dtype(self._part(name).stored)
+
+    def preferred_rows(self, name: str) -> int:
+        part = self._part(name)
+        return max(1, part.shape[-1]) if part.transposed else self._source.preferred_rows(part.stored)
+
+    def location(self, name: str) -> tuple[int, int] | None:
+        part = self._part(name)
+        place = None if part.transposed or len(part.runs) > 1 else self._source.location(part.stored)
+        if place is None or not part.runs:
+            return place
+        return place[0], place[1] + part.runs[0][0] * self.specs[name].dtype.itemsize
+
+    def extents(self, name: str, start_byte: int, nbytes: int) -> tuple[Extent, ...]:
+        part = self._part(name)
+        if part.transposed and nbytes:
+            start_byte, nbytes = 0, self.specs[name].nbytes
+        pieces = self._pieces(name, start_byte, nbytes)
+        return tuple(extent for stored, n in pieces for extent in self._source.extents(part.stored, stored, n))
+
+    def read_into(self, name: str, start_byte: int, out: Buffer) -> None:
+        part, view = self._part(name), byte_view(out)
+        check_range(self.specs[name], start_byte, len(view), self._where)
+        if part.transposed:
+            np.frombuffer(view, np.uint8)[:] = self._transposed(name)[start_byte:][: len(view)]
+        else:
+            self._read(name, start_byte, view)
+
+    def check_unchanged(self) -> None:
+        self._source.check_unchanged()
+
+    def close(self) -> None:
+        self._source.close()
+
+    def _part(self, name: str) -> TensorPart:
+        return self._parts[spec_of(self.specs, name, self._where).name]
+
+    def _transposed(self, name: str) -> np.ndarray:
+        """All bytes of a transposed part."""
+        spec = self.specs[name]
+        raw = np.empty(spec.nbytes, np.uint8)
+        self._read(name, 0, raw.data)
+        numbers = raw.view(f"u{spec.dtype.itemsize}").reshape(spec.shape[::-1])  # whatever the bits mean, in any byte order
+        return np.ascontiguousarray(numbers.T).reshape(-1).view(np.uint8)
+
+    def _read(self, name: str, start_byte: int, view: memoryview) -> None:
+        """Bytes of the part as they are stored."""
+        stored_name, done = self._parts[name].stored, 0
+        if not len(view):
+            self._source.read_into(stored_name, 0, view)  # raises if the source is closed
+        for stored, n in self._pieces(name, start_byte, len(view)):
+            self._source.read_into(stored_name, stored, view[done : done + n])
+            done += n
+
+    def _pieces(self, name: str, start_byte: int, nbytes: int) -> Iterator[tuple[int, int]]:
+        """First byte in the stored tensor, and number of bytes, of what the runs have of a range."""
+        runs, ends = self._parts[name].runs, self._ends[name]
+        if not runs and nbytes:
+            yield start_byte, nbytes
+        width, end_byte = self.specs[name].dtype.itemsize, start_byte + nbytes
+        for k in range(bisect.bisect_right(ends, start_byte // width), len(ends)):
+            first, n = runs[k]
+            run_start = (ends[k] - n) * width
+            if run_start >= end_byte:
+                return
+            low, high = max(start_byte, run_start), min(end_byte, ends[k] * width)
+            yield first * width + low - run_start, high - low
+
+
+def renamed(source: Tensors, names: Mapping[str, str], where: str) -> PartTensors:
+    """Some tensors of `source` under names of their own, as a source that closes it.
+
+    names  name here → name in the source
+    where  the model as the user named it, for messages
+    """
+    parts = {name: TensorPart(stored, source.specs[stored].shape) for name, stored in names.items()}
+    return PartTensors(source, parts, where)
