@@ -15,12 +15,12 @@ from weightsmith._files.copied import BUILDING_KEYS, is_read
 from weightsmith._models.formats.gguf.about import Stated, with_stated
 from weightsmith._models.formats.gguf.diffusion.encoding import DiffusionEncoding
 from weightsmith._models.formats.gguf.diffusion.families import DiffusionFamily, family_of, find_family, prefix_of
-from weightsmith._models.formats.gguf.diffusion.names import CLASSES, TABLES, SingleFileTensor, single_file_tensors
 from weightsmith._models.formats.gguf.diffusion.text_encoder import is_t5, t5_keys, t5_names, t5_types
 from weightsmith._models.formats.gguf.diffusion.types import MIXTURES, folded, types_of
 from weightsmith._models.formats.gguf.layout import ALIGNMENT, Value, encode_metadata
 from weightsmith._models.formats.gguf.types import Chosen, Mixture
 from weightsmith._models.formats.gguf.writing import PLAIN, PREFIX, TYPES, libgguf
+from weightsmith._models.structure.diffusers_names import CLASSES, TABLES, SingleFileTensor, single_file_tensors
 from weightsmith._plans import CAST, COPY, JOIN, PlanDraft, Step
 from weightsmith.abc.stored import ModelFiles
 
