@@ -149,7 +149,7 @@ class ProductGraph:
                 self._output.forget(product)
 
     def _tiles(self, product: Product) -> Iterator[tuple[Reduced, Step, Cut]]:
-        for leaf in self._reader.leaves_of(product):
+        for leaf in self._reader.plan.leaves_of(product):
             reduced = self._reader.matrix(leaf), self._reader.inputs_of(leaf.inputs)
             for place in self._reader.cuts(leaf):
                 yield reduced, leaf, place

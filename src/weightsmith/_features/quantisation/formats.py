@@ -561,9 +561,9 @@ def encodings_by_weight(
     if not texts:
         return {}
     by_row = by_row or {}
-    weights = [*encodable(draft, default.name), *by_row]
-    for name in {kind for _, kind in types} - {PLAIN}:
-        weights += [weight for weight in encodable(draft, name) if weight not in weights]
+    weights = dict.fromkeys([*encodable(draft, default.name), *by_row])
+    for name in dict.fromkeys(kind for _, kind in types if kind != PLAIN):
+        weights |= dict.fromkeys(encodable(draft, name))
     unmatched = [(pattern, kind) for pattern, kind in types if not any(map(pattern.search, weights))]
     heads = [] if tie_flag(draft.config) else [step.out.name for step in draft.steps if is_model_head(step.out)]
     unused = [pattern.pattern for pattern, _ in unmatched if not any(map(pattern.search, heads))]

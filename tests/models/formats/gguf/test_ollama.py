@@ -141,6 +141,17 @@ def test_layers_of_unknown_types_are_named(gguf: Path, tmp_path: Path) -> None:
     assert "layers of the manifest whose meaning is not known are left out: 'steering'" in whats
 
 
+@pytest.mark.parametrize("name", ["tiny.gguf", "a/b/c/d/tiny.gguf", "tiny.safetensors"])
+def test_other_files_in_a_folder_named_manifests_are_models(name: str, gguf: Path, tmp_path: Path) -> None:
+    path = tmp_path / "manifests" / name
+    path.parent.mkdir(parents=True)
+    if path.suffix == ".gguf":
+        shutil.copy(gguf, path)
+    else:
+        save_file({"model.layers.0.mlp.up_proj.weight": np.ones((4, 4), np.float32)}, path)
+    assert bake(str(path), tmp_path / "out")
+
+
 def recipe(model: str) -> dict[str, Any]:
     return {"merge_method": "passthrough", "models": [{"model": model}]}
 
@@ -162,7 +173,7 @@ LAYERS: dict[str, tuple[Any, str, type[WeightsmithError]]] = {
 @pytest.mark.parametrize("name", LAYERS)
 def test_other_manifests_are_refused(name: str, tmp_path: Path) -> None:
     layers, words, kind = LAYERS[name]
-    path = tmp_path / "manifests" / "host" / "tiny" / "latest"
+    path = tmp_path / "manifests" / "host" / "library" / "tiny" / "latest"
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps({"layers": layers}))
     with pytest.raises(kind, match=words):

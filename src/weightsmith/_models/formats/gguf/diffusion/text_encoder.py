@@ -17,6 +17,8 @@ from weightsmith._models.formats.gguf.single_files import T5_PARTS, T5_WHOLE, UM
 from weightsmith._models.formats.gguf.types import Chosen, Mixture, Shape, type_of
 
 ARCHITECTURE = "t5encoder"
+MODEL_TYPES = ("t5", "umt5")
+"""In config.json."""
 _MARK = "encoder.block.0.layer.0.SelfAttention.q.weight"
 _EMBEDDING, _COPY = "shared.weight", "encoder.embed_tokens.weight"
 _LAYER = re.compile(r"encoder\.block\.(0|[1-9][0-9]{0,5})\.(.+)\.weight")
