@@ -43,6 +43,8 @@ _UNGATED = {"fc1": "up_proj", "fc2": "down_proj"}
 _PARAMETERS = frozenset({"rank", "scale", "dropout", "keys"})
 _NORMS = ".lora_magnitude_vector"
 _SHOWN = 8
+_MAX_PARTS = 1 << 19
+"""Factors of single experts: a model of 60 layers with 512 experts has 184,320, and a file of a few MB may claim any number."""
 
 
 def is_mlx(path: Path) -> bool:
@@ -68,6 +70,8 @@ def sort_mlx(stored: Checkpoint, config: Mapping[str, Any], where: str) -> Adapt
             problems.append(problem)
         elif len(specs["lora_b"].shape) == 3:
             parts |= dict(_of_experts(module, specs))
+            if len(parts) > _MAX_PARTS:
+                raise FormatError(f"more than {_MAX_PARTS:,} factors of experts", where=str(stored.paths[0]), fix=_REPAIR)
         else:
             embeddings |= is_of_embedding
             parts |= dict(_of_module(module, specs, embedding=is_of_embedding))

@@ -396,7 +396,7 @@ def _boxes(group: Sequence[_Slice], shape: tuple[int, ...], axis: int | None, ru
 
 
 def _axis(name: str, spec: TensorSpec, file: _File, slices: int) -> int | None:
-    """The dimension along which slices are joined; None if each has all of the tensor. Raises Unsupported."""
+    """The dimension along which slices are joined; None if each has all of the tensor. Raises FormatError and Unsupported."""
     *modules, leaf = name.split(".")
     module = modules[-1] if modules else ""
     if "experts" in modules and file.count("expert_tensor_parallel_size") not in (None, slices):
@@ -414,8 +414,13 @@ def _axis(name: str, spec: TensorSpec, file: _File, slices: int) -> int | None:
         _refuse(name, f"checkpoint_version {file.version:g} has another order of query, key and value", file)
     if module in _JOINED_ROWS:
         return 0
+    if module in _JOINED_COLUMNS and kind == "bias":
+        return None
     if module in _JOINED_COLUMNS:
-        return None if kind == "bias" else 1
+        if len(spec.shape) < 2:
+            what = f"tensor {show(name)} is {list(spec.shape)}, and its slices are columns of a matrix"
+            raise FormatError(what, where=str(file.path), fix=DAMAGED)
+        return 1
     _refuse(name, "its slices may be joined in several ways", file)
 
 

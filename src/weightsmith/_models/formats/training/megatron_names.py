@@ -43,6 +43,8 @@ _MODELS: Mapping[str, str] = {
 """`model_type` → the module of the router and the experts on the Hub; "" for a model without."""
 _WAY_OUT = "Convert it with Megatron-Bridge (AutoBridge.export_ckpt), or take config.json away to read it in Megatron's names."
 _MAX_LAYERS = 10_000
+_MAX_PARTS = 1 << 18
+"""Groups of heads in all layers, and experts in all layers: an empty tensor may claim any number."""
 _SHOWN = 8
 
 
@@ -123,6 +125,9 @@ class _Converter:
             raise FormatError(f"num_hidden_layers is {self._layers:,}", where=where, fix="Repair config.json.")
         heads = self._count("num_attention_heads")
         self._groups = self._count("num_key_value_heads", heads)
+        if heads % self._groups or self._layers * self._groups > _MAX_PARTS:
+            what = f"num_attention_heads is {heads:,}, and num_key_value_heads {self._groups:,}"
+            raise FormatError(what, where=where, fix="Repair config.json.")
         self._head_dim = self._count("head_dim", self._count("hidden_size") // heads)
         self._queries = heads // self._groups
         self._vocabulary = self._count("vocab_size")
@@ -204,7 +209,7 @@ class _Converter:
     def _attention(self, module: str, leaf: str, slot: _Slot) -> Named:
         """Query, key and value, which are group after group."""
         band = (self._queries + 2) * self._head_dim
-        if slot.shape[0] != self._groups * band or len(slot.shape) != (2 if leaf == "weight" else 1):
+        if slot.shape[:1] != (self._groups * band,) or len(slot.shape) != (2 if leaf == "weight" else 1):
             what = (
                 f"tensor {show(slot.stored)} is {list(slot.shape)} in each layer, and config.json says {self._groups:,} groups"
             )
@@ -218,7 +223,7 @@ class _Converter:
     def _gate_and_up(self, name: Callable[[str], str], slot: _Slot, *keys: str) -> Named:
         """keys: of config.json, the first of which that it has says how many rows gate and up each have."""
         half = self._count(next((key for key in keys if self._config.get(key) is not None), keys[-1]))
-        if slot.shape[0] != 2 * half:
+        if slot.shape[:1] != (2 * half,):
             what = f"tensor {show(slot.stored)} is {list(slot.shape)} in each layer, not a gate and an up of {half:,} rows each"
             raise FormatError(what, where=self._where, fix=_WAY_OUT)
         for i, part in enumerate(("gate_proj", "up_proj")):
@@ -229,7 +234,7 @@ class _Converter:
         number = match[1] or match[2] or match[4]
         experts = [(int(number), slot)] if number else []
         if not number:
-            if len(slot.shape) != 3 or not 0 < slot.shape[0] <= MAX_STACKED:
+            if len(slot.shape) != 3 or not 0 < slot.shape[0] <= min(MAX_STACKED, _MAX_PARTS // self._layers):
                 what = f"tensor {show(slot.stored)} is {list(slot.shape)} in each layer, not matrices of experts"
                 raise FormatError(what, where=self._where, fix=_WAY_OUT)
             size = math.prod(slot.shape[1:])
