@@ -16,7 +16,7 @@ import numpy as np
 
 from weightsmith._base.errors import Unsupported
 from weightsmith._base.options import option_error
-from weightsmith._base.tensors import DTYPES, TensorSpec
+from weightsmith._base.tensors import TensorSpec
 from weightsmith._features.adapters.built import WEIGHT, built_of
 from weightsmith._features.adapters.options import ConvertSettings
 from weightsmith._features.adapters.steps import PLAIN_DTYPES, factor_step, stored_dtype
@@ -28,7 +28,7 @@ from weightsmith._models.lora import Adapter
 from weightsmith._models.lora.adapter import Factors
 from weightsmith._models.lora.mlx_folder import is_of_mlx
 from weightsmith._models.structure.projections import UNMIXTRAL
-from weightsmith._models.structure.vocabulary import is_embedding, is_head, ties
+from weightsmith._models.structure.vocabulary import is_head, ties, vocabulary_modules
 from weightsmith._plans import CAST, COPY, JOIN, PlanDraft, Read, Step
 
 _BY_BASE = re.compile(r".+\.(kv_b_proj|shared_mlp\.(?:input|output)_linear|feed_forward\.w[123])")
@@ -142,18 +142,9 @@ def _scales(adapter: Adapter) -> list[tuple[float, int]]:
     return Counter(factors.scaling for factors in adapter.updates.values()).most_common()
 
 
-def trains_vocabulary(adapter: Adapter) -> bool:
-    """Whether an adapter has factors of an embedding or a head."""
-    return any(is_embedding(_weight(module)) or is_head(_weight(module)) for module in adapter.updates)
-
-
 def follows_base(adapter: Adapter) -> bool:
     """Whether MLX's names of an adapter's modules depend on its base, or what it trains does."""
-    return trains_vocabulary(adapter) or any(map(_BY_BASE.fullmatch, adapter.updates))
-
-
-def _weight(module: str) -> TensorSpec:
-    return TensorSpec(f"{module}.weight", DTYPES["F32"], (1, 1))
+    return any(vocabulary_modules(adapter.updates)) or any(map(_BY_BASE.fullmatch, adapter.updates))
 
 
 def _with_one_vocabulary(adapter: Adapter, base: Checkpoint | None, merged: str) -> Adapter:
@@ -162,8 +153,7 @@ def _with_one_vocabulary(adapter: Adapter, base: Checkpoint | None, merged: str)
     mlx-lm has one module for both, whose factors change both.
     """
     where = adapter.checkpoint.ref
-    embeddings = [module for module in adapter.updates if is_embedding(_weight(module))]
-    heads = [module for module in adapter.updates if is_head(_weight(module))]
+    embeddings, heads = vocabulary_modules(adapter.updates)
     if not embeddings and not heads:
         return adapter
     assert base is not None  # whoever calls has asked `follows_base`

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from weightsmith._base.errors import FormatError
 from weightsmith._base.files import show
 from weightsmith._base.text import count
@@ -152,6 +154,11 @@ class Adapter:
         """What it is, for messages: "LoHa"; "LoRA" for one that has nothing else."""
         kinds = dict.fromkeys(KINDS.get(parts.kind).title for parts in self.others.values())
         return " and ".join([*(["LoRA"] if self.updates or self.stacked or not kinds else []), *kinds])
+
+    def ties_factors(self, embedding: Factors, head: Factors) -> bool:
+        """Whether factors of a head are those of the embedding, transposed: PEFT saves them twice. Cost: reads both."""
+        read, pairs = self.checkpoint.read, ((embedding.b, head.a), (embedding.a, head.b))
+        return embedding.scaling == head.scaling and all(np.array_equal(read(one).T, read(other)) for one, other in pairs)
 
 
 def sort_tensors(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Adapter:

@@ -14,12 +14,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
-
 from weightsmith._base.errors import Finding, FormatError, ShapeError, Unsupported, nearest
 from weightsmith._base.files import same_bytes, show
 from weightsmith._base.idioms import grouped
-from weightsmith._base.tensors import DTYPES, TensorSpec
+from weightsmith._base.tensors import TensorSpec
 from weightsmith._base.text import count
 from weightsmith._files.copied import holds_tokens
 from weightsmith._models.checkpoint import Checkpoint, ModelFolder
@@ -42,6 +40,8 @@ from weightsmith._models.structure.vocabulary import (
     is_task_head,
     is_vocabulary,
     labels_matrix,
+    names_embedding,
+    names_head,
     set_class,
     tie_flag,
     untie,
@@ -549,11 +549,7 @@ class _Match:
         alone is the embedding's. Raises FormatError for factors that differ: one tensor cannot have both.
         """
         adapter = self.adapter
-
-        def of_head(name: str) -> bool:
-            return is_head(replace(self.base.specs[embedding], name=name))
-
-        updates = {module: factors for module, factors in adapter.updates.items() if not of_head(f"{module}.weight")}
+        updates = {module: factors for module, factors in adapter.updates.items() if not names_head(f"{module}.weight")}
         heads = [module for module in adapter.updates if module not in updates]
         trained = next((factors for factors in updates.values() if factors.embedding), None)
         if normed := next((module for module in (*heads, *updates) if self._is_normed_vocabulary(module)), ""):
@@ -564,27 +560,20 @@ class _Match:
             factors = adapter.updates[module]
             if trained is None:
                 updates[embedding.removesuffix(".weight")] = factors
-            elif not self._alike(trained, factors):
+            elif not adapter.ties_factors(trained, factors):
                 what = f"ensure_weight_tying is true, and {module} has other factors than the embedding"
                 fix = "set ensure_weight_tying to false in adapter_config.json: embedding and head are two tensors then"
                 raise FormatError(what, where=adapter.checkpoint.ref, fix=fix)
-        replacements = {name: source for name, source in adapter.replacements.items() if not of_head(name)}
+        replacements = {name: source for name, source in adapter.replacements.items() if not names_head(name)}
         of_embedding = (replace(adapter.checkpoint.specs[source], name=name) for name, source in replacements.items())
-        if not any(map(is_embedding, of_embedding)) and (saved := [*filter(of_head, adapter.replacements)]):
+        if not any(map(is_embedding, of_embedding)) and (saved := [*filter(names_head, adapter.replacements)]):
             replacements[embedding] = adapter.replacements[saved[0]]
         return replace(adapter, updates=updates, replacements=replacements)
 
     def _is_normed_vocabulary(self, module: str) -> bool:
         """Whether an adapter has norms of DoRA for an embedding or a head."""
-        spec = TensorSpec(f"{module}.weight", DTYPES["F32"], (1, 1))
-        return bool(self.adapter.updates[module].magnitude) and (is_embedding(spec) or is_head(spec))
-
-    def _alike(self, embedding: Factors, head: Factors) -> bool:
-        """Whether factors of a head are those of the embedding, transposed. Cost: reads both."""
-        read = self.adapter.checkpoint.read
-        pairs = ((embedding.b, head.a), (embedding.a, head.b))
-        same = all(np.array_equal(read(one).T, read(other)) for one, other in pairs)
-        return same and embedding.scaling == head.scaling
+        weight = f"{module}.weight"
+        return bool(self.adapter.updates[module].magnitude) and (names_embedding(weight) or names_head(weight))
 
     def _untie(self, embedding: str) -> None:
         """Give the head numbers of its own, where the adapter changes it or the embedding alone."""

@@ -23,14 +23,14 @@ from typing import Any
 
 from weightsmith._base.errors import FormatError, Unsupported
 from weightsmith._base.files import exists, show
-from weightsmith._base.tensors import DTYPES, MAX_STACKED, TensorSpec
+from weightsmith._base.tensors import MAX_STACKED, TensorSpec
 from weightsmith._base.text import count
 from weightsmith._models.checkpoint import Checkpoint, ModelFolder
 from weightsmith._models.lora.adapter import CONFIG_NAME, PREFIX, Adapter, sort_tensors
 from weightsmith._models.sources.parts import PartTensors, TensorPart
 from weightsmith._models.structure.configs import finite_number, whole_number
 from weightsmith._models.structure.projections import MIXTRAL
-from weightsmith._models.structure.vocabulary import is_embedding
+from weightsmith._models.structure.vocabulary import names_embedding
 
 MLX_NAME = "adapters.safetensors"
 
@@ -65,16 +65,16 @@ def sort_mlx(stored: Checkpoint, config: Mapping[str, Any], where: str) -> Adapt
     settings = _settings(config, where)
     problems, parts, embeddings = list[str](), dict[str, TensorPart](), False
     for module, specs in _modules(stored).items():
-        is_of_embedding = is_embedding(TensorSpec(f"{module}.weight", DTYPES["F32"], (1, 1)))
-        if problem := _problem(module, specs, settings, embedding=is_of_embedding):
+        of_embedding = names_embedding(f"{module}.weight")
+        if problem := _problem(module, specs, settings, embedding=of_embedding):
             problems.append(problem)
         elif len(specs["lora_b"].shape) == 3:
             parts |= dict(_of_experts(module, specs))
             if len(parts) > _MAX_PARTS:
                 raise FormatError(f"more than {_MAX_PARTS:,} factors of experts", where=str(stored.paths[0]), fix=_REPAIR)
         else:
-            embeddings |= is_of_embedding
-            parts |= dict(_of_module(module, specs, embedding=is_of_embedding))
+            embeddings |= of_embedding
+            parts |= dict(_of_module(module, specs, embedding=of_embedding))
     if problems:
         shown = [*problems[:_SHOWN], *([f"and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else [])]
         what = f"the adapter's tensors have {count(len(problems), 'problem')}"
