@@ -72,7 +72,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
-    """Of each case the base and the adapter, after mlx-lm has run."""
+    """The base and the adapter of each case, after mlx-lm has run."""
     root = tmp_path_factory.mktemp("mlx")
     folders, asked = {}, []
     for name, case in CASES.items():

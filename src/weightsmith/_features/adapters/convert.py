@@ -537,7 +537,7 @@ class _GgufAdapterDraft:
     def _add_stacked(
         self, place: ExpertPlace, parameter: ExpertParameter, level: Stacked, architecture: GgufArchitecture, ratio: float
     ) -> None:
-        """The factors of all experts of a parameter. Of one with gate and up each gets its rows of B, and all of A."""
+        """The factors of all experts of a parameter. If it has gate and up, each gets its rows of B and all of A."""
         if self.stacked.transposed:
             what = "factors of experts that are stored [inputs, outputs]: llama.cpp has them the other way round"
             raise Unsupported(what, where=place.name, fix=self._merge())

@@ -51,7 +51,7 @@ class OpenedAdapters:
     modules      that any of them has factors of
     matrices     of the modules → their modules
     whole        tensors that any of them saves whole, as models have them
-    ties         the adapters were trained on an embedding that is also the head, as one (`ensure_weight_tying`)
+    ties         the adapters train embedding and head as one tensor (`ensure_weight_tying`)
     zeros        1 if a base, the zero adapter or a model, comes before the adapters, else 0
     """
 
@@ -256,9 +256,9 @@ def _vocabulary(adapter: Adapter) -> tuple[list[str], list[str]]:
 
 
 def with_one_vocabulary(adapter: Adapter) -> Adapter:
-    """The adapter without the factors of the head that PEFT has saved twice: those of the embedding it is tied to, transposed.
+    """The adapter without factors of a tied head that repeat those of the embedding: PEFT saves them twice.
 
-    Merged by themselves, they would no longer be those of the embedding. Cost: reads both.
+    If both were merged, the results would differ. Cost: reads both.
     """
     if not adapter.as_one:
         return adapter
@@ -272,7 +272,7 @@ def with_one_vocabulary(adapter: Adapter) -> Adapter:
 
 
 def ties_vocabulary(adapters: Sequence[Adapter]) -> bool:
-    """Whether the adapters that train an embedding or a head do so as one. Raises Unsupported if some do and others do not."""
+    """Whether the adapters train embedding and head as one tensor. Raises Unsupported if they disagree."""
     trained = [adapter for adapter in adapters if any(_vocabulary(adapter))]
     tied = [adapter for adapter in trained if adapter.as_one]
     if tied and len(tied) < len(trained):

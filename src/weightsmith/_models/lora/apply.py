@@ -52,7 +52,7 @@ _SHOWN = 8  # problems that a message lists
 _BEGINNINGS = 100  # of names that are tried; models have up to ten
 
 _VOCABULARY_OF_MLX = {"model.embed_in.weight": "gpt_neox.embed_in.weight", "model.embed_out.weight": "embed_out.weight"}
-"""MLX's names in GPT-NeoX, where the layers have another beginning."""
+"""MLX's names of GPT-NeoX's embedding and head → the Hub's. The layers have another prefix."""
 _RENAMED_BY_MLX = re.compile(r"(\.feed_forward\.(?:experts\.\d+\.)?)(gate_proj|up_proj|down_proj)(?=\.weight$)")
 _UNMIXTRAL = re.compile(r"(\.experts\.\d+\.)(w[123])(?=\.weight$)")
 
@@ -344,7 +344,7 @@ class _Match:
         return name.endswith("ForQuestionAnswering") and not modules & {tensor.partition(".")[0] for tensor in self.base.specs}
 
     def _respelled(self, name: str) -> str:
-        """The base's name of a matrix that MLX renames: LFM2-MoE's `w1` is `gate_proj` there."""
+        """The base's name of a matrix that MLX renames: in MLX, LFM2-MoE's `w1` is `gate_proj`."""
         spelling = _RENAMED_BY_MLX.sub(lambda match: f"{match[1]}{MIXTRAL[match[2]]}", name)
         return spelling if name not in self.base.specs and spelling in self.base.specs else name
 
@@ -604,11 +604,11 @@ class _Match:
         if factors is None:
             return sorted(self._parts.get(name, ()), key=lambda update: update.rows or (0, 0))
         transposed = self._transposed(factors, self._source_spec(name).shape)
-        columns = factors.columns or (transposed and bool(factors.magnitude))  # norms are of outputs, wherever these are
+        columns = factors.columns or (transposed and bool(factors.magnitude))  # norms belong to outputs, which are columns here
         return [Update(factors.a, factors.b, factors.scaling, transposed, factors.magnitude, columns=columns)]
 
     def _transposed(self, factors: Factors, shape: Shape) -> bool:
-        """The weight is (B @ A)ᵀ: an embedding, or one of GPT-2's. The shape says so, and of a square one the base."""
+        """Whether the weight is (B @ A)ᵀ, as in embeddings and GPT-2. The shape tells; if it is square, the base does."""
         a, b = self._shapes(factors)
         if b[0] == a[1]:
             return factors.embedding or self._inputs_first

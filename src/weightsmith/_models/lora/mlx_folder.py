@@ -6,8 +6,8 @@ X.m       [outputs]        DoRA's norms of the rows
 lora_a    [experts, rank, inputs], or [experts · rank, inputs], of the experts of a layer, and lora_b [experts, outputs, rank]:
           PEFT's A and B of each expert, not transposed
 
-The update is `scale` · (lora_a @ lora_b)ᵀ: `scale` is what alpha / r is elsewhere. It is one number for all modules, and so is
-the rank. An embedding that is also the head changes as both.
+The update is `scale` · (lora_a @ lora_b)ᵀ: `scale` takes the place of alpha / r. All modules have the same scale and rank.
+Factors of an embedding that is also the head change both.
 
 mlx-lm names experts after the class that computes them, which is `switch_mlp` in most models; on the Hub, each expert has a
 matrix of its own.
@@ -48,7 +48,7 @@ _MAX_PARTS = 1 << 19
 
 
 def is_mlx(path: Path) -> bool:
-    """Whether a file is named as one of mlx-lm's, which saves `0000100_adapters.safetensors` too, with a config beside it."""
+    """Whether a file has a name of mlx-lm, which also saves `0000100_adapters.safetensors`, and a config beside it."""
     return path.name.endswith(MLX_NAME) and exists(path.parent / CONFIG_NAME)
 
 

@@ -145,11 +145,11 @@ SIZE_KEYS = ("vocab_size", "padded_vocab_size", "text_vocab_size", "decoder_voca
 
 
 _OFFSETS = {"vision_config": 262_144, "audio_config": 262_272}
-"""Gemma 3n's first ids of images and of audio, where its sections leave out vocab_offset."""
+"""Gemma 3n's first ids for images and audio, for sections without vocab_offset."""
 
 
 def first_reserved(config: Mapping[str, Any] | None) -> tuple[int, str] | None:
-    """The id from which on ids stand for images or audio whatever the tokenizer says (Gemma 3n), and the key that says so.
+    """The first id reserved for images or audio, whatever the tokenizer has (Gemma 3n), and the key of config.json for it.
 
     >>> first_reserved({"vision_config": {"vocab_offset": 50}, "audio_config": {"vocab_offset": 60}})
     (50, 'vision_config.vocab_offset')
@@ -330,13 +330,13 @@ def tie_flag(config: Mapping[str, Any] | None) -> bool | None:
 
 
 _SCALED = ("t5", "umt5", "longt5", "switch_transformers", "udop", "pop2piano")
-"""Types whose classes divide what a head reads by the root of the width, unless `tie_word_embeddings` is false."""
+"""Types whose classes scale the input of a tied head: they divide it by the square root of the width."""
 
 
 def untie(config: dict[str, Any]) -> None:
-    """Set `tie_word_embeddings` to false in every section that has it, where one of several models ties.
+    """Set `tie_word_embeddings` to false in every section that has it, because other models of the recipe do not tie.
 
-    Raises Unsupported if the same numbers are another head in a model that does not tie (T5).
+    Raises Unsupported for types whose untied head computes something else from the same numbers (T5).
     """
     if config.get("model_type") in _SCALED:
         what = "the embedding of a model that ties it would become a head, and models of this type scale what a tied head reads"
