@@ -63,6 +63,7 @@ BESIDE = {
     "abc/tensors.py": ["models/sources", "models/test_checkpoint.py"],
     "_app/api.py": ["test_merge.py", "execution/test_run.py", "execution/test_stages.py", "app/cli"],
     "_execution/cards.py": ["execution/test_cards.py", "features/quantisation/test_mmproj.py", "app/cli"],
+    "_models/structure/diffusers_names.py": ["models/formats/gguf/diffusion", "features/adapters/test_renaming.py"],
     "_kernels/ggml.py": ["models/formats/gguf/test_blocks.py"],
     "_kernels/ggml_fits.py": ["models/formats/gguf/test_blocks.py"],
     "_models/checkpoint.py": ["models/sources", "models/formats", "files/hub"],

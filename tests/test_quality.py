@@ -21,6 +21,8 @@ SENTENCE = "one two three four five six seven eight nine ten"
 
 def test_the_page_is_made_of_page_md_and_what_was_measured() -> None:
     assert table.PAGE.read_text(encoding="utf-8") == table.page()
+    assert table.AUTO_PAGE.read_text(encoding="utf-8") == table.auto_page()
+    assert table.auto_page().count("| the mean was written |") == 4
 
 
 @pytest.mark.parametrize("model", table.TESTBEDS)

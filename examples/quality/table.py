@@ -4,18 +4,20 @@
     .venv/bin/python examples/quality/table.py       # merges and judges every recipe of examples/quality/recipes
     .venv/bin/python examples/quality/table.py --model gemma      # on the models and texts of testbed.py, in build/demo/gemma
 
-Writes docs/quality.md from page.md and the measurements, which are kept in measured/MODEL.json by recipe and text: only new and
-changed recipes are measured. --again measures all. Parameters were tuned on the `tune` texts and are reported on the `eval`
-texts (--tune shows the former, --rows reads the beginning only; neither changes the page).
+Writes docs/quality.md from page.md and the measurements, and the table of docs/auto.md. Measurements are kept in
+measured/MODEL.json by recipe and text: only new and changed recipes are measured. --again measures all. Parameters were tuned
+on the `tune` texts and are reported on the `eval` texts (--tune shows the former, --rows reads the beginning only; neither
+changes the pages).
 """
 
 from __future__ import annotations
 
 import math
 import os
+import re
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -39,6 +41,8 @@ import weightsmith  # noqa: E402
 from weightsmith._reports.judge import Judge  # noqa: E402
 
 PAGE = EXAMPLES.parent / "docs" / "quality.md"
+AUTO_PAGE = PAGE.with_name("auto.md")
+AUTO_BLOCK = re.compile(r"(<!-- gains:begin -->\n).*?(<!-- gains:end -->)", re.DOTALL)
 PARENTS = (BASE, *FINE_TUNES)
 REFERENCE = "linear"
 """The recipe that others are compared with, row by row."""
@@ -82,8 +86,9 @@ def main() -> None:
             row = kept.row(source, texts, partial(_measure, name, source, texts, testbed, work))
             print(line(name, perplexities(row)), end="", flush=True)
     if asked.whole:
-        PAGE.write_text(page(), encoding="utf-8")
-        print(f"written: {PAGE}")
+        for path, text in {PAGE: page(), AUTO_PAGE: auto_page()}.items():
+            path.write_text(text, encoding="utf-8")
+            print(f"written: {path}")
 
 
 def sources() -> dict[str, Path]:
@@ -132,6 +137,7 @@ def page() -> str:
         "{SOURCES}": lambda: str(len(sources()) - len(PARENTS)),
         "{ROWS}": lambda: str(TESTBEDS["gemma"].rows),
         "{STEPS}": lambda: str(STEPS),
+        "{AUTO_SUMMARY}": auto_summary,
         "{AUTO}": auto_table,
         "{AUTO_COST}": auto_cost,
         "{AUTO_RIVALS}": lambda: auto_rivals(first, second),
@@ -142,26 +148,79 @@ def page() -> str:
     return text
 
 
+def auto_page() -> str:
+    """docs/auto.md with the table of what `auto` gained."""
+    short = "".join(f"| {about} | {' | '.join(map(_gain, merges))} |\n" for about, merges in auto_changes())
+    block = f"| fine-tunes | with texts | without texts |\n| --- | ---: | ---: |\n{short}"
+    return AUTO_BLOCK.sub(lambda match: match[1] + block + match[2], AUTO_PAGE.read_text(encoding="utf-8"))
+
+
+@dataclass(frozen=True)
+class AutoChange:
+    """What `auto` chose in one case, and by how many percent it differs from the mean, with standard errors.
+
+    all_texts  of all texts that are judged
+    others     of those of no fine-tune
+    """
+
+    chosen: str
+    all_texts: tuple[float, float]
+    others: tuple[float, float]
+
+    @property
+    def is_better(self) -> bool:
+        """By more than two standard errors."""
+        change, error = self.all_texts
+        return change < -2 * error
+
+
+def auto_changes() -> Iterator[tuple[str, tuple[AutoChange, AutoChange]]]:
+    """Each case that is measured: what was merged, and what `auto` did with texts and without."""
+    measured = auto_cases.known()
+    for name, case in auto_cases.CASES.items():
+        merges = measured.get(name, {})
+        if not {"mean", "with", "without"} <= merges.keys():
+            continue
+        yield case.about, (_change(case, merges, "with"), _change(case, merges, "without"))
+
+
+def _change(case: auto_cases.Case, merges: Mapping[str, Any], merge: str) -> AutoChange:
+    others = [kind for kind in case.judged if kind not in case.kinds.values()]
+    changes = (difference(merges[merge]["rows"], merges["mean"]["rows"], kinds) for kinds in (case.judged, others))
+    return AutoChange(merges[merge]["choice"]["name"], *changes)
+
+
 def auto_table() -> str:
     """The cases of `auto` as a Markdown table: each merge against the mean, on all texts, and on kinds of no fine-tune."""
     lines = [
         "| fine-tunes | with texts, % | other domains, % | chosen | without, % | other domains, % | chosen |",
         "| --- | ---: | ---: | --- | ---: | ---: | --- |",
     ]
-    measured = auto_cases.known()
-    for name, case in auto_cases.CASES.items():
-        merges = measured.get(name, {})
-        if not {"mean", "with", "without"} <= merges.keys():
-            continue
-        reference, cells = merges["mean"]["rows"], [case.about]
-        others = [kind for kind in case.judged if kind not in case.kinds.values()]
-        for merge in ("with", "without"):
-            rows, chosen = merges[merge]["rows"], merges[merge]["choice"]["name"]
-            changes = [difference(rows, reference, kinds) for kinds in (case.judged, others)]
-            cells += ["0" if chosen == "mean" else f"{change:+.1f} ± {error:.1f}" for change, error in changes]
-            cells.append(chosen)
+    for about, merges in auto_changes():
+        cells = [about]
+        for merge in merges:
+            for change, error in (merge.all_texts, merge.others):
+                cells.append("0" if merge.chosen == "mean" else f"{change:+.1f} ± {error:.1f}")
+            cells.append(merge.chosen)
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _gain(merge: AutoChange) -> str:
+    change, error = merge.all_texts
+    return "the mean was written" if merge.chosen == "mean" else f"{change:+.1f} ± {error:.1f}%"
+
+
+def auto_summary() -> str:
+    """How often `auto` beat the mean, in a sentence."""
+    with_texts, without = zip(*(merges for _, merges in auto_changes()), strict=True)
+    better, better_without = (sum(merge.is_better for merge in merges) for merges in (with_texts, without))
+    means = sum(merge.chosen == "mean" for merge in without)
+    cases = f"all {better}" if better == len(with_texts) else f"{better} of the {len(with_texts)}"
+    return (
+        f"* With texts, [`weightsmith auto`](auto.md) beat the plain mean in {cases} cases below. "
+        f"Without texts, it beat the mean in {better_without} and wrote the mean itself in {means}."
+    )
 
 
 def auto_cost() -> str:
@@ -170,8 +229,7 @@ def auto_cost() -> str:
     lines = []
     for merge, title in (("with", "With texts"), ("without", "Without texts")):
         for base, cases in (("SmolLM2", [n for n in measured if n != "gemma"]), ("Gemma", ["gemma"])):
-            runs = [r for n in cases if (r := measured.get(n, {}).get(merge)) and r["choice"]["name"] != "mean"]
-            runs = [run for run in runs if "peak_bytes" in run]
+            runs = [run for n in cases if (run := measured.get(n, {}).get(merge)) and "peak_bytes" in run]
             if runs:
                 seconds, peaks = ([run[key] for run in runs] for key in ("processor_seconds", "peak_bytes"))
                 lines.append(f"{title}, {base} took {_span(seconds, 1)} CPU seconds and {_span(peaks, 1e9, 1)} GB of memory.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from tests.plan_help import prepare
 from weightsmith import _methods as methods
 from weightsmith._execution import cards
 from weightsmith._execution.cards import cite, entries, model_card
+from weightsmith._files.containers import GGUF, GGUF_ADAPTER, MLX_ADAPTER
 from weightsmith._models.card import read_card
 
 CONFIG = {"model_type": "llama", "num_hidden_layers": 1, "architectures": ["LlamaForCausalLM"]}
@@ -127,6 +129,29 @@ def test_tags_and_how_to_load_it(here: Path) -> None:
     ast.parse(code)
     assert "from transformers import AutoModelForCausalLM, AutoTokenizer\n" in code
     assert r'AutoModelForCausalLM.from_pretrained("a \"model\"", dtype="auto", device_map="auto")' in code
+
+
+@pytest.mark.parametrize(
+    ("container", "words"),
+    [
+        (MLX_ADAPTER, ["mlx_lm.generate", "--model", "BASE", "--adapter-path", "{name}", "--prompt", "Hello"]),
+        (GGUF_ADAPTER, ["llama-cli", "-m", "base.gguf", "--lora", "{name}/adapter.gguf"]),
+        (GGUF, ["llama-cli", "-m", "{name}/model.gguf"]),
+    ],
+)
+@pytest.mark.parametrize("name", ["merged", "my model", "a; b $(c) 'd'"])
+def test_commands_that_load_it_are_quoted_for_the_shell(here: Path, container: str, words: list[str], name: str) -> None:
+    _, body = card(name, container=container)
+    (command,) = blocks(body, "bash")
+    assert shlex.split(command) == [word.format(name=name) for word in words]
+    assert ("'" in command) == (name != "merged")
+
+
+def test_a_name_does_not_end_the_block_of_a_command(here: Path) -> None:
+    _, body = card("a\n```\nb", container=MLX_ADAPTER)
+    (command,) = blocks(body, "bash")
+    assert command.endswith("--prompt Hello")
+    assert "\n" not in command
 
 
 @pytest.mark.parametrize(

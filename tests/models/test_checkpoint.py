@@ -19,7 +19,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from weightsmith._base.errors import CheckpointError, FormatError, NotFound, ParameterError, Unsupported, WeightsmithError
-from weightsmith._models.checkpoint import Checkpoint, HubModel, locate, open_checkpoint
+from weightsmith._models.checkpoint import Checkpoint, HubModel, ModelFolder, locate, open_checkpoint
 from weightsmith._models.formats.opening import MAX_CONFIG_BYTES
 from weightsmith._models.sources import files
 
@@ -808,3 +808,28 @@ def test_the_sample_reads_few_pages_of_many_shards(tmp_path: Path, monkeypatch: 
     files.sample_files(paths)
     files.sample_files(paths[:1])
     assert read == [4096] * (20 + 32)
+
+
+BASE_COMMIT, ADAPTER_COMMIT = "c" * 40, "d" * 40
+
+
+@pytest.mark.parametrize(
+    ("ref", "revision", "name"),
+    [
+        ("org/base", BASE_COMMIT, f"org/base@{BASE_COMMIT}"),
+        ("org/base@main", BASE_COMMIT, f"org/base@{BASE_COMMIT}"),
+        ("hf://org/base", BASE_COMMIT, f"hf://org/base@{BASE_COMMIT}"),
+        ("org/base@main+org/lora@v1", f"{BASE_COMMIT}+{ADAPTER_COMMIT}", f"org/base@{BASE_COMMIT}+org/lora@{ADAPTER_COMMIT}"),
+        ("./base+org/lora", f"+{ADAPTER_COMMIT}", f"./base+org/lora@{ADAPTER_COMMIT}"),
+        ("org/base+./lora", BASE_COMMIT, f"org/base@{BASE_COMMIT}+./lora"),
+        ("./base", "", "./base"),
+        ("./a+b+c", "", "./a+b+c"),
+        ("s3://bucket/base", BASE_COMMIT, "s3://bucket/base"),
+        ("https://host/base", "0123abc", "https://host/base"),
+    ],
+)
+def test_a_model_on_the_hub_is_passed_on_with_its_commit(ref: str, revision: str, name: str, tmp_path: Path) -> None:
+    save_file({"a": A}, tmp_path / "model.safetensors")
+    with open_checkpoint(tmp_path) as opened:
+        model = Checkpoint(ref, opened.source, ModelFolder(tmp_path, revision))
+        assert os.fspath(model) == name

@@ -413,7 +413,7 @@ def visits(
         if make is None:
             continue
         used = reduction or make(product)
-        leaves = list(reader.leaves_of(product))
+        leaves = list(reader.plan.leaves_of(product))
         for number in range(used.passes()):
             passes += [_visit(reader, leaf, inputs, sampled=used.sampled(number)) for leaf in leaves]
     for step in steps:

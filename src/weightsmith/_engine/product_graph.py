@@ -149,7 +149,7 @@ class ProductGraph:
                 self._output.forget(product)
 
     def _tiles(self, product: Product) -> Iterator[tuple[Reduced, Step, Cut]]:
-        for leaf in self._reader.leaves_of(product):
+        for leaf in self._reader.plan.leaves_of(product):
             reduced = self._reader.matrix(leaf), self._reader.inputs_of(leaf.inputs)
             for place in self._reader.cuts(leaf):
                 yield reduced, leaf, place
@@ -159,7 +159,7 @@ class ProductGraph:
         return self._released.isdisjoint(product.needs)
 
     def _reads_released(self, step: Step) -> bool:
-        """Also while what it read is being removed, which takes as long as the disk takes."""
+        """Whether a step reads products that are removed after use: True also while the disk is removing them."""
         return not self._released.isdisjoint(self._reader.plan.needs(step))
 
     def _compute(self, product: Product) -> None:
@@ -230,7 +230,7 @@ class ProductGraph:
         return [np.zeros(out.shape, out.dtype.numpy) for out in product.outs] if arrays is None else arrays
 
     def _computable(self, product: Product, condition: Callable[[Product], bool]) -> Product | None:
-        """Another product that is only waiting for this one's computation to end, and meets a condition."""
+        """Another product that could be computed now, and meets a condition."""
         with self._lock:
             ready = [p for p in self.unmade.values() if p.name not in self._unbegun and p.name != product.name]
         computing = (p for p in ready if find_kind(p.op).compute is not None)
@@ -307,7 +307,7 @@ def _unmade(
     """The unfinished products; of those that are removed later, what is needed by an unfinished step or product.
 
     steps     what each needs
-    products  all that they and each other need, in plan order
+    products  all that the steps and each other need, in plan order
     """
     needed = {p.name for p in products if not _passes(p, released)} | {name for needs in steps for name in needs}
     unmade = {}
@@ -319,7 +319,7 @@ def _unmade(
 
 
 def needed_later(plan: Plan, products: Iterable[Product], finished: Collection[str]) -> frozenset[str]:
-    """What unfinished products of a plan need, other than these. finished: by name; transient products do not count."""
+    """What the unfinished products of a plan need, but for these ones. finished: names; transient ones count as unfinished."""
     here = {product.name for product in products}
     needed = {p.name for p in plan.products if not p.transient} | {name for step in plan.steps for name in plan.needs(step)}
     later: set[str] = set()

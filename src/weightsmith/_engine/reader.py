@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from weightsmith._engine.resources import DEFAULTS, INPUTS_BYTES, TILE_BYTES, Bu
 from weightsmith._engine.results import Results
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.sources.files import copied_share, files_behind
-from weightsmith._plans import COPY, PRODUCTS, Block, Gather, Plan, Product, Read, Step
+from weightsmith._plans import COPY, PRODUCTS, Block, Gather, Plan, Read, Step
 from weightsmith.abc.job import Bytes, Job, Matrix
 from weightsmith.abc.tensors import Tensors
 
@@ -74,11 +74,6 @@ class Reader:
     def dtype(self, read: Read) -> DType:
         """The dtype of the tensor that is read."""
         return self.source(read).specs[read.tensor].dtype
-
-    def leaves_of(self, product: Product) -> Iterator[Step]:
-        """The steps whose tiles a product that streams reads."""
-        steps = product.steps or self.plan.steps
-        return (leaf for step in steps for leaf in step.leaves if product.name in leaf.needs and leaf.out.size)
 
     def cuts(self, step: Step, align_rows: int = 1) -> list[Cut]:
         """The tiles of a step's tensor.

@@ -203,8 +203,8 @@ class Workload:
               False where another run reads them
     allow_nonfinite  merge NaN and infinities like any number; False raises NonFinite
     memory    for runs of plans that merge the same inputs in other ways: what the jobs of a tensor remember. None: nothing
-    reduction  of the products that stream, in place of those of their kinds
-    tasks     of products, which other processes may do; None: there are none
+    reduction  used for the products that stream, in place of those of their kinds
+    tasks     board of tasks of products, for other processes; None: there is none
     later     transient products that are kept, because other processes make products that need them
     """
 

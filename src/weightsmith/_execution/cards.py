@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -188,9 +189,10 @@ def _usage(plan: Plan, name: str, branch: str = "") -> str:
     if plan.container == DIFFUSERS_LORA:
         return f"\n## Usage\n\n```python\npipeline.load_lora_weights({_quoted(name)}{at})\n```\n"
     if plan.container == MLX_ADAPTER:
-        return f"\n## Usage\n\n```bash\nmlx_lm.generate --model BASE --adapter-path {name} --prompt Hello\n```\n"
+        return f"\n## Usage\n\n```bash\nmlx_lm.generate --model BASE --adapter-path {_shell_word(name)} --prompt Hello\n```\n"
     if plan.container == GGUF_ADAPTER:
-        return f"\n## Usage\n\n```bash\nllama-cli -m base.gguf --lora {name}/{plan.layout.shards[0].name}\n```\n"
+        file = _shell_word(f"{name}/{plan.layout.shards[0].name}")
+        return f"\n## Usage\n\n```bash\nllama-cli -m base.gguf --lora {file}\n```\n"
     if plan.container == GGUF:
         from weightsmith._models.formats.gguf.layout import holds_diffusion
 
@@ -200,7 +202,7 @@ def _usage(plan: Plan, name: str, branch: str = "") -> str:
             move = f"Move `{plan.layout.shards[0].name}` into `models/{folder}` of ComfyUI"
             site = "[ComfyUI-GGUF](https://github.com/city96/ComfyUI-GGUF)"
             return f"\n## Usage\n\n{move}, and load it with the node *{node}* of {site}.\n"
-        files = [f"{name}/{shard.name}" for shard in plan.layout.shards]
+        files = [_shell_word(f"{name}/{shard.name}") for shard in plan.layout.shards]
         command = (
             f"llama-mtmd-cli -m {files[0]} --mmproj {files[-1]} --image photo.jpg"
             if plan.mmproj
@@ -302,6 +304,11 @@ def _sentences(text: str) -> str:
 def _quoted(name: str) -> str:
     """A folder's name as Python writes it; with escapes only where letters cannot be seen."""
     return json.dumps(name, ensure_ascii=not name.isprintable())
+
+
+def _shell_word(path: str) -> str:
+    """A path as one word of a shell's command line; with escapes only where letters cannot be seen."""
+    return shlex.quote(printable(path))
 
 
 # ---- BibTeX, from `citations.bib`: the text in which a method names its sources finds the entries

@@ -12,7 +12,7 @@ processes that wait for the product (`TaskBoard`). The result of a task does not
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -166,7 +166,7 @@ class _OnePass(StreamingReduction):
 
 def units_of(plan: Plan, product: Product) -> list[tuple[Step, ...]]:
     """The leaves that a product reads, in plan order, divided into units of about equal size. Depends on the plan alone."""
-    leaves = list(_leaves(plan, product))
+    leaves = list(plan.leaves_of(product))
     total = sum(leaf.out.size for leaf in leaves)
     n = max(1, min(UNITS, total // UNIT_ELEMENTS, len(leaves)))
     units: list[list[Step]] = [[] for _ in range(n)]
@@ -175,11 +175,6 @@ def units_of(plan: Plan, product: Product) -> list[tuple[Step, ...]]:
         units[min((before + leaf.out.size // 2) * n // total, n - 1)].append(leaf)
         before += leaf.out.size
     return [tuple(unit) for unit in units if unit]
-
-
-def _leaves(plan: Plan, product: Product) -> Iterator[Step]:
-    for step in product.steps or plan.steps:
-        yield from (leaf for leaf in step.leaves if product.name in leaf.needs and leaf.out.size)
 
 
 # ---- products that one process computes

@@ -264,7 +264,7 @@ _DESCRIBING = ("modelspec.", "ss_")
 """Metadata of single files of image models and their adapters: what they are, and how they were trained."""
 _HASHES = ("modelspec.hash_sha256",)
 BUILDING_KEYS = ("config", "is_512", "resolution")
-"""Metadata after which ComfyUI builds a model of a single file: JSON with the settings of LTX-Video, Wan and their VAEs in
+"""Metadata that ComfyUI builds the model of a single file from: JSON with the settings of LTX-Video, Wan and their VAEs in
 `config`, and sizes."""
 
 
@@ -281,7 +281,7 @@ def kept_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
 
 
 def metadata_findings(labels: Sequence[str], metadata: Sequence[Mapping[str, str]], donor: int) -> tuple[Finding, ...]:
-    """The warnings that models of a merge are built from different metadata. metadata: of each model, from `kept_metadata`.
+    """Warnings that ComfyUI builds models of a merge from different metadata. metadata: of each, from `kept_metadata`.
 
     >>> print(*metadata_findings(["a", "b"], [{"config": "{}"}, {"config": '{"vae": {}}'}], 0))
     b: its metadata config differs from that of a, which the output has, and ComfyUI builds the model from it

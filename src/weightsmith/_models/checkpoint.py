@@ -12,6 +12,7 @@ import re
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, final
 
@@ -170,9 +171,14 @@ class Checkpoint(NamedTensors, Closing):
         self._temporary = folder.temporary
 
     def __fspath__(self) -> str:
-        """What names this model in recipes and calls, so that it can be passed there: a Hub model with its commit."""
-        is_hub_id = _COMMIT.fullmatch(self.revision) is not None and "@" not in self.ref and ":" not in self.ref
-        return f"{self.ref}@{self.revision}" if is_hub_id else self.ref
+        """What names this model in recipes and calls, so that it can be passed there: models on the Hub with their commits.
+
+        A commit takes the place of a branch. In `base+adapter`, each of the two has its own.
+        """
+        names, commits = self.ref.split("+"), self.revision.split("+")
+        if len(names) > 2:  # a folder with a + in its name
+            return self.ref
+        return "+".join(_pinned(name, commit) for name, commit in zip_longest(names, commits[: len(names)], fillvalue=""))
 
     @property
     def specs(self) -> Mapping[str, TensorSpec]:
@@ -459,6 +465,13 @@ def locate(ref: str | os.PathLike[str], revision: str | None = None) -> Path | H
     if match is None:
         raise _not_found(name, path)
     return _hub_model(name, match[1], match[2] or "", revision, streams=False)
+
+
+def _pinned(name: str, commit: str) -> str:
+    """The name of a model with its commit; as it is, if the model is not on the Hub."""
+    path = name.partition("@")[0]
+    on_hub = ":" not in path or path.lower().startswith("hf://")
+    return f"{path}@{commit}" if on_hub and _COMMIT.fullmatch(commit) else name
 
 
 def _hub_model(name: str, repo: str, in_name: str, revision: str | None, *, streams: bool) -> HubModel:

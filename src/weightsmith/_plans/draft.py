@@ -121,7 +121,7 @@ class PlanDraft:
         return self.tables.index(table)
 
     def leave_out(self, steps: Collection[Step], reason: str) -> None:
-        """Leave out some steps, and say why their tensors are not used. Products that look at all steps still look at them."""
+        """Leave out some steps, and record why their tensors are not used. Products that read all steps still read these."""
         names = {step.out.name for step in steps}
         if names:
             self.fix_products(self.steps)
@@ -130,11 +130,11 @@ class PlanDraft:
         self.steps = [step for step in self.steps if step.out.name not in names]
 
     def fix_products(self, steps: Sequence[Step]) -> None:
-        """Let products that look at all steps that need them look at those of these steps, whatever becomes of them."""
+        """Give each product without steps of its own those of these that need it: it reads them even if the plan loses them."""
         for i, product in enumerate(self.products):
-            looked_at = [step for step in steps if any(product.name in leaf.needs for leaf in step.leaves)]
-            if not product.steps and looked_at:
-                self.products[i] = replace(product, steps=tuple(looked_at))
+            readable = [step for step in steps if any(product.name in leaf.needs for leaf in step.leaves)]
+            if not product.steps and readable:
+                self.products[i] = replace(product, steps=tuple(readable))
 
     def warn(self, what: str, where: str = "", fix: str = "") -> None:
         """Add a warning."""

@@ -502,6 +502,11 @@ class Plan:
             needed.update(product.needs if product.name in needed else ())
         return tuple(product for product in self.products if product.name in needed)
 
+    def leaves_of(self, product: Product) -> Iterator[Step]:
+        """The steps whose tiles a product that streams reads."""
+        for step in product.steps or self.steps:
+            yield from (leaf for leaf in step.leaves if product.name in leaf.needs and leaf.out.size)
+
     def label(self, read: Read) -> str:
         """The model or product that a read refers to, for messages."""
         return f"product {self.maker[read.tensor]}" if read.model == PRODUCTS else self.models[read.model].ref

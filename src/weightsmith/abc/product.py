@@ -188,28 +188,28 @@ class Cancelled(Exception):
 
 
 class Tasks(Protocol):
-    """Tasks of a product that other processes, which wait for it, may do. A task is JSON that any process does alike."""
+    """Tasks of a product for the processes that wait for it. A task is JSON; its result is the same in every process."""
 
     def has_helpers(self) -> bool:
         """Whether another process waits now."""
 
     def put(self, array: npt.NDArray[Any]) -> str:
-        """Keep an array for tasks, by this name. Raises OSError."""
+        """Keep an array for tasks, and return its name there. Raises OSError."""
 
     def array(self, name: str) -> npt.NDArray[Any]:
         """An array of a task. Raises OSError."""
 
     def offer(self, task: Mapping[str, Any]) -> str:
-        """Let others do a task; its key. Raises OSError."""
+        """Let others do a task, and return its key. Raises OSError."""
 
     def take(self, key: str, make: Callable[[], Arrays], specs: Sequence[TensorSpec] | None = None) -> Arrays | None:
-        """The arrays of a task: those that another process has made, or that `make` makes; None if another is at it.
+        """The arrays of a task: another process's, or those of `make`; None while another process is making them.
 
-        specs  dtypes and shapes that they must have: what another process made with others is made again; None: any
+        specs  dtypes and shapes that they must have: others are made again; None: any
         """
 
     def clear(self) -> None:
-        """Remove all of them."""
+        """Remove all tasks and arrays."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +228,7 @@ class ProductContext:
                   call it often
     also          arrays of zeros for another product that could be computed at the same time, if one meets a condition: for
                   what is found on the way. They must be filled, as its own computation would; None if there is none
-    tasks         that other processes may do; None: there is only this process
+    tasks         for other processes; None if there are none
     """
 
     product: Product

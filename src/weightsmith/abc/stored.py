@@ -392,7 +392,7 @@ class ModelFormat(ABC):
         return ()
 
     def part(self, parts: Collection[str]) -> str:
-        """The part of a pipeline of diffusers that the format stores, of these; "": a pipeline has none, or several."""
+        """Which of these parts of a pipeline of diffusers the format stores; "" if there is none, or several."""
         return ""
 
     def weighed(self, config: Config | None, specs: Iterable[TensorSpec]) -> list[TensorSpec]:

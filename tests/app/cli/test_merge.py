@@ -276,10 +276,12 @@ def test_ctrl_c_before_anything_was_made_says_that_nothing_is_left(
     assert "Interrupted. No unfinished work was left." in ran.err
 
 
-def test_ctrl_c_ends_with_130_even_if_a_library_aborts_at_the_end(tmp_path: Path) -> None:
+@pytest.mark.parametrize("start", ["sys.exit(cli.main())", "runpy.run_module('weightsmith', run_name='__main__')"])
+def test_ctrl_c_ends_with_130_even_if_a_library_aborts_at_the_end(tmp_path: Path, start: str) -> None:
+    """The installed script, and `python -m weightsmith`: what is printed is seen, and temporary folders are removed."""
     program = tmp_path / "program.py"
     program.write_text(
-        "import atexit, ctypes, sys, types\n"
+        "import atexit, ctypes, runpy, sys, tempfile, types\n"
         "from weightsmith._app import cli\n"
         "libc = ctypes.CDLL(None)\n"
         "libc.__cxa_atexit(libc.abort, None, None)\n"
@@ -287,10 +289,31 @@ def test_ctrl_c_ends_with_130_even_if_a_library_aborts_at_the_end(tmp_path: Path
         "cli._run = lambda app: print('told') or 130\n"
         "sys.argv = ['weightsmith', 'methods']\n"
         "atexit.register(print, 'cleaned up')\n"
-        "cli.main()\n"
+        f"folder = tempfile.TemporaryDirectory(dir={str(tmp_path)!r})\n"
+        f"{start}\n"
     )
     ran = subprocess.run([sys.executable, str(program)], env=environment(), capture_output=True, text=True, check=False)
     assert (ran.returncode, ran.stdout) == (130, "told\ncleaned up\n")
+    assert [*tmp_path.iterdir()] == [program]
+
+
+def test_ctrl_c_ends_no_program_that_calls_the_command_line(tmp_path: Path) -> None:
+    (tmp_path / "caller.py").write_text("from weightsmith._app import cli\ndef call():\n    cli.main()\n")
+    (tmp_path / "program.py").write_text(
+        "import sys, types\n"
+        "import caller\n"
+        "sys.modules['torch'] = types.ModuleType('torch')\n"
+        "caller.cli._run = lambda app: 130\n"
+        "sys.argv = ['weightsmith', 'methods']\n"
+        "try:\n"
+        "    caller.call()\n"
+        "except SystemExit as ended:\n"
+        "    print('went on after', ended.code)\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, str(tmp_path / "program.py")], env=environment(), capture_output=True, text=True, check=False
+    )
+    assert (ran.returncode, ran.stdout) == (0, "went on after 130\n")
 
 
 @pytest.mark.slow

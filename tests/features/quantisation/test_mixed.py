@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -414,6 +414,11 @@ def test_gates_of_linear_attention_stay_plain(name: str, tmp_path: Path) -> None
         assert all(any(re.match(rule[3:], module) for rule in stored["ignore"] if rule[:3] == "re:") for module in parts)
 
 
+def dtypes_in_layer(folder: Path, number: int, names: Iterable[str]) -> dict[str, str]:
+    with open_checkpoint(folder, raw=True) as model:
+        return {name: model.specs[f"model.layers.{number}.{name}.weight"].dtype.name for name in names}
+
+
 def test_projections_of_mamba_are_named_for_vllm(tmp_path: Path) -> None:
     """`MambaMixer` of vLLM builds its layers without a quantisation."""
     shapes = {f"mamba.{name}": (128, 128) for name in ("in_proj", "x_proj", "dt_proj", "out_proj")}
@@ -423,9 +428,7 @@ def test_projections_of_mamba_are_named_for_vllm(tmp_path: Path) -> None:
     assert [warning.where for warning in warned] == ["model.layers.0.mamba.in_proj.weight"]
     assert "vLLM" in warned[0].what
     assert "SGLang" not in warned[0].what
-    with open_checkpoint(tmp_path / "q", raw=True) as model:
-        kinds = {name: model.specs[f"model.layers.1.{name}.weight"].dtype.name for name in shapes}
-    assert kinds == {
+    assert dtypes_in_layer(tmp_path / "q", 1, shapes) == {
         "mamba.in_proj": "F8_E4M3",
         "mamba.x_proj": "BF16",
         "mamba.dt_proj": "BF16",
@@ -441,9 +444,7 @@ def test_parts_of_an_indexer_that_engines_keep_plain_stay_plain(tmp_path: Path) 
     shapes = {f"self_attn.indexer.{name}": (128, 128) for name in ("wq_b", "wk", "weights_proj")}
     source = layers_of({**shapes, "self_attn.o_proj": (128, 128)}, tmp_path / "m", {**QWEN35, "model_type": "deepseek_v32"})
     quantise(source, tmp_path / "q", "fp8-dynamic")
-    with open_checkpoint(tmp_path / "q", raw=True) as model:
-        kinds = {name: model.specs[f"model.layers.0.{name}.weight"].dtype.name for name in shapes}
-    assert kinds == {
+    assert dtypes_in_layer(tmp_path / "q", 0, shapes) == {
         "self_attn.indexer.wq_b": "F8_E4M3",
         "self_attn.indexer.wk": "BF16",
         "self_attn.indexer.weights_proj": "BF16",

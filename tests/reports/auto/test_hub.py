@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from huggingface_hub import constants
 
 import weightsmith
 from tests.fake_hub import COMMIT, CUT, FakeHub, Fault, Files, Seen, serve, use
 from tests.reports.auto.test_auto import FINE_TUNES, made, work
-from weightsmith._base.errors import CheckpointError, NoSpace, PlanError
+from weightsmith._base.errors import CheckpointError, NoSpace, ParameterError, PlanError
 from weightsmith._execution.progress import Silent
 from weightsmith._reports.auto import auto as module
+from weightsmith._reports.auto.pool import Choice, Models, Pool, RowScores
 from weightsmith._reports.auto.result import Auto
 
 __all__ = ["made", "work"]
@@ -151,6 +153,36 @@ def test_without_the_network_the_cache_is_enough_and_needed(hub: FakeHub, monkey
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     auto()
     assert hub.seen == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_branch_that_moves_meanwhile_changes_nothing(hub: FakeHub, stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    other, refer = "d" * 40, Pool.refer
+    for name in MODELS:
+        hub.repos[f"org/{name}", other] = hub.repos["org/base", COMMIT]
+
+    def move_main(pool: Pool, models: Models) -> list[RowScores]:
+        hub.refs["main"] = other
+        return refer(pool, models)
+
+    monkeypatch.setattr(Pool, "refer", move_main)
+    monkeypatch.setattr(module, "choose", lambda *_scored, **_given: Choice(module.REGMEAN_TSV, "the test says so"))
+    auto(base="org/base@main", stream=stream)
+    assert other not in "".join(seen.path for seen in hub.seen)
+    auto("local", base="base", models=list(FINE_TUNES))
+    assert Path("merged", WEIGHTS).read_bytes() == Path("local", WEIGHTS).read_bytes()
+    recipe = yaml.safe_load(Path("merged/recipe.yml").read_text())
+    assert recipe["base_model"] == f"org/base@{COMMIT}"
+    assert [entry["model"] for entry in recipe["models"]] == [f"org/{name}@{COMMIT}" for name in FINE_TUNES]
+    weightsmith.merge("merged/recipe.yml", "again", stream=stream, progress=False)
+    assert Path("again", WEIGHTS).read_bytes() == Path("merged", WEIGHTS).read_bytes()
+
+
+def test_two_names_of_one_commit_are_refused(hub: FakeHub) -> None:
+    with pytest.raises(ParameterError, match="org/fr@main: a model is named twice"):
+        auto(models=["org/fr", "org/fr@main", "org/de"], text=None)
+    assert not Path("merged.auto").exists()
 
 
 def test_a_gated_model_is_refused_before_any_download(hub: FakeHub) -> None:

@@ -364,8 +364,8 @@ def test_the_start_counts_for_the_time_and_one_candidate_is_tried_all_the_same(
     clock = Clock()
     plain = module.Candidates.__init__
 
-    def opened(*arguments: Any) -> None:
-        plain(*arguments)
+    def opened(*arguments: Any, **options: Any) -> None:
+        plain(*arguments, **options)
         clock.seconds += 3600
 
     monkeypatch.setattr(module, "time", clock)

@@ -60,6 +60,6 @@ find_kind = KINDS.get
 
 
 def divisible(product: Product) -> bool:
-    """Whether several processes can measure a product together."""
+    """Whether several processes can measure the product together."""
     kind = find_kind(product.op)
     return kind.reduce is not None and not product.needs and kind.reduce(product).divisible

@@ -1,4 +1,4 @@
-"""Names of modules of diffusion models, in their first implementation and in diffusers: tables.
+"""Names of modules of diffusion models in files of adapters, in their first implementation and in diffusers.
 
 `#` stands for the number of a block. Files of kohya's scripts and ComfyUI have the names of the first implementation.
 """
@@ -9,6 +9,10 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Any
+
+from weightsmith._models.structure import diffusers_names
+from weightsmith._models.structure.diffusers_names import DiffusersNames
 
 _NUMBER = re.compile(r"((?<![^._])(?:\w+_)?blocks)([._])(\d+)(?=[._])")
 
@@ -51,101 +55,46 @@ class Family:
             yield from parts
 
 
-def _attention(home: str, theirs: str, names: str = "q k v o") -> dict[str, str]:
-    return {
-        f"{home}.{name}": f"{theirs}.{new}"
-        for name, new in zip(names.split(), ("to_q", "to_k", "to_v", "to_out.0"), strict=True)
+_NO_MATRIX = re.compile(r"(.*\.)?(norm\w*|scale_shift_table|pos_embed)")
+"""Modules and tensors of diffusers that adapters do not change."""
+
+
+def _family(title: str, table: DiffusersNames, left_out: tuple[str, ...] = (), **fields: Any) -> Family:
+    """A family with the matrices of a table, but for those that diffusers has in another order.
+
+    left_out  how names in diffusers begin that are left out, too
+    """
+    names = {
+        first: theirs
+        for theirs, first in table.names.items()
+        if theirs not in (*table.swapped, *table.last_swapped)
+        and not _NO_MATRIX.fullmatch(theirs)
+        and not theirs.startswith(left_out)
     }
+    return Family(title, names, table.joined, **fields)
 
 
-def _same(block: str, names: str) -> dict[str, str]:
-    return {f"{block}.#.{name}": f"{block}.#.{name}" for name in names.split()}
-
-
-_SD3_X, _SD3_CONTEXT, _THEIRS = "joint_blocks.#.x_block", "joint_blocks.#.context_block", "transformer_blocks.#"
-_REFINER, _THEIR_REFINER = "txt_in.individual_token_refiner.blocks.#", "context_embedder.token_refiner.refiner_blocks.#"
-
-STABLE_DIFFUSION_3 = Family(
-    "Stable Diffusion 3",
-    {
-        f"{_SD3_X}.attn.proj": f"{_THEIRS}.attn.to_out.0",
-        f"{_SD3_X}.attn2.proj": f"{_THEIRS}.attn2.to_out.0",
-        f"{_SD3_X}.mlp.fc1": f"{_THEIRS}.ff.net.0.proj",
-        f"{_SD3_X}.mlp.fc2": f"{_THEIRS}.ff.net.2",
-        f"{_SD3_X}.adaLN_modulation.1": f"{_THEIRS}.norm1.linear",
-        f"{_SD3_CONTEXT}.attn.proj": f"{_THEIRS}.attn.to_add_out",
-        f"{_SD3_CONTEXT}.mlp.fc1": f"{_THEIRS}.ff_context.net.0.proj",
-        f"{_SD3_CONTEXT}.mlp.fc2": f"{_THEIRS}.ff_context.net.2",
-        "context_embedder": "context_embedder",
-        "t_embedder.mlp.0": "time_text_embed.timestep_embedder.linear_1",
-        "t_embedder.mlp.2": "time_text_embed.timestep_embedder.linear_2",
-        "y_embedder.mlp.0": "time_text_embed.text_embedder.linear_1",
-        "y_embedder.mlp.2": "time_text_embed.text_embedder.linear_2",
-        "final_layer.linear": "proj_out",
-    },
-    {
-        f"{_SD3_X}.attn.qkv": tuple(f"{_THEIRS}.attn.to_{part}" for part in "qkv"),
-        f"{_SD3_X}.attn2.qkv": tuple(f"{_THEIRS}.attn2.to_{part}" for part in "qkv"),
-        f"{_SD3_CONTEXT}.attn.qkv": tuple(f"{_THEIRS}.attn.add_{part}_proj" for part in "qkv"),
-    },
-    {"transformer_blocks": (24, 38)},
+STABLE_DIFFUSION_3 = _family(
+    "Stable Diffusion 3", diffusers_names.SD3, ("pos_embed.",), blocks={"transformer_blocks": (24, 38)}
 )
 """Without the modulation of the context: diffusers has its halves in another order in the last block."""
 
-WAN = Family(
-    "Wan",
-    {
-        **_attention("blocks.#.self_attn", "blocks.#.attn1"),
-        **_attention("blocks.#.cross_attn", "blocks.#.attn2"),
-        "blocks.#.cross_attn.k_img": "blocks.#.attn2.add_k_proj",
-        "blocks.#.cross_attn.v_img": "blocks.#.attn2.add_v_proj",
-        "blocks.#.ffn.0": "blocks.#.ffn.net.0.proj",
-        "blocks.#.ffn.2": "blocks.#.ffn.net.2",
-        "time_embedding.0": "condition_embedder.time_embedder.linear_1",
-        "time_embedding.2": "condition_embedder.time_embedder.linear_2",
-        "text_embedding.0": "condition_embedder.text_embedder.linear_1",
-        "text_embedding.2": "condition_embedder.text_embedder.linear_2",
-        "time_projection.1": "condition_embedder.time_proj",
-        "img_emb.proj.1": "condition_embedder.image_embedder.ff.net.0.proj",
-        "img_emb.proj.3": "condition_embedder.image_embedder.ff.net.2",
-        "head.head": "proj_out",
-        "patch_embedding": "patch_embedding",
-    },
-)
+WAN = _family("Wan", diffusers_names.WAN, ("vace_", "blocks.#.attn1.add_"))
 
-QWEN_IMAGE = Family(
-    "Qwen-Image",
-    {
-        **_same(
-            "transformer_blocks",
-            "attn.to_q attn.to_k attn.to_v attn.to_out.0 attn.add_q_proj attn.add_k_proj attn.add_v_proj attn.to_add_out "
-            "img_mlp.net.0.proj img_mlp.net.2 txt_mlp.net.0.proj txt_mlp.net.2 img_mod.1 txt_mod.1",
-        ),
-        "img_in": "img_in",
-        "txt_in": "txt_in",
-        "time_text_embed.timestep_embedder.linear_1": "time_text_embed.timestep_embedder.linear_1",
-        "time_text_embed.timestep_embedder.linear_2": "time_text_embed.timestep_embedder.linear_2",
-        "norm_out.linear": "norm_out.linear",
-        "proj_out": "proj_out",
-    },
-    blocks={"transformer_blocks": (60,)},
+_QWEN_BLOCK = (
+    "attn.to_q attn.to_k attn.to_v attn.to_out.0 attn.add_q_proj attn.add_k_proj attn.add_v_proj attn.to_add_out "
+    "img_mlp.net.0.proj img_mlp.net.2 txt_mlp.net.0.proj txt_mlp.net.2 img_mod.1 txt_mod.1"
 )
+_QWEN_TIMES = "time_text_embed.timestep_embedder.linear_1 time_text_embed.timestep_embedder.linear_2"
+_QWEN = [
+    *(f"transformer_blocks.#.{name}" for name in _QWEN_BLOCK.split()),
+    *f"img_in txt_in {_QWEN_TIMES} norm_out.linear proj_out".split(),
+]
+QWEN_IMAGE = Family("Qwen-Image", {name: name for name in _QWEN}, blocks={"transformer_blocks": (60,)})
 
-LTX = Family(
+LTX = _family(
     "LTX",
-    {
-        **_same(
-            "transformer_blocks",
-            " ".join(f"attn{k}.to_{part}" for k in (1, 2) for part in ("q", "k", "v", "out.0")) + " ff.net.0.proj ff.net.2",
-        ),
-        "patchify_proj": "proj_in",
-        "adaln_single.emb.timestep_embedder.linear_1": "time_embed.emb.timestep_embedder.linear_1",
-        "adaln_single.emb.timestep_embedder.linear_2": "time_embed.emb.timestep_embedder.linear_2",
-        "adaln_single.linear": "time_embed.linear",
-        "caption_projection.linear_1": "caption_projection.linear_1",
-        "caption_projection.linear_2": "caption_projection.linear_2",
-        "proj_out": "proj_out",
-    },
+    diffusers_names.LTX,
     blocks={"transformer_blocks": (28, 48)},
     proof=("patchify_proj", "proj_in"),
     widths={28: 2_048, 48: 4_096},
@@ -155,45 +104,11 @@ LTX = Family(
 and Cosmos 28 blocks of the same size, with 1,024 inputs from the text.
 """
 
-HUNYUAN_VIDEO = Family(
+HUNYUAN_VIDEO = _family(
     "HunyuanVideo",
-    {
-        "double_blocks.#.img_attn_proj": f"{_THEIRS}.attn.to_out.0",
-        "double_blocks.#.txt_attn_proj": f"{_THEIRS}.attn.to_add_out",
-        "double_blocks.#.img_mlp.fc1": f"{_THEIRS}.ff.net.0.proj",
-        "double_blocks.#.img_mlp.fc2": f"{_THEIRS}.ff.net.2",
-        "double_blocks.#.txt_mlp.fc1": f"{_THEIRS}.ff_context.net.0.proj",
-        "double_blocks.#.txt_mlp.fc2": f"{_THEIRS}.ff_context.net.2",
-        "double_blocks.#.img_mod.linear": f"{_THEIRS}.norm1.linear",
-        "double_blocks.#.txt_mod.linear": f"{_THEIRS}.norm1_context.linear",
-        "single_blocks.#.linear2": "single_transformer_blocks.#.proj_out",
-        "single_blocks.#.modulation.linear": "single_transformer_blocks.#.norm.linear",
-        f"{_REFINER}.self_attn_proj": f"{_THEIR_REFINER}.attn.to_out.0",
-        f"{_REFINER}.mlp.fc1": f"{_THEIR_REFINER}.ff.net.0.proj",
-        f"{_REFINER}.mlp.fc2": f"{_THEIR_REFINER}.ff.net.2",
-        f"{_REFINER}.adaLN_modulation.1": f"{_THEIR_REFINER}.norm_out.linear",
-        "txt_in.input_embedder": "context_embedder.proj_in",
-        "txt_in.t_embedder.mlp.0": "context_embedder.time_text_embed.timestep_embedder.linear_1",
-        "txt_in.t_embedder.mlp.2": "context_embedder.time_text_embed.timestep_embedder.linear_2",
-        "txt_in.c_embedder.linear_1": "context_embedder.time_text_embed.text_embedder.linear_1",
-        "txt_in.c_embedder.linear_2": "context_embedder.time_text_embed.text_embedder.linear_2",
-        "time_in.mlp.0": "time_text_embed.timestep_embedder.linear_1",
-        "time_in.mlp.2": "time_text_embed.timestep_embedder.linear_2",
-        "guidance_in.mlp.0": "time_text_embed.guidance_embedder.linear_1",
-        "guidance_in.mlp.2": "time_text_embed.guidance_embedder.linear_2",
-        "vector_in.in_layer": "time_text_embed.text_embedder.linear_1",
-        "vector_in.out_layer": "time_text_embed.text_embedder.linear_2",
-        "final_layer.linear": "proj_out",
-    },
-    {
-        "double_blocks.#.img_attn_qkv": tuple(f"{_THEIRS}.attn.to_{part}" for part in "qkv"),
-        "double_blocks.#.txt_attn_qkv": tuple(f"{_THEIRS}.attn.add_{part}_proj" for part in "qkv"),
-        "single_blocks.#.linear1": tuple(
-            f"single_transformer_blocks.#.{part}" for part in ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp")
-        ),
-        f"{_REFINER}.self_attn_qkv": tuple(f"{_THEIR_REFINER}.attn.to_{part}" for part in "qkv"),
-    },
-    {"transformer_blocks": (20,), "single_transformer_blocks": (40,), "double_blocks": (20,), "single_blocks": (40,)},
+    diffusers_names.HUNYUAN_VIDEO,
+    ("x_embedder.",),
+    blocks={"transformer_blocks": (20,), "single_transformer_blocks": (40,), "double_blocks": (20,), "single_blocks": (40,)},
 )
 
 FAMILIES = (STABLE_DIFFUSION_3, WAN, QWEN_IMAGE, LTX, HUNYUAN_VIDEO)

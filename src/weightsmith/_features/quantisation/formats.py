@@ -185,7 +185,7 @@ def _prepare(model_format: ModelFormat, assembled: Prepared, request: ModelReque
     origins = [_origin(checkpoint) for checkpoint in assembled.inputs]
     companions = ModelFiles(origins, partial(_files_of, assembled), partial(_file_of_donor, assembled), held.update)
     files = model_format.prepare(draft, companions, request)
-    if draft.config is None:  # its programs look for none
+    if draft.config is None:  # programs that read the format need no config.json
         draft.warnings = [finding for finding in draft.warnings if not finding.what.startswith(NO_CONFIG)]
     draft.lacking = joined([draft.lacking, lacking(((model.ref, model.files) for model in assembled.inputs), held)])
     return files
@@ -407,10 +407,10 @@ def apply_format(prepared: Prepared, name: str, settings: QuantizeSettings) -> N
 
 
 def _keep_part(prepared: Prepared, part: str) -> None:
-    """Make the draft of a pipeline that of one of its parts."""
+    """Reduce the draft of a pipeline to one of its parts."""
     draft, prefix, config = prepared.draft, f"{part}/", f"{part}/config.json"
     others = [step for step in draft.steps if not step.out.name.startswith(prefix)]
-    draft.leave_out(others, f"the file holds the part {part} alone")
+    draft.leave_out(others, f"the file holds only the part {part}")
     draft.steps = [replace(step, out=replace(step.out, name=step.out.name.removeprefix(prefix))) for step in draft.steps]
     stored = _files_of(prepared, [config]).get(config)
     draft.config = {} if stored is None else parse_object(stored, config, prepared.inputs[draft.donor].ref, "repair it")
@@ -526,8 +526,8 @@ def _decoded(models: Iterable[Checkpoint], name: str) -> list[Finding]:
 # ---- Weights in several encodings of one stored format: `--quantize nvfp4a16 --tensor-type self_attn=fp8-dynamic`
 #
 # A type is `REGEX=NAME`. The expression is searched for in the names of weights that are quantised, and the last type that fits
-# a weight wins. NAME is an encoding of the same stored format, with its group size (`w4a16-g64`), or `plain`. The name of the
-# format that is asked for has the group size of the other weights.
+# a weight wins. NAME is an encoding of the same stored format, with its group size (`w4a16-g64`), or `plain`. The name of
+# the chosen format stands for the group size of the other weights.
 #
 # A type that fits no weight of the layers may fit the head: `lm_head=w8a16`. `.=w8a16` leaves the head as it is.
 #
@@ -561,9 +561,9 @@ def encodings_by_weight(
     if not texts:
         return {}
     by_row = by_row or {}
-    weights = [*encodable(draft, default.name), *by_row]
-    for name in {kind for _, kind in types} - {PLAIN}:
-        weights += [weight for weight in encodable(draft, name) if weight not in weights]
+    weights = dict.fromkeys([*encodable(draft, default.name), *by_row])
+    for name in dict.fromkeys(kind for _, kind in types if kind != PLAIN):
+        weights |= dict.fromkeys(encodable(draft, name))
     unmatched = [(pattern, kind) for pattern, kind in types if not any(map(pattern.search, weights))]
     heads = [] if tie_flag(draft.config) else [step.out.name for step in draft.steps if is_model_head(step.out)]
     unused = [pattern.pattern for pattern, _ in unmatched if not any(map(pattern.search, heads))]

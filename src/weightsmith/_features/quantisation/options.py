@@ -91,8 +91,9 @@ class QuantizeSettings:
         (),
         "--tensor-type REGEX=TYPE",
         "Store tensors with matching names in another type (repeatable; the last wins)",
-        details="Of GGUF llama.cpp's names and types, `ffn_down=Q6_K`; of compressed-tensors and ComfyUI formats, "
-        "`self_attn=fp8-dynamic`, or `lm_head=w8a16` for the head; of GPTQ, `lm_head=gptq-4bit`; of AWQ, `down_proj=plain`. "
+        details="GGUF takes names and types of llama.cpp, such as `ffn_down=Q6_K`. Formats of compressed-tensors and ComfyUI "
+        "take other formats of theirs: `self_attn=fp8-dynamic`, or `lm_head=w8a16` for the head. GPTQ takes "
+        "`lm_head=gptq-4bit`, and AWQ `down_proj=plain`. "
         "See [GGUF](gguf.md#types-of-single-tensors) and [mixed precision](quantize.md#mixed-precision).",
     )
     metadata: tuple[str, ...] = option(

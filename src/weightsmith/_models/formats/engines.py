@@ -123,7 +123,7 @@ _MARLIN = ((64, 128), (128, 64))
 """Outputs and inputs of the tiles of Marlin's kernel."""
 
 _HEAD_ROWS = 64
-"""A multiple of it are the rows that vLLM and SGLang give a head (`pad_vocab_size`)."""
+"""vLLM and SGLang give a head a multiple of this many rows (`pad_vocab_size`)."""
 _EXLLAMAV2_MLPS = (("intermediate", 64, "leaves the last features of MLPs without activation"),)
 """Its grid for the activation has half as many blocks of 32 pairs as there are blocks of 32 features, rounded down."""
 _EXLLAMAV3_MLPS = (("hidden", 128, "does not run MLPs with padded outputs"),)
@@ -334,17 +334,17 @@ def objections(
 
 
 def _of_mamba(stored: Sequence[TensorSpec], plain: Iterable[TensorSpec]) -> list[str]:
-    """Projections of Mamba 1 among weights: those of modules that have an `x_proj`, too."""
+    """Projections of Mamba 1 among the stored weights: those of modules that also have an `x_proj`."""
     suffix = ".x_proj.weight"
     modules = {spec.name.removesuffix(suffix) for spec in (*stored, *plain) if spec.name.endswith(suffix)}
     return [spec.name for spec in stored if spec.name.rpartition(".")[0].rpartition(".")[0] in modules]
 
 
 def head_objections(format: str, head: TensorSpec) -> Iterator[tuple[str, str]]:
-    """Programs that load a format and do not run a head of a model in it: the name of each, and why.
+    """Programs that load a format, but not a head stored in it: the name of each, and why.
 
-    vLLM and SGLang cut a head by its rows (`weight_loader` of `VocabParallelEmbedding`), and scales of blocks have fewer;
-    a head of GPTQ has them as columns, and is not filled up to `_HEAD_ROWS`. optimum replaces layers of blocks alone.
+    vLLM and SGLang cut a head by its rows (`weight_loader` of `VocabParallelEmbedding`). Scales of blocks have fewer rows. GPTQ
+    stores the rows as columns, which are not filled up to `_HEAD_ROWS`. optimum replaces only layers inside blocks.
     """
     for engine in engines_of(format):
         joins, rows = engine.name in ("vllm", "sglang"), head.shape[0]

@@ -53,7 +53,7 @@ from weightsmith.abc.tensors import Tensors
 
 METHOD = "gptq"
 _HEAD = "lm_head"
-"""What most models call their head. `lm_head` of the entry says whether the head is quantised, whatever its name is."""
+"""The usual name of a head. The entry's `lm_head` says whether the head is quantised, whatever its name."""
 PARTS = (".qweight", ".qzeros", ".scales", ".g_idx")
 _BITS = (2, 3, 4, 8)
 _ONES = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}

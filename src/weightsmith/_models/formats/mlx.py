@@ -208,15 +208,15 @@ def _read(stored: Tensors, config: Config, where: str) -> Wrapped:
 
 _CONVOLUTION = re.compile(r".+\.conv(1d)?\.weight")
 _MOVED_ALONE = frozenset({"lfm2", "mamba", "mamba2", "recurrent_gemma"})
-"""Values of `model_type` of which mlx-lm stores the convolutions otherwise than the Hub, and everything else alike."""
+"""Values of `model_type` for which mlx-lm changes nothing but the layout of the convolutions."""
 
 
 def in_hub_layout(wrapped: Wrapped, where: str) -> Wrapped:
-    """A model that MLX has written with its convolutions over time as the Hub stores them: [channels, 1, kernel].
+    """A model that MLX has written, with convolutions over time in the Hub's layout: [channels, 1, kernel].
 
-    mlx-lm has [channels, kernel, 1]. Of Qwen3.5 and Qwen3-Next it also adds 1 to the norms, and of Falcon-H1 it multiplies
-    weights with what config.json has for that; in 16 bits, neither is undone without loss. Raises Unsupported for these, and
-    for other models of which it is not known.
+    mlx-lm has [channels, kernel, 1]. It also adds 1 to the norms of Qwen3.5 and Qwen3-Next, and multiplies weights of Falcon-H1
+    by factors from config.json; in 16 bits, neither can be undone without loss. Raises Unsupported for these models, and for
+    all others that are not known to be the same otherwise.
     """
     specs = wrapped.source.specs
     moved = [
@@ -228,10 +228,8 @@ def in_hub_layout(wrapped: Wrapped, where: str) -> Wrapped:
         return wrapped
     model_type = (wrapped.config or {}).get("model_type")
     if not isinstance(model_type, str) or model_type not in _MOVED_ALONE:
-        what = (
-            f"MLX has stored {show(moved[0].name)} as {list(moved[0].shape)}, [channels, kernel, 1]; of some models, it changes"
-        )
-        what += f" norms and other weights with that, and for model_type {show(model_type)} what it changes is not undone"
+        what = f"MLX has stored {show(moved[0].name)} as {list(moved[0].shape)}, [channels, kernel, 1]; in some models it also"
+        what += f" changes norms and other weights, and for model_type {show(model_type)} what it changes is not undone"
         raise Unsupported(what, where=where, fix="Name the model of the Hub that was converted for MLX.")
     parts = {name: TensorPart(name, spec.shape) for name, spec in specs.items()}
     parts |= {spec.name: replace(parts[spec.name], shape=(spec.shape[0], 1, spec.shape[1])) for spec in moved}

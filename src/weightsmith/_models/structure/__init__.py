@@ -4,6 +4,7 @@
     stacks.py   which prefixes are stacks of layers; which keys of config.json hold a number of layers, and of which stack
     model.py    `analyse` -> `Structure`: locate, rename, module_of, experts; modules (text decoder, vision tower ...)
     parts.py    models of several parts that names tell apart: pipelines of diffusers, single files with a VAE
+    diffusers_names.py  names of diffusion models in folders of diffusers, and in single files
     vocabulary.py  embeddings and heads: names and tying; heads of classifiers
     projections.py  the roles of projections, by their names; how methods treat a tensor; tensors that hold several matrices
     defaults.py settings that config.json leaves out, by the class of the model in transformers

@@ -59,17 +59,17 @@ FUSED = {name: PARTS[name] for name in ("qkv_proj", "gate_up_proj")}
 """Phi-3's, whose matrices follow each other in every model that has them."""
 
 _LINEAR_ATTENTION = {"in_proj_qkvz": ("in_proj_qkv", "in_proj_z"), "in_proj_ba": ("in_proj_b", "in_proj_a")}
-"""Projections of Qwen3.5's linear attention, as vLLM and SGLang join them."""
+"""Projections of Qwen3.5, as vLLM and SGLang join them."""
 
 ENGINES_FUSED = {**FUSED, **_LINEAR_ATTENTION}
-"""Module of an inference engine → the modules that it replaces."""
+"""Module of engines → the modules of a file that it joins."""
 
 
 def in_both_orders(name: str) -> str:
-    """A regular expression for a module under its name in files and its name in engines, which differ for models with towers.
+    """A regular expression for a module of a model with towers, wherever engines put its decoder.
 
     Files have `model.language_model.layers`, and Qwen-Omni's `thinker.model.layers`; vLLM and SGLang build
-    `language_model.model.layers`. They translate names in config.json, but not regular expressions.
+    `language_model.model.layers`. They rename the names in config.json, but no expressions.
 
     >>> in_both_orders("model.language_model.layers.0"), in_both_orders("model.layers.0")
     ('language_model\\\\.(model\\\\.)?layers\\\\.0', 'model\\\\.layers\\\\.0')
@@ -120,10 +120,10 @@ JOINED = {
 """Projection → the input that it shares with others, or the matrix that engines join them into."""
 
 _OUTPUT_GATE = ("linear_attn", "g_proj")
-"""A module of OLMo Hybrid, and the projection in it that engines join with q, k and v."""
+"""OLMo Hybrid's module, and the projection in it that engines join with q, k and v."""
 
 GATES_OF_LINEAR_ATTENTION = frozenset({*_LINEAR_ATTENTION["in_proj_ba"], "in_proj_ba"})
-"""Projections to one or two numbers for each head: how much of the state decays, and how much is written to it."""
+"""Projections to a number or two for each head: how much a state decays, and how much is written into it."""
 
 
 def projection_role(module: str) -> ProjectionRole | None:
@@ -139,7 +139,7 @@ _ORDER = {name: i for i, name in enumerate((*JOINED, _OUTPUT_GATE[1]))}
 
 
 def _joined(parent: str, projection: str) -> str:
-    """The matrix that a projection is joined into; its own name if engines do not join it."""
+    """What a projection is joined into; its own name if it is joined with none."""
     if (parent.rpartition(".")[2], projection) == _OUTPUT_GATE:
         return "qkv"
     return JOINED.get(projection, projection)

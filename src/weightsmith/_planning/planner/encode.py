@@ -5,7 +5,7 @@ Everything else is stored as it is: embeddings and heads (unless the encoding ta
 routers, towers and projectors, prediction layers after the last, experts that are one tensor, GPT-2's transposed matrices
 (Conv1D).
 
-Of a single file of a diffusion model, the matrices in the blocks are encoded, of all stacks. A checkpoint's VAE and text
+In a single file of a diffusion model, the matrices in the blocks of all stacks are encoded. A checkpoint's VAE and text
 encoders are stored as they are, and of UNets all but the transformer blocks.
 
 **The list of ignored modules.** compressed-tensors quantises every nn.Linear that the list does not name, so each that is
@@ -50,10 +50,10 @@ _WEIGHT = ".weight"
 _SIZES = ("its width", "its outputs")
 """What the reason begins with when an encoding does not take a weight for its size."""
 _ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
-_OF_STATES = frozenset({"x_proj", "dt_proj"})
-"""Of Mamba 1: paths of transformers take their weights, not the layers."""
-_OF_INDEXERS = frozenset({"wk", "weights_proj"})
-"""Of DeepSeek V3.2 and GLM-5: vLLM joins them, and builds the joined layer without a quantisation."""
+_MAMBA_PROJECTIONS = frozenset({"x_proj", "dt_proj"})
+"""Projections of Mamba 1 whose weights transformers uses directly, without calling the layers."""
+_INDEXER_PROJECTIONS = frozenset({"wk", "weights_proj"})
+"""Projections of DeepSeek V3.2 and GLM-5 that vLLM joins into a layer without quantisation."""
 _UNET = re.compile(r"(^|\.)(input_blocks|middle_block|output_blocks)\.")
 _CONV1D = frozenset({"c_attn", "c_fc"})
 """Modules with more outputs than inputs: a matrix with more columns than rows is stored transposed."""
@@ -210,12 +210,12 @@ def _reason(spec: TensorSpec, structure: Structure, by_tensor: _Encodings, *, tr
 
 
 def _engines_reason(parts: Sequence[str]) -> str:
-    """Why engines need the weight of a linear layer as it is; "" if they do not. parts: of the module's name."""
+    """Why engines cannot read the weight of this linear layer quantised; "" if they can. parts: of the module's name."""
     if parts[-1] in GATES_OF_LINEAR_ATTENTION:
         return "it is a gate of linear attention, which engines join into a matrix of few rows"
-    if parts[-1] in _OF_STATES:
+    if parts[-1] in _MAMBA_PROJECTIONS:
         return "it is a projection to the time steps of Mamba, which programs multiply by as it is"
-    if "indexer" in parts[:-1] and parts[-1] in _OF_INDEXERS:
+    if "indexer" in parts[:-1] and parts[-1] in _INDEXER_PROJECTIONS:
         return "it is a part of an indexer that engines keep as it is"
     return ""
 
@@ -293,7 +293,7 @@ def _described(
 
 
 def _experts_module(module: str) -> str:
-    """The module that engines have for all experts of a layer, where these are stored as `module`.
+    """The module in which engines hold all experts of a layer that is stored as `module`.
 
     >>> _experts_module("model.layers.0.block_sparse_moe.input_linear"), _experts_module("layers.0.mlp.experts.gate_up_proj")
     ('model.layers.0.block_sparse_moe.experts', 'layers.0.mlp.experts')
@@ -356,8 +356,8 @@ def targets_of(groups: Sequence[Sequence[TensorSpec]], structure: Structure) -> 
 
 
 def _joined_modules(groups: Sequence[Sequence[TensorSpec]]) -> dict[str, str]:
-    """The module that engines have in place of several, by the first of these. SGLang asks for it alone, in models that do not
-    say what they join (Llama's and most others). {} if the parts of any are in different groups: engines refuse them.
+    """The module that engines build in place of several, by the first of these; {} if any has parts in different groups, which
+    engines refuse. SGLang looks for this name alone if the model's code does not say what it joins (Llama and most others).
     """
     group_of = {_module(spec): number for number, specs in enumerate(groups) for spec in specs}
     joined: dict[str, str] = {}
@@ -373,16 +373,16 @@ def _joined_modules(groups: Sequence[Sequence[TensorSpec]]) -> dict[str, str]:
 
 
 def _names(spec: TensorSpec, joined: Mapping[str, str]) -> list[str]:
-    """A module, and the one that engines have in its place."""
+    """The name of a module, and of the joined one that engines build in its place."""
     module = _module(spec)
     return [module, *([joined[module]] if module in joined else [])]
 
 
 def _alternatives(spec: TensorSpec, inner: str, joined: Mapping[str, str]) -> str:
-    """The expression for a module in its layer, and for the one that engines have in its place."""
+    """The expression for a module in its layer, and for the joined one that engines build in its place."""
     leaves = [re.escape(name.rpartition(".")[2]) for name in _names(spec, joined)]
-    home = re.escape(inner[: len(inner) - len(inner.rpartition(".")[2])])
-    return home + (leaves[0] if len(leaves) == 1 else f"({'|'.join(leaves)})")
+    parent, dot, _ = inner.rpartition(".")
+    return re.escape(parent + dot) + (leaves[0] if len(leaves) == 1 else f"({'|'.join(leaves)})")
 
 
 def _kinds(spec: TensorSpec, structure: Structure, joined: Mapping[str, str]) -> tuple[str, ...]:

@@ -55,6 +55,16 @@ def number_models(recipe: Recipe) -> tuple[dict[ModelRef, int], list[ModelRef]]:
     return models, firsts
 
 
+def pinned_names(recipe: Recipe, checkpoints: Sequence[Checkpoint | None]) -> dict[str, str]:
+    """Each reference as the recipe has it → the same model, on the Hub at the commits that were opened.
+
+    checkpoints  the models by index, see `number_models`
+    """
+    numbers, _ = number_models(recipe)
+    opened = {str(ref): checkpoints[number] for ref, number in numbers.items()}
+    return {name: os.fspath(checkpoint) for name, checkpoint in opened.items() if checkpoint is not None}
+
+
 def find_model(models: Mapping[ModelRef, int], ref: ModelRef) -> int | None:
     """The index of a reference that may be spelled otherwise than in the recipe; None if it is not a model of it."""
     if ref in models:
@@ -193,7 +203,7 @@ def _with_adapters(manifest: Manifest, ref: ModelRef, stack: ExitStack) -> Check
         adapter = open_adapter(str(path))
         stack.callback(adapter.checkpoint.close)
         checkpoint = asking(checkpoint, partial(apply_adapter, checkpoint, adapter, ref.path))
-    what = f"Ollama applies {count(len(manifest.adapters), 'adapter')} to the model: it is read so"
+    what = f"the model is read with {count(len(manifest.adapters), 'adapter')} applied, as Ollama does"
     checkpoint.notes = (*checkpoint.notes, *manifest.notes, Finding(what, ref.path))
     return checkpoint
 

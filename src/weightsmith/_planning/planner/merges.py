@@ -409,7 +409,7 @@ class _Assembler:
         return outputs
 
     def _add_files(self, aligned: Aligned, pipeline: Pipeline, steps: Sequence[Step]) -> None:
-        """Enter the files of the parts of a pipeline, which replace the donor's."""
+        """Add the files of the parts of a pipeline; they replace the donor's."""
         pipeline.settle(steps)
         aligned.files.update(pipeline.configs(steps, self.shape, self.request.dtype))
         files, replaced = pipeline.files()
@@ -417,7 +417,7 @@ class _Assembler:
         aligned.removed |= replaced - aligned.files.keys()
 
     def _with_generation(self, aligned: Aligned, donor: Checkpoint, outputs: StepMaker) -> Aligned:
-        """The same with a generation_config.json for the output's layers, if it names layers. Other plans share `aligned`."""
+        """With a generation_config.json that fits the layers of the output; a copy, because other plans share `aligned`."""
         if not outputs.layers or GENERATION not in {*donor.files, *aligned.files}:
             return aligned
         donor.fetch([GENERATION] if GENERATION in donor.files else [])
@@ -493,7 +493,7 @@ class _Assembler:
         if donor.config is None:
             from weightsmith._models.formats.gguf.diffusion.families import find_family
 
-            if find_family(donor.specs):  # programs find out what it is by the names
+            if find_family(donor.specs):  # programs recognise it by the names of its tensors
                 return None
             alone = any(donor.ref.endswith(name) for name in donor.weights)
             fix = "name its folder, not the file" if alone else "put a config.json into its folder"

@@ -269,7 +269,7 @@ def download(models: Iterable[Checkpoint]) -> None:
 
 
 def make_readable(models: Sequence[Checkpoint], *, streamed: bool) -> None:
-    """Download what is missing of Hub models, so that tensors can be read. streamed: all but the weights.
+    """Download missing files of Hub models, so that their tensors can be read. streamed: all but the weights.
 
     Raises CheckpointError.
     """

@@ -63,7 +63,7 @@ from weightsmith._planning.recipe import ModelRef, Recipe, Tokenizer, TokenRule
 from weightsmith._plans import Block, Dropped, Gather, Read, Step, Table
 
 _PREFERRED = frozenset({"tekken.json"})
-"""Files beside tokenizer.json that say all tokens again, and that loaders with mistral_common read instead."""
+"""Files beside tokenizer.json that list all tokens too. Programs with mistral_common read them instead."""
 
 Specs = Mapping[str, TensorSpec]
 Mask = npt.NDArray[np.bool_]
@@ -374,7 +374,7 @@ class VocabularyPlanner:
         self._warn_of_splits(asked, source, united, vocabularies, aligned)
 
     def _check_reserved(self, asked: Tokenizer, out: Vocabulary, mine: Vocabulary | None) -> None:
-        """Note tokens with ids that the donor's model takes for images or audio. mine: the donor's tokenizer"""
+        """Add a problem if ids that the donor's model takes for images or audio would change. mine: the donor's tokenizer."""
         reserved = vocabulary.first_reserved(self.opened[self.donor].config)
         if reserved is None:
             return
@@ -538,9 +538,8 @@ class VocabularyPlanner:
             aligned.removed |= stale
             aligned.files = {name: data for name, data in aligned.files.items() if name not in stale}
             if stale and converted is None:
-                what = (
-                    f"{' and '.join(stale)} of {place.label} is left out: it lacks the new tokens, and programs may prefer it"
-                )
+                stale_names = " and ".join(sorted(stale))
+                what = f"{stale_names} of {place.label} is left out: it lacks the new tokens, and programs may prefer it"
                 aligned.findings.append(Finding(what, fix="load the output with tokenizer.json"))
             if {"added_tokens.json", "tokenizer.model"}.intersection(place.files):  # llama.cpp looks for new tokens there
                 listed = settings_of(place.folder, place.files, "added_tokens.json")

@@ -11,7 +11,6 @@ import hashlib
 import os
 import shutil
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -168,8 +167,7 @@ def find_merge(models: Models, out: str, settings: AutoSettings, running: RunOpt
     seconds = seconds_of("time", settings.time)
     folder = _work_folder(out, running)
     with ExitStack() as stack:
-        one = _opened_mean(models, stack)
-        opened_models = (*stack.enter_context(prepare_named(models.base)).inputs, *one.prepared.inputs)
+        one, models, opened_models = _opened(models, stack)
         device = usable_device(resources_of(one.prepared, running).device)
         cut_texts = check_texts(one, texts)
         check_models(one, models, cut_texts)
@@ -219,14 +217,18 @@ def _names(models: Models) -> tuple[str, ...]:
     if not FEWEST <= len(models.fine_tunes) <= MOST:
         what = f"{FEWEST} to {MOST} fine-tunes can be merged, not {len(models.fine_tunes)}"
         raise ParameterError(what, fix="write weightsmith auto BASE MODEL MODEL... OUT", state=NOTHING_WRITTEN)
-    places = Counter(_place(model) for model in (models.base, *models.fine_tunes))
-    if twice := [model for model in models.fine_tunes if places[_place(model)] > 1]:
-        what, fix = "a model is named twice", "name each model once, the base first"
-        raise ParameterError(what, where=twice[-1], fix=fix, state=NOTHING_WRITTEN)
+    _check_distinct(models.names, [_place(model) for model in models.names])
     short = [_short(name) for name in models.fine_tunes]
     while len({name.casefold() for name in short}) < len(short):
         short = [f"{name}-{i}" for i, name in enumerate(short, 1)]
     return tuple(short)
+
+
+def _check_distinct(models: Sequence[str], places: Sequence[str]) -> None:
+    """Raise ParameterError for two models at one place."""
+    if twice := [model for model, place in zip(models, places, strict=True) if places.count(place) > 1]:
+        what, fix = "a model is named twice", "name each model once, the base first"
+        raise ParameterError(what, where=twice[-1], fix=fix, state=NOTHING_WRITTEN)
 
 
 def _place(model: str) -> str:
@@ -323,15 +325,19 @@ def _resumable(folder: Path) -> Iterator[None]:
         raise StoreError(what, where=str(folder), fix=fix, state=kept) from error
 
 
-def _opened_mean(models: Models, stack: ExitStack) -> Opened:
-    """The mean, whose tokenizer cuts texts, after the models were checked by planning it. Raises PlanError."""
-    with prepare_any(models.sum(1.0), RecipeOptions(), QuantizeSettings()):
-        pass
-    return opened(MEAN, stack.enter_context(prepare_named(models.mean())))
+def _opened(models: Models, stack: ExitStack) -> tuple[Opened, Models, Sequence[Checkpoint]]:
+    """The mean, whose tokenizer cuts texts; the models with the commits of those on the Hub; and all of them, opened.
+
+    Raises PlanError, and ParameterError for two names of one model.
+    """
+    prepared = stack.enter_context(prepare_any(models.sum(1.0), RecipeOptions(), QuantizeSettings()))
+    pinned = models.pinned(prepared)
+    _check_distinct(models.names, pinned.names)
+    return opened(MEAN, stack.enter_context(prepare_named(pinned.mean()))), pinned, prepared.inputs
 
 
 def _missing(models: Sequence[Checkpoint], running: RunOptions) -> dict[Path, int]:
-    """Files that are to be downloaded, and their sizes: candidates, and not a run alone, read them."""
+    """The files to download before the first candidate is scored, with their sizes."""
     if running.stream:
         stream(models)
     return missing_files(models)
@@ -372,8 +378,7 @@ def plan_merge(models: Models, out: str, settings: AutoSettings, running: RunOpt
     seconds_of("time", settings.time)
     folder = _work_folder(out, running)
     with ExitStack() as stack:
-        one = _opened_mean(models, stack)
-        opened_models = (*stack.enter_context(prepare_named(models.base)).inputs, *one.prepared.inputs)
+        one, models, opened_models = _opened(models, stack)
         check_models(one, models, check_texts(one, texts))
         candidates = min(settings.budget, 7 if texts else 4)
         search = SearchSize(len(names), row_tokens(one), candidates, bool(texts), kept_bytes(running))
@@ -423,9 +428,9 @@ class _Search:
         held = [pair.held for pair in self.pairs]
         self.shown.say("references 2/5: the fine-tunes on their own rows")
         pool = Pool(self.one, held, self._tokens, self.running, self.journal, self.memory)
-        alone = pool.refer(self.models.fine_tunes)
+        alone = pool.refer(self.models)
         self.shown.say("strengths 3/5: the base and the mean")
-        base = pool.scores(self.models.sum(0.0), label=self.models.base)
+        base = pool.scores(self.models.sum(0.0), label=self.models.label(self.models.base))
         self._check_differ(alone, base)
         self._scored = {MEAN: pool.scores(self.models.mean())}
         choice = None if self.with_texts else too_far(score(base, "divergences"), MEAN)

@@ -49,20 +49,21 @@ def check_models(one: Opened, models: Models, texts: Mapping[str, CutText]) -> N
     Raises PlanError with all problems: an architecture that does not run here; tensors, settings or tokens that differ; a model
     with the weights of another one.
     """
-    check_families([replace(one.base, label=models.base)])
+    check_families([replace(one.base, label=models.label(models.base))])
     problems = list[WeightsmithError]()
     sample = [row for text in texts.values() for row in text.held] or _built_in_rows(one)
     with ExitStack() as stack:
         checkpoints = dict[str, Checkpoint]()
-        for model in (models.base, *models.fine_tunes):
+        for model in models.names:
+            label = models.label(model)
             with _noting_all(problems):
                 prepared = stack.enter_context(prepare_named(model))
                 if changes := _differences(one.prepared.plan, prepared.plan):
                     what = "its tensors or its config.json are not those of the other models"
-                    raise MismatchError(what, where=model, details=changes, fix=BELONG)
+                    raise MismatchError(what, where=label, details=changes, fix=BELONG)
                 if model != models.base or TOKENIZER in prepared.inputs[0].files:
-                    _check_tokenizer(one.cutter, opened(model, prepared).cutter, model, sample)
-                checkpoints[model] = prepared.inputs[0]
+                    _check_tokenizer(one.cutter, opened(label, prepared).cutter, label, sample)
+                checkpoints[label] = prepared.inputs[0]
         problems += _copies(checkpoints)
     if problems:
         raise PlanError(problems)
@@ -71,8 +72,8 @@ def check_models(one: Opened, models: Models, texts: Mapping[str, CutText]) -> N
 def check_copies(models: Models) -> None:
     """Raise PlanError if models on this disk have the weights of others. Reads those of models that look like copies."""
     with ExitStack() as stack:
-        names = (models.base, *models.fine_tunes)
-        problems = [*_copies({name: stack.enter_context(prepare_named(name)).inputs[0] for name in names})]
+        checkpoints = {models.label(name): stack.enter_context(prepare_named(name)).inputs[0] for name in models.names}
+        problems = [*_copies(checkpoints)]
     if problems:
         raise PlanError(problems)
 

@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,11 @@ from weightsmith._base.torch_use import usable_device
 from weightsmith._engine.results import JobMemory
 from weightsmith._execution.options import RunOptions, resources_of
 from weightsmith._models.lora.opening import is_adapter
-from weightsmith._planning.planner.prepared import Prepared, make_readable
+from weightsmith._planning.planner.inputs import pinned_names
+from weightsmith._planning.planner.prepared import Prepared
+from weightsmith._planning.recipe import Recipe as RecipeRecord
 from weightsmith._plans import TextSource
-from weightsmith._reports.evaluate.opening import Opened, opened, prepare_named
+from weightsmith._reports.evaluate.opening import Opened, opened, prepare_readable
 from weightsmith._reports.evaluate.values import TOLD_APART, Mean
 from weightsmith._reports.tuning.evaluator import MEMORY_BYTES, Candidate, Evaluator, Reference, Rows
 from weightsmith._reports.tuning.search import lowest
@@ -49,15 +51,39 @@ PRIOR_PULL = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """A base and its fine-tunes, as recipes name them."""
+    """A base and its fine-tunes, as recipes name them.
+
+    labels  what messages call models that have other names
+    """
 
     base: str
     fine_tunes: tuple[str, ...]
+    labels: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, base: str, fine_tunes: Sequence[str]) -> Models:
         """An adapter's folder stands for the base with it."""
         return cls(base, tuple(f"{base}+{model}" if is_adapter(Path(model)) else model for model in fine_tunes))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the base and the fine-tunes."""
+        return (self.base, *self.fine_tunes)
+
+    def pinned(self, prepared: Prepared) -> Models:
+        """The same models, those on the Hub at the commits that were opened: their branches may move during the search.
+
+        prepared  a merge of all
+        """
+        assert prepared.request is not None
+        assert isinstance(prepared.request.recipe, RecipeRecord)
+        names = pinned_names(prepared.request.recipe, prepared.inputs)
+        base, *fine_tunes = (names[name] for name in self.names)
+        return Models(base, tuple(fine_tunes), {names[name]: name for name in self.names})
+
+    def label(self, name: str) -> str:
+        """What messages call a model: its name as the user wrote it."""
+        return self.labels.get(name, name)
 
     def mean(self) -> dict[str, Any]:
         """The plain mean of the fine-tunes."""
@@ -138,7 +164,7 @@ class Pool:
         """Number of held-back rows of each fine-tune."""
         return [sum(len(rows.scored.ids) for rows in parts) for parts in self._parts]
 
-    def refer(self, names: Sequence[str]) -> list[RowScores]:
+    def refer(self, models: Models) -> list[RowScores]:
         """Run each fine-tune on its own rows, from which KL divergences are measured. Returns its own scores on them.
 
         Raises MismatchError for a model of another shape or with another tokenizer.
@@ -146,15 +172,15 @@ class Pool:
         heads = KeptHeads(self._memory)
         scores = list[RowScores]()
         self._references = []
-        for name, parts, text in zip(names, self._parts, self._texts, strict=True):
-            with self._named(name), prepare_named(name) as prepared:
-                make_readable(prepared.inputs, streamed=self._streamed)
-                self._check(name, prepared, parts, text)
+        for model, parts, text in zip(models.fine_tunes, self._parts, self._texts, strict=True):
+            label = models.label(model)
+            with self._named(label), prepare_readable(model, streamed=self._streamed) as prepared:
+                self._check(label, prepared, parts, text)
                 reference = self._evaluator.reference(
-                    Candidate.of(prepared.plan, prepared.inputs), parts, name, self._predictions
+                    Candidate.of(prepared.plan, prepared.inputs), parts, label, self._predictions
                 )
             self._references.append(replace(reference, weights=heads.keep(reference.weights)))
-            with self._named(name):
+            with self._named(label):
                 nats = [self._evaluator.own_losses(rows, reference) for rows in parts]
             scores.append(_joined([_row_scores(rows, own) for rows, own in zip(parts, nats, strict=True)]))
             del reference  # its head is in memory
@@ -200,8 +226,7 @@ class Pool:
         for known in (self._journal.scores.get(key), self._journal.scores.get(self._key(recipe, self._parts, measured_on))):
             if known is not None and all(len(of_model.nats) >= count for of_model, count in zip(known, counts, strict=True)):
                 return [of_model.first(count) for of_model, count in zip(known, counts, strict=True)]
-        with self._named(label), prepare_named(recipe) as prepared:
-            make_readable(prepared.inputs, streamed=self._streamed)
+        with self._named(label), prepare_readable(recipe, streamed=self._streamed) as prepared:
             candidate = Candidate.of(prepared.plan, prepared.inputs)
             scored = [
                 _joined([self._scored(candidate, rows, reference) for rows in rows_of_model])

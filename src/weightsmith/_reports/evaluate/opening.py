@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,7 @@ from weightsmith._outputs.local import remove_checkpoint
 from weightsmith._outputs.manifest import MANIFEST_NAME
 from weightsmith._outputs.places import find_unfinished
 from weightsmith._planning.options import RecipeOptions
-from weightsmith._planning.planner.prepared import Prepared
+from weightsmith._planning.planner.prepared import Prepared, make_readable
 from weightsmith._plans import PlanDraft
 from weightsmith._reports.command import Command
 from weightsmith._reports.options import EvaluateSettings
@@ -80,6 +80,18 @@ def prepare_named(model: Named) -> Prepared:
     if isinstance(model, Mapping) or is_recipe(model):
         return prepare_any(model, RecipeOptions(), QuantizeSettings())
     return prepare_copy(model, RecipeOptions(out_dtype=DTYPES["F32"]), QuantizeSettings())
+
+
+def prepare_readable(model: Named, *, streamed: bool) -> Prepared:
+    """As `prepare_named`, with what is missing downloaded, so that tensors can be read. Raises PlanError, CheckpointError.
+
+    streamed  weights of Hub models are read over the network
+    """
+    with ExitStack() as stack:
+        prepared = stack.enter_context(prepare_named(model))
+        make_readable(prepared.inputs, streamed=streamed)
+        stack.pop_all()
+        return prepared
 
 
 def opened(name: str, prepared: Prepared) -> Opened:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,8 @@ from weightsmith._features.any_recipe import prepare_any
 from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner.build import Bound, bind, parameter_problems
-from weightsmith._planning.planner.prepared import Prepared
+from weightsmith._planning.planner.inputs import pinned_names
+from weightsmith._planning.planner.prepared import Prepared, make_readable
 from weightsmith._planning.recipe import Scalar, Source, Tunable, WrittenRecipe, read_template
 
 Values = tuple[Scalar, ...]
@@ -37,9 +38,13 @@ class Candidates(Closing):
     whole     for each of them, whether it takes whole numbers alone
     """
 
-    def __init__(self, source: Source, options: RecipeOptions) -> None:
-        """Raises PlanError with all problems of the recipe, and of ranges that a parameter does not allow."""
-        self._asked = source, options
+    def __init__(self, source: Source, options: RecipeOptions, *, streamed: bool = False) -> None:
+        """
+        streamed  weights of Hub models are read over the network; otherwise they are downloaded
+
+        Raises PlanError with all problems of the recipe, and of ranges that a parameter does not allow.
+        """
+        self._asked, self._streamed = (source, options), streamed
         self._template = read_template(source, settings=options.settings, lenient=options.lenient)
         self._options = replace(options, settings={})
         self.tunables = self._template.tunables
@@ -52,7 +57,7 @@ class Candidates(Closing):
     def in_float32(self) -> Candidates:
         """The same, with float32 as the dtype of the output."""
         source, options = self._asked
-        return Candidates(source, replace(options, out_dtype=DTYPES["F32"]))
+        return Candidates(source, replace(options, out_dtype=DTYPES["F32"]), streamed=self._streamed)
 
     @property
     def start(self) -> Values:
@@ -61,10 +66,15 @@ class Candidates(Closing):
 
     @property
     def base(self) -> str | None:
-        """The base of the recipe that was prepared last, if it is a model and not a recipe."""
+        """The base of the recipe that was prepared last, if it is a model and not a recipe: on the Hub, with its commit."""
         recipe = self._bounds[-1].request.recipe
         ref = recipe.base_model
-        return None if ref is None or ref.path in recipe.stages else str(ref)
+        return None if ref is None or ref.path in recipe.stages else self._pinned[str(ref)]
+
+    @property
+    def _pinned(self) -> dict[str, str]:
+        last = self._bounds[-1]
+        return pinned_names(last.request.recipe, last.opened.checkpoints)
 
     @property
     def text(self) -> str:
@@ -85,7 +95,7 @@ class Candidates(Closing):
         return self._template.fill(values)
 
     def prepare(self, values: Sequence[Scalar]) -> Prepared:
-        """The plan of a candidate; its models stay open. Raises PlanError."""
+        """The plan of a candidate; its models stay open, and can be read. Raises PlanError, CheckpointError."""
         written = self._template.fill(values, layout=False)
         for bound in reversed(self._bounds):
             prepared = bound.replan(written)
@@ -93,17 +103,20 @@ class Candidates(Closing):
                 self._bounds.remove(bound)
                 self._bounds.append(bound)
                 return prepared
-        new = bind(written, self._options)
+        with ExitStack() as stack:
+            new = stack.enter_context(bind(written, self._options))
+            prepared = new.replan(written)
+            assert prepared is not None
+            check_computable(prepared)
+            make_readable(prepared.inputs, streamed=self._streamed)
+            stack.pop_all()
         self._bounds.append(new)
         if len(self._bounds) > OPEN:
             self._bounds.pop(0).close()
-        prepared = new.replan(written)
-        assert prepared is not None
-        check_computable(prepared)
         return prepared
 
     def prepare_mean(self) -> Prepared | None:
-        """The plain mean of the fine-tunes of the recipe that was prepared last, in its dtypes.
+        """The plain mean of the fine-tunes of the recipe that was prepared last, in its dtypes. Its models can be read.
 
         None unless the recipe lists at least two, and they can be merged so: models of unequal vocabularies cannot.
         """
@@ -111,11 +124,15 @@ class Candidates(Closing):
         refs = dict.fromkeys(entry.model for entry in recipe.models if entry.model != recipe.base_model)
         if len(refs) < 2 or any(ref.path in recipe.stages for ref in refs):
             return None
-        models = [{"model": str(ref), "parameters": {"weight": 1}} for ref in refs]
+        names = self._pinned
+        models = [{"model": names[str(ref)], "parameters": {"weight": 1}} for ref in refs]
         mean: dict[str, Any] = {"merge_method": "linear", "models": models}
         mean |= {key: dtype.torch for key in ("dtype", "out_dtype") if (dtype := getattr(recipe, key)) is not None}
-        with suppress(PlanError):
-            return prepare_any(mean, self._options, QuantizeSettings())
+        with suppress(PlanError), ExitStack() as stack:
+            prepared = stack.enter_context(prepare_any(mean, self._options, QuantizeSettings()))
+            make_readable(prepared.inputs, streamed=self._streamed)
+            stack.pop_all()
+            return prepared
         return None
 
     def _check_ranges(self) -> None:

@@ -31,10 +31,10 @@ from weightsmith._execution.execute import execute
 from weightsmith._execution.options import RunOptions, resources_of
 from weightsmith._execution.progress import Meter
 from weightsmith._outputs.local import remove_checkpoint
-from weightsmith._planning.planner.prepared import Prepared, make_readable
+from weightsmith._planning.planner.prepared import Prepared
 from weightsmith._planning.recipe import Scalar, Tunable
 from weightsmith._reports.command import Command, CommandFailed
-from weightsmith._reports.evaluate.opening import Opened, opened, prepare_named
+from weightsmith._reports.evaluate.opening import Opened, opened, prepare_readable
 from weightsmith._reports.evaluate.values import RowLosses, score_of
 from weightsmith._reports.options import EvaluateSettings, TuneSettings
 from weightsmith._reports.tuning.candidates import Candidates, Values
@@ -250,8 +250,7 @@ class TextMeasure:
         self._best: list[float] = []
 
     def _open_reference(self, name: str, stack: ExitStack) -> tuple[Prepared, Opened]:
-        prepared = stack.enter_context(prepare_named(name))
-        make_readable(prepared.inputs, streamed=self._streamed)
+        prepared = stack.enter_context(prepare_readable(name, streamed=self._streamed))
         text_model = opened(name, prepared)
         if not self._evaluator.fits(prepared.plan):
             fix = "compare with a model of the merge's family, size and tokenizer"
@@ -411,7 +410,7 @@ class TextMeasure:
         """The base of the recipe, if it is a model."""
         name = self._candidates.base
         try:
-            return None if name is None else prepare_named(name)
+            return None if name is None else prepare_readable(name, streamed=self._streamed)
         except PlanError:
             return None
 

@@ -30,7 +30,7 @@ from weightsmith._base.options import assignment, find_option, named, option_err
 from weightsmith._execution.options import RunOptions
 from weightsmith._execution.progress import Meter, Reading, shown_meter
 from weightsmith._planning.options import RecipeOptions
-from weightsmith._planning.planner.prepared import Prepared, make_readable
+from weightsmith._planning.planner.prepared import Prepared
 from weightsmith._planning.recipe import Scalar, Source
 from weightsmith._reports.command import Command, seconds_of
 from weightsmith._reports.options import EvaluateSettings, TuneSettings
@@ -124,7 +124,7 @@ def tuned(
     _check_measure(settings, texts)
     target = check_output(out)
     with ExitStack() as stack:
-        candidates = stack.enter_context(Candidates(recipe, planning))
+        candidates = stack.enter_context(Candidates(recipe, planning, streamed=running.stream))
 
         def measure(first: Prepared) -> Measure:
             if texts.command is not None:
@@ -224,7 +224,7 @@ class _Search:
         self._reported: set[int] = set()
         self.candidates, self.target, self.settings, self.running, self.shown = candidates, target, settings, running, shown
         self.searcher = searcher(settings.search, candidates.tunables, candidates.start, settings.budget, planning.seed)
-        self.first = self._prepare(candidates.start)
+        self.first = self.candidates.prepare(candidates.start)
         self.measure = measure(self.first)
         path, n_values = target.with_suffix(".trials.jsonl"), len(candidates.tunables)
         about = self._about(planning)
@@ -233,18 +233,13 @@ class _Search:
         self.best: tuple[float, Trial] | None = None
         self.done: list[Trial] = []
 
-    def _prepare(self, values: Values) -> Prepared:
-        prepared = self.candidates.prepare(values)
-        make_readable(prepared.inputs, streamed=self.running.stream)
-        return prepared
-
     def _about(self, planning: RecipeOptions) -> dict[str, Any]:
         """Description of the search: the first line of the journal."""
         states = [model.state for model in self.first.inputs]
         for i, tunable in enumerate(self.candidates.tunables):
             for choice in tunable.choices if tunable.chooses_models else ():
                 start = self.candidates.start
-                states += [model.state for model in self._prepare((*start[:i], choice, *start[i + 1 :])).inputs]
+                states += [model.state for model in self.candidates.prepare((*start[:i], choice, *start[i + 1 :])).inputs]
         return {
             "recipe": hashlib.sha256(self.candidates.text.encode()).hexdigest(),
             "models": hashlib.sha256("\n".join(states).encode()).hexdigest(),
@@ -271,7 +266,7 @@ class _Search:
             what = f"none of {len(self.done):,} candidates could be scored"
             raise NonFinite(what, where=str(self.journal.path), details=causes[:3], fix="tune in other ranges")
         best = self.best[1]
-        judged = self.measure.judge(self._prepare(best.values))
+        judged = self.measure.judge(self.candidates.prepare(best.values))
         tuning = Tuning(
             out=self.target,
             recipe=self.candidates.fill(best.values).text,
@@ -354,7 +349,7 @@ class _Search:
 
     def _try(self, number: int, values: Values) -> Trial:
         try:
-            return self.measure.score(number, values, self._prepare(values), slopes=bool(self.searcher.numbers))
+            return self.measure.score(number, values, self.candidates.prepare(values), slopes=bool(self.searcher.numbers))
         except (PlanError, NonFinite, MethodError, ParameterError) as error:
             problem = error.problems[0] if isinstance(error, PlanError) else error
             return Trial(number, values, error=f"{problem.finding.what} ({problem.finding.where})"[:500])

@@ -113,7 +113,7 @@ def test_a_model_is_read_with_the_adapter_that_ollama_applies(gguf: Path, tmp_pa
             np.testing.assert_array_equal(one[key], found[key])
         assert (one[f"{name}.weight"] != base[f"{name}.weight"].astype(one[f"{name}.weight"].dtype)).any()
     notes = [note.what for note in weightsmith.plan(recipe(str(manifest))).warnings]
-    assert "Ollama applies 1 adapter to the model: it is read so" in notes
+    assert "the model is read with 1 adapter applied, as Ollama does" in notes
     assert "layers of the manifest are left to Ollama: 'system'" in notes
     weightsmith.dequantize(manifest, tmp_path / "copy", progress=False)
     with open_checkpoint(tmp_path / "copy") as copy, open_checkpoint(tmp_path / "found") as found:
@@ -141,6 +141,17 @@ def test_layers_of_unknown_types_are_named(gguf: Path, tmp_path: Path) -> None:
     assert "layers of the manifest whose meaning is not known are left out: 'steering'" in whats
 
 
+@pytest.mark.parametrize("name", ["tiny.gguf", "a/b/c/d/tiny.gguf", "tiny.safetensors"])
+def test_other_files_in_a_folder_named_manifests_are_models(name: str, gguf: Path, tmp_path: Path) -> None:
+    path = tmp_path / "manifests" / name
+    path.parent.mkdir(parents=True)
+    if path.suffix == ".gguf":
+        shutil.copy(gguf, path)
+    else:
+        save_file({"model.layers.0.mlp.up_proj.weight": np.ones((4, 4), np.float32)}, path)
+    assert bake(str(path), tmp_path / "out")
+
+
 def recipe(model: str) -> dict[str, Any]:
     return {"merge_method": "passthrough", "models": [{"model": model}]}
 
@@ -162,7 +173,7 @@ LAYERS: dict[str, tuple[Any, str, type[WeightsmithError]]] = {
 @pytest.mark.parametrize("name", LAYERS)
 def test_other_manifests_are_refused(name: str, tmp_path: Path) -> None:
     layers, words, kind = LAYERS[name]
-    path = tmp_path / "manifests" / "host" / "tiny" / "latest"
+    path = tmp_path / "manifests" / "host" / "library" / "tiny" / "latest"
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps({"layers": layers}))
     with pytest.raises(kind, match=words):

@@ -252,7 +252,7 @@ def _quantise_together(
     forward: Forward,
     tasks: Tasks,
 ) -> None:
-    """As `_quantise`: weights, and their Hessians, are tasks. This process sums up the Hessians, and then does tasks too."""
+    """Like `_quantise`, with tasks for all processes. This process sums up the Hessians, and then does tasks too."""
     from weightsmith._activations.sums import use_sums
 
     middle = span[0] + SUMS_SHARE * (span[1] - span[0])
@@ -279,7 +279,7 @@ def _quantise_together(
             offered.append(WeightTask(weights, hessian, cost * inputs.width(site), where))
 
     use_sums(rows, list(stage), offer, span=(span[0], middle), forward=forward)
-    # The longest first. No thread but this one does them: each takes all threads.
+    # The longest first, one after the other: each uses all threads.
     pending = {tasks.offer(task.to_json()): task for task in sorted(offered, key=lambda task: (-task.cost, [*task.weights]))}
     specs, count = {step.out.name: step.out for step in rows.context.product.steps}, len(pending)
     while pending:
@@ -299,7 +299,7 @@ def _quantise_together(
 SUMS_SHARE = 0.4
 """The share of the progress that summing up the Hessians takes."""
 PAUSE_SECONDS = 0.1
-"""Between two looks at the tasks that other processes are at."""
+"""Between two looks at tasks that other processes are working on."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,17 +5,17 @@ reading.py  what a file says of its weights, and weights as numbers
 writing.py  the encodings
 
 X.weight        F8_E4M3, F8_E5M2 or I8, of any shape; floats also as U8; U8 of two 4-bit floats (nvfp4)
-X.weight_scale  by which codes are multiplied: [] or [1] of the weight, [rows] or [rows, 1] of rows, [rows, groups, 1] of groups
-                of a row, [rows / n, cols / n] of blocks; in tiles, of groups of a row (nvfp4, mxfp8)
-X.weight_scale_2  F32 []: by which the scales of nvfp4 are multiplied
-X.comfy_quant   U8: JSON with the format, and n as group_size. A file's metadata may have these in place of the tensors:
+X.weight_scale  factors of the codes: [] or [1] for the weight, [rows] or [rows, 1] for rows, [rows, groups, 1] for groups of a
+                row, [rows / n, cols / n] for blocks; in tiles, for groups of a row (nvfp4, mxfp8)
+X.weight_scale_2  F32 []: factor of the scales of nvfp4
+X.comfy_quant   U8: JSON with the format, and n as group_size. A file's metadata may have it in place of the tensors:
                 _quantization_metadata → layers → X
 
 Older files, and musubi-tuner's, have X.scale_weight and X.scale_input in place of X.weight_scale and X.input_scale, a tensor
-`scaled_fp8` of no meaning, and no JSON. 8-bit floats without a scale are numbers. Scales of inputs are dropped.
+`scaled_fp8` whose numbers mean nothing, and no JSON. 8-bit floats without a scale are numbers. Scales of inputs are dropped.
 
 nvfp4 and mxfp8 have rows and columns in multiples of 16 and 32: ComfyUI fills others up with zeros, and finds their shape in
-its own code, so these are refused where the file shows it. Of two 4-bit floats in a byte, the first is the high half.
+its own code, so these are refused where the file shows it. The first of two 4-bit floats in a byte is the high half.
 
 int8_tensorwise with `convrot` has its columns rotated (ConvRot). They are rotated back.
 

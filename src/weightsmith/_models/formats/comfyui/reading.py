@@ -35,7 +35,7 @@ from weightsmith.abc.tensors import Tensors
 
 _FOREIGN = (FACTOR, ".pre_quant_scale", ".weight_zeros", ".weight_s_rel", ".weight_s_channel", ".weight_codebook")
 _PREFIXES = ("model.diffusion_model.", "diffusion_model.")
-"""What names of tensors may begin with in a file, and names in its metadata may not."""
+"""Prefixes that names of tensors may have where the names in a file's metadata have none."""
 
 _KINDS = {"F8_E4M3": "float8", "F8_E5M2": "wide8", "I8": "int8"}
 """dtype of codes → their kind, as `kernels.codes.TABLES` names it."""
@@ -58,12 +58,12 @@ _READ_KEYS = ("format", "orig_dtype", "orig_shape", "group_size", "params", "num
 _HARMLESS_KEYS = ("full_precision_matrix_mult", "per_row")
 _MAX_GROUP = 1 << 24
 _ROTATION = 256
-"""Columns that ConvRot rotates together, if the file does not say so."""
+"""Columns that ConvRot rotates together, unless the file says otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Settings:
-    """What the file says of one weight.
+    """What the file says about one weight.
 
     format      "" in older files: the dtype of the codes tells
     group_size  rows and columns of a block; 0 if nothing is said
@@ -301,7 +301,7 @@ def _structures(
         yield 1, cols, ((outputs, rows // outputs, 1),)
     if len(shape) == 2 and not group and all(shape) and rows % shape[0] == cols % shape[1] == 0:
         high, wide = rows // shape[0], cols // shape[1]
-        # Powers of two alone: blocks of 128 of which the last is smaller may look like another size, never like one of these.
+        # Only powers of two: blocks of 128 with a smaller last one may look like another size, but never like one of these.
         if high == wide and high & (high - 1) == 0:
             yield high, wide, (shape,)
 

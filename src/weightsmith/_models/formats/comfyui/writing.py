@@ -45,7 +45,7 @@ FP8, OLD_FP8 = "comfyui-fp8", "comfyui-fp8-old"
 _LONG_PREFIXES = ("model.model.", "net.")
 _MODEL = "model."
 _LEAST_NAMES = 6
-"""Names that a prefix of `_LONG_PREFIXES` needs: with fewer, ComfyUI takes `_MODEL`."""
+"""Names that must have a prefix of `_LONG_PREFIXES`: with fewer, ComfyUI takes `_MODEL`."""
 _MARKERS = re.compile(rf"({'|'.join(map(re.escape, (DIFFUSION, *_LONG_PREFIXES, _MODEL)))})?{MARKER}")
 _LANGUAGE_MODEL = re.compile(r"model\.(?:language_model\.)?(?:embed_tokens\.|layers\.\d+\.(?:self_attn|mlp)\.)")
 """Names of language models that diffusion models have as text encoders."""
@@ -265,7 +265,7 @@ _NVFP4 = _stating("comfyui-nvfp4", "nvfp4", _floats4, _fill_floats4, bits=4, gro
 WRITES = (
     _writing(_FP8, "8-bit floats with a scale for each weight of a single file's blocks"),
     _writing(_older(), f"{FP8} under the names of 2025: scale_weight"),
-    _writing(_INT8, f"8-bit integers with a scale for each row, of the weights of {FP8}"),
-    _writing(_MXFP8, f"8-bit floats with a power of two for 32 elements, of the weights of {FP8}"),
-    _writing(_NVFP4, f"4-bit floats with a scale for 16 elements, of the weights of {FP8}"),
+    _writing(_INT8, f"8-bit integers with a scale for each row, in the weights of {FP8}"),
+    _writing(_MXFP8, f"8-bit floats with a power of two for 32 elements, in the weights of {FP8}"),
+    _writing(_NVFP4, f"4-bit floats with a scale for 16 elements, in the weights of {FP8}"),
 )

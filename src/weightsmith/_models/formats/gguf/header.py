@@ -213,11 +213,11 @@ class _Reader:
             if not 1 <= dimensions <= most_dimensions:
                 raise self.wrong(f"tensor {show(name)} has {dimensions:,} dimensions, and 1 to {most_dimensions} are allowed")
             *reverse, number, offset = self.unpack(f"{dimensions}QIQ")
-            may_be_empty = diffusion and dimensions == 1  # ComfyUI tells some models by the names of such
+            may_be_empty = diffusion and dimensions == 1  # ComfyUI recognises some models by the name of one
             dtype, nbytes = self._size(name, number, reverse, 0 if may_be_empty else 1)
             listed.append((offset, name, dtype, tuple(reverse[::-1]), nbytes))
         start = -(-self.at // alignment) * alignment
-        listed.sort(key=lambda entry: (entry[0], entry[-1]))  # an empty tensor is before the one that begins where it does
+        listed.sort(key=lambda entry: (entry[0], entry[-1]))  # an empty tensor comes before one with the same offset
         tensors, expected, before = [], 0, ""
         for offset, name, dtype, shape, nbytes in listed:
             if offset != expected:

@@ -178,7 +178,7 @@ def _start(group: Sequence[TensorSpec], keys: bytes) -> bytes:
 
 
 def holds_diffusion(header: bytes, names: Sequence[str] = DIFFUSION_ARCHITECTURES) -> bool:
-    """Whether the first key says that a file is of a diffusion model, or of one of other architectures."""
+    """Whether the first key is an architecture of diffusion models, or one of other names."""
     key = _text("general.architecture") + struct.pack("<I", KINDS.index("str"))
     return header.startswith(tuple(key + _text(name) for name in names), 8)
 

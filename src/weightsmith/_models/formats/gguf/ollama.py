@@ -34,17 +34,22 @@ _BLOB = re.compile(r"sha256-[0-9a-f]{64}", re.ASCII)
 
 
 def owns(path: Path) -> bool:
-    """Whether a path is one of Ollama's: a blob, or what is below a folder `manifests`. Looks only at names.
+    """Whether a path is one of Ollama's: a blob, or a manifest. Looks only at names.
 
-    >>> owns(Path("models/manifests/registry.ollama.ai/library/llama3.2/1b")), owns(Path("models/1b"))
+    >>> owns(Path("models/manifests/registry.ollama.ai/library/llama3.2/1b")), owns(Path("manifests/1b.gguf"))
     (True, False)
     """
-    return is_blob(path) or _MANIFESTS in path.parts[:-1]
+    return is_blob(path) or _is_manifest(path)
 
 
 def is_blob(path: Path) -> bool:
     """Whether a path is that of one of Ollama's blobs. Looks only at names."""
     return path.parent.name == _BLOBS and _BLOB.fullmatch(path.name) is not None
+
+
+def _is_manifest(path: Path) -> bool:
+    """Whether a path is manifests/HOST/OWNER/MODEL/TAG. Other files may be in a folder of this name, too."""
+    return path.parts[-5:-4] == (_MANIFESTS,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +93,7 @@ def read_manifest(path: Path, where: str) -> Manifest:
 def manifest_with_adapters(name: str) -> Manifest | None:
     """The manifest of a path, if Ollama applies adapters to its model; None for another path. Raises as `read_manifest`."""
     path = expand_user(name)
-    if _MANIFESTS not in path.parts[:-1] or not path.is_file():
+    if not _is_manifest(path) or not path.is_file():
         return None
     manifest = read_manifest(path, name)
     return manifest if manifest.adapters else None
@@ -118,8 +123,7 @@ def _blob(manifest: Path, entry: dict[str, Any], kind: str) -> Path:
     match = _DIGEST.fullmatch(digest) if isinstance(digest, str) else None
     if match is None:
         raise FormatError(f"the digest of its {kind} is {show(digest)}, not that of a blob", where=str(manifest), fix=DAMAGED)
-    models = next(folder.parent for folder in manifest.parents if folder.name == _MANIFESTS)
-    blob = models / _BLOBS / f"sha256-{match[1]}"
+    blob = manifest.parents[4] / _BLOBS / f"sha256-{match[1]}"
     if not blob.is_file():
         raise NotFound(f"the blob of its {kind} is not there: {blob}", where=str(manifest), fix="Pull the model again.")
     nbytes, size = entry.get("size"), blob.stat().st_size

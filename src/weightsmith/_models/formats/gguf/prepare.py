@@ -25,6 +25,7 @@ from weightsmith._models.formats.gguf.chat import NAMED_TEMPLATE
 from weightsmith._models.formats.gguf.cuts import CutEncoding, HeadOrder, Pieces, part_shape, pieces_of
 from weightsmith._models.formats.gguf.diffusion.plan import DENOISERS, is_diffusion, prepare_diffusion
 from weightsmith._models.formats.gguf.diffusion.text_encoder import ARCHITECTURE as T5_ENCODER
+from weightsmith._models.formats.gguf.diffusion.text_encoder import MODEL_TYPES as T5_MODELS
 from weightsmith._models.formats.gguf.diffusion.text_encoder import is_t5
 from weightsmith._models.formats.gguf.diffusion.types import MIXTURES as DIFFUSION_MIXTURES
 from weightsmith._models.formats.gguf.imatrix import RUN, imatrix_bytes, read_imatrix, with_defaults
@@ -118,7 +119,7 @@ class GgufFormat(ModelFormat):
         self, draft: PlanDraft, companions: ModelFiles, request: ModelRequest, chosen: Chosen
     ) -> Mapping[str, bytes]:
         if request.settings.get("imatrix") is not None:
-            what = "importance matrices are of language models, and this is none"
+            what = "importance matrices are for language models, and this is not one"
             raise PlanError([option_error("imatrix", what, f"leave out {named('imatrix')}")])
         architecture = T5_ENCODER if is_t5({step.out.name for step in draft.steps}) else "comfy"
         stated, problems = read_metadata(request.settings["metadata"], architecture)
@@ -139,8 +140,8 @@ class GgufFormat(ModelFormat):
         return denoisers[0] if len(denoisers) == 1 else ""
 
     def weighed(self, config: Mapping[str, Any] | None, specs: Iterable[TensorSpec]) -> list[TensorSpec]:
-        if is_diffusion(config):
-            what = "importances are measured by running a language model on a text, and this is none"
+        if is_diffusion(config) or (config or {}).get("model_type") in T5_MODELS:
+            what = "importances are measured by running a language model on a text, and this is not one"
             raise Unsupported(what, fix=f"leave out {named('calibration', 'size_bytes', 'target')}")
         settings = text_config(config)
         architecture = architecture_of_config(settings)

@@ -1,6 +1,6 @@
 """RoPE whose frequencies are scaled: settings of config.json, and what a GGUF file has of them.
 
-Of Llama 3's scaling, a GGUF file has the quotients of the frequencies alone; of YaRN and of linear scaling, the settings.
+A GGUF file has only the quotients of the frequencies for Llama 3's scaling, and the settings for YaRN and linear scaling.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class Dimension:
 
 
 TensorShape = tuple[Dimension, ...]
-"""Of a tensor as numpy has it: [rows, columns], and before them the experts of a stack."""
+"""The shape of a tensor in numpy's order: [rows, columns], after the experts of a stack."""
 
 
 def product_of(*factors: str | int) -> Dimension:

@@ -338,7 +338,7 @@ def test_types_and_keys_can_be_asked_for(tmp_path: Path) -> None:
         ({"metadata": ["comfy.gguf.orig_shape.img_in.weight=1"]}, "comfy"),
         ({"calibration": "built-in"}, "importances are measured by running a language model"),
         ({"size_bytes": 1000}, "importances are measured by running a language model"),
-        ({"imatrix": "imatrix.dat"}, "importance matrices are of language models"),
+        ({"imatrix": "imatrix.dat"}, "importance matrices are for language models, and this is not one"),
         ({"format": "gguf-iq4_xs"}, "ComfyUI-GGUF has no rules for diffusion models in gguf-iq4_xs"),
         ({"format": "gguf-nvfp4"}, "ComfyUI-GGUF has no rules for diffusion models in gguf-nvfp4"),
     ],

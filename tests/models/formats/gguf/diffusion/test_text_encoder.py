@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import gguf
 import ml_dtypes
@@ -121,6 +122,15 @@ def test_layers_are_counted_by_numbers_that_follow_each_other(number: str, words
     save_file(t5() | other, tmp_path / "t5.safetensors")
     with pytest.raises(PlanError, match=words):
         weightsmith.quantize(tmp_path / "t5.safetensors", tmp_path / "out", format="gguf-q8_0")
+
+
+@pytest.mark.parametrize("settings", [{"calibration": "built-in"}, {"size_bytes": 1000}])
+def test_a_folder_of_t5_has_no_importances(settings: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "t5").mkdir()
+    save_file(t5(), tmp_path / "t5" / "model.safetensors", {"format": "pt"})
+    transformers.T5Config(**SIZES).save_pretrained(tmp_path / "t5")
+    with pytest.raises(PlanError, match="importances are measured by running a language model on a text, and this is not one"):
+        weightsmith.quantize(tmp_path / "t5", tmp_path / "out", format="gguf-q4_k_m", **settings)
 
 
 def test_keys_that_follow_from_the_shapes_cannot_be_stated(tmp_path: Path) -> None:

@@ -15,11 +15,11 @@ from tests.comfyui_gguf import build_rules, module, needs_comfyui_gguf, needs_ru
 from tests.diffusion_zoo import ZOO, ZooModel, read_numbers
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._models.formats.gguf.diffusion.families import FAMILIES
-from weightsmith._models.formats.gguf.diffusion.names import CLASSES, single_file_tensors
 from weightsmith._models.formats.gguf.diffusion.types import MIXTURES, folded, types_of
 from weightsmith._models.formats.gguf.types import MIXTURES as ALL
 from weightsmith._models.formats.gguf.types import read_types
 from weightsmith._models.formats.gguf.writing import PLAIN
+from weightsmith._models.structure.diffusers_names import CLASSES, single_file_tensors
 
 BY_NAME = {mixture.name: mixture for mixture in ALL}
 FAMILY = {family.name: family for family in FAMILIES}

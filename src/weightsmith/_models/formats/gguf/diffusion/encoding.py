@@ -4,7 +4,7 @@
     gguf-comfyui-q4_k-folded   the same, of a tensor whose pieces have other rows: convolutions as rows of 256 numbers
     gguf-comfyui-bf16-swapped  the second half of the rows before the first: scale and shift have another order in diffusers
 
-The encodings of language models (`writing.py`) leave out a dimension of some convolutions, and allow four.
+The encodings of language models (`writing.py`) leave out a dimension of some convolutions, and allow at most four.
 
 **Error.** That of the type, as in `writing.py`.
 """
@@ -59,7 +59,7 @@ class DiffusionEncoding(OneType):
     def refusal(self, spec: TensorSpec) -> str:
         """Accepts floating point of 16 bits or more with whole blocks in each row.
 
-        Vectors may be empty: ComfyUI tells some models by the names of such.
+        Vectors may be empty: ComfyUI recognises some models by the name of an empty vector.
         """
         if not spec.dtype.floating or spec.dtype.itemsize < 2:
             return f"it is {spec.dtype}, not floating point of 16 bits or more"

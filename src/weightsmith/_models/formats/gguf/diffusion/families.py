@@ -10,7 +10,7 @@ from weightsmith._base.errors import Unsupported
 from weightsmith._base.files import show
 
 _PREFIXES = ("model.diffusion_model.", "diffusion_model.", "model.", "net.")
-"""What the names of a diffusion model begin with in files of some programs. The first that a name has counts."""
+"""Prefixes that some programs give the names of a diffusion model. The first that any name has counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,12 +19,12 @@ class DiffusionFamily:
 
     name     general.architecture
     title    for messages
-    marks    sets of names, of which a model has one whole set
+    marks    sets of names: a model of the family has all names of one set
     kept     parts of the names of matrices that are not stored as blocks
-    kept_whole  names of the same
+    kept_whole  whole names of such matrices
     precise  parts of the names of tensors that are always F32, because programs read them as they are
     ignored  parts of the names of tensors that are left out
-    markers  names of tensors outside the model, after which ComfyUI chooses how it samples
+    markers  names of tensors outside the model that tell ComfyUI how to sample
     folds    whether matrices and convolutions are stored as rows of 256 numbers, where their own rows are no multiple of it
     """
 
@@ -153,10 +153,10 @@ FAMILIES = (
         ("proj_out.weight",),
     ),
 )
-"""In the order in which they are tried: HunyuanVideo has the names of Flux too, as ComfyUI saves it, and Stable Diffusion XL
-those of Stable Diffusion 1.
+"""Tried in this order: HunyuanVideo, as ComfyUI saves it, also has the names of Flux, and Stable Diffusion XL those of Stable
+Diffusion 1.
 
-ComfyUI-GGUF loads Qwen-Image, and has no rules for it. The 6 matrices outside the blocks are kept, as in the files that its
+ComfyUI-GGUF loads Qwen-Image, but has no rules for it. The 6 matrices outside the blocks are kept, as in the files that its
 author published: https://github.com/ggml-org/llama.cpp/issues/15143 counts their types.
 """
 
@@ -175,11 +175,11 @@ _OTHERS: Mapping[str, str] = MappingProxyType(
         "down_blocks.0.motion_modules.0.temporal_transformer.norm.weight": "AnimateDiff",
     }
 )
-"""A name of a tensor → a diffusion model that ComfyUI-GGUF does not load."""
+"""Name of a tensor → the diffusion model that has it, which ComfyUI-GGUF does not load."""
 
 
 def prefix_of(names: Collection[str]) -> str:
-    """What the names of the diffusion model's tensors begin with in a file; "" if nothing.
+    """The prefix of the diffusion model's tensors in a file; "" if they have none.
 
     >>> prefix_of(["model.diffusion_model.img_in.weight", "vae.decoder.conv_in.weight"]), prefix_of(["img_in.weight"])
     ('model.diffusion_model.', '')
@@ -191,7 +191,7 @@ def prefix_of(names: Collection[str]) -> str:
 
 
 def find_family(names: Collection[str]) -> DiffusionFamily | None:
-    """The family of a model; None if it has the names of none.
+    """The family of a model, by its names; None for another model.
 
     names  of its tensors in a single file, without a prefix
 
@@ -218,5 +218,5 @@ def family_of(names: Collection[str], where: str, kind: str = "") -> DiffusionFa
     if not other:
         what = "it has no config.json, as language models have it, and names of tensors that no diffusion model has"
     known = "; ".join(family.title for family in FAMILIES)
-    fix = f"choose another format, such as comfyui-fp8. GGUF files of diffusion models are written of these: {known}"
+    fix = f"choose another format, such as comfyui-fp8. GGUF files can be written for these diffusion models: {known}"
     raise Unsupported(what, where=where, fix=fix)

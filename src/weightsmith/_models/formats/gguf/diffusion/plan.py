@@ -15,12 +15,12 @@ from weightsmith._files.copied import BUILDING_KEYS, is_read
 from weightsmith._models.formats.gguf.about import Stated, with_stated
 from weightsmith._models.formats.gguf.diffusion.encoding import DiffusionEncoding
 from weightsmith._models.formats.gguf.diffusion.families import DiffusionFamily, family_of, find_family, prefix_of
-from weightsmith._models.formats.gguf.diffusion.names import CLASSES, TABLES, SingleFileTensor, single_file_tensors
 from weightsmith._models.formats.gguf.diffusion.text_encoder import is_t5, t5_keys, t5_names, t5_types
 from weightsmith._models.formats.gguf.diffusion.types import MIXTURES, folded, types_of
 from weightsmith._models.formats.gguf.layout import ALIGNMENT, Value, encode_metadata
 from weightsmith._models.formats.gguf.types import Chosen, Mixture
 from weightsmith._models.formats.gguf.writing import PLAIN, PREFIX, TYPES, libgguf
+from weightsmith._models.structure.diffusers_names import CLASSES, TABLES, SingleFileTensor, single_file_tensors
 from weightsmith._plans import CAST, COPY, JOIN, PlanDraft, Step
 from weightsmith.abc.stored import ModelFiles
 
@@ -30,7 +30,7 @@ CLASS = "_class_name"
 """The key of config.json in a folder of diffusers that names the class."""
 _NOT_DIFFUSION = "ComfyUI reads VAEs and text encoders from files of their own"
 _NOT_LOADED = "ComfyUI-GGUF does not load it"
-_DOUBLE = "it is the embedding, once more"
+_DOUBLE = "it is a second copy of the embedding"
 _SCALAR = (1,)
 """The shape of a single number in a GGUF file."""
 _NAMES = "names are those of single files: double_blocks.0.img_attn.qkv.weight"
@@ -43,7 +43,7 @@ def is_diffusion(config: Mapping[str, Any] | None) -> bool:
 
 
 def prepare_diffusion(draft: PlanDraft, companions: ModelFiles, mixture: Mixture, chosen: Chosen, stated: Stated) -> None:
-    """Make a draft of plain tensors that of a GGUF file for ComfyUI. Raises PlanError, Unsupported, FormatError."""
+    """Turn a draft of plain tensors into that of a GGUF file for ComfyUI. Raises PlanError, Unsupported, FormatError."""
     if mixture.name not in MIXTURES:
         known = ", ".join(f"{PREFIX}{name.lower()}" for name in sorted(MIXTURES))
         what = f"ComfyUI-GGUF has no rules for diffusion models in {PREFIX}{mixture.name.lower()}"
@@ -74,7 +74,7 @@ def prepare_diffusion(draft: PlanDraft, companions: ModelFiles, mixture: Mixture
 class _Tensor:
     """A step under the name that its tensor has in the file.
 
-    shape    there, if it is folded or a single number
+    shape    in the file, if it is folded or a single number
     swapped  see `SingleFileTensor`
     """
 
@@ -87,8 +87,8 @@ class _Tensor:
 class _Contents:
     """What a file holds.
 
-    types  of the tensors
-    names  what their names are like, for messages
+    types  those of the tensors, in order
+    names  what their names look like, for messages
     """
 
     tensors: Sequence[_Tensor]
@@ -125,7 +125,7 @@ def _text_encoder(draft: PlanDraft, mixture: Mixture, chosen: Chosen) -> _Conten
 
 
 def _tensors(draft: PlanDraft) -> tuple[list[_Tensor], DiffusionFamily, list[str]]:
-    """The tensors of the diffusion model, its family, and the names of VAEs and text encoders, which the draft has no more."""
+    """The tensors of the diffusion model, its family, and the names of VAEs and text encoders, which leave the draft."""
     by_name = {step.out.name: step for step in draft.steps}
     where = draft.models[draft.donor].ref
     kind = (draft.config or {}).get(CLASS)
@@ -211,7 +211,7 @@ def _need_library(types: Sequence[str]) -> None:
 
 
 def _keep_files(draft: PlanDraft, companions: ModelFiles) -> None:
-    """Leave config.json out: ComfyUI takes the sizes from the tensors."""
+    """Leave out config.json: ComfyUI takes the sizes from the tensors."""
     copied = [name for name in draft.carried if not is_read(name) and not name.endswith(".py") and "/" not in name]
     companions.held({*copied, "config.json"})
     draft.carried, draft.files, draft.config = copied, {}, None
@@ -221,17 +221,21 @@ def _left_out(names: Sequence[str]) -> list[Finding]:
     if not names:
         return []
     are_left_out = f"{count(len(names), 'tensor')} {'is' if len(names) == 1 else 'are'} left out"
-    what = f"{are_left_out}: the file holds the diffusion model alone"
+    what = f"{are_left_out}: the file holds only the diffusion model"
     return [Finding(what, names[0], fix="load the VAE and the text encoders from the input file, or from files of their own")]
 
 
 def _unsaid(metadata: Mapping[str, str]) -> list[Finding]:
-    """Metadata of the input after which ComfyUI builds a model. ComfyUI-GGUF gives it the tensors alone."""
+    """Metadata of the input that ComfyUI builds a model from. ComfyUI-GGUF passes on only the tensors."""
     keys = [key for key in BUILDING_KEYS if key in metadata]
     if not keys:
         return []
-    what = f"the input's metadata has settings of the model ({', '.join(keys)}), which ComfyUI-GGUF does not give to ComfyUI"
-    return [Finding(what, fix="choose another format, such as comfyui-fp8, if the model needs others than ComfyUI's defaults")]
+    what = f"the input's metadata has settings of the model ({', '.join(keys)}), which ComfyUI-GGUF does not pass on to ComfyUI"
+    return [
+        Finding(
+            what, fix="choose another format, such as comfyui-fp8, if the model needs other settings than ComfyUI's defaults"
+        )
+    ]
 
 
 def _fallen_back(mixture: Mixture, steps: Sequence[Step]) -> list[Finding]:

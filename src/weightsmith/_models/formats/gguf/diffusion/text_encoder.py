@@ -1,7 +1,7 @@
-"""GGUF files of T5's encoder, which diffusion models have as a text encoder, for ComfyUI.
+"""GGUF files for ComfyUI of T5's encoder, the text encoder of many diffusion models.
 
-ComfyUI-GGUF reads them under llama.cpp's names, as llama.cpp's converter and llama-quantize write them. The sizes follow from
-shapes. There is no tokenizer in the file: ComfyUI has its own of T5. It reads that of UMT5 from the file, so UMT5 is refused.
+ComfyUI-GGUF reads llama.cpp's names, as llama.cpp's converter and llama-quantize write them. The sizes follow from shapes. The
+file has no tokenizer: ComfyUI has its own for T5. It reads UMT5's from the file, so UMT5 is refused.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ from weightsmith._models.formats.gguf.single_files import T5_PARTS, T5_WHOLE, UM
 from weightsmith._models.formats.gguf.types import Chosen, Mixture, Shape, type_of
 
 ARCHITECTURE = "t5encoder"
+MODEL_TYPES = ("t5", "umt5")
+"""In config.json."""
 _MARK = "encoder.block.0.layer.0.SelfAttention.q.weight"
 _EMBEDDING, _COPY = "shared.weight", "encoder.embed_tokens.weight"
 _LAYER = re.compile(r"encoder\.block\.(0|[1-9][0-9]{0,5})\.(.+)\.weight")
 _UNGATED = "layer.1.DenseReluDense.wi"
-"""The first T5's, of Stable Audio. ComfyUI-GGUF has one name for llama.cpp's ffn_up: wi_1, which is beside a gate."""
+"""In the first T5, which Stable Audio uses. ComfyUI-GGUF reads llama.cpp's ffn_up as wi_1, the matrix beside a gate."""
 _POSITIONS = "attn_rel_b.weight"
 _CONTEXT, _EPSILON = 512, 1e-6
-"""Of all of T5, though no tensor says so."""
+"""The same in every T5 model. They do not follow from shapes."""
 
 
 def is_t5(names: Collection[str]) -> bool:
@@ -35,7 +37,7 @@ def is_t5(names: Collection[str]) -> bool:
 def t5_names(names: Collection[str], where: str) -> dict[str, str]:
     """llama.cpp's name of each tensor of T5's encoder, without a second copy of the embedding.
 
-    Raises Unsupported for a tensor that is of no encoder, and for an encoder whose feed-forward layers have no gate.
+    Raises Unsupported for a tensor outside the encoder, and for an encoder whose feed-forward layers have no gate.
 
     >>> t5_names(["shared.weight", "encoder.block.3.layer.1.DenseReluDense.wo.weight"], "t5")
     {'shared.weight': 'token_embd.weight', 'encoder.block.3.layer.1.DenseReluDense.wo.weight': 'enc.blk.3.ffn_down.weight'}
@@ -52,11 +54,11 @@ def t5_names(names: Collection[str], where: str) -> dict[str, str]:
         elif layer is not None and layer[2] in parts:
             placed[name] = f"enc.blk.{layer[1]}.{parts[layer[2]]}.weight"
         elif layer is not None and layer[2] == _UNGATED:
-            what = f"its feed-forward layers have no gate ({show(name)}), and ComfyUI-GGUF loads T5 with gates, T5 1.1, alone"
+            what = f"its feed-forward layers have no gate ({show(name)}), and ComfyUI-GGUF loads only T5 1.1, which has gates"
             raise Unsupported(what, where=where, fix="choose another format, such as comfyui-fp8")
         else:
             what = f"tensor {show(name)} does not belong to the encoder of T5, and only encoders are written"
-            raise Unsupported(what, where=where, fix="use a file of the encoder alone, as ComfyUI and pipelines have it")
+            raise Unsupported(what, where=where, fix="use a file with only the encoder, as ComfyUI and pipelines have it")
     return placed
 
 
@@ -104,7 +106,7 @@ def t5_keys(specs: Mapping[str, TensorSpec], mixture: Mixture, where: str) -> di
 
 
 def t5_types(mixture: Mixture, specs: Collection[TensorSpec], keys: Mapping[str, Value], chosen: Chosen) -> list[str]:
-    """llama.cpp's types of the tensors. specs: under its names, in order; keys: from `t5_keys`."""
+    """The types that llama.cpp gives the tensors. specs: under its names, in order; keys: from `t5_keys`."""
     stated = {name.removeprefix(f"{ARCHITECTURE}."): value.value for name, value in keys.items()}
     heads, layers = int(str(stated["attention.head_count"])), int(str(stated["block_count"]))
     shape = Shape(layers, heads, heads, experts=0, tied=True, weighted=False, big=False)

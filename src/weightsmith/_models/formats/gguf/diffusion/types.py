@@ -1,6 +1,6 @@
 """Which type each tensor of a diffusion model gets in a GGUF file for ComfyUI.
 
-    convert.py                          lcpp.patch, of matrices in the blocks
+    convert.py                          lcpp.patch, for matrices in the blocks
     vectors, up to 1,024 elements  F32  mixtures of types by names: values and MLPs' outputs have more bits
     BF16 models                    BF16 rows that are no multiple of 256, in a mixture of types of 256  F16
     others                         F16
@@ -10,8 +10,8 @@ Vectors of F16 models stay F16.
 
 Differences, on purpose:
 
-* A tensor of its own, `x_pad_token`, is F32 where `convert.py` has BF16: ComfyUI-GGUF decodes weights and biases of layers, and
-  loads no other BF16. It had to name three such tensors.
+* A tensor outside layers, such as `x_pad_token`, is F32 where `convert.py` writes BF16: ComfyUI-GGUF decodes BF16 only in
+  weights and biases of layers, and had to name three exceptions.
 * Rows that are no multiple of 32 are F16, in types of 32. llama-quantize aborts.
 """
 
@@ -28,13 +28,13 @@ from weightsmith._models.formats.gguf.writing import PLAIN, TYPES
 MIXTURES = frozenset(
     "F32 F16 BF16 Q8_0 Q6_K Q5_K_M Q5_K_S Q5_1 Q5_0 Q4_K_M Q4_K_S Q4_1 Q4_0 Q3_K_L Q3_K_M Q3_K_S Q2_K Q2_K_S".split()
 )
-"""The mixtures that diffusion models are written in. The rules know no others."""
+"""The mixtures that diffusion models can be written in. There are no rules for others."""
 
 FOLDED_ROW = 256
 _SMALL = 1024
-"""Elements of a tensor that is always F32."""
+"""A tensor of up to this many elements is always F32."""
 _LEAST_FOLDED = 512
-"""Elements of a tensor that is folded."""
+"""A tensor of fewer elements is not folded."""
 _MOST_DIMENSIONS = 4
 
 _VALUES = ("attn_v.weight", ".to_v.weight", ".v.weight", ".attn.w1v.weight", ".attn.w2v.weight", "_attn.v_proj.weight")
@@ -52,7 +52,7 @@ _OF_VALUES: Mapping[str, str] = MappingProxyType({"Q2_K": "Q3_K", "Q3_K_L": "Q5_
 _OF_FIRST_VALUES: Mapping[str, tuple[int, str, str]] = MappingProxyType(
     {"Q3_K_M": (2, "Q5_K", "Q4_K"), "Q4_K_S": (4, "Q5_K", "Q4_K")}
 )
-"""Mixture → how many matrices come first, the type of these, and that of the others."""
+"""Mixture → how many matrices come first, their type, and the type of all others."""
 _OF_JOINED: Mapping[str, str] = MappingProxyType({"Q3_K_M": "Q4_K", "Q3_K_L": "Q4_K", "Q4_K_M": "Q5_K", "Q5_K_M": "Q6_K"})
 _OF_DOWN: Mapping[str, str] = MappingProxyType(
     {"Q3_K_M": "Q4_K", "Q3_K_L": "Q5_K", "Q4_K_S": "Q5_K", "Q4_K_M": "Q6_K", "Q5_K_M": "Q6_K", "Q4_0": "Q4_1", "Q5_0": "Q5_1"}
@@ -60,7 +60,7 @@ _OF_DOWN: Mapping[str, str] = MappingProxyType(
 
 
 def folded(family: DiffusionFamily, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape that a tensor is stored in.
+    """The shape that a tensor has in the file.
 
     >>> from weightsmith._models.formats.gguf.diffusion.families import FAMILIES
     >>> unet = next(family for family in FAMILIES if family.name == "sd1")
@@ -75,8 +75,8 @@ def folded(family: DiffusionFamily, shape: tuple[int, ...]) -> tuple[int, ...]:
 def types_of(mixture: Mixture, family: DiffusionFamily, specs: Iterable[TensorSpec], chosen: Chosen = ()) -> list[str]:
     """ggml's names of the types of a model's tensors, in order.
 
-    specs   under the names of a single file, with the dtypes that they have there
-    chosen  from `read_types`: of weights with two dimensions or more
+    specs   with the names and dtypes of a single file
+    chosen  from `read_types`: for weights with two dimensions or more
     """
     types, values = list[str](), 0
     for spec in specs:
@@ -98,7 +98,7 @@ def _has(name: str, parts: tuple[str, ...]) -> bool:
 
 
 def _dimensions(shape: tuple[int, ...]) -> int:
-    """As ggml counts them: leading ones are no dimensions."""
+    """As ggml counts dimensions: without leading ones."""
     first = next((i for i, length in enumerate(shape) if length != 1), len(shape))
     return len(shape) - first
 

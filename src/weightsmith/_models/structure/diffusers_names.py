@@ -1,10 +1,9 @@
 """The names of diffusion models in folders of diffusers → those in single files, which ComfyUI reads.
 
-A table has modules, or whole names of tensors where these differ too. `#` stands for the number of a block. Single files have
-some matrices in one that diffusers has one by one, and some halves of matrices in another order: scale and shift of the last
-norm.
+A table has modules, or whole names of tensors where the last word differs too. `#` stands for the number of a block. Single
+files join some matrices that diffusers stores one by one, and swap the halves of others: scale and shift of the last norm.
 
-Tests compare the tables with diffusers' own converters of single files (`loaders/single_file_utils.py`), which go back.
+Tests convert what is written back, with diffusers' own converters of single files (`loaders/single_file_utils.py`).
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ class DiffusersNames:
 
     names    of modules or tensors
     joined   module of a single file → its parts in diffusers, one below the other
-    swapped  modules of diffusers whose rows have their halves in another order in single files
-    last_swapped  modules of the last block of the same
+    swapped  modules of diffusers whose rows have their halves swapped in single files
+    last_swapped  modules for which this is so only in the last block
     """
 
     names: Mapping[str, str] = field(default_factory=dict)
@@ -42,9 +41,9 @@ class DiffusersNames:
 class SingleFileTensor:
     """A tensor of a single file.
 
-    name     there
-    parts    the tensors of diffusers that it has, one below the other
-    swapped  whether the halves of its rows have another order
+    name     in the single file
+    parts    the tensors of diffusers that it consists of, one below the other
+    swapped  whether the halves of its rows are swapped
     """
 
     name: str
@@ -485,9 +484,9 @@ COSMOS = DiffusersNames(
 )
 
 TABLES = (FLUX, FLUX_2, CHROMA, SD3, AURA, LUMINA_2, Z_IMAGE, WAN, HUNYUAN_VIDEO, LTX, COSMOS)
-"""Names that single files do not have."""
+"""For models whose single files have other names than diffusers."""
 _SAME = DiffusersNames()
-"""Names that single files have too."""
+"""For models whose single files have the names of diffusers."""
 
 CLASSES: Mapping[str, DiffusersNames] = {
     "FluxTransformer2DModel": FLUX,
