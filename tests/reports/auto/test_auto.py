@@ -389,14 +389,17 @@ def test_scores_of_statistics_are_of_the_text_that_they_were_measured_on(work: P
     assert [(one.name, one.nats) for one in again.candidates] == [(one.name, one.nats) for one in fresh.candidates]
 
 
-def test_the_command_says_after_ctrl_c_what_is_kept(work: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
+@pytest.mark.parametrize("out", ["merged", "merged/", "~/merged"])
+def test_the_command_says_after_ctrl_c_what_is_kept(work: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli, out: str) -> None:
     def stop(*_given: Any, **_more: Any) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(module, "Pool", stop)
     texts = [part for name in FINE_TUNES for part in ("--text", f"{name}={name}.txt")]
-    done = cli("auto", "base", *FINE_TUNES, "merged", *texts)
-    assert "Interrupted. Texts, statistics and scores are kept in merged.auto" in done.err
+    monkeypatch.setenv("HOME", str(work))
+    done = cli("auto", "base", *FINE_TUNES, out, *texts)
+    kept = work / "merged.auto" if out.startswith("~") else "merged.auto"
+    assert f"Interrupted. Texts, statistics and scores are kept in {kept}\n" in done.err
     assert "Resume with the same command: weightsmith" in done.err
 
 

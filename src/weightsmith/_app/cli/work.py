@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 from weightsmith._app.cli.failures import failures, wrote
 from weightsmith._app.cli.options import keywords
 from weightsmith._base.errors import Finding, WeightsmithError, printable
+from weightsmith._base.files import exists, expand_user
 from weightsmith._base.text import count, duration, is_terminal, say, show_json, size, status, status_line, warn
 
 if TYPE_CHECKING:
@@ -235,17 +236,19 @@ def interrupted(out: str) -> str:
 
 def tuning_interrupted(out: str) -> str:
     """The message after Ctrl-C of a search."""
-    journal = Path(out).with_suffix(".trials.jsonl")
-    if not journal.exists():
+    path = expand_user(out)
+    journal = path.with_suffix(".trials.jsonl")
+    if not exists(journal):
         return "Interrupted. No trial was finished."
-    best = f" {out} has the best values so far." if Path(out).exists() else ""
+    best = f" {out} has the best values so far." if exists(path) else ""
     return f"Interrupted.{best} Finished trials are kept in {journal}\n  -> Resume with the same command: {_command()}"
 
 
 def auto_interrupted(out: str) -> str:
     """The message after Ctrl-C of a search for a good merge."""
-    folder = Path(f"{out.rstrip('/')}.auto")
-    if not folder.exists():
+    path = expand_user(out)
+    folder = path.parent / f"{path.name}.auto"
+    if not exists(folder):
         return interrupted(out)
     kept = f"Interrupted. Texts, statistics and scores are kept in {folder}"
     return f"{kept}\n  -> Resume with the same command: {_command()}"
