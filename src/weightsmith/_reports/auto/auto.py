@@ -159,7 +159,7 @@ def _asked(
 
 
 def find_merge(models: Models, out: str, settings: AutoSettings, running: RunOptions, shown: Meter) -> Auto:
-    """See `auto`."""
+    """What `auto` does after reading its options."""
     began = time.monotonic()
     out = out.rstrip("/") or "/"
     names = _names(models)
@@ -313,7 +313,7 @@ def _alone_in(folder: Path, out: str) -> Iterator[None]:
 
 @contextmanager
 def _resumable(folder: Path) -> Iterator[None]:
-    """Let errors of the block say what is kept. Raises StoreError for a disk that does not take it."""
+    """Make errors of the block say what is kept. A file that cannot be written becomes a StoreError."""
     kept = f"Nothing was merged. {folder} keeps what is finished: run the same command again to resume."
     try:
         yield
@@ -344,7 +344,7 @@ def _missing(models: Sequence[Checkpoint], running: RunOptions) -> dict[Path, in
 
 
 def _checked_disk(one: Opened, models: int, folder: Path, missing: Mapping[Path, int]) -> DiskUse:
-    """What the search needs of the disk, which has it. missing: files to download. Raises NoSpace."""
+    """The disk space that the search needs. missing: files to download. Raises NoSpace if less is free."""
     use = disk_use(one, models, folder, missing)
     if use.needed > use.free:
         raise disk.no_space(folder.parent, use.needed, state=NOTHING_WRITTEN)

@@ -47,22 +47,26 @@ EIGENVECTORS = 25
 """Operations for the eigenvectors of a symmetric matrix, as a multiple of the cube of its side."""
 
 FLOAT64 = 2
-"""A product in float64 takes so many times as long as one in float32."""
+"""Time of a float64 product, as a multiple of that of a float32 product."""
 
 MATRICES = 2
-"""Float64 matrices of the size of each weight that are on the disk together: Σ δG, which the second RegMean takes the place of,
-and the first."""
+"""Float64 matrices, each as large as a weight, that are on the disk at the same time: the first RegMean, and Σ δG, which the
+second RegMean replaces."""
 
 LOSSES = 1.7
-"""The logits of a candidate, their logarithms and the divergences take so many times as long as the logits alone."""
+"""Time of a candidate's logits, their logarithms and the divergences, as a multiple of that of the logits alone."""
 
 SAMPLING = 2.5
-"""A token that is written takes so many times as long as one that is read: few run together."""
+"""Time to write a token, as a multiple of the time to read one: fewer rows run together."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One stage: what it does, and the products of float32 numbers that take as long."""
+    """One stage.
+
+    what        it does
+    operations  number of float32 multiplications that take as long
+    """
 
     name: str
     what: str
@@ -79,10 +83,11 @@ class SearchPlan(Reported):
     processor_seconds  estimate, from the speed of a product of matrices on this machine just now
     threads            that share them
     memory_bytes       peak, at most
-    disk_bytes         that are taken until the end, besides the output, if there is room
-    needed_bytes       of the disk without which it does not begin: statistics, and the output
-    free_bytes         of the disk
-    download_bytes     of Hub models, before anything is computed; on the output's disk they are in `needed_bytes`
+    disk_bytes         most disk space that the search takes besides the output; it is freed at the end
+    needed_bytes       disk space without which the search does not start: statistics, the output, and the download if the cache
+                       is on the same disk
+    free_bytes         free disk space
+    download_bytes     size of the Hub models that are downloaded first
     """
 
     out: Path
@@ -260,11 +265,11 @@ def _job_bytes(shape: Sequence[int], models: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class DiskUse:
-    """Bytes of the disk that a search cannot do without, and those that are free.
+    """Disk space that a search needs, and how much is free. All in bytes.
 
-    kept      of the statistics, which an earlier call has left
-    download  of Hub models, into the cache
-    cached    of the download, if the cache is on another disk: 0
+    kept      statistics that an earlier call has finished
+    download  Hub models that are downloaded into the cache
+    cached    the same, if the cache is on the output's disk; otherwise 0
     """
 
     statistics: int
@@ -280,7 +285,7 @@ class DiskUse:
 
     @property
     def searching(self) -> int:
-        """Those that are needed after the download."""
+        """Disk space that is needed after the download."""
         return max(self.statistics - self.kept, 0) + self.output
 
 
@@ -308,7 +313,7 @@ def disk_use(one: Opened, models: int, folder: Path, missing: Mapping[Path, int]
 
 
 def _on_one_disk(path: Path, other: Path) -> bool:
-    """Whether two places are on one file system, as far as their folders exist."""
+    """Whether two places, or the nearest folders above them that exist, are on one file system."""
     first, second = (next(folder for folder in place.absolute().parents if folder.exists()) for place in (path, other))
     return first.stat().st_dev == second.stat().st_dev
 

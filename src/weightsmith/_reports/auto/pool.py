@@ -67,7 +67,7 @@ class Models:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the base and the fine-tunes."""
+        """Names of the base and the fine-tunes."""
         return (self.base, *self.fine_tunes)
 
     def pinned(self, prepared: Prepared) -> Models:

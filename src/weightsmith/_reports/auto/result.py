@@ -1,4 +1,4 @@
-"""The result of `weightsmith auto`: the candidates' scores, the choice, and what it rests on."""
+"""The result of `weightsmith auto`: the candidates' scores, the choice, and the reasons for it."""
 
 from __future__ import annotations
 

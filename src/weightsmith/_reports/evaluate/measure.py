@@ -119,7 +119,11 @@ def named(models: Sequence[Named], reference: Named | None) -> dict[str, Named]:
 def evaluation(
     asked: Mapping[str, Asked], compared: bool, settings: EvaluateSettings, running: RunOptions, progress: Watching
 ) -> Evaluation:
-    """See `evaluate`. asked: models by name; compared: the first is the reference of the others."""
+    """What `evaluate` does after reading its options.
+
+    asked     models by name
+    compared  whether the first is the reference of the others
+    """
     if not asked:
         raise ParameterError("no model is given", fix="name one or more models or recipes")
     command = Command.asked(settings)

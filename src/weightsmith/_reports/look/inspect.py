@@ -146,7 +146,7 @@ _CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length
 class Amount:
     """Some tensors: how many, their elements, and their bytes.
 
-    nbytes  in the files; parts of a quantised model: decoded
+    nbytes  in the files, or decoded for the parts of a quantised model
     """
 
     name: str

@@ -448,7 +448,7 @@ class Evaluator:
         return self._decoder.head(self._weights, self.device, self._head_weights(), arithmetic, reuse=reuse)
 
     def _reference_head(self, reference: Reference | None, rows: Rows) -> AbstractContextManager[_Head | None]:
-        """The head of a reference; None if its memory has all that it predicts on these rows."""
+        """The head of a reference; None if all its predictions on these rows are in its memory."""
         if reference is None or self._remembers(reference, rows):
             return nullcontext()
         return reference.decoder.head(self._weights, self.device, dict(reference.weights), reuse=True)
@@ -564,7 +564,7 @@ def _expected(reference: Reference, head: _Head | None, rows: Rows, row: int, pl
 
 
 def _piece(reference: Reference, rows: Rows, row: int, places: npt.NDArray[np.intp]) -> object:
-    """What the memory of a reference knows a piece of a row by."""
+    """The key of a piece of a row in the memory of a reference."""
     return reference.name, rows.name, row, int(places[0])
 
 
