@@ -197,7 +197,7 @@ def baked(model: Path, lora: Path, out: Path) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("folder", [False, True])
 def test_a_gguf_file_is_an_adapter_as_any_other(folder: bool, models: Any, tmp_path: Path) -> None:
-    """Of llama.cpp's converter, whose files lack the number of heads: the base has it."""
+    """Files of llama.cpp's converter lack the number of heads: the base has it."""
     path = of_llama_cpp(tmp_path / "a", THEIRS)
     found = baked(models("llama"), tmp_path / "a" if folder else path, tmp_path / "out")
     with weightsmith.open_checkpoint(models("llama")) as base:

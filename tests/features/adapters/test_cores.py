@@ -199,7 +199,7 @@ REFUSED = {"ramplus"}
 
 FROM_BASE = {"slerp", "nearswap", "arcee_fusion", "cosine"}
 PAIRS = {*FROM_BASE, "nuslerp", "train_difference", "extract_rows", "smooth_add", "similarity_add"}
-"""Of two models. Four of them start from the base, which is one of the two."""
+"""Methods for two models. Four of them start from the base, which is one of the two."""
 
 VALUES: dict[str, Any] = {
     "t": 0.3,
@@ -216,7 +216,7 @@ VALUES: dict[str, Any] = {
 
 
 def parameters(method: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Of each model and of all: such that the method does something."""
+    """Parameters of each model, and of the recipe, with which the method changes something."""
     if method.startswith("peft_"):
         name = method.removeprefix("peft_")
         return [{"weight": w} for w in WEIGHTS], {"density": 0.5} if combinations.PeftCombination(name).prunes() else {}

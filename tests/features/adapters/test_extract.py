@@ -272,7 +272,7 @@ def test_what_a_run_left_that_died_after_it_published_is_removed_by_the_next_run
 
 
 def chosen(tmp_path: Path, **options: Any) -> tuple[set[str], set[str]]:
-    """Of a fine-tune in which all tensors differ: modules with factors, and tensors that are saved whole."""
+    """Modules with factors, and tensors that are saved whole, for a fine-tune in which all tensors differ."""
     changes = {n: 0.1 * normal(*a.shape, seed=7) for n, a in base_tensors().items()}
     fine = tuned(tmp_path / "fine", changes)
     made = extract(fine, base(tmp_path / "base"), tmp_path / "out", max_rank=3, **options)

@@ -370,7 +370,7 @@ def test_ltx_is_known_by_a_module_or_by_its_size(blocks: int, width: int, outsid
 
 
 class _Checkpoint(dict[str, Any]):
-    """Of a checkpoint what adapters change: diffusers' converters pop the rest, too."""
+    """The part of a checkpoint that adapters change. diffusers' converters pop the rest, too."""
 
     def pop(self, key: str, *default: Any) -> Any:  # type: ignore[override]
         torch = pytest.importorskip("torch")

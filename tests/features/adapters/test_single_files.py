@@ -35,7 +35,7 @@ SHAPES: Shapes = {
     "lora_te1_text_model_encoder_layers_0_mlp_fc1": (12, 8),
     "lora_te2_text_model_encoder_layers_0_mlp_fc1": (14, 10),
 }
-"""Of the modules of a LoRA for Stable Diffusion XL in kohya's names."""
+"""Modules of a LoRA for Stable Diffusion XL in kohya's names → outputs and inputs."""
 
 
 def kohya(path: Path, seed: int, rank: int = 2, alpha: float | None = 1.0, shapes: Shapes = SHAPES) -> Path:
@@ -201,7 +201,7 @@ def test_adapters_that_are_not_merged(other: str, message: str, tmp_path: Path) 
 
 
 def test_two_names_of_the_blocks_of_one_model(tmp_path: Path) -> None:
-    """Of such a file, diffusers drops one half without a word."""
+    """diffusers silently drops one half of such a file."""
     paths = (
         kohya(tmp_path / "one.safetensors", 1, shapes={"lora_unet_input_blocks_4_1_proj_in": (6, 8)}),
         kohya(tmp_path / "two.safetensors", 2, shapes={"lora_unet_down_blocks_1_attentions_0_proj_in": (6, 8)}),

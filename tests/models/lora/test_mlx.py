@@ -72,7 +72,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
-    """Of each case the base and the adapter, after mlx-lm has run."""
+    """The base and the adapter of each case, after mlx-lm has run."""
     root = tmp_path_factory.mktemp("mlx")
     folders, asked = {}, []
     for name, case in CASES.items():
@@ -431,3 +431,12 @@ def test_experts_as_early_versions_stored_them(tmp_path: Path) -> None:
     for key, array in found[0].items():
         np.testing.assert_array_equal(array, found[1][key])
     np.testing.assert_array_equal(found[0][f"{P}model.layers.0.mlp.experts.2.up_proj.lora_A.weight"], a[2])
+
+
+def test_factors_of_absurdly_many_experts_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weightsmith._models.lora.mlx_folder._MAX_PARTS", 10)
+    a, b = normal(3, 4, H), normal(3, INNER, 4)
+    modules = [f"model.layers.{i}.mlp.switch_mlp.up_proj" for i in range(2)]
+    lora = mlx(tmp_path, {f"{name}.{part}": array for name in modules for part, array in (("lora_a", a), ("lora_b", b))})
+    with pytest.raises(FormatError, match="more than 10 factors of experts"):
+        open_adapter(str(lora))

@@ -182,7 +182,11 @@ def test_numbers_that_imply_kinds_are_moved_or_written_out(config: Config, sourc
         ({"model_type": "esmc"}, [0, 1, 2], "3 layers instead of 4"),
         ({"architectures": ["MiniMaxM1ForCausalLM"]}, [0, 1, 2], "3 layers instead of 4, and the decay"),
         ({"model_type": "granite_speech_encoder"}, [0, 1, 2], "3 layers instead of 4, and the place"),
-        ({"model_type": "granite_speech_plus_encoder"}, [0, 2, 1, 3], "layer 2 would be layer 1, and what it hears"),
+        (
+            {"model_type": "granite_speech_plus_encoder"},
+            [0, 2, 1, 3],
+            "layer 2 would be layer 1, and whether it adds recognised text",
+        ),
         ({"model_type": "minimax"}, [0, 2, 1, 3], "layer 2 would be layer 1, and the decay"),
         ({}, [], "no layers"),
         ({}, [0, 4], "layers 0 to 3, not 4"),

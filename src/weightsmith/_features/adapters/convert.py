@@ -56,7 +56,7 @@ from weightsmith._models.lora.forms import ALPHA, PAIRS, FactorNames, as_matrix
 from weightsmith._models.lora.gguf_file import check_heads
 from weightsmith._models.structure import analyse
 from weightsmith._models.structure.projections import GATED
-from weightsmith._models.structure.vocabulary import is_head, ties
+from weightsmith._models.structure.vocabulary import is_head, names_head, ties
 from weightsmith._planning.planner.inputs import asking, open_models
 from weightsmith._planning.planner.prepared import Prepared, model_input
 from weightsmith._planning.recipe import ModelRef
@@ -455,8 +455,7 @@ class _GgufAdapterDraft:
         specs = self.base.specs.values()
         if not ties(self.base.config, stores_head=any(map(is_head, specs))):
             return
-        spec = TensorSpec(placed.name, DTYPES["F32"], (1, 1))
-        if placed.factors.embedding or is_head(spec) or placed.module.endswith("lm_head"):
+        if placed.factors.embedding or names_head(placed.name) or placed.module.endswith("lm_head"):
             kind = "embedding" if placed.factors.embedding else "head"
             what = f"factors of the {kind}, which the base ties: llama.cpp has one tensor for embedding and head"
             raise Unsupported(what, where=placed.module, fix=self._merge())
@@ -538,7 +537,7 @@ class _GgufAdapterDraft:
     def _add_stacked(
         self, place: ExpertPlace, parameter: ExpertParameter, level: Stacked, architecture: GgufArchitecture, ratio: float
     ) -> None:
-        """The factors of all experts of a parameter. Of one with gate and up each gets its rows of B, and all of A."""
+        """The factors of all experts of a parameter. If it has gate and up, each gets its rows of B and all of A."""
         if self.stacked.transposed:
             what = "factors of experts that are stored [inputs, outputs]: llama.cpp has them the other way round"
             raise Unsupported(what, where=place.name, fix=self._merge())

@@ -175,8 +175,8 @@ class Decomposed:
 def prefers_exact(rank: int, rows: int, cols: int) -> bool:
     """Whether an exact decomposition is preferred to a randomised one.
 
-    It costs less if about half of the ranks are asked for. Of a small matrix it costs up to twice as much if a sixth are, and
-    keeps more, as the basis of a randomised one has only one or two blocks then.
+    It costs less if about half of the ranks are requested. For a sixth of the ranks of a small matrix it costs up to twice as
+    much, but keeps more, because the basis of a randomised one then has only one or two blocks.
     """
     short, width = min(rows, cols), rank + OVERSAMPLING
     return 2 * width >= short or (short <= FEW and 6 * width >= short)
@@ -186,7 +186,7 @@ def decompose(delta: Floats, rank: int, seed: int, *, exact: bool, spread: bool 
     """The factors of a matrix. delta: float32 [rows, cols], finite; rank: at most the shorter side.
 
     Cost of a randomised decomposition: in float32, about three products of the matrix with rank + `OVERSAMPLING` columns for
-    each power iteration. Of an exact one: a product of the shorter side's squared, and its eigenvectors, in float64.
+    each power iteration. Cost of an exact one: in float64, the matrix times itself over the longer side, and eigenvectors.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Adapters as mlx-lm loads them, in the form of `_models/lora/mlx_folder`; and the names that its own have in transformers.
+"""Writes adapters for mlx-lm, in the form of `_models/lora/mlx_folder`, and renames those of mlx-lm for PEFT.
 
 All modules have one rank and one scale there: smaller ranks are filled with zeros, and other scalings are multiplied into B.
 `keys` lists the modules in full, so mlx-lm gives factors to no others.
@@ -16,7 +16,7 @@ import numpy as np
 
 from weightsmith._base.errors import Unsupported
 from weightsmith._base.options import option_error
-from weightsmith._base.tensors import DTYPES, TensorSpec
+from weightsmith._base.tensors import TensorSpec
 from weightsmith._features.adapters.built import WEIGHT, built_of
 from weightsmith._features.adapters.options import ConvertSettings
 from weightsmith._features.adapters.steps import PLAIN_DTYPES, factor_step, stored_dtype
@@ -28,18 +28,18 @@ from weightsmith._models.lora import Adapter
 from weightsmith._models.lora.adapter import Factors
 from weightsmith._models.lora.mlx_folder import is_of_mlx
 from weightsmith._models.structure.projections import UNMIXTRAL
-from weightsmith._models.structure.vocabulary import is_embedding, is_head, ties
+from weightsmith._models.structure.vocabulary import is_head, ties, vocabulary_modules
 from weightsmith._plans import CAST, COPY, JOIN, PlanDraft, Read, Step
 
 _BY_BASE = re.compile(r".+\.(kv_b_proj|shared_mlp\.(?:input|output)_linear|feed_forward\.w[123])")
-"""Modules that MLX stores otherwise in some models."""
+"""Modules that MLX stores differently in some models."""
 _PLAIN_MLA = ("deepseek_v2", "minicpm3", "youtu_llm")
-"""Models whose `kv_b_proj` is one matrix in MLX: elsewhere it is two, in an order of their own."""
+"""Models whose `kv_b_proj` is one matrix in MLX. In others it is two, in another order."""
 _EXPERT = re.compile(r"(.+\.)experts\.(\d+)\.(\w+)")
 _MLX_NAMES = re.compile(
     r"model\.(?:h\.\d+\..+|embed_in|embed_out)|.+\.feed_forward\.(?:experts\.\d+\.)?(?:gate|up|down)_proj|language_model\.model\..+"
 )
-"""Modules that transformers names otherwise, in some models at least."""
+"""Modules that transformers names differently, at least in some models."""
 _GPT_NEOX = re.compile(r"^gpt_neox\.(layers\.)?")
 _ROUNDED = 1e-9
 """Scales that differ by less, relatively, are one."""
@@ -142,18 +142,9 @@ def _scales(adapter: Adapter) -> list[tuple[float, int]]:
     return Counter(factors.scaling for factors in adapter.updates.values()).most_common()
 
 
-def trains_vocabulary(adapter: Adapter) -> bool:
-    """Whether an adapter has factors of an embedding or a head."""
-    return any(is_embedding(_weight(module)) or is_head(_weight(module)) for module in adapter.updates)
-
-
 def follows_base(adapter: Adapter) -> bool:
-    """Whether MLX's names of an adapter's modules depend on its base, or what it trains does."""
-    return trains_vocabulary(adapter) or any(map(_BY_BASE.fullmatch, adapter.updates))
-
-
-def _weight(module: str) -> TensorSpec:
-    return TensorSpec(f"{module}.weight", DTYPES["F32"], (1, 1))
+    """Whether the base decides how MLX names an adapter's modules, or whether they train one tensor or two."""
+    return any(vocabulary_modules(adapter.updates)) or any(map(_BY_BASE.fullmatch, adapter.updates))
 
 
 def _with_one_vocabulary(adapter: Adapter, base: Checkpoint | None, merged: str) -> Adapter:
@@ -162,11 +153,10 @@ def _with_one_vocabulary(adapter: Adapter, base: Checkpoint | None, merged: str)
     mlx-lm has one module for both, whose factors change both.
     """
     where = adapter.checkpoint.ref
-    embeddings = [module for module in adapter.updates if is_embedding(_weight(module))]
-    heads = [module for module in adapter.updates if is_head(_weight(module))]
+    embeddings, heads = vocabulary_modules(adapter.updates)
     if not embeddings and not heads:
         return adapter
-    assert base is not None  # whoever calls has asked `follows_base`
+    assert base is not None  # the caller has asked `follows_base`
     if not ties(base.config, stores_head=any(map(is_head, base.specs.values()))):
         return adapter
     if not adapter.as_one or not embeddings:
@@ -179,7 +169,7 @@ def _with_one_vocabulary(adapter: Adapter, base: Checkpoint | None, merged: str)
 
 
 def _renamed(adapter: Adapter, config: Mapping[str, Any], merged: str) -> Adapter:
-    """The adapter with the names of MLX's modules. config: the base's. Raises Unsupported for what is no module there."""
+    """The adapter with the names of MLX's modules. config: the base's. Raises Unsupported for modules that MLX splits."""
     model_type, updates = config.get("model_type"), dict[str, Factors]()
     for module, factors in adapter.updates.items():
         match, name = _BY_BASE.fullmatch(module), _GPT_NEOX.sub(_in_gpt_neox, module)
@@ -199,7 +189,7 @@ def _in_gpt_neox(match: re.Match[str]) -> str:
 
 
 def _experts(adapter: Adapter, merged: str) -> tuple[list[str], dict[str, dict[int, str]]]:
-    """The modules that are no experts; and MLX's modules of experts, with the module of each. Raises Unsupported."""
+    """The modules outside experts; and MLX's module of experts → number of an expert → its module. Raises Unsupported."""
     modules, experts = list[str](), dict[str, dict[int, str]]()
     for module in adapter.updates:
         if match := _EXPERT.fullmatch(module):
@@ -225,7 +215,7 @@ def has_mlx_names(adapter: Adapter) -> bool:
 def in_transformers_names(adapter: Adapter, base: Checkpoint, places: Mapping[str, str]) -> Adapter:
     """An adapter of MLX with the names of the modules that transformers builds of its base, which PEFT looks for.
 
-    places: module → tensor of the base. Of matrices that transformers fuses, the base's own names are taken.
+    places: module → tensor of the base. Matrices that transformers fuses get the names that the base has on disk.
     """
     built, updates = built_of(base), dict[str, Factors]()
     for module, factors in adapter.updates.items():

@@ -8,8 +8,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 
-import numpy as np
-
 from weightsmith._base.errors import MismatchError, ShapeError, Unsupported, WeightsmithError, noting
 from weightsmith._base.idioms import grouped
 from weightsmith._base.tensors import DTYPES, MAX_STACKED, TensorSpec
@@ -26,7 +24,7 @@ from weightsmith._models.lora.exact import as_lora, needs_base
 from weightsmith._models.lora.experts import WRAPPED
 from weightsmith._models.lora.forms import as_matrix
 from weightsmith._models.sources.composed import StateDict
-from weightsmith._models.structure.vocabulary import is_embedding, is_head
+from weightsmith._models.structure.vocabulary import vocabulary_modules
 from weightsmith._planning.planner.inputs import asking, at, is_adapter, open_models
 from weightsmith._planning.recipe import ModelRef
 from weightsmith._plans import Read, Step
@@ -53,7 +51,7 @@ class OpenedAdapters:
     modules      that any of them has factors of
     matrices     of the modules → their modules
     whole        tensors that any of them saves whole, as models have them
-    ties         the adapters were trained on an embedding that is also the head, as one (`ensure_weight_tying`)
+    ties         the adapters train embedding and head as one tensor (`ensure_weight_tying`)
     zeros        1 if a base, the zero adapter or a model, comes before the adapters, else 0
     """
 
@@ -253,34 +251,28 @@ class _Specs(StateDict):
 
 def _vocabulary(adapter: Adapter) -> tuple[list[str], list[str]]:
     """The embeddings and the heads that an adapter trains, as modules."""
-    names = [*adapter.updates, *(name.removesuffix(WEIGHT) for name in adapter.replacements if name.endswith(WEIGHT))]
-    specs = {name: TensorSpec(f"{name}{WEIGHT}", DTYPES["F32"], (1, 1)) for name in dict.fromkeys(names)}
-    return [name for name, spec in specs.items() if is_embedding(spec)], [name for name, spec in specs.items() if is_head(spec)]
+    saved = (name.removesuffix(WEIGHT) for name in adapter.replacements if name.endswith(WEIGHT))
+    return vocabulary_modules(dict.fromkeys([*adapter.updates, *saved]))
 
 
 def with_one_vocabulary(adapter: Adapter) -> Adapter:
-    """The adapter without the factors of the head that PEFT has saved twice: those of the embedding it is tied to, transposed.
+    """The adapter without factors of a tied head that repeat those of the embedding: PEFT saves them twice.
 
-    Merged by themselves, they would no longer be those of the embedding. Cost: reads both.
+    If both were merged, the results would differ. Cost: reads both.
     """
     if not adapter.as_one:
         return adapter
-    embeddings, heads = ([name for name in names if name in adapter.updates] for names in _vocabulary(adapter))
+    embeddings, heads = vocabulary_modules(adapter.updates)
     if not embeddings:
         return adapter
-    one, read = adapter.updates[embeddings[0]], adapter.checkpoint.read
-    shared = [
-        head
-        for head in heads
-        if one.scaling == (other := adapter.updates[head]).scaling
-        and not (one.magnitude or other.magnitude)
-        and all(np.array_equal(read(a).T, read(b)) for a, b in ((one.b, other.a), (one.a, other.b)))
-    ]
-    return replace(adapter, updates={name: factors for name, factors in adapter.updates.items() if name not in shared})
+    one, updates = adapter.updates[embeddings[0]], adapter.updates
+    plain = [head for head in heads if not (one.magnitude or updates[head].magnitude)]
+    shared = [head for head in plain if adapter.ties_factors(one, updates[head])]
+    return replace(adapter, updates={name: factors for name, factors in updates.items() if name not in shared})
 
 
 def ties_vocabulary(adapters: Sequence[Adapter]) -> bool:
-    """Whether the adapters that train an embedding or a head do so as one. Raises Unsupported if some do and others do not."""
+    """Whether the adapters train embedding and head as one tensor. Raises Unsupported if they disagree."""
     trained = [adapter for adapter in adapters if any(_vocabulary(adapter))]
     tied = [adapter for adapter in trained if adapter.as_one]
     if tied and len(tied) < len(trained):

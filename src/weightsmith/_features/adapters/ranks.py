@@ -3,8 +3,8 @@
 **Noise.** A fine-tune stored in 16 bits was rounded, and the difference from its base has the rounding errors in it: a matrix
 of full rank, which no few factors can keep, and which is not worth keeping. Its entries are about independent, so its singular
 values lie below s (√rows + √cols), s² being their variance (Marchenko and Pastur 1967). s² is what the dtype's steps at the
-fine-tune's values say, or what the smaller singular values leave, whichever is less. Of a singular value above that edge, the
-part that is signal follows from its size (Gavish and Donoho 2017, https://arxiv.org/abs/1405.7511, for the Frobenius norm).
+fine-tune's values say, or what the smaller singular values leave, whichever is less. How much of a singular value above that
+edge is signal follows from its size (Gavish and Donoho 2017, https://arxiv.org/abs/1405.7511, for the Frobenius norm).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Steps of factors as other programs have them: copied, cast, multiplied with a number, or in another order."""
+"""Steps that copy, cast, scale or reorder factors for other programs."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ PLAIN_DTYPES = ("F32", "F16", "BF16")
 
 
 def stored_dtype(spec: TensorSpec, settings: ConvertSettings) -> DType:
-    """The dtype that a factor is stored in: the one asked for, or its own; float32 for other dtypes."""
+    """The dtype that a factor is stored in: the requested one, or else its own if it is plain, or else float32."""
     if settings.out_dtype is not None:
         return settings.out_dtype
     return spec.dtype if spec.dtype.name in PLAIN_DTYPES else DTYPES["F32"]
 
 
 def factor_step(draft: PlanDraft, name: str, spec: TensorSpec, factor: float, view: Any = None, axis: int = 0) -> Step:
-    """The step of a factor as float numbers: a copy, or a product with a number. view: the order of its rows or columns"""
+    """The step that copies a factor or multiplies it by a number. view: the order of its rows or columns, as in `ordered`"""
     read = Read(0, spec.name) if view is None else Read(0, spec.name, ordered(draft, spec, view, axis))
     if factor == 1:
         return Step(replace(spec, name=name), COPY, (read,))

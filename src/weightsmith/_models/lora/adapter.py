@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from weightsmith._base.errors import FormatError
 from weightsmith._base.files import show
 from weightsmith._base.text import count
@@ -49,8 +51,7 @@ class Factors:
     embedding  of an embedding: A is [rank, tokens], B [hidden, rank]
     scaling    alpha / rank, or as rsLoRA has it
     magnitude  name of DoRA's norms of the rows: one number for each output; "" without DoRA
-    columns    the norms are of the columns: one for each input channel, as earlier versions of LyCORIS have them; of an
-               embedding, one for each hidden state
+    columns    the norms belong to columns: input channels in earlier versions of LyCORIS, hidden dimensions of an embedding
     """
 
     a: str
@@ -127,7 +128,7 @@ class Adapter:
     weights       those of `updates` that are factors of the parameter `weight` (`target_parameters`), not of the module
     saved         modules that are saved whole, with all inside (`modules_to_save`): other replacements are put in place
     file          of an adapter in a single file: how it names its modules. None for PEFT's folders
-    others        module → its tensors of another kind than LoRA. Of trainable tokens, beside a LoRA's updates
+    others        module → its tensors of another kind than LoRA. Trainable tokens and biases come beside a LoRA's updates
     turned        B's of a GGUF file whose rows are in llama.cpp's order → the module's name there (`gguf_file.in_hub_order`)
     as_one        embedding and head were trained as one tensor, if the base ties them
     heads         of q and k, by which the rows of a GGUF file were brought into the Hub's order
@@ -152,6 +153,11 @@ class Adapter:
         """What it is, for messages: "LoHa"; "LoRA" for one that has nothing else."""
         kinds = dict.fromkeys(KINDS.get(parts.kind).title for parts in self.others.values())
         return " and ".join([*(["LoRA"] if self.updates or self.stacked or not kinds else []), *kinds])
+
+    def ties_factors(self, embedding: Factors, head: Factors) -> bool:
+        """Whether factors of a head are those of the embedding, transposed: PEFT saves them twice. Cost: reads both."""
+        read, pairs = self.checkpoint.read, ((embedding.b, head.a), (embedding.a, head.b))
+        return embedding.scaling == head.scaling and all(np.array_equal(read(one).T, read(other)) for one, other in pairs)
 
 
 def sort_tensors(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Adapter:
@@ -241,7 +247,7 @@ def sort_tensors(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Adapter:
     )
     settings = {"trainable_token_indices": config.get("trainable_token_indices")}
     others = {}
-    for module, name in biases.items():  # of modules with factors: all others are problems
+    for module, name in biases.items():  # those of modules without factors are problems
         others[module] = OtherParts("difference", {"diff_b": name}, {"scale": updates[module].scaling})
     others |= {
         module: OtherParts("trainable_tokens", {"trainable_tokens_delta": name}, settings) for module, name in tokens.items()

@@ -14,12 +14,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
-
 from weightsmith._base.errors import Finding, FormatError, ShapeError, Unsupported, nearest
 from weightsmith._base.files import same_bytes, show
 from weightsmith._base.idioms import grouped
-from weightsmith._base.tensors import DTYPES, TensorSpec
+from weightsmith._base.tensors import TensorSpec
 from weightsmith._base.text import count
 from weightsmith._files.copied import holds_tokens
 from weightsmith._models.checkpoint import Checkpoint, ModelFolder
@@ -42,6 +40,8 @@ from weightsmith._models.structure.vocabulary import (
     is_task_head,
     is_vocabulary,
     labels_matrix,
+    names_embedding,
+    names_head,
     set_class,
     tie_flag,
     untie,
@@ -52,7 +52,7 @@ _SHOWN = 8  # problems that a message lists
 _BEGINNINGS = 100  # of names that are tried; models have up to ten
 
 _VOCABULARY_OF_MLX = {"model.embed_in.weight": "gpt_neox.embed_in.weight", "model.embed_out.weight": "embed_out.weight"}
-"""MLX's names in GPT-NeoX, where the layers have another beginning."""
+"""MLX's names of GPT-NeoX's embedding and head → the Hub's. The layers have another prefix."""
 _RENAMED_BY_MLX = re.compile(r"(\.feed_forward\.(?:experts\.\d+\.)?)(gate_proj|up_proj|down_proj)(?=\.weight$)")
 _UNMIXTRAL = re.compile(r"(\.experts\.\d+\.)(w[123])(?=\.weight$)")
 
@@ -344,7 +344,7 @@ class _Match:
         return name.endswith("ForQuestionAnswering") and not modules & {tensor.partition(".")[0] for tensor in self.base.specs}
 
     def _respelled(self, name: str) -> str:
-        """The base's name of a matrix that MLX renames: LFM2-MoE's `w1` is `gate_proj` there."""
+        """The base's name of a matrix that MLX renames: in MLX, LFM2-MoE's `w1` is `gate_proj`."""
         spelling = _RENAMED_BY_MLX.sub(lambda match: f"{match[1]}{MIXTRAL[match[2]]}", name)
         return spelling if name not in self.base.specs and spelling in self.base.specs else name
 
@@ -549,11 +549,7 @@ class _Match:
         alone is the embedding's. Raises FormatError for factors that differ: one tensor cannot have both.
         """
         adapter = self.adapter
-
-        def of_head(name: str) -> bool:
-            return is_head(replace(self.base.specs[embedding], name=name))
-
-        updates = {module: factors for module, factors in adapter.updates.items() if not of_head(f"{module}.weight")}
+        updates = {module: factors for module, factors in adapter.updates.items() if not names_head(f"{module}.weight")}
         heads = [module for module in adapter.updates if module not in updates]
         trained = next((factors for factors in updates.values() if factors.embedding), None)
         if normed := next((module for module in (*heads, *updates) if self._is_normed_vocabulary(module)), ""):
@@ -564,27 +560,20 @@ class _Match:
             factors = adapter.updates[module]
             if trained is None:
                 updates[embedding.removesuffix(".weight")] = factors
-            elif not self._alike(trained, factors):
+            elif not adapter.ties_factors(trained, factors):
                 what = f"ensure_weight_tying is true, and {module} has other factors than the embedding"
                 fix = "set ensure_weight_tying to false in adapter_config.json: embedding and head are two tensors then"
                 raise FormatError(what, where=adapter.checkpoint.ref, fix=fix)
-        replacements = {name: source for name, source in adapter.replacements.items() if not of_head(name)}
+        replacements = {name: source for name, source in adapter.replacements.items() if not names_head(name)}
         of_embedding = (replace(adapter.checkpoint.specs[source], name=name) for name, source in replacements.items())
-        if not any(map(is_embedding, of_embedding)) and (saved := [*filter(of_head, adapter.replacements)]):
+        if not any(map(is_embedding, of_embedding)) and (saved := [*filter(names_head, adapter.replacements)]):
             replacements[embedding] = adapter.replacements[saved[0]]
         return replace(adapter, updates=updates, replacements=replacements)
 
     def _is_normed_vocabulary(self, module: str) -> bool:
         """Whether an adapter has norms of DoRA for an embedding or a head."""
-        spec = TensorSpec(f"{module}.weight", DTYPES["F32"], (1, 1))
-        return bool(self.adapter.updates[module].magnitude) and (is_embedding(spec) or is_head(spec))
-
-    def _alike(self, embedding: Factors, head: Factors) -> bool:
-        """Whether factors of a head are those of the embedding, transposed. Cost: reads both."""
-        read = self.adapter.checkpoint.read
-        pairs = ((embedding.b, head.a), (embedding.a, head.b))
-        same = all(np.array_equal(read(one).T, read(other)) for one, other in pairs)
-        return same and embedding.scaling == head.scaling
+        weight = f"{module}.weight"
+        return bool(self.adapter.updates[module].magnitude) and (names_embedding(weight) or names_head(weight))
 
     def _untie(self, embedding: str) -> None:
         """Give the head numbers of its own, where the adapter changes it or the embedding alone."""
@@ -615,11 +604,11 @@ class _Match:
         if factors is None:
             return sorted(self._parts.get(name, ()), key=lambda update: update.rows or (0, 0))
         transposed = self._transposed(factors, self._source_spec(name).shape)
-        columns = factors.columns or (transposed and bool(factors.magnitude))  # norms are of outputs, wherever these are
+        columns = factors.columns or (transposed and bool(factors.magnitude))  # norms belong to outputs, which are columns here
         return [Update(factors.a, factors.b, factors.scaling, transposed, factors.magnitude, columns=columns)]
 
     def _transposed(self, factors: Factors, shape: Shape) -> bool:
-        """The weight is (B @ A)ᵀ: an embedding, or one of GPT-2's. The shape says so, and of a square one the base."""
+        """Whether the weight is (B @ A)ᵀ, as in embeddings and GPT-2. The shape tells; if it is square, the base does."""
         a, b = self._shapes(factors)
         if b[0] == a[1]:
             return factors.embedding or self._inputs_first

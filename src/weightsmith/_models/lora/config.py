@@ -99,7 +99,7 @@ def transposed_of(version: object, model_type: object) -> bool | None:
         return None
     if release < (0, 19, 0):
         return True
-    # Of the others the version of transformers decides, too, which is not known.
+    # For the others, the version of transformers matters too, and it is not known.
     return None if model_type in INPUTS_FIRST else release < _KNOWING
 
 
@@ -259,10 +259,10 @@ _TIED_BY_PEFT = frozenset({"embed_tokens", "lm_head"})
 
 
 def has_one_vocabulary(config: Mapping[str, Any], modules: Collection[str]) -> bool:
-    """Whether PEFT trained embedding and head as one tensor, if the base ties them. modules: those that the file has.
+    """Whether PEFT trained embedding and head as one tensor, provided that the base ties them. modules: those in the file.
 
-    `ensure_weight_tying` alone does not tell: PEFT follows it only where a module that the config lists has a name that PEFT
-    looks for. For `word_embeddings` or `wte` it leaves the head as it was. For a pattern the file tells: PEFT saves both.
+    `ensure_weight_tying` alone is not enough: PEFT follows it only if the config lists `embed_tokens` or `lm_head`. With
+    `word_embeddings` or `wte`, the head stays as it was. If the config has a pattern, the file tells: PEFT saves both modules.
 
     >>> config = {"ensure_weight_tying": True, "target_modules": ["wte"]}
     >>> has_one_vocabulary(config, ["transformer.wte"]), has_one_vocabulary(config, ["transformer.wte", "lm_head"])
@@ -281,7 +281,7 @@ def has_one_vocabulary(config: Mapping[str, Any], modules: Collection[str]) -> b
 
 
 def tied_targets(targets: Sequence[str]) -> list[str]:
-    """`target_modules` for which PEFT follows `ensure_weight_tying`: with the head, if no name is one that PEFT looks for."""
+    """`target_modules` with which PEFT follows `ensure_weight_tying`: the head is added if they lack both modules."""
     return [*targets] if _TIED_BY_PEFT.intersection(map(_last_name, targets)) else [*targets, "lm_head"]
 
 

@@ -6,8 +6,8 @@ X.m       [outputs]        DoRA's norms of the rows
 lora_a    [experts, rank, inputs], or [experts · rank, inputs], of the experts of a layer, and lora_b [experts, outputs, rank]:
           PEFT's A and B of each expert, not transposed
 
-The update is `scale` · (lora_a @ lora_b)ᵀ: `scale` is what alpha / r is elsewhere. It is one number for all modules, and so is
-the rank. An embedding that is also the head changes as both.
+The update is `scale` · (lora_a @ lora_b)ᵀ: `scale` takes the place of alpha / r. All modules have the same scale and rank.
+Factors of an embedding that is also the head change both.
 
 mlx-lm names experts after the class that computes them, which is `switch_mlp` in most models; on the Hub, each expert has a
 matrix of its own.
@@ -23,14 +23,14 @@ from typing import Any
 
 from weightsmith._base.errors import FormatError, Unsupported
 from weightsmith._base.files import exists, show
-from weightsmith._base.tensors import DTYPES, MAX_STACKED, TensorSpec
+from weightsmith._base.tensors import MAX_STACKED, TensorSpec
 from weightsmith._base.text import count
 from weightsmith._models.checkpoint import Checkpoint, ModelFolder
 from weightsmith._models.lora.adapter import CONFIG_NAME, PREFIX, Adapter, sort_tensors
 from weightsmith._models.sources.parts import PartTensors, TensorPart
 from weightsmith._models.structure.configs import finite_number, whole_number
 from weightsmith._models.structure.projections import MIXTRAL
-from weightsmith._models.structure.vocabulary import is_embedding
+from weightsmith._models.structure.vocabulary import names_embedding
 
 MLX_NAME = "adapters.safetensors"
 
@@ -43,10 +43,12 @@ _UNGATED = {"fc1": "up_proj", "fc2": "down_proj"}
 _PARAMETERS = frozenset({"rank", "scale", "dropout", "keys"})
 _NORMS = ".lora_magnitude_vector"
 _SHOWN = 8
+_MAX_PARTS = 1 << 19
+"""Factors of single experts: a model of 60 layers with 512 experts has 184,320, and a file of a few MB may claim any number."""
 
 
 def is_mlx(path: Path) -> bool:
-    """Whether a file is named as one of mlx-lm's, which saves `0000100_adapters.safetensors` too, with a config beside it."""
+    """Whether a file has a name of mlx-lm, which also saves `0000100_adapters.safetensors`, and a config beside it."""
     return path.name.endswith(MLX_NAME) and exists(path.parent / CONFIG_NAME)
 
 
@@ -63,14 +65,16 @@ def sort_mlx(stored: Checkpoint, config: Mapping[str, Any], where: str) -> Adapt
     settings = _settings(config, where)
     problems, parts, embeddings = list[str](), dict[str, TensorPart](), False
     for module, specs in _modules(stored).items():
-        is_of_embedding = is_embedding(TensorSpec(f"{module}.weight", DTYPES["F32"], (1, 1)))
-        if problem := _problem(module, specs, settings, embedding=is_of_embedding):
+        of_embedding = names_embedding(f"{module}.weight")
+        if problem := _problem(module, specs, settings, embedding=of_embedding):
             problems.append(problem)
         elif len(specs["lora_b"].shape) == 3:
             parts |= dict(_of_experts(module, specs))
+            if len(parts) > _MAX_PARTS:
+                raise FormatError(f"more than {_MAX_PARTS:,} factors of experts", where=str(stored.paths[0]), fix=_REPAIR)
         else:
-            embeddings |= is_of_embedding
-            parts |= dict(_of_module(module, specs, embedding=is_of_embedding))
+            embeddings |= of_embedding
+            parts |= dict(_of_module(module, specs, embedding=of_embedding))
     if problems:
         shown = [*problems[:_SHOWN], *([f"and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else [])]
         what = f"the adapter's tensors have {count(len(problems), 'problem')}"

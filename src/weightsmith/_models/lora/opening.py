@@ -61,7 +61,7 @@ DORA_SCALE = ".dora_scale"
 _NORMS = re.compile(rf"(.+)(?:{re.escape(DORA_SCALE)}|\.lora_magnitude_vector(?:\.default)?(?:\.weight)?)")
 _EMBEDDING_BUNDLE = "bundle_emb."
 _OF_MODULATION = "diff_m"
-"""The difference of a parameter `modulation` of a module, as adapters of lightx2v for Wan have it."""
+"""A difference for a module's parameter `modulation`, in lightx2v's adapters for Wan."""
 _SHOWN = 8
 _WAY_OUT = "merge it into its base with the program that made it, and use that model"
 _Parts = dict[str, tuple[str, FactorNames]]
@@ -324,7 +324,7 @@ def refusal(factored: Factored, names: Container[str], where: str) -> Unsupporte
 
 
 _PARAMETRIZED = ".parametrizations."
-"""In names of what torch computes a weight from: jina-embeddings-v3 adds its factors itself."""
+"""Part of the names of tensors that torch computes a weight from. jina-embeddings-v3 adds its factors itself."""
 
 
 def _is_its_own(factored: Factored, checkpoint: Checkpoint) -> bool:

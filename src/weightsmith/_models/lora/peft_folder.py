@@ -49,13 +49,11 @@ def open_peft(ref: str, *, revision: str | None = None, name: str = "") -> Adapt
         raise NotFound(f"not a PEFT adapter: it has no {' and no '.join(missing)}", where=ref, details=details, fix=fix)
     config_path, path = folder / CONFIG_NAME, folder / weights
     config = read_object(config_path, MAX_CONFIG_BYTES, CONFIG_NAME, REPAIR)
-    of_mlx = weights.endswith(MLX_NAME)
-    kind = "" if of_mlx else kind_of_type(config.get("peft_type"))
-    if of_mlx:
-        pass  # it has other keys
-    elif kind:
+    of_mlx = weights.endswith(MLX_NAME)  # its config has other keys
+    kind = kind_of_type(config.get("peft_type"))
+    if kind and not of_mlx:
         check_other(config, KINDS.get(kind), str(config_path))
-    else:
+    elif not of_mlx:
         check_config(config, str(config_path))
     tokenizer = tuple(sorted(name for name in names if is_tokenizer(name)))
     opened = open_file(path, ref) if repository is None else open_file(path, ref, repository.open)

@@ -403,7 +403,7 @@ def _pages(read_at: Callable[[int, int], bytes], nbytes: int, count: int) -> Ite
 def files_behind(source: Tensors) -> Iterator[SourceFiles]:
     """The files of a source, and of the sources that it is composed of (their `sources`), each source once.
 
-    Results that use each other share theirs: there are more ways to a source than a run has time for.
+    Results that use each other share sources. Following every path to them would take exponential time.
     """
     seen: dict[int, Tensors] = {}
     waiting = [source]
@@ -411,7 +411,7 @@ def files_behind(source: Tensors) -> Iterator[SourceFiles]:
         nearest = waiting.pop()
         if id(nearest) in seen:
             continue
-        seen[id(nearest)] = nearest  # held, or another source may get its id
+        seen[id(nearest)] = nearest  # kept alive, so that no other source gets its id
         if isinstance(nearest, FileTensors):
             yield nearest.files
         else:

@@ -24,8 +24,8 @@ A `Rule` gives each layer a kind. The new config is valid if every new layer has
 * Cycle: a short list or string repeated over the layers (RecurrentGemma's `block_types`); expanded, it can express any order
 * Sparse: decoder_sparse_step with mlp_only_layers; the list can express any order
 * Remainder: any other number that looks like a period; every layer must keep its remainder
-* Computed: no number at all. The model class computes a constant of each layer from its place, or from the number of layers
-* Root: a number that is divided by the root of the number of layers (MiniCPM's scale_depth)
+* Computed: not a number. The model class computes a constant for each layer from its position or from the number of layers
+* Root: a number that the model class divides by the square root of the number of layers (MiniCPM's scale_depth)
 """
 
 from __future__ import annotations
@@ -545,11 +545,11 @@ class Remainder(Rule):
 
 @dataclass(frozen=True, slots=True)
 class Computed(Rule):
-    """The model class computes a constant of each layer, which no file holds. A layer that is moved would get another one.
+    """The model class computes a constant for each layer, which no file holds. A layer that moves would get another one.
 
     what    the constant
-    names   types and classes of such models; (): those whose key is true
-    period  a layer has the same constant in places whose numbers differ by this; 0: in all, if the number of layers is the same
+    names   model types and classes that do so; (): models with a true value of the key
+    period  positions that differ by a multiple of this have the same constant; 0: the constant depends on the number of layers
     """
 
     what: str
@@ -573,7 +573,7 @@ class Computed(Rule):
             why = (
                 "" if moved is None else f"layer {remap.source[moved]} would be layer {moved}, and {self.what} follows from it"
             )
-            fix = "leave layers in their place" if self.period > 1 else "leave out layers at the end only"
+            fix = "leave layers in their place" if self.period > 1 else "drop layers only at the end"
         else:
             why = f"{remap.n_new} layers instead of {remap.n_old}, and {self.what} follows from their number"
             why = why if remap.n_new != remap.n_old else ""
@@ -585,9 +585,9 @@ class Computed(Rule):
 
 @dataclass(frozen=True, slots=True)
 class Root(Rule):
-    """The model class divides the number by the root of the number of layers: another number keeps the quotient.
+    """The model class divides the number by the square root of the number of layers. The new number keeps the quotient.
 
-    default  what the class takes if the key is missing, in configs of the type `model_type`
+    default  the class's value if the key is missing; it counts only for the type `model_type`
     """
 
     model_type: str
@@ -624,12 +624,15 @@ def _windowed(config: Config) -> bool:
 _TYPES = ("layer_types", "layers_block_type", "attention_layers")
 _MLP_TYPES = ("mlp_layer_types", "moe_layers")
 _HEARING = tuple(f"granite_speech{kind}_encoder" for kind in ("", "5", "_plus"))
-"""Types of Granite Speech: the layer in the middle adds what the encoder recognised so far."""
+"""Encoders of Granite Speech, whose middle layer adds the text that they have recognised so far."""
 _DECAYING = tuple(
     "minimax minimax_text_01 minimax_m1 MiniMaxText01ForCausalLM MiniMaxM1ForCausalLM "
     "bailing_moe_linear BailingMoeLinearForCausalLM BailingMoeLinearV2ForCausalLM BailingMoeV2_5ForCausalLM".split()
 )
-"""Of MiniMax Text 01 and M1, Ring Linear, Ling and Ring 2.5. transformers stores the decay, and engines compute it."""
+"""Types and classes of MiniMax Text 01 and M1, Ring Linear, Ling and Ring 2.5.
+
+transformers stores the decay, and engines compute it.
+"""
 _RULES: tuple[Rule, ...] = (
     *(
         Threshold(key, "dense", "sparse", _MLP_TYPES, active=_has_experts)
@@ -665,8 +668,8 @@ _RULES: tuple[Rule, ...] = (
     Computed("model_type", "lambda_init of its attention", ("diffllama",), 1),
     Computed("model_type", "the scale of its residuals", ("beam",), 1),
     Computed("model_type", "the scale of their results", ("esmc",)),
-    Computed("model_type", "the place where their own text is added", _HEARING),
-    Computed("model_type", "what it hears of its own text", _HEARING, 1),
+    Computed("model_type", "the place where recognised text is added", _HEARING),
+    Computed("model_type", "whether it adds recognised text", _HEARING, 1),
     Computed("model_type", "the decay of their attention", _DECAYING),
     Computed("model_type", "the decay of its attention", _DECAYING, 1),
     Root("scale_depth", "minicpm3", 1.4),

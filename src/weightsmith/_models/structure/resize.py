@@ -146,7 +146,7 @@ def _last_named(stack: Stack, key: str, value: Any) -> int:
         return len(whole_numbers(value)) - 1
     if key in ("deepstack_layer_map", "spatial_target_layers"):  # inputs of layers (Granite 4 Vision)
         return max(whole_numbers([pair[1] for pair in pairs] or value), default=-1)
-    if key == "accept_hidden_layer" and "thinker" in words(stack.prefix):  # what Qwen3-Omni's talker hears
+    if key == "accept_hidden_layer" and "thinker" in words(stack.prefix):  # the layer whose output Qwen3-Omni's talker reads
         return whole_number(value) or 0
     return -1
 
@@ -164,8 +164,8 @@ LAYERS_UNSPECIFIED = "but config.json does not say which layers use it"
 """Marks a note on what the new config may not express. All other notes are changes."""
 
 
-_OF_ENCODERS = ("attention_window", "stagger_local_blocks")
-"""Keys that say nothing of the decoder beside the encoder: LED's and PEGASUS-X's attention to a part of the text."""
+_ENCODER_KEYS = ("attention_window", "stagger_local_blocks")
+"""Keys that describe the encoder alone, not the decoder beside it: local attention of LED and PEGASUS-X."""
 
 
 class _Resize:
@@ -262,7 +262,7 @@ class _Resize:
             return False
         if "encoder" in about and kind == "decoder" and "encoder" not in stack_words:
             return False
-        if key in _OF_ENCODERS and kind == "decoder" and "encoder_layers" in self.old:
+        if key in _ENCODER_KEYS and kind == "decoder" and "encoder_layers" in self.old:
             return False
         if path == () and (about & {"vision", "audio"} - stack_words) & self.parts:
             return False

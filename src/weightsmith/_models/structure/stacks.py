@@ -50,7 +50,7 @@ def words(*texts: str) -> frozenset[str]:
 
 
 def side_words(prefix: str) -> frozenset[str]:
-    """The words of a stack's prefix. Of `encoder` and `decoder`, only the inner one counts.
+    """The words of a stack's prefix. If it has `encoder` and `decoder`, only the inner one counts.
 
     >>> sorted(side_words("pixel.decoder.encoder.layers.")), sorted(side_words("decoder.block."))
     (['encoder', 'layers', 'pixel'], ['block', 'decoder'])

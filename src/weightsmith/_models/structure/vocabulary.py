@@ -70,17 +70,42 @@ def module_of(name: str) -> str:
     return name.split(".")[-2] if "." in name else ""
 
 
-def _is_named(spec: TensorSpec, modules: tuple[str, ...]) -> bool:
-    module = module_of(spec.name)
-    inner = "/" in spec.name  # in a subfolder, whose rows belong to a tokenizer of its own
-    if module not in modules or inner or (module in _OUTSIDE_LAYERS and INDEX.search(spec.name)):
+def names_embedding(tensor: str) -> bool:
+    """True for a name that the weight of a token embedding may have."""
+    return _is_of(tensor, EMBEDDINGS)
+
+
+def names_head(tensor: str) -> bool:
+    """True for a name that the weight of an output head may have.
+
+    >>> names_head("lm_head.weight"), names_head("model.decoder.embed_tokens.weight")
+    (True, False)
+    """
+    return _is_of(tensor, HEADS)
+
+
+def vocabulary_modules(modules: Iterable[str]) -> tuple[list[str], list[str]]:
+    """The modules that may be token embeddings, and those that may be output heads, by their names.
+
+    >>> vocabulary_modules(["model.embed_tokens", "model.layers.0.mlp.up_proj", "lm_head"])
+    (['model.embed_tokens'], ['lm_head'])
+    """
+    names = [*modules]
+    embeddings = [module for module in names if names_embedding(f"{module}.weight")]
+    return embeddings, [module for module in names if names_head(f"{module}.weight")]
+
+
+def _is_of(tensor: str, modules: tuple[str, ...]) -> bool:
+    module = module_of(tensor)
+    inner = "/" in tensor  # in a subfolder, whose rows belong to a tokenizer of its own
+    if module not in modules or inner or (module in _OUTSIDE_LAYERS and INDEX.search(tensor)):
         return False
-    return not hashes_ids(spec.name)
+    return not hashes_ids(tensor)
 
 
 def is_embedding(spec: TensorSpec) -> bool:
     """True for a matrix that may be a token embedding, by its name."""
-    return len(spec.shape) == 2 and _is_named(spec, EMBEDDINGS)
+    return len(spec.shape) == 2 and names_embedding(spec.name)
 
 
 def is_head(spec: TensorSpec) -> bool:
@@ -90,7 +115,7 @@ def is_head(spec: TensorSpec) -> bool:
     >>> [is_head(TensorSpec(n, DTYPES["BF16"], (8, 4))) for n in ("lm_head.weight", "model.decoder.embed_tokens.weight")]
     [True, False]
     """
-    return len(spec.shape) == 2 and _is_named(spec, HEADS)
+    return len(spec.shape) == 2 and names_head(spec.name)
 
 
 def is_model_head(spec: TensorSpec) -> bool:
@@ -120,11 +145,11 @@ SIZE_KEYS = ("vocab_size", "padded_vocab_size", "text_vocab_size", "decoder_voca
 
 
 _OFFSETS = {"vision_config": 262_144, "audio_config": 262_272}
-"""Gemma 3n's first ids of images and of audio, where its sections leave out vocab_offset."""
+"""Gemma 3n's first ids for images and audio, for sections without vocab_offset."""
 
 
 def first_reserved(config: Mapping[str, Any] | None) -> tuple[int, str] | None:
-    """The id from which on ids stand for images or audio whatever the tokenizer says (Gemma 3n), and the key that says so.
+    """The first id reserved for images or audio, whatever the tokenizer has (Gemma 3n), and the key of config.json for it.
 
     >>> first_reserved({"vision_config": {"vocab_offset": 50}, "audio_config": {"vocab_offset": 60}})
     (50, 'vision_config.vocab_offset')
@@ -155,7 +180,7 @@ def has_tokens(spec: TensorSpec, rows: int) -> bool:
     if len(spec.shape) == 2 and spec.name.endswith("final_logits_bias"):
         return spec.shape == (1, rows)
     if len(spec.shape) == 1 and spec.shape[0] == rows:
-        return spec.name.endswith(".predictions.bias") or (spec.name.endswith(".bias") and _is_named(spec, HEADS))
+        return spec.name.endswith(".predictions.bias") or (spec.name.endswith(".bias") and names_head(spec.name))
     return spec.shape[:1] == (rows,) and (is_vocabulary(spec) or _TABLES.search(spec.name) is not None)
 
 
@@ -305,13 +330,13 @@ def tie_flag(config: Mapping[str, Any] | None) -> bool | None:
 
 
 _SCALED = ("t5", "umt5", "longt5", "switch_transformers", "udop", "pop2piano")
-"""Types whose classes divide what a head reads by the root of the width, unless `tie_word_embeddings` is false."""
+"""Types whose classes scale the input of a tied head: they divide it by the square root of the width."""
 
 
 def untie(config: dict[str, Any]) -> None:
-    """Set `tie_word_embeddings` to false in every section that has it, where one of several models ties.
+    """Set `tie_word_embeddings` to false in every section that has it, because other models of the recipe do not tie.
 
-    Raises Unsupported if the same numbers are another head in a model that does not tie (T5).
+    Raises Unsupported for types whose untied head computes something else from the same numbers (T5).
     """
     if config.get("model_type") in _SCALED:
         what = "the embedding of a model that ties it would become a head, and models of this type scale what a tied head reads"

@@ -144,7 +144,7 @@ class Converted:
         return tokenizer_bytes(self.tokenizer)
 
     def settings(self, listed: Mapping[str, Any]) -> Json:
-        """tokenizer_config.json. own: as it was"""
+        """tokenizer_config.json. listed: its entries so far"""
         named = {f"{role}_token": token for role, token in self.roles.items()}
         # Other classes of transformers 5 keep the tokens of tokenizer.json and replace how it splits text.
         return {**named, **listed, "tokenizer_class": "PreTrainedTokenizerFast"}

@@ -25,7 +25,7 @@ CHAT_TEMPLATES: Mapping[str, str] = {
 _ID_KEY = re.compile(
     r"^(?!codec_)\w*_token_(id|ids|index)$|^(bos|eos|pad|unk|mask)_index$|^(im|image|slice)_(start|end|newline|patch)_id$|^newline_id$"
 )
-"""Keys that hold ids, also in XLM, Molmo 2, HunYuan-VL and MiniCPM-V; a codec (of Qwen3-Omni) has a vocabulary of its own."""
+"""Keys that hold token ids, also in XLM, Molmo 2, HunYuan-VL and MiniCPM-V. Qwen3-Omni's codec has its own vocabulary."""
 
 
 def json_bytes(value: Mapping[str, Any]) -> bytes:

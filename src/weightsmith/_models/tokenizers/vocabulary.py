@@ -277,7 +277,7 @@ class Vocabulary:
 
     @cached_property
     def tokens(self) -> dict[int, str]:
-        """Token by id. Of two tokens with one id, the added one."""
+        """Token by id. If two tokens have the same id, the added one."""
         plain = {number: token for token, number in self.ids.items() if token not in self.added}
         return plain | {number: token for token, number in self.ids.items() if token in self.added}
 

@@ -178,3 +178,9 @@ def test_other_manifests_are_refused(name: str, tmp_path: Path) -> None:
     path.write_text(json.dumps({"layers": layers}))
     with pytest.raises(kind, match=words):
         open_checkpoint(path)
+
+
+def test_a_missing_blob_is_named_by_the_kind_of_its_layer(gguf: Path, tmp_path: Path) -> None:
+    entry = {"mediaType": MODEL.replace("model", "adapter"), "digest": "sha256:" + "1" * 64}
+    with pytest.raises(NotFound, match="the blob of its adapter is not there"):
+        open_checkpoint(pulled(tmp_path / "models", gguf, entry))

@@ -65,7 +65,7 @@ def sliced(name: str, tensor: torch.Tensor, rank: int, slices: int, *, gated: bo
     """What a rank has of a tensor, as Megatron's layers cut it."""
     if name.endswith(COLUMNS):
         return tensor.chunk(slices, 1)[rank]
-    if not name.endswith(ROWS):
+    if not name.endswith(ROWS) or not tensor.dim():
         return tensor
     if gated and "linear_fc1" in name:
         gate, up = tensor.chunk(2)
@@ -266,6 +266,11 @@ CHANGES: dict[str, tuple[Any, type[CheckpointError], str]] = {
         lambda folder: _renamed(folder, "final_layernorm.weight", "experts.weight1"),
         Unsupported,
         "experts.weight1' are not joined",
+    ),
+    "no columns": (
+        lambda folder: _renamed(folder, "linear_proj.bias", "dense.weight"),
+        FormatError,
+        r"dense.weight' is \[8\], and its slices are columns of a matrix",
     ),
     "a layer is missing": (
         lambda folder: _renamed(folder, f"{LAYERS}.0.", f"{LAYERS}.2."),

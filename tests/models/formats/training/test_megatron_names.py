@@ -159,6 +159,26 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str, type[CheckpointErr
     "layers": ({"num_hidden_layers": 3}, {}, "tensors of 2 layers, and num_hidden_layers is 3", FormatError),
     "width": ({"intermediate_size": 24}, {}, "not a gate and an up of 24 rows each", FormatError),
     "tokens": ({"vocab_size": 40}, {}, "vocab_size is 40", FormatError),
+    "divided heads": (
+        {"num_attention_heads": 6, "num_key_value_heads": 4},
+        {},
+        "num_attention_heads is 6, and num",
+        FormatError,
+    ),
+    "many heads": (
+        {"num_attention_heads": 10**9, "num_key_value_heads": 10**9},
+        {},
+        "num_key_value_heads 1,000,000,000",
+        FormatError,
+    ),
+    "no rows of heads": ({}, {"shape": ("self_attention.linear_qkv.weight", ())}, "is [] in each layer, and", FormatError),
+    "no rows of gates": ({}, {"shape": ("mlp.linear_fc1.weight", ())}, "is [] in each layer, not a gate and", FormatError),
+    "many experts": (
+        {"model_type": "qwen3_moe", "num_hidden_layers": 9999},
+        {"shape": ("mlp.experts.experts.linear_fc2.weight", (30, 0, 0))},
+        "is [30, 0, 0] in each layer, not matrices of experts",
+        FormatError,
+    ),
     "no heads": ({"num_attention_heads": None}, {}, "num_attention_heads is None, not a positive integer", FormatError),
     "norms": ({}, {"apply_layernorm_1p": True}, "the run had apply_layernorm_1p", Unsupported),
     "rotary": ({}, {"rotary_interleaved": True}, "the run had rotary_interleaved", Unsupported),
@@ -172,7 +192,10 @@ def test_what_does_not_fit_config_json_is_refused(name: str, tmp_path: Path) -> 
     trained = megatron(hub("llama")[0], "llama")
     if extra := args.get("extra"):
         trained[extra] = torch.ones(3, 4)
-    folder = write(tmp_path / "run", trained, 1, 1, **{key: value for key, value in args.items() if key != "extra"})
+    if shaped := args.get("shape"):
+        trained[f"decoder.layers.0.{shaped[0]}"] = torch.zeros(shaped[1])
+    of_run = {key: value for key, value in args.items() if key not in ("extra", "shape")}
+    folder = write(tmp_path / "run", trained, 1, 1, **of_run)
     (folder / "config.json").write_text(json.dumps({**CONFIG, "model_type": "llama", **change}))
     with pytest.raises(kind) as caught:
         open_checkpoint(folder)

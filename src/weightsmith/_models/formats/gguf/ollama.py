@@ -57,8 +57,8 @@ class Manifest:
     """What a manifest names.
 
     model     the GGUF file of the model
-    adapters  those of the adapters that Ollama applies to it, each with the scale 1
-    notes     what is left to Ollama
+    adapters  GGUF files of the adapters that Ollama applies, each with scale 1
+    notes     warnings about layers that are not read
     """
 
     model: Path
@@ -69,8 +69,8 @@ class Manifest:
 def read_manifest(path: Path, where: str) -> Manifest:
     """The layers of a model. where: as the user named it, for messages.
 
-    Raises FormatError for what is no manifest and for a blob of another size, Unsupported for tensors in other files, NotFound
-    for a blob that is not there. Ollama has checked the digests.
+    Raises FormatError for a damaged manifest and for a blob of another size, Unsupported for a model that is not one GGUF file,
+    NotFound for a missing blob. Digests are not checked: Ollama did that.
     """
     layers = read_object(path, MAX_MANIFEST_BYTES, "the manifest", DAMAGED, unique=False).get("layers")
     entries = [entry for entry in layers if isinstance(entry, dict)] if isinstance(layers, list) else []
@@ -78,8 +78,8 @@ def read_manifest(path: Path, where: str) -> Manifest:
     if types.count("model") != 1 or types.count("adapter") > MAX_ADAPTERS:
         what = f"a manifest whose layers are {show_all(types) or 'none'}, not one GGUF file and what belongs to it"
         raise Unsupported(what, where=where, fix="Name the manifest of a model that Ollama stores as one GGUF file.")
-    (model,) = (_blob(path, entry) for entry, kind in zip(entries, types, strict=True) if kind == "model")
-    adapters = tuple(_blob(path, entry) for entry, kind in zip(entries, types, strict=True) if kind == "adapter")
+    (model,) = (_blob(path, entry, kind) for entry, kind in zip(entries, types, strict=True) if kind == "model")
+    adapters = tuple(_blob(path, entry, kind) for entry, kind in zip(entries, types, strict=True) if kind == "adapter")
     notes = []
     if "projector" in types:
         notes.append(Finding("the model's vision half is another file, which is not read", where))
@@ -117,15 +117,15 @@ def open_model(paths: Sequence[Path], index: Index | None, where: str, open_file
     return replace(opened, notes=(*opened.notes, *manifest.notes))
 
 
-def _blob(manifest: Path, entry: dict[str, Any]) -> Path:
-    """The file of a layer. Raises FormatError, NotFound."""
+def _blob(manifest: Path, entry: dict[str, Any], kind: str) -> Path:
+    """The file of a layer. kind: of the layer, for messages. Raises FormatError, NotFound."""
     digest = entry.get("digest")
     match = _DIGEST.fullmatch(digest) if isinstance(digest, str) else None
     if match is None:
-        raise FormatError(f"the digest of its model is {show(digest)}, not that of a blob", where=str(manifest), fix=DAMAGED)
+        raise FormatError(f"the digest of its {kind} is {show(digest)}, not that of a blob", where=str(manifest), fix=DAMAGED)
     blob = manifest.parents[4] / _BLOBS / f"sha256-{match[1]}"
     if not blob.is_file():
-        raise NotFound(f"the blob of its model is not there: {blob}", where=str(manifest), fix="Pull the model again.")
+        raise NotFound(f"the blob of its {kind} is not there: {blob}", where=str(manifest), fix="Pull the model again.")
     nbytes, size = entry.get("size"), blob.stat().st_size
     if type(nbytes) is int and nbytes != size:
         what = f"{blob.name} has {size:,} bytes, and the manifest says {nbytes:,}"

@@ -74,7 +74,7 @@ _UNLIKE_HUB = (
     *("apply_layernorm_1p", "rotary_interleaved", "moe_mlp_glu_interleave_size", "moe_shared_expert_glu_interleave_size"),
     "attention_output_gate",
 )
-"""Arguments of a run with which norms, rotary embeddings or layers are not those of the Hub's models (`megatron_names`)."""
+"""Arguments of a run that make norms, rotary embeddings or layers differ from the Hub's models (`megatron_names`)."""
 
 _MAX_NAMES, _MAX_DEPTH = 1_000_000, 8
 _FIRST_VERSION = 2.0
@@ -131,7 +131,7 @@ class _Slice:
 
 
 class MegatronTensors(RankTensors):
-    """The tensors of a checkpoint. unlike_hub: arguments of the run with which its numbers are not those of a Hub model."""
+    """The tensors of a checkpoint. unlike_hub: arguments of the run that make its numbers differ from a Hub model's."""
 
     def __init__(
         self,
@@ -315,7 +315,7 @@ def _local_experts(files: Sequence[_File], chunk: int, where: str) -> int:
 
 
 def _numbered_expert(name: str, file: _File, local_experts: int) -> str:
-    """The name of a tensor with the number of its expert in the model. Raises Unsupported for one of several experts."""
+    """A tensor's name, with its expert numbered as in the whole model. Raises Unsupported for a tensor of several experts."""
     if ".experts." not in name:
         return name
     match = _EXPERT.fullmatch(name)
@@ -396,12 +396,12 @@ def _boxes(group: Sequence[_Slice], shape: tuple[int, ...], axis: int | None, ru
 
 
 def _axis(name: str, spec: TensorSpec, file: _File, slices: int) -> int | None:
-    """The dimension along which slices are joined; None if each has all of the tensor. Raises Unsupported."""
+    """The dimension along which slices are joined; None if each has all of the tensor. Raises FormatError and Unsupported."""
     *modules, leaf = name.split(".")
     module = modules[-1] if modules else ""
     if "experts" in modules and file.count("expert_tensor_parallel_size") not in (None, slices):
         _refuse(name, "experts have slices of their own (expert_tensor_parallel_size)", file)
-    if slices == 1 or leaf == "gate_weight":  # of shared experts
+    if slices == 1 or leaf == "gate_weight":  # each process has all of the shared experts' gate
         return None
     kind = leaf.rstrip("0123456789")
     if kind not in ("weight", "bias") or "norm" in module or module in _WHOLE or not spec.shape:
@@ -414,8 +414,13 @@ def _axis(name: str, spec: TensorSpec, file: _File, slices: int) -> int | None:
         _refuse(name, f"checkpoint_version {file.version:g} has another order of query, key and value", file)
     if module in _JOINED_ROWS:
         return 0
+    if module in _JOINED_COLUMNS and kind == "bias":
+        return None
     if module in _JOINED_COLUMNS:
-        return None if kind == "bias" else 1
+        if len(spec.shape) < 2:
+            what = f"tensor {show(name)} is {list(spec.shape)}, and its slices are columns of a matrix"
+            raise FormatError(what, where=str(file.path), fix=DAMAGED)
+        return 1
     _refuse(name, "its slices may be joined in several ways", file)
 
 

@@ -1,4 +1,4 @@
-"""Models in Megatron-Core's names, as the Hub has them: with the config.json of the model beside the checkpoint.
+"""Reads models with Megatron-Core's names under the Hub's names, if the model's config.json is beside the checkpoint.
 
 decoder.layers.3.self_attention.linear_qkv.weight  [groups · (heads / groups + 2) · head_dim, hidden]: of each group of heads
                                                    its queries, then key and value
@@ -43,6 +43,8 @@ _MODELS: Mapping[str, str] = {
 """`model_type` → the module of the router and the experts on the Hub; "" for a model without."""
 _WAY_OUT = "Convert it with Megatron-Bridge (AutoBridge.export_ckpt), or take config.json away to read it in Megatron's names."
 _MAX_LAYERS = 10_000
+_MAX_PARTS = 1 << 18
+"""Groups of heads in all layers, and experts in all layers: an empty tensor may claim any number."""
 _SHOWN = 8
 
 
@@ -88,7 +90,7 @@ def in_hub_names(source: Tensors, config: Config | None, where: str) -> Wrapped:
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """A tensor of one layer, or of one expert, in a stored one. first: number of its first element"""
+    """A tensor of one layer or one expert inside a stored tensor. first: index of its first element"""
 
     stored: str
     shape: tuple[int, ...]
@@ -103,7 +105,7 @@ class _Slot:
         return TensorPart(self.stored, self.shape, ((self.first, math.prod(self.shape)),))
 
     def rows(self, blocks: list[tuple[int, int]]) -> TensorPart:
-        """Some runs of rows, each as its first and its number."""
+        """Runs of rows. blocks: (first row, number of rows) of each"""
         shape = (sum(n for _, n in blocks), *self.shape[1:])
         return TensorPart(self.stored, shape, tuple((self.first + first * self.row, n * self.row) for first, n in blocks))
 
@@ -123,6 +125,9 @@ class _Converter:
             raise FormatError(f"num_hidden_layers is {self._layers:,}", where=where, fix="Repair config.json.")
         heads = self._count("num_attention_heads")
         self._groups = self._count("num_key_value_heads", heads)
+        if heads % self._groups or self._layers * self._groups > _MAX_PARTS:
+            what = f"num_attention_heads is {heads:,}, and num_key_value_heads {self._groups:,}"
+            raise FormatError(what, where=where, fix="Repair config.json.")
         self._head_dim = self._count("head_dim", self._count("hidden_size") // heads)
         self._queries = heads // self._groups
         self._vocabulary = self._count("vocab_size")
@@ -156,7 +161,7 @@ class _Converter:
                 yield from self._of_layer(f"model.layers.{layer}", match[2], slot)
 
     def _slots(self, name: str, shape: tuple[int, ...], number: str | None) -> Iterator[tuple[int, _Slot]]:
-        """The layers of a tensor of all, or the one of a number."""
+        """The layers that a tensor has: the one that its name numbers, or all. number: the one in its name"""
         if number is not None:
             yield int(number), _Slot(name, shape)
             return
@@ -202,9 +207,9 @@ class _Converter:
             yield from self._of_experts(f"{layer}.{self._experts}.experts", match, slot)
 
     def _attention(self, module: str, leaf: str, slot: _Slot) -> Named:
-        """Query, key and value, which are group after group."""
+        """Query, key and value, which are stored group by group."""
         band = (self._queries + 2) * self._head_dim
-        if slot.shape[0] != self._groups * band or len(slot.shape) != (2 if leaf == "weight" else 1):
+        if slot.shape[:1] != (self._groups * band,) or len(slot.shape) != (2 if leaf == "weight" else 1):
             what = (
                 f"tensor {show(slot.stored)} is {list(slot.shape)} in each layer, and config.json says {self._groups:,} groups"
             )
@@ -216,9 +221,9 @@ class _Converter:
             first += size
 
     def _gate_and_up(self, name: Callable[[str], str], slot: _Slot, *keys: str) -> Named:
-        """keys: of config.json, the first of which that it has says how many rows gate and up each have."""
+        """keys: of config.json; the first that it has gives the number of rows of gate, and of up"""
         half = self._count(next((key for key in keys if self._config.get(key) is not None), keys[-1]))
-        if slot.shape[0] != 2 * half:
+        if slot.shape[:1] != (2 * half,):
             what = f"tensor {show(slot.stored)} is {list(slot.shape)} in each layer, not a gate and an up of {half:,} rows each"
             raise FormatError(what, where=self._where, fix=_WAY_OUT)
         for i, part in enumerate(("gate_proj", "up_proj")):
@@ -229,7 +234,7 @@ class _Converter:
         number = match[1] or match[2] or match[4]
         experts = [(int(number), slot)] if number else []
         if not number:
-            if len(slot.shape) != 3 or not 0 < slot.shape[0] <= MAX_STACKED:
+            if len(slot.shape) != 3 or not 0 < slot.shape[0] <= min(MAX_STACKED, _MAX_PARTS // self._layers):
                 what = f"tensor {show(slot.stored)} is {list(slot.shape)} in each layer, not matrices of experts"
                 raise FormatError(what, where=self._where, fix=_WAY_OUT)
             size = math.prod(slot.shape[1:])

@@ -31,7 +31,7 @@ def prepare(module: AdapterModule, arrays: Arrays) -> tuple[Rows, ...]:
     """What is added, as rows."""
     names = _WEIGHTS if module.tensor == "weight" else _BIASES
     difference = next(arrays[part] for part in names if part in arrays)
-    scale = float(module.settings.get("scale", 1.0))  # of the bias of a LoRA's B
+    scale = float(module.settings.get("scale", 1.0))  # the scaling of a LoRA whose B has a bias
     return (np.ascontiguousarray(difference.reshape(module.outputs, -1)) * scale,)
 
 

@@ -8,7 +8,7 @@ from weightsmith.abc.adapter import AdapterKind, AdapterModule, Arrays, Rows, Sh
 
 
 def on_inputs(module: AdapterModule) -> bool:
-    """Whether the factors are on the inputs. Of a linear layer their shape says it, of a convolution the config."""
+    """Whether the factors scale the inputs. For linear layers their shape tells, for convolutions the config does."""
     shape, outputs, inputs = module.parts["ia3_l"].shape, module.shape[0], module.shape[1]
     if module.tensor == "bias":
         return False
