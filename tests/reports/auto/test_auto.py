@@ -457,6 +457,13 @@ def test_bad_input_is_refused_before_anything_is_written(work: Path) -> None:
     Path("mine.auto/notes").write_text("mine")
     with pytest.raises(OutputExists, match="weightsmith auto did not make it"):
         auto("mine")
+    for k, text in enumerate(('{"kind": "games", "score": 3}\n', "[1, 2]\n", "mine", "")):
+        Path(f"scored{k}.auto").mkdir()
+        scores = Path(f"scored{k}.auto/scores.jsonl")
+        scores.write_text(text)
+        with pytest.raises(OutputExists, match="weightsmith auto did not make it"):
+            auto(f"scored{k}")
+        assert scores.read_text() == text
     Path("merged").mkdir()
     with pytest.raises(OutputExists, match="the output exists"):
         auto()

@@ -54,6 +54,7 @@ from weightsmith._planning.planner.prepared import download, missing_files, stre
 from weightsmith._reports.auto.checks import check_copies, check_models, check_texts
 from weightsmith._reports.auto.cost import STATISTICS, DiskUse, SearchPlan, SearchSize, disk_use, plan_search
 from weightsmith._reports.auto.pool import (
+    KIND,
     Choice,
     Journal,
     Models,
@@ -63,6 +64,7 @@ from weightsmith._reports.auto.pool import (
     Scores,
     choose,
     difference,
+    is_journal,
     kept_bytes,
     score,
     strength,
@@ -181,7 +183,7 @@ def find_merge(models: Models, out: str, settings: AutoSettings, running: RunOpt
         folder.mkdir(exist_ok=True)
         stack.enter_context(_alone_in(folder, out))
         about = {
-            "kind": "weightsmith auto",
+            "kind": KIND,
             "program": program_digest(),
             "models": [model.state for model in opened_models],
             "products": [device, fast_arithmetic(device)],
@@ -293,7 +295,9 @@ _SCORES = "scores.jsonl"
 
 def _is_ours(folder: Path) -> bool:
     """Whether a folder is one that `auto` made, or empty."""
-    return folder.is_dir() and not folder.is_symlink() and ((folder / _SCORES).is_file() or not any(folder.iterdir()))
+    if folder.is_symlink() or not folder.is_dir():
+        return False
+    return is_journal(folder / _SCORES) or not any(folder.iterdir())
 
 
 @contextmanager

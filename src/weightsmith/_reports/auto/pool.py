@@ -311,6 +311,26 @@ class _Lazy(Mapping[str, Any]):
         return len(self._makers)
 
 
+KIND = "weightsmith auto"
+"""The `kind` of a journal, in its first line."""
+
+
+def is_journal(path: Path) -> bool:
+    """Whether a file is a `Journal`, and no file of the user's with its name."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        first = file.readline(_MOST_FIRST_BYTES)
+    try:
+        about = parse(first)
+    except JsonError:
+        return False
+    return isinstance(about, dict) and about.get("kind") == KIND
+
+
+_MOST_FIRST_BYTES = 1 << 20
+
+
 class Journal:
     """Scores in a file, a line for each candidate, so that a search that was killed does not score it again.
 
