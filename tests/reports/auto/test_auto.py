@@ -8,7 +8,7 @@ import re
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,8 +76,8 @@ def work(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def auto(out: str = "merged", **given: Any) -> Auto:
-    return weightsmith.auto("base", FINE_TUNES, out, **{"progress": False, **given})
+def auto(out: str = "merged", models: Sequence[str] = FINE_TUNES, **given: Any) -> Auto:
+    return weightsmith.auto("base", models, out, **{"progress": False, **given})
 
 
 def rows_of(path: str) -> list[str]:
@@ -445,6 +445,8 @@ def test_bad_input_is_refused_before_anything_is_written(work: Path) -> None:
         auto(text={"it": "fr.txt"})
     with pytest.raises(PlanError, match="there is no text for de"):
         auto(text={"fr": "fr.txt"})
+    with pytest.raises(PlanError, match="there are two texts for fr"):
+        auto(text={"fr": "fr.txt", "./fr": "de.txt", "de": "de.txt"}, models=("./fr", "de"))
     with pytest.raises(ParameterError, match="2 to 10 fine-tunes can be merged, not 1"):
         weightsmith.auto("base", ["fr"], "merged", progress=False)
     with pytest.raises(ParameterError, match="a model is named twice"):
@@ -567,6 +569,13 @@ def test_the_command_shows_the_candidates_and_the_choice(work: Path, cli: Cli) -
     data = json.loads(cli("auto", "base", *FINE_TUNES, "other", *texts, "--json").out)
     assert data["choice"]["name"] in page
     assert data["with_texts"] is True
+
+
+def test_an_adapter_in_the_home_folder_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "fr-lora").mkdir()
+    (tmp_path / "fr-lora/adapter_config.json").write_text("{}")
+    assert module.Models.of("base", ["~/fr-lora", "de"]).fine_tunes == ("base+~/fr-lora", "de")
 
 
 @pytest.mark.slow

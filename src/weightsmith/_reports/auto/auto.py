@@ -255,6 +255,8 @@ def _texts_of(settings: AutoSettings, models: Models, names: Sequence[str]) -> d
             problems.append(option_error("text", f"{written!r} names no file", "write MODEL=FILE"))
         elif model not in known:
             problems.append(option_error("text", f"there is no fine-tune {model!r}", f"name one of {', '.join(names)}"))
+        elif known[model] in files:
+            problems.append(option_error("text", f"there are two texts for {known[model]}", "give one file for each fine-tune"))
         else:
             files[known[model]] = path
     missing = [name for name in names if name not in files]

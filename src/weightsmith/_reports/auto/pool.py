@@ -18,7 +18,7 @@ import numpy.typing as npt
 from weightsmith._activations.decoder.forward import fast_arithmetic
 from weightsmith._activations.rows import text_source
 from weightsmith._base.errors import NOTHING_WRITTEN, MismatchError, NonFinite, ParameterError, StoreError
-from weightsmith._base.files import write_whole
+from weightsmith._base.files import expand_user, write_whole
 from weightsmith._base.strict_json import JsonError, parse
 from weightsmith._base.torch_use import usable_device
 from weightsmith._engine.results import JobMemory
@@ -63,7 +63,7 @@ class Models:
     @classmethod
     def of(cls, base: str, fine_tunes: Sequence[str]) -> Models:
         """An adapter's folder stands for the base with it."""
-        return cls(base, tuple(f"{base}+{model}" if is_adapter(Path(model)) else model for model in fine_tunes))
+        return cls(base, tuple(f"{base}+{model}" if is_adapter(expand_user(model)) else model for model in fine_tunes))
 
     @property
     def names(self) -> tuple[str, ...]:
