@@ -534,3 +534,17 @@ def test_peft_loads_an_adapter_of_mlx_by_the_names_of_the_base(name: str, models
     assert stored <= {key.replace(".default", "") for key in loaded.state_dict()}  # PEFT ignores what it does not know
     found = logits_of(loaded.float().eval(), tokens)
     assert np.abs(found - expected).max() < 1e-3 * np.abs(plain - expected).max()
+
+
+def test_decoders_of_vision_models_get_transformers_names(models: Any, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    model, module = models("gemma3-vl"), "language_model.model.layers.0.self_attn.q_proj"
+    rows, cols = load_file(model / "model.safetensors")[f"{module}.weight"].shape
+    save_file(
+        {f"{module}.lora_a": normal(cols, RANK), f"{module}.lora_b": normal(RANK, rows)}, tmp_path / "adapters.safetensors"
+    )
+    config = {"fine_tune_type": "lora", "lora_parameters": {"rank": RANK, "scale": 2.0}, "model": str(model)}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    out = converted(tmp_path, tmp_path / "out", "peft")
+    expected = {f"{P}model.language_model.layers.0.self_attn.q_proj.lora_{part}.weight" for part in "AB"}
+    assert set(load_file(out / "adapter_model.safetensors")) == expected
