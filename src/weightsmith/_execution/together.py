@@ -11,6 +11,7 @@ processes that wait for the product (`TaskBoard`). The result of a task does not
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -88,6 +89,7 @@ class _Measuring:
         self._units = units_of(plan, product)
         start = int(first * len(self._units))
         self._order = [*range(start, len(self._units)), *range(start)]
+        self._counting = self.reduction
         # Hash of the division into units and of all counts so far: an earlier run may have left counts of other units.
         self._state = xxhash.xxh3_64(f"{product.name} {[*map(len, self._units)]}".encode())
 
@@ -95,48 +97,56 @@ class _Measuring:
         """Measure the product; returns when all units are counted."""
         number = 0
         while number < self.reduction.passes():
-            counts = self._pass(number, waiting)
-            self.reduction.begin(number)
-            for arrays in counts:
-                self.reduction.add(number, arrays)
-                for array in arrays:
-                    self._state.update(array.tobytes())
-            self.reduction.end(number)
+            self._pass(number, waiting)
             number += 1
 
-    def _pass(self, number: int, waiting: Callable[[], None] | None) -> list[Arrays]:
-        """The counts of each unit in a pass."""
+    def _pass(self, number: int, waiting: Callable[[], None] | None) -> None:
+        """Measure one pass. The counts of a unit are added as they come: together, those of float32 models are gigabytes."""
         # An earlier run may have left counts of another window: their keys differ.
         keys = [f"{self._state.hexdigest()}-{number}-{unit}" for unit in range(len(self._units))]
-        fits = self._fits(number)
-        counts: dict[int, Arrays] = {}
+        self._counting = copy.deepcopy(self.reduction)  # it begins the pass again for each unit that is counted here
+        self._counting.begin(number)
+        fits = _fitting(self._counting.partial(number))
+        self.reduction.begin(number)
+        digests: dict[int, bytes] = {}
         while True:
             for unit in self._order:
-                if unit not in counts:
+                if unit not in digests:
                     arrays = self._results.take(keys[unit], partial(self._measure, number, unit), fits)
                     if arrays is not None:
-                        counts[unit] = arrays
-            if len(counts) == len(self._units):
-                return [counts[unit] for unit in range(len(self._units))]
+                        self.reduction.add(number, arrays)
+                        digests[unit] = _digest(arrays)
+            if len(digests) == len(self._units):
+                break
             if waiting is not None:
                 waiting()
             time.sleep(PAUSE_SECONDS)
-
-    def _fits(self, number: int) -> Callable[[ArrayKinds], bool]:
-        """Whether arrays have the dtypes and shapes of a pass's counts, whatever their lengths."""
-        self.reduction.begin(number)
-        expected = [(array.dtype, array.shape[1:]) for array in self.reduction.partial(number)]
-        return lambda kinds: [(dtype, shape[1:]) for dtype, shape in kinds] == expected and all(shape for _, shape in kinds)
+        self.reduction.end(number)
+        for unit in range(len(self._units)):
+            self._state.update(digests[unit])
 
     def _measure(self, number: int, unit: int) -> Arrays:
         """Count one unit here."""
         from weightsmith._engine.local import DiscardedOutput
 
         of_unit = replace(self._product, steps=self._units[unit], outs=())
-        one_pass = _OnePass(self.reduction, number)
+        one_pass = _OnePass(self._counting, number)
         outcome = self._run(output=DiscardedOutput(), steps=(), products=(of_unit,), reduction=one_pass)
         self.helped += WorkDone.of(outcome)
-        return self.reduction.partial(number)
+        return self._counting.partial(number)
+
+
+def _fitting(counts: Arrays) -> Callable[[ArrayKinds], bool]:
+    """Whether arrays have the dtypes and shapes of these, whatever their lengths."""
+    expected = [(array.dtype, array.shape[1:]) for array in counts]
+    return lambda kinds: [(dtype, shape[1:]) for dtype, shape in kinds] == expected and all(shape for _, shape in kinds)
+
+
+def _digest(arrays: Arrays) -> bytes:
+    hasher = xxhash.xxh3_128()
+    for array in arrays:
+        hasher.update(array.tobytes())
+    return hasher.digest()
 
 
 class _OnePass(StreamingReduction):

@@ -140,7 +140,7 @@ class StreamingReduction(ABC):
     results one by one in plan order, so the outcome does not depend on tile size or number of threads.
 
     divisible  several processes may share the tiles of a pass: what they have taken adds up exactly in any order, as counts
-               do, and `partial` and `add` pass it on
+               do, and `partial` and `add` pass it on; a copy (`copy.deepcopy`) measures on its own
     """
 
     divisible: ClassVar[bool] = False

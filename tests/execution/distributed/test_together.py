@@ -8,6 +8,7 @@ import os
 import shutil
 import threading
 import tracemalloc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -262,6 +263,34 @@ def test_counts_of_other_dtypes_or_shapes_are_made_again(
     assert [(number, unit) for _, number, unit in measured] == [(0, 1), (1, 2)]
     weightsmith.run(plan, "out", threads=1, progress=False)
     assert files(here / "out") == files(here / "one-process")
+
+
+def test_the_counts_of_a_unit_are_freed_before_those_of_the_next(
+    here: Path, measured: list[tuple[str, int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All units' counts of float32 models would be gigabytes."""
+    interrupted_before_it_is_kept(monkeypatch)
+    alive, most, plain = weakref.WeakSet[Any](), list[int](), SharedResults.take
+
+    class Counts(list[Any]):
+        """Arrays that can be counted."""
+
+    def take(self: SharedResults, *arguments: Any) -> Any:
+        arrays = plain(self, *arguments)
+        assert arrays is not None
+        most.append(len(alive))
+        counts = Counts(arrays)
+        alive.add(counts)
+        return counts
+
+    monkeypatch.setattr(Counts, "__hash__", object.__hash__)
+    monkeypatch.setattr(SharedResults, "take", take)
+    measured.clear()
+    plan = weightsmith.plan(MODEL_WIDE, max_shard_bytes=SHARD)
+    weightsmith.run(plan, "out", part=(1, 1), threads=1, progress=False)
+    assert not measured
+    assert len(most) == 2 * units(MODEL_WIDE)
+    assert max(most) <= 1
 
 
 @pytest.mark.parametrize("what", ["link", "file"])

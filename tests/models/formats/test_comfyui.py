@@ -346,6 +346,8 @@ def test_rotated_integers_are_rotated_back(size: int, settings: dict[str, Any], 
     [
         ({"convrot_groupsize": 128}, ONE, "rotated by 128 columns are not read"),
         ({"convrot_groupsize": "256"}, ONE, "rotated by '256' columns are not read"),
+        ({"convrot_groupsize": 0}, ONE, "rotated by 0 columns are not read"),
+        ({"convrot_groupsize": None}, ONE, "rotated by None columns are not read"),
         ({"convrot_groupsize": 1024}, ONE, "its width must be a multiple"),
         ({}, numbers(128, 2, 1), "and a scale that of whole rows"),
     ],

@@ -82,7 +82,7 @@ class SearchPlan(Reported):
     stages             in order
     processor_seconds  estimate, from the speed of a product of matrices on this machine just now
     threads            that share them
-    memory_bytes       peak, at most
+    memory_bytes       peak, about
     disk_bytes         most disk space that the search takes besides the output; it is freed at the end
     needed_bytes       disk space without which the search does not start: statistics, the output, and the download if the cache
                        is on the same disk
@@ -110,7 +110,7 @@ class SearchPlan(Reported):
             ("candidates", f"{self.candidates}, the base and the mean"),
             ("time", f"about {duration(self.processor_seconds / self.threads)} on {count(self.threads, 'thread')}"),
             ("CPU time", f"about {duration(self.processor_seconds)}"),
-            ("memory", f"at most {size(self.memory_bytes)}"),
+            ("memory", f"about {size(self.memory_bytes)}"),
             ("disk", f"at most {size(self.disk_bytes)} in addition to the output"),
             ("disk needed", f"{size(self.needed_bytes)} with the output; with less than the maximum, parts are recomputed"),
             ("disk free", size(self.free_bytes)),
@@ -209,7 +209,7 @@ def plan_search(one: Opened, out: Path, use: DiskUse, search: SearchSize, resour
 
 
 def memory_use(one: Opened, search: SearchSize, resources: Resources, *, remembers: bool) -> int:
-    """The most bytes that the process holds, resident, in any stage.
+    """The most bytes that the process holds, resident, in any stage: an estimate. Peaks of 0.84 to 1.23 times it were measured.
 
     one        the mean of the fine-tunes
     remembers  the disk has room for what the fine-tunes predict

@@ -149,8 +149,9 @@ def _settings(model: QuantisedModel, name: str, stated: object) -> _Settings:
     group = values.get("group_size") or 0
     if type(group) is not int or not 0 <= group <= _MAX_GROUP:
         raise model.damaged(f"group_size of {show(name)} is {show(group)}, not a whole number from 1")
-    rotation = values.get("convrot_groupsize", _ROTATION) if values.get("convrot") else 0
-    if rotation and not (format_ == _ROTATED and type(rotation) is int and is_rotation(rotation)):
+    rotated = bool(values.get("convrot"))
+    rotation = values.get("convrot_groupsize", _ROTATION) if rotated else 0
+    if rotated and not (format_ == _ROTATED and type(rotation) is int and is_rotation(rotation)):
         what = f"ComfyUI's weights in the format {show(format_)} that are rotated by {show(rotation)} columns are not read"
         raise model.unsupported(f"{what}, only {_ROTATED} by a power of 4 ({show(name)})")
     dtype = values.get("orig_dtype")

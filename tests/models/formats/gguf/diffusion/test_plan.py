@@ -18,10 +18,12 @@ import weightsmith
 from tests.comfyui_gguf import module, needs_comfyui_gguf
 from tests.diffusion_zoo import Arrays, read_numbers
 from weightsmith._base.errors import PlanError
+from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._models.formats import Encoding, find_encoding
 from weightsmith._models.formats.gguf.diffusion.families import FAMILIES
 from weightsmith._models.formats.gguf.diffusion.types import MIXTURES
 from weightsmith._models.formats.gguf.layout import DIFFUSION_ARCHITECTURES
+from weightsmith._models.formats.gguf.writing import NEEDS_IMPORTANCES
 from weightsmith.testing import EncodingTests
 
 PREFIX = "model.diffusion_model."
@@ -75,6 +77,13 @@ class TestEncoding(EncodingTests):
     @pytest.fixture
     def encoding(self, name: str) -> Encoding:
         return find_encoding(name)
+
+
+@pytest.mark.parametrize("kind", sorted(NEEDS_IMPORTANCES))
+def test_types_that_need_importances_are_refused(kind: str) -> None:
+    """A plan may come from anywhere."""
+    spec = TensorSpec("img_in.weight", DTYPES["BF16"], (64, 256))
+    assert find_encoding(f"gguf-comfyui-{kind.lower()}").refusal(spec) == "its type needs importances, and it has none"
 
 
 def test_every_family_that_is_read_is_written() -> None:
@@ -335,6 +344,7 @@ def test_types_and_keys_can_be_asked_for(tmp_path: Path) -> None:
     ("settings", "words"),
     [
         ({"tensor_types": ["attn_q=q8_0"]}, "no tensor of this model has a name that matches attn_q"),
+        ({"tensor_types": ["qkv=iq2_xxs"]}, "IQ2_XXS needs importances, and diffusion models have none"),
         ({"metadata": ["comfy.gguf.orig_shape.img_in.weight=1"]}, "comfy"),
         ({"calibration": "built-in"}, "importances are measured by running a language model"),
         ({"size_bytes": 1000}, "importances are measured by running a language model"),

@@ -58,8 +58,8 @@ def architecture_of_config(config: Mapping[str, Any]) -> GgufArchitecture:
         what = "no GGUF file of a language model can be written without a model_type"
         fix = "repair config.json, or choose another format"
         raise Unsupported(what, where="config.json", fix=fix)
-    known = ", ".join(name for architecture in architectures() for name in architecture.model_types)
-    fix = f"choose another format; GGUF files are written of these: {known}"
+    known = ", ".join(dict.fromkeys(name for architecture in architectures() for name in architecture.model_types))
+    fix = f"choose another format; GGUF files can be written for these: {known}"
     raise Unsupported(f"no GGUF file can be written of a model of the type {show(model_type)}", where="config.json", fix=fix)
 
 

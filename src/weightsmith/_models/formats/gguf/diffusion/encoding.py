@@ -22,7 +22,7 @@ from weightsmith._base.errors import Unsupported
 from weightsmith._base.files import show
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._models.formats.gguf.layout import MAX_DIFFUSION_DIMENSIONS
-from weightsmith._models.formats.gguf.writing import PREFIX, TYPES, OneType, dequantise, encode_matrix
+from weightsmith._models.formats.gguf.writing import NEEDS_IMPORTANCES, PREFIX, TYPES, OneType, dequantise, encode_matrix
 from weightsmith.abc.product import Arrays
 from weightsmith.abc.stored import WHOLE, Bytes, Rows
 
@@ -65,6 +65,8 @@ class DiffusionEncoding(OneType):
             return f"it is {spec.dtype}, not floating point of 16 bits or more"
         if (not spec.size and len(spec.shape) != 1) or len(spec.shape) > MAX_DIFFUSION_DIMENSIONS:
             return f"its shape is {list(spec.shape)}"
+        if self.dtype.name in NEEDS_IMPORTANCES:
+            return "its type needs importances, and it has none"
         if why := self._unfit_rows(spec):
             return why
         if self.swapped and (not spec.shape or spec.shape[0] % 2):

@@ -19,7 +19,7 @@ from weightsmith._models.formats.gguf.diffusion.text_encoder import is_t5, t5_ke
 from weightsmith._models.formats.gguf.diffusion.types import MIXTURES, folded, types_of
 from weightsmith._models.formats.gguf.layout import ALIGNMENT, Value, encode_metadata
 from weightsmith._models.formats.gguf.types import Chosen, Mixture
-from weightsmith._models.formats.gguf.writing import PLAIN, PREFIX, TYPES, libgguf
+from weightsmith._models.formats.gguf.writing import NEEDS_IMPORTANCES, PLAIN, PREFIX, TYPES, libgguf
 from weightsmith._models.structure.diffusers_names import CLASSES, TABLES, SingleFileTensor, single_file_tensors
 from weightsmith._plans import CAST, COPY, JOIN, PlanDraft, Step
 from weightsmith.abc.stored import ModelFiles
@@ -56,11 +56,17 @@ def prepare_diffusion(draft: PlanDraft, companions: ModelFiles, mixture: Mixture
         for pattern, _ in chosen
         if not any(pattern.search(spec.name) for spec in specs)
     ]
+    problems += [
+        option_error("tensor_types", f"{kind} needs importances, and diffusion models have none", "choose another type")
+        for kind in dict.fromkeys(contents.types)
+        if kind in NEEDS_IMPORTANCES
+    ]
     _need_library(contents.types)
     steps = list[Step]()
     for tensor, kind in zip(contents.tensors, contents.types, strict=True):
-        with noting(problems):
-            steps.append(_encoded(tensor, kind))
+        if kind not in NEEDS_IMPORTANCES:
+            with noting(problems):
+                steps.append(_encoded(tensor, kind))
     if problems:
         raise PlanError(problems)
     draft.steps, draft.container = steps, GGUF
