@@ -534,3 +534,25 @@ def test_peft_loads_an_adapter_of_mlx_by_the_names_of_the_base(name: str, models
     assert stored <= {key.replace(".default", "") for key in loaded.state_dict()}  # PEFT ignores what it does not know
     found = logits_of(loaded.float().eval(), tokens)
     assert np.abs(found - expected).max() < 1e-3 * np.abs(plain - expected).max()
+
+
+@pytest.mark.loading
+@pytest.mark.parametrize("known", [True, False])
+def test_decoders_of_vision_models_get_transformers_names(known: bool, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    model = zoo.save("gemma3-vl", tmp_path / "base", 1, dtype="float32")
+    if not known:
+        base_config = json.loads((model / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps({**base_config, "model_type": "unheard_of"}))
+    module = "language_model.model.layers.0.self_attn.q_proj"
+    rows, cols = load_file(model / "model.safetensors")[f"{module}.weight"].shape
+    factors = {f"{module}.lora_a": normal(cols, RANK), f"{module}.lora_b": normal(RANK, rows)}
+    save_file(factors, tmp_path / "adapters.safetensors")
+    config = {"fine_tune_type": "lora", "lora_parameters": {"rank": RANK, "scale": 2.0}, "model": str(model)}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    result = weightsmith.convert_lora(tmp_path, tmp_path / "out", progress=False, fsync=False)
+    name = "model.language_model.layers.0.self_attn.q_proj" if known else module
+    stored = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert set(stored) == {f"{P}{name}.lora_{part}.weight" for part in "AB"}
+    warned = any("whether PEFT finds all that the adapter has was not checked" in str(note) for note in result.warnings)
+    assert warned == (not known)

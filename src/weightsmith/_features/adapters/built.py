@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from weightsmith._base.errors import Finding
 from weightsmith._base.idioms import grouped
 from weightsmith._base.tensors import MAX_STACKED, TensorSpec
 from weightsmith._models.checkpoint import Checkpoint
@@ -137,6 +138,12 @@ def built_of(base: Checkpoint, began: Began = lambda _process: None) -> BuiltMod
         frozenset(answer["refused"]),
         frozenset(answer["rows"]),
     )
+
+
+def unchecked(why: str) -> Finding:
+    """The warning of an adapter for PEFT with guessed names. why: `BuiltModel.unknown`"""
+    what = f"whether PEFT finds all that the adapter has was not checked: {why}"
+    return Finding(what, fix="load it with PEFT, and look for warnings, before you publish it")
 
 
 def guessed(base: Checkpoint, why: str) -> BuiltModel:

@@ -17,7 +17,7 @@ import numpy as np
 from weightsmith._base.errors import Unsupported
 from weightsmith._base.options import option_error
 from weightsmith._base.tensors import TensorSpec
-from weightsmith._features.adapters.built import WEIGHT, built_of
+from weightsmith._features.adapters.built import WEIGHT, built_of, unchecked
 from weightsmith._features.adapters.options import ConvertSettings
 from weightsmith._features.adapters.steps import PLAIN_DTYPES, factor_step, stored_dtype
 from weightsmith._files.containers import MLX_ADAPTER
@@ -215,7 +215,8 @@ def has_mlx_names(adapter: Adapter) -> bool:
 def in_transformers_names(adapter: Adapter, base: Checkpoint, places: Mapping[str, str]) -> Adapter:
     """An adapter of MLX with the names of the modules that transformers builds of its base, which PEFT looks for.
 
-    places: module → tensor of the base. Matrices that transformers fuses get the names that the base has on disk.
+    places: module → tensor of the base. Matrices that transformers fuses get the names that the base has on disk,
+    and so do all where transformers is missing or does not know the model: a warning says so.
     """
     built, updates = built_of(base), dict[str, Factors]()
     for module, factors in adapter.updates.items():
@@ -223,4 +224,6 @@ def in_transformers_names(adapter: Adapter, base: Checkpoint, places: Mapping[st
         key = built.key(stored)
         name = key if key.endswith(WEIGHT) and key not in built.operations else stored
         updates[name.removesuffix(WEIGHT)] = factors
+    if built.unknown:
+        adapter.checkpoint.notes = (*adapter.checkpoint.notes, unchecked(built.unknown))
     return replace(adapter, updates=updates)

@@ -13,6 +13,7 @@ from weightsmith._base.idioms import grouped
 from weightsmith._base.report.blocks import Block, Column, HeatMap, Mark, Table, heat_maps
 from weightsmith._base.report.charts import heat_map, picture
 from weightsmith._base.text import markdown_table
+from weightsmith._features.adapters.built import unchecked
 from weightsmith._features.adapters.factors import FactorTarget
 from weightsmith._features.adapters.ranks import Spectrum
 from weightsmith._models.structure.model import LayerPlace
@@ -133,8 +134,7 @@ class Extraction:
             )
             findings.append(Finding(what, self.in_place[0]))
         if self.unknown:
-            what = f"whether PEFT finds all that the adapter has was not checked: {self.unknown}"
-            findings.append(Finding(what, fix="load it with PEFT, and look for warnings, before you publish it"))
+            findings.append(unchecked(self.unknown))
         return findings
 
     def blocks(self) -> list[Block]:

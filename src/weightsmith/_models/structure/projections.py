@@ -69,7 +69,7 @@ def in_both_orders(name: str) -> str:
     """A regular expression for a module of a model with towers, wherever engines put its decoder.
 
     Files have `model.language_model.layers`, and Qwen-Omni's `thinker.model.layers`; vLLM and SGLang build
-    `language_model.model.layers`. They rename the names in config.json, but no expressions.
+    `language_model.model.layers`. They translate names in config.json, but not regular expressions.
 
     >>> in_both_orders("model.language_model.layers.0"), in_both_orders("model.layers.0")
     ('language_model\\\\.(model\\\\.)?layers\\\\.0', 'model\\\\.layers\\\\.0')
@@ -123,7 +123,7 @@ _OUTPUT_GATE = ("linear_attn", "g_proj")
 """OLMo Hybrid's module, and the projection in it that engines join with q, k and v."""
 
 GATES_OF_LINEAR_ATTENTION = frozenset({*_LINEAR_ATTENTION["in_proj_ba"], "in_proj_ba"})
-"""Projections to a number or two for each head: how much a state decays, and how much is written into it."""
+"""Projections to one or two numbers for each head: how much of the state decays, and how much is written to it."""
 
 
 def projection_role(module: str) -> ProjectionRole | None:
@@ -139,7 +139,7 @@ _ORDER = {name: i for i, name in enumerate((*JOINED, _OUTPUT_GATE[1]))}
 
 
 def _joined(parent: str, projection: str) -> str:
-    """What a projection is joined into; its own name if it is joined with none."""
+    """The matrix that a projection is joined into; its own name if engines do not join it."""
     if (parent.rpartition(".")[2], projection) == _OUTPUT_GATE:
         return "qkv"
     return JOINED.get(projection, projection)
