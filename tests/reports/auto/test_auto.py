@@ -447,6 +447,10 @@ def test_bad_input_is_refused_before_anything_is_written(work: Path) -> None:
         auto(text={"fr": "fr.txt"})
     with pytest.raises(PlanError, match="there are two texts for fr"):
         auto(text={"fr": "fr.txt", "./fr": "de.txt", "de": "de.txt"}, models=("./fr", "de"))
+    for k in (1, 2):
+        shutil.copytree("fr", f"run-{k}")
+    with pytest.raises(ParameterError, match=r"run-\*: it matches several models"):
+        auto(models=("./run-*", "de"))
     with pytest.raises(ParameterError, match="2 to 10 fine-tunes can be merged, not 1"):
         weightsmith.auto("base", ["fr"], "merged", progress=False)
     with pytest.raises(ParameterError, match="a model is named twice"):

@@ -55,13 +55,13 @@ def number_models(recipe: Recipe) -> tuple[dict[ModelRef, int], list[ModelRef]]:
     return models, firsts
 
 
-def pinned_names(recipe: Recipe, checkpoints: Sequence[Checkpoint | None]) -> dict[str, str]:
-    """Each reference as the recipe has it → the same model, on the Hub at the commits that were opened.
+def pinned_names(models: Mapping[ModelRef, int], checkpoints: Sequence[Checkpoint | None]) -> dict[str, str]:
+    """Each reference as it was written → the same model, on the Hub at the commits that were opened.
 
-    checkpoints  the models by index, see `number_models`
+    models       index of every reference, see `number_models`
+    checkpoints  by index
     """
-    numbers, _ = number_models(recipe)
-    opened = {str(ref): checkpoints[number] for ref, number in numbers.items()}
+    opened = {str(ref): checkpoints[number] for ref, number in models.items()}
     return {name: os.fspath(checkpoint) for name, checkpoint in opened.items() if checkpoint is not None}
 
 

@@ -24,7 +24,7 @@ from weightsmith._base.torch_use import usable_device
 from weightsmith._engine.results import JobMemory
 from weightsmith._execution.options import RunOptions, resources_of
 from weightsmith._models.lora.opening import is_adapter
-from weightsmith._planning.planner.inputs import pinned_names
+from weightsmith._planning.planner.inputs import is_pattern, number_models, pinned_names
 from weightsmith._planning.planner.prepared import Prepared
 from weightsmith._planning.recipe import Recipe as RecipeRecord
 from weightsmith._plans import TextSource
@@ -74,10 +74,17 @@ class Models:
         """The same models, those on the Hub at the commits that were opened: their branches may move during the search.
 
         prepared  a merge of all
+
+        Raises ParameterError for a pattern that matches several models.
         """
         assert prepared.request is not None
         assert isinstance(prepared.request.recipe, RecipeRecord)
-        names = pinned_names(prepared.request.recipe, prepared.inputs)
+        numbers, refs = number_models(prepared.request.recipe)
+        if len(refs) != len(prepared.inputs):
+            where = next((str(ref) for ref in refs if is_pattern(ref)), "")
+            fix = "name each model once, the base first"
+            raise ParameterError("it matches several models", where=where, fix=fix, state=NOTHING_WRITTEN)
+        names = pinned_names(numbers, prepared.inputs)
         base, *fine_tunes = (names[name] for name in self.names)
         return Models(base, tuple(fine_tunes), {names[name]: name for name in self.names})
 

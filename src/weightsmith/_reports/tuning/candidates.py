@@ -74,7 +74,7 @@ class Candidates(Closing):
     @property
     def _pinned(self) -> dict[str, str]:
         last = self._bounds[-1]
-        return pinned_names(last.request.recipe, last.opened.checkpoints)
+        return pinned_names(last.request.models, last.opened.checkpoints)
 
     @property
     def text(self) -> str:
