@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from weightsmith._app.studio import draft
@@ -126,7 +126,6 @@ paths = st.sampled_from(
 
 
 @pytest.mark.slow
-@settings(max_examples=30)
 @given(st.dictionaries(paths, values, max_size=4))
 def test_what_is_written_is_shown(given: dict[draft.Path, Any]) -> None:
     controls = by_path(changed(COMBINE, given))
