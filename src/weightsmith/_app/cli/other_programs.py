@@ -86,6 +86,9 @@ COMMANDS: Mapping[str, str] = {
     ),
     **dict.fromkeys(("yaml", "merge-yaml", "megamerge", "multi"), "run weightsmith merge RECIPE OUT"),
     **dict.fromkeys(
+        ("pytorch", "merge-pytorch"), "name the weight files as models in a recipe, and run weightsmith merge RECIPE OUT"
+    ),
+    **dict.fromkeys(
         ("merge-gguf", "gguf-split", "llama-gguf-split"), "run weightsmith merge RECIPE OUT --quantize gguf-q4_k_m"
     ),
     **dict.fromkeys(("mixture", "merge-moe"), "run weightsmith moe RECIPE OUT"),
@@ -146,6 +149,10 @@ OPTIONS: Mapping[str, str] = {
     **dict.fromkeys(
         LORA_FLAGS,
         "write base+adapter for a model in the recipe: weightsmith init --goal bake writes one",
+    ),
+    **dict.fromkeys(
+        ("--intermediate-dir", "--lazy", "--no-lazy"),
+        "leave it out: the intermediate merges of a recipe are computed on the fly, and take no disk space",
     ),
     **dict.fromkeys(("--resume", "--continue"), "repeat the command that was interrupted: it resumes by itself"),
 }
@@ -209,6 +216,8 @@ def for_option(option: str, known: Sequence[str], arguments: Sequence[str]) -> s
     needed = [word.rstrip(".,;:=") for word in answer.split() if word.startswith("--")][:1]
     if answer.startswith("use --") and needed and needed[0] not in (*known, "--help"):
         return ""
+    if option in OUT_FLAGS and "FILE" in arguments:
+        return "write FILE without a flag, as in the usage"
     for word in ("OUT", "RECIPE"):
         if answer.startswith(f"write {word} ") and word not in arguments:
             return "use --report FILE.html" if word == "OUT" and "--report" in known else ""
