@@ -30,6 +30,7 @@ from weightsmith._execution.execute import check_computable
 from weightsmith._execution.options import RunOptions, resources_of
 from weightsmith._execution.output import check_options
 from weightsmith._execution.run import NO_CALLBACKS, Callbacks, RunRequest, WorkDone, finished_steps, kept_products, staged
+from weightsmith._outputs.shared import SharedResults, TaskBoard
 from weightsmith._planning.planner.prepared import Prepared
 from weightsmith._plans import Plan, Product, Step
 from weightsmith._plans.parts import label, part_of
@@ -38,7 +39,7 @@ from weightsmith.abc.product import StreamingReduction
 if TYPE_CHECKING:
     from weightsmith._engine.local import Outcome
     from weightsmith._engine.resources import Resources
-    from weightsmith._outputs.shared import ArrayKinds, TaskBoard
+    from weightsmith._outputs.shared import ArrayKinds
     from weightsmith._outputs.staging import Staging
     from weightsmith.abc.job import Matrix, Tile
     from weightsmith.abc.output import Built
@@ -92,7 +93,7 @@ def execute_part(
                 helper.close()
                 results = kept_products(plan, staging, products=needed)
                 later = needed_later(plan, needed, staging.products)
-                outcome = run(steps=(), products=needed, results=results, tasks=staging.task_board, later=later)
+                outcome = run(steps=(), products=needed, results=results, tasks=TaskBoard.of(staging), later=later)
                 measured_together += WorkDone.of(outcome)
         else:
             results = Results(plan)
@@ -111,7 +112,7 @@ def execute_products(
     _check_part(prepared, out, options, helping=True)
     with staged(prepared, RunRequest(out, options), PRODUCTS_LABEL, (), products) as (staging, run):
         with staging.only_process():
-            outcome = run(steps=(), results=kept_products(prepared.plan, staging), tasks=staging.task_board)
+            outcome = run(steps=(), results=kept_products(prepared.plan, staging), tasks=TaskBoard.of(staging))
         for model in prepared.inputs:
             model.check_unchanged()
         return PartDone(staging.hand_over(), WorkDone.of(outcome))
@@ -200,7 +201,7 @@ class _Measuring:
         assert reduce is not None
         self.reduction = reduce(product)
         self.helped = WorkDone()
-        self._product, self._results, self._run = product, staging.shared_results, run
+        self._product, self._results, self._run = product, SharedResults.of(staging), run
         self._units = units_of(plan, product)
         start = int(first * len(self._units))
         self._order = [*range(start, len(self._units)), *range(start)]
@@ -369,4 +370,4 @@ TASK_FACTOR = 6
 
 def helper_of(plan: Plan, staging: Staging, resources: Resources) -> Helper:
     """The helper that a process calls while it waits for the products of a plan."""
-    return Helper(staging.task_board if has_tasks(plan) else None, resources)
+    return Helper(TaskBoard.of(staging) if has_tasks(plan) else None, resources)
