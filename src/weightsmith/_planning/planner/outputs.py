@@ -20,7 +20,7 @@ from weightsmith._planning.planner.match import InputModels, home_module, is_buf
 from weightsmith._planning.planner.parameters import Resolver
 from weightsmith._planning.planner.segments import UNREAD, Account, Placement, Segment, SegmentInput
 from weightsmith._planning.planner.steps import DTypes, operation, split_fused
-from weightsmith._plans import CAST, COPY, Read, Settings, Step
+from weightsmith._plans import COPY, Read, Settings, Step
 
 Specs = Mapping[str, TensorSpec]
 StepOrigin = tuple[Segment, tuple[str, ...], float]
@@ -534,11 +534,10 @@ class StepMaker:
     def _copy(self, name: str, model: int, source: str) -> None:
         """One output tensor that is another's bytes, or a cast of it."""
         spec = self.models.specs[model][source]
-        inputs = (Read(model, source),)
-        dtype = self.dtypes.of(inputs) if spec.dtype.floating else spec.dtype
-        self.account.use(inputs[0])
-        op = COPY if dtype == spec.dtype else CAST
-        self.steps.append(Step(TensorSpec(name, dtype, spec.shape), op, inputs))
+        read = Read(model, source)
+        dtype = self.dtypes.of([read]) if spec.dtype.floating else spec.dtype
+        self.account.use(read)
+        self.steps.append(Step.copy(TensorSpec(name, dtype, spec.shape), read, spec.dtype))
 
 
 def _first_name(label: str, specs: Specs) -> str:
