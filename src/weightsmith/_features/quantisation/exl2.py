@@ -274,13 +274,11 @@ def errors_of(blocks: Sequence[Sublayer], products: Iterable[tuple[Product, Arra
     return measured_blocks
 
 
-FORMATS = (
-    Format(
-        "exl2",
-        "2.2 to 8 bits for each weight, chosen for each layer",
-        "ExLlamaV2, older TabbyAPI",
-        apply,
-        frozenset({"bits", "size_bytes", "target", "head_bits", "measure", "measurement", "uniform"}) | CALIBRATION_SETTINGS,
-        follow,
-    ),
+FORMAT = Format(
+    "exl2",
+    "2.2 to 8 bits for each weight, chosen for each layer",
+    "ExLlamaV2, older TabbyAPI",
+    apply,
+    frozenset({"bits", "size_bytes", "target", "head_bits", "measure", "measurement", "uniform"}) | CALIBRATION_SETTINGS,
+    follow,
 )

@@ -160,12 +160,10 @@ def _padded_bias(head: TensorSpec, draft: PlanDraft) -> bool:
     return bool(head.shape[0] % BLOCK) and any(step.out.name == _bias(head.name) for step in draft.steps)
 
 
-FORMATS = (
-    Format(
-        "exl3",
-        "1 to 8 bits for each weight, codes of a trellis; half bits below 4, others on average",
-        "exllamav3 (TabbyAPI)",
-        apply,
-        frozenset({"bits", "head_bits"}) | CALIBRATION_SETTINGS,
-    ),
+FORMAT = Format(
+    "exl3",
+    "1 to 8 bits for each weight, codes of a trellis; half bits below 4, others on average",
+    "exllamav3 (TabbyAPI)",
+    apply,
+    frozenset({"bits", "head_bits"}) | CALIBRATION_SETTINGS,
 )

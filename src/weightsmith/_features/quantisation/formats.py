@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +31,6 @@ from weightsmith._base.idioms import grouped
 from weightsmith._base.options import assignment, named, option_error, read_options
 from weightsmith._base.strict_json import parse_object
 from weightsmith._base.tensors import DTYPES, TensorSpec
-from weightsmith._features.quantisation import exl2, exl3
 from weightsmith._features.quantisation.base import (
     Format,
     as_problems,
@@ -60,7 +60,7 @@ from weightsmith._files.copied import MAX_COPIED_BYTES
 from weightsmith._files.subfolders import PIPELINE
 from weightsmith._models.card import CARD_NAME, hub_id_of, read_card
 from weightsmith._models.checkpoint import Checkpoint
-from weightsmith._models.formats import find_encoding, format_of_encoding, formats
+from weightsmith._models.formats import find_encoding, format_of_encoding, formats, formats_for
 from weightsmith._models.formats.engines import head_objections
 from weightsmith._models.structure.projections import joined_sets, site_of
 from weightsmith._models.structure.vocabulary import TIED_HEAD, is_model_head, is_vocabulary, tie_flag
@@ -377,15 +377,36 @@ def _by_row_findings(draft: PlanDraft, by_row: Mapping[str, str]) -> Iterator[Fi
         yield Finding(f"{what} the width {stored[0].shape[1]:,}", stored[0].name, fix=fix)
 
 
-_STREAMED = [
-    _streamed(writing, caches=bool(stored.caches), mixes=stored.mixed is not None)
-    for stored in formats()
-    for writing in stored.writes
-]
-_WHOLE = [format_of(model_format) for stored in formats() for model_format in stored.models()]
-FORMATS: dict[str, Format] = {
-    model_format.name: model_format for model_format in (*_STREAMED, *_WHOLE, *exl2.FORMATS, *exl3.FORMATS)
-}
+_CALIBRATED = {name: f"weightsmith._features.quantisation.{name}" for name in ("exl2", "exl3")}
+"""Formats with a plan of their own for a calibration text: name → module with a `FORMAT`."""
+
+
+class _Formats(Mapping[str, Format]):
+    """Every format, by name. What one needs is imported when it is asked for."""
+
+    def __getitem__(self, name: str) -> Format:
+        if name in _CALIBRATED:
+            calibrated: Format = import_module(_CALIBRATED[name]).FORMAT
+            return calibrated
+        for stored in formats_for(name):
+            for writing in stored.writes:
+                if writing.name == name:
+                    return _streamed(writing, caches=bool(stored.caches), mixes=stored.mixed is not None)
+            for model_format in stored.models():
+                if model_format.name == name:
+                    return format_of(model_format)
+        raise KeyError(name)
+
+    def __iter__(self) -> Iterator[str]:
+        yield from (writing.name for stored in formats() for writing in stored.writes)
+        yield from (model_format.name for stored in formats() for model_format in stored.models())
+        yield from _CALIBRATED
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+FORMATS = _Formats()
 """Every format, by name."""
 
 
