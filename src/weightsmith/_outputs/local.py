@@ -70,7 +70,9 @@ def check_out(out: str | os.PathLike[str]) -> Path:
     path = absolute(text)
     if (held := _FILES.get(path.suffix.lower())) is not None:
         what = f"the output is a folder, and {path.name} is the name of a file"
-        raise StoreError(what, where=text, fix=f"name a folder, such as {Path(text).with_suffix('')}: {held}", state=NOTHING_WRITTEN)
+        raise StoreError(
+            what, where=text, fix=f"name a folder, such as {Path(text).with_suffix('')}: {held}", state=NOTHING_WRITTEN
+        )
     try:
         path.name.encode()
     except UnicodeEncodeError:  # the model card and the messages hold it
