@@ -229,15 +229,22 @@ def for_models(models: Sequence[str], out: str) -> str:
 
     >>> for_models(["a", "b"], "out")
     'write a recipe first: weightsmith init --goal blend --model a --model b, then run weightsmith merge recipe.yml out'
+    >>> for_models(["a", "my-lora"], "out")[:75]
+    'write a recipe first: weightsmith init --goal bake --base a --model my-lora'
     """
     goal = "blend" if len(models) == 2 else "average"
-    command = [
-        "weightsmith",
-        "init",
-        *(["--goal", goal] if len(models) > 1 else []),
-        *(w for m in models for w in ("--model", m)),
-    ]
+    adapters = [name for name in models if _is_adapter(name)]
+    first = ["--goal", goal] if len(models) > 1 else []
+    if len(models) == 2 and len(adapters) == 1:
+        first = ["--goal", "bake", "--base", *(name for name in models if name not in adapters)]
+        models = adapters
+    command = ["weightsmith", "init", *first, *(word for name in models for word in ("--model", name))]
     return f"write a recipe first: {shlex.join(command)}, then run {shlex.join(['weightsmith', 'merge', 'recipe.yml', out])}"
+
+
+def _is_adapter(name: str) -> bool:
+    """Whether a model seems to be an adapter, by its name or by its folder. No file is read."""
+    return "lora" in name.casefold() or Path(name, "adapter_config.json").exists()
 
 
 # ---- mergekit's flags: one table for `weightsmith merge` and for the docs
