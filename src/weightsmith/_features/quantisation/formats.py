@@ -183,7 +183,8 @@ def _prepare(model_format: ModelFormat, assembled: Prepared, request: ModelReque
     """`ModelFormat.prepare` of a draft, which then lists what the output lacks."""
     draft, held = assembled.draft, set[str]()
     origins = [_origin(checkpoint) for checkpoint in assembled.inputs]
-    companions = ModelFiles(origins, partial(_files_of, assembled), partial(_file_of_donor, assembled), held.update)
+    of_donor = partial(_file_of_donor, assembled)
+    companions = ModelFiles(origins, partial(_files_of, assembled), of_donor, held.update, partial(_tensor_of_donor, assembled))
     files = model_format.prepare(draft, companions, request)
     if draft.config is None:  # programs that read the format need no config.json
         draft.warnings = [finding for finding in draft.warnings if not finding.what.startswith(NO_CONFIG)]
@@ -230,6 +231,12 @@ def _file_of_donor(assembled: Prepared, name: str) -> bytes | None:
     donor.fetch([name])
     path = donor.folder / name
     return read_bounded(path, MAX_COPIED_BYTES) if path.is_file() else None
+
+
+def _tensor_of_donor(assembled: Prepared, name: str) -> bytes | None:
+    donor = assembled.inputs[assembled.draft.donor]
+    spec = donor.specs.get(name)
+    return donor[name].tobytes() if spec is not None and spec.nbytes <= MAX_COPIED_BYTES else None
 
 
 def _origin(checkpoint: Checkpoint) -> ModelOrigin:
