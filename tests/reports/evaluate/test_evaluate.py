@@ -228,6 +228,7 @@ def test_what_cannot_be_evaluated_is_one_error_before_tensors_are_read(work: Pat
     recipe = {"merge_method": "linear", "models": [{"model": "a"}, {"model": "b"}]}
     other = recipe | {"merge_method": "karcher"}
     assert "two recipes have the name 'recipe'" in refused(recipe, other, text="t.txt")
+    assert "Pass them one by one: evaluate(*models" in refused(["a", "b"], text="t.txt")
     both = refused("mute", "bare", text="t.txt")
     assert "tokenizer.json" in both
     assert "not a decoder" in both
