@@ -94,9 +94,9 @@ def text_source(path: str | None, rows: int | None, tokens: int | None, seed: in
         raise option_error(option, what, fix) if option else ParameterError(what, fix=fix)
     file = expand_user(path).absolute()
     if file.suffix not in _READERS:
-        what = f"the text {show(path)} is of an unknown kind"
+        what = f"the text {show(path)} is not a {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]} file"
         itself = "; in Python, a text itself has a space or line break" if option == "text" else ""
-        fix = f"use a file that ends in {', '.join(SUFFIXES)}, or {BUILT_IN}{itself}"
+        fix = f"name such a file, or {BUILT_IN}{itself}"
         raise option_error(option, what, fix) if option else ParameterError(what, fix=fix)
     if file.suffix == ".parquet" and find_spec("pyarrow") is None:
         what = "a parquet file needs pyarrow, which is not installed"

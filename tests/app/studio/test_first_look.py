@@ -96,11 +96,14 @@ def test_without_models_the_demos_are_the_next_step(browser: Any, tmp_path: Path
     (tmp_path / "adapters").mkdir()
     with serving(tmp_path.resolve()) as studio, Visit(browser, studio.address, width) as visit:
         visit.has("#found", "No models were found")
-        assert not visit.page.locator("#find-first").is_visible()
         visit.fine()
-        visit.page.click("#example-here")
+        buttons = visit.page.get_by_role("button", name="Use the demo's models")
+        assert buttons.count() == 1, "one next step"
+        assert not visit.page.get_by_role("button", name="Find a good merge").count()
+        buttons.click()
         visit.has("#cards", "/demo/german")
-        assert not visit.page.locator("#example-here").is_visible()
+        visit.step("models")
+        assert not buttons.count()
         visit.until("!document.querySelector('#merge').disabled")
         visit.fine()
 
