@@ -216,8 +216,7 @@ def for_option(option: str, known: Sequence[str], arguments: Sequence[str]) -> s
     if OPTIONS.get(option) == OPTIONS["--dry-run"] and "--plan" in known:
         return "use --plan"
     if option in (*MODEL_FLAGS, *RUN_FLAGS) and "RECIPE" not in arguments:
-        named = [each for each in arguments if each.rstrip(".") in ("BASE", "MODEL", "FINETUNED", "OUT")]
-        return f"write {' '.join(named)} without flags, as in the usage" if named else ""
+        return f"write {' '.join(arguments)} without flags, as in the usage" if "MODEL" in " ".join(arguments) else ""
     answer = OPTIONS.get(option, "")
     needed = [word.rstrip(".,;:=") for word in answer.split() if word.startswith("--")][:1]
     if answer.startswith("use --") and needed and needed[0] not in (*known, "--help"):
