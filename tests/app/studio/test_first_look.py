@@ -16,7 +16,7 @@ import pytest
 
 from tests.app.studio.models import make
 from tests.app.studio.serving import Studio, serving, start, stop
-from tests.app.studio.visit import Visit
+from tests.app.studio.visit import SLOW_MS, Visit
 from tests.browser_help import browser
 
 __all__ = ["browser"]
@@ -400,3 +400,20 @@ def test_a_connection_that_was_lost_in_between_is_made_again(browser: Any, studi
         page.locator("#dead").wait_for()
         page.locator("#dead").wait_for(state="hidden")
         visit.saved()
+
+
+def test_a_report_that_is_there_before_the_answer_stays(browser: Any, studio: Studio) -> None:
+    """As on a slow link: the comparison is done when the page learns that it has begun."""
+    with Visit(browser, studio.address) as visit:
+        page = visit.page
+        visit.write(RECIPE)
+        visit.until("!document.querySelector('#merge').disabled")
+        late: list[Any] = []
+        page.route("**/do/look", lambda route: late.append((route, route.fetch())))
+        page.click("#look")
+        page.locator("#frame iframe").wait_for(state="attached", timeout=SLOW_MS)
+        route, answer = late[0]
+        route.fulfill(response=answer)
+        page.locator("#report").wait_for()
+        assert page.locator("#frame iframe").is_visible()
+        visit.fine()

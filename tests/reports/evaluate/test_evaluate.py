@@ -324,6 +324,7 @@ def test_a_result_that_cannot_be_evaluated_is_refused_before_work(work: Path, cl
     ran = cli("merge", "ties.yml", "merged", "--evaluate", "none.txt")
     assert ran.code == 1
     assert "none.txt: no such file" in ran.err
+    assert "-> Name one of " in ran.err
     assert "Nothing was written" in ran.err
     ran = cli("quantize", "a", "s3://bucket/out", "--format", "fp8-dynamic", "--evaluate", "t.txt")
     assert "--evaluate reads the result before it is published" in ran.err
