@@ -151,7 +151,7 @@ OPTIONS: Mapping[str, str] = {
     ),
     **dict.fromkeys(
         ("--intermediate-dir", "--lazy", "--no-lazy"),
-        "leave it out: the intermediate merges of a recipe are computed on the fly, and take no disk space",
+        "leave it out: the intermediate merges of a recipe are computed on the fly. To write them too: --keep-stages",
     ),
     **dict.fromkeys(("--resume", "--continue"), "repeat the command that was interrupted: it resumes by itself"),
 }
