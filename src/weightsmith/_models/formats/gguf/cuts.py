@@ -28,9 +28,9 @@ from weightsmith._base.errors import FormatError
 from weightsmith._base.files import DAMAGED, show
 from weightsmith._base.tensors import DTYPES, DType, TensorSpec
 from weightsmith._models.formats.decoded import Weight, bands, read_all
+from weightsmith._models.formats.gguf.base.tensors import LAYERS, SplitTensor
+from weightsmith._models.formats.gguf.base.values import GgufConfig
 from weightsmith._models.formats.gguf.layout import MAX_DIMENSIONS
-from weightsmith._models.formats.gguf.tensors import LAYERS, SplitTensor
-from weightsmith._models.formats.gguf.values import GgufConfig
 from weightsmith._models.formats.gguf.writing import NEEDS_IMPORTANCES, PREFIX, TYPES, encode_matrix
 from weightsmith.abc.stored import WHOLE, Bytes, Encoding, Importances, Kind, Rows
 from weightsmith.abc.tensors import Tensors
@@ -71,7 +71,7 @@ Pieces = tuple[Piece, ...]
 def pieces_of(split: SplitTensor, config: GgufConfig, shape: tuple[int, ...]) -> tuple[int, tuple[Pieces, ...]]:
     """The rows of a band, and what each part of a cut takes of it. shape: of the Hub's tensor. Raises FormatError.
 
-    >>> from weightsmith._models.formats.gguf.tensors import SplitPart
+    >>> from weightsmith._models.formats.gguf.base.tensors import SplitPart
     >>> halves = SplitTensor("input_linear.weight", (SplitPart("ffn_gate_exps.weight"), SplitPart("ffn_up_exps.weight")))
     >>> height, pieces = pieces_of(halves, GgufConfig({}), (4, 6, 8))
     >>> height, *(str(piece) for part in pieces for piece in part)

@@ -1,7 +1,6 @@
 """GGUF files of diffusion models for ComfyUI, as ComfyUI-GGUF's tools write them.
 
-families.py  the models that ComfyUI-GGUF loads, by the names of their tensors
-types.py     the type of each tensor
+families.py  the models that ComfyUI-GGUF loads, by the names of their tensors; the type of each tensor
 encoding.py  a tensor as one of ggml's types, with its shape
 plan.py      the plan of a file
 text_encoder.py  the encoder of T5
