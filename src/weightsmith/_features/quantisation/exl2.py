@@ -18,16 +18,17 @@ from weightsmith._base.errors import Finding, FormatError, PlanError, Weightsmit
 from weightsmith._base.files import expand_user
 from weightsmith._base.idioms import grouped
 from weightsmith._base.options import assignment, named, option_error
-from weightsmith._features.quantisation.base import Format, engine_findings, read_target
-from weightsmith._features.quantisation.calibration.plan import (
+from weightsmith._features.quantisation.base import (
     CALIBRATION_SETTINGS,
     MEASURED_ROWS,
     MEASURING,
-    Chain,
-    calibrate,
+    Format,
     calibrates,
+    engine_findings,
+    read_target,
     unused,
 )
+from weightsmith._features.quantisation.calibration.plan import Chain, calibrate
 from weightsmith._features.quantisation.optimise import Candidate, choose
 from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._models.formats.exl2.blocks import (
@@ -280,3 +281,6 @@ class Exl2Format(Format):
         errors = errors_of(model.blocks, [(p, arrays[p.name]) for p in measured if p.name in arrays])
         _store(prepared, model, settings, bits, _best(errors, model, bits))
         return {"measurement.json": (json.dumps(measurement_json(errors), indent=1) + "\n").encode()}
+
+
+FORMAT = Exl2Format()

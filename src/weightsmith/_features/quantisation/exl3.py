@@ -12,8 +12,15 @@ from typing import Any
 from weightsmith._base.errors import Finding, PlanError, Unsupported, WeightsmithError
 from weightsmith._base.options import assignment, option_error
 from weightsmith._base.tensors import TensorSpec
-from weightsmith._features.quantisation.base import Format, as_problems, engine_findings
-from weightsmith._features.quantisation.calibration.plan import CALIBRATION_SETTINGS, Chain, calibrate, calibrates, unused
+from weightsmith._features.quantisation.base import (
+    CALIBRATION_SETTINGS,
+    Format,
+    as_problems,
+    calibrates,
+    engine_findings,
+    unused,
+)
+from weightsmith._features.quantisation.calibration.plan import Chain, calibrate
 from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._models.formats.exl2.loader import OTHER_FORMATS
 from weightsmith._models.formats.exl3.layout import (
@@ -165,3 +172,6 @@ class Exl3Format(Format):
         _store(draft, rates, head_bits, tied=tied, calibration=calibration)
         if chain is not None:
             calibrate(chain, draft)
+
+
+FORMAT = Exl3Format()
