@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from weightsmith._execution.run import Merged
     from weightsmith._features.adapters.report import Extraction
     from weightsmith._features.transplant.rows import Transplant
-    from weightsmith._planning.planner.prepared import Prepared
     from weightsmith._plans import Plan
 
 
@@ -51,9 +50,8 @@ def extract_lora(
     options.check_out(out, plan=plan_only)
     with working("reading the models' headers", out=out, quiet=quiet, as_json=as_json) as work:
         if plan_only:
-            from weightsmith._features.adapters.extract import prepare_extraction
-
-            _present(prepare_extraction(finetuned, base, settings), _show_factors, work)
+            told = options.keywords("extract_lora", settings)
+            _present(weightsmith.plan_extract_lora(finetuned, base, **told), _show_factors, work)
             return
 
         def show(merged: Merged) -> None:
@@ -66,14 +64,13 @@ def extract_lora(
         work.make(weightsmith.extract_lora, finetuned, base, records=(settings, running), details=show)
 
 
-def _present(prepared: Prepared, show: Callable[[Plan], None], work: CommandWork) -> None:
+def _present(plan: Plan, show: Callable[[Plan], None], work: CommandWork) -> None:
     """Show a plan, as JSON or in words."""
-    with prepared:
-        show_warnings(prepared.plan, prepared.source)
-        if work.as_json:
-            show_json(prepared.plan.to_json(), exact=True)
-        else:
-            show(prepared.plan)
+    show_warnings(plan, ("", ""))
+    if work.as_json:
+        show_json(plan.to_json(), exact=True)
+    else:
+        show(plan)
 
 
 def _show_factors(plan: Plan) -> None:
@@ -115,9 +112,7 @@ def convert_lora(
     options.check_out(out, plan=plan_only)
     with working("reading the adapter's header", out=out, quiet=quiet, as_json=as_json) as work:
         if plan_only:
-            from weightsmith._features.adapters.convert import prepare_conversion
-
-            _present(prepare_conversion(adapter, settings), _show_tensors, work)
+            _present(weightsmith.plan_convert_lora(adapter, **options.keywords("convert_lora", settings)), _show_tensors, work)
             return
         work.make(weightsmith.convert_lora, adapter, records=(settings, running))
 
@@ -245,9 +240,8 @@ def transplant_tokenizer(
     options.check_out(out, plan=plan_only)
     with working("reading the models' headers and tokenizers", out=out, quiet=quiet, as_json=as_json) as work:
         if plan_only:
-            from weightsmith._features.transplant.plan import prepare_transplant
-
-            _present(prepare_transplant(model, donor, settings), _show_rows, work)
+            told = options.keywords("transplant_tokenizer", settings)
+            _present(weightsmith.plan_transplant_tokenizer(model, donor, **told), _show_rows, work)
             return
         merged = work.make(weightsmith.transplant_tokenizer, model, donor, records=(settings, running))
         if merged is not None and work.shows:

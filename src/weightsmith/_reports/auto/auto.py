@@ -90,9 +90,6 @@ MEAN, SUM, TSV, REGMEAN_TSV, REGMEAN_SUM = "mean", "sum", "tsv_m", "regmean, pri
 CANDIDATES = ((REGMEAN_TSV, TSV), (TSV, TSV), (REGMEAN_SUM, SUM), (SUM, SUM))
 """In the order in which they are scored, each with the merge whose strength it takes."""
 
-Texts = Mapping[str, str | os.PathLike[str]] | Sequence[str]
-"""Files by the names of fine-tunes, or `NAME=FILE`."""
-
 
 @lists_options("auto", AutoSettings, RunOptions, besides=("text",))
 def auto(
@@ -100,7 +97,7 @@ def auto(
     fine_tunes: Sequence[str | os.PathLike[str]],
     out: str | os.PathLike[str],
     *,
-    text: Texts | None = None,
+    text: Mapping[str, str | os.PathLike[str]] | Sequence[str] | None = None,
     progress: bool | Meter = True,
     **options: Unpack[AutoKeywords],
 ) -> Auto:
@@ -183,7 +180,7 @@ def plan_auto(
     fine_tunes: Sequence[str | os.PathLike[str]],
     out: str | os.PathLike[str],
     *,
-    text: Texts | None = None,
+    text: Mapping[str, str | os.PathLike[str]] | Sequence[str] | None = None,
     **options: Unpack[AutoKeywords],
 ) -> SearchPlan:
     """What `auto` would do with the same arguments: its stages, and an estimate of time, memory and disk. Writes nothing.
@@ -212,7 +209,7 @@ def plan_auto(
 def _asked(
     base: str | os.PathLike[str],
     fine_tunes: Sequence[str | os.PathLike[str]],
-    text: Texts | None,
+    text: Mapping[str, str | os.PathLike[str]] | Sequence[str] | None,
     options: Mapping[str, Any],
 ) -> tuple[Models, AutoSettings, RunOptions]:
     texts = [f"{name}={os.fspath(path)}" for name, path in text.items()] if isinstance(text, Mapping) else text or ()
