@@ -1,4 +1,4 @@
-"""The Python API: `plan`, `merge`, `moe`, `quantize`, `dequantize` and `run`. Commands of these names call it, too."""
+"""The Python API: `plan`, `merge`, `moe`, `quantize`, `dequantize`, their plans, and `run`. Commands of these names call it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
 from weightsmith._base.options import lists_options, read_options
-from weightsmith._execution.execute import execute, execute_part
+from weightsmith._execution.execute import execute
 from weightsmith._execution.options import RunOptions, check_processes
 from weightsmith._execution.output import check_options
 from weightsmith._execution.progress import Meter, callbacks, shown_meter
@@ -144,6 +144,26 @@ def dequantize(
     return make(lambda: prepare_copy(model, planning, settings), "dequantising", out, running, progress, rechecking)
 
 
+@lists_options("quantize", RecipeOptions, QuantizeSettings, besides=("format",))
+def plan_quantize(model: str | os.PathLike[str], format: str, **options: Unpack[PlanKeywords]) -> Plan:
+    """Plan what `quantize` writes. Reads only headers and writes nothing. Raises PlanError as `quantize` does."""
+    from weightsmith._features.any_recipe import prepare_copy
+
+    planning, settings = read_options("quantize", {"format": format, **options}, RecipeOptions, QuantizeSettings)
+    with prepare_copy(model, planning, settings) as prepared:
+        return prepared.plan
+
+
+@lists_options("dequantize", RecipeOptions, QuantizeSettings)
+def plan_dequantize(model: str | os.PathLike[str], **options: Unpack[PlanKeywords]) -> Plan:
+    """Plan what `dequantize` writes. Reads only headers and writes nothing. Raises PlanError as `dequantize` does."""
+    from weightsmith._features.any_recipe import prepare_copy
+
+    planning, settings = read_options("dequantize", options, RecipeOptions, QuantizeSettings)
+    with prepare_copy(model, planning, settings) as prepared:
+        return prepared.plan
+
+
 @lists_options("run", RunOptions)
 def run(
     plan: Plan | str | os.PathLike[str],
@@ -171,6 +191,8 @@ def run(
     with reopen(plan if isinstance(plan, Plan) else load_plan(plan), allow_code=allow_code) as prepared:
         with _watched("running", prepared, progress, rechecking, out, running) as watching:
             if part is not None:
+                from weightsmith._execution.together import execute_part
+
                 execute_part(prepared, out, part, running, watching)
                 return None
             return _execute(prepared, out, running, watching, began)

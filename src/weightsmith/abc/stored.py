@@ -335,12 +335,14 @@ class ModelFiles:
     read     (names) → the contents of those of these files that the output has
     donor    (name) → the contents of a file of the model whose files the output has; None: there is none
     held     takes the names of files whose contents the output has in another form, such as keys of a header
+    tensor   (name) → the bytes of a small tensor of the same model as `donor`; None: there is none
     """
 
     origins: Sequence[ModelOrigin]
     read: Callable[[Sequence[str]], Mapping[str, bytes]]
     donor: Callable[[str], bytes | None]
     held: Callable[[Iterable[str]], None]
+    tensor: Callable[[str], bytes | None] = lambda _name: None
 
 
 @dataclass(frozen=True, slots=True)

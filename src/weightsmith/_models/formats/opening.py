@@ -247,7 +247,7 @@ def with_metadata(config: Config | None, opened: OpenedFiles, where: str) -> Con
 
 def _is_quantised(config: Config, specs: Specs) -> bool:
     """A stored format recognises the model."""
-    return not surely_plain(config, specs) and any(stored_format.recognises(config, specs) for stored_format in formats())
+    return not surely_plain(config, specs) and any(stored_format.recognises(config, specs) for stored_format in each_format())
 
 
 def wrap(opened: OpenedFiles, config: Config | None, where: str) -> Wrapped:
@@ -274,7 +274,7 @@ def _wrap(opened: OpenedFiles, config: Config | None, where: str) -> Wrapped:
             return in_hub_names(source, config, where)
     if surely_plain(described, source.specs):
         return _of_mlx(opened, config, where)
-    for stored_format in formats():
+    for stored_format in each_format():
         if stored_format.recognises(described, source.specs):
             wrapped = stored_format.read(source, described, where)
             return replace(wrapped, kind=stored_format.title, config=None if config is None else wrapped.config)
