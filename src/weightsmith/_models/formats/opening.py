@@ -22,6 +22,7 @@ from weightsmith._models.formats.config import (
     method_of,
     without_entries,
 )
+from weightsmith._models.sources.parts import unwrapped
 from weightsmith.abc.stored import Config, Specs, Wrapped
 from weightsmith.abc.tensors import FileKind, Index, OpenedFiles
 
@@ -251,7 +252,20 @@ def _is_quantised(config: Config, specs: Specs) -> bool:
 
 def wrap(opened: OpenedFiles, config: Config | None, where: str) -> Wrapped:
     """The tensors of a model, decoded by the first stored format that recognises them, else as stored. Without config.json it
-    stays so."""
+    stays so. What torch's wrappers have added to names is left out, with a note.
+
+    Raises FormatError if two names become the same.
+    """
+    source = unwrapped(opened.source, where, parallel="model_type" in (config or {}))
+    if source is opened.source:
+        return _wrap(opened, config, where)
+    wrapped = _wrap(replace(opened, source=source), config, where)
+    stored = next(name for name in opened.source.specs if name not in source.specs)
+    what = f"names of its tensors are read without what torch's wrappers added to them, as in {show(stored)}"
+    return replace(wrapped, notes=(Finding(what, where), *wrapped.notes))
+
+
+def _wrap(opened: OpenedFiles, config: Config | None, where: str) -> Wrapped:
     source, described = opened.source, with_metadata(config, opened, where) or {}
     if _MEGATRON_EMBEDDING in source.specs:
         from weightsmith._models.formats.training.megatron_names import in_hub_names, is_megatron

@@ -49,6 +49,7 @@ from weightsmith._methods.regmean import WEIGHED
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._outputs import disk
 from weightsmith._outputs.local import check_vacant
+from weightsmith._outputs.manifest import MANIFEST_NAME
 from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner.prepared import download, missing_files, stream
 from weightsmith._reports.auto.checks import check_copies, check_models, check_texts
@@ -278,7 +279,10 @@ def _work_folder(out: str, running: RunOptions) -> Path:
     if not is_folder(path.parent):
         raise StoreError(f"there is no folder {path.parent}", where=out, fix="create it", state=NOTHING_WRITTEN)
     if os.path.lexists(path) and not running.overwrite:
-        raise OutputExists("the output exists", where=out, fix="choose another name, or add --overwrite", state=NOTHING_WRITTEN)
+        fix = "choose another name, or add --overwrite"
+        if not exists(path / MANIFEST_NAME):  # a model of the user, where the order was mistaken
+            fix = "name a folder that does not exist as the last argument: weightsmith auto BASE MODEL MODEL... OUT"
+        raise OutputExists("the output exists", where=out, fix=fix, state=NOTHING_WRITTEN)
     check_vacant(path, overwrite=running.overwrite)
     folder = path.with_name(f"{path.name}.auto")
     if os.path.lexists(folder) and not _is_ours(folder):
