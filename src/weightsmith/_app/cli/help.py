@@ -159,11 +159,9 @@ def misuse(error: Any) -> Finding:
         if named.startswith("--format "):
             fix = "add it, such as --format gguf-q4_k_m; weightsmith quantize --list lists all"
     elif options in PLACED:
-        named = [_argument(taken) for taken in context.command.params if taken.param_type_name == "argument"]
-        what, fix = (
-            f"no such option: {options}",
-            f"write {' and '.join(filter(None, [', '.join(named[:-1]), *named[-1:]]))} without flags, as in the usage",
-        )
+        *first, last = (_argument(taken) for taken in context.command.params if taken.param_type_name == "argument")
+        words = " and ".join(filter(None, [", ".join(first), last]))
+        what, fix = f"no such option: {options}", f"write {words} without flags, as in the usage"
     elif options and hasattr(error, "possibilities"):
         known = [flag for taken in context.command.params for flag in (*taken.opts, *taken.secondary_opts)]
         what = f"no such option: {options}"

@@ -35,7 +35,6 @@ from weightsmith._base.installation import cache_home
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import Structure
-from weightsmith._planning.planner.transformers_script import pattern_of
 from weightsmith._plans import PlanDraft
 
 TIMEOUT_SECONDS = 120
@@ -186,6 +185,8 @@ def check_loading(question: Question | None, began: Began = lambda _process: Non
         if "failed" in itself:
             return _unchecked(f"transformers cannot load {label} itself: {itself['failed']}")
         return _refused([answer["failed"]], where)
+    from weightsmith._planning.planner.transformers_script import pattern_of
+
     # What no layer of the donor's model loads is no loss of the output's. What some of them load may be whole layers.
     before = {(kind, pattern_of(name)) for kind, name, _ in itself.get("differences", ())}
     partly = frozenset(itself.get("loaded", ()))
