@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Unpack
 
 from weightsmith._base.options import lists_options, read_options
 from weightsmith._execution.options import RunOptions, check_processes
-from weightsmith._features.any_recipe import prepare_any
+from weightsmith._features.any_recipe import prepare_any, prepare_copy
 from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.recipe import Source
@@ -111,8 +111,6 @@ def quantize(
     >>> weightsmith.quantize("base", "base-fp8", "fp8-dynamic").plan.encodings  # doctest: +SKIP
     ('fp8-dynamic',)
     """
-    from weightsmith._features.any_recipe import prepare_copy
-
     planning, settings, running = read_options("quantize", {"format": format, **options}, *_ALL)
     return make(lambda: prepare_copy(model, planning, settings), "quantising", out, running, progress, rechecking)
 
@@ -132,8 +130,6 @@ def dequantize(
 
     >>> weightsmith.dequantize("base-fp8", "plain").plan.config.get("quantization_config")  # doctest: +SKIP
     """
-    from weightsmith._features.any_recipe import prepare_copy
-
     planning, settings, running = read_options("dequantize", options, *_ALL)
     return make(lambda: prepare_copy(model, planning, settings), "dequantising", out, running, progress, rechecking)
 
@@ -141,8 +137,6 @@ def dequantize(
 @lists_options("quantize", RecipeOptions, QuantizeSettings, besides=("format",))
 def plan_quantize(model: str | os.PathLike[str], format: str, **options: Unpack[PlanKeywords]) -> Plan:
     """Plan what `quantize` writes. Reads only headers and writes nothing. Raises PlanError as `quantize` does."""
-    from weightsmith._features.any_recipe import prepare_copy
-
     planning, settings = read_options("quantize", {"format": format, **options}, RecipeOptions, QuantizeSettings)
     with prepare_copy(model, planning, settings) as prepared:
         return prepared.plan
@@ -151,8 +145,6 @@ def plan_quantize(model: str | os.PathLike[str], format: str, **options: Unpack[
 @lists_options("dequantize", RecipeOptions, QuantizeSettings)
 def plan_dequantize(model: str | os.PathLike[str], **options: Unpack[PlanKeywords]) -> Plan:
     """Plan what `dequantize` writes. Reads only headers and writes nothing. Raises PlanError as `dequantize` does."""
-    from weightsmith._features.any_recipe import prepare_copy
-
     planning, settings = read_options("dequantize", options, RecipeOptions, QuantizeSettings)
     with prepare_copy(model, planning, settings) as prepared:
         return prepared.plan
