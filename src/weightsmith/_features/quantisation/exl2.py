@@ -39,9 +39,9 @@ from weightsmith._models.formats.exl2.blocks import (
     read_measurement,
 )
 from weightsmith._models.formats.exl2.layout import Params
-from weightsmith._models.formats.exl2.loader import ELSEWHERE
+from weightsmith._models.formats.exl2.loader import ARCHITECTURES, ELSEWHERE, OTHER_FORMATS
 from weightsmith._models.formats.exl2.model import Model, notes, prepare_model, store
-from weightsmith._models.formats.unfused import DEFAULT_HEAD_BITS
+from weightsmith._models.formats.unfused import DEFAULT_HEAD_BITS, check_architecture
 from weightsmith._planning.planner.prepared import Prepared
 from weightsmith._plans import PlanDraft, Product
 from weightsmith.abc.product import Arrays
@@ -65,6 +65,7 @@ _ERRORS = {
 
 def apply(assembled: Prepared, settings: QuantizeSettings) -> None:
     """Make the draft one of an EXL2 model. Raises PlanError with all problems."""
+    check_architecture(assembled.draft.config, ARCHITECTURES, "EXL2", OTHER_FORMATS)
     _check(settings)
     draft = assembled.draft
     model = prepare_model(draft)

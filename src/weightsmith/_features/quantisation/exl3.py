@@ -49,6 +49,7 @@ _FIRST: tuple[ProjectionRole, ...] = ("v", "k", "o", "down", "q")
 
 def apply(assembled: Prepared, settings: QuantizeSettings) -> None:
     """Make the draft one of an EXL3 model. Raises PlanError with all problems."""
+    check_architecture(assembled.draft.config, ARCHITECTURES, "EXL3", OTHER_FORMATS)
     problems: list[WeightsmithError] = []
     if settings.bits is None:
         fix = f"write {assignment('bits', 4)}, or any number from 1 to 8"

@@ -289,6 +289,10 @@ INT8 = compressed(
 class _Packed(MatrixEncoding):
     """Packed codes, which may be chosen for the inputs of a weight. Without a group, a row has one scale."""
 
+    @property
+    def looked_up(self) -> bool:
+        return True
+
     def refusal(self, spec: TensorSpec) -> str:
         return matrix_refusal(spec, self.group or 32 // int(self.bits))
 
