@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
 from weightsmith._base.options import lists_options, read_options
-from weightsmith._execution.execute import execute, execute_part
+from weightsmith._execution.execute import execute
 from weightsmith._execution.options import RunOptions, check_processes
 from weightsmith._execution.output import check_options
 from weightsmith._execution.progress import Meter, callbacks, shown_meter
@@ -171,6 +171,8 @@ def run(
     with reopen(plan if isinstance(plan, Plan) else load_plan(plan), allow_code=allow_code) as prepared:
         with _watched("running", prepared, progress, rechecking, out, running) as watching:
             if part is not None:
+                from weightsmith._execution.together import execute_part
+
                 execute_part(prepared, out, part, running, watching)
                 return None
             return _execute(prepared, out, running, watching, began)

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
     from weightsmith._engine.local import Outcome, Progress
     from weightsmith._engine.results import JobMemory, Results
+    from weightsmith._planning.follow_ups import SecondPlan
     from weightsmith.abc.output import Finished, Output
     from weightsmith.abc.product import Arrays
 
@@ -237,6 +238,10 @@ class PlanRun:
     @property
     def plan(self) -> Plan:
         return self.prepared.plan
+
+    def following(self, second: SecondPlan) -> PlanRun:
+        """The run of the plan that follows from this one."""
+        return replace(self, prepared=second.prepared, arrays=second.arrays, files=second.files, reports=second.reports)
 
 
 def run_plan(run: PlanRun) -> Merged:

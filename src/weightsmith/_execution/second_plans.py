@@ -90,10 +90,7 @@ def second_run(run: PlanRun, warnings: list[Finding]) -> Iterator[PlanRun]:
         arrays = {product.name: results.arrays(product.name) for product in plan.products if not product.transient}
         try:
             if target is None:
-                second = kind.follow(prepared, arrays, answer(), None)
-                following = replace(
-                    run, prepared=second.prepared, arrays=second.arrays, files=second.files, reports=second.reports
-                )
+                following = run.following(kind.follow(prepared, arrays, answer(), None))
             else:
                 following = search_target(target, run, kind, arrays, staging)
         except PlanError as error:
@@ -207,15 +204,7 @@ def search_target(target: float, run: PlanRun, kind: FollowUpKind, arrays: Mappi
     trials = search(target, _nbytes(sized(1).prepared), evaluated, lambda: _most(sized(1 << 62).prepared))
     second = sized(_smallest(trials, target, str(options.evaluate)).asked)
     manifest = {**run.manifest, "target": {"kl": target, "trials": [asdict(trial) for trial in trials]}}
-    return replace(
-        run,
-        prepared=second.prepared,
-        arrays=second.arrays,
-        files=second.files,
-        reports=second.reports,
-        manifest=manifest,
-        reference=plain,
-    )
+    return replace(run.following(second), manifest=manifest, reference=plain)
 
 
 def _smallest(trials: Sequence[SizeTrial], target: float, text: str) -> SizeTrial:

@@ -1,4 +1,4 @@
-"""Processes that do parts of a plan make its products together.
+"""Parts of a plan, which several processes do: `run --part`, and the workers of a driver. They make its products together.
 
 **Products that stream** are measured by all processes that need them, without a leader. The tensors that a product reads are
 divided into at most `UNITS` units, which depend on the plan alone. Each process takes units that no other has taken, and writes
@@ -12,28 +12,144 @@ processes that wait for the product (`TaskBoard`). The result of a task does not
 from __future__ import annotations
 
 import copy
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import replace
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import xxhash
 
+from weightsmith._base.errors import ParameterError
+from weightsmith._base.options import named
 from weightsmith._engine.products import divisible, find_kind
-from weightsmith._execution.run import WorkDone
+from weightsmith._execution.execute import check_computable
+from weightsmith._execution.options import RunOptions, resources_of
+from weightsmith._execution.output import check_options
+from weightsmith._execution.run import NO_CALLBACKS, Callbacks, RunRequest, WorkDone, finished_steps, kept_products, staged
+from weightsmith._outputs.shared import SharedResults, TaskBoard
+from weightsmith._planning.planner.prepared import Prepared
 from weightsmith._plans import Plan, Product, Step
+from weightsmith._plans.parts import label, part_of
 from weightsmith.abc.product import StreamingReduction
 
 if TYPE_CHECKING:
     from weightsmith._engine.local import Outcome
     from weightsmith._engine.resources import Resources
-    from weightsmith._outputs.shared import ArrayKinds, TaskBoard
+    from weightsmith._outputs.shared import ArrayKinds
     from weightsmith._outputs.staging import Staging
     from weightsmith.abc.job import Matrix, Tile
+    from weightsmith.abc.output import Built
     from weightsmith.abc.product import Arrays
     from weightsmith.abc.tensors import Tensors
+
+PRODUCTS_LABEL = "products-alone"
+"""The label of the process that computes the products of all parts; any process that computes some holds `lock-products`."""
+HELPER_LABEL = "helper-"
+"""Prefix of the labels of the processes that do tasks for that one."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartDone:
+    """The finished work of a process that did a part, and its cost."""
+
+    built: Built
+    helped: WorkDone
+
+
+def execute_part(
+    prepared: Prepared,
+    out: str | os.PathLike[str],
+    part: tuple[int, int],
+    options: RunOptions,
+    callbacks: Callbacks = NO_CALLBACKS,
+    *,
+    helping: str = "",
+    products: Mapping[str, str] = MappingProxyType({}),
+) -> PartDone:
+    """Run one part of a prepared plan, in parallel with other processes; see `run`.
+
+    helping   label of the part if it is done for a driver: not `label(part)` for a second process that does the same part
+    products  checksums of those that the driver has
+    """
+    from weightsmith._engine.product_graph import needed_later
+    from weightsmith._engine.results import Results
+
+    _check_part(prepared, out, options, bool(helping))
+    plan = prepared.plan
+    steps = part_of(plan, *part)
+    request = RunRequest(out, options, callbacks)
+    with staged(prepared, request, helping or label(part), steps, products if helping else None) as (staging, run):
+        measured_together = WorkDone()
+        if needed := plan.products_for(steps):
+            if not staging.target.streams and are_here(prepared.inputs):
+                first = (part[0] - 1) / part[1]
+                measured_together = measure_together(plan, needed, staging, run, first, callbacks.waiting)
+            helper = helper_of(plan, staging, resources_of(prepared, options))
+            with closing(helper), staging.only_process(callbacks.waiting, helper):  # other processes reuse these products
+                helper.close()
+                results = kept_products(plan, staging, products=needed)
+                later = needed_later(plan, needed, staging.products)
+                outcome = run(steps=(), products=needed, results=results, tasks=TaskBoard.of(staging), later=later)
+                measured_together += WorkDone.of(outcome)
+        else:
+            results = Results(plan)
+        done = finished_steps(plan, staging, results, options.allow_nonfinite, steps)
+        outcome = run(steps=steps, products=(), skip=done, results=results)
+        for model in prepared.inputs:
+            model.check_unchanged()
+        helped = WorkDone.of(outcome, len(done)) + measured_together
+        return PartDone(staging.hand_over(durable=options.fsync and not helping), helped)
+
+
+def execute_products(
+    prepared: Prepared, out: str | os.PathLike[str], options: RunOptions, products: Mapping[str, str]
+) -> PartDone:
+    """Compute the products of a prepared plan for a driver, before other processes do its parts."""
+    _check_part(prepared, out, options, helping=True)
+    with staged(prepared, RunRequest(out, options), PRODUCTS_LABEL, (), products) as (staging, run):
+        with staging.only_process():
+            outcome = run(steps=(), results=kept_products(prepared.plan, staging), tasks=TaskBoard.of(staging))
+        for model in prepared.inputs:
+            model.check_unchanged()
+        return PartDone(staging.hand_over(), WorkDone.of(outcome))
+
+
+def execute_helper(
+    prepared: Prepared, out: str | os.PathLike[str], options: RunOptions, products: Mapping[str, str], number: int
+) -> NoReturn:
+    """Do tasks for the process that runs `execute_products` for the same driver, until the driver stops this one.
+
+    Raises StoreError once the driver has ended.
+    """
+    _check_part(prepared, out, options, helping=True)
+    with staged(prepared, RunRequest(out, options), f"{HELPER_LABEL}{number}", (), products) as (staging, _):
+        helper = helper_of(prepared.plan, staging, resources_of(prepared, options))
+        with closing(helper):
+            while True:
+                staging.check_led()
+                helper()
+                time.sleep(PAUSE_SECONDS)
+
+
+def _check_part(prepared: Prepared, out: str | os.PathLike[str], options: RunOptions, helping: bool) -> None:
+    check_options(out, options, part=not helping)
+    if not options.resume:
+        fix = "run once without a part and with --no-resume (resume=False), or remove the staging folder"
+        raise ParameterError("a part cannot discard the work of other parts", fix=fix)
+    if options.ray is not None:
+        raise ParameterError("a cluster does all parts", where="ray", fix="leave out the part")
+    if options.processes != 1:
+        raise ParameterError("the processes do all parts", where=named("processes"), fix="leave out the part")
+    if prepared.plan.then is not None:
+        raise ParameterError("a plan that begins with a measurement has no parts", fix="run the whole plan")
+    check_computable(prepared)
+
+
+# ---- products that all processes measure
 
 UNITS = 32
 """At most so many: enough for several per worker of a cluster. Each costs one file per pass."""
@@ -85,7 +201,7 @@ class _Measuring:
         assert reduce is not None
         self.reduction = reduce(product)
         self.helped = WorkDone()
-        self._product, self._results, self._run = product, staging.shared_results, run
+        self._product, self._results, self._run = product, SharedResults.of(staging), run
         self._units = units_of(plan, product)
         start = int(first * len(self._units))
         self._order = [*range(start, len(self._units)), *range(start)]
@@ -254,4 +370,4 @@ TASK_FACTOR = 6
 
 def helper_of(plan: Plan, staging: Staging, resources: Resources) -> Helper:
     """The helper that a process calls while it waits for the products of a plan."""
-    return Helper(staging.task_board if has_tasks(plan) else None, resources)
+    return Helper(TaskBoard.of(staging) if has_tasks(plan) else None, resources)

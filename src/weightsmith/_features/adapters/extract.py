@@ -57,7 +57,6 @@ from weightsmith._planning.planner.prepared import Prepared, model_input
 from weightsmith._planning.recipe import ModelRef
 from weightsmith._planning.recipe.values import parse_reference
 from weightsmith._plans import (
-    CAST,
     COPY,
     JOIN,
     PRODUCTS,
@@ -427,7 +426,7 @@ class _Adapter:
         shapes = (count * rank, inputs), (outputs, rank * count)
         reads = Read(PRODUCTS, a.name, blocks[0]), Read(PRODUCTS, b.name, blocks[1])
         for name, shape, read in zip(names, shapes, reads, strict=True):
-            yield Step(TensorSpec(name, dtype, shape), COPY if dtype.name == "F32" else CAST, (read,))
+            yield Step.copy(TensorSpec(name, dtype, shape), read, a.dtype)
 
     def whole_step(self, key: str) -> Step:
         """A tensor of the fine-tune, as PEFT names it."""
@@ -435,8 +434,7 @@ class _Adapter:
         pieces = []
         for read in reads:
             spec = self.inputs[read.model].specs[read.tensor]
-            op = COPY if out.dtype == spec.dtype else CAST
-            pieces.append(Step(TensorSpec(read.tensor, out.dtype, spec.shape), op, (replace(read, view=None),)))
+            pieces.append(Step.copy(TensorSpec(read.tensor, out.dtype, spec.shape), replace(read, view=None), spec.dtype))
         return replace(pieces[0], out=out) if len(pieces) == 1 else Step(out, JOIN, (), pieces=tuple(pieces))
 
     def config(self, matrices: Sequence[AdapterMatrix]) -> dict[str, Any]:

@@ -45,7 +45,7 @@ from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner.build import NOTHING, assemble_recipe
 from weightsmith._planning.planner.prepared import PlanRequest, Prepared, Written, model_input
 from weightsmith._planning.recipe import Entry, Recipe, Setting
-from weightsmith._plans import CAST, COPY, PRODUCTS, PlanDraft, Product, Read, Step
+from weightsmith._plans import COPY, PRODUCTS, PlanDraft, Product, Read, Step
 
 _SOURCES: Mapping[Space, str] = {
     "core": "Core Space: Panariello et al. 2025, https://arxiv.org/abs/2509.17786.",
@@ -319,7 +319,7 @@ def _stored(places: AdapterPlaces, module: AdaptedModule, specs: Iterable[Tensor
     """Steps of the factors, and of DoRA's norms, as PEFT names them."""
     names = [*places.factors(places.name_of(module.name)), norms_name(module.name)]
     for name, spec in zip(names, specs, strict=False):
-        yield Step(TensorSpec(name, dtype, spec.shape), COPY if dtype.name == "F32" else CAST, (Read(PRODUCTS, spec.name),))
+        yield Step.copy(TensorSpec(name, dtype, spec.shape), Read(PRODUCTS, spec.name), spec.dtype)
 
 
 def _config(opened: OpenedAdapters, places: AdapterPlaces, ranks: Mapping[str, int]) -> dict[str, Any]:

@@ -85,11 +85,8 @@ class Assembly:
 
     def checkpoint(self, checkpoint: Checkpoint, label: str) -> Donor:
         """The donor for a checkpoint."""
-        number = self.add(checkpoint)
-        steps = {}
-        for name, kept in checkpoint.kept_specs.items():
-            op = COPY if kept.dtype is checkpoint.specs[name].dtype else CAST
-            steps[name] = Step(kept, op, (Read(number, name),))
+        number, specs = self.add(checkpoint), checkpoint.specs
+        steps = {n: Step.copy(kept, Read(number, n), specs[n].dtype) for n, kept in checkpoint.kept_specs.items()}
         structure = analyse([step.out for step in steps.values()], checkpoint.config)
         return Donor(label, checkpoint, checkpoint.config or {}, steps, structure)
 

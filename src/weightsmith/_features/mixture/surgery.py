@@ -36,7 +36,7 @@ from weightsmith._planning.planner.loading import question_of
 from weightsmith._planning.planner.prepared import Prepared, model_input
 from weightsmith._planning.planner.steps import DTypes
 from weightsmith._planning.recipe import Surgery
-from weightsmith._plans import CAST, COPY, JOIN, Block, Dropped, PlanDraft, Provenance, Read, Settings, Step
+from weightsmith._plans import JOIN, Block, Dropped, PlanDraft, Provenance, Read, Settings, Step
 from weightsmith._version import __version__
 
 _PRUNED = Provenance(
@@ -256,7 +256,7 @@ class _Surgeon:
         """A copy of one input, or the mean of several. stored: the inputs' spec in the model."""
         out = TensorSpec(name, dtype or self._dtype(stored), shape)
         if len(inputs) == 1:
-            return Step(out, COPY if out.dtype is stored.dtype else CAST, tuple(inputs))
+            return Step.copy(out, inputs[0], stored.dtype)
         weighted = Settings({"normalize": True}, tuple({"weight": share} for share in shares))
         return Step(out, "linear", tuple(inputs), settings=self.draft.add_settings(weighted))
 

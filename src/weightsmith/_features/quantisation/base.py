@@ -12,12 +12,13 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from weightsmith._base.errors import Finding, PlanError, Unsupported, WeightsmithError
+from weightsmith._activations.rows import BUILT_IN
+from weightsmith._base.errors import Finding, ParameterError, PlanError, Unsupported, WeightsmithError
 from weightsmith._base.idioms import grouped
 from weightsmith._base.options import assignment, named, option_error
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._features.quantisation.options import QuantizeSettings
-from weightsmith._models.formats import formats
+from weightsmith._models.formats import Encoding, formats
 from weightsmith._models.formats.engines import (
     Engine,
     engines_of,
@@ -193,3 +194,66 @@ def _fitting(engine: Engine, specs: Sequence[TensorSpec], draft: PlanDraft, leas
                 chosen.append(writing.name if encoding.name == writing.name else f"{writing.name} --group-size {group}")
                 break
     return chosen
+
+
+# ---- settings of a calibration text, and a measurement on it
+
+
+NONE = "none"
+"""`--calibration none`: round to nearest."""
+
+_OF_THE_TEXT = ("calibration_rows", "calibration_tokens", "calibration_dtype")
+
+CALIBRATION_SETTINGS = frozenset({"calibration", *_OF_THE_TEXT})
+"""What a calibration reads of the settings."""
+
+CACHE_SETTINGS = CALIBRATION_SETTINGS | {"kv_cache"}
+"""The same, and scales of the cache."""
+
+
+MEASURING = "measurement: "
+"""Prefix of the names of a measurement's products: a merge may measure the same on another text."""
+MEASURED = "products"
+"""Key of `FollowUp.settings`: the names of a measurement's products."""
+
+MEASURED_ROWS = 32
+"""The most rows of a calibration text that losses are measured with: their states are stored for all layers at once."""
+
+
+def calibrates(settings: QuantizeSettings) -> bool:
+    """Whether a format that can do without a calibration is to have one."""
+    return settings.calibration != NONE
+
+
+def unused(settings: QuantizeSettings, *, calibrates: bool) -> list[WeightsmithError]:
+    """A problem if a setting of the text is given, and no text is read."""
+    names = [name for name in _OF_THE_TEXT if getattr(settings, name) is not None]
+    if calibrates or not names:
+        return []
+    fix = f"add {assignment('calibration', BUILT_IN)} or a text of yours, or leave out {named(*names)}"
+    return [ParameterError("no calibration text is read", where=named(*names), fix=fix)]
+
+
+def text_problems(encoding: Encoding, settings: QuantizeSettings) -> list[WeightsmithError]:
+    """Problems of the settings of the text, for weights in one encoding."""
+    asked = "kv_cache" if settings.kv_cache is not None else "quantize"
+    if settings.kv_cache is not None or encoding.inputs is not None:
+        if settings.calibration != NONE:
+            return []
+        what = f"{named('kv_cache')} needs a text" if settings.kv_cache is not None else f"{encoding.name} needs a text"
+        fix = f"add {assignment('calibration', BUILT_IN)} or a text of yours"
+        return [ParameterError(f"{what}, from which it gets the scales of activations", where=named(asked), fix=fix)]
+    if encoding.hessian != "no":
+        return unused(settings, calibrates=settings.calibration not in (None, NONE))
+    if names := [name for name in ("calibration", *_OF_THE_TEXT) if getattr(settings, name) is not None]:
+        fix = f"leave out {named(*names)}, or add {assignment('kv_cache', 'fp8')}"
+        return [ParameterError(f"{encoding.name} reads no text without {named('kv_cache')}", where=named(*names), fix=fix)]
+    return []
+
+
+def without_measuring(draft: PlanDraft) -> list[Product]:
+    """Remove the measurement from the draft to which it was added; its products. A merge keeps what it measures itself."""
+    names = set() if draft.then is None else {*draft.then.settings[MEASURED]}
+    measured = [product for product in draft.products if product.name in names]
+    draft.then, draft.products = None, [product for product in draft.products if product.name not in names]
+    return measured

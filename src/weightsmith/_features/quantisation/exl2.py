@@ -18,16 +18,17 @@ from weightsmith._base.errors import Finding, FormatError, PlanError, Weightsmit
 from weightsmith._base.files import expand_user
 from weightsmith._base.idioms import grouped
 from weightsmith._base.options import assignment, named, option_error
-from weightsmith._features.quantisation.base import Format, engine_findings, read_target
-from weightsmith._features.quantisation.calibration.plan import (
+from weightsmith._features.quantisation.base import (
     CALIBRATION_SETTINGS,
     MEASURED_ROWS,
     MEASURING,
-    Chain,
-    calibrate,
+    Format,
     calibrates,
+    engine_findings,
+    read_target,
     unused,
 )
+from weightsmith._features.quantisation.calibration.plan import Chain, calibrate
 from weightsmith._features.quantisation.optimise import Candidate, choose
 from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._models.formats.exl2.blocks import (
@@ -275,13 +276,11 @@ def errors_of(blocks: Sequence[Sublayer], products: Iterable[tuple[Product, Arra
     return measured_blocks
 
 
-FORMATS = (
-    Format(
-        "exl2",
-        "2.2 to 8 bits for each weight, chosen for each layer",
-        "ExLlamaV2, older TabbyAPI",
-        apply,
-        frozenset({"bits", "size_bytes", "target", "head_bits", "measure", "measurement", "uniform"}) | CALIBRATION_SETTINGS,
-        follow,
-    ),
+FORMAT = Format(
+    "exl2",
+    "2.2 to 8 bits for each weight, chosen for each layer",
+    "ExLlamaV2, older TabbyAPI",
+    apply,
+    frozenset({"bits", "size_bytes", "target", "head_bits", "measure", "measurement", "uniform"}) | CALIBRATION_SETTINGS,
+    follow,
 )

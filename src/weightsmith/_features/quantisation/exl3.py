@@ -12,8 +12,15 @@ from typing import Any
 from weightsmith._base.errors import Finding, PlanError, Unsupported, WeightsmithError
 from weightsmith._base.options import assignment, option_error
 from weightsmith._base.tensors import TensorSpec
-from weightsmith._features.quantisation.base import Format, as_problems, engine_findings
-from weightsmith._features.quantisation.calibration.plan import CALIBRATION_SETTINGS, Chain, calibrate, calibrates, unused
+from weightsmith._features.quantisation.base import (
+    CALIBRATION_SETTINGS,
+    Format,
+    as_problems,
+    calibrates,
+    engine_findings,
+    unused,
+)
+from weightsmith._features.quantisation.calibration.plan import Chain, calibrate
 from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._models.formats.exl2.loader import OTHER_FORMATS
 from weightsmith._models.formats.exl3.layout import (
@@ -161,12 +168,10 @@ def _padded_bias(head: TensorSpec, draft: PlanDraft) -> bool:
     return bool(head.shape[0] % BLOCK) and any(step.out.name == _bias(head.name) for step in draft.steps)
 
 
-FORMATS = (
-    Format(
-        "exl3",
-        "1 to 8 bits for each weight, codes of a trellis; half bits below 4, others on average",
-        "exllamav3 (TabbyAPI)",
-        apply,
-        frozenset({"bits", "head_bits"}) | CALIBRATION_SETTINGS,
-    ),
+FORMAT = Format(
+    "exl3",
+    "1 to 8 bits for each weight, codes of a trellis; half bits below 4, others on average",
+    "exllamav3 (TabbyAPI)",
+    apply,
+    frozenset({"bits", "head_bits"}) | CALIBRATION_SETTINGS,
 )

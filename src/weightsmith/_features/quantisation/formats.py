@@ -15,41 +15,33 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
 
-from weightsmith._activations.own_text import own_text_reports
 from weightsmith._activations.rows import BUILT_IN, OWN
-from weightsmith._activations.statistic import keys_of
-from weightsmith._activations.statistics import find_statistic
-from weightsmith._activations.work import StatisticWork
 from weightsmith._base.errors import Finding, FormatError, ParameterError, PlanError, Unsupported, WeightsmithError, nearest
 from weightsmith._base.files import expand_user, read_bounded
 from weightsmith._base.idioms import grouped
 from weightsmith._base.options import assignment, named, option_error, read_options
 from weightsmith._base.strict_json import parse_object
 from weightsmith._base.tensors import DTYPES, TensorSpec
-from weightsmith._features.quantisation import exl2, exl3
 from weightsmith._features.quantisation.base import (
-    Format,
-    as_problems,
-    check_engines,
-    check_target,
-    family_problems,
-    read_target,
-    unloaded,
-)
-from weightsmith._features.quantisation.calibration.plan import (
     CACHE_SETTINGS,
     CALIBRATION_SETTINGS,
     MEASURED,
     MEASURED_ROWS,
     MEASURING,
     NONE,
-    Chain,
-    measure_activations,
+    Format,
+    as_problems,
+    check_engines,
+    check_target,
+    family_problems,
+    read_target,
     text_problems,
+    unloaded,
     unused,
     without_measuring,
 )
@@ -60,7 +52,7 @@ from weightsmith._files.copied import MAX_COPIED_BYTES
 from weightsmith._files.subfolders import PIPELINE
 from weightsmith._models.card import CARD_NAME, hub_id_of, read_card
 from weightsmith._models.checkpoint import Checkpoint
-from weightsmith._models.formats import find_encoding, format_of_encoding, formats
+from weightsmith._models.formats import find_encoding, format_of_encoding, formats, formats_for
 from weightsmith._models.formats.engines import head_objections
 from weightsmith._models.structure.projections import joined_sets, site_of
 from weightsmith._models.structure.vocabulary import (
@@ -114,6 +106,8 @@ def _apply(model_format: ModelFormat, assembled: Prepared, settings: QuantizeSet
             _prepare(model_format, assembled, request)
             return
         model_format.weighed(draft.config, ())  # refuses a model that it cannot write, before the text is read
+        from weightsmith._features.quantisation.calibration.plan import Chain
+
         chain = Chain(assembled, settings, None, MEASURED_ROWS if sized else None, MEASURING)
         weights = [model_format.weighed(draft.config, _outs(draft, chain.names(layer))) for layer in range(chain.layers)]
         tried = [model_format.candidates(draft.config, specs, request) for specs in weights] if sized else []
@@ -171,7 +165,7 @@ def _follow_measurement(
             tried |= candidates
             scores |= dict(zip(candidates, arrays[product.name][0], strict=True))
         elif product.name in arrays:
-            importances |= _by_weight(StatisticWork.of(product), arrays[product.name])
+            importances |= _by_weight(product, arrays[product.name])
     with _problems_of_a_plan():
         request = replace(_request(model_format, settings), importances=importances)
         if settings.size_bytes is not None:  # the search for a target gives one
@@ -327,8 +321,13 @@ def _fitting_types(slots: Mapping[str, _Slot], budget: int, scores: Mapping[str,
     return {name: list(slot.bits)[i] for (name, slot), i in zip(slots.items(), chosen, strict=True)}
 
 
-def _by_weight(work: StatisticWork, arrays: Arrays) -> dict[str, Floats]:
+def _by_weight(product: Product, arrays: Arrays) -> dict[str, Floats]:
     """The importances of each weight; 1 where no token reached it."""
+    from weightsmith._activations.statistic import keys_of
+    from weightsmith._activations.statistics import find_statistic
+    from weightsmith._activations.work import StatisticWork
+
+    work = StatisticWork.of(product)
     at_site = dict(zip(keys_of(find_statistic(work.kind), work.weights), arrays, strict=True))
     of_weights = {weight: at_site[site_of(weight)] for weight in work.weights}
     return {weight: array if array.any() else np.ones_like(array) for weight, array in of_weights.items()}
@@ -364,7 +363,10 @@ def _streamed(writing: Writing, *, caches: bool, mixes: bool) -> Format:
         draft.warnings += _by_row_findings(draft, by_row)
         check_engines(draft, encoding.name, writing.name, settings)
         check_mixture(draft, encoding, others, settings)
-        measure_activations(plain, draft, measured, settings, calibrates=has_text)
+        if has_text or settings.kv_cache is not None or measured.inputs is not None:
+            from weightsmith._features.quantisation.calibration.plan import measure_activations
+
+            measure_activations(plain, draft, measured, settings, calibrates=has_text)
         writing.adapt(draft, encoding)
 
     text_settings = CACHE_SETTINGS if caches else CALIBRATION_SETTINGS if calibrates else frozenset[str]()
@@ -391,15 +393,36 @@ def _by_row_findings(draft: PlanDraft, by_row: Mapping[str, str]) -> Iterator[Fi
         yield Finding(f"{what} the width {stored[0].shape[1]:,}", stored[0].name, fix=fix)
 
 
-_STREAMED = [
-    _streamed(writing, caches=bool(stored.caches), mixes=stored.mixed is not None)
-    for stored in formats()
-    for writing in stored.writes
-]
-_WHOLE = [format_of(model_format) for stored in formats() for model_format in stored.models()]
-FORMATS: dict[str, Format] = {
-    model_format.name: model_format for model_format in (*_STREAMED, *_WHOLE, *exl2.FORMATS, *exl3.FORMATS)
-}
+_CALIBRATED = {name: f"weightsmith._features.quantisation.{name}" for name in ("exl2", "exl3")}
+"""Formats with a plan of their own for a calibration text: name → module with a `FORMAT`."""
+
+
+class _Formats(Mapping[str, Format]):
+    """Every format, by name. What one needs is imported when it is asked for."""
+
+    def __getitem__(self, name: str) -> Format:
+        if name in _CALIBRATED:
+            calibrated: Format = import_module(_CALIBRATED[name]).FORMAT
+            return calibrated
+        for stored in formats_for(name):
+            for writing in stored.writes:
+                if writing.name == name:
+                    return _streamed(writing, caches=bool(stored.caches), mixes=stored.mixed is not None)
+            for model_format in stored.models():
+                if model_format.name == name:
+                    return format_of(model_format)
+        raise KeyError(name)
+
+    def __iter__(self) -> Iterator[str]:
+        yield from (writing.name for stored in formats() for writing in stored.writes)
+        yield from (model_format.name for stored in formats() for model_format in stored.models())
+        yield from _CALIBRATED
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+FORMATS = _Formats()
 """Every format, by name."""
 
 
@@ -437,6 +460,8 @@ def _keep_part(prepared: Prepared, part: str) -> None:
 
 
 def _follow(prepared: Prepared, arrays: Mapping[str, Arrays], _answer: object, max_bytes: int | None) -> SecondPlan:
+    from weightsmith._activations.own_text import own_text_reports
+
     measuring, settings = _following(prepared)
     if max_bytes is not None:
         settings = replace(settings, size_bytes=max_bytes)

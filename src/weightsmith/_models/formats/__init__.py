@@ -58,6 +58,16 @@ def each_format() -> Iterator[StoredFormat]:
     yield from (stored_format for stored_format in _installed().values() if isinstance(stored_format, StoredFormat))
 
 
+def formats_for(name: str) -> Iterator[StoredFormat]:
+    """As `each_format`, but first those of weightsmith's whose names begin `name`, of an encoding or a way to store models.
+
+    >>> next(formats_for("gguf-q4_k_m")).name
+    'gguf'
+    """
+    yield from map(FORMATS.get, sorted(FORMATS.builtin, key=lambda known: not name.startswith(known)))
+    yield from (stored_format for stored_format in _installed().values() if isinstance(stored_format, StoredFormat))
+
+
 def _ours() -> tuple[StoredFormat, ...]:
     return tuple(map(FORMATS.get, FORMATS.builtin))
 
@@ -112,7 +122,7 @@ def format_of_encoding(name: str) -> StoredFormat:
     >>> format_of_encoding("w4a16").name
     'compressed_tensors'
     """
-    for stored_format in each_format():
+    for stored_format in formats_for(name):
         if any(encoding.name == name for encoding in stored_format.encodings):
             return stored_format
     raise UnknownName(f"unknown encoding '{name}'{nearest(name, encodings())}")
@@ -120,7 +130,7 @@ def format_of_encoding(name: str) -> StoredFormat:
 
 def find_cache(name: str) -> CacheEncoding | None:
     """How keys and values are stored as `name`: `fp8`."""
-    return next((cache for stored_format in formats() for cache in stored_format.caches if cache.name == name), None)
+    return next((cache for stored_format in each_format() for cache in stored_format.caches if cache.name == name), None)
 
 
 def find_encoding(name: str) -> Encoding:
@@ -130,7 +140,7 @@ def find_encoding(name: str) -> Encoding:
     (5, 4)
     """
     try:
-        for stored_format in each_format():
+        for stored_format in formats_for(name):
             named = next((encoding for encoding in stored_format.encodings if encoding.name == name), None)
             if (encoding_of_name := named or stored_format.parse(name)) is not None:
                 return encoding_of_name

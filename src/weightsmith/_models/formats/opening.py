@@ -22,6 +22,7 @@ from weightsmith._models.formats.config import (
     method_of,
     without_entries,
 )
+from weightsmith._models.sources.parts import unwrapped
 from weightsmith.abc.stored import Config, Specs, Wrapped
 from weightsmith.abc.tensors import FileKind, Index, OpenedFiles
 
@@ -246,12 +247,25 @@ def with_metadata(config: Config | None, opened: OpenedFiles, where: str) -> Con
 
 def _is_quantised(config: Config, specs: Specs) -> bool:
     """A stored format recognises the model."""
-    return not surely_plain(config, specs) and any(stored_format.recognises(config, specs) for stored_format in formats())
+    return not surely_plain(config, specs) and any(stored_format.recognises(config, specs) for stored_format in each_format())
 
 
 def wrap(opened: OpenedFiles, config: Config | None, where: str) -> Wrapped:
     """The tensors of a model, decoded by the first stored format that recognises them, else as stored. Without config.json it
-    stays so."""
+    stays so. What torch's wrappers have added to names is left out, with a note.
+
+    Raises FormatError if two names become the same.
+    """
+    source = unwrapped(opened.source, where, parallel="model_type" in (config or {}))
+    if source is opened.source:
+        return _wrap(opened, config, where)
+    wrapped = _wrap(replace(opened, source=source), config, where)
+    stored = next(name for name in opened.source.specs if name not in source.specs)
+    what = f"names of its tensors are read without what torch's wrappers added to them, as in {show(stored)}"
+    return replace(wrapped, notes=(Finding(what, where), *wrapped.notes))
+
+
+def _wrap(opened: OpenedFiles, config: Config | None, where: str) -> Wrapped:
     source, described = opened.source, with_metadata(config, opened, where) or {}
     if _MEGATRON_EMBEDDING in source.specs:
         from weightsmith._models.formats.training.megatron_names import in_hub_names, is_megatron
@@ -260,7 +274,7 @@ def wrap(opened: OpenedFiles, config: Config | None, where: str) -> Wrapped:
             return in_hub_names(source, config, where)
     if surely_plain(described, source.specs):
         return _of_mlx(opened, config, where)
-    for stored_format in formats():
+    for stored_format in each_format():
         if stored_format.recognises(described, source.specs):
             wrapped = stored_format.read(source, described, where)
             return replace(wrapped, kind=stored_format.title, config=None if config is None else wrapped.config)

@@ -23,6 +23,7 @@ from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.lora.config import Layouts, ModulePatterns, has_one_vocabulary
 from weightsmith._models.lora.forms import FactorNames
 from weightsmith._models.lora.kinds import KINDS
+from weightsmith._models.sources.parts import WRAPPERS
 from weightsmith._models.structure.configs import finite_number, whole_number
 
 CONFIG_NAME = "adapter_config.json"
@@ -34,8 +35,6 @@ PREFIX = "base_model.model."
 _FACTOR = re.compile(r"(.+)\.(?:lora_([AB])(?:\.default)?\.weight|lora_embedding_([AB])(?:\.default)?)")
 _BIAS = re.compile(r"(.+)\.lora_B(?:\.default)?\.bias")
 _MAGNITUDE = re.compile(r"(.+)\.lora_magnitude_vector(?:\.default)?(?:\.weight)?")
-WRAPPERS = re.compile(r"(?<![^.])(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
-"""What torch.compile, FSDP and activation checkpointing add to names, which trainers may have saved."""
 SAVED = re.compile(r"(?<=\.)modules_to_save\.(?:default\.)?")
 _VELORA = (".lora_velora_embed", ".lora_velora_embed.default")
 _TOKENS = re.compile(r"(.+?)(?:\.token_adapter)?\.trainable_tokens_delta(?:\.default)?")

@@ -361,13 +361,13 @@ class Mismatches:
     """Collects missing tensors and unequal shapes."""
 
     def __init__(self, models: InputModels, method: str) -> None:
-        self.labels, self.specs, self.method = models.labels, models.specs, method
+        self.labels, self.names, self.method = models.labels, models.names, method
         self._found: dict[object, tuple[MismatchError, int]] = {}
 
     def missing(self, name: str, segment: Segment, places: Sequence[int], sources: Sequence[str | None]) -> None:
         """Some inputs of the segment have no tensor `name`. places: of those that count for it."""
         pairs = [(segment.feeds[k].model, sources[k]) for k in places]
-        specs = [(model, None if source is None else self.specs[model][source]) for model, source in pairs]
+        specs = [(model, None if source is None else self.names[model].specs[source]) for model, source in pairs]
         details = [f"{self.labels[model]}: {'missing' if s is None else _shown(s)}" for model, s in specs]
         fix = "merge models that have the same tensors; only a whole module that one model has is copied from it"
         error = MismatchError("not all the models have this tensor", where=name, details=details, fix=fix)

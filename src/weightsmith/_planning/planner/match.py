@@ -139,9 +139,7 @@ class InputModels:
     """The input models, by index. base: index of the base, if there is one. tokenizes: the donor has a tokenizer."""
 
     labels: Sequence[str]
-    specs: Sequence[Mapping[str, TensorSpec]]
     configs: Sequence[Mapping[str, Any] | None]
-    structures: Sequence[Structure]
     names: Sequence[ModelNames]
     donor: int
     base: int | None

@@ -394,9 +394,7 @@ class _Assembler:
         base = None if self.recipe.base_model is None else self.request.models[self.recipe.base_model]
         models = InputModels(
             self.labels,
-            self.matched.specs,
             [c.config for c in self.inputs],
-            [n.structure for n in names],
             names,
             self.opened.donor,
             base,

@@ -20,7 +20,7 @@ from weightsmith._planning.planner.match import InputModels, home_module, is_buf
 from weightsmith._planning.planner.parameters import Resolver
 from weightsmith._planning.planner.segments import UNREAD, Account, Placement, Segment, SegmentInput
 from weightsmith._planning.planner.steps import DTypes, operation, split_fused
-from weightsmith._plans import CAST, COPY, Read, Settings, Step
+from weightsmith._plans import COPY, Read, Settings, Step
 
 Specs = Mapping[str, TensorSpec]
 StepOrigin = tuple[Segment, tuple[str, ...], float]
@@ -57,15 +57,15 @@ class StepMaker:
         self.dtypes = dtypes
         self.mismatches = Mismatches(models, method.name)
         self.counterparts = Counterparts(models)
-        self.donor = models.structures[models.donor]
+        self.donor = models.names[models.donor].structure
         self.steps: list[Step] = []
         self.origins: Origins = {}
         self.layers: dict[str, list[int]] = {}
         self.untie = False
         self.warnings: list[Finding] = []
         donor = models.donor
-        self._classifies = takes_head(method, models.specs, models.base)
-        self._rows = vocabulary.count_rows(models.specs[donor].values(), models.configs[donor])
+        self._classifies = takes_head(method, [names.specs for names in models.names], models.base)
+        self._rows = vocabulary.count_rows(models.names[donor].specs.values(), models.configs[donor])
         self._problems: list[WeightsmithError] = []
         self._whole: dict[int, Segment] = {}
         self._shared: dict[tuple[int, float], StepOrigin] = {}
@@ -186,7 +186,7 @@ class StepMaker:
         The donor's unused tensors are copied: its other files, and some loaders, count on them.
         """
         stored = {f.model: s for f, s in zip(segment.feeds, sources, strict=True) if s is not None}
-        if all(is_buffer(self.models.specs[model][source]) for model, source in stored.items()):
+        if all(is_buffer(self.models.names[model].specs[source]) for model, source in stored.items()):
             for model, source in stored.items():
                 self.account.drop(model, source, "a buffer that the model computes for itself")
             return True
@@ -241,9 +241,9 @@ class StepMaker:
         places = self._listed(name, segment, filled)
         first = segment.feeds[places[0]].model
         if (source := filled[places[0]]) is not None:
-            self._note_head(name, segment, sources, places, self.models.specs[first][source])
+            self._note_head(name, segment, sources, places, self.models.names[first].specs[source])
             self._compare(name, segment, first, source)
-            self._check_vocabulary(name, segment, places, self.models.specs[first][source])
+            self._check_vocabulary(name, segment, places, self.models.names[first].specs[source])
         self._merge(self._numbered(name), segment, filled, 0.0)
 
     def _listed(self, name: str, segment: Segment, sources: Sequence[str | None]) -> tuple[int, ...]:
@@ -268,7 +268,7 @@ class StepMaker:
     def _compare(self, name: str, segment: Segment, model: int, source: str) -> None:
         """Report a tensor outside the layers that the donor's config.json cannot express. `vocab_size` follows the tensors."""
         donor = self.models.donor
-        donor_spec, spec = self._rest_specs(donor).get(name), self.models.specs[model][source]
+        donor_spec, spec = self._rest_specs(donor).get(name), self.models.names[model].specs[source]
         if donor_spec is None or donor_spec.shape == spec.shape or vocabulary.has_tokens(donor_spec, self._rows):
             return
         self.mismatches.unlike_donor(name, segment, spec, model, donor_spec, donor)
@@ -335,7 +335,7 @@ class StepMaker:
         weights = [by_model[k].get("weight", 1.0) if source is not None else 0.0 for k, source in enumerate(sources)]
         weighted = [(k, w) for k, w in enumerate(weights) if isinstance(w, int | float) and w > 0]
         inputs = tuple(Read(segment.feeds[k].model, names[k]) for k, _ in weighted)
-        specs = [self.models.specs[read.model][read.tensor] for read in inputs]
+        specs = [self.models.names[read.model].specs[read.tensor] for read in inputs]
         if len({spec.shape for spec in specs}) > 1:
             self.mismatches.unequal(name, segment, {k: spec for (k, _), spec in zip(weighted, specs, strict=True)})
             return
@@ -362,7 +362,7 @@ class StepMaker:
     def _rest_specs(self, model: int) -> dict[str, TensorSpec]:
         """A model's tensors outside its layers under the donor's names."""
         if model not in self._rests:
-            specs, rest = self.models.specs[model], self.models.names[model].rest
+            specs, rest = self.models.names[model].specs, self.models.names[model].rest
             self._rests[model] = {outer: replace(specs[name], name=outer) for outer, name in rest.items()}
         return self._rests[model]
 
@@ -438,7 +438,7 @@ class StepMaker:
             if id(segment) in self._merged or len(models) < 2 or segment.broken or self.problems:
                 continue
             what, fix = "the models have no tensor in common", "merge models of one architecture"
-            details = [_first_name(self.models.labels[m], self.models.specs[m]) for m in models]
+            details = [_first_name(self.models.labels[m], self.models.names[m].specs) for m in models]
             self._problems.append(MismatchError(what, where=segment.where, details=details, fix=fix))
 
     def _note_unread(self) -> None:
@@ -474,7 +474,7 @@ class StepMaker:
                 self.mismatches.missing(name, segment, listed, sources)
             return
         self._merged.add(id(segment))
-        specs = {k: self.models.specs[feeds[k].model][names[k]] for k in listed}
+        specs = {k: self.models.names[feeds[k].model].specs[names[k]] for k in listed}
         first = specs[listed[0]]
         if any(spec.shape != first.shape for spec in specs.values()):
             self.mismatches.unequal(name, segment, specs)
@@ -498,7 +498,7 @@ class StepMaker:
         step = Step(out, op, tuple(inputs[k] for k in places), segment.base, settings)
         if step.merges and not self.method.elementwise(values.shared):
             models, model = self.models, feeds[listed[0]].model
-            parts = fused_parts(first, models.specs[model], models.structures[model], models.configs[model], name)
+            parts = fused_parts(first, models.names[model].specs, models.names[model].structure, models.configs[model], name)
             step = split_fused(step, parts)
         self.steps.append(step)
 
@@ -533,12 +533,11 @@ class StepMaker:
 
     def _copy(self, name: str, model: int, source: str) -> None:
         """One output tensor that is another's bytes, or a cast of it."""
-        spec = self.models.specs[model][source]
-        inputs = (Read(model, source),)
-        dtype = self.dtypes.of(inputs) if spec.dtype.floating else spec.dtype
-        self.account.use(inputs[0])
-        op = COPY if dtype == spec.dtype else CAST
-        self.steps.append(Step(TensorSpec(name, dtype, spec.shape), op, inputs))
+        spec = self.models.names[model].specs[source]
+        read = Read(model, source)
+        dtype = self.dtypes.of([read]) if spec.dtype.floating else spec.dtype
+        self.account.use(read)
+        self.steps.append(Step.copy(TensorSpec(name, dtype, spec.shape), read, spec.dtype))
 
 
 def _first_name(label: str, specs: Specs) -> str:
