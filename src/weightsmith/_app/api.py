@@ -1,4 +1,4 @@
-"""The Python API: `plan`, `merge`, `moe`, `quantize`, `dequantize` and `run`. Commands of these names call it, too."""
+"""The Python API: `plan`, `merge`, `moe`, `quantize`, `dequantize`, their plans, and `run`. Commands of these names call it."""
 
 from __future__ import annotations
 
@@ -142,6 +142,26 @@ def dequantize(
 
     planning, settings, running = read_options("dequantize", options, *_ALL)
     return make(lambda: prepare_copy(model, planning, settings), "dequantising", out, running, progress, rechecking)
+
+
+@lists_options("quantize", RecipeOptions, QuantizeSettings, besides=("format",))
+def plan_quantize(model: str | os.PathLike[str], format: str, **options: Unpack[PlanKeywords]) -> Plan:
+    """Plan what `quantize` writes. Reads only headers and writes nothing. Raises PlanError as `quantize` does."""
+    from weightsmith._features.any_recipe import prepare_copy
+
+    planning, settings = read_options("quantize", {"format": format, **options}, RecipeOptions, QuantizeSettings)
+    with prepare_copy(model, planning, settings) as prepared:
+        return prepared.plan
+
+
+@lists_options("dequantize", RecipeOptions, QuantizeSettings)
+def plan_dequantize(model: str | os.PathLike[str], **options: Unpack[PlanKeywords]) -> Plan:
+    """Plan what `dequantize` writes. Reads only headers and writes nothing. Raises PlanError as `dequantize` does."""
+    from weightsmith._features.any_recipe import prepare_copy
+
+    planning, settings = read_options("dequantize", options, RecipeOptions, QuantizeSettings)
+    with prepare_copy(model, planning, settings) as prepared:
+        return prepared.plan
 
 
 @lists_options("run", RunOptions)

@@ -52,6 +52,18 @@ def expand_user(name: str | os.PathLike[str]) -> Path:
     return Path(os.path.expanduser(name))  # noqa: PTH111  Path.expanduser raises where there is no home
 
 
+def from_windows(name: str) -> str:
+    r"""A Windows path as it is written here, drives as WSL mounts them; an empty string for other paths.
+
+    >>> from_windows(r"C:\Users\me"), from_windows("D:/models"), from_windows(r".\models"), from_windows("org/name")
+    ('/mnt/c/Users/me', '/mnt/d/models', './models', '')
+    """
+    drive, colon, rest = name.partition(":")
+    if colon and len(drive) == 1 and drive.isascii() and drive.isalpha() and rest[:1] in ("\\", "/"):
+        return f"/mnt/{drive.lower()}{rest}".replace("\\", "/")
+    return name.replace("\\", "/") if "\\" in name else ""
+
+
 def exists(path: Path) -> bool:
     """Whether there is anything, links followed; not if nobody can tell: a name too long, a NUL, no permission."""
     return os.path.exists(path)  # noqa: PTH110  Path.exists raises for these

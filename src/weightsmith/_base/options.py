@@ -448,7 +448,7 @@ def _lines(command: str, record: type[Any], besides: tuple[str, ...]) -> Iterato
     for option_ in options_of(record).values():
         name = option_.keyword(command)
         if command in option_.commands and name not in besides:
-            line = f"    {name:<20} {_meaning(option_, command)}"
+            line = f"    {name:<19}  {_meaning(option_, command)}"
             yield textwrap.fill(line, WIDTH, subsequent_indent=" " * 25, break_on_hyphens=False)
 
 

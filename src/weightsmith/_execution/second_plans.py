@@ -36,6 +36,7 @@ from weightsmith._base.errors import (
 from weightsmith._base.options import named, option_error
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._base.text import size, status
+from weightsmith._engine.resources import Workload
 from weightsmith._execution.identity import work_identity
 from weightsmith._execution.options import RunOptions
 from weightsmith._execution.output import check_options, check_output, sibling
@@ -84,9 +85,10 @@ def second_run(run: PlanRun, warnings: list[Finding]) -> Iterator[PlanRun]:
     plan = draft.finish()
     with (
         _asking(kind.question(prepared)) as answer,
-        staged(prepared.with_plan(plan), replace(request, out=folder)) as (staging, engine),
+        staged(prepared.with_plan(plan), replace(request, out=folder)) as opened,
     ):
-        results = engine(results=kept_products(plan, staging)).results
+        staging = opened.staging
+        results = opened.compute(Workload(results=kept_products(plan, staging))).results
         arrays = {product.name: results.arrays(product.name) for product in plan.products if not product.transient}
         try:
             if target is None:

@@ -234,7 +234,8 @@ def test_embedding_and_head_of_a_prediction_layer_are_tensors_of_their_own(tied:
         assert {name: sources(p)[name] for name in own} == {name: [(k, name)] for name in own}, "as they are"
         assert len(sources(p)["model.embed_tokens.weight"]) == 2
         assert not p.config or p.config.get("tie_word_embeddings") == tied
-    c = plan_help.model(tmp_path / "c", seed=2, more={**own, "model.layers.2.eh_proj.weight": (4, 8)}, settings=settings)
+    more = {**own, "model.layers.2.eh_proj.weight": (4, 8)}
+    c = plan_help.model(tmp_path / "c", seed=2, more=more, settings=settings, head=not tied)
     merged = sources(plan(linear(a, c)))
     assert merged["model.layers.2.shared_head.head.weight"] == [(k, "model.layers.2.shared_head.head.weight") for k in (0, 1)]
 

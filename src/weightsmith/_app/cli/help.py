@@ -159,7 +159,11 @@ def misuse(error: Any) -> Finding:
         if named.startswith("--format "):
             fix = "add it, such as --format gguf-q4_k_m; weightsmith quantize --list lists all"
     elif options in PLACED:
-        what, fix = f"no such option: {options}", "write models and OUT without flags, in the order of the usage"
+        named = [_argument(taken) for taken in context.command.params if taken.param_type_name == "argument"]
+        what, fix = (
+            f"no such option: {options}",
+            f"write {' and '.join(filter(None, [', '.join(named[:-1]), *named[-1:]]))} without flags, as in the usage",
+        )
     elif options and hasattr(error, "possibilities"):
         known = [flag for taken in context.command.params for flag in (*taken.opts, *taken.secondary_opts)]
         arguments = {taken.name: taken for taken in context.command.params if taken.param_type_name == "argument"}

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 from weightsmith._activations.rows import BUILT_IN
 from weightsmith._base.errors import Finding, ParameterError, PlanError, Unsupported, WeightsmithError
@@ -34,30 +34,45 @@ from weightsmith._plans import PlanDraft, Product
 from weightsmith.abc.product import Arrays
 
 
-@dataclass(frozen=True, slots=True)
-class Format:
+class Format(ABC):
     """One way to store a whole checkpoint.
 
     name      as users write it: `fp8-dynamic`
     summary   one line: what is stored, and how many bits a weight takes
     readers   the programs that load it
-    apply     (the draft of plain tensors, settings): makes it the draft of the format. Reads headers and small files of
-              `assembled.inputs[assembled.draft.donor]` only, never tensor data. Raises PlanError with all problems
     settings  fields of `QuantizeSettings` that it reads; any other that is given is an error before `apply` is called
-    follow    if `apply` sets `then`: (as for `apply`, the measured products, their arrays by name): makes the draft of plain
-              tensors the draft of the format; returns files to add to the output
+    measures  `apply` may set `then`, and `follow` makes the plan that follows from the measurement
     shard_bytes  maximum size of a weight file, unless the user says another
-    part      the part of a pipeline that it stores: (the names of the parts) → one, or "" for none
     """
 
     name: str
     summary: str
     readers: str
-    apply: Callable[[Prepared, QuantizeSettings], None]
     settings: frozenset[str] = frozenset()
-    follow: Callable[[Prepared, QuantizeSettings, Sequence[Product], Mapping[str, Arrays]], Mapping[str, bytes]] | None = None
+    measures: bool = False
     shard_bytes: int = SHARD_BYTES
-    part: Callable[[Collection[str]], str] = lambda parts: ""
+
+    @abstractmethod
+    def apply(self, prepared: Prepared, settings: QuantizeSettings) -> None:
+        """Make the draft of plain tensors one of the format. Raises PlanError with all problems.
+
+        Reads headers and small files of `prepared.inputs[prepared.draft.donor]` only, never tensor data.
+        """
+
+    def follow(
+        self, prepared: Prepared, settings: QuantizeSettings, measured: Sequence[Product], arrays: Mapping[str, Arrays]
+    ) -> Mapping[str, bytes]:
+        """Make the draft of plain tensors one of the format, by what was measured; files to add to the output.
+
+        measured  products, whose arrays are in `arrays` by name
+
+        Raises PlanError, FormatError.
+        """
+        raise NotImplementedError
+
+    def part(self, parts: Collection[str]) -> str:
+        """The part of a pipeline that it stores, of these; "" for none."""
+        return ""
 
 
 # ---- a divergence instead of a size

@@ -64,36 +64,6 @@ _ERRORS = {
 """Relative error of normally distributed weights, by bits and group size: measured, 512 rows of 512."""
 
 
-def apply(assembled: Prepared, settings: QuantizeSettings) -> None:
-    """Make the draft one of an EXL2 model. Raises PlanError with all problems."""
-    check_architecture(assembled.draft.config, ARCHITECTURES, "EXL2", OTHER_FORMATS)
-    _check(settings)
-    draft = assembled.draft
-    model = prepare_model(draft)
-    with as_plan_error():
-        bits = _target(draft, model, settings)
-        params = _choose(model, settings, bits)
-    if not calibrates(settings) or settings.uniform or settings.measurement is not None:
-        _store(assembled, model, settings, bits, params)
-        return
-    draft.warnings += [*notes(draft), *_unfit(model, settings)]
-    full = settings.measure == FULL
-    chain = Chain(assembled, settings, model.steps, None if full else MEASURED_ROWS, MEASURING)
-    chain.measure(draft, products_for(model.blocks, chain, full=full), "exl2", settings)
-
-
-def follow(
-    assembled: Prepared, settings: QuantizeSettings, measured: Sequence[Product], arrays: Mapping[str, Arrays]
-) -> Mapping[str, bytes]:
-    """Give the draft the settings that a measurement favours; measurement.json. Raises PlanError."""
-    _check(settings)
-    model = prepare_model(assembled.draft)
-    bits = _target(assembled.draft, model, settings)
-    errors = errors_of(model.blocks, [(p, arrays[p.name]) for p in measured if p.name in arrays])
-    _store(assembled, model, settings, bits, _best(errors, model, bits))
-    return {"measurement.json": (json.dumps(measurement_json(errors), indent=1) + "\n").encode()}
-
-
 def _store(assembled: Prepared, model: Model, settings: QuantizeSettings, target: float, params: Sequence[BlockParams]) -> None:
     """Make the draft one with a setting for each role of each block. target: bits for each weight."""
     draft = assembled.draft
@@ -276,11 +246,42 @@ def errors_of(blocks: Sequence[Sublayer], products: Iterable[tuple[Product, Arra
     return measured_blocks
 
 
-FORMAT = Format(
-    "exl2",
-    "2.2 to 8 bits for each weight, chosen for each layer",
-    "ExLlamaV2, older TabbyAPI",
-    apply,
-    frozenset({"bits", "size_bytes", "target", "head_bits", "measure", "measurement", "uniform"}) | CALIBRATION_SETTINGS,
-    follow,
-)
+class Exl2Format(Format):
+    """EXL2."""
+
+    name = "exl2"
+    summary = "2.2 to 8 bits for each weight, chosen for each layer"
+    readers = "ExLlamaV2, older TabbyAPI"
+    settings = (
+        frozenset({"bits", "size_bytes", "target", "head_bits", "measure", "measurement", "uniform"}) | CALIBRATION_SETTINGS
+    )
+    measures = True
+
+    def apply(self, prepared: Prepared, settings: QuantizeSettings) -> None:
+        check_architecture(prepared.draft.config, ARCHITECTURES, "EXL2", OTHER_FORMATS)
+        _check(settings)
+        draft = prepared.draft
+        model = prepare_model(draft)
+        with as_plan_error():
+            bits = _target(draft, model, settings)
+            params = _choose(model, settings, bits)
+        if not calibrates(settings) or settings.uniform or settings.measurement is not None:
+            _store(prepared, model, settings, bits, params)
+            return
+        draft.warnings += [*notes(draft), *_unfit(model, settings)]
+        full = settings.measure == FULL
+        chain = Chain(prepared, settings, model.steps, None if full else MEASURED_ROWS, MEASURING)
+        chain.measure(draft, products_for(model.blocks, chain, full=full), "exl2", settings)
+
+    def follow(
+        self, prepared: Prepared, settings: QuantizeSettings, measured: Sequence[Product], arrays: Mapping[str, Arrays]
+    ) -> Mapping[str, bytes]:
+        _check(settings)
+        model = prepare_model(prepared.draft)
+        bits = _target(prepared.draft, model, settings)
+        errors = errors_of(model.blocks, [(p, arrays[p.name]) for p in measured if p.name in arrays])
+        _store(prepared, model, settings, bits, _best(errors, model, bits))
+        return {"measurement.json": (json.dumps(measurement_json(errors), indent=1) + "\n").encode()}
+
+
+FORMAT = Exl2Format()

@@ -11,7 +11,7 @@ such a format is made of, it knows itself (`abc.stored.ModelFormat`).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -76,60 +76,96 @@ from weightsmith.abc.stored import Encoding, ModelFiles, ModelFormat, ModelOrigi
 _SIZES = frozenset({"size_bytes", "target"})
 
 
-def format_of(model_format: ModelFormat) -> Format:
-    """The format as users ask for it."""
-    measures = model_format.measures
-    return Format(
-        model_format.name,
-        model_format.summary,
-        model_format.readers,
-        partial(_apply, model_format),
-        model_format.settings | (CALIBRATION_SETTINGS | _SIZES if measures else frozenset[str]()),
-        partial(_follow_measurement, model_format) if measures else None,
-        model_format.shard_bytes,
-        model_format.part,
-    )
+class WholeFormat(Format):
+    """A format that writes whole models. With a text, importances of columns and types of weights follow from it."""
 
+    def __init__(self, model_format: ModelFormat) -> None:
+        self._format, self.measures = model_format, model_format.measures
+        self.name, self.summary, self.readers = model_format.name, model_format.summary, model_format.readers
+        self.settings = model_format.settings | (CALIBRATION_SETTINGS | _SIZES if self.measures else frozenset[str]())
+        self.shard_bytes = model_format.shard_bytes
 
-def _apply(model_format: ModelFormat, assembled: Prepared, settings: QuantizeSettings) -> None:
-    """Make the draft one of the format. Raises PlanError."""
-    sized = settings.size_bytes is not None or settings.target is not None
-    if sized and settings.calibration is None:
-        settings = replace(settings, calibration=BUILT_IN)
-    measures = settings.calibration not in (None, NONE)
-    _check(settings, sized=sized, measures=measures)
-    draft, request = assembled.draft, _request(model_format, settings)
-    with _problems_of_a_plan():
-        kept = () if measures else model_format.modules(draft.config, partial(_file_of_donor, assembled))
-        drop_subfolders(draft, model_format.program, kept)
-        if not measures:
-            _prepare(model_format, assembled, request)
-            return
-        model_format.weighed(draft.config, ())  # refuses a model that it cannot write, before the text is read
-        from weightsmith._features.quantisation.calibration.plan import Chain
+    def part(self, parts: Collection[str]) -> str:
+        return self._format.part(parts)
 
-        chain = Chain(assembled, settings, None, MEASURED_ROWS if sized else None, MEASURING)
-        weights = [model_format.weighed(draft.config, _outs(draft, chain.names(layer))) for layer in range(chain.layers)]
-        tried = [model_format.candidates(draft.config, specs, request) for specs in weights] if sized else []
-        ends = model_format.candidates(draft.config, _vocabulary(chain.steps(chain.layers)), request) if sized else {}
-        ones = {spec.name: np.ones(spec.shape[1:], np.float32) for specs in weights for spec in specs}
-        trial = replace(assembled, draft=PlanDraft.of(draft))
-        _prepare(model_format, trial, replace(request, importances=ones))  # its errors, before anything is measured
-        if sized:
-            encodings = {name: names for candidates in (*tried, ends) for name, names in candidates.items()}
-            _slots(model_format, trial.draft, draft, settings, encodings)
+    def apply(self, prepared: Prepared, settings: QuantizeSettings) -> None:
+        model_format = self._format
+        sized = settings.size_bytes is not None or settings.target is not None
+        if sized and settings.calibration is None:
+            settings = replace(settings, calibration=BUILT_IN)
+        measures = settings.calibration not in (None, NONE)
+        _check(settings, sized=sized, measures=measures)
+        draft, request = prepared.draft, self._request(settings)
+        with _problems_of_a_plan():
+            kept = () if measures else model_format.modules(draft.config, partial(_file_of_donor, prepared))
+            drop_subfolders(draft, model_format.program, kept)
+            if not measures:
+                self._prepare(prepared, request)
+                return
+            model_format.weighed(draft.config, ())  # refuses a model that it cannot write, before the text is read
+            from weightsmith._features.quantisation.calibration.plan import Chain
 
-    def moments(layer: int, states: Product) -> list[Product]:
-        return [chain.statistic("moments", layer, states, [spec.name for spec in weights[layer]])]
+            chain = Chain(prepared, settings, None, MEASURED_ROWS if sized else None, MEASURING)
+            weights = [model_format.weighed(draft.config, _outs(draft, chain.names(layer))) for layer in range(chain.layers)]
+            tried = [model_format.candidates(draft.config, specs, request) for specs in weights] if sized else []
+            ends = model_format.candidates(draft.config, _vocabulary(chain.steps(chain.layers)), request) if sized else {}
+            ones = {spec.name: np.ones(spec.shape[1:], np.float32) for specs in weights for spec in specs}
+            trial = replace(prepared, draft=PlanDraft.of(draft))
+            self._prepare(trial, replace(request, importances=ones))  # its errors, before anything is measured
+            if sized:
+                encodings = {name: names for candidates in (*tried, ends) for name, names in candidates.items()}
+                _slots(model_format, trial.draft, draft, settings, encodings)
 
-    def scores(layer: int, states: Product, _gradients: Product, leaving: Product) -> list[Product]:
-        return [chain.scores(layer, states, leaving, tried[layer])] if tried[layer] else []
+        def moments(layer: int, states: Product) -> list[Product]:
+            return [chain.statistic("moments", layer, states, [spec.name for spec in weights[layer]])]
 
-    def of_ends(entering: Product, gradients: Product, leaving: Product) -> list[Product]:
-        return [chain.vocabulary_scores(entering, gradients, leaving, ends)] if ends else []
+        def scores(layer: int, states: Product, _gradients: Product, leaving: Product) -> list[Product]:
+            return [chain.scores(layer, states, leaving, tried[layer])] if tried[layer] else []
 
-    products = chain.backward(scores, before=moments, after=of_ends) if sized else chain.forward(moments)
-    chain.measure(draft, products, model_format.name, settings)
+        def of_ends(entering: Product, gradients: Product, leaving: Product) -> list[Product]:
+            return [chain.vocabulary_scores(entering, gradients, leaving, ends)] if ends else []
+
+        products = chain.backward(scores, before=moments, after=of_ends) if sized else chain.forward(moments)
+        chain.measure(draft, products, model_format.name, settings)
+
+    def follow(
+        self, prepared: Prepared, settings: QuantizeSettings, measured: Sequence[Product], arrays: Mapping[str, Arrays]
+    ) -> Mapping[str, bytes]:
+        importances: dict[str, Floats] = {}
+        scores: dict[str, Floats] = {}
+        tried: dict[str, tuple[str, ...]] = {}
+        for product in measured:
+            if product.name in arrays and product.op in ("scored_layer", "scored_vocabulary"):
+                candidates: Mapping[str, tuple[str, ...]] = product.settings["candidates"]
+                tried |= candidates
+                scores |= dict(zip(candidates, arrays[product.name][0], strict=True))
+            elif product.name in arrays:
+                importances |= _by_weight(product, arrays[product.name])
+        with _problems_of_a_plan():
+            request = replace(self._request(settings), importances=importances)
+            if settings.size_bytes is not None:  # the search for a target gives one
+                trial = replace(prepared, draft=PlanDraft.of(prepared.draft))
+                self._prepare(trial, request)
+                slots, budget = _slots(self._format, trial.draft, prepared.draft, settings, tried)
+                request = replace(request, types=_fitting_types(slots, budget, scores))
+            return self._prepare(prepared, request)
+
+    def _request(self, settings: QuantizeSettings) -> ModelRequest:
+        return ModelRequest({name: getattr(settings, name) for name in self._format.settings})
+
+    def _prepare(self, prepared: Prepared, request: ModelRequest) -> Mapping[str, bytes]:
+        """`ModelFormat.prepare` of a draft, which then lists what the output lacks."""
+        draft, held = prepared.draft, set[str]()
+        origins = [_origin(checkpoint) for checkpoint in prepared.inputs]
+        of_donor = partial(_file_of_donor, prepared)
+        companions = ModelFiles(
+            origins, partial(_files_of, prepared), of_donor, held.update, partial(_tensor_of_donor, prepared)
+        )
+        files = self._format.prepare(draft, companions, request)
+        if draft.config is None:  # programs that read the format need no config.json
+            draft.warnings = [finding for finding in draft.warnings if not finding.what.startswith(NO_CONFIG)]
+        draft.lacking = joined([draft.lacking, lacking(((model.ref, model.files) for model in prepared.inputs), held)])
+        return files
 
 
 def _check(settings: QuantizeSettings, *, sized: bool, measures: bool) -> None:
@@ -143,54 +179,6 @@ def _check(settings: QuantizeSettings, *, sized: bool, measures: bool) -> None:
         raise PlanError([option_error("imatrix", what, f"leave out {named('imatrix')} or {named('calibration')}")])
     if problems := unused(settings, calibrates=measures):
         raise PlanError(problems)
-
-
-def _follow_measurement(
-    model_format: ModelFormat,
-    assembled: Prepared,
-    settings: QuantizeSettings,
-    measured: Sequence[Product],
-    arrays: Mapping[str, Arrays],
-) -> Mapping[str, bytes]:
-    """Make the draft one of the format with the importances that were measured; these as a file.
-
-    Raises PlanError, FormatError.
-    """
-    importances: dict[str, Floats] = {}
-    scores: dict[str, Floats] = {}
-    tried: dict[str, tuple[str, ...]] = {}
-    for product in measured:
-        if product.name in arrays and product.op in ("scored_layer", "scored_vocabulary"):
-            candidates: Mapping[str, tuple[str, ...]] = product.settings["candidates"]
-            tried |= candidates
-            scores |= dict(zip(candidates, arrays[product.name][0], strict=True))
-        elif product.name in arrays:
-            importances |= _by_weight(product, arrays[product.name])
-    with _problems_of_a_plan():
-        request = replace(_request(model_format, settings), importances=importances)
-        if settings.size_bytes is not None:  # the search for a target gives one
-            trial = replace(assembled, draft=PlanDraft.of(assembled.draft))
-            _prepare(model_format, trial, request)
-            slots, budget = _slots(model_format, trial.draft, assembled.draft, settings, tried)
-            request = replace(request, types=_fitting_types(slots, budget, scores))
-        return _prepare(model_format, assembled, request)
-
-
-def _request(model_format: ModelFormat, settings: QuantizeSettings) -> ModelRequest:
-    return ModelRequest({name: getattr(settings, name) for name in model_format.settings})
-
-
-def _prepare(model_format: ModelFormat, assembled: Prepared, request: ModelRequest) -> Mapping[str, bytes]:
-    """`ModelFormat.prepare` of a draft, which then lists what the output lacks."""
-    draft, held = assembled.draft, set[str]()
-    origins = [_origin(checkpoint) for checkpoint in assembled.inputs]
-    of_donor = partial(_file_of_donor, assembled)
-    companions = ModelFiles(origins, partial(_files_of, assembled), of_donor, held.update, partial(_tensor_of_donor, assembled))
-    files = model_format.prepare(draft, companions, request)
-    if draft.config is None:  # programs that read the format need no config.json
-        draft.warnings = [finding for finding in draft.warnings if not finding.what.startswith(NO_CONFIG)]
-    draft.lacking = joined([draft.lacking, lacking(((model.ref, model.files) for model in assembled.inputs), held)])
-    return files
 
 
 def _outs(draft: PlanDraft, names: Iterable[str]) -> list[TensorSpec]:
@@ -333,21 +321,28 @@ def _by_weight(product: Product, arrays: Arrays) -> dict[str, Floats]:
     return {weight: array if array.any() else np.ones_like(array) for weight, array in of_weights.items()}
 
 
-def _streamed(writing: Writing, *, caches: bool, mixes: bool) -> Format:
+class StreamedFormat(Format):
     """A format that encodes rows as they leave the merge. If no group size is asked for, it is the first that stores the most
     weights: the width of a weight must be a multiple of it. Other weights get a scale for each row, if the format can.
 
     With a calibration text, codes are GPTQ's where the encoding takes a Hessian; without one, weights are rounded to nearest.
     """
-    groups, default = tuple(writing.encodings), next(iter(writing.encodings.values()))
-    calibrates = default.hessian != "no"
 
-    def apply(assembled: Prepared, settings: QuantizeSettings) -> None:
-        group_size = settings.group_size
+    def __init__(self, writing: Writing, *, caches: bool, mixes: bool) -> None:
+        """caches: it may store scales of a cache; mixes: weights may have other encodings of its stored format."""
+        self._writing = writing
+        self.name, self.summary, self.readers = writing.name, writing.summary, writing.readers
+        calibrates = next(iter(writing.encodings.values())).hessian != "no"
+        text_settings = CACHE_SETTINGS if caches else CALIBRATION_SETTINGS if calibrates else frozenset[str]()
+        sizes = frozenset({"group_size"}) if len(writing.encodings) > 1 else frozenset[str]()
+        self.settings = sizes | text_settings | (frozenset({"tensor_types"}) if mixes else frozenset[str]())
+
+    def apply(self, prepared: Prepared, settings: QuantizeSettings) -> None:
+        writing, groups, group_size = self._writing, tuple(self._writing.encodings), settings.group_size
         if group_size is not None and group_size not in groups:
             what = f"{writing.name} has groups of {', '.join(map(str, sorted(groups)))}, not of {group_size}"
             raise PlanError([option_error("group_size", what)])
-        draft, plain = assembled.draft, replace(assembled, draft=PlanDraft.of(assembled.draft))
+        draft, plain = prepared.draft, replace(prepared, draft=PlanDraft.of(prepared.draft))
         group = group_size or max(groups, key=lambda group: len(encodable(draft, writing.encodings[group].name)))
         encoding = writing.encodings[group]
         by_row = _stored_by_row(draft, writing, encoding) if group_size is None else {}
@@ -368,11 +363,6 @@ def _streamed(writing: Writing, *, caches: bool, mixes: bool) -> Format:
 
             measure_activations(plain, draft, measured, settings, calibrates=has_text)
         writing.adapt(draft, encoding)
-
-    text_settings = CACHE_SETTINGS if caches else CALIBRATION_SETTINGS if calibrates else frozenset[str]()
-    sizes = frozenset({"group_size"}) if len(groups) > 1 else frozenset[str]()
-    types = frozenset({"tensor_types"}) if mixes else frozenset[str]()
-    return Format(writing.name, writing.summary, writing.readers, apply, sizes | text_settings | types)
 
 
 def _stored_by_row(draft: PlanDraft, writing: Writing, encoding: Encoding) -> dict[str, str]:
@@ -407,10 +397,10 @@ class _Formats(Mapping[str, Format]):
         for stored in formats_for(name):
             for writing in stored.writes:
                 if writing.name == name:
-                    return _streamed(writing, caches=bool(stored.caches), mixes=stored.mixed is not None)
+                    return StreamedFormat(writing, caches=bool(stored.caches), mixes=stored.mixed is not None)
             for model_format in stored.models():
                 if model_format.name == name:
-                    return format_of(model_format)
+                    return WholeFormat(model_format)
         raise KeyError(name)
 
     def __iter__(self) -> Iterator[str]:
@@ -466,7 +456,6 @@ def _follow(prepared: Prepared, arrays: Mapping[str, Arrays], _answer: object, m
     if max_bytes is not None:
         settings = replace(settings, size_bytes=max_bytes)
     second = prepared.draft_again()
-    assert measuring.follow is not None
     measured = without_measuring(second.draft)
     texts = [product for product in measured if product.op == "own_text"]
     files = measuring.follow(second, settings, [product for product in measured if product not in texts], arrays)
@@ -518,7 +507,7 @@ def _following(prepared: Prepared) -> tuple[Format, QuantizeSettings]:
     names = {product.name for product in prepared.plan.products}
     is_ours = isinstance(products, list | tuple) and all(isinstance(product, str) and product in names for product in products)
     measuring = FORMATS[name] if isinstance(name, str) and name in FORMATS else None
-    if measuring is None or measuring.follow is None or not is_ours or not has_type(values, QuantizeSettings):
+    if measuring is None or not measuring.measures or not is_ours or not has_type(values, QuantizeSettings):
         raise FormatError("not a plan that can be run: no format of ours measures so", where="then", fix="make the plan again")
     (settings,) = read_options("run", values, QuantizeSettings)
     return measuring, settings

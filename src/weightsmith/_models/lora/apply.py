@@ -54,6 +54,8 @@ _BEGINNINGS = 100  # of names that are tried; models have up to ten
 _VOCABULARY_OF_MLX = {"model.embed_in.weight": "gpt_neox.embed_in.weight", "model.embed_out.weight": "embed_out.weight"}
 """MLX's names of GPT-NeoX's embedding and head → the Hub's. The layers have another prefix."""
 _RENAMED_BY_MLX = re.compile(r"(\.feed_forward\.(?:experts\.\d+\.)?)(gate_proj|up_proj|down_proj)(?=\.weight$)")
+_LISTED_EXPERT = re.compile(r"(.+\.experts\.(?:gate_up_proj|down_proj))s\.(\d{1,6})\.weight")
+"""gpt-oss's experts as Unsloth loads them in 4 bits: a linear layer for each, in a list."""
 _UNMIXTRAL = re.compile(r"(\.experts\.\d+\.)(w[123])(?=\.weight$)")
 
 Shape = tuple[int, ...]
@@ -263,6 +265,8 @@ class _Match:
                 self.places[module] = self._base_names[name]
             elif part := self._part_of(name):
                 problem = self._add_part(name, factors, *part)
+            elif expert := self._listed_expert(name):
+                problem = self._add_listed_expert(name, factors, *expert)
             else:
                 problem = self._no_place(name) if len(problems) < _SHOWN else name
             if problem:
@@ -424,6 +428,24 @@ class _Match:
             return f"{name}: {list(part.shape)} in {tensor} of the base, and the adapter is for {[b[0], a[1]]}"
         rows = part.offset // part.shape[1], part.shape[0]
         self._parts.setdefault(tensor, []).append(Update(factors.a, factors.b, factors.scaling, transposed=False, rows=rows))
+        return ""
+
+    def _listed_expert(self, name: str) -> tuple[str, int] | None:
+        """The base's tensor [experts, inputs, outputs] of an expert that the adapter's model has in a list, and its number."""
+        match = _LISTED_EXPERT.fullmatch(name) if (self.base.config or {}).get("model_type") == "gpt_oss" else None
+        spec = self.base.specs.get(match[1]) if match else None
+        return (spec.name, int(match[2])) if match and spec and len(spec.shape) == 3 and spec.dtype.floating else None
+
+    def _add_listed_expert(self, name: str, factors: Factors, tensor: str, expert: int) -> str:
+        """Add the factors of an expert, transposed, as Unsloth merges them; the problem with that, or ""."""
+        (a, b), (experts, inputs, outputs) = self._shapes(factors), self.base.specs[tensor].shape
+        if factors.magnitude:
+            return f"{name}: DoRA of a part of {tensor}"
+        if expert >= experts or (a[1], b[0]) != (inputs, outputs):
+            there = f"{experts} of {[inputs, outputs]} in {tensor} of the base"
+            return f"{name}: {there}, and the adapter is for expert {expert} of {[a[1], b[0]]}"
+        rows = expert * inputs, inputs
+        self._parts.setdefault(tensor, []).append(Update(factors.a, factors.b, factors.scaling, transposed=True, rows=rows))
         return ""
 
     def _change(self, module: str, name: str, parts: OtherParts) -> list[str]:

@@ -47,6 +47,7 @@ class StepMaker:
     origins  for each merged tensor what its parameters were looked up with: segment, names in the models, depth
     layers   for each of the donor's stacks that changes, the donor's layer behind each output layer
     untie    the output has a head of its own, though the donor ties it to the embedding
+    copies   heads that are left out as copies: the model, its head, and the embedding that it ties it to
     """
 
     def __init__(self, models: InputModels, method: Method, resolver: Resolver, account: Account, dtypes: DTypes) -> None:
@@ -62,6 +63,7 @@ class StepMaker:
         self.origins: Origins = {}
         self.layers: dict[str, list[int]] = {}
         self.untie = False
+        self.copies: list[tuple[int, str, str]] = []
         self.warnings: list[Finding] = []
         donor = models.donor
         self._classifies = takes_head(method, [names.specs for names in models.names], models.base)
@@ -305,6 +307,7 @@ class StepMaker:
             if self._redundant(name, spec, feeds, stored):
                 self.account.drop_everywhere(name, "a copy of the tensor it is tied to; not all inputs store it")
                 self._warn_redundant(name, feeds, stored)
+                self._note_copies(spec, feeds, stored)
                 return
             self._merge_outside(name, segment, sources, filled)
             return
@@ -399,6 +402,13 @@ class StepMaker:
             what = f"tied tensors are written once: the copy in {' and '.join(labels)} is left out"
             fix = "set tie_word_embeddings to false in that model's config.json, if it is a tensor of its own"
             self.warnings.append(Finding(what, name, fix=fix))
+
+    def _note_copies(self, spec: TensorSpec, feeds: Sequence[SegmentInput], sources: Sequence[str | None]) -> None:
+        if vocabulary.is_head(spec) and len(spec.shape) == 2:
+            for feed, source in zip(feeds, sources, strict=True):
+                embedding = self._stand_in(spec, feed)
+                if source is not None and embedding not in (None, source):
+                    self.copies.append((feed.model, source, str(embedding)))
 
     def _tied(self, feeds: Sequence[SegmentInput], sources: Sequence[str | None]) -> list[bool]:
         configs, pairs = self.models.configs, zip(feeds, sources, strict=True)
