@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -268,6 +269,36 @@ def test_an_old_vision_language_file_matches_a_new_one(tmp_path: Path) -> None:
         assert all(len(s.inputs) == 2 for s in p.steps)
         assert p.dropped == ()
         assert warnings(p) == []
+
+
+RELEASES = {
+    "hub": ("language_model.model.", "language_model.lm_head.", "vision_tower.", "multi_modal"),
+    "new": ("model.language_model.", "lm_head.", "model.vision_tower.", "model.multi_modal"),
+    "5.10": ("language_model.model.model.", "language_model.lm_head.", "vision_tower.", "multi_modal"),
+    "5.10, moved": ("model.language_model.model.", "lm_head.", "model.vision_tower.", "model.multi_modal"),
+}
+"""How names of composed models begin, by who saved them: transformers 5.10 to 5.23 doubled a module of audio models."""
+
+
+def saved_by(release: str, folder: Path, seed: int) -> str:
+    begins = dict(
+        zip(("model.language_model.", "lm_head.", "model.vision_tower.", "model.multi_modal"), RELEASES[release], strict=True)
+    )
+    tensors = decoder(seed=seed, prefix="model.language_model.", more=TOWER | PROJECTOR)
+    named = {
+        theirs + n.removeprefix(ours): t for n, t in tensors.items() for ours, theirs in begins.items() if n.startswith(ours)
+    }
+    assert len(named) == len(tensors)
+    return str(write_checkpoint(folder, named, {"text_config": config(), "vision_config": {"num_hidden_layers": 2}}))
+
+
+@pytest.mark.parametrize(("first", "second"), [*itertools.permutations(RELEASES, 2)])
+def test_a_composed_model_matches_itself_whatever_release_saved_it(first: str, second: str, tmp_path: Path) -> None:
+    models = saved_by(first, tmp_path / "a", 0), saved_by(second, tmp_path / "b", 1)
+    p = plan(linear(*models))
+    assert all(len(s.inputs) == 2 for s in p.steps)
+    assert p.dropped == ()
+    assert warnings(p) == []
 
 
 def test_models_with_nothing_in_common_are_refused(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ class ModelNames:
                 continue
             extra = structure.extra(name)
             if extra is None or self.paired[extra[0].prefix] not in counts:
-                donor_names[name] = _renamed(spelled, roots)
+                donor_names[name] = _renamed(spelled, roots, donor_specs)
             else:
                 prefix = self.paired[extra[0].prefix]
                 extras[name] = f"{prefix}{counts[prefix] + extra[1]}.{structure.suffix(name)}"
@@ -201,11 +201,21 @@ def _roots(mine: str, theirs: str) -> tuple[str, str]:
     return folder + "".join(f"{x}." for x in a), folder + "".join(f"{x}." for x in b)
 
 
-def _renamed(name: str, roots: Sequence[tuple[str, str]]) -> str:
+def _renamed(name: str, roots: Sequence[tuple[str, str]], donor_names: Collection[str] = ()) -> str:
+    """The name with another beginning: (the model's, the donor's) of `roots`. donor_names: if they are known
+
+    >>> _renamed("lm.model.norm", [("lm.", "lm.model.")])
+    'lm.model.norm'
+    >>> _renamed("lm.model.norm", [("lm.", "lm.model.")], ["lm.model.model.norm"])
+    'lm.model.model.norm'
+    """
     for mine, theirs in roots:
-        longer = len(theirs) > len(mine)  # its names begin with the other prefix, too
-        if name.startswith(mine) and not (longer and name.startswith(theirs)):
-            return theirs + name[len(mine) :]
+        if not name.startswith(mine):
+            continue
+        other = theirs + name[len(mine) :]
+        as_donor = len(theirs) > len(mine) and name.startswith(theirs)  # its names begin with the other prefix, too
+        if not as_donor or (other in donor_names and name not in donor_names):
+            return other
     return name
 
 
