@@ -11,12 +11,12 @@ from weightsmith._activations.options import StatisticsSettings
 from weightsmith._app.api import make
 from weightsmith._base.options import lists_options, read_options
 from weightsmith._execution.options import RunOptions
-from weightsmith._execution.run import Merged
 from weightsmith._features.adapters.options import ConvertSettings, ExtractSettings
 from weightsmith._features.transplant.options import TransplantSettings
 
 if TYPE_CHECKING:
     from weightsmith._engine.local import Progress
+    from weightsmith._execution.run import Merged
     from weightsmith._plans import Plan
     from weightsmith._reports.keywords import ConvertKeywords, ExtractKeywords, StatisticsKeywords, TransplantKeywords
 

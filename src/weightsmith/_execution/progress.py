@@ -34,13 +34,13 @@ from weightsmith._engine.resources import processors
 from weightsmith._execution.options import RunOptions
 from weightsmith._plans import Plan
 from weightsmith._plans.codec import has_type
-from weightsmith._plans.summary import TimeEstimate
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
 
     from weightsmith._engine.local import Progress
     from weightsmith._execution.run import Callbacks
+    from weightsmith._plans.summary import TimeEstimate
 
 
 LINE_SECONDS = 10.0
@@ -411,7 +411,11 @@ def similar_time(plan: Plan, options: RunOptions, nbytes: int) -> TimeEstimate |
     asked = past_run(plan, options, nbytes)
     runs = (run for run in _runs() if run.is_like(asked) and run.nbytes * _MOST_LARGER >= nbytes)
     speeds = [run.seconds / run.nbytes for run in runs][-_COMPARED:]
-    return TimeEstimate(round(median(speeds) * nbytes, 1), len(speeds)) if speeds else None
+    if not speeds:
+        return None
+    from weightsmith._plans.summary import TimeEstimate
+
+    return TimeEstimate(round(median(speeds) * nbytes, 1), len(speeds))
 
 
 def _file() -> Path:

@@ -16,6 +16,7 @@ from weightsmith._base.files import expand_user, show
 from weightsmith._base.installation import absent_packages
 from weightsmith._base.strict_json import read_object, texts
 from weightsmith._base.tensors import DType, TensorSpec
+from weightsmith._base.text import some
 from weightsmith._features.mixture.experts import (
     ExpertLayer,
     StackedTensor,
@@ -431,11 +432,11 @@ class ExpertSelection:
         missing = [layer for layer in layers if layer not in entries]
         if strange:
             what = f"layer {strange[0]} has no experts, or does not exist"
-            self.problems.append(LayerError(what, where=where, fix=f"write layers that have experts: {_short(layers)}"))
+            self.problems.append(LayerError(what, where=where, fix=f"write layers that have experts: {some(layers, 8)}"))
         if missing:
             one = len(missing) == 1
             what = (
-                f"layer{'' if one else 's'} {_short(missing)} {'has' if one else 'have'} experts and {'is' if one else 'are'}"
+                f"layer{'' if one else 's'} {some(missing, 8)} {'has' if one else 'have'} experts and {'is' if one else 'are'}"
             )
             self.problems.append(
                 LayerError(f"{what} not in '{key}'", where=where, fix="write an entry for every layer that has experts")
@@ -480,11 +481,6 @@ class ExpertSelection:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _short(layers: Sequence[str]) -> str:
-    """Names of layers, abbreviated if there are many."""
-    return ", ".join(layers[:8]) + (f" and {len(layers) - 8} more" if len(layers) > 8 else "")
 
 
 # ---- config.json with a new number of experts.

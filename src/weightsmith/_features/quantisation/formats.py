@@ -57,6 +57,7 @@ from weightsmith._models.formats.engines import head_objections
 from weightsmith._models.structure.projections import joined_sets, site_of
 from weightsmith._models.structure.vocabulary import TIED_HEAD, is_model_head, is_vocabulary, tie_flag
 from weightsmith._planning.follow_ups import FollowUpKind, SecondPlan
+from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner.encode import encodable, quantise
 from weightsmith._planning.planner.files import NO_CONFIG, joined, lacking
 from weightsmith._planning.planner.pipelines import drop_subfolders
@@ -409,10 +410,12 @@ FORMATS = _Formats()
 """Every format, by name."""
 
 
-def apply_format(prepared: Prepared, name: str, settings: QuantizeSettings) -> None:
-    """Change a draft of plain tensors to one in the format `name`. Raises as `Format.apply`."""
-    draft = prepared.draft
-    if part := FORMATS[name].part(draft.naming.parts):
+def apply_format(prepared: Prepared, name: str, settings: QuantizeSettings, options: RecipeOptions) -> None:
+    """Change a draft of plain tensors to one in the format `name`. Raises PlanError as `Format.apply`."""
+    draft, chosen = prepared.draft, FORMATS[name]
+    if options.max_shard_bytes is None:
+        draft.max_shard_bytes = chosen.shard_bytes
+    if part := chosen.part(draft.naming.parts):
         _keep_part(prepared, part)
     elif draft.naming.parts:
         model, parts = prepared.inputs[draft.donor].ref, ", ".join(draft.naming.parts)
@@ -420,7 +423,7 @@ def apply_format(prepared: Prepared, name: str, settings: QuantizeSettings) -> N
         fix = f"name the folder of one part, such as {model}/{next(iter(draft.naming.parts))}, and copy the result there"
         raise PlanError([Unsupported(what, where=model, fix=fix)])
     draft.warnings += family_problems(name, draft.config, settings)
-    FORMATS[name].apply(prepared, settings)
+    chosen.apply(prepared, settings)
     prepared.draft.provenance = replace(prepared.draft.provenance, format=name)
     prepared.draft.warnings += _decoded(prepared.inputs, name)
     prepared.named += _files(settings)
@@ -507,10 +510,8 @@ def _following(prepared: Prepared) -> tuple[Format, QuantizeSettings]:
 
 
 def problems_of(name: str | None, settings: QuantizeSettings) -> list[WeightsmithError]:
-    """The problems of a format's name and settings."""
+    """The problems of a format's name and settings. name: None: there is no format, but settings of one."""
     if name is None:
-        if not settings.changed:
-            return []
         fix = f"add {assignment('quantize', _first_that_reads(settings.changed[0]))} or another"
         return [ParameterError("needs a quantised format that reads it", where=named(*settings.changed), fix=fix)]
     known = FORMATS[name].settings

@@ -13,7 +13,7 @@ from weightsmith._base.files import Opener, open_local, show
 from weightsmith._base.strict_json import parse_object, read_object
 from weightsmith._files.hf_folder import FolderWeights, natural_key, no_weights, of_ranks, read_index
 from weightsmith._files.subfolders import within
-from weightsmith._models.formats import FORMATS, broken, each_format, formats
+from weightsmith._models.formats import FORMATS, broken, each_of_files, each_of_tensors
 from weightsmith._models.formats.config import (
     DAMAGED_CHECKPOINT,
     SETTINGS_FILES,
@@ -44,7 +44,7 @@ _PLAIN_PICKLES = frozenset(
 
 def kinds() -> Iterator[FileKind]:
     """File formats, in order of preference if a folder holds several."""
-    return (kind for stored_format in each_format() for kind in stored_format.files)
+    return (kind for stored_format in each_of_files() for kind in stored_format.files)
 
 
 def surely_plain(config: Config | None, specs: Specs) -> bool:
@@ -168,7 +168,7 @@ def describe_quantisation(config: Mapping[str, Any] | None, specs: Specs) -> str
         return f"{show(method)}{bits} ({where} in config.json)"
     if surely_plain(config, specs):
         return None
-    marks = [mark for stored_format in formats() for mark in stored_format.marks.items()]
+    marks = [mark for stored_format in each_of_tensors() for mark in stored_format.marks.items()]
     suffixes = tuple(suffix for suffix, _ in marks)
     for name in specs:
         if name.endswith(suffixes):
@@ -247,7 +247,7 @@ def with_metadata(config: Config | None, opened: OpenedFiles, where: str) -> Con
 
 def _is_quantised(config: Config, specs: Specs) -> bool:
     """A stored format recognises the model."""
-    return not surely_plain(config, specs) and any(stored_format.recognises(config, specs) for stored_format in each_format())
+    return not surely_plain(config, specs) and any(known.recognises(config, specs) for known in each_of_tensors())
 
 
 def wrap(opened: OpenedFiles, config: Config | None, where: str) -> Wrapped:
@@ -276,7 +276,7 @@ def _wrap(opened: OpenedFiles, config: Config | None, where: str) -> Wrapped:
             return in_hub_names(source, config, where)
     if surely_plain(described, source.specs):
         return _of_mlx(opened, config, where)
-    for stored_format in each_format():
+    for stored_format in each_of_tensors():
         if stored_format.recognises(described, source.specs):
             wrapped = stored_format.read(source, described, where)
             return replace(wrapped, kind=stored_format.title, config=None if config is None else wrapped.config)

@@ -157,18 +157,7 @@ def auto(
         memory = JobMemory(folder, spare_bytes=use.searching)
         search = _Search(one, models, names, pairs, folder, journal, memory, settings, began + seconds, running, shown)
         result = search.run()
-        shown.say(f"writing {result.choice.name}")
-        with prepare_any(search.recipe(result.choice.name), RecipeOptions(), QuantizeSettings()) as prepared:
-            recipe = prepared.plan.recipe
-        # The recipe names the texts. This merge reads what was measured on them.
-        with prepare_any(search.recipe(result.choice.name, search.folders), RecipeOptions(), QuantizeSettings()) as prepared:
-            repeatable = prepared.draft_again()
-            repeatable.draft.recipe = recipe
-            # What the search remembers is of the files as they were: this merge opens them again.
-            for model in opened_models:
-                model.check_unchanged()
-            telling = callbacks(shown, "merging")
-            execute(repeatable.finish(), out, running, telling, began=began, memory=memory)
+        recipe = search.merge(result.choice.name, out, opened_models, began)
         shutil.rmtree(folder / STATISTICS, ignore_errors=True)
         result = replace(result, out=expand_user(out).absolute(), recipe=recipe, seconds=time.monotonic() - began)
         result.report().write(folder / PAGE)
@@ -451,6 +440,22 @@ class _Search:
             stopped=self._stopped,
             seconds=0.0,
         )
+
+    def merge(self, name: str, out: str, models: Sequence[Checkpoint], began: float) -> str:
+        """Write the merge of a candidate, and return its recipe. models: all of them, as they were opened for the search."""
+        self.shown.say(f"writing {name}")
+        with prepare_any(self.recipe(name), RecipeOptions(), QuantizeSettings()) as prepared:
+            recipe = prepared.plan.recipe
+        # The recipe names the texts. This merge reads what was measured on them.
+        with prepare_any(self.recipe(name, self.folders), RecipeOptions(), QuantizeSettings()) as prepared:
+            repeatable = prepared.draft_again()
+            repeatable.draft.recipe = recipe
+            # What the search remembers is of the files as they were: this merge opens them again.
+            for model in models:
+                model.check_unchanged()
+            telling = callbacks(self.shown, "merging")
+            execute(repeatable.finish(), out, self.running, telling, began=began, memory=self.memory)
+        return recipe
 
     def _choose(self) -> Choice:
         usual = next((name for name, _ in CANDIDATES if name in self._scored), None)
