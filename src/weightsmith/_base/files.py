@@ -219,6 +219,23 @@ class LocalFile:
 
 
 @contextlib.contextmanager
+def of_tensor(name: str, more: str = "") -> Iterator[None]:
+    """Begin what errors of the block say with the name of a tensor. more: after the name
+
+    >>> with of_tensor("q.weight"):
+    ...     raise FormatError("it is empty")
+    Traceback (most recent call last):
+    weightsmith._base.errors.FormatError: tensor 'q.weight': it is empty
+      -> The file is damaged, or was written by a faulty tool: download or export it again.
+    """
+    try:
+        yield
+    except CheckpointError as error:
+        what = f"tensor {show(name)}{more}: {error.finding.what}"
+        raise type(error)(what, where=error.finding.where, fix=error.finding.fix or DAMAGED) from None
+
+
+@contextlib.contextmanager
 def open_local(path: Path) -> Iterator[LocalFile]:
     """Open a file of this disk to be read at any place. Raises as `open_regular`."""
     with open_regular(path) as file:

@@ -39,12 +39,12 @@ from weightsmith._files.containers import DIFFUSERS_LORA, GGUF_ADAPTER, PEFT
 from weightsmith._files.containers import KOHYA as KOHYA_FILE
 from weightsmith._models.checkpoint import Checkpoint, HubModel, locate
 from weightsmith._models.formats.gguf.adapter_file import A_ENDING, B_ENDING, EMBEDDING, adapter_keys
-from weightsmith._models.formats.gguf.architecture import GgufArchitecture
 from weightsmith._models.formats.gguf.architectures import architecture_of_config, text_config
+from weightsmith._models.formats.gguf.base.architecture import GgufArchitecture
+from weightsmith._models.formats.gguf.base.tensors import SplitTensor
+from weightsmith._models.formats.gguf.base.values import GgufConfig
 from weightsmith._models.formats.gguf.cuts import CutEncoding, pieces_of
 from weightsmith._models.formats.gguf.layout import encode_metadata
-from weightsmith._models.formats.gguf.tensors import SplitTensor
-from weightsmith._models.formats.gguf.values import GgufConfig
 from weightsmith._models.formats.gguf.writing import GgufEncoding, from_llama_order
 from weightsmith._models.lora import Adapter, find_places, open_adapter
 from weightsmith._models.lora.adapter import ExpertParameter, Factors, Stacked

@@ -9,13 +9,13 @@ unfused.py   a model with a step for each matrix, as programs with formats of th
 reader_configs.py  config.json as such programs take it
 engines.py   which formats the programs that run models load
 
-To add a format, add a file or folder with a `FORMAT`, and its name to `NAMES`; or a package with an entry point of the group
-`weightsmith.formats`.
+To add a format, add a file or folder with a `FORMAT`, and its name to `NAMES` (and `OF_FILES`); or a package with an entry
+point of the group `weightsmith.formats`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from importlib import import_module
 
@@ -30,6 +30,9 @@ NAMES = (
     "gguf", "hqq", "mlx", "modelopt", "mxfp4", "quark", "torchao", "training",
 )  # fmt: skip
 """weightsmith's formats. The first that recognises a model reads it."""
+
+OF_FILES = ("plain", "gguf", "training")
+"""Those that are told by files of their own; the others by config.json and tensors, in safetensors files or PyTorch's."""
 
 FORMATS = Plugins(
     "stored format",
@@ -52,10 +55,20 @@ def formats() -> tuple[StoredFormat, ...]:
     return (*_ours(), *(stored_format for stored_format in _installed().values() if isinstance(stored_format, StoredFormat)))
 
 
-def each_format() -> Iterator[StoredFormat]:
-    """As `formats`, each imported when it is reached: most models are stored by the first."""
-    yield from map(FORMATS.get, FORMATS.builtin)
+def each_format(names: Iterable[str] = NAMES) -> Iterator[StoredFormat]:
+    """As `formats`, each imported when it is reached. names: weightsmith's own among them."""
+    yield from map(FORMATS.get, names)
     yield from (stored_format for stored_format in _installed().values() if isinstance(stored_format, StoredFormat))
+
+
+def each_of_files() -> Iterator[StoredFormat]:
+    """Every format that may have files of its own."""
+    return each_format(OF_FILES)
+
+
+def each_of_tensors() -> Iterator[StoredFormat]:
+    """Every format that may recognise tensors."""
+    return each_format(name for name in NAMES if name not in OF_FILES)
 
 
 def formats_for(name: str) -> Iterator[StoredFormat]:
@@ -64,8 +77,7 @@ def formats_for(name: str) -> Iterator[StoredFormat]:
     >>> next(formats_for("gguf-q4_k_m")).name
     'gguf'
     """
-    yield from map(FORMATS.get, sorted(FORMATS.builtin, key=lambda known: not name.startswith(known)))
-    yield from (stored_format for stored_format in _installed().values() if isinstance(stored_format, StoredFormat))
+    return each_format(sorted(NAMES, key=lambda known: not name.startswith(known)))
 
 
 def _ours() -> tuple[StoredFormat, ...]:

@@ -1,6 +1,6 @@
 """GGUF files: one, or several as llama.cpp splits them. Blocks are dequantised on read, by the package libgguf.
 
-Tensors have the Hub's names, shapes and order of rows (`tensors.py`). Tensors of plain numbers have their own
+Tensors have the Hub's names, shapes and order of rows (`base/tensors.py`). Tensors of plain numbers have their own
 dtype, blocks are F32. config.json and the tokenizer's files are made from the file's keys; what else is in the folder is not
 read.
 """
@@ -24,16 +24,16 @@ from weightsmith._base.tensors import DTYPES, DType, TensorSpec
 from weightsmith._files.arrays import view_of
 from weightsmith._files.hf_folder import FolderWeights, natural_key
 from weightsmith._models.formats.decoded import DecodedTensors, Weight
-from weightsmith._models.formats.gguf.architecture import Contents, GgufArchitecture
 from weightsmith._models.formats.gguf.architectures import architecture_of_file
+from weightsmith._models.formats.gguf.base.architecture import Contents, GgufArchitecture
+from weightsmith._models.formats.gguf.base.tensors import is_decay, predicts
+from weightsmith._models.formats.gguf.base.values import GgufConfig
 from weightsmith._models.formats.gguf.cuts import cut_weight, ordered_weight, padded_weight
 from weightsmith._models.formats.gguf.diffusion.spiece import SPIECE, spiece_of_keys
 from weightsmith._models.formats.gguf.header import ADAPTER_TYPE, SMALL, GgufHeader, GgufTensor, read_gguf_header, text_of
 from weightsmith._models.formats.gguf.pooling import pooling_files
 from weightsmith._models.formats.gguf.single_files import is_single_file, is_umt5, single_file_dtype, single_file_spec
-from weightsmith._models.formats.gguf.tensors import is_decay, predicts
-from weightsmith._models.formats.gguf.tokenizer import tokenizer_files
-from weightsmith._models.formats.gguf.values import GgufConfig
+from weightsmith._models.formats.gguf.tokenizer.files import tokenizer_files
 from weightsmith._models.formats.gguf.writing import dequantise, from_llama_order, libgguf
 from weightsmith._models.sources.composed import Foldered, StateDict
 from weightsmith._models.sources.files import FileTensors, SourceFile, unite

@@ -13,12 +13,12 @@ from weightsmith._base.errors import FormatError, Unsupported
 from weightsmith._base.files import DAMAGED, show
 from weightsmith._base.plugins import Plugins
 from weightsmith._models.formats import GGUF_ARCHITECTURES
-from weightsmith._models.formats.gguf.architecture import GgufArchitecture, GgufFamily
-from weightsmith._models.formats.gguf.values import GgufValues
+from weightsmith._models.formats.gguf.base.architecture import GgufArchitecture, GgufFamily
+from weightsmith._models.formats.gguf.base.values import GgufValues
 from weightsmith._models.structure.defaults import with_defaults
 
 if TYPE_CHECKING:
-    from weightsmith._models.formats.gguf.vision import VisionHalf
+    from weightsmith._models.formats.gguf.base.vision import VisionHalf
 
 NAMES = (
     "llama", "mistral", "qwen", "qwen_next", "qwen_vl", "gemma", "phi", "deepseek", "glm", "gpt_oss", "granite", "olmo",

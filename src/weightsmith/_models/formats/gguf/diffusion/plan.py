@@ -14,10 +14,17 @@ from weightsmith._files.containers import GGUF
 from weightsmith._files.copied import BUILDING_KEYS, is_read
 from weightsmith._models.formats.gguf.about import Stated, with_stated
 from weightsmith._models.formats.gguf.diffusion.encoding import DiffusionEncoding
-from weightsmith._models.formats.gguf.diffusion.families import DiffusionFamily, family_of, find_family, prefix_of
+from weightsmith._models.formats.gguf.diffusion.families import (
+    MIXTURES,
+    DiffusionFamily,
+    family_of,
+    find_family,
+    folded,
+    prefix_of,
+    types_of,
+)
 from weightsmith._models.formats.gguf.diffusion.spiece import SPIECE, SPIECE_FILES, UMT5_TOKENS, spiece_keys
 from weightsmith._models.formats.gguf.diffusion.text_encoder import is_t5, t5_keys, t5_names, t5_types
-from weightsmith._models.formats.gguf.diffusion.types import MIXTURES, folded, types_of
 from weightsmith._models.formats.gguf.layout import ALIGNMENT, Value, encode_metadata
 from weightsmith._models.formats.gguf.types import Chosen, Mixture
 from weightsmith._models.formats.gguf.writing import NEEDS_IMPORTANCES, PLAIN, PREFIX, TYPES, libgguf
