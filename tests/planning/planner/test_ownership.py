@@ -313,6 +313,30 @@ def test_models_with_nothing_in_common_are_refused(tmp_path: Path) -> None:
     )
 
 
+def test_layers_of_other_names_are_refused_although_embeddings_match(tmp_path: Path) -> None:
+    """transformers has other names while it trains a ViT than on the Hub: both stacks would be copied side by side."""
+    hub = {n.replace("model.layers.", "encoder.layer."): t for n, t in decoder().items()}
+    a = str(write_checkpoint(tmp_path / "a", hub, config()))
+    b = plan_help.model(tmp_path / "b", seed=1)
+    for first, second in ((a, b), (b, a)):
+        problem = str(only(linear(first, second)))
+        assert problem.startswith("models: the layers of the models have different names, so that none of them would be merged")
+        assert f"  {a}: encoder.layer.0.input_layernorm.weight\n" in problem
+        assert f"  {b}: model.layers.0.input_layernorm.weight\n" in problem
+
+
+def test_a_head_that_another_release_calls_otherwise_is_merged(tmp_path: Path) -> None:
+    """GPT-NeoX has `embed_out.weight` on the Hub, and `lm_head.weight` in checkpoints of training runs."""
+    hub = {n.replace("lm_head", "embed_out"): t for n, t in decoder().items()}
+    a = str(write_checkpoint(tmp_path / "a", hub, config()))
+    b = plan_help.model(tmp_path / "b", seed=1)
+    assert sources(plan(linear(a, b)))["embed_out.weight"] == [(0, "embed_out.weight"), (1, "lm_head.weight")]
+    p = plan(linear(b, a))
+    assert sources(p)["lm_head.weight"] == [(0, "lm_head.weight"), (1, "embed_out.weight")]
+    assert p.dropped == ()
+    assert warnings(p) == []
+
+
 def test_a_tensor_that_would_be_lost_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is known that loses one, so a bug is made on purpose."""
     a, b = (plan_help.model(tmp_path / n, seed=i) for i, n in enumerate("ab"))

@@ -15,6 +15,7 @@ from typing import Any
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._models.structure import Stack, Structure
 from weightsmith._models.structure.parts import other_spelling
+from weightsmith._models.structure.vocabulary import is_model_head
 
 _BUFFERS = ("rotary_emb.inv_freq", ".num_batches_tracked", "rotary_pos_emb.inv_freq")
 _MASKS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
@@ -256,6 +257,10 @@ def _by_ending(
             pairs[mine] = fits[0]
         elif supposed != mine and not fits:
             pairs[mine] = mine  # renaming would not help: `score.weight` keeps its name
+    heads = [name for name, spec in specs.items() if name in donor_names and is_model_head(spec)]
+    free_heads = [name for name in theirs if name not in taken | used and is_model_head(donor_specs[name])]
+    if len(heads) == len(free_heads) == 1 and pairs.get(heads[0], donor_names[heads[0]]) not in theirs:
+        pairs[heads[0]] = free_heads[0]  # GPT-NeoX: `embed_out.weight` on the Hub, `lm_head.weight` while it trains
     return pairs
 
 
