@@ -441,6 +441,26 @@ def test_what_wrappers_of_torch_add_to_names_is_left_out(stored: tuple[str, str]
         assert "without what torch's wrappers added" in str(model.notes[0])
 
 
+def test_norms_have_the_names_that_transformers_gives_them(tmp_path: Path) -> None:
+    """Most BERT models on the Hub have the names of TensorFlow's, and fine-tunes of them the current ones."""
+    names = ["bert.embeddings.LayerNorm.beta", "bert.embeddings.LayerNorm.gamma", "bert.layer.0.gamma"]
+    arrays = [np.full(2, k, np.float32) for k in range(3)]
+    save_file(dict(zip(names, arrays, strict=True)), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    with open_checkpoint(tmp_path) as model:
+        assert list(model.specs) == ["bert.embeddings.LayerNorm.bias", "bert.embeddings.LayerNorm.weight", "bert.layer.0.gamma"]
+        np.testing.assert_array_equal(np.stack([model[name] for name in model]), np.stack(arrays))
+        assert model.notes == ()
+    twice = {name: array for name, array in zip([names[1], "bert.embeddings.LayerNorm.weight"], arrays, strict=False)}
+    save_file(twice, tmp_path / "model.safetensors")
+    with open_checkpoint(tmp_path) as model:
+        assert list(model.specs) == list(twice)
+    (tmp_path / "config.json").unlink()
+    save_file({names[1]: arrays[0]}, tmp_path / "model.safetensors")
+    with open_checkpoint(tmp_path) as model:  # a network of any kind
+        assert list(model.specs) == names[1:2]
+
+
 def test_names_that_only_look_wrapped_stay(tmp_path: Path) -> None:
     names = ["module.lm_head.weight", "vision_module.up.weight"]
     save_file(dict.fromkeys(names, np.ones(2, np.float32)), tmp_path / "model.safetensors")

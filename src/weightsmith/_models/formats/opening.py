@@ -22,7 +22,7 @@ from weightsmith._models.formats.config import (
     method_of,
     without_entries,
 )
-from weightsmith._models.sources.parts import unwrapped
+from weightsmith._models.sources.parts import unwrapped, with_current_norms
 from weightsmith.abc.stored import Config, Specs, Wrapped
 from weightsmith.abc.tensors import FileKind, Index, OpenedFiles
 
@@ -252,14 +252,16 @@ def _is_quantised(config: Config, specs: Specs) -> bool:
 
 def wrap(opened: OpenedFiles, config: Config | None, where: str) -> Wrapped:
     """The tensors of a model, decoded by the first stored format that recognises them, else as stored. Without config.json it
-    stays so. What torch's wrappers have added to names is left out, with a note.
+    stays so. What torch's wrappers have added to names is left out, with a note. BERT's norms have their current names.
 
     Raises FormatError if two names become the same.
     """
-    source = unwrapped(opened.source, where, parallel="model_type" in (config or {}))
+    of_transformers = "model_type" in (config or {})
+    source = unwrapped(opened.source, where, parallel=of_transformers)
+    current = with_current_norms(source, where) if of_transformers else source
+    wrapped = _wrap(opened if current is opened.source else replace(opened, source=current), config, where)
     if source is opened.source:
-        return _wrap(opened, config, where)
-    wrapped = _wrap(replace(opened, source=source), config, where)
+        return wrapped
     stored = next(name for name in opened.source.specs if name not in source.specs)
     what = f"names of its tensors are read without what torch's wrappers added to them, as in {show(stored)}"
     return replace(wrapped, notes=(Finding(what, where), *wrapped.notes))

@@ -165,3 +165,22 @@ def unwrapped(source: Tensors, where: str, *, parallel: bool = False) -> Tensors
             what = f"{show(names[plain])} and {show(name)} are the same tensor for a loader"
             raise FormatError(what, where=where, fix="Save the model again, without the wrapper that added to its names.")
     return source if all(map(str.__eq__, names, names.values())) else renamed(source, names, where)
+
+
+_OLD_NORMS = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
+"""Names that TensorFlow's BERT gave its norms, and those that transformers loads them under, in every model."""
+
+
+def with_current_norms(source: Tensors, where: str) -> Tensors:
+    """The tensors with the current names of BERT's norms.
+
+    `source` itself if no tensor has an old name, or if two would have the same.
+    """
+    old = tuple(_OLD_NORMS)
+    if not any(name.endswith(old) for name in source.specs):
+        return source
+    names = {}
+    for name in source.specs:
+        end = next((end for end in old if name.endswith(end)), "")
+        names[name.removesuffix(end) + _OLD_NORMS.get(end, "")] = name
+    return renamed(source, names, where) if len(names) == len(source.specs) else source

@@ -450,6 +450,29 @@ class StepMaker:
             what, fix = "the models have no tensor in common", "merge models of one architecture"
             details = [_first_name(self.models.labels[m], self.models.names[m].specs) for m in models]
             self._problems.append(MismatchError(what, where=segment.where, details=details, fix=fix))
+        for segment in {id(s): s for p in placements for s in p.segments}.values():
+            models = list(dict.fromkeys(segment.feeds[k].model for k in self._always_listed(segment)))
+            others = [m for m in models if self.models.donor in models and self._has_other_layers(m)]
+            if not others or segment.broken or self.problems:
+                continue
+            what = "the layers of the models have different names, so that none of them would be merged"
+            fix = "merge models of one architecture; load a checkpoint of a training run with transformers, and save it, first"
+            details = [self._first_layer(m) for m in (self.models.donor, others[0])]
+            self._problems.append(MismatchError(what, where=segment.where, details=details, fix=fix))
+
+    def _has_other_layers(self, model: int) -> bool:
+        """Whether the main layers of a model are none of the donor's, and the donor's none of the model's."""
+        names = self.models.names[model]
+        main, donor = names.structure.main, self.donor.main
+        if main is None or donor is None or not (main.config_paths and donor.config_paths):
+            return False
+        return donor.prefix not in names.depth and not any(names.paired[main.prefix] == s.prefix for s in self.donor.stacks)
+
+    def _first_layer(self, model: int) -> str:
+        names = self.models.names[model]
+        assert names.structure.main is not None
+        prefix = names.structure.main.prefix
+        return f"{self.models.labels[model]}: {next(name for name in names.specs if name.startswith(prefix))}"
 
     def _note_unread(self) -> None:
         """Say which models' weights are 0 throughout: nothing of them is read."""
