@@ -19,7 +19,6 @@ from weightsmith._base.errors import printable
 from weightsmith._base.files import exists, expand_user
 from weightsmith._base.redaction import redacted
 from weightsmith._base.text import code, markdown
-from weightsmith._engine.computed import ComputedSource
 from weightsmith._execution.report import Moved, to_markdown
 from weightsmith._files.containers import (
     ADAPTERS,
@@ -128,8 +127,10 @@ def _models(plan: Plan, inputs: Sequence[Checkpoint]) -> Iterator[tuple[ModelInp
         if model.plan is None:
             yield model, checkpoint
         else:
-            source = None if checkpoint is None else checkpoint.source
-            yield from _models(model.plan, source.inputs if isinstance(source, ComputedSource) else ())
+            from weightsmith._engine.computed import computed_source
+
+            source = None if checkpoint is None else computed_source(checkpoint)
+            yield from _models(model.plan, () if source is None else source.inputs)
 
 
 def _parts(plan: Plan, inputs: Sequence[Checkpoint]) -> Iterator[_CardPart]:

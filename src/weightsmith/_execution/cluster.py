@@ -49,18 +49,19 @@ from weightsmith._engine.local import Progress
 from weightsmith._engine.products import divisible
 from weightsmith._engine.reader import Reader
 from weightsmith._engine.results import Results
-from weightsmith._execution.execute import (
-    HELPER_LABEL,
-    PRODUCTS_LABEL,
-    PartDone,
-    execute_helper,
-    execute_part,
-    execute_products,
-)
 from weightsmith._execution.identity import facts, work_identity
 from weightsmith._execution.options import RunOptions
 from weightsmith._execution.run import RunRequest, WorkDone, finished_steps, kept_products
-from weightsmith._execution.together import are_here, has_tasks
+from weightsmith._execution.together import (
+    HELPER_LABEL,
+    PRODUCTS_LABEL,
+    PartDone,
+    are_here,
+    execute_helper,
+    execute_part,
+    execute_products,
+    has_tasks,
+)
 from weightsmith._files.containers import GGUF, GGUF_ADAPTER
 from weightsmith._files.safetensors import collector_paused
 from weightsmith._outputs.journal import changes

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -258,6 +259,20 @@ def test_mlx_lm_computes_what_a_converted_adapter_says(tmp_path: Path) -> None:
         assert found.keys() == arrays.keys()
         for key, array in arrays.items():
             np.testing.assert_allclose(found[key], array, rtol=3e-6, atol=3e-6, err_msg=f"{name}: {key}")
+
+
+def test_experts_of_several_scales_keep_their_numbers_in_16_bits(tmp_path: Path) -> None:
+    """Factors of one that is scaled become float32, and so do those of the others: all are one tensor."""
+    folder = tiny(tmp_path / "base", experts=True)
+    ranks = {f"{L}.1.mlp.experts.{e}.up_proj": rank for e, rank in enumerate((2, 4, 4))}
+    lora = peft(tmp_path / "peft", ranks, folder)
+    file = lora / "adapter_model.safetensors"
+    halves = {name: array.astype(ml_dtypes.bfloat16) for name, array in load_file(file).items()}
+    save_file(halves, file)
+    weightsmith.convert_lora(lora, tmp_path / "mlx", layout="mlx", base=folder, progress=False)
+    expected, found = (baked(folder, a, tmp_path / f"{a.name} applied", dtype="float32") for a in (lora, tmp_path / "mlx"))
+    for name, array in expected.items():
+        np.testing.assert_allclose(found[name], array, rtol=2e-6, atol=1e-6, err_msg=name)
 
 
 def test_what_an_adapter_of_mlx_cannot_hold_is_refused(tmp_path: Path) -> None:

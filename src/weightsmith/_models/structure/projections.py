@@ -3,7 +3,7 @@
     q, k, v, o      of the attention            q_proj, k_proj, v_proj, o_proj; wq, wk, wv; query, key, value; …
     gate, up, down  of a gated MLP or expert    gate_proj, up_proj, down_proj; w1, w3, w2 (Mixtral's); gate_linear, up_linear; …
 
-A new spelling is one line here, for every stored format. (llama.cpp's names of the roles are in `formats/gguf/tensors.py`.)
+A new spelling is one line here, for every stored format. (llama.cpp's names are in `formats/gguf/base/tensors.py`.)
 
 Tensors may hold several matrices, fused projections and stacked experts:
 

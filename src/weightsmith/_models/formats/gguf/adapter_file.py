@@ -29,12 +29,12 @@ from weightsmith._base.errors import FormatError, MismatchError, Unsupported
 from weightsmith._base.files import DAMAGED, Opener, open_local, show
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._models.formats.decoded import DecodedTensors, Weight, read_all
-from weightsmith._models.formats.gguf.architecture import GgufArchitecture
 from weightsmith._models.formats.gguf.architectures import architectures, text_config
+from weightsmith._models.formats.gguf.base.architecture import GgufArchitecture
+from weightsmith._models.formats.gguf.base.values import GgufConfig, GgufValues
 from weightsmith._models.formats.gguf.header import ADAPTER_TYPE, GgufHeader, GgufTensor, read_gguf_header, text_of
 from weightsmith._models.formats.gguf.layout import Value
 from weightsmith._models.formats.gguf.reading import MAX_EXPERTS, GgufTensors, StoredBlocks
-from weightsmith._models.formats.gguf.values import GgufConfig, GgufValues
 from weightsmith._models.formats.gguf.writing import from_llama_order
 from weightsmith._models.sources.files import SourceFile, unite
 from weightsmith.abc.tensors import Tensors
