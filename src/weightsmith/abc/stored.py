@@ -177,6 +177,11 @@ class Encoding(ABC):
         return False
 
     @property
+    def looked_up(self) -> bool:
+        """Whether programs look rows up in codes, so that an embedding may be encoded if the user asks for that."""
+        return self.vocabulary
+
+    @property
     def of_blocks(self) -> bool:
         """Whether it is for single files of diffusion models and their text encoders, which have no config.json: the
         matrices of the blocks are encoded, and no two share a scale. `config` is not asked for."""

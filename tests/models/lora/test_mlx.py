@@ -349,6 +349,24 @@ def test_modules_that_mlx_renames_get_its_names_and_are_read_by_them(tmp_path: P
             np.testing.assert_allclose(fused[key], expected[name][key], rtol=3e-6, atol=3e-6, err_msg=f"{name}: {key}")
 
 
+@pytest.mark.skipif(not PYTHON, reason="needs MLX")
+def test_decoders_of_vision_models_get_the_names_of_mlx(tmp_path: Path) -> None:
+    folder = save("gemma3-vl", tmp_path / "base", 1, dtype="float32")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"vocab_size": config["text_config"]["vocab_size"]}  # where mlx-lm looks for it
+    (folder / "config.json").write_text(json.dumps(config))
+    module, there = (f"{home}.layers.0.mlp.down_proj" for home in ("model.language_model", "language_model.model"))
+    rows, cols = load_file(folder / "model.safetensors")[f"{there}.weight"].shape
+    tensors = {f"{P}{module}.lora_A.weight": normal(4, cols), f"{P}{module}.lora_B.weight": normal(rows, 4)}
+    lora = adapter(tmp_path / "peft", tensors, lora_alpha=4, base_model_name_or_path=str(folder))
+    weightsmith.convert_lora(lora, tmp_path / "mlx", layout="mlx", progress=False)
+    assert set(load_file(tmp_path / "mlx" / "adapters.safetensors")) == {f"{there}.lora_a", f"{there}.lora_b"}
+    expected = baked(folder, lora, tmp_path / "expected")
+    run_mlx([{"base": str(folder), "out": str(tmp_path / "mlx")}], tmp_path)
+    fused = load_file(tmp_path / "mlx" / "fused.safetensors")
+    np.testing.assert_allclose(fused[f"{there}.weight"], expected[f"{there}.weight"], rtol=3e-6, atol=3e-6)
+
+
 @pytest.mark.parametrize(
     ("name", "module"),
     [("deepseek-v3", f"{L}.0.self_attn.kv_b_proj"), ("granite-hybrid", f"{L}.0.shared_mlp.input_linear")],

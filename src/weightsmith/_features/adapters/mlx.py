@@ -40,6 +40,10 @@ _MLX_NAMES = re.compile(
 )
 """Modules that transformers names differently, at least in some models."""
 _GPT_NEOX = re.compile(r"^gpt_neox\.(layers\.)?")
+_IN_BOTH = ("gemma3n", "muse_spark")
+"""Models whose decoder has the same place in mlx-lm as in transformers, `model.language_model`."""
+_TEXT = ("model.language_model.", "language_model.model.")
+"""The decoder of other models for images: in transformers, and in MLX."""
 _ROUNDED = 1e-9
 """Scales that differ by less, relatively, are one."""
 
@@ -137,7 +141,8 @@ def _scales(adapter: Adapter) -> list[tuple[float, int]]:
 
 def follows_base(adapter: Adapter) -> bool:
     """Whether the base decides how MLX names an adapter's modules, or whether they train one tensor or two."""
-    return any(vocabulary_modules(adapter.updates)) or any(map(_BY_BASE.fullmatch, adapter.updates))
+    by_base = (_BY_BASE.fullmatch(module) or module.startswith(_TEXT[0]) for module in adapter.updates)
+    return any(vocabulary_modules(adapter.updates)) or any(by_base)
 
 
 def _with_one_vocabulary(adapter: Adapter, base: Checkpoint | None, merged: str) -> Adapter:
@@ -173,6 +178,10 @@ def _renamed(adapter: Adapter, config: Mapping[str, Any], merged: str) -> Adapte
             raise Unsupported(f"mlx-lm has no module {module}: it splits the matrix", where=adapter.checkpoint.ref, fix=merged)
         elif module == "embed_out" and model_type == "gpt_neox":
             name = f"model.{module}"
+        if model_type not in _IN_BOTH and name.startswith(_TEXT[0]):
+            name = _TEXT[1] + name.removeprefix(_TEXT[0])
+        elif model_type not in _IN_BOTH and name == "lm_head" and "text_config" in config:
+            name = f"language_model.{name}"
         updates[name] = factors
     return replace(adapter, updates=updates)
 

@@ -40,9 +40,9 @@ from weightsmith._models.formats.exl2.blocks import (
     read_measurement,
 )
 from weightsmith._models.formats.exl2.layout import Params
-from weightsmith._models.formats.exl2.loader import ELSEWHERE
+from weightsmith._models.formats.exl2.loader import ARCHITECTURES, ELSEWHERE, OTHER_FORMATS
 from weightsmith._models.formats.exl2.model import Model, notes, prepare_model, store
-from weightsmith._models.formats.unfused import DEFAULT_HEAD_BITS
+from weightsmith._models.formats.unfused import DEFAULT_HEAD_BITS, check_architecture
 from weightsmith._planning.planner.prepared import Prepared
 from weightsmith._plans import PlanDraft, Product
 from weightsmith.abc.product import Arrays
@@ -258,6 +258,7 @@ class Exl2Format(Format):
     measures = True
 
     def apply(self, prepared: Prepared, settings: QuantizeSettings) -> None:
+        check_architecture(prepared.draft.config, ARCHITECTURES, "EXL2", OTHER_FORMATS)
         _check(settings)
         draft = prepared.draft
         model = prepare_model(draft)

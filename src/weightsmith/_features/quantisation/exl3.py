@@ -151,6 +151,7 @@ class Exl3Format(Format):
     settings = frozenset({"bits", "head_bits"}) | CALIBRATION_SETTINGS
 
     def apply(self, prepared: Prepared, settings: QuantizeSettings) -> None:
+        check_architecture(prepared.draft.config, ARCHITECTURES, "EXL3", OTHER_FORMATS)
         problems: list[WeightsmithError] = []
         if settings.bits is None:
             fix = f"write {assignment('bits', 4)}, or any number from 1 to 8"

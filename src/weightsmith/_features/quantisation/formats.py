@@ -55,7 +55,14 @@ from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.formats import find_encoding, format_of_encoding, formats, formats_for
 from weightsmith._models.formats.engines import head_objections
 from weightsmith._models.structure.projections import joined_sets, site_of
-from weightsmith._models.structure.vocabulary import TIED_HEAD, is_model_head, is_vocabulary, tie_flag
+from weightsmith._models.structure.vocabulary import (
+    TIED_HEAD,
+    is_embedding,
+    is_model_embedding,
+    is_model_head,
+    is_vocabulary,
+    tie_flag,
+)
 from weightsmith._planning.follow_ups import FollowUpKind, SecondPlan
 from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner.encode import encodable, quantise
@@ -551,7 +558,7 @@ def _decoded(models: Iterable[Checkpoint], name: str) -> list[Finding]:
 # a weight wins. NAME is an encoding of the same stored format, with its group size (`w4a16-g64`), or `plain`. The name of
 # the chosen format stands for the group size of the other weights.
 #
-# A type that fits no weight of the layers may fit the head: `lm_head=w8a16`. `.=w8a16` leaves the head as it is.
+# A type that fits no weight of the layers may fit the head, `lm_head=w8a16`, or the embedding. `.=w8a16` fits neither.
 #
 # Engines join query, key and value into one matrix, and gate and up: such weights need the same encoding there.
 
@@ -587,20 +594,29 @@ def encodings_by_weight(
     for name in dict.fromkeys(kind for _, kind in types if kind != PLAIN):
         weights |= dict.fromkeys(encodable(draft, name))
     unmatched = [(pattern, kind) for pattern, kind in types if not any(map(pattern.search, weights))]
-    heads = [] if tie_flag(draft.config) else [step.out.name for step in draft.steps if is_model_head(step.out)]
-    unused = [pattern.pattern for pattern, _ in unmatched if not any(map(pattern.search, heads))]
+    tied = tie_flag(draft.config)
+    ends = {} if tied else {spec.name: spec for spec in _outs_of_ends(draft)}
+    unused = [pattern.pattern for pattern, _ in unmatched if not any(map(pattern.search, ends))]
     if unused:
         what, fix = "no weight that is quantised has a name that matches", "write a part of a name, such as self_attn.q_proj"
-        if not heads and re.search(unused[0], TIED_HEAD):
+        if tied and any(re.search(unused[0], name) for name in (TIED_HEAD, *(spec.name for spec in _outs_of_ends(draft)))):
             fix = "leave it out: the head is tied to the embedding, which is stored as it is"
         raise PlanError([option_error("tensor_types", f"{what} {pattern}", fix) for pattern in unused])
-    by_head = {head: _type_of(head, unmatched) for head in heads}
-    for head, kind in by_head.items():
+    by_end = {name: _type_of(name, unmatched) for name in ends}
+    for name, kind in by_end.items():
         if kind and find_encoding(kind).inputs is not None:
-            what = f"{kind} needs the scale of what enters a layer, which is not measured for {head}"
-            raise PlanError([option_error("tensor_types", what, "choose another format for the head, such as w8a16")])
-    by_weight = {**{weight: _type_of(weight, types) for weight in weights}, **by_head}
+            what = f"{kind} needs the scale of what enters a layer, which is not measured for {name}"
+            raise PlanError([option_error("tensor_types", what, "choose another format for it, such as w8a16")])
+        if kind not in ("", PLAIN) and is_embedding(ends[name]) and not find_encoding(kind).looked_up:
+            what = f"no program looks up tokens in {name} stored as {kind}"
+            raise PlanError([option_error("tensor_types", what, "leave it as it is, or choose w8a16 or w4a16 for it")])
+    by_weight = {**{weight: _type_of(weight, types) for weight in weights}, **by_end}
     return {weight: kind for weight, kind in by_weight.items() if kind}
+
+
+def _outs_of_ends(draft: PlanDraft) -> list[TensorSpec]:
+    """The embedding and the head of the model."""
+    return [step.out for step in draft.steps if is_model_head(step.out) or is_model_embedding(step.out)]
 
 
 def _read_types(stored_format: StoredFormat, texts: Sequence[str]) -> tuple[_Types, list[str]]:
@@ -657,7 +673,7 @@ def check_mixture(draft: PlanDraft, default: Encoding, by_weight: Mapping[str, s
         problems += unloaded(_writing_of(name), settings)
         if not problems:
             check_engines(draft, name, _writing_of(name), settings)
-    findings = list(_refused_heads(draft, by_weight, settings.engine))
+    findings = [*_refused_heads(draft, by_weight, settings.engine), *_refused_embeddings(draft, settings.engine)]
     if not default.of_blocks and settings.engine in (None, *_JOINING):  # ComfyUI joins no weights
         findings += _divided(draft, {*by_weight})
     if settings.engine is None:
@@ -681,6 +697,19 @@ def _refused_heads(draft: PlanDraft, by_weight: Mapping[str, str], engine: str |
             for program, what in head_objections(_writing_of(step.encoding), step.out):
                 if engine in (None, program):
                     yield Finding(what, step.out.name, fix="leave out its type, or choose another format for the head")
+
+
+def _refused_embeddings(draft: PlanDraft, engine: str | None) -> Iterator[Finding]:
+    """Quantised embeddings that programs do not load, and a warning of what others need. engine: see `_refused_heads`."""
+    encoded = [step.out.name for step in draft.steps if step.encoding != PLAIN and is_embedding(step.out)]
+    if not encoded:
+        return
+    for program, title in (("transformers", "transformers"), ("sglang", "SGLang")):
+        if engine in (None, program):
+            yield Finding(f"{title} does not load quantised embeddings", encoded[0], fix="leave out its type")
+    if engine in (None, "vllm"):
+        what = "vLLM loads a quantised embedding only in models whose code asks for one, and stops while it loads others"
+        draft.warn(what, encoded[0], fix="try it with your release of vLLM, or leave out its type")
 
 
 def _divided(draft: PlanDraft, asked: set[str]) -> Iterator[Finding]:

@@ -31,6 +31,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -431,41 +432,13 @@ def _encoding(bits: int, group: int) -> MatrixEncoding:
     q_proj.scales [64, 2] BF16
     q_proj.biases [64, 2] BF16
     """
-
-    def parts(spec: TensorSpec) -> tuple[TensorSpec, ...]:
-        *rows, cols = spec.shape
-        module, groups = spec.name.removesuffix(SUFFIX), (*rows, cols // group)
-        return (
-            TensorSpec(spec.name, DTYPES["U32"], (*rows, cols * bits // 32)),
-            TensorSpec(f"{module}.scales", spec.dtype, groups),
-            TensorSpec(f"{module}.biases", spec.dtype, groups),
-        )
-
-    def fill(spec: TensorSpec, rows: Rows, outs: Sequence[Bytes], numbers: Rows) -> None:
-        """NaN becomes some code."""
-        from weightsmith._kernels import codecs
-        from weightsmith._kernels.codes import group_extremes, quantise_affine
-
-        flat, code = rows.reshape(-1), spec.dtype.code
-        lows, highs = np.empty((2, flat.size // group), np.float32)
-        group_extremes(flat, group, lows, highs)
-        scales, biases = _affine_scales(lows, highs, bits)
-        for values, out in ((scales, outs[1]), (biases, outs[2])):
-            codecs.encode(values, values.size, code, 0, out)
-            codecs.decode(out, code, 0, values.size, values)
-        zero = scales == 0  # smaller than the dtype's smallest number: every code is the bias
-        quantise_affine(flat, group, np.where(zero, np.float32(1), scales), biases, bits, outs[0])
-
-    def config(ignored: Sequence[str]) -> dict[str, Any]:
-        """`quantization`, and the same as `quantization_config`, where transformers looks. mlx-lm quantises what has scales."""
-        entry = {"group_size": group, "bits": bits, "mode": "affine"}
-        return {"quantization": entry, "quantization_config": entry}
-
+    entry = {"group_size": group, "bits": bits, "mode": "affine"}
+    parts, fill = partial(_parts, bits, group), partial(_fill, bits, group)
     return MatrixEncoding(
         f"mlx-{bits}bit",
         parts,
         fill,
-        config,
+        partial(_settings, entry),
         GROUPS,
         f".{STACK}.",
         kind="integer",
@@ -474,6 +447,37 @@ def _encoding(bits: int, group: int) -> MatrixEncoding:
         symmetric=False,
         vocabulary=True,
     )
+
+
+def _settings(entry: Mapping[str, Any], ignored: Sequence[str]) -> dict[str, Any]:
+    """`quantization`, and the same as `quantization_config`, where transformers looks. mlx-lm quantises what has scales."""
+    return {"quantization": dict(entry), "quantization_config": dict(entry)}
+
+
+def _parts(bits: int, group: int, spec: TensorSpec) -> tuple[TensorSpec, ...]:
+    *rows, cols = spec.shape
+    module, groups = spec.name.removesuffix(SUFFIX), (*rows, cols // group)
+    return (
+        TensorSpec(spec.name, DTYPES["U32"], (*rows, cols * bits // 32)),
+        TensorSpec(f"{module}.scales", spec.dtype, groups),
+        TensorSpec(f"{module}.biases", spec.dtype, groups),
+    )
+
+
+def _fill(bits: int, group: int, spec: TensorSpec, rows: Rows, outs: Sequence[Bytes], numbers: Rows) -> None:
+    """NaN becomes some code."""
+    from weightsmith._kernels import codecs
+    from weightsmith._kernels.codes import group_extremes, quantise_affine
+
+    flat, code = rows.reshape(-1), spec.dtype.code
+    lows, highs = np.empty((2, flat.size // group), np.float32)
+    group_extremes(flat, group, lows, highs)
+    scales, biases = _affine_scales(lows, highs, bits)
+    for values, out in ((scales, outs[1]), (biases, outs[2])):
+        codecs.encode(values, values.size, code, 0, out)
+        codecs.decode(out, code, 0, values.size, values)
+    zero = scales == 0  # smaller than the dtype's smallest number: every code is the bias
+    quantise_affine(flat, group, np.where(zero, np.float32(1), scales), biases, bits, outs[0])
 
 
 def _affine_scales(lows: Rows, highs: Rows, bits: int) -> tuple[Rows, Rows]:

@@ -11,7 +11,7 @@ import hashlib
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -42,13 +42,14 @@ from weightsmith._execution.execute import execute
 from weightsmith._execution.identity import program_digest
 from weightsmith._execution.options import RunOptions, resources_of
 from weightsmith._execution.progress import Meter, callbacks, shown_meter
+from weightsmith._execution.run import protected_paths
 from weightsmith._features.any_recipe import prepare_any
 from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._features.statistics import prepare_statistics
 from weightsmith._methods.regmean import WEIGHED
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._outputs import disk
-from weightsmith._outputs.local import check_vacant
+from weightsmith._outputs.local import check_not_read, check_out, check_vacant
 from weightsmith._outputs.manifest import MANIFEST_NAME
 from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner.prepared import download, missing_files, stream
@@ -133,7 +134,7 @@ def auto(
     folder = _work_folder(out, running)
     with ExitStack() as stack:
         shown = stack.enter_context(shown_meter(progress))
-        one, models, opened_models = _opened(models, stack)
+        one, models, opened_models = _opened(models, expand_user(out), stack)
         device = usable_device(resources_of(one.prepared, running).device)
         cut_texts = check_texts(one, texts)
         check_models(one, models, cut_texts)
@@ -159,7 +160,8 @@ def auto(
         result = search.run()
         recipe = search.merge(result.choice.name, out, opened_models, began)
         shutil.rmtree(folder / STATISTICS, ignore_errors=True)
-        result = replace(result, out=expand_user(out).absolute(), recipe=recipe, seconds=time.monotonic() - began)
+        whole = expand_user(out).absolute()
+        result = replace(result, out=whole, work=folder.absolute(), recipe=recipe, seconds=time.monotonic() - began)
         result.report().write(folder / PAGE)
         return result
 
@@ -188,7 +190,7 @@ def plan_auto(
     seconds_of("time", settings.time)
     folder = _work_folder(out, running)
     with ExitStack() as stack:
-        one, models, opened_models = _opened(models, stack)
+        one, models, opened_models = _opened(models, expand_user(out), stack)
         check_models(one, models, check_texts(one, texts))
         candidates = min(settings.budget, 7 if texts else 4)
         search = SearchSize(len(names), row_tokens(one), candidates, bool(texts), kept_bytes(running))
@@ -244,9 +246,10 @@ def _short(model: str) -> str:
 def _texts_of(settings: AutoSettings, models: Models, names: Sequence[str]) -> dict[str, str]:
     """The file of each fine-tune, by its short name; {} if none is given. Raises PlanError."""
     problems, files = list[WeightsmithError](), dict[str, str]()
-    known = dict(zip(models.fine_tunes, names, strict=True)) | {name: name for name in names}
+    known = {model.rpartition("+")[2]: name for model, name in zip(models.fine_tunes, names, strict=True)}
+    known |= dict(zip(models.fine_tunes, names, strict=True)) | {name: name for name in names}
     for written in settings.text:
-        model, equals, path = written.partition("=")
+        model, equals, path = _parted(written, known)
         if not equals or not path:
             problems.append(option_error("text", f"{written!r} names no file", "write MODEL=FILE"))
         elif model not in known:
@@ -262,6 +265,12 @@ def _texts_of(settings: AutoSettings, models: Models, names: Sequence[str]) -> d
     if problems:
         raise PlanError(problems)
     return files
+
+
+def _parted(written: str, names: Iterable[str]) -> tuple[str, str, str]:
+    """`MODEL=FILE` at the sign that follows a name of `names`, the longest one: names may have a `=`, as `lr=1e-5`."""
+    name = max((name for name in names if written.startswith(f"{name}=")), key=len, default="")
+    return (name, "=", written[len(name) + 1 :]) if name else written.partition("=")
 
 
 def _work_folder(out: str, running: RunOptions) -> Path:
@@ -283,7 +292,7 @@ def _work_folder(out: str, running: RunOptions) -> Path:
         if not exists(path / MANIFEST_NAME):  # a model of the user, where the order was mistaken
             fix = "name a folder that does not exist as the last argument: weightsmith auto BASE MODEL MODEL... OUT"
         raise OutputExists("the output exists", where=out, fix=fix, state=NOTHING_WRITTEN)
-    check_vacant(path, overwrite=running.overwrite)
+    check_vacant(check_out(path), overwrite=running.overwrite)
     folder = path.with_name(f"{path.name}.auto")
     if os.path.lexists(folder) and not _is_ours(folder):
         what = "the folder for unfinished work exists, and weightsmith auto did not make it"
@@ -330,12 +339,13 @@ def _resumable(folder: Path) -> Iterator[None]:
         raise StoreError(what, where=str(folder), fix=fix, state=kept) from error
 
 
-def _opened(models: Models, stack: ExitStack) -> tuple[Opened, Models, Sequence[Checkpoint]]:
+def _opened(models: Models, out: Path, stack: ExitStack) -> tuple[Opened, Models, Sequence[Checkpoint]]:
     """The mean, whose tokenizer cuts texts; the models with the commits of those on the Hub; and all of them, opened.
 
-    Raises PlanError, and ParameterError for two names of one model.
+    Raises PlanError, ParameterError for two names of one model, and StoreError if one is in the output folder.
     """
     prepared = stack.enter_context(prepare_any(models.sum(1.0), RecipeOptions(), QuantizeSettings()))
+    check_not_read(out, protected_paths(prepared))
     pinned = models.pinned(prepared)
     _check_distinct(models.names, pinned.names)
     return opened(MEAN, stack.enter_context(prepare_named(pinned.mean()))), pinned, prepared.inputs

@@ -19,6 +19,7 @@ from weightsmith._features.quantisation.calibration.layer import CalibratedWork,
 from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._models.formats import Encoding, find_cache, find_encoding
 from weightsmith._models.formats.engines import find_engine
+from weightsmith._models.structure.vocabulary import is_embedding
 from weightsmith._planning.planner.prepared import Prepared
 from weightsmith._plans import COPY, PRODUCTS, FollowUp, PlanDraft, Product, Read, Step
 from weightsmith.abc.stored import CacheEncoding
@@ -74,11 +75,11 @@ def calibrate(chain: Chain, draft: PlanDraft, prefix: str = "", *, cache: CacheE
     """Quantise the weights of a quantised draft layer by layer for what enters them, instead of rounding them to nearest.
 
     chain   of the steps before they were quantised
-    draft   every weight is in an encoding that takes a Hessian
+    draft   every weight is in an encoding that takes a Hessian. An embedding is rounded to nearest: tokens enter it
     prefix  of names in the draft that those steps do not have
     cache   how keys and values are stored, with scales of plain weights after quantised layers; None: they get none
     """
-    calibrated = [step for step in draft.steps if find_encoding(step.encoding).hessian != "no"]
+    calibrated = [step for step in draft.steps if find_encoding(step.encoding).hessian != "no" and not is_embedding(step.out)]
     encoded = {step.out.name.removeprefix(prefix): step for step in calibrated}
     states = chain.embedding(chain.text_rows)
     products = [chain.text_rows, states]

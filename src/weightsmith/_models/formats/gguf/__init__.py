@@ -38,7 +38,7 @@ from weightsmith.abc.stored import StoredFormat
 FORMAT = StoredFormat(
     "gguf",
     "GGUF",
-    files=(KIND, ollama.KIND),
+    files=(ollama.KIND, KIND),
     models=lambda: tuple(import_module("weightsmith._models.formats.gguf.prepare").FORMATS),
     parse=lambda name: find(name) or find_cut(name) or find_diffusion(name),
 )

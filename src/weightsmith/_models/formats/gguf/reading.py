@@ -263,21 +263,29 @@ def open_files(paths: Sequence[Path], index: Index | None, where: str, open_file
         notes = [*notes, Finding(what, several[0], fix="use the model as it is: it works without them")]
     other_files |= {"config.json": json_bytes(config), **pooling_files(first.keys, architecture.name)}
     whole = GgufTensors(stored, files, where, dtype)
+    weights, padded = _moved(whole, architecture, GgufConfig(config), dtype, where)
+    source = GgufMovedTensors(whole, weights, where) if weights else whole
+    return OpenedFiles(source, notes=(*notes, *padded), files=other_files, decoded=_most_blocks(tensors.values()))
+
+
+def _moved(
+    whole: GgufTensors, architecture: GgufArchitecture, config: GgufConfig, dtype: DType, where: str
+) -> tuple[list[Weight], list[Finding]]:
+    """Tensors that a file has in parts, in another order or without their first rows; and notes."""
     cuts = list(dict.fromkeys(split for name in whole.specs if (split := architecture.part_of(name)) is not None))
-    weights = list[Weight]()
+    weights, notes = list[Weight](), list[Finding]()
     for cut, layer in cuts:
-        weight = cut_weight(cut, layer, whole.specs, GgufConfig(config), dtype, where)
+        weight = cut_weight(cut, layer, whole.specs, config, dtype, where)
         weights.append(replace(weight, spec=replace(weight.spec, name=architecture.published(weight.spec.name))))
     for spec in whole.specs.values():
-        if (order := architecture.order(spec.name, GgufConfig(config))) is not None:
+        if (order := architecture.order(spec.name, config)) is not None:
             weights.append(ordered_weight(spec, str(architecture.hub_name(spec.name)), order, dtype, where))
-        if skipped := architecture.rows_skipped(spec.name, GgufConfig(config)):
+        if skipped := architecture.rows_skipped(spec.name, config):
             name = str(architecture.hub_name(spec.name))
             weights.append(padded_weight(spec, name, skipped, dtype, where))
             what = f"its first {skipped:,} rows are 0: the file does not have them, because no token has these positions"
-            notes = [*notes, Finding(what, name, fix="use the model as it is")]
-    source = GgufMovedTensors(whole, weights, where) if weights else whole
-    return OpenedFiles(source, notes=tuple(notes), files=other_files, decoded=_most_blocks(tensors.values()))
+            notes.append(Finding(what, name, fix="use the model as it is"))
+    return weights, notes
 
 
 def _open_single_file(

@@ -16,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 import weightsmith
 from tests.comfyui_gguf import module, needs_comfyui_gguf
 from tests.diffusion_zoo import Arrays
+from tests.llama_cpp import Judge, needs_llama_cpp
 from weightsmith._base.errors import PlanError
 
 COPY = "encoder.embed_tokens.weight"
@@ -199,6 +200,29 @@ def test_another_tokenizer_is_not_umt5s(tmp_path: Path) -> None:
         save_file(umt5(data), tmp_path / "umt5.safetensors")
         with pytest.raises(PlanError, match=words):
             weightsmith.quantize(tmp_path / "umt5.safetensors", tmp_path / "out", format="gguf-q8_0")
+
+
+@needs_llama_cpp
+def test_llama_cpp_computes_what_transformers_does_of_umt5(spiece: bytes, tmp_path: Path) -> None:
+    """Its unigram tokenizer has no fallback to bytes, so the text has no characters that need one."""
+    import torch
+
+    sizes = {**SIZES, "vocab_size": 256_384, "d_model": 64, "d_kv": 16, "d_ff": 128}
+    torch.manual_seed(0)
+    model = transformers.UMT5EncoderModel(transformers.UMT5Config(**sizes, feed_forward_proj="gated-gelu")).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.05)
+    arrays = {name: tensor.numpy() for name, tensor in model.state_dict().items() if name != COPY}
+    save_file(arrays | {"spiece_model": np.frombuffer(spiece, np.uint8)}, tmp_path / "umt5.safetensors")
+    weightsmith.quantize(tmp_path / "umt5.safetensors", tmp_path / "out", format="gguf-f32", fsync=False)
+    tokens = [*sentencepiece.SentencePieceProcessor(model_proto=spiece).encode("word17 other5 und3"), 1]
+    with Judge(tmp_path / "out" / "model.gguf") as judge:
+        assert judge.tokens("word17 other5 und3", around=True) == tokens
+        found = judge.vectors(tokens, encodes=True)
+    with torch.no_grad():
+        expected = model(torch.tensor([tokens])).last_hidden_state[0].numpy()
+    assert np.abs(found - expected).max() < 1e-3 * np.abs(expected).max()
 
 
 @needs_comfyui_gguf
