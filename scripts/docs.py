@@ -577,6 +577,7 @@ THEMES = {
             "merge_state_dicts",
         ),
         *("auto", "plan_auto", "tune", "write", "goals", "demo_models", "plan", "run"),
+        *("plan_quantize", "plan_dequantize", "plan_extract_lora", "plan_convert_lora", "plan_transplant_tokenizer"),
         *("Merged", "Auto", "SearchPlan", "Sum", "Tuning", "OwnText", "Plan", "Summary", "Progress", "Finding"),
     ),
     "Inspect and measure": (

@@ -137,10 +137,13 @@ class Judge:
             found = self._call("llama_get_logits", c.POINTER(c.c_float), c.c_void_p)(context)
             return np.ctypeslib.as_array(found, (len(tokens), size)).copy()
 
-    def vectors(self, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
-        """The vector of each of some tokens, of a model that does not pool them: float32 [tokens, width]."""
+    def vectors(self, tokens: Sequence[int], *, encodes: bool = False) -> npt.NDArray[np.float32]:
+        """The vector of each of some tokens, of a model that does not pool them: float32 [tokens, width].
+
+        encodes  it is the encoder of a model that also has a decoder, or once had one
+        """
         width = self._call("llama_model_n_embd", c.c_int32, c.c_void_p)(self._model)
-        with self._computed(tokens, vectors=True) as context:
+        with self._computed(tokens, vectors=True, encodes=encodes) as context:
             assert self._call("llama_pooling_type", c.c_int, c.c_void_p)(context) == 0
             found = self._call("llama_get_embeddings", c.POINTER(c.c_float), c.c_void_p)(context)
             return np.ctypeslib.as_array(found, (len(tokens), width)).copy()
@@ -157,7 +160,9 @@ class Judge:
             return np.ctypeslib.as_array(found, (count,)).copy()
 
     @contextmanager
-    def _computed(self, tokens: Sequence[int], *, vectors: bool = False, adapter: Path | None = None) -> Iterator[Any]:
+    def _computed(
+        self, tokens: Sequence[int], *, vectors: bool = False, adapter: Path | None = None, encodes: bool = False
+    ) -> Iterator[Any]:
         """A context in which the model has read some tokens."""
         call, n = self._call, max(64, len(tokens))
         settings = call("llama_context_default_params", _Context)()
@@ -178,7 +183,7 @@ class Judge:
         for i, token in enumerate(tokens):
             batch.token[i], batch.position[i], batch.n_sequences[i], batch.logits[i] = token, i, 1, 1
             batch.sequences[i][0] = 0
-        assert call("llama_decode", c.c_int32, c.c_void_p, _Batch)(context, batch) == 0
+        assert call("llama_encode" if encodes else "llama_decode", c.c_int32, c.c_void_p, _Batch)(context, batch) == 0
         yield context
         call("llama_batch_free", None, _Batch)(batch)
         call("llama_free", None, c.c_void_p)(context)

@@ -12,6 +12,8 @@ import pytest
 
 from tests.mini import write_checkpoint
 from weightsmith._base.errors import PlanError, WeightsmithError
+from weightsmith._features.any_recipe import prepare_any
+from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner.build import assemble
 from weightsmith._planning.planner.prepared import Prepared
@@ -130,3 +132,8 @@ def sources(p: Plan) -> dict[str, list[tuple[int, str]]]:
 def warnings(p: Plan) -> list[str]:
     """The plan's warnings as text."""
     return [str(w) for w in p.warnings]
+
+
+def prepare_moe(source: Source, options: RecipeOptions = RecipeOptions()) -> Prepared:  # noqa: B008  frozen
+    """The plan of a mixture."""
+    return prepare_any(source, options, QuantizeSettings(), command="moe")

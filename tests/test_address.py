@@ -34,6 +34,14 @@ def test_no_page_has_a_placeholder() -> None:
         assert not re.search(r"OWNER/|https://example\.org", page.read_text()), page
 
 
+def test_until_the_package_is_on_an_index_it_is_installed_from_a_clone() -> None:
+    """Anybody could register the name there."""
+    pages = [ROOT / "README.md", ROOT / "action.yml", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
+    pages += [*(ROOT / "examples").rglob("*.ipynb"), *(ROOT / "examples").rglob("Dockerfile")]
+    for page in pages:
+        assert not re.search(r"weightsmith\[[a-z,]+\](?! @)|pip install ['\"]?weightsmith\b", page.read_text()), page
+
+
 def test_an_address_is_written_into_links_buttons_and_metadata(script: ModuleType) -> None:
     urls = tomllib.loads(script.filled("pyproject.toml", ADDRESS))["project"]["urls"]
     assert urls["Issues"] == f"{ADDRESS}/issues"

@@ -39,12 +39,11 @@ import pytest
 
 from tests.cli_help import environment
 from tests.fork_help import forked
-from tests.plan_help import prepare
+from tests.plan_help import prepare, prepare_moe
 from tests.script_help import load
 from weightsmith._activations.own_text import Starts
 from weightsmith._base.errors import PlanError
 from weightsmith._base.tensors import DTYPES, TensorSpec
-from weightsmith._features.mixture.build import prepare_moe
 from weightsmith._features.quantisation.formats import FORMATS
 from weightsmith._files.containers import make_layout
 from weightsmith._methods import all_methods

@@ -20,11 +20,11 @@ import weightsmith
 from tests import plan_help
 from tests.features.mixture.test_bad_input import model as dense
 from tests.mini import write_checkpoint
+from tests.plan_help import prepare_moe
 from tests.sampling import sampled
 from tests.work import steps
 from weightsmith._base.errors import FormatError, NotFound, OutputExists, PlanError, StoreError, WeightsmithError, legible
 from weightsmith._base.files import open_regular
-from weightsmith._features.mixture.build import prepare_moe
 from weightsmith._files import state_pickle
 from weightsmith._planning.options import RecipeOptions
 from weightsmith._plans import plan_from_json

@@ -78,6 +78,11 @@ NAMES = [
     "open_checkpoint",
     "plan",
     "plan_auto",
+    "plan_convert_lora",
+    "plan_dequantize",
+    "plan_extract_lora",
+    "plan_quantize",
+    "plan_transplant_tokenizer",
     "preview",
     "quantize",
     "run",
@@ -115,7 +120,7 @@ _COMMANDS = """
 import sys
 from weightsmith._app.cli import main
 
-for command in (["plan", "linear.yml"], ["merge", "linear.yml", "out"]):
+for command in (["plan", "linear.yml"], ["merge", "linear.yml", "out"], ["quantize", "a", "fp8", "--format", "fp8-dynamic"]):
     sys.argv = ["weightsmith", *command, "--quiet"]
     try:
         main()
@@ -130,7 +135,7 @@ for command in (["plan", "linear.yml"], ["merge", "linear.yml", "out"]):
 def test_a_merge_imports_the_rooms_that_it_needs_and_a_plan_no_compiler(tmp_path: Path) -> None:
     make_models(tmp_path)
     (tmp_path / "linear.yml").write_text(LINEAR)
-    planned, merged = (line.split() for line in run_process(code=_COMMANDS, cwd=tmp_path).out.splitlines())
+    planned, merged, quantised = (line.split() for line in run_process(code=_COMMANDS, cwd=tmp_path).out.splitlines())
     assert "numba" not in planned
     assert "numba" in merged  # so the names are seen
     assert "pydantic" not in merged
@@ -141,6 +146,9 @@ def test_a_merge_imports_the_rooms_that_it_needs_and_a_plan_no_compiler(tmp_path
     )
     imported = [name for name in merged if name.startswith(tuple(f"weightsmith.{other}" for other in others))]
     assert [name for name in imported if not name.endswith(".options")] == []
+    assert "weightsmith._models.formats.compressed_tensors.writing" in quantised
+    unused = *(f"_models.formats.{name}" for name in ("gguf", "gptq", "comfyui", "exl2", "exl3")), "_activations.work"
+    assert [name for name in quantised if name.startswith(tuple(f"weightsmith.{room}" for room in unused))] == []
 
 
 # Stands before all other finders, so that an installed package looks as if it were not there.

@@ -4,11 +4,16 @@ from weightsmith._app.api import dequantize as dequantize
 from weightsmith._app.api import merge as merge
 from weightsmith._app.api import moe as moe
 from weightsmith._app.api import plan as plan
+from weightsmith._app.api import plan_dequantize as plan_dequantize
+from weightsmith._app.api import plan_quantize as plan_quantize
 from weightsmith._app.api import quantize as quantize
 from weightsmith._app.api import run as run
 from weightsmith._app.demo import demo_models as demo_models
 from weightsmith._app.features import convert_lora as convert_lora
 from weightsmith._app.features import extract_lora as extract_lora
+from weightsmith._app.features import plan_convert_lora as plan_convert_lora
+from weightsmith._app.features import plan_extract_lora as plan_extract_lora
+from weightsmith._app.features import plan_transplant_tokenizer as plan_transplant_tokenizer
 from weightsmith._app.features import statistics as statistics
 from weightsmith._app.features import transplant_tokenizer as transplant_tokenizer
 from weightsmith._app.goals import goals as goals

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import weightsmith
-from tests.cli_help import LINEAR, make_models
+from tests.cli_help import LINEAR, make_adapter, make_models
 from weightsmith._base.errors import PlanError
 from weightsmith._base.text import is_terminal
 from weightsmith._execution import progress as meters
@@ -53,6 +53,28 @@ def test_what_is_no_dtype_is_an_error(recipe: dict[str, Any]) -> None:
         weightsmith.plan(recipe, out_dtype="float17")
     with pytest.raises(PlanError, match="int8 would round every weight"):
         weightsmith.plan(recipe | {"dtype": np.int8})
+
+
+# ---- plans
+
+
+def test_commands_that_change_one_model_are_planned_without_writing(recipe: dict[str, Any], tmp_path: Path) -> None:
+    """As `weightsmith.plan` for recipes: the plan is the one that runs."""
+    before = sorted(tmp_path.rglob("*"))
+    assert weightsmith.plan_quantize("a", "fp8-dynamic").encodings == ("fp8-dynamic",)
+    plain = weightsmith.plan_dequantize("a")
+    extracted = weightsmith.plan_extract_lora("a", "b", max_rank=2, out_dtype="float32")
+    assert extracted.then is not None
+    assert extracted.then.settings["out_dtype"] == "float32"
+    lora = make_adapter(tmp_path / "lora")
+    converted = weightsmith.plan_convert_lora(lora, layout="mlx")
+    assert [path for path in sorted(tmp_path.rglob("*")) if path != lora and lora not in path.parents] == before
+    assert weightsmith.dequantize("a", "plain", progress=False, fsync=False).plan.hash == plain.hash
+    assert weightsmith.convert_lora(lora, "mlx", layout="mlx", progress=False, fsync=False).plan.hash == converted.hash
+    with pytest.raises(TypeError, match="no option 'threads'"):
+        weightsmith.plan_extract_lora("a", "b", threads=1)
+    with pytest.raises(PlanError, match="fp8"):
+        weightsmith.plan_quantize("a", "fp9-dynamic")
 
 
 # ---- recipes

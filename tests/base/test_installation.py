@@ -94,5 +94,5 @@ def test_what_an_installer_has_written_may_be_anything(monkeypatch: pytest.Monke
 
 
 def test_no_other_module_says_how_to_install_a_package() -> None:
-    sources = Path(installation.__file__).parents[1].rglob("*.py")
+    sources = (path for path in Path(installation.__file__).parents[1].rglob("*") if path.suffix in (".py", ".js", ".html"))
     assert [str(path) for path in sources if "pip install" in path.read_text() and path.name != "installation.py"] == []

@@ -61,6 +61,20 @@ def smoothed(arrays: Arrays, factor: float) -> np.ndarray:
     return a + factor * (gaussian_filter(median_filter(delta, size=3), sigma=1) if delta.ndim else delta)
 
 
+def spliced(arrays: Arrays, alpha: float, beta: float, axis: str) -> np.ndarray:
+    """As SuperMerger's tensor and tensor2 choose rows and columns."""
+    a, b = f64(arrays)
+    if not a.ndim:
+        return a
+    along = 1 if axis == "columns" and a.ndim > 1 else 0
+    n = a.shape[1] if along and a.shape[1] > 100 else a.shape[0]
+    whole, piece = (a, b) if alpha + beta <= 1 else (b, a)
+    first, end = (beta, alpha + beta) if alpha + beta <= 1 else (alpha + beta - 1, beta)
+    result, places = whole.copy(), (slice(None),) * along + (slice(int(n * first), int(n * end)),)
+    result[places] = piece[places]
+    return result
+
+
 def similar(arrays: Arrays, alpha: float, beta: float) -> np.ndarray:
     """As sd-meh's similarity_add_difference computes it."""
     c, a, b = f64(arrays)
@@ -100,6 +114,8 @@ RAM = {"epsilon": 1e-5}
 SCE = {"select_applies_to": "update", "int8_mask": False}
 CONSENSUS = [{}, *[{"weight": 1.0, "threshold": t} for t in (0.4, 0.5, 0.6)]]
 
+SPLICE = {"alpha": 0.4, "beta": 0.3, "axis": "rows"}
+
 CASES = (
     Case("ram", "ram", RAM, [{}] * 3, lambda a: ram(a, (1.0, 1.0))),
     Case("ram, five", "ram", {"epsilon": 1e-3}, [{}] * 6, lambda a: ram(a, (1.0,) * 5, 1e-3)),
@@ -119,6 +135,16 @@ CASES = (
     ),
     Case(
         "similarity_add, weak", "similarity_add", {"alpha": 0.4, "beta": 0.3}, [{}] * 3, lambda a: similar(a, 0.4, 0.3)
+    ),
+    Case("splice", "splice", SPLICE, [{}] * 2, lambda a: spliced(a, 0.4, 0.3, "rows")),
+    Case(
+        "splice, round the end", "splice", SPLICE | {"alpha": 0.7, "beta": 0.6}, [{}] * 2,
+        lambda a: spliced(a, 0.7, 0.6, "rows"),
+    ),
+    Case("splice, columns", "splice", SPLICE | {"axis": "columns"}, [{}] * 2, lambda a: spliced(a, 0.4, 0.3, "columns")),
+    Case(
+        "splice, columns round the end", "splice", {"alpha": 0.7, "beta": 0.6, "axis": "columns"}, [{}] * 2,
+        lambda a: spliced(a, 0.7, 0.6, "columns"),
     ),
     Case("train_difference, reversed", "train_difference", {"lambda": -0.5}, [{}] * 3, lambda a: trained(a, -0.5)),
     Case("sce", "sce", SCE | {"select_topk": 1.0}, [{}] * 4, lambda a: sce(a, 1.0)),

@@ -274,12 +274,12 @@ def test_names_and_shapes_that_differ() -> None:
 
 
 def test_what_is_no_state_dict_or_tensor() -> None:
-    found = problems("linear", [[1.0], {"w": [1.0], 3: np.zeros(1), "c": np.zeros(1, np.complex64)}], weight=1)
+    found = problems("linear", [[1.0], {"w": [1.0], 3: np.zeros(1), "c": np.zeros(1, np.complex128)}], weight=1)
     what = "Unsupported: models[0]: this is a list, not a mapping of names to tensors"
     assert found[0] == f"{what}\n  -> Pass a torch module or its state_dict()."
     assert found[1].startswith("Unsupported: models[1], tensor w: this is a builtins.list; it cannot be merged")
     assert found[2] == "Unsupported: models[1]: the name 3 is not a string\n  -> Use names as in a state_dict."
-    assert found[3].startswith("Unsupported: models[1], tensor c: this is a tensor of dtype complex64; it cannot be merged")
+    assert found[3].startswith("Unsupported: models[1], tensor c: this is a tensor of dtype complex128; it cannot be merged")
 
 
 def test_what_is_no_number_is_an_error_that_speaks_of_no_files() -> None:

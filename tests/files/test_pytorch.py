@@ -123,7 +123,7 @@ def test_every_dtype_is_read(name: str, tmp_path: Path) -> None:
     assert {view.spec.dtype for view in header.tensors} == {DTYPES[name]}
 
 
-@pytest.mark.parametrize("dtype", ["complex64", "complex128", "float8_e4m3fnuz", "float8_e5m2fnuz"])
+@pytest.mark.parametrize("dtype", ["complex32", "complex128"])
 def test_other_dtypes_are_refused_by_name(dtype: str, tmp_path: Path) -> None:
     path = save(tmp_path / "a.bin", {"odd": torch.zeros(16, dtype=torch.uint8).view(getattr(torch, dtype))})
     with pytest.raises(Unsupported, match=rf"(?s)tensor 'odd': dtype '{dtype}' is not supported.*bfloat16"):
@@ -221,7 +221,7 @@ def test_the_prefix_of_data_parallel_is_removed_when_all_names_have_it(tmp_path:
         ({"model": {"layers": {"w": W}}}, "no state dict"),
         ([W], "it holds a list, not a state dict"),
         (W, "it holds a tensor, not a state dict"),
-        ({"w": torch.zeros(2, dtype=torch.complex64).conj()}, "dtype 'complex64' is not supported"),
+        ({"w": torch.zeros(2, dtype=torch.complex64).conj()}, "tensor 'w': a conjugated or negated view"),
         ({"w": torch._neg_view(torch.ones(2))}, "tensor 'w': a conjugated or negated view"),
         ({"w": torch.eye(2).to_sparse()}, "_rebuild_sparse_tensor'.*\n  It holds a sparse tensor"),
         ({"w": torch.empty(2, device="meta")}, "_rebuild_meta_tensor_no_storage'.*\n  It holds a tensor on the meta device"),

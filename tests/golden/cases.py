@@ -131,6 +131,8 @@ METHODS = (
     merged("similarity_add", recipe("similarity_add", alpha=0.8, beta=0.5)),
     merged("cosine", recipe("cosine", ("fr",), alpha=0.2, low=0.9)),
     merged("cosine_b", recipe("cosine", ("fr",), form="b", low=0.5)),
+    merged("splice", recipe("splice", ("fr",), alpha=0.4, beta=0.3)),
+    merged("splice_columns", recipe("splice", ("fr",), alpha=0.7, beta=0.6, axis="columns")),
     merged("passthrough", recipe("passthrough", ("fr",), None)),
     merged("passthrough_scale", recipe("passthrough", ("fr",), None, {"scale": [0.5]})),
 )

@@ -11,6 +11,7 @@ import pytest
 
 import weightsmith
 from tests import plan_help
+from tests.cases import elementwise
 from tests.cases import gram as whole
 from tests.cases.case import f64, fine_tunes
 from tests.cases.gram import KARCHER, SLERP, STOCK
@@ -272,6 +273,18 @@ def test_a_range_without_width_is_refused(tmp_path: Path) -> None:
     a, b = (plan_help.model(tmp_path / name) for name in "ab")
     recipe = {"merge_method": "cosine", "base_model": str(a), "models": [{"model": str(b)}], "parameters": {"low": 1.0}}
     assert "low is 1, and not below high, 1" in str(plan_help.only(recipe))
+
+
+# ---- splice ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(8, 4, 3, 3), (7, 300), (300, 7), (40, 101, 3), (1500,), (1, 1), (), (5, 0)])
+@pytest.mark.parametrize(("alpha", "beta"), [(0.5, 0.25), (0.7, 0.6), (1.0, 0.0), (0.0, 0.9), (0.3, 1.0)])
+@pytest.mark.parametrize("axis", ["rows", "columns"])
+def test_runs_are_those_of_the_author(axis: str, alpha: float, beta: float, shape: tuple[int, ...], tmp_path: Path) -> None:
+    arrays = [np.random.default_rng(i).normal(0, 1, shape) for i in range(2)]
+    got = merge(tmp_path, "splice", arrays, {"alpha": alpha, "beta": beta, "axis": axis}, base=True)
+    np.testing.assert_array_equal(got, elementwise.spliced(arrays, alpha, beta, axis))
 
 
 # ---- smooth_add --------------------------------------------------------------------------------------------------------------

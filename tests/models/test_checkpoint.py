@@ -418,6 +418,67 @@ def test_files_without_a_tensor_are_refused(tmp_path: Path) -> None:
     refused(FormatError, "the weight files contain no tensors", ref=tmp_path)
 
 
+@pytest.mark.parametrize(
+    "stored",
+    [
+        ("_orig_mod.lm_head.weight", "_orig_mod.model.layers.0.mlp.up_proj.weight"),
+        ("lm_head.weight", "model.layers.0._orig_mod.mlp.up_proj.weight"),
+        ("_fsdp_wrapped_module.lm_head.weight", "_fsdp_wrapped_module.model.layers.0._fsdp_wrapped_module.mlp.up_proj.weight"),
+        ("lm_head.weight", "model.layers.0._fsdp_wrapped_module._checkpoint_wrapped_module.mlp.up_proj.weight"),
+        ("module.lm_head.weight", "module.model.layers.0.mlp.up_proj.weight"),
+        ("module._orig_mod.lm_head.weight", "module._orig_mod.model.layers.0.mlp.up_proj.weight"),
+    ],
+)
+def test_what_wrappers_of_torch_add_to_names_is_left_out(stored: tuple[str, str], tmp_path: Path) -> None:
+    """transformers would leave the model at random numbers: it finds no tensor under such a name."""
+    arrays = np.ones((2, 3), np.float32), np.full((3, 2), 2, np.float32)
+    save_file(dict(zip(stored, arrays, strict=True)), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with open_checkpoint(tmp_path) as model:
+        assert list(model.specs) == ["lm_head.weight", "model.layers.0.mlp.up_proj.weight"]
+        for name, array in zip(model, arrays, strict=True):
+            np.testing.assert_array_equal(model[name], array)
+        assert "without what torch's wrappers added" in str(model.notes[0])
+
+
+def test_norms_have_the_names_that_transformers_gives_them(tmp_path: Path) -> None:
+    """Most BERT models on the Hub have the names of TensorFlow's, and fine-tunes of them the current ones."""
+    names = ["bert.embeddings.LayerNorm.beta", "bert.embeddings.LayerNorm.gamma", "bert.layer.0.gamma"]
+    arrays = [np.full(2, k, np.float32) for k in range(3)]
+    save_file(dict(zip(names, arrays, strict=True)), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    with open_checkpoint(tmp_path) as model:
+        assert list(model.specs) == ["bert.embeddings.LayerNorm.bias", "bert.embeddings.LayerNorm.weight", "bert.layer.0.gamma"]
+        np.testing.assert_array_equal(np.stack([model[name] for name in model]), np.stack(arrays))
+        assert model.notes == ()
+    twice = {name: array for name, array in zip([names[1], "bert.embeddings.LayerNorm.weight"], arrays, strict=False)}
+    save_file(twice, tmp_path / "model.safetensors")
+    with open_checkpoint(tmp_path) as model:
+        assert list(model.specs) == list(twice)
+    (tmp_path / "config.json").unlink()
+    save_file({names[1]: arrays[0]}, tmp_path / "model.safetensors")
+    with open_checkpoint(tmp_path) as model:  # a network of any kind
+        assert list(model.specs) == names[1:2]
+
+
+def test_names_that_only_look_wrapped_stay(tmp_path: Path) -> None:
+    names = ["module.lm_head.weight", "vision_module.up.weight"]
+    save_file(dict.fromkeys(names, np.ones(2, np.float32)), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with open_checkpoint(tmp_path) as model:
+        assert list(model.specs) == names
+        assert model.notes == ()
+    save_file({"module.w": np.ones(2, np.float32)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").unlink()
+    with open_checkpoint(tmp_path) as model:  # a network of any kind
+        assert list(model.specs) == ["module.w"]
+
+
+def test_a_tensor_stored_with_and_without_a_wrapper_is_refused(tmp_path: Path) -> None:
+    save_file(dict.fromkeys(["_orig_mod.w", "w"], np.ones(2, np.float32)), tmp_path / "model.safetensors")
+    refused(FormatError, "'_orig_mod.w' and 'w' are the same tensor for a loader", ref=tmp_path)
+
+
 # config.json, links, quantisation.
 
 

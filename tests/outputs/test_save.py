@@ -207,6 +207,12 @@ def test_a_view_that_is_negated_only_when_read(tmp_path: Path) -> None:
     check({"a": imaginary, "b": imaginary._neg_view()}, tmp_path)
 
 
+def test_a_view_that_is_conjugated_only_when_read(tmp_path: Path) -> None:
+    numbers = torch.tensor([[1 + 2j, 3 - 4j], [-0.0 + 1j, 5 + 0j]]).conj()
+    assert numbers.is_conj()
+    check({"a": numbers.T, "b": numbers, "c": numbers.conj()}, tmp_path)
+
+
 def test_parameters_that_require_gradients(tmp_path: Path) -> None:
     weight = torch.nn.Parameter(random(5, 6))
     check({"a": weight, "b": weight * 2, "c": torch.nn.Buffer(random(3))}, tmp_path)
@@ -227,7 +233,8 @@ class RemoteBytes(torch.Tensor):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: np.zeros(2, np.complex64), "dtype complex64"),
+        (lambda: np.zeros(2, np.complex128), "dtype complex128"),
+        (lambda: np.zeros(2, ">c8"), "a complex array in the other byte order"),
         (lambda: np.array([None]), "dtype object"),
         (lambda: np.array(["a"]), "dtype str"),
         (lambda: np.zeros(2, np.longdouble), "dtype float128|dtype longdouble"),
@@ -238,8 +245,8 @@ class RemoteBytes(torch.Tensor):
         (lambda: np.ma.masked_array([1.0, 2.0], [True, False]), "masked"),
         (lambda: [1.0, 2.0], r"builtins\.list"),
         (lambda: 3.0, r"builtins\.float"),
-        (lambda: torch.zeros(2, dtype=torch.complex64), "dtype complex64"),
-        (lambda: torch.zeros(2, dtype=torch.float8_e4m3fnuz), "dtype float8_e4m3fnuz"),
+        (lambda: torch.zeros(2, dtype=torch.complex128), "dtype complex128"),
+        (lambda: torch.zeros(2, dtype=torch.uint8).view(torch.float4_e2m1fn_x2), "dtype float4_e2m1fn_x2"),
         (lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), "quantised"),
         (lambda: torch.eye(3).to_sparse(), "layout torch.sparse_coo"),
         (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "nested"),

@@ -15,6 +15,7 @@ import pytest
 import weightsmith
 from tests.cli_help import Cli, cli, environment, work
 from weightsmith._outputs.area import staging_folder
+from weightsmith._outputs.bucket import decode_claim
 
 __all__ = ["cli", "work"]
 
@@ -143,3 +144,11 @@ def test_a_process_that_is_stopped_is_not_said_to_run(work: Path, cli: Cli) -> N
             assert "stopped" in cli("status", "out").out
         finally:
             process.kill()
+
+
+def test_a_claim_with_a_number_that_no_process_has_is_of_none() -> None:
+    """Anyone who may write into the bucket may have written it."""
+    data = json.dumps(["weightsmith claim", "t", "plan", 10**30, socket.gethostname(), "/nowhere"])
+    claim = decode_claim(data.encode(), "s3://bucket/claim")
+    assert not claim.is_running
+    assert claim.is_lost

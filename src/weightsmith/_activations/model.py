@@ -40,8 +40,6 @@ from weightsmith._models.structure.configs import count_of
 from weightsmith._models.structure.projections import role_of, site_of
 from weightsmith._models.structure.vocabulary import is_embedding, is_head
 from weightsmith._plans import (
-    CAST,
-    COPY,
     FileRead,
     PlanDraft,
     Product,
@@ -147,10 +145,8 @@ def result_of(draft: PlanDraft, inputs: Sequence[Checkpoint], steps: Sequence[St
 def input_of(inputs: Sequence[Checkpoint], number: int, instead: str = "") -> TextModel:
     """An input of a plan, by its index."""
     checkpoint = inputs[number]
-    steps = []
-    for name, kept in checkpoint.kept_specs.items():
-        op = COPY if kept.dtype is checkpoint.specs[name].dtype else CAST
-        steps.append(Step(kept, op, (Read(number, name),)))
+    specs = checkpoint.specs
+    steps = [Step.copy(kept, Read(number, name), specs[name].dtype) for name, kept in checkpoint.kept_specs.items()]
     structure = analyse([step.out for step in steps], checkpoint.config)
     return TextModel(checkpoint.ref, number, checkpoint, checkpoint.config, tuple(steps), structure, instead=instead)
 

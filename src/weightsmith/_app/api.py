@@ -1,4 +1,4 @@
-"""The Python API: `plan`, `merge`, `moe`, `quantize`, `dequantize` and `run`. Commands of these names call it, too."""
+"""The Python API: `plan`, `merge`, `moe`, `quantize`, `dequantize`, their plans, and `run`. Commands of these names call it."""
 
 from __future__ import annotations
 
@@ -12,22 +12,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
 from weightsmith._base.options import lists_options, read_options
-from weightsmith._execution.execute import execute, execute_part
 from weightsmith._execution.options import RunOptions, check_processes
-from weightsmith._execution.output import check_options
-from weightsmith._execution.progress import Meter, callbacks, shown_meter
-from weightsmith._execution.run import Callbacks, Merged
-from weightsmith._features.any_recipe import prepare_any
+from weightsmith._features.any_recipe import prepare_any, prepare_copy
 from weightsmith._features.quantisation.options import QuantizeSettings
-from weightsmith._outputs.disk import has_locks
-from weightsmith._outputs.places import place_of
 from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.recipe import Source
 from weightsmith._plans import Plan
 
 if TYPE_CHECKING:
     from weightsmith._engine.local import Progress
-    from weightsmith._execution.run import Evaluated
+    from weightsmith._execution.run import Callbacks, Evaluated, Merged
     from weightsmith._planning.planner.prepared import Prepared
     from weightsmith._reports.keywords import Keywords, PlanKeywords, RunKeywords
     from weightsmith._reports.look.surveys import Watching
@@ -117,8 +111,6 @@ def quantize(
     >>> weightsmith.quantize("base", "base-fp8", "fp8-dynamic").plan.encodings  # doctest: +SKIP
     ('fp8-dynamic',)
     """
-    from weightsmith._features.any_recipe import prepare_copy
-
     planning, settings, running = read_options("quantize", {"format": format, **options}, *_ALL)
     return make(lambda: prepare_copy(model, planning, settings), "quantising", out, running, progress, rechecking)
 
@@ -138,10 +130,24 @@ def dequantize(
 
     >>> weightsmith.dequantize("base-fp8", "plain").plan.config.get("quantization_config")  # doctest: +SKIP
     """
-    from weightsmith._features.any_recipe import prepare_copy
-
     planning, settings, running = read_options("dequantize", options, *_ALL)
     return make(lambda: prepare_copy(model, planning, settings), "dequantising", out, running, progress, rechecking)
+
+
+@lists_options("quantize", RecipeOptions, QuantizeSettings, besides=("format",))
+def plan_quantize(model: str | os.PathLike[str], format: str, **options: Unpack[PlanKeywords]) -> Plan:
+    """Plan what `quantize` writes. Reads only headers and writes nothing. Raises PlanError as `quantize` does."""
+    planning, settings = read_options("quantize", {"format": format, **options}, RecipeOptions, QuantizeSettings)
+    with prepare_copy(model, planning, settings) as prepared:
+        return prepared.plan
+
+
+@lists_options("dequantize", RecipeOptions, QuantizeSettings)
+def plan_dequantize(model: str | os.PathLike[str], **options: Unpack[PlanKeywords]) -> Plan:
+    """Plan what `dequantize` writes. Reads only headers and writes nothing. Raises PlanError as `dequantize` does."""
+    planning, settings = read_options("dequantize", options, RecipeOptions, QuantizeSettings)
+    with prepare_copy(model, planning, settings) as prepared:
+        return prepared.plan
 
 
 @lists_options("run", RunOptions)
@@ -171,6 +177,8 @@ def run(
     with reopen(plan if isinstance(plan, Plan) else load_plan(plan), allow_code=allow_code) as prepared:
         with _watched("running", prepared, progress, rechecking, out, running) as watching:
             if part is not None:
+                from weightsmith._execution.together import execute_part
+
                 execute_part(prepared, out, part, running, watching)
                 return None
             return _execute(prepared, out, running, watching, began)
@@ -192,6 +200,11 @@ def make(
 
 def _execute(prepared: Prepared, out: str | os.PathLike[str], running: RunOptions, watching: Callbacks, began: float) -> Merged:
     """Run a plan here, in one process or in several, or on a Ray cluster. The bytes are the same."""
+    from weightsmith._execution.execute import execute
+    from weightsmith._execution.output import check_options
+    from weightsmith._outputs.disk import has_locks
+    from weightsmith._outputs.places import place_of
+
     place = place_of(out)
     n = check_processes(prepared, place, running)
     if running.ray is None and (n == 1 or not has_locks(place.local.parent)):
@@ -216,6 +229,9 @@ def _watched(
     running: RunOptions,
 ) -> Iterator[Callbacks]:
     """The callbacks of a call: the user's, or a progress bar's in terminals and notebooks. out: whose result is evaluated."""
+    from weightsmith._execution.progress import Meter, callbacks, shown_meter
+    from weightsmith._execution.run import Callbacks
+
     if progress is True or isinstance(progress, Meter):
         with shown_meter(progress) as shown:
             showing = callbacks(shown, doing)

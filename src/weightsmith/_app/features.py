@@ -11,12 +11,13 @@ from weightsmith._activations.options import StatisticsSettings
 from weightsmith._app.api import make
 from weightsmith._base.options import lists_options, read_options
 from weightsmith._execution.options import RunOptions
-from weightsmith._execution.run import Merged
 from weightsmith._features.adapters.options import ConvertSettings, ExtractSettings
 from weightsmith._features.transplant.options import TransplantSettings
 
 if TYPE_CHECKING:
     from weightsmith._engine.local import Progress
+    from weightsmith._execution.run import Merged
+    from weightsmith._plans import Plan
     from weightsmith._reports.keywords import ConvertKeywords, ExtractKeywords, StatisticsKeywords, TransplantKeywords
 
 
@@ -46,6 +47,18 @@ def extract_lora(
     return make(lambda: prepare_extraction(finetuned, base, settings), "storing", out, running, progress, rechecking)
 
 
+@lists_options("extract_lora", ExtractSettings)
+def plan_extract_lora(
+    finetuned: str | os.PathLike[str], base: str | os.PathLike[str], **options: Unpack[ExtractKeywords]
+) -> Plan:
+    """Plan what `extract_lora` decomposes and compares. Reads only headers and writes nothing. Raises PlanError as it does."""
+    from weightsmith._features.adapters.extract import prepare_extraction
+
+    (settings,) = read_options("extract_lora", options, ExtractSettings)
+    with prepare_extraction(finetuned, base, settings) as prepared:
+        return prepared.plan
+
+
 @lists_options("convert_lora", ConvertSettings, RunOptions)
 def convert_lora(
     adapter: str | os.PathLike[str],
@@ -68,6 +81,16 @@ def convert_lora(
 
     settings, running = read_options("convert_lora", options, ConvertSettings, RunOptions)
     return make(lambda: prepare_conversion(adapter, settings), "converting", out, running, progress, rechecking)
+
+
+@lists_options("convert_lora", ConvertSettings)
+def plan_convert_lora(adapter: str | os.PathLike[str], **options: Unpack[ConvertKeywords]) -> Plan:
+    """Plan what `convert_lora` writes. Reads only headers and writes nothing. Raises PlanError as `convert_lora` does."""
+    from weightsmith._features.adapters.convert import prepare_conversion
+
+    (settings,) = read_options("convert_lora", options, ConvertSettings)
+    with prepare_conversion(adapter, settings) as prepared:
+        return prepared.plan
 
 
 @lists_options("transplant_tokenizer", TransplantSettings, RunOptions)
@@ -96,6 +119,21 @@ def transplant_tokenizer(
 
     settings, running = read_options("transplant_tokenizer", options, TransplantSettings, RunOptions)
     return make(lambda: prepare_transplant(model, donor, settings), "copying", out, running, progress, rechecking)
+
+
+@lists_options("transplant_tokenizer", TransplantSettings)
+def plan_transplant_tokenizer(
+    model: str | os.PathLike[str], donor: str | os.PathLike[str], **options: Unpack[TransplantKeywords]
+) -> Plan:
+    """Plan what `transplant_tokenizer` writes: `Plan.vocabulary` tells where token rows come from.
+
+    Reads headers and tokenizers, and writes nothing. Raises PlanError as `transplant_tokenizer` does.
+    """
+    from weightsmith._features.transplant.plan import prepare_transplant
+
+    (settings,) = read_options("transplant_tokenizer", options, TransplantSettings)
+    with prepare_transplant(model, donor, settings) as prepared:
+        return prepared.plan
 
 
 @lists_options("statistics", StatisticsSettings, RunOptions)

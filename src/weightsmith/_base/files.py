@@ -52,6 +52,18 @@ def expand_user(name: str | os.PathLike[str]) -> Path:
     return Path(os.path.expanduser(name))  # noqa: PTH111  Path.expanduser raises where there is no home
 
 
+def from_windows(name: str) -> str:
+    r"""A Windows path as it is written here, drives as WSL mounts them; an empty string for other paths.
+
+    >>> from_windows(r"C:\Users\me"), from_windows("D:/models"), from_windows(r".\models"), from_windows("org/name")
+    ('/mnt/c/Users/me', '/mnt/d/models', './models', '')
+    """
+    drive, colon, rest = name.partition(":")
+    if colon and len(drive) == 1 and drive.isascii() and drive.isalpha() and rest[:1] in ("\\", "/"):
+        return f"/mnt/{drive.lower()}{rest}".replace("\\", "/")
+    return name.replace("\\", "/") if "\\" in name else ""
+
+
 def exists(path: Path) -> bool:
     """Whether there is anything, links followed; not if nobody can tell: a name too long, a NUL, no permission."""
     return os.path.exists(path)  # noqa: PTH110  Path.exists raises for these
@@ -204,6 +216,23 @@ class LocalFile:
         except OSError as error:
             raise CheckpointError(f"cannot be read: {error.strerror or error}", where=str(self._path)) from error
         return data
+
+
+@contextlib.contextmanager
+def of_tensor(name: str, more: str = "") -> Iterator[None]:
+    """Begin what errors of the block say with the name of a tensor. more: after the name
+
+    >>> with of_tensor("q.weight"):
+    ...     raise FormatError("it is empty")
+    Traceback (most recent call last):
+    weightsmith._base.errors.FormatError: tensor 'q.weight': it is empty
+      -> The file is damaged, or was written by a faulty tool: download or export it again.
+    """
+    try:
+        yield
+    except CheckpointError as error:
+        what = f"tensor {show(name)}{more}: {error.finding.what}"
+        raise type(error)(what, where=error.finding.where, fix=error.finding.fix or DAMAGED) from None
 
 
 @contextlib.contextmanager

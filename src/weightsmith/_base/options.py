@@ -113,14 +113,20 @@ class Option:
     @property
     def values(self) -> tuple[Any, ...]:
         """The values allowed; () without such a list."""
+        return tuple(self._allowed)
+
+    @property
+    def _allowed(self) -> Collection[Any]:
+        """`values`, one of which can be asked for without an import of all."""
         if self.plugins:
             from weightsmith._base.plugins import installed
 
-            return tuple(dict.fromkeys((*self.choices, *installed(self.plugins))))
+            return dict.fromkeys((*self.choices, *installed(self.plugins)))
         if not isinstance(self.choices, str):
             return self.choices
         module, _, name = self.choices.partition(":")
-        return tuple(getattr(import_module(f"weightsmith.{module}"), name))
+        allowed: Collection[Any] = getattr(import_module(f"weightsmith.{module}"), name)
+        return allowed
 
     def is_brief(self, command: str) -> bool:
         """Whether the `--help` of a function's command lists it."""
@@ -186,8 +192,8 @@ class Option:
             checked = (kind.parse if text else kind.take)(value)
         except (TypeError, ValueError):
             raise ValueError(f"must be {kind.words}, not {value!r}") from None
-        if self.choices and (allowed := self.values) and checked not in allowed:
-            known = [str(choice) for choice in allowed]
+        if self.choices and checked not in self._allowed:
+            known = [str(choice) for choice in self.values]
             family = [choice for choice in known if choice.startswith(f"{str(checked).casefold()}-")]
             if len(family) > 1:
                 raise ValueError(f"{checked!r} has several variants: write one of {', '.join(family)}")
@@ -442,7 +448,7 @@ def _lines(command: str, record: type[Any], besides: tuple[str, ...]) -> Iterato
     for option_ in options_of(record).values():
         name = option_.keyword(command)
         if command in option_.commands and name not in besides:
-            line = f"    {name:<20} {_meaning(option_, command)}"
+            line = f"    {name:<19}  {_meaning(option_, command)}"
             yield textwrap.fill(line, WIDTH, subsequent_indent=" " * 25, break_on_hyphens=False)
 
 

@@ -115,6 +115,17 @@ def _stream(before: TextIO | None, number: int, failed: Callable[[OSError], None
     return io.TextIOWrapper(buffer, encoding=encoding, errors="backslashreplace", line_buffering=line_by_line)
 
 
+def is_running(process: int) -> bool:
+    """Whether a process of this machine is there, by its number."""
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):  # no process has a number that large
+        return False
+    except PermissionError:  # another user's
+        pass
+    return True
+
+
 def memory_bytes() -> tuple[int | None, int | None]:
     """Bytes of the machine, and those that are free or can be freed; None where the system does not tell."""
     try:

@@ -440,3 +440,21 @@ def count(n: int, what: str) -> str:
     ('1 tensor', '1,200 tensors')
     """
     return f"{n:,} {what}{'' if n == 1 else 's'}"
+
+
+def some(names: Sequence[str], most: int) -> str:
+    """The first names of a list, and how many more there are.
+
+    >>> some(["a", "b", "c"], 2), some(["a", "b"], 2)
+    ('a, b and 1 more', 'a, b')
+    """
+    return ", ".join(names[:most]) + (f" and {len(names) - most:,} more" if len(names) > most else "")
+
+
+def some_lines(lines: Sequence[str], most: int) -> list[str]:
+    """The same as lines.
+
+    >>> some_lines(["a", "b", "c"], 2)
+    ['a', 'b', 'and 1 more']
+    """
+    return [*lines[:most], *([f"and {len(lines) - most:,} more"] if len(lines) > most else [])]

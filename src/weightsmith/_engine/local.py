@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from weightsmith._base.files import Extent
-from weightsmith._engine.computed import ComputedSource, inner_passes
 from weightsmith._engine.product_graph import Computation, ProductGraph
 from weightsmith._engine.products import find_kind
 from weightsmith._engine.reader import Reader
@@ -35,6 +34,7 @@ from weightsmith.abc.product import Arrays, StreamingReduction, TensorSink
 from weightsmith.abc.tensors import Tensors
 
 if TYPE_CHECKING:
+    from weightsmith._engine.computed import ComputedSource
     from weightsmith._files.remote.ahead import ReadAhead
 
 
@@ -337,6 +337,8 @@ def open_merge(
 
     The products of the plan are made first, in memory. Raises as `run` does. Close the source to close the inputs.
     """
+    from weightsmith._engine.computed import ComputedSource
+
     folders = [model.folder for model in inputs]
     workload = Workload(steps=(), folders=folders, allow_nonfinite=allow_nonfinite)
     source = ComputedSource(plan, inputs, where, run(plan, inputs, DiscardedOutput(), resources, workload).results)
@@ -407,6 +409,8 @@ def visits(
     inputs = [i for i, source in enumerate(reader.inputs) if not all(map(Path.is_file, source.paths))]
     if not inputs:
         return []
+    from weightsmith._engine.computed import inner_passes
+
     passes = []
     for product in products:
         make = find_kind(product.op).reduce

@@ -1,10 +1,10 @@
 """Runs prepared plans: what is needed first, the plan itself, and the files beside the weights. Imports all above `_reports`.
 
-execute.py    a whole plan, or one part, after what must run before it; computations that write nothing
+execute.py    a whole plan, after what must run before it; computations that write nothing
 run.py        one plan
 output.py     the output of a run: whether it can be written, and its files besides the weights
 cluster.py    other processes do the parts of a plan: on this machine (processes.py), or in a Ray cluster (on_ray.py)
-together.py   products that these processes measure together, and tasks that they do for each other
+together.py   one part; products that these processes measure together, and tasks that they do for each other
 local_copies.py  copies of input files in a folder on the machine's own disk, read in their place
 identity.py   when work may be resumed: same plan, same inputs, same program
 second_plans.py  plans that follow from the products of another plan, and the search for a size that meets a target

@@ -49,18 +49,19 @@ from weightsmith._engine.local import Progress
 from weightsmith._engine.products import divisible
 from weightsmith._engine.reader import Reader
 from weightsmith._engine.results import Results
-from weightsmith._execution.execute import (
-    HELPER_LABEL,
-    PRODUCTS_LABEL,
-    PartDone,
-    execute_helper,
-    execute_part,
-    execute_products,
-)
 from weightsmith._execution.identity import facts, work_identity
 from weightsmith._execution.options import RunOptions
 from weightsmith._execution.run import RunRequest, WorkDone, finished_steps, kept_products
-from weightsmith._execution.together import are_here, has_tasks
+from weightsmith._execution.together import (
+    HELPER_LABEL,
+    PRODUCTS_LABEL,
+    PartDone,
+    are_here,
+    execute_helper,
+    execute_part,
+    execute_products,
+    has_tasks,
+)
 from weightsmith._files.containers import GGUF, GGUF_ADAPTER
 from weightsmith._files.safetensors import collector_paused
 from weightsmith._outputs.journal import changes
@@ -426,19 +427,7 @@ class Driver:
         match answer:
             case Done(part):
                 self._durations.append(time.monotonic() - state.began)
-                self.staging.adopt(part.built)
-                self._count(part.built.tensors)
-                self.helped += part.helped
-                other = replace(share, second=not share.second)
-                if other in self._running:
-                    self._running.discard(other)
-                    self.workers.stop(other)
-                if share.part is None:
-                    self._helpers = 0
-                    for helper in [running for running in self._running if running.helper]:
-                        self._running.discard(helper)
-                        self.workers.stop(helper)
-                    self._ready.extend(self._after_products)
+                self._adopt(share, part)
             case Failed(Busy() as error):
                 now = time.monotonic()
                 state.busy_since = state.busy_since or now
@@ -470,6 +459,20 @@ class Driver:
                         warnings=(Finding(f"the process of {share} was lost, and it is done again: {why}"),)
                     )
                 self._again(share, 0.0)
+
+    def _adopt(self, share: Share, part: PartDone) -> None:
+        """Take over what a worker has done. Others that did the same, or helped it, are not needed any more."""
+        self.staging.adopt(part.built)
+        self._count(part.built.tensors)
+        self.helped += part.helped
+        idle = {replace(share, second=not share.second)} & self._running
+        if share.part is None:
+            self._helpers = 0
+            idle |= {running for running in self._running if running.helper}
+            self._ready.extend(self._after_products)
+        for running in idle:
+            self._running.discard(running)
+            self.workers.stop(running)
 
     def _stays_missing(self, share: Share, error: BaseException) -> WorkerLost:
         return WorkerLost(

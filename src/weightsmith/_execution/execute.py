@@ -1,4 +1,4 @@
-"""Runs a prepared plan, whole or in part, after what must run before it; or computes from it, and writes nothing.
+"""Runs a prepared plan, after what must run before it; or computes from it, and writes nothing.
 
 Results of other recipes that must be written, and plans that the plan follows from, are run first.
 """
@@ -9,20 +9,13 @@ import hashlib
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
-from weightsmith._base.errors import (
-    NOTHING_WRITTEN,
-    Finding,
-    ParameterError,
-    WeightsmithError,
-)
-from weightsmith._base.options import named
+from weightsmith._base.errors import NOTHING_WRITTEN, Finding, ParameterError, WeightsmithError
 from weightsmith._engine.resources import processors
 from weightsmith._execution.identity import work_identity
 from weightsmith._execution.options import RunOptions, resources_of
@@ -36,15 +29,10 @@ from weightsmith._execution.run import (
     Merged,
     PlanRun,
     RunRequest,
-    WorkDone,
-    finished_steps,
-    kept_products,
     protected_paths,
     reports_of,
     run_plan,
-    staged,
 )
-from weightsmith._execution.together import PAUSE_SECONDS, are_here, helper_of, measure_together
 from weightsmith._features.any_recipe import assemble_request, replan
 from weightsmith._outputs.local import remove_checkpoint
 from weightsmith._outputs.manifest import read_manifest
@@ -52,12 +40,10 @@ from weightsmith._outputs.places import remove_published, verify
 from weightsmith._planning.planner.loading import Check
 from weightsmith._planning.planner.prepared import Prepared, download, missing_files, stream
 from weightsmith._plans import Product, Step
-from weightsmith._plans.parts import label, part_of
 
 if TYPE_CHECKING:
     from weightsmith._engine.local import Outcome, Progress
     from weightsmith._engine.results import JobMemory
-    from weightsmith.abc.output import Built
     from weightsmith.abc.product import ProductReport
 
 
@@ -152,12 +138,6 @@ def check_computable(prepared: Prepared) -> None:
             raise ParameterError(what, fix=fix, state=NOTHING_WRITTEN)
 
 
-PRODUCTS_LABEL = "products-alone"
-"""The label of the process that computes the products of all parts; any process that computes some holds `lock-products`."""
-HELPER_LABEL = "helper-"
-"""Prefix of the labels of the processes that do tasks for that one."""
-
-
 def execute(
     prepared: Prepared,
     out: str | os.PathLike[str],
@@ -199,103 +179,6 @@ def execute(
     if options.ray is None and not stages and not merged.resumed and merged.plan is prepared.plan:
         remember(past_run(merged.plan, options, merged.read_bytes + merged.written_bytes, merged.seconds))
     return replace(merged, warnings=(*merged.warnings, *warnings), stages=kept)
-
-
-@dataclass(frozen=True, slots=True)
-class PartDone:
-    """The finished work of a process that did a part, and its cost."""
-
-    built: Built
-    helped: WorkDone
-
-
-def execute_part(
-    prepared: Prepared,
-    out: str | os.PathLike[str],
-    part: tuple[int, int],
-    options: RunOptions,
-    callbacks: Callbacks = NO_CALLBACKS,
-    *,
-    helping: str = "",
-    products: Mapping[str, str] = MappingProxyType({}),
-) -> PartDone:
-    """Run one part of a prepared plan, in parallel with other processes; see `run`.
-
-    helping   label of the part if it is done for a driver: not `label(part)` for a second process that does the same part
-    products  checksums of those that the driver has
-    """
-    from weightsmith._engine.product_graph import needed_later
-    from weightsmith._engine.results import Results
-
-    _check_part(prepared, out, options, bool(helping))
-    plan = prepared.plan
-    steps = part_of(plan, *part)
-    request = RunRequest(out, options, callbacks)
-    with staged(prepared, request, helping or label(part), steps, products if helping else None) as (staging, run):
-        measured_together = WorkDone()
-        if needed := plan.products_for(steps):
-            if not staging.target.streams and are_here(prepared.inputs):
-                first = (part[0] - 1) / part[1]
-                measured_together = measure_together(plan, needed, staging, run, first, callbacks.waiting)
-            helper = helper_of(plan, staging, resources_of(prepared, options))
-            with closing(helper), staging.only_process(callbacks.waiting, helper):  # other processes reuse these products
-                helper.close()
-                results = kept_products(plan, staging, products=needed)
-                later = needed_later(plan, needed, staging.products)
-                outcome = run(steps=(), products=needed, results=results, tasks=staging.task_board, later=later)
-                measured_together += WorkDone.of(outcome)
-        else:
-            results = Results(plan)
-        done = finished_steps(plan, staging, results, options.allow_nonfinite, steps)
-        outcome = run(steps=steps, products=(), skip=done, results=results)
-        for model in prepared.inputs:
-            model.check_unchanged()
-        helped = WorkDone.of(outcome, len(done)) + measured_together
-        return PartDone(staging.hand_over(durable=options.fsync and not helping), helped)
-
-
-def execute_products(
-    prepared: Prepared, out: str | os.PathLike[str], options: RunOptions, products: Mapping[str, str]
-) -> PartDone:
-    """Compute the products of a prepared plan for a driver, before other processes do its parts."""
-    _check_part(prepared, out, options, helping=True)
-    with staged(prepared, RunRequest(out, options), PRODUCTS_LABEL, (), products) as (staging, run):
-        with staging.only_process():
-            outcome = run(steps=(), results=kept_products(prepared.plan, staging), tasks=staging.task_board)
-        for model in prepared.inputs:
-            model.check_unchanged()
-        return PartDone(staging.hand_over(), WorkDone.of(outcome))
-
-
-def execute_helper(
-    prepared: Prepared, out: str | os.PathLike[str], options: RunOptions, products: Mapping[str, str], number: int
-) -> NoReturn:
-    """Do tasks for the process that runs `execute_products` for the same driver, until the driver stops this one.
-
-    Raises StoreError once the driver has ended.
-    """
-    _check_part(prepared, out, options, helping=True)
-    with staged(prepared, RunRequest(out, options), f"{HELPER_LABEL}{number}", (), products) as (staging, _):
-        helper = helper_of(prepared.plan, staging, resources_of(prepared, options))
-        with closing(helper):
-            while True:
-                staging.check_led()
-                helper()
-                time.sleep(PAUSE_SECONDS)
-
-
-def _check_part(prepared: Prepared, out: str | os.PathLike[str], options: RunOptions, helping: bool) -> None:
-    check_options(out, options, part=not helping)
-    if not options.resume:
-        fix = "run once without a part and with --no-resume (resume=False), or remove the staging folder"
-        raise ParameterError("a part cannot discard the work of other parts", fix=fix)
-    if options.ray is not None:
-        raise ParameterError("a cluster does all parts", where="ray", fix="leave out the part")
-    if options.processes != 1:
-        raise ParameterError("the processes do all parts", where=named("processes"), fix="leave out the part")
-    if prepared.plan.then is not None:
-        raise ParameterError("a plan that begins with a measurement has no parts", fix="run the whole plan")
-    check_computable(prepared)
 
 
 # ---- computations that write nothing

@@ -34,13 +34,13 @@ from weightsmith._engine.resources import processors
 from weightsmith._execution.options import RunOptions
 from weightsmith._plans import Plan
 from weightsmith._plans.codec import has_type
-from weightsmith._plans.summary import TimeEstimate
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
 
     from weightsmith._engine.local import Progress
     from weightsmith._execution.run import Callbacks
+    from weightsmith._plans.summary import TimeEstimate
 
 
 LINE_SECONDS = 10.0
@@ -93,7 +93,10 @@ class Rates:
         return window is None or reading.done < window[-1][1].done
 
     def take(self, reading: Reading) -> tuple[float | None, float | None]:
-        """Bytes moved per second, and seconds left; None while unknown. Work of an earlier run is not counted."""
+        """Bytes moved per second, and seconds left; None while unknown. Work of an earlier run is not counted.
+
+        Less than a thousandth of the work says nothing about the time left: kernels were being compiled, or a disk woke up.
+        """
         key, now = (reading.label, reading.total), self._clock()
         if self.begins(reading):
             self._began[key], self._windows[key] = (now, reading.done), deque()
@@ -106,8 +109,8 @@ class Rates:
         if reading.moved_bytes is not None and earlier.moved_bytes is not None and now > then:
             speed = (reading.moved_bytes - earlier.moved_bytes) / (now - then)
         began, done = self._began[key]
-        seconds = (reading.total - reading.done) * (now - began) / (reading.done - done) if reading.done > done else None
-        return speed, seconds
+        worked, left = reading.done - done, reading.total - reading.done
+        return speed, left * (now - began) / worked if worked * 1000 >= max(reading.total, 1) else None
 
 
 class Meter(Closing):
@@ -314,7 +317,7 @@ def show_progress(shown: Meter, progress: Progress, doing: str) -> None:
     if progress.compiling:
         from weightsmith._kernels.compiler import cache_folder
 
-        kept = "first run only" if cache_folder() else "in every run: there is no folder to keep them in, set NUMBA_CACHE_DIR"
+        kept = "first use only" if cache_folder() else "at every use: there is no folder to keep them in, set NUMBA_CACHE_DIR"
         shown.say(f"compiling kernels ({kept})")
         return
     if progress.checking:
@@ -408,7 +411,11 @@ def similar_time(plan: Plan, options: RunOptions, nbytes: int) -> TimeEstimate |
     asked = past_run(plan, options, nbytes)
     runs = (run for run in _runs() if run.is_like(asked) and run.nbytes * _MOST_LARGER >= nbytes)
     speeds = [run.seconds / run.nbytes for run in runs][-_COMPARED:]
-    return TimeEstimate(round(median(speeds) * nbytes, 1), len(speeds)) if speeds else None
+    if not speeds:
+        return None
+    from weightsmith._plans.summary import TimeEstimate
+
+    return TimeEstimate(round(median(speeds) * nbytes, 1), len(speeds))
 
 
 def _file() -> Path:

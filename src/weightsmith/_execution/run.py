@@ -18,6 +18,7 @@ from weightsmith._base.report.blocks import Report, Reported
 from weightsmith._base.tensors import NamedTensors, TensorSpec
 from weightsmith._base.text import duration, size
 from weightsmith._base.torch_use import usable_device
+from weightsmith._engine.resources import Workload
 from weightsmith._execution.identity import facts, merges_on_device, work_identity
 from weightsmith._execution.options import RunOptions, resources_of
 from weightsmith._execution.output import (
@@ -46,7 +47,9 @@ if TYPE_CHECKING:
     import numpy as np
 
     from weightsmith._engine.local import Outcome, Progress
+    from weightsmith._engine.resources import Resources
     from weightsmith._engine.results import JobMemory, Results
+    from weightsmith._planning.follow_ups import SecondPlan
     from weightsmith.abc.output import Finished, Output
     from weightsmith.abc.product import Arrays
 
@@ -238,6 +241,10 @@ class PlanRun:
     def plan(self) -> Plan:
         return self.prepared.plan
 
+    def following(self, second: SecondPlan) -> PlanRun:
+        """The run of the plan that follows from this one."""
+        return replace(self, prepared=second.prepared, arrays=second.arrays, files=second.files, reports=second.reports)
+
 
 def run_plan(run: PlanRun) -> Merged:
     """Run a plan and publish its output: compute, describe, publish. See `execute`."""
@@ -250,10 +257,10 @@ def run_plan(run: PlanRun) -> Merged:
     watched = _Watched(run.check, callbacks.progress)
     run = replace(run, request=replace(run.request, callbacks=replace(callbacks, progress=watched)))
     # With helpers, the process that does a part checks what an earlier run has finished of it.
-    with staged(run.prepared, run.request, steps=None if run.helpers is None else ()) as (staging, engine):
-        computed = _compute(run, staging, engine, watched)
-        described = _describe(run, staging, computed, place.name, place.spec if hub is None else hub.address.spec)
-        published, late = _publish(run, staging, computed, described)
+    with staged(run.prepared, run.request, steps=None if run.helpers is None else ()) as opened:
+        computed = _compute(run, opened, watched)
+        described = _describe(run, opened.staging, computed, place.name, place.spec if hub is None else hub.address.spec)
+        published, late = _publish(run, opened.staging, computed, described)
     outcome, reports = computed.outcome, described.reports
     work = computed.helped + WorkDone.of(outcome, computed.resumed if run.helpers is None else 0)
     if described.page is not None:
@@ -298,11 +305,11 @@ class _Computed:
     warnings: tuple[Finding, ...]
 
 
-def _compute(run: PlanRun, staging: Staging, engine: Callable[..., Outcome], watched: _Watched) -> _Computed:
+def _compute(run: PlanRun, opened: StagedRun, watched: _Watched) -> _Computed:
     """Make all products and tensors, or take over what an earlier run or other processes have made."""
     from weightsmith._engine.tile_work import copied
 
-    plan, earlier, helped = run.plan, staging.holds_work, WorkDone()
+    plan, staging, earlier, helped = run.plan, opened.staging, opened.staging.holds_work, WorkDone()
     try:
         if run.helpers is not None:
             for product in plan.products:
@@ -311,7 +318,7 @@ def _compute(run: PlanRun, staging: Staging, engine: Callable[..., Outcome], wat
             helped = run.helpers(run.prepared, staging, run.request)
         results = kept_products(plan, staging, run.arrays)
         done = finished_steps(plan, staging, results, run.request.options.allow_nonfinite)
-        outcome = engine(skip=done, results=results, release=True)
+        outcome = opened.compute(Workload(skip=done, results=results, release=True))
         unknown = watched.wait()
     except WeightsmithError as error:
         _leave(error, run.check, staging, earlier=earlier)
@@ -418,6 +425,33 @@ def _publish(run: PlanRun, staging: Staging, computed: _Computed, described: _De
     return published, [finding for finding in staging.warnings if finding not in described.warnings]
 
 
+@dataclass(frozen=True, slots=True)
+class StagedRun:
+    """A run, downloaded, whose output is open."""
+
+    prepared: Prepared
+    request: RunRequest
+    resources: Resources
+    staging: Staging
+
+    def compute(self, work: Workload, output: Output | None = None) -> Outcome:
+        """Compute a part of the plan, as `engine.local.run` does. output: None: the staging."""
+        from weightsmith._engine.local import run
+
+        folders, options = [model.folder for model in self.prepared.inputs], self.request.options
+        work = replace(work, folders=folders, allow_nonfinite=options.allow_nonfinite, memory=self.request.memory)
+        return run(
+            self.prepared.plan,
+            self.prepared.inputs,
+            self.staging if output is None else output,
+            self.resources,
+            work,
+            progress=self.request.callbacks.progress,
+            in_order=self.staging.target.streams,
+            abandon=self.staging.abandon,
+        )
+
+
 @contextmanager
 def staged(
     prepared: Prepared,
@@ -425,20 +459,15 @@ def staged(
     part: str = "",
     steps: Iterable[Step] | None = None,
     helping: Mapping[str, str] | None = None,
-) -> Iterator[tuple[Staging, Callable[..., Outcome]]]:
-    """Download, then open the output: its staging, and `engine.local.run` for a workload of the plan.
-
-    That function writes to the staging, or to another `output`.
+) -> Iterator[StagedRun]:
+    """Download, then open the output.
 
     part     its label
     steps    of the part: what an earlier run has finished of them is taken over; None: of all
     helping  the part is done for a driver, which has these checksums of products
     """
-    from weightsmith._engine.local import run
-    from weightsmith._engine.resources import Workload
-
-    plan, inputs, options = prepared.plan, prepared.inputs, request.options
-    if options.device != "cpu" and merges_on_device(plan):
+    options = request.options
+    if options.device != "cpu" and merges_on_device(prepared.plan):
         usable_device(options.device, "float64")
     resources = resources_of(prepared, options)
     _download(prepared, request)
@@ -452,22 +481,7 @@ def staged(
     for stage in prepared.stages:
         stage.source.set_run(resources, allow_nonfinite=options.allow_nonfinite)
     with Staging.open(place_of(request.out), spec) as staging:
-
-        def go(output: Output = staging, **selected: Any) -> Outcome:
-            folders = [model.folder for model in inputs]
-            workload = Workload(folders=folders, allow_nonfinite=options.allow_nonfinite, memory=request.memory, **selected)
-            return run(
-                plan,
-                inputs,
-                output,
-                resources,
-                workload,
-                progress=request.callbacks.progress,
-                in_order=staging.target.streams,
-                abandon=staging.abandon,
-            )
-
-        yield staging, go
+        yield StagedRun(prepared, request, resources, staging)
 
 
 def _spec_of(

@@ -36,6 +36,7 @@ from weightsmith._base.errors import (
 from weightsmith._base.options import named, option_error
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._base.text import size, status
+from weightsmith._engine.resources import Workload
 from weightsmith._execution.identity import work_identity
 from weightsmith._execution.options import RunOptions
 from weightsmith._execution.output import check_options, check_output, sibling
@@ -84,16 +85,14 @@ def second_run(run: PlanRun, warnings: list[Finding]) -> Iterator[PlanRun]:
     plan = draft.finish()
     with (
         _asking(kind.question(prepared)) as answer,
-        staged(prepared.with_plan(plan), replace(request, out=folder)) as (staging, engine),
+        staged(prepared.with_plan(plan), replace(request, out=folder)) as opened,
     ):
-        results = engine(results=kept_products(plan, staging)).results
+        staging = opened.staging
+        results = opened.compute(Workload(results=kept_products(plan, staging))).results
         arrays = {product.name: results.arrays(product.name) for product in plan.products if not product.transient}
         try:
             if target is None:
-                second = kind.follow(prepared, arrays, answer(), None)
-                following = replace(
-                    run, prepared=second.prepared, arrays=second.arrays, files=second.files, reports=second.reports
-                )
+                following = run.following(kind.follow(prepared, arrays, answer(), None))
             else:
                 following = search_target(target, run, kind, arrays, staging)
         except PlanError as error:
@@ -207,15 +206,7 @@ def search_target(target: float, run: PlanRun, kind: FollowUpKind, arrays: Mappi
     trials = search(target, _nbytes(sized(1).prepared), evaluated, lambda: _most(sized(1 << 62).prepared))
     second = sized(_smallest(trials, target, str(options.evaluate)).asked)
     manifest = {**run.manifest, "target": {"kl": target, "trials": [asdict(trial) for trial in trials]}}
-    return replace(
-        run,
-        prepared=second.prepared,
-        arrays=second.arrays,
-        files=second.files,
-        reports=second.reports,
-        manifest=manifest,
-        reference=plain,
-    )
+    return replace(run.following(second), manifest=manifest, reference=plain)
 
 
 def _smallest(trials: Sequence[SizeTrial], target: float, text: str) -> SizeTrial:

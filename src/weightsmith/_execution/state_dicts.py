@@ -27,6 +27,7 @@ from weightsmith._base.errors import (
     nearest,
 )
 from weightsmith._base.tensors import DType, TensorSpec
+from weightsmith._base.text import some
 from weightsmith._engine.local import DiscardedOutput, run
 from weightsmith._engine.resources import Resources, Workload
 from weightsmith._engine.tile_work import copied
@@ -317,8 +318,8 @@ class _Call:
         for label, views in zip(self.labels, held, strict=True):
             missing = [name for name in first if name not in views]
             extra = [name for name in views if name not in first]
-            details += [f"{label} has no {_some(missing)}"] if missing else []
-            details += [f"{label} has {_some(extra)}, which {self.label} has not"] if extra else []
+            details += [f"{label} has no {some(missing, 3)}"] if missing else []
+            details += [f"{label} has {some(extra, 3)}, which {self.label} has not"] if extra else []
         if details:
             fix = "give the same names to the same tensors, and leave out what is not to be merged"
             self.problems.append(MismatchError("the models have different tensors", details=details, fix=fix))
@@ -406,7 +407,3 @@ def _dtype(asked: object, problems: list[WeightsmithError]) -> DType | None:
     except ParameterError as error:
         problems.append(error)
         return None
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3:,} more" if len(names) > 3 else "")

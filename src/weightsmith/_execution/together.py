@@ -1,4 +1,4 @@
-"""Processes that do parts of a plan make its products together.
+"""Parts of a plan, which several processes do: `run --part`, and the workers of a driver. They make its products together.
 
 **Products that stream** are measured by all processes that need them, without a leader. The tensors that a product reads are
 divided into at most `UNITS` units, which depend on the plan alone. Each process takes units that no other has taken, and writes
@@ -12,28 +12,153 @@ processes that wait for the product (`TaskBoard`). The result of a task does not
 from __future__ import annotations
 
 import copy
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import replace
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import xxhash
 
+from weightsmith._base.errors import ParameterError
+from weightsmith._base.options import named
 from weightsmith._engine.products import divisible, find_kind
-from weightsmith._execution.run import WorkDone
+from weightsmith._engine.resources import Workload
+from weightsmith._execution.execute import check_computable
+from weightsmith._execution.options import RunOptions
+from weightsmith._execution.output import check_options
+from weightsmith._execution.run import (
+    NO_CALLBACKS,
+    Callbacks,
+    RunRequest,
+    StagedRun,
+    WorkDone,
+    finished_steps,
+    kept_products,
+    staged,
+)
+from weightsmith._outputs.shared import SharedResults, TaskBoard
+from weightsmith._planning.planner.prepared import Prepared
 from weightsmith._plans import Plan, Product, Step
+from weightsmith._plans.parts import label, part_of
 from weightsmith.abc.product import StreamingReduction
 
 if TYPE_CHECKING:
-    from weightsmith._engine.local import Outcome
     from weightsmith._engine.resources import Resources
-    from weightsmith._outputs.shared import ArrayKinds, TaskBoard
-    from weightsmith._outputs.staging import Staging
+    from weightsmith._outputs.shared import ArrayKinds
     from weightsmith.abc.job import Matrix, Tile
+    from weightsmith.abc.output import Built
     from weightsmith.abc.product import Arrays
     from weightsmith.abc.tensors import Tensors
+
+PRODUCTS_LABEL = "products-alone"
+"""The label of the process that computes the products of all parts; any process that computes some holds `lock-products`."""
+HELPER_LABEL = "helper-"
+"""Prefix of the labels of the processes that do tasks for that one."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartDone:
+    """The finished work of a process that did a part, and its cost."""
+
+    built: Built
+    helped: WorkDone
+
+
+def execute_part(
+    prepared: Prepared,
+    out: str | os.PathLike[str],
+    part: tuple[int, int],
+    options: RunOptions,
+    callbacks: Callbacks = NO_CALLBACKS,
+    *,
+    helping: str = "",
+    products: Mapping[str, str] = MappingProxyType({}),
+) -> PartDone:
+    """Run one part of a prepared plan, in parallel with other processes; see `run`.
+
+    helping   label of the part if it is done for a driver: not `label(part)` for a second process that does the same part
+    products  checksums of those that the driver has
+    """
+    from weightsmith._engine.product_graph import needed_later
+    from weightsmith._engine.results import Results
+
+    _check_part(prepared, out, options, bool(helping))
+    plan = prepared.plan
+    steps = part_of(plan, *part)
+    request = RunRequest(out, options, callbacks)
+    with staged(prepared, request, helping or label(part), steps, products if helping else None) as run:
+        staging, measured_together = run.staging, WorkDone()
+        if needed := plan.products_for(steps):
+            if not staging.target.streams and are_here(prepared.inputs):
+                measured_together = measure_together(run, needed, first=(part[0] - 1) / part[1])
+            helper = Helper.of(run)
+            with closing(helper), staging.only_process(callbacks.waiting, helper):  # other processes reuse these products
+                helper.close()
+                results = kept_products(plan, staging, products=needed)
+                later = needed_later(plan, needed, staging.products)
+                board = TaskBoard.of(staging)
+                outcome = run.compute(Workload(steps=(), products=needed, results=results, tasks=board, later=later))
+                measured_together += WorkDone.of(outcome)
+        else:
+            results = Results(plan)
+        done = finished_steps(plan, staging, results, options.allow_nonfinite, steps)
+        outcome = run.compute(Workload(steps=steps, products=(), skip=done, results=results))
+        for model in prepared.inputs:
+            model.check_unchanged()
+        helped = WorkDone.of(outcome, len(done)) + measured_together
+        return PartDone(staging.hand_over(durable=options.fsync and not helping), helped)
+
+
+def execute_products(
+    prepared: Prepared, out: str | os.PathLike[str], options: RunOptions, products: Mapping[str, str]
+) -> PartDone:
+    """Compute the products of a prepared plan for a driver, before other processes do its parts."""
+    _check_part(prepared, out, options, helping=True)
+    with staged(prepared, RunRequest(out, options), PRODUCTS_LABEL, (), products) as run:
+        staging = run.staging
+        with staging.only_process():
+            results = kept_products(prepared.plan, staging)
+            outcome = run.compute(Workload(steps=(), results=results, tasks=TaskBoard.of(staging)))
+        for model in prepared.inputs:
+            model.check_unchanged()
+        return PartDone(staging.hand_over(), WorkDone.of(outcome))
+
+
+def execute_helper(
+    prepared: Prepared, out: str | os.PathLike[str], options: RunOptions, products: Mapping[str, str], number: int
+) -> NoReturn:
+    """Do tasks for the process that runs `execute_products` for the same driver, until the driver stops this one.
+
+    Raises StoreError once the driver has ended.
+    """
+    _check_part(prepared, out, options, helping=True)
+    with staged(prepared, RunRequest(out, options), f"{HELPER_LABEL}{number}", (), products) as run:
+        with closing(Helper.of(run)) as helper:
+            while True:
+                run.staging.check_led()
+                helper()
+                time.sleep(PAUSE_SECONDS)
+
+
+def _check_part(prepared: Prepared, out: str | os.PathLike[str], options: RunOptions, helping: bool) -> None:
+    check_options(out, options, part=not helping)
+    if not options.resume:
+        fix = "run once without a part and with --no-resume (resume=False), or remove the staging folder"
+        raise ParameterError("a part cannot discard the work of other parts", fix=fix)
+    if options.ray is not None:
+        raise ParameterError("a cluster does all parts", where="ray", fix="leave out the part")
+    if options.processes != 1:
+        raise ParameterError("the processes do all parts", where=named("processes"), fix="leave out the part")
+    if prepared.plan.then is not None:
+        raise ParameterError("a plan that begins with a measurement has no parts", fix="run the whole plan")
+    check_computable(prepared)
+
+
+# ---- products that all processes measure
 
 UNITS = 32
 """At most so many: enough for several per worker of a cluster. Each costs one file per pass."""
@@ -48,28 +173,19 @@ def are_here(inputs: Sequence[Tensors]) -> bool:
     return all(path.is_file() for source in inputs for path in source.paths)
 
 
-def measure_together(
-    plan: Plan,
-    products: Sequence[Product],
-    staging: Staging,
-    run: Callable[..., Outcome],
-    first: float,
-    waiting: Callable[[], None] | None = None,
-) -> WorkDone:
+def measure_together(run: StagedRun, products: Sequence[Product], first: float) -> WorkDone:
     """Measure the divisible ones of some products, together with the other processes in the staging folder.
 
-    run      `engine.local.run` for a workload of the plan, with an output
-    first    position of the first unit to take, 0 … 1: a process begins with the units of its own part
-    waiting  called while other processes measure the remaining units
+    first  position of the first unit to take, 0 … 1: a process begins with the units of its own part
 
-    Returns the work of this process. Raises as `run` does.
+    Returns the work of this process. Raises as `StagedRun.compute` does.
     """
-    helped = WorkDone()
+    staging, helped = run.staging, WorkDone()
     staging.look_for_products()
     for product in products:
         if divisible(product) and staging.product(product) is None:
-            measuring = _Measuring(plan, product, staging, run, first)
-            measuring.go(waiting)
+            measuring = _Measuring(run, product, first)
+            measuring.go()
             helped += measuring.helped
             with staging.only_process():
                 if staging.product(product) is None:
@@ -80,27 +196,27 @@ def measure_together(
 class _Measuring:
     """The measurement of one product by several processes."""
 
-    def __init__(self, plan: Plan, product: Product, staging: Staging, run: Callable[..., Outcome], first: float) -> None:
+    def __init__(self, run: StagedRun, product: Product, first: float) -> None:
         reduce = find_kind(product.op).reduce
         assert reduce is not None
         self.reduction = reduce(product)
         self.helped = WorkDone()
-        self._product, self._results, self._run = product, staging.shared_results, run
-        self._units = units_of(plan, product)
+        self._product, self._results, self._run = product, SharedResults.of(run.staging), run
+        self._units = units_of(run.prepared.plan, product)
         start = int(first * len(self._units))
         self._order = [*range(start, len(self._units)), *range(start)]
         self._counting = self.reduction
         # Hash of the division into units and of all counts so far: an earlier run may have left counts of other units.
         self._state = xxhash.xxh3_64(f"{product.name} {[*map(len, self._units)]}".encode())
 
-    def go(self, waiting: Callable[[], None] | None) -> None:
+    def go(self) -> None:
         """Measure the product; returns when all units are counted."""
         number = 0
         while number < self.reduction.passes():
-            self._pass(number, waiting)
+            self._pass(number)
             number += 1
 
-    def _pass(self, number: int, waiting: Callable[[], None] | None) -> None:
+    def _pass(self, number: int) -> None:
         """Measure one pass. The counts of a unit are added as they come: together, those of float32 models are gigabytes."""
         # An earlier run may have left counts of another window: their keys differ.
         keys = [f"{self._state.hexdigest()}-{number}-{unit}" for unit in range(len(self._units))]
@@ -119,8 +235,8 @@ class _Measuring:
                         digests[unit] = _digest(arrays)
             if len(digests) == len(self._units):
                 break
-            if waiting is not None:
-                waiting()
+            if self._run.request.callbacks.waiting is not None:
+                self._run.request.callbacks.waiting()
             time.sleep(PAUSE_SECONDS)
         self.reduction.end(number)
         for unit in range(len(self._units)):
@@ -136,7 +252,7 @@ class _Measuring:
 
         of_unit = replace(self._product, steps=self._units[unit], outs=())
         one_pass = _OnePass(self._counting, number)
-        outcome = self._run(output=DiscardedOutput(), steps=(), products=(of_unit,), reduction=one_pass)
+        outcome = self._run.compute(Workload(steps=(), products=(of_unit,), reduction=one_pass), DiscardedOutput())
         self.helped += WorkDone.of(outcome)
         return self._counting.partial(number)
 
@@ -216,6 +332,11 @@ class Helper:
         self._shown = ExitStack()
         self._is_shown = False
 
+    @classmethod
+    def of(cls, run: StagedRun) -> Helper:
+        """The helper that a process calls while it waits for the products of a plan."""
+        return cls(TaskBoard.of(run.staging) if has_tasks(run.prepared.plan) else None, run.resources)
+
     def __call__(self) -> None:
         """Do one task, if there is one. Errors of a task are ignored: the leader does it again, and reports them.
 
@@ -261,8 +382,3 @@ class Helper:
 
 TASK_FACTOR = 6
 """Bytes of memory that a task takes per byte of its arrays: factorising a Hessian takes 13 bytes per float32, and some more."""
-
-
-def helper_of(plan: Plan, staging: Staging, resources: Resources) -> Helper:
-    """The helper that a process calls while it waits for the products of a plan."""
-    return Helper(staging.task_board if has_tasks(plan) else None, resources)

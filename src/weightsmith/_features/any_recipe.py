@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
-from weightsmith._base.errors import PlanError, Unsupported, undoing
+from weightsmith._base.errors import PlanError, Unsupported, WeightsmithError, undoing
 from weightsmith._base.options import find_option, named, option_error
-from weightsmith._features.quantisation import format_problems, store_as
 from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner.build import NOTHING, assemble_recipe, in_recipe, read_plan_request
@@ -40,7 +39,11 @@ def assemble_request(request: PlanRequest, written: Written = NOTHING) -> Prepar
     """The draft of a plan. written: folders with results of other recipes, which it reads instead of computing them."""
     name, settings = request.options.quantize, request.settings
     settings = settings if isinstance(settings, QuantizeSettings) else QuantizeSettings()
-    problems = format_problems(name, settings)
+    problems: list[WeightsmithError] = []
+    if name is not None or settings.changed:
+        from weightsmith._features.quantisation.formats import apply_format, problems_of
+
+        problems = problems_of(name, settings)
     with in_recipe(request.source):
         try:
             prepared = _assemble(request, written)
@@ -51,7 +54,8 @@ def assemble_request(request: PlanRequest, written: Written = NOTHING) -> Prepar
     with undoing(prepared.close):
         if problems:
             raise PlanError(problems)
-        store_as(prepared, request.options, settings)
+        if name is not None:
+            apply_format(prepared, name, settings, request.options)
     prepared.request, prepared.source = request, request.source
     return prepared
 

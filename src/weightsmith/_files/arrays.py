@@ -81,7 +81,7 @@ class View:
 
     spec      its name, dtype and shape
     array     its elements as unsigned integers (either byte order), any strides; None if `remote`
-    remote    a torch tensor that is not plain host memory (on a device, or lazily negated); else None
+    remote    a torch tensor that is not plain host memory (on a device, or lazily negated or conjugated); else None
     identity  equal for two tensors that are the same elements in memory; None if there are no elements
     """
 
@@ -127,6 +127,8 @@ def _numpy_view(name: str, array: NDArray[Any]) -> View:
     dtype = _known(name, array.dtype.name)
     order = array.dtype.byteorder
     swapped = not array.dtype.isnative
+    if swapped and array.dtype.kind == "c":  # as integers, the two parts of a number would change places
+        raise _refused(name, "a complex array in the other byte order", f"convert it: array.astype({dtype.torch!r})")
     integers = array.view(np.dtype(f"u{dtype.itemsize}").newbyteorder(order if swapped else "="))
     address = int(array.__array_interface__["data"][0])
     kind = dtype.name + ("-swapped" if swapped else "")
@@ -150,14 +152,13 @@ def _torch_view(name: str, tensor: Any, torch: Any) -> View:
     dtype = _known(name, str(tensor.dtype).removeprefix("torch."))
     plain = tensor.detach().as_subclass(torch.Tensor)
     shape = tuple(plain.shape)
-    negated = plain.is_neg()
+    lazy = "-negated" * plain.is_neg() + "-conjugated" * plain.is_conj()
     identity = None
     if plain.numel():
         strides = tuple(step * dtype.itemsize for step in plain.stride())
-        tag = dtype.name + ("-negated" if negated else "")
-        identity = _identity(str(plain.device), plain.data_ptr(), shape, strides, tag)
+        identity = _identity(str(plain.device), plain.data_ptr(), shape, strides, dtype.name + lazy)
     spec = TensorSpec(name, dtype, shape)
-    if plain.device.type != "cpu" or negated:
+    if plain.device.type != "cpu" or lazy:
         return View(spec, None, plain, identity)
     integers = plain.view(getattr(torch, _TORCH_INTEGERS[dtype.itemsize])).numpy()
     return View(spec, integers.view(f"u{dtype.itemsize}"), None, identity)
@@ -262,5 +263,5 @@ def _copy(out: NDArray[Any], part: NDArray[Any]) -> None:
 
 
 def _fetch(out: Bytes, part: Any) -> None:
-    """Copy a torch tensor of any device and strides into `out`. Resolves lazy negation."""
+    """Copy a torch tensor of any device and strides into `out`. Resolves lazy negation and conjugation."""
     sys.modules["torch"].from_numpy(out).view(part.dtype).reshape(part.shape).copy_(part)

@@ -26,8 +26,19 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from weightsmith._base.errors import CheckpointError, Finding, FormatError, Unsupported, raised_at
-from weightsmith._base.files import DAMAGED, RESAVE, FileState, Opener, RandomAccess, lookalike, open_local, show, show_all
+from weightsmith._base.errors import Finding, FormatError, Unsupported, raised_at
+from weightsmith._base.files import (
+    DAMAGED,
+    RESAVE,
+    FileState,
+    Opener,
+    RandomAccess,
+    lookalike,
+    of_tensor,
+    open_local,
+    show,
+    show_all,
+)
 from weightsmith._base.tensors import BY_TORCH_NAME, DType, TensorSpec
 from weightsmith._files.safetensors import MAX_BYTES, MAX_DIMENSIONS, checked_product
 from weightsmith._files.state_pickle import (
@@ -265,10 +276,8 @@ def _read_pickle_header(path: Path, open_file: Opener) -> PickleHeader:
     seen: dict[str, Storage] = {}
     views = []
     for name, tensor in tensors.items():
-        try:
+        with of_tensor(name):  # the inner message is short; the name is added here, once
             views.append(view_of(name, tensor, path, archive, seen))
-        except CheckpointError as error:  # the inner message is short; the name is added here, once
-            raise type(error)(f"tensor {show(name)}: {error.finding.what}", fix=error.finding.fix or DAMAGED) from None
     return PickleHeader(
         tensors=tuple(views),
         ignored=(*ignored, *skipped),

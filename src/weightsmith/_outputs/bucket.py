@@ -39,6 +39,7 @@ from weightsmith._base.errors import (
     StoreError,
     WeightsmithError,
 )
+from weightsmith._base.process import is_running
 from weightsmith._base.strict_json import JsonError, parse
 from weightsmith._files.remote.addresses import Address, parse_address
 from weightsmith._outputs.area import STAGING_SUFFIX, left_behind, staging_folder
@@ -81,15 +82,7 @@ class Claim:
     @property
     def is_running(self) -> bool:
         """Its process is on this machine, and is there. A process of another machine cannot be seen."""
-        if not self.is_here:
-            return False
-        try:
-            os.kill(self.process, 0)
-        except ProcessLookupError:
-            return False
-        except PermissionError:
-            pass
-        return True
+        return self.is_here and is_running(self.process)
 
     @property
     def is_here(self) -> bool:

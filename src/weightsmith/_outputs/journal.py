@@ -22,6 +22,7 @@ import xxhash
 from weightsmith._base.errors import CannotResume
 from weightsmith._base.files import read_all
 from weightsmith._base.strict_json import JsonError, parse
+from weightsmith._base.text import some_lines
 from weightsmith._files.containers import Layout
 from weightsmith._outputs import disk
 from weightsmith._outputs.checksum import hash_bytes
@@ -312,7 +313,7 @@ def changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
             opaque = old.startswith("#") and new.startswith("#")
             lines.append(f"{term}: changed" if opaque else f"{term}: {_short(old)} -> {_short(new)}")
     lines = lines or ["other details of the plan: comments in the recipe, or an option"]
-    return [*lines[:20], *([f"and {len(lines) - 20:,} more"] if len(lines) > 20 else [])]
+    return some_lines(lines, 20)
 
 
 def _short(value: str) -> str:

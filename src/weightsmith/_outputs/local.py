@@ -45,6 +45,13 @@ _compared: set[tuple[str, FileState]] = set()
 _MOVE = "move what you need out of it, and remove it"
 
 
+_FILES = {
+    ".gguf": "with a format such as gguf-q4_k_m, it will hold model.gguf",
+    ".safetensors": "it will hold the weights and what belongs to them",
+}
+"""Ends of file names that a user may write for the output → what a folder will hold instead."""
+
+
 def check_out(out: str | os.PathLike[str]) -> Path:
     """The absolute path of the output folder. Raises StoreError if it cannot be created. Changes nothing.
 
@@ -61,6 +68,11 @@ def check_out(out: str | os.PathLike[str]) -> Path:
         fix = f"write ./{text} for a folder of this name, or name another"
         raise StoreError(what, where="output folder", fix=fix, state=NOTHING_WRITTEN)
     path = absolute(text)
+    if (held := _FILES.get(path.suffix.lower())) is not None:
+        what = f"the output is a folder, and {path.name} is the name of a file"
+        raise StoreError(
+            what, where=text, fix=f"name a folder, such as {Path(text).with_suffix('')}: {held}", state=NOTHING_WRITTEN
+        )
     try:
         path.name.encode()
     except UnicodeEncodeError:  # the model card and the messages hold it

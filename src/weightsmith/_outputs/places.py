@@ -18,6 +18,7 @@ from pathlib import Path
 from weightsmith._base.errors import NOTHING_WRITTEN, NotFound, StoreError, UnknownName
 from weightsmith._base.files import is_folder
 from weightsmith._base.plugins import Plugins
+from weightsmith._base.process import is_running
 from weightsmith._outputs import disk, locks
 from weightsmith._outputs.area import STAGING_SUFFIX, StagingArea, staging_folder
 from weightsmith._outputs.journal import read_journal
@@ -261,7 +262,7 @@ def _builder(lock: Path, journal: Path, part: str, tensors: int, total: int) -> 
     text = (disk.read_own(lock, 4096) or b"").decode(errors="replace")
     holder = _HOLDER.match(text)
     process, machine = (int(holder[1]), holder[2]) if holder else (0, "")
-    running = _is_running(process) if machine == socket.gethostname() else None
+    running = is_running(process) if machine == socket.gethostname() else None
     stopped = running is True and _is_stopped(process)
     return Builder(part, process, machine, running, tensors, total, _changed(lock), _changed(journal), stopped)
 
@@ -279,13 +280,3 @@ def _is_stopped(process: int) -> bool:
         return Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")[2].split()[:1] in (["T"], ["t"])
     except OSError:
         return False
-
-
-def _is_running(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except (ProcessLookupError, OverflowError):  # no process has a number that large
-        return False
-    except PermissionError:  # another user's
-        pass
-    return True

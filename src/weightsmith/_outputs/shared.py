@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,10 @@ from weightsmith._base.strict_json import JsonError, parse
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._outputs import disk
 from weightsmith._outputs.checksum import hash_bytes
+from weightsmith._outputs.locks import HELPERS, PARTS, PRODUCTS
+
+if TYPE_CHECKING:
+    from weightsmith._outputs.staging import Staging
 
 Arrays = Sequence[npt.NDArray[Any]]
 ArrayKinds = Sequence[tuple[np.dtype[Any], tuple[int, ...]]]
@@ -40,6 +44,11 @@ class SharedResults:
     def __init__(self, folder: Path) -> None:
         """Change nothing on disk."""
         self.folder = folder
+
+    @classmethod
+    def of(cls, staging: Staging) -> SharedResults:
+        """Those of the processes in a staging folder, which measure products."""
+        return cls(staging.folder / PRODUCTS / "shared")
 
     def take(
         self, key: str, make: Callable[[], Arrays], fits: Callable[[ArrayKinds], bool] = lambda _kinds: True
@@ -83,6 +92,13 @@ class TaskBoard:
         """Change nothing on disk."""
         self._folder, self._lock = folder, lock
         self._results = SharedResults(folder / "results")
+
+    @classmethod
+    def of(cls, staging: Staging) -> TaskBoard | None:
+        """That of the processes in a staging folder; None if each process has a folder of its own."""
+        if staging.target.streams:
+            return None
+        return cls(staging.folder / PRODUCTS / "tasks", staging.folder / PARTS / HELPERS)
 
     # ---- the leader
 

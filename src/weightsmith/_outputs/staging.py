@@ -31,7 +31,6 @@ from weightsmith._outputs.journal import Entries, Journal, Notes, is_resumable, 
 from weightsmith._outputs.local import LocalTarget, check_out
 from weightsmith._outputs.locks import (
     ADDRESS,
-    HELPERS,
     JOURNAL,
     PARTS,
     PRODUCTS,
@@ -41,7 +40,6 @@ from weightsmith._outputs.locks import (
     read_journals,
 )
 from weightsmith._outputs.manifest import MANIFEST_NAME, check_file_name, encode_manifest
-from weightsmith._outputs.shared import SharedResults, TaskBoard
 from weightsmith._outputs.weight_files import StagedFiles, StreamedFiles
 from weightsmith.abc.output import Built, FilesGone, Finished, OutputSpec, Progress, Target
 
@@ -54,8 +52,6 @@ BOOKKEEPING_BYTES = 400
 ATTACH_SECONDS = 60
 """How long a process that builds a part waits for another one to prepare the staging folder."""
 _CHECKSUM = re.compile("[0-9a-f]{32}")
-SHARED, TASKS = "shared", "tasks"
-"""Subfolders of `PRODUCTS`: results and tasks of processes that build parts."""
 _PUT = "put "
 """Start of the keys of the notes about weight files that are put."""
 
@@ -463,22 +459,10 @@ class Staging(Closing):
 
     # parts that other processes build
 
-    @property
-    def shared_results(self) -> SharedResults:
-        """Results that the processes in this folder share while they measure products."""
-        return SharedResults(self.folder / PRODUCTS / SHARED)
-
     def look_for_products(self) -> None:
         """Take note of the products that other processes in this folder have finished."""
         with self._kept():
             self._products = read_journals(self.folder, ()).products
-
-    @property
-    def task_board(self) -> TaskBoard | None:
-        """Tasks that the processes in this folder do for each other; None if each process has a folder of its own."""
-        if self.target.streams:
-            return None
-        return TaskBoard(self.folder / PRODUCTS / TASKS, self.folder / PARTS / HELPERS)
 
     @contextmanager
     def only_process(

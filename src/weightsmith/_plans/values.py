@@ -18,7 +18,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
 from weightsmith._base.errors import Finding, legible
-from weightsmith._base.tensors import TensorSpec
+from weightsmith._base.tensors import DType, TensorSpec
 from weightsmith._files.containers import CONTAINERS, PLAIN_NAMES, SAFETENSORS, Layout, Naming
 from weightsmith._plans.codec import OMITTED, encode
 
@@ -222,6 +222,17 @@ class Step:
     stored: tuple[TensorSpec, ...] = field(default=(), metadata=OMITTED)
     weighted: int = field(default=-1, metadata=OMITTED)
     statistics: tuple[StatisticRead, ...] = field(default=(), metadata=OMITTED)
+
+    @classmethod
+    def copy(cls, out: TensorSpec, read: Read, dtype: DType) -> Step:
+        """A copy of a tensor or of a part of it: a cast, if the result has another dtype. dtype: of the tensor."""
+        return cls(out, COPY if out.dtype == dtype else CAST, (read,))
+
+    def cast(self, dtype: DType) -> Step:
+        """The step with a result of this dtype. A copy becomes a cast, if it has another."""
+        if dtype == self.out.dtype:
+            return self
+        return replace(self, op=CAST if self.op == COPY else self.op, out=replace(self.out, dtype=dtype))
 
     @property
     def outs(self) -> tuple[TensorSpec, ...]:

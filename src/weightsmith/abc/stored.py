@@ -15,7 +15,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith._base.errors import Finding
+from weightsmith._base.errors import Finding, Unsupported
+from weightsmith._base.files import show
 from weightsmith._base.tensors import DTYPES, DType, TensorSpec
 from weightsmith._plans import PlanDraft
 from weightsmith.abc.product import Arrays
@@ -176,6 +177,11 @@ class Encoding(ABC):
         return False
 
     @property
+    def looked_up(self) -> bool:
+        """Whether programs look rows up in codes, so that an embedding may be encoded if the user asks for that."""
+        return self.vocabulary
+
+    @property
     def of_blocks(self) -> bool:
         """Whether it is for single files of diffusion models and their text encoders, which have no config.json: the
         matrices of the blocks are encoded, and no two share a scale. `config` is not asked for."""
@@ -210,13 +216,17 @@ class Encoding(ABC):
     def refusal(self, spec: TensorSpec) -> str:
         """Why a tensor cannot be encoded, judged by name, dtype and shape; "" if it can."""
 
-    @abstractmethod
     def outs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
+        """`tensors` of a tensor that can be encoded. Raises Unsupported with the reason of `refusal`."""
+        if why := self.refusal(spec):
+            raise Unsupported(f"tensor {show(spec.name)} cannot be stored as {self.name}: {why}")
+        return self.tensors(spec)
+
+    @abstractmethod
+    def tensors(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
         """The stored tensors. All but the `whole` ones have something for each row, or for each band of `align_rows` rows.
 
-        spec  the tensor, with its dtype without this encoding
-
-        Raises Unsupported with the reason of `refusal`.
+        spec  the tensor, with its dtype without this encoding; `refusal` accepts it
         """
 
     @abstractmethod
@@ -335,12 +345,14 @@ class ModelFiles:
     read     (names) → the contents of those of these files that the output has
     donor    (name) → the contents of a file of the model whose files the output has; None: there is none
     held     takes the names of files whose contents the output has in another form, such as keys of a header
+    tensor   (name) → the bytes of a small tensor of the same model as `donor`; None: there is none
     """
 
     origins: Sequence[ModelOrigin]
     read: Callable[[Sequence[str]], Mapping[str, bytes]]
     donor: Callable[[str], bytes | None]
     held: Callable[[Iterable[str]], None]
+    tensor: Callable[[str], bytes | None] = lambda _name: None
 
 
 @dataclass(frozen=True, slots=True)

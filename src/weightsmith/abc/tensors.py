@@ -184,7 +184,7 @@ class FileKind:
     open      the tensors of its files: (paths, index or None, the model as the user named it, opener of files). Reads only
               headers. Raises FormatError, Unsupported, NotFound, CheckpointError
     joins     its files are those of the processes of a training run, each with parts of tensors
-    owns      whether a file without a suffix is one of its own, judged by its path
+    owns      whether a file is one of its own, judged by its path, whatever its suffix
     """
 
     name: str

@@ -63,12 +63,12 @@ from weightsmith._models.formats.decoded import read_all as read_all
 from weightsmith._models.formats.decoded import reader as reader
 
 # architectures of GGUF files
-from weightsmith._models.formats.gguf.architecture import GgufArchitecture as GgufArchitecture
-from weightsmith._models.formats.gguf.architecture import GgufFamily as GgufFamily
-from weightsmith._models.formats.gguf.architecture import GgufKey as GgufKey
-from weightsmith._models.formats.gguf.values import GgufConfig as GgufConfig
-from weightsmith._models.formats.gguf.values import GgufKeys as GgufKeys
-from weightsmith._models.formats.gguf.values import GgufValues as GgufValues
+from weightsmith._models.formats.gguf.base.architecture import GgufArchitecture as GgufArchitecture
+from weightsmith._models.formats.gguf.base.architecture import GgufFamily as GgufFamily
+from weightsmith._models.formats.gguf.base.architecture import GgufKey as GgufKey
+from weightsmith._models.formats.gguf.base.values import GgufConfig as GgufConfig
+from weightsmith._models.formats.gguf.base.values import GgufKeys as GgufKeys
+from weightsmith._models.formats.gguf.base.values import GgufValues as GgufValues
 from weightsmith._models.formats.matrices import MatrixEncoding as MatrixEncoding
 from weightsmith._models.sources.files import PlainFiles as PlainFiles
 from weightsmith._models.sources.files import SourceFile as SourceFile

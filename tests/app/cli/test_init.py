@@ -95,6 +95,12 @@ def test_what_is_missing_without_a_terminal_is_a_wrong_command_line(cli: Cli, wo
     assert not (work / "recipe.yml").exists()
 
 
+def test_an_adapter_may_be_named_with_its_base(cli: Cli, work: Path) -> None:
+    apart = cli("init", "-", "--goal=bake", "--base=base", "--model=my lora.safetensors").out
+    assert "base+my lora.safetensors" in apart
+    assert cli("init", "-", "--goal=bake", "--model=base+my lora.safetensors").out == apart
+
+
 @pytest.mark.slow
 def test_on_a_terminal_it_asks(work: Path) -> None:
     ours, theirs = pty.openpty()

@@ -246,7 +246,7 @@ def test_ctrl_c_does_not_wait_for_kernels(work: Path) -> None:
         seen = []
         for line in process.stderr:
             seen.append(line)
-            if line == "compiling kernels (first run only)\n":
+            if line == "compiling kernels (first use only)\n":
                 break
         process.send_signal(signal.SIGINT)
         seen += process.stderr
@@ -257,7 +257,7 @@ def test_ctrl_c_does_not_wait_for_kernels(work: Path) -> None:
     again = run_process(*args, env=env, fresh=True)
     assert again.code == 0, again.err
     assert compiled < {*(work / "kernels").rglob("*.nbc")}
-    assert "compiling kernels (first run only)" in again.err
+    assert "compiling kernels (first use only)" in again.err
     warm = run_process("merge", "della.yml", "warm", "--no-fsync", env=env, fresh=True)
     assert "compiling" not in warm.err
     assert (work / "out/model.safetensors").read_bytes() == (work / "warm/model.safetensors").read_bytes()

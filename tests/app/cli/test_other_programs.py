@@ -56,6 +56,7 @@ COMMANDS = {
     "convert-hf-to-gguf a": "weightsmith quantize MODEL OUT --format gguf-bf16",
     "-m a.gguf": "run model.gguf in Ollama or llama.cpp",
     "-hf org/name": "run model.gguf in Ollama or llama.cpp",
+    "merge-pytorch linear.yml out": "Name the weight files as models in a recipe",
     "help slerp": "a merge method: weightsmith methods slerp",
 }
 OPTIONS = {
@@ -78,6 +79,10 @@ OPTIONS = {
     "merge linear.yml out --token hf_x": "HF_TOKEN",
     "merge linear.yml out -t 4": "--threads N",
     "merge linear.yml out --man": "--help-all",
+    "merge linear.yml --out-path out --intermediate-dir tmp": "Write RECIPE and OUT without flags",
+    "merge linear.yml out --intermediate-dir tmp": "intermediate merges of a recipe are computed on the fly",
+    "extract-lora --model a --base-model b --out-path out": "Write FINETUNED, BASE and OUT without flags",
+    "init -o recipe.yml --goal average": "Write FILE without a flag",
     "inspect a -o x.html": "--report FILE.html",
     "run a": "Run the model elsewhere, for weightsmith only makes it: load its folder with transformers or vLLM",
     "run org/name": "run takes a plan and OUT, and org/name is no plan",

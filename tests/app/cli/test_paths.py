@@ -192,6 +192,28 @@ def test_what_may_not_be_written_is_one_error(cli: Cli, here: Path, no_root: Non
         closed.chmod(0o700)
 
 
+@pytest.mark.parametrize(
+    ("path", "here_it_is"),
+    [(r"C:\Users\me\r.yml", "/mnt/c/Users/me/r.yml"), (r".\r.yml", "./r.yml"), ("d:/r.yml", "/mnt/d/r.yml")],
+)
+@pytest.mark.parametrize("command", ["plan", "inspect", "in a recipe"])
+def test_a_windows_path_is_answered_with_its_name_here(cli: Cli, here: Path, path: str, here_it_is: str, command: str) -> None:
+    ran = cli(*(written(ONE)(path) if command == "in a recipe" else (command, path)))
+    assert ran.code == 1
+    assert "this is a Windows path" in ran.err
+    assert f"-> Write {here_it_is}." in ran.err
+
+
+@pytest.mark.parametrize(("out", "held"), [("new/m.GGUF", "model.gguf"), ("m.safetensors", "the weights")])
+def test_the_name_of_a_file_is_no_output(cli: Cli, here: Path, out: str, held: str) -> None:
+    ran = cli("merge", "linear.yml", out)
+    assert ran.code == 3
+    assert f"-> Name a folder, such as {out.rpartition('.')[0]}: " in ran.err
+    assert held in ran.err
+    assert "Nothing was written" in ran.err
+    assert not Path(out).exists()
+
+
 def test_a_tokenizer_that_is_a_link_to_itself_is_one_error(cli: Cli, here: Path) -> None:
     (here / "a" / "tokenizer.json").unlink()
     (here / "a" / "tokenizer.json").symlink_to("tokenizer.json")

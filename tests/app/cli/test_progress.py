@@ -89,6 +89,17 @@ def test_the_speed_is_of_the_last_seconds_and_the_time_left_of_this_run() -> Non
     assert left == pytest.approx(101 * 899 / 101)
 
 
+def test_no_time_left_is_guessed_from_a_thousandth_of_the_work() -> None:
+    clock = Clock()
+    rates = Rates(clock)
+    rates.take(Reading("merging", 0, 3_020_000, 0))
+    clock.now += 11  # of which kernels took ten
+    assert rates.take(Reading("merging", 256, 3_020_000, 512))[1] is None
+    clock.now += 1
+    left = rates.take(Reading("merging", 302_000, 3_020_000, 604_000))[1]
+    assert left == pytest.approx(108)
+
+
 def test_a_log_says_once_what_the_work_waits_for() -> None:
     clock, lines = Clock(), list[str]()
     log = Lines(lines.append, clock)

@@ -268,6 +268,8 @@ def test_what_controls_cannot_show_is_said() -> None:
         assert by_path(slerp + f"parameters: {{t: {value}}}\n")["parameters", "t"].held
     slices = "merge_method: passthrough\nslices: [{sources: [{model: a, layer_range: [0, 2]}]}]\n"
     assert "as text" in draft.read(slices).held
+    slip = draft.read(slerp.replace("slerp", "slurp"))
+    assert (slip.base, slip.models, slip.held) == ("a", ("b",), "There is no method 'slurp'.")
     for broken in (
         "",
         "merge_method: [",

@@ -90,6 +90,21 @@ def test_the_first_screen_leads_to_a_merge(browser: Any, studio: Studio, width: 
         visit.fine()
 
 
+@pytest.mark.parametrize("width", [1440, 390])
+def test_without_models_the_demos_are_the_next_step(browser: Any, tmp_path: Path, width: int) -> None:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "adapters").mkdir()
+    with serving(tmp_path.resolve()) as studio, Visit(browser, studio.address, width) as visit:
+        visit.has("#found", "No models were found")
+        assert not visit.page.locator("#find-first").is_visible()
+        visit.fine()
+        visit.page.click("#example-here")
+        visit.has("#cards", "/demo/german")
+        assert not visit.page.locator("#example-here").is_visible()
+        visit.until("!document.querySelector('#merge').disabled")
+        visit.fine()
+
+
 def test_what_is_missing_is_said_step_by_step(browser: Any, studio: Studio) -> None:
     with Visit(browser, studio.address) as visit:
         page = visit.page
@@ -105,6 +120,10 @@ def test_what_is_missing_is_said_step_by_step(browser: Any, studio: Studio) -> N
         assert broken.locator("button").count() == 0
         visit.write(RECIPE.replace("ties", "tise"))
         visit.has("#why", "The recipe has 1 problem.")
+        assert page.locator("#cards li[data-ref='./models/fr'] [data-act=add]").get_attribute("aria-pressed") == "true"
+        page.click("#tab-tune")
+        page.fill("#tune-text", "some text")
+        visit.has("#tune-fit", "when the recipe is correct")
         page.click("#recipe > summary")
         page.click("#notes button[data-line]")
         assert page.evaluate("document.activeElement.id") == "text"
@@ -135,7 +154,7 @@ def test_limits_are_said_while_typing(browser: Any, studio: Studio) -> None:
         page.click("#tab-tune")
         page.fill("#tune-text", " ".join(f"word{i}" for i in range(30)))
         page.fill("#row-tokens", "64")
-        visit.has("#tune-fit", "of 64 tokens, and 4 are needed")
+        visit.has("#tune-fit", "of up to 64 tokens, and 4 are needed")
         visit.has("#tune-limit", "The text is too short.")
         assert disabled(page, "#tune-now")
         page.click("#tune-fit button")

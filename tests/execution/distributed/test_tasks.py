@@ -23,7 +23,7 @@ from weightsmith._execution import cluster
 from weightsmith._execution import execute as execution
 from weightsmith._execution.cluster import Share, share_out
 from weightsmith._execution.options import RunOptions
-from weightsmith._execution.together import Helper
+from weightsmith._execution.together import Helper, execute_part
 from weightsmith._features.any_recipe import prepare_any
 from weightsmith._outputs.shared import MAX_TASK_BYTES, TaskBoard
 from weightsmith._outputs.staging import Staging
@@ -229,7 +229,7 @@ def test_parts_make_each_product_once(
 
     def part(k: int) -> None:
         with calibrated() as prepared:
-            execution.execute_part(prepared, "shared/out", (k, 3), OPTIONS)
+            execute_part(prepared, "shared/out", (k, 3), OPTIONS)
 
     monkeypatch.setattr(Staging, "keep", keep)
     parts = [threading.Thread(target=part, args=(k,)) for k in (1, 2, 3)]

@@ -187,6 +187,7 @@ BY_POSITION = {
     "train_difference": "the first model is changed",
     "smooth_add": "the first model is changed",
     "similarity_add": "the first model is changed",
+    "splice": "rows are those of one of the two",
     "peft_dare_linear": "its random masks are keyed by position",
     "peft_dare_ties": "its random masks are keyed by position",
     "peft_dare_linear_svd": "its random masks are keyed by position",
@@ -197,9 +198,9 @@ BY_POSITION = {
 REFUSED = {"ramplus"}
 """They look at the whole model before they merge."""
 
-FROM_BASE = {"slerp", "nearswap", "arcee_fusion", "cosine"}
+FROM_BASE = {"slerp", "nearswap", "arcee_fusion", "cosine", "splice"}
 PAIRS = {*FROM_BASE, "nuslerp", "train_difference", "extract_rows", "smooth_add", "similarity_add"}
-"""Methods for two models. Four of them start from the base, which is one of the two."""
+"""Methods for two models. Five of them start from the base, which is one of the two."""
 
 VALUES: dict[str, Any] = {
     "t": 0.3,

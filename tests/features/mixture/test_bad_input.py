@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from tests.mini import write_checkpoint
+from tests.plan_help import prepare_moe
 from weightsmith._base.errors import PlanError
-from weightsmith._features.mixture.build import prepare_moe
 from weightsmith._planning.options import RecipeOptions
 
 CONFIG: dict[str, Any] = {

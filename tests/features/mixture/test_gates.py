@@ -15,13 +15,13 @@ import transformers
 
 import weightsmith
 from tests.activations.test_decoder import save_model
+from tests.plan_help import prepare_moe
 from tests.zoo import SIZES
 from weightsmith._base.errors import PlanError
 from weightsmith._base.installation import install
 from weightsmith._engine.local import DiscardedOutput, run
 from weightsmith._engine.products import find_kind
 from weightsmith._engine.resources import Resources, Workload
-from weightsmith._features.mixture.build import prepare_moe
 from weightsmith._features.mixture.gates import MODES, PromptSample
 from weightsmith._features.mixture.prompt_gates import average, discriminant, last, summed
 from weightsmith._features.mixture.prompts import MAX_BYTES, ExpertTexts, Tokens, paragraphs

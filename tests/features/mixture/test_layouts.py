@@ -14,8 +14,8 @@ import transformers
 from safetensors import safe_open
 
 from tests.moe_help import DENSE, TOKENS, Models, config_of, edit_config, edit_tensors, load, logits, made, recipe
+from tests.plan_help import prepare_moe
 from weightsmith._base.errors import PlanError
-from weightsmith._features.mixture.build import prepare_moe
 from weightsmith._features.mixture.layouts import LAYOUTS
 from weightsmith._features.mixture.layouts.dense_config import DEFAULTS, KNOWN, semantics
 from weightsmith.abc.layout import ExpertLayout

@@ -16,13 +16,13 @@ from tests import moe_zoo
 from tests.cli_help import Cli
 from tests.mini import write_checkpoint
 from tests.moe_zoo import BF16, BLOCK, HIDDEN, MODELS, STORED, E
+from tests.plan_help import prepare_moe
 from tests.sampling import sampled
 from weightsmith._base.errors import PlanError, WeightsmithError
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._engine.reader import Reader
 from weightsmith._engine.results import Results
 from weightsmith._features.mixture import experts as mixture_experts
-from weightsmith._features.mixture.build import prepare_moe
 from weightsmith._features.mixture.experts import NeuronTensor, find_blocks, places_of, read_matched
 from weightsmith._features.mixture.surgery import with_experts
 from weightsmith._models.checkpoint import open_checkpoint

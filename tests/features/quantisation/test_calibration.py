@@ -40,9 +40,9 @@ from weightsmith._base.errors import CannotResume, FormatError, NonFinite, PlanE
 from weightsmith._engine.products import find_kind
 from weightsmith._execution.execute import execute
 from weightsmith._execution.options import RunOptions
+from weightsmith._features.quantisation.base import without_measuring
 from weightsmith._features.quantisation.calibration import layer
 from weightsmith._features.quantisation.calibration.layer import split
-from weightsmith._features.quantisation.calibration.plan import without_measuring
 from weightsmith._features.quantisation.formats import FOLLOW_UP
 from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._models.checkpoint import open_checkpoint

@@ -449,6 +449,7 @@ def test_mixtures_of_experts(style: str, model: Path) -> None:
     [
         ({"architectures": ["GPT2LMHeadModel"]}, {}, {"bits": 4}, "'GPT2LMHeadModel' cannot be stored as EXL3, only LlamaFor"),
         ({"architectures": ["Gemma3ForCausalLM"]}, {}, {"bits": 4}, "'Gemma3ForCausalLM' cannot be stored as EXL3"),
+        ({"architectures": ["GPT2LMHeadModel"]}, {}, {}, "'GPT2LMHeadModel' cannot be stored as EXL3"),
         ({"hidden_act": "gelu"}, {}, {"bits": 4}, "loads LlamaForCausalLM with hidden_act 'silu', not 'gelu'"),
         ({"architectures": None}, {}, {"bits": 4}, "None cannot be stored as EXL3"),
         ({"architectures": [["LlamaForCausalLM"]]}, {}, {"bits": 4}, "['LlamaForCausalLM'] cannot be stored as EXL3"),

@@ -313,6 +313,69 @@ def test_heads_that_cannot_be_quantised_are_refused(tmp_path: Path) -> None:
     assert warned == ["vLLM", "SGLang"]
 
 
+def looked_up(packed: np.ndarray, scales: np.ndarray, bits: int) -> np.ndarray:
+    """All rows of an embedding as vLLM's kernel computes them (`_dequant_gather_kernel` of compressed_tensors_embedding.py)."""
+    columns = np.arange(packed.shape[1] * 32 // bits)
+    words = packed.view(np.uint32)[:, columns * bits // 32]
+    codes = (words >> (columns * bits % 32).astype(np.uint32) & ((1 << bits) - 1)).astype(np.int64) - (1 << (bits - 1))
+    group = len(columns) // scales.shape[1]
+    return (codes * scales.astype(np.float32)[:, columns // group]).astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "bits"), [("w4a16", "w8a16", 8), ("w4a16", "w4a16-g64", 4), ("fp8-dynamic", "w4a16-channel", 4)]
+)
+def test_vllm_and_compressed_tensors_decode_an_embedding_that_is_asked_for(
+    name: str, kind: str, bits: int, tmp_path: Path
+) -> None:
+    pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+    from safetensors.torch import load_file
+
+    source = write_transformer(tmp_path / "m", "Llama", num_hidden_layers=2, tie_word_embeddings=False)
+    quantise(source, tmp_path / "q", name, f"embed_tokens={kind}")
+    groups = QuantizationConfig.model_validate(entry(tmp_path / "q")).config_groups
+    (scheme,) = [group for group in groups.values() if r"re:(.*\.)?embed_tokens$" in group.targets]
+    state, module = load_file(tmp_path / "q" / "model.safetensors"), "model.embed_tokens."
+    parts = {part.removeprefix(module): array for part, array in state.items() if part.startswith(module)}
+    parts["weight_scale"] = parts["weight_scale"].float()  # it multiplies in the dtype of the scales
+    ours = read(tmp_path / "q")["model.embed_tokens.weight"]
+    theirs = BaseCompressor.get_value_from_registry("pack-quantized").decompress(parts, scheme)["weight"]
+    np.testing.assert_array_equal(theirs.numpy(), ours)
+    np.testing.assert_array_equal(looked_up(parts["weight_packed"].numpy(), parts["weight_scale"].numpy(), bits), ours)
+    assert not np.array_equal(read(source)["model.embed_tokens.weight"], ours)
+
+
+def test_embeddings_that_cannot_be_quantised_are_refused(tmp_path: Path) -> None:
+    tied = write_transformer(tmp_path / "tied", "Llama", tie_word_embeddings=True)
+    with pytest.raises(PlanError, match="the head is tied to the embedding"):
+        quantise(tied, tmp_path / "q", "w4a16", "embed_tokens=w8a16")
+    source = write_transformer(tmp_path / "m", "Llama", tie_word_embeddings=False, vocab_size=128, hidden_size=128)
+    with pytest.raises(PlanError, match=r"no program looks up tokens in model.embed_tokens.weight stored as fp8-dynamic"):
+        quantise(source, tmp_path / "q", "fp8-dynamic", "embed_tokens=fp8-dynamic")
+    for engine, title in (("transformers", "transformers"), ("sglang", "SGLang")):
+        with pytest.raises(PlanError, match=f"{title} does not load quantised embeddings"):
+            quantise(source, tmp_path / "q", "fp8-dynamic", "embed_tokens=w8a16", engine=engine)
+    done = quantise(source, tmp_path / "vllm", "fp8-dynamic", "embed_tokens=w8a16", engine="vllm")
+    assert [warning.where for warning in done.warnings if "vLLM loads a quantised embedding" in warning.what] == [
+        "model.embed_tokens.weight"
+    ]
+    done = quantise(source, tmp_path / "all", "w4a16", ".=w8a16")  # of the layers
+    assert not [warning for warning in done.warnings if "embedding" in warning.what]
+
+
+@pytest.mark.slow
+def test_an_embedding_is_not_calibrated(tmp_path: Path) -> None:
+    """Tokens enter it, and no activations."""
+    text = {"calibration": "built-in", "calibration_rows": 2, "calibration_tokens": 32}
+    source = save_model(tmp_path / "m")
+    quantise(source, tmp_path / "rounded", "w4a16", "embed_tokens=w4a16-g64")
+    quantise(source, tmp_path / "q", "w4a16", "embed_tokens=w4a16-g64", **text)
+    name = "model.embed_tokens.weight"
+    np.testing.assert_array_equal(read(tmp_path / "rounded")[name], read(tmp_path / "q")[name])
+
+
 def test_only_a_head_that_is_asked_for_is_warned_of(tmp_path: Path) -> None:
     source = write_transformer(tmp_path / "m", "Llama", tie_word_embeddings=False)
     done = quantise(source, tmp_path / "mlx", "mlx-4bit")
@@ -372,9 +435,13 @@ LINEAR_ATTENTION = {
     [
         (LINEAR_ATTENTION, ["linear_attn.in_proj_qkv", "linear_attn.in_proj_z"]),
         ({f"linear_attn.{part}_proj": (128, 128) for part in "qkvgo"}, [f"linear_attn.{part}_proj" for part in "qkvg"]),
+        (
+            {f"self_attn.{part}_proj": (32 if part == "b" else 128, 128) for part in ("q", "k", "v", "b", "f_a", "o")},
+            [f"self_attn.{part}_proj" for part in ("q", "k", "v", "b", "f_a")],
+        ),
         ({"mlp.c_fc_0": (128, 128), "mlp.c_fc_1": (128, 128), "mlp.c_proj": (128, 128)}, ["mlp.c_fc_0", "mlp.c_fc_1"]),
     ],
-    ids=["Qwen3.5", "OLMo Hybrid", "EXAONE"],
+    ids=["Qwen3.5", "OLMo Hybrid", "Kimi Linear", "EXAONE"],
 )
 def test_weights_that_vllm_joins_share_their_scale(shapes: dict[str, Any], joined: list[str], tmp_path: Path) -> None:
     """vLLM takes the largest global scale of a joined matrix for all of its parts."""

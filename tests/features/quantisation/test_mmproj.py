@@ -16,8 +16,8 @@ from tests.golden import mmproj
 from tests.mtmd import embeddings, needs_mtmd
 from weightsmith._base.errors import PlanError
 from weightsmith._models.formats.gguf.architectures import FAMILIES
+from weightsmith._models.formats.gguf.base.vision import VisionHalf
 from weightsmith._models.formats.gguf.header import read_gguf_header
-from weightsmith._models.formats.gguf.vision import VisionHalf
 from weightsmith._outputs.places import verify
 from weightsmith._planning.planner.reopen import reopen
 from weightsmith._plans import plan_from_json

@@ -23,6 +23,7 @@ from weightsmith._methods.jobs.combination import (
     OuterColumnJob,
     RowJob,
     SharesJob,
+    SplicedJob,
 )
 from weightsmith._methods.jobs.elementwise import ActiveJob, ElementwiseJob, FusionJob, SceJob
 from weightsmith._methods.jobs.matrix import MatrixJob, mean
@@ -83,6 +84,7 @@ JOBS = {
     "ScaledJob": Made(lambda m: ScaledJob(m, ties, "mean", 1.2)),
     "SpectrumJob": Made(lambda m: SpectrumJob(m, ties, "flatten", 0.5)),
     "ColumnsJob": Made(lambda m: ColumnsJob(m, ties, np.linspace(0.4, 1, SHAPE[1]))),
+    "SplicedJob": Made(lambda m: SplicedJob(m, 1, 20, 140, inside=True), inputs=2),
     "OuterColumnJob": Made(
         lambda m: OuterColumnJob(m, lambda grams: grams[:, 0, 0] / np.trace(grams, axis1=1, axis2=2)), inputs=2
     ),

@@ -16,7 +16,9 @@ from weightsmith._base.errors import UnknownName
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._execution.identity import work_identity
 from weightsmith._models.formats import (
+    FORMATS,
     NAMES,
+    OF_FILES,
     Encoding,
     StoredFormat,
     broken,
@@ -32,6 +34,15 @@ from weightsmith.testing import EncodingTests, StoredFormatTests
 WRITTEN = {each.name: each for each in formats() if each.writes}
 EXL2 = ("exl2 4/g128", "exl2 8@0.05/g32+4@0.95/g64", "exl2 5@0.3/g32+4@0.7/g32 unsorted")
 """EXL2's encodings have settings, so that there is no list of them."""
+
+
+def test_formats_are_told_by_files_of_their_own_or_by_tensors() -> None:
+    """Only those that are asked for one of both are imported."""
+    assert tuple(name for name in NAMES if FORMATS.get(name).files) == OF_FILES
+    recognises_nothing = StoredFormat("none", "none").recognises.__code__
+    by_tensors = [name for name in NAMES if FORMATS.get(name).recognises.__code__ != recognises_nothing]
+    assert by_tensors == [name for name in NAMES if name not in OF_FILES]
+    assert not any(FORMATS.get(name).marks for name in OF_FILES)
 
 
 @pytest.mark.parametrize("name", WRITTEN)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -172,3 +173,118 @@ def test_models_of_which_mlx_changes_other_weights_are_refused(model_type: objec
         safetensors.numpy.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         with open_checkpoint(folder) as plain:
             assert plain.specs[CONVOLUTION].shape == (8, 4, 1)
+
+
+def of_mlx(folder: Path, tensors: dict[str, np.ndarray], model_type: str, **config: Any) -> Path:
+    """A model with plain weights that MLX has written."""
+    write_checkpoint(folder, tensors, {"model_type": model_type, "dtype": "float32", **config})
+    safetensors.numpy.save_file(tensors, folder / "model.safetensors", metadata={"format": "mlx"})
+    return folder
+
+
+PATCHES = "vision_tower.embeddings.patch_embedding.weight"
+
+
+@pytest.mark.parametrize(
+    ("name", "of_the_hub", "of_mlx_vlm"),
+    [
+        (PATCHES, (8, 3, 14, 14), (8, 14, 14, 3)),
+        ("visual.patch_embed.proj.weight", (8, 3, 2, 14, 14), (8, 2, 14, 14, 3)),
+        ("vision_tower.blocks.0.conv_pw.weight", (8, 16, 1, 1), (8, 1, 1, 16)),
+        ("audio_tower.conv1.weight", (8, 80, 3), (8, 3, 80)),
+    ],
+)
+@pytest.mark.parametrize("quantised", [True, False])
+def test_kernels_with_their_inputs_last_are_refused(
+    name: str, of_the_hub: tuple[int, ...], of_mlx_vlm: tuple[int, ...], quantised: bool, tmp_path: Path
+) -> None:
+    """mlx-vlm moves an axis of them, and renames modules, so that transformers could not load the result."""
+    case = model(four(Q), own={}, model_type="gemma3")
+    tensors = case.tensors if quantised else {f"{Q}.weight": np.ones((4, 4), np.float32)}
+    kernel = np.zeros(of_mlx_vlm, np.float32)
+    folder = of_mlx(tmp_path / "mlx", {**tensors, name: kernel}, **{**case.config, "model_type": "gemma3"})
+    if not quantised:
+        (folder / "config.json").write_text('{"model_type": "gemma3"}')
+    with pytest.raises(Unsupported, match=f"MLX has stored '{name}' as .*, with its inputs last"):
+        open_checkpoint(folder)
+    kernel = np.zeros(of_the_hub, np.float32)
+    safetensors.numpy.save_file({**tensors, name: kernel}, folder / "model.safetensors", metadata={"format": "mlx"})
+    with open_checkpoint(folder) as checkpoint:
+        assert checkpoint.specs[name].shape == of_the_hub
+
+
+def test_weights_of_gpt2_are_refused(tmp_path: Path) -> None:
+    """mlx-lm stores them [outputs, inputs], and transformers has them the other way round."""
+    folder = of_mlx(tmp_path / "mlx", {"h.0.attn.c_proj.weight": np.zeros((4, 4), np.float32)}, "gpt2")
+    with pytest.raises(Unsupported, match=re.escape("MLX weights of model_type 'gpt2' are not read")):
+        open_checkpoint(folder)
+
+
+EXPERTS = np.arange(3 * 4 * 2, dtype=np.float32).reshape(3, 4, 2)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "count", "stack", "single"),
+    [
+        ("qwen3_moe", "num_experts", "model.layers.0.mlp.switch_mlp.up_proj", "model.layers.0.mlp.experts.{}.up_proj"),
+        (
+            "mixtral",
+            "num_local_experts",
+            "model.layers.0.block_sparse_moe.switch_mlp.gate_proj",
+            "model.layers.0.block_sparse_moe.experts.{}.w1",
+        ),
+    ],
+)
+def test_plain_experts_that_mlx_has_stacked_are_apart(
+    model_type: str, count: str, stack: str, single: str, tmp_path: Path
+) -> None:
+    tensors = {f"{stack}.weight": EXPERTS, "model.norm.weight": EXPERTS[0, 0]}
+    with open_checkpoint(of_mlx(tmp_path / "mlx", tensors, model_type, **{count: 3})) as checkpoint:
+        assert sorted(checkpoint.specs) == [*(f"{single.format(expert)}.weight" for expert in range(3)), "model.norm.weight"]
+        for expert in range(3):
+            np.testing.assert_array_equal(checkpoint[f"{single.format(expert)}.weight"], EXPERTS[expert])
+
+
+@pytest.mark.parametrize(
+    ("model_type", "stack"),
+    [("step3p5", "mlp.switch_mlp"), ("gemma4", "experts.switch_glu"), ("qwen3_moe", "experts.switch_glu")],
+)
+def test_plain_stacks_of_other_models_are_refused(model_type: str, stack: str, tmp_path: Path) -> None:
+    """mlx-lm adds 1 to the norms of Step 3.5 as it stacks the experts."""
+    tensors = {f"model.layers.0.{stack}.up_proj.weight": EXPERTS}
+    folder = of_mlx(tmp_path / "mlx", tensors, model_type, num_experts=3)
+    with pytest.raises(Unsupported, match=f"are not read for model_type '{model_type}'"):
+        open_checkpoint(folder)
+
+
+def test_plain_stacks_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    stack = "model.layers.0.mlp.switch_mlp.up_proj.weight"
+    folder = of_mlx(tmp_path / "a", {stack: EXPERTS}, "qwen3_moe", num_experts=4)
+    with pytest.raises(FormatError, match=re.escape("is [3, 4, 2], and config.json says [4] experts")):
+        open_checkpoint(folder)
+    twice = {stack: EXPERTS, "model.layers.0.mlp.experts.1.up_proj.weight": EXPERTS[1]}
+    folder = of_mlx(tmp_path / "b", twice, "qwen3_moe", num_experts=3)
+    with pytest.raises(FormatError, match="is stored twice: by itself, and in"):
+        open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("quantised", [True, False])
+def test_modules_that_mlx_renames_have_the_names_of_the_hub(quantised: bool, tmp_path: Path) -> None:
+    """transformers would leave the whole language model of Gemma 4 at random numbers."""
+    q = "layers.0.self_attn.q_proj"
+    case = model(four(f"language_model.model.{q}"), own={})
+    text = case.tensors if quantised else case.plain
+    others = {"language_model.model.norm.weight": "model.language_model.norm.weight", "embed_vision.w": "model.embed_vision.w"}
+    tensors = {**text, **dict.fromkeys(others, np.ones(4, np.float32))}
+    folder = of_mlx(tmp_path / "mlx", tensors, "gemma4")
+    config = {**case.config, "model_type": "gemma4"} if quantised else {"model_type": "gemma4"}
+    (folder / "config.json").write_text(json.dumps(config))
+    with open_checkpoint(folder) as checkpoint:
+        assert sorted(checkpoint.specs) == sorted([f"model.language_model.{q}.weight", *others.values()])
+        plain = case.plain[f"language_model.model.{q}.weight"]
+        np.testing.assert_array_equal(checkpoint[f"model.language_model.{q}.weight"], plain)
+    as_on_the_hub = {f"model.{name}": array for name, array in tensors.items() if name in others}
+    safetensors.numpy.save_file(as_on_the_hub, folder / "model.safetensors", metadata={"format": "mlx"})
+    (folder / "config.json").write_text('{"model_type": "gemma4"}')
+    with open_checkpoint(folder) as checkpoint:
+        assert sorted(checkpoint.specs) == sorted(as_on_the_hub)

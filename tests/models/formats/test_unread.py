@@ -48,6 +48,7 @@ def test_scales_of_any_float_count(dtype: str) -> None:
     "tensors",
     [
         {"weight": ("F8_E4M3", (8, 8)), "scale": ("F32", ())},
+        {f"{X}.weight": ("F8_E4M3FNUZ", (8, 8)), f"{X}.weight_scale": ("F32", ())},
         {f"{X}._weight_qdata": ("F8_E4M3", (8, 8)), f"{X}._weight_scale": ("F32", (8, 1))},
         {f"{X}._weight_qdata": ("I8", (8, 8)), f"{X}._weight_scale": ("BF16", (8, 1))},
         {"mlp.experts.gate_up_proj": ("F8_E4M3", (4, 8, 8)), "mlp.experts.gate_up_proj_scale": ("F32", (4, 1, 8))},

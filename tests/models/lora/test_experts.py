@@ -103,6 +103,33 @@ def test_factors_of_experts_that_are_apart_are_applied_to_fused_ones(names: tupl
         np.testing.assert_allclose(apart({n: found[n] for n in tensors}, names)[name], want, rtol=1e-6, atol=1e-6)
 
 
+def listed(experts: int = E) -> dict[str, np.ndarray]:
+    """Factors of all experts of a gpt-oss, which Unsloth has in lists."""
+    places = [("gate_up_projs", 2 * W, H), ("down_projs", H, W)]
+    modules = [(f"{MLP}.experts.{name}.{e}", *shape) for e in range(experts) for name, *shape in places]
+    return {k: v for module, *shape in modules for k, v in factors(module, *shape, R).items()}
+
+
+def test_factors_of_experts_that_unsloth_has_in_lists(tmp_path: Path) -> None:
+    rng = np.random.default_rng(4)
+    shapes = {f"{MLP}.experts.gate_up_proj": (E, H, 2 * W), f"{MLP}.experts.down_proj": (E, W, H)}
+    tensors = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    model = write_checkpoint(tmp_path / "base", tensors, {"model_type": "gpt_oss"})
+    own = listed()
+    found = baked(model, adapter(tmp_path / "a", own, r=R), tmp_path / "out")
+    for name, before in tensors.items():
+        for e in range(E):
+            module = f"{P}{name}s.{e}"
+            update = 4.0 * own[f"{module}.lora_B.weight"].astype(np.float64) @ own[f"{module}.lora_A.weight"]
+            np.testing.assert_allclose(found[name][e], before[e] + update.T, rtol=1e-5, atol=1e-5)
+    problem = str(refusal(model, adapter(tmp_path / "b", listed(E + 1), r=R)))
+    assert (
+        f"{E} of [{W}, {H}] in {MLP}.experts.down_proj of the base, and the adapter is for expert {E} of [{W}, {H}]" in problem
+    )
+    other = write_checkpoint(tmp_path / "other", tensors, {"model_type": "qwen3_moe"})
+    assert f"{MLP}.experts.down_projs.0.weight: the base has no such tensor" in str(refusal(other, tmp_path / "a"))
+
+
 def test_any_run_of_bytes_of_experts_is_that_run_of_the_whole(tmp_path: Path) -> None:
     tensors = fused()
     model = write_checkpoint(tmp_path / "base", {n: a.astype(BF16) for n, a in tensors.items()}, CONFIG)

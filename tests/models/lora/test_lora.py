@@ -657,6 +657,15 @@ def test_factors_of_mlx_without_their_config_are_refused_by_name(tmp_path: Path)
     assert "LoRA of MLX" in str(refusal(base(tmp_path / "base"), tmp_path / "adapters.safetensors"))
 
 
+def test_the_folder_of_a_training_run_names_its_checkpoints(tmp_path: Path) -> None:
+    model = base(tmp_path / "base")
+    for step in (100, 200):
+        adapter(tmp_path / "run" / f"checkpoint-{step}")
+    message = str(refusal(model, tmp_path / "run"))
+    assert "subfolders with an adapter: checkpoint-100, checkpoint-200" in message
+    assert f"-> Name one of them, such as {tmp_path / 'run'}/checkpoint-200." in message
+
+
 def test_files_that_are_missing_or_damaged(tmp_path: Path) -> None:
     model, lora = base(tmp_path / "base"), adapter(tmp_path / "a")
     (lora / "adapter_config.json").write_text("{")

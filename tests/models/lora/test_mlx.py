@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -260,6 +261,20 @@ def test_mlx_lm_computes_what_a_converted_adapter_says(tmp_path: Path) -> None:
             np.testing.assert_allclose(found[key], array, rtol=3e-6, atol=3e-6, err_msg=f"{name}: {key}")
 
 
+def test_experts_of_several_scales_keep_their_numbers_in_16_bits(tmp_path: Path) -> None:
+    """Factors of one that is scaled become float32, and so do those of the others: all are one tensor."""
+    folder = tiny(tmp_path / "base", experts=True)
+    ranks = {f"{L}.1.mlp.experts.{e}.up_proj": rank for e, rank in enumerate((2, 4, 4))}
+    lora = peft(tmp_path / "peft", ranks, folder)
+    file = lora / "adapter_model.safetensors"
+    halves = {name: array.astype(ml_dtypes.bfloat16) for name, array in load_file(file).items()}
+    save_file(halves, file)
+    weightsmith.convert_lora(lora, tmp_path / "mlx", layout="mlx", base=folder, progress=False)
+    expected, found = (baked(folder, a, tmp_path / f"{a.name} applied", dtype="float32") for a in (lora, tmp_path / "mlx"))
+    for name, array in expected.items():
+        np.testing.assert_allclose(found[name], array, rtol=2e-6, atol=1e-6, err_msg=name)
+
+
 def test_what_an_adapter_of_mlx_cannot_hold_is_refused(tmp_path: Path) -> None:
     tied, plain = tiny(tmp_path / "tied", tie=True), tiny(tmp_path / "plain")
     q, some = f"{L}.0.self_attn.q_proj", {f"{L}.1.mlp.experts.{e}.up_proj": 4 for e in (0, 2)}
@@ -332,6 +347,24 @@ def test_modules_that_mlx_renames_get_its_names_and_are_read_by_them(tmp_path: P
         for module in ranks:
             key = f"{module}.weight"
             np.testing.assert_allclose(fused[key], expected[name][key], rtol=3e-6, atol=3e-6, err_msg=f"{name}: {key}")
+
+
+@pytest.mark.skipif(not PYTHON, reason="needs MLX")
+def test_decoders_of_vision_models_get_the_names_of_mlx(tmp_path: Path) -> None:
+    folder = save("gemma3-vl", tmp_path / "base", 1, dtype="float32")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"vocab_size": config["text_config"]["vocab_size"]}  # where mlx-lm looks for it
+    (folder / "config.json").write_text(json.dumps(config))
+    module, there = (f"{home}.layers.0.mlp.down_proj" for home in ("model.language_model", "language_model.model"))
+    rows, cols = load_file(folder / "model.safetensors")[f"{there}.weight"].shape
+    tensors = {f"{P}{module}.lora_A.weight": normal(4, cols), f"{P}{module}.lora_B.weight": normal(rows, 4)}
+    lora = adapter(tmp_path / "peft", tensors, lora_alpha=4, base_model_name_or_path=str(folder))
+    weightsmith.convert_lora(lora, tmp_path / "mlx", layout="mlx", progress=False)
+    assert set(load_file(tmp_path / "mlx" / "adapters.safetensors")) == {f"{there}.lora_a", f"{there}.lora_b"}
+    expected = baked(folder, lora, tmp_path / "expected")
+    run_mlx([{"base": str(folder), "out": str(tmp_path / "mlx")}], tmp_path)
+    fused = load_file(tmp_path / "mlx" / "fused.safetensors")
+    np.testing.assert_allclose(fused[f"{there}.weight"], expected[f"{there}.weight"], rtol=3e-6, atol=3e-6)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -234,7 +235,8 @@ def test_embedding_and_head_of_a_prediction_layer_are_tensors_of_their_own(tied:
         assert {name: sources(p)[name] for name in own} == {name: [(k, name)] for name in own}, "as they are"
         assert len(sources(p)["model.embed_tokens.weight"]) == 2
         assert not p.config or p.config.get("tie_word_embeddings") == tied
-    c = plan_help.model(tmp_path / "c", seed=2, more={**own, "model.layers.2.eh_proj.weight": (4, 8)}, settings=settings)
+    more = {**own, "model.layers.2.eh_proj.weight": (4, 8)}
+    c = plan_help.model(tmp_path / "c", seed=2, more=more, settings=settings, head=not tied)
     merged = sources(plan(linear(a, c)))
     assert merged["model.layers.2.shared_head.head.weight"] == [(k, "model.layers.2.shared_head.head.weight") for k in (0, 1)]
 
@@ -269,6 +271,36 @@ def test_an_old_vision_language_file_matches_a_new_one(tmp_path: Path) -> None:
         assert warnings(p) == []
 
 
+RELEASES = {
+    "hub": ("language_model.model.", "language_model.lm_head.", "vision_tower.", "multi_modal"),
+    "new": ("model.language_model.", "lm_head.", "model.vision_tower.", "model.multi_modal"),
+    "5.10": ("language_model.model.model.", "language_model.lm_head.", "vision_tower.", "multi_modal"),
+    "5.10, moved": ("model.language_model.model.", "lm_head.", "model.vision_tower.", "model.multi_modal"),
+}
+"""How names of composed models begin, by who saved them: transformers 5.10 to 5.23 doubled a module of audio models."""
+
+
+def saved_by(release: str, folder: Path, seed: int) -> str:
+    begins = dict(
+        zip(("model.language_model.", "lm_head.", "model.vision_tower.", "model.multi_modal"), RELEASES[release], strict=True)
+    )
+    tensors = decoder(seed=seed, prefix="model.language_model.", more=TOWER | PROJECTOR)
+    named = {
+        theirs + n.removeprefix(ours): t for n, t in tensors.items() for ours, theirs in begins.items() if n.startswith(ours)
+    }
+    assert len(named) == len(tensors)
+    return str(write_checkpoint(folder, named, {"text_config": config(), "vision_config": {"num_hidden_layers": 2}}))
+
+
+@pytest.mark.parametrize(("first", "second"), [*itertools.permutations(RELEASES, 2)])
+def test_a_composed_model_matches_itself_whatever_release_saved_it(first: str, second: str, tmp_path: Path) -> None:
+    models = saved_by(first, tmp_path / "a", 0), saved_by(second, tmp_path / "b", 1)
+    p = plan(linear(*models))
+    assert all(len(s.inputs) == 2 for s in p.steps)
+    assert p.dropped == ()
+    assert warnings(p) == []
+
+
 def test_models_with_nothing_in_common_are_refused(tmp_path: Path) -> None:
     a = plan_help.model(tmp_path / "a")
     bert = {f"encoder.layer.{i}.attention.query.weight": decoder()["lm_head.weight"] for i in range(2)}
@@ -279,6 +311,30 @@ def test_models_with_nothing_in_common_are_refused(tmp_path: Path) -> None:
         f"  {a}: model.layers.0.input_layernorm.weight\n  {b}: encoder.layer.0.attention.query.weight\n"
         "  -> Merge models of one architecture."
     )
+
+
+def test_layers_of_other_names_are_refused_although_embeddings_match(tmp_path: Path) -> None:
+    """transformers has other names while it trains a ViT than on the Hub: both stacks would be copied side by side."""
+    hub = {n.replace("model.layers.", "encoder.layer."): t for n, t in decoder().items()}
+    a = str(write_checkpoint(tmp_path / "a", hub, config()))
+    b = plan_help.model(tmp_path / "b", seed=1)
+    for first, second in ((a, b), (b, a)):
+        problem = str(only(linear(first, second)))
+        assert problem.startswith("models: the layers of the models have different names, so that none of them would be merged")
+        assert f"  {a}: encoder.layer.0.input_layernorm.weight\n" in problem
+        assert f"  {b}: model.layers.0.input_layernorm.weight\n" in problem
+
+
+def test_a_head_that_another_release_calls_otherwise_is_merged(tmp_path: Path) -> None:
+    """GPT-NeoX has `embed_out.weight` on the Hub, and `lm_head.weight` in checkpoints of training runs."""
+    hub = {n.replace("lm_head", "embed_out"): t for n, t in decoder().items()}
+    a = str(write_checkpoint(tmp_path / "a", hub, config()))
+    b = plan_help.model(tmp_path / "b", seed=1)
+    assert sources(plan(linear(a, b)))["embed_out.weight"] == [(0, "embed_out.weight"), (1, "lm_head.weight")]
+    p = plan(linear(b, a))
+    assert sources(p)["lm_head.weight"] == [(0, "lm_head.weight"), (1, "embed_out.weight")]
+    assert p.dropped == ()
+    assert warnings(p) == []
 
 
 def test_a_tensor_that_would_be_lost_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import weightsmith
 from tests.cli_help import Cli
 from tests.plan_help import model, prepare
 from weightsmith._base.errors import FormatError, PlanError, WeightsmithError
-from weightsmith._features.quantisation.calibration.plan import without_measuring
+from weightsmith._features.quantisation.base import without_measuring
 from weightsmith._methods import all_methods
 from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner.inputs import number_models

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,12 @@ def pair(*models: str, method: str = "linear", **more: Any) -> dict[str, Any]:
     return {"merge_method": method, "models": [{"model": m} for m in models], "parameters": {"weight": 1}, **more}
 
 
-def tied(folder: Path, *, stores: bool = False, flag: bool | None = True, **more: Any) -> str:
+def tied(folder: Path, *, stores: bool = False, copied: bool = False, flag: bool | None = True, **more: Any) -> str:
     settings = {**config(), **TIED}
     if flag is None:
         del settings["tie_word_embeddings"]
-    write_checkpoint(folder, decoder(head=stores, **more), settings)
+    tensors = decoder(head=stores or copied, **more)
+    write_checkpoint(folder, {**tensors, **({HEAD: tensors[EMBED]} if copied else {})}, settings)
     return str(folder)
 
 
@@ -70,13 +72,26 @@ def test_a_tied_head_of_t5_is_not_the_head_of_an_untied_model(tmp_path: Path, fi
 
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_copy_that_one_of_the_tied_models_stores_is_left_out(tmp_path: Path, which: int) -> None:
-    a, b = (tied(tmp_path / n, stores=i == which, seed=i) for i, n in enumerate("ab"))
+    a, b = (tied(tmp_path / n, copied=i == which, seed=i) for i, n in enumerate("ab"))
     p = plan(pair(a, b))
     assert HEAD not in sources(p)
     assert [(d.model, d.tensor) for d in p.dropped] == [(which, HEAD)]
     assert p.config is not None
     assert p.config["tie_word_embeddings"] is True
     assert "tied tensors are written once" in warnings(p)[0]
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_head_that_is_no_copy_of_the_embedding_is_not_left_out(tmp_path: Path, which: int) -> None:
+    """PEFT merges adapters of both into a tied model, and leaves config.json as it was."""
+    models = [tied(tmp_path / n, stores=i == which, seed=i) for i, n in enumerate("ab")]
+    (error,) = problems(pair(*models))
+    assert str(error).startswith(f"{models[which]}: its head {HEAD} is stored and differs from {EMBED}")
+    (tmp_path / "ab"[which] / "config.json").write_text(json.dumps({**config(), **UNTIED}))
+    p = plan(pair(*models))
+    assert sources(p)[HEAD] == [(i, HEAD if i == which else EMBED) for i in range(2)]
+    assert p.config is not None
+    assert p.config["tie_word_embeddings"] is False
 
 
 def test_copies_that_all_tied_models_store_are_merged(tmp_path: Path) -> None:

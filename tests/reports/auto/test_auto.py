@@ -471,7 +471,7 @@ def test_bad_input_is_refused_before_anything_is_written(work: Path) -> None:
             auto(f"scored{k}")
         assert scores.read_text() == text
     Path("merged").mkdir()
-    with pytest.raises(OutputExists, match="the output exists"):
+    with pytest.raises(OutputExists, match=r"(?s)the output exists.*as the last argument"):
         auto()
     assert not Path("merged.auto").exists()
     Path("taken.auto").write_text("mine")
@@ -491,6 +491,15 @@ def test_each_fine_tune_has_a_name_of_its_own() -> None:
     assert module._names(module.Models("m", ("org/fr@main", "base+./adapters/de"))) == ("fr", "de")
     assert module._names(module.Models("m", ("m+fr", "./c++/de"))) == ("fr", "de")
     assert module._names(module.Models("m", (".", "x")))[0] == Path.cwd().name
+
+
+def test_a_text_is_given_by_any_name_of_its_fine_tune() -> None:
+    """Folders of training runs have names such as lr=1e-5."""
+    models = module.Models("m", ("runs/lr=1e-5", "m+adapters/de"))
+    names = module._names(models)
+    for fr, de in (("lr=1e-5", "de"), ("runs/lr=1e-5", "adapters/de"), ("lr=1e-5", "m+adapters/de")):
+        settings = module.AutoSettings(text=(f"{fr}=fr.txt", f"{de}=a=b.txt"))
+        assert module._texts_of(settings, models, names) == {"lr=1e-5": "fr.txt", "de": "a=b.txt"}
 
 
 @pytest.mark.slow
@@ -573,6 +582,35 @@ def test_the_command_shows_the_candidates_and_the_choice(work: Path, cli: Cli) -
     data = json.loads(cli("auto", "base", *FINE_TUNES, "other", *texts, "--json").out)
     assert data["choice"]["name"] in page
     assert data["with_texts"] is True
+    assert _keys(data) == RESULT_KEYS
+    documented = Path(__file__).parents[3].joinpath("docs/auto.md").read_text().partition("## As JSON")[2].partition("\n## ")[0]
+    plan = json.loads(cli("auto", "base", *FINE_TUNES, "third", *texts, "--plan", "--json").out)
+    assert _keys(plan) == PLAN_KEYS
+    for key in " ".join([*RESULT_KEYS, *PLAN_KEYS]).replace(".", " ").split():
+        assert f"`{key}`" in documented, key
+
+
+RESULT_KEYS = {
+    *("out", "work", "recipe", "choice.name", "choice.why", "with_texts", "rows", "failed", "stopped", "reading", "seconds"),
+    *(f"candidates.{key}" for key in ("name", "strength", "nats", "divergence")),
+    *(f"candidates.{change}.{key}" for change in ("nats_change", "divergence_change") for key in ("value", "error")),
+    *(f"fine_tunes.{key}" for key in ("name", "text", "change.value", "change.error", "distance")),
+}
+"""What `--json` prints. Programs read these: none may be renamed or removed."""
+
+PLAN_KEYS = {
+    *("out", "candidates", "processor_seconds", "threads", "memory_bytes", "disk_bytes", "needed_bytes", "free_bytes"),
+    *("download_bytes", "stages.name", "stages.what", "stages.processor_seconds"),
+}
+
+
+def _keys(value: Any) -> set[str]:
+    """The keys of JSON values, with those above them. Elements of a list share them, and the last one's are taken."""
+    if isinstance(value, list):
+        return _keys(value[-1]) if value else set()
+    if not isinstance(value, dict) or not value:
+        return set()
+    return {".".join(filter(None, (key, below))) for key, item in value.items() for below in _keys(item) or {""}}
 
 
 def test_an_adapter_in_the_home_folder_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

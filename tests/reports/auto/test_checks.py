@@ -12,7 +12,7 @@ import pytest
 
 import weightsmith
 from tests.reports.auto.test_auto import FINE_TUNES, made, work
-from weightsmith._base.errors import ParameterError, PlanError
+from weightsmith._base.errors import ParameterError, PlanError, StoreError
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._reports.auto import auto as module
 
@@ -30,13 +30,13 @@ def nothing_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "Pool", fail)
 
 
-def refused(fine_tunes: tuple[str, ...], base: str = "base", text: dict[str, str] | None = None) -> str:
+def refused(fine_tunes: tuple[str, ...], base: str = "base", text: dict[str, str] | None = None, **options: Any) -> str:
     """The message, the same by `auto` and by `plan_auto`. Nothing is written."""
     before = sorted(path.name for path in Path().iterdir())
     messages = set()
     for call in (weightsmith.auto, weightsmith.plan_auto):
-        with pytest.raises((PlanError, ParameterError)) as error:
-            call(base, fine_tunes, "merged", text=text)
+        with pytest.raises((PlanError, ParameterError, StoreError)) as error:
+            call(base, fine_tunes, "merged", text=text, **options)
         messages.add(str(error.value))
     assert sorted(path.name for path in Path().iterdir()) == before
     [message] = messages
@@ -93,6 +93,13 @@ def test_another_tokenizer_is_found_before_a_model_writes(work: Path, text: dict
     message = refused(("fr", "other"), text=text)
     assert "other: its tokenizer cuts a text into other tokens than that of the other models" in message
     assert "transplant-tokenizer" in message
+
+
+def test_an_output_that_is_a_fine_tune_is_refused(work: Path) -> None:
+    """Weightsmith made it, so it could be replaced."""
+    weightsmith.merge({"merge_method": "passthrough", "models": [{"model": "fr"}]}, "merged", progress=False)
+    assert "the output folder is the input merged" in refused(("merged", "de"), overwrite=True)
+    assert Path("merged/model.safetensors").is_file()
 
 
 def test_settings_that_change_predictions_are_named_with_both_values(work: Path) -> None:

@@ -10,7 +10,7 @@ import typer
 import weightsmith
 from weightsmith._app.cli import options
 from weightsmith._app.cli.merge import show_plan
-from weightsmith._app.cli.work import show_warnings, working
+from weightsmith._app.cli.work import CommandWork, show_warnings, working
 from weightsmith._base.text import count, result, say, show_json, show_table
 from weightsmith._execution.options import RunOptions
 from weightsmith._features.adapters.options import ConvertSettings, ExtractSettings
@@ -50,11 +50,8 @@ def extract_lora(
     options.check_out(out, plan=plan_only)
     with working("reading the models' headers", out=out, quiet=quiet, as_json=as_json) as work:
         if plan_only:
-            from weightsmith._features.adapters.extract import prepare_extraction
-
-            with prepare_extraction(finetuned, base, settings) as prepared:
-                show_warnings(prepared.plan, prepared.source)
-                _show_plan(prepared.plan, as_json=as_json)
+            told = options.keywords("extract_lora", settings)
+            _present(weightsmith.plan_extract_lora(finetuned, base, **told), _show_factors, work)
             return
 
         def show(merged: Merged) -> None:
@@ -67,10 +64,16 @@ def extract_lora(
         work.make(weightsmith.extract_lora, finetuned, base, records=(settings, running), details=show)
 
 
-def _show_plan(plan: Plan, *, as_json: bool) -> None:
-    if as_json:
+def _present(plan: Plan, show: Callable[[Plan], None], work: CommandWork) -> None:
+    """Show a plan, as JSON or in words."""
+    show_warnings(plan, ("", ""))
+    if work.as_json:
         show_json(plan.to_json(), exact=True)
-        return
+    else:
+        show(plan)
+
+
+def _show_factors(plan: Plan) -> None:
     from weightsmith._features.adapters.factors import FactorWork
 
     rows, parameters = [], 0
@@ -109,19 +112,12 @@ def convert_lora(
     options.check_out(out, plan=plan_only)
     with working("reading the adapter's header", out=out, quiet=quiet, as_json=as_json) as work:
         if plan_only:
-            from weightsmith._features.adapters.convert import prepare_conversion
-
-            with prepare_conversion(adapter, settings) as prepared:
-                show_warnings(prepared.plan, prepared.source)
-                _show_tensors(prepared.plan, as_json=as_json)
+            _present(weightsmith.plan_convert_lora(adapter, **options.keywords("convert_lora", settings)), _show_tensors, work)
             return
         work.make(weightsmith.convert_lora, adapter, records=(settings, running))
 
 
-def _show_tensors(plan: Plan, *, as_json: bool) -> None:
-    if as_json:
-        show_json(plan.to_json(), exact=True)
-        return
+def _show_tensors(plan: Plan) -> None:
     stored = [spec for step in plan.steps for spec in step.stored]
     rows = [(spec.name, " x ".join(map(str, spec.shape)), spec.dtype.name) for spec in stored]
     show_table(("tensor", "shape", "dtype"), rows)
@@ -244,11 +240,8 @@ def transplant_tokenizer(
     options.check_out(out, plan=plan_only)
     with working("reading the models' headers and tokenizers", out=out, quiet=quiet, as_json=as_json) as work:
         if plan_only:
-            from weightsmith._features.transplant.plan import prepare_transplant
-
-            with prepare_transplant(model, donor, settings) as prepared:
-                show_warnings(prepared.plan, prepared.source)
-                _show_rows(prepared.plan, as_json=as_json)
+            told = options.keywords("transplant_tokenizer", settings)
+            _present(weightsmith.plan_transplant_tokenizer(model, donor, **told), _show_rows, work)
             return
         merged = work.make(weightsmith.transplant_tokenizer, model, donor, records=(settings, running))
         if merged is not None and work.shows:
@@ -262,10 +255,7 @@ def transplant_tokenizer(
                     show_table(head, rows, right={1, 3})
 
 
-def _show_rows(plan: Plan, *, as_json: bool) -> None:
-    if as_json:
-        show_json(plan.to_json(), exact=True)
-        return
+def _show_rows(plan: Plan) -> None:
     vocabulary = plan.vocabulary or {}
     show_table(("tokens", ""), [(how, f"{n:,}") for how, n in vocabulary.get("sources", {}).items()], right={1})
     result(f"{vocabulary.get('rows', 0):,} rows; the model has {vocabulary.get('rows_before', 0):,}")

@@ -159,24 +159,16 @@ def misuse(error: Any) -> Finding:
         if named.startswith("--format "):
             fix = "add it, such as --format gguf-q4_k_m; weightsmith quantize --list lists all"
     elif options in PLACED:
-        what, fix = f"no such option: {options}", "write models and OUT without flags, in the order of the usage"
+        *first, last = (_argument(taken) for taken in context.command.params if taken.param_type_name == "argument")
+        words = " and ".join(filter(None, [", ".join(first), last]))
+        what, fix = f"no such option: {options}", f"write {words} without flags, as in the usage"
     elif options and hasattr(error, "possibilities"):
         known = [flag for taken in context.command.params for flag in (*taken.opts, *taken.secondary_opts)]
-        arguments = {taken.name: taken for taken in context.command.params if taken.param_type_name == "argument"}
-        run = (
-            other_programs.COMMANDS["chat"]
-            if context.parent is None and other_programs.RUN_FLAGS & {options, *sys.argv[1:2]}
-            else ""
-        )
-        what = f"no such option: {options}{nearest(options, [flag for flag in known if flag not in arguments])}"
-        if (
-            answer := run
-            or _models_for_recipe(context)
-            or other_programs.for_option(options, known, [*map(_argument, arguments.values())])
-        ):
-            what, fix = f"no such option: {options}", answer
-        elif (argument := arguments.get(options.lstrip("-").replace("-", "_"))) is not None:
-            what, fix = f"no such option: {options}", f"write {_argument(argument)} without a flag, as in the usage"
+        what = f"no such option: {options}"
+        if answer := _instead_of(options, context, known):
+            fix = answer
+        else:
+            what += nearest(options, [flag for flag in known if flag.startswith("-")])
     elif (match := re.fullmatch(r"No such command '(.*?)'.*", what)) is not None:
         what = f"no such command: {match[1]}{nearest(match[1], context.command.commands)}"
         if same := COMMANDS_OF_MERGEKIT.get(match[1]):
@@ -194,6 +186,17 @@ def misuse(error: Any) -> Finding:
     if context is not None and hasattr(context.command, "usage_line"):
         details = (context.command.usage_line(name),)
     return Finding(what, details=details, fix=fix)
+
+
+def _instead_of(flag: str, context: Any, known: Sequence[str]) -> str:
+    """What to write instead of an option that the command does not have; "" if that is not known. known: the flags it has."""
+    if context.parent is None and other_programs.RUN_FLAGS & {flag, *sys.argv[1:2]}:
+        return other_programs.COMMANDS["chat"]
+    arguments = {taken.name: taken for taken in context.command.params if taken.param_type_name == "argument"}
+    if answer := _models_for_recipe(context) or other_programs.for_option(flag, known, [*map(_argument, arguments.values())]):
+        return answer
+    argument = arguments.get(flag.lstrip("-").replace("-", "_"))
+    return "" if argument is None else f"write {_argument(argument)} without a flag, as in the usage"
 
 
 QUOTES = "'\""

@@ -86,6 +86,9 @@ COMMANDS: Mapping[str, str] = {
     ),
     **dict.fromkeys(("yaml", "merge-yaml", "megamerge", "multi"), "run weightsmith merge RECIPE OUT"),
     **dict.fromkeys(
+        ("pytorch", "merge-pytorch"), "name the weight files as models in a recipe, and run weightsmith merge RECIPE OUT"
+    ),
+    **dict.fromkeys(
         ("merge-gguf", "gguf-split", "llama-gguf-split"), "run weightsmith merge RECIPE OUT --quantize gguf-q4_k_m"
     ),
     **dict.fromkeys(("mixture", "merge-moe"), "run weightsmith moe RECIPE OUT"),
@@ -146,6 +149,10 @@ OPTIONS: Mapping[str, str] = {
     **dict.fromkeys(
         LORA_FLAGS,
         "write base+adapter for a model in the recipe: weightsmith init --goal bake writes one",
+    ),
+    **dict.fromkeys(
+        ("--intermediate-dir", "--lazy", "--no-lazy"),
+        "leave it out: the intermediate merges of a recipe are computed on the fly, and take no disk space",
     ),
     **dict.fromkeys(("--resume", "--continue"), "repeat the command that was interrupted: it resumes by itself"),
 }
@@ -209,6 +216,8 @@ def for_option(option: str, known: Sequence[str], arguments: Sequence[str]) -> s
     needed = [word.rstrip(".,;:=") for word in answer.split() if word.startswith("--")][:1]
     if answer.startswith("use --") and needed and needed[0] not in (*known, "--help"):
         return ""
+    if option in OUT_FLAGS and "FILE" in arguments:
+        return "write FILE without a flag, as in the usage"
     for word in ("OUT", "RECIPE"):
         if answer.startswith(f"write {word} ") and word not in arguments:
             return "use --report FILE.html" if word == "OUT" and "--report" in known else ""
@@ -220,15 +229,22 @@ def for_models(models: Sequence[str], out: str) -> str:
 
     >>> for_models(["a", "b"], "out")
     'write a recipe first: weightsmith init --goal blend --model a --model b, then run weightsmith merge recipe.yml out'
+    >>> for_models(["a", "my-lora"], "out")[:75]
+    'write a recipe first: weightsmith init --goal bake --base a --model my-lora'
     """
     goal = "blend" if len(models) == 2 else "average"
-    command = [
-        "weightsmith",
-        "init",
-        *(["--goal", goal] if len(models) > 1 else []),
-        *(w for m in models for w in ("--model", m)),
-    ]
+    adapters = [name for name in models if _is_adapter(name)]
+    first = ["--goal", goal] if len(models) > 1 else []
+    if len(models) == 2 and len(adapters) == 1:
+        first = ["--goal", "bake", "--base", *(name for name in models if name not in adapters)]
+        models = adapters
+    command = ["weightsmith", "init", *first, *(word for name in models for word in ("--model", name))]
     return f"write a recipe first: {shlex.join(command)}, then run {shlex.join(['weightsmith', 'merge', 'recipe.yml', out])}"
+
+
+def _is_adapter(name: str) -> bool:
+    """Whether a model seems to be an adapter, by its name or by its folder. No file is read."""
+    return "lora" in name.casefold() or Path(name, "adapter_config.json").exists()
 
 
 # ---- mergekit's flags: one table for `weightsmith merge` and for the docs

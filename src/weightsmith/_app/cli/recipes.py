@@ -163,6 +163,8 @@ def _recipe(name: str, models: list[str], base: str) -> str:
     if name not in GOALS:
         raise typer.BadParameter(f"must be one of {', '.join(GOALS)}{nearest(name, GOALS)}, not {name!r}.", param_hint="--goal")
     goal = GOALS[name]
+    if goal.adapter and not base and len(models) == 1:  # base+adapter, as a recipe has it
+        base, _, models[0] = models[0].rpartition("+")
     if asking and goal.base == "needed" and not base:
         base = _ask("the base, a folder or Hub id")
     while asking and len(models) < (goal.most or goal.least):

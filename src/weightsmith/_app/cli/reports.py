@@ -370,14 +370,13 @@ def auto(
     base, *fine_tunes = models
     with working("reading the models' headers", out=out, quiet=quiet, as_json=as_json, told=auto_interrupted) as work:
         from weightsmith._execution.progress import meter
-        from weightsmith._reports.auto.auto import find_merge, plan_merge
-        from weightsmith._reports.auto.pool import Models
 
+        told = options.keywords("auto", settings, running)
         if plan:
-            work.present(plan_merge(Models.of(base, fine_tunes), out, settings, running).report())
+            work.present(weightsmith.plan_auto(base, fine_tunes, out, **told).report())
             return
         with meter(quiet=quiet) as shown:
-            result = find_merge(Models.of(base, fine_tunes), out, settings, running, shown)
+            result = weightsmith.auto(base, fine_tunes, out, progress=shown, **told)
         wrote(f"The output is complete: {printable(str(result.out))}")
         work.present(result.report())
 

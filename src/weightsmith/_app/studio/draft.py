@@ -108,11 +108,15 @@ def read(text: str) -> Draft:
     if recipe is None:
         return Draft(held="The recipe cannot be read yet.")
     try:
-        method = find_method(recipe.merge_method)
+        method: Method | None = find_method(recipe.merge_method)
     except WeightsmithError:
-        return Draft(held=f"There is no method {recipe.merge_method!r}.")
+        method = None
     base = str(recipe.base_model or "")
     base = "" if base in (NO_BASE, NO_MODEL) else base
+    if method is None:  # a slip: the models are still chosen
+        models = [str(entry.model) for entry in recipe.models if not entry.matched]
+        others = tuple(name for name in models if name not in ("", NO_MODEL, base))
+        return Draft("", base, others, held=f"There is no method {recipe.merge_method!r}.")
     if not edits.can_edit(text):
         held = "Sliders are for recipes of one document, without aliases. Edit this one as text."
         return Draft(method.name, base, held=held)

@@ -22,7 +22,7 @@ export class Mix {
     $("methods-close").addEventListener("click", () => $("methods").close());
     $("methods-search").addEventListener("input", () => this.pick());
     $("look").addEventListener("click", () => actions.look(this.chosen));
-    $("example").addEventListener("click", () => actions.do("example"));
+    for (const id of ["example", "example-here"]) $(id).addEventListener("click", () => actions.do("example"));
     $("recipe").addEventListener("toggle", () => this.lines());
     $("hub").addEventListener("submit", event => { event.preventDefault(); this.check($("hub-name").value.trim()); });
     this.recipe();
@@ -40,7 +40,11 @@ export class Mix {
     const found = models.filter(each => words.every(word => each.ref.toLowerCase().includes(word)));
     if (models.length > MANY && !this.looked && document.activeElement === document.body && !this.link.text.trim()) $("search").focus({ preventScroll: true });
     this.looked ||= models.length > 0;
-    $("found").textContent = models.length ? `${found.length} of ${models.length} models${found.length > MAX_CARDS ? `, the first ${MAX_CARDS} are shown` : ""}` : "No models were found in these folders. Links to other folders are not followed: name those too.";
+    // Without models, the demo's are the way on.
+    $("example-here").hidden = models.length > 0 || Boolean(this.link.text.trim());
+    $("example").classList.toggle("act", !models.length);
+    $("find-first").hidden = !models.length;
+    $("found").textContent = models.length ? `${found.length} of ${models.length} models${found.length > MAX_CARDS ? `, the first ${MAX_CARDS} are shown` : ""}` : "No models were found in these folders. Start the studio with the folders of your models, or use the demo's models. Links to other folders are not followed.";
     const { base, models: used } = this.draft, focused = document.activeElement?.closest?.("#cards li")?.dataset.ref, button = document.activeElement?.dataset?.act;
     $("cards").replaceChildren(...found.slice(0, MAX_CARDS).map(each => this.card(each, base, used)));
     if (focused && button) $("cards").querySelector(`li[data-ref="${CSS.escape(focused)}"] [data-act="${button}"]`)?.focus();

@@ -78,10 +78,11 @@ export class Result {
         $("row-tokens").placeholder = fit.tokens;
         const rows = `${fit.rows} row${fit.rows === 1 ? "" : "s"} of ${fit.tokens} tokens`, report = Math.max(2, Math.floor(fit.rows / 3));
         if (fit.rows >= fit.needed) $("tune-fit").textContent = `${rows}: ${fit.rows - report} to tune on, ${report} for the report.`;
-        else $("tune-fit").replaceChildren(`The text has ${rows}, and ${fit.needed} are needed. ${fit.shorter ? "Add text, or " : "Add text."}`,
+        else $("tune-fit").replaceChildren(`The text makes ${rows.replace(" of ", " of up to ")}, and ${fit.needed} are needed. ${fit.shorter ? "Add text, or " : "Add text."}`,
           fit.shorter ? make("button", { type: "button", "data-mend": "tokens", "data-value": fit.shorter }, `use rows of ${fit.shorter} tokens`) : "");
       } catch (error) {
         if (asked !== this.asked) return;
+        if (this.link.checked && !this.link.checked.good) { $("tune-fit").textContent = "The text is counted when the recipe is correct."; return; }
         $("tune-fit").innerHTML = error.html || "The server does not answer. The text is counted when it is back.";
         if (!error.html) this.fitting = setTimeout(() => this.fit(0), RETRY_MS);
       }

@@ -48,7 +48,7 @@ from weightsmith._app.studio.places import Places, reference
 from weightsmith._app.studio.search import FEWEST, MOST, MergeSearch, can_search
 from weightsmith._app.studio.tasks import MAX_BUDGET, MAX_NEW_TOKENS, MAX_SWEEP, MAX_TEXT, Tasks, available
 from weightsmith._app.studio.work import PAGE_NAME, Board, Status, StudioWork, WorkCancelled, unfinished
-from weightsmith.plugin import duration, size
+from weightsmith.plugin import duration, install, size
 
 _TICK_SECONDS = 0.2
 _WRITE_SECONDS = 1.0
@@ -226,7 +226,10 @@ class Session:
 
     def _preview(self, version: int, text: str) -> None:
         """Preview a correct recipe, until there is a newer one."""
-        self.board.put("preview", {**(self.board.get("preview") or {}), "busy": version})
+        shown = self.board.get("preview") or {}
+        if not shown.get("charts"):  # no picture of an earlier recipe stays meanwhile
+            shown = {**shown, "html": show.empty("The preview appears here in a moment.")}
+        self.board.put("preview", {**shown, "busy": version})
         began = time.monotonic()
 
         def progress(_now: Progress) -> None:
@@ -429,14 +432,21 @@ def _command(run: StudioRun) -> str:
     return "weightsmith preview recipe.yml"
 
 
+def can_tune() -> bool:
+    """Whether what a search for parameters needs is installed."""
+    return available() and find_spec("cmaes") is not None
+
+
 def limits() -> dict[str, Any]:
     """What can be done here, and how much of it: the page says so before anything is sent."""
     return {
-        "can_run": available(),
-        "can_find": can_search(),
+        "missing": {
+            "try": "" if available() else f"Trying needs torch and transformers: {install('moe')}",
+            "find": "" if can_search() else f"Finding a merge needs torch: {install('calibration')}",
+            "tune": "" if can_tune() else f"Tuning needs torch, transformers and cmaes: {install('tune,moe')}",
+        },
         "fewest": FEWEST,
         "most": MOST,
-        "can_tune": available() and find_spec("cmaes") is not None,
         "max_new_tokens": MAX_NEW_TOKENS,
         "max_characters": MAX_TEXT,
         "max_sweep": MAX_SWEEP,

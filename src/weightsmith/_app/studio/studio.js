@@ -59,7 +59,7 @@ const actions = {
     const long = [$("prompt"), $("judged")].find(each => each.value.length > most), limit = long ? `Shorten the text: it has ${long.value.length.toLocaleString("en")} characters, and the limit is ${most.toLocaleString("en")}.` : "";
     const asked = $("prompt").value.trim() || $("judged").value.trim() ? "" : "Enter a prompt or some text.";
     const tokens = Number($("tokens").value), count = tokens >= 1 && tokens <= studio.max_new_tokens ? "" : `New tokens: 1 to ${studio.max_new_tokens}.`;
-    const packages = studio.can_run ? "" : "Trying needs torch and transformers: pip install 'weightsmith[moe]'";
+    const packages = studio.missing.try;
     const here = about?.name === $("name").value ? about : null, taken = here?.exists && !$("overwrite").checked;
     const name = !here ? NAMING : !here.valid ? "A name can have up to 100 letters, digits, - _ and ." : !taken ? "" : studio.alone ? `${$("name").value} exists: rename, or tick “replace it”.` : `${$("name").value} exists: choose another name.`;
     const values = $("values").value.split(/[\s,;]+/).filter(Boolean);
@@ -72,7 +72,7 @@ const actions = {
     set("find-now", server || this.finding() || name, "find-limit");
     for (const id of ["find-first", "find-open"]) $(id).disabled = Boolean(server);
     $("look").disabled = Boolean(server) || task?.running || !mix.chosen.length;
-    $("example").disabled = Boolean(server);
+    for (const id of ["example", "example-here"]) $(id).disabled = Boolean(server);
     $("merge").disabled = running || Boolean(why);
     $("why").textContent = running ? "" : why || `Ready: ${checked.costs?.[0]?.[1] ?? ""}`;
     $("why").classList.toggle("waits", [CHECKING, NAMING].includes(why));
@@ -83,7 +83,7 @@ const actions = {
   },
   tuning() {
     const { studio } = link.state, rows = [...$("ranges").querySelectorAll(".range[data-key]")].map(row => row.querySelectorAll("input")).filter(([tick]) => tick.checked);
-    if (!studio.can_tune) return "Tuning needs torch, transformers and cmaes: pip install 'weightsmith[tune,moe]'";
+    if (studio.missing.tune) return studio.missing.tune;
     if (!rows.length) return "Tick at least one parameter.";
     if (rows.some(([, low, high]) => low.value === "" || high.value === "" || Number(low.value) >= Number(high.value))) return "Each range must go from a smaller number to a larger one.";
     const text = $("tune-text").value, budget = Number($("budget").value), tokens = Number($("row-tokens").value || 512);
@@ -95,7 +95,7 @@ const actions = {
   },
   finding() {
     const { studio } = link.state, { base } = mix.draft, models = mix.fineTunes, written = [...$("find-fields").querySelectorAll("textarea")].map(each => each.value);
-    if (!studio.can_find) return "Finding a merge needs torch: pip install '.[calibration]'";
+    if (studio.missing.find) return studio.missing.find;
     if (!base) return "Press Base on the model that the others were tuned from.";
     if (models.length < studio.fewest) return models.length ? "Press Add on one more fine-tune." : "Press Add on two or more fine-tunes.";
     if (models.length > studio.most) return `Choose up to ${studio.most} fine-tunes.`;

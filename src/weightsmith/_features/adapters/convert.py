@@ -34,17 +34,17 @@ from weightsmith._features.adapters.mlx import fill_mlx, follows_base, has_mlx_n
 from weightsmith._features.adapters.options import ConvertSettings
 from weightsmith._features.adapters.placing import AdapterPlaces, norms_name, whole_name
 from weightsmith._features.adapters.renaming import DIFFUSERS, FLUX_T5, RenamedModule, renamed
-from weightsmith._features.adapters.steps import PLAIN_DTYPES, factor_step, stored_dtype
+from weightsmith._features.adapters.steps import PLAIN_DTYPES, factor_step, stored_dtype, transposed
 from weightsmith._files.containers import DIFFUSERS_LORA, GGUF_ADAPTER, PEFT
 from weightsmith._files.containers import KOHYA as KOHYA_FILE
 from weightsmith._models.checkpoint import Checkpoint, HubModel, locate
 from weightsmith._models.formats.gguf.adapter_file import A_ENDING, B_ENDING, EMBEDDING, adapter_keys
-from weightsmith._models.formats.gguf.architecture import GgufArchitecture
 from weightsmith._models.formats.gguf.architectures import architecture_of_config, text_config
-from weightsmith._models.formats.gguf.cuts import CutEncoding, Piece, pieces_of
+from weightsmith._models.formats.gguf.base.architecture import GgufArchitecture
+from weightsmith._models.formats.gguf.base.tensors import SplitTensor
+from weightsmith._models.formats.gguf.base.values import GgufConfig
+from weightsmith._models.formats.gguf.cuts import CutEncoding, pieces_of
 from weightsmith._models.formats.gguf.layout import encode_metadata
-from weightsmith._models.formats.gguf.tensors import SplitTensor
-from weightsmith._models.formats.gguf.values import GgufConfig
 from weightsmith._models.formats.gguf.writing import GgufEncoding, from_llama_order
 from weightsmith._models.lora import Adapter, find_places, open_adapter
 from weightsmith._models.lora.adapter import ExpertParameter, Factors, Stacked
@@ -61,7 +61,7 @@ from weightsmith._planning.planner.inputs import asking, open_models
 from weightsmith._planning.planner.prepared import Prepared, model_input
 from weightsmith._planning.recipe import ModelRef
 from weightsmith._planning.recipe.values import parse_reference
-from weightsmith._plans import CAST, COPY, FILL, JOIN, Block, Gather, PlanDraft, Provenance, Read, Settings, Step, Table
+from weightsmith._plans import COPY, FILL, JOIN, Block, Gather, PlanDraft, Provenance, Read, Settings, Step, Table
 from weightsmith._version import __version__
 
 COMMAND = "convert-lora"
@@ -242,13 +242,10 @@ def _fill_peft(adapter: Adapter, settings: ConvertSettings, base: Checkpoint | N
             if spec.name in adapter.turned:
                 assert base is not None
                 view = _hub_rows(spec.shape[0], _heads(base)[adapter.turned[spec.name]], spec.name)
-            step = factor_step(draft, name, spec, 1, view)
-            dtype = stored_dtype(spec, settings)
-            draft.steps.append(step if dtype == spec.dtype else replace(step, op=CAST, out=replace(step.out, dtype=dtype)))
+            draft.steps.append(factor_step(draft, name, spec, 1, view).cast(stored_dtype(spec, settings)))
         if factors.magnitude:
             spec = specs[factors.magnitude]
-            out = TensorSpec(norms_name(module), stored_dtype(spec, settings), spec.shape)
-            draft.steps.append(Step(out, COPY if out.dtype == spec.dtype else CAST, (Read(0, spec.name),)))
+            draft.steps.append(factor_step(draft, norms_name(module), spec, 1).cast(stored_dtype(spec, settings)))
     config = places.config(
         base_name,
         "",
@@ -307,9 +304,9 @@ def _put_module(
         first, count = module.rows
         read = Read(0, b.name, Block(first * b.shape[1], count, b.shape[1], b.shape[1]))
         b = replace(b, shape=(count, b.shape[1]))
-    draft.steps.append(_cast(factor_step(draft, f"{module.name}{names.a}", a, 1.0), a, settings))
+    draft.steps.append(factor_step(draft, f"{module.name}{names.a}", a, 1.0).cast(stored_dtype(a, settings)))
     step = replace(factor_step(draft, f"{module.name}{names.b}", b, folded), inputs=(read,))
-    draft.steps.append(_cast(step, b, settings))
+    draft.steps.append(step.cast(stored_dtype(b, settings)))
     return a.shape[0], factors.scaling
 
 
@@ -336,25 +333,14 @@ def _put_fused(adapter: Adapter, settings: ConvertSettings, draft: PlanDraft, mo
         read = Read(0, b.name, Gather(table, Block(0, rows, ranks[i], ranks[i]), 1))
         weight = draft.add_settings(Settings({"normalize": False}, ({"weight": factors.scaling},)))
         ups.append(Step(spec, "linear", (read,), settings=weight))
-        one = TensorSpec(f"{module.name}{names.a}.{i}", DTYPES["F32"], a.shape)
-        downs.append(Step(one, COPY if a.dtype.name == "F32" else CAST, (Read(0, a.name),)))
+        downs.append(factor_step(draft, f"{module.name}{names.a}.{i}", a, 1))
     dtype = stored_dtype(specs[adapter.updates[next(filter(None, module.parts))].b], settings)
     for ending, pieces in ((names.a, downs), (names.b, ups)):
         shape = sum(piece.out.shape[0] for piece in pieces), pieces[0].out.shape[1]
-        cast = tuple(replace(piece, out=replace(piece.out, dtype=dtype)) for piece in pieces)
-        cast = tuple(replace(piece, op=CAST) if piece.op == COPY and dtype.name != "F32" else piece for piece in cast)
-        joined = cast if len(cast) > 1 else ()
+        cast = tuple(piece.cast(dtype) for piece in pieces)
         whole = TensorSpec(f"{module.name}{ending}", dtype, shape)
-        draft.steps.append(Step(whole, JOIN, (), pieces=joined) if joined else replace(cast[0], out=whole))
+        draft.steps.append(Step(whole, JOIN, (), pieces=cast) if len(cast) > 1 else replace(cast[0], out=whole))
     return total
-
-
-def _cast(step: Step, spec: TensorSpec, settings: ConvertSettings) -> Step:
-    """The step of a factor in the dtype that it is stored in."""
-    dtype = stored_dtype(spec, settings)
-    if dtype == step.out.dtype:
-        return step
-    return replace(step, op=CAST if step.op == COPY else step.op, out=replace(step.out, dtype=dtype))
 
 
 def _heads(base: Checkpoint) -> dict[str, int]:
@@ -475,7 +461,8 @@ class _GgufAdapterDraft:
         column_order = order.places if order is not None and order.axis == 1 else None
         row_order = order.places if order is not None and order.axis == 0 else None
         if name == EMBEDDING:
-            self._put_transposed(f"{name}{A_ENDING}", factor_step(self.draft, f"{name}{A_ENDING}", a, 1.0))
+            down = factor_step(self.draft, f"{name}{A_ENDING}", a, 1.0)
+            self.draft.steps.append(transposed(down, down.out.name, stored_dtype(a, self.settings)))
         else:
             self._put(factor_step(self.draft, f"{name}{A_ENDING}", a, on_a, column_order, axis=1), a)
         self._put(factor_step(self.draft, f"{name}{B_ENDING}", b, on_b, row_order), b, head_rows)
@@ -484,12 +471,6 @@ class _GgufAdapterDraft:
         encoding = GgufEncoding(stored_dtype(spec, self.settings), head_rows)
         (out,) = encoding.outs(step.out)
         self.draft.steps.append(replace(step, encoding=encoding.name, stored=(replace(out, name=step.out.name),)))
-
-    def _put_transposed(self, name: str, step: Step) -> None:
-        height = step.out.shape[0]
-        encoding = CutEncoding(height, ((stored_dtype(step.out, self.settings), (Piece(0, height, transposed=True),)),))
-        (out,) = encoding.outs(step.out)
-        self.draft.steps.append(replace(step, encoding=encoding.name, stored=(replace(out, name=name),)))
 
     def _add_parts(self, placed: _Placed, architecture: GgufArchitecture, split: SplitTensor, layer: str) -> None:
         """The factors of a tensor that llama.cpp stores in parts: each has its rows of B, and all of A."""
@@ -528,9 +509,7 @@ class _GgufAdapterDraft:
             pieces = []
             for i, (spec_name, factor) in enumerate(zip(spec_names, factors, strict=True)):
                 piece = factor_step(self.draft, f"{name}{ending}.{i}", specs[spec_name], factor)
-                if widened and factor == 1 and piece.out.dtype.name != "F32":
-                    piece = replace(piece, op=CAST, out=replace(piece.out, dtype=DTYPES["F32"]))
-                pieces.append(piece)
+                pieces.append(piece.cast(DTYPES["F32"]) if widened else piece)
             whole = TensorSpec(f"{name}{ending}", pieces[0].out.dtype, (count, *pieces[0].out.shape))
             self._put(Step(whole, JOIN, (), pieces=tuple(pieces)), whole if mixed else specs[spec_names[0]])
 

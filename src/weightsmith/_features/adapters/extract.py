@@ -57,7 +57,6 @@ from weightsmith._planning.planner.prepared import Prepared, model_input
 from weightsmith._planning.recipe import ModelRef
 from weightsmith._planning.recipe.values import parse_reference
 from weightsmith._plans import (
-    CAST,
     COPY,
     JOIN,
     PRODUCTS,
@@ -243,8 +242,8 @@ def _factor_products(selection: Chosen, structure: Structure, settings: ExtractS
 # ---- the second plan
 
 
-def follow(prepared: Prepared, arrays: Mapping[str, Arrays], built: BuiltModel | None = None) -> tuple[Plan, Extraction]:
-    """The plan of the adapter, and the report.
+def follow(prepared: Prepared, arrays: Mapping[str, Arrays], built: BuiltModel | None, _max_bytes: int | None) -> SecondPlan:
+    """The plan of the adapter, with the report.
 
     arrays  of the products of the first plan, by name
     built   the model that transformers builds of the base; None: ask
@@ -296,15 +295,10 @@ def follow(prepared: Prepared, arrays: Mapping[str, Arrays], built: BuiltModel |
     tuned = prepared.inputs[_TUNED]
     draft.carried = [name for name in tuned.files if is_read(name) and name != "config.json"] if grown else []
     draft.recipe, draft.follows_recipe = _command(plan, following), False
-    return draft.finish(), report
+    return SecondPlan(prepared.with_plan(draft.finish()), arrays, reports={NAME: report})
 
 
-def _second(prepared: Prepared, arrays: Mapping[str, Arrays], built: Any, _max_bytes: int | None) -> SecondPlan:
-    plan, report = follow(prepared, arrays, built)
-    return SecondPlan(prepared.with_plan(plan), arrays, reports={NAME: report})
-
-
-FOLLOW_UP = FollowUpKind(_second, question=lambda prepared: partial(built_of, prepared.inputs[_BASE]))
+FOLLOW_UP = FollowUpKind(follow, question=lambda prepared: partial(built_of, prepared.inputs[_BASE]))
 """An adapter, whose ranks follow from singular values. `FollowUp.settings`: the fields of `ExtractionSettings`."""
 
 
@@ -340,18 +334,23 @@ class _Adapter:
             raise PlanError([Unsupported(what, where=self.inputs[_TUNED].ref, fix="name a language model")])
         return kept
 
-    def add_whole(self, compared: Sequence[Step], differing: Sequence[str]) -> None:
-        """Place the tensors that differ and have no factors. Raises PlanError with those that have no place."""
-        base, tuned = self.inputs[_BASE], self.inputs[_TUNED]
+    def _stored(self, compared: Sequence[Step]) -> dict[str, Read]:
+        """Where the fine-tune has each tensor of the base; the base's own where it is excluded."""
+        tuned = self.inputs[_TUNED]
         stored = {step.out.name: step.inputs[0] for step in compared}
         for step in self._factors.values():
             for leaf in step.leaves:
                 if len(leaf.inputs) == 2:
                     stored[leaf.inputs[1].tensor] = replace(leaf.inputs[0], view=None)
-        for name, spec in base.specs.items():
+        for name, spec in self.inputs[_BASE].specs.items():
             if name not in stored:  # excluded, or what is not compared: a count of steps
                 new = name in tuned.specs and (is_buffer(spec) or not spec.dtype.floating)
                 stored[name] = Read(_TUNED if new else _BASE, name)
+        return stored
+
+    def add_whole(self, compared: Sequence[Step], differing: Sequence[str]) -> None:
+        """Place the tensors that differ and have no factors. Raises PlanError with those that have no place."""
+        stored = self._stored(compared)
         problems: list[str] = []
         reads_of_key: dict[str, Read] = {}
         parts = [leaf for target in self._lost for name in target.matrices for leaf in self._factors[name].leaves]
@@ -391,9 +390,9 @@ class _Adapter:
         self.places.add_whole(reads_of_key, self._reads, shared)
         problems += self._misfits()
         if problems:
-            what = f"PEFT's adapters have no place for {len(problems):,} tensors that differ from {base.ref}"
+            what = f"PEFT's adapters have no place for {len(problems):,} tensors that differ from {self.inputs[_BASE].ref}"
             fix = "leave them out: --exclude (exclude=...) with their names"
-            raise PlanError([Unsupported(what, where=tuned.ref, details=problems, fix=fix)])
+            raise PlanError([Unsupported(what, where=self.inputs[_TUNED].ref, details=problems, fix=fix)])
 
     def _misfits(self) -> Iterator[str]:
         """The tensors of the adapter that have another shape in the model that transformers builds, or are made of others."""
@@ -427,7 +426,7 @@ class _Adapter:
         shapes = (count * rank, inputs), (outputs, rank * count)
         reads = Read(PRODUCTS, a.name, blocks[0]), Read(PRODUCTS, b.name, blocks[1])
         for name, shape, read in zip(names, shapes, reads, strict=True):
-            yield Step(TensorSpec(name, dtype, shape), COPY if dtype.name == "F32" else CAST, (read,))
+            yield Step.copy(TensorSpec(name, dtype, shape), read, a.dtype)
 
     def whole_step(self, key: str) -> Step:
         """A tensor of the fine-tune, as PEFT names it."""
@@ -435,8 +434,7 @@ class _Adapter:
         pieces = []
         for read in reads:
             spec = self.inputs[read.model].specs[read.tensor]
-            op = COPY if out.dtype == spec.dtype else CAST
-            pieces.append(Step(TensorSpec(read.tensor, out.dtype, spec.shape), op, (replace(read, view=None),)))
+            pieces.append(Step.copy(TensorSpec(read.tensor, out.dtype, spec.shape), replace(read, view=None), spec.dtype))
         return replace(pieces[0], out=out) if len(pieces) == 1 else Step(out, JOIN, (), pieces=tuple(pieces))
 
     def config(self, matrices: Sequence[AdapterMatrix]) -> dict[str, Any]:

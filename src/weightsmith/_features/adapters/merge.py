@@ -45,7 +45,7 @@ from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner.build import NOTHING, assemble_recipe
 from weightsmith._planning.planner.prepared import PlanRequest, Prepared, Written, model_input
 from weightsmith._planning.recipe import Entry, Recipe, Setting
-from weightsmith._plans import CAST, COPY, PRODUCTS, PlanDraft, Product, Read, Step
+from weightsmith._plans import COPY, PRODUCTS, PlanDraft, Product, Read, Step
 
 _SOURCES: Mapping[Space, str] = {
     "core": "Core Space: Panariello et al. 2025, https://arxiv.org/abs/2509.17786.",
@@ -176,16 +176,7 @@ def _rewrite(draft: PlanDraft, opened: OpenedAdapters, rank: int | None, combina
         factors = tuple(step for module in modules for step in _factors(opened, module))
         limits = tuple(ranks[module.name] for module in modules)
         if combination is None:
-            scaled = modules[0].scaled
-            base = tuple(_base_step(opened, module) for module in modules) if scaled else ()
-            cores = CoreWork(tuple(modules)).product(f"bases of {layer}", (*factors, *base))
-            work = MergedWork(cores.name, tuple(modules), limits)
-            merges = [
-                core_step(_unfused(step), opened.matrices[name], name, opened.owner_of) for name, step in step_of_matrix.items()
-            ]
-            scales = [scales_step(_unfused(s), m, opened.owner_of) for s, m in zip(firsts, modules, strict=True) if scaled]
-            bases = [step for module in modules for step in basis_steps(module)]
-            products += [cores, work.product(f"merged factors of {layer}", (*merges, *bases, *scales, *base))]
+            products += _merged(opened, layer, modules, step_of_matrix, factors, limits)
         else:
             weights = tuple(_weights(draft, step, module) for step, module in zip(firsts, modules, strict=True))
             combined = CombinationWork(combination, tuple(modules), weights, limits, draft.seed)
@@ -214,6 +205,26 @@ def _rewrite(draft: PlanDraft, opened: OpenedAdapters, rank: int | None, combina
         draft.container = single.container
     draft.carried = list(_tokenizer(opened))
     draft.warnings = [w for w in draft.warnings if "no config.json" not in w.what] + list(_notes(opened))
+
+
+def _merged(
+    opened: OpenedAdapters,
+    layer: str,
+    modules: Sequence[AdaptedModule],
+    step_of_matrix: Mapping[str, Step],
+    factors: tuple[Step, ...],
+    limits: tuple[int, ...],
+) -> tuple[Product, Product]:
+    """The products of a layer: the core matrices of its modules, and their merge as factors of these ranks."""
+    scaled = modules[0].scaled
+    base = tuple(_base_step(opened, module) for module in modules) if scaled else ()
+    cores = CoreWork(tuple(modules)).product(f"bases of {layer}", (*factors, *base))
+    merges = [core_step(_unfused(step), opened.matrices[name], name, opened.owner_of) for name, step in step_of_matrix.items()]
+    firsts = [_unfused(step_of_matrix[module.matrices[0]]) for module in modules]
+    scales = [scales_step(step, module, opened.owner_of) for step, module in zip(firsts, modules, strict=True) if scaled]
+    bases = [step for module in modules for step in basis_steps(module)]
+    work = MergedWork(cores.name, tuple(modules), limits)
+    return cores, work.product(f"merged factors of {layer}", (*merges, *bases, *scales, *base))
 
 
 def _ranks(opened: OpenedAdapters, rank: int | None, combination: PeftCombination | None) -> dict[str, int]:
@@ -319,7 +330,7 @@ def _stored(places: AdapterPlaces, module: AdaptedModule, specs: Iterable[Tensor
     """Steps of the factors, and of DoRA's norms, as PEFT names them."""
     names = [*places.factors(places.name_of(module.name)), norms_name(module.name)]
     for name, spec in zip(names, specs, strict=False):
-        yield Step(TensorSpec(name, dtype, spec.shape), COPY if dtype.name == "F32" else CAST, (Read(PRODUCTS, spec.name),))
+        yield Step.copy(TensorSpec(name, dtype, spec.shape), Read(PRODUCTS, spec.name), spec.dtype)
 
 
 def _config(opened: OpenedAdapters, places: AdapterPlaces, ranks: Mapping[str, int]) -> dict[str, Any]:

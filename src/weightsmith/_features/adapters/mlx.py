@@ -19,17 +19,16 @@ from weightsmith._base.options import option_error
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._features.adapters.built import WEIGHT, built_of, unchecked
 from weightsmith._features.adapters.options import ConvertSettings
-from weightsmith._features.adapters.steps import PLAIN_DTYPES, factor_step, stored_dtype
+from weightsmith._features.adapters.steps import PLAIN_DTYPES, factor_step, stored_dtype, transposed
 from weightsmith._files.containers import MLX_ADAPTER
 from weightsmith._models.checkpoint import Checkpoint
-from weightsmith._models.formats.gguf.cuts import CutEncoding, Piece
 from weightsmith._models.formats.mlx import STACK
 from weightsmith._models.lora import Adapter
 from weightsmith._models.lora.adapter import Factors
 from weightsmith._models.lora.mlx_folder import is_of_mlx
 from weightsmith._models.structure.projections import UNMIXTRAL
 from weightsmith._models.structure.vocabulary import is_head, ties, vocabulary_modules
-from weightsmith._plans import CAST, COPY, JOIN, PlanDraft, Read, Step
+from weightsmith._plans import JOIN, PlanDraft, Read, Step
 
 _BY_BASE = re.compile(r".+\.(kv_b_proj|shared_mlp\.(?:input|output)_linear|feed_forward\.w[123])")
 """Modules that MLX stores differently in some models."""
@@ -41,6 +40,10 @@ _MLX_NAMES = re.compile(
 )
 """Modules that transformers names differently, at least in some models."""
 _GPT_NEOX = re.compile(r"^gpt_neox\.(layers\.)?")
+_IN_BOTH = ("gemma3n", "muse_spark")
+"""Models whose decoder has the same place in mlx-lm as in transformers, `model.language_model`."""
+_TEXT = ("model.language_model.", "language_model.model.")
+"""The decoder of other models for images: in transformers, and in MLX."""
 _ROUNDED = 1e-9
 """Scales that differ by less, relatively, are one."""
 
@@ -61,25 +64,19 @@ class _MlxDraft:
     def put_module(self, module: str) -> None:
         """The steps of a module: A and B, transposed, and norms of DoRA."""
         for step, ending in zip(self._steps(module), ("lora_a", "lora_b"), strict=True):
-            height, name = step.out.shape[0], f"{module}.{ending}"
-            dtype = stored_dtype(step.out, self.settings)
-            encoding = CutEncoding(height, ((dtype, (Piece(0, height, transposed=True),)),))
-            (out,) = encoding.outs(step.out)
-            self.draft.steps.append(replace(step, encoding=encoding.name, stored=(replace(out, name=name),)))
+            self.draft.steps.append(transposed(step, f"{module}.{ending}", stored_dtype(step.out, self.settings)))
         if norms := self.adapter.updates[module].magnitude:
             spec = self.adapter.checkpoint.specs[norms]
             out = TensorSpec(f"{module}.m", stored_dtype(spec, self.settings), (spec.size,))
-            self.draft.steps.append(Step(out, COPY if out.dtype == spec.dtype else CAST, (Read(0, norms),)))
+            self.draft.steps.append(Step.copy(out, Read(0, norms), spec.dtype))
 
     def put_experts(self, module: str, experts: Mapping[int, str]) -> None:
         """The steps of the experts of a layer, as two tensors."""
         pairs = [self._steps(experts[number]) for number in range(len(experts))]
         for ending, pieces in zip(("lora_a", "lora_b"), zip(*pairs, strict=True), strict=True):
             dtype = stored_dtype(pieces[0].out, self.settings)
-            cast = [replace(piece, out=replace(piece.out, dtype=dtype)) for piece in pieces]
-            cast = [replace(piece, op=CAST) if piece.op == COPY else piece for piece in cast] if dtype.name != "F32" else cast
-            whole = TensorSpec(f"{module}.{ending}", dtype, (len(cast), *cast[0].out.shape))
-            self.draft.steps.append(Step(whole, JOIN, (), pieces=tuple(cast)))
+            whole = TensorSpec(f"{module}.{ending}", dtype, (len(pieces), *pieces[0].out.shape))
+            self.draft.steps.append(Step(whole, JOIN, (), pieces=tuple(piece.cast(dtype) for piece in pieces)))
 
     def _steps(self, module: str) -> tuple[Step, Step]:
         """The steps of A and B, as PEFT has them: with the rank and the scale of all modules."""
@@ -144,7 +141,8 @@ def _scales(adapter: Adapter) -> list[tuple[float, int]]:
 
 def follows_base(adapter: Adapter) -> bool:
     """Whether the base decides how MLX names an adapter's modules, or whether they train one tensor or two."""
-    return any(vocabulary_modules(adapter.updates)) or any(map(_BY_BASE.fullmatch, adapter.updates))
+    by_base = (_BY_BASE.fullmatch(module) or module.startswith(_TEXT[0]) for module in adapter.updates)
+    return any(vocabulary_modules(adapter.updates)) or any(by_base)
 
 
 def _with_one_vocabulary(adapter: Adapter, base: Checkpoint | None, merged: str) -> Adapter:
@@ -180,6 +178,10 @@ def _renamed(adapter: Adapter, config: Mapping[str, Any], merged: str) -> Adapte
             raise Unsupported(f"mlx-lm has no module {module}: it splits the matrix", where=adapter.checkpoint.ref, fix=merged)
         elif module == "embed_out" and model_type == "gpt_neox":
             name = f"model.{module}"
+        if model_type not in _IN_BOTH and name.startswith(_TEXT[0]):
+            name = _TEXT[1] + name.removeprefix(_TEXT[0])
+        elif model_type not in _IN_BOTH and name == "lm_head" and "text_config" in config:
+            name = f"language_model.{name}"
         updates[name] = factors
     return replace(adapter, updates=updates)
 

@@ -15,7 +15,7 @@ class ExtractSettings:
 
     max_rank: int = option(
         128,
-        "--max-rank R",
+        "--max-rank, --rank R",
         "Maximum rank of a module",
         details="Also the rank of every module, unless `--energy` or `--max-parameters` chooses it.",
         least=1,

@@ -29,7 +29,7 @@ from weightsmith._models.lora.adapter import PREFIX, FileNames
 from weightsmith._models.lora.config import KNOWS_ORDER
 from weightsmith._models.lora.forms import ALPHA
 from weightsmith._models.lora.networks import DENOISER, Network, network_of
-from weightsmith._plans import CAST, COPY, FILL, PRODUCTS, PlanDraft, Read, Settings, Step
+from weightsmith._plans import FILL, PRODUCTS, PlanDraft, Read, Settings, Step
 
 # ---- Merges of adapters in single files: all must name their modules in one way, and the result is named as they are
 
@@ -127,9 +127,8 @@ class SingleFile:
         """Steps of the factors of a module, and of its alpha."""
         names = _names(self._adapters[module.owners[0]]).pairs[module.name]
         for spec, ending in zip(as_kernels(self._adapters, module, rank), (names.a, names.b), strict=True):
-            reads = (Read(PRODUCTS, spec.name),)
             out = TensorSpec(f"{module.name}{ending}", dtype, spec.shape)
-            yield Step(out, COPY if dtype.name == "F32" else CAST, reads)
+            yield Step.copy(out, Read(PRODUCTS, spec.name), spec.dtype)
         if self.container == KOHYA or any(module.name in _names(self._adapters[i]).alphas for i in module.owners):
             alpha = TensorSpec(f"{module.name}{ALPHA}", DTYPES["F32"], ())
             yield Step(alpha, FILL, (), settings=draft.add_settings(Settings({"value": float(rank)}, ())))

@@ -7,6 +7,7 @@ from typing import Any
 
 from weightsmith._base.tensors import DTYPES, DType, TensorSpec
 from weightsmith._features.adapters.options import ConvertSettings
+from weightsmith._models.formats.gguf.cuts import CutEncoding, Piece
 from weightsmith._plans import COPY, Block, Gather, PlanDraft, Read, Settings, Step, Table
 
 PLAIN_DTYPES = ("F32", "F16", "BF16")
@@ -27,6 +28,14 @@ def factor_step(draft: PlanDraft, name: str, spec: TensorSpec, factor: float, vi
         return Step(replace(spec, name=name), COPY, (read,))
     settings = draft.add_settings(Settings({"normalize": False}, ({"weight": factor},)))
     return Step(TensorSpec(name, DTYPES["F32"], spec.shape), "linear", (read,), settings=settings)
+
+
+def transposed(step: Step, name: str, dtype: DType) -> Step:
+    """The step of a factor that is stored transposed, under this name."""
+    height = step.out.shape[0]
+    encoding = CutEncoding(height, ((dtype, (Piece(0, height, transposed=True),)),))
+    (out,) = encoding.outs(step.out)
+    return replace(step, encoding=encoding.name, stored=(replace(out, name=name),))
 
 
 def ordered(draft: PlanDraft, spec: TensorSpec, order: Any, axis: int) -> Gather:

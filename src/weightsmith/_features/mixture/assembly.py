@@ -9,6 +9,7 @@ from typing import Any
 
 from weightsmith._base.errors import FormatError, ParameterError, ShapeError, Unsupported, WeightsmithError
 from weightsmith._base.tensors import DTYPES, DType, TensorSpec
+from weightsmith._base.text import some
 from weightsmith._features.mixture.layouts.dense_config import semantics
 from weightsmith._files.hf_folder import natural_key
 from weightsmith._models.checkpoint import Checkpoint
@@ -85,11 +86,8 @@ class Assembly:
 
     def checkpoint(self, checkpoint: Checkpoint, label: str) -> Donor:
         """The donor for a checkpoint."""
-        number = self.add(checkpoint)
-        steps = {}
-        for name, kept in checkpoint.kept_specs.items():
-            op = COPY if kept.dtype is checkpoint.specs[name].dtype else CAST
-            steps[name] = Step(kept, op, (Read(number, name),))
+        number, specs = self.add(checkpoint), checkpoint.specs
+        steps = {n: Step.copy(kept, Read(number, n), specs[n].dtype) for n, kept in checkpoint.kept_specs.items()}
         structure = analyse([step.out for step in steps.values()], checkpoint.config)
         return Donor(label, checkpoint, checkpoint.config or {}, steps, structure)
 
@@ -259,10 +257,8 @@ def dense_parts(donor: Donor) -> Dense | WeightsmithError:
                 fix = "name a dense model; for mixtures use prune_experts, merge_experts or weightsmith merge"
                 return ShapeError(what, where=donor.label, fix=fix)
             what = f"layer {i} has no {missing}; an expert needs a dense MLP with gate, up and down projections"
-            there = ", ".join(sorted(places)[:MOST]) or "nothing"
-            others = f" and {len(places) - MOST:,} more" if len(places) > MOST else ""
             fix = "name a model whose MLPs have these three"
-            return ShapeError(what, where=donor.label, details=[f"it has {there}{others}"], fix=fix)
+            return ShapeError(what, where=donor.label, details=[f"it has {some(sorted(places), MOST) or 'nothing'}"], fix=fix)
         layers.append(DenseLayer(whole, places))
     if not layers:
         return ShapeError("it has no decoder layers", where=donor.label, fix=_DECODER)

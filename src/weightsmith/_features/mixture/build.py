@@ -38,9 +38,8 @@ from weightsmith._files.copied import MAX_COPIED_BYTES, left_out_findings
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure.vocabulary import is_embedding
 from weightsmith._planning import recipe as recipes
-from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner.agreement import ComparedModel, tokenizer_disagreements
-from weightsmith._planning.planner.build import NOTHING, assemble_recipe, in_recipe, read_plan_request
+from weightsmith._planning.planner.build import NOTHING, assemble_recipe
 from weightsmith._planning.planner.files import Companions, carried, held_files, lacking
 from weightsmith._planning.planner.inputs import at, open_models
 from weightsmith._planning.planner.loading import question_of
@@ -52,23 +51,8 @@ from weightsmith._version import __version__
 from weightsmith.abc.layout import ExpertLayout, Facts
 
 
-def prepare_moe(
-    source: recipes.Source,
-    options: RecipeOptions = RecipeOptions(),  # noqa: B008  frozen
-) -> Prepared:
-    """Read a `weightsmith moe` recipe and the headers of its models, and plan the output.
-
-    source  path of a YAML file, YAML text (with a newline), or a mapping
-
-    Raises PlanError with all problems. No tensor data is read.
-    """
-    request = read_plan_request(source, "moe", options)
-    with in_recipe(request.source):
-        return assemble_mixture(request).finish()
-
-
 def assemble_mixture(request: PlanRequest, written: Written = NOTHING) -> Prepared:
-    """The draft of a mixture whose recipe has been read; see `prepare_moe`.
+    """The draft of a mixture whose recipe has been read. Raises PlanError with all problems; no tensor data is read.
 
     written  folders with results of recipes that its merges read, by `Stage.path`
     """

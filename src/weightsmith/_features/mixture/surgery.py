@@ -16,6 +16,7 @@ from weightsmith._base.files import expand_user, show
 from weightsmith._base.installation import absent_packages
 from weightsmith._base.strict_json import read_object, texts
 from weightsmith._base.tensors import DType, TensorSpec
+from weightsmith._base.text import some
 from weightsmith._features.mixture.experts import (
     ExpertLayer,
     StackedTensor,
@@ -36,7 +37,7 @@ from weightsmith._planning.planner.loading import question_of
 from weightsmith._planning.planner.prepared import Prepared, model_input
 from weightsmith._planning.planner.steps import DTypes
 from weightsmith._planning.recipe import Surgery
-from weightsmith._plans import CAST, COPY, JOIN, Block, Dropped, PlanDraft, Provenance, Read, Settings, Step
+from weightsmith._plans import JOIN, Block, Dropped, PlanDraft, Provenance, Read, Settings, Step
 from weightsmith._version import __version__
 
 _PRUNED = Provenance(
@@ -256,7 +257,7 @@ class _Surgeon:
         """A copy of one input, or the mean of several. stored: the inputs' spec in the model."""
         out = TensorSpec(name, dtype or self._dtype(stored), shape)
         if len(inputs) == 1:
-            return Step(out, COPY if out.dtype is stored.dtype else CAST, tuple(inputs))
+            return Step.copy(out, inputs[0], stored.dtype)
         weighted = Settings({"normalize": True}, tuple({"weight": share} for share in shares))
         return Step(out, "linear", tuple(inputs), settings=self.draft.add_settings(weighted))
 
@@ -431,11 +432,11 @@ class ExpertSelection:
         missing = [layer for layer in layers if layer not in entries]
         if strange:
             what = f"layer {strange[0]} has no experts, or does not exist"
-            self.problems.append(LayerError(what, where=where, fix=f"write layers that have experts: {_short(layers)}"))
+            self.problems.append(LayerError(what, where=where, fix=f"write layers that have experts: {some(layers, 8)}"))
         if missing:
             one = len(missing) == 1
             what = (
-                f"layer{'' if one else 's'} {_short(missing)} {'has' if one else 'have'} experts and {'is' if one else 'are'}"
+                f"layer{'' if one else 's'} {some(missing, 8)} {'has' if one else 'have'} experts and {'is' if one else 'are'}"
             )
             self.problems.append(
                 LayerError(f"{what} not in '{key}'", where=where, fix="write an entry for every layer that has experts")
@@ -480,11 +481,6 @@ class ExpertSelection:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _short(layers: Sequence[str]) -> str:
-    """Names of layers, abbreviated if there are many."""
-    return ", ".join(layers[:8]) + (f" and {len(layers) - 8} more" if len(layers) > 8 else "")
 
 
 # ---- config.json with a new number of experts.

@@ -10,37 +10,3 @@ calibration/ products that quantise layer by layer, for what a text makes of the
 
 What a stored format is, how its codes are chosen, and which models its programs load: `_models/formats`.
 """
-
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from weightsmith._base.errors import WeightsmithError
-from weightsmith._features.quantisation.options import QuantizeSettings
-
-if TYPE_CHECKING:  # the options of this package are imported with it, by every command
-    from weightsmith._planning.options import RecipeOptions
-    from weightsmith._planning.planner.prepared import Prepared
-
-
-def format_problems(name: str | None, settings: QuantizeSettings) -> list[WeightsmithError]:
-    """The problems of a format's name and settings, before anything is opened. Formats are imported if one is asked for."""
-    if name is None and not settings.changed:
-        return []
-    from weightsmith._features.quantisation.formats import problems_of
-
-    return problems_of(name, settings)
-
-
-def store_as(prepared: Prepared, options: RecipeOptions, settings: QuantizeSettings) -> None:
-    """Change a draft of plain tensors to one in the format `options.quantize`; None: leave it.
-
-    Raises PlanError as `Format.apply`.
-    """
-    if options.quantize is None:
-        return
-    from weightsmith._features.quantisation.formats import FORMATS, apply_format
-
-    if options.max_shard_bytes is None:
-        prepared.draft.max_shard_bytes = FORMATS[options.quantize].shard_bytes
-    apply_format(prepared, options.quantize, settings)

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import math
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
-from weightsmith._base.errors import Finding, PlanError, Unsupported, WeightsmithError
+from weightsmith._activations.rows import BUILT_IN
+from weightsmith._base.errors import Finding, ParameterError, PlanError, Unsupported, WeightsmithError
 from weightsmith._base.idioms import grouped
 from weightsmith._base.options import assignment, named, option_error
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._features.quantisation.options import QuantizeSettings
-from weightsmith._models.formats import formats
+from weightsmith._models.formats import Encoding, formats
 from weightsmith._models.formats.engines import (
     Engine,
     engines_of,
@@ -33,30 +34,45 @@ from weightsmith._plans import PlanDraft, Product
 from weightsmith.abc.product import Arrays
 
 
-@dataclass(frozen=True, slots=True)
-class Format:
+class Format(ABC):
     """One way to store a whole checkpoint.
 
     name      as users write it: `fp8-dynamic`
     summary   one line: what is stored, and how many bits a weight takes
     readers   the programs that load it
-    apply     (the draft of plain tensors, settings): makes it the draft of the format. Reads headers and small files of
-              `assembled.inputs[assembled.draft.donor]` only, never tensor data. Raises PlanError with all problems
     settings  fields of `QuantizeSettings` that it reads; any other that is given is an error before `apply` is called
-    follow    if `apply` sets `then`: (as for `apply`, the measured products, their arrays by name): makes the draft of plain
-              tensors the draft of the format; returns files to add to the output
+    measures  `apply` may set `then`, and `follow` makes the plan that follows from the measurement
     shard_bytes  maximum size of a weight file, unless the user says another
-    part      the part of a pipeline that it stores: (the names of the parts) → one, or "" for none
     """
 
     name: str
     summary: str
     readers: str
-    apply: Callable[[Prepared, QuantizeSettings], None]
     settings: frozenset[str] = frozenset()
-    follow: Callable[[Prepared, QuantizeSettings, Sequence[Product], Mapping[str, Arrays]], Mapping[str, bytes]] | None = None
+    measures: bool = False
     shard_bytes: int = SHARD_BYTES
-    part: Callable[[Collection[str]], str] = lambda parts: ""
+
+    @abstractmethod
+    def apply(self, prepared: Prepared, settings: QuantizeSettings) -> None:
+        """Make the draft of plain tensors one of the format. Raises PlanError with all problems.
+
+        Reads headers and small files of `prepared.inputs[prepared.draft.donor]` only, never tensor data.
+        """
+
+    def follow(
+        self, prepared: Prepared, settings: QuantizeSettings, measured: Sequence[Product], arrays: Mapping[str, Arrays]
+    ) -> Mapping[str, bytes]:
+        """Make the draft of plain tensors one of the format, by what was measured; files to add to the output.
+
+        measured  products, whose arrays are in `arrays` by name
+
+        Raises PlanError, FormatError.
+        """
+        raise NotImplementedError
+
+    def part(self, parts: Collection[str]) -> str:
+        """The part of a pipeline that it stores, of these; "" for none."""
+        return ""
 
 
 # ---- a divergence instead of a size
@@ -193,3 +209,66 @@ def _fitting(engine: Engine, specs: Sequence[TensorSpec], draft: PlanDraft, leas
                 chosen.append(writing.name if encoding.name == writing.name else f"{writing.name} --group-size {group}")
                 break
     return chosen
+
+
+# ---- settings of a calibration text, and a measurement on it
+
+
+NONE = "none"
+"""`--calibration none`: round to nearest."""
+
+_OF_THE_TEXT = ("calibration_rows", "calibration_tokens", "calibration_dtype")
+
+CALIBRATION_SETTINGS = frozenset({"calibration", *_OF_THE_TEXT})
+"""What a calibration reads of the settings."""
+
+CACHE_SETTINGS = CALIBRATION_SETTINGS | {"kv_cache"}
+"""The same, and scales of the cache."""
+
+
+MEASURING = "measurement: "
+"""Prefix of the names of a measurement's products: a merge may measure the same on another text."""
+MEASURED = "products"
+"""Key of `FollowUp.settings`: the names of a measurement's products."""
+
+MEASURED_ROWS = 32
+"""The most rows of a calibration text that losses are measured with: their states are stored for all layers at once."""
+
+
+def calibrates(settings: QuantizeSettings) -> bool:
+    """Whether a format that can do without a calibration is to have one."""
+    return settings.calibration != NONE
+
+
+def unused(settings: QuantizeSettings, *, calibrates: bool) -> list[WeightsmithError]:
+    """A problem if a setting of the text is given, and no text is read."""
+    names = [name for name in _OF_THE_TEXT if getattr(settings, name) is not None]
+    if calibrates or not names:
+        return []
+    fix = f"add {assignment('calibration', BUILT_IN)} or a text of yours, or leave out {named(*names)}"
+    return [ParameterError("no calibration text is read", where=named(*names), fix=fix)]
+
+
+def text_problems(encoding: Encoding, settings: QuantizeSettings) -> list[WeightsmithError]:
+    """Problems of the settings of the text, for weights in one encoding."""
+    asked = "kv_cache" if settings.kv_cache is not None else "quantize"
+    if settings.kv_cache is not None or encoding.inputs is not None:
+        if settings.calibration != NONE:
+            return []
+        what = f"{named('kv_cache')} needs a text" if settings.kv_cache is not None else f"{encoding.name} needs a text"
+        fix = f"add {assignment('calibration', BUILT_IN)} or a text of yours"
+        return [ParameterError(f"{what}, from which it gets the scales of activations", where=named(asked), fix=fix)]
+    if encoding.hessian != "no":
+        return unused(settings, calibrates=settings.calibration not in (None, NONE))
+    if names := [name for name in ("calibration", *_OF_THE_TEXT) if getattr(settings, name) is not None]:
+        fix = f"leave out {named(*names)}, or add {assignment('kv_cache', 'fp8')}"
+        return [ParameterError(f"{encoding.name} reads no text without {named('kv_cache')}", where=named(*names), fix=fix)]
+    return []
+
+
+def without_measuring(draft: PlanDraft) -> list[Product]:
+    """Remove the measurement from the draft to which it was added; its products. A merge keeps what it measures itself."""
+    names = set() if draft.then is None else {*draft.then.settings[MEASURED]}
+    measured = [product for product in draft.products if product.name in names]
+    draft.then, draft.products = None, [product for product in draft.products if product.name not in names]
+    return measured

@@ -18,16 +18,17 @@ from weightsmith._base.errors import Finding, FormatError, PlanError, Weightsmit
 from weightsmith._base.files import expand_user
 from weightsmith._base.idioms import grouped
 from weightsmith._base.options import assignment, named, option_error
-from weightsmith._features.quantisation.base import Format, engine_findings, read_target
-from weightsmith._features.quantisation.calibration.plan import (
+from weightsmith._features.quantisation.base import (
     CALIBRATION_SETTINGS,
     MEASURED_ROWS,
     MEASURING,
-    Chain,
-    calibrate,
+    Format,
     calibrates,
+    engine_findings,
+    read_target,
     unused,
 )
+from weightsmith._features.quantisation.calibration.plan import Chain, calibrate
 from weightsmith._features.quantisation.optimise import Candidate, choose
 from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._models.formats.exl2.blocks import (
@@ -39,9 +40,9 @@ from weightsmith._models.formats.exl2.blocks import (
     read_measurement,
 )
 from weightsmith._models.formats.exl2.layout import Params
-from weightsmith._models.formats.exl2.loader import ELSEWHERE
+from weightsmith._models.formats.exl2.loader import ARCHITECTURES, ELSEWHERE, OTHER_FORMATS
 from weightsmith._models.formats.exl2.model import Model, notes, prepare_model, store
-from weightsmith._models.formats.unfused import DEFAULT_HEAD_BITS
+from weightsmith._models.formats.unfused import DEFAULT_HEAD_BITS, check_architecture
 from weightsmith._planning.planner.prepared import Prepared
 from weightsmith._plans import PlanDraft, Product
 from weightsmith.abc.product import Arrays
@@ -61,35 +62,6 @@ _ERRORS = {
     8: {32: 0.0059, 64: 0.0065, 128: 0.0070},
 }
 """Relative error of normally distributed weights, by bits and group size: measured, 512 rows of 512."""
-
-
-def apply(assembled: Prepared, settings: QuantizeSettings) -> None:
-    """Make the draft one of an EXL2 model. Raises PlanError with all problems."""
-    _check(settings)
-    draft = assembled.draft
-    model = prepare_model(draft)
-    with as_plan_error():
-        bits = _target(draft, model, settings)
-        params = _choose(model, settings, bits)
-    if not calibrates(settings) or settings.uniform or settings.measurement is not None:
-        _store(assembled, model, settings, bits, params)
-        return
-    draft.warnings += [*notes(draft), *_unfit(model, settings)]
-    full = settings.measure == FULL
-    chain = Chain(assembled, settings, model.steps, None if full else MEASURED_ROWS, MEASURING)
-    chain.measure(draft, products_for(model.blocks, chain, full=full), "exl2", settings)
-
-
-def follow(
-    assembled: Prepared, settings: QuantizeSettings, measured: Sequence[Product], arrays: Mapping[str, Arrays]
-) -> Mapping[str, bytes]:
-    """Give the draft the settings that a measurement favours; measurement.json. Raises PlanError."""
-    _check(settings)
-    model = prepare_model(assembled.draft)
-    bits = _target(assembled.draft, model, settings)
-    errors = errors_of(model.blocks, [(p, arrays[p.name]) for p in measured if p.name in arrays])
-    _store(assembled, model, settings, bits, _best(errors, model, bits))
-    return {"measurement.json": (json.dumps(measurement_json(errors), indent=1) + "\n").encode()}
 
 
 def _store(assembled: Prepared, model: Model, settings: QuantizeSettings, target: float, params: Sequence[BlockParams]) -> None:
@@ -274,13 +246,42 @@ def errors_of(blocks: Sequence[Sublayer], products: Iterable[tuple[Product, Arra
     return measured_blocks
 
 
-FORMATS = (
-    Format(
-        "exl2",
-        "2.2 to 8 bits for each weight, chosen for each layer",
-        "ExLlamaV2, older TabbyAPI",
-        apply,
-        frozenset({"bits", "size_bytes", "target", "head_bits", "measure", "measurement", "uniform"}) | CALIBRATION_SETTINGS,
-        follow,
-    ),
-)
+class Exl2Format(Format):
+    """EXL2."""
+
+    name = "exl2"
+    summary = "2.2 to 8 bits for each weight, chosen for each layer"
+    readers = "ExLlamaV2, older TabbyAPI"
+    settings = (
+        frozenset({"bits", "size_bytes", "target", "head_bits", "measure", "measurement", "uniform"}) | CALIBRATION_SETTINGS
+    )
+    measures = True
+
+    def apply(self, prepared: Prepared, settings: QuantizeSettings) -> None:
+        check_architecture(prepared.draft.config, ARCHITECTURES, "EXL2", OTHER_FORMATS)
+        _check(settings)
+        draft = prepared.draft
+        model = prepare_model(draft)
+        with as_plan_error():
+            bits = _target(draft, model, settings)
+            params = _choose(model, settings, bits)
+        if not calibrates(settings) or settings.uniform or settings.measurement is not None:
+            _store(prepared, model, settings, bits, params)
+            return
+        draft.warnings += [*notes(draft), *_unfit(model, settings)]
+        full = settings.measure == FULL
+        chain = Chain(prepared, settings, model.steps, None if full else MEASURED_ROWS, MEASURING)
+        chain.measure(draft, products_for(model.blocks, chain, full=full), "exl2", settings)
+
+    def follow(
+        self, prepared: Prepared, settings: QuantizeSettings, measured: Sequence[Product], arrays: Mapping[str, Arrays]
+    ) -> Mapping[str, bytes]:
+        _check(settings)
+        model = prepare_model(prepared.draft)
+        bits = _target(prepared.draft, model, settings)
+        errors = errors_of(model.blocks, [(p, arrays[p.name]) for p in measured if p.name in arrays])
+        _store(prepared, model, settings, bits, _best(errors, model, bits))
+        return {"measurement.json": (json.dumps(measurement_json(errors), indent=1) + "\n").encode()}
+
+
+FORMAT = Exl2Format()

@@ -12,8 +12,15 @@ from typing import Any
 from weightsmith._base.errors import Finding, PlanError, Unsupported, WeightsmithError
 from weightsmith._base.options import assignment, option_error
 from weightsmith._base.tensors import TensorSpec
-from weightsmith._features.quantisation.base import Format, as_problems, engine_findings
-from weightsmith._features.quantisation.calibration.plan import CALIBRATION_SETTINGS, Chain, calibrate, calibrates, unused
+from weightsmith._features.quantisation.base import (
+    CALIBRATION_SETTINGS,
+    Format,
+    as_problems,
+    calibrates,
+    engine_findings,
+    unused,
+)
+from weightsmith._features.quantisation.calibration.plan import Chain, calibrate
 from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._models.formats.exl2.loader import OTHER_FORMATS
 from weightsmith._models.formats.exl3.layout import (
@@ -45,31 +52,6 @@ from weightsmith._plans import PlanDraft
 _WEIGHT = ".weight"
 _FIRST: tuple[ProjectionRole, ...] = ("v", "k", "o", "down", "q")
 """Projections that get more bits first: those with few weights, and those whose errors go straight to the residual stream."""
-
-
-def apply(assembled: Prepared, settings: QuantizeSettings) -> None:
-    """Make the draft one of an EXL3 model. Raises PlanError with all problems."""
-    problems: list[WeightsmithError] = []
-    if settings.bits is None:
-        fix = f"write {assignment('bits', 4)}, or any number from 1 to 8"
-        problems.append(option_error("bits", "exl3 needs the average bits per weight", fix))
-    elif not 1 <= settings.bits <= 8:
-        problems.append(option_error("bits", f"exl3 has 1 to 8 bits per weight, not {settings.bits:g}"))
-    problems += unused(settings, calibrates=calibrates(settings))
-    if problems or settings.bits is None:
-        raise PlanError(problems)
-    draft = assembled.draft
-    tied = _prepare(draft)
-    steps = list(draft.steps)
-    rates = _rates(draft, settings.bits)
-    if findings := engine_findings("exl3", [step.out for step in steps if step.out.name in rates], settings, OTHER_FORMATS):
-        raise PlanError(as_problems(findings))
-    head_bits = settings.head_bits or DEFAULT_HEAD_BITS
-    chain = Chain(assembled, settings, steps) if calibrates(settings) else None
-    calibration = {} if chain is None else {"rows": chain.text.rows, "cols": chain.text.tokens}
-    _store(draft, rates, head_bits, tied=tied, calibration=calibration)
-    if chain is not None:
-        calibrate(chain, draft)
 
 
 def _prepare(draft: PlanDraft) -> bool:
@@ -160,12 +142,37 @@ def _padded_bias(head: TensorSpec, draft: PlanDraft) -> bool:
     return bool(head.shape[0] % BLOCK) and any(step.out.name == _bias(head.name) for step in draft.steps)
 
 
-FORMATS = (
-    Format(
-        "exl3",
-        "1 to 8 bits for each weight, codes of a trellis; half bits below 4, others on average",
-        "exllamav3 (TabbyAPI)",
-        apply,
-        frozenset({"bits", "head_bits"}) | CALIBRATION_SETTINGS,
-    ),
-)
+class Exl3Format(Format):
+    """EXL3."""
+
+    name = "exl3"
+    summary = "1 to 8 bits for each weight, codes of a trellis; half bits below 4, others on average"
+    readers = "exllamav3 (TabbyAPI)"
+    settings = frozenset({"bits", "head_bits"}) | CALIBRATION_SETTINGS
+
+    def apply(self, prepared: Prepared, settings: QuantizeSettings) -> None:
+        check_architecture(prepared.draft.config, ARCHITECTURES, "EXL3", OTHER_FORMATS)
+        problems: list[WeightsmithError] = []
+        if settings.bits is None:
+            fix = f"write {assignment('bits', 4)}, or any number from 1 to 8"
+            problems.append(option_error("bits", "exl3 needs the average bits per weight", fix))
+        elif not 1 <= settings.bits <= 8:
+            problems.append(option_error("bits", f"exl3 has 1 to 8 bits per weight, not {settings.bits:g}"))
+        problems += unused(settings, calibrates=calibrates(settings))
+        if problems or settings.bits is None:
+            raise PlanError(problems)
+        draft = prepared.draft
+        tied = _prepare(draft)
+        steps = list(draft.steps)
+        rates = _rates(draft, settings.bits)
+        if findings := engine_findings("exl3", [step.out for step in steps if step.out.name in rates], settings, OTHER_FORMATS):
+            raise PlanError(as_problems(findings))
+        head_bits = settings.head_bits or DEFAULT_HEAD_BITS
+        chain = Chain(prepared, settings, steps) if calibrates(settings) else None
+        calibration = {} if chain is None else {"rows": chain.text.rows, "cols": chain.text.tokens}
+        _store(draft, rates, head_bits, tied=tied, calibration=calibration)
+        if chain is not None:
+            calibrate(chain, draft)
+
+
+FORMAT = Exl3Format()

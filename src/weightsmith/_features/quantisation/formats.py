@@ -11,45 +11,37 @@ such a format is made of, it knows itself (`abc.stored.ModelFormat`).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
 
-from weightsmith._activations.own_text import own_text_reports
 from weightsmith._activations.rows import BUILT_IN, OWN
-from weightsmith._activations.statistic import keys_of
-from weightsmith._activations.statistics import find_statistic
-from weightsmith._activations.work import StatisticWork
 from weightsmith._base.errors import Finding, FormatError, ParameterError, PlanError, Unsupported, WeightsmithError, nearest
 from weightsmith._base.files import expand_user, read_bounded
 from weightsmith._base.idioms import grouped
 from weightsmith._base.options import assignment, named, option_error, read_options
 from weightsmith._base.strict_json import parse_object
 from weightsmith._base.tensors import DTYPES, TensorSpec
-from weightsmith._features.quantisation import exl2, exl3
 from weightsmith._features.quantisation.base import (
-    Format,
-    as_problems,
-    check_engines,
-    check_target,
-    family_problems,
-    read_target,
-    unloaded,
-)
-from weightsmith._features.quantisation.calibration.plan import (
     CACHE_SETTINGS,
     CALIBRATION_SETTINGS,
     MEASURED,
     MEASURED_ROWS,
     MEASURING,
     NONE,
-    Chain,
-    measure_activations,
+    Format,
+    as_problems,
+    check_engines,
+    check_target,
+    family_problems,
+    read_target,
     text_problems,
+    unloaded,
     unused,
     without_measuring,
 )
@@ -60,11 +52,19 @@ from weightsmith._files.copied import MAX_COPIED_BYTES
 from weightsmith._files.subfolders import PIPELINE
 from weightsmith._models.card import CARD_NAME, hub_id_of, read_card
 from weightsmith._models.checkpoint import Checkpoint
-from weightsmith._models.formats import find_encoding, format_of_encoding, formats
+from weightsmith._models.formats import find_encoding, format_of_encoding, formats, formats_for
 from weightsmith._models.formats.engines import head_objections
 from weightsmith._models.structure.projections import joined_sets, site_of
-from weightsmith._models.structure.vocabulary import TIED_HEAD, is_model_head, is_vocabulary, tie_flag
+from weightsmith._models.structure.vocabulary import (
+    TIED_HEAD,
+    is_embedding,
+    is_model_embedding,
+    is_model_head,
+    is_vocabulary,
+    tie_flag,
+)
 from weightsmith._planning.follow_ups import FollowUpKind, SecondPlan
+from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner.encode import encodable, quantise
 from weightsmith._planning.planner.files import NO_CONFIG, joined, lacking
 from weightsmith._planning.planner.pipelines import drop_subfolders
@@ -77,58 +77,96 @@ from weightsmith.abc.stored import Encoding, ModelFiles, ModelFormat, ModelOrigi
 _SIZES = frozenset({"size_bytes", "target"})
 
 
-def format_of(model_format: ModelFormat) -> Format:
-    """The format as users ask for it."""
-    measures = model_format.measures
-    return Format(
-        model_format.name,
-        model_format.summary,
-        model_format.readers,
-        partial(_apply, model_format),
-        model_format.settings | (CALIBRATION_SETTINGS | _SIZES if measures else frozenset[str]()),
-        partial(_follow_measurement, model_format) if measures else None,
-        model_format.shard_bytes,
-        model_format.part,
-    )
+class WholeFormat(Format):
+    """A format that writes whole models. With a text, importances of columns and types of weights follow from it."""
 
+    def __init__(self, model_format: ModelFormat) -> None:
+        self._format, self.measures = model_format, model_format.measures
+        self.name, self.summary, self.readers = model_format.name, model_format.summary, model_format.readers
+        self.settings = model_format.settings | (CALIBRATION_SETTINGS | _SIZES if self.measures else frozenset[str]())
+        self.shard_bytes = model_format.shard_bytes
 
-def _apply(model_format: ModelFormat, assembled: Prepared, settings: QuantizeSettings) -> None:
-    """Make the draft one of the format. Raises PlanError."""
-    sized = settings.size_bytes is not None or settings.target is not None
-    if sized and settings.calibration is None:
-        settings = replace(settings, calibration=BUILT_IN)
-    measures = settings.calibration not in (None, NONE)
-    _check(settings, sized=sized, measures=measures)
-    draft, request = assembled.draft, _request(model_format, settings)
-    with _problems_of_a_plan():
-        kept = () if measures else model_format.modules(draft.config, partial(_file_of_donor, assembled))
-        drop_subfolders(draft, model_format.program, kept)
-        if not measures:
-            _prepare(model_format, assembled, request)
-            return
-        model_format.weighed(draft.config, ())  # refuses a model that it cannot write, before the text is read
-        chain = Chain(assembled, settings, None, MEASURED_ROWS if sized else None, MEASURING)
-        weights = [model_format.weighed(draft.config, _outs(draft, chain.names(layer))) for layer in range(chain.layers)]
-        tried = [model_format.candidates(draft.config, specs, request) for specs in weights] if sized else []
-        ends = model_format.candidates(draft.config, _vocabulary(chain.steps(chain.layers)), request) if sized else {}
-        ones = {spec.name: np.ones(spec.shape[1:], np.float32) for specs in weights for spec in specs}
-        trial = replace(assembled, draft=PlanDraft.of(draft))
-        _prepare(model_format, trial, replace(request, importances=ones))  # its errors, before anything is measured
-        if sized:
-            encodings = {name: names for candidates in (*tried, ends) for name, names in candidates.items()}
-            _slots(model_format, trial.draft, draft, settings, encodings)
+    def part(self, parts: Collection[str]) -> str:
+        return self._format.part(parts)
 
-    def moments(layer: int, states: Product) -> list[Product]:
-        return [chain.statistic("moments", layer, states, [spec.name for spec in weights[layer]])]
+    def apply(self, prepared: Prepared, settings: QuantizeSettings) -> None:
+        model_format = self._format
+        sized = settings.size_bytes is not None or settings.target is not None
+        if sized and settings.calibration is None:
+            settings = replace(settings, calibration=BUILT_IN)
+        measures = settings.calibration not in (None, NONE)
+        _check(settings, sized=sized, measures=measures)
+        draft, request = prepared.draft, self._request(settings)
+        with _problems_of_a_plan():
+            kept = () if measures else model_format.modules(draft.config, partial(_file_of_donor, prepared))
+            drop_subfolders(draft, model_format.program, kept)
+            if not measures:
+                self._prepare(prepared, request)
+                return
+            model_format.weighed(draft.config, ())  # refuses a model that it cannot write, before the text is read
+            from weightsmith._features.quantisation.calibration.plan import Chain
 
-    def scores(layer: int, states: Product, _gradients: Product, leaving: Product) -> list[Product]:
-        return [chain.scores(layer, states, leaving, tried[layer])] if tried[layer] else []
+            chain = Chain(prepared, settings, None, MEASURED_ROWS if sized else None, MEASURING)
+            weights = [model_format.weighed(draft.config, _outs(draft, chain.names(layer))) for layer in range(chain.layers)]
+            tried = [model_format.candidates(draft.config, specs, request) for specs in weights] if sized else []
+            ends = model_format.candidates(draft.config, _vocabulary(chain.steps(chain.layers)), request) if sized else {}
+            ones = {spec.name: np.ones(spec.shape[1:], np.float32) for specs in weights for spec in specs}
+            trial = replace(prepared, draft=PlanDraft.of(draft))
+            self._prepare(trial, replace(request, importances=ones))  # its errors, before anything is measured
+            if sized:
+                encodings = {name: names for candidates in (*tried, ends) for name, names in candidates.items()}
+                _slots(model_format, trial.draft, draft, settings, encodings)
 
-    def of_ends(entering: Product, gradients: Product, leaving: Product) -> list[Product]:
-        return [chain.vocabulary_scores(entering, gradients, leaving, ends)] if ends else []
+        def moments(layer: int, states: Product) -> list[Product]:
+            return [chain.statistic("moments", layer, states, [spec.name for spec in weights[layer]])]
 
-    products = chain.backward(scores, before=moments, after=of_ends) if sized else chain.forward(moments)
-    chain.measure(draft, products, model_format.name, settings)
+        def scores(layer: int, states: Product, _gradients: Product, leaving: Product) -> list[Product]:
+            return [chain.scores(layer, states, leaving, tried[layer])] if tried[layer] else []
+
+        def of_ends(entering: Product, gradients: Product, leaving: Product) -> list[Product]:
+            return [chain.vocabulary_scores(entering, gradients, leaving, ends)] if ends else []
+
+        products = chain.backward(scores, before=moments, after=of_ends) if sized else chain.forward(moments)
+        chain.measure(draft, products, model_format.name, settings)
+
+    def follow(
+        self, prepared: Prepared, settings: QuantizeSettings, measured: Sequence[Product], arrays: Mapping[str, Arrays]
+    ) -> Mapping[str, bytes]:
+        importances: dict[str, Floats] = {}
+        scores: dict[str, Floats] = {}
+        tried: dict[str, tuple[str, ...]] = {}
+        for product in measured:
+            if product.name in arrays and product.op in ("scored_layer", "scored_vocabulary"):
+                candidates: Mapping[str, tuple[str, ...]] = product.settings["candidates"]
+                tried |= candidates
+                scores |= dict(zip(candidates, arrays[product.name][0], strict=True))
+            elif product.name in arrays:
+                importances |= _by_weight(product, arrays[product.name])
+        with _problems_of_a_plan():
+            request = replace(self._request(settings), importances=importances)
+            if settings.size_bytes is not None:  # the search for a target gives one
+                trial = replace(prepared, draft=PlanDraft.of(prepared.draft))
+                self._prepare(trial, request)
+                slots, budget = _slots(self._format, trial.draft, prepared.draft, settings, tried)
+                request = replace(request, types=_fitting_types(slots, budget, scores))
+            return self._prepare(prepared, request)
+
+    def _request(self, settings: QuantizeSettings) -> ModelRequest:
+        return ModelRequest({name: getattr(settings, name) for name in self._format.settings})
+
+    def _prepare(self, prepared: Prepared, request: ModelRequest) -> Mapping[str, bytes]:
+        """`ModelFormat.prepare` of a draft, which then lists what the output lacks."""
+        draft, held = prepared.draft, set[str]()
+        origins = [_origin(checkpoint) for checkpoint in prepared.inputs]
+        of_donor = partial(_file_of_donor, prepared)
+        companions = ModelFiles(
+            origins, partial(_files_of, prepared), of_donor, held.update, partial(_tensor_of_donor, prepared)
+        )
+        files = self._format.prepare(draft, companions, request)
+        if draft.config is None:  # programs that read the format need no config.json
+            draft.warnings = [finding for finding in draft.warnings if not finding.what.startswith(NO_CONFIG)]
+        draft.lacking = joined([draft.lacking, lacking(((model.ref, model.files) for model in prepared.inputs), held)])
+        return files
 
 
 def _check(settings: QuantizeSettings, *, sized: bool, measures: bool) -> None:
@@ -142,53 +180,6 @@ def _check(settings: QuantizeSettings, *, sized: bool, measures: bool) -> None:
         raise PlanError([option_error("imatrix", what, f"leave out {named('imatrix')} or {named('calibration')}")])
     if problems := unused(settings, calibrates=measures):
         raise PlanError(problems)
-
-
-def _follow_measurement(
-    model_format: ModelFormat,
-    assembled: Prepared,
-    settings: QuantizeSettings,
-    measured: Sequence[Product],
-    arrays: Mapping[str, Arrays],
-) -> Mapping[str, bytes]:
-    """Make the draft one of the format with the importances that were measured; these as a file.
-
-    Raises PlanError, FormatError.
-    """
-    importances: dict[str, Floats] = {}
-    scores: dict[str, Floats] = {}
-    tried: dict[str, tuple[str, ...]] = {}
-    for product in measured:
-        if product.name in arrays and product.op in ("scored_layer", "scored_vocabulary"):
-            candidates: Mapping[str, tuple[str, ...]] = product.settings["candidates"]
-            tried |= candidates
-            scores |= dict(zip(candidates, arrays[product.name][0], strict=True))
-        elif product.name in arrays:
-            importances |= _by_weight(StatisticWork.of(product), arrays[product.name])
-    with _problems_of_a_plan():
-        request = replace(_request(model_format, settings), importances=importances)
-        if settings.size_bytes is not None:  # the search for a target gives one
-            trial = replace(assembled, draft=PlanDraft.of(assembled.draft))
-            _prepare(model_format, trial, request)
-            slots, budget = _slots(model_format, trial.draft, assembled.draft, settings, tried)
-            request = replace(request, types=_fitting_types(slots, budget, scores))
-        return _prepare(model_format, assembled, request)
-
-
-def _request(model_format: ModelFormat, settings: QuantizeSettings) -> ModelRequest:
-    return ModelRequest({name: getattr(settings, name) for name in model_format.settings})
-
-
-def _prepare(model_format: ModelFormat, assembled: Prepared, request: ModelRequest) -> Mapping[str, bytes]:
-    """`ModelFormat.prepare` of a draft, which then lists what the output lacks."""
-    draft, held = assembled.draft, set[str]()
-    origins = [_origin(checkpoint) for checkpoint in assembled.inputs]
-    companions = ModelFiles(origins, partial(_files_of, assembled), partial(_file_of_donor, assembled), held.update)
-    files = model_format.prepare(draft, companions, request)
-    if draft.config is None:  # programs that read the format need no config.json
-        draft.warnings = [finding for finding in draft.warnings if not finding.what.startswith(NO_CONFIG)]
-    draft.lacking = joined([draft.lacking, lacking(((model.ref, model.files) for model in assembled.inputs), held)])
-    return files
 
 
 def _outs(draft: PlanDraft, names: Iterable[str]) -> list[TensorSpec]:
@@ -230,6 +221,12 @@ def _file_of_donor(assembled: Prepared, name: str) -> bytes | None:
     donor.fetch([name])
     path = donor.folder / name
     return read_bounded(path, MAX_COPIED_BYTES) if path.is_file() else None
+
+
+def _tensor_of_donor(assembled: Prepared, name: str) -> bytes | None:
+    donor = assembled.inputs[assembled.draft.donor]
+    spec = donor.specs.get(name)
+    return donor[name].tobytes() if spec is not None and spec.nbytes <= MAX_COPIED_BYTES else None
 
 
 def _origin(checkpoint: Checkpoint) -> ModelOrigin:
@@ -313,28 +310,40 @@ def _fitting_types(slots: Mapping[str, _Slot], budget: int, scores: Mapping[str,
     return {name: list(slot.bits)[i] for (name, slot), i in zip(slots.items(), chosen, strict=True)}
 
 
-def _by_weight(work: StatisticWork, arrays: Arrays) -> dict[str, Floats]:
+def _by_weight(product: Product, arrays: Arrays) -> dict[str, Floats]:
     """The importances of each weight; 1 where no token reached it."""
+    from weightsmith._activations.statistic import keys_of
+    from weightsmith._activations.statistics import find_statistic
+    from weightsmith._activations.work import StatisticWork
+
+    work = StatisticWork.of(product)
     at_site = dict(zip(keys_of(find_statistic(work.kind), work.weights), arrays, strict=True))
     of_weights = {weight: at_site[site_of(weight)] for weight in work.weights}
     return {weight: array if array.any() else np.ones_like(array) for weight, array in of_weights.items()}
 
 
-def _streamed(writing: Writing, *, caches: bool, mixes: bool) -> Format:
+class StreamedFormat(Format):
     """A format that encodes rows as they leave the merge. If no group size is asked for, it is the first that stores the most
     weights: the width of a weight must be a multiple of it. Other weights get a scale for each row, if the format can.
 
     With a calibration text, codes are GPTQ's where the encoding takes a Hessian; without one, weights are rounded to nearest.
     """
-    groups, default = tuple(writing.encodings), next(iter(writing.encodings.values()))
-    calibrates = default.hessian != "no"
 
-    def apply(assembled: Prepared, settings: QuantizeSettings) -> None:
-        group_size = settings.group_size
+    def __init__(self, writing: Writing, *, caches: bool, mixes: bool) -> None:
+        """caches: it may store scales of a cache; mixes: weights may have other encodings of its stored format."""
+        self._writing = writing
+        self.name, self.summary, self.readers = writing.name, writing.summary, writing.readers
+        calibrates = next(iter(writing.encodings.values())).hessian != "no"
+        text_settings = CACHE_SETTINGS if caches else CALIBRATION_SETTINGS if calibrates else frozenset[str]()
+        sizes = frozenset({"group_size"}) if len(writing.encodings) > 1 else frozenset[str]()
+        self.settings = sizes | text_settings | (frozenset({"tensor_types"}) if mixes else frozenset[str]())
+
+    def apply(self, prepared: Prepared, settings: QuantizeSettings) -> None:
+        writing, groups, group_size = self._writing, tuple(self._writing.encodings), settings.group_size
         if group_size is not None and group_size not in groups:
             what = f"{writing.name} has groups of {', '.join(map(str, sorted(groups)))}, not of {group_size}"
             raise PlanError([option_error("group_size", what)])
-        draft, plain = assembled.draft, replace(assembled, draft=PlanDraft.of(assembled.draft))
+        draft, plain = prepared.draft, replace(prepared, draft=PlanDraft.of(prepared.draft))
         group = group_size or max(groups, key=lambda group: len(encodable(draft, writing.encodings[group].name)))
         encoding = writing.encodings[group]
         by_row = _stored_by_row(draft, writing, encoding) if group_size is None else {}
@@ -350,13 +359,11 @@ def _streamed(writing: Writing, *, caches: bool, mixes: bool) -> Format:
         draft.warnings += _by_row_findings(draft, by_row)
         check_engines(draft, encoding.name, writing.name, settings)
         check_mixture(draft, encoding, others, settings)
-        measure_activations(plain, draft, measured, settings, calibrates=has_text)
-        writing.adapt(draft, encoding)
+        if has_text or settings.kv_cache is not None or measured.inputs is not None:
+            from weightsmith._features.quantisation.calibration.plan import measure_activations
 
-    text_settings = CACHE_SETTINGS if caches else CALIBRATION_SETTINGS if calibrates else frozenset[str]()
-    sizes = frozenset({"group_size"}) if len(groups) > 1 else frozenset[str]()
-    types = frozenset({"tensor_types"}) if mixes else frozenset[str]()
-    return Format(writing.name, writing.summary, writing.readers, apply, sizes | text_settings | types)
+            measure_activations(plain, draft, measured, settings, calibrates=has_text)
+        writing.adapt(draft, encoding)
 
 
 def _stored_by_row(draft: PlanDraft, writing: Writing, encoding: Encoding) -> dict[str, str]:
@@ -377,22 +384,45 @@ def _by_row_findings(draft: PlanDraft, by_row: Mapping[str, str]) -> Iterator[Fi
         yield Finding(f"{what} the width {stored[0].shape[1]:,}", stored[0].name, fix=fix)
 
 
-_STREAMED = [
-    _streamed(writing, caches=bool(stored.caches), mixes=stored.mixed is not None)
-    for stored in formats()
-    for writing in stored.writes
-]
-_WHOLE = [format_of(model_format) for stored in formats() for model_format in stored.models()]
-FORMATS: dict[str, Format] = {
-    model_format.name: model_format for model_format in (*_STREAMED, *_WHOLE, *exl2.FORMATS, *exl3.FORMATS)
-}
+_CALIBRATED = {name: f"weightsmith._features.quantisation.{name}" for name in ("exl2", "exl3")}
+"""Formats with a plan of their own for a calibration text: name → module with a `FORMAT`."""
+
+
+class _Formats(Mapping[str, Format]):
+    """Every format, by name. What one needs is imported when it is asked for."""
+
+    def __getitem__(self, name: str) -> Format:
+        if name in _CALIBRATED:
+            calibrated: Format = import_module(_CALIBRATED[name]).FORMAT
+            return calibrated
+        for stored in formats_for(name):
+            for writing in stored.writes:
+                if writing.name == name:
+                    return StreamedFormat(writing, caches=bool(stored.caches), mixes=stored.mixed is not None)
+            for model_format in stored.models():
+                if model_format.name == name:
+                    return WholeFormat(model_format)
+        raise KeyError(name)
+
+    def __iter__(self) -> Iterator[str]:
+        yield from (writing.name for stored in formats() for writing in stored.writes)
+        yield from (model_format.name for stored in formats() for model_format in stored.models())
+        yield from _CALIBRATED
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+FORMATS = _Formats()
 """Every format, by name."""
 
 
-def apply_format(prepared: Prepared, name: str, settings: QuantizeSettings) -> None:
-    """Change a draft of plain tensors to one in the format `name`. Raises as `Format.apply`."""
-    draft = prepared.draft
-    if part := FORMATS[name].part(draft.naming.parts):
+def apply_format(prepared: Prepared, name: str, settings: QuantizeSettings, options: RecipeOptions) -> None:
+    """Change a draft of plain tensors to one in the format `name`. Raises PlanError as `Format.apply`."""
+    draft, chosen = prepared.draft, FORMATS[name]
+    if options.max_shard_bytes is None:
+        draft.max_shard_bytes = chosen.shard_bytes
+    if part := chosen.part(draft.naming.parts):
         _keep_part(prepared, part)
     elif draft.naming.parts:
         model, parts = prepared.inputs[draft.donor].ref, ", ".join(draft.naming.parts)
@@ -400,7 +430,7 @@ def apply_format(prepared: Prepared, name: str, settings: QuantizeSettings) -> N
         fix = f"name the folder of one part, such as {model}/{next(iter(draft.naming.parts))}, and copy the result there"
         raise PlanError([Unsupported(what, where=model, fix=fix)])
     draft.warnings += family_problems(name, draft.config, settings)
-    FORMATS[name].apply(prepared, settings)
+    chosen.apply(prepared, settings)
     prepared.draft.provenance = replace(prepared.draft.provenance, format=name)
     prepared.draft.warnings += _decoded(prepared.inputs, name)
     prepared.named += _files(settings)
@@ -423,11 +453,12 @@ def _keep_part(prepared: Prepared, part: str) -> None:
 
 
 def _follow(prepared: Prepared, arrays: Mapping[str, Arrays], _answer: object, max_bytes: int | None) -> SecondPlan:
+    from weightsmith._activations.own_text import own_text_reports
+
     measuring, settings = _following(prepared)
     if max_bytes is not None:
         settings = replace(settings, size_bytes=max_bytes)
     second = prepared.draft_again()
-    assert measuring.follow is not None
     measured = without_measuring(second.draft)
     texts = [product for product in measured if product.op == "own_text"]
     files = measuring.follow(second, settings, [product for product in measured if product not in texts], arrays)
@@ -479,17 +510,15 @@ def _following(prepared: Prepared) -> tuple[Format, QuantizeSettings]:
     names = {product.name for product in prepared.plan.products}
     is_ours = isinstance(products, list | tuple) and all(isinstance(product, str) and product in names for product in products)
     measuring = FORMATS[name] if isinstance(name, str) and name in FORMATS else None
-    if measuring is None or measuring.follow is None or not is_ours or not has_type(values, QuantizeSettings):
+    if measuring is None or not measuring.measures or not is_ours or not has_type(values, QuantizeSettings):
         raise FormatError("not a plan that can be run: no format of ours measures so", where="then", fix="make the plan again")
     (settings,) = read_options("run", values, QuantizeSettings)
     return measuring, settings
 
 
 def problems_of(name: str | None, settings: QuantizeSettings) -> list[WeightsmithError]:
-    """The problems of a format's name and settings."""
+    """The problems of a format's name and settings. name: None: there is no format, but settings of one."""
     if name is None:
-        if not settings.changed:
-            return []
         fix = f"add {assignment('quantize', _first_that_reads(settings.changed[0]))} or another"
         return [ParameterError("needs a quantised format that reads it", where=named(*settings.changed), fix=fix)]
     known = FORMATS[name].settings
@@ -529,7 +558,7 @@ def _decoded(models: Iterable[Checkpoint], name: str) -> list[Finding]:
 # a weight wins. NAME is an encoding of the same stored format, with its group size (`w4a16-g64`), or `plain`. The name of
 # the chosen format stands for the group size of the other weights.
 #
-# A type that fits no weight of the layers may fit the head: `lm_head=w8a16`. `.=w8a16` leaves the head as it is.
+# A type that fits no weight of the layers may fit the head, `lm_head=w8a16`, or the embedding. `.=w8a16` fits neither.
 #
 # Engines join query, key and value into one matrix, and gate and up: such weights need the same encoding there.
 
@@ -565,20 +594,29 @@ def encodings_by_weight(
     for name in dict.fromkeys(kind for _, kind in types if kind != PLAIN):
         weights |= dict.fromkeys(encodable(draft, name))
     unmatched = [(pattern, kind) for pattern, kind in types if not any(map(pattern.search, weights))]
-    heads = [] if tie_flag(draft.config) else [step.out.name for step in draft.steps if is_model_head(step.out)]
-    unused = [pattern.pattern for pattern, _ in unmatched if not any(map(pattern.search, heads))]
+    tied = tie_flag(draft.config)
+    ends = {} if tied else {spec.name: spec for spec in _outs_of_ends(draft)}
+    unused = [pattern.pattern for pattern, _ in unmatched if not any(map(pattern.search, ends))]
     if unused:
         what, fix = "no weight that is quantised has a name that matches", "write a part of a name, such as self_attn.q_proj"
-        if not heads and re.search(unused[0], TIED_HEAD):
+        if tied and any(re.search(unused[0], name) for name in (TIED_HEAD, *(spec.name for spec in _outs_of_ends(draft)))):
             fix = "leave it out: the head is tied to the embedding, which is stored as it is"
         raise PlanError([option_error("tensor_types", f"{what} {pattern}", fix) for pattern in unused])
-    by_head = {head: _type_of(head, unmatched) for head in heads}
-    for head, kind in by_head.items():
+    by_end = {name: _type_of(name, unmatched) for name in ends}
+    for name, kind in by_end.items():
         if kind and find_encoding(kind).inputs is not None:
-            what = f"{kind} needs the scale of what enters a layer, which is not measured for {head}"
-            raise PlanError([option_error("tensor_types", what, "choose another format for the head, such as w8a16")])
-    by_weight = {**{weight: _type_of(weight, types) for weight in weights}, **by_head}
+            what = f"{kind} needs the scale of what enters a layer, which is not measured for {name}"
+            raise PlanError([option_error("tensor_types", what, "choose another format for it, such as w8a16")])
+        if kind not in ("", PLAIN) and is_embedding(ends[name]) and not find_encoding(kind).looked_up:
+            what = f"no program looks up tokens in {name} stored as {kind}"
+            raise PlanError([option_error("tensor_types", what, "leave it as it is, or choose w8a16 or w4a16 for it")])
+    by_weight = {**{weight: _type_of(weight, types) for weight in weights}, **by_end}
     return {weight: kind for weight, kind in by_weight.items() if kind}
+
+
+def _outs_of_ends(draft: PlanDraft) -> list[TensorSpec]:
+    """The embedding and the head of the model."""
+    return [step.out for step in draft.steps if is_model_head(step.out) or is_model_embedding(step.out)]
 
 
 def _read_types(stored_format: StoredFormat, texts: Sequence[str]) -> tuple[_Types, list[str]]:
@@ -635,7 +673,7 @@ def check_mixture(draft: PlanDraft, default: Encoding, by_weight: Mapping[str, s
         problems += unloaded(_writing_of(name), settings)
         if not problems:
             check_engines(draft, name, _writing_of(name), settings)
-    findings = list(_refused_heads(draft, by_weight, settings.engine))
+    findings = [*_refused_heads(draft, by_weight, settings.engine), *_refused_embeddings(draft, settings.engine)]
     if not default.of_blocks and settings.engine in (None, *_JOINING):  # ComfyUI joins no weights
         findings += _divided(draft, {*by_weight})
     if settings.engine is None:
@@ -659,6 +697,19 @@ def _refused_heads(draft: PlanDraft, by_weight: Mapping[str, str], engine: str |
             for program, what in head_objections(_writing_of(step.encoding), step.out):
                 if engine in (None, program):
                     yield Finding(what, step.out.name, fix="leave out its type, or choose another format for the head")
+
+
+def _refused_embeddings(draft: PlanDraft, engine: str | None) -> Iterator[Finding]:
+    """Quantised embeddings that programs do not load, and a warning of what others need. engine: see `_refused_heads`."""
+    encoded = [step.out.name for step in draft.steps if step.encoding != PLAIN and is_embedding(step.out)]
+    if not encoded:
+        return
+    for program, title in (("transformers", "transformers"), ("sglang", "SGLang")):
+        if engine in (None, program):
+            yield Finding(f"{title} does not load quantised embeddings", encoded[0], fix="leave out its type")
+    if engine in (None, "vllm"):
+        what = "vLLM loads a quantised embedding only in models whose code asks for one, and stops while it loads others"
+        draft.warn(what, encoded[0], fix="try it with your release of vLLM, or leave out its type")
 
 
 def _divided(draft: PlanDraft, asked: set[str]) -> Iterator[Finding]:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith._kernels.codecs import Encoded, EncodedInputs
+from weightsmith._kernels.codecs import Encoded, EncodedInputs, encode
 from weightsmith._kernels.combine import LANES, combine, combine_columns, combine_rows, copy_rows, gram, gram_columns, gram_rows
 from weightsmith._methods.jobs.matrix import write_with
 from weightsmith.abc.job import Bytes, Job, Matrix, Tile
@@ -260,6 +260,29 @@ class OuterColumnJob(Job):
         rest = self._rest[(tile.start + np.arange(tile.size)) % self._columns]
         with np.errstate(all="ignore"):
             write_with(self.matrix, tile, out, np.ones(1), rest * delta)
+
+
+class SplicedJob(Job):
+    """The positions first … end - 1 of a dimension from the second input, and all others from the first.
+
+    along   the dimension
+    inside  the run is the second input's; else all but the run is
+    """
+
+    def __init__(self, matrix: Matrix, along: int, first: int, end: int, *, inside: bool) -> None:
+        super().__init__(matrix)
+        self._inner = math.prod(matrix.shape[along + 1 :])
+        self._length = matrix.shape[along] if matrix.shape else 1
+        self._first, self._end, self._inside = first, end, inside
+
+    def apply(self, tile: Tile, out: Bytes) -> None:
+        m = self.matrix
+        rows = tile.scratch.rows(1, m.codes, m.out_code)
+        values = np.empty((2, tile.size), rows.dtype)
+        copy_rows(tile.raw, m.codes, tile.size, 0, False, values, rows)
+        places = (tile.start + np.arange(tile.size)) // self._inner % self._length
+        second = ((places >= self._first) & (places < self._end)) == self._inside
+        encode(np.where(second, values[1], values[0]), tile.size, m.out_code, 0, out)
 
 
 class ChangedDeltaJob(Job):

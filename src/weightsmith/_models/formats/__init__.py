@@ -9,13 +9,13 @@ unfused.py   a model with a step for each matrix, as programs with formats of th
 reader_configs.py  config.json as such programs take it
 engines.py   which formats the programs that run models load
 
-To add a format, add a file or folder with a `FORMAT`, and its name to `NAMES`; or a package with an entry point of the group
-`weightsmith.formats`.
+To add a format, add a file or folder with a `FORMAT`, and its name to `NAMES` (and `OF_FILES`); or a package with an entry
+point of the group `weightsmith.formats`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from importlib import import_module
 
@@ -30,6 +30,9 @@ NAMES = (
     "gguf", "hqq", "mlx", "modelopt", "mxfp4", "quark", "torchao", "training",
 )  # fmt: skip
 """weightsmith's formats. The first that recognises a model reads it."""
+
+OF_FILES = ("plain", "gguf", "training")
+"""Those that are told by files of their own; the others by config.json and tensors, in safetensors files or PyTorch's."""
 
 FORMATS = Plugins(
     "stored format",
@@ -52,10 +55,29 @@ def formats() -> tuple[StoredFormat, ...]:
     return (*_ours(), *(stored_format for stored_format in _installed().values() if isinstance(stored_format, StoredFormat)))
 
 
-def each_format() -> Iterator[StoredFormat]:
-    """As `formats`, each imported when it is reached: most models are stored by the first."""
-    yield from map(FORMATS.get, FORMATS.builtin)
+def each_format(names: Iterable[str] = NAMES) -> Iterator[StoredFormat]:
+    """As `formats`, each imported when it is reached. names: weightsmith's own among them."""
+    yield from map(FORMATS.get, names)
     yield from (stored_format for stored_format in _installed().values() if isinstance(stored_format, StoredFormat))
+
+
+def each_of_files() -> Iterator[StoredFormat]:
+    """Every format that may have files of its own."""
+    return each_format(OF_FILES)
+
+
+def each_of_tensors() -> Iterator[StoredFormat]:
+    """Every format that may recognise tensors."""
+    return each_format(name for name in NAMES if name not in OF_FILES)
+
+
+def formats_for(name: str) -> Iterator[StoredFormat]:
+    """As `each_format`, but first those of weightsmith's whose names begin `name`, of an encoding or a way to store models.
+
+    >>> next(formats_for("gguf-q4_k_m")).name
+    'gguf'
+    """
+    return each_format(sorted(NAMES, key=lambda known: not name.startswith(known)))
 
 
 def _ours() -> tuple[StoredFormat, ...]:
@@ -112,7 +134,7 @@ def format_of_encoding(name: str) -> StoredFormat:
     >>> format_of_encoding("w4a16").name
     'compressed_tensors'
     """
-    for stored_format in each_format():
+    for stored_format in formats_for(name):
         if any(encoding.name == name for encoding in stored_format.encodings):
             return stored_format
     raise UnknownName(f"unknown encoding '{name}'{nearest(name, encodings())}")
@@ -120,7 +142,7 @@ def format_of_encoding(name: str) -> StoredFormat:
 
 def find_cache(name: str) -> CacheEncoding | None:
     """How keys and values are stored as `name`: `fp8`."""
-    return next((cache for stored_format in formats() for cache in stored_format.caches if cache.name == name), None)
+    return next((cache for stored_format in each_format() for cache in stored_format.caches if cache.name == name), None)
 
 
 def find_encoding(name: str) -> Encoding:
@@ -130,7 +152,7 @@ def find_encoding(name: str) -> Encoding:
     (5, 4)
     """
     try:
-        for stored_format in each_format():
+        for stored_format in formats_for(name):
             named = next((encoding for encoding in stored_format.encodings if encoding.name == name), None)
             if (encoding_of_name := named or stored_format.parse(name)) is not None:
                 return encoding_of_name

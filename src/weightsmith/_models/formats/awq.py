@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -123,15 +123,13 @@ class Awq(TransposedEncoding):
     q_proj.scales [2, 64] F16
     """
 
+    symmetric: ClassVar[bool] = False
+
     @property
     def name(self) -> str:
         return grouped_name(f"awq-{self.bits}bit", self.group, GROUPS)
 
-    @property
-    def symmetric(self) -> bool:
-        return False
-
-    def _parts(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
+    def tensors(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
         outputs, inputs = spec.shape
         qweight, qzeros, scales = (spec.name.removesuffix(SUFFIX) + part for part in _PARTS)
         return (

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 
 from weightsmith._base.tensors import TensorSpec
-from weightsmith._models.formats import formats
+from weightsmith._models.formats import FORMATS, formats_for
 from weightsmith._models.formats.mlx import JOINED, STACKED
 from weightsmith._models.structure.projections import joined_sets, projection_role
 
@@ -264,7 +264,14 @@ def find_support(engine: str, format: str) -> Support | None:
 @cache
 def _stored_format(format: str) -> str:
     """The stored format that writes models in a format: `gguf` for `gguf-q4_k_m`; the format itself if none lists it."""
-    return next((stored.name for stored in formats() for model in stored.models() if model.name == format), format)
+    if format in FORMATS:
+        return format
+    for stored in formats_for(format):
+        if any(writing.name == format for writing in stored.writes):
+            break
+        if any(model.name == format for model in stored.models()):
+            return stored.name
+    return format
 
 
 def engines_of(format: str) -> tuple[Engine, ...]:

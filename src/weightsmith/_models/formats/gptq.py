@@ -209,7 +209,7 @@ class Gptq(TransposedEncoding):
     def name(self) -> str:
         return grouped_name(f"gptq-{self.bits}bit", self.group, GROUPS)
 
-    def _parts(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
+    def tensors(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
         outputs, inputs = spec.shape
         groups, i32 = inputs // self.group, DTYPES["I32"]
         qweight, qzeros, scales, g_idx = (spec.name.removesuffix(SUFFIX) + part for part in PARTS)

@@ -13,12 +13,12 @@ import re
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith._base.errors import NonFinite, Unsupported, raised_at
+from weightsmith._base.errors import NonFinite, raised_at
 from weightsmith._base.files import show
 from weightsmith._base.tensors import DTYPES, DType, TensorSpec
 from weightsmith._models.formats.hessians import CodesOf, quantise_groups
@@ -86,9 +86,7 @@ class MatrixEncoding(Encoding):
             spec = replace(spec, shape=spec.shape[1:])
         return matrix_refusal(spec, self.group or 1)
 
-    def outs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
-        if why := self.refusal(spec):
-            raise Unsupported(f"tensor {show(spec.name)} cannot be stored as {self.name}: {why}")
+    def tensors(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
         return self.parts(spec)
 
     def encode(self, spec: TensorSpec, rows: Rows, first_row: int, outs: Sequence[Bytes], numbers: Rows) -> None:
@@ -96,6 +94,25 @@ class MatrixEncoding(Encoding):
 
     def config(self, modules: Modules) -> dict[str, Any]:
         return self.settings(modules.ignored)
+
+
+@dataclass(frozen=True, slots=True)
+class WholeEncoding(Encoding):
+    """Matrices that are encoded as a whole, with scales in float16."""
+
+    scale: ClassVar[DType] = DTYPES["F16"]
+    align_rows: ClassVar[int] = WHOLE
+
+    @abstractmethod
+    def rounded(self, weight: Rows) -> Arrays:
+        """The arrays of the stored tensors, with codes rounded to nearest. Raises NonFinite. weight: float32 [N, K]"""
+
+    def encode(self, spec: TensorSpec, rows: Rows, first_row: int, outs: Sequence[Bytes], numbers: Rows) -> None:
+        """As `Encoding.encode`, for all rows at once. Raises NonFinite, also for a weight whose scale float16 cannot hold."""
+        with raised_at(f"output tensor {show(spec.name)}"):
+            arrays = self.rounded(rows)
+        for out, array in zip(outs, arrays, strict=True):
+            out[:] = array.reshape(-1).view(np.uint8)
 
 
 def matrix_refusal(spec: TensorSpec, group: int = 1) -> str:
@@ -183,7 +200,7 @@ _FINE, _STEP = np.float32(2.0**-17), np.float32(2.0**-24)
 
 
 @dataclass(frozen=True, slots=True)
-class TransposedEncoding(Encoding):
+class TransposedEncoding(WholeEncoding):
     """Matrices `X.weight` → tensors of integers with a scale for each output and each group of inputs.
 
     A subclass has the stored tensors, and how they are filled and decoded.
@@ -192,33 +209,13 @@ class TransposedEncoding(Encoding):
     bits: int
     group: int
 
-    @property
-    def kind(self) -> Kind:
-        return "integer"
-
-    @property
-    def scale(self) -> DType:
-        return DTYPES["F16"]
-
-    @property
-    def align_rows(self) -> int:
-        return WHOLE
+    kind: ClassVar[Kind] = "integer"
+    hessian: ClassVar[HessianForm] = "sorted"
+    float16: ClassVar[Float16] = "default"
 
     @property
     def whole(self) -> int:
-        return len(self._parts(TensorSpec(SUFFIX, DTYPES["F32"], (32, self.group))))
-
-    @property
-    def hessian(self) -> HessianForm:
-        return "sorted"
-
-    @property
-    def float16(self) -> Float16:
-        return "default"
-
-    @abstractmethod
-    def _parts(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
-        """The stored tensors of a weight that is accepted."""
+        return len(self.tensors(TensorSpec(SUFFIX, DTYPES["F32"], (32, self.group))))
 
     @abstractmethod
     def _fill(self, weight: Rows, arrays: Sequence[npt.NDArray[Any]], codes_of: CodesOf | None) -> None:
@@ -231,23 +228,15 @@ class TransposedEncoding(Encoding):
             return why
         return f"its outputs are {spec.shape[0]:,}, not a multiple of {multiple}" if spec.shape[0] % multiple else ""
 
-    def outs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
-        if why := self.refusal(spec):
-            raise Unsupported(f"tensor {show(spec.name)} cannot be stored as {self.name}: {why}")
-        return self._parts(spec)
-
-    def encode(self, spec: TensorSpec, rows: Rows, first_row: int, outs: Sequence[Bytes], numbers: Rows) -> None:
-        """As `Encoding.encode`, for all rows at once. Raises NonFinite for a weight whose scale float16 cannot hold."""
-        arrays = [out.view(part.dtype.numpy).reshape(part.shape) for out, part in zip(outs, self._parts(spec), strict=True)]
-        with raised_at(f"output tensor {show(spec.name)}"):
-            self._fill(rows, arrays, None)
+    def rounded(self, weight: Rows) -> Arrays:
+        return self._arrays(weight, None)
 
     def quantise(self, weight: Rows | Unread, hessian: Rows | FactoredHessian | None, threads: int) -> Arrays:
         assert not isinstance(hessian, np.ndarray)
         return quantise_groups(weight, hessian, self.bits, self._arrays)
 
     def _arrays(self, weight: Rows, codes_of: CodesOf | None) -> Arrays:
-        parts = self._parts(TensorSpec(f"x{SUFFIX}", DTYPES["F32"], weight.shape))
+        parts = self.tensors(TensorSpec(f"x{SUFFIX}", DTYPES["F32"], weight.shape))
         arrays = [np.empty(part.shape, part.dtype.numpy) for part in parts]
         self._fill(weight, arrays, codes_of)
         return arrays

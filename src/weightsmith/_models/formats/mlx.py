@@ -31,6 +31,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -38,12 +39,12 @@ import numpy.typing as npt
 
 from weightsmith._base.errors import FormatError, Unsupported
 from weightsmith._base.files import show
-from weightsmith._base.tensors import DTYPES, TensorSpec
-from weightsmith._models.formats.config import config_entries, plain_dtype
-from weightsmith._models.formats.decoded import F32, QuantisedModel, Weight, bands, read_all, reader
+from weightsmith._base.tensors import DTYPES, MAX_STACKED, TensorSpec
+from weightsmith._models.formats.config import DAMAGED_CHECKPOINT, config_entries, plain_dtype
+from weightsmith._models.formats.decoded import F32, QuantisedModel, Weight, bands, read_all, reader, refuse_transposed
 from weightsmith._models.formats.matrices import MXFP4_GROUP, NVFP4_GROUP, SUFFIX, MatrixEncoding, powers_of_two
 from weightsmith._models.formats.reader_configs import adapt_to_mlx_lm
-from weightsmith._models.sources.parts import PartTensors, TensorPart
+from weightsmith._models.sources.parts import PartTensors, TensorPart, renamed
 from weightsmith._models.structure.configs import EXPERT_COUNTS, text_sections, whole_number
 from weightsmith._models.structure.projections import BEFORE_DOWN, MIXTRAL
 from weightsmith._models.structure.projections import JOINED as JOINED_PROJECTIONS
@@ -82,6 +83,17 @@ _READ: Mapping[str, Mapping[str, str]] = {
 """Values of `model_type` whose stacked experts are read, with projections that have other names. Nothing else in their files
 from mlx-lm differs from those of transformers.
 """
+
+_NAME_THE_ORIGINAL = "Name the model of the Hub that was converted for MLX."
+
+_PREFIXES: Mapping[str, Mapping[str, str]] = {
+    "gemma4": {
+        "language_model.model.": "model.language_model.",
+        "language_model.lm_head.": "lm_head.",
+        **{f"{module}.": f"model.{module}." for module in ("vision_tower", "embed_vision", "audio_tower", "embed_audio")},
+    }
+}
+"""Value of `model_type` → how names of mlx-lm and mlx-vlm begin, and those that transformers loads."""
 
 _SMALLEST_SCALE = np.float32(1e-7)
 """MLX's."""
@@ -207,32 +219,97 @@ def _read(stored: Tensors, config: Config, where: str) -> Wrapped:
 
 
 _CONVOLUTION = re.compile(r".+\.conv(1d)?\.weight")
+_ANY_CONVOLUTION = re.compile(r".+\.conv\w*\.weight")
+_STACKED_PLAIN = re.compile(r"(.+)\.(?:switch_mlp|switch_glu)\.(\w+)\.weight")
 _MOVED_ALONE = frozenset({"lfm2", "mamba", "mamba2", "recurrent_gemma"})
 """Values of `model_type` for which mlx-lm changes nothing but the layout of the convolutions."""
 
 
 def in_hub_layout(wrapped: Wrapped, where: str) -> Wrapped:
-    """A model that MLX has written, with convolutions over time in the Hub's layout: [channels, 1, kernel].
+    """A model that MLX has written, in the Hub's layout: a matrix for each expert, and the Hub's names and convolutions.
 
-    mlx-lm has [channels, kernel, 1]. It also adds 1 to the norms of Qwen3.5 and Qwen3-Next, and multiplies weights of Falcon-H1
-    by factors from config.json; in 16 bits, neither can be undone without loss. Raises Unsupported for these models, and for
-    all others that are not known to be the same otherwise.
+    Over time, those are [channels, 1, kernel]; mlx-lm has [channels, kernel, 1]. It also adds 1 to the norms of Qwen3.5 and
+    Qwen3-Next, and multiplies weights of Falcon-H1 by factors from config.json; in 16 bits, neither can be undone without loss.
+    mlx-vlm has the inputs of all kernels last, such as those that embed patches of images, and renames modules. Raises
+    Unsupported for these models, and for all others that are not known to be the same otherwise.
     """
+    refuse_transposed(wrapped.config or {}, "MLX", where)
+    wrapped = _with_names_of_the_hub(_with_single_experts(wrapped, where), where)
     specs = wrapped.source.specs
-    moved = [
-        spec
-        for name, spec in specs.items()
-        if len(spec.shape) == 3 and spec.shape[2] == 1 < spec.shape[1] and _CONVOLUTION.fullmatch(name)
-    ]
+    model_type = (wrapped.config or {}).get("model_type")
+    moved = [spec for spec in specs.values() if _is_over_time(spec)]
+    kernels = [spec for spec in specs.values() if _has_inputs_last(spec)]
+    if kernels or (moved and not (isinstance(model_type, str) and model_type in _MOVED_ALONE)):
+        spec, layout = (kernels[0], "with its inputs last") if kernels else (moved[0], "[channels, kernel, 1]")
+        what = f"MLX has stored {show(spec.name)} as {list(spec.shape)}, {layout}; in some models it also"
+        what += f" changes norms and other weights, and for model_type {show(model_type)} what it changes is not undone"
+        raise Unsupported(what, where=where, fix=_NAME_THE_ORIGINAL)
     if not moved:
         return wrapped
-    model_type = (wrapped.config or {}).get("model_type")
-    if not isinstance(model_type, str) or model_type not in _MOVED_ALONE:
-        what = f"MLX has stored {show(moved[0].name)} as {list(moved[0].shape)}, [channels, kernel, 1]; in some models it also"
-        what += f" changes norms and other weights, and for model_type {show(model_type)} what it changes is not undone"
-        raise Unsupported(what, where=where, fix="Name the model of the Hub that was converted for MLX.")
     parts = {name: TensorPart(name, spec.shape) for name, spec in specs.items()}
     parts |= {spec.name: replace(parts[spec.name], shape=(spec.shape[0], 1, spec.shape[1])) for spec in moved}
+    return replace(wrapped, source=PartTensors(wrapped.source, parts, where))
+
+
+def _with_names_of_the_hub(wrapped: Wrapped, where: str) -> Wrapped:
+    """The model with the names of modules on the Hub, if mlx-lm or mlx-vlm has renamed those of its `model_type`."""
+    model_type, specs = (wrapped.config or {}).get("model_type"), wrapped.source.specs
+    prefixes = _PREFIXES.get(model_type, {}) if isinstance(model_type, str) else {}
+    if not prefixes or not all(name.startswith(tuple(prefixes)) for name in specs):
+        return wrapped
+    names = {}
+    for name in specs:
+        prefix = next(prefix for prefix in prefixes if name.startswith(prefix))
+        names[prefixes[prefix] + name.removeprefix(prefix)] = name
+    return replace(wrapped, source=renamed(wrapped.source, names, where))
+
+
+def _is_over_time(spec: TensorSpec) -> bool:
+    """Whether it is a kernel of one channel, as MLX stores it: [channels, kernel, 1]."""
+    return len(spec.shape) == 3 and spec.shape[2] == 1 < spec.shape[1] and _CONVOLUTION.fullmatch(spec.name) is not None
+
+
+def _has_inputs_last(spec: TensorSpec) -> bool:
+    """Whether it is a kernel of several channels with the inputs last: [outputs, …, height, width, inputs].
+
+    The shape tells: kernels over images are square, and those over time have fewer positions than inputs. Where both layouts
+    have the same shape, it is the Hub's.
+
+    >>> shapes = (8, 2, 14, 14, 3), (8, 3, 2, 14, 14)
+    >>> [_has_inputs_last(TensorSpec("patch_embed.proj.weight", DTYPES["F32"], shape)) for shape in shapes]
+    [True, False]
+    """
+    shape = spec.shape
+    if len(shape) == 3:
+        return 1 < shape[1] < shape[2] and _ANY_CONVOLUTION.fullmatch(spec.name) is not None
+    return len(shape) in (4, 5) and spec.name.endswith(".weight") and shape[-3] == shape[-2] != shape[-1]
+
+
+def _with_single_experts(wrapped: Wrapped, where: str) -> Wrapped:
+    """The model with a matrix for each expert where plain ones are stacked; quantised ones are apart already."""
+    config, specs = wrapped.config or {}, wrapped.source.specs
+    stacked = {name: match for name in specs if (match := _STACKED_PLAIN.fullmatch(name))}
+    if not stacked:
+        return wrapped
+    other_names = _READ.get(str(config.get("model_type")))
+    name, _ = next(iter(stacked.items()))
+    if other_names is None or any(f".{STACK}." not in name for name in stacked):
+        what = f"experts that MLX has stacked ({show(name)}) are not read for model_type {show(config.get('model_type'))}"
+        raise Unsupported(what, where=where, fix=_NAME_THE_ORIGINAL)
+    counts = [config[key] for key in EXPERT_COUNTS if key in config]
+    parts = {name: TensorPart(name, spec.shape) for name, spec in specs.items() if name not in stacked}
+    for name, match in stacked.items():
+        shape = specs[name].shape
+        if len(shape) != 3 or shape[0] not in counts or shape[0] > MAX_STACKED:
+            what = f"tensor {show(name)} is {list(shape)}, and config.json says {show(counts)} experts"
+            raise FormatError(what, where=where, fix=DAMAGED_CHECKPOINT)
+        size = shape[1] * shape[2]
+        for expert in range(shape[0]):
+            single = f"{match[1]}.experts.{expert}.{other_names.get(match[2], match[2])}.weight"
+            if single in specs:
+                what = f"tensor {show(single)} is stored twice: by itself, and in {show(name)}"
+                raise FormatError(what, where=where, fix=DAMAGED_CHECKPOINT)
+            parts[single] = TensorPart(name, shape[1:], ((expert * size, size),))
     return replace(wrapped, source=PartTensors(wrapped.source, parts, where))
 
 
@@ -355,41 +432,13 @@ def _encoding(bits: int, group: int) -> MatrixEncoding:
     q_proj.scales [64, 2] BF16
     q_proj.biases [64, 2] BF16
     """
-
-    def parts(spec: TensorSpec) -> tuple[TensorSpec, ...]:
-        *rows, cols = spec.shape
-        module, groups = spec.name.removesuffix(SUFFIX), (*rows, cols // group)
-        return (
-            TensorSpec(spec.name, DTYPES["U32"], (*rows, cols * bits // 32)),
-            TensorSpec(f"{module}.scales", spec.dtype, groups),
-            TensorSpec(f"{module}.biases", spec.dtype, groups),
-        )
-
-    def fill(spec: TensorSpec, rows: Rows, outs: Sequence[Bytes], numbers: Rows) -> None:
-        """NaN becomes some code."""
-        from weightsmith._kernels import codecs
-        from weightsmith._kernels.codes import group_extremes, quantise_affine
-
-        flat, code = rows.reshape(-1), spec.dtype.code
-        lows, highs = np.empty((2, flat.size // group), np.float32)
-        group_extremes(flat, group, lows, highs)
-        scales, biases = _affine_scales(lows, highs, bits)
-        for values, out in ((scales, outs[1]), (biases, outs[2])):
-            codecs.encode(values, values.size, code, 0, out)
-            codecs.decode(out, code, 0, values.size, values)
-        zero = scales == 0  # smaller than the dtype's smallest number: every code is the bias
-        quantise_affine(flat, group, np.where(zero, np.float32(1), scales), biases, bits, outs[0])
-
-    def config(ignored: Sequence[str]) -> dict[str, Any]:
-        """`quantization`, and the same as `quantization_config`, where transformers looks. mlx-lm quantises what has scales."""
-        entry = {"group_size": group, "bits": bits, "mode": "affine"}
-        return {"quantization": entry, "quantization_config": entry}
-
+    entry = {"group_size": group, "bits": bits, "mode": "affine"}
+    parts, fill = partial(_parts, bits, group), partial(_fill, bits, group)
     return MatrixEncoding(
         f"mlx-{bits}bit",
         parts,
         fill,
-        config,
+        partial(_settings, entry),
         GROUPS,
         f".{STACK}.",
         kind="integer",
@@ -398,6 +447,37 @@ def _encoding(bits: int, group: int) -> MatrixEncoding:
         symmetric=False,
         vocabulary=True,
     )
+
+
+def _settings(entry: Mapping[str, Any], ignored: Sequence[str]) -> dict[str, Any]:
+    """`quantization`, and the same as `quantization_config`, where transformers looks. mlx-lm quantises what has scales."""
+    return {"quantization": dict(entry), "quantization_config": dict(entry)}
+
+
+def _parts(bits: int, group: int, spec: TensorSpec) -> tuple[TensorSpec, ...]:
+    *rows, cols = spec.shape
+    module, groups = spec.name.removesuffix(SUFFIX), (*rows, cols // group)
+    return (
+        TensorSpec(spec.name, DTYPES["U32"], (*rows, cols * bits // 32)),
+        TensorSpec(f"{module}.scales", spec.dtype, groups),
+        TensorSpec(f"{module}.biases", spec.dtype, groups),
+    )
+
+
+def _fill(bits: int, group: int, spec: TensorSpec, rows: Rows, outs: Sequence[Bytes], numbers: Rows) -> None:
+    """NaN becomes some code."""
+    from weightsmith._kernels import codecs
+    from weightsmith._kernels.codes import group_extremes, quantise_affine
+
+    flat, code = rows.reshape(-1), spec.dtype.code
+    lows, highs = np.empty((2, flat.size // group), np.float32)
+    group_extremes(flat, group, lows, highs)
+    scales, biases = _affine_scales(lows, highs, bits)
+    for values, out in ((scales, outs[1]), (biases, outs[2])):
+        codecs.encode(values, values.size, code, 0, out)
+        codecs.decode(out, code, 0, values.size, values)
+    zero = scales == 0  # smaller than the dtype's smallest number: every code is the bias
+    quantise_affine(flat, group, np.where(zero, np.float32(1), scales), biases, bits, outs[0])
 
 
 def _affine_scales(lows: Rows, highs: Rows, bits: int) -> tuple[Rows, Rows]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -129,9 +129,7 @@ _READ = read_scaled(read_entry)
 class StackedFloat4(Weight):
     """The experts of a layer: [experts, inputs, outputs]. stored: codes, scales, and the factors of these."""
 
-    @property
-    def preferred_rows(self) -> int:
-        return NVFP4_GROUP
+    preferred_rows: ClassVar[int] = NVFP4_GROUP
 
     def decode(self, stored: Tensors, first: int, values: Rows) -> None:
         from weightsmith._kernels.codes import TABLES

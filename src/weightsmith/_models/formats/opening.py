@@ -13,7 +13,7 @@ from weightsmith._base.files import Opener, open_local, show
 from weightsmith._base.strict_json import parse_object, read_object
 from weightsmith._files.hf_folder import FolderWeights, natural_key, no_weights, of_ranks, read_index
 from weightsmith._files.subfolders import within
-from weightsmith._models.formats import FORMATS, broken, each_format, formats
+from weightsmith._models.formats import FORMATS, broken, each_of_files, each_of_tensors
 from weightsmith._models.formats.config import (
     DAMAGED_CHECKPOINT,
     SETTINGS_FILES,
@@ -22,6 +22,7 @@ from weightsmith._models.formats.config import (
     method_of,
     without_entries,
 )
+from weightsmith._models.sources.parts import unwrapped, with_current_norms
 from weightsmith.abc.stored import Config, Specs, Wrapped
 from weightsmith.abc.tensors import FileKind, Index, OpenedFiles
 
@@ -43,7 +44,7 @@ _PLAIN_PICKLES = frozenset(
 
 def kinds() -> Iterator[FileKind]:
     """File formats, in order of preference if a folder holds several."""
-    return (kind for stored_format in each_format() for kind in stored_format.files)
+    return (kind for stored_format in each_of_files() for kind in stored_format.files)
 
 
 def surely_plain(config: Config | None, specs: Specs) -> bool:
@@ -167,7 +168,7 @@ def describe_quantisation(config: Mapping[str, Any] | None, specs: Specs) -> str
         return f"{show(method)}{bits} ({where} in config.json)"
     if surely_plain(config, specs):
         return None
-    marks = [mark for stored_format in formats() for mark in stored_format.marks.items()]
+    marks = [mark for stored_format in each_of_tensors() for mark in stored_format.marks.items()]
     suffixes = tuple(suffix for suffix, _ in marks)
     for name in specs:
         if name.endswith(suffixes):
@@ -246,12 +247,27 @@ def with_metadata(config: Config | None, opened: OpenedFiles, where: str) -> Con
 
 def _is_quantised(config: Config, specs: Specs) -> bool:
     """A stored format recognises the model."""
-    return not surely_plain(config, specs) and any(stored_format.recognises(config, specs) for stored_format in formats())
+    return not surely_plain(config, specs) and any(known.recognises(config, specs) for known in each_of_tensors())
 
 
 def wrap(opened: OpenedFiles, config: Config | None, where: str) -> Wrapped:
     """The tensors of a model, decoded by the first stored format that recognises them, else as stored. Without config.json it
-    stays so."""
+    stays so. What torch's wrappers have added to names is left out, with a note. BERT's norms have their current names.
+
+    Raises FormatError if two names become the same.
+    """
+    of_transformers = "model_type" in (config or {})
+    source = unwrapped(opened.source, where, parallel=of_transformers)
+    current = with_current_norms(source, where) if of_transformers else source
+    wrapped = _wrap(opened if current is opened.source else replace(opened, source=current), config, where)
+    if source is opened.source:
+        return wrapped
+    stored = next(name for name in opened.source.specs if name not in source.specs)
+    what = f"names of its tensors are read without what torch's wrappers added to them, as in {show(stored)}"
+    return replace(wrapped, notes=(Finding(what, where), *wrapped.notes))
+
+
+def _wrap(opened: OpenedFiles, config: Config | None, where: str) -> Wrapped:
     source, described = opened.source, with_metadata(config, opened, where) or {}
     if _MEGATRON_EMBEDDING in source.specs:
         from weightsmith._models.formats.training.megatron_names import in_hub_names, is_megatron
@@ -260,7 +276,7 @@ def wrap(opened: OpenedFiles, config: Config | None, where: str) -> Wrapped:
             return in_hub_names(source, config, where)
     if surely_plain(described, source.specs):
         return _of_mlx(opened, config, where)
-    for stored_format in formats():
+    for stored_format in each_of_tensors():
         if stored_format.recognises(described, source.specs):
             wrapped = stored_format.read(source, described, where)
             return replace(wrapped, kind=stored_format.title, config=None if config is None else wrapped.config)

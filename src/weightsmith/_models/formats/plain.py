@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
@@ -87,15 +88,12 @@ class Plain(Encoding):
     dtype  of the tensor; None: `spec.dtype`
     """
 
+    kind: ClassVar[Kind] = "plain"
     dtype: DType | None = None
 
     @property
     def name(self) -> str:
         return PLAIN if self.dtype is None else f"{PLAIN} {self.dtype}"
-
-    @property
-    def kind(self) -> Kind:
-        return "plain"
 
     @property
     def bits(self) -> float:
@@ -106,15 +104,13 @@ class Plain(Encoding):
         """Accepts every floating-point tensor."""
         return "" if spec.dtype.floating else f"it is {spec.dtype}, not floating point"
 
-    def outs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
+    def tensors(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
         """The tensor itself.
 
         >>> from weightsmith._base.tensors import DTYPES
         >>> print(*Plain().outs(TensorSpec("w", DTYPES["BF16"], (3, 4))))
         w [3, 4] BF16
         """
-        if why := self.refusal(spec):
-            raise Unsupported(f"tensor {show(spec.name)} cannot be encoded: {why}")
         return (spec if self.dtype is None else replace(spec, dtype=self.dtype),)
 
     def encode(self, spec: TensorSpec, rows: Rows, first_row: int, outs: Sequence[Bytes], numbers: Rows) -> None:

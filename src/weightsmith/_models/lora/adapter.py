@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.lora.config import Layouts, ModulePatterns, has_one_vocabulary
 from weightsmith._models.lora.forms import FactorNames
 from weightsmith._models.lora.kinds import KINDS
+from weightsmith._models.sources.parts import WRAPPERS
 from weightsmith._models.structure.configs import finite_number, whole_number
 
 CONFIG_NAME = "adapter_config.json"
@@ -34,8 +35,6 @@ PREFIX = "base_model.model."
 _FACTOR = re.compile(r"(.+)\.(?:lora_([AB])(?:\.default)?\.weight|lora_embedding_([AB])(?:\.default)?)")
 _BIAS = re.compile(r"(.+)\.lora_B(?:\.default)?\.bias")
 _MAGNITUDE = re.compile(r"(.+)\.lora_magnitude_vector(?:\.default)?(?:\.weight)?")
-WRAPPERS = re.compile(r"(?<![^.])(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
-"""What torch.compile, FSDP and activation checkpointing add to names, which trainers may have saved."""
 SAVED = re.compile(r"(?<=\.)modules_to_save\.(?:default\.)?")
 _VELORA = (".lora_velora_embed", ".lora_velora_embed.default")
 _TOKENS = re.compile(r"(.+?)(?:\.token_adapter)?\.trainable_tokens_delta(?:\.default)?")
@@ -160,99 +159,123 @@ class Adapter:
         return embedding.scaling == head.scaling and all(np.array_equal(read(one).T, read(other)) for one, other in pairs)
 
 
-def sort_tensors(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Adapter:
-    """The adapter in a file. Raises FormatError with everything in it that cannot be."""
-    check_empty(checkpoint)
-    problems: list[str] = []
-    factors: dict[str, dict[str, str]] = {}
-    embeddings: set[str] = set()
-    magnitudes: dict[str, str] = {}
-    replacements: dict[str, str] = {}
-    tokens: dict[str, str] = {}
-    biases: dict[str, str] = {}
+@dataclass(slots=True)
+class _Named:
+    """What the names of an adapter's tensors say. Each maps a module or a tensor of the model to the stored name.
+
+    factors     module → "A" and "B" → the stored name
+    embeddings  modules whose factors are named as those of embeddings
+    problems    of names that say nothing
+    """
+
+    factors: dict[str, dict[str, str]] = field(default_factory=dict)
+    embeddings: set[str] = field(default_factory=set)
+    magnitudes: dict[str, str] = field(default_factory=dict)
+    replacements: dict[str, str] = field(default_factory=dict)
+    tokens: dict[str, str] = field(default_factory=dict)
+    biases: dict[str, str] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+
+def _by_name(checkpoint: Checkpoint, config: Mapping[str, Any]) -> _Named:
+    named = _Named()
     for name, spec in checkpoint.specs.items():
         inner = WRAPPERS.sub("", name).removeprefix(PREFIX)
         match = _FACTOR.fullmatch(inner)
         if ".original_module." in inner or (config.get("velora_config") and inner.endswith(_VELORA)):
             continue  # what a module that is saved whole was before the training; what VeLoRA's training alone needs
-        if match is None and (magnitude_name := _MAGNITUDE.fullmatch(inner)):
-            magnitudes[magnitude_name[1]] = name
+        if match is None and (magnitude := _MAGNITUDE.fullmatch(inner)):
+            named.magnitudes[magnitude[1]] = name
         elif config.get("lora_bias") and (of_bias := _BIAS.fullmatch(inner)):
-            biases[of_bias[1]] = name
+            named.biases[of_bias[1]] = name
         elif config.get("trainable_token_indices") and (of_tokens := _TOKENS.fullmatch(inner)):
-            tokens[of_tokens[1]] = name
+            named.tokens[of_tokens[1]] = name
         elif match is None and any(part.startswith("lora_") for part in inner.split(".")):
-            problems.append(f"{show(name)} is no A or B of a LoRA")
+            named.problems.append(f"{show(name)} is no A or B of a LoRA")
         elif match is None:
-            replacements[SAVED.sub("", inner).replace(_LAYER, "")] = name
+            named.replacements[SAVED.sub("", inner).replace(_LAYER, "")] = name
         elif not spec.dtype.floating or not 2 <= len(spec.shape) <= (MOST_DIMENSIONS if match[2] else 2) or 0 in spec.shape:
-            problems.append(f"{spec} is no matrix of floating numbers, nor a kernel")
-        elif factors.setdefault(match[1], {}).setdefault(match[2] or match[3], name) != name:
-            problems.append(f"{show(name)} and {show(factors[match[1]][match[2] or match[3]])} are the same factor")
+            named.problems.append(f"{spec} is no matrix of floating numbers, nor a kernel")
+        elif (other := named.factors.setdefault(match[1], {}).setdefault(match[2] or match[3], name)) != name:
+            named.problems.append(f"{show(name)} and {show(other)} are the same factor")
         elif match[3]:
-            embeddings.add(match[1])
+            named.embeddings.add(match[1])
+    return named
+
+
+def _left_over(named: _Named, config: Mapping[str, Any], modules: Collection[str]) -> Iterator[str]:
+    """The problems of what belongs to no factors. modules: those with factors."""
+    yield from (f"{show(name)} is of a module without A and B" for name in named.magnitudes.values())
+    yield from (
+        f"{show(name)} is of a module without A and B" for module, name in named.biases.items() if module not in modules
+    )
+    if config.get("lora_bias") and (unbiased := [module for module in modules if module not in named.biases]):
+        yield f"{unbiased[0]} has no bias of B, and lora_bias is true"
+    if config.get("trainable_token_indices") and not named.tokens:
+        yield "the config has trainable_token_indices, and no tensor is trainable_tokens_delta"
+
+
+def sort_tensors(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Adapter:
+    """The adapter in a file. Raises FormatError with everything in it that cannot be."""
+    check_empty(checkpoint)
+    named = _by_name(checkpoint, config)
+    problems = named.problems
     scalings, layouts = Scalings(config, checkpoint.ref), Layouts(config, f"{checkpoint.ref}, {CONFIG_NAME}")
     targets = _targets(config, checkpoint.ref)
-    of_weights = set[str]()
     updates: dict[str, Factors] = {}
     stacked: dict[str, dict[int, Stacked]] = {}
-    for module, pair in factors.items():
+    for module, pair in named.factors.items():
         if len(pair) < 2:
             problems.append(f"{module} has an {next(iter(pair))} and no {'B' if 'A' in pair else 'A'}")
             continue
         a, b = (checkpoint.specs[pair[part]].shape for part in "AB")
-        rank = scalings.rank(module)
-        outer = module.replace(_LAYER, "")
+        rank, outer = scalings.rank(module), module.replace(_LAYER, "")
         if _of_parameters(outer, targets, plain=a[0] == b[1] == rank):
             depth = module.count(_LAYER)
             if f"{outer}{_LAYER * depth}" != module or a[0] != b[1]:
                 problems.append(f"{module} has A {list(a)} and B {list(b)}, which are no factors of experts")
             else:
                 stacked.setdefault(outer, {})[depth] = Stacked(pair["A"], pair["B"])
-            continue
-        if a[0] != rank or b[1] != rank or len(a) != len(b) or set(b[2:]) - {1}:
+        elif a[0] != rank or b[1] != rank or len(a) != len(b) or set(b[2:]) - {1}:
             problems.append(f"{module} has rank {rank} by the config, and A {list(a)} and B {list(b)}")
-            continue
-        magnitude = magnitudes.pop(module, "")
-        if problem := _magnitude_problem(checkpoint, config, module, magnitude, b[0]):
-            problems.append(problem)
-            continue
-        embedding = module in embeddings
-        updates[module] = Factors(
-            pair["A"], pair["B"], embedding, scalings.of(module), magnitude, bool(magnitude) and embedding
-        )
-        if any(name == "weight" and f".{module}".endswith(f".{end}") for end, name in targets):
-            of_weights.add(module)
-    problems += [f"{show(name)} is of a module without A and B" for name in magnitudes.values()]
-    problems += [f"{show(name)} is of a module without A and B" for module, name in biases.items() if module not in updates]
-    if config.get("lora_bias") and (bare := [module for module in updates if module not in biases]):
-        problems.append(f"{bare[0]} has no bias of B, and lora_bias is true")
-    if config.get("trainable_token_indices") and not tokens:
-        problems.append("the config has trainable_token_indices, and no tensor is trainable_tokens_delta")
+        else:
+            magnitude, embedding = named.magnitudes.pop(module, ""), module in named.embeddings
+            if problem := _magnitude_problem(checkpoint, config, module, magnitude, b[0]):
+                problems.append(problem)
+                continue
+            columns = bool(magnitude) and embedding
+            updates[module] = Factors(pair["A"], pair["B"], embedding, scalings.of(module), magnitude, columns)
+    problems += _left_over(named, config, updates)
     if problems:
         where, n = str(checkpoint.paths[0]), len(problems)
         shown = [*problems[:8], *([f"and {n - 8} more"] if n > 8 else [])]
         fix = "Save it again with peft: the config and the weights are of different adapters, or this is not one of PEFT's."
         raise FormatError(f"the adapter's tensors have {count(n, 'problem')}", where=where, details=shown, fix=fix)
-    adapter = Adapter(
+    return Adapter(
         checkpoint,
         updates,
-        replacements,
+        named.replacements,
         transposed=config.get("fan_in_fan_out") is True,
         stacked={module: tuple(levels[depth] for depth in sorted(levels, reverse=True)) for module, levels in stacked.items()},
         parameters={module: tuple(_parameters(module, targets, scalings, layouts)) for module in stacked},
-        weights=frozenset(of_weights),
-        saved=frozenset(saved_modules(config, replacements)),
-        as_one=has_one_vocabulary(config, [*updates, *(name.removesuffix(".weight") for name in replacements)]),
+        weights=frozenset(
+            module for module in updates if any(name == "weight" and f".{module}".endswith(f".{end}") for end, name in targets)
+        ),
+        saved=frozenset(saved_modules(config, named.replacements)),
+        others=dict(_beside_factors(named, updates, config)),
+        as_one=has_one_vocabulary(config, [*updates, *(name.removesuffix(".weight") for name in named.replacements)]),
     )
+
+
+def _beside_factors(
+    named: _Named, updates: Mapping[str, Factors], config: Mapping[str, Any]
+) -> Iterator[tuple[str, OtherParts]]:
+    """Modules with biases of B, and with trained tokens."""
+    for module, name in named.biases.items():
+        yield module, OtherParts("difference", {"diff_b": name}, {"scale": updates[module].scaling})
     settings = {"trainable_token_indices": config.get("trainable_token_indices")}
-    others = {}
-    for module, name in biases.items():  # those of modules without factors are problems
-        others[module] = OtherParts("difference", {"diff_b": name}, {"scale": updates[module].scaling})
-    others |= {
-        module: OtherParts("trainable_tokens", {"trainable_tokens_delta": name}, settings) for module, name in tokens.items()
-    }
-    return replace(adapter, others=others) if others else adapter
+    for module, name in named.tokens.items():
+        yield module, OtherParts("trainable_tokens", {"trainable_tokens_delta": name}, settings)
 
 
 def check_empty(checkpoint: Checkpoint) -> None:

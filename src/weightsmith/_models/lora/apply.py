@@ -54,6 +54,8 @@ _BEGINNINGS = 100  # of names that are tried; models have up to ten
 _VOCABULARY_OF_MLX = {"model.embed_in.weight": "gpt_neox.embed_in.weight", "model.embed_out.weight": "embed_out.weight"}
 """MLX's names of GPT-NeoX's embedding and head → the Hub's. The layers have another prefix."""
 _RENAMED_BY_MLX = re.compile(r"(\.feed_forward\.(?:experts\.\d+\.)?)(gate_proj|up_proj|down_proj)(?=\.weight$)")
+_LISTED_EXPERT = re.compile(r"(.+\.experts\.(?:gate_up_proj|down_proj))s\.(\d{1,6})\.weight")
+"""gpt-oss's experts as Unsloth loads them in 4 bits: a linear layer for each, in a list."""
 _UNMIXTRAL = re.compile(r"(\.experts\.\d+\.)(w[123])(?=\.weight$)")
 
 Shape = tuple[int, ...]
@@ -205,6 +207,7 @@ class _Match:
         self._replaced: dict[str, str] = {}
         self._located: Mapping[str, tuple[str, SubMatrix]] = {}  # parts of tensors that a file names as matrices
         self._shared = False
+        self._problems: list[str] = []
         if adapter.as_one and (tied := self._tied_embedding()):
             self.adapter, self._shared = self._with_one_vocabulary(tied), True
         self._match()
@@ -219,8 +222,25 @@ class _Match:
         }
 
     def _match(self) -> None:
-        problems = list[str]()
-        located = self._locate()
+        located, head = self._locate(), self._take_task_head()
+        replacements = {name: source for name, source in self.adapter.replacements.items() if name not in head}
+        rename = self._names(replacements, located)
+        tied = "" if head else self._tied_embedding()
+        self._place_replacements(replacements, rename, tied)
+        self._place_factors(rename, tied)
+        self._place_others(rename, tied)
+        self._place_stacked(rename)
+        if not self._problems:
+            self._problems += self._check_rows()
+        if self._problems:
+            raise self._unfit()
+        if tied and not self._shared:
+            self._untie(tied)
+        self._note_lost_biases()
+        self._note_tied_head()
+
+    def _names(self, replacements: Iterable[str], located: Callable[[str], str] | None) -> Callable[[str], str]:
+        """From the adapter's names of tensors to the base's. located: the same, for the modules of a single file."""
         adapter = self.adapter
         stacked = [
             name
@@ -228,72 +248,81 @@ class _Match:
             for parameter in parameters
             for name in names_of(module, parameter.name)
         ]
-        head = self._take_task_head()
-        replacements = {name: source for name, source in adapter.replacements.items() if name not in head}
         targets = [*(f"{m}.weight" for m in (*adapter.updates, *adapter.others)), *replacements, *stacked]
         vocabulary = {there: here for there, here in _VOCABULARY_OF_MLX.items() if here in self.base.specs}
         renaming = located or (
             self._stored if self._sources else self._renaming([name for name in targets if name not in vocabulary])
         )
+        return lambda name: vocabulary.get(name) or self._respelled(renaming(name))
 
-        def rename(name: str) -> str:
-            return vocabulary.get(name) or self._respelled(renaming(name))
-
-        tied = "" if head else self._tied_embedding()
+    def _place_replacements(self, replacements: Mapping[str, str], rename: Callable[[str], str], tied: str) -> None:
+        """Tensors that are saved whole. tied: the embedding that is also the head."""
         for stored_name, source in replacements.items():
             name = rename(stored_name)
-            if name in self._base_names or (tied and is_head(replace(adapter.checkpoint.specs[source], name=name))):
+            if name in self._base_names or (tied and is_head(replace(self.adapter.checkpoint.specs[source], name=name))):
                 self._base_names.setdefault(name, tied)
                 self._replaced[name] = source
                 self.places[stored_name] = self._base_names[name]
-                problem = self._replacement_problem(name)
+                self._refuse(self._replacement_problem(name))
             else:
-                problem = self._no_place(name) if len(problems) < _SHOWN else name
-            if problem:
-                problems.append(problem)
-        for module, factors in adapter.updates.items():
-            name = rename(f"{module}.weight")
-            if tied and is_head(replace(self.base.specs[tied], name=name)):
-                self._base_names.setdefault(name, tied)
+                self._refuse_unplaced(name)
+
+    def _place_factors(self, rename: Callable[[str], str], tied: str) -> None:
+        for module, factors in self.adapter.updates.items():
+            name = self._own_head(rename(f"{module}.weight"), tied)
             if name in self._updates:
-                problem = f"{name}: the adapter has factors for it under several names, {module} is one of them"
+                self._refuse(f"{name}: the adapter has factors for it under several names, {module} is one of them")
             elif name in self._base_names:
-                problem = self._shape_problem(name, factors)
+                self._refuse(self._shape_problem(name, factors))
                 self._updates[name] = factors
                 self.places[module] = self._base_names[name]
             elif part := self._part_of(name):
-                problem = self._add_part(name, factors, *part)
+                self._refuse(self._add_part(name, factors, *part))
+            elif expert := self._listed_expert(name):
+                self._refuse(self._add_listed_expert(name, factors, *expert))
             else:
-                problem = self._no_place(name) if len(problems) < _SHOWN else name
-            if problem:
-                problems.append(problem)
-        for module, parts in adapter.others.items():
-            name = rename(f"{module}.weight")
-            if tied and is_head(replace(self.base.specs[tied], name=name)):
-                self._base_names.setdefault(name, tied)
-            problems += self._change(module, name, parts)
-        modules = {m: rename(f"{m}.x")[:-2] for m in adapter.stacked}
-        self.stacked = match_stacked(adapter, self.base, modules, self._sources)
-        problems += self.stacked.problems
+                self._refuse_unplaced(name)
+
+    def _place_others(self, rename: Callable[[str], str], tied: str) -> None:
+        """Changes of other kinds than LoRA."""
+        for module, parts in self.adapter.others.items():
+            self._problems += self._change(module, self._own_head(rename(f"{module}.weight"), tied), parts)
+
+    def _place_stacked(self, rename: Callable[[str], str]) -> None:
+        """Factors of experts."""
+        modules = {module: rename(f"{module}.x")[:-2] for module in self.adapter.stacked}
+        self.stacked = match_stacked(self.adapter, self.base, modules, self._sources)
+        self._problems += self.stacked.problems
         for name, updates in self.stacked.updates(self.base.specs).items():
             self._parts.setdefault(name, []).extend(updates)
         twice = [name for name, updates in self._parts.items() if name in self._updates or _overlap(updates)]
-        problems += [f"{name}: the adapter has factors for it under several names" for name in twice]
-        problems += self._check_rows() if not problems else []
-        if problems:
-            shown = [*problems[:_SHOWN], *([f"and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else [])]
-            what = f"the adapter does not fit {self.base.ref}: {len(problems)} of its targets have no place there"
-            fix = "name the base model that the adapter was trained on"
-            if adapter.file is None:
-                stated = (adapter.checkpoint.config or {}).get("base_model_name_or_path")
-                fix += f"; its adapter_config.json says {show(stated)}"
-            if self._of_mlx:
-                fix += ". If it was trained on this one, MLX renames or splits these modules: fuse it with mlx_lm.fuse"
-            raise ShapeError(what, where=adapter.checkpoint.ref, details=shown, fix=fix)
-        if tied and not self._shared:
-            self._untie(tied)
-        self._note_lost_biases()
-        self._note_tied_head()
+        self._problems += [f"{name}: the adapter has factors for it under several names" for name in twice]
+
+    def _own_head(self, name: str, tied: str) -> str:
+        """The name of a weight; a head that is the embedding in the base becomes a tensor of its own."""
+        if tied and is_head(replace(self.base.specs[tied], name=name)):
+            self._base_names.setdefault(name, tied)
+        return name
+
+    def _refuse(self, problem: str) -> None:
+        if problem:
+            self._problems.append(problem)
+
+    def _refuse_unplaced(self, name: str) -> None:
+        self._problems.append(self._no_place(name) if len(self._problems) < _SHOWN else name)
+
+    def _unfit(self) -> ShapeError:
+        """The error of an adapter that is for another base."""
+        shown, more = self._problems[:_SHOWN], len(self._problems) - _SHOWN
+        what = f"the adapter does not fit {self.base.ref}: {len(self._problems)} of its targets have no place there"
+        fix = "name the base model that the adapter was trained on"
+        if self.adapter.file is None:
+            stated = (self.adapter.checkpoint.config or {}).get("base_model_name_or_path")
+            fix += f"; its adapter_config.json says {show(stated)}"
+        if self._of_mlx:
+            fix += ". If it was trained on this one, MLX renames or splits these modules: fuse it with mlx_lm.fuse"
+        details = [*shown, *([f"and {more} more"] if more > 0 else [])]
+        return ShapeError(what, where=self.adapter.checkpoint.ref, details=details, fix=fix)
 
     def _note_lost_biases(self) -> None:
         """A warning where biases were trained and not saved, as PEFT did for a while with `bias: lora_only`."""
@@ -424,6 +453,24 @@ class _Match:
             return f"{name}: {list(part.shape)} in {tensor} of the base, and the adapter is for {[b[0], a[1]]}"
         rows = part.offset // part.shape[1], part.shape[0]
         self._parts.setdefault(tensor, []).append(Update(factors.a, factors.b, factors.scaling, transposed=False, rows=rows))
+        return ""
+
+    def _listed_expert(self, name: str) -> tuple[str, int] | None:
+        """The base's tensor [experts, inputs, outputs] of an expert that the adapter's model has in a list, and its number."""
+        match = _LISTED_EXPERT.fullmatch(name) if (self.base.config or {}).get("model_type") == "gpt_oss" else None
+        spec = self.base.specs.get(match[1]) if match else None
+        return (spec.name, int(match[2])) if match and spec and len(spec.shape) == 3 and spec.dtype.floating else None
+
+    def _add_listed_expert(self, name: str, factors: Factors, tensor: str, expert: int) -> str:
+        """Add the factors of an expert, transposed, as Unsloth merges them; the problem with that, or ""."""
+        (a, b), (experts, inputs, outputs) = self._shapes(factors), self.base.specs[tensor].shape
+        if factors.magnitude:
+            return f"{name}: DoRA of a part of {tensor}"
+        if expert >= experts or (a[1], b[0]) != (inputs, outputs):
+            there = f"{experts} of {[inputs, outputs]} in {tensor} of the base"
+            return f"{name}: {there}, and the adapter is for expert {expert} of {[a[1], b[0]]}"
+        rows = expert * inputs, inputs
+        self._parts.setdefault(tensor, []).append(Update(factors.a, factors.b, factors.scaling, transposed=True, rows=rows))
         return ""
 
     def _change(self, module: str, name: str, parts: OtherParts) -> list[str]:

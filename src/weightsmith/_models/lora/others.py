@@ -14,7 +14,6 @@ from weightsmith._models.lora.adapter import (
     CONFIG_NAME,
     PREFIX,
     SAVED,
-    WRAPPERS,
     Adapter,
     OtherParts,
     check_empty,
@@ -23,6 +22,7 @@ from weightsmith._models.lora.adapter import (
 from weightsmith._models.lora.config import BIASES, REPAIR, ModulePatterns
 from weightsmith._models.lora.forms import other_kind
 from weightsmith._models.lora.kinds import KINDS
+from weightsmith._models.sources.parts import WRAPPERS
 from weightsmith._models.structure.configs import finite_number
 from weightsmith.abc.adapter import AdapterKind
 

@@ -29,7 +29,7 @@ class Foldered:
     """A source `main` with the sources of subfolders: `2_Dense/linear.weight` is `linear.weight` of the subfolder `2_Dense`.
 
     main        closed with this one, as are the others; None: the folder itself has no weights
-    subfolders  by path, relative to the folder of `main`
+    subfolders  by path, relative to the folder of `main`; "": tensors that are in the folder too
     where       the model as the user named it, for messages
 
     Raises FormatError if `main` has a tensor of the same name.
@@ -39,7 +39,7 @@ class Foldered:
         self.sources, self._where = (*([] if main is None else [main]), *subfolders.values()), where
         self._places = {} if main is None else {name: (main, name) for name in main.specs}
         for folder, source in subfolders.items():
-            inner = {f"{folder}/{name}": (source, name) for name in source.specs}
+            inner = {f"{folder}/{name}" if folder else name: (source, name) for name in source.specs}
             if taken := inner.keys() & self._places.keys():
                 what = f"the model's own files have a tensor {show(min(taken))}, as if it were in {folder}"
                 raise FormatError(what, where=where, fix="Download the model again from a source you trust.")

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from weightsmith._base.files import Extent
+from weightsmith._base.errors import FormatError
+from weightsmith._base.files import Extent, show
 from weightsmith._base.tensors import DType, TensorSpec
 from weightsmith._files.hf_folder import natural_key
 from weightsmith.abc.tensors import Tensors, byte_view, check_range, digest, spec_of
@@ -140,3 +142,45 @@ def renamed(source: Tensors, names: Mapping[str, str], where: str) -> PartTensor
     """
     parts = {name: TensorPart(stored, source.specs[stored].shape) for name, stored in names.items()}
     return PartTensors(source, parts, where)
+
+
+WRAPPERS = re.compile(r"(?<![^.])(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+"""What torch.compile, FSDP and activation checkpointing add to names, which trainers may have saved."""
+
+
+def unwrapped(source: Tensors, where: str, *, parallel: bool = False) -> Tensors:
+    """The tensors without `WRAPPERS` in their names, as loaders know them; `source` itself if no name has one.
+
+    parallel  without `module.`, too, if all names begin with it: DataParallel adds that
+
+    Raises FormatError if two names become the same.
+    """
+    shared = "module." if parallel and all(name.startswith("module.") for name in source.specs) else ""
+    if not shared and not any("_module." in name or "_orig_mod." in name for name in source.specs):
+        return source
+    names: dict[str, str] = {}
+    for name in source.specs:
+        plain = WRAPPERS.sub("", name.removeprefix(shared))
+        if names.setdefault(plain, name) != name:
+            what = f"{show(names[plain])} and {show(name)} are the same tensor for a loader"
+            raise FormatError(what, where=where, fix="Save the model again, without the wrapper that added to its names.")
+    return source if all(map(str.__eq__, names, names.values())) else renamed(source, names, where)
+
+
+_OLD_NORMS = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
+"""Names that TensorFlow's BERT gave its norms, and those that transformers loads them under, in every model."""
+
+
+def with_current_norms(source: Tensors, where: str) -> Tensors:
+    """The tensors with the current names of BERT's norms.
+
+    `source` itself if no tensor has an old name, or if two would have the same.
+    """
+    old = tuple(_OLD_NORMS)
+    if not any(name.endswith(old) for name in source.specs):
+        return source
+    names = {}
+    for name in source.specs:
+        end = next((end for end in old if name.endswith(end)), "")
+        names[name.removesuffix(end) + _OLD_NORMS.get(end, "")] = name
+    return renamed(source, names, where) if len(names) == len(source.specs) else source

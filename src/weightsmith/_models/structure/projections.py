@@ -3,7 +3,7 @@
     q, k, v, o      of the attention            q_proj, k_proj, v_proj, o_proj; wq, wk, wv; query, key, value; …
     gate, up, down  of a gated MLP or expert    gate_proj, up_proj, down_proj; w1, w3, w2 (Mixtral's); gate_linear, up_linear; …
 
-A new spelling is one line here, for every stored format. (llama.cpp's names of the roles are in `formats/gguf/tensors.py`.)
+A new spelling is one line here, for every stored format. (llama.cpp's names are in `formats/gguf/base/tensors.py`.)
 
 Tensors may hold several matrices, fused projections and stacked experts:
 
@@ -119,6 +119,9 @@ JOINED = {
 }
 """Projection → the input that it shares with others, or the matrix that engines join them into."""
 
+_DELTA = ("b_proj", "f_a_proj")
+"""Projections of Kimi Delta Attention that vLLM joins with q, k and v, in layers that have the second (`in_proj_qkvgfab`)."""
+
 _OUTPUT_GATE = ("linear_attn", "g_proj")
 """OLMo Hybrid's module, and the projection in it that engines join with q, k and v."""
 
@@ -135,7 +138,7 @@ def projection_role(module: str) -> ProjectionRole | None:
     return _ROLES.get(module.rpartition(".")[2])
 
 
-_ORDER = {name: i for i, name in enumerate((*JOINED, _OUTPUT_GATE[1]))}
+_ORDER = {name: i for i, name in enumerate((*JOINED, *_DELTA, _OUTPUT_GATE[1]))}
 
 
 def _joined(parent: str, projection: str) -> str:
@@ -152,9 +155,11 @@ def joined_sets(names: Iterable[str]) -> list[list[str]]:
     [['0.attn.q_proj.weight', '0.attn.k_proj.weight'], ['0.attn.o_proj.weight']]
     """
     sets: dict[tuple[str, str], list[tuple[int, str]]] = {}
-    for name in names:
-        parent, _, projection = name.removesuffix(".weight").rpartition(".")
-        sets.setdefault((parent, _joined(parent, projection)), []).append((_ORDER.get(projection, 0), name))
+    parts = {name: name.removesuffix(".weight").rpartition(".") for name in names}
+    delta = {parent for parent, _, projection in parts.values() if projection == _DELTA[1]}
+    for name, (parent, _, projection) in parts.items():
+        joined = "qkv" if parent in delta and projection in _DELTA else _joined(parent, projection)
+        sets.setdefault((parent, joined), []).append((_ORDER.get(projection, 0), name))
     return [[name for _, name in sorted(projection)] for projection in sets.values()]
 
 

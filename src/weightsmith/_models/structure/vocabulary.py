@@ -129,6 +129,11 @@ def is_model_head(spec: TensorSpec) -> bool:
     return is_head(spec) and not INDEX.search(spec.name)
 
 
+def is_model_embedding(spec: TensorSpec) -> bool:
+    """True for a matrix that may be the token embedding of the whole model."""
+    return is_embedding(spec) and not INDEX.search(spec.name)
+
+
 def is_vocabulary(spec: TensorSpec) -> bool:
     """True for a matrix [tokens, hidden] that may be an embedding or a head, by its name."""
     return is_embedding(spec) or is_head(spec)

@@ -18,6 +18,7 @@ from typing import Any
 from weightsmith._base.errors import Finding, LayerError, MismatchError, ShapeError, WeightsmithError
 from weightsmith._base.files import show
 from weightsmith._base.tensors import TensorSpec
+from weightsmith._base.text import some_lines
 from weightsmith._files.subfolders import MODULES, module_steps
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import Structure
@@ -324,10 +325,10 @@ def of_different_architectures(
         texts = _compared(first, model)
         if texts is None:
             continue
-        details = [f"{p.finding.where}: {p.finding.what}" if p.finding.where else p.finding.what for p in mismatches[:_SHOWN]]
-        details += [f"and {len(mismatches) - _SHOWN:,} more"] if len(mismatches) > _SHOWN else []
+        lines = [f"{p.finding.where}: {p.finding.what}" if p.finding.where else p.finding.what for p in mismatches]
+        details, fix = some_lines(lines, _SHOWN), "merge models of one architecture and size"
         what = f"the models have different architectures: {first.label} is {texts[0]}, and {model.label} is {texts[1]}"
-        one = MismatchError(what, where=where, details=details, fix="merge models of one architecture and size")
+        one = MismatchError(what, where=where, details=details, fix=fix)
         return [one, *(problem for problem in problems if not isinstance(problem, MismatchError))]
     return list(problems)
 
@@ -361,13 +362,13 @@ class Mismatches:
     """Collects missing tensors and unequal shapes."""
 
     def __init__(self, models: InputModels, method: str) -> None:
-        self.labels, self.specs, self.method = models.labels, models.specs, method
+        self.labels, self.names, self.method = models.labels, models.names, method
         self._found: dict[object, tuple[MismatchError, int]] = {}
 
     def missing(self, name: str, segment: Segment, places: Sequence[int], sources: Sequence[str | None]) -> None:
         """Some inputs of the segment have no tensor `name`. places: of those that count for it."""
         pairs = [(segment.feeds[k].model, sources[k]) for k in places]
-        specs = [(model, None if source is None else self.specs[model][source]) for model, source in pairs]
+        specs = [(model, None if source is None else self.names[model].specs[source]) for model, source in pairs]
         details = [f"{self.labels[model]}: {'missing' if s is None else _shown(s)}" for model, s in specs]
         fix = "merge models that have the same tensors; only a whole module that one model has is copied from it"
         error = MismatchError("not all the models have this tensor", where=name, details=details, fix=fix)

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from weightsmith import _methods as methods
-from weightsmith._base.errors import Finding, ParameterError, PlanError, WeightsmithError
+from weightsmith._base.errors import Finding, PlanError, WeightsmithError
 from weightsmith._base.files import exists, expand_user, is_folder
 from weightsmith._base.idioms import Closing
 from weightsmith._files.safetensors import collector_paused
@@ -37,7 +37,6 @@ from weightsmith._planning.planner.merges import (
 )
 from weightsmith._planning.planner.prepared import PlanRequest, Prepared, Stage, Written, code_files
 from weightsmith._planning.recipe import ModelRef, Recipe
-from weightsmith._plans import Plan
 
 NOTHING: Written = MappingProxyType({})
 
@@ -117,21 +116,21 @@ def bind(
     source: recipes.Source,
     options: RecipeOptions = RecipeOptions(),  # noqa: B008  frozen
 ) -> Bound:
-    """Open and match the models of a recipe of `merge` once, to plan it with many values of its parameters.
+    """Open and match the models of a recipe of `merge` once, to plan other recipes of the same models.
 
     source  as for `assemble`
 
     Raises PlanError. Close the result, or use it as a context manager.
 
     >>> with bind("ties.yml") as bound:  # doctest: +SKIP
-    ...     plans = [bound.plan({"parameters.density": density}) for density in (0.2, 0.5, 0.8)]
+    ...     other = bound.replan("ties-with-other-densities.yml")
     """
     asked = read_plan_request(source, "merge", options)
     with in_recipe(asked.source), ExitStack() as stack, collector_paused():
         bound = _bound(asked, NOTHING, open_models, stack)
         if bound.request.method is None:  # no value of a parameter mends that: this raises, with all problems
             bound.assemble(bound.request)
-        return replace(bound, source=source, stack=stack.pop_all())
+        return replace(bound, stack=stack.pop_all())
 
 
 def parameter_problems(source: recipes.Source, options: RecipeOptions) -> tuple[WeightsmithError, ...]:
@@ -158,39 +157,22 @@ class Bound(Closing):
     matched: MatchedModels
     stages: _Stages
     find_method: Callable[[str], Method]
-    source: recipes.Source = ""
     stack: ExitStack | None = None
-
-    def plan(self, values: Mapping[str, Any]) -> Plan:
-        """The plan with these values, by key path: {"parameters.t": 0.3}. The same as planning anew with `--set`.
-
-        Raises PlanError; ParameterError for a value that changes the models or the vocabulary: these are bound.
-        """
-        options = replace(self.request.options, settings={**self.request.options.settings, **values})
-        with collector_paused():
-            request = self._request(_load(self.source, "merge", options), options)
-            if request is None:
-                what = "a value changes the models or the vocabulary, and these are opened already"
-                raise ParameterError(what, where=", ".join(values), fix="set parameters alone, or bind the changed recipe")
-            return self.assemble(request).draft.finish()
 
     def replan(self, source: recipes.Source) -> Prepared | None:
         """The plan of a recipe of the same models, which stay open; None if it has other models or another vocabulary.
 
         Raises PlanError.
         """
-        loaded = _load(source, "merge", self.request.options)
+        options, find = self.request.options, self.find_method
+        loaded = _load(source, "merge", options)
         with in_recipe(loaded.source), collector_paused():
-            request = self._request(loaded, self.request.options)
-            if request is None:
+            problems = [*loaded.problems, *self.stages.problems]
+            request = read_request(_recipe_of(loaded, find), options, problems, find, self.request.folder)
+            if request.matching != self.request.matching:
                 return None
             prepared = self.assemble(request)
             return prepared.with_plan(prepared.draft.finish())
-
-    def _request(self, loaded: recipes.Loaded, options: RecipeOptions) -> MergeRequest | None:
-        problems = [*loaded.problems, *self.stages.problems]
-        request = read_request(_recipe_of(loaded, self.find_method), options, problems, self.find_method, self.request.folder)
-        return request if request.matching == self.request.matching else None
 
     def assemble(self, request: MergeRequest) -> Prepared:
         """The draft of a request with the same models."""

@@ -35,7 +35,7 @@ from weightsmith._models.structure.projections import (
     joined_sets,
     role_of,
 )
-from weightsmith._models.structure.vocabulary import HEADS, is_embedding, is_head, is_model_head
+from weightsmith._models.structure.vocabulary import HEADS, is_embedding, is_head, is_model_embedding, is_model_head
 from weightsmith._planning.planner.files import NO_CONFIG
 from weightsmith._plans import PLAIN, Plan, PlanDraft, Product, Step, arrays_of, needs_of
 from weightsmith.abc.stored import Modules, maximum_name
@@ -137,9 +137,9 @@ class _Encodings:
     def is_plain(self, spec: TensorSpec) -> bool:
         return self.others.get(spec.name) == PLAIN
 
-    def is_head_asked_for(self, spec: TensorSpec) -> bool:
-        """Whether it is the head of the model, and the user names its encoding."""
-        return self.others.get(spec.name, PLAIN) != PLAIN and is_model_head(spec)
+    def is_asked_for(self, spec: TensorSpec) -> bool:
+        """Whether it is the head or the embedding of the model, and the user names its encoding."""
+        return self.others.get(spec.name, PLAIN) != PLAIN and (is_model_head(spec) or is_model_embedding(spec))
 
     def of(self, spec: TensorSpec) -> Encoding:
         name = self.others.get(spec.name, self.name)
@@ -190,7 +190,7 @@ def _reason(spec: TensorSpec, structure: Structure, by_tensor: _Encodings, *, tr
     if encoding.of_blocks:
         return _outside_blocks(spec, structure) or encoding.refusal(replace(spec, dtype=DTYPES["BF16"]))
     if place is None and (is_head(spec) or is_embedding(spec)):
-        if encoding.vocabulary or by_tensor.is_head_asked_for(spec):
+        if encoding.vocabulary or by_tensor.is_asked_for(spec):
             return encoding.refusal(replace(spec, dtype=DTYPES["BF16"]))
         return "the head" if is_head(spec) else "an embedding"
     if place is None or main is None or place[0] != main or main.kind != "decoder":
@@ -283,7 +283,8 @@ def _described(
     try:
         configs = [encoding.config(listed) for encoding in encodings]
         mixed = format_of_encoding(encodings[0].name).mixed
-        by_name = mixed is not None and any(map(is_model_head, encoded))  # vLLM finds a head by its name, not by its class
+        # vLLM finds a head by its name, not by its class; an embedding is no linear layer
+        by_name = mixed is not None and any(is_model_head(spec) or is_model_embedding(spec) for spec in encoded)
         if len(configs) == 1 and not by_name:
             return configs[0]
         assert mixed is not None, "only encodings of a format that mixes them are asked for together"
@@ -389,7 +390,7 @@ def _kinds(spec: TensorSpec, structure: Structure, joined: Mapping[str, str]) ->
     """Patterns for a module of the decoder, the widest first: of all layers, of one layer. With experts, all projections come
     first: vLLM asks for `….experts.0.gate_proj`, whatever the model calls it."""
     place, inner = structure.locate(spec.name), (structure.suffix(spec.name) or "").removesuffix(_WEIGHT)
-    if place is None and is_model_head(spec):
+    if place is None and (is_model_head(spec) or is_model_embedding(spec)):
         return (rf"(.*\.)?{re.escape(_module(spec).rpartition('.')[2])}$",)
     if place is None or not inner:
         return ()

@@ -33,9 +33,9 @@ from weightsmith._base.errors import Finding, LayerError, PlanError
 from weightsmith._base.idioms import Closing
 from weightsmith._base.installation import cache_home
 from weightsmith._base.tensors import TensorSpec
+from weightsmith._base.text import some_lines
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import Structure
-from weightsmith._planning.planner.transformers_script import pattern_of
 from weightsmith._plans import PlanDraft
 
 TIMEOUT_SECONDS = 120
@@ -180,10 +180,14 @@ def check_loading(question: Question | None, began: Began = lambda _process: Non
     if not answer.get("failed") and not answer["differences"]:
         return None
     itself = _compare(question.donor, began)
+    if "unknown" in itself:
+        return _unchecked(f"transformers has no {itself['unknown']} for {label}")
     if "failed" in answer:
         if "failed" in itself:
             return _unchecked(f"transformers cannot load {label} itself: {itself['failed']}")
         return _refused([answer["failed"]], where)
+    from weightsmith._planning.planner.transformers_script import pattern_of
+
     # What no layer of the donor's model loads is no loss of the output's. What some of them load may be whole layers.
     before = {(kind, pattern_of(name)) for kind, name, _ in itself.get("differences", ())}
     partly = frozenset(itself.get("loaded", ()))
@@ -204,10 +208,9 @@ def installed() -> bool:
 
 
 def _refused(differences: list[str], where: str) -> LayerError:
-    omitted = [f"and {len(differences) - _SHOWN:,} more"] if len(differences) > _SHOWN else []
     what = "transformers could not load the output: its config.json would build a model with other tensors"
     fix = "choose other layers; to write it all the same, use --no-check-loading (check_loading=False)"
-    return LayerError(what, where=where, details=[*differences[:_SHOWN], *omitted], fix=fix)
+    return LayerError(what, where=where, details=some_lines(differences, _SHOWN), fix=fix)
 
 
 def _unchecked(why: str) -> Finding:
@@ -250,7 +253,7 @@ def ask_script(question: str, began: Began) -> dict[str, Any]:
             return {"unknown": f"answer: {lines[-1][:300]}"}
         answer: dict[str, Any] = json.loads(said)
     except subprocess.TimeoutExpired:
-        return {"failed": f"not built after {TIMEOUT_SECONDS} seconds"}
+        return {"unknown": f"answer after {TIMEOUT_SECONDS} seconds"}  # a busy machine is slow, too
     except (OSError, ValueError) as error:
         return {"unknown": f"answer: {error}"}
     return answer

@@ -15,6 +15,7 @@ from typing import Any
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._models.structure import Stack, Structure
 from weightsmith._models.structure.parts import other_spelling
+from weightsmith._models.structure.vocabulary import is_model_head
 
 _BUFFERS = ("rotary_emb.inv_freq", ".num_batches_tracked", "rotary_pos_emb.inv_freq")
 _MASKS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
@@ -78,7 +79,7 @@ class ModelNames:
                 continue
             extra = structure.extra(name)
             if extra is None or self.paired[extra[0].prefix] not in counts:
-                donor_names[name] = _renamed(spelled, roots)
+                donor_names[name] = _renamed(spelled, roots, donor_specs)
             else:
                 prefix = self.paired[extra[0].prefix]
                 extras[name] = f"{prefix}{counts[prefix] + extra[1]}.{structure.suffix(name)}"
@@ -139,9 +140,7 @@ class InputModels:
     """The input models, by index. base: index of the base, if there is one. tokenizes: the donor has a tokenizer."""
 
     labels: Sequence[str]
-    specs: Sequence[Mapping[str, TensorSpec]]
     configs: Sequence[Mapping[str, Any] | None]
-    structures: Sequence[Structure]
     names: Sequence[ModelNames]
     donor: int
     base: int | None
@@ -203,11 +202,21 @@ def _roots(mine: str, theirs: str) -> tuple[str, str]:
     return folder + "".join(f"{x}." for x in a), folder + "".join(f"{x}." for x in b)
 
 
-def _renamed(name: str, roots: Sequence[tuple[str, str]]) -> str:
+def _renamed(name: str, roots: Sequence[tuple[str, str]], donor_names: Collection[str] = ()) -> str:
+    """The name with another beginning: (the model's, the donor's) of `roots`. donor_names: if they are known
+
+    >>> _renamed("lm.model.norm", [("lm.", "lm.model.")])
+    'lm.model.norm'
+    >>> _renamed("lm.model.norm", [("lm.", "lm.model.")], ["lm.model.model.norm"])
+    'lm.model.model.norm'
+    """
     for mine, theirs in roots:
-        longer = len(theirs) > len(mine)  # its names begin with the other prefix, too
-        if name.startswith(mine) and not (longer and name.startswith(theirs)):
-            return theirs + name[len(mine) :]
+        if not name.startswith(mine):
+            continue
+        other = theirs + name[len(mine) :]
+        as_donor = len(theirs) > len(mine) and name.startswith(theirs)  # its names begin with the other prefix, too
+        if not as_donor or (other in donor_names and name not in donor_names):
+            return other
     return name
 
 
@@ -248,6 +257,10 @@ def _by_ending(
             pairs[mine] = fits[0]
         elif supposed != mine and not fits:
             pairs[mine] = mine  # renaming would not help: `score.weight` keeps its name
+    heads = [name for name, spec in specs.items() if name in donor_names and is_model_head(spec)]
+    free_heads = [name for name in theirs if name not in taken | used and is_model_head(donor_specs[name])]
+    if len(heads) == len(free_heads) == 1 and pairs.get(heads[0], donor_names[heads[0]]) not in theirs:
+        pairs[heads[0]] = free_heads[0]  # GPT-NeoX: `embed_out.weight` on the Hub, `lm_head.weight` while it trains
     return pairs
 
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from weightsmith._base.errors import Finding, MethodError, PlanError, RecipeError, WeightsmithError
+from weightsmith._base.errors import Finding, MethodError, MismatchError, PlanError, RecipeError, WeightsmithError
 from weightsmith._base.tensors import DType, TensorSpec
 from weightsmith._base.text import status
 from weightsmith._files.copied import left_out_findings, metadata_findings
@@ -317,6 +317,26 @@ def _match_all(
     return matched
 
 
+_SAMPLED, _SAMPLE_BYTES = 64, 4096
+
+
+def _surely_differ(checkpoint: Checkpoint, one: str, other: str) -> bool:
+    """Whether samples of two tensors of a model differ. False if they are not stored on this disk as plain bytes."""
+    first, second = checkpoint.specs[one], checkpoint.specs[other]
+    if (first.dtype, first.shape) != (second.dtype, second.shape) or checkpoint.missing:
+        return False
+    if None in (checkpoint.location(one), checkpoint.location(other)):
+        return False
+    size = min(first.nbytes, _SAMPLE_BYTES)
+    pages = memoryview(bytearray(size)), memoryview(bytearray(size))
+    for start in {(first.nbytes - size) * i // _SAMPLED for i in range(_SAMPLED + 1)}:
+        for name, page in zip((one, other), pages, strict=True):
+            checkpoint.read_into(name, start, page)
+        if pages[0] != pages[1]:
+            return True
+    return False
+
+
 def _in_model_order(steps: Sequence[Step], stored: Mapping[str, TensorSpec]) -> list[Step]:
     """The steps as a checkpoint's tensors are ordered. stored: the donor's tensors, in this order."""
     place = {name: i for i, name in enumerate(stored)}
@@ -359,7 +379,7 @@ class _Assembler:
         if outputs.problems or placer.problems or any(segment.broken for r in request.regions for segment in r.segments):
             raise request.refusal(self.problems)
         dropped, lost = outputs.account.settle(self.shape, opened.donor, placements)
-        self.problems += lost
+        self.problems += [*lost, *self._no_copies(outputs)]
         pipeline = Pipeline(self.inputs, self.labels, opened.donor, taken)
         ordered = _in_model_order([*outputs.steps, *pipeline.copies(outputs.dtypes)], self.matched.specs[opened.donor])
         try:
@@ -394,9 +414,7 @@ class _Assembler:
         base = None if self.recipe.base_model is None else self.request.models[self.recipe.base_model]
         models = InputModels(
             self.labels,
-            self.matched.specs,
             [c.config for c in self.inputs],
-            [n.structure for n in names],
             names,
             self.opened.donor,
             base,
@@ -407,6 +425,17 @@ class _Assembler:
         outputs.make(placements)
         self._add_mismatches(outputs)
         return outputs
+
+    def _no_copies(self, outputs: StepMaker) -> Iterator[MismatchError]:
+        """Heads that would be left out as copies of an embedding, and are none: adapters were merged into both."""
+        for model, head, embedding in outputs.copies:
+            checkpoint = self.inputs[model]
+            if _surely_differ(checkpoint, head, embedding):
+                yield MismatchError(
+                    f"its head {head} is stored and differs from {embedding}, and config.json ties the two",
+                    where=self.labels[model],
+                    fix="set tie_word_embeddings to false in its config.json if the head was trained; if not, remove the head",
+                )
 
     def _add_files(self, aligned: Aligned, pipeline: Pipeline, steps: Sequence[Step]) -> None:
         """Add the files of the parts of a pipeline; they replace the donor's."""

@@ -20,7 +20,7 @@ from weightsmith._planning.planner.match import InputModels, home_module, is_buf
 from weightsmith._planning.planner.parameters import Resolver
 from weightsmith._planning.planner.segments import UNREAD, Account, Placement, Segment, SegmentInput
 from weightsmith._planning.planner.steps import DTypes, operation, split_fused
-from weightsmith._plans import CAST, COPY, Read, Settings, Step
+from weightsmith._plans import COPY, Read, Settings, Step
 
 Specs = Mapping[str, TensorSpec]
 StepOrigin = tuple[Segment, tuple[str, ...], float]
@@ -47,6 +47,7 @@ class StepMaker:
     origins  for each merged tensor what its parameters were looked up with: segment, names in the models, depth
     layers   for each of the donor's stacks that changes, the donor's layer behind each output layer
     untie    the output has a head of its own, though the donor ties it to the embedding
+    copies   heads that are left out as copies: the model, its head, and the embedding that it ties it to
     """
 
     def __init__(self, models: InputModels, method: Method, resolver: Resolver, account: Account, dtypes: DTypes) -> None:
@@ -57,15 +58,16 @@ class StepMaker:
         self.dtypes = dtypes
         self.mismatches = Mismatches(models, method.name)
         self.counterparts = Counterparts(models)
-        self.donor = models.structures[models.donor]
+        self.donor = models.names[models.donor].structure
         self.steps: list[Step] = []
         self.origins: Origins = {}
         self.layers: dict[str, list[int]] = {}
         self.untie = False
+        self.copies: list[tuple[int, str, str]] = []
         self.warnings: list[Finding] = []
         donor = models.donor
-        self._classifies = takes_head(method, models.specs, models.base)
-        self._rows = vocabulary.count_rows(models.specs[donor].values(), models.configs[donor])
+        self._classifies = takes_head(method, [names.specs for names in models.names], models.base)
+        self._rows = vocabulary.count_rows(models.names[donor].specs.values(), models.configs[donor])
         self._problems: list[WeightsmithError] = []
         self._whole: dict[int, Segment] = {}
         self._shared: dict[tuple[int, float], StepOrigin] = {}
@@ -186,7 +188,7 @@ class StepMaker:
         The donor's unused tensors are copied: its other files, and some loaders, count on them.
         """
         stored = {f.model: s for f, s in zip(segment.feeds, sources, strict=True) if s is not None}
-        if all(is_buffer(self.models.specs[model][source]) for model, source in stored.items()):
+        if all(is_buffer(self.models.names[model].specs[source]) for model, source in stored.items()):
             for model, source in stored.items():
                 self.account.drop(model, source, "a buffer that the model computes for itself")
             return True
@@ -241,9 +243,9 @@ class StepMaker:
         places = self._listed(name, segment, filled)
         first = segment.feeds[places[0]].model
         if (source := filled[places[0]]) is not None:
-            self._note_head(name, segment, sources, places, self.models.specs[first][source])
+            self._note_head(name, segment, sources, places, self.models.names[first].specs[source])
             self._compare(name, segment, first, source)
-            self._check_vocabulary(name, segment, places, self.models.specs[first][source])
+            self._check_vocabulary(name, segment, places, self.models.names[first].specs[source])
         self._merge(self._numbered(name), segment, filled, 0.0)
 
     def _listed(self, name: str, segment: Segment, sources: Sequence[str | None]) -> tuple[int, ...]:
@@ -268,7 +270,7 @@ class StepMaker:
     def _compare(self, name: str, segment: Segment, model: int, source: str) -> None:
         """Report a tensor outside the layers that the donor's config.json cannot express. `vocab_size` follows the tensors."""
         donor = self.models.donor
-        donor_spec, spec = self._rest_specs(donor).get(name), self.models.specs[model][source]
+        donor_spec, spec = self._rest_specs(donor).get(name), self.models.names[model].specs[source]
         if donor_spec is None or donor_spec.shape == spec.shape or vocabulary.has_tokens(donor_spec, self._rows):
             return
         self.mismatches.unlike_donor(name, segment, spec, model, donor_spec, donor)
@@ -305,6 +307,7 @@ class StepMaker:
             if self._redundant(name, spec, feeds, stored):
                 self.account.drop_everywhere(name, "a copy of the tensor it is tied to; not all inputs store it")
                 self._warn_redundant(name, feeds, stored)
+                self._note_copies(spec, feeds, stored)
                 return
             self._merge_outside(name, segment, sources, filled)
             return
@@ -335,7 +338,7 @@ class StepMaker:
         weights = [by_model[k].get("weight", 1.0) if source is not None else 0.0 for k, source in enumerate(sources)]
         weighted = [(k, w) for k, w in enumerate(weights) if isinstance(w, int | float) and w > 0]
         inputs = tuple(Read(segment.feeds[k].model, names[k]) for k, _ in weighted)
-        specs = [self.models.specs[read.model][read.tensor] for read in inputs]
+        specs = [self.models.names[read.model].specs[read.tensor] for read in inputs]
         if len({spec.shape for spec in specs}) > 1:
             self.mismatches.unequal(name, segment, {k: spec for (k, _), spec in zip(weighted, specs, strict=True)})
             return
@@ -362,7 +365,7 @@ class StepMaker:
     def _rest_specs(self, model: int) -> dict[str, TensorSpec]:
         """A model's tensors outside its layers under the donor's names."""
         if model not in self._rests:
-            specs, rest = self.models.specs[model], self.models.names[model].rest
+            specs, rest = self.models.names[model].specs, self.models.names[model].rest
             self._rests[model] = {outer: replace(specs[name], name=outer) for outer, name in rest.items()}
         return self._rests[model]
 
@@ -399,6 +402,13 @@ class StepMaker:
             what = f"tied tensors are written once: the copy in {' and '.join(labels)} is left out"
             fix = "set tie_word_embeddings to false in that model's config.json, if it is a tensor of its own"
             self.warnings.append(Finding(what, name, fix=fix))
+
+    def _note_copies(self, spec: TensorSpec, feeds: Sequence[SegmentInput], sources: Sequence[str | None]) -> None:
+        if vocabulary.is_head(spec) and len(spec.shape) == 2:
+            for feed, source in zip(feeds, sources, strict=True):
+                embedding = self._stand_in(spec, feed)
+                if source is not None and embedding not in (None, source):
+                    self.copies.append((feed.model, source, str(embedding)))
 
     def _tied(self, feeds: Sequence[SegmentInput], sources: Sequence[str | None]) -> list[bool]:
         configs, pairs = self.models.configs, zip(feeds, sources, strict=True)
@@ -438,8 +448,31 @@ class StepMaker:
             if id(segment) in self._merged or len(models) < 2 or segment.broken or self.problems:
                 continue
             what, fix = "the models have no tensor in common", "merge models of one architecture"
-            details = [_first_name(self.models.labels[m], self.models.specs[m]) for m in models]
+            details = [_first_name(self.models.labels[m], self.models.names[m].specs) for m in models]
             self._problems.append(MismatchError(what, where=segment.where, details=details, fix=fix))
+        for segment in {id(s): s for p in placements for s in p.segments}.values():
+            models = list(dict.fromkeys(segment.feeds[k].model for k in self._always_listed(segment)))
+            others = [m for m in models if self.models.donor in models and self._has_other_layers(m)]
+            if not others or segment.broken or self.problems:
+                continue
+            what = "the layers of the models have different names, so that none of them would be merged"
+            fix = "merge models of one architecture; load a checkpoint of a training run with transformers, and save it, first"
+            details = [self._first_layer(m) for m in (self.models.donor, others[0])]
+            self._problems.append(MismatchError(what, where=segment.where, details=details, fix=fix))
+
+    def _has_other_layers(self, model: int) -> bool:
+        """Whether the main layers of a model are none of the donor's, and the donor's none of the model's."""
+        names = self.models.names[model]
+        main, donor = names.structure.main, self.donor.main
+        if main is None or donor is None or not (main.config_paths and donor.config_paths):
+            return False
+        return donor.prefix not in names.depth and not any(names.paired[main.prefix] == s.prefix for s in self.donor.stacks)
+
+    def _first_layer(self, model: int) -> str:
+        names = self.models.names[model]
+        assert names.structure.main is not None
+        prefix = names.structure.main.prefix
+        return f"{self.models.labels[model]}: {next(name for name in names.specs if name.startswith(prefix))}"
 
     def _note_unread(self) -> None:
         """Say which models' weights are 0 throughout: nothing of them is read."""
@@ -474,7 +507,7 @@ class StepMaker:
                 self.mismatches.missing(name, segment, listed, sources)
             return
         self._merged.add(id(segment))
-        specs = {k: self.models.specs[feeds[k].model][names[k]] for k in listed}
+        specs = {k: self.models.names[feeds[k].model].specs[names[k]] for k in listed}
         first = specs[listed[0]]
         if any(spec.shape != first.shape for spec in specs.values()):
             self.mismatches.unequal(name, segment, specs)
@@ -498,7 +531,7 @@ class StepMaker:
         step = Step(out, op, tuple(inputs[k] for k in places), segment.base, settings)
         if step.merges and not self.method.elementwise(values.shared):
             models, model = self.models, feeds[listed[0]].model
-            parts = fused_parts(first, models.specs[model], models.structures[model], models.configs[model], name)
+            parts = fused_parts(first, models.names[model].specs, models.names[model].structure, models.configs[model], name)
             step = split_fused(step, parts)
         self.steps.append(step)
 
@@ -533,12 +566,11 @@ class StepMaker:
 
     def _copy(self, name: str, model: int, source: str) -> None:
         """One output tensor that is another's bytes, or a cast of it."""
-        spec = self.models.specs[model][source]
-        inputs = (Read(model, source),)
-        dtype = self.dtypes.of(inputs) if spec.dtype.floating else spec.dtype
-        self.account.use(inputs[0])
-        op = COPY if dtype == spec.dtype else CAST
-        self.steps.append(Step(TensorSpec(name, dtype, spec.shape), op, inputs))
+        spec = self.models.names[model].specs[source]
+        read = Read(model, source)
+        dtype = self.dtypes.of([read]) if spec.dtype.floating else spec.dtype
+        self.account.use(read)
+        self.steps.append(Step.copy(TensorSpec(name, dtype, spec.shape), read, spec.dtype))
 
 
 def _first_name(label: str, specs: Specs) -> str:

@@ -22,7 +22,7 @@ from weightsmith._models.tokenizers.vocabulary import MAX_FILE_BYTES
 from weightsmith._planning.planner.files import output_config
 from weightsmith._planning.planner.steps import DTypes
 from weightsmith._planning.recipe import ModelRef, Module
-from weightsmith._plans import CAST, COPY, Dropped, PlanDraft, Read, Step
+from weightsmith._plans import Dropped, PlanDraft, Read, Step
 
 SCHEDULER = "scheduler/scheduler_config.json"
 
@@ -89,9 +89,9 @@ class Pipeline:
         for part, owner in self.copied.items():
             for name, spec in self._inputs[owner].specs.items():
                 if name.startswith(f"{part}/"):
-                    reads = (Read(owner, name),)
-                    dtype = dtypes.of(reads) if spec.dtype.floating else spec.dtype
-                    yield Step(TensorSpec(name, dtype, spec.shape), COPY if dtype == spec.dtype else CAST, reads)
+                    read = Read(owner, name)
+                    dtype = dtypes.of([read]) if spec.dtype.floating else spec.dtype
+                    yield Step.copy(TensorSpec(name, dtype, spec.shape), read, spec.dtype)
 
     def settle(self, steps: Sequence[Step]) -> None:
         """Choose the model whose config.json each part has: the donor if it is read there, else the first that is read and has

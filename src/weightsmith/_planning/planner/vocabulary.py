@@ -28,6 +28,7 @@ from weightsmith._base.errors import (
 )
 from weightsmith._base.files import expand_user, file_names, is_folder, read_bounded, show
 from weightsmith._base.tensors import TensorSpec
+from weightsmith._base.text import some
 from weightsmith._files.copied import is_tokenizer
 from weightsmith._files.subfolders import template_names
 from weightsmith._models.checkpoint import Checkpoint, check_links, open_checkpoint
@@ -408,8 +409,7 @@ class VocabularyPlanner:
         """Warn of text that the output splits otherwise than a model was trained on."""
         chosen = {rule.token for rule in asked.rules}
         if plain := [token for token in united.new if token not in chosen and not is_marker(token)]:
-            what = "text is split at added tokens of other models that are ordinary text: " + ", ".join(map(show, plain[:6]))
-            what += f" and {len(plain) - 6} more" if len(plain) > 6 else ""
+            what = f"text is split at added tokens of other models that are ordinary text: {some([*map(show, plain)], 6)}"
             fix = f"use tokenizer_source: base to split text as {source.label} does; the output then lacks these tokens"
             aligned.findings.append(Finding(what, asked.where, fix=fix))
         families = {vocab.family for vocab in vocabularies}

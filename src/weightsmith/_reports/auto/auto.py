@@ -11,7 +11,7 @@ import hashlib
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -42,13 +42,15 @@ from weightsmith._execution.execute import execute
 from weightsmith._execution.identity import program_digest
 from weightsmith._execution.options import RunOptions, resources_of
 from weightsmith._execution.progress import Meter, callbacks, shown_meter
+from weightsmith._execution.run import protected_paths
 from weightsmith._features.any_recipe import prepare_any
 from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._features.statistics import prepare_statistics
 from weightsmith._methods.regmean import WEIGHED
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._outputs import disk
-from weightsmith._outputs.local import check_vacant
+from weightsmith._outputs.local import check_not_read, check_out, check_vacant
+from weightsmith._outputs.manifest import MANIFEST_NAME
 from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner.prepared import download, missing_files, stream
 from weightsmith._reports.auto.checks import check_copies, check_models, check_texts
@@ -97,7 +99,7 @@ def auto(
     fine_tunes: Sequence[str | os.PathLike[str]],
     out: str | os.PathLike[str],
     *,
-    text: Mapping[str, str | os.PathLike[str]] | None = None,
+    text: Mapping[str, str | os.PathLike[str]] | Sequence[str] | None = None,
     progress: bool | Meter = True,
     **options: Unpack[AutoKeywords],
 ) -> Auto:
@@ -106,8 +108,8 @@ def auto(
     base        the model that all were trained from: a folder or Hub id
     fine_tunes  two to ten folders, Hub ids or `base+adapter`
     out         a new folder; texts, scores and the page are kept beside it in `OUT.auto`
-    text        a .txt, .jsonl or .parquet file for each fine-tune, by its name (the last part of its path). None: each
-                fine-tune writes text of its own
+    text        a .txt, .jsonl or .parquet file for each fine-tune, by its name (the last part of its path), or as `NAME=FILE`.
+                None: each fine-tune writes text of its own
     progress    True: a bar in terminals and notebooks, False: none
 
     Candidates are the sum of all deltas and task singular vectors, at strengths that a parabola finds, and RegMean with these
@@ -123,53 +125,16 @@ def auto(
     >>> result.reading[0]  # doctest: +SKIP
     'merged is regmean, prior tsv_m: 0.0214 ± 0.0052 nats a token better than the mean on held-back text.'
     """
-    models, settings, running = _asked(base, fine_tunes, text, options)
-    with shown_meter(progress) as shown:
-        return find_merge(models, os.fspath(out), settings, running, shown)
-
-
-@lists_options("auto", AutoSettings, RunOptions, besides=("text",))
-def plan_auto(
-    base: str | os.PathLike[str],
-    fine_tunes: Sequence[str | os.PathLike[str]],
-    out: str | os.PathLike[str],
-    *,
-    text: Mapping[str, str | os.PathLike[str]] | None = None,
-    **options: Unpack[AutoKeywords],
-) -> SearchPlan:
-    """What `auto` would do with the same arguments: its stages, and an estimate of time, memory and disk. Writes nothing.
-
-    Reads headers, and multiplies matrices for 0.2 s to see how fast this machine is. Raises as `auto` does before it starts.
-
-    >>> plan = weightsmith.plan_auto("base", ["fr", "de"], "merged")  # doctest: +SKIP
-    >>> round(plan.processor_seconds), plan.memory_bytes  # doctest: +SKIP
-    (311, 1830000000)
-    """
-    models, settings, running = _asked(base, fine_tunes, text, options)
-    return plan_merge(models, os.fspath(out), settings, running)
-
-
-def _asked(
-    base: str | os.PathLike[str],
-    fine_tunes: Sequence[str | os.PathLike[str]],
-    text: Mapping[str, str | os.PathLike[str]] | None,
-    options: Mapping[str, Any],
-) -> tuple[Models, AutoSettings, RunOptions]:
-    given = [f"{name}={os.fspath(path)}" for name, path in (text or {}).items()]
-    settings, running = read_options("auto", {"text": given, **options}, AutoSettings, RunOptions)
-    return Models.of(os.fspath(base), [os.fspath(model) for model in fine_tunes]), settings, running
-
-
-def find_merge(models: Models, out: str, settings: AutoSettings, running: RunOptions, shown: Meter) -> Auto:
-    """What `auto` does after reading its options."""
     began = time.monotonic()
-    out = out.rstrip("/") or "/"
+    models, settings, running = _asked(base, fine_tunes, text, options)
+    out = os.fspath(out).rstrip("/") or "/"
     names = _names(models)
     texts = _texts_of(settings, models, names)
     seconds = seconds_of("time", settings.time)
     folder = _work_folder(out, running)
     with ExitStack() as stack:
-        one, models, opened_models = _opened(models, stack)
+        shown = stack.enter_context(shown_meter(progress))
+        one, models, opened_models = _opened(models, expand_user(out), stack)
         device = usable_device(resources_of(one.prepared, running).device)
         cut_texts = check_texts(one, texts)
         check_models(one, models, cut_texts)
@@ -193,22 +158,55 @@ def find_merge(models: Models, out: str, settings: AutoSettings, running: RunOpt
         memory = JobMemory(folder, spare_bytes=use.searching)
         search = _Search(one, models, names, pairs, folder, journal, memory, settings, began + seconds, running, shown)
         result = search.run()
-        shown.say(f"writing {result.choice.name}")
-        with prepare_any(search.recipe(result.choice.name), RecipeOptions(), QuantizeSettings()) as prepared:
-            text = prepared.plan.recipe
-        # The recipe names the texts. This merge reads what was measured on them.
-        with prepare_any(search.recipe(result.choice.name, search.folders), RecipeOptions(), QuantizeSettings()) as prepared:
-            repeatable = prepared.draft_again()
-            repeatable.draft.recipe = text
-            # What the search remembers is of the files as they were: this merge opens them again.
-            for model in opened_models:
-                model.check_unchanged()
-            telling = callbacks(shown, "merging")
-            execute(repeatable.finish(), out, running, telling, began=began, memory=memory)
+        recipe = search.merge(result.choice.name, out, opened_models, began)
         shutil.rmtree(folder / STATISTICS, ignore_errors=True)
-        result = replace(result, out=expand_user(out).absolute(), recipe=text, seconds=time.monotonic() - began)
+        whole = expand_user(out).absolute()
+        result = replace(result, out=whole, work=folder.absolute(), recipe=recipe, seconds=time.monotonic() - began)
         result.report().write(folder / PAGE)
         return result
+
+
+@lists_options("auto", AutoSettings, RunOptions, besides=("text",))
+def plan_auto(
+    base: str | os.PathLike[str],
+    fine_tunes: Sequence[str | os.PathLike[str]],
+    out: str | os.PathLike[str],
+    *,
+    text: Mapping[str, str | os.PathLike[str]] | Sequence[str] | None = None,
+    **options: Unpack[AutoKeywords],
+) -> SearchPlan:
+    """What `auto` would do with the same arguments: its stages, and an estimate of time, memory and disk. Writes nothing.
+
+    Reads headers, and multiplies matrices for 0.2 s to see how fast this machine is. Raises as `auto` does before it starts.
+
+    >>> plan = weightsmith.plan_auto("base", ["fr", "de"], "merged")  # doctest: +SKIP
+    >>> round(plan.processor_seconds), plan.memory_bytes  # doctest: +SKIP
+    (311, 1830000000)
+    """
+    models, settings, running = _asked(base, fine_tunes, text, options)
+    out = os.fspath(out)
+    names = _names(models)
+    texts = _texts_of(settings, models, names)
+    seconds_of("time", settings.time)
+    folder = _work_folder(out, running)
+    with ExitStack() as stack:
+        one, models, opened_models = _opened(models, expand_user(out), stack)
+        check_models(one, models, check_texts(one, texts))
+        candidates = min(settings.budget, 7 if texts else 4)
+        search = SearchSize(len(names), row_tokens(one), candidates, bool(texts), kept_bytes(running))
+        use = disk_use(one, len(names), folder, _missing(opened_models, running))
+        return plan_search(one, expand_user(out).absolute(), use, search, resources_of(one.prepared, running))
+
+
+def _asked(
+    base: str | os.PathLike[str],
+    fine_tunes: Sequence[str | os.PathLike[str]],
+    text: Mapping[str, str | os.PathLike[str]] | Sequence[str] | None,
+    options: Mapping[str, Any],
+) -> tuple[Models, AutoSettings, RunOptions]:
+    texts = [f"{name}={os.fspath(path)}" for name, path in text.items()] if isinstance(text, Mapping) else text or ()
+    settings, running = read_options("auto", {"text": texts, **options}, AutoSettings, RunOptions)
+    return Models.of(os.fspath(base), [os.fspath(model) for model in fine_tunes]), settings, running
 
 
 PAGE = "index.html"
@@ -248,9 +246,10 @@ def _short(model: str) -> str:
 def _texts_of(settings: AutoSettings, models: Models, names: Sequence[str]) -> dict[str, str]:
     """The file of each fine-tune, by its short name; {} if none is given. Raises PlanError."""
     problems, files = list[WeightsmithError](), dict[str, str]()
-    known = dict(zip(models.fine_tunes, names, strict=True)) | {name: name for name in names}
+    known = {model.rpartition("+")[2]: name for model, name in zip(models.fine_tunes, names, strict=True)}
+    known |= dict(zip(models.fine_tunes, names, strict=True)) | {name: name for name in names}
     for written in settings.text:
-        model, equals, path = written.partition("=")
+        model, equals, path = _parted(written, known)
         if not equals or not path:
             problems.append(option_error("text", f"{written!r} names no file", "write MODEL=FILE"))
         elif model not in known:
@@ -268,6 +267,12 @@ def _texts_of(settings: AutoSettings, models: Models, names: Sequence[str]) -> d
     return files
 
 
+def _parted(written: str, names: Iterable[str]) -> tuple[str, str, str]:
+    """`MODEL=FILE` at the sign that follows a name of `names`, the longest one: names may have a `=`, as `lr=1e-5`."""
+    name = max((name for name in names if written.startswith(f"{name}=")), key=len, default="")
+    return (name, "=", written[len(name) + 1 :]) if name else written.partition("=")
+
+
 def _work_folder(out: str, running: RunOptions) -> Path:
     """Raises ParameterError for an output that is no folder on this disk; OutputExists."""
     if "://" in out:
@@ -283,8 +288,11 @@ def _work_folder(out: str, running: RunOptions) -> Path:
     if not is_folder(path.parent):
         raise StoreError(f"there is no folder {path.parent}", where=out, fix="create it", state=NOTHING_WRITTEN)
     if os.path.lexists(path) and not running.overwrite:
-        raise OutputExists("the output exists", where=out, fix="choose another name, or add --overwrite", state=NOTHING_WRITTEN)
-    check_vacant(path, overwrite=running.overwrite)
+        fix = "choose another name, or add --overwrite"
+        if not exists(path / MANIFEST_NAME):  # a model of the user, where the order was mistaken
+            fix = "name a folder that does not exist as the last argument: weightsmith auto BASE MODEL MODEL... OUT"
+        raise OutputExists("the output exists", where=out, fix=fix, state=NOTHING_WRITTEN)
+    check_vacant(check_out(path), overwrite=running.overwrite)
     folder = path.with_name(f"{path.name}.auto")
     if os.path.lexists(folder) and not _is_ours(folder):
         what = "the folder for unfinished work exists, and weightsmith auto did not make it"
@@ -331,12 +339,13 @@ def _resumable(folder: Path) -> Iterator[None]:
         raise StoreError(what, where=str(folder), fix=fix, state=kept) from error
 
 
-def _opened(models: Models, stack: ExitStack) -> tuple[Opened, Models, Sequence[Checkpoint]]:
+def _opened(models: Models, out: Path, stack: ExitStack) -> tuple[Opened, Models, Sequence[Checkpoint]]:
     """The mean, whose tokenizer cuts texts; the models with the commits of those on the Hub; and all of them, opened.
 
-    Raises PlanError, and ParameterError for two names of one model.
+    Raises PlanError, ParameterError for two names of one model, and StoreError if one is in the output folder.
     """
     prepared = stack.enter_context(prepare_any(models.sum(1.0), RecipeOptions(), QuantizeSettings()))
+    check_not_read(out, protected_paths(prepared))
     pinned = models.pinned(prepared)
     _check_distinct(models.names, pinned.names)
     return opened(MEAN, stack.enter_context(prepare_named(pinned.mean()))), pinned, prepared.inputs
@@ -375,21 +384,6 @@ def _pairs(
             shown.say(f"text 1/5: {name} writes text of its own ({number} of {len(names)})")
             pairs.append(write_own(name, model, row_tokens(one), folder, settings.seed, running, shown))
     return pairs
-
-
-def plan_merge(models: Models, out: str, settings: AutoSettings, running: RunOptions) -> SearchPlan:
-    """What `auto` would do, and what it would cost. Reads headers, and writes nothing."""
-    names = _names(models)
-    texts = _texts_of(settings, models, names)
-    seconds_of("time", settings.time)
-    folder = _work_folder(out, running)
-    with ExitStack() as stack:
-        one, models, opened_models = _opened(models, stack)
-        check_models(one, models, check_texts(one, texts))
-        candidates = min(settings.budget, 7 if texts else 4)
-        search = SearchSize(len(names), row_tokens(one), candidates, bool(texts), kept_bytes(running))
-        use = disk_use(one, len(names), folder, _missing(opened_models, running))
-        return plan_search(one, expand_user(out).absolute(), use, search, resources_of(one.prepared, running))
 
 
 @dataclass(eq=False)
@@ -456,6 +450,22 @@ class _Search:
             stopped=self._stopped,
             seconds=0.0,
         )
+
+    def merge(self, name: str, out: str, models: Sequence[Checkpoint], began: float) -> str:
+        """Write the merge of a candidate, and return its recipe. models: all of them, as they were opened for the search."""
+        self.shown.say(f"writing {name}")
+        with prepare_any(self.recipe(name), RecipeOptions(), QuantizeSettings()) as prepared:
+            recipe = prepared.plan.recipe
+        # The recipe names the texts. This merge reads what was measured on them.
+        with prepare_any(self.recipe(name, self.folders), RecipeOptions(), QuantizeSettings()) as prepared:
+            repeatable = prepared.draft_again()
+            repeatable.draft.recipe = recipe
+            # What the search remembers is of the files as they were: this merge opens them again.
+            for model in models:
+                model.check_unchanged()
+            telling = callbacks(self.shown, "merging")
+            execute(repeatable.finish(), out, self.running, telling, began=began, memory=self.memory)
+        return recipe
 
     def _choose(self) -> Choice:
         usual = next((name for name, _ in CANDIDATES if name in self._scored), None)

@@ -25,6 +25,7 @@ from weightsmith._base.options import named as named_option
 from weightsmith._base.report.blocks import Block
 from weightsmith._base.text import count, markdown, markdown_table
 from weightsmith._engine.local import Progress
+from weightsmith._engine.resources import Workload
 from weightsmith._execution.options import RunOptions
 from weightsmith._execution.output import check_options, sibling
 from weightsmith._execution.progress import Meter, callbacks, shown_meter
@@ -249,10 +250,11 @@ def _computed(
     prepared = replace(one.prepared.with_plan(plan), loading=None)
     with (
         work_folder(settings, plan.hash[:12]) as folder,
-        staged(prepared, RunRequest(folder, running, watching)) as (staging, run),
+        staged(prepared, RunRequest(folder, running, watching)) as opened,
     ):
+        staging = opened.staging
         try:
-            results = run(results=kept_products(plan, staging, model_products.given), release=True).results
+            results = opened.compute(Workload(results=kept_products(plan, staging, model_products.given), release=True)).results
         except WeightsmithError:
             if not staging.products:  # what fails first leaves nothing behind
                 staging.discard()

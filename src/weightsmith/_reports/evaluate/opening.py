@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from weightsmith._activations.decoder import Base
 from weightsmith._activations.model import PACKAGES, TextModel, base_of, result_of
 from weightsmith._activations.rows import TOKENIZER
 from weightsmith._activations.scored_rows import Cutter
-from weightsmith._base.errors import NOTHING_WRITTEN, NotFound, PlanError, StoreError, WeightsmithError
+from weightsmith._base.errors import NOTHING_WRITTEN, NotFound, PlanError, StoreError, WeightsmithError, undoing
 from weightsmith._base.files import expand_user
 from weightsmith._base.installation import absent_packages, cache_home
 from weightsmith._base.options import named
@@ -87,11 +87,10 @@ def prepare_readable(model: Named, *, streamed: bool) -> Prepared:
 
     streamed  weights of Hub models are read over the network
     """
-    with ExitStack() as stack:
-        prepared = stack.enter_context(prepare_named(model))
+    prepared = prepare_named(model)
+    with undoing(prepared.close):
         make_readable(prepared.inputs, streamed=streamed)
-        stack.pop_all()
-        return prepared
+    return prepared
 
 
 def opened(name: str, prepared: Prepared) -> Opened:

@@ -31,7 +31,7 @@ from weightsmith._base.report.blocks import (
     written,
 )
 from weightsmith._base.tensors import TensorSpec
-from weightsmith._base.text import count, size
+from weightsmith._base.text import count, size, some
 from weightsmith._execution.report import share_of
 from weightsmith._reports.look.diff import Alignment, Comparison, letters
 from weightsmith._reports.look.difference import Difference, GroupDifference, TensorDifference
@@ -464,8 +464,8 @@ def _files(files: FileDifference) -> list[Table | Facts | Code]:
         facts: tuple[tuple[str, Value], ...] = (
             ("tokens", " and ".join(f"{n:,}" for n in tokenizer.sizes)),
             ("with other ids", f"{tokenizer.moved:,}"),
-            ("only in A", _some([*map(_quoted, tokenizer.removed)], 20)),
-            ("only in B", _some([*map(_quoted, tokenizer.added)], 20)),
+            ("only in A", some([*map(_quoted, tokenizer.removed)], 20) or "none"),
+            ("only in B", some([*map(_quoted, tokenizer.added)], 20) or "none"),
         )
         blocks.append(Facts("Tokenizer", facts))
     if files.templates is not None:
@@ -484,19 +484,14 @@ def _quoted(token: str) -> str:
     return json.dumps(token, ensure_ascii=False)
 
 
-def _some(names: Sequence[str], shown: int) -> str:
-    rest = f" and {len(names) - shown:,} more" if len(names) > shown else ""
-    return f"{', '.join(names[:shown])}{rest}" or "none"
-
-
 def _facts(inspection: Inspection) -> Facts:
     kind = f" ({inspection.model_type})" if inspection.model_type else ""
-    nbytes = size(sum(nbytes for _, nbytes in inspection.files))
+    names, nbytes = [name for name, _ in inspection.files], size(sum(nbytes for _, nbytes in inspection.files))
     facts: list[tuple[str, Value]] = [
         ("model", f"{inspection.architecture}{kind}" or "no config.json"),
         ("revision", inspection.revision),
         ("weights", f"{inspection.elements:,} parameters in {count(len(inspection.tensors), 'tensor')}"),
-        ("files", f"{nbytes} in {count(len(inspection.files), 'file')}: {_some([name for name, _ in inspection.files], 4)}"),
+        ("files", f"{nbytes} in {count(len(names), 'file')}: {some(names, 4) or 'none'}"),
         ("quantised", inspection.quantised),
         *(
             ("layers", f"{count(s.layers, 'layer')}: {s.prefix}0{f' to {s.layers - 1}' if s.layers > 1 else ''}")

@@ -10,7 +10,7 @@ import pytest
 import transformers
 
 from tests.gguf_help import BYTE_LEVEL, tokenizer_files
-from weightsmith._models.formats.gguf.chat import NAMED_TEMPLATE, template_keys
+from weightsmith._models.formats.gguf.tokenizer.chat import NAMED_TEMPLATE, template_keys
 
 LISTED = [{"name": "default", "template": "D"}, {"name": "tool_use", "template": "T"}]
 

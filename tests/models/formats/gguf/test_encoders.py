@@ -21,11 +21,11 @@ from tests.llama_cpp import needs_llama_cpp
 from tests.mini import write_checkpoint
 from tests.tokenizer_help import SAMPLES
 from weightsmith._base.errors import FormatError, PlanError
-from weightsmith._models.formats.gguf.architecture import Contents
 from weightsmith._models.formats.gguf.architectures.bert import BertRanks, XlmRoberta
+from weightsmith._models.formats.gguf.base.architecture import Contents
+from weightsmith._models.formats.gguf.base.values import GgufValues
 from weightsmith._models.formats.gguf.header import read_gguf_header
-from weightsmith._models.formats.gguf.tokenizer import tokenizer_files as gguf_tokenizer_files
-from weightsmith._models.formats.gguf.values import GgufValues
+from weightsmith._models.formats.gguf.tokenizer.files import tokenizer_files as gguf_tokenizer_files
 
 LABELS = {"id2label": {0: "no", 1: "perhaps", 2: "yes"}, "label2id": {"no": 0, "perhaps": 1, "yes": 2}}
 DEFAULT = {"rope_type": "default"}

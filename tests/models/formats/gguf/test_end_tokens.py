@@ -14,7 +14,7 @@ from tests import llama_cpp
 from tests.gguf_help import BYTE_LEVEL, LETTERS, SIZES, tokenizer_files
 from tests.gguf_help import llama as gguf_llama
 from tests.llama_cpp import needs_llama_cpp
-from weightsmith._models.formats.gguf.chat import ids_of, stops_of, with_ends
+from weightsmith._models.formats.gguf.tokenizer.chat import ids_of, stops_of, with_ends
 
 GLM = [
     "<|endoftext|>",

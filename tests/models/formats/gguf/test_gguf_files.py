@@ -25,14 +25,14 @@ from tests.mini import write_checkpoint
 from weightsmith._base.errors import Corrupt, FormatError, NonFinite, PlanError, StoreError, Unsupported
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._files.containers import GGUF
-from weightsmith._models.formats.gguf import tokenizer as gguf_tokenizer
 from weightsmith._models.formats.gguf.architectures import architecture_of_config, architectures, text_config
+from weightsmith._models.formats.gguf.base.values import GgufConfig
 from weightsmith._models.formats.gguf.header import read_gguf_header
 from weightsmith._models.formats.gguf.imatrix import of_sums, read_imatrix
 from weightsmith._models.formats.gguf.layout import BLOCKS, Value, encode_metadata, make_layout
 from weightsmith._models.formats.gguf.prepare import _Model
+from weightsmith._models.formats.gguf.tokenizer import files as gguf_tokenizer
 from weightsmith._models.formats.gguf.types import MIXTURES, Shape, type_of
-from weightsmith._models.formats.gguf.values import GgufConfig
 from weightsmith._models.formats.gguf.writing import TYPES
 from weightsmith._models.tokenizers.convert import BYTE_LEVEL as BYTE_LEVEL_SPLIT
 from weightsmith._models.tokenizers.convert import split

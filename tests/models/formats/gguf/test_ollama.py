@@ -53,6 +53,15 @@ def test_a_manifest_is_the_model_that_it_names(gguf: Path, tmp_path: Path) -> No
     assert (tmp_path / "out" / "config.json").exists()
 
 
+def test_a_tag_may_be_the_name_of_a_file(gguf: Path, tmp_path: Path) -> None:
+    """As of models that Ollama has pulled from the Hub by the names of their files."""
+    manifest = pulled(tmp_path / "models", gguf)
+    tag = manifest.rename(manifest.with_name("tiny-Q4_K_M.gguf"))
+    with open_checkpoint(gguf) as expected, open_checkpoint(tag) as opened:
+        assert list(opened) == list(expected)
+    assert bake(str(tag), tmp_path / "out")
+
+
 def test_a_blob_of_another_size_is_refused(gguf: Path, tmp_path: Path) -> None:
     manifest = pulled(tmp_path / "models", gguf)
     whole = json.loads(manifest.read_text())

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from weightsmith._base.errors import FormatError
-from weightsmith._models.formats.gguf.architecture import Contents, GgufArchitecture
 from weightsmith._models.formats.gguf.architectures.cohere import Cohere
 from weightsmith._models.formats.gguf.architectures.deepseek import DeepseekV2
 from weightsmith._models.formats.gguf.architectures.dots1 import Dots1
@@ -16,7 +15,8 @@ from weightsmith._models.formats.gguf.architectures.ernie import ErnieMoe
 from weightsmith._models.formats.gguf.architectures.gemma import Gemma4
 from weightsmith._models.formats.gguf.architectures.glm import Glm4Moe
 from weightsmith._models.formats.gguf.architectures.lfm2 import Lfm2Moe
-from weightsmith._models.formats.gguf.values import GgufKeys
+from weightsmith._models.formats.gguf.base.architecture import Contents, GgufArchitecture
+from weightsmith._models.formats.gguf.base.values import GgufKeys
 from weightsmith._models.structure.defaults import with_defaults
 
 SIZES = {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "vocab_size": 262}

@@ -28,11 +28,11 @@ from weightsmith._files.hf_folder import natural_key
 from weightsmith._models.checkpoint import open_checkpoint
 from weightsmith._models.formats.gguf.architectures import architectures
 from weightsmith._models.formats.gguf.architectures.llama import Llama
-from weightsmith._models.formats.gguf.encoder import Encoder
+from weightsmith._models.formats.gguf.base.encoder import Encoder
+from weightsmith._models.formats.gguf.base.rope import llama3_quotients
 from weightsmith._models.formats.gguf.layout import TYPE_IDS, TYPES
 from weightsmith._models.formats.gguf.reading import choose, open_files
-from weightsmith._models.formats.gguf.rope import llama3_quotients
-from weightsmith._models.formats.gguf.tokenizer import tokenizer_keys
+from weightsmith._models.formats.gguf.tokenizer.files import tokenizer_keys
 from weightsmith._models.formats.gguf.writing import from_llama_order
 from weightsmith.testing import SourceCase, SourceTests
 

@@ -230,7 +230,7 @@ def test_t5_with_a_decoder_is_refused(tmp_path: Path) -> None:
         open_checkpoint(write(tmp_path / "a.gguf", "t5", tensors))
 
 
-def test_a_note_says_that_the_tokenizer_of_umt5_is_missing(tmp_path: Path) -> None:
+def test_a_note_says_that_a_file_of_umt5_lacks_the_tokenizer(tmp_path: Path) -> None:
     small = {"token_embd.weight": (64, 32)}
     with open_checkpoint(write(tmp_path / "a.gguf", "t5encoder", normal(0, small, {}))) as model:
         assert model.notes == ()

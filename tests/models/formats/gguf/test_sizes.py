@@ -15,7 +15,7 @@ from weightsmith._base.errors import FormatError, PlanError
 from weightsmith._models.formats.gguf.architectures.bert import DistilBert
 from weightsmith._models.formats.gguf.architectures.nomic import NomicBert
 from weightsmith._models.formats.gguf.architectures.qwen import Qwen3
-from weightsmith._models.formats.gguf.values import GgufConfig
+from weightsmith._models.formats.gguf.base.values import GgufConfig
 
 HEADS = "num_key_value_heads * (hidden_size / num_attention_heads) is 16 in config.json, and blk.0.attn_k.weight"
 SPARSE = {"norm_topk_prob": True}

@@ -8,69 +8,29 @@ from pathlib import PurePath
 
 from weightsmith._activations.model import TextRun, result_of, text_for
 from weightsmith._activations.rows import BUILT_IN
-from weightsmith._base.errors import ParameterError, PlanError, Unsupported, WeightsmithError
+from weightsmith._base.errors import PlanError, Unsupported
 from weightsmith._base.files import show
 from weightsmith._base.idioms import grouped
-from weightsmith._base.options import assignment, named
+from weightsmith._base.options import named
+from weightsmith._features.quantisation.base import MEASURED
 from weightsmith._features.quantisation.calibration.activations import LargestStateWork, ScalesWork, attention_of, collected
 from weightsmith._features.quantisation.calibration.costs import BlocksWork, MeasureWork, ScoreWork, VocabularyWork, shape_of
 from weightsmith._features.quantisation.calibration.layer import CalibratedWork, QuantisedStatesWork, QuantisedWork
 from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._models.formats import Encoding, find_cache, find_encoding
 from weightsmith._models.formats.engines import find_engine
+from weightsmith._models.structure.vocabulary import is_embedding
 from weightsmith._planning.planner.prepared import Prepared
 from weightsmith._plans import COPY, PRODUCTS, FollowUp, PlanDraft, Product, Read, Step
 from weightsmith.abc.stored import CacheEncoding
 
-NONE = "none"
-"""`--calibration none`: round to nearest."""
-
-_OF_THE_TEXT = ("calibration_rows", "calibration_tokens", "calibration_dtype")
-
-CALIBRATION_SETTINGS = frozenset({"calibration", *_OF_THE_TEXT})
-"""What a calibration reads of the settings."""
-
-CACHE_SETTINGS = CALIBRATION_SETTINGS | {"kv_cache"}
-"""The same, and scales of the cache."""
-
 INSTEAD = "; or use --calibration none, which needs no forward pass"
-
-
-def calibrates(settings: QuantizeSettings) -> bool:
-    """Whether a format that can do without a calibration is to have one."""
-    return settings.calibration != NONE
-
-
-def unused(settings: QuantizeSettings, *, calibrates: bool) -> list[WeightsmithError]:
-    """A problem if a setting of the text is given, and no text is read."""
-    names = [name for name in _OF_THE_TEXT if getattr(settings, name) is not None]
-    if calibrates or not names:
-        return []
-    fix = f"add {assignment('calibration', BUILT_IN)} or a text of yours, or leave out {named(*names)}"
-    return [ParameterError("no calibration text is read", where=named(*names), fix=fix)]
-
-
-def text_problems(encoding: Encoding, settings: QuantizeSettings) -> list[WeightsmithError]:
-    """Problems of the settings of the text, for weights in one encoding."""
-    asked = "kv_cache" if settings.kv_cache is not None else "quantize"
-    if settings.kv_cache is not None or encoding.inputs is not None:
-        if settings.calibration != NONE:
-            return []
-        what = f"{named('kv_cache')} needs a text" if settings.kv_cache is not None else f"{encoding.name} needs a text"
-        fix = f"add {assignment('calibration', BUILT_IN)} or a text of yours"
-        return [ParameterError(f"{what}, from which it gets the scales of activations", where=named(asked), fix=fix)]
-    if encoding.hessian != "no":
-        return unused(settings, calibrates=settings.calibration not in (None, NONE))
-    if names := [name for name in ("calibration", *_OF_THE_TEXT) if getattr(settings, name) is not None]:
-        fix = f"leave out {named(*names)}, or add {assignment('kv_cache', 'fp8')}"
-        return [ParameterError(f"{encoding.name} reads no text without {named('kv_cache')}", where=named(*names), fix=fix)]
-    return []
 
 
 def measure_activations(
     plain: Prepared, draft: PlanDraft, encoding: Encoding, settings: QuantizeSettings, *, calibrates: bool = False
 ) -> None:
-    """Add to a quantised draft what a text says of activations, if it is to have that.
+    """Add to a quantised draft what a text says of activations.
 
     plain       before it was quantised
     encoding    of the weights
@@ -79,8 +39,6 @@ def measure_activations(
     Raises PlanError: as `Chain`; a model that transformers cannot build; a cache of keys and values that cannot be measured.
     """
     cache = None if settings.kv_cache is None else find_cache(settings.kv_cache)
-    if not calibrates and cache is None and encoding.inputs is None:
-        return
     instead = INSTEAD
     if cache is not None or encoding.inputs is not None:  # they need a text
         other = f"fp8-dynamic without {named('kv_cache')}" if cache else "fp8-dynamic"
@@ -117,11 +75,11 @@ def calibrate(chain: Chain, draft: PlanDraft, prefix: str = "", *, cache: CacheE
     """Quantise the weights of a quantised draft layer by layer for what enters them, instead of rounding them to nearest.
 
     chain   of the steps before they were quantised
-    draft   every weight is in an encoding that takes a Hessian
+    draft   every weight is in an encoding that takes a Hessian. An embedding is rounded to nearest: tokens enter it
     prefix  of names in the draft that those steps do not have
     cache   how keys and values are stored, with scales of plain weights after quantised layers; None: they get none
     """
-    calibrated = [step for step in draft.steps if find_encoding(step.encoding).hessian != "no"]
+    calibrated = [step for step in draft.steps if find_encoding(step.encoding).hessian != "no" and not is_embedding(step.out)]
     encoded = {step.out.name.removeprefix(prefix): step for step in calibrated}
     states = chain.embedding(chain.text_rows)
     products = [chain.text_rows, states]
@@ -179,23 +137,6 @@ def with_scales(steps: Iterable[Step], products: Iterable[Product]) -> list[Step
         placed += [scale for module in inside for scale in reversed(scales.pop(module, []))]
         placed.append(step)
     return placed[::-1]
-
-
-MEASURING = "measurement: "
-"""Prefix of the names of a measurement's products: a merge may measure the same on another text."""
-MEASURED = "products"
-"""Key of `FollowUp.settings`: the names of a measurement's products."""
-
-MEASURED_ROWS = 32
-"""The most rows of a calibration text that losses are measured with: their states are stored for all layers at once."""
-
-
-def without_measuring(draft: PlanDraft) -> list[Product]:
-    """Remove the measurement from the draft to which it was added; its products. A merge keeps what it measures itself."""
-    names = set() if draft.then is None else {*draft.then.settings[MEASURED]}
-    measured = [product for product in draft.products if product.name in names]
-    draft.then, draft.products = None, [product for product in draft.products if product.name not in names]
-    return measured
 
 
 class Chain(TextRun):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -221,9 +222,7 @@ class RotatedWeight(ScaledWeight):
 class TiledWeight(ScaledWeight):
     """A matrix in groups of a row, with scales in the order of tiles. The first of two codes in a byte is the high half."""
 
-    @property
-    def preferred_rows(self) -> int:
-        return TILE_ROWS
+    preferred_rows: ClassVar[int] = TILE_ROWS
 
     def _codes(self, stored: Tensors, begin: int, end: int) -> Bytes:
         codes = ScaledWeight._codes(self, stored, begin, end)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -63,9 +63,7 @@ _ABOVE_448 = 0x600001
 class BlockEncoding(MatrixEncoding):
     """An encoding of the matrices in the blocks of single files."""
 
-    @property
-    def of_blocks(self) -> bool:
-        return True
+    of_blocks: ClassVar[bool] = True
 
     def refusal(self, spec: TensorSpec) -> str:
         """Outputs, too, are a multiple of the group: ComfyUI fills others up, and programs that do not know the shape of the

@@ -122,7 +122,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -289,12 +289,11 @@ INT8 = compressed(
 class _Packed(MatrixEncoding):
     """Packed codes, which may be chosen for the inputs of a weight. Without a group, a row has one scale."""
 
+    hessian: ClassVar[HessianForm] = "sorted"
+    looked_up: ClassVar[bool] = True
+
     def refusal(self, spec: TensorSpec) -> str:
         return matrix_refusal(spec, self.group or 32 // int(self.bits))
-
-    @property
-    def hessian(self) -> HessianForm:
-        return "sorted"
 
     def quantise(self, weight: Rows | Unread, hessian: Rows | FactoredHessian | None, threads: int) -> Arrays:
         assert not isinstance(hessian, np.ndarray)

@@ -10,16 +10,15 @@ scales that the loader computes in float16.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith._base.errors import Unsupported, raised_at
-from weightsmith._base.files import show
-from weightsmith._base.tensors import DTYPES, DType, TensorSpec
+from weightsmith._base.errors import Unsupported
+from weightsmith._base.tensors import TensorSpec
 from weightsmith._models.formats.exl2.layout import (
     SUFFIXES,
     Floats,
@@ -36,17 +35,13 @@ from weightsmith._models.formats.exl2.layout import (
 )
 from weightsmith._models.formats.exl2.reading import decode_columns, read_parameters
 from weightsmith._models.formats.hessians import Codes, Groups, Places, ScalesOf, check_side, round_plainly, rounded
-from weightsmith._models.formats.matrices import SUFFIX, matrix_refusal
+from weightsmith._models.formats.matrices import SUFFIX, WholeEncoding, matrix_refusal
 from weightsmith.abc.product import Arrays
 from weightsmith.abc.stored import (
-    WHOLE,
-    Bytes,
-    Encoding,
     FactoredHessian,
     Float16,
     HessianForm,
     Kind,
-    Rows,
     Unread,
 )
 
@@ -172,12 +167,15 @@ def find_scales(rows: Floats, bits: int, guess: int) -> tuple[npt.NDArray[np.uin
 
 
 @dataclass(frozen=True, slots=True)
-class Exl2(Encoding):
+class Exl2(WholeEncoding):
     """Matrices `X.weight` → `X.q_weight`, `X.q_scale`, …, all with one setting.
 
     sort  features by their norm, or by the Hessian's diagonal; False leaves them in their own order
     """
 
+    kind: ClassVar[Kind] = "integer"
+    whole: ClassVar[int] = len(SUFFIXES)
+    float16: ClassVar[Float16] = "always"
     params: Params
     sort: bool = True
 
@@ -185,10 +183,6 @@ class Exl2(Encoding):
     def name(self) -> str:
         """As `exl2 4/g64 unsorted`."""
         return f"{FAMILY} {self.params}{'' if self.sort else _UNSORTED}"
-
-    @property
-    def kind(self) -> Kind:
-        return "integer"
 
     @property
     def bits(self) -> float:
@@ -200,30 +194,14 @@ class Exl2(Encoding):
         return min(self.params.group_sizes)
 
     @property
-    def scale(self) -> DType:
-        return DTYPES["F16"]
-
-    @property
-    def align_rows(self) -> int:
-        return WHOLE
-
-    @property
-    def whole(self) -> int:
-        return len(SUFFIXES)
-
-    @property
     def hessian(self) -> HessianForm:
         return "sorted" if self.sort else "in order"
-
-    @property
-    def float16(self) -> Float16:
-        return "always"
 
     def refusal(self, spec: TensorSpec) -> str:
         """Accepts matrices named `….weight` with a multiple of 32 columns."""
         return matrix_refusal(spec) or why_illegal(groups_of(self.params, spec.shape[1]), spec.shape[1])
 
-    def outs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
+    def tensors(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
         """The five tensors.
 
         >>> from weightsmith._base.tensors import DTYPES
@@ -232,19 +210,13 @@ class Exl2(Encoding):
         q_proj.q_weight [32, 64] I32
         q_proj.q_scale [2, 8] I32
         """
-        if why := self.refusal(spec):
-            raise Unsupported(f"tensor {show(spec.name)} cannot be stored as EXL2: {why}")
         n, k = spec.shape
         return stored_specs(spec.name.removesuffix(SUFFIX), groups_of(self.params, k), k, n)
 
-    def encode(self, spec: TensorSpec, rows: Rows, first_row: int, outs: Sequence[Bytes], numbers: Rows) -> None:
-        """As `Encoding.encode`, for all rows at once. Raises NonFinite."""
-        n, k = rows.shape
-        groups, order = groups_of(self.params, k), by_norm(rows) if self.sort else np.arange(k)
-        with raised_at(f"output tensor {show(spec.name)}"):
-            stored = store((n, k), groups, order, lambda scales_of: round_plainly(rows, order, groups, scales_of, half=True))
-        for out, array in zip(outs, stored.arrays, strict=True):
-            out[:] = array.reshape(-1).view(np.uint8)
+    def rounded(self, weight: Floats) -> Arrays:
+        n, k = weight.shape
+        groups, order = groups_of(self.params, k), by_norm(weight) if self.sort else np.arange(k)
+        return store((n, k), groups, order, lambda scales_of: round_plainly(weight, order, groups, scales_of, half=True)).arrays
 
     def quantise(self, weight: Floats | Unread, hessian: Floats | FactoredHessian | None, threads: int) -> Arrays:
         assert not isinstance(hessian, np.ndarray)

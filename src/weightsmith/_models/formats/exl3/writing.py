@@ -22,14 +22,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith._base.errors import NonFinite, Unsupported, raised_at
-from weightsmith._base.files import show
-from weightsmith._base.tensors import DTYPES, DType, TensorSpec
+from weightsmith._base.errors import NonFinite
+from weightsmith._base.tensors import TensorSpec
 from weightsmith._base.torch_use import Tensor, one_thread
 from weightsmith._models.formats.exl3.layout import (
     BLOCK,
@@ -44,9 +43,9 @@ from weightsmith._models.formats.exl3.layout import (
     values_of,
 )
 from weightsmith._models.formats.hessians import MIN_DAMPING, check_hessian, check_side, damped_cholesky
-from weightsmith._models.formats.matrices import SUFFIX, matrix_refusal
+from weightsmith._models.formats.matrices import SUFFIX, WholeEncoding, matrix_refusal
 from weightsmith.abc.product import Arrays
-from weightsmith.abc.stored import WHOLE, Bytes, Encoding, FactoredHessian, Float16, HessianForm, Kind, Rows, Unread
+from weightsmith.abc.stored import FactoredHessian, Float16, HessianForm, Kind, Unread
 
 FAMILY = "exl3"
 
@@ -356,9 +355,13 @@ def dequantise_matrix(matrix: Exl3Matrix, shape: tuple[int, int], rate: Rate) ->
 
 
 @dataclass(frozen=True, slots=True)
-class Exl3(Encoding):
+class Exl3(WholeEncoding):
     """Matrices `X.weight` → `X.trellis`, `X.suh`, `X.svh`, `X.mul1`, all with one rate."""
 
+    kind: ClassVar[Kind] = "trellis"
+    whole: ClassVar[int] = 4
+    hessian: ClassVar[HessianForm] = "whole"
+    float16: ClassVar[Float16] = "always"
     rate: Rate
 
     @property
@@ -367,38 +370,14 @@ class Exl3(Encoding):
         return f"{FAMILY} {self.rate}"
 
     @property
-    def kind(self) -> Kind:
-        return "trellis"
-
-    @property
     def bits(self) -> float:
         return self.rate.bits
-
-    @property
-    def scale(self) -> DType:
-        return DTYPES["F16"]
-
-    @property
-    def align_rows(self) -> int:
-        return WHOLE
-
-    @property
-    def whole(self) -> int:
-        return 4
-
-    @property
-    def hessian(self) -> HessianForm:
-        return "whole"
-
-    @property
-    def float16(self) -> Float16:
-        return "always"
 
     def refusal(self, spec: TensorSpec) -> str:
         """Accepts matrices named `….weight`."""
         return matrix_refusal(spec)
 
-    def outs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
+    def tensors(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
         """The four tensors.
 
         >>> from weightsmith._base.tensors import DTYPES
@@ -407,17 +386,11 @@ class Exl3(Encoding):
         q_proj.trellis [16, 8, 40] I16
         q_proj.suh [256] F16
         """
-        if why := self.refusal(spec):
-            raise Unsupported(f"tensor {show(spec.name)} cannot be stored as EXL3: {why}")
         n, k = spec.shape
         return stored_specs(spec.name.removesuffix(SUFFIX), self.rate, k, n)
 
-    def encode(self, spec: TensorSpec, rows: Rows, first_row: int, outs: Sequence[Bytes], numbers: Rows) -> None:
-        """As `Encoding.encode`, for all rows at once. Raises NonFinite."""
-        with raised_at(f"output tensor {show(spec.name)}"):
-            stored = store(rows, self.rate, find_scales(rows, self.rate), encode_plainly)
-        for out, array in zip(outs, stored.arrays, strict=True):
-            out[:] = array.reshape(-1).view(np.uint8)
+    def rounded(self, weight: Floats) -> Arrays:
+        return quantise_matrix(weight, None, self.rate).arrays
 
     def quantise(self, weight: Floats | Unread, hessian: Floats | FactoredHessian | None, threads: int) -> Arrays:
         assert not isinstance(hessian, FactoredHessian)

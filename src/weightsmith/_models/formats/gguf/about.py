@@ -13,10 +13,10 @@ from typing import Any
 
 from weightsmith._base.errors import Finding, nearest
 from weightsmith._base.files import show
-from weightsmith._models.formats.gguf.architecture import GgufArchitecture
-from weightsmith._models.formats.gguf.chat import NAMED_TEMPLATE
+from weightsmith._models.formats.gguf.base.architecture import GgufArchitecture
 from weightsmith._models.formats.gguf.layout import Value, ValueType
-from weightsmith._models.formats.gguf.tokenizer import READ, tokenizer_keys
+from weightsmith._models.formats.gguf.tokenizer.chat import NAMED_TEMPLATE
+from weightsmith._models.formats.gguf.tokenizer.files import READ, tokenizer_keys
 from weightsmith._models.tokenizers.files import settings_in
 from weightsmith._plans import PlanDraft
 from weightsmith.abc.stored import ModelFiles, ModelOrigin

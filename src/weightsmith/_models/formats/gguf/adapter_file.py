@@ -29,12 +29,12 @@ from weightsmith._base.errors import FormatError, MismatchError, Unsupported
 from weightsmith._base.files import DAMAGED, Opener, open_local, show
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._models.formats.decoded import DecodedTensors, Weight, read_all
-from weightsmith._models.formats.gguf.architecture import GgufArchitecture
 from weightsmith._models.formats.gguf.architectures import architectures, text_config
+from weightsmith._models.formats.gguf.base.architecture import GgufArchitecture
+from weightsmith._models.formats.gguf.base.values import GgufConfig, GgufValues
 from weightsmith._models.formats.gguf.header import ADAPTER_TYPE, GgufHeader, GgufTensor, read_gguf_header, text_of
 from weightsmith._models.formats.gguf.layout import Value
 from weightsmith._models.formats.gguf.reading import MAX_EXPERTS, GgufTensors, StoredBlocks
-from weightsmith._models.formats.gguf.values import GgufConfig, GgufValues
 from weightsmith._models.formats.gguf.writing import from_llama_order
 from weightsmith._models.sources.files import SourceFile, unite
 from weightsmith.abc.tensors import Tensors
@@ -93,16 +93,7 @@ def open_gguf_adapter(path: Path, where: str, open_file: Opener = open_local) ->
     """
     header = read_gguf_header(path, open_file)
     keys = header.keys
-    if text_of(keys.get("general.type")) != ADAPTER_TYPE or text_of(keys.get(TYPE_KEY)) != LORA:
-        what = (
-            f"general.type is {show(keys.get('general.type'))} and {TYPE_KEY} {show(keys.get(TYPE_KEY))}, not adapter and lora"
-        )
-        raise Unsupported(
-            what, where=where, fix="name a LoRA that llama.cpp's convert_lora_to_gguf.py or weightsmith has written"
-        )
-    if _ALORA in keys:
-        what = "an activated LoRA, which is on for some tokens only"
-        raise Unsupported(what, where=where, fix="use it with llama.cpp: it cannot be merged")
+    _check_kind(keys, where)
     architecture = _architecture(header, where)
     stored: list[StoredBlocks] = []
     moved: list[MovedFactor] = []
@@ -139,12 +130,25 @@ def open_gguf_adapter(path: Path, where: str, open_file: Opener = open_local) ->
             factors.append(GgufFactors(module, names["A"], names["B"], embedding, alpha / rank if alpha else 1.0))
     dtypes = {tensor.dtype.name for tensor in header.tensors}
     natural = DTYPES[next(iter(dtypes)) if len(dtypes) == 1 and dtypes < {"F32", "F16", "BF16"} else "F32"]
-    files = [SourceFile(path, header.state, header.digest)]
-    source: Tensors = GgufTensors(unite([stored], path.parent), files, where, natural)
+    source: Tensors = GgufTensors(unite([stored], path.parent), [SourceFile(path, header.state, header.digest)], where, natural)
     if moved:
         source = DecodedTensors(source, moved, (), where)
     ordered = heads if any(weight.head_rows for weight in moved) else None
     return GgufAdapter(source, tuple(factors), _base(keys), turned, ordered)
+
+
+def _check_kind(keys: Mapping[str, Any], where: str) -> None:
+    """Raise Unsupported for other adapters than LoRAs."""
+    if text_of(keys.get("general.type")) != ADAPTER_TYPE or text_of(keys.get(TYPE_KEY)) != LORA:
+        what = (
+            f"general.type is {show(keys.get('general.type'))} and {TYPE_KEY} {show(keys.get(TYPE_KEY))}, not adapter and lora"
+        )
+        raise Unsupported(
+            what, where=where, fix="name a LoRA that llama.cpp's convert_lora_to_gguf.py or weightsmith has written"
+        )
+    if _ALORA in keys:
+        what = "an activated LoRA, which is on for some tokens only"
+        raise Unsupported(what, where=where, fix="use it with llama.cpp: it cannot be merged")
 
 
 def check_heads(heads: tuple[int, int], config: Mapping[str, Any], where: str) -> None:

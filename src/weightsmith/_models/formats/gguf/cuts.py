@@ -19,18 +19,18 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith._base.errors import FormatError, Unsupported
+from weightsmith._base.errors import FormatError
 from weightsmith._base.files import DAMAGED, show
 from weightsmith._base.tensors import DTYPES, DType, TensorSpec
 from weightsmith._models.formats.decoded import Weight, bands, read_all
+from weightsmith._models.formats.gguf.base.tensors import LAYERS, SplitTensor
+from weightsmith._models.formats.gguf.base.values import GgufConfig
 from weightsmith._models.formats.gguf.layout import MAX_DIMENSIONS
-from weightsmith._models.formats.gguf.tensors import LAYERS, SplitTensor
-from weightsmith._models.formats.gguf.values import GgufConfig
 from weightsmith._models.formats.gguf.writing import NEEDS_IMPORTANCES, PREFIX, TYPES, encode_matrix
 from weightsmith.abc.stored import WHOLE, Bytes, Encoding, Importances, Kind, Rows
 from weightsmith.abc.tensors import Tensors
@@ -71,7 +71,7 @@ Pieces = tuple[Piece, ...]
 def pieces_of(split: SplitTensor, config: GgufConfig, shape: tuple[int, ...]) -> tuple[int, tuple[Pieces, ...]]:
     """The rows of a band, and what each part of a cut takes of it. shape: of the Hub's tensor. Raises FormatError.
 
-    >>> from weightsmith._models.formats.gguf.tensors import SplitPart
+    >>> from weightsmith._models.formats.gguf.base.tensors import SplitPart
     >>> halves = SplitTensor("input_linear.weight", (SplitPart("ffn_gate_exps.weight"), SplitPart("ffn_up_exps.weight")))
     >>> height, pieces = pieces_of(halves, GgufConfig({}), (4, 6, 8))
     >>> height, *(str(piece) for part in pieces for piece in part)
@@ -123,6 +123,7 @@ class CutEncoding(Encoding):
     flat    see `SplitTensor`
     """
 
+    vocabulary: ClassVar[bool] = True
     height: int
     parts: tuple[tuple[DType, Pieces], ...]
     flat: bool = False
@@ -141,10 +142,6 @@ class CutEncoding(Encoding):
     def bits(self) -> float:
         """Bits of a weight, averaged over the parts."""
         return sum(8 * dtype.itemsize / dtype.block for dtype, _ in self.parts) / len(self.parts)
-
-    @property
-    def vocabulary(self) -> bool:
-        return True
 
     @property
     def importances(self) -> Importances:
@@ -178,7 +175,7 @@ class CutEncoding(Encoding):
                     return f"the rows of its part {piece} are not a multiple of {dtype.block}"
         return ""
 
-    def outs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
+    def tensors(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
         """A tensor for each part.
 
         >>> from weightsmith._base.tensors import DTYPES
@@ -187,8 +184,6 @@ class CutEncoding(Encoding):
         >>> print(*find_cut("gguf-8+:f16[0-2]+[4-8],f32[2-4]").outs(TensorSpec("qkvz.weight", DTYPES["BF16"], (32, 16))))
         qkvz.weight.0 [24, 16] F16 qkvz.weight.1 [8, 16] F32
         """
-        if why := self.refusal(spec):
-            raise Unsupported(f"tensor {show(spec.name)} cannot be stored as {self.name}: {why}")
         return tuple(
             TensorSpec(f"{spec.name}.{i}", dtype, part_shape(pieces, self.height, spec.shape, flat=self.flat))
             for i, (dtype, pieces) in enumerate(self.parts)

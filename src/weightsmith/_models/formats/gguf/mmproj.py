@@ -12,9 +12,9 @@ from weightsmith._base.options import named
 from weightsmith._base.strict_json import parse_object
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._models.formats.gguf.architectures import find_vision
+from weightsmith._models.formats.gguf.base.vision import PROCESSOR, VisionHalf
 from weightsmith._models.formats.gguf.layout import encode_metadata
 from weightsmith._models.formats.gguf.types import MIXTURES
-from weightsmith._models.formats.gguf.vision import PROCESSOR, VisionHalf
 from weightsmith._models.formats.gguf.writing import PLAIN, TYPES, GgufEncoding
 from weightsmith._plans import COPY, PRODUCTS, PlanDraft, Product, ProductSettings, Read, Step, arrays_of, needs_of
 from weightsmith.abc.product import Arrays, ProductContext, ProductKind

@@ -18,6 +18,7 @@ from weightsmith._base.errors import Finding, FormatError, NotFound, Unsupported
 from weightsmith._base.files import DAMAGED, Opener, expand_user, open_local, show, show_all
 from weightsmith._base.strict_json import read_object
 from weightsmith._base.text import count
+from weightsmith._models.formats.gguf.layout import MAGIC
 from weightsmith._models.formats.gguf.reading import open_files
 from weightsmith.abc.tensors import FileKind, Index, OpenedFiles
 
@@ -29,6 +30,7 @@ _READ = ("model", "adapter", "projector")
 _WITHOUT_EFFECT = ("license", "prompt", "embed")
 """Layers that change no computation: the licence, and examples of earlier versions."""
 MAX_ADAPTERS = 8
+_OTHER_FILES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 _DIGEST = re.compile(r"sha256:([0-9a-f]{64})", re.ASCII)
 _BLOB = re.compile(r"sha256-[0-9a-f]{64}", re.ASCII)
 
@@ -48,8 +50,11 @@ def is_blob(path: Path) -> bool:
 
 
 def _is_manifest(path: Path) -> bool:
-    """Whether a path is manifests/HOST/OWNER/MODEL/TAG. Other files may be in a folder of this name, too."""
-    return path.parts[-5:-4] == (_MANIFESTS,)
+    """Whether a path is manifests/HOST/OWNER/MODEL/TAG. Other files may be in a folder of this name, too.
+
+    Tags of models from the Hub may be names of their files, `model-Q4_K_M.gguf`.
+    """
+    return path.parts[-5:-4] == (_MANIFESTS,) and path.suffix.lower() not in _OTHER_FILES
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +98,7 @@ def read_manifest(path: Path, where: str) -> Manifest:
 def manifest_with_adapters(name: str) -> Manifest | None:
     """The manifest of a path, if Ollama applies adapters to its model; None for another path. Raises as `read_manifest`."""
     path = expand_user(name)
-    if not _is_manifest(path) or not path.is_file():
+    if not _is_manifest(path) or not path.is_file() or _is_gguf(path):
         return None
     manifest = read_manifest(path, name)
     return manifest if manifest.adapters else None
@@ -106,7 +111,7 @@ def open_model(paths: Sequence[Path], index: Index | None, where: str, open_file
     `read_manifest` and `reading.open_files`.
     """
     path = paths[0]
-    if _BLOB.fullmatch(path.name):
+    if _BLOB.fullmatch(path.name) or _is_gguf(path):
         return open_files(paths, index, where, open_file)
     manifest = read_manifest(path, where)
     if manifest.adapters:
@@ -115,6 +120,14 @@ def open_model(paths: Sequence[Path], index: Index | None, where: str, open_file
         raise Unsupported(what, where=where, fix=fix)
     opened = open_files([manifest.model], None, where, open_file)
     return replace(opened, notes=(*opened.notes, *manifest.notes))
+
+
+def _is_gguf(path: Path) -> bool:
+    """Whether a file that has the place of a manifest is a GGUF file itself."""
+    if path.suffix.lower() != ".gguf":
+        return False
+    with path.open("rb") as file:
+        return file.read(len(MAGIC)) == MAGIC
 
 
 def _blob(manifest: Path, entry: dict[str, Any], kind: str) -> Path:

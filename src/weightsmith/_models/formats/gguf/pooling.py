@@ -16,10 +16,10 @@ from weightsmith._base.errors import Finding, FormatError, Unsupported
 from weightsmith._base.files import show
 from weightsmith._base.strict_json import JsonError, parse
 from weightsmith._base.tensors import DTYPES, TensorSpec
-from weightsmith._models.formats.gguf.encoder import RANKS
+from weightsmith._models.formats.gguf.base.encoder import RANKS
 from weightsmith._models.formats.gguf.layout import Value
 from weightsmith._models.formats.gguf.mmproj import TokenRow
-from weightsmith._models.formats.gguf.tokenizer_parts import list_of, object_of
+from weightsmith._models.formats.gguf.tokenizer.parts import list_of, object_of
 from weightsmith._models.formats.gguf.writing import GgufEncoding
 from weightsmith._models.tokenizers.files import json_bytes, settings_in
 from weightsmith._plans import COPY, JOIN, PRODUCTS, PlanDraft, Product, Read, Step

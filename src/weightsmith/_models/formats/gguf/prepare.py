@@ -19,24 +19,24 @@ from weightsmith._base.text import count
 from weightsmith._files.containers import GGUF
 from weightsmith._files.copied import is_read
 from weightsmith._models.formats.gguf.about import Stated, keys_of_files, read_metadata, said_generation
-from weightsmith._models.formats.gguf.architecture import COMPUTED, NOT_ADDED, GgufArchitecture
 from weightsmith._models.formats.gguf.architectures import architecture_of_config, find_architecture, text_config
-from weightsmith._models.formats.gguf.chat import NAMED_TEMPLATE
+from weightsmith._models.formats.gguf.base.architecture import COMPUTED, NOT_ADDED, GgufArchitecture
+from weightsmith._models.formats.gguf.base.tensors import SplitTensor, is_decay, is_router, predicts, text_name
+from weightsmith._models.formats.gguf.base.values import Floats, GgufConfig
+from weightsmith._models.formats.gguf.base.vision import PROCESSOR
 from weightsmith._models.formats.gguf.cuts import CutEncoding, HeadOrder, Pieces, part_shape, pieces_of
+from weightsmith._models.formats.gguf.diffusion.families import MIXTURES as DIFFUSION_MIXTURES
 from weightsmith._models.formats.gguf.diffusion.plan import DENOISERS, is_diffusion, prepare_diffusion
 from weightsmith._models.formats.gguf.diffusion.text_encoder import ARCHITECTURE as T5_ENCODER
 from weightsmith._models.formats.gguf.diffusion.text_encoder import MODEL_TYPES as T5_MODELS
 from weightsmith._models.formats.gguf.diffusion.text_encoder import is_t5
-from weightsmith._models.formats.gguf.diffusion.types import MIXTURES as DIFFUSION_MIXTURES
 from weightsmith._models.formats.gguf.imatrix import RUN, imatrix_bytes, read_imatrix, with_defaults
 from weightsmith._models.formats.gguf.layout import Value, encode_metadata
 from weightsmith._models.formats.gguf.mmproj import TOKENIZER, UNUSED, ImageFile, left_out, vision_half
 from weightsmith._models.formats.gguf.pooling import MODULES, Pooling, pooling_of, score_head, unstated, with_template
-from weightsmith._models.formats.gguf.tensors import SplitTensor, is_decay, is_router, predicts, text_name
-from weightsmith._models.formats.gguf.tokenizer import READ
+from weightsmith._models.formats.gguf.tokenizer.chat import NAMED_TEMPLATE
+from weightsmith._models.formats.gguf.tokenizer.files import READ
 from weightsmith._models.formats.gguf.types import MIXTURES, Chosen, Mixture, Shape, fitting, read_types, type_of
-from weightsmith._models.formats.gguf.values import Floats, GgufConfig
-from weightsmith._models.formats.gguf.vision import PROCESSOR
 from weightsmith._models.formats.gguf.writing import NEEDS_IMPORTANCES, PLAIN, PREFIX, TYPES, GgufEncoding, find, libgguf
 from weightsmith._models.structure.projections import joined_sets
 from weightsmith._plans import (

@@ -1,6 +1,6 @@
 """GGUF files: one, or several as llama.cpp splits them. Blocks are dequantised on read, by the package libgguf.
 
-Tensors have the Hub's names, shapes and order of rows (`tensors.py`). Tensors of plain numbers have their own
+Tensors have the Hub's names, shapes and order of rows (`base/tensors.py`). Tensors of plain numbers have their own
 dtype, blocks are F32. config.json and the tokenizer's files are made from the file's keys; what else is in the folder is not
 read.
 """
@@ -21,21 +21,24 @@ import numpy.typing as npt
 from weightsmith._base.errors import Finding, FormatError, Unsupported
 from weightsmith._base.files import DAMAGED, Extent, Opener, open_local, show
 from weightsmith._base.tensors import DTYPES, DType, TensorSpec
+from weightsmith._files.arrays import view_of
 from weightsmith._files.hf_folder import FolderWeights, natural_key
 from weightsmith._models.formats.decoded import DecodedTensors, Weight
-from weightsmith._models.formats.gguf.architecture import Contents, GgufArchitecture
 from weightsmith._models.formats.gguf.architectures import architecture_of_file
+from weightsmith._models.formats.gguf.base.architecture import Contents, GgufArchitecture
+from weightsmith._models.formats.gguf.base.tensors import is_decay, predicts
+from weightsmith._models.formats.gguf.base.values import GgufConfig
 from weightsmith._models.formats.gguf.cuts import cut_weight, ordered_weight, padded_weight
+from weightsmith._models.formats.gguf.diffusion.spiece import SPIECE, spiece_of_keys
 from weightsmith._models.formats.gguf.header import ADAPTER_TYPE, SMALL, GgufHeader, GgufTensor, read_gguf_header, text_of
 from weightsmith._models.formats.gguf.pooling import pooling_files
-from weightsmith._models.formats.gguf.single_files import is_single_file, single_file_dtype, single_file_notes, single_file_spec
-from weightsmith._models.formats.gguf.tensors import is_decay, predicts
-from weightsmith._models.formats.gguf.tokenizer import tokenizer_files
-from weightsmith._models.formats.gguf.values import GgufConfig
+from weightsmith._models.formats.gguf.single_files import is_single_file, is_umt5, single_file_dtype, single_file_spec
+from weightsmith._models.formats.gguf.tokenizer.files import tokenizer_files
 from weightsmith._models.formats.gguf.writing import dequantise, from_llama_order, libgguf
+from weightsmith._models.sources.composed import Foldered, StateDict
 from weightsmith._models.sources.files import FileTensors, SourceFile, unite
 from weightsmith._models.tokenizers.files import json_bytes
-from weightsmith.abc.tensors import FileKind, Index, OpenedFiles
+from weightsmith.abc.tensors import FileKind, Index, OpenedFiles, Tensors
 
 SUFFIX = ".gguf"
 CHUNK_ELEMENTS = 1 << 18
@@ -260,27 +263,35 @@ def open_files(paths: Sequence[Path], index: Index | None, where: str, open_file
         notes = [*notes, Finding(what, several[0], fix="use the model as it is: it works without them")]
     other_files |= {"config.json": json_bytes(config), **pooling_files(first.keys, architecture.name)}
     whole = GgufTensors(stored, files, where, dtype)
+    weights, padded = _moved(whole, architecture, GgufConfig(config), dtype, where)
+    source = GgufMovedTensors(whole, weights, where) if weights else whole
+    return OpenedFiles(source, notes=(*notes, *padded), files=other_files, decoded=_most_blocks(tensors.values()))
+
+
+def _moved(
+    whole: GgufTensors, architecture: GgufArchitecture, config: GgufConfig, dtype: DType, where: str
+) -> tuple[list[Weight], list[Finding]]:
+    """Tensors that a file has in parts, in another order or without their first rows; and notes."""
     cuts = list(dict.fromkeys(split for name in whole.specs if (split := architecture.part_of(name)) is not None))
-    weights = list[Weight]()
+    weights, notes = list[Weight](), list[Finding]()
     for cut, layer in cuts:
-        weight = cut_weight(cut, layer, whole.specs, GgufConfig(config), dtype, where)
+        weight = cut_weight(cut, layer, whole.specs, config, dtype, where)
         weights.append(replace(weight, spec=replace(weight.spec, name=architecture.published(weight.spec.name))))
     for spec in whole.specs.values():
-        if (order := architecture.order(spec.name, GgufConfig(config))) is not None:
+        if (order := architecture.order(spec.name, config)) is not None:
             weights.append(ordered_weight(spec, str(architecture.hub_name(spec.name)), order, dtype, where))
-        if skipped := architecture.rows_skipped(spec.name, GgufConfig(config)):
+        if skipped := architecture.rows_skipped(spec.name, config):
             name = str(architecture.hub_name(spec.name))
             weights.append(padded_weight(spec, name, skipped, dtype, where))
             what = f"its first {skipped:,} rows are 0: the file does not have them, because no token has these positions"
-            notes = [*notes, Finding(what, name, fix="use the model as it is")]
-    source = GgufMovedTensors(whole, weights, where) if weights else whole
-    return OpenedFiles(source, notes=tuple(notes), files=other_files, decoded=_most_blocks(tensors.values()))
+            notes.append(Finding(what, name, fix="use the model as it is"))
+    return weights, notes
 
 
 def _open_single_file(
     headers: Mapping[Path, GgufHeader], keys: Mapping[str, Any], tensors: Mapping[str, GgufTensor], where: str
 ) -> OpenedFiles:
-    """The tensors of a diffusion model or of T5, which bring no config.json and no tokenizer."""
+    """The tensors of a diffusion model or of T5, which bring no config.json; with UMT5's tokenizer, as in ComfyUI's files."""
     stored = [
         [
             StoredBlocks(single_file_spec(keys, tensor, tensors, str(path)), path, tensor.offset, tensor.dtype)
@@ -290,8 +301,18 @@ def _open_single_file(
     ]
     files = [SourceFile(path, header.state, header.digest) for path, header in headers.items()]
     parent = next(iter(headers)).parent
-    source = GgufTensors(unite(stored, parent), files, where, single_file_dtype(tensors.values()))
-    return OpenedFiles(source, notes=single_file_notes(keys, tensors), decoded=_most_blocks(tensors.values()))
+    weights = GgufTensors(unite(stored, parent), files, where, single_file_dtype(tensors.values()))
+    source: Tensors = weights
+    notes = list[Finding]()
+    if is_umt5(keys, tensors):
+        if (spiece := spiece_of_keys(keys, where)) is not None:
+            view = view_of(SPIECE, np.frombuffer(spiece, np.uint8))
+            source = Foldered(weights, {"": StateDict({SPIECE: view}, where)}, where)
+        else:
+            what = "the file has no tokenizer, and ComfyUI reads that of UMT5 from the same file"
+            fix = f"add the tensor {SPIECE} of ComfyUI's own file of UMT5 to the output"
+            notes.append(Finding(what, "token_embd.weight", fix=fix))
+    return OpenedFiles(source, notes=tuple(notes), decoded=_most_blocks(tensors.values()))
 
 
 def _most_blocks(tensors: Iterable[GgufTensor]) -> str:

@@ -18,16 +18,15 @@ from typing import Any
 
 import numpy as np
 
-from weightsmith._base.errors import Finding, FormatError, Unsupported
+from weightsmith._base.errors import FormatError, Unsupported
 from weightsmith._base.files import DAMAGED, show
 from weightsmith._base.tensors import DTYPES, DType, TensorSpec
+from weightsmith._models.formats.gguf.diffusion.spiece import UMT5_TOKENS
 from weightsmith._models.formats.gguf.header import GgufTensor
 from weightsmith._models.formats.gguf.layout import DIFFUSION_ARCHITECTURES, MAX_DIFFUSION_DIMENSIONS
 
 TEXT_ENCODERS = ("t5", "t5encoder")
 """`general.architecture` of text encoders that have no other architecture here."""
-UMT5_TOKENS = 256_384
-"""Rows of UMT5's embedding. Other T5 models have ComfyUI's own tokenizer."""
 _SHAPE = "comfy.gguf.orig_shape."
 _FOREIGN = ("pig", "cow")
 """What gguf-connector writes for models of all families."""
@@ -102,13 +101,10 @@ def single_file_dtype(tensors: Iterable[GgufTensor]) -> DType:
     return DTYPES["F16" if "F16" in vectors and "BF16" not in matrices else "BF16"]
 
 
-def single_file_notes(keys: Mapping[str, Any], tensors: Mapping[str, GgufTensor]) -> tuple[Finding, ...]:
-    """What the output lacks: UMT5's tokenizer, which ComfyUI reads from the file of the weights."""
+def is_umt5(keys: Mapping[str, Any], tensors: Mapping[str, GgufTensor]) -> bool:
+    """Whether a file is UMT5's, whose tokenizer ComfyUI reads from the file of the weights."""
     rows = tensors.get("token_embd.weight")
-    if keys["general.architecture"] not in TEXT_ENCODERS or rows is None or rows.shape[0] != UMT5_TOKENS:
-        return ()
-    what = "the tokenizer of UMT5 is not taken over, and ComfyUI reads it from the same file"
-    return (Finding(what, "token_embd.weight", fix="add the tensor spiece_model of ComfyUI's own file of UMT5 to the output"),)
+    return keys["general.architecture"] in TEXT_ENCODERS and rows is not None and rows.shape[:1] == (UMT5_TOKENS,)
 
 
 def _shape(keys: Mapping[str, Any], tensor: GgufTensor, where: str) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from weightsmith._base.errors import nearest
 from weightsmith._base.tensors import TensorSpec
-from weightsmith._models.formats.gguf.tensors import is_norm, is_router
+from weightsmith._models.formats.gguf.base.tensors import is_norm, is_router
 from weightsmith._models.formats.gguf.writing import TYPES
 
 

@@ -28,7 +28,7 @@ import re
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -68,6 +68,7 @@ _NAME = re.compile(
 class OneType(Encoding):
     """What encodings as one of ggml's types have in common. dtype: the type."""
 
+    vocabulary: ClassVar[bool] = True
     dtype: DType
 
     @property
@@ -81,10 +82,6 @@ class OneType(Encoding):
     @property
     def group(self) -> int | None:
         return self.dtype.block if self.dtype.block > 1 else None
-
-    @property
-    def vocabulary(self) -> bool:
-        return True
 
     def _unfit_rows(self, spec: TensorSpec) -> str:
         """Why the rows of a tensor have no whole blocks; "" if they have."""
@@ -166,14 +163,12 @@ class GgufEncoding(OneType):
             return f"its shape {list(spec.shape)} cannot be cut into {self.pieces} pieces along dimension {self.axis}"
         return ""
 
-    def outs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
+    def tensors(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
         """One tensor of the same shape, without the middle dimension of a depthwise convolution.
 
         >>> print(*find("gguf-q8_0/8").outs(TensorSpec("q_proj.weight", DTYPES["BF16"], (64, 32))))
         q_proj.weight [64, 32] Q8_0
         """
-        if why := self.refusal(spec):
-            raise Unsupported(f"tensor {show(spec.name)} cannot be stored as {self.name}: {why}")
         shape = spec.shape
         if self.pieces > 1:
             shape = shape[: self.axis] + shape[self.axis + 1 :] if self.axis else (shape[0] // self.pieces, *shape[1:])

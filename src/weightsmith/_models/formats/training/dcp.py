@@ -9,7 +9,6 @@ of one shape are one tensor: [layers, rows, columns].
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,8 +17,8 @@ from typing import Any
 
 import xxhash
 
-from weightsmith._base.errors import CheckpointError, Finding, FormatError, Unsupported, raised_at
-from weightsmith._base.files import DAMAGED, FileState, Opener, RandomAccess, open_local, show, show_all
+from weightsmith._base.errors import Finding, FormatError, Unsupported, raised_at
+from weightsmith._base.files import DAMAGED, FileState, Opener, RandomAccess, of_tensor, open_local, show, show_all
 from weightsmith._base.tensors import BY_TORCH_NAME, TensorSpec
 from weightsmith._files import state_pickle
 from weightsmith._files.hf_folder import FolderWeights, natural_key
@@ -27,6 +26,7 @@ from weightsmith._files.pytorch import NESTED, PARALLEL, TRAINED, StoredView, re
 from weightsmith._files.safetensors import MAX_BYTES, MAX_DIMENSIONS, checked_product
 from weightsmith._files.state_pickle import MAX_PICKLE_BYTES, Global, Instance, Tensor, describe, interpret
 from weightsmith._files.zip_records import read_at
+from weightsmith._models.formats.training.processes import MISSING
 from weightsmith._models.sources.boxes import FIX, Box, BoxedTensors, fill
 from weightsmith._models.sources.files import SourceFile
 from weightsmith.abc.tensors import FileKind, Index, OpenedFiles
@@ -123,7 +123,7 @@ def open_files(paths: Sequence[Path], index: Index | None, where: str, open_file
         needed = sorted(in_file, key=natural_key)
         if absent := [name for name in needed if name not in data_files]:
             what = f"{len(absent)} of {len(needed)} files are missing: {show_all(absent)}"
-            raise FormatError(what, fix="Get the missing files: each process of the run has written its own.")
+            raise FormatError(what, fix=MISSING)
     files: list[SourceFile] = []  # without `.metadata`, which is in the digest of each: nothing more is read from it
     boxes: dict[str, list[Box]] = {name: [] for name in listed}
     for file_name in needed:
@@ -152,11 +152,8 @@ def _read_parts(
             if part.offset + part.nbytes > file.state.nbytes:
                 what = f"tensor {show(name)}: a part is at bytes {part.offset:,} to {part.offset + part.nbytes:,}"
                 raise FormatError(f"{what}, and the file ends at {file.state.nbytes:,}", fix=DAMAGED)
-            try:
+            with of_tensor(name, f", its part at byte {part.offset:,}"):
                 view, digest = _read_part(_Slice(file, part.offset, part.nbytes), part, listed[name].spec, path)
-            except CheckpointError as error:
-                what = f"tensor {show(name)}, its part at byte {part.offset:,}: {error.finding.what}"
-                raise type(error)(what, fix=error.finding.fix or DAMAGED) from None
             digests.update(digest.encode())
             boxes[name].append(Box(path, part.offset + view.start, part.first, part.shape, view.strides))
         return SourceFile(path, file.state, digests.hexdigest())
@@ -190,7 +187,7 @@ def _model(text: bytes, where: str) -> tuple[dict[str, _Listed], tuple[Finding, 
     for stored, name in names.items():
         if name in listed:
             raise FormatError(f"two tensors have the name {show(name)}", fix=DAMAGED)
-        with _naming(stored):
+        with of_tensor(stored):
             listed[name] = _listed(name, tensors[stored], places.get(stored, {}))
     return listed, notes
 
@@ -273,7 +270,7 @@ def _places(storage: Any, names: Mapping[str, str]) -> Iterator[tuple[str, dict[
             raise Unsupported(what, fix="Save it with torch.distributed.checkpoint.save and its own writer of files.")
         if name not in names:
             continue
-        with _naming(name):
+        with of_tensor(name):
             if place.attribute("transform_descriptors") is not None:
                 what = (
                     f"its parts are stored as {describe(place.attribute('transform_descriptors'))}, in a form that is not read"
@@ -315,15 +312,6 @@ def _numbers(values: Any, what: str) -> tuple[int, ...]:
 
 def _is_number(value: Any) -> bool:
     return type(value) is int and 0 <= value <= MAX_BYTES
-
-
-@contextlib.contextmanager
-def _naming(name: str) -> Iterator[None]:
-    """Add the name of a tensor to an error."""
-    try:
-        yield
-    except CheckpointError as error:
-        raise type(error)(f"tensor {show(name)}: {error.finding.what}", fix=error.finding.fix or DAMAGED) from None
 
 
 KIND = FileKind("distributed checkpoint", (), (), choose, open_files, joins=True)

@@ -14,18 +14,19 @@ import bisect
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weightsmith._base.errors import CheckpointError, Finding, FormatError, Unsupported, raised_at
-from weightsmith._base.files import DAMAGED, FileState, Opener, open_local, show, show_all
+from weightsmith._base.errors import Finding, FormatError, Unsupported, raised_at
+from weightsmith._base.files import DAMAGED, Opener, open_local, show, show_all
 from weightsmith._base.tensors import DTYPES, DType, TensorSpec
 from weightsmith._files import state_pickle
 from weightsmith._files.hf_folder import FolderWeights, natural_key
-from weightsmith._files.pytorch import Archive, StoredView, read_archive, view_of
+from weightsmith._files.pytorch import StoredView, read_archive
 from weightsmith._files.safetensors import MAX_BYTES, MAX_DIMENSIONS, checked_product
-from weightsmith._files.state_pickle import Instance, Storage, Tensor, describe
+from weightsmith._files.state_pickle import Instance, describe
+from weightsmith._models.formats.training.processes import Classes, ProcessFile
 from weightsmith._models.sources.boxes import FIX, Box, BoxedTensor, BoxedTensors, fill
 from weightsmith._models.sources.files import SourceFile
 from weightsmith.abc.tensors import FileKind, Index, OpenedFiles
@@ -33,25 +34,13 @@ from weightsmith.abc.tensors import FileKind, Index, OpenedFiles
 _RANK = re.compile(r"(?:\w*zero_pp_rank_(\d+)_)?mp_rank_(\d+)_(model|optim)_states\.pt", re.ASCII)
 _PARTS = re.compile(r"layer_\d+-model_\d+-model_states\.pt|layer_\w*expert_\w*states\.pt", re.ASCII)
 _FOLDER = re.compile(r"global_step\d+", re.ASCII)
+_CLASSES = Classes(("deepspeed.", "numpy."), ("argparse.Namespace",))
+"""DeepSpeed's own settings and scalers, arguments and counts of the trainer."""
 _OTHER_PARALLEL = "Save it from one pipeline stage and one tensor-parallel rank, or with the program's own export."
 
 
-class _Classes:
-    """What is in the pickles besides tensors: DeepSpeed's own settings and scalers, arguments and counts of the trainer."""
-
-    def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and (name.startswith(("deepspeed.", "numpy.")) or name == "argparse.Namespace")
-
-
 @dataclass(slots=True)
-class _File:
-    """One file of a process: what it holds, and the storages that were named in it."""
-
-    path: Path
-    state: FileState
-    archive: Archive
-    seen: dict[str, Storage] = field(default_factory=dict)
-
+class _File(ProcessFile):
     def get(self, *keys: str) -> Any:
         """The value under keys of nested dicts; None if there is none."""
         value = self.archive.value
@@ -59,16 +48,6 @@ class _File:
             items = value.items() if type(value) is state_pickle.Mapping else ()
             value = next((inner for name, inner in items if type(name) is str and name == key), None)
         return value
-
-    def view(self, name: str, tensor: Any) -> StoredView:
-        """A tensor of the file, checked. Raises FormatError and Unsupported."""
-        with raised_at(str(self.path)):
-            if type(tensor) is not Tensor:
-                raise FormatError(f"{show(name)} is {describe(tensor)}, not a tensor", fix=DAMAGED)
-            try:
-                return view_of(name, tensor, self.path, self.archive, self.seen)
-            except CheckpointError as error:
-                raise type(error)(f"tensor {show(name)}: {error.finding.what}", fix=error.finding.fix or DAMAGED) from None
 
     def flat(self, name: str, tensor: Any) -> StoredView:
         """A tensor whose elements follow each other, as one row."""
@@ -164,7 +143,7 @@ def open_files(paths: Sequence[Path], index: Index | None, where: str, open_file
 
 def _read(path: Path, open_file: Opener) -> _File:
     with raised_at(str(path)), open_file(path) as file:
-        return _File(path, file.state, read_archive(file, file.state.nbytes, _Classes()))
+        return _File(path, file.state, read_archive(file, file.state.nbytes, _CLASSES))
 
 
 def _partitions(files: Sequence[_File]) -> tuple[int, int]:

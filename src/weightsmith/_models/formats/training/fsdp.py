@@ -9,20 +9,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weightsmith._base.errors import CheckpointError, Finding, FormatError, Unsupported, raised_at
-from weightsmith._base.files import DAMAGED, Extent, FileState, Opener, open_local, show, show_all
+from weightsmith._base.errors import Finding, FormatError, Unsupported, raised_at
+from weightsmith._base.files import DAMAGED, Opener, open_local, show, show_all
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._base.text import count
 from weightsmith._files import state_pickle
 from weightsmith._files.hf_folder import FolderWeights, natural_key
-from weightsmith._files.pytorch import Archive, StoredView, read_archive, view_of
+from weightsmith._files.pytorch import read_archive
 from weightsmith._files.safetensors import MAX_BYTES, MAX_DIMENSIONS
-from weightsmith._files.state_pickle import Global, Instance, Storage, Tensor, describe
-from weightsmith._models.sources.boxes import FIX, Box, BoxedTensor, BoxedTensors, fill
+from weightsmith._files.state_pickle import Global, Instance, Tensor, describe
+from weightsmith._models.formats.training.processes import MISSING, Classes, ProcessFile, RankTensors
+from weightsmith._models.sources.boxes import FIX, Box, BoxedTensor, fill
 from weightsmith._models.sources.files import SourceFile
 from weightsmith.abc.tensors import FileKind, Index, OpenedFiles
 
@@ -30,20 +31,13 @@ _FILE = re.compile(r"model_world_size_(\d{1,6})_rank_(\d{1,6})\.pt", re.ASCII)
 _FOLDERS = ("", "actor/")
 """Where verl puts the model of a step."""
 _REBUILT = "torch._tensor._rebuild_from_type_v2"
+_CLASSES = Classes(("torch.distributed.",), (_REBUILT, "torch._utils._rebuild_wrapper_subclass"))
+"""DTensors, their placements, and the mesh of processes."""
 _PARTS = 4
 """Arguments of `_REBUILT`: a function, a class, its arguments, and attributes."""
 _FLAT = "_flat_param"
 """How names end of parameters that FSDP joined to one row: each process has another part of it."""
-_COMPARED_BYTES = 1 << 20
 _OTHER_MESH = "Make a model of all its files first, with the program that wrote them: `python -m verl.model_merger merge`."
-
-
-class _Classes:
-    """What is in the pickles besides tensors: DTensors, their placements, and the mesh of processes."""
-
-    def __contains__(self, name: object) -> bool:
-        listed = (_REBUILT, "torch._utils._rebuild_wrapper_subclass")
-        return isinstance(name, str) and (name.startswith("torch.distributed.") or name in listed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,22 +54,11 @@ class _Part:
     local: Tensor
 
 
-@dataclass(slots=True)
-class _File:
-    """The file of a process."""
+@dataclass(slots=True, kw_only=True)
+class _File(ProcessFile):
+    """rank: of the process."""
 
-    path: Path
     rank: int
-    state: FileState
-    archive: Archive
-    seen: dict[str, Storage] = field(default_factory=dict)
-
-    def view(self, name: str, tensor: Tensor) -> StoredView:
-        """A tensor of the file, checked. Raises FormatError and Unsupported."""
-        try:
-            return view_of(name, tensor, self.path, self.archive, self.seen)
-        except CheckpointError as error:
-            raise type(error)(f"tensor {show(name)}: {error.finding.what}", fix=error.finding.fix or DAMAGED) from None
 
 
 def choose(names: Sequence[str], where: str) -> FolderWeights | None:
@@ -91,7 +74,7 @@ def choose(names: Sequence[str], where: str) -> FolderWeights | None:
         for world, files in ranks.items():
             if missing := [f"{folder}model_world_size_{world}_rank_{rank}.pt" for rank in range(world) if rank not in files]:
                 what = f"{len(missing)} of {world} files are missing: {show_all(missing)}"
-                raise FormatError(what, where=where, fix="Get the missing files: each process of the run has written its own.")
+                raise FormatError(what, where=where, fix=MISSING)
             return FolderWeights(None, tuple(files[rank] for rank in range(world)), ())
     return None
 
@@ -119,7 +102,7 @@ def open_files(paths: Sequence[Path], index: Index | None, where: str, open_file
 
 def _read(path: Path, rank: int, open_file: Opener) -> _File:
     with raised_at(str(path)), open_file(path) as file:
-        return _File(path, rank, file.state, read_archive(file, file.state.nbytes, _Classes()))
+        return _File(path, file.state, read_archive(file, file.state.nbytes, _CLASSES), rank=rank)
 
 
 def _parts(file: _File, world: int) -> dict[str, _Part]:
@@ -225,36 +208,6 @@ def _chunk(shape: tuple[int, ...], axis: int | None, rank: int, world: int) -> t
     first[axis] = min(shape[axis], rank * length)
     rows = min(shape[axis], first[axis] + length) - first[axis]
     return tuple(first), (*shape[:axis], rows, *shape[axis + 1 :])
-
-
-class RankTensors(BoxedTensors):
-    """The tensors of all processes. Where each has all of a tensor, reading it compares what they have.
-
-    copies  name → the tensor, of each process that has all of it
-    """
-
-    def __init__(self, copies: Mapping[str, tuple[BoxedTensor, ...]], files: Sequence[SourceFile], where: str) -> None:
-        super().__init__({name: tensors[0] for name, tensors in copies.items()}, files, where)
-        self._copies = copies
-
-    def location(self, name: str) -> tuple[int, int] | None:
-        location = super().location(name)
-        return location if len(self._copies[name]) == 1 else None
-
-    def extents(self, name: str, start_byte: int, nbytes: int) -> tuple[Extent, ...]:
-        self._find(name)
-        return tuple(extent for tensor in self._copies[name] for extent in self._extents(tensor, start_byte, nbytes))
-
-    def _read(self, tensor: BoxedTensor, start_byte: int, out: memoryview) -> None:
-        super()._read(tensor, start_byte, out)
-        for copy in self._copies[tensor.spec.name][1:]:
-            for i in range(0, len(out), _COMPARED_BYTES):
-                values = out[i : i + _COMPARED_BYTES]
-                others = memoryview(bytearray(len(values)))
-                super()._read(copy, start_byte + i, others)
-                if values != others:
-                    what = f"tensor {show(tensor.spec.name)} has other values than in {tensor.file.name}"
-                    raise FormatError(f"{what}, and each file has all of it", where=str(copy.file), fix=FIX)
 
 
 KIND = FileKind("FSDP checkpoint", (), (), choose, open_files, joins=True)

@@ -30,14 +30,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
-from weightsmith._base.errors import CheckpointError, Finding, FormatError, Unsupported, raised_at
-from weightsmith._base.files import DAMAGED, FileState, Opener, open_local, show, show_all
+from weightsmith._base.errors import Finding, FormatError, Unsupported, raised_at
+from weightsmith._base.files import DAMAGED, Opener, open_local, show, show_all
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._files import state_pickle
 from weightsmith._files.hf_folder import FolderWeights, natural_key
-from weightsmith._files.pytorch import Archive, StoredView, read_archive, view_of
-from weightsmith._files.state_pickle import Instance, Storage, Tensor, describe
-from weightsmith._models.formats.training.fsdp import RankTensors
+from weightsmith._files.pytorch import StoredView, read_archive
+from weightsmith._files.state_pickle import Instance, Tensor, describe
+from weightsmith._models.formats.training.processes import MISSING, Classes, ProcessFile, RankTensors
 from weightsmith._models.sources.boxes import FIX, Box, BoxedTensor, fill
 from weightsmith._models.sources.files import SourceFile
 from weightsmith.abc.tensors import FileKind, Index, OpenedFiles
@@ -76,45 +76,28 @@ _UNLIKE_HUB = (
 )
 """Arguments of a run that make norms, rotary embeddings or layers differ from the Hub's models (`megatron_names`)."""
 
+_CLASSES = Classes(
+    (
+        *("argparse.", "megatron.", "numpy.", "transformer_engine.", "enum.", "pathlib.", "signal.", "types.", "_io."),
+        *("torch.distributed.", "torch.optim."),
+    )
+)
+"""Arguments of the run, states of random generators, settings of layers."""
 _MAX_NAMES, _MAX_DEPTH = 1_000_000, 8
 _FIRST_VERSION = 2.0
 """The first `checkpoint_version` that stores query, key and value of a head one after the other."""
 
 
-class _Classes:
-    """What is in the pickles besides tensors: arguments of the run, states of random generators, settings of layers."""
+@dataclass(slots=True, kw_only=True)
+class _File(ProcessFile):
+    """rank: of its slice. expert: its expert-parallel rank. chunks: virtual stage → tensors by name."""
 
-    _STARTS = (
-        *("argparse.", "megatron.", "numpy.", "transformer_engine.", "enum.", "pathlib.", "signal.", "types.", "_io."),
-        *("torch.distributed.", "torch.optim."),
-    )
-
-    def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and name.startswith(self._STARTS)
-
-
-@dataclass(slots=True)
-class _File:
-    """The file of a process. rank: of its slice. expert: its expert-parallel rank. chunks: virtual stage → tensors by name."""
-
-    path: Path
-    rank: int
-    stage: int
-    expert: int
-    state: FileState
-    archive: Archive
     args: Instance | None
     version: float
+    rank: int = 0
+    stage: int = 0
+    expert: int = 0
     chunks: dict[int, dict[str, Tensor]] = field(default_factory=dict)
-    seen: dict[str, Storage] = field(default_factory=dict)
-
-    def view(self, name: str, tensor: Tensor) -> StoredView:
-        """A tensor of the file, checked. Raises FormatError and Unsupported."""
-        try:
-            return view_of(name, tensor, self.path, self.archive, self.seen)
-        except CheckpointError as error:
-            what = f"tensor {show(name)}: {error.finding.what}"
-            raise type(error)(what, where=str(self.path), fix=error.finding.fix or DAMAGED) from None
 
     def count(self, name: str) -> int | None:
         """An argument of the run that is a positive number."""
@@ -181,7 +164,7 @@ def open_files(paths: Sequence[Path], index: Index | None, where: str, open_file
 
 def _read(path: Path, open_file: Opener) -> _File:
     with raised_at(str(path)), open_file(path) as file:
-        archive = read_archive(file, file.state.nbytes, _Classes())
+        archive = read_archive(file, file.state.nbytes, _CLASSES)
         value = archive.value
         if type(value) is not state_pickle.Mapping:
             raise Unsupported(f"it holds {describe(value)}, not a checkpoint of Megatron", fix=DAMAGED)
@@ -189,11 +172,10 @@ def _read(path: Path, open_file: Opener) -> _File:
         args, version = entries.get("args"), entries.get("checkpoint_version", 0)
         read = _File(
             path,
-            *(0, 0, 0),
             file.state,
             archive,
-            args if type(args) is Instance else None,
-            float(version) if type(version) in (int, float) else 0.0,
+            args=args if type(args) is Instance else None,
+            version=float(version) if type(version) in (int, float) else 0.0,
         )
         read.rank, read.stage, read.expert = _place(read)
         for key, entry in entries.items():
@@ -264,7 +246,7 @@ def _check_complete(files: Sequence[_File], slices: int, stages: int, where: str
         parts = f"{expected_slices:,} slices of {expected_stages:,} stages"
         parts += f", for {expected_ranks:,} groups of experts" if expected_ranks > 1 else ""
         what = f"files of {len(places):,} processes, and the model is in {parts}"
-        raise FormatError(what, where=where, fix="Get the missing files: each process of the run has written its own.")
+        raise FormatError(what, where=where, fix=MISSING)
     for file in files:
         if file.chunks.keys() != files[0].chunks.keys() or file.version != files[0].version:
             raise FormatError(

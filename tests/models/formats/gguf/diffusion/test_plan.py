@@ -20,8 +20,7 @@ from tests.diffusion_zoo import Arrays, read_numbers
 from weightsmith._base.errors import PlanError
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._models.formats import Encoding, find_encoding
-from weightsmith._models.formats.gguf.diffusion.families import FAMILIES
-from weightsmith._models.formats.gguf.diffusion.types import MIXTURES
+from weightsmith._models.formats.gguf.diffusion.families import FAMILIES, MIXTURES
 from weightsmith._models.formats.gguf.layout import DIFFUSION_ARCHITECTURES
 from weightsmith._models.formats.gguf.writing import NEEDS_IMPORTANCES
 from weightsmith.testing import EncodingTests

@@ -9,12 +9,14 @@ import gguf
 import ml_dtypes
 import numpy as np
 import pytest
+import sentencepiece
 import transformers
 from safetensors.numpy import load_file, save_file
 
 import weightsmith
 from tests.comfyui_gguf import module, needs_comfyui_gguf
 from tests.diffusion_zoo import Arrays
+from tests.llama_cpp import Judge, needs_llama_cpp
 from weightsmith._base.errors import PlanError
 
 COPY = "encoder.embed_tokens.weight"
@@ -91,11 +93,7 @@ def test_other_t5_models_are_refused(tmp_path: Path) -> None:
     save_file(arrays | {"decoder.final_layer_norm.weight": np.ones(256, np.float32)}, tmp_path / "whole.safetensors")
     with pytest.raises(PlanError, match=r"'decoder.final_layer_norm.weight' does not belong to the encoder of T5"):
         weightsmith.quantize(tmp_path / "whole.safetensors", tmp_path / "out", format="gguf-q8_0")
-    rows = np.zeros((256_384, 32), ml_dtypes.bfloat16)
     small = {name: values for name, values in arrays.items() if name != COPY}
-    save_file(small | {"shared.weight": rows}, tmp_path / "umt5.safetensors")
-    with pytest.raises(PlanError, match="ComfyUI reads the tokenizer of UMT5"):
-        weightsmith.quantize(tmp_path / "umt5.safetensors", tmp_path / "out", format="gguf-q8_0")
     save_file(t5(gated=False), tmp_path / "first.safetensors")
     with pytest.raises(PlanError, match="its feed-forward layers have no gate"):
         weightsmith.quantize(tmp_path / "first.safetensors", tmp_path / "out", format="gguf-q8_0")
@@ -104,6 +102,140 @@ def test_other_t5_models_are_refused(tmp_path: Path) -> None:
     save_file(small, tmp_path / "damaged.safetensors")
     with pytest.raises(PlanError, match=r"there is no matrix enc.blk.0.attn_rel_b.weight"):
         weightsmith.quantize(tmp_path / "damaged.safetensors", tmp_path / "out", format="gguf-q8_0")
+
+
+@pytest.fixture(scope="module")
+def spiece(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """A SentencePiece model as UMT5 has it: unigrams, a fallback to bytes, and the ids of its special tokens."""
+    folder = tmp_path_factory.mktemp("spiece")
+    words = [f"word{number} other{number * 7 % 31} und{number % 13}" for number in range(400)]
+    (folder / "text.txt").write_text("\n".join(words))
+    ids = {"pad_id": 0, "eos_id": 1, "bos_id": 2, "unk_id": 3}
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(folder / "text.txt"),
+        model_prefix=str(folder / "spiece"),
+        vocab_size=400,
+        model_type="unigram",
+        byte_fallback=True,
+        hard_vocab_limit=False,
+        **ids,
+    )
+    return (folder / "spiece.model").read_bytes()
+
+
+def umt5(spiece: bytes | None) -> Arrays:
+    rows = {"shared.weight": np.zeros((256_384, 32), ml_dtypes.bfloat16)}
+    tokenizer = {} if spiece is None else {"spiece_model": np.frombuffer(spiece, np.uint8)}
+    return {name: values for name, values in t5(kind="UMT5").items() if name != COPY} | rows | tokenizer
+
+
+def keys_of(path: Path) -> dict[str, Any]:
+    fields = gguf.GGUFReader(path / "model.gguf").fields.items()
+    prefix = "tokenizer.ggml."
+    return {name.removeprefix(prefix): field.contents() for name, field in fields if name.startswith(prefix)}
+
+
+def pieces_of(data: bytes) -> list[tuple[str, float, int]]:
+    processor = sentencepiece.SentencePieceProcessor(model_proto=data)
+    numbers = range(len(processor))
+    return [(processor.IdToPiece(i), processor.GetScore(i), kind_of(processor, i)) for i in numbers]
+
+
+def kind_of(processor: sentencepiece.SentencePieceProcessor, i: int) -> int:
+    """As llama.cpp's converter tells the types of pieces."""
+    kinds = {2: processor.IsUnknown(i), 3: processor.IsControl(i), 5: processor.IsUnused(i), 6: processor.IsByte(i)}
+    return next((kind for kind, is_kind in kinds.items() if is_kind), 1)
+
+
+def test_the_tokenizer_of_umt5_is_in_the_file(spiece: bytes, tmp_path: Path) -> None:
+    save_file(umt5(spiece), tmp_path / "umt5.safetensors")
+    weightsmith.quantize(tmp_path / "umt5.safetensors", tmp_path / "out", format="gguf-q8_0", fsync=False)
+    keys, pieces = keys_of(tmp_path / "out"), pieces_of(spiece)
+    used = len(pieces)
+    assert [keys[name][used] for name in ("tokens", "scores", "token_type")] == [f"[PAD{used}]", -10_000, 5]
+    assert list(zip(*(keys.pop(name)[:used] for name in ("tokens", "scores", "token_type")), strict=True)) == pieces
+    assert keys.pop("precompiled_charsmap")
+    assert keys == {
+        "model": "t5",
+        "pre": "default",
+        "add_space_prefix": True,
+        "remove_extra_whitespaces": True,
+        "add_bos_token": False,
+        "add_eos_token": True,
+        "padding_token_id": 0,
+        "eos_token_id": 1,
+        "bos_token_id": 2,
+        "unknown_token_id": 3,
+    }
+
+
+def test_the_tokenizer_of_umt5_is_read_back_and_written_again(spiece: bytes, tmp_path: Path) -> None:
+    save_file(umt5(spiece), tmp_path / "umt5.safetensors")
+    weightsmith.quantize(tmp_path / "umt5.safetensors", tmp_path / "out", format="gguf-bf16", fsync=False)
+    weightsmith.dequantize(tmp_path / "out" / "model.gguf", tmp_path / "plain", fsync=False)
+    read_back = load_file(tmp_path / "plain" / "model.safetensors")["spiece_model"].tobytes()
+    ours, theirs = (sentencepiece.SentencePieceProcessor(model_proto=data) for data in (read_back, spiece))
+    assert pieces_of(read_back) == pieces_of(spiece)
+    for text in ("word17 und5", "  two   spaces ", "ﬁne ½ Ⅷ", "Grüße 你好", ""):
+        assert ours.encode(text) == theirs.encode(text)
+    assert (ours.pad_id(), ours.eos_id(), ours.unk_id(), ours.bos_id()) == (0, 1, 3, 2)
+    weightsmith.quantize(tmp_path / "out" / "model.gguf", tmp_path / "again", format="gguf-bf16", fsync=False)
+    assert (tmp_path / "again" / "model.gguf").read_bytes() == (tmp_path / "out" / "model.gguf").read_bytes()
+
+
+def test_the_tokenizer_of_umt5_is_found_beside_the_weights(spiece: bytes, tmp_path: Path) -> None:
+    (tmp_path / "umt5").mkdir()
+    save_file(umt5(None), tmp_path / "umt5" / "model.safetensors", {"format": "pt"})
+    transformers.UMT5Config(**SIZES).save_pretrained(tmp_path / "umt5")
+    with pytest.raises(PlanError, match=r"ComfyUI reads the tokenizer of UMT5 .* the model has no spiece\.model"):
+        weightsmith.quantize(tmp_path / "umt5", tmp_path / "out", format="gguf-q8_0")
+    (tmp_path / "umt5" / "spiece.model").write_bytes(spiece)
+    weightsmith.quantize(tmp_path / "umt5", tmp_path / "out", format="gguf-q8_0", fsync=False)
+    assert keys_of(tmp_path / "out")["tokens"][:2] == ["<pad>", "</s>"]
+    assert {file.name for file in (tmp_path / "out").iterdir()}.isdisjoint({"spiece.model", "config.json"})
+
+
+def test_another_tokenizer_is_not_umt5s(tmp_path: Path) -> None:
+    for data, words in ((b"\xff" * 9, "cannot be read"), (b"\x0a\x03\x0a\x01a", "no piece for eos")):
+        save_file(umt5(data), tmp_path / "umt5.safetensors")
+        with pytest.raises(PlanError, match=words):
+            weightsmith.quantize(tmp_path / "umt5.safetensors", tmp_path / "out", format="gguf-q8_0")
+
+
+@needs_llama_cpp
+def test_llama_cpp_computes_what_transformers_does_of_umt5(spiece: bytes, tmp_path: Path) -> None:
+    """Its unigram tokenizer has no fallback to bytes, so the text has no characters that need one."""
+    import torch
+
+    sizes = {**SIZES, "vocab_size": 256_384, "d_model": 64, "d_kv": 16, "d_ff": 128}
+    torch.manual_seed(0)
+    model = transformers.UMT5EncoderModel(transformers.UMT5Config(**sizes, feed_forward_proj="gated-gelu")).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.05)
+    arrays = {name: tensor.numpy() for name, tensor in model.state_dict().items() if name != COPY}
+    save_file(arrays | {"spiece_model": np.frombuffer(spiece, np.uint8)}, tmp_path / "umt5.safetensors")
+    weightsmith.quantize(tmp_path / "umt5.safetensors", tmp_path / "out", format="gguf-f32", fsync=False)
+    tokens = [*sentencepiece.SentencePieceProcessor(model_proto=spiece).encode("word17 other5 und3"), 1]
+    with Judge(tmp_path / "out" / "model.gguf") as judge:
+        assert judge.tokens("word17 other5 und3", around=True) == tokens
+        found = judge.vectors(tokens, encodes=True)
+    with torch.no_grad():
+        expected = model(torch.tensor([tokens])).last_hidden_state[0].numpy()
+    assert np.abs(found - expected).max() < 1e-3 * np.abs(expected).max()
+
+
+@needs_comfyui_gguf
+def test_comfyui_gguf_makes_the_same_tokenizer(spiece: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # its own get_field calls int() on arrays of one element, which numpy refuses since 2.4
+    monkeypatch.setattr(module("loader"), "get_field", lambda reader, name, kind: kind(reader.get_field(name).contents()))
+    save_file(umt5(spiece), tmp_path / "umt5.safetensors")
+    weightsmith.quantize(tmp_path / "umt5.safetensors", tmp_path / "out", format="gguf-q8_0", fsync=False)
+    made = bytes(module("loader").gguf_tokenizer_loader(str(tmp_path / "out" / "model.gguf"), (256_384, 4096)).tolist())
+    assert pieces_of(made)[: len(pieces_of(spiece))] == pieces_of(spiece)
+    ours, theirs = (sentencepiece.SentencePieceProcessor(model_proto=data) for data in (made, spiece))
+    for text in ("word17 und5", "Grüße 你好", ""):  # its loader leaves the table of characters out
+        assert ours.encode(text) == theirs.encode(text)
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,7 @@ import weightsmith
 from tests.comfyui_gguf import build_rules, module, needs_comfyui_gguf, needs_rules, types_by_rules
 from tests.diffusion_zoo import ZOO, ZooModel, read_numbers
 from weightsmith._base.tensors import DTYPES, TensorSpec
-from weightsmith._models.formats.gguf.diffusion.families import FAMILIES
-from weightsmith._models.formats.gguf.diffusion.types import MIXTURES, folded, types_of
+from weightsmith._models.formats.gguf.diffusion.families import FAMILIES, MIXTURES, folded, types_of
 from weightsmith._models.formats.gguf.types import MIXTURES as ALL
 from weightsmith._models.formats.gguf.types import read_types
 from weightsmith._models.formats.gguf.writing import PLAIN

@@ -6,19 +6,19 @@ To add an architecture, add a file with a `FAMILY`, and its name to `NAMES`; or 
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from weightsmith._base.errors import FormatError, Unsupported
 from weightsmith._base.files import DAMAGED, show
 from weightsmith._base.plugins import Plugins
 from weightsmith._models.formats import GGUF_ARCHITECTURES
-from weightsmith._models.formats.gguf.architecture import GgufArchitecture, GgufFamily
-from weightsmith._models.formats.gguf.values import GgufValues
+from weightsmith._models.formats.gguf.base.architecture import GgufArchitecture, GgufFamily
+from weightsmith._models.formats.gguf.base.values import GgufValues
 from weightsmith._models.structure.defaults import with_defaults
 
 if TYPE_CHECKING:
-    from weightsmith._models.formats.gguf.vision import VisionHalf
+    from weightsmith._models.formats.gguf.base.vision import VisionHalf
 
 NAMES = (
     "llama", "mistral", "qwen", "qwen_next", "qwen_vl", "gemma", "phi", "deepseek", "glm", "gpt_oss", "granite", "olmo",
@@ -38,9 +38,12 @@ _SEVERAL_PARTS = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embe
 """What config.json of a model of several parts says beside its `text_config`."""
 
 
-def architectures() -> tuple[GgufArchitecture, ...]:
-    """Every architecture: weightsmith's, then those of installed packages. Raises PluginError for one that does not work."""
-    return tuple(architecture for family in FAMILIES for architecture in family.architectures)
+def architectures() -> Iterator[GgufArchitecture]:
+    """Every architecture: weightsmith's, then those of installed packages; each file is imported when it is reached.
+
+    Raises PluginError for one that does not work.
+    """
+    return (architecture for family in FAMILIES for architecture in family.architectures)
 
 
 def find_architecture(config: Mapping[str, Any]) -> GgufArchitecture | None:
@@ -71,14 +74,13 @@ def architecture_of_file(keys: Mapping[str, Any], tensors: Container[str], where
     name = keys.get("general.architecture")
     if not isinstance(name, str):
         raise FormatError(f"general.architecture is {show(name)}, not a name", where=where, fix=DAMAGED)
-    readable = [candidate for candidate in architectures() if candidate.readable]
-    alike = [candidate for candidate in readable if candidate.name == name]
+    alike = (candidate for candidate in architectures() if candidate.readable and candidate.name == name)
     owners = (candidate for candidate in alike if candidate.owns(candidate.values(keys, where)) and candidate.holds(tensors))
     if architecture := next(owners, None):
         return architecture
     with_experts = "expert_count" in GgufValues(keys, where, DAMAGED, f"{name}.")
     what = f"a GGUF file of the architecture {show(name)}{' with experts' if with_experts else ''}"
-    known = ", ".join(dict.fromkeys(candidate.name for candidate in readable))
+    known = ", ".join(dict.fromkeys(candidate.name for candidate in architectures() if candidate.readable))
     raise Unsupported(what, where=where, fix=f"Use the model's original checkpoint. GGUF files of these are read: {known}.")
 
 

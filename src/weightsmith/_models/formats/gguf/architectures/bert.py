@@ -6,12 +6,12 @@ llama.cpp has one architecture for all of them. Of a model without a head, a fil
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
-from weightsmith._models.formats.gguf.architecture import Contents, GgufFamily
-from weightsmith._models.formats.gguf.encoder import COUNTED, EMBEDDINGS, MASKED_HEADS, POSITIONS, Encoder, classifies
-from weightsmith._models.formats.gguf.sizes import GATE_IN_UP, LAYER_SHAPES
-from weightsmith._models.formats.gguf.values import GgufConfig, GgufValues
+from weightsmith._models.formats.gguf.base.architecture import Contents, GgufFamily
+from weightsmith._models.formats.gguf.base.encoder import COUNTED, EMBEDDINGS, MASKED_HEADS, POSITIONS, Encoder, classifies
+from weightsmith._models.formats.gguf.base.tensors import GATE_IN_UP, LAYER_SHAPES
+from weightsmith._models.formats.gguf.base.values import GgufConfig, GgufValues
 
 _LAYER = {
     "attn_q": "attention.self.query",
@@ -35,37 +35,31 @@ _JINA_CODE = {
 _SCORED = {**COUNTED, **MASKED_HEADS}
 
 
-class _Bert(Encoder):
-    """What BERT and its relatives have in common."""
+class Bert(Encoder):
+    """BERT, and the base of its relatives."""
 
     name = "bert"
+    class_name = "BertModel"
+    model_types: ClassVar[tuple[str, ...]] = ("bert",)
+    modules: ClassVar[tuple[str, ...]] = ("bert.",)
     layer = _LAYER
     ends = _ENDS
     fixed = _FIXED
     defaults = _DEFAULTS
-
-
-class Bert(_Bert):
-    """BERT."""
-
-    class_name = "BertModel"
-    model_types = ("bert",)
-    modules = ("bert.",)
     vocabulary = "bert"
 
 
-class JinaBert(_Bert):
+class JinaBert(Bert):
     """Jina Embeddings 2: BERT with ALiBi and a gated MLP. transformers has no class; config.json names the authors' code."""
 
     name = "jina-bert-v2"
     class_name = "JinaBertModel"
-    model_types = ("bert",)
-    modules = ("bert.",)
     layer = {**_LAYER, "ffn_up": "mlp.gated_layers", "ffn_down": "mlp.wo", "layer_output_norm": "mlp.layernorm"}
     shapes = {**LAYER_SHAPES, **GATE_IN_UP}
     ends = EMBEDDINGS
     fixed = {**_FIXED, "position_embedding_type": "alibi", "feed_forward_type": "geglu"}
     defaults = {**_DEFAULTS, "feed_forward_type": "original", "position_embedding_type": "absolute"}
+    vocabulary = ""
 
     def fits(self, config: Mapping[str, Any]) -> bool:
         names = config.get("architectures")
@@ -81,18 +75,15 @@ class JinaBert(_Bert):
         config["auto_map"] = _JINA_CODE  # without it, transformers would compute something else with its BertModel
 
 
-class BertRanks(_Bert):
+class BertRanks(Bert):
     """BERT with a pooler and a classifier, as cross-encoders have it."""
 
     class_name = "BertForSequenceClassification"
-    model_types = ("bert",)
-    modules = ("bert.",)
     prefix = "bert."
     head = ("classifier.",)
     ranks = True
     ends = {**_ENDS, "cls": "pooler.dense", "cls.output": "classifier"}
     unused = _SCORED
-    vocabulary = "bert"
 
 
 class DistilBert(Encoder):
@@ -137,7 +128,7 @@ class DistilBert(Encoder):
         super().check(config)
 
 
-class XlmRoberta(_Bert):
+class XlmRoberta(Bert):
     """XLM-RoBERTa and CamemBERT, whose tokenizer is SentencePiece's Unigram."""
 
     class_name = "XLMRobertaModel"
@@ -148,7 +139,7 @@ class XlmRoberta(_Bert):
     vocabulary = "t5"
 
 
-class XlmRobertaRanks(_Bert):
+class XlmRobertaRanks(Bert):
     """XLM-RoBERTa with a head."""
 
     class_name = "XLMRobertaForSequenceClassification"
@@ -164,7 +155,7 @@ class XlmRobertaRanks(_Bert):
     vocabulary = "t5"
 
 
-class Roberta(_Bert):
+class Roberta(Bert):
     """RoBERTa, whose tokenizer is GPT-2's."""
 
     class_name = "RobertaModel"
@@ -175,7 +166,7 @@ class Roberta(_Bert):
     vocabulary = "gpt2"
 
 
-class RobertaRanks(_Bert):
+class RobertaRanks(Bert):
     """RoBERTa with a head."""
 
     class_name = "RobertaForSequenceClassification"

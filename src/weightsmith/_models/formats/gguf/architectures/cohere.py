@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from weightsmith._models.formats.gguf.architecture import LAYER_NORM, TIED, GgufArchitecture, GgufFamily, GgufKey, Windows
-from weightsmith._models.formats.gguf.tensors import ATTENTION, HEAD_NORMS, MLP
-from weightsmith._models.formats.gguf.values import GgufConfig, GgufKeys
+from weightsmith._models.formats.gguf.base.architecture import LAYER_NORM, TIED, GgufArchitecture, GgufFamily, GgufKey, Windows
+from weightsmith._models.formats.gguf.base.tensors import ATTENTION, HEAD_NORMS, MLP
+from weightsmith._models.formats.gguf.base.values import GgufConfig, GgufKeys
 
 
 class Cohere(GgufArchitecture):

@@ -12,21 +12,25 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from weightsmith._base.errors import Unsupported
-from weightsmith._models.formats.gguf.architecture import SIGMOID_ROUTER, Contents, GgufArchitecture, GgufFamily, GgufKey
-from weightsmith._models.formats.gguf.rope import ATTENTION_FACTOR, USE_ORIGINAL
-from weightsmith._models.formats.gguf.sizes import LAYER_SHAPES, WIDTH, Dimension, TensorShape, product_of
-from weightsmith._models.formats.gguf.tensors import (
+from weightsmith._models.formats.gguf.base.architecture import SIGMOID_ROUTER, Contents, GgufArchitecture, GgufFamily, GgufKey
+from weightsmith._models.formats.gguf.base.rope import ATTENTION_FACTOR, USE_ORIGINAL
+from weightsmith._models.formats.gguf.base.tensors import (
     EXPERTS,
+    LAYER_SHAPES,
     MLP,
     MLP_NORM,
     ROUTER,
     ROUTER_BIAS,
     SHARED_EXPERTS,
+    WIDTH,
+    Dimension,
     Predicting,
     SplitPart,
     SplitTensor,
+    TensorShape,
+    product_of,
 )
-from weightsmith._models.formats.gguf.values import GgufConfig, GgufKeys, GgufValues
+from weightsmith._models.formats.gguf.base.values import GgufConfig, GgufKeys, GgufValues
 
 EXPERT_NUMBERS = (
     GgufKey("expert_feed_forward_length", "moe_intermediate_size"),

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from weightsmith._models.formats.gguf.architecture import (
+from weightsmith._models.formats.gguf.architectures.deepseek import EXPERT_NUMBERS
+from weightsmith._models.formats.gguf.base.architecture import (
     SIGMOID_ROUTER,
     UNTIED,
     GgufArchitecture,
     GgufFamily,
     as_many_kv_heads,
 )
-from weightsmith._models.formats.gguf.architectures.deepseek import EXPERT_NUMBERS
-from weightsmith._models.formats.gguf.tensors import (
+from weightsmith._models.formats.gguf.base.tensors import (
     ATTENTION,
     EXPERTS,
     HEAD_NORMS,
@@ -20,7 +20,7 @@ from weightsmith._models.formats.gguf.tensors import (
     ROUTER_BIAS,
     SHARED_EXPERTS,
 )
-from weightsmith._models.formats.gguf.values import GgufConfig
+from weightsmith._models.formats.gguf.base.values import GgufConfig
 
 
 class Dots1(GgufArchitecture):

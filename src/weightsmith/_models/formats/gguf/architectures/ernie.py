@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from weightsmith._models.formats.gguf.architecture import Contents, GgufArchitecture, GgufFamily, GgufKey
-from weightsmith._models.formats.gguf.tensors import ATTENTION, EXPERTS, MLP, MLP_NORM, ROUTER, SHARED_EXPERTS
-from weightsmith._models.formats.gguf.values import GgufConfig, GgufValues
+from weightsmith._models.formats.gguf.base.architecture import Contents, GgufArchitecture, GgufFamily, GgufKey
+from weightsmith._models.formats.gguf.base.tensors import ATTENTION, EXPERTS, MLP, MLP_NORM, ROUTER, SHARED_EXPERTS
+from weightsmith._models.formats.gguf.base.values import GgufConfig, GgufValues
 
 
 class Ernie(GgufArchitecture):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from weightsmith._models.formats.gguf.architecture import Contents, GgufArchitecture, GgufFamily
-from weightsmith._models.formats.gguf.encoder import MASKED_HEADS, classifies
-from weightsmith._models.formats.gguf.values import GgufConfig, GgufKeys, GgufValues
+from weightsmith._models.formats.gguf.base.architecture import Contents, GgufArchitecture, GgufFamily
+from weightsmith._models.formats.gguf.base.encoder import MASKED_HEADS, classifies
+from weightsmith._models.formats.gguf.base.values import GgufConfig, GgufKeys, GgufValues
 
 
 class EuroBert(GgufArchitecture):

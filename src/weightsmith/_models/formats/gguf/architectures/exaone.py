@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from weightsmith._models.formats.gguf.architecture import GgufArchitecture, GgufFamily, Windows
-from weightsmith._models.formats.gguf.tensors import HEAD_NORMS, MLP, NORMS_AFTER, PROJECTIONS
-from weightsmith._models.formats.gguf.values import GgufConfig
+from weightsmith._models.formats.gguf.base.architecture import GgufArchitecture, GgufFamily, Windows
+from weightsmith._models.formats.gguf.base.tensors import HEAD_NORMS, MLP, NORMS_AFTER, PROJECTIONS
+from weightsmith._models.formats.gguf.base.values import GgufConfig
 
 
 class Exaone4(GgufArchitecture):

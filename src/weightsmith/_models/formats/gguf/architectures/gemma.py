@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from weightsmith._base.errors import Unsupported
-from weightsmith._models.formats.gguf.architecture import (
+from weightsmith._models.formats.gguf.base.architecture import (
     GELU,
     MOST_LAYERS,
     TIED,
@@ -20,10 +20,10 @@ from weightsmith._models.formats.gguf.architecture import (
     Windows,
     head_dim,
 )
-from weightsmith._models.formats.gguf.rope import QUOTIENTS, USE_ORIGINAL
-from weightsmith._models.formats.gguf.tensors import ATTENTION, ENDS, HEAD_NORMS, MLP, NORMS_AROUND
-from weightsmith._models.formats.gguf.values import GgufConfig, GgufKeys, GgufValues
-from weightsmith._models.formats.gguf.vision import SIGLIP, TANH_ONLY, Images, VisionHalf
+from weightsmith._models.formats.gguf.base.rope import QUOTIENTS, USE_ORIGINAL
+from weightsmith._models.formats.gguf.base.tensors import ATTENTION, ENDS, HEAD_NORMS, MLP, NORMS_AROUND
+from weightsmith._models.formats.gguf.base.values import GgufConfig, GgufKeys, GgufValues
+from weightsmith._models.formats.gguf.base.vision import SIGLIP, TANH_ONLY, Images, VisionHalf
 
 
 class Gemma(GgufArchitecture):

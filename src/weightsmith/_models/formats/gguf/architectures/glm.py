@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from weightsmith._models.formats.gguf.architecture import SIGMOID_ROUTER, Contents, GgufArchitecture, GgufFamily
 from weightsmith._models.formats.gguf.architectures.deepseek import EXPERT_NUMBERS, PREDICTING
-from weightsmith._models.formats.gguf.sizes import GATE_IN_UP, LAYER_SHAPES
-from weightsmith._models.formats.gguf.tensors import (
+from weightsmith._models.formats.gguf.base.architecture import SIGMOID_ROUTER, Contents, GgufArchitecture, GgufFamily
+from weightsmith._models.formats.gguf.base.tensors import (
     ATTENTION,
     EXPERTS,
+    GATE_IN_UP,
     HEAD_NORMS,
+    LAYER_SHAPES,
     MLP,
     NORM_BETWEEN,
     ROUTER,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from weightsmith._models.formats.gguf.architecture import Contents, GgufArchitecture, GgufFamily, GgufKey, Windows
-from weightsmith._models.formats.gguf.tensors import ATTENTION, NORM_BETWEEN, SplitPart, SplitTensor
-from weightsmith._models.formats.gguf.values import GgufValues
+from weightsmith._models.formats.gguf.base.architecture import Contents, GgufArchitecture, GgufFamily, GgufKey, Windows
+from weightsmith._models.formats.gguf.base.tensors import ATTENTION, NORM_BETWEEN, SplitPart, SplitTensor
+from weightsmith._models.formats.gguf.base.values import GgufValues
 
 
 class GptOss(GgufArchitecture):

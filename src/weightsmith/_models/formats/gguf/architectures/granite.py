@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from weightsmith._models.formats.gguf.architecture import GgufArchitecture, GgufFamily, GgufKey
-from weightsmith._models.formats.gguf.tensors import ATTENTION, MLP_NORM, SplitPart, SplitTensor
-from weightsmith._models.formats.gguf.values import GgufValues
+from weightsmith._models.formats.gguf.base.architecture import GgufArchitecture, GgufFamily, GgufKey
+from weightsmith._models.formats.gguf.base.tensors import ATTENTION, MLP_NORM, SplitPart, SplitTensor
+from weightsmith._models.formats.gguf.base.values import GgufValues
 
 _NUMBERS = (
     GgufKey("attention.scale", "attention_multiplier", "f32"),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from weightsmith._models.formats.gguf.architecture import GgufArchitecture, GgufFamily, head_dim
-from weightsmith._models.formats.gguf.tensors import LLAMA_LAYER
-from weightsmith._models.formats.gguf.values import GgufConfig
+from weightsmith._models.formats.gguf.base.architecture import GgufArchitecture, GgufFamily, head_dim
+from weightsmith._models.formats.gguf.base.tensors import LLAMA_LAYER
+from weightsmith._models.formats.gguf.base.values import GgufConfig
 
 
 class HunyuanDense(GgufArchitecture):

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
-from weightsmith._models.formats.gguf.architecture import GgufFamily
-from weightsmith._models.formats.gguf.vision import GELU_OR_SILU, MOST, TWO_LAYERS, VIT_LARGE, Images, VisionHalf, attention
+from weightsmith._models.formats.gguf.base.architecture import GgufFamily
+from weightsmith._models.formats.gguf.base.vision import (
+    GELU_OR_SILU,
+    MOST,
+    TWO_LAYERS,
+    VIT_LARGE,
+    Images,
+    VisionHalf,
+    attention,
+)
 
 
 class InternVl(VisionHalf):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from weightsmith._models.formats.gguf.architecture import GgufFamily
-from weightsmith._models.formats.gguf.encoder import Encoder
+from weightsmith._models.formats.gguf.base.architecture import GgufFamily
+from weightsmith._models.formats.gguf.base.encoder import Encoder
 
 
 class JinaEmbeddings3(Encoder):

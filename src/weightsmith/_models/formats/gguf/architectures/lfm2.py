@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from weightsmith._base.files import show
-from weightsmith._models.formats.gguf.architecture import SIGMOID_ROUTER, Contents, GgufArchitecture, GgufFamily, GgufKey
-from weightsmith._models.formats.gguf.values import GgufConfig, GgufKeys, GgufValues
+from weightsmith._models.formats.gguf.base.architecture import SIGMOID_ROUTER, Contents, GgufArchitecture, GgufFamily, GgufKey
+from weightsmith._models.formats.gguf.base.values import GgufConfig, GgufKeys, GgufValues
 
 CONVOLUTION, ATTENTION = "conv", "full_attention"
 _HEADS = "attention.head_count_kv"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from weightsmith._models.formats.gguf.architecture import Contents, GgufArchitecture, GgufFamily, all_or_none
-from weightsmith._models.formats.gguf.tensors import ATTENTION, MIXTRAL_EXPERTS, MLP_NORM
-from weightsmith._models.formats.gguf.values import GgufConfig, GgufKeys
+from weightsmith._models.formats.gguf.base.architecture import Contents, GgufArchitecture, GgufFamily, all_or_none
+from weightsmith._models.formats.gguf.base.tensors import ATTENTION, MIXTRAL_EXPERTS, MLP_NORM
+from weightsmith._models.formats.gguf.base.values import GgufConfig, GgufKeys
 
 
 class Llama(GgufArchitecture):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from weightsmith._models.formats.gguf.architecture import Contents, GgufArchitecture, GgufFamily
-from weightsmith._models.formats.gguf.rope import ATTENTION_FACTOR, stated_factor, yarn_growth
-from weightsmith._models.formats.gguf.values import GgufConfig, GgufKeys, GgufValues
-from weightsmith._models.formats.gguf.vision import GELU_OR_SILU, VIT_LARGE, Images, VisionHalf, attention, gated
+from weightsmith._models.formats.gguf.base.architecture import Contents, GgufArchitecture, GgufFamily
+from weightsmith._models.formats.gguf.base.rope import ATTENTION_FACTOR, stated_factor, yarn_growth
+from weightsmith._models.formats.gguf.base.values import GgufConfig, GgufKeys, GgufValues
+from weightsmith._models.formats.gguf.base.vision import GELU_OR_SILU, VIT_LARGE, Images, VisionHalf, attention, gated
 
 _YARN = {"rope.scaling.yarn_log_multiplier": "mscale_all_dim", "attention.temperature_scale": "llama_4_scaling_beta"}
 """Numbers of Ministral's YaRN, and how its queries grow with the position."""

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from weightsmith._models.formats.gguf.architecture import Contents, GgufFamily
-from weightsmith._models.formats.gguf.encoder import MASKED_HEADS, Encoder
-from weightsmith._models.formats.gguf.sizes import GATE_IN_UP, LAYER_SHAPES
-from weightsmith._models.formats.gguf.values import GgufConfig, GgufKeys, GgufValues
+from weightsmith._models.formats.gguf.base.architecture import Contents, GgufFamily
+from weightsmith._models.formats.gguf.base.encoder import MASKED_HEADS, Encoder
+from weightsmith._models.formats.gguf.base.tensors import GATE_IN_UP, LAYER_SHAPES
+from weightsmith._models.formats.gguf.base.values import GgufConfig, GgufKeys, GgufValues
 
 _LAYER = {
     "attn_norm": "attn_norm",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from weightsmith._models.formats.gguf.architecture import UNTIED, GgufArchitecture, GgufFamily
-from weightsmith._models.formats.gguf.tensors import ATTENTION, MLP_NORM, UNGATED_MLP
+from weightsmith._models.formats.gguf.base.architecture import UNTIED, GgufArchitecture, GgufFamily
+from weightsmith._models.formats.gguf.base.tensors import ATTENTION, MLP_NORM, UNGATED_MLP
 
 
 class Nemotron(GgufArchitecture):

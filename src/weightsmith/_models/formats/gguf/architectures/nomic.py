@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from weightsmith._models.formats.gguf.architecture import NOT_ADDED, Contents, GgufFamily, GgufKey
-from weightsmith._models.formats.gguf.encoder import Encoder
-from weightsmith._models.formats.gguf.tensors import SplitPart, SplitTensor
-from weightsmith._models.formats.gguf.values import GgufConfig, GgufKeys, GgufValues
+from weightsmith._models.formats.gguf.base.architecture import NOT_ADDED, Contents, GgufFamily, GgufKey
+from weightsmith._models.formats.gguf.base.encoder import Encoder
+from weightsmith._models.formats.gguf.base.tensors import SplitPart, SplitTensor
+from weightsmith._models.formats.gguf.base.values import GgufConfig, GgufKeys, GgufValues
 
 _PUBLISHED = {
     "n_layer": "num_hidden_layers",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from weightsmith._models.formats.gguf.architecture import UNTIED, GgufArchitecture, GgufFamily, Windows, as_many_kv_heads
-from weightsmith._models.formats.gguf.tensors import (
+from weightsmith._models.formats.gguf.base.architecture import UNTIED, GgufArchitecture, GgufFamily, Windows, as_many_kv_heads
+from weightsmith._models.formats.gguf.base.tensors import (
     ATTENTION,
     EXPERTS,
     HEAD_NORMS,
@@ -13,7 +13,7 @@ from weightsmith._models.formats.gguf.tensors import (
     PROJECTIONS,
     ROUTER,
 )
-from weightsmith._models.formats.gguf.values import GgufConfig, GgufValues
+from weightsmith._models.formats.gguf.base.values import GgufConfig, GgufValues
 
 
 class Olmo2(GgufArchitecture):

@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 
 from weightsmith._base.errors import FormatError
-from weightsmith._models.formats.gguf.architecture import LAYER_NORM, UNTIED, Contents, GgufArchitecture, GgufFamily
-from weightsmith._models.formats.gguf.rope import ATTENTION_FACTOR
-from weightsmith._models.formats.gguf.sizes import GATE_IN_UP, LAYER_SHAPES
-from weightsmith._models.formats.gguf.tensors import ATTENTION, ENDS, MLP_NORM
-from weightsmith._models.formats.gguf.values import Floats, GgufConfig, GgufKeys, GgufValues
+from weightsmith._models.formats.gguf.base.architecture import LAYER_NORM, UNTIED, Contents, GgufArchitecture, GgufFamily
+from weightsmith._models.formats.gguf.base.rope import ATTENTION_FACTOR
+from weightsmith._models.formats.gguf.base.tensors import ATTENTION, ENDS, GATE_IN_UP, LAYER_SHAPES, MLP_NORM
+from weightsmith._models.formats.gguf.base.values import Floats, GgufConfig, GgufKeys, GgufValues
 
 
 class Phi2(GgufArchitecture):

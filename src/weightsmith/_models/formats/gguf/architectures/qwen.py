@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from weightsmith._models.formats.gguf.architecture import GgufArchitecture, GgufFamily, GgufKey
-from weightsmith._models.formats.gguf.tensors import ATTENTION, EXPERTS, HEAD_NORMS, MLP, MLP_NORM, ROUTER, SHARED_EXPERT
-from weightsmith._models.formats.gguf.values import GgufConfig
+from weightsmith._models.formats.gguf.base.architecture import GgufArchitecture, GgufFamily, GgufKey
+from weightsmith._models.formats.gguf.base.tensors import ATTENTION, EXPERTS, HEAD_NORMS, MLP, MLP_NORM, ROUTER, SHARED_EXPERT
+from weightsmith._models.formats.gguf.base.values import GgufConfig
 
 EXPERT_WIDTH = GgufKey("expert_feed_forward_length", "moe_intermediate_size")
 EXPERT_WIDTHS = (EXPERT_WIDTH, GgufKey("expert_shared_feed_forward_length", "shared_expert_intermediate_size"))

@@ -7,23 +7,27 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from weightsmith._models.formats.gguf.architecture import Contents, GgufArchitecture, GgufFamily, GgufKey
 from weightsmith._models.formats.gguf.architectures.qwen import ALL_SPARSE, EXPERT_WIDTHS
-from weightsmith._models.formats.gguf.cuts import HeadOrder
-from weightsmith._models.formats.gguf.sizes import LAYER_SHAPES, WIDTH, Dimension, TensorShape, product_of
-from weightsmith._models.formats.gguf.tensors import (
+from weightsmith._models.formats.gguf.base.architecture import Contents, GgufArchitecture, GgufFamily, GgufKey
+from weightsmith._models.formats.gguf.base.tensors import (
     ATTENTION,
     EXPERTS,
     HEAD_NORMS,
+    LAYER_SHAPES,
     MLP,
     NORM_BETWEEN,
     ROUTER,
     SHARED_EXPERT,
+    WIDTH,
+    Dimension,
     Predicting,
     SplitPart,
     SplitTensor,
+    TensorShape,
+    product_of,
 )
-from weightsmith._models.formats.gguf.values import GgufConfig, GgufKeys, GgufValues
+from weightsmith._models.formats.gguf.base.values import GgufConfig, GgufKeys, GgufValues
+from weightsmith._models.formats.gguf.cuts import HeadOrder
 
 _LAYER = {
     **{**ATTENTION, **HEAD_NORMS, **NORM_BETWEEN},

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from weightsmith._models.formats.gguf.architecture import GgufFamily
 from weightsmith._models.formats.gguf.architectures.qwen import Qwen2
 from weightsmith._models.formats.gguf.architectures.qwen_next import put_sections, without_sections
-from weightsmith._models.formats.gguf.values import GgufConfig, GgufKeys
-from weightsmith._models.formats.gguf.vision import MOST, TWO_LAYERS, Images, VisionHalf, gated
+from weightsmith._models.formats.gguf.base.architecture import GgufFamily
+from weightsmith._models.formats.gguf.base.values import GgufConfig, GgufKeys
+from weightsmith._models.formats.gguf.base.vision import MOST, TWO_LAYERS, Images, VisionHalf, gated
 
 
 class Qwen2Vl(Qwen2):

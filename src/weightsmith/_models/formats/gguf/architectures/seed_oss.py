@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from weightsmith._models.formats.gguf.architecture import GgufArchitecture, GgufFamily
-from weightsmith._models.formats.gguf.tensors import ATTENTION, MLP, NORM_BETWEEN
+from weightsmith._models.formats.gguf.base.architecture import GgufArchitecture, GgufFamily
+from weightsmith._models.formats.gguf.base.tensors import ATTENTION, MLP, NORM_BETWEEN
 
 
 class SeedOss(GgufArchitecture):

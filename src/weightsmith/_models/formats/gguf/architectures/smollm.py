@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from weightsmith._models.formats.gguf.architecture import GELU, GgufArchitecture, GgufFamily
-from weightsmith._models.formats.gguf.values import GgufConfig
-from weightsmith._models.formats.gguf.vision import SIGLIP, TANH_ONLY, Images, VisionHalf
+from weightsmith._models.formats.gguf.base.architecture import GELU, GgufArchitecture, GgufFamily
+from weightsmith._models.formats.gguf.base.values import GgufConfig
+from weightsmith._models.formats.gguf.base.vision import SIGLIP, TANH_ONLY, Images, VisionHalf
 
 
 class SmolLm3(GgufArchitecture):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weightsmith._models.formats.gguf.architecture import LAYER_NORM, UNTIED, GgufArchitecture, GgufFamily
+from weightsmith._models.formats.gguf.base.architecture import LAYER_NORM, UNTIED, GgufArchitecture, GgufFamily
 
 
 class StableLm(GgufArchitecture):

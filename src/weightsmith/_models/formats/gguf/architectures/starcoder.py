@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from weightsmith._models.formats.gguf.architecture import GELU, GgufArchitecture, GgufFamily
-from weightsmith._models.formats.gguf.tensors import ATTENTION, MLP_NORM
+from weightsmith._models.formats.gguf.base.architecture import GELU, GgufArchitecture, GgufFamily
+from weightsmith._models.formats.gguf.base.tensors import ATTENTION, MLP_NORM
 
 
 class StarCoder2(GgufArchitecture):

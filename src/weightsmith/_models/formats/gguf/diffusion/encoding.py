@@ -18,8 +18,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from weightsmith._base.errors import Unsupported
-from weightsmith._base.files import show
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._models.formats.gguf.layout import MAX_DIFFUSION_DIMENSIONS
 from weightsmith._models.formats.gguf.writing import NEEDS_IMPORTANCES, PREFIX, TYPES, OneType, dequantise, encode_matrix
@@ -73,15 +71,13 @@ class DiffusionEncoding(OneType):
             return f"its shape {list(spec.shape)} has no halves"
         return ""
 
-    def outs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
+    def tensors(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
         """One tensor of the same shape.
 
         >>> from weightsmith._base.tensors import DTYPES
         >>> print(*find_diffusion("gguf-comfyui-q8_0").outs(TensorSpec("proj.weight", DTYPES["BF16"], (64, 32))))
         proj.weight [64, 32] Q8_0
         """
-        if why := self.refusal(spec):
-            raise Unsupported(f"tensor {show(spec.name)} cannot be stored as {self.name}: {why}")
         return (TensorSpec(spec.name, self.dtype, spec.shape),)
 
     def encode(self, spec: TensorSpec, rows: Rows, first_row: int, outs: Sequence[Bytes], numbers: Rows) -> None:

@@ -14,9 +14,17 @@ from weightsmith._files.containers import GGUF
 from weightsmith._files.copied import BUILDING_KEYS, is_read
 from weightsmith._models.formats.gguf.about import Stated, with_stated
 from weightsmith._models.formats.gguf.diffusion.encoding import DiffusionEncoding
-from weightsmith._models.formats.gguf.diffusion.families import DiffusionFamily, family_of, find_family, prefix_of
+from weightsmith._models.formats.gguf.diffusion.families import (
+    MIXTURES,
+    DiffusionFamily,
+    family_of,
+    find_family,
+    folded,
+    prefix_of,
+    types_of,
+)
+from weightsmith._models.formats.gguf.diffusion.spiece import SPIECE, SPIECE_FILES, UMT5_TOKENS, spiece_keys
 from weightsmith._models.formats.gguf.diffusion.text_encoder import is_t5, t5_keys, t5_names, t5_types
-from weightsmith._models.formats.gguf.diffusion.types import MIXTURES, folded, types_of
 from weightsmith._models.formats.gguf.layout import ALIGNMENT, Value, encode_metadata
 from weightsmith._models.formats.gguf.types import Chosen, Mixture
 from weightsmith._models.formats.gguf.writing import NEEDS_IMPORTANCES, PLAIN, PREFIX, TYPES, libgguf
@@ -31,6 +39,7 @@ CLASS = "_class_name"
 _NOT_DIFFUSION = "ComfyUI reads VAEs and text encoders from files of their own"
 _NOT_LOADED = "ComfyUI-GGUF does not load it"
 _DOUBLE = "it is a second copy of the embedding"
+_IN_KEYS = "the tokenizer is in the keys of the file"
 _SCALAR = (1,)
 """The shape of a single number in a GGUF file."""
 _NAMES = "names are those of single files: double_blocks.0.img_attn.qkv.weight"
@@ -49,7 +58,7 @@ def prepare_diffusion(draft: PlanDraft, companions: ModelFiles, mixture: Mixture
         what = f"ComfyUI-GGUF has no rules for diffusion models in {PREFIX}{mixture.name.lower()}"
         raise Unsupported(what, fix=f"choose one of {known}")
     text = is_t5({step.out.name for step in draft.steps})
-    contents = _text_encoder(draft, mixture, chosen) if text else _diffusion_model(draft, mixture, chosen)
+    contents = _text_encoder(draft, companions, mixture, chosen) if text else _diffusion_model(draft, mixture, chosen)
     specs = [tensor.step.out for tensor in contents.tensors]
     problems: list[WeightsmithError] = [
         option_error("tensor_types", f"no tensor of this model has a name that matches {pattern.pattern}", contents.names)
@@ -120,14 +129,30 @@ def _diffusion_model(draft: PlanDraft, mixture: Mixture, chosen: Chosen) -> _Con
     return _Contents(tensors, types_of(mixture, family, specs, chosen), keys, _NAMES, warnings)
 
 
-def _text_encoder(draft: PlanDraft, mixture: Mixture, chosen: Chosen) -> _Contents:
+def _text_encoder(draft: PlanDraft, companions: ModelFiles, mixture: Mixture, chosen: Chosen) -> _Contents:
     where = draft.models[draft.donor].ref
+    draft.leave_out([step for step in draft.steps if step.out.name == SPIECE], _IN_KEYS)
     placed = t5_names([step.out.name for step in draft.steps], where)
     draft.leave_out([step for step in draft.steps if step.out.name not in placed], _DOUBLE)
     tensors = [_Tensor(_named(_wide(step), placed[step.out.name])) for step in draft.steps]
     specs = [tensor.step.out for tensor in tensors]
     keys = t5_keys({spec.name: spec for spec in specs}, mixture, where)
+    keys |= _tokenizer(companions, next(spec.shape[0] for spec in specs if spec.name == "token_embd.weight"), where)
     return _Contents(tensors, t5_types(mixture, specs, keys, chosen), keys, _T5_NAMES)
+
+
+def _tokenizer(companions: ModelFiles, rows: int, where: str) -> dict[str, Value]:
+    """The keys of UMT5's tokenizer; none for other T5 models. rows: of the embedding. Raises Unsupported, FormatError."""
+    if rows != UMT5_TOKENS:
+        return {}
+    data = companions.tensor(SPIECE)
+    for name in SPIECE_FILES:
+        data = companions.donor(name) if data is None else data
+    if data is None:
+        what = f"ComfyUI reads the tokenizer of UMT5 from the same file, and the model has no {SPIECE_FILES[0]}"
+        fix = f"copy {SPIECE_FILES[0]} from the model's folder tokenizer to the weights, or use a file with the tensor {SPIECE}"
+        raise Unsupported(what, where=where, fix=fix)
+    return spiece_keys(data, rows, where)
 
 
 def _tensors(draft: PlanDraft) -> tuple[list[_Tensor], DiffusionFamily, list[str]]:

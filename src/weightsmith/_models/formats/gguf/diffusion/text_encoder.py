@@ -1,7 +1,7 @@
 """GGUF files for ComfyUI of T5's encoder, the text encoder of many diffusion models.
 
 ComfyUI-GGUF reads llama.cpp's names, as llama.cpp's converter and llama-quantize write them. The sizes follow from shapes. The
-file has no tokenizer: ComfyUI has its own for T5. It reads UMT5's from the file, so UMT5 is refused.
+file has no tokenizer, because ComfyUI has its own for T5. UMT5's is an exception: ComfyUI reads it from the file (`spiece.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from weightsmith._base.errors import Unsupported
 from weightsmith._base.files import show
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._models.formats.gguf.layout import Value
-from weightsmith._models.formats.gguf.single_files import T5_PARTS, T5_WHOLE, UMT5_TOKENS
+from weightsmith._models.formats.gguf.single_files import T5_PARTS, T5_WHOLE
 from weightsmith._models.formats.gguf.types import Chosen, Mixture, Shape, type_of
 
 ARCHITECTURE = "t5encoder"
@@ -63,11 +63,11 @@ def t5_names(names: Collection[str], where: str) -> dict[str, str]:
 
 
 def t5_keys(specs: Mapping[str, TensorSpec], mixture: Mixture, where: str) -> dict[str, Value]:
-    """The keys of a file.
+    """The keys of a file, without a tokenizer.
 
     specs  by llama.cpp's names
 
-    Raises Unsupported for UMT5, and for tensors that are missing or of shapes that do not fit together.
+    Raises Unsupported for tensors that are missing or of shapes that do not fit together.
     """
     needed = ("token_embd.weight", f"enc.blk.0.{_POSITIONS}", "enc.blk.0.attn_q.weight", "enc.blk.0.ffn_up.weight")
     if missing := [name for name in needed if name not in specs or len(specs[name].shape) != 2]:
@@ -75,9 +75,6 @@ def t5_keys(specs: Mapping[str, TensorSpec], mixture: Mixture, where: str) -> di
             f"there is no matrix {missing[0]}, as llama.cpp calls it", where=where, fix="download the model again"
         )
     embedding, positions, queries, up = (specs[name].shape for name in needed)
-    if embedding[0] == UMT5_TOKENS:
-        what = "ComfyUI reads the tokenizer of UMT5 from the same file, and it is not written"
-        raise Unsupported(what, where=where, fix="choose another format, such as comfyui-fp8")
     buckets, heads = positions
     if not heads or queries[0] % heads:
         what = f"{heads:,} heads of relative positions do not divide the {queries[0]:,} rows of q"

@@ -21,35 +21,33 @@ import numpy as np
 
 from weightsmith._base.errors import FormatError, Unsupported
 from weightsmith._base.files import DAMAGED, show
-from weightsmith._models.formats.gguf.layout import Value
-from weightsmith._models.formats.gguf.rope import USE_ORIGINAL, put_quotients, put_scaling, take_scaling
-from weightsmith._models.formats.gguf.sizes import (
+from weightsmith._models.formats.gguf.base.rope import USE_ORIGINAL, put_quotients, put_scaling, take_scaling
+from weightsmith._models.formats.gguf.base.tensors import (
     EMBEDDINGS,
-    LAYER_SHAPES,
-    WIDTH,
-    WINDOWS,
-    LayerSizes,
-    TensorShape,
-    check_shape,
-)
-from weightsmith._models.formats.gguf.tensors import (
     ENDS,
+    LAYER_SHAPES,
     LAYERS,
     LLAMA_LAYER,
     NEXTN,
+    WIDTH,
+    WINDOWS,
     GgufPlace,
+    LayerSizes,
     Predicting,
     SplitTensor,
+    TensorShape,
+    check_shape,
     first_incomplete,
     is_norm,
     predicts,
     text_name,
 )
-from weightsmith._models.formats.gguf.values import Floats, GgufConfig, GgufKeys, GgufValues, token_id
+from weightsmith._models.formats.gguf.base.values import Floats, GgufConfig, GgufKeys, GgufValues, token_id
+from weightsmith._models.formats.gguf.layout import Value
 
 if TYPE_CHECKING:
+    from weightsmith._models.formats.gguf.base.vision import VisionHalf
     from weightsmith._models.formats.gguf.cuts import HeadOrder
-    from weightsmith._models.formats.gguf.vision import VisionHalf
 
 LAYER_NORM = ("attention.layer_norm_epsilon", "layer_norm_eps")
 """`GgufArchitecture.eps` of models with layer norms."""

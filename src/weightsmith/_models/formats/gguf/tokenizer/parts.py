@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 from weightsmith._base.errors import FormatError, Unsupported
 from weightsmith._base.files import DAMAGED, show
 from weightsmith._base.strict_json import parse_object
+from weightsmith._models.formats.gguf.base.values import token_id
 from weightsmith._models.formats.gguf.layout import Value
-from weightsmith._models.formats.gguf.values import token_id
 from weightsmith._models.tokenizers.convert import FLAGS, template
 from weightsmith._models.tokenizers.vocabulary import PieceKind
 

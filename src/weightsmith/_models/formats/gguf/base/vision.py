@@ -19,8 +19,8 @@ from typing import Any, ClassVar
 
 from weightsmith._base.errors import Unsupported
 from weightsmith._base.files import show
+from weightsmith._models.formats.gguf.base.values import GgufConfig
 from weightsmith._models.formats.gguf.layout import Value
-from weightsmith._models.formats.gguf.values import GgufConfig
 
 PROCESSOR = ("preprocessor_config.json", "processor_config.json")
 """Files that say how images are prepared. The later one wins."""

@@ -13,7 +13,7 @@ import numpy as np
 
 from weightsmith._base.errors import FormatError, Unsupported
 from weightsmith._base.files import DAMAGED, show
-from weightsmith._models.formats.gguf.values import Floats, GgufConfig, GgufKeys, GgufValues
+from weightsmith._models.formats.gguf.base.values import Floats, GgufConfig, GgufKeys, GgufValues
 
 QUOTIENTS = "rope_freqs.weight"
 """The tensor of a GGUF file by which frequencies are divided."""

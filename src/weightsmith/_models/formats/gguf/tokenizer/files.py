@@ -13,10 +13,12 @@ from typing import Any
 
 from weightsmith._base.errors import Finding, FormatError, Unsupported
 from weightsmith._base.files import DAMAGED, show
-from weightsmith._models.formats.gguf.architecture import GgufArchitecture
-from weightsmith._models.formats.gguf.chat import stops_of, template_keys, with_ends
+from weightsmith._models.formats.gguf.base.architecture import GgufArchitecture
+from weightsmith._models.formats.gguf.base.values import GgufConfig, token_id
 from weightsmith._models.formats.gguf.layout import Value
-from weightsmith._models.formats.gguf.tokenizer_parts import (
+from weightsmith._models.formats.gguf.tokenizer.chat import stops_of, template_keys, with_ends
+from weightsmith._models.formats.gguf.tokenizer.encoders import unigram_keys, unigram_parts, wordpiece_keys, wordpiece_parts
+from weightsmith._models.formats.gguf.tokenizer.parts import (
     OF_ENCODERS,
     SPECIAL,
     TokenizerFiles,
@@ -33,10 +35,7 @@ from weightsmith._models.formats.gguf.tokenizer_parts import (
     special_ids,
     unwritable,
 )
-from weightsmith._models.formats.gguf.unigram import unigram_keys, unigram_parts
-from weightsmith._models.formats.gguf.unsaid import recognised_name, unsaid
-from weightsmith._models.formats.gguf.values import GgufConfig, token_id
-from weightsmith._models.formats.gguf.wordpiece import wordpiece_keys, wordpiece_parts
+from weightsmith._models.formats.gguf.tokenizer.unsaid import recognised_name, unsaid
 from weightsmith._models.tokenizers.convert import (
     QWEN2_SPLIT,
     bpe,

@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 from weightsmith._base.errors import FormatError
 from weightsmith._base.files import DAMAGED
 from weightsmith._base.text import count
-from weightsmith._models.formats.gguf.architecture import COMPUTED, LAYER_NORM, Contents, GgufArchitecture
-from weightsmith._models.formats.gguf.tensors import LAYERS
-from weightsmith._models.formats.gguf.values import GgufConfig, GgufKeys, GgufValues
+from weightsmith._models.formats.gguf.base.architecture import COMPUTED, LAYER_NORM, Contents, GgufArchitecture
+from weightsmith._models.formats.gguf.base.tensors import LAYERS
+from weightsmith._models.formats.gguf.base.values import GgufConfig, GgufKeys, GgufValues
 
 RANKS = 4
 """llama.cpp's number for pooling with a head that scores, in `pooling_type`."""
