@@ -407,7 +407,7 @@ def test_a_model_from_a_gguf_file_is_named_after_it(model: Path) -> None:
     Path("somebody-7b").mkdir()
     path = quantize("m", "q", "f32").rename("somebody-7b/model.gguf")
     for source in ("somebody-7b", path):
-        name = gguf.GGUFReader(quantize(source, f"out-{Path(source).name}", "q8_0")).fields["general.name"].contents()
+        name = gguf.GGUFReader(quantize(source, f"out-{Path(source).stem}", "q8_0")).fields["general.name"].contents()
         assert name == "Somebody 7b"
     Path("m").rename("-")
     assert "general.name" not in gguf.GGUFReader(quantize("./-", "nameless", "q8_0")).fields

@@ -83,8 +83,8 @@ def test_the_folder_of_a_pipeline_is_written_as_a_single_file_is(tmp_path: Path)
     save_file(arrays, tmp_path / "text_encoder_2" / "model.safetensors", {"format": "pt"})
     transformers.T5Config(**SIZES).save_pretrained(tmp_path / "text_encoder_2")
     for name in ("t5.safetensors", "text_encoder_2"):
-        weightsmith.quantize(tmp_path / name, tmp_path / f"out-{name}", format="gguf-q8_0", fsync=False)
-    files = [(tmp_path / f"out-{name}" / "model.gguf").read_bytes() for name in ("t5.safetensors", "text_encoder_2")]
+        weightsmith.quantize(tmp_path / name, tmp_path / f"out-{Path(name).stem}", format="gguf-q8_0", fsync=False)
+    files = [(tmp_path / f"out-{name}" / "model.gguf").read_bytes() for name in ("t5", "text_encoder_2")]
     assert files[0] == files[1]
 
 
