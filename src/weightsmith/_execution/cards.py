@@ -175,41 +175,51 @@ def _licences(parts: Sequence[_CardPart]) -> str:
 
 
 def _usage(plan: Plan, name: str, branch: str = "") -> str:
-    """How to load it with transformers; "" where that is not known."""
+    """How to load it; "" where that is not known."""
     at = f", revision={json.dumps(branch)}" if branch else ""
     if plan.container == PEFT:
         base = json.dumps(_base_of_adapter(plan).ref)
-        lines = [
+        usage = _block(
+            "python",
             "from peft import PeftModel",
             "from transformers import AutoModelForCausalLM",
             "",
             f'base = AutoModelForCausalLM.from_pretrained({base}, dtype="auto", device_map="auto")',
             f"model = PeftModel.from_pretrained(base, {_quoted(name)}{at})",
-        ]
-        return "\n## Usage\n\n```python\n" + "\n".join(lines) + "\n```\n"
-    if plan.container == DIFFUSERS_LORA:
-        return f"\n## Usage\n\n```python\npipeline.load_lora_weights({_quoted(name)}{at})\n```\n"
-    if plan.container == MLX_ADAPTER:
-        return f"\n## Usage\n\n```bash\nmlx_lm.generate --model BASE --adapter-path {_shell_word(name)} --prompt Hello\n```\n"
-    if plan.container == GGUF_ADAPTER:
-        file = _shell_word(f"{name}/{plan.layout.shards[0].name}")
-        return f"\n## Usage\n\n```bash\nllama-cli -m base.gguf --lora {file}\n```\n"
-    if plan.container == GGUF:
-        from weightsmith._models.formats.gguf.layout import holds_diffusion
-
-        text = holds_diffusion(plan.header, ("t5encoder",))
-        if text or holds_diffusion(plan.header):
-            folder, node = ("text_encoders", "CLIPLoader (GGUF)") if text else ("diffusion_models", "Unet Loader (GGUF)")
-            move = f"Move `{plan.layout.shards[0].name}` into `models/{folder}` of ComfyUI"
-            site = "[ComfyUI-GGUF](https://github.com/city96/ComfyUI-GGUF)"
-            return f"\n## Usage\n\n{move}, and load it with the node *{node}* of {site}.\n"
-        files = [_shell_word(f"{name}/{shard.name}") for shard in plan.layout.shards]
-        command = (
-            f"llama-mtmd-cli -m {files[0]} --mmproj {files[-1]} --image photo.jpg"
-            if plan.mmproj
-            else f"llama-cli -m {files[0]}"
         )
-        return f"\n## Usage\n\n```bash\n{command}\n```\n"
+    elif plan.container == DIFFUSERS_LORA:
+        usage = _block("python", f"pipeline.load_lora_weights({_quoted(name)}{at})")
+    elif plan.container == MLX_ADAPTER:
+        usage = _block("bash", f"mlx_lm.generate --model BASE --adapter-path {_shell_word(name)} --prompt Hello")
+    elif plan.container == GGUF_ADAPTER:
+        file = _shell_word(f"{name}/{plan.layout.shards[0].name}")
+        usage = _block("bash", f"llama-cli -m base.gguf --lora {file}")
+    else:
+        usage = _with_gguf(plan, name) if plan.container == GGUF else _with_transformers(plan, name, at)
+    return f"\n## Usage\n\n{usage}\n" if usage else ""
+
+
+def _block(language: str, *lines: str) -> str:
+    return "\n".join([f"```{language}", *lines, "```"])
+
+
+def _with_gguf(plan: Plan, name: str) -> str:
+    """How ComfyUI or llama.cpp loads it."""
+    from weightsmith._models.formats.gguf.layout import holds_diffusion
+
+    text = holds_diffusion(plan.header, ("t5encoder",))
+    if text or holds_diffusion(plan.header):
+        folder, node = ("text_encoders", "CLIPLoader (GGUF)") if text else ("diffusion_models", "Unet Loader (GGUF)")
+        move = f"Move `{plan.layout.shards[0].name}` into `models/{folder}` of ComfyUI"
+        return f"{move}, and load it with the node *{node}* of [ComfyUI-GGUF](https://github.com/city96/ComfyUI-GGUF)."
+    files = [_shell_word(f"{name}/{shard.name}") for shard in plan.layout.shards]
+    if plan.mmproj:
+        return _block("bash", f"llama-mtmd-cli -m {files[0]} --mmproj {files[-1]} --image photo.jpg")
+    return _block("bash", f"llama-cli -m {files[0]}")
+
+
+def _with_transformers(plan: Plan, name: str, at: str) -> str:
+    """How transformers loads it; "" where that is not known. at: the argument for its branch."""
     architecture, custom = _architecture(plan), "auto_map" in (plan.config or {})
     if not architecture.isidentifier():
         return ""
@@ -225,7 +235,7 @@ def _usage(plan: Plan, name: str, branch: str = "") -> str:
             'inputs = tokenizer("Hello", return_tensors="pt").to(model.device)',
             "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=40)[0], skip_special_tokens=True))",
         ]
-    return "\n## Usage\n\n```python\n" + "\n".join(lines) + "\n```\n"
+    return _block("python", *lines)
 
 
 def _base_of_adapter(plan: Plan) -> _CardPart:

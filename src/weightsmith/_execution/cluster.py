@@ -427,19 +427,7 @@ class Driver:
         match answer:
             case Done(part):
                 self._durations.append(time.monotonic() - state.began)
-                self.staging.adopt(part.built)
-                self._count(part.built.tensors)
-                self.helped += part.helped
-                other = replace(share, second=not share.second)
-                if other in self._running:
-                    self._running.discard(other)
-                    self.workers.stop(other)
-                if share.part is None:
-                    self._helpers = 0
-                    for helper in [running for running in self._running if running.helper]:
-                        self._running.discard(helper)
-                        self.workers.stop(helper)
-                    self._ready.extend(self._after_products)
+                self._adopt(share, part)
             case Failed(Busy() as error):
                 now = time.monotonic()
                 state.busy_since = state.busy_since or now
@@ -471,6 +459,20 @@ class Driver:
                         warnings=(Finding(f"the process of {share} was lost, and it is done again: {why}"),)
                     )
                 self._again(share, 0.0)
+
+    def _adopt(self, share: Share, part: PartDone) -> None:
+        """Take over what a worker has done. Others that did the same, or helped it, are not needed any more."""
+        self.staging.adopt(part.built)
+        self._count(part.built.tensors)
+        self.helped += part.helped
+        idle = {replace(share, second=not share.second)} & self._running
+        if share.part is None:
+            self._helpers = 0
+            idle |= {running for running in self._running if running.helper}
+            self._ready.extend(self._after_products)
+        for running in idle:
+            self._running.discard(running)
+            self.workers.stop(running)
 
     def _stays_missing(self, share: Share, error: BaseException) -> WorkerLost:
         return WorkerLost(

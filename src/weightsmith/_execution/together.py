@@ -222,13 +222,14 @@ class _Measuring:
         keys = [f"{self._state.hexdigest()}-{number}-{unit}" for unit in range(len(self._units))]
         self._counting = copy.deepcopy(self.reduction)  # it begins the pass again for each unit that is counted here
         self._counting.begin(number)
-        fits = _fitting(self._counting.partial(number))
+        counts = self._counting.partial(number)
+        fits = [_fitting(counts, self._most_rows(unit)) for unit in range(len(self._units))]
         self.reduction.begin(number)
         digests: dict[int, bytes] = {}
         while True:
             for unit in self._order:
                 if unit not in digests:
-                    arrays = self._results.take(keys[unit], partial(self._measure, number, unit), fits)
+                    arrays = self._results.take(keys[unit], partial(self._measure, number, unit), fits[unit])
                     if arrays is not None:
                         self.reduction.add(number, arrays)
                         digests[unit] = _digest(arrays)
@@ -241,6 +242,10 @@ class _Measuring:
         for unit in range(len(self._units)):
             self._state.update(digests[unit])
 
+    def _most_rows(self, unit: int) -> int:
+        """More than the counts of a unit have: each is of at least one element of at least one input."""
+        return len(self._product.models) + sum(leaf.out.size * len(leaf.inputs) for leaf in self._units[unit])
+
     def _measure(self, number: int, unit: int) -> Arrays:
         """Count one unit here."""
         from weightsmith._engine.local import DiscardedOutput
@@ -252,10 +257,16 @@ class _Measuring:
         return self._counting.partial(number)
 
 
-def _fitting(counts: Arrays) -> Callable[[ArrayKinds], bool]:
-    """Whether arrays have the dtypes and shapes of these, whatever their lengths."""
+def _fitting(counts: Arrays, most_rows: int) -> Callable[[ArrayKinds], bool]:
+    """Whether arrays have the dtypes and shapes of these, with other lengths up to `most_rows`."""
     expected = [(array.dtype, array.shape[1:]) for array in counts]
-    return lambda kinds: [(dtype, shape[1:]) for dtype, shape in kinds] == expected and all(shape for _, shape in kinds)
+    most = [max(len(array), most_rows) for array in counts]
+
+    def fits(kinds: ArrayKinds) -> bool:
+        alike = [(dtype, shape[1:]) for dtype, shape in kinds] == expected
+        return alike and all(shape and shape[0] <= rows for (_, shape), rows in zip(kinds, most, strict=True))
+
+    return fits
 
 
 def _digest(arrays: Arrays) -> bytes:

@@ -205,6 +205,7 @@ class TaskBoard:
 
 
 MAX_TASK_BYTES = MAX_HEADER_BYTES = 1 << 20
+PIECE_BYTES = 1 << 20
 _CHECKSUM_BYTES, _LENGTH_BYTES = 32, 8
 
 
@@ -232,6 +233,8 @@ def _write(fd: int, pieces: Sequence[memoryview]) -> None:
 def _read(fd: int, name: str = "", fits: Callable[[ArrayKinds], bool] = lambda _kinds: True) -> Arrays | None:
     """The arrays of a whole file, else None. No memory is taken for arrays that the file does not hold.
 
+    A large file is read twice: a sparse one, such as a crash of the machine leaves, has a size and holds no arrays.
+
     name  the checksum that it must have; "": any
     fits  whether it may hold such arrays
     """
@@ -248,6 +251,8 @@ def _read(fd: int, name: str = "", fits: Callable[[ArrayKinds], bool] = lambda _
         kinds = [(_dtype(dtype), _shape(shape)) for dtype, shape in parse(header)]
         if at + sum(math.prod(shape) * dtype.itemsize for dtype, shape in kinds) != nbytes or not fits(kinds):
             return None
+        if nbytes > PIECE_BYTES and _checksum(fd, hasher.copy(), at) != checksum:
+            return None
         for dtype, shape in kinds:
             arrays.append(np.empty(shape, dtype))
             data = arrays[-1].reshape(-1).view(np.uint8).data
@@ -257,6 +262,15 @@ def _read(fd: int, name: str = "", fits: Callable[[ArrayKinds], bool] = lambda _
     except (JsonError, TypeError, ValueError, OverflowError, MemoryError):  # the header is damaged
         return None
     return arrays if hasher.hexdigest().encode() == checksum else None
+
+
+def _checksum(fd: int, hasher: xxhash.xxh3_128, at: int) -> bytes:
+    """The checksum of a file whose bytes before `at` are hashed. Its end is where it ends now."""
+    piece = memoryview(bytearray(PIECE_BYTES))
+    while n := read_all(fd, piece, at):
+        hasher.update(piece[:n])
+        at += n
+    return hasher.hexdigest().encode()
 
 
 def _dtype(name: Any) -> np.dtype[Any]:

@@ -40,14 +40,38 @@ if any("default_worker" in word or "weightsmith" in word for word in sys.orig_ar
     local.Run._do = slow
 """
 """What makes each tile of each process slow."""
+PORTS = """
+import sys
+if any("import serve" in word for word in sys.orig_argv):
+    import importlib, socket
+    from weightsmith._execution import on_ray
+    join = on_ray._join
+    def joined(*arguments):
+        ray, services = (importlib.import_module(name) for name in ("ray._raylet", "ray._private.services"))
+        start = services.start_raylet
+        def started(*arguments, **more):
+            with socket.create_server(("127.0.0.1", 0)) as server:
+                more["runtime_env_agent_port"] = server.getsockname()[1]
+            ports = dict.fromkeys((ray.METRICS_AGENT_PORT_NAME, ray.METRICS_EXPORT_PORT_NAME), -1)
+            ports |= {ray.DASHBOARD_AGENT_LISTEN_PORT_NAME: -1, ray.RUNTIME_ENV_AGENT_PORT_NAME: more["runtime_env_agent_port"]}
+            for name, port in ports.items():
+                ray.persist_port(arguments[11], arguments[2], name, port)
+            return start(*arguments, **more)
+        services.start_raylet = started
+        join(*arguments)
+    on_ray._join = joined
+"""
+"""What writes the ports of a raylet's agents before they start: a raylet that waits for them for 15 s ends."""
 GONE_SECONDS = 30.0
 """After these, no process of a run is there."""
 IDLE_SECONDS = 120.0
 """Processes that use no processor for so long make no progress, on a busy machine too."""
-START_SECONDS = 3600
-"""How long Ray may take to start where nobody kills its processes: it waits for a raylet that is gone, too."""
-STARTS = 5
-"""Attempts to start Ray, which has a limit of 30 s that cannot be set."""
+START_SECONDS = 120
+"""How long Ray waits for its processes to start: also for a raylet that is gone, so a kill at the start costs as much."""
+STARTS = 10
+"""Attempts to start Ray: a raylet whose agent needs more than 15 s to start ends, and that limit cannot be set."""
+PAUSE_SECONDS = 0.2
+"""Between two looks at the processes of a command: each costs some milliseconds."""
 
 
 @pytest.fixture
@@ -56,26 +80,28 @@ def here(linked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     Path("ties.yml").write_text(TIES.replace("scope: model", "density: 0.3"))
     Path("slow").mkdir()
-    Path("slow/sitecustomize.py").write_text(SLOW)
+    Path("slow/sitecustomize.py").write_text(SLOW + PORTS)
+    Path("fast").mkdir()
+    Path("fast/sitecustomize.py").write_text(PORTS)
     undisturbed("merge", "ties.yml", "whole", *OPTIONS, slow=False)
     with Path("plan.json").open("w") as plan:
         subprocess.run(command("plan", "ties.yml", *OPTIONS, "--json"), stdout=plan, env=environment(slow=False), check=True)
     return tmp_path
 
 
-def environment(*, slow: bool, start_seconds: float = START_SECONDS) -> dict[str, str]:
-    paths = [*(["slow"] if slow else []), str(Path(weightsmith.__file__).parents[1])]
+def environment(*, slow: bool) -> dict[str, str]:
+    paths = ["slow" if slow else "fast", str(Path(weightsmith.__file__).parents[1])]
     paths = [str(Path(path).absolute()) for path in paths]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "RAY_raylet_start_wait_time_s": f"{start_seconds:.0f}"}
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "RAY_raylet_start_wait_time_s": f"{START_SECONDS}"}
 
 
 def command(*words: str) -> list[str]:
     return [sys.executable, "-m", "weightsmith", *words]
 
 
-def started(*words: str, slow: bool = True, start_seconds: float = START_SECONDS) -> subprocess.Popen[bytes]:
+def started(*words: str, slow: bool = True) -> subprocess.Popen[bytes]:
     """A command, whose output goes to files: nobody reads a pipe until all that hold it have ended."""
-    variables = environment(slow=slow, start_seconds=start_seconds)
+    variables = environment(slow=slow)
     with Path("out.txt").open("wb") as out, Path("errors.txt").open("wb") as errors:
         return subprocess.Popen(command(*words), env=variables, stdout=out, stderr=errors)
 
@@ -90,7 +116,7 @@ def wait(ran: subprocess.Popen[bytes], tree: dict[int, str] | None = None) -> in
         if (now := ticks(alive)) != spent:
             spent, since = now, time.monotonic()
         assert time.monotonic() - since < IDLE_SECONDS, ("they do nothing", alive, Path("errors.txt").read_text())
-        time.sleep(0.05)
+        time.sleep(PAUSE_SECONDS)
     return ran.returncode
 
 
@@ -117,17 +143,25 @@ def undisturbed(*words: str, slow: bool = True) -> float:
 
 def below(process: int) -> dict[int, str]:
     """A process and those that it has started, and they: their commands."""
-    parents, words = dict[int, int](), dict[int, str]()
+    parents = dict[int, int]()
     for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError):
             fields = (folder / "stat").read_text().rpartition(")")[2].split()
             if fields[0] != "Z":
                 parents[int(folder.name)] = int(fields[1])
-                words[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:300]
     tree = {process}
     while more := {pid for pid, parent in parents.items() if parent in tree} - tree:
         tree |= more
-    return {pid: words[pid] for pid in sorted(tree) if pid in words}
+    words = dict[int, str]()
+    for pid in sorted(tree & parents.keys()):
+        with contextlib.suppress(OSError):
+            words[pid] = words_of(pid)
+    return words
+
+
+def words_of(pid: int) -> str:
+    """The beginning of a process's command. Raises OSError if it has ended."""
+    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:300]
 
 
 @dataclass(frozen=True)
@@ -145,12 +179,12 @@ class Kill:
 
 def kill_one(words: list[str], moment: random.Random, most_seconds: float) -> Kill | None:
     """Run a command, and kill one of its processes; None if it has ended before. All its processes end."""
-    ran = started(*words, start_seconds=max(120, 10 * most_seconds))
+    ran = started(*words)
     seconds = moment.uniform(0, most_seconds)
     until, tree = time.monotonic() + seconds, dict[int, str]()
     while time.monotonic() < until and ran.poll() is None:
         tree |= below(ran.pid)
-        time.sleep(0.05)
+        time.sleep(PAUSE_SECONDS)
     alive = below(ran.pid)
     if ran.poll() is not None or not alive:
         assert ran.wait() == 0, Path("errors.txt").read_text()
@@ -169,9 +203,8 @@ def kill_one(words: list[str], moment: random.Random, most_seconds: float) -> Ki
 
 def is_there(pid: int, words: str) -> bool:
     with contextlib.suppress(OSError):
-        folder = Path(f"/proc/{pid}")
-        state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
-        return state != "Z" and (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:300] == words
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return state != "Z" and words_of(pid) == words
     return False
 
 

@@ -188,6 +188,42 @@ def test_a_header_takes_no_memory_for_what_its_file_does_not_hold(tmp_path: Path
     assert peak_bytes < 1 << 22
 
 
+def test_a_sparse_file_takes_no_memory_for_the_arrays_that_it_does_not_hold(tmp_path: Path) -> None:
+    """A machine that crashes may leave a file with a size and without its data."""
+    nbytes = 1 << 27
+    text = json.dumps([["uint8", [nbytes]]]).encode()
+    with (tmp_path / "1").open("wb") as file:
+        file.write(b"0" * 32 + len(text).to_bytes(8, "little") + text)
+        file.truncate(file.tell() + nbytes)
+    tracemalloc.start()
+    try:
+        arrays = SharedResults(tmp_path).take("1", lambda: [np.ones(1)])
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert arrays == [np.ones(1)]
+    assert peak_bytes < 1 << 22
+
+
+def test_a_large_result_is_read_again(tmp_path: Path) -> None:
+    made = [np.arange(1 << 19), np.ones((3, 1 << 17), np.float32)]
+    assert SharedResults(tmp_path).take("1", lambda: made) is made
+    kept = SharedResults(tmp_path).take("1", lambda: [])
+    assert kept is not None
+    assert [array.tobytes() for array in kept] == [array.tobytes() for array in made]
+
+
+def test_counts_that_are_longer_than_a_unit_are_not_read(here: Path) -> None:
+    counts = [np.zeros(2, np.int64), np.zeros((0, 3), np.uint32)]
+    fits = together._fitting(counts, 10)
+    kinds = [(array.dtype, array.shape) for array in counts]
+    assert fits(kinds)
+    assert fits([kinds[0], (kinds[1][0], (10, 3))])
+    assert not fits([kinds[0], (kinds[1][0], (11, 3))])
+    assert not fits([kinds[0], (kinds[1][0], (10, 4))])
+    assert together._fitting([np.zeros(65536)], 10)([(np.dtype(np.float64), (65536,))]), "as many as it has before it counts"
+
+
 def test_a_result_that_another_process_makes_is_not_made(tmp_path: Path) -> None:
     results = SharedResults(tmp_path)
 
