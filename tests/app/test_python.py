@@ -83,7 +83,7 @@ def test_commands_that_change_one_model_are_planned_without_writing(recipe: dict
 @pytest.mark.parametrize("source", [None, 3, b"merge_method: linear\n", ["a"]])
 def test_what_is_no_recipe_is_a_clear_error(source: Any) -> None:
     name = type(source).__name__
-    wrong = rf"a recipe is the path of a file, YAML text, a mapping or a list of mappings, not {name}"
+    wrong = rf"a recipe is the path of a file, YAML text, a mapping or a list of mappings, not {name}. An example"
     with pytest.raises(TypeError, match=wrong):
         weightsmith.plan(source)
     with pytest.raises(TypeError, match=wrong):

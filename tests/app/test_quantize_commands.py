@@ -139,11 +139,16 @@ def test_what_is_wrong_with_a_command_is_one_error(arguments: tuple[str, ...], t
 
 
 def test_an_unknown_format_in_python(model: Path) -> None:
-    listed = r"--format \(format\): must be one of fp8-dynamic, .*gptq-4bit, \d+ others \(weightsmith quantize --list\) "
+    known = r"--format \(format\): must be one of fp8-dynamic, .*gptq-4bit, \d+ others \(weightsmith quantize --list\), not 'x'"
     with pytest.raises(PlanError, match="'fp8' has several variants: write one of fp8-dynamic, fp8-static, fp8-block"):
         weightsmith.quantize("m", "q", "fp8")
-    with pytest.raises(PlanError, match=listed + r"\(did you mean 'gguf-q4_k_m'\?\), not 'gguf-Q4_K_M'"):
+    near = r"'gguf-Q4_K_M' is unknown \(did you mean 'gguf-q4_k_m'\?\); weightsmith quantize --list lists all \d+"
+    with pytest.raises(PlanError, match=near):
         weightsmith.quantize("m", "q", "gguf-Q4_K_M")
+    with pytest.raises(PlanError, match="'bnb-4bit' is unknown: transformers quantises to it when it loads a model"):
+        weightsmith.quantize("m", "q", "bnb-4bit")
+    with pytest.raises(PlanError, match=known):
+        weightsmith.quantize("m", "q", "x")
 
 
 def test_a_model_that_cannot_be_opened_is_named_as_the_argument(model: Path) -> None:

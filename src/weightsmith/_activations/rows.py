@@ -29,7 +29,7 @@ import numpy.typing as npt
 
 from weightsmith._activations.bounded import BoundedScript
 from weightsmith._activations.parquet_script import text_of
-from weightsmith._base.errors import CheckpointError, FormatError, NotFound, ParameterError, Unsupported, first_line
+from weightsmith._base.errors import CheckpointError, FormatError, NotFound, ParameterError, Unsupported, first_line, nearest
 from weightsmith._base.files import expand_user, open_bounded, show
 from weightsmith._base.installation import absent_packages, install_package
 from weightsmith._base.options import option_error
@@ -94,14 +94,25 @@ def text_source(path: str | None, rows: int | None, tokens: int | None, seed: in
         raise option_error(option, what, fix) if option else ParameterError(what, fix=fix)
     file = expand_user(path).absolute()
     if file.suffix not in _READERS:
-        what = f"the text {show(path)} is of an unknown kind"
+        what = f"the text {show(path)} is not a {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]} file"
         itself = "; in Python, a text itself has a space or line break" if option == "text" else ""
-        fix = f"use a file that ends in {', '.join(SUFFIXES)}, or {BUILT_IN}{itself}"
+        fix = f"name such a file, or {BUILT_IN}{itself}"
         raise option_error(option, what, fix) if option else ParameterError(what, fix=fix)
+    if not os.path.lexists(file):
+        raise _no_text(path, file)
     if file.suffix == ".parquet" and find_spec("pyarrow") is None:
         what = "a parquet file needs pyarrow, which is not installed"
         raise Unsupported(what, where=path, fix=f"run {install_package('pyarrow')}, or convert the text to .jsonl")
     return TextSource(str(file), _sha256(file), rows or 0, tokens or TOKENS, seed)
+
+
+def _no_text(path: str, file: Path) -> NotFound:
+    """The error for a text that is not there, with the texts that are."""
+    beside = list[str]()
+    with contextlib.suppress(OSError):
+        beside = sorted(each.name for each in file.parent.iterdir() if each.suffix in _READERS)
+    fix = f"name one of {', '.join(beside[:5])}{', ...' if len(beside) > 5 else ''}" if beside else "check the path"
+    return NotFound(f"no such file{nearest(file.name, beside)}", where=show(path), fix=fix)
 
 
 def rows_of(

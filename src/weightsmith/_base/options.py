@@ -197,10 +197,12 @@ class Option:
             family = [choice for choice in known if choice.startswith(f"{str(checked).casefold()}-")]
             if len(family) > 1:
                 raise ValueError(f"{checked!r} has several variants: write one of {', '.join(family)}")
-            others = f"{len(known) - _LISTED} others" + f" ({self.lists})" * bool(self.lists)
-            listed = ", ".join([*known[:_LISTED], *([others] if len(known) > _LISTED else [])])
             hint = nearest(str(checked), known) if checked not in self.replaced else ""
             instead = f": {self.replaced[checked]}" if checked in self.replaced else ""
+            if self.lists and len(known) > _LISTED and (hint or instead):  # the answer is not at the end of a long list
+                raise ValueError(f"{checked!r} is unknown{hint}{instead}; {self.lists} lists all {len(known)}")
+            others = f"{len(known) - _LISTED} others" + f" ({self.lists})" * bool(self.lists)
+            listed = ", ".join([*known[:_LISTED], *([others] if len(known) > _LISTED else [])])
             raise ValueError(f"must be one of {listed}{hint}, not {checked!r}{instead}")
         wrong = [
             f"{words} {limit:g}"

@@ -83,6 +83,10 @@ class RecipeOptions:
         "Quantised format of the output; `weightsmith quantize --list` lists them",
         choices="_features.quantisation.formats:FORMATS",
         lists="weightsmith quantize --list",
+        replaced=dict.fromkeys(
+            ("bnb", "bnb-4bit", "bnb-8bit", "bitsandbytes", "nf4", "qlora"),
+            "transformers quantises to it when it loads a model, with BitsAndBytesConfig",
+        ),
         details="See [quantised checkpoints](quantize.md).",
         commands=("merge", "moe", "plan", "quantize"),
         spelled={"quantize": "format"},

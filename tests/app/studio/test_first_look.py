@@ -16,7 +16,7 @@ import pytest
 
 from tests.app.studio.models import make
 from tests.app.studio.serving import Studio, serving, start, stop
-from tests.app.studio.visit import Visit
+from tests.app.studio.visit import SLOW_MS, Visit
 from tests.browser_help import browser
 
 __all__ = ["browser"]
@@ -96,11 +96,14 @@ def test_without_models_the_demos_are_the_next_step(browser: Any, tmp_path: Path
     (tmp_path / "adapters").mkdir()
     with serving(tmp_path.resolve()) as studio, Visit(browser, studio.address, width) as visit:
         visit.has("#found", "No models were found")
-        assert not visit.page.locator("#find-first").is_visible()
         visit.fine()
-        visit.page.click("#example-here")
+        buttons = visit.page.get_by_role("button", name="Use the demo's models")
+        assert buttons.count() == 1, "one next step"
+        assert not visit.page.get_by_role("button", name="Find a good merge").count()
+        buttons.click()
         visit.has("#cards", "/demo/german")
-        assert not visit.page.locator("#example-here").is_visible()
+        visit.step("models")
+        assert not buttons.count()
         visit.until("!document.querySelector('#merge').disabled")
         visit.fine()
 
@@ -397,3 +400,20 @@ def test_a_connection_that_was_lost_in_between_is_made_again(browser: Any, studi
         page.locator("#dead").wait_for()
         page.locator("#dead").wait_for(state="hidden")
         visit.saved()
+
+
+def test_a_report_that_is_there_before_the_answer_stays(browser: Any, studio: Studio) -> None:
+    """As on a slow link: the comparison is done when the page learns that it has begun."""
+    with Visit(browser, studio.address) as visit:
+        page = visit.page
+        visit.write(RECIPE)
+        visit.until("!document.querySelector('#merge').disabled")
+        late: list[Any] = []
+        page.route("**/do/look", lambda route: late.append((route, route.fetch())))
+        page.click("#look")
+        page.locator("#frame iframe").wait_for(state="attached", timeout=SLOW_MS)
+        route, answer = late[0]
+        route.fulfill(response=answer)
+        page.locator("#report").wait_for()
+        assert page.locator("#frame iframe").is_visible()
+        visit.fine()

@@ -570,7 +570,7 @@ def test_an_activation_that_is_not_finite_is_one_error(tmp_path: Path) -> None:
     [
         ({"calibration_rows": 1000}, "tokens, but 1,000 rows of 16 take 16,000"),
         ({"calibration": "no_such_file.txt"}, "no_such_file.txt"),
-        ({"calibration": "text.doc"}, "unknown kind"),
+        ({"calibration": "text.doc"}, "not a .txt, .jsonl or .parquet file"),
         ({"calibration": "Hello, a text."}, "Save the text in a .txt file"),
         ({"calibration": "broken.jsonl"}, "line 2 is not JSON"),
         ({"calibration": "deep.jsonl"}, "line 1 is JSON nested too deeply"),

@@ -113,7 +113,7 @@ def test_every_problem_of_the_texts_is_reported_at_once_where_it_is() -> None:
     source = recipe(a={"file": "a.md"}, b=short("b", rows=400), alpha=2)
     found = refused(source)
     assert len(found) == 3, found
-    assert any(each.startswith("models[0].text: the text 'a.md' is of an unknown kind") for each in found)
+    assert any(each.startswith("models[0].text: the text 'a.md' is not a .txt, .jsonl or .parquet file") for each in found)
     assert any(each.startswith("models[1].text: the text has") for each in found)
 
 

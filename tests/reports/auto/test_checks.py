@@ -62,7 +62,7 @@ def test_all_bad_texts_are_named_together(work: Path) -> None:
     assert "short.txt: the text has 2 rows of 32 tokens, and 8 are needed" in message
     message = refused(FINE_TUNES, text={"fr": "none.txt", "de": "fr"})
     assert "none.txt" in message
-    assert "the text 'fr' is of an unknown kind" in message
+    assert "the text 'fr' is not a .txt, .jsonl or .parquet file" in message
 
 
 def test_a_copy_of_another_model_is_found_by_its_weights(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:

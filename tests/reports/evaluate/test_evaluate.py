@@ -224,10 +224,11 @@ def test_what_cannot_be_evaluated_is_one_error_before_tensors_are_read(work: Pat
     assert "a text needs the model's tokenizer.json" in refused("mute", text="t.txt")
     assert "it is not a decoder with a config.json" in refused("bare", text="t.txt")
     assert "transformers cannot build a model of type 'nosuch'" in refused("unknown", text="t.txt")
-    assert "--text (text): the text 'no.md' is of an unknown kind" in refused("a", text="no.md")
+    assert "--text (text): the text 'no.md' is not a .txt, .jsonl or .parquet file" in refused("a", text="no.md")
     recipe = {"merge_method": "linear", "models": [{"model": "a"}, {"model": "b"}]}
     other = recipe | {"merge_method": "karcher"}
     assert "two recipes have the name 'recipe'" in refused(recipe, other, text="t.txt")
+    assert "Pass them one by one: evaluate(*models" in refused(["a", "b"], text="t.txt")
     both = refused("mute", "bare", text="t.txt")
     assert "tokenizer.json" in both
     assert "not a decoder" in both
@@ -323,6 +324,7 @@ def test_a_result_that_cannot_be_evaluated_is_refused_before_work(work: Path, cl
     ran = cli("merge", "ties.yml", "merged", "--evaluate", "none.txt")
     assert ran.code == 1
     assert "none.txt: no such file" in ran.err
+    assert "-> Name one of " in ran.err
     assert "Nothing was written" in ran.err
     ran = cli("quantize", "a", "s3://bucket/out", "--format", "fp8-dynamic", "--evaluate", "t.txt")
     assert "--evaluate reads the result before it is published" in ran.err
@@ -495,7 +497,9 @@ def test_a_text_may_be_a_string_or_several(work: Path) -> None:
 
 
 def test_a_string_that_may_be_a_wrong_path_is_not_a_text(work: Path) -> None:
-    with pytest.raises(PlanError, match=r"'notes' is of an unknown kind\n.*a text itself has a space or line break"):
+    with pytest.raises(
+        PlanError, match=r"'notes' is not a .txt, .jsonl or .parquet file\n.*a text itself has a space or line break"
+    ):
         weightsmith.evaluate("a", text="notes", progress=False)
     with pytest.raises(PlanError, match=r"my notes\.txt"):
         weightsmith.evaluate("a", text="my notes.txt", progress=False)

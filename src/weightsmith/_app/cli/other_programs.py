@@ -116,6 +116,7 @@ COMMANDS: Mapping[str, str] = {
 
 _RECIPE_KEY = "write {name}: in the recipe. For a single run: --set {name}=VALUE"
 
+MODEL_FLAGS = ("--models", "--base")
 LORA_FLAGS = ("--lora", "--adapter", "--lora-path")
 OUT_FLAGS = ("-o", "--out", "--output", "--outfile", "--out-dir", "--output-dir", "--save", "--out_path")
 OPTIONS: Mapping[str, str] = {
@@ -124,9 +125,7 @@ OPTIONS: Mapping[str, str] = {
     **dict.fromkeys(("--method", "--merge-method", "-m"), "write merge_method: in the recipe; weightsmith methods lists all"),
     **{f"--{name}": _RECIPE_KEY.format(name=name) for name in ("weight", "density", "lambda", "t", "epsilon", "gamma")},
     "--alpha": "write weight: in the recipe, or t: for slerp. For a single run: --set weight=VALUE",
-    **dict.fromkeys(
-        ("--models", "--base"), "write models into the recipe: weightsmith init --base MODEL --model MODEL writes one"
-    ),
+    **dict.fromkeys(MODEL_FLAGS, "write models into the recipe: weightsmith init --base MODEL --model MODEL writes one"),
     **dict.fromkeys(("--dtype", "--out-type", "--torch-dtype", "--precision"), "use --out-dtype DTYPE, such as bfloat16"),
     **dict.fromkeys(("--fp16", "--half", "--float16"), "use --out-dtype float16"),
     **dict.fromkeys(("--bf16", "--bfloat16"), "use --out-dtype bfloat16"),
@@ -152,7 +151,7 @@ OPTIONS: Mapping[str, str] = {
     ),
     **dict.fromkeys(
         ("--intermediate-dir", "--lazy", "--no-lazy"),
-        "leave it out: the intermediate merges of a recipe are computed on the fly, and take no disk space",
+        "leave it out: the intermediate merges of a recipe are computed on the fly. To write them too: --keep-stages",
     ),
     **dict.fromkeys(("--resume", "--continue"), "repeat the command that was interrupted: it resumes by itself"),
 }
@@ -212,6 +211,12 @@ def for_option(option: str, known: Sequence[str], arguments: Sequence[str]) -> s
     if option in _FORMATS:
         flag = next((name for name in ("--format", "--quantize") if name in known), "")
         return _FORMAT.format(flag=flag, example=_FORMATS[option]) if flag else ""
+    if option == "--format" and "--quantize" in known:
+        return "use --quantize FORMAT for the format of the output, and --json for a result in JSON"
+    if OPTIONS.get(option) == OPTIONS["--dry-run"] and "--plan" in known:
+        return "use --plan"
+    if option in (*MODEL_FLAGS, *RUN_FLAGS) and "RECIPE" not in arguments:
+        return f"write {' '.join(arguments)} without flags, as in the usage" if "MODEL" in " ".join(arguments) else ""
     answer = OPTIONS.get(option, "")
     needed = [word.rstrip(".,;:=") for word in answer.split() if word.startswith("--")][:1]
     if answer.startswith("use --") and needed and needed[0] not in (*known, "--help"):

@@ -43,8 +43,9 @@ export class Mix {
     // Without models, the demo's are the way on.
     $("example-here").hidden = models.length > 0 || Boolean(this.link.text.trim());
     $("example").classList.toggle("act", !models.length);
-    $("find-first").hidden = !models.length;
-    $("found").textContent = models.length ? `${found.length} of ${models.length} models${found.length > MAX_CARDS ? `, the first ${MAX_CARDS} are shown` : ""}` : "No models were found in these folders. Start the studio with the folders of your models, or use the demo's models. Links to other folders are not followed.";
+    for (const id of ["find-first", "start-how"]) $(id).hidden = !models.length;
+    $("start-empty").hidden = models.length > 0;
+    $("found").textContent = models.length ? `${found.length} of ${models.length} models${found.length > MAX_CARDS ? `, the first ${MAX_CARDS} are shown` : ""}` : "No models were found. Start the studio with the folders of your models: weightsmith studio FOLDER. Links to other folders are not followed.";
     const { base, models: used } = this.draft, focused = document.activeElement?.closest?.("#cards li")?.dataset.ref, button = document.activeElement?.dataset?.act;
     $("cards").replaceChildren(...found.slice(0, MAX_CARDS).map(each => this.card(each, base, used)));
     if (focused && button) $("cards").querySelector(`li[data-ref="${CSS.escape(focused)}"] [data-act="${button}"]`)?.focus();

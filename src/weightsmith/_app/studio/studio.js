@@ -121,7 +121,12 @@ const actions = {
     const { id } = link.state.studio;
     try { return await link.post(action, given); } catch (error) { refused(error.html || (id === link.state.studio.id ? SILENT : AGAIN)); return null; }
   },
-  async look(models) { if (await actions.do("look", { models })) { $("frame").replaceChildren(); show("report"); } },
+  async look(models) {
+    const shown = [...$("frame").childNodes];
+    $("frame").replaceChildren();  // now: on a slow link, the report may be there before the answer
+    if (await actions.do("look", { models })) show("report");
+    else if (!$("frame").childElementCount) $("frame").replaceChildren(...shown);
+  },
   async try() {
     const version = await actions.version();
     if (version === null) return;

@@ -84,7 +84,8 @@ def read_source(source: Source, *, lenient: bool) -> WrittenRecipe | Weightsmith
         return WrittenRecipe(documents, "---\n".join(document.text for document in documents), "recipe")
     if not isinstance(source, str | os.PathLike):
         what = "a recipe is the path of a file, YAML text, a mapping or a list of mappings"
-        raise TypeError(f"{what}, not {type(source).__name__}")
+        example = "{'merge_method': 'linear', 'models': [{'model': 'a'}, {'model': 'b'}], 'parameters': {'weight': 1}}"
+        raise TypeError(f"{what}, not {type(source).__name__}. An example of a mapping: {example}")
     if isinstance(source, str) and "\n" in source:
         name = "<stdin>" if isinstance(source, StandardInput) else "<text>"
         return WrittenRecipe(read_yaml(source, name, lenient=lenient), source, name, (name, source))

@@ -174,7 +174,10 @@ def _check_output(out: str, *, overwrite: bool) -> Path:
     path = expand_user(out).absolute()
     if path.suffix != ".jsonl":
         raise ParameterError(
-            "the output is a text file, whose name ends in .jsonl", where=out, fix=f"write {out}.jsonl", state=NOTHING_WRITTEN
+            "the output is a text file, whose name ends in .jsonl",
+            where=out,
+            fix=f"write {Path(out).with_suffix('.jsonl')}",
+            state=NOTHING_WRITTEN,
         )
     if not path.parent.is_dir():
         raise StoreError(f"there is no folder {path.parent}", where=out, fix="create it", state=NOTHING_WRITTEN)

@@ -109,6 +109,8 @@ def named(models: Sequence[Named], reference: Named | None) -> dict[str, Named]:
     """Models by name, the reference first. Raises ParameterError for two recipes of one name."""
     models_by_name = dict[str, Named]()
     for model in (*([] if reference is None else [reference]), *models):
+        if isinstance(model, list | tuple):
+            raise ParameterError("a list of models was given", fix="pass them one by one: evaluate(*models, text=…)")
         name = name_of(model)
         if isinstance(model, Mapping) and models_by_name.setdefault(name, model) != model:
             what = f"two recipes have the name '{name}'"
