@@ -17,7 +17,7 @@ left. No model is trained on English pages.
 Training. LoRA of rank 8 on the seven linear layers of each decoder layer: adapters in float32, the base in bf16. They are
 added to its weights in float32, and rounded to bf16 once. The loss is the cross-entropy over the tokens that the three training
 texts hold, not over all 262,144: the head is most of the work of this model. One thread, fixed seeds: the same machine and the
-same packages give the same bytes.
+same packages give the same bytes. It takes a processor with bfloat16 instructions: without them, a step takes minutes.
 """
 
 from __future__ import annotations

@@ -222,8 +222,10 @@ class WatchedWorkers:
         theirs.close()
         try:
             token = self._ask("", options)
-        except BaseException:
+        except BaseException as error:
             self._end()
+            if isinstance(error, WorkerLost):
+                error.state = NOTHING_WRITTEN
             raise
         if token:
             know(token)

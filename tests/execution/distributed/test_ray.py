@@ -21,7 +21,7 @@ from tests.execution.test_run import files
 from tests.output_help import tree
 from tests.outputs.bucket.conftest import front, moto, new_server, ports, spool
 from weightsmith._app.cli.failures import Exit, exit_code
-from weightsmith._base.errors import NonFinite, ParameterError, WeightsmithError, WorkerLost
+from weightsmith._base.errors import NOTHING_WRITTEN, NonFinite, ParameterError, WeightsmithError, WorkerLost
 from weightsmith._base.installation import install
 from weightsmith._execution import on_ray
 from weightsmith._execution.options import RunOptions
@@ -218,6 +218,14 @@ def test_a_cluster_that_does_not_start_is_no_mistake_of_the_recipe(
     with pytest.raises(error, match="timed out during startup") as raised, on_ray.RayWorkers.connect(RunOptions(ray=address)):
         pass
     assert exit_code(raised.value) == (Exit.INPUT_FAILED if error is WorkerLost else Exit.PROBLEMS)
+
+
+def test_ray_dies_while_the_command_joins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_ray, "_SERVE", "raise SystemExit(len('{fd}{path!s:.0}'))")
+    with pytest.raises(WorkerLost, match="Ray has ended the process") as raised:
+        on_ray.WatchedWorkers(RunOptions(ray="local"))
+    assert raised.value.state == NOTHING_WRITTEN
+    assert exit_code(raised.value) == Exit.INPUT_FAILED
 
 
 def test_a_client_s_address_is_refused(here: Path) -> None:
