@@ -813,7 +813,7 @@ def test_tensors_tokenizers_and_numbers_that_do_not_fit(model: Path) -> None:
         "--imatrix (imatrix): not a setting of gguf-q8_0, which reads --metadata (metadata), --mmproj (mmproj), --tensor-type"
         in refused(imatrix="x")
     )
-    assert "(did you mean 'gguf-q4_k_m'?), not 'gguf-q4_k'" in refused("q4_k")
+    assert "'gguf-q4_k' is unknown (did you mean 'gguf-q4_k_m'?)" in refused("q4_k")
 
 
 def test_unknown_tensors(model: Path) -> None:
