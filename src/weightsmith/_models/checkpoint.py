@@ -273,7 +273,7 @@ class Checkpoint(NamedTensors, Closing):
         specs, kept = self.specs, dict(self.specs)
         for name, spec in specs.items():
             if (dtype := self.natural_dtype(name)) is not spec.dtype:
-                kept[name] = replace(spec, dtype=dtype)
+                kept[name] = TensorSpec(spec.name, dtype, spec.shape)
         return kept
 
     def preferred_rows(self, name: str) -> int:

@@ -378,8 +378,7 @@ def _weight(
         row = _row_of(stored, spec, scale, name, scheme)
         if row is not None:
             index = name + INDEX if scheme.shaped and name + INDEX in specs else ""
-            weight = replace(_described(name, spec, row[0], scale.name, scheme, dtype), index=index, loose=row[1])
-            weight = replace(weight, stored=(*weight.stored, index)) if index else weight
+            weight = _described(name, spec, row, scale.name, scheme, dtype, index)
             candidates.setdefault(weight, []).append(scheme.group)
     fitting_scales = {weight: groups for weight, groups in candidates.items() if scale.shape in _spellings(weight.grid)}
     choices = _chosen(stored, group_of, fitting_scales)
@@ -510,17 +509,18 @@ def _check_part(
     raise damaged(f"{show(name)} is {stored_part}, and the codes {show(codes.name)} need it to be {needed}", where)
 
 
-def _described(name: str, spec: TensorSpec, cols: int, scale: str, scheme: Scheme, dtype: DType) -> ScaledWeight:
-    """A weight as a scheme describes it; whether the scales fit is for the caller to check."""
-    rows = spec.shape[0]
+def _described(
+    name: str, spec: TensorSpec, row: tuple[int, bool], scale: str, scheme: Scheme, dtype: DType, index: str
+) -> ScaledWeight:
+    """A weight as a scheme describes it; whether the scales fit is for the caller to check. row: as `_row_of` returns it."""
+    rows, (cols, loose) = spec.shape[0], row
     ends = (SHAPE, scheme.shaped), (DIVISOR, scheme.divided), (FACTOR, scheme.multiplied), (ZEROS, scheme.zeroed)
     extent, divisor, factor, zeros = others = [name + end if has else "" for end, has in ends]
     block = scheme.block_of(rows, cols)  # which makes different names of the same block equal
-    stored = spec.name, scale, *filter(None, others)
-    weight = ScaledWeight(
-        TensorSpec(name, F32, (rows, cols)), stored, dtype, scheme.kind, block, extent, divisor, factor, zeros
-    )
-    return replace(weight, inverse=scheme.inverse)
+    stored = spec.name, scale, *filter(None, (*others, index))
+    whole = TensorSpec(name, F32, (rows, cols))
+    parts = extent, divisor, factor, zeros, index
+    return ScaledWeight(whole, stored, dtype, scheme.kind, block, *parts, loose, scheme.inverse)
 
 
 def _spellings(grid: tuple[int, int]) -> list[tuple[int, ...]]:
