@@ -308,6 +308,35 @@ def test_two_towers_of_a_contrastive_model_have_no_main_stack() -> None:
     assert set(s.modules) == {"text_model", "vision_model", "logit_scale"}
 
 
+PATCHES = "embeddings.patch_embedding.weight"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "first", "kind"),
+    [
+        ("siglip_vision_model", PATCHES, "vision"),
+        ("vit", "embeddings.cls_token", "vision"),
+        ("audio-spectrogram-transformer", "embeddings.patch_embeddings.projection.weight", "audio"),
+        ("beit", "embeddings.patch_embeddings.projection.weight", "vision"),
+        ("clip_text_model", "embeddings.token_embedding.weight", "encoder"),
+        ("bert", "embeddings.word_embeddings.weight", "encoder"),
+        ("wav2vec2", "feature_projection.projection.weight", "encoder"),
+    ],
+)
+def test_layers_of_a_tower_saved_alone_are_of_its_kind(model_type: str, first: str, kind: str) -> None:
+    s = structure([first, *layers("encoder.layers.", 3)], {"model_type": model_type, "num_hidden_layers": 3})
+    assert [stack.kind for stack in s.stacks] == [kind]
+    assert s.main is s.stacks[0]
+    assert list(s.modules) == ["model"]
+
+
+@pytest.mark.parametrize("model_type", ["whisper", "vision-encoder-decoder", "vit_mae"])
+def test_an_encoder_with_a_decoder_is_no_tower_alone(model_type: str) -> None:
+    names = [PATCHES, *layers("encoder.layers.", 3), *layers("decoder.layers.", 2)]
+    config = {"model_type": model_type, "encoder_layers": 3, "decoder_layers": 2}
+    assert [stack.kind for stack in structure(names, config).stacks] == ["encoder", "decoder"]
+
+
 def test_unknown_module_names_the_nearest() -> None:
     s = structure(QWEN2_VL_OLD, QWEN2_VL_CONFIG)
     with pytest.raises(UnknownName, match="did you mean 'text_decoder'") as caught:

@@ -301,6 +301,32 @@ def test_a_composed_model_matches_itself_whatever_release_saved_it(first: str, s
     assert warnings(p) == []
 
 
+def clip(folder: Path, seed: int) -> str:
+    """Both towers, of equal sizes."""
+    towers = {
+        n.replace("model.layers.", f"{part}.encoder.layers."): t
+        for part in ("text_model", "vision_model")
+        for n, t in decoder(seed=seed).items()
+        if ".layers." in n
+    }
+    settings = {"model_type": "clip", "text_config": config(), "vision_config": {"num_hidden_layers": 2}}
+    return str(write_checkpoint(folder, towers, settings))
+
+
+@pytest.mark.parametrize("begin", ["", "vision_model."])
+@pytest.mark.parametrize("first", ["tower", "whole"])
+def test_a_tower_saved_alone_is_merged_with_that_of_a_whole_model(first: str, begin: str, tmp_path: Path) -> None:
+    layers = {n.replace("model.", f"{begin}encoder."): t for n, t in decoder(seed=1).items() if ".layers." in n}
+    settings = {"model_type": "clip_vision_model", "num_hidden_layers": 2}
+    models = {"tower": str(write_checkpoint(tmp_path / "a", layers, settings)), "whole": clip(tmp_path / "b", 0)}
+    p = plan(linear(models[first], *(model for name, model in models.items() if name != first)))
+    merged = [names for _, names in sorted(sources(p).items()) if len(names) == 2]
+    assert len(merged) == len(layers)
+    for names in merged:
+        tower, whole = sorted((name for _, name in names), key=lambda name: name.startswith("vision_model.encoder"))
+        assert whole == "vision_model." + tower.removeprefix("vision_model.")
+
+
 def test_models_with_nothing_in_common_are_refused(tmp_path: Path) -> None:
     a = plan_help.model(tmp_path / "a")
     bert = {f"encoder.layer.{i}.attention.query.weight": decoder()["lm_head.weight"] for i in range(2)}

@@ -304,7 +304,8 @@ def find_stacks(names: Sequence[str], config: Mapping[str, Any] | None) -> tuple
             else:
                 accepted[prefix] = stack
         depth += 1
-    return _settle_kinds(_settle_mirrors(tuple(accepted.values()), config or {})), tuple(loose)
+    stacks = _settle_kinds(_settle_mirrors(tuple(accepted.values()), config or {}))
+    return _settle_lone_towers(stacks, loose, config or {}), tuple(loose)
 
 
 def _collect(names: Iterable[str], depth: int) -> tuple[dict[str, _Candidate], list[str]]:
@@ -388,6 +389,35 @@ def _settle_kinds(stacks: tuple[Stack, ...]) -> tuple[Stack, ...]:
         else stack
         for stack in stacks
     )
+
+
+_TOKEN_TABLE = re.compile(
+    r"(^|\.)(embed_tokens|wte|word_embeddings?|tok_embeddings|embed_in|shared|token_embedding|tokens_embed|text_\w+)\."
+)
+_PATCHES = re.compile(r"(^|[._])patch_embed")
+
+
+def _settle_lone_towers(stacks: tuple[Stack, ...], loose: Iterable[str], config: Mapping[str, Any]) -> tuple[Stack, ...]:
+    """The layers of a tower saved alone are of its kind, although no prefix says so: `encoder.layers.` of CLIP's vision model.
+
+    By `model_type`, else by embeddings of patches. A model with embeddings of tokens is no tower.
+    """
+    named = config.get("model_type")
+    kinds = {stack.kind for stack in stacks}
+    if not isinstance(named, str) or {"encoder", "decoder"} <= kinds or not kinds & {"encoder", "decoder"}:
+        return stacks
+    loose = tuple(loose)
+    if any(map(_TOKEN_TABLE.search, loose)):
+        return stacks
+    senses = words(named.replace("-", "_")) & _OTHER_PARTS
+    if len(senses) == 1:
+        kind: StackKind = "audio" if "audio" in senses else "vision"
+    elif any(map(_PATCHES.search, loose)):
+        kind = "vision"
+    else:
+        return stacks
+    alone = (stack.kind == "encoder" or (stack.kind == "decoder" and "decoder" not in words(stack.prefix)) for stack in stacks)
+    return tuple(replace(stack, kind=kind) if changes else stack for stack, changes in zip(stacks, alone, strict=True))
 
 
 def main_stack(stacks: Sequence[Stack]) -> Stack | None:
