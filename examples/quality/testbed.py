@@ -14,10 +14,11 @@ split (train, tune, eval) by the hash of its name, in all languages. Then a para
 whole line or paragraph of 30 characters. Several pages have the same sentences, and translated pages hold English that was
 left. No model is trained on English pages.
 
-Training. LoRA of rank 8 on the seven linear layers of each decoder layer: adapters in float32, the base in bf16. They are
-added to its weights in float32, and rounded to bf16 once. The loss is the cross-entropy over the tokens that the three training
-texts hold, not over all 262,144: the head is most of the work of this model. One thread, fixed seeds: the same machine and the
-same packages give the same bytes. It takes a processor with bfloat16 instructions: without them, a step takes minutes.
+Training. LoRA of rank 8 on the seven linear layers of each decoder layer: adapters in float32, the base in bf16. A processor
+without instructions for bf16 would take minutes for a step: there, the base is in float32, and the fine-tunes come out a little
+different. The adapters are added to the weights in float32, and rounded to bf16 once. The loss is the cross-entropy over the
+tokens that the three training texts hold, not over all 262,144: the head is most of the work of this model. One thread, fixed
+seeds: the same machine and the same packages give the same bytes.
 """
 
 from __future__ import annotations
@@ -215,16 +216,18 @@ def _save_fine_tune(name: str, base: Path, train: Path, out: Path) -> None:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from weightsmith._activations.decoder.forward import fast_arithmetic
+
     torch.set_num_threads(1)
     torch.manual_seed(SEEDS[name])
     tokenizer = AutoTokenizer.from_pretrained(base, trust_remote_code=False)
     ids = {domain: tokenizer((train / f"{domain}.txt").read_text(encoding="utf-8"))["input_ids"] for domain in FINE_TUNES}
     model = AutoModelForCausalLM.from_pretrained(
-        base, dtype=torch.bfloat16, attn_implementation="eager", trust_remote_code=False
+        base, dtype=getattr(torch, fast_arithmetic("cpu")), attn_implementation="eager", trust_remote_code=False
     )
     model = get_peft_model(model, LoraConfig(r=8, lora_alpha=16, target_modules=list(LINEARS), task_type="CAUSAL_LM"))
     _train(name, model, _batches(ids[name], tokenizer.bos_token_id), _known(ids.values()))
-    model.merge_and_unload().save_pretrained(out)
+    model.merge_and_unload().to(torch.bfloat16).save_pretrained(out)
     tokenizer.save_pretrained(out)
 
 
@@ -255,7 +258,7 @@ def _train(name: str, model: Any, batches: Iterator[Any], known: Any) -> None:
 
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=0.0)
-    head = model.get_output_embeddings().weight.detach()[known]  # bf16 [known, hidden]
+    head = model.get_output_embeddings().weight.detach()[known]  # [known, hidden]
     decoder = model.get_base_model().model
     for step, rows in enumerate(islice(batches, STEPS)):
         for group in optimizer.param_groups:

@@ -174,6 +174,25 @@ def test_an_option_under_another_name_in_python(model: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("plan", ("m.yml",)),
+        ("plan_quantize", ("m", "int8")),
+        ("plan_dequantize", ("m",)),
+        ("plan_extract_lora", ("m", "m")),
+        ("plan_convert_lora", ("m",)),
+        ("plan_transplant_tokenizer", ("m", "m")),
+    ],
+)
+def test_an_option_of_runs_is_none_of_plans(name: str, arguments: tuple[str, ...]) -> None:
+    said = rf"^{name}\(\) has no option 'threads': it is an option of runs; leave it out of the plan$"
+    with pytest.raises(TypeError, match=said):
+        getattr(weightsmith, name)(*arguments, threads=2)
+    with pytest.raises(TypeError, match=rf"^{name}\(\) has no option 'nonsense'$"):
+        getattr(weightsmith, name)(*arguments, nonsense=2)
+
+
+@pytest.mark.parametrize(
     ("given", "message"),
     [
         ({"format": None}, r"--format \(format\): must be a string, not None"),

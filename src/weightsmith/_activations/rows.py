@@ -112,7 +112,7 @@ def _no_text(path: str, file: Path) -> NotFound:
     with contextlib.suppress(OSError):
         beside = sorted(each.name for each in file.parent.iterdir() if each.suffix in _READERS)
     fix = f"name one of {', '.join(beside[:5])}{', ...' if len(beside) > 5 else ''}" if beside else "check the path"
-    return NotFound(f"no such file{nearest(file.name, beside)}", where=show(path), fix=fix)
+    return NotFound(f"no such file{nearest(file.name, beside)}", where=show(str(expand_user(path))), fix=fix)
 
 
 def rows_of(

@@ -37,7 +37,7 @@ def plan(recipe: Source, **options: Unpack[PlanKeywords]) -> Plan:
 
     Raises PlanError with all problems of the recipe and the models.
     """
-    planning, settings = read_options("plan", options, RecipeOptions, QuantizeSettings)
+    planning, settings = read_options("plan", options, RecipeOptions, QuantizeSettings, planner="plan")
     with prepare_any(recipe, planning, settings, check=True) as prepared:
         return prepared.plan
 
@@ -65,7 +65,7 @@ def merge(
     """
     planning, settings, running = read_options("merge", options, *_ALL)
     prepare = partial(prepare_any, recipe, planning, settings, command="merge")
-    return make(prepare, "merging", out, running, progress, rechecking)
+    return make(prepare, "merging", out, running, progress, rechecking, "--quantize")
 
 
 @lists_options("moe", *_ALL)
@@ -87,7 +87,7 @@ def moe(
     """
     planning, settings, running = read_options("moe", options, *_ALL)
     prepare = partial(prepare_any, recipe, planning, settings, command="moe")
-    return make(prepare, "copying", out, running, progress, rechecking)
+    return make(prepare, "copying", out, running, progress, rechecking, "--quantize")
 
 
 @lists_options("quantize", *_ALL, besides=("format",))
@@ -112,7 +112,8 @@ def quantize(
     ('fp8-dynamic',)
     """
     planning, settings, running = read_options("quantize", {"format": format, **options}, *_ALL)
-    return make(lambda: prepare_copy(model, planning, settings), "quantising", out, running, progress, rechecking)
+    prepare = partial(prepare_copy, model, planning, settings)
+    return make(prepare, "quantising", out, running, progress, rechecking, "--format")
 
 
 @lists_options("dequantize", *_ALL)
@@ -137,7 +138,8 @@ def dequantize(
 @lists_options("quantize", RecipeOptions, QuantizeSettings, besides=("format",))
 def plan_quantize(model: str | os.PathLike[str], format: str, **options: Unpack[PlanKeywords]) -> Plan:
     """Plan what `quantize` writes. Reads only headers and writes nothing. Raises PlanError as `quantize` does."""
-    planning, settings = read_options("quantize", {"format": format, **options}, RecipeOptions, QuantizeSettings)
+    values = {"format": format, **options}
+    planning, settings = read_options("quantize", values, RecipeOptions, QuantizeSettings, planner="plan_quantize")
     with prepare_copy(model, planning, settings) as prepared:
         return prepared.plan
 
@@ -145,7 +147,7 @@ def plan_quantize(model: str | os.PathLike[str], format: str, **options: Unpack[
 @lists_options("dequantize", RecipeOptions, QuantizeSettings)
 def plan_dequantize(model: str | os.PathLike[str], **options: Unpack[PlanKeywords]) -> Plan:
     """Plan what `dequantize` writes. Reads only headers and writes nothing. Raises PlanError as `dequantize` does."""
-    planning, settings = read_options("dequantize", options, RecipeOptions, QuantizeSettings)
+    planning, settings = read_options("dequantize", options, RecipeOptions, QuantizeSettings, planner="plan_dequantize")
     with prepare_copy(model, planning, settings) as prepared:
         return prepared.plan
 
@@ -170,10 +172,12 @@ def run(
     Everything else is as for `merge`. Relative paths of models start at the current folder, as in the recipe. Raises PlanError
     if the models are not those of the plan.
     """
+    from weightsmith._outputs.local import check_not_a_file
     from weightsmith._planning.planner.reopen import load_plan, reopen
 
     began = time.monotonic()
     (running,) = read_options("run", options, RunOptions)
+    check_not_a_file(out)
     with reopen(plan if isinstance(plan, Plan) else load_plan(plan), allow_code=allow_code) as prepared:
         with _watched("running", prepared, progress, rechecking, out, running) as watching:
             if part is not None:
@@ -191,9 +195,17 @@ def make(
     running: RunOptions,
     progress: Watching,
     rechecking: Callable[[int, int], None] | None,
+    format_flag: str = "",
 ) -> Merged:
-    """Plan, run and publish. doing: the verb of the work, for the progress bar."""
+    """Plan, run and publish.
+
+    doing        the verb of the work, for the progress bar
+    format_flag  chooses the format of the output; "" if nothing does
+    """
+    from weightsmith._outputs.local import check_not_a_file
+
     began = time.monotonic()
+    check_not_a_file(out, format_flag)
     with prepare() as prepared, _watched(doing, prepared, progress, rechecking, out, running) as watching:
         return _execute(prepared, out, running, watching, began)
 

@@ -54,7 +54,7 @@ def plan_extract_lora(
     """Plan what `extract_lora` decomposes and compares. Reads only headers and writes nothing. Raises PlanError as it does."""
     from weightsmith._features.adapters.extract import prepare_extraction
 
-    (settings,) = read_options("extract_lora", options, ExtractSettings)
+    (settings,) = read_options("extract_lora", options, ExtractSettings, planner="plan_extract_lora")
     with prepare_extraction(finetuned, base, settings) as prepared:
         return prepared.plan
 
@@ -88,7 +88,7 @@ def plan_convert_lora(adapter: str | os.PathLike[str], **options: Unpack[Convert
     """Plan what `convert_lora` writes. Reads only headers and writes nothing. Raises PlanError as `convert_lora` does."""
     from weightsmith._features.adapters.convert import prepare_conversion
 
-    (settings,) = read_options("convert_lora", options, ConvertSettings)
+    (settings,) = read_options("convert_lora", options, ConvertSettings, planner="plan_convert_lora")
     with prepare_conversion(adapter, settings) as prepared:
         return prepared.plan
 
@@ -131,7 +131,7 @@ def plan_transplant_tokenizer(
     """
     from weightsmith._features.transplant.plan import prepare_transplant
 
-    (settings,) = read_options("transplant_tokenizer", options, TransplantSettings)
+    (settings,) = read_options("transplant_tokenizer", options, TransplantSettings, planner="plan_transplant_tokenizer")
     with prepare_transplant(model, donor, settings) as prepared:
         return prepared.plan
 

@@ -10,6 +10,7 @@ import contextlib
 import errno
 import io
 import os
+import re
 import reprlib
 import stat
 import threading
@@ -52,16 +53,28 @@ def expand_user(name: str | os.PathLike[str]) -> Path:
     return Path(os.path.expanduser(name))  # noqa: PTH111  Path.expanduser raises where there is no home
 
 
-def from_windows(name: str) -> str:
-    r"""A Windows path as it is written here, drives as WSL mounts them; an empty string for other paths.
+def fix_for_windows_path(name: str) -> str:
+    r"""What to write in place of a Windows path: its name here, with drives as WSL mounts them. "" for other paths.
 
-    >>> from_windows(r"C:\Users\me"), from_windows("D:/models"), from_windows(r".\models"), from_windows("org/name")
-    ('/mnt/c/Users/me', '/mnt/d/models', './models', '')
+    >>> fix_for_windows_path(r".\models"), fix_for_windows_path(r"\\wsl$\Ubuntu\home\me\fr"), fix_for_windows_path("org/name")
+    ('Write ./models.', 'Write /home/me/fr.', '')
+    >>> fix_for_windows_path(r"\\server\share\fr")
+    'Mount the shared folder, and write its path here.'
     """
-    drive, colon, rest = name.partition(":")
-    if colon and len(drive) == 1 and drive.isascii() and drive.isalpha() and rest[:1] in ("\\", "/"):
-        return f"/mnt/{drive.lower()}{rest}".replace("\\", "/")
-    return name.replace("\\", "/") if "\\" in name else ""
+    path = name.replace("\\", "/")
+    if linux := _WSL.match(path):
+        return f"Write {linux[1] or '/'}."
+    if name.startswith("\\\\"):
+        return "Mount the shared folder, and write its path here."
+    drive, colon, rest = path.partition(":")
+    if colon and len(drive) == 1 and drive.isascii() and drive.isalpha() and rest.startswith("/"):
+        mount = f"/mnt/{drive.lower()}"
+        return f"Write {mount}{rest}." if is_folder(Path(mount)) else "Mount the drive, and write its path here."
+    return f"Write {path}." if path != name else ""
+
+
+_WSL = re.compile(r"//(?:wsl\$|wsl\.localhost)/[^/]+(/.*)?$", re.IGNORECASE)
+"""The files of a Linux in WSL, as Windows names them."""
 
 
 def exists(path: Path) -> bool:

@@ -29,10 +29,11 @@ GROUPS = (
 )
 """Headings of options in help texts, in this order. A heading that is not listed stands after the first."""
 
+_RUN_OPTIONS = "_execution.options:RunOptions"
 RECORDS = (
     "_planning.options:RecipeOptions",
     "_features.quantisation.options:QuantizeSettings",
-    "_execution.options:RunOptions",
+    _RUN_OPTIONS,
     "_features.adapters.options:ExtractSettings",
     "_features.adapters.options:ConvertSettings",
     "_features.transplant.options:TransplantSettings",
@@ -188,6 +189,8 @@ class Option:
             return None
         if self.path and isinstance(value, os.PathLike):
             value = os.fspath(value)
+        elif self.path and isinstance(value, list | tuple):
+            value = [os.fspath(each) if isinstance(each, os.PathLike) else each for each in value]
         try:
             checked = (kind.parse if text else kind.take)(value)
         except (TypeError, ValueError):
@@ -397,11 +400,14 @@ def option_error(name: str, what: str, fix: str = "") -> ParameterError:
     return ParameterError(what, where=named(name), fix=fix)
 
 
-def read_options(command: str, keywords: Mapping[str, Any], *kinds: type[Any], text: bool = False) -> tuple[Any, ...]:
+def read_options(
+    command: str, keywords: Mapping[str, Any], *kinds: type[Any], text: bool = False, planner: str = ""
+) -> tuple[Any, ...]:
     """Keywords of a function, checked, as records.
 
     command  name of the function
     text     the values are from the command line: text, or lists of texts
+    planner  name of the function that was called, if it plans what `command` writes
 
     Raises PlanError with all wrong values; TypeError for an unknown name.
     """
@@ -409,8 +415,11 @@ def read_options(command: str, keywords: Mapping[str, Any], *kinds: type[Any], t
     problems, values = list[ParameterError](), {kind: dict[str, Any]() for kind in kinds}
     for name, value in keywords.items():
         if name not in known:
+            what = f"{planner or command}() has no option '{name}'"
+            if planner and _is_of_runs(name):
+                raise TypeError(f"{what}: it is an option of runs; leave it out of the plan")
             here = [keyword for keyword, (_, option) in known.items() if option.name == name]
-            raise TypeError(f"{command}() has no option '{name}'{nearest(here[0], here) if here else nearest(name, known)}")
+            raise TypeError(f"{what}{nearest(here[0], here) if here else nearest(name, known)}")
         kind, option_ = known[name]
         try:
             if value is None and command in option_.required:
@@ -421,6 +430,11 @@ def read_options(command: str, keywords: Mapping[str, Any], *kinds: type[Any], t
     if problems:
         raise PlanError(problems)
     return tuple(kind(**values[kind]) for kind in kinds)
+
+
+def _is_of_runs(name: str) -> bool:
+    module, _, record = _RUN_OPTIONS.partition(":")
+    return name in options_of(getattr(import_module(f"weightsmith.{module}"), record))
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])

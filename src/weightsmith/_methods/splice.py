@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from weightsmith._methods.method import Bounds, always, example_recipe, merge_method
+from weightsmith._methods.method import Bounds, example_recipe, merge_method
 from weightsmith.abc.job import Job, Matrix
 
 _WIDE = 100
@@ -29,7 +29,8 @@ def run(length: int, alpha: float, beta: float) -> tuple[int, int, bool]:
 share that B supplies, and `beta` the place where its run begins. A run that would pass the end continues at the beginning.
 These are `tensor` (`axis: rows`) and `tensor2` (`axis: columns`) of SuperMerger, for image models, and `tensor_sum` of sd-meh.
 Rows are the first dimension, and columns the second. As in SuperMerger, a tensor with up to 100 columns has its run counted
-along the rows, and vectors have rows only.""",
+along the rows, and vectors have rows only. Of a tensor that holds several matrices, such as a fused `qkv_proj`, each is
+spliced.""",
     use="""To combine fine-tunes of one base without mixing their weights. Use it where other programs' recipes call for it:
 rows that work together may come from different models.""",
     passes="One: the result is written as the inputs are read.",
@@ -37,7 +38,6 @@ rows that work together may come from different models.""",
     formula="out[i] = B[i] for n beta <= i < n (alpha + beta), else A[i]",
     max_models=1,
     example=example_recipe("splice", shared="{alpha: 0.5, beta: 0.25}", models=["fr"]),
-    elementwise=always,
 )
 def splice(
     matrix: Matrix,

@@ -17,7 +17,7 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, final
 
 from weightsmith._base.errors import CheckpointError, Finding, NotFound, ParameterError, Unsupported, nearest_names
-from weightsmith._base.files import exists, expand_user, from_windows, open_local, real_path, show
+from weightsmith._base.files import exists, expand_user, fix_for_windows_path, open_local, real_path, show
 from weightsmith._base.idioms import Closing
 from weightsmith._base.tensors import DType, NamedTensors, TensorSpec
 from weightsmith._base.text import status
@@ -672,8 +672,8 @@ def _not_found(name: str, path: Path) -> NotFound:
     if "/" not in name and os.sep not in name:
         kind += ", and not a Hub id, which has the form org/name"
     fix = "Write the path of a folder that exists, or a Hub id: org/name."
-    if os.sep == "/" and (there := from_windows(name)):
-        return NotFound("no such folder or file: this is a Windows path", where=name, fix=f"Write {there}.")
+    if os.sep == "/" and (here := fix_for_windows_path(name)):
+        return NotFound("no such folder or file: this is a Windows path", where=name, fix=here)
     if up := _folder_above(name):
         kind += f" here, but there is one in {up}: paths start at the current folder"
         fix = f"Run the command from there, after `cd {up}`."

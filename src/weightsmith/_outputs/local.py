@@ -46,10 +46,26 @@ _MOVE = "move what you need out of it, and remove it"
 
 
 _FILES = {
-    ".gguf": "with a format such as gguf-q4_k_m, it will hold model.gguf",
+    ".gguf": "with {flag} gguf-q4_k_m, it will hold model.gguf",
     ".safetensors": "it will hold the weights and what belongs to them",
 }
-"""Ends of file names that a user may write for the output → what a folder will hold instead."""
+"""Ends of file names that a user may write for the output → what a folder will hold instead. {flag}: chooses the format."""
+
+
+def check_not_a_file(out: str | os.PathLike[str], flag: str = "") -> None:
+    """Raise StoreError for an output that a user named like a file of weights. flag: chooses the format; "" if nothing does.
+
+    Only for names that a user wrote: folders beside the output have the names of models and recipes in theirs.
+    """
+    path = Path(out)
+    if is_address(out) or (held := _FILES.get(path.suffix.lower())) is None:
+        return
+    folder = path
+    while folder.suffix.lower() in _FILES:
+        folder = folder.with_suffix("")
+    holds = f": {held.format(flag=flag)}" if flag or "{flag}" not in held else ""
+    what = f"the output is a folder, and {path.name} is the name of a file"
+    raise StoreError(what, where=str(out), fix=f"name a folder, such as {folder}{holds}", state=NOTHING_WRITTEN)
 
 
 def check_out(out: str | os.PathLike[str]) -> Path:
@@ -68,11 +84,6 @@ def check_out(out: str | os.PathLike[str]) -> Path:
         fix = f"write ./{text} for a folder of this name, or name another"
         raise StoreError(what, where="output folder", fix=fix, state=NOTHING_WRITTEN)
     path = absolute(text)
-    if (held := _FILES.get(path.suffix.lower())) is not None:
-        what = f"the output is a folder, and {path.name} is the name of a file"
-        raise StoreError(
-            what, where=text, fix=f"name a folder, such as {Path(text).with_suffix('')}: {held}", state=NOTHING_WRITTEN
-        )
     try:
         path.name.encode()
     except UnicodeEncodeError:  # the model card and the messages hold it

@@ -24,7 +24,7 @@ from weightsmith._files.containers import PT_METADATA, Layout, make_layout
 from weightsmith._outputs import disk
 from weightsmith._outputs.area import staged_plan, staging_folder
 from weightsmith._outputs.checksum import GrainHasher, grain_bytes, hash_bytes
-from weightsmith._outputs.local import LocalTarget, absolute
+from weightsmith._outputs.local import LocalTarget, absolute, check_not_a_file
 from weightsmith._outputs.staging import Staging
 from weightsmith.abc.output import Finished, OutputSpec
 
@@ -161,6 +161,7 @@ def save_model(
     layout = make_layout(specs, max_shard_bytes, _with_aliases(metadata, aliases))
     if layout.indexes and aliases:
         layout = make_layout(specs, max_shard_bytes, metadata, index_metadata=aliases)
+    check_not_a_file(folder)
     _check_unfinished(folder)
     plan = _PLAN + hash_bytes(b"".join(shard.header for shard in layout.shards))
     spec = OutputSpec(layout, plan, resume=False, overwrite=overwrite)

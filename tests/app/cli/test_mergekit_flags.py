@@ -108,7 +108,7 @@ def test_a_model_after_a_flag_of_mergekit_is_an_argument_here(cli: Cli) -> None:
     ran = cli("extract-lora", "--model", "tuned", "--base-model", "base", "--out-path", "out")
     assert ran.code == 2
     assert "no such option: --model\n" in ran.err
-    assert "-> Write models and OUT without flags, in the order of the usage." in ran.err
+    assert "-> Write FINETUNED, BASE and OUT without flags, as in the usage." in ran.err
 
 
 def test_a_command_of_mergekit_names_the_one_that_does_the_same(cli: Cli) -> None:

@@ -82,6 +82,8 @@ OPTIONS = {
     "merge linear.yml --out-path out --intermediate-dir tmp": "Write RECIPE and OUT without flags",
     "merge linear.yml out --intermediate-dir tmp": "intermediate merges of a recipe are computed on the fly",
     "extract-lora --model a --base-model b --out-path out": "Write FINETUNED, BASE and OUT without flags",
+    "convert-lora --adapter a --out x": "Write ADAPTER without a flag",
+    "tune linear.yml tuned.yml --lazy": "-> Leave it out: the intermediate merges of a recipe are computed on the fly.\n",
     "init -o recipe.yml --goal average": "Write FILE without a flag",
     "quantize a out --dry-run": "-> Use --plan.",
     "eval -m a -f wiki.txt": "-> Write MODEL without flags, as in the usage.",

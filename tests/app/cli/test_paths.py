@@ -11,6 +11,7 @@ import pytest
 
 from tests.cli_help import LINEAR, Cli, cli, make_adapter
 from tests.output_help import tree
+from weightsmith._base import files
 
 __all__ = ["cli"]
 
@@ -193,25 +194,57 @@ def test_what_may_not_be_written_is_one_error(cli: Cli, here: Path, no_root: Non
 
 
 @pytest.mark.parametrize(
-    ("path", "here_it_is"),
-    [(r"C:\Users\me\r.yml", "/mnt/c/Users/me/r.yml"), (r".\r.yml", "./r.yml"), ("d:/r.yml", "/mnt/d/r.yml")],
+    ("path", "answer"),
+    [
+        (r"C:\Users\me\r.yml", "Write /mnt/c/Users/me/r.yml."),
+        ("d:/r.yml", "Mount the drive, and write its path here."),
+        (r".\r.yml", "Write ./r.yml."),
+        (r"\\wsl$\Ubuntu\home\me\r.yml", "Write /home/me/r.yml."),
+        (r"\\server\share\r.yml", "Mount the shared folder, and write its path here."),
+    ],
 )
 @pytest.mark.parametrize("command", ["plan", "inspect", "in a recipe"])
-def test_a_windows_path_is_answered_with_its_name_here(cli: Cli, here: Path, path: str, here_it_is: str, command: str) -> None:
+def test_a_windows_path_is_answered_with_its_name_here(
+    cli: Cli, here: Path, path: str, answer: str, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "is_folder", lambda folder: folder == Path("/mnt/c"))
     ran = cli(*(written(ONE)(path) if command == "in a recipe" else (command, path)))
     assert ran.code == 1
     assert "this is a Windows path" in ran.err
-    assert f"-> Write {here_it_is}." in ran.err
+    assert f"-> {answer}" in ran.err
 
 
-@pytest.mark.parametrize(("out", "held"), [("new/m.GGUF", "model.gguf"), ("m.safetensors", "the weights")])
-def test_the_name_of_a_file_is_no_output(cli: Cli, here: Path, out: str, held: str) -> None:
-    ran = cli("merge", "linear.yml", out)
+@pytest.mark.parametrize(
+    ("line", "answer"),
+    [
+        ("merge linear.yml new/m.GGUF", "new/m: with --quantize gguf-q4_k_m, it will hold model.gguf."),
+        ("merge linear.yml m.safetensors", "m: it will hold the weights and what belongs to them."),
+        ("merge linear.yml m.safetensors.gguf", "m: with --quantize gguf-q4_k_m, it will hold model.gguf."),
+        ("quantize a m.gguf --format int8", "m: with --format gguf-q4_k_m, it will hold model.gguf."),
+        ("dequantize a m.gguf", "m."),
+        ("convert-lora a m.gguf", "m."),
+        ("extract-lora a b m.gguf", "m."),
+        ("transplant-tokenizer a b m.gguf", "m."),
+        ("auto a b c m.gguf", "m."),
+        ("run plan.json m.gguf", "m."),
+    ],
+)
+def test_the_name_of_a_file_is_no_output(cli: Cli, here: Path, line: str, answer: str) -> None:
+    before = tree(here)
+    ran = cli(*line.split())
     assert ran.code == 3
-    assert f"-> Name a folder, such as {out.rpartition('.')[0]}: " in ran.err
-    assert held in ran.err
+    assert f"-> Name a folder, such as {answer}\n" in ran.err
     assert "Nothing was written" in ran.err
-    assert not Path(out).exists()
+    assert tree(here) == before
+
+
+def test_stages_may_be_named_like_a_file(cli: Cli, here: Path) -> None:
+    first = "merge_method: linear\nmodels: [{model: a}, {model: b}]\nparameters: {weight: 1}\n"
+    last = "merge_method: linear\nmodels: [{model: half.safetensors}, {model: b}]\nparameters: {weight: 1}\n"
+    Path("stages.yml").write_text(f"name: half.safetensors\n{first}---\n{last}")
+    ran = cli("merge", "stages.yml", "new", "--keep-stages")
+    assert ran.code == 0, ran.err
+    assert Path("new.stage-half.safetensors/model.safetensors").is_file()
 
 
 def test_a_tokenizer_that_is_a_link_to_itself_is_one_error(cli: Cli, here: Path) -> None:

@@ -72,6 +72,12 @@ def test_codes_of_other_programs_are_found(tensors: dict[str, tuple[str, tuple[i
     assert described(**tensors)
 
 
+def test_weights_in_a_dtype_that_is_not_decoded_are_named() -> None:
+    named = f"numbers in F8_E4M3FNUZ, which are not decoded (tensor '{X}.weight')"
+    assert described(**{f"{X}.weight": ("F8_E4M3FNUZ", (8, 8))}) == named
+    assert not described(**{f"{X}.scale": ("F8_E4M3FNUZ", (8,))})
+
+
 @pytest.mark.parametrize("dtype", ["I8", "U8", "I16", "I32", "U32", "I64"])
 @pytest.mark.parametrize("leaf", ["weight", "gate_up_proj", "in_proj_weight", "weight_scale"])
 def test_a_matrix_of_integers_under_the_name_of_a_weight_is_codes(dtype: str, leaf: str) -> None:

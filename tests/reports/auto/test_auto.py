@@ -445,6 +445,10 @@ def test_bad_input_is_refused_before_anything_is_written(work: Path) -> None:
         auto(text={"it": "fr.txt"})
     with pytest.raises(PlanError, match="there is no text for de"):
         auto(text={"fr": "fr.txt"})
+    with pytest.raises(PlanError, match=r"--text \(text\): the text for 'fr' must be the path of a file, not None"):
+        auto(text={"fr": None})
+    with pytest.raises(PlanError, match="there is no text for de"):
+        auto(text=[Path("fr=fr.txt")])
     with pytest.raises(PlanError, match="there are two texts for fr"):
         auto(text={"fr": "fr.txt", "./fr": "de.txt", "de": "de.txt"}, models=("./fr", "de"))
     for k in (1, 2):

@@ -107,6 +107,13 @@ def test_a_recipe_writes_what_its_result_would(folder: Path, tmp_path: Path) -> 
     assert text_of(tmp_path / "a.jsonl") == text_of(tmp_path / "b.jsonl")
 
 
+@pytest.mark.parametrize("out", ["", ".", "..", "/", "own"])
+def test_the_output_is_a_file_of_text(folder: Path, out: str) -> None:
+    with pytest.raises(ParameterError, match=r"the output is a text file, whose name ends in \.jsonl") as caught:
+        weightsmith.write(folder, out, progress=False)
+    assert "own.jsonl" in caught.value.finding.fix
+
+
 def test_what_cannot_be_written_is_refused_first(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "own.jsonl").write_text("mine")
     with pytest.raises(OutputExists, match="the output exists"):

@@ -323,7 +323,7 @@ def test_an_evaluation_of_a_result_that_is_interrupted_resumes(work: Path, monke
 def test_a_result_that_cannot_be_evaluated_is_refused_before_work(work: Path, cli: Cli) -> None:
     ran = cli("merge", "ties.yml", "merged", "--evaluate", "none.txt")
     assert ran.code == 1
-    assert "none.txt: no such file" in ran.err
+    assert "'none.txt': no such file" in ran.err
     assert "-> Name one of " in ran.err
     assert "Nothing was written" in ran.err
     ran = cli("quantize", "a", "s3://bucket/out", "--format", "fp8-dynamic", "--evaluate", "t.txt")

@@ -193,10 +193,11 @@ def _instead_of(flag: str, context: Any, known: Sequence[str]) -> str:
     if context.parent is None and other_programs.RUN_FLAGS & {flag, *sys.argv[1:2]}:
         return other_programs.COMMANDS["chat"]
     arguments = {taken.name: taken for taken in context.command.params if taken.param_type_name == "argument"}
-    if answer := _models_for_recipe(context) or other_programs.for_option(flag, known, [*map(_argument, arguments.values())]):
+    if answer := _models_for_recipe(context):
         return answer
-    argument = arguments.get(flag.lstrip("-").replace("-", "_"))
-    return "" if argument is None else f"write {_argument(argument)} without a flag, as in the usage"
+    if argument := arguments.get(flag.lstrip("-").replace("-", "_")):
+        return f"write {_argument(argument)} without a flag, as in the usage"
+    return other_programs.for_option(flag, known, [*map(_argument, arguments.values())])
 
 
 QUOTES = "'\""

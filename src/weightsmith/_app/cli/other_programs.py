@@ -114,6 +114,7 @@ COMMANDS: Mapping[str, str] = {
 }
 """Command → the next step."""
 
+_KEEP = ". To write them too: --keep-stages"
 _RECIPE_KEY = "write {name}: in the recipe. For a single run: --set {name}=VALUE"
 
 MODEL_FLAGS = ("--models", "--base")
@@ -151,7 +152,7 @@ OPTIONS: Mapping[str, str] = {
     ),
     **dict.fromkeys(
         ("--intermediate-dir", "--lazy", "--no-lazy"),
-        "leave it out: the intermediate merges of a recipe are computed on the fly. To write them too: --keep-stages",
+        f"leave it out: the intermediate merges of a recipe are computed on the fly{_KEEP}",
     ),
     **dict.fromkeys(("--resume", "--continue"), "repeat the command that was interrupted: it resumes by itself"),
 }
@@ -218,6 +219,8 @@ def for_option(option: str, known: Sequence[str], arguments: Sequence[str]) -> s
     if option in (*MODEL_FLAGS, *RUN_FLAGS) and "RECIPE" not in arguments:
         return f"write {' '.join(arguments)} without flags, as in the usage" if "MODEL" in " ".join(arguments) else ""
     answer = OPTIONS.get(option, "")
+    if "--keep-stages" not in known:
+        answer = answer.removesuffix(_KEEP)
     needed = [word.rstrip(".,;:=") for word in answer.split() if word.startswith("--")][:1]
     if answer.startswith("use --") and needed and needed[0] not in (*known, "--help"):
         return ""

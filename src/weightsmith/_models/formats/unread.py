@@ -18,6 +18,7 @@ from weightsmith._base.tensors import TensorSpec
 from weightsmith.abc.stored import Specs
 
 _FLOAT8 = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
+_UNDECODED = ("F8_E4M3FNUZ", "F8_E5M2FNUZ")
 _EXPONENTS = "F8_E8M0"
 _WEIGHT = "weight"
 _CODE_WORDS = frozenset("codes data fp8 int8 packed q qdata quantized values weight".split())
@@ -58,6 +59,8 @@ def describe_codes(specs: Specs) -> str | None:
             return f"codes with scales in F8_E8M0 (tensor {show(spec.name)})"
         if _is_integer_weight(spec):
             return f"{spec.dtype} codes in an unknown layout (tensor {show(spec.name)})"
+        if spec.dtype.name in _UNDECODED and len(spec.shape) > 1 and spec.size:
+            return f"numbers in {spec.dtype}, which are not decoded (tensor {show(spec.name)})"
     for codes, scale in _pairs(specs):
         scale_text = f"beside {show(scale.name)} {scale.dtype} {list(scale.shape)}"
         return f"{codes.dtype} codes in an unknown layout, {scale_text} (tensor {show(codes.name)})"

@@ -22,7 +22,7 @@ from weightsmith._base.errors import (
     WeightsmithError,
     nearest,
 )
-from weightsmith._base.files import from_windows, is_folder
+from weightsmith._base.files import fix_for_windows_path, is_folder
 from weightsmith._planning.recipe.yaml import MAX_BYTES, Document, Node, Pair, describe, from_python, plain, read_yaml
 
 
@@ -155,8 +155,8 @@ def _address_problem(address: str) -> NotFound:
 
 def _not_found(path: Path) -> NotFound:
     folder = path.parent
-    if os.sep == "/" and (there := from_windows(str(path))):
-        return NotFound("no such recipe: this is a Windows path", where=str(path), fix=f"Write {there}.")
+    if os.sep == "/" and (fix := fix_for_windows_path(str(path))):
+        return NotFound("no such recipe: this is a Windows path", where=str(path), fix=fix)
     if not is_folder(folder):
         is_name = _HUB_NAME.fullmatch(str(path)) and path.suffix not in (".yml", ".yaml")
         fix = f"Write a recipe that names it, if it is a model of the Hub: weightsmith init --model {path}." if is_name else ""

@@ -49,7 +49,7 @@ from weightsmith._features.statistics import prepare_statistics
 from weightsmith._methods.regmean import WEIGHED
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._outputs import disk
-from weightsmith._outputs.local import check_not_read, check_out, check_vacant
+from weightsmith._outputs.local import check_not_a_file, check_not_read, check_out, check_vacant
 from weightsmith._outputs.manifest import MANIFEST_NAME
 from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner.prepared import download, missing_files, stream
@@ -99,7 +99,7 @@ def auto(
     fine_tunes: Sequence[str | os.PathLike[str]],
     out: str | os.PathLike[str],
     *,
-    text: Mapping[str, str | os.PathLike[str]] | Sequence[str] | None = None,
+    text: Mapping[str, str | os.PathLike[str]] | Sequence[str | os.PathLike[str]] | None = None,
     progress: bool | Meter = True,
     **options: Unpack[AutoKeywords],
 ) -> Auto:
@@ -172,7 +172,7 @@ def plan_auto(
     fine_tunes: Sequence[str | os.PathLike[str]],
     out: str | os.PathLike[str],
     *,
-    text: Mapping[str, str | os.PathLike[str]] | Sequence[str] | None = None,
+    text: Mapping[str, str | os.PathLike[str]] | Sequence[str | os.PathLike[str]] | None = None,
     **options: Unpack[AutoKeywords],
 ) -> SearchPlan:
     """What `auto` would do with the same arguments: its stages, and an estimate of time, memory and disk. Writes nothing.
@@ -201,12 +201,26 @@ def plan_auto(
 def _asked(
     base: str | os.PathLike[str],
     fine_tunes: Sequence[str | os.PathLike[str]],
-    text: Mapping[str, str | os.PathLike[str]] | Sequence[str] | None,
+    text: Mapping[str, str | os.PathLike[str]] | Sequence[str | os.PathLike[str]] | None,
     options: Mapping[str, Any],
 ) -> tuple[Models, AutoSettings, RunOptions]:
-    texts = [f"{name}={os.fspath(path)}" for name, path in text.items()] if isinstance(text, Mapping) else text or ()
+    texts = _written_texts(text) if isinstance(text, Mapping) else text or ()
     settings, running = read_options("auto", {"text": texts, **options}, AutoSettings, RunOptions)
     return Models.of(os.fspath(base), [os.fspath(model) for model in fine_tunes]), settings, running
+
+
+def _written_texts(text: Mapping[str, str | os.PathLike[str]]) -> list[str]:
+    """Texts by fine-tune, as the command line has them: `MODEL=FILE`. Raises PlanError for what is no path."""
+    problems = [
+        option_error(
+            "text", f"the text for {name!r} must be the path of a file, not {path!r}", "name a file for each fine-tune"
+        )
+        for name, path in text.items()
+        if not isinstance(path, str | os.PathLike)
+    ]
+    if problems:
+        raise PlanError(problems)
+    return [f"{name}={os.fspath(path)}" for name, path in text.items()]
 
 
 PAGE = "index.html"
@@ -282,6 +296,7 @@ def _work_folder(out: str, running: RunOptions) -> Path:
             fix="write it here, then push it with run or merge",
             state=NOTHING_WRITTEN,
         )
+    check_not_a_file(out)
     path = expand_user(out)
     if not path.name or path.name == "..":
         raise ParameterError("the output has no name", where=out, fix="name a new folder", state=NOTHING_WRITTEN)

@@ -173,10 +173,11 @@ class Writer:
 def _check_output(out: str, *, overwrite: bool) -> Path:
     path = expand_user(out).absolute()
     if path.suffix != ".jsonl":
+        has_name = Path(out).name not in ("", "..")
         raise ParameterError(
             "the output is a text file, whose name ends in .jsonl",
-            where=out,
-            fix=f"write {Path(out).with_suffix('.jsonl')}",
+            where=out or "output file",
+            fix=f"write {Path(out).with_suffix('.jsonl')}" if has_name else "write the name of a new file, such as own.jsonl",
             state=NOTHING_WRITTEN,
         )
     if not path.parent.is_dir():
