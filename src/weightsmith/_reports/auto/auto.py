@@ -209,18 +209,19 @@ def _asked(
     return Models.of(os.fspath(base), [os.fspath(model) for model in fine_tunes]), settings, running
 
 
-def _written_texts(text: Mapping[str, str | os.PathLike[str]]) -> list[str]:
+def _written_texts(text: Mapping[str, object]) -> list[str]:
     """Texts by fine-tune, as the command line has them: `MODEL=FILE`. Raises PlanError for what is no path."""
+    files = {name: os.fspath(path) for name, path in text.items() if isinstance(path, str | os.PathLike)}
     problems = [
         option_error(
             "text", f"the text for {name!r} must be the path of a file, not {path!r}", "name a file for each fine-tune"
         )
         for name, path in text.items()
-        if not isinstance(path, str | os.PathLike)
+        if name not in files
     ]
     if problems:
         raise PlanError(problems)
-    return [f"{name}={os.fspath(path)}" for name, path in text.items()]
+    return [f"{name}={path}" for name, path in files.items()]
 
 
 PAGE = "index.html"
