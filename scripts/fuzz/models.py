@@ -133,8 +133,8 @@ def make_models(*, layers: int = 3) -> None:
 
 def _use_config(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
     import weightsmith
+    from tests.plan_help import prepare_moe
     from weightsmith._features.mixture import layouts
-    from weightsmith._features.mixture.build import prepare_moe
     from weightsmith._planning.options import RecipeOptions
 
     def moe(recipe: dict[str, Any]) -> None:

@@ -44,7 +44,7 @@ def _make_plan() -> None:
     }
     for name, recipe in recipes.items():
         Path(f"plans/{name}.json").write_text(json.dumps(weightsmith.plan(recipe).to_json()))
-    from weightsmith._features.mixture.build import prepare_moe
+    from tests.plan_help import prepare_moe
     from weightsmith._planning.options import RecipeOptions
 
     with prepare_moe(
@@ -83,13 +83,12 @@ def _make_products() -> None:
     import weightsmith
     from tests import vision_zoo
     from tests.calibration_help import save_model, settings
-    from tests.plan_help import prepare
+    from tests.plan_help import prepare, prepare_moe
     from weightsmith._activations.losses import scored
     from weightsmith._activations.model import input_of
     from weightsmith._activations.scored_rows import ScoredRows
     from weightsmith._features.adapters.extract import prepare_extraction
     from weightsmith._features.adapters.options import ExtractSettings
-    from weightsmith._features.mixture.build import prepare_moe
     from weightsmith._features.transplant.options import TransplantSettings
     from weightsmith._features.transplant.plan import prepare_transplant
     from weightsmith._planning.options import RecipeOptions

@@ -53,7 +53,7 @@ from weightsmith._files.subfolders import PIPELINE
 from weightsmith._models.card import CARD_NAME, hub_id_of, read_card
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.formats import find_encoding, format_of_encoding, formats, formats_for
-from weightsmith._models.formats.engines import head_objections
+from weightsmith._models.formats.engines import engines_of, head_objections
 from weightsmith._models.structure.projections import joined_sets, site_of
 from weightsmith._models.structure.vocabulary import (
     TIED_HEAD,
@@ -701,15 +701,17 @@ def _refused_heads(draft: PlanDraft, by_weight: Mapping[str, str], engine: str |
 
 def _refused_embeddings(draft: PlanDraft, engine: str | None) -> Iterator[Finding]:
     """Quantised embeddings that programs do not load, and a warning of what others need. engine: see `_refused_heads`."""
-    encoded = [step.out.name for step in draft.steps if step.encoding != PLAIN and is_embedding(step.out)]
+    encoded = [step for step in draft.steps if step.encoding != PLAIN and is_embedding(step.out)]
     if not encoded:
         return
+    name = encoded[0].out.name
+    loading = {program.name for program in engines_of(_writing_of(encoded[0].encoding))}  # mlx-lm loads its own, for one
     for program, title in (("transformers", "transformers"), ("sglang", "SGLang")):
-        if engine in (None, program):
-            yield Finding(f"{title} does not load quantised embeddings", encoded[0], fix="leave out its type")
-    if engine in (None, "vllm"):
+        if program in loading and engine in (None, program):
+            yield Finding(f"{title} does not load quantised embeddings", name, fix="leave out its type")
+    if "vllm" in loading and engine in (None, "vllm"):
         what = "vLLM loads a quantised embedding only in models whose code asks for one, and stops while it loads others"
-        draft.warn(what, encoded[0], fix="try it with your release of vLLM, or leave out its type")
+        draft.warn(what, name, fix="try it with your release of vLLM, or leave out its type")
 
 
 def _divided(draft: PlanDraft, asked: set[str]) -> Iterator[Finding]:
