@@ -343,8 +343,9 @@ class BucketTarget(Target):
         value = self._put(name, file)
         try:
             self._check_claim()
-        except StoreError:  # the output was discarded or taken over meanwhile
-            if _token(self.store.mark(self.key(name))) == self._token:
+        except StoreError:  # the output was discarded, taken over, or published by this run: this worker was not needed
+            is_published = _token(self.store.mark(self.key(MANIFEST_NAME))) == self._token
+            if not is_published and _token(self.store.mark(self.key(name))) == self._token:
                 self.store.delete([self.key(name)])
             raise
         return value

@@ -186,6 +186,45 @@ def test_a_slow_part_is_done_by_a_second_worker_and_both_upload(
     assert memory.contents("models/out") == alone()
 
 
+@pytest.mark.slow
+def test_a_worker_that_is_stopped_too_late_removes_nothing_that_was_published(
+    here: Path, memory: MemoryBucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has uploaded its file, and finds that the claim is gone: the run has published what a second worker made."""
+    monkeypatch.setattr(cluster, "SLOW_SECONDS", 0.2)
+    put, publish, check = BucketTarget._put, BucketTarget.publish, BucketTarget._check_claim
+    late, published, ended = list[str](), threading.Event(), threading.Event()
+    slow = list[int]()
+
+    def put_slowly(self: BucketTarget, name: str, file: Path) -> Any:
+        value = put(self, name, file)
+        if not late:
+            late.append(name)
+            slow.append(threading.get_ident())
+            assert published.wait(60)
+        return value
+
+    def tell(self: BucketTarget, *args: Any, **options: Any) -> None:
+        publish(self, *args, **options)
+        published.set()
+
+    def check_and_tell(self: BucketTarget, *args: Any) -> None:
+        try:
+            check(self, *args)
+        finally:
+            if published.is_set() and threading.get_ident() in slow:
+                ended.set()
+
+    monkeypatch.setattr(BucketTarget, "_put", put_slowly)
+    monkeypatch.setattr(BucketTarget, "publish", tell)
+    monkeypatch.setattr(BucketTarget, "_check_claim", check_and_tell)
+    merge(Threads(2))
+    assert ended.wait(60)
+    time.sleep(0.2)
+    assert late[0] in alone()
+    assert memory.contents("models/out") == alone()
+
+
 def test_results_of_other_recipes_that_must_be_written_first_are_refused(here: Path) -> None:
     last = TIES | {"models": [{"model": "first", "parameters": {"weight": 1}}]}
     with pytest.raises(ParameterError, match="must be written first, to a folder that other machines do not see"):
