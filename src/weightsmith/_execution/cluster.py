@@ -464,7 +464,8 @@ class Driver:
         """Take over what a worker has done. Others that did the same, or helped it, are not needed any more."""
         self.staging.adopt(part.built)
         self._count(part.built.tensors)
-        self.helped += part.helped
+        # What a lost worker of this run had finished was not finished by an earlier run.
+        self.helped += replace(part.helped, resumed=0) if self._state(share).losses else part.helped
         idle = {replace(share, second=not share.second)} & self._running
         if share.part is None:
             self._helpers = 0
