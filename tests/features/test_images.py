@@ -74,7 +74,7 @@ def test_block_weights_change_the_blocks_that_they_name(models: tuple[Path, Weig
 
 
 def test_a_lora_of_the_difference_paints_as_the_fine_tune(models: tuple[Path, Weights, Weights], tmp_path: Path) -> None:
-    """Of matrices and convolutions, in the names of kohya's scripts. Biases and norms stay those of the base."""
+    """Adapts matrices and convolutions, named as kohya's scripts do. Biases and norms stay those of the base."""
     folder, base, tuned = models
     factors: dict[str, np.ndarray[Any, Any]] = {}
     for name in (name for name, values in base.items() if values.ndim > 1):
@@ -88,5 +88,5 @@ def test_a_lora_of_the_difference_paints_as_the_fine_tune(models: tuple[Path, We
     model = f"{folder / 'base.safetensors'}+{tmp_path / 'lora.safetensors'}"
     weightsmith.dequantize(model, tmp_path / "out", out_dtype="float32", progress=False, fsync=False)
     first, last = painted(base, tmp_path / "base"), painted(tuned, tmp_path / "tuned")
-    found = painted(written(tmp_path / "out"), tmp_path / "found")
-    assert apart(found, last) < 0.01 < 0.05 < apart(first, last)
+    images = painted(written(tmp_path / "out"), tmp_path / "found")
+    assert apart(images, last) < 0.01 < 0.05 < apart(first, last)

@@ -174,7 +174,7 @@ class TaskBoard:
         return (self._folder / f"{key}.task").exists()
 
     def task_bytes(self, task: Mapping[str, Any]) -> int:
-        """An upper bound of the bytes of all arrays that a task reads."""
+        """The bytes of all arrays that a task reads, at most."""
         text = json.dumps(task)
         return sum(path.stat().st_size for path in self._folder.glob("*.array") if path.stem in text)
 

@@ -532,8 +532,8 @@ def test_peft_loads_an_adapter_of_mlx_by_the_names_of_the_base(name: str, models
     loaded = peft.PeftModel.from_pretrained(base, back)
     stored = set(load_file(back / "adapter_model.safetensors"))
     assert stored <= {key.replace(".default", "") for key in loaded.state_dict()}  # PEFT ignores what it does not know
-    found = logits_of(loaded.float().eval(), tokens)
-    assert np.abs(found - expected).max() < 1e-3 * np.abs(plain - expected).max()
+    logits = logits_of(loaded.float().eval(), tokens)
+    assert np.abs(logits - expected).max() < 1e-3 * np.abs(plain - expected).max()
 
 
 @pytest.mark.loading

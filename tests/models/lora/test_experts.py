@@ -115,12 +115,12 @@ def test_factors_of_experts_that_unsloth_has_in_lists(tmp_path: Path) -> None:
     shapes = {f"{MLP}.experts.gate_up_proj": (E, H, 2 * W), f"{MLP}.experts.down_proj": (E, W, H)}
     tensors = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
     model = write_checkpoint(tmp_path / "base", tensors, {"model_type": "gpt_oss"})
-    own = listed()
-    found = baked(model, adapter(tmp_path / "a", own, r=R), tmp_path / "out")
+    lists = listed()
+    found = baked(model, adapter(tmp_path / "a", lists, r=R), tmp_path / "out")
     for name, before in tensors.items():
         for e in range(E):
             module = f"{P}{name}s.{e}"
-            update = 4.0 * own[f"{module}.lora_B.weight"].astype(np.float64) @ own[f"{module}.lora_A.weight"]
+            update = 4.0 * lists[f"{module}.lora_B.weight"].astype(np.float64) @ lists[f"{module}.lora_A.weight"]
             np.testing.assert_allclose(found[name][e], before[e] + update.T, rtol=1e-5, atol=1e-5)
     problem = str(refusal(model, adapter(tmp_path / "b", listed(E + 1), r=R)))
     assert (

@@ -17,8 +17,8 @@ from weightsmith._base.files import show
 from weightsmith._base.tensors import TensorSpec
 from weightsmith.abc.stored import Specs
 
-_FLOAT8 = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
 _UNDECODED = ("F8_E4M3FNUZ", "F8_E5M2FNUZ")
+_FLOAT8 = ("F8_E4M3", "F8_E5M2", *_UNDECODED)
 _EXPONENTS = "F8_E8M0"
 _WEIGHT = "weight"
 _CODE_WORDS = frozenset("codes data fp8 int8 packed q qdata quantized values weight".split())

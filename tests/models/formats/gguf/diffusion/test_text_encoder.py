@@ -219,10 +219,10 @@ def test_llama_cpp_computes_what_transformers_does_of_umt5(spiece: bytes, tmp_pa
     tokens = [*sentencepiece.SentencePieceProcessor(model_proto=spiece).encode("word17 other5 und3"), 1]
     with Judge(tmp_path / "out" / "model.gguf") as judge:
         assert judge.tokens("word17 other5 und3", around=True) == tokens
-        found = judge.vectors(tokens, encodes=True)
+        vectors = judge.vectors(tokens, encodes=True)
     with torch.no_grad():
         expected = model(torch.tensor([tokens])).last_hidden_state[0].numpy()
-    assert np.abs(found - expected).max() < 1e-3 * np.abs(expected).max()
+    assert np.abs(vectors - expected).max() < 1e-3 * np.abs(expected).max()
 
 
 @needs_comfyui_gguf
