@@ -27,6 +27,7 @@ from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import Structure
 from weightsmith._models.structure.parts import find_parts
 from weightsmith._models.structure.resize import LAYERS_UNSPECIFIED
+from weightsmith._models.structure.vocabulary import names_head
 from weightsmith._models.tokenizers.files import json_bytes, settings_in, settings_of
 from weightsmith._models.tokenizers.vocabulary import FILES
 from weightsmith._planning.options import RecipeOptions
@@ -427,15 +428,16 @@ class _Assembler:
         return outputs
 
     def _no_copies(self, outputs: StepMaker) -> Iterator[MismatchError]:
-        """Heads that would be left out as copies of an embedding, and are none: adapters were merged into both."""
-        for model, head, embedding in outputs.copies:
-            checkpoint = self.inputs[model]
-            if _surely_differ(checkpoint, head, embedding):
-                yield MismatchError(
-                    f"its head {head} is stored and differs from {embedding}, and config.json ties the two",
-                    where=self.labels[model],
-                    fix="set tie_word_embeddings to false in its config.json if the head was trained; if not, remove the head",
-                )
+        """Tensors that would be left out as copies and are none: a head that was trained, an embedding for each side."""
+        for model, tensor, other in outputs.copies:
+            if not _surely_differ(self.inputs[model], tensor, other):
+                continue
+            what = f"its {tensor} differs from {other}, and the other models have one tensor for both"
+            fix = "merge models that all share an embedding between encoder and decoder, or none"
+            if names_head(tensor):
+                what = f"its head {tensor} is stored and differs from {other}, and config.json ties the two"
+                fix = "set tie_word_embeddings to false in its config.json if the head was trained; if not, remove the head"
+            yield MismatchError(what, where=self.labels[model], fix=fix)
 
     def _add_files(self, aligned: Aligned, pipeline: Pipeline, steps: Sequence[Step]) -> None:
         """Add the files of the parts of a pipeline; they replace the donor's."""
