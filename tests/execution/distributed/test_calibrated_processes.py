@@ -17,6 +17,8 @@ import weightsmith
 from tests.execution.test_run import files
 from weightsmith._base.errors import ParameterError
 from weightsmith._execution.processes import LocalWorkers
+from weightsmith._outputs.area import staging_folder
+from weightsmith._outputs.locks import is_held
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -136,6 +138,10 @@ def test_a_killed_command_is_resumed_with_any_number_of_processes(here: Path) ->
     wait_until(lambda: len(tasks()) > 4, first)
     first.kill()
     first.communicate()
+    until = time.monotonic() + 60
+    while is_held(staging_folder(here / "out")):  # the others notice that it is gone
+        assert time.monotonic() < until, "a process has stayed"
+        time.sleep(0.05)
     quantise("out")
     made, whole = files(here / "out"), files(here / "one")
     assert made.keys() == whole.keys()
