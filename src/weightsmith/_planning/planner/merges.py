@@ -19,7 +19,8 @@ from typing import Any
 from weightsmith._base.errors import Finding, MethodError, MismatchError, PlanError, RecipeError, WeightsmithError
 from weightsmith._base.tensors import DType, TensorSpec
 from weightsmith._base.text import status
-from weightsmith._files.copied import left_out_findings, metadata_findings
+from weightsmith._files.containers import Naming
+from weightsmith._files.copied import left_out_findings, merged_metadata, metadata_findings
 from weightsmith._files.hf_folder import natural_key
 from weightsmith._methods import any_method, code_of
 from weightsmith._methods.method import Method
@@ -403,11 +404,17 @@ class _Assembler:
         self.warnings += [*outputs.dtypes.findings(), *idle, *left_out_findings(donor.left_out, label)]
         self.warnings += metadata_findings(self.labels, [c.naming.metadata for c in self.inputs], self.opened.donor)
         draft = self._draft(method, aligned, [*products, *measured.products], config, resolver.settings)
-        draft.naming, draft.dropped = pipeline.naming(), [*dropped, *pipeline.dropped()]
+        draft.naming, draft.dropped = self._named(pipeline.naming(), donor), [*dropped, *pipeline.dropped()]
         draft.steps, draft.tables = measured.steps, list(tables)
         named = [*code_files(draft), *aligned.named, *measured.files]
         loading = self._loading(draft, donor, outputs)
         return Prepared(draft, self.inputs, self.shape, outputs.origins, resolver, named, loading=loading)
+
+    def _named(self, naming: Naming, donor: Checkpoint) -> Naming:
+        """With the names of the merged models in the metadata of image models."""
+        refs = (part for ref in self.request.refs for part in (ref, ref.lora) if part is not None)
+        metadata = merged_metadata(naming.metadata, [ref.path for ref in refs], alone=donor.alone)
+        return replace(naming, metadata=metadata)
 
     def _outputs(self, method: Method, resolver: Resolver, placements: Sequence[Placement]) -> StepMaker:
         """The output tensors, and their problems."""
