@@ -416,7 +416,7 @@ def test_decoders_of_equal_sizes_that_no_word_tells_apart_are_refused(tmp_path: 
     b = two_decoders(tmp_path / "b", "first.", "second.", 1, width=4)
     for models in ((a, b), (b, a)):
         problem = str(only(linear(*models)))
-        assert "parts of the models are alike but for their names, and both would be copied side by side" in problem
+        assert "parts of the models are alike except for their names, and both would be copied side by side" in problem
 
 
 def test_an_embedding_is_no_other_one_because_their_sizes_are_equal(tmp_path: Path) -> None:
@@ -434,7 +434,7 @@ def test_a_part_with_two_names_is_refused_where_more_is_unlike(tmp_path: Path) -
     a = renamed(tmp_path / "a", {"mlp_AR": PROJECTION, "model.mask": {"weight": (3, 4)}})
     b = renamed(tmp_path / "b", {"model.projector": PROJECTION, "model.gate": {"weight": (5, 4)}}, 1)
     assert str(only(linear(a, b))) == (
-        "models: parts of the models are alike but for their names, and both would be copied side by side\n"
+        "models: parts of the models are alike except for their names, and both would be copied side by side\n"
         f"  {a}: mlp_AR\n  {b}: model.projector\n"
         "  -> Merge models of one architecture; load a checkpoint of a training run with transformers, and save it, first."
     )
@@ -445,7 +445,7 @@ def test_many_matrices_of_equal_sizes_under_other_names_are_refused(tmp_path: Pa
     a = renamed(tmp_path / "a", {"audio": shapes, "x": {"weight": (7, 4)}})
     b = renamed(tmp_path / "b", {"perception": {n.replace("q", "query"): s for n, s in shapes.items()}}, 1)
     for models in ((a, b), (b, a)):
-        assert "parts of the models are alike but for their names" in str(only(linear(*models)))
+        assert "parts of the models are alike except for their names" in str(only(linear(*models)))
 
 
 @pytest.mark.parametrize(

@@ -501,7 +501,7 @@ class StepMaker:
                 continue
             what = "the layers of the models have different names, so that none of them would be merged"
             if not self._has_other_layers(others[0]):
-                what = "parts of the models are alike but for their names, and both would be copied side by side"
+                what = "parts of the models are alike except for their names, and both would be copied side by side"
             fix = "merge models of one architecture; load a checkpoint of a training run with transformers, and save it, first"
             details = self._unlike_names(others[0])
             self._problems.append(MismatchError(what, where=segment.where, details=details, fix=fix))
