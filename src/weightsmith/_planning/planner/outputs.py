@@ -47,7 +47,7 @@ class StepMaker:
     origins  for each merged tensor what its parameters were looked up with: segment, names in the models, depth
     layers   for each of the donor's stacks that changes, the donor's layer behind each output layer
     untie    the output has a head of its own, though the donor ties it to the embedding
-    copies   heads that are left out as copies: the model, its head, and the embedding that it ties it to
+    copies   tensors that are left out as copies: the model, the tensor, and the one that is merged in its place
     """
 
     def __init__(self, models: InputModels, method: Method, resolver: Resolver, account: Account, dtypes: DTypes) -> None:
@@ -389,10 +389,13 @@ class StepMaker:
         weight = self._rest_specs(owner[0].model).get(f"{name.rpartition('.')[0]}.weight")
         return weight is not None and weight.name != name and self._stand_in(weight, feed) is not None
 
+    def _primary(self, spec: TensorSpec) -> str:
+        """The name under which tied copies of a tensor are written."""
+        return vocabulary.primary(spec, [s for m in range(len(self.models.names)) for s in self._rest_specs(m).values()])
+
     def _redundant(self, name: str, spec: TensorSpec, feeds: Sequence[SegmentInput], sources: Sequence[str | None]) -> bool:
         """True for a copy of a tied tensor that need not be written, because its other name is."""
-        stored = [s for m in range(len(self.models.names)) for s in self._rest_specs(m).values()]
-        if vocabulary.primary(spec, stored) == name:
+        if self._primary(spec) == name:
             return False
         return not vocabulary.is_head(spec) or (self._donor_ties() and all(self._tied(feeds, sources)))
 
@@ -404,11 +407,11 @@ class StepMaker:
             self.warnings.append(Finding(what, name, fix=fix))
 
     def _note_copies(self, spec: TensorSpec, feeds: Sequence[SegmentInput], sources: Sequence[str | None]) -> None:
-        if vocabulary.is_head(spec) and len(spec.shape) == 2:
-            for feed, source in zip(feeds, sources, strict=True):
-                embedding = self._stand_in(spec, feed)
-                if source is not None and embedding not in (None, source):
-                    self.copies.append((feed.model, source, str(embedding)))
+        primary = self._primary(spec)
+        for feed, source in zip(feeds, sources, strict=True):
+            merged = None if source is None else self.counterpart(primary, feed.model)
+            if source is not None and merged not in (None, source):
+                self.copies.append((feed.model, source, str(merged)))
 
     def _tied(self, feeds: Sequence[SegmentInput], sources: Sequence[str | None]) -> list[bool]:
         configs, pairs = self.models.configs, zip(feeds, sources, strict=True)
