@@ -172,12 +172,14 @@ class Target(ABC):
     publication  files appear by one "rename" or one "commit", or by "requests" in an order in which no loader takes part of
                  them for a model, and which the next run completes
     parts        other processes can build parts of a plan, for the process that publishes
+    leaderless   they can do so before that process is there (`run --part`): the target keeps `record`s. Always so in a folder
     warnings     what the user should know
     """
 
     streams: ClassVar[bool] = True
     publication: ClassVar[Literal["rename", "commit", "requests"]] = "requests"
     parts: ClassVar[bool] = False
+    leaderless: ClassVar[bool] = False
     warnings: tuple[Finding, ...] = ()
 
     # its address
@@ -278,6 +280,16 @@ class Target(ABC):
     def fetch(self, name: str, file: Path) -> None:
         """Get a product that another process has shared. Raises StoreError."""
         raise NotImplementedError
+
+    # other processes, if `leaderless` and `streams`
+
+    def record(self, built: Built, *, done: bool) -> None:
+        """Keep what this process, which builds a part, has finished so far. done: that is all of it. One thread at a time."""
+        raise NotImplementedError
+
+    def built(self) -> Sequence[Built]:
+        """What earlier processes of this part have finished; all parts, for the run that publishes. Known after `connect`."""
+        return ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -391,7 +391,7 @@ from weightsmith._execution.options import RunOptions
 from weightsmith._execution.processes import LocalWorkers
 workers = LocalWorkers(1, RunOptions(threads=1))
 workers.begin(Order(b"", "out", ".", RunOptions(), False, "", {}))
-process = workers._new(1)
+process = workers._new()
 child = os.fork()
 if child == 0:
     time.sleep(60)

@@ -427,6 +427,7 @@ class _Assembler:
             self.opened.donor,
             base,
             tokenizes=not {*FILES}.isdisjoint(self.inputs[self.opened.donor].files),
+            as_stored=lambda model, tensor: self.inputs[model].location(tensor) is not None,
         )
         dtypes = DTypes(self.request.dtype, [c.kept_specs for c in self.inputs])
         outputs = StepMaker(models, method, resolver, Account(self.labels, names), dtypes)
