@@ -18,7 +18,7 @@ from weightsmith._models.formats.gguf.base.values import GgufConfig
 
 
 class MiniMaxM2(GgufArchitecture):
-    """MiniMax M2, all of whose MLPs are experts. `rotary_dim` is what released models call the part of a head that RoPE turns."""
+    """MiniMax M2, all of whose MLPs are experts. Released models state in `rotary_dim` how much of a head RoPE turns."""
 
     name = "minimax-m2"
     class_name = "MiniMaxM2ForCausalLM"
