@@ -228,6 +228,7 @@ FAMILIES = {
     "deepseek-v3": "DEEPSEEK2",
     "glm4-moe": "GLM4_MOE",
     "glm4-moe-bias": "GLM4_MOE",
+    "minimax-m2": "MINIMAXM2",
 }
 YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e4}
 GRANITE = {"attention_multiplier": 0.3, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0}
@@ -562,6 +563,14 @@ def test_types_that_need_importances(model: Path, tokenizers: dict[str, Path]) -
 
 @pytest.mark.matrix("passthrough-*", "ties-gpt-oss")
 @pytest.mark.slow
+def test_minimax_states_what_rope_turns_under_either_name() -> None:
+    config = {**zoo.ZOO["minimax-m2"][2], "model_type": "minimax_m2", "rope_theta": 1e4}
+    for stated, turned in (({"rotary_dim": 4}, 4), ({"partial_rotary_factor": 0.25, "rotary_dim": 4}, 2), ({}, 8)):
+        settings = text_config({**{k: v for k, v in config.items() if k != "rope_parameters"}, **stated})
+        keys, _ = architecture_of_config(settings).keys(settings, 0)
+        assert keys["minimax-m2.rope.dimension_count"].value == turned
+
+
 @pytest.mark.parametrize("name", IN_PARTS)
 @pytest.mark.parametrize("kind", ["ties", "passthrough"])
 def test_a_merge_of_what_is_stored_in_parts_is_the_merge_then_quantised(
