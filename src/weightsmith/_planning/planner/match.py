@@ -264,12 +264,12 @@ def equal_modules(mine: Mapping[str, TensorSpec], theirs: Mapping[str, TensorSpe
         for prefix, contents in inside.items():
             modules[frozenset(contents)].append(prefix)
     pairs: list[tuple[str, str]] = []
-    for contents in sorted(by_contents[0].keys() & by_contents[1].keys(), key=lambda contents: -len(contents)):
+    for equal in sorted(by_contents[0].keys() & by_contents[1].keys(), key=lambda contents: -len(contents)):
         first, second = (
-            [p for p in modules[contents] if not p.startswith(tuple(pair[side] for pair in pairs))]
+            [p for p in modules[equal] if not p.startswith(tuple(pair[side] for pair in pairs))]
             for side, modules in enumerate(by_contents)
         )
-        if len(first) == len(second) == 1 and (len(contents) >= _TELLING or overlap(words(first[0]), words(second[0]))):
+        if len(first) == len(second) == 1 and (len(equal) >= _TELLING or overlap(words(first[0]), words(second[0]))):
             pairs.append((first[0], second[0]))
     return pairs
 
