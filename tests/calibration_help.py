@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -68,6 +69,15 @@ def save_model(folder: Path, name: str = "llama", seed: int = 0) -> Path:
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))
     return folder
+
+
+def noisy_copy(folder: Path, copy: Path, seed: int, size: float = 0.05) -> None:
+    """A copy of a model with noise on all weights: a fine-tune."""
+    shutil.copytree(folder, copy)
+    noise = torch.Generator().manual_seed(seed)
+    tensors = load_file(copy / "model.safetensors")
+    noisy = {name: (t.float() + size * torch.randn(t.shape, generator=noise)).to(t.dtype) for name, t in tensors.items()}
+    save_file(noisy, copy / "model.safetensors", metadata={"format": "pt"})
 
 
 def changed(folder: Path, **scales: float) -> None:

@@ -197,6 +197,12 @@ ZOO: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "glm4-moe": ("Glm4MoeForCausalLM", "Glm4MoeConfig", {**GLM_MOE, "routed_scaling_factor": 1.5, "use_qk_norm": True}),
     "glm4-moe-bias": ("Glm4MoeForCausalLM", "Glm4MoeConfig", {**GLM_MOE, "attention_bias": True, "norm_topk_prob": False}),
+    "minimax-m2": (
+        "MiniMaxM2ForCausalLM",
+        "MiniMaxM2Config",
+        {**HEADS, "num_local_experts": 4, "num_experts_per_tok": 2}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    ),
     "gpt-oss": ("GptOssForCausalLM", "GptOssConfig", {**HEADS, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "mamba": (
         "MambaForCausalLM",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from statistics import NormalDist
+
 import numpy as np
+import xxhash
 
 from tests.cases.case import Arrays, Case, deltas, f64
 from tests.kernels import reference
@@ -75,6 +78,52 @@ def spliced(arrays: Arrays, alpha: float, beta: float, axis: str) -> np.ndarray:
     return result
 
 
+def crossed(arrays: Arrays, alpha: float, tilt: float) -> np.ndarray:
+    """As sd-mecha's crossover computes it."""
+    a, b = f64(arrays)
+    if not a.ndim:
+        return (1 - alpha) * a + alpha * b
+    spectra = [np.fft.rfftn(x) for x in (a, b)]
+    share = crossover_filter(spectra[0].shape, alpha, tilt)
+    return np.fft.irfftn((1 - share) * spectra[0] + share * spectra[1], a.shape, range(a.ndim))
+
+
+def crossed_in_order(arrays: Arrays, alpha: float, tilt: float) -> np.ndarray:
+    """As sd-meh's distribution_crossover computes it; equal elements of the base in the order of their positions."""
+    c, a, b = f64(arrays)
+    if not a.ndim:
+        return (1 - alpha) * a + alpha * b
+    places = np.argsort(c, axis=None, kind="stable")
+    spectra = [np.fft.rfft(x.ravel()[places]) for x in (a, b)]
+    share = crossover_filter(spectra[0].shape, alpha, tilt)
+    mixed = np.fft.irfft((1 - share) * spectra[0] + share * spectra[1], a.size)
+    return mixed[np.argsort(places, kind="stable")].reshape(a.shape)
+
+
+def crossover_filter(shape: tuple[int, ...], alpha: float, tilt: float) -> np.ndarray:
+    """Their filter, of a tilt between 0 and 2."""
+    gradients = []
+    for axis, size in enumerate(shape):
+        up, down = np.linspace(0, (size - 1) // 2, size - size // 2), np.linspace(size // 2, 1, size // 2)
+        whole = axis == len(shape) - 1 or size == 1
+        gradients.append(np.linspace(0, 1, size) if whole else np.concatenate([up, down]) / (size // 2))
+    mesh = np.sqrt(sum(g**2 for g in np.meshgrid(*gradients, indexing="ij")) / len(shape))
+    if tilt == 0:
+        return (mesh > 1 - alpha).astype(float)
+    slope = 1 / np.tan(np.pi * tilt / 2)
+    constant = alpha * slope + alpha - slope if tilt <= 1 else alpha - alpha * slope
+    return np.clip(mesh * slope + constant, 0, 1)
+
+
+def noisy(arrays: Arrays, deviation: float) -> np.ndarray:
+    """The normal number of each element's random word, by the standard library."""
+    (a,) = f64(arrays)
+    key = xxhash.xxh3_64_intdigest(b"w\0noise", 0)
+    normal = NormalDist().inv_cdf
+    numbers = [normal((reference.philox(key, i) + 0.5) / 2**32) for i in range(a.size)]
+    return a + deviation * np.reshape(numbers, a.shape)
+
+
 def similar(arrays: Arrays, alpha: float, beta: float) -> np.ndarray:
     """As sd-meh's similarity_add_difference computes it."""
     c, a, b = f64(arrays)
@@ -145,6 +194,20 @@ CASES = (
     Case(
         "splice, columns round the end", "splice", {"alpha": 0.7, "beta": 0.6, "axis": "columns"}, [{}] * 2,
         lambda a: spliced(a, 0.7, 0.6, "columns"),
+    ),
+    Case("crossover", "crossover", {"alpha": 0.4, "tilt": 0.0}, [{}] * 2, lambda a: crossed(a, 0.4, 0.0)),
+    Case("crossover, soft", "crossover", {"alpha": 0.3, "tilt": 0.6}, [{}] * 2, lambda a: crossed(a, 0.3, 0.6)),
+    Case("crossover, upside down", "crossover", {"alpha": 0.3, "tilt": 1.7}, [{}] * 2, lambda a: crossed(a, 0.3, 1.7)),
+    Case(
+        "distribution_crossover", "distribution_crossover", {"alpha": 0.4, "tilt": 0.0}, [{}] * 3,
+        lambda a: crossed_in_order(a, 0.4, 0.0),
+    ),
+    Case(
+        "distribution_crossover, soft", "distribution_crossover", {"alpha": 0.6, "tilt": 1.3}, [{}] * 3,
+        lambda a: crossed_in_order(a, 0.6, 1.3),
+    ),
+    Case(
+        "add_noise", "add_noise", {"deviation": 0.01}, [{}], lambda a: noisy(a, 0.01), base=False, identity=False
     ),
     Case("train_difference, reversed", "train_difference", {"lambda": -0.5}, [{}] * 3, lambda a: trained(a, -0.5)),
     Case("sce", "sce", SCE | {"select_topk": 1.0}, [{}] * 4, lambda a: sce(a, 1.0)),

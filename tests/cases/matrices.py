@@ -141,6 +141,21 @@ def cart(arrays: Arrays) -> Array:
     return mean + 0.7 * sum(cut(x - mean, max(1, int(0.1 * min(x.shape)))) for x in xs)
 
 
+ROTATE = {"alpha": 0.0, "centralization": 1.0}
+
+
+def rotated(a: Array, b: Array, alpha: float, centre: float) -> Array:
+    """As sd-mecha's first rotate computes it, with an alignment of 1: by a square matrix, however few the rows are."""
+    if a.ndim < 2:
+        return (1 - alpha) * a + alpha * b
+    x, y = a.reshape(len(a), -1), b.reshape(len(b), -1)
+    of_x, of_y = centre * x.mean(0), centre * y.mean(0)
+    u, _, vt = np.linalg.svd((x - of_x).T @ (y - of_y))
+    turn = u @ vt
+    mixed = (1 - alpha) * (x - of_x) + alpha * (y - of_y) @ turn.T
+    return (mixed @ turn + of_y).reshape(a.shape)
+
+
 CASES = (
     case("tsv_m", "tsv_m", {"directions": 3, "flatten": 0.0, "lambda": 0.8}, [1.0, 0.5], lambda ds: tsv_m(ds, 3)),
     case(
@@ -176,5 +191,10 @@ CASES = (
     ),
     unmeasured("fisher", {"floor": 0.1, "lambda": 0.9}, [1.0, 0.5]),
     Case("core_step, no text", "core_step", {"directions": 2, "step": 0.1, "damping": 3.0}, [{}] * 3, lambda a: f64(a)[0]),
+    Case("rotate", "rotate", ROTATE, [{}] * 2, lambda a: rotated(*f64(a), 0.0, 1.0)),
+    Case(
+        "rotate, mixed", "rotate", {"alpha": 0.4, "centralization": 0.5}, [{}] * 2, lambda a: rotated(*f64(a), 0.4, 0.5)
+    ),
+    Case("rotate, deltas", "rotate", ROTATE, [{}] * 3, lambda a: f64(a)[0] + rotated(*deltas(a), 0.0, 1.0)),
     Case("cart", "cart", {"rank": 0.1, "lambda": 0.7}, [{}, {}, {}], cart, base=False),
 )  # fmt: skip

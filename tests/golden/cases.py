@@ -39,13 +39,13 @@ class Golden:
     needs: tuple[str, ...] = ()
 
 
-def merged(name: str, recipe: Recipe, *, torch: bool = False, **options: Any) -> Golden:
+def merged(name: str, recipe: Recipe, *, torch: bool = False, portable: bool = True, **options: Any) -> Golden:
     """A case of `merge`. torch: the method computes with torch."""
 
     def run(out: Path, **more: Any) -> None:
         weightsmith.merge(recipe, out, fsync=False, **{**options, **more})
 
-    return Golden(name, run, recipe, not torch, ("torch",) if torch else ())
+    return Golden(name, run, recipe, portable and not torch, ("torch",) if torch else ())
 
 
 def mixture(name: str, recipe: Recipe, *, needs: tuple[str, ...] = (), portable: bool = True, **options: Any) -> Golden:
@@ -133,6 +133,9 @@ METHODS = (
     merged("cosine_b", recipe("cosine", ("fr",), form="b", low=0.5)),
     merged("splice", recipe("splice", ("fr",), alpha=0.4, beta=0.3)),
     merged("splice_columns", recipe("splice", ("fr",), alpha=0.7, beta=0.6, axis="columns")),
+    merged("crossover", recipe("crossover", ("fr",), alpha=0.4, tilt=0.5), portable=False),
+    merged("distribution_crossover", recipe("distribution_crossover", alpha=0.4, tilt=0.5), portable=False),
+    merged("add_noise", recipe("add_noise", ("fr",), None, deviation=0.001)),
     merged("passthrough", recipe("passthrough", ("fr",), None)),
     merged("passthrough_scale", recipe("passthrough", ("fr",), None, {"scale": [0.5]})),
 )
@@ -150,6 +153,7 @@ MATRICES = tuple(
         ("iso_c", "iso_c", "float32", {"beta": 0.3}),
         ("iso_cts", "iso_cts", "float32", {"common": 0.6}),
         ("resmerge", "resmerge", "float32", {}),
+        ("rotate", "rotate", "float32", {"alpha": 0.2}),
         ("cart", "cart", "float32", {"rank": 0.2}),
         ("cart_bf16", "cart", "bfloat16", {"rank": 0.2}),
     )

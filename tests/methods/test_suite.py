@@ -18,4 +18,4 @@ class TestMethods(MethodTests):
         method = methods.get(request.param)
         required = {parameter.name: 0.5 for parameter in method.parameters if parameter.required}
         models = method.max_models or max(2, method.min_models)
-        return MethodCase(method, required, models, IDENTITY[method.name])
+        return MethodCase(method, required, models, IDENTITY[method.name], zeros=method.name != "add_noise")

@@ -446,11 +446,13 @@ def test_norms_have_the_names_that_transformers_gives_them(tmp_path: Path) -> No
     names = ["bert.embeddings.LayerNorm.beta", "bert.embeddings.LayerNorm.gamma", "bert.layer.0.gamma"]
     arrays = [np.full(2, k, np.float32) for k in range(3)]
     save_file(dict(zip(names, arrays, strict=True)), tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
-    with open_checkpoint(tmp_path) as model:
-        assert list(model.specs) == ["bert.embeddings.LayerNorm.bias", "bert.embeddings.LayerNorm.weight", "bert.layer.0.gamma"]
-        np.testing.assert_array_equal(np.stack([model[name] for name in model]), np.stack(arrays))
-        assert model.notes == ()
+    current = ["bert.embeddings.LayerNorm.bias", "bert.embeddings.LayerNorm.weight", "bert.layer.0.gamma"]
+    for config in ('{"model_type": "bert"}', '{"architectures": ["BertForMaskedLM"]}'):  # as in the first releases
+        (tmp_path / "config.json").write_text(config)
+        with open_checkpoint(tmp_path) as model:
+            assert list(model.specs) == current
+            np.testing.assert_array_equal(np.stack([model[name] for name in model]), np.stack(arrays))
+            assert model.notes == ()
     twice = {name: array for name, array in zip([names[1], "bert.embeddings.LayerNorm.weight"], arrays, strict=False)}
     save_file(twice, tmp_path / "model.safetensors")
     with open_checkpoint(tmp_path) as model:

@@ -148,7 +148,7 @@ def test_a_process_that_is_stopped_is_not_said_to_run(work: Path, cli: Cli) -> N
 
 def test_a_claim_with_a_number_that_no_process_has_is_of_none() -> None:
     """Anyone who may write into the bucket may have written it."""
-    data = json.dumps(["weightsmith claim", "t", "plan", 10**30, socket.gethostname(), "/nowhere"])
+    data = json.dumps(["weightsmith claim", "t", "plan", 10**30, socket.gethostname(), "/nowhere", False])
     claim = decode_claim(data.encode(), "s3://bucket/claim")
     assert not claim.is_running
     assert claim.is_lost

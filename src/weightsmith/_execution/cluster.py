@@ -46,7 +46,8 @@ from weightsmith._base.options import named
 from weightsmith._base.text import count
 from weightsmith._base.torch_use import named_device
 from weightsmith._engine.local import Progress
-from weightsmith._engine.products import divisible
+from weightsmith._engine.product_graph import Computation
+from weightsmith._engine.products import divisible, find_kind, has_tasks
 from weightsmith._engine.reader import Reader
 from weightsmith._engine.results import Results
 from weightsmith._execution.identity import facts, work_identity
@@ -60,7 +61,6 @@ from weightsmith._execution.together import (
     execute_helper,
     execute_part,
     execute_products,
-    has_tasks,
 )
 from weightsmith._files.containers import GGUF, GGUF_ADAPTER
 from weightsmith._files.safetensors import collector_paused
@@ -302,7 +302,6 @@ def _order(prepared: Prepared, out: str | os.PathLike[str], options: RunOptions)
         options=replace(
             options,
             ray=None,
-            processes=1,
             resume=True,
             push=None,
             commit_message=None,
@@ -339,8 +338,7 @@ class Driver:
         plan, allow_nonfinite = prepared.plan, request.options.allow_nonfinite
         self.plan, self.staging, self.workers, self.callbacks = plan, staging, workers, request.callbacks
         slots = workers.slots()
-        self.helped = WorkDone(warnings=few_files(plan, slots, workers.setting))
-        self.n = part_count(plan, slots)
+        self.helped, self.n = WorkDone(), part_count(plan, slots)
         parts = dict(enumerate(parts_of(plan, self.n), 1))
         if staging.target.streams:  # a worker on another machine does not see what an earlier run has finished
             done = finished_steps(plan, staging, kept_products(plan, staging), allow_nonfinite)
@@ -352,7 +350,10 @@ class Driver:
         later = {k for k, steps in parts.items() if any(not alone.isdisjoint(plan.needs(step)) for step in steps)}
         first = [Share((k, self.n)) for k, steps in parts.items() if steps and k not in later]
         self._ready = deque([*([Share(None)] if alone else []), *first])
+        self._alone = [p for p in plan.products if p.name in alone and p.name not in staging.products]
         self._helpers = 0 if not alone or staging.target.streams or not has_tasks(plan) else slots - 1
+        if not self._helpers:  # which share work that is not of files
+            self.helped += WorkDone(warnings=few_files(plan, slots, workers.setting))
         self._after_products = [Share((k, self.n)) for k in sorted(later)]
         self._inputs = prepared.inputs
         self._states: dict[Share, _State] = {}
@@ -492,14 +493,16 @@ class Driver:
     # ---- progress
 
     def _report(self) -> None:
-        if self.callbacks.waiting is not None and self._running and all(share.part is None for share in self._running):
-            self.callbacks.waiting()
-        if self.callbacks.progress is None:
-            return
         now = time.monotonic()
         if now - self._looked > LOOK_SECONDS:
             self._looked = now
             self._count(self._followed.look(share.label for share in self._running))
+        waiting = bool(self._running) and all(share.part is None for share in self._running)
+        computation = self._computation() if waiting else None
+        if waiting and computation is None and self.callbacks.waiting is not None:
+            self.callbacks.waiting()
+        if self.callbacks.progress is None:
+            return
         self.callbacks.progress(
             Progress(
                 written_bytes=self._counted_bytes,
@@ -509,8 +512,18 @@ class Driver:
                 tensors=self._total_tensors - len(self._uncounted),
                 total_tensors=self._total_tensors,
                 seconds=now - self._began,
+                waiting=computation is not None,
+                computation=computation,
             )
         )
+
+    def _computation(self) -> Computation | None:
+        """The products that one worker makes, and how many are finished; None if that is not known."""
+        made = self._followed.products
+        unmade = [product for product in self._alone if product.name not in made]
+        if not made or not unmade:
+            return None
+        return Computation(find_kind(unmade[0].op).doing, len(self._alone) - len(unmade), len(self._alone))
 
     def _count(self, names: Iterable[str]) -> None:
         """Enter finished tensors into the progress, each once."""

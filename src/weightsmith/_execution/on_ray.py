@@ -10,6 +10,7 @@ joins in a process of its own: when that ends, the driver says so, and ends as a
 from __future__ import annotations
 
 import logging
+import math
 import os
 import pickle
 import secrets
@@ -49,6 +50,10 @@ NODES_SECONDS = 2.0
 ADVICE = "read the logs of Ray; if the machines are short of memory, lower --max-memory or --threads"
 END_SECONDS = 60.0
 """How long a cluster of this command may take to end."""
+JOIN_SECONDS = 300.0
+"""How long Ray may take to start, or to be joined."""
+REGISTER_SECONDS = 240
+"""How long Ray waits for the first processes of a cluster of this command. If they come later, it waits for ever."""
 
 
 class RayWorkers:
@@ -221,7 +226,7 @@ class WatchedWorkers:
         )
         theirs.close()
         try:
-            token = self._ask("", options)
+            token = self._ask("", options, seconds=JOIN_SECONDS)
         except BaseException as error:
             self._end()
             if isinstance(error, WorkerLost):
@@ -246,14 +251,23 @@ class WatchedWorkers:
             self._process.wait()
         self._errors.close()
 
-    def _ask(self, name: str, *arguments: object) -> Any:
+    def _ask(self, name: str, *arguments: object, seconds: float = math.inf) -> Any:
+        """What the process answers. seconds: after these, Ray is taken for dead, and the process is killed."""
         self._asked += 1
+        deadline = time.monotonic() + seconds
         try:
             self._pipe.send((self._asked, name, arguments))
             number = 0
             while number != self._asked:  # an answer may be left of a call that Ctrl-C interrupted
                 while not self._pipe.poll(0.2):
-                    pass
+                    if time.monotonic() > deadline:
+                        self._process.kill()
+                        raise WorkerLost(
+                            f"Ray does not start, or lets nobody join, within {seconds:.0f} s",
+                            where=named("ray"),
+                            fix="run again when this machine has less to do; if it happens again, read the logs of Ray, or "
+                            "leave out --ray",
+                        )
                 number, error, value = self._pipe.recv()
         except (EOFError, OSError) as lost:
             raise self._lost() from lost
@@ -341,6 +355,8 @@ def _join(ray: Any, address: str, stack: ExitStack) -> None:
     undo = stack.enter_context(ExitStack())
     undo.callback(setattr, constants, "ENABLE_RAY_CLUSTER", enabled)
     variables = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+    if (register := "RAY_worker_register_timeout_seconds") not in os.environ:
+        variables[register] = str(REGISTER_SECONDS)
     if not {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
         variables["RAY_AUTH_TOKEN"] = _token()
         undo.callback(_set, "RAY_AUTH_MODE", None)  # Ray sets it

@@ -194,8 +194,9 @@ class RunOptions:
 
 def check_processes(prepared: Prepared, out: Target, options: RunOptions) -> int:
     """How many processes a run is divided among. Raises ParameterError if that is several, and the run cannot be divided."""
-    from weightsmith._engine.products import divisible
+    from weightsmith._engine.products import divisible, has_tasks
     from weightsmith._engine.resources import processors
+    from weightsmith._planning.follow_ups import follow_up_kind
 
     plan, threads = prepared.plan, options.threads or processors()
     if options.processes == 1:
@@ -209,8 +210,10 @@ def check_processes(prepared: Prepared, out: Target, options: RunOptions) -> int
         "one process writes a bucket, or to the Hub": out.publication != "rename",
         "models that are streamed have one reader": any(model.repositories for model in prepared.inputs),
         "a recipe whose models are results of other recipes has one process": bool(prepared.stages),
-        "the plan has products that one process makes, and tensors that wait for them": plan.then is not None
-        or not all(map(divisible, plan.products)),
+        "the plan has products that one process makes, and tensors that wait for them": not (
+            all(map(divisible, plan.products)) if plan.then is None else follow_up_kind(prepared).divisible
+        )
+        and not has_tasks(plan),
         "a merge method of your own runs in one process": plan.provenance.code is not None,
         f"there are fewer threads: {threads}": options.processes > threads,
     }

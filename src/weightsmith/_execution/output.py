@@ -62,8 +62,10 @@ def check_options(out: str | os.PathLike[str], options: RunOptions, *, part: boo
     is_folder = place.publication == "rename"
     if options.ray is not None and not place.parts:
         _refuse("one process uploads weight files to the Hub", "write to a bucket or a shared folder, or leave --ray out")
-    if part and not is_folder:
-        _refuse("parts of a plan share a local folder", "run the whole plan, with --ray on several machines")
+    if part and not (is_folder or place.leaderless):
+        _refuse("parts of a plan share a folder or a bucket", "run the whole plan, or write the parts to one of these")
+    if part and options.overwrite and not is_folder:
+        _refuse("parts replace no output there", "choose another prefix, or remove the old output; and leave --overwrite out")
     if options.push is not None and not is_folder:
         _refuse("--push uploads a local folder", "write to a folder, or leave --push out")
     if options.evaluate is not None and not is_folder:

@@ -74,7 +74,7 @@ class LocalWorkers:
 
     def __init__(self, n: int, options: RunOptions) -> None:
         """Start none yet."""
-        total = options.threads or processors()
+        self._all_threads = total = options.threads or processors()
         self.threads = [total // n + (i < total % n) for i in range(n)]
         self._order: IO[bytes] | None = None
         self._free = [*range(n)]
@@ -117,13 +117,18 @@ class LocalWorkers:
         """Have a process that has nothing to do, or a new one, do a share."""
         place = self._running[share] = self._free.pop(0)
         if place not in self._processes:
-            self._processes[place] = self._new(self.threads[place])
+            self._processes[place] = self._new()
         try:
-            self._processes[place].pipe.send(share)
+            self._processes[place].pipe.send((share, self.threads_of(share)))
         except OSError:  # it has ended: `answers` finds out
             pass
 
-    def _new(self, threads: int) -> _Process:
+    def threads_of(self, share: Share) -> int:
+        """The threads of a running share. Whoever computes products for the others has all of them: they wait for it."""
+        alone = share.part is None and not share.helper
+        return self._all_threads if alone else self.threads[self._running[share]]
+
+    def _new(self) -> _Process:
         assert self._order is not None
         order = self._order.fileno()
         with ExitStack() as closing:
@@ -143,12 +148,7 @@ class LocalWorkers:
                 raise WorkerLost(what, where=named(self.setting), fix=fix) from error
             closing.pop_all()
         theirs.close()
-        started = _Process(process, pipe, errors)
-        try:
-            pipe.send(threads)
-        except OSError:
-            pass
-        return started
+        return _Process(process, pipe, errors)
 
     def answers(self, seconds: float) -> list[tuple[Share, Answer]]:
         """The answers of the processes that have ended a share, or themselves."""
@@ -178,21 +178,22 @@ class LocalWorkers:
 
 
 def serve(fd: int, order_fd: int, parent: int) -> None:
-    """Do the shares that come through a pipe. The process ends with it, and with `parent`, also while it does one.
+    """Do the shares that come through a pipe, each with its number of threads.
+
+    The process ends with the pipe, and with `parent`, also while it does a share.
 
     order_fd  of a file with the pickled order, whose position all processes share
     """
     signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C is the first process's, which ends the others
     pipe = Connection(fd)
-    threads = pipe.recv()
     with mmap.mmap(order_fd, 0, access=mmap.ACCESS_READ) as data:
         order = pickle.loads(data)
     os.close(order_fd)
-    order = replace(order, options=replace(order.options, threads=threads))
     asked: queue.Queue[Any] = queue.Queue()
     threading.Thread(target=_listen, args=(pipe, asked, parent), daemon=True).start()
     while True:
-        pipe.send_bytes(do(order, asked.get()))
+        share, threads = asked.get()
+        pipe.send_bytes(do(replace(order, options=replace(order.options, threads=threads)), share))
 
 
 def _listen(pipe: Connection, asked: queue.Queue[Any], parent: int) -> None:

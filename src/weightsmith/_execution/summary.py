@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from weightsmith._engine.results import Results
 from weightsmith._execution.options import RunOptions, check_processes, resources_of, tensors_bytes
 from weightsmith._execution.output import other_sizes
 from weightsmith._execution.progress import similar_time
+from weightsmith._execution.together import TASK_FACTOR
 from weightsmith._features.quantisation.calibration.weights import (
     CALIBRATED,
     by_weight,
@@ -30,7 +32,7 @@ from weightsmith._features.quantisation.calibration.weights import (
 from weightsmith._files.remote.ahead import estimate
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import analyse
-from weightsmith._models.structure.projections import role_of
+from weightsmith._models.structure.projections import by_site, role_of
 from weightsmith._models.structure.vocabulary import is_head, is_vocabulary
 from weightsmith._outputs.bucket_store import CLAIM_WRITES, look_requests, put_requests
 from weightsmith._outputs.hub_repository import COMMIT_REQUESTS, FILE_REQUESTS, LARGE_NAMES, LARGE_REQUESTS, REGULAR_BYTES
@@ -304,8 +306,20 @@ def _memory(prepared: Prepared, options: RunOptions, out: Target, matrix_bytes: 
     peak = peak_memory_bytes(tile_bytes, threads, plan.widest, plan.levels)
     peak += tensors_bytes(prepared)
     n = check_processes(prepared, out, options)
-    peak += (n - 1) * (PROCESS_BYTES + tensors_bytes(prepared))
+    if n > 1:
+        peak += (n - 1) * (PROCESS_BYTES + tensors_bytes(prepared) + _task_bytes(plan))
     if matrix_bytes:
         # Whole matrices: in each process as many as fit the bound, at least one; and torch, which is there for them alone.
         peak += n * (max(matrix_bytes, min(resources.resident_bytes, matrix_bytes * -(-threads // n))) + TORCH_BYTES)
     return Memory(peak, threads, tile_bytes, any(map(of_calibration, plan.products)))
+
+
+def _task_bytes(plan: Plan) -> int:
+    """Memory that a process takes, torch included, to quantise weights of a calibrated layer; 0 if the plan has none."""
+    calibrating = [step.out for product in plan.products if of_calibration(product) for step in product.steps]
+    weights = {out.name: out for out in calibrating if len(out.shape) > 1 and role_of(out) == "linear"}
+    sizes = [
+        weights[names[0]].shape[-1] ** 2 + sum(math.prod(weights[name].shape[-2:]) for name in names)
+        for names in by_site(weights).values()
+    ]
+    return TORCH_BYTES + TASK_FACTOR * 4 * max(sizes) if sizes else 0

@@ -25,7 +25,7 @@ import xxhash
 
 from weightsmith._base.errors import ParameterError
 from weightsmith._base.options import named
-from weightsmith._engine.products import divisible, find_kind
+from weightsmith._engine.products import divisible, find_kind, has_tasks
 from weightsmith._engine.resources import Workload
 from weightsmith._execution.execute import check_computable
 from weightsmith._execution.options import RunOptions
@@ -122,7 +122,8 @@ def execute_products(
         staging = run.staging
         with staging.only_process():
             results = kept_products(prepared.plan, staging)
-            outcome = run.compute(Workload(steps=(), results=results, tasks=TaskBoard.of(staging)))
+            board = TaskBoard.of(staging, processes=options.processes)
+            outcome = run.compute(Workload(steps=(), results=results, tasks=board))
         for model in prepared.inputs:
             model.check_unchanged()
         return PartDone(staging.hand_over(), WorkDone.of(outcome))
@@ -151,7 +152,7 @@ def _check_part(prepared: Prepared, out: str | os.PathLike[str], options: RunOpt
         raise ParameterError("a part cannot discard the work of other parts", fix=fix)
     if options.ray is not None:
         raise ParameterError("a cluster does all parts", where="ray", fix="leave out the part")
-    if options.processes != 1:
+    if options.processes != 1 and not helping:
         raise ParameterError("the processes do all parts", where=named("processes"), fix="leave out the part")
     if prepared.plan.then is not None:
         raise ParameterError("a plan that begins with a measurement has no parts", fix="run the whole plan")
@@ -315,11 +316,6 @@ def units_of(plan: Plan, product: Product) -> list[tuple[Step, ...]]:
 
 
 # ---- products that one process computes
-
-
-def has_tasks(plan: Plan) -> bool:
-    """Whether other processes can help the one that computes the products of a plan."""
-    return any(find_kind(product.op).help is not None for product in plan.products)
 
 
 class Helper:

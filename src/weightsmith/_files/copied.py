@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from weightsmith._base.errors import CheckpointError, Finding, FormatError
@@ -278,6 +278,33 @@ def kept_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
     """
     kept = (key for key in metadata if key.startswith(_DESCRIBING) or key in BUILDING_KEYS)
     return {key: metadata[key] for key in kept if key not in _HASHES}
+
+
+_MERGED_FROM = "modelspec.merged_from"
+
+
+def merged_metadata(metadata: Mapping[str, str], paths: Sequence[str], *, alone: bool) -> dict[str, str]:
+    """`kept_metadata` of a merge, with the names of its models, as ModelSpec lists them. Without folders and suffixes.
+
+    paths  of the models and adapters that are merged, or their ids on the Hub
+    alone  the model that the metadata is of is a single file: others have the list only beside keys of ModelSpec
+
+    >>> merged_metadata({"modelspec.title": "Ink"}, ["a/ink.safetensors", "me/sd-xl"], alone=False)["modelspec.merged_from"]
+    'ink, sd-xl'
+    """
+    names = dict.fromkeys(_model_name(path) for path in paths)
+    said = alone or any(key.startswith("modelspec.") for key in metadata)
+    return {**metadata, _MERGED_FROM: ", ".join(names)} if said and len(names) > 1 else dict(metadata)
+
+
+def _model_name(path: str) -> str:
+    """The name of a file without its suffix, or of a folder. A comma would end it in ModelSpec's list.
+
+    >>> _model_name("/models/ink, v1.5.safetensors"), _model_name("sd-v1.5/")
+    ('ink v1.5', 'sd-v1.5')
+    """
+    name = PurePath(path).name
+    return " ".join((PurePath(name).stem if is_weights(name) else name).replace(",", " ").split())
 
 
 def metadata_findings(labels: Sequence[str], metadata: Sequence[Mapping[str, str]], donor: int) -> tuple[Finding, ...]:

@@ -23,10 +23,11 @@ NAMES = (
     "slerp", "nuslerp", "multislerp", "karcher", "model_stock", "geometric_median",
     "ties", "dare_linear", "dare_ties", "della", "della_linear", "breadcrumbs", "breadcrumbs_ties", "task_vectors",
     "localize_and_stitch", "cabs", "magmax", "consensus_ta", "sce", "ram", "ramplus_tl", "ramplus", "nearswap", "arcee_fusion",
-    "train_difference", "extract_rows", "smooth_add", "similarity_add", "cosine", "splice",
-    "tsv_m", "svc", "wudi", "star", "iso_c", "iso_cts", "resmerge", "cart",
+    "train_difference", "extract_rows", "smooth_add", "similarity_add", "cosine", "splice", "crossover",
+    "distribution_crossover",
+    "tsv_m", "svc", "wudi", "star", "iso_c", "iso_cts", "resmerge", "cart", "rotate",
     "regmean", "fisher", "core_step",
-    "passthrough",
+    "passthrough", "add_noise",
 )  # fmt: skip
 
 

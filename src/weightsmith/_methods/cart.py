@@ -50,4 +50,4 @@ def cart(
     even = np.full(models, 1.0 / models)
     if matrix.role != "linear":
         return CombinationJob(matrix, even)
-    return MatrixJob(matrix, lambda deltas: merge(deltas, rank), even, np.ones(models), lambda_, from_mean=True)
+    return MatrixJob(matrix, lambda deltas: merge(deltas, rank), even, np.ones(models), lambda_, origin="mean")

@@ -31,7 +31,7 @@ FAMILIES: Mapping[Family, str] = {
     "sparse": "Sparse task vectors: drops or selects changes before adding them",
     "spectral": "Singular vectors: merges the main directions of whole matrices",
     "data": "With text: weights layers by the inputs that they receive",
-    "copy": "Copies: takes layers unchanged",
+    "copy": "Single models: copies or scales layers, or adds noise",
 }
 """What the families of methods do, in the order in which they are listed."""
 

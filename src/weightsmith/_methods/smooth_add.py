@@ -79,4 +79,4 @@ matters: the first one is changed. Convolutions take most of the time, because t
 def smooth_add(matrix: Matrix, lambda_: Lambda = 1.0) -> Job:
     from weightsmith._methods.jobs.combination import ChangedDeltaJob
 
-    return ChangedDeltaJob(matrix, smooth, lambda_)
+    return ChangedDeltaJob(matrix, smooth, lambda_, start=1, ends=(0, 2))

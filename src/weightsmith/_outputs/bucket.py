@@ -4,7 +4,8 @@
       out/                              the files of the output
       .out.weightsmith-staging/
         claim                           names the run that builds the output, with its token; created if there is none
-        products/                       values that the processes of a cluster need before some tensors
+        products/                       values that several processes need before some tensors
+        parts/                          what each part has finished, if no driver leads them: see `bucket_parts`
 
 An object store has no rename. Weight files are put as soon as they are finished, and no loader takes them for a model, because
 config.json and the index come after all other files, and the manifest last. If publishing was cut off, the next run completes
@@ -34,6 +35,7 @@ from typing import Any
 from weightsmith._base.errors import (
     NOTHING_WRITTEN,
     Busy,
+    CannotResume,
     Finding,
     NotFound,
     StoreError,
@@ -43,8 +45,9 @@ from weightsmith._base.process import is_running
 from weightsmith._base.strict_json import JsonError, parse
 from weightsmith._files.remote.addresses import Address, parse_address
 from weightsmith._outputs.area import STAGING_SUFFIX, left_behind, staging_folder
-from weightsmith._outputs.bucket_store import THREADS, Bucket, Object, Taken
-from weightsmith._outputs.journal import read_journal
+from weightsmith._outputs.bucket_parts import LAST, OwnRecord, Record, read_record, read_records
+from weightsmith._outputs.bucket_store import THREADS, Bucket, Object, SmallObject, Taken
+from weightsmith._outputs.journal import changes, read_journal
 from weightsmith._outputs.local import absolute, is_address, occupied
 from weightsmith._outputs.locks import JOURNAL
 from weightsmith._outputs.manifest import (
@@ -59,7 +62,17 @@ from weightsmith._outputs.manifest import (
     hash_file,
     list_files,
 )
-from weightsmith.abc.output import FilesGone, OutputScheme, OutputSpec, Progress, Target, Unfinished, Verified
+from weightsmith.abc.output import (
+    Built,
+    FilesGone,
+    OutputScheme,
+    OutputSpec,
+    PartProgress,
+    Progress,
+    Target,
+    Unfinished,
+    Verified,
+)
 
 ENTRANCES = ("config.json", "adapter_config.json", "model_index.json")
 """Files that loaders read first: put after all others, but for the manifest."""
@@ -71,18 +84,22 @@ _TOKEN, _REPLACED = "token", "replaced"
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """The run that builds an output: the token of its objects, the work's identity, its process, and where its journal is."""
+    """The run that builds an output: the token of its objects, the work's identity, its process, and where its journal is.
+
+    parts  no driver leads: each process that does a part, and the last run, has a record of its own
+    """
 
     token: str
     plan: str
     process: int
     host: str
     folder: str
+    parts: bool = False
 
     @property
     def is_running(self) -> bool:
         """Its process is on this machine, and is there. A process of another machine cannot be seen."""
-        return self.is_here and is_running(self.process)
+        return not self.parts and self.is_here and is_running(self.process)
 
     @property
     def is_here(self) -> bool:
@@ -92,10 +109,10 @@ class Claim:
     @property
     def is_lost(self) -> bool:
         """Nobody will resume it: it was made here, its process has ended, and its staging folder is gone."""
-        return self.is_here and not self.is_running and not Path(self.folder).exists()
+        return not self.parts and self.is_here and not self.is_running and not Path(self.folder).exists()
 
     def encode(self) -> bytes:
-        values = (self.token, self.plan, self.process, self.host, self.folder)
+        values = (self.token, self.plan, self.process, self.host, self.folder, self.parts)
         return json.dumps(["weightsmith claim", *values]).encode()
 
 
@@ -103,8 +120,16 @@ def decode_claim(data: bytes, where: str) -> Claim:
     """The claim in these bytes. Raises StoreError for those of another program."""
     with suppress(JsonError):
         match parse(data):
-            case ["weightsmith claim", str(token), str(plan), int(process), str(host), str(folder)] if token and process > 0:
-                return Claim(token, plan, process, host, folder)
+            case [
+                "weightsmith claim",
+                str(token),
+                str(plan),
+                int(process),
+                str(host),
+                str(folder),
+                bool(parts),
+            ] if token and process > 0:
+                return Claim(token, plan, process, host, folder, parts)
     what = "this object is in the way: it has the name of unfinished work, and weightsmith did not write it"
     raise StoreError(what, where=where, fix="remove it yourself, or choose another output", state=NOTHING_WRITTEN)
 
@@ -120,7 +145,7 @@ class BucketTarget(Target):
     ('s3://models/llama/merged', 'merged', 'llama/.merged.weightsmith-staging')
     """
 
-    publication, parts = "requests", True
+    publication, parts, leaderless = "requests", True, True
 
     def __init__(self, scheme: str, bucket: str, prefix: str) -> None:
         """Sends nothing."""
@@ -130,6 +155,8 @@ class BucketTarget(Target):
         self._token = ""
         self._replaced: dict[str, str] = {}
         self._has_way = self._helping = False
+        self._record: OwnRecord | None = None
+        self._built: tuple[Built, ...] = ()
         self._mutex = threading.Lock()
 
     def __str__(self) -> str:
@@ -248,9 +275,9 @@ class BucketTarget(Target):
 
     # the claim
 
-    def _read_claim(self) -> tuple[Claim, Mapping[str, Any]] | None:
+    def _read_claim(self) -> tuple[Claim, SmallObject] | None:
         object_ = self.store.read(self._claim_key, _MAX_CLAIM_BYTES)
-        return None if object_ is None else (decode_claim(object_.data, self.shown(self._claim_key)), object_.meta)
+        return None if object_ is None else (decode_claim(object_.data, self.shown(self._claim_key)), object_)
 
     def connect(self, spec: OutputSpec, notes: MutableMapping[str, Any], files: Mapping[str, Any]) -> Collection[str]:
         self._notes, self._helping = notes, spec.helping
@@ -261,6 +288,10 @@ class BucketTarget(Target):
                 raise StoreError(what, where=str(self), fix="run again", state=NOTHING_WRITTEN)
             self._token = current[0].token
             return self._gone(files)
+        if spec.part:
+            return self._join(spec, files)
+        if current is not None and current[0].parts and current[0].plan == spec.plan_hash and spec.resume:
+            return self._lead(current[0], spec, files)
         if current is not None and current[0].token == notes.get(_TOKEN):
             self._token = current[0].token
             return self._gone(files)
@@ -269,9 +300,10 @@ class BucketTarget(Target):
         self._token = notes[_TOKEN] = secrets.token_hex(16)
         folder = (spec.folder or Path.cwd()) / staging_folder(self.local).name
         claim = Claim(self._token, spec.plan_hash, os.getpid(), socket.gethostname(), str(folder))
-        self._create(claim, None if current is None else current[1])
+        self._create(claim, None if current is None else current[1].version)
         if current is not None:
             self._remove_files(current[0].token)
+            self._remove_shared(current[0].token)
         return tuple(files)
 
     def _gone(self, files: Mapping[str, Any]) -> list[str]:
@@ -284,8 +316,94 @@ class BucketTarget(Target):
         token, _, checksum = mark.partition(" ")
         return [object_.nbytes, checksum if token == self._token else ""]
 
+    # parts without a driver
+
+    @property
+    def _records(self) -> str:
+        return f"{self.staging}/parts"
+
+    def _join(self, spec: OutputSpec, files: Mapping[str, Any]) -> Collection[str]:
+        """Build a part beside those of other processes. The first one creates the claim, which all share."""
+        while True:
+            current = self._read_claim()
+            if current is not None and not current[0].is_lost:
+                break
+            token = secrets.token_hex(16)
+            with suppress(Taken):
+                self._write_claim(self._shared_claim(token, spec), None if current is None else current[1].version)
+                if current is not None:
+                    self._remove_files(current[0].token)
+                    self._remove_shared(current[0].token)
+        claim = current[0]
+        if not claim.parts:
+            self._check_may_take(claim, spec)
+        elif claim.plan != spec.plan_hash:
+            raise self._other_plan(claim, spec)
+        self._token = claim.token
+        last = read_record(self.store, self._records, LAST)
+        if last is not None:
+            what = f"{last} is publishing this output, or was interrupted"
+            fix = "wait if it runs; else run the plan again without --part, which computes what is missing"
+            raise Busy(what, where=str(self), fix=fix, state=NOTHING_WRITTEN)
+        self._record = OwnRecord(self.store, self._records, spec.part, self._token, spec)
+        self._built = self._there([self._record.take()])
+        if self.store.names(f"{self.staging}/products"):
+            records = read_records(self.store, self._records)
+            shared = {name: checksum for record in records for name, checksum in record.built.products.items()}
+            self._built = (Built({}, shared, {}), *self._built)
+        return self._gone(files)
+
+    def _shared_claim(self, token: str, spec: OutputSpec) -> Claim:
+        return Claim(token, spec.plan_hash, os.getpid(), socket.gethostname(), "", parts=True)
+
+    def _lead(self, claim: Claim, spec: OutputSpec, files: Mapping[str, Any]) -> Collection[str]:
+        """Take over what parts have finished, to publish it. Raises Busy if a part may still run."""
+        self._token = self._notes[_TOKEN] = claim.token
+        records = list(read_records(self.store, self._records))
+        running = [record for record in records if record.label != LAST and record.may_run]
+        if running:
+            what = f"{running[0]}, is building this output now, or was interrupted"
+            more = [f"and so is {record}" for record in running[1:4]]
+            part = running[0].label.replace("-of-", "/")
+            fix = f"wait if it runs; else run it again: --part {part}"
+            raise Busy(what, where=str(self), details=more, fix=fix, state=NOTHING_WRITTEN)
+        self._record = OwnRecord(self.store, self._records, LAST, self._token, spec)
+        self._record.take()
+        self._built = self._there([record.built for record in records])
+        return self._gone(files)
+
+    def _there(self, built: Sequence[Built]) -> tuple[Built, ...]:
+        """The work of parts, without files that are not there as they were put."""
+        names = {name for each in built for name in each.files}
+        there = self.store.names(self.prefix) if names else {}
+        marks = self._marks(names & there.keys())
+        stamps = {name: self._stamp(there[name], mark) for name, mark in marks.items()}
+        return tuple(
+            each._replace(files={name: value for name, value in each.files.items() if stamps.get(name) == value})
+            for each in built
+        )
+
+    def built(self) -> Sequence[Built]:
+        return self._built
+
+    def recorded(self) -> Sequence[PartProgress]:
+        return [record.progress for record in read_records(self.store, self._records)]
+
+    def record(self, built: Built, *, done: bool) -> None:
+        if self._record is not None:
+            self._record.write(built, done=done)
+
+    def _other_plan(self, claim: Claim, spec: OutputSpec) -> CannotResume:
+        facts = next((record.entries.facts for record in read_records(self.store, self._records) if record.entries.facts), {})
+        details = changes(facts, spec.facts) if facts else []
+        what = "the parts that were built there are those of another plan, or of other input files"
+        fix = f"undo the change, choose another prefix, or discard them: weightsmith clean {self} --yes"
+        return CannotResume(what, where=str(self), details=details, fix=fix, state=NOTHING_WRITTEN)
+
     def _check_may_take(self, claim: Claim, spec: OutputSpec) -> None:
         """Raise Busy unless the run of a claim has ended, and this run may discard its work."""
+        if claim.parts and spec.resume:
+            raise self._other_plan(claim, spec)
         if claim.is_lost or (not spec.resume and not claim.is_running):
             return
         where = f"{claim.folder} on {claim.host}"
@@ -304,26 +422,22 @@ class BucketTarget(Target):
 
     def _create(self, claim: Claim, before: Mapping[str, Any] | None) -> None:
         """Write the claim, if there is none, or in place of one that this run may take over. Raises Busy."""
-        version = (
-            {} if before is None else {name: before[name] for name in ("e_tag", "version") if before.get(name) is not None}
-        )
-        data = claim.encode()
-        try:
-            self.store.put(self._claim_key, data, version or "create")
-        except Taken:
-            pass  # by ourselves, if the answer to the first attempt was lost
-        except StoreError as error:
-            cause = error.__cause__
-            if not isinstance(cause, NotImplementedError) and "NotImplemented" not in str(cause):
-                raise
-            self.store.put(self._claim_key, data)
+        with suppress(Taken):  # by ourselves, if the answer to the first attempt was lost
+            self._write_claim(claim, before)
+        self._check_claim(Busy)
+
+    def _write_claim(self, claim: Claim, before: Mapping[str, Any] | None) -> None:
+        """Write the claim in place of a version, or if there is none. Raises Taken."""
+        self.store.put_version(self._claim_key, claim.encode(), before)
+        if self.store.unconditional:
             what = "this store has no conditional writes, so nothing stops a second process from building the same output"
             self.warnings = (Finding(what, str(self)),)
-        self._check_claim(Busy)
 
     def _check_claim(self, kind: type[StoreError] = StoreError) -> None:
         """Raise if another run has taken the output over."""
         current = self._read_claim()
+        if self._record is not None and self._record.label == LAST:
+            self._record.check()
         if current is None or current[0].token != self._token:
             by = "" if current is None else f", process {current[0].process} on {current[0].host}"
             what, fix = f"another run{by} has taken this output over", "wait until it has ended"
@@ -422,13 +536,18 @@ class BucketTarget(Target):
         self.store.delete(self.key(name) for name in names)
 
     def _remove_staging(self, token: str) -> None:
-        """Delete the products and the claim of a run; what is not ours stays."""
-        folder = f"{self.staging}/products"
-        names = self.store.names(folder)
-        self.store.delete(f"{folder}/{name}" for name in names if _token(self.store.mark(f"{folder}/{name}")) == token)
+        """Delete the products, the records of parts and the claim of a run; what is not ours stays."""
+        self._remove_shared(token)
         current = self._read_claim()
         if current is not None and current[0].token == token:
             self.store.delete([self._claim_key])
+
+    def _remove_shared(self, token: str) -> None:
+        """Delete what the processes of a run have shared: products, and records of parts."""
+        names = [
+            f"{self.staging}/{name}" for name in self.store.names(self.staging) if name.startswith(("products/", "parts/"))
+        ]
+        self.store.delete(name for name in names if _token(self.store.mark(name)) == token)
 
     # other processes
 
@@ -516,25 +635,37 @@ def _unfinished(out: BucketTarget) -> Unfinished | None:
         return Unfinished(out, folder, 0, 0, datetime.now().timestamp(), error.finding.what, lambda: None)
     if current is None:
         return None
-    claim, meta = current
+    claim, object_ = current
+    records = list(read_records(out.store, out._records)) if claim.parts else []
     there = out.store.names(out.prefix)
     nbytes = sum(there[name].nbytes for name in out._put_by({claim.token}, there))
-    tensors = len(read_journal(Path(claim.folder) / JOURNAL).tensors) if claim.is_here and Path(claim.folder).is_dir() else 0
-    reason = "a process is working on it" if claim.is_running else ""
-    changed = meta["last_modified"].timestamp()
+    if claim.parts:
+        tensors = len({name for record in records for name in record.built.tensors})
+    elif claim.is_here and Path(claim.folder).is_dir():
+        tensors = len(read_journal(Path(claim.folder) / JOURNAL).tensors)
+    else:
+        tensors = 0
+    running = claim.is_running or any(_runs(record) for record in records)
+    reason = "a process is working on it" if running else ""
+    changed = object_.meta["last_modified"].timestamp()
     return Unfinished(out, folder, tensors, nbytes, changed, reason, partial(_remove, out, claim))
+
+
+def _runs(record: Record) -> bool:
+    return not record.done and record.owner is not None and record.owner.is_running
 
 
 def _remove(out: BucketTarget, claim: Claim) -> None:
     """Remove what a run has put, and its claim. Raises Busy if a process of this machine works on it."""
     from weightsmith._outputs.places import remove_work
 
-    if claim.is_running:
+    if claim.is_running or (claim.parts and any(map(_runs, read_records(out.store, out._records)))):
         raise Busy("a process is working on it", where=str(out), fix="wait until it has ended, or stop it")
     out.discard({_TOKEN: claim.token})
     folder = Path(claim.folder)
     # What a bucket says of this disk is believed where the journal there says the same: anyone may have written the claim.
-    if claim.is_here and folder.is_dir() and read_journal(folder / JOURNAL).notes.get(_TOKEN) == claim.token:
+    is_ours = not claim.parts and claim.is_here and folder.is_dir()
+    if is_ours and read_journal(folder / JOURNAL).notes.get(_TOKEN) == claim.token:
         remove_work(folder.parent / folder.name[1:].removesuffix(STAGING_SUFFIX))
 
 

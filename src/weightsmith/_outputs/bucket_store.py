@@ -78,10 +78,15 @@ class Object(NamedTuple):
 
 
 class SmallObject(NamedTuple):
-    """A small object. meta: for `Bucket.replace`."""
+    """A small object."""
 
     data: bytes
     meta: Mapping[str, Any]
+
+    @property
+    def version(self) -> dict[str, Any]:
+        """What a write that replaces it names: see `Bucket.put`."""
+        return {name: self.meta[name] for name in ("e_tag", "version") if self.meta.get(name) is not None}
 
 
 class Passing(StoreError):
@@ -104,7 +109,7 @@ class Bucket:
 
     def __init__(self, scheme: str, name: str) -> None:
         """Sends nothing. Raises StoreError without obstore, and for settings that cannot be used."""
-        self._shown = f"{scheme}://{name}"
+        self._shown, self.unconditional = f"{scheme}://{name}", False
         try:
             self._obstore = obstore(self._shown)
         except Unsupported as error:
@@ -159,7 +164,7 @@ class Bucket:
                 answer = self._obstore.get(self._store, key)
                 if answer.meta["size"] > max_bytes:
                     what = f"more than the {max_bytes:,} bytes that are read"
-                    raise StoreError(what, where=f"{self._shown}/{key}", fix="remove it")
+                    raise StoreError(what, where=self.shown(key), fix="remove it")
                 return SmallObject(bytes(answer.bytes()), answer.meta)
             except FileNotFoundError as error:
                 _check_missing(error)
@@ -198,9 +203,38 @@ class Bucket:
 
         self._ask("a file", key, asked, retries.Patience(failures=1))  # parts are repeated by `_patient`
 
-    def put(self, key: str, data: bytes, mode: Any = "overwrite") -> None:
-        """Write a small object. mode: "create", or the version that it replaces: raises Taken if there is another."""
-        self._ask("a small object", key, lambda: self._obstore.put(self._store, key, data, mode=mode, use_multipart=False))
+    def shown(self, key: str) -> str:
+        """The address of an object, for messages."""
+        return f"{self._shown}/{key}"
+
+    def put(self, key: str, data: bytes, mode: Any = "overwrite", mark: str = "") -> dict[str, Any]:
+        """Write a small object, and return its version.
+
+        mode  "create", or the version that it replaces: raises Taken if there is another
+        """
+        attributes = {MARK: mark} if mark else None
+
+        def asked() -> dict[str, Any]:
+            result = self._obstore.put(self._store, key, data, attributes=attributes, mode=mode, use_multipart=False)
+            return {name: value for name, value in result.items() if value is not None}
+
+        return self._ask("a small object", key, asked)
+
+    def put_version(self, key: str, data: bytes, before: Mapping[str, Any] | None, mark: str = "") -> dict[str, Any]:
+        """Write a small object in place of a version, and return its own; before: None if there is none. Raises Taken.
+
+        A store that has no conditional writes replaces whatever is there, and is `unconditional` then.
+        """
+        try:
+            return self.put(key, data, "create" if before is None else dict(before), mark)
+        except Taken:
+            raise
+        except StoreError as error:
+            cause = error.__cause__
+            if not isinstance(cause, NotImplementedError) and "NotImplemented" not in str(cause):
+                raise
+            self.unconditional = True
+            return self.put(key, data, mark=mark)
 
     def delete(self, keys: Iterable[str]) -> None:
         """Delete objects; they may be missing."""

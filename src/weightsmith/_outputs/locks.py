@@ -335,10 +335,14 @@ def part_journals(folder: Path) -> list[Path]:
 
 
 class FollowedJournals:
-    """Follows the journals of parts as they grow. On a network file system, what they show may be some seconds old."""
+    """Follows the journals of parts as they grow. On a network file system, what they show may be some seconds old.
+
+    products  those that were finished in what was read
+    """
 
     def __init__(self, folder: Path) -> None:
         """folder: the staging folder."""
+        self.products: set[str] = set()
         self._folder = folder
         self._read: dict[str, int] = {}
 
@@ -349,6 +353,7 @@ class FollowedJournals:
             with suppress(OSError):
                 entries, self._read[part] = read_further(self._folder / PARTS / f"journal-{part}", self._read.get(part, 0))
                 names.update(entries.tensors)
+                self.products.update(entries.products)
         return names
 
 

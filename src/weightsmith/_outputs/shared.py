@@ -84,23 +84,28 @@ class TaskBoard:
     A task is JSON, and names arrays by the hash of their dtype, shape and bytes. Equal tasks have equal keys, so results that
     helpers made for a leader that was killed serve the next one.
 
-    folder  shared by all processes
-    lock    file that helpers lock
+    folder     shared by all processes
+    lock       file that helpers lock
+    processes  that share the threads of the leader while there are tasks
     """
 
-    def __init__(self, folder: Path, lock: Path) -> None:
+    def __init__(self, folder: Path, lock: Path, processes: int = 1) -> None:
         """Change nothing on disk."""
-        self._folder, self._lock = folder, lock
+        self._folder, self._lock, self._processes = folder, lock, processes
         self._results = SharedResults(folder / "results")
 
     @classmethod
-    def of(cls, staging: Staging) -> TaskBoard | None:
+    def of(cls, staging: Staging, processes: int = 1) -> TaskBoard | None:
         """That of the processes in a staging folder; None if each process has a folder of its own."""
         if staging.target.streams:
             return None
-        return cls(staging.folder / PRODUCTS / "tasks", staging.folder / PARTS / HELPERS)
+        return cls(staging.folder / PRODUCTS / "tasks", staging.folder / PARTS / HELPERS, processes)
 
     # ---- the leader
+
+    def threads(self, most: int) -> int:
+        """How many of its threads the leader uses for a task; helpers on the same machine use the others."""
+        return max(1, most // self._processes)
 
     def has_helpers(self) -> bool:
         """Whether another process waits for tasks now."""

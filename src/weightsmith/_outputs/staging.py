@@ -76,7 +76,7 @@ class Staging(Closing):
         """Use `Staging.open`. Changes nothing. Raises StoreError if no output can have this path."""
         self.target, self.layout, self.plan_hash = target, spec.layout, spec.plan_hash
         self._spec = spec
-        self.path = staged_path(target, spec.folder, spec.part if spec.helping else "")
+        self.path = staged_path(target, spec.folder, spec.part, helping=spec.helping)
         self.area = StagingArea(self.path)
         self.folder, self._locks = self.area.folder, self.area.locks
         self.holds_work = self.published = False
@@ -89,7 +89,8 @@ class Staging(Closing):
         self._files = OtherFiles(self.area.content)
         self._product_files = ProductFiles(self.folder / PRODUCTS)
         self._names: set[str] = set()
-        self._mutex = threading.Lock()
+        self._mutex, self._recording = threading.Lock(), threading.Lock()
+        self._handed_over = False
 
     @classmethod
     def open(cls, target: Target, spec: OutputSpec) -> Self:
@@ -104,7 +105,7 @@ class Staging(Closing):
                 if spec.part and not target.streams:
                     staging._join()
                 else:
-                    others = target.streams and not spec.helping  # a driver looks for what its workers had finished
+                    others = target.streams and not spec.part  # a driver looks for what its workers had finished
                     staging._take(spec.resume, None if others else spec.names, spec.progress)
         except BaseException as error:
             staging.close()
@@ -233,7 +234,7 @@ class Staging(Closing):
         for path in part_journals(self.folder):  # lines of this run are newer
             self._journal.absorb(path)
         self._notes = Notes(entries.notes, self._journal)
-        if fresh and self.target.streams:
+        if fresh and self.target.streams and not self._leaderless:  # whoever removes this folder leaves the other parts alone
             self._notes[ADDRESS] = str(self.target)
         self._weights = self._new_weights(entries.tensors)
         space = disk.open_own(self.folder / SPACE, os.O_RDWR)
@@ -251,6 +252,7 @@ class Staging(Closing):
         def put(name: str, path: Path) -> Any:
             value = self.target.put(name, path)
             self._notes[_PUT + name] = value
+            self._record()
             return value
 
         return StreamedFiles(self.area.content, self.layout, tensors, files, put, self._spec.names, self.target.holds_back)
@@ -261,6 +263,10 @@ class Staging(Closing):
             gone = self.target.connect(self._spec, self._notes, self.weights.put)
             self.weights.lost(gone)
             self._forget([name for name in self._tensors if self._shard_name(name) in gone])
+            for name in gone:
+                self._notes[_PUT + name] = None
+            for built in self.target.built():
+                self._adopt_there(built)
             self.weights.start(self._tensors)
         except BaseException as error:
             holds_work, kept = self.holds_work, self.kept
@@ -270,6 +276,28 @@ class Staging(Closing):
             if isinstance(error, StoreError):
                 error.state = error.state or (f"Nothing was published. {kept}" if holds_work else NOTHING_WRITTEN)
             raise
+
+    def _adopt_there(self, built: Built) -> None:
+        """Take over the files that another process has put, their tensors, and its products."""
+        files = {name: value for name, value in built.files.items() if name not in self.weights.put}
+        self.adopt(built._replace(tensors=self._tensors_of(built.tensors, files), files=files))
+
+    def _tensors_of(self, tensors: Mapping[str, Finished], files: Collection[str]) -> dict[str, Finished]:
+        """Those of some files."""
+        return {name: done for name, done in tensors.items() if self._shard_name(name) in files}
+
+    @property
+    def _leaderless(self) -> bool:
+        """This process builds a part that no driver has asked for, and the target keeps a record of it."""
+        return bool(self._spec.part) and not self._spec.helping and self.target.streams
+
+    def _record(self, *, done: bool = False) -> None:
+        """Have the target keep what this process has finished: whole files, and products."""
+        if self._leaderless:
+            with self._recording:
+                notes = {key.removeprefix(_PUT): value for key, value in self._notes.items() if key.startswith(_PUT)}
+                files = {name: value for name, value in notes.items() if value}
+                self.target.record(Built(self._tensors_of(self.records, files), dict(self._products), files), done=done)
 
     def _join(self) -> None:
         """Build a part: prepare the folder if no process is in it, unless this one is helping another; then share it."""
@@ -450,6 +478,8 @@ class Staging(Closing):
                 self.target.share(path.name, path)
             journal.product(product.name, checksum)
             self._products[product.name] = checksum
+            if not product.transient:
+                self._record()
             return self.product(product) or arrays
 
     def forget(self, product: Product) -> None:
@@ -517,6 +547,8 @@ class Staging(Closing):
             if durable and not self.target.streams:
                 for name, state in self.weights.synced(self._tensors).items():
                     self._opened()[0].file(name, state)
+            self._record(done=True)
+            self._handed_over = True
             return Built(self.records, dict(self._products), dict(self.weights.put))
 
     def adopt(self, built: Built) -> None:
@@ -647,7 +679,8 @@ class Staging(Closing):
         """Close files and connections, end threads, release the lock; work stays. May be called twice."""
         self._close_files()
         self.target.close()
-        if self._spec.part and self.target.streams and self.is_open:  # what it has finished is put and handed over
+        ended = self._handed_over or not self._leaderless  # else the same part resumes here
+        if self._spec.part and self.target.streams and self.is_open and ended:  # what it has finished is put and handed over
             with suppress(OSError, StoreError):
                 self.area.remove()
         self._locks.close()
@@ -661,11 +694,12 @@ class Staging(Closing):
             self._weights = None
 
 
-def staged_path(target: Target, folder: str | os.PathLike[str] | None = None, helping: str = "") -> Path:
+def staged_path(target: Target, folder: str | os.PathLike[str] | None = None, part: str = "", *, helping: bool = False) -> Path:
     """The output folder, or a local name beside which its work is kept. Raises StoreError if no output can have this path.
 
     folder   in which work for an output elsewhere is kept; None: the current folder
-    helping  label of a part that is done for a driver on another machine, perhaps; "" for all else
+    part     label of the part that this process builds: it has a folder of its own; "" for the whole
+    helping  for a driver on another machine, perhaps
     """
     if isinstance(target, LocalTarget):
         return check_out(target.path)
@@ -674,5 +708,6 @@ def staged_path(target: Target, folder: str | os.PathLike[str] | None = None, he
     if helping:
         from weightsmith._files.remote.ahead import spool_folder
 
-        return spool_folder() / f"{target.local.name}.{helping}"
-    return check_out(target.local if folder is None else expand_user(folder) / target.local.name)
+        return spool_folder() / f"{target.local.name}.{part}"
+    name = f"{target.local.name}.{part}" if part else target.local.name
+    return check_out((target.local.parent if folder is None else expand_user(folder)) / name)

@@ -44,6 +44,7 @@ class FollowUpKind:
     expected   about the steps of the second plan, before anything is measured; () if nothing is known of them
     target     the largest divergence that the result may have, by which its size is searched; None: the settings say the size
     reference  the plan of the model that a divergence is measured from; only with a target
+    divisible  several processes can share the work of the second plan
     """
 
     follow: Callable[[Prepared, Mapping[str, Arrays], Any, int | None], SecondPlan]
@@ -51,6 +52,7 @@ class FollowUpKind:
     expected: Callable[[Prepared], Sequence[Step]] = lambda prepared: ()
     target: Callable[[Prepared], float | None] = lambda prepared: None
     reference: Callable[[Prepared], Prepared] = lambda prepared: prepared
+    divisible: bool = False
 
 
 OWN = {

@@ -62,6 +62,30 @@ class Built(NamedTuple):
     files: Mapping[str, Any]
 
 
+class PartProgress(NamedTuple):
+    """What a target's record says of a part.
+
+    part     its label; "" for the run that publishes
+    process  its number, and `machine` its host name; 0 if they are not known
+    running  whether the process is there; None on another machine, which cannot be asked
+    done     the part is finished
+    tensors  the names of those in files that are put
+    total    number of tensors of the part, `plan_total` of the plan
+    began, changed   when its process began, and when it last put a file: seconds since 1970
+    """
+
+    part: str
+    process: int
+    machine: str
+    running: bool | None
+    done: bool
+    tensors: Collection[str]
+    total: int
+    plan_total: int
+    began: float
+    changed: float
+
+
 @dataclass(frozen=True, slots=True)
 class OtherFile:
     """Any other file: its size and xxh3_128."""
@@ -172,12 +196,14 @@ class Target(ABC):
     publication  files appear by one "rename" or one "commit", or by "requests" in an order in which no loader takes part of
                  them for a model, and which the next run completes
     parts        other processes can build parts of a plan, for the process that publishes
+    leaderless   they can do so before that process is there (`run --part`): the target keeps `record`s. Always so in a folder
     warnings     what the user should know
     """
 
     streams: ClassVar[bool] = True
     publication: ClassVar[Literal["rename", "commit", "requests"]] = "requests"
     parts: ClassVar[bool] = False
+    leaderless: ClassVar[bool] = False
     warnings: tuple[Finding, ...] = ()
 
     # its address
@@ -278,6 +304,20 @@ class Target(ABC):
     def fetch(self, name: str, file: Path) -> None:
         """Get a product that another process has shared. Raises StoreError."""
         raise NotImplementedError
+
+    # other processes, if `leaderless` and `streams`
+
+    def record(self, built: Built, *, done: bool) -> None:
+        """Keep what this process, which builds a part, has finished so far. done: that is all of it. One thread at a time."""
+        raise NotImplementedError
+
+    def built(self) -> Sequence[Built]:
+        """What earlier processes of this part have finished; all parts, for the run that publishes. Known after `connect`."""
+        return ()
+
+    def recorded(self) -> Sequence[PartProgress]:
+        """How far each part is, also without `connect`; () if there are no records."""
+        return ()
 
 
 @dataclass(frozen=True, slots=True)

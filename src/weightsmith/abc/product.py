@@ -193,6 +193,9 @@ class Tasks(Protocol):
     def has_helpers(self) -> bool:
         """Whether another process waits now."""
 
+    def threads(self, most: int) -> int:
+        """How many of its threads this process may use for a task of its own."""
+
     def put(self, array: npt.NDArray[Any]) -> str:
         """Keep an array for tasks, and return its name there. Raises OSError."""
 

@@ -41,12 +41,14 @@ class MethodCase:
     parameters  as for `weightsmith.merge_state_dicts`
     models      inputs besides the base
     identity    merging a model with itself gives the model, bit for bit
+    zeros       models of zeros give zeros
     """
 
     method: Method
     parameters: Mapping[str, Any] = field(default_factory=dict)
     models: int = 2
     identity: bool = True
+    zeros: bool = True
 
     @property
     def base(self) -> bool:
@@ -84,7 +86,7 @@ class MethodTests:
     def test_no_elements_and_all_zeros(self, case: MethodCase) -> None:
         assert _merged(case, _models(case, (0, 5))).shape == (0, 5)
         zeros = np.zeros((20, 30), _BF16)
-        assert not _merged(case, [zeros] * (case.models + case.base)).astype(np.float32).any()
+        assert bool(_merged(case, [zeros] * (case.models + case.base)).astype(np.float32).any()) != case.zeros
 
     def test_a_nan_of_one_model_is_an_error_unless_it_is_allowed(self, case: MethodCase) -> None:
         models = _models(case, (40, 64))

@@ -160,6 +160,18 @@ def test_ray_dies_and_the_command_says_so_and_keeps_the_work(here: Path, tmp_pat
     assert files(here / "out") == files(here / "whole")
 
 
+def test_ray_that_never_answers_is_an_error(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine so busy that the first processes of a new cluster come too late: Ray then waits for ever."""
+    pytest.importorskip("ray", reason="needs ray")
+    monkeypatch.setattr(on_ray, "_SERVE", "import time; time.sleep(600); {path!s:.0}{fd}")
+    monkeypatch.setattr(on_ray, "JOIN_SECONDS", 1.0)
+    with pytest.raises(WorkerLost, match="Ray does not start, or lets nobody join, within 1 s") as raised:
+        weightsmith.merge("ties.yml", "out", ray="local", progress=False, check_loading=False)
+    assert raised.value.state == NOTHING_WRITTEN
+    assert exit_code(raised.value) == Exit.INPUT_FAILED
+    assert list(here.glob(".out*")) == []
+
+
 LISTENING = """
 import json, os
 from pathlib import Path

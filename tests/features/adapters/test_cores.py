@@ -188,6 +188,9 @@ BY_POSITION = {
     "smooth_add": "the first model is changed",
     "similarity_add": "the first model is changed",
     "splice": "rows are those of one of the two",
+    "distribution_crossover": "the first model supplies the low frequencies",
+    "rotate": "the first model is turned",
+    "add_noise": "it takes one model",
     "peft_dare_linear": "its random masks are keyed by position",
     "peft_dare_ties": "its random masks are keyed by position",
     "peft_dare_linear_svd": "its random masks are keyed by position",
@@ -198,9 +201,12 @@ BY_POSITION = {
 REFUSED = {"ramplus"}
 """They look at the whole model before they merge."""
 
-FROM_BASE = {"slerp", "nearswap", "arcee_fusion", "cosine", "splice"}
+FROM_BASE = {"slerp", "nearswap", "arcee_fusion", "cosine", "splice", "crossover"}
 PAIRS = {*FROM_BASE, "nuslerp", "train_difference", "extract_rows", "smooth_add", "similarity_add"}
-"""Methods for two models. Five of them start from the base, which is one of the two."""
+PAIRS |= {"distribution_crossover", "rotate"}
+"""Methods for two models. Six of them start from the base, which is one of the two."""
+
+ALONE = {"passthrough", "add_noise"}
 
 VALUES: dict[str, Any] = {
     "t": 0.3,
@@ -213,6 +219,7 @@ VALUES: dict[str, Any] = {
     "sparsify": "magnitude",
     "elect": "sum",
     "combine": "mean",
+    "deviation": 0.01,
 }
 
 
@@ -263,7 +270,7 @@ def test_the_order_of_the_adapters_does_not_matter(where: tuple[str, str], tmp_p
     (space, method), adapters = where, three(tmp_path)
     if method.removeprefix("peft_") in combinations.ON_FACTORS:
         adapters = tuple(adapter(tmp_path / f"equal {i}", factors(Q, H, H, 4, seed=9 * i), lora_alpha=i + 1) for i in range(3))
-    orders = ((0, 1), (1, 0)) if method in PAIRS else ((0,), (1,)) if method == "passthrough" else ((0, 1, 2), (2, 0, 1))
+    orders = ((0, 1), (1, 0)) if method in PAIRS else ((0,), (1,)) if method in ALONE else ((0, 1, 2), (2, 0, 1))
     one, two = (merged(adapters, order, method, space, tmp_path / str(order)) for order in orders)
     off = max(np.abs(one[module] - two[module]).max() / max(np.abs(one[module]).max(), 1e-30) for module in SHAPES)
     assert (off > 0.01) if method in BY_POSITION else (off < 2e-6)

@@ -15,6 +15,7 @@ from tests.cases.case import fine_tunes
 from weightsmith._base.tensors import DTYPES, grain_elements
 from weightsmith._engine.resources import Cut, cut
 from weightsmith._kernels.elementwise import merge_clipped
+from weightsmith._methods.crossover import filtered
 from weightsmith._methods.jobs.combination import (
     ChangedDeltaJob,
     ColumnJob,
@@ -23,11 +24,12 @@ from weightsmith._methods.jobs.combination import (
     OuterColumnJob,
     RowJob,
     SharesJob,
+    SpectralDeltaJob,
     SplicedJob,
 )
 from weightsmith._methods.jobs.elementwise import ActiveJob, ElementwiseJob, FusionJob, SceJob
 from weightsmith._methods.jobs.matrix import MatrixJob, mean
-from weightsmith._methods.jobs.operations import FillJob, PerturbedJob
+from weightsmith._methods.jobs.operations import FillJob, NoiseJob, PerturbedJob
 from weightsmith._methods.jobs.task_vectors import Axes, TaskVectorJob
 from weightsmith._methods.steps import ColumnsJob, ScaledJob, SpectrumJob
 from weightsmith.abc.job import Job, Matrix, Scratch, Tile
@@ -88,9 +90,12 @@ JOBS = {
     "OuterColumnJob": Made(
         lambda m: OuterColumnJob(m, lambda grams: grams[:, 0, 0] / np.trace(grams, axis1=1, axis2=2)), inputs=2
     ),
-    "ChangedDeltaJob": Made(lambda m: ChangedDeltaJob(m, np.cbrt, 0.5)),
+    "ChangedDeltaJob": Made(lambda m: ChangedDeltaJob(m, np.cbrt, 0.5, start=1, ends=(0, 2))),
+    "ChangedDeltaJob, with an order": Made(lambda m: ChangedDeltaJob(m, np.multiply, 0.5, start=1, ends=(1, 2), order=0)),
+    "SpectralDeltaJob": Made(lambda m: SpectralDeltaJob(m, lambda d: filtered(d, 0.4, 0.5), 1.0, start=1, ends=(1, 2))),
     "SharesJob": Made(lambda m: SharesJob(m, SHARES, [1.0, 0.5], 0.1, 0.9)),
     "PerturbedJob": Made(PerturbedJob, inputs=1, base=False),
+    "NoiseJob": Made(lambda m: NoiseJob(m, 0.01), inputs=1, base=False),
     "FillJob": Made(FillJob, inputs=0, base=False),
 }
 

@@ -444,14 +444,6 @@ def test_what_a_bucket_does_not_have_is_refused(here: Path, out: str, options: d
     assert {path.name for path in here.iterdir()} == {*MODELS}
 
 
-@pytest.mark.parametrize("part", [(1, 2), "products"])
-def test_a_part_of_a_plan_needs_a_local_folder(here: Path, monkeypatch: pytest.MonkeyPatch, part: Any) -> None:
-    plan = weightsmith.plan(RECIPES["linear"][1])
-    monkeypatch.setattr("weightsmith._execution.run._download", lambda *given: pytest.fail("it downloads"))
-    with pytest.raises(ParameterError, match="parts of a plan share a local folder"):
-        weightsmith.run(plan, "s3://bkt/out", part=part, progress=False)
-
-
 @pytest.mark.slow
 def test_a_plan_runs_into_a_bucket(here: Path, server: Server, cli: Cli) -> None:
     Path("plan.json").write_text(json.dumps(weightsmith.plan(RECIPES["ties"][1]).to_json()))

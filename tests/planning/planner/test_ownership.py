@@ -351,6 +351,115 @@ def test_layers_of_other_names_are_refused_although_embeddings_match(tmp_path: P
         assert f"  {b}: model.layers.0.input_layernorm.weight\n" in problem
 
 
+PROJECTION = {"linear_1.bias": (4,), "linear_1.weight": (4, 6), "norm.weight": (6,)}
+
+
+def renamed(folder: Path, modules: dict[str, dict[str, tuple[int, ...]]], seed: int = 0, **more: Any) -> str:
+    """A decoder beside modules of these names."""
+    tensors = {f"{module}.{name}": shape for module, shapes in modules.items() for name, shape in shapes.items()}
+    return plan_help.model(folder, seed=seed, more=tensors, **more)
+
+
+@pytest.mark.parametrize(
+    ("hub", "trained", "shapes"),
+    [
+        ("mlp_AR", "model.projector", PROJECTION),
+        ("model.vision_projector", "model.projector", {"weight": (4, 6), "bias": (4,)}),
+        ("codec.upsample", "codec.decoder.upsample", {"conv.weight": (4, 6)}),
+        ("", "tracker_model", {"no_memory_embedding": (1, 1, 4)}),
+    ],
+)
+def test_a_module_that_is_called_otherwise_while_it_trains_is_merged(
+    hub: str, trained: str, shapes: dict[str, tuple[int, ...]], tmp_path: Path
+) -> None:
+    """PaddleOCR-VL, HyperCLOVA X, CSM and SAM 3 in transformers."""
+    names = hub, trained
+    a, b = (plan_help.model(tmp_path / x, seed=i, more=under(names[i], shapes)) for i, x in enumerate("ab"))
+    for first, second in ((0, 1), (1, 0)):
+        p = plan(linear(*((a, b)[i] for i in (first, second))))
+        assert all(len(s.inputs) == 2 for s in p.steps)
+        last = next(iter(shapes))
+        both = [next(iter(under(names[i], {last: ()}))) for i in (first, second)]
+        assert sources(p)[both[0]] == [(0, both[0]), (1, both[1])]
+        assert p.dropped == ()
+        assert warnings(p) == []
+
+
+def under(module: str, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    return {f"{module}.{name}".removeprefix("."): shape for name, shape in shapes.items()}
+
+
+def two_decoders(folder: Path, text: str, action: str, seed: int, *, width: int) -> str:
+    """Two decoders beside each other, as in π0. width: of the second."""
+    tensors = decoder(seed=seed, prefix=text, head=False, more={"action_out_proj.weight": (4, 4)})
+    narrow = decoder(seed=seed + 5, prefix=action, head=False)
+    tensors |= {n: np.resize(t, [width if size == 4 else size for size in t.shape]) for n, t in narrow.items()}
+    return str(write_checkpoint(folder, tensors, {"model_type": "pi0", "vocab_size": 8}))
+
+
+HUB = "expert.paligemma.language_model.model.", "expert.gemma.model."
+TRAINED = "model.vlm.language_model.", "model.dit."
+
+
+def test_two_decoders_are_told_apart_by_their_tensors(tmp_path: Path) -> None:
+    a = two_decoders(tmp_path / "a", *HUB, 0, width=2)
+    b = two_decoders(tmp_path / "b", *TRAINED, 1, width=2)
+    for models, names in (((a, b), (HUB, TRAINED)), ((b, a), (TRAINED, HUB))):
+        p = plan(linear(*models))
+        assert all(len(s.inputs) == 2 for s in p.steps)
+        for first, second in zip(*names, strict=True):
+            assert sources(p)[f"{first}norm.weight"] == [(0, f"{first}norm.weight"), (1, f"{second}norm.weight")]
+
+
+def test_decoders_of_equal_sizes_that_no_word_tells_apart_are_refused(tmp_path: Path) -> None:
+    a = two_decoders(tmp_path / "a", "one.", "two.", 0, width=4)
+    b = two_decoders(tmp_path / "b", "first.", "second.", 1, width=4)
+    for models in ((a, b), (b, a)):
+        problem = str(only(linear(*models)))
+        assert "parts of the models are alike except for their names, and both would be copied side by side" in problem
+
+
+def test_an_embedding_is_no_other_one_because_their_sizes_are_equal(tmp_path: Path) -> None:
+    """π0 stores the embedding of its second decoder as a head."""
+    a = two_decoders(tmp_path / "a", *TRAINED, 0, width=4)
+    tensors = decoder(seed=1, prefix=TRAINED[0], head=False, more={"action_out_proj.weight": (4, 4)})
+    tensors |= decoder(seed=6, prefix=TRAINED[1], head=False, without=[f"{TRAINED[1]}embed_tokens.weight"])
+    b = str(write_checkpoint(tmp_path / "b", tensors, {"model_type": "pi0", "vocab_size": 8}))
+    for models in ((a, b), (b, a)):
+        assert str(only(linear(*models))).startswith(f"{a}: its {TRAINED[1]}embed_tokens.weight differs from {TRAINED[0]}embed")
+
+
+def test_a_part_with_two_names_is_refused_where_more_is_unlike(tmp_path: Path) -> None:
+    """A merge would copy it twice; which tensor is which is not certain enough to merge them."""
+    a = renamed(tmp_path / "a", {"mlp_AR": PROJECTION, "model.mask": {"weight": (3, 4)}})
+    b = renamed(tmp_path / "b", {"model.projector": PROJECTION, "model.gate": {"weight": (5, 4)}}, 1)
+    assert str(only(linear(a, b))) == (
+        "models: parts of the models are alike except for their names, and both would be copied side by side\n"
+        f"  {a}: mlp_AR\n  {b}: model.projector\n"
+        "  -> Merge models of one architecture; load a checkpoint of a training run with transformers, and save it, first."
+    )
+
+
+def test_many_matrices_of_equal_sizes_under_other_names_are_refused(tmp_path: Path) -> None:
+    shapes = {f"{i}.{name}.weight": (4, 5 + i) for i in range(3) for name in ("q", "k")}
+    a = renamed(tmp_path / "a", {"audio": shapes, "x": {"weight": (7, 4)}})
+    b = renamed(tmp_path / "b", {"perception": {n.replace("q", "query"): s for n, s in shapes.items()}}, 1)
+    for models in ((a, b), (b, a)):
+        assert "parts of the models are alike except for their names" in str(only(linear(*models)))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [("qa_outputs", "classifier"), ("score", "v_head"), ("classifier.dense", "lm_head.dense"), ("model.gate", "model.scorer")],
+)
+def test_two_heads_of_one_size_stay_two(one: str, other: str, tmp_path: Path) -> None:
+    shapes = {"weight": (2, 4), "bias": (2,)}
+    models = renamed(tmp_path / "a", {one: shapes}, head=False), renamed(tmp_path / "b", {other: shapes}, 1, head=False)
+    found = sources(plan(linear(*models)))
+    assert found[f"{one}.weight"] == [(0, f"{one}.weight")]
+    assert found[f"{other}.weight"] == [(1, f"{other}.weight")]
+
+
 def test_a_head_that_another_release_calls_otherwise_is_merged(tmp_path: Path) -> None:
     """GPT-NeoX has `embed_out.weight` on the Hub, and `lm_head.weight` in checkpoints of training runs."""
     hub = {n.replace("lm_head", "embed_out"): t for n, t in decoder().items()}
@@ -361,6 +470,18 @@ def test_a_head_that_another_release_calls_otherwise_is_merged(tmp_path: Path) -
     assert sources(p)["lm_head.weight"] == [(0, "lm_head.weight"), (1, "embed_out.weight")]
     assert p.dropped == ()
     assert warnings(p) == []
+
+
+@pytest.mark.parametrize("third", [True, False])
+def test_bytes_of_a_file_are_taken_from_the_model_that_stores_them(tmp_path: Path, third: bool) -> None:
+    """ComfyUI's UMT5 has its tokenizer as a tensor: what is made of the keys of a GGUF file is shorter."""
+    whole, part = np.arange(9, dtype=np.uint8), np.arange(7, dtype=np.uint8)
+    a, b = (str(write_checkpoint(tmp_path / n, {**decoder(), "spiece": d}, config())) for n, d in (("a", part), ("b", whole)))
+    with_plain = [plan_help.model(tmp_path / "c", seed=1)] if third else []
+    p = plan(linear(a, b, *with_plain))
+    assert sources(p)["spiece"] == [(0, "spiece")]
+    assert [(d.model, d.tensor, d.reason) for d in p.dropped] == [(1, "spiece", f"bytes of a file, taken from {a}")]
+    assert warnings(p)[0] == f"spiece: bytes of a file are not merged; taken from {a}\n  {a}: 7 bytes\n  {b}: 9 bytes"
 
 
 def test_a_tensor_that_would_be_lost_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,7 +102,8 @@ def test_each_module_is_merged_by_its_own_values(tmp_path: Path) -> None:
         wanted = (first[name].astype(np.float64) + second[name]) / 2 if name.startswith(DIFFUSION) else first[name]
         np.testing.assert_allclose(tensor, wanted, rtol=2**-10, atol=1e-6)
     with safe_open(tmp_path / "out/model.safetensors", "np") as file:
-        assert file.metadata() == {"format": "pt", "modelspec.title": "model 1"}
+        said = {"modelspec.title": "model 1", "modelspec.merged_from": "a, b"}
+        assert file.metadata() == {"format": "pt", **said}
 
 
 @pytest.mark.parametrize("prefix", ["", FIRST], ids=["alone", "in a model"])

@@ -251,7 +251,21 @@ def test_metadata_that_describes_a_single_file_is_kept_without_its_hashes(tmp_pa
     recipe = linear(*(str(tmp_path / f"{name}.safetensors") for name in "ab"))
     done = weightsmith.merge(recipe, tmp_path / "out", fsync=False)
     with safe_open(done.out / "model.safetensors", "np") as file:
-        assert file.metadata() == said
+        assert file.metadata() == said | {"modelspec.merged_from": "a, b"}
+    one = {"merge_method": "passthrough", "models": [{"model": str(done.out / "model.safetensors")}], "dtype": "bfloat16"}
+    again = weightsmith.merge(one, tmp_path / "again", fsync=False)
+    with safe_open(again.out / "model.safetensors", "np") as file:
+        assert file.metadata() == said | {"modelspec.merged_from": "a, b"}, "a cast is no merge"
+
+
+def test_folders_name_what_they_were_merged_from_where_a_model_has_modelspec_keys(tmp_path: Path) -> None:
+    for said, expected in (({"modelspec.title": "Ink"}, {"modelspec.merged_from": "a, b"}), ({"ss_epoch": "1"}, {})):
+        for seed, name in enumerate("ab"):
+            (tmp_path / name).mkdir(exist_ok=True)
+            save_file({"w": np.full((4, 4), seed, np.float32)}, tmp_path / name / "model.safetensors", metadata=said)
+        done = weightsmith.merge(linear(str(tmp_path / "a"), str(tmp_path / "b")), tmp_path / str(len(expected)), fsync=False)
+        with safe_open(done.out / "model.safetensors", "np") as file:
+            assert file.metadata() == {"format": "pt", **said, **expected}
 
 
 def test_metadata_after_which_comfyui_builds_a_model_is_kept_and_compared(tmp_path: Path) -> None:
@@ -263,6 +277,6 @@ def test_metadata_after_which_comfyui_builds_a_model_is_kept_and_compared(tmp_pa
         done = weightsmith.merge(recipe, tmp_path / other, fsync=False)
         assert len([f for f in done.plan.warnings if "its metadata config differs" in f.what]) == differing
         with safe_open(done.out / "model.safetensors", "np") as file:
-            assert file.metadata() == {"format": "pt", **said}
+            assert file.metadata() == {"format": "pt", "modelspec.merged_from": f"a, {other}", **said}
     done = weightsmith.merge(linear(*(str(tmp_path / f"{name}.safetensors") for name in "da")), tmp_path / "lost", fsync=False)
     assert any("its metadata config, is_512, resolution differs" in finding.what for finding in done.plan.warnings)

@@ -186,6 +186,36 @@ def test_a_shared_embedding_stored_under_one_copys_name_is_found(tmp_path: Path)
     assert sources(p)["shared.weight"] == [(0, "encoder.embed_tokens.weight"), (1, "shared.weight")]
 
 
+ENCODER, DECODER = (f"model.{side}.embed_tokens.weight" for side in ("encoder", "decoder"))
+
+
+def marian(folder: Path, seed: int, *, tied: bool, shared: bool = False) -> str:
+    """With an embedding for each side, or a shared one; a tied head is the decoder's."""
+    layers = {n.removeprefix("model."): t for n, t in decoder(2, seed=seed, head=False).items() if "layers" in n}
+    tensors = {f"model.{side}.{n}": t for side in ("encoder", "decoder") for n, t in layers.items()}
+    names = ["model.shared.weight"] if shared else [ENCODER, DECODER, *([] if tied else [HEAD])]
+    tensors |= {name: decoder(seed=seed + 10 * i)[HEAD] for i, name in enumerate(names)}
+    sides = {"encoder_layers": 2, "decoder_layers": 2, "share_encoder_decoder_embeddings": shared}
+    write_checkpoint(folder, tensors, {"model_type": "marian", "vocab_size": 8, **sides, "tie_word_embeddings": tied})
+    return str(folder)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_model_without_a_head_lends_the_embedding_of_its_decoder(tmp_path: Path, which: int) -> None:
+    p = plan(pair(*(marian(tmp_path / n, i, tied=i == which) for i, n in enumerate("ab"))))
+    assert sources(p)[HEAD] == [(i, DECODER if i == which else HEAD) for i in range(2)]
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_an_embedding_for_each_side_is_no_copy_of_a_shared_one(tmp_path: Path, which: int) -> None:
+    """One of the two would be left out, with a warning that calls it a copy."""
+    models = [marian(tmp_path / n, i, tied=True, shared=bool(i)) for i, n in enumerate("ab")]
+    (error,) = problems(pair(*(models if which else models[::-1])))
+    assert str(error).startswith(
+        f"{models[0]}: its {ENCODER} differs from {DECODER}, and the other models have one tensor for both"
+    )
+
+
 def test_the_bias_of_a_bert_head_is_one_tensor_under_two_names(tmp_path: Path) -> None:
     def bert(folder: Path, copies: bool, seed: int) -> str:
         bias = np.arange(8, dtype=np.float32)

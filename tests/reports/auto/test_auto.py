@@ -14,14 +14,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
 import weightsmith
 import weightsmith._methods.regmean
 import weightsmith._methods.tsv_m
-from tests.calibration_help import save_model
+from tests.calibration_help import noisy_copy, save_model
 from tests.cli_help import Cli, cli
 from tests.reports.tuning.help import words
 from weightsmith._base.errors import (
@@ -49,21 +48,12 @@ __all__ = ["cli"]
 FINE_TUNES = ("fr", "de")
 
 
-def fine_tune(base: Path, out: Path, seed: int, size: float = 0.05) -> None:
-    """A copy of a model with noise on all weights."""
-    shutil.copytree(base, out)
-    noise = torch.Generator().manual_seed(seed)
-    tensors = load_file(out / "model.safetensors")
-    changed = {name: (t.float() + size * torch.randn(t.shape, generator=noise)).to(t.dtype) for name, t in tensors.items()}
-    save_file(changed, out / "model.safetensors", metadata={"format": "pt"})
-
-
 @pytest.fixture(scope="session")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("auto")
     save_model(folder / "base")
     for seed, name in enumerate(FINE_TUNES, 1):
-        fine_tune(folder / "base", folder / name, seed)
+        noisy_copy(folder / "base", folder / name, seed)
         (folder / f"{name}.txt").write_text(" ".join(words(10 * seed + i) for i in range(5)))
     return folder
 
@@ -168,7 +158,7 @@ def test_a_model_that_changes_during_the_search_is_not_merged(work: Path, monkey
         shutil.copytree(Path(name).resolve(), f"my-{name}")
 
     def retrained(*_scored: Any, **_how: Any) -> Choice:
-        fine_tune(Path("base").resolve(), work / "new", 9)
+        noisy_copy(Path("base").resolve(), work / "new", 9)
         Path("new/model.safetensors").rename("my-fr/model.safetensors")
         return Choice("tsv_m", "said the test")
 
@@ -432,7 +422,7 @@ def _counting(function: Callable[..., Any], calls: list[object]) -> Callable[...
 @pytest.mark.slow
 def test_fine_tunes_far_from_their_base_get_the_mean_without_a_text(work: Path) -> None:
     for seed, name in enumerate("xy"):
-        fine_tune(Path("base").resolve(), work / name, seed, size=1.0)
+        noisy_copy(Path("base").resolve(), work / name, seed, size=1.0)
     found = weightsmith.auto("base", ["x", "y"], "merged", progress=False)
     assert found.choice.name == "mean"
     assert "far from their base" in found.choice.why
@@ -497,7 +487,7 @@ def test_each_fine_tune_has_a_name_of_its_own() -> None:
     assert module._names(module.Models("m", (".", "x")))[0] == Path.cwd().name
 
 
-def test_a_text_is_given_by_any_name_of_its_fine_tune() -> None:
+def test_a_text_is_given_by_any_name_of_its_noisy_copy() -> None:
     """Folders of training runs have names such as lr=1e-5."""
     models = module.Models("m", ("runs/lr=1e-5", "m+adapters/de"))
     names = module._names(models)

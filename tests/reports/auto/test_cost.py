@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import transformers
 
-from tests.calibration_help import CONFIGS, TINY, save_model
-from tests.reports.auto.test_auto import fine_tune
+from tests.calibration_help import CONFIGS, TINY, noisy_copy, save_model
 from tests.reports.tuning.help import words
 
 RUN = """
@@ -62,7 +61,7 @@ def test_the_memory_of_the_plan_is_an_upper_bound_and_a_close_one(
     monkeypatch.setitem(CONFIGS, "sizes", lambda: transformers.LlamaConfig(**{**TINY, **sizes}, tie_word_embeddings=True))
     save_model(tmp_path / "base", "sizes")
     for seed, name in enumerate(("fr", "de"), 1):
-        fine_tune(tmp_path / "base", tmp_path / name, seed, size=0.01)
+        noisy_copy(tmp_path / "base", tmp_path / name, seed, size=0.01)
         (tmp_path / f"{name}.txt").write_text(" ".join(words(10 * seed + i) for i in range(5)))
     command = [sys.executable, "-c", RUN, json.dumps(sys.path)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)

@@ -7,6 +7,7 @@ under the headings of `weightsmith._base.options.GROUPS`; options written by han
 from __future__ import annotations
 
 import inspect
+import itertools
 import os
 import re
 import shutil
@@ -197,7 +198,7 @@ def _instead_of(flag: str, context: Any, known: Sequence[str]) -> str:
         return answer
     if argument := arguments.get(flag.lstrip("-").replace("-", "_")):
         return f"write {_argument(argument)} without a flag, as in the usage"
-    return other_programs.for_option(flag, known, [*map(_argument, arguments.values())])
+    return other_programs.for_option(flag, known, [*map(_argument, arguments.values())], context.info_name or "")
 
 
 QUOTES = "'\""
@@ -237,6 +238,17 @@ class _Plain:
 
 class CommandWithPage(_Plain, TyperCommand):
     """A command with our help page."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Typer's hook for reading the arguments of a command. One option under two of its names may have two values."""
+        words = [word.partition("=")[0] for word in itertools.takewhile("--".__ne__, args)]
+        rest: list[str] = super().parse_args(ctx, args)
+        parameters: list[Any] = self.params
+        for taken in parameters:
+            names = dict.fromkeys(word for word in words if word in taken.opts)
+            if len(names) > 1 and not (taken.multiple or taken.is_flag):
+                ctx.fail(f"{' and '.join(names)} are names of one option, which takes one value")
+        return rest
 
     def get_help(self, ctx: Any) -> str:
         """Typer's hook for `--help`."""

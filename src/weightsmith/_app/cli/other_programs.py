@@ -158,6 +158,12 @@ OPTIONS: Mapping[str, str] = {
 }
 """Option → the next step. Only for options that the command does not have."""
 
+_TRIALS = {
+    "plan": "leave it out: plan computes and writes nothing",
+    "run": "leave it out to write OUT; weightsmith plan RECIPE shows what that takes",
+}
+"""Command → what to do instead of a trial of it."""
+
 RUN_FLAGS = {"-m", "--model", "-p", "--prompt", "-hf", "--hf-repo"}
 """llama.cpp's, without a command before them: `COMMANDS["chat"]` is the answer."""
 
@@ -201,8 +207,11 @@ def for_command(name: str, line: Sequence[str], methods: Sequence[str]) -> str:
     return COMMANDS.get(typed, "")
 
 
-def for_option(option: str, known: Sequence[str], arguments: Sequence[str]) -> str:
-    """The next step for an option that a command does not have, or an empty string. arguments: names of those it takes.
+def for_option(option: str, known: Sequence[str], arguments: Sequence[str], command: str = "") -> str:
+    """The next step for an option that a command does not have, or an empty string.
+
+    known, arguments  the options that it has, and the names of its arguments
+    command           its name
 
     >>> for_option("--outtype", ["--format"], ["MODEL", "OUT"])
     'use --format FORMAT, such as gguf-q8_0; weightsmith quantize --list lists all'
@@ -214,8 +223,8 @@ def for_option(option: str, known: Sequence[str], arguments: Sequence[str]) -> s
         return _FORMAT.format(flag=flag, example=_FORMATS[option]) if flag else ""
     if option == "--format" and "--quantize" in known:
         return "use --quantize FORMAT for the format of the output, and --json for a result in JSON"
-    if OPTIONS.get(option) == OPTIONS["--dry-run"] and "--plan" in known:
-        return "use --plan"
+    if OPTIONS.get(option) == OPTIONS["--dry-run"] and ("--plan" in known or command in _TRIALS):
+        return _TRIALS.get(command, "use --plan")
     if option in (*MODEL_FLAGS, *RUN_FLAGS) and "RECIPE" not in arguments:
         return f"write {' '.join(arguments)} without flags, as in the usage" if "MODEL" in " ".join(arguments) else ""
     answer = OPTIONS.get(option, "")

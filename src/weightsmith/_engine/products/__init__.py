@@ -14,7 +14,7 @@ from weightsmith._base.plugins import Plugins
 from weightsmith.abc.product import ProductKind
 
 if TYPE_CHECKING:
-    from weightsmith._plans import Product
+    from weightsmith._plans import Plan, Product
 
 OWN = {
     "thresholds": "weightsmith._engine.products.thresholds:KIND",
@@ -63,3 +63,8 @@ def divisible(product: Product) -> bool:
     """Whether several processes can measure the product together."""
     kind = find_kind(product.op)
     return kind.reduce is not None and not product.needs and kind.reduce(product).divisible
+
+
+def has_tasks(plan: Plan) -> bool:
+    """Whether other processes can help the one that computes the products of a plan."""
+    return any(find_kind(product.op).help is not None for product in plan.products)

@@ -498,7 +498,7 @@ def _unquantised(prepared: Prepared) -> Prepared:
     return plain.finish()
 
 
-FOLLOW_UP = FollowUpKind(_follow, expected=_expected_steps, target=_target, reference=_unquantised)
+FOLLOW_UP = FollowUpKind(_follow, expected=_expected_steps, target=_target, reference=_unquantised, divisible=True)
 """A format whose settings follow from a measurement. `FollowUp.settings`: `format`, the `products` of the
 measurement, and the fields of `QuantizeSettings`."""
 

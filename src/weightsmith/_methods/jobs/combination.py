@@ -286,37 +286,60 @@ class SplicedJob(Job):
 
 
 class ChangedDeltaJob(Job):
-    """The first model + factor · change(delta of the second model from the base), of base and two models.
+    """An input + factor · change(delta between two inputs), of the whole matrix.
 
-    change  the delta, float64, with the shape of the matrix → the same. Its own work takes five arrays of that size at most
+    change  the delta, float64, with the shape of the matrix → the same. Its own work takes seven arrays of that size at most
+    start   the input that the result is added to
+    ends    two inputs: the delta is the second minus the first
+    order   an input that change gets as its second argument, float64 of the same shape; None: it takes one
     """
 
-    def __init__(self, matrix: Matrix, change: Callable[[Vector], Vector], factor: float) -> None:
+    def __init__(
+        self,
+        matrix: Matrix,
+        change: Callable[..., Vector],
+        factor: float,
+        *,
+        start: int,
+        ends: tuple[int, int],
+        order: int | None = None,
+    ) -> None:
         super().__init__(matrix)
-        self._change, self._factor = change, factor
-        self._deltas: npt.NDArray[Any] = np.empty((1, 0))
+        self._change, self._factor, self._ends = change, factor, list(ends)
+        self._order = [] if order is None else [order]
+        self._coefficients = np.eye(len(matrix.codes))[start]
+        self._held: list[npt.NDArray[Any]] = []
         self._update = np.empty(0)
         self._lock = threading.Lock()
-        self.resident_bytes = 8 * 7 * matrix.size
+        self.resident_bytes = 8 * 9 * matrix.size
 
     def passes(self) -> int:
         return 1
 
     def statistics(self, number: int, tile: Tile) -> None:
-        m, pair = self.matrix, [0, 2]
-        rows = tile.scratch.rows(1, m.codes, m.out_code)
+        m, rows = self.matrix, tile.scratch.rows(1, self.matrix.codes, self.matrix.out_code)
+        read = [self._ends, self._order] if self._order else [self._ends]
         with self._lock:
-            if self._deltas.size != m.size:
-                self._deltas = np.empty((1, m.size), rows.dtype)
-        copy_rows(np.ascontiguousarray(tile.raw[pair]), m.codes[pair], tile.size, tile.start, True, self._deltas, rows)
+            if not self._held:
+                self._held = [np.empty((1, m.size), rows.dtype) for _ in read]
+        for inputs, held in zip(read, self._held, strict=True):
+            raw, codes = np.ascontiguousarray(tile.raw[inputs]), m.codes[inputs]
+            copy_rows(raw, codes, tile.size, tile.start, len(inputs) == 2, held, rows)
 
     def finish_pass(self, number: int, results: list[Any]) -> None:
-        delta, self._deltas = self._deltas.astype(np.float64).reshape(self.matrix.shape), np.empty((1, 0))
+        whole = [held.astype(np.float64).reshape(self.matrix.shape) for held in self._held]
+        self._held = []
         with np.errstate(all="ignore"):  # NaN and infinity are reported by the tiles, or allowed
-            self._update = (self._factor * self._change(delta)).reshape(-1)
+            self._update = (self._factor * self._change(*whole)).reshape(-1)
 
     def apply(self, tile: Tile, out: Bytes) -> None:
-        write_with(self.matrix, tile, out, np.array([0.0, 1.0]), self._update[tile.start : tile.start + tile.size])
+        write_with(self.matrix, tile, out, self._coefficients, self._update[tile.start : tile.start + tile.size])
+
+
+class SpectralDeltaJob(ChangedDeltaJob):
+    """A `ChangedDeltaJob` whose change takes Fourier transforms, which other processors may round differently."""
+
+    portable = False
 
 
 # ---- Means of the deltas, in which each element of each model has a share of its own

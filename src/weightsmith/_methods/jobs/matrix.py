@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, MutableMapping, Sequence
 from copy import copy
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,9 @@ Vector = npt.NDArray[np.float64]
 
 WORK_SQUARES = 4
 """Square float64 matrices in memory during a computation: a Gram matrix, its eigenvectors, and eigh's workspace."""
+
+
+Origin = Literal["base", "mean", "zero"]
 
 
 class Deltas(Sequence[Tensor]):
@@ -107,7 +110,7 @@ class MatrixJob(Job):
     coefficients  float64 [inputs]
     weights       float64, of each delta
     factor        lambda
-    from_mean     without a base: deltas are inputs minus their mean
+    origin        what deltas are inputs minus: the base, their mean, or nothing: they are all inputs, as they are
     copies        maximum number of float64 matrices that merge holds, besides square ones
     side          side of the largest square matrix in merge; None: the shorter side of the matrix
     identity      of merge: with the same inputs and statistics, equal ones return equal matrices. "": it is not known
@@ -126,7 +129,7 @@ class MatrixJob(Job):
         weights: Vector,
         factor: float,
         *,
-        from_mean: bool = False,
+        origin: Origin = "base",
         copies: int = 8,
         side: int | None = None,
     ) -> None:
@@ -137,8 +140,8 @@ class MatrixJob(Job):
         self.coefficients = np.asarray(coefficients, np.float64)
         self.weights = weights
         self.factor = factor
-        self.from_mean = from_mean
-        self.rows = matrix.shape[0]
+        self.origin = origin
+        self.rows = matrix.size // matrix.cols if matrix.cols else 0
         self.width = 8 if matrix.wide else 4
         square = min(self.rows, matrix.cols) if side is None else side
         held = (len(weights) + 1) * self.width + copies * 8
@@ -160,7 +163,7 @@ class MatrixJob(Job):
             if self._held is None:
                 self._held = self._empty(len(self.weights), m.size)
         rows = tile.scratch.rows(1, m.codes, m.out_code)
-        copy_rows(tile.raw, m.codes, tile.size, tile.start, not self.from_mean, self._held.numpy(), rows)
+        copy_rows(tile.raw, m.codes, tile.size, tile.start, self.origin == "base", self._held.numpy(), rows)
 
     def _empty(self, *shape: int) -> Tensor:
         import torch
@@ -173,7 +176,7 @@ class MatrixJob(Job):
         update = self._empty(self.rows, self.matrix.cols)
         with one_thread():
             load_linear_algebra(self.matrix.device)
-            deltas = Deltas(held, self.weights, self.matrix.device, from_mean=self.from_mean, memory=self._memory)
+            deltas = Deltas(held, self.weights, self.matrix.device, from_mean=self.origin == "mean", memory=self._memory)
             merge = self.merged if _is_finite(held) else mean
             whole = merge(deltas)
             for start in range(0, self.rows, step := max(1, _SMALL_ELEMENTS // self.matrix.cols)):

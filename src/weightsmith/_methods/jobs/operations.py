@@ -1,5 +1,5 @@
-"""The jobs of steps other than merging: a cast, one number, the perturbed matrices of upcycled experts. The engine itself
-copies bytes and joins pieces.
+"""The jobs of steps other than merging: a cast, one number, noise, the perturbed matrices of upcycled experts. The engine
+itself copies bytes and joins pieces.
 """
 
 from __future__ import annotations
@@ -29,6 +29,29 @@ class FillJob(Job):
 
     def apply(self, tile: Tile, out: Bytes) -> None:
         out.reshape(-1, len(self._element))[:] = self._element
+
+
+_NOWHERE = Neurons(np.empty(0, np.uint8), by_rows=True, cols=1)
+_ALL = 1 << 32
+"""The limit of random words below which all are."""
+
+
+class NoiseJob(Job):
+    """The one input + normal noise. It depends only on the seed, the name of the tensor and the element.
+
+    deviation  standard deviation of the noise
+    """
+
+    def __init__(self, matrix: Matrix, deviation: float) -> None:
+        super().__init__(matrix)
+        key = np.uint64(xxhash.xxh3_64_intdigest(f"{matrix.name}\0noise".encode(), matrix.seed & (2**64 - 1)))
+        self._noise = Noise(key, np.uint64(0), _ALL, deviation)
+        self._redraw = Redraw(np.uint64(0), _NOWHERE, 0.0, 0.0)
+
+    def apply(self, tile: Tile, out: Bytes) -> None:
+        m = self.matrix
+        weight, encoded = Encoded(tile.raw[0], int(m.codes[0])), Encoded(out, m.out_code)
+        perturb(weight, tile.start, tile.size, self._noise, self._redraw, 1.0, encoded, _noise_scratch(tile))
 
 
 class PerturbedJob(Job):
@@ -98,9 +121,12 @@ class PerturbedJob(Job):
         m = self.matrix
         neurons = Neurons(self._chosen, self._by_rows, m.cols)
         redraw = Redraw(self._key("redrawn"), neurons, self._mean, self._deviation)
-        scratch = NoiseScratch(tile.scratch.sums(1)[0], np.empty((2, BLOCK + 512), np.uint32))
         weight, encoded = Encoded(tile.raw[0], int(m.codes[0])), Encoded(out, m.out_code)
-        perturb(weight, tile.start, tile.size, Noise(*self._noise), redraw, self._factor, encoded, scratch)
+        perturb(weight, tile.start, tile.size, Noise(*self._noise), redraw, self._factor, encoded, _noise_scratch(tile))
+
+
+def _noise_scratch(tile: Tile) -> NoiseScratch:
+    return NoiseScratch(tile.scratch.sums(1)[0], np.empty((2, BLOCK + 512), np.uint32))
 
 
 OPERATIONS: Mapping[str, Callable[[Matrix], Job]] = {

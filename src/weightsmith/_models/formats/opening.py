@@ -258,7 +258,7 @@ def wrap(opened: OpenedFiles, config: Config | None, where: str) -> Wrapped:
     """
     of_transformers = "model_type" in (config or {})
     source = unwrapped(opened.source, where, parallel=of_transformers)
-    current = with_current_norms(source, where) if of_transformers else source
+    current = source if config is None else with_current_norms(source, where)
     wrapped = _wrap(opened if current is opened.source else replace(opened, source=current), config, where)
     if source is opened.source:
         return wrapped

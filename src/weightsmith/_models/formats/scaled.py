@@ -336,7 +336,7 @@ def is_codes(spec: TensorSpec) -> bool:
 
 def is_unused(name: str) -> bool:
     """The tensor is a scale of activations or of the KV cache, which plain weights have not."""
-    return name.rpartition(".")[2] in _UNUSED or name.endswith("_proj_activation_scale")
+    return name.endswith("_proj_activation_scale") or name.rpartition(".")[2] in _UNUSED
 
 
 def read_block(value: object, key: str, where: str) -> Structure:
@@ -368,8 +368,8 @@ def _weight(
     if scale is None:
         expected = " or ".join(map(show, dict.fromkeys(names)))
         raise damaged(f"tensor {show(spec.name)} is {spec.dtype}, and has no scale {expected}", where)
-    dtypes = tuple(dict.fromkeys(dtype for scheme in fitting for dtype in scheme.scales))
-    if scale.dtype.name not in dtypes:
+    if not any(scale.dtype.name in scheme.scales for scheme in fitting):
+        dtypes = dict.fromkeys(dtype for scheme in fitting for dtype in scheme.scales)
         raise unsupported(f"scale {show(scale.name)} is {scale.dtype}, and only {', '.join(dtypes)} are read", where)
     if stacked:
         return _stacked(spec, scale, fitting, dtype, where)

@@ -52,8 +52,10 @@ def describe_codes(specs: Specs) -> str | None:
     >>> describe_codes({spec.name: spec for spec in found})
     "F8_E4M3 codes in an unknown layout, beside 'q.wscale' F32 [] (tensor 'q.weight')"
     """
+    ends = tuple(_PROGRAMS)
     for spec in specs.values():
-        if program := next((program for end, program in _PROGRAMS.items() if spec.name.endswith(end)), ""):
+        if spec.name.endswith(ends):
+            program = next(program for end, program in _PROGRAMS.items() if spec.name.endswith(end))
             return f"{program} (tensor {show(spec.name)})"
         if spec.dtype.name == _EXPONENTS:
             return f"codes with scales in F8_E8M0 (tensor {show(spec.name)})"
@@ -94,8 +96,10 @@ def _is_integer_matrix(spec: TensorSpec) -> bool:
 
 
 def _is_integer_weight(spec: TensorSpec) -> bool:
+    if not _is_integer_matrix(spec):
+        return False
     leaf = spec.name.rpartition(".")[2].lower()
-    if not _is_integer_matrix(spec) or any(word in leaf for word in _TABLE_WORDS):
+    if any(word in leaf for word in _TABLE_WORDS):
         return False
     return _WEIGHT in leaf or leaf.endswith("_proj") or leaf in _CODES
 

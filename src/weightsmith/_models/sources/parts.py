@@ -156,7 +156,8 @@ def unwrapped(source: Tensors, where: str, *, parallel: bool = False) -> Tensors
     Raises FormatError if two names become the same.
     """
     shared = "module." if parallel and all(name.startswith("module.") for name in source.specs) else ""
-    if not shared and not any("_module." in name or "_orig_mod." in name for name in source.specs):
+    text = "\n".join(source.specs)  # one search is faster than one for each name
+    if not shared and "_module." not in text and "_orig_mod." not in text:
         return source
     names: dict[str, str] = {}
     for name in source.specs:
@@ -176,8 +177,8 @@ def with_current_norms(source: Tensors, where: str) -> Tensors:
 
     `source` itself if no tensor has an old name, or if two would have the same.
     """
-    old = tuple(_OLD_NORMS)
-    if not any(name.endswith(old) for name in source.specs):
+    old, text = tuple(_OLD_NORMS), "\n".join(source.specs)
+    if not any(end in text for end in old):
         return source
     names = {}
     for name in source.specs:

@@ -17,7 +17,7 @@ from typing import Any
 from weightsmith._base.errors import Unsupported
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._models.structure.configs import replace_value, sections, text_sections, whole_number
-from weightsmith._models.structure.stacks import INDEX
+from weightsmith._models.structure.stacks import INDEX, side_words
 
 EMBEDDINGS = (
     *("embed_tokens", "wte", "word_embeddings", "word_embedding", "tok_embeddings", "embed_in", "embeddings", "embedding"),
@@ -277,6 +277,11 @@ def tied_substitute(spec: TensorSpec, loose: Mapping[str, TensorSpec], config: M
 
     Embedding and head of a numbered layer, which predicts several tokens at a time, are tensors of their own: no other serves
     as one of them, and they serve as no other. Returns the donor's name.
+
+    >>> from weightsmith._base.tensors import DTYPES
+    >>> head, *sides = (TensorSpec(f"{n}.weight", DTYPES["F32"], (8, 4)) for n in ("lm_head", "encoder.wte", "decoder.wte"))
+    >>> tied_substitute(head, {side.name: side for side in sides}, None)
+    'decoder.wte.weight'
     """
     if INDEX.search(spec.name):
         return None
@@ -287,6 +292,8 @@ def tied_substitute(spec: TensorSpec, loose: Mapping[str, TensorSpec], config: M
     if not is_vocabulary(spec) or (is_head(spec) and tie_flag(config) is False):
         return None
     fitting = [s for s in loose.values() if s.shape == spec.shape and not INDEX.search(s.name)]
+    if is_head(spec):  # it predicts what the decoder reads: Marian's encoder may have an embedding of its own
+        fitting.sort(key=lambda s: "encoder" in side_words(s.name))
     return next((s.name for test in (is_embedding, is_head) for s in fitting if test(s)), None)
 
 

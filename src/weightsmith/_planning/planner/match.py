@@ -1,21 +1,23 @@
 """Which tensor of each model feeds which output tensor. Output names are the donor's names on disk.
 
 Models whose names differ by a prefix (a bare decoder and one inside a vision-language model, a file of an older
-transformers) are matched by the stacks that play the same part, and outside the layers by the end of the name.
+transformers) are matched by the stacks that play the same part, and outside the layers by the end of the name. What is left
+of both is matched by its contents, if all of it fits: the state dict of a training run has other names than the Hub's files.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._models.structure import Stack, Structure
 from weightsmith._models.structure.parts import other_spelling
-from weightsmith._models.structure.vocabulary import is_model_head
+from weightsmith._models.structure.stacks import overlap, words
+from weightsmith._models.structure.vocabulary import in_head, is_model_head, is_other_head, is_task_head
 
 _BUFFERS = ("rotary_emb.inv_freq", ".num_batches_tracked", "rotary_pos_emb.inv_freq")
 _MASKS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
@@ -49,6 +51,8 @@ class ModelNames:
     rest    donor's name → the model's own name; layers that the donor does not have are here too
     outer   the reverse of `rest`
     paired  the model's stack prefix → donor's
+    unmatched  what the donor has no counterpart of, and what the model has none of: both are empty unless each has something
+    lookalikes  modules of `unmatched` with equal contents, the model's and the donor's
     """
 
     def __init__(
@@ -61,12 +65,14 @@ class ModelNames:
         self.structure = structure
         self.specs = specs
         prefixes = structure.parts.renamed_in(donor.parts) if structure.parts and donor.parts else ()
-        self.paired = pair_stacks(structure.stacks, donor.stacks, specs, prefixes)
+        self.paired = pair_stacks(structure.stacks, donor.stacks, specs, donor_specs, prefixes)
         counts = {s.prefix: s.n_layers for s in donor.stacks}
         self.layers: dict[str, dict[int, dict[str, str]]] = {prefix: defaultdict(dict) for prefix in counts}
         self.depth = {self.paired[s.prefix]: s.n_layers for s in structure.stacks if self.paired[s.prefix] in counts}
         roots = sorted({_roots(a, b) for a, b in self.paired.items() if a != b} | {*prefixes}, key=lambda r: -len(r[0]))
         self._seen: dict[str, tuple[str, int]] = {}
+        self.unmatched: tuple[Mapping[str, TensorSpec], Mapping[str, TensorSpec]] = {}, {}
+        self.lookalikes: list[tuple[str, str]] = []
         donor_names: dict[str, str] = {}  # own → donor's
         extras: dict[str, str] = {}
         for name in specs:
@@ -86,10 +92,42 @@ class ModelNames:
         if structure is not donor:
             donor_names |= _by_ending(donor_names, specs, donor, donor_specs)
             donor_names = self._as_donor_sees(donor_names, donor)
+            donor_names = self._by_contents(donor_names, extras.values(), donor, donor_specs)
         donor_names |= extras
         self.rest = {theirs: mine for mine, theirs in donor_names.items()}
         self.outer = donor_names
         self._modules: set[str] | None = None
+
+    def _by_contents(
+        self, donor_names: dict[str, str], extras: Collection[str], donor: Structure, donor_specs: Mapping[str, TensorSpec]
+    ) -> dict[str, str]:
+        """Pair modules that have equal contents under different names, if nothing is left of both models then. Heads stay out:
+        two classifiers of one size need not be one.
+        """
+        mine = {name: self.specs[name] for name, theirs in donor_names.items() if theirs not in donor_specs}
+        mine = {name: spec for name, spec in mine.items() if not (is_buffer(spec) or _is_head(name))}
+        if not mine:
+            return donor_names
+        taken = {*donor_names.values(), *extras}
+        theirs = {n: spec for n, spec in donor_specs.items() if n not in taken and not (is_buffer(spec) or _is_head(n))}
+        places = {name: donor.locate(name) for name in theirs}
+        theirs = {n: spec for n, spec in theirs.items() if (place := places[n]) is None or place[0].prefix not in self.depth}
+        if not theirs:
+            return donor_names
+        modules = equal_modules(mine, theirs)
+        pairs = {n: other for n in mine if (other := _renamed(n, modules, theirs)) in theirs}
+        if len({*pairs.values()}) == len(mine) == len(theirs) and all(
+            self._plays(n, other, donor) for n, other in pairs.items()
+        ):
+            return self._as_donor_sees(donor_names | pairs, donor)
+        self.unmatched = mine, theirs
+        self.lookalikes = [pair for pair in modules if sum(n.startswith(pair[0]) for n in mine) >= _TELLING]
+        return donor_names
+
+    def _plays(self, name: str, other: str, donor: Structure) -> bool:
+        """Whether a tensor and one of the donor's are in stacks of one kind, or both in none."""
+        places = self.structure.locate(name), donor.locate(other)
+        return None in places or len({place[0].kind for place in places if place is not None}) == 1
 
     def _as_donor_sees(self, donor_names: Mapping[str, str], donor: Structure) -> dict[str, str]:
         """Remove tensors that are layers for the donor but not for the model's own config (a layer number is missing)."""
@@ -137,7 +175,12 @@ class ModelNames:
 
 @dataclass(frozen=True, slots=True)
 class InputModels:
-    """The input models, by index. base: index of the base, if there is one. tokenizes: the donor has a tokenizer."""
+    """The input models, by index.
+
+    base       index of the base, if there is one
+    tokenizes  the donor has a tokenizer
+    as_stored  whether a model's file holds these bytes of a tensor, which is not made from others
+    """
 
     labels: Sequence[str]
     configs: Sequence[Mapping[str, Any] | None]
@@ -145,34 +188,94 @@ class InputModels:
     donor: int
     base: int | None
     tokenizes: bool = False
+    as_stored: Callable[[int, str], bool] = lambda _model, _tensor: True
 
 
 def pair_stacks(
-    stacks: Sequence[Stack], donor: Sequence[Stack], names: Collection[str], prefixes: Sequence[tuple[str, str]] = ()
+    stacks: Sequence[Stack],
+    donor: Sequence[Stack],
+    specs: Mapping[str, TensorSpec],
+    donor_specs: Mapping[str, TensorSpec],
+    prefixes: Sequence[tuple[str, str]] = (),
 ) -> dict[str, str]:
     """For each stack the donor's prefix that plays the same part; its own where the donor has no such stack.
 
-    names     of all the model's tensors: none is under two of the donor's names
+    specs     all the model's tensors: none is under two of the donor's names
     prefixes  of whole parts, the model's and the donor's
+
+    Of several that might, it is the one with the longer common end of the name, then with equal tensors, then with more words.
     """
     paired = {}
     for stack in stacks:
         name = _renamed(stack.prefix, prefixes)
         if any(name == d.prefix for d in donor):
             paired[stack.prefix] = name
-    for stack in stacks:
-        if stack.prefix in paired:
-            continue
-        part = stack.prefix.rpartition("/")[0]  # of a pipeline
-        free = [d for d in donor if d.kind == stack.kind and d.prefix not in paired.values()]
-        free = [d for d in free if d.prefix.rpartition("/")[0] == part]
-        free = [d for d in free if not any(name.startswith(d.prefix) for name in names)]
-        free.sort(key=lambda d: -_common_tail(d.prefix, stack.prefix))
-        unique = len(free) == 1 or (
-            len(free) > 1 and _common_tail(free[0].prefix, stack.prefix) > _common_tail(free[1].prefix, stack.prefix)
+
+    def likeness(stack: Stack, other: Stack) -> tuple[int, bool, int]:
+        alike = contents_of(specs, stack.prefix) == contents_of(donor_specs, other.prefix)
+        return _common_tail(other.prefix, stack.prefix), alike, overlap(words(stack.prefix), words(other.prefix))
+
+    waiting = [stack for stack in stacks if stack.prefix not in paired]
+    while True:
+        before = len(paired)
+        for stack in waiting:
+            part = stack.prefix.rpartition("/")[0]  # of a pipeline
+            free = [d for d in donor if d.kind == stack.kind and d.prefix not in paired.values()]
+            free = [d for d in free if d.prefix.rpartition("/")[0] == part]
+            free = [d for d in free if not any(name.startswith(d.prefix) for name in specs)]
+            ranked = sorted(((likeness(stack, d), d.prefix) for d in free), reverse=True) if len(free) > 1 else []
+            if len(free) == 1 or (ranked and ranked[0][0] > ranked[1][0]):
+                paired[stack.prefix] = ranked[0][1] if ranked else free[0].prefix
+        waiting = [stack for stack in waiting if stack.prefix not in paired]
+        if len(paired) == before or not waiting:
+            return paired | {stack.prefix: stack.prefix for stack in waiting}
+
+
+_TELLING = 3
+"""Tensors of a module that make it out: many have a weight and a bias of one size."""
+
+
+def contents_of(specs: Mapping[str, TensorSpec], prefix: str) -> frozenset[tuple[str, tuple[int, ...]]]:
+    """The tensors under a prefix: the rest of their names, and their shapes."""
+    return frozenset((name[len(prefix) :], spec.shape) for name, spec in specs.items() if name.startswith(prefix))
+
+
+def equal_modules(mine: Mapping[str, TensorSpec], theirs: Mapping[str, TensorSpec]) -> list[tuple[str, str]]:
+    """Prefixes of modules of two models that hold the same under different names, the largest first.
+
+    Modules inside them are not listed, nor are those that could be paired in several ways. One with a tensor or two must have
+    a word in common with the other.
+
+    >>> from weightsmith._base.tensors import DTYPES
+    >>> ours, others = ("mlp_AR.linear.weight", "mlp_AR.linear.bias", "mlp_AR.norm.weight"), "model.projector."
+    >>> shapes = (4, 8), (4,), (8,)
+    >>> mine = {n: TensorSpec(n, DTYPES["F32"], shape) for n, shape in zip(ours, shapes, strict=True)}
+    >>> equal_modules(mine, {others + n.removeprefix("mlp_AR."): spec for n, spec in mine.items()})
+    [('mlp_AR.', 'model.projector.')]
+    """
+    by_contents = [defaultdict[frozenset[tuple[str, tuple[int, ...]]], list[str]](list) for _ in range(2)]
+    for specs, modules in zip((mine, theirs), by_contents, strict=True):
+        inside: dict[str, set[tuple[str, tuple[int, ...]]]] = defaultdict(set)
+        for name, spec in specs.items():
+            at = name.find(".")
+            while at >= 0:
+                inside[name[: at + 1]].add((name[at + 1 :], spec.shape))
+                at = name.find(".", at + 1)
+        for prefix, contents in inside.items():
+            modules[frozenset(contents)].append(prefix)
+    pairs: list[tuple[str, str]] = []
+    for equal in sorted(by_contents[0].keys() & by_contents[1].keys(), key=lambda contents: -len(contents)):
+        first, second = (
+            [p for p in modules[equal] if not p.startswith(tuple(pair[side] for pair in pairs))]
+            for side, modules in enumerate(by_contents)
         )
-        paired[stack.prefix] = free[0].prefix if unique else stack.prefix
-    return paired
+        if len(first) == len(second) == 1 and (len(equal) >= _TELLING or overlap(words(first[0]), words(second[0]))):
+            pairs.append((first[0], second[0]))
+    return pairs
+
+
+def _is_head(name: str) -> bool:
+    return is_task_head(name) or is_other_head(name) or in_head(name)
 
 
 def _common_tail(a: str, b: str) -> int:
@@ -241,14 +344,19 @@ def _by_ending(
     for name in theirs:
         if name not in taken:
             free[_ending(name)].append(name)
+            if "." in name:
+                free[f".{name.rpartition('.')[2]}"].append(name)
     pairs: dict[str, str] = {}
     used: set[str] = set()
     for mine, supposed in donor_names.items():
         if supposed in theirs:
             continue
+        shorter = (
+            mine.rpartition(".")[2] if "." in mine else f".{mine}"
+        )  # a parameter of the model itself, with a prefix or not
         fits = [
             name
-            for name in free.get(_ending(mine), ())
+            for name in (*free.get(_ending(mine), ()), *free.get(shorter, ()))
             if (f".{name}".endswith(f".{mine}") or f".{mine}".endswith(f".{name}"))
             and donor_specs[name].shape == specs[mine].shape
         ]

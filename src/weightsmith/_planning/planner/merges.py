@@ -19,7 +19,8 @@ from typing import Any
 from weightsmith._base.errors import Finding, MethodError, MismatchError, PlanError, RecipeError, WeightsmithError
 from weightsmith._base.tensors import DType, TensorSpec
 from weightsmith._base.text import status
-from weightsmith._files.copied import left_out_findings, metadata_findings
+from weightsmith._files.containers import Naming
+from weightsmith._files.copied import left_out_findings, merged_metadata, metadata_findings
 from weightsmith._files.hf_folder import natural_key
 from weightsmith._methods import any_method, code_of
 from weightsmith._methods.method import Method
@@ -27,6 +28,7 @@ from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import Structure
 from weightsmith._models.structure.parts import find_parts
 from weightsmith._models.structure.resize import LAYERS_UNSPECIFIED
+from weightsmith._models.structure.vocabulary import names_head
 from weightsmith._models.tokenizers.files import json_bytes, settings_in, settings_of
 from weightsmith._models.tokenizers.vocabulary import FILES
 from weightsmith._planning.options import RecipeOptions
@@ -402,11 +404,17 @@ class _Assembler:
         self.warnings += [*outputs.dtypes.findings(), *idle, *left_out_findings(donor.left_out, label)]
         self.warnings += metadata_findings(self.labels, [c.naming.metadata for c in self.inputs], self.opened.donor)
         draft = self._draft(method, aligned, [*products, *measured.products], config, resolver.settings)
-        draft.naming, draft.dropped = pipeline.naming(), [*dropped, *pipeline.dropped()]
+        draft.naming, draft.dropped = self._named(pipeline.naming(), donor), [*dropped, *pipeline.dropped()]
         draft.steps, draft.tables = measured.steps, list(tables)
         named = [*code_files(draft), *aligned.named, *measured.files]
         loading = self._loading(draft, donor, outputs)
         return Prepared(draft, self.inputs, self.shape, outputs.origins, resolver, named, loading=loading)
+
+    def _named(self, naming: Naming, donor: Checkpoint) -> Naming:
+        """With the names of the merged models in the metadata of image models."""
+        refs = (part for ref in self.request.refs for part in (ref, ref.lora) if part is not None)
+        metadata = merged_metadata(naming.metadata, [ref.path for ref in refs], alone=donor.alone)
+        return replace(naming, metadata=metadata)
 
     def _outputs(self, method: Method, resolver: Resolver, placements: Sequence[Placement]) -> StepMaker:
         """The output tensors, and their problems."""
@@ -419,6 +427,7 @@ class _Assembler:
             self.opened.donor,
             base,
             tokenizes=not {*FILES}.isdisjoint(self.inputs[self.opened.donor].files),
+            as_stored=lambda model, tensor: self.inputs[model].location(tensor) is not None,
         )
         dtypes = DTypes(self.request.dtype, [c.kept_specs for c in self.inputs])
         outputs = StepMaker(models, method, resolver, Account(self.labels, names), dtypes)
@@ -427,15 +436,16 @@ class _Assembler:
         return outputs
 
     def _no_copies(self, outputs: StepMaker) -> Iterator[MismatchError]:
-        """Heads that would be left out as copies of an embedding, and are none: adapters were merged into both."""
-        for model, head, embedding in outputs.copies:
-            checkpoint = self.inputs[model]
-            if _surely_differ(checkpoint, head, embedding):
-                yield MismatchError(
-                    f"its head {head} is stored and differs from {embedding}, and config.json ties the two",
-                    where=self.labels[model],
-                    fix="set tie_word_embeddings to false in its config.json if the head was trained; if not, remove the head",
-                )
+        """Tensors that would be left out as copies and are none: a head that was trained, an embedding for each side."""
+        for model, tensor, other in outputs.copies:
+            if not _surely_differ(self.inputs[model], tensor, other):
+                continue
+            what = f"its {tensor} differs from {other}, and the other models have one tensor for both"
+            fix = "merge models that all share an embedding between encoder and decoder, or none"
+            if names_head(tensor):
+                what = f"its head {tensor} is stored and differs from {other}, and config.json ties the two"
+                fix = "set tie_word_embeddings to false in its config.json if the head was trained; if not, remove the head"
+            yield MismatchError(what, where=self.labels[model], fix=fix)
 
     def _add_files(self, aligned: Aligned, pipeline: Pipeline, steps: Sequence[Step]) -> None:
         """Add the files of the parts of a pipeline; they replace the donor's."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -47,7 +48,7 @@ class StepMaker:
     origins  for each merged tensor what its parameters were looked up with: segment, names in the models, depth
     layers   for each of the donor's stacks that changes, the donor's layer behind each output layer
     untie    the output has a head of its own, though the donor ties it to the embedding
-    copies   heads that are left out as copies: the model, its head, and the embedding that it ties it to
+    copies   tensors that are left out as copies: the model, the tensor, and the one that is merged in its place
     """
 
     def __init__(self, models: InputModels, method: Method, resolver: Resolver, account: Account, dtypes: DTypes) -> None:
@@ -233,10 +234,37 @@ class StepMaker:
     def _outside(self, name: str, segment: Segment) -> None:
         """One tensor outside the layers; `name` is the donor's."""
         sources = [self.models.names[f.model].rest.get(name) for f in segment.feeds]
+        if self._takes_bytes(name, segment, sources):
+            return
         if None in sources:
             self._incomplete(name, segment, sources)
             return
         self._merge_outside(name, segment, sources, sources)
+
+    def _takes_bytes(self, name: str, segment: Segment, sources: Sequence[str | None]) -> bool:
+        """Whether several models hold the bytes of a file as a tensor, of other lengths: then one of them is taken.
+
+        ComfyUI's UMT5 has its tokenizer so. From a GGUF file it is put together from keys, without what those leave out.
+        """
+        places = [k for k in self._listed(name, segment, sources) if sources[k] is not None]
+        reads = {k: Read(segment.feeds[k].model, sources[k] or "") for k in places}
+        specs = {k: self.models.names[read.model].specs[read.tensor] for k, read in reads.items()}
+        if len({spec.shape for spec in specs.values()}) < 2 or any(
+            s.dtype.name != "U8" or len(s.shape) != 1 for s in specs.values()
+        ):
+            return False
+        taken = min(
+            places,
+            key=lambda k: (not self.models.as_stored(reads[k].model, reads[k].tensor), reads[k].model != self.models.donor, k),
+        )
+        label = self.models.labels[reads[taken].model]
+        details = tuple(f"{self.models.labels[reads[k].model]}: {spec.nbytes:,} bytes" for k, spec in specs.items())
+        self.warnings.append(Finding(f"bytes of a file are not merged; taken from {label}", name, details))
+        for feed, source in zip(segment.feeds, sources, strict=True):
+            if source is not None and feed.model != reads[taken].model:
+                self.account.drop(feed.model, source, f"bytes of a file, taken from {label}")
+        self._copy(name, reads[taken].model, reads[taken].tensor)
+        return True
 
     def _merge_outside(self, name: str, segment: Segment, sources: Sequence[str | None], filled: Sequence[str | None]) -> None:
         """One tensor outside the layers. filled: with what models that do not store it use in its place."""
@@ -309,6 +337,7 @@ class StepMaker:
                 self._warn_redundant(name, feeds, stored)
                 self._note_copies(spec, feeds, stored)
                 return
+            self._note_lent(spec, segment, sources, filled)
             self._merge_outside(name, segment, sources, filled)
             return
         self._drop_unlisted(segment, sources, places)
@@ -389,10 +418,13 @@ class StepMaker:
         weight = self._rest_specs(owner[0].model).get(f"{name.rpartition('.')[0]}.weight")
         return weight is not None and weight.name != name and self._stand_in(weight, feed) is not None
 
+    def _primary(self, spec: TensorSpec) -> str:
+        """The name under which tied copies of a tensor are written."""
+        return vocabulary.primary(spec, [s for m in range(len(self.models.names)) for s in self._rest_specs(m).values()])
+
     def _redundant(self, name: str, spec: TensorSpec, feeds: Sequence[SegmentInput], sources: Sequence[str | None]) -> bool:
         """True for a copy of a tied tensor that need not be written, because its other name is."""
-        stored = [s for m in range(len(self.models.names)) for s in self._rest_specs(m).values()]
-        if vocabulary.primary(spec, stored) == name:
+        if self._primary(spec) == name:
             return False
         return not vocabulary.is_head(spec) or (self._donor_ties() and all(self._tied(feeds, sources)))
 
@@ -404,11 +436,23 @@ class StepMaker:
             self.warnings.append(Finding(what, name, fix=fix))
 
     def _note_copies(self, spec: TensorSpec, feeds: Sequence[SegmentInput], sources: Sequence[str | None]) -> None:
-        if vocabulary.is_head(spec) and len(spec.shape) == 2:
-            for feed, source in zip(feeds, sources, strict=True):
-                embedding = self._stand_in(spec, feed)
-                if source is not None and embedding not in (None, source):
-                    self.copies.append((feed.model, source, str(embedding)))
+        primary = self._primary(spec)
+        for feed, source in zip(feeds, sources, strict=True):
+            merged = None if source is None else self.counterpart(primary, feed.model)
+            if source is not None and merged not in (None, source):
+                self.copies.append((feed.model, source, str(merged)))
+
+    def _note_lent(
+        self, spec: TensorSpec, segment: Segment, sources: Sequence[str | None], filled: Sequence[str | None]
+    ) -> None:
+        """An embedding that models lack is merged with another of theirs only if it is a copy of that where it is stored."""
+        if vocabulary.is_head(spec) or len(spec.shape) < 2:
+            return
+        pairs = [(f.model, s, lent) for f, s, lent in zip(segment.feeds, sources, filled, strict=True)]
+        lenders = {self.models.names[model].outer[lent] for model, source, lent in pairs if source is None and lent is not None}
+        for model, source, _ in pairs:
+            others = [self.models.names[model].rest.get(name) for name in lenders]
+            self.copies += [(model, source, other) for other in others if source is not None and other not in (None, source)]
 
     def _tied(self, feeds: Sequence[SegmentInput], sources: Sequence[str | None]) -> list[bool]:
         configs, pairs = self.models.configs, zip(feeds, sources, strict=True)
@@ -452,13 +496,24 @@ class StepMaker:
             self._problems.append(MismatchError(what, where=segment.where, details=details, fix=fix))
         for segment in {id(s): s for p in placements for s in p.segments}.values():
             models = list(dict.fromkeys(segment.feeds[k].model for k in self._always_listed(segment)))
-            others = [m for m in models if self.models.donor in models and self._has_other_layers(m)]
+            others = [m for m in models if self.models.donor in models and (self._has_other_layers(m) or self._is_renamed(m))]
             if not others or segment.broken or self.problems:
                 continue
             what = "the layers of the models have different names, so that none of them would be merged"
+            if not self._has_other_layers(others[0]):
+                what = "parts of the models are alike except for their names, and both would be copied side by side"
             fix = "merge models of one architecture; load a checkpoint of a training run with transformers, and save it, first"
-            details = [self._first_layer(m) for m in (self.models.donor, others[0])]
+            details = self._unlike_names(others[0])
             self._problems.append(MismatchError(what, where=segment.where, details=details, fix=fix))
+
+    def _unlike_names(self, model: int) -> list[str]:
+        """What the donor and a model call a part that both have, a line each."""
+        if self._has_other_layers(model):
+            return [self._first_layer(m) for m in (self.models.donor, model)]
+        names = self.models.names[model]
+        mine, theirs = next(iter(names.lookalikes), tuple(next(iter(specs)) for specs in names.unmatched))
+        pairs = zip((self.models.donor, model), (theirs, mine), strict=True)
+        return [f"{self.models.labels[m]}: {name.rstrip('.')}" for m, name in pairs]
 
     def _has_other_layers(self, model: int) -> bool:
         """Whether the main layers of a model are none of the donor's, and the donor's none of the model's."""
@@ -467,6 +522,17 @@ class StepMaker:
         if main is None or donor is None or not (main.config_paths and donor.config_paths):
             return False
         return donor.prefix not in names.depth and not any(names.paired[main.prefix] == s.prefix for s in self.donor.stacks)
+
+    def _is_renamed(self, model: int) -> bool:
+        """Whether parts of a model seem to be the donor's under other names: modules with equal contents, or at least a quarter
+        of the model's matrices, if half of what either has alone are of equal shapes.
+        """
+        names = self.models.names[model]
+        if names.lookalikes:
+            return True
+        mine, theirs = (Counter(s.shape for s in specs.values() if len(s.shape) > 1) for specs in names.unmatched)
+        alike, matrices = (mine & theirs).total(), sum(len(spec.shape) > 1 for spec in names.specs.values())
+        return 4 * alike > matrices and 2 * alike > min(mine.total(), theirs.total())
 
     def _first_layer(self, model: int) -> str:
         names = self.models.names[model]

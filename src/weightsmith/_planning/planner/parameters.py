@@ -159,6 +159,8 @@ class Resolver:
         self._taken: dict[tuple[int, tuple[int, ...]], int] = {}
         self._used: set[int] = set()
         self._values: dict[tuple[str, object, type, int], Value | None] = {}
+        self._listed: dict[tuple[int, bool], tuple[int, ...]] = {}
+        self._taking_part: dict[tuple[int, Role, bool], tuple[int, ...]] = {}
         self._missing: dict[tuple[str, int | None], tuple[Lookup, str]] = {}
         self._kept: list[Segment] = []  # ids of segments are keys: the segments must live as long
 
@@ -229,7 +231,10 @@ class Resolver:
 
     def listed(self, index: int, *, base: bool) -> tuple[int, ...]:
         """Places of the inputs that count under the settings; see `listed`."""
-        return listed(self.method, self.settings[index], base=base)
+        key = index, base
+        if key not in self._listed:
+            self._listed[key] = listed(self.method, self.settings[index], base=base)
+        return self._listed[key]
 
     def always_listed(self, segment: Segment) -> tuple[int, ...]:
         """The same for whole segments: not the inputs whose weight is 0 for every tensor, without filters and gradients."""
@@ -248,7 +253,10 @@ class Resolver:
 
     def taken(self, index: int, role: Role, *, base: bool) -> tuple[int, tuple[int, ...]]:
         """The settings with those inputs alone that take part, and the places of these; see `taking_part`."""
-        places = taking_part(self.method, self.settings[index], role, base=base)
+        key = index, role, base
+        if key not in self._taking_part:
+            self._taking_part[key] = taking_part(self.method, self.settings[index], role, base=base)
+        places = self._taking_part[key]
         if len(places) == len(self.settings[index].models):
             return index, places
         if (index, places) not in self._taken:

@@ -282,11 +282,12 @@ def _quantise_together(
     # The longest first, one after the other: each uses all threads.
     pending = {tasks.offer(task.to_json()): task for task in sorted(offered, key=lambda task: (-task.cost, [*task.weights]))}
     specs, count = {step.out.name: step.out for step in rows.context.product.steps}, len(pending)
+    threads = tasks.threads(rows.context.threads)
     while pending:
         for key, task in list(pending.items()):
             outs = [out for name in task.weights for out in find_encoding(stage[name]).outs(specs[name])]
             with located(task.where):
-                arrays = tasks.take(key, partial(quantise_task, task.to_json(), tasks, rows.context.threads), outs)
+                arrays = tasks.take(key, partial(quantise_task, task.to_json(), tasks, threads), outs)
             rows.progress(middle + (span[1] - middle) * (1 - len(pending) / count))
             if arrays is not None:
                 del pending[key]

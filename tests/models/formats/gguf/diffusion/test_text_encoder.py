@@ -183,6 +183,21 @@ def test_the_tokenizer_of_umt5_is_read_back_and_written_again(spiece: bytes, tmp
     assert (tmp_path / "again" / "model.gguf").read_bytes() == (tmp_path / "out" / "model.gguf").read_bytes()
 
 
+@pytest.mark.parametrize("first", ["umt5.safetensors", "out/model.gguf"])
+def test_a_merge_of_umt5_with_its_gguf_file_has_the_tokenizer_as_it_was_stored(
+    first: str, spiece: bytes, tmp_path: Path
+) -> None:
+    """What the keys of the GGUF file give is shorter, so the two could not be merged as numbers either."""
+    save_file(umt5(spiece), tmp_path / "umt5.safetensors")
+    weightsmith.quantize(tmp_path / "umt5.safetensors", tmp_path / "out", format="gguf-bf16", fsync=False)
+    models = sorted(
+        (str(tmp_path / name) for name in ("umt5.safetensors", "out/model.gguf")), key=lambda m: not m.endswith(first)
+    )
+    recipe = {"merge_method": "linear", "models": [{"model": m, "parameters": {"weight": 0.5}} for m in models]}
+    weightsmith.merge(recipe, tmp_path / "merged", fsync=False)
+    assert load_file(tmp_path / "merged" / "model.safetensors")["spiece_model"].tobytes() == spiece
+
+
 def test_the_tokenizer_of_umt5_is_found_beside_the_weights(spiece: bytes, tmp_path: Path) -> None:
     (tmp_path / "umt5").mkdir()
     save_file(umt5(None), tmp_path / "umt5" / "model.safetensors", {"format": "pt"})
