@@ -6,6 +6,7 @@ import ctypes
 import fcntl
 import gc
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
@@ -22,6 +23,10 @@ for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(__file__).parents[1] / "build/torchinductor"))
 
 os.environ.setdefault("WEIGHTSMITH_RUNS", "")  # how long tests take says nothing about a user's runs
+
+# Test modules whose assertions pytest has rewritten are kept with their bytecode. Without, each worker rewrites all 500 in each
+# run: 39 s of processor time instead of 21 to collect the tests.
+sys.dont_write_bytecode = False
 
 os.environ.pop("COLUMNS", None)  # xdist gives its workers 80; the tables of a pipe are as wide as they need to be
 
