@@ -519,9 +519,9 @@ class Driver:
 
     def _computation(self) -> Computation | None:
         """The products that one worker makes, and how many are finished; None if that is not known."""
-        made = self._followed.products
-        unmade = [product for product in self._alone if product.name not in made]
-        if not made or not unmade:
+        finished = self._followed.products
+        unmade = [product for product in self._alone if product.name not in finished]
+        if not finished or not unmade:
             return None
         return Computation(find_kind(unmade[0].op).doing, len(self._alone) - len(unmade), len(self._alone))
 

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 import weightsmith
-from tests.reports.auto.test_auto import FINE_TUNES, made, work
+from tests.reports.auto.test_auto import FINE_TUNES, pristine, work
 from weightsmith._base.errors import ParameterError, PlanError, StoreError
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._reports.auto import auto as module
 
-__all__ = ["made", "work"]
+__all__ = ["pristine", "work"]
 
 
 @pytest.fixture(autouse=True)

@@ -624,7 +624,7 @@ class _Search:
         mine, basis, pair = alone[number], base[number], self.pairs[number]
         return FineTune(
             self.names[number],
-            pair.given,
+            pair.user_file,
             difference([mine], [basis], "nats"),
             float(basis.divergences.sum() / basis.tokens.sum()),
         )
