@@ -22,7 +22,7 @@ from numba.core import event
 from tests.cli_help import run_process
 from tests.mini import write_checkpoint
 from weightsmith._kernels import compiler, internals
-from weightsmith._kernels.jit import Abandoned, Switch, is_compiling, kernel, leave
+from weightsmith._kernels.jit import Abandoned, Switch, is_compiling, kernel, leave, writable
 
 EVEN, ODD = Switch("parity", [0]), Switch("parity", [1])
 compiled = pytest.mark.skipif(bool(numba.core.config.DISABLE_JIT), reason="numba does not compile")
@@ -167,6 +167,48 @@ def test_a_branch_that_a_value_takes_is_compiled() -> None:
             outer(np.array(parities), np.zeros(2))
     with pytest.raises(numba.core.errors.TypingError, match="no_such_attribute"):
         inner(np.zeros(2))  # nothing rules it out
+
+
+HIDDEN = Switch("parity", [1], behind=Switch("depth", [2]))
+
+
+@kernel(parity="parity", depth="depth")
+def switched(parity: int, depth: int) -> int:
+    return 1 if HIDDEN and depth == 2 and parity == 1 else 0
+
+
+def test_a_switch_behind_another_makes_no_variants_where_that_one_is_off() -> None:
+    variants = [switched.variant({"parity": [parity], "depth": [depth]}) for parity in (0, 1) for depth in (1, 2)]
+    assert variants[0] is variants[1] is variants[2] is not variants[3]
+    assert (switched(1, 1), switched(0, 2), switched(1, 2)) == (0, 0, 1)
+    assert switched.digest({"depth": [1]}) == switched.digest({"parity": [0]}) != switched.digest({})
+
+
+@kernel
+def plus(x: Any, y: Any) -> Any:
+    return x + y
+
+
+@kernel
+def adds_constants(x: int) -> int:
+    return plus(x, 1) + plus(x, 2) + plus(x, x)
+
+
+@compiled
+@pytest.mark.usefixtures("uncached")
+def test_a_kernel_that_is_called_with_several_constants_is_compiled_once() -> None:
+    with event.install_recorder("numba:compile") as recorder:
+        assert adds_constants(1) == 7
+    compiled_for = [each.data["args"] for _, each in recorder.buffer if each.is_start]
+    assert [len(args) for args in compiled_for] == [1, 2]
+
+
+def test_an_array_that_may_not_be_written_is_copied_for_a_kernel() -> None:
+    x = np.arange(3.0)
+    assert writable(x) is x
+    x.flags.writeable = False
+    assert writable(x).flags.writeable
+    assert writable(x).tolist() == [0, 1, 2]
 
 
 @compiled

@@ -185,7 +185,7 @@ def test_a_band_of_magnitudes_with_its_ties() -> None:
 def test_philox_matches_the_published_vectors() -> None:
     """Salmon et al.'s known answers for Philox4x32-10: the four words of a counter lie 64 elements apart."""
     words = np.zeros(BLOCK + 512, np.uint32)
-    random_words(0, 0, 256, words)
+    random_words(np.uint64(0), 0, 256, words)
     assert [hex(words[i]) for i in (0, 64, 128, 192)] == ["0x6627e8d5", "0xe169c58d", "0xbc57ac4c", "0x9b00dbd8"]
 
 
@@ -224,7 +224,7 @@ def test_radix_selection_is_sorting(stack: np.ndarray, data: st.DataObject) -> N
     assert aboves.tolist() == [(magnitudes >> 16 > high_).sum() for high_ in (bin_, other)]
     threshold = np.sort(magnitudes)[::-1][k - 1]
     quota = k - int((magnitudes > threshold).sum())
-    cut = index_of_tie(scores, n, threshold, quota)
+    cut = index_of_tie(scores, n, int(threshold), quota)
     kept = (magnitudes > threshold) | ((magnitudes == threshold) & (np.arange(n) < cut))
     np.testing.assert_array_equal(kept, reference.keep_largest(delta.astype(np.float64), k))
 

@@ -107,7 +107,11 @@ def njit(function: FunctionType, called_by_kernel: bool, digest: str) -> Any:
     numba_njit: Any = numba.njit
     pipeline = {"pipeline_class": inside.CompilerForCallers} if inside is not None and called_by_kernel else {}
     dispatcher = numba_njit(**options, **pipeline)(function)
-    if called_by_kernel or dispatcher is function:  # with NUMBA_DISABLE_JIT
+    if dispatcher is function:  # with NUMBA_DISABLE_JIT
+        return dispatcher
+    if called_by_kernel:
+        if inside is not None:
+            inside.ignore_constants(dispatcher)
         return dispatcher
     if folder:
         base = Path(folder, f"{function.__module__}.{function.__qualname__}")

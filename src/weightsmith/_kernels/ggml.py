@@ -38,7 +38,7 @@ from weightsmith._kernels.ggml_fits import (
     total,
     weigh,
 )
-from weightsmith._kernels.jit import kernel
+from weightsmith._kernels.jit import kernel, writable
 
 BLOCK = 256
 """Numbers in a block of a K-quant."""
@@ -574,6 +574,7 @@ def encode_blocks(name: str, numbers: np.ndarray, importances: np.ndarray, out: 
     importances  float32 [cols], or [0]: all are equal
     out          uint8
     """
+    importances = writable(importances)
     if name in ("Q2_K", "Q4_K", "Q5_K"):
         encode_with_offsets(numbers, importances, int(name[1]), out)
     elif name == "Q3_K":

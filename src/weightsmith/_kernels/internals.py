@@ -145,9 +145,20 @@ class CompilerForCallers(compiler.CompilerBase):  # type: ignore[misc]
         return [passes]
 
 
+def ignore_constants(dispatcher: Any) -> None:
+    """Compile a kernel that kernels call for the types of its arguments alone: numba would do so again for each constant."""
+    template_of_types = dispatcher.get_call_template
+
+    def get_call_template(args: Any, kws: Any) -> Any:
+        return template_of_types([types.unliteral(kind) for kind in args], kws)
+
+    dispatcher.get_call_template = get_call_template
+
+
 @cache
 def steps_digest() -> str:
     """A digest of the code that replaces steps of numba."""
     classes = _CodeForCallers, _LoweringForCallers, CompilerForCallers
-    methods = [method for one in classes for method in vars(one).values() if isinstance(method, FunctionType)]
+    methods: list[Any] = [method for one in classes for method in vars(one).values() if isinstance(method, FunctionType)]
+    methods.append(ignore_constants)
     return digest_of([function_digest(method, {name: name for name in method.__globals__}) for method in methods])

@@ -41,15 +41,26 @@ F = TypeVar("F")
 # ---- kernels and their variants
 
 
-class Switch:
-    """A constant of kernels: True in those compiled for a call in which its axis has any of its values, else False."""
+def writable(array: np.ndarray) -> np.ndarray:
+    """The array, or a copy if it may not be written. For an array that may not be, numba would compile the kernel again."""
+    return array if array.flags.writeable else array.copy()
 
-    def __init__(self, axis: str, values: Container[int]) -> None:
+
+class Switch:
+    """A constant of kernels: True in those compiled for a call in which its axis has any of its values, else False.
+
+    behind  another switch, without which no call reaches the branch: what the axis has does not matter then
+    """
+
+    def __init__(self, axis: str, values: Container[int], *, behind: Switch | None = None) -> None:
         self.axis = axis
         self.values = values
+        self.behind = behind
 
     def on(self, axis_values: Mapping[str, Collection[int]]) -> bool:
         """Whether a call with these values can take the branch. An axis that is not given may have any value."""
+        if self.behind is not None and not self.behind.on(axis_values):
+            return False
         return self.axis not in axis_values or any(value in self.values for value in axis_values[self.axis])
 
     def __bool__(self) -> bool:

@@ -60,7 +60,7 @@ _LARGE, _BAND, _RANDOM, _ROW_RANKS, _BY_RANK, _GROUPS, _CHOSEN = (
 )
 _ELECTED, _COUNTED = Switch("elect", [ELECT_SUM, ELECT_COUNT]), Switch("elect", [ELECT_COUNT])
 _PAIR, _NO_PAIR = Switch("elect", [ELECT_PAIR]), Switch("elect", [ELECT_NONE, ELECT_SUM, ELECT_COUNT])
-_DIVIDED, _LARGEST = Switch("mean", [BY_WEIGHT, BY_COUNT]), Switch("mean", [LARGEST])
+_DIVIDED, _LARGEST = Switch("mean", [BY_WEIGHT, BY_COUNT], behind=_NO_PAIR), Switch("mean", [LARGEST], behind=_NO_PAIR)
 
 
 class Place(NamedTuple):

@@ -62,7 +62,17 @@ from weightsmith._outputs.manifest import (
     hash_file,
     list_files,
 )
-from weightsmith.abc.output import Built, FilesGone, OutputScheme, OutputSpec, Progress, Target, Unfinished, Verified
+from weightsmith.abc.output import (
+    Built,
+    FilesGone,
+    OutputScheme,
+    OutputSpec,
+    PartProgress,
+    Progress,
+    Target,
+    Unfinished,
+    Verified,
+)
 
 ENTRANCES = ("config.json", "adapter_config.json", "model_index.json")
 """Files that loaders read first: put after all others, but for the manifest."""
@@ -375,6 +385,9 @@ class BucketTarget(Target):
 
     def built(self) -> Sequence[Built]:
         return self._built
+
+    def recorded(self) -> Sequence[PartProgress]:
+        return [record.progress for record in read_records(self.store, self._records)]
 
     def record(self, built: Built, *, done: bool) -> None:
         if self._record is not None:

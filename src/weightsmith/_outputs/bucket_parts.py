@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,21 +33,25 @@ from weightsmith._outputs.journal import (
     read_lines,
     tensor_line,
 )
-from weightsmith.abc.output import Built, OutputSpec
+from weightsmith.abc.output import Built, OutputSpec, PartProgress
 
 LAST = "last"
 """The label of the run that publishes."""
-_OWNER, _DONE, _PUT = "owner", "done", "put "
+_OWNER, _DONE, _TOTAL, _PUT = "owner", "done", "total", "put "
 NO_BUILT = Built({}, {}, {})
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """The process that writes a record. number: tells processes apart that have the same id on machines of the same name."""
+    """The process that writes a record, since `began`: seconds since 1970.
+
+    number  tells processes apart that have the same id on machines of the same name
+    """
 
     number: str
     process: int
     host: str
+    began: float
 
     @property
     def is_here(self) -> bool:
@@ -69,6 +74,7 @@ class Record:
     entries  plan and facts; tensors and products
     built    what the part has finished
     version  for a write that replaces it
+    changed  when it was written: seconds since 1970
     """
 
     label: str
@@ -77,6 +83,17 @@ class Record:
     entries: Entries
     built: Built
     version: Mapping[str, Any]
+    changed: float
+
+    @property
+    def progress(self) -> PartProgress:
+        """For `status`."""
+        owner, total = self.owner or Owner("", 0, "", 0.0), self.entries.notes.get(_TOTAL)
+        running = owner.is_running if owner.is_here else None
+        label = "" if self.label == LAST else self.label
+        numbers = total if isinstance(total, int) else 0, self.entries.total
+        tensors = self.built.tensors.keys()
+        return PartProgress(label, owner.process, owner.host, running, self.done, tensors, *numbers, owner.began, self.changed)
 
     @property
     def may_run(self) -> bool:
@@ -96,11 +113,12 @@ def read_record(store: Bucket, folder: str, label: str) -> Record | None:
     entries = read_lines(found.data)
     owner = None
     match entries.notes.get(_OWNER):
-        case [str(number), int(process), str(host)] if process > 0:
-            owner = Owner(number, process, host)
+        case [str(number), int(process), str(host), float(began)] if process > 0:
+            owner = Owner(number, process, host, began)
     files = {key.removeprefix(_PUT): value for key, value in entries.notes.items() if key.startswith(_PUT)}
     built = Built(entries.tensors, entries.products, files)
-    return Record(label, owner, entries.notes.get(_DONE) is True, entries, built, found.version)
+    changed = found.meta["last_modified"].timestamp()
+    return Record(label, owner, entries.notes.get(_DONE) is True, entries, built, found.version, changed)
 
 
 def read_records(store: Bucket, folder: str) -> Iterator[Record]:
@@ -124,7 +142,7 @@ class OwnRecord:
     label: str
     token: str
     spec: OutputSpec
-    _owner: Owner = field(default_factory=lambda: Owner(secrets.token_hex(8), os.getpid(), socket.gethostname()))
+    _owner: Owner = field(default_factory=lambda: Owner(secrets.token_hex(8), os.getpid(), socket.gethostname(), time.time()))
     _version: Mapping[str, Any] | None = None
 
     def take(self) -> Built:
@@ -150,10 +168,11 @@ class OwnRecord:
     def write(self, built: Built, *, done: bool = False) -> None:
         """Replace it. Raises Busy if another process has taken it over."""
         spec, owner = self.spec, self._owner
-        total = len(spec.layout.places if spec.names is None else spec.names)
+        places = spec.layout.places
         lines = [
-            plan_line(spec.plan_hash, layout_hash(spec.layout), spec.facts, total),
-            encoded(["note", _OWNER, [owner.number, owner.process, owner.host]]),
+            plan_line(spec.plan_hash, layout_hash(spec.layout), spec.facts, len(places)),
+            encoded(["note", _OWNER, [owner.number, owner.process, owner.host, owner.began]]),
+            encoded(["note", _TOTAL, len(places if spec.names is None else spec.names)]),
             encoded(["note", _DONE, done]),
             *(tensor_line(name, finished) for name, finished in built.tensors.items()),
             *(product_line(name, checksum) for name, checksum in built.products.items()),

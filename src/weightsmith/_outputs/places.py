@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,7 +26,7 @@ from weightsmith._outputs.local import LocalTarget, is_address
 from weightsmith._outputs.locks import ADDRESS, DRIVER, JOURNAL, LOCK, OWNER, PARTS, check_kinds, part_journals
 from weightsmith._outputs.manifest import MANIFEST_NAME
 from weightsmith._outputs.staging import staged_path
-from weightsmith.abc.output import OutputScheme, Progress, Target, Unfinished, Verified
+from weightsmith.abc.output import OutputScheme, PartProgress, Progress, Target, Unfinished, Verified
 
 SCHEMES = Plugins(
     "scheme of outputs",
@@ -194,7 +194,7 @@ class BuildStatus:
     """How far an output is.
 
     out        its folder or address
-    folder     its staging folder; None if there is no unfinished work on this machine
+    folder     its staging folder; None if there is no unfinished work on this machine: that of parts in a bucket is there
     published  a checkpoint of weightsmith is at `out`; always False for an address, which is not asked
     tensors    number that are finished in the staging folder, `total` all of them
     builders   the process of the whole first, then those of the parts
@@ -238,6 +238,8 @@ def _status(out: str | os.PathLike[str], staging: str | os.PathLike[str] | None)
     if not folder.is_dir():
         if published:
             return BuildStatus(str(out), None, published, 0, 0, ())
+        if target.leaderless and (recorded := target.recorded()):
+            return _recorded_status(target, recorded)
         what = "no output and no unfinished work"
         fix = "write the OUT of the command that builds it; for an address, run this in the same folder, or add --staging"
         raise NotFound(what, where=str(out), fix=fix)
@@ -256,6 +258,16 @@ def _status(out: str | os.PathLike[str], staging: str | os.PathLike[str] | None)
         leader = replace(leader, process=0, machine="", running=None)
     builders = (leader, *sorted(parts, key=lambda builder: [int(n) for n in re.findall(r"\d+", builder.part)]))
     return BuildStatus(str(out), folder, published, len(tensors), whole.total, builders)
+
+
+def _recorded_status(target: Target, recorded: Sequence[PartProgress]) -> BuildStatus:
+    """The status by what a target has recorded of the parts."""
+    builders = [
+        Builder(p.part, p.process, p.machine, p.running, len(p.tensors), p.total, p.began, p.changed)
+        for p in sorted(recorded, key=lambda p: [int(n) for n in re.findall(r"\d+", p.part)])
+    ]
+    tensors = {name for p in recorded for name in p.tensors}
+    return BuildStatus(str(target), None, False, len(tensors), max(p.plan_total for p in recorded), tuple(builders))
 
 
 def _builder(lock: Path, journal: Path, part: str, tensors: int, total: int) -> Builder:

@@ -62,6 +62,30 @@ class Built(NamedTuple):
     files: Mapping[str, Any]
 
 
+class PartProgress(NamedTuple):
+    """What a target's record says of a part.
+
+    part     its label; "" for the run that publishes
+    process  its number, and `machine` its host name; 0 if they are not known
+    running  whether the process is there; None on another machine, which cannot be asked
+    done     the part is finished
+    tensors  the names of those in files that are put
+    total    number of tensors of the part, `plan_total` of the plan
+    began, changed   when its process began, and when it last put a file: seconds since 1970
+    """
+
+    part: str
+    process: int
+    machine: str
+    running: bool | None
+    done: bool
+    tensors: Collection[str]
+    total: int
+    plan_total: int
+    began: float
+    changed: float
+
+
 @dataclass(frozen=True, slots=True)
 class OtherFile:
     """Any other file: its size and xxh3_128."""
@@ -289,6 +313,10 @@ class Target(ABC):
 
     def built(self) -> Sequence[Built]:
         """What earlier processes of this part have finished; all parts, for the run that publishes. Known after `connect`."""
+        return ()
+
+    def recorded(self) -> Sequence[PartProgress]:
+        """How far each part is, also without `connect`; () if there are no records."""
         return ()
 
 

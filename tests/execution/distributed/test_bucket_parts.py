@@ -15,7 +15,7 @@ from tests.bucket_help import MemoryBucket
 from tests.execution.distributed.test_bucket import FP8, LINEAR, MODEL_WIDE, OUT, SHARD, STACK, TIES, alone
 from tests.execution.distributed.threads import Died
 from tests.outputs.bucket.conftest import memory, spool
-from weightsmith._base.errors import Busy, CannotResume, OutputExists, ParameterError, StoreError
+from weightsmith._base.errors import Busy, CannotResume, NotFound, OutputExists, ParameterError, StoreError
 from weightsmith._execution import run as execution_run
 from weightsmith._outputs import bucket_parts
 from weightsmith._outputs.bucket import BucketTarget
@@ -328,6 +328,26 @@ def test_clean_lists_and_removes_what_parts_have_done(
     monkeypatch.setattr(bucket_parts, "is_running", lambda process: False)
     unfinished.remove()
     assert memory.objects == {}
+
+
+def test_the_status_of_parts_is_that_of_their_records(
+    here: Path, memory: MemoryBucket, monkeypatch: pytest.MonkeyPatch, elsewhere: Callable[[str], None]
+) -> None:
+    plan, killed = planned(), Killed(memory, monkeypatch)
+    with pytest.raises(NotFound):
+        weightsmith.status(OUT)
+    run(plan, (1, 2))
+    elsewhere("node-2")
+    interrupt(killed, memory, "2-of-2", lambda: run(plan, (2, 2)))
+    elsewhere("node-3")
+    status = weightsmith.status(OUT)
+    first, second = status.builders
+    assert (first.part, first.done, first.tensors) == ("1-of-2", True, first.total)
+    assert (second.part, second.done, second.machine, second.running) == ("2-of-2", False, "node-2", None)
+    assert 0 < second.began <= second.changed + 1
+    assert (status.tensors, status.total) == (first.tensors + second.tensors, len(plan.steps))
+    assert first.total + second.total == len(plan.steps)
+    assert (status.folder, status.published) == (None, False)
 
 
 def test_a_run_of_the_whole_and_parts_exclude_each_other(

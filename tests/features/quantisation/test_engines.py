@@ -276,3 +276,10 @@ def test_the_readers_of_a_format_are_in_the_table() -> None:
                 assert find_support(by_title[reader], name) is not None, (name, reader)
         served = {each.title for each in engines_of(name)} - {"transformers", "SGLang"}
         assert all(any(title in reader for reader in format.readers.split(", ")) for title in served), name
+
+
+def test_the_docs_say_of_each_format_what_was_run() -> None:
+    page = (Path(__file__).parents[3] / "docs/quantize.md").read_text(encoding="utf-8")
+    section = page.partition("### What was run\n")[2].partition("\n### ")[0]
+    formats = {format for support in SUPPORT for format in support.formats}
+    assert not {format for format in formats if f"`{'gguf-…' if format == 'gguf' else format}`" not in section}

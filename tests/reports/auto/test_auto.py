@@ -35,6 +35,7 @@ from weightsmith._base.errors import (
     StoreError,
 )
 from weightsmith._execution.progress import Silent
+from weightsmith._outputs.staging import Staging
 from weightsmith._planning.planner.prepared import Prepared
 from weightsmith._plans import Plan
 from weightsmith._reports.auto import auto as module
@@ -390,6 +391,26 @@ def test_another_program_takes_up_neither_texts_nor_statistics_nor_scores(
     for part in (module, texts_module):
         monkeypatch.setattr(part, "program_digest", lambda: "another")
     assert computed() == first
+
+
+@pytest.mark.slow
+def test_a_measurement_that_another_program_began_is_discarded(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    finish, finished = Staging.finish, list[str]()
+
+    def stop(staging: Staging, name: str, *more: Any) -> None:
+        if len(finished) == 3:
+            raise KeyboardInterrupt
+        finished.append(name)
+        finish(staging, name, *more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Staging, "finish", stop)
+        with pytest.raises(KeyboardInterrupt):
+            auto(text=TEXTS, budget=1)
+    assert Path("merged.auto/statistics/.fr.weightsmith-staging").exists()
+    monkeypatch.setattr("weightsmith._execution.identity.program_digest", lambda: "another")
+    again = auto(text=TEXTS, budget=1)
+    assert again.candidates == auto("whole", text=TEXTS, budget=1).candidates
 
 
 @pytest.mark.slow

@@ -208,7 +208,7 @@ def status(
             return
         if progress.published:
             say(f"{printable(progress.out)}: complete" + ", and being replaced" * (progress.folder is not None))
-        if progress.folder is None:
+        if not progress.builders:
             return
         total = f" of {progress.total:,}" if progress.total else ""
         say(f"{printable(progress.out)}: {progress.tensors:,}{total} tensors are finished")

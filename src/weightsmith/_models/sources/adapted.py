@@ -269,7 +269,7 @@ class Adapted:
             """The next `n` values, which begin at element `start` of the matrix that left @ right is added to."""
             nonlocal done
             weight = Encoded(raw[done * size :], before.code)
-            add_low_rank(weight, start, n, LowRank(left, right, scaling), values[done:], row, total)
+            add_low_rank(weight, start, n, LowRank(left, right, float(scaling)), values[done:], row, total)
             done += n
 
         for update in origin.updates:

@@ -375,7 +375,7 @@ def _read(label: str, data: Mapping[str, bytes], digest: str) -> Vocabulary | No
         ids, family = {token.rstrip("\r"): i for i, token in enumerate(lines) if token.strip()}, "WordPiece"
     elif name == "tekken.json":
         ids, family, added = _tekken(json_object(data[name], label, name), label)
-    elif name and (ranks := _tiktoken(data[name])) is not None:
+    elif name and (ranks := read_ranks(data[name])) is not None:
         ids, family = ranks, "byte-level BPE"
     elif name:
         ids, family, added = _sentencepiece(data[name], label, name)
@@ -602,7 +602,7 @@ def _sentencepiece(data: bytes, label: str, name: str) -> tuple[dict[str, int], 
     return model.ids, "SentencePiece BPE" if model.bpe else "unigram", added
 
 
-def _tiktoken(data: bytes) -> dict[str, int] | None:
+def read_ranks(data: bytes) -> dict[str, int] | None:
     """The ranks of a tiktoken file: a token in base64 and its rank on each line. None for another file."""
     rank_of_token: dict[str, int] = {}
     try:

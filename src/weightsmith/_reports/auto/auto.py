@@ -24,6 +24,7 @@ from weightsmith._activations.stored import is_stored, read_stored
 from weightsmith._base.errors import (
     NOTHING_WRITTEN,
     Busy,
+    CannotResume,
     CheckpointError,
     FormatError,
     NonFinite,
@@ -583,8 +584,11 @@ class _Search:
         prior, which = ("task_arithmetic", SUM) if name == REGMEAN_SUM else ("tsv_m", TSV)
         return self.models.regmean(texts, prior, self._strengths[which], self._factors.get(name, 1.0))
 
-    def _statistics(self, number: int) -> str:
-        """The folder of a fine-tune's statistics. Those that this program measured on the same text earlier are kept."""
+    def _statistics(self, number: int, *, resume: bool = True) -> str:
+        """The folder of a fine-tune's statistics. Those that this program measured on the same text earlier are kept.
+
+        resume  take up a measurement that was interrupted. One of another program or text is discarded.
+        """
         name, model, pair = self.names[number], self.models.fine_tunes[number], self.pairs[number]
         folder = self.folder / STATISTICS / name
         folder.parent.mkdir(exist_ok=True)
@@ -596,8 +600,11 @@ class _Search:
             if by_this_program and _is_current(folder, prepared.inputs[0].state, pair.statistics, self._tokens):
                 return str(folder)
             record.unlink(missing_ok=True)
-            running = replace(self.running, card=False, overwrite=True)
-            execute(prepared, str(folder), running, callbacks(self.shown, f"measuring {name}"), began=time.monotonic())
+            running = replace(self.running, card=False, overwrite=True, resume=self.running.resume and resume)
+            try:
+                execute(prepared, str(folder), running, callbacks(self.shown, f"measuring {name}"), began=time.monotonic())
+            except CannotResume:
+                return self._statistics(number, resume=False)
         write_whole(record, program_digest().encode())
         return str(folder)
 

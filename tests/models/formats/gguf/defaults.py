@@ -17,6 +17,8 @@ from typing import Any
 from weightsmith._models.formats.gguf.architectures import architectures
 
 TABLE = "_models/structure/defaults.json"
+_READ_AS = {"kimi_k2": "deepseek_v3"}
+"""Types that transformers reads as another one."""
 
 _NOT_OF_INFERENCE = re.compile(
     r".*(dropout|_pdrop|initializer|aux_loss|jitter|_token_id|sparse_pred|use_cache|output_router|pretraining_tp|deterministic).*"
@@ -33,7 +35,7 @@ def config_class(model_type: str) -> Any:
     """transformers' class of a language model. model_type: in config.json, of the model or of one whose part it is."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    whole = CONFIG_MAPPING[model_type]
+    whole = CONFIG_MAPPING[_READ_AS.get(model_type, model_type)]
     part = whole.sub_configs_defaults.get("text_config")
     return whole if part is None else getattr(part, "config_class", part)
 

@@ -6,6 +6,7 @@ import libgguf
 import numpy as np
 import pytest
 
+from weightsmith._kernels import ggml
 from weightsmith._kernels.ggml import ENCODED
 from weightsmith._kernels.ggml_fits import LANES
 from weightsmith._models.formats.gguf.layout import TYPE_IDS
@@ -96,3 +97,25 @@ def test_ten_million_numbers(kind: str) -> None:
         rows = (rows.astype(np.float32).view(np.uint32) & np.uint32(0xFFFF0000 if seed % 2 else 0xFFFFFFFF)).view(np.float32)
         weights = None if seed % 3 else rng.random(COLS).astype(np.float32)
         assert ours(kind, rows, weights).tobytes() == theirs(kind, rows, weights).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("kind", "encoder"),
+    [
+        ("Q4_K", "encode_with_offsets"),
+        ("Q3_K", "encode_q3_k"),
+        ("Q6_K", "encode_q6_k"),
+        ("IQ4_NL", "encode_iq4"),
+        ("Q5_0", "encode_32"),
+    ],
+)
+def test_importances_of_a_plan_which_may_not_be_written_compile_no_kernel_again(
+    kind: str, encoder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrays: list[np.ndarray] = []
+    monkeypatch.setattr(ggml, encoder, lambda *args: arrays.extend(x for x in args if isinstance(x, np.ndarray)))
+    importances = np.ones(COLS, np.float32)
+    importances.flags.writeable = False
+    ours(kind, np.ones((1, COLS), np.float32), importances)
+    assert len(arrays) == 3
+    assert all(x.flags.writeable for x in arrays)

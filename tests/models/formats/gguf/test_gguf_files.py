@@ -9,6 +9,7 @@ import shutil
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from weightsmith._models.formats.gguf.imatrix import of_sums, read_imatrix
 from weightsmith._models.formats.gguf.layout import BLOCKS, Value, encode_metadata, make_layout
 from weightsmith._models.formats.gguf.prepare import _Model
 from weightsmith._models.formats.gguf.tokenizer import files as gguf_tokenizer
+from weightsmith._models.formats.gguf.tokenizer.ranks import KIMI_SPLIT
 from weightsmith._models.formats.gguf.types import MIXTURES, Shape, type_of
 from weightsmith._models.formats.gguf.writing import TYPES
 from weightsmith._models.tokenizers.convert import BYTE_LEVEL as BYTE_LEVEL_SPLIT
@@ -359,6 +361,73 @@ def test_splits_one_after_the_other_are_written_and_read(tmp_path: Path) -> None
     with llama_cpp.Judge(path) as judge:
         for text in texts:
             assert judge.tokens(text) == theirs.encode(text, add_special_tokens=False).ids
+
+
+def tiktoken_ids(text: str, ranks: Mapping[bytes, int], pattern: str) -> list[int]:
+    """As tiktoken encodes: of each piece, the neighbours with the lowest rank are joined until none has one."""
+    import regex
+
+    ids = []
+    for piece in regex.findall(pattern, text, flags=regex.VERSION1):
+        parts = [bytes([byte]) for byte in piece.encode()]
+        while True:
+            pairs = [(ranks[a + b], i) for i, (a, b) in enumerate(pairwise(parts)) if a + b in ranks]
+            if not pairs:
+                break
+            _, i = min(pairs)
+            parts[i : i + 2] = [parts[i] + parts[i + 1]]
+        ids += [ranks[part] for part in parts]
+    return ids
+
+
+@pytest.mark.slow
+def test_kimi_k2_is_written_with_the_ranks_of_its_tokenizer(tmp_path: Path) -> None:
+    words = [" the", "he", "th", "the", " t", " th", "in", "ing", "中文", "字t", "ab", "12", "123", "'s", "  ", "\n\n"]
+    pieces = {bytes([byte]) for byte in range(256)} | {
+        word.encode()[:n] for word in words for n in range(1, len(word.encode()) + 1)
+    }
+    ranks = {piece: rank for rank, piece in enumerate(sorted(pieces, key=lambda piece: (len(piece), piece)))}
+    rows = len(ranks) + 6
+    source = zoo.save("deepseek-v3", tmp_path / "m", 1, **{**OWN["deepseek-v3"], "vocab_size": rows})
+    config = json.loads((source / "config.json").read_text()) | {"model_type": "kimi_k2"}
+    (source / "config.json").write_text(json.dumps(config))
+    (source / "tiktoken.model").write_bytes(b"".join(base64.b64encode(p) + b" %d\n" % rank for p, rank in ranks.items()))
+    settings: dict[str, Any] = {"auto_map": {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]}}
+    settings["added_tokens_decoder"] = {
+        str(len(ranks) + i): {"content": name} for i, name in enumerate(("[BOS]", "[EOS]", "<|im_end|>"))
+    }
+    settings |= {"bos_token": "[BOS]", "eos_token": "[EOS]", "tokenizer_class": "TikTokenTokenizer"}
+    (source / "tokenizer_config.json").write_text(json.dumps(settings))
+    path = quantize(source, tmp_path / "q", "f32")
+    keys = read_gguf_header(path).keys
+    assert (keys["tokenizer.ggml.model"], keys["tokenizer.ggml.pre"]) == ("gpt2", "kimi-k2")
+    assert keys["tokenizer.ggml.tokens"][len(ranks) :] == [
+        *("[BOS]", "[EOS]", "<|im_end|>"),
+        *(f"<|reserved_token_{len(ranks) + i}|>" for i in range(3, 6)),
+    ]
+    assert keys["general.architecture"] == "deepseek2"
+    texts = ["the thing's 1234 ab", "中文字the 字ing\n\n  x", "THE Thé, ab!? ab's 中THE"]
+    expected = [tiktoken_ids(text, ranks, KIMI_SPLIT) for text in texts]
+    import tokenizers as library
+
+    with weightsmith.open_checkpoint(tmp_path / "q") as back:
+        ours = library.Tokenizer.from_file(str(back.folder / "tokenizer.json"))
+        assert [ours.encode(text, add_special_tokens=False).ids for text in texts] == expected
+    if not any(llama_cpp.FOLDER.glob("libllama*.so")):
+        return
+    with llama_cpp.Judge(path) as judge:
+        assert [judge.tokens(text) for text in texts] == expected
+
+
+@pytest.mark.parametrize("changes", ["other code", "long tokens"])
+def test_other_ranks_are_no_tokenizer(changes: str, tmp_path: Path, model: Path) -> None:
+    Path("m/tokenizer.json").unlink()
+    code = "tokenization_other.T" if changes == "other code" else "tokenization_kimi.T"
+    Path("m/tokenizer_config.json").write_text(json.dumps({"auto_map": {"AutoTokenizer": [code, None]}}))
+    long = base64.b64encode(bytes(20_000) if changes == "long tokens" else b"a")
+    Path("m/tiktoken.model").write_bytes(long + b" 0\n")
+    with pytest.raises(PlanError, match="no tokenizer.json" if changes == "other code" else "longer than those of any"):
+        quantize("m", "q", "f32")
 
 
 @needs_llama_cpp

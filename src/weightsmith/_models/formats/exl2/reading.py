@@ -107,6 +107,7 @@ def decode_columns(q_weight: npt.NDArray[Any], q_scale: npt.NDArray[Any], parame
     q_scale   int32 [G, n / 8]: the words that hold their scale codes; n is a multiple of 8
     """
     from weightsmith._kernels.exl2 import dequantise
+    from weightsmith._kernels.jit import writable
 
     n = q_weight.shape[1]
     assert n % 8 == 0
@@ -114,7 +115,7 @@ def decode_columns(q_weight: npt.NDArray[Any], q_scale: npt.NDArray[Any], parame
     scales = scale_values(parameters.tops, unpack_codes(q_scale))
     out = np.empty((n, 2 * len(parameters.order)), np.uint8)
     bits, rows = (np.array([group[i] for group in parameters.groups], np.int64) for i in (0, 1))
-    words = np.ascontiguousarray(q_weight).view(np.uint32)
+    words = writable(np.ascontiguousarray(q_weight)).view(np.uint32)
     dequantise(words, bits, rows, scales, parameters.order, out)
     return out.view(np.float16)
 

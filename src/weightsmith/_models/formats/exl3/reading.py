@@ -48,6 +48,7 @@ class Exl3Weight(Weight):
         return min(BLOCK, self.spec.shape[0])
 
     def decode(self, stored: Tensors, first: int, values: npt.NDArray[np.float32]) -> None:
+        from weightsmith._kernels.jit import writable
         from weightsmith._kernels.trellis import dequantise_trellis
 
         outputs, inputs = self.spec.shape
@@ -61,7 +62,7 @@ class Exl3Weight(Weight):
                 tiles = slice(first_input // 16, end_input // 16)
                 words = read_columns(stored, self.stored[0], self.padded[0] // 16 * width, tiles, columns).view(np.uint32)
                 dequantise_trellis(
-                    words.reshape(-1),
+                    writable(words.reshape(-1)),
                     self.rate.steps,
                     table,
                     input_scales[first_input:end_input],

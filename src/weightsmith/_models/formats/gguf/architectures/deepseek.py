@@ -144,10 +144,10 @@ class DeepseekV2(GgufArchitecture):
 
 
 class DeepseekV3(DeepseekV2):
-    """DeepSeek-V3, and GLM 4.7 Flash, which llama.cpp calls so, too."""
+    """DeepSeek-V3, and Kimi K2 and GLM 4.7 Flash, which llama.cpp calls so, too."""
 
     class_name = "DeepseekV3ForCausalLM"
-    model_types = ("deepseek_v3", "glm4_moe_lite")
+    model_types = ("deepseek_v3", "kimi_k2", "glm4_moe_lite")
     bare = ROUTER_BIAS
     constants = SIGMOID_ROUTER
     fixed = {"attention_bias": False, "scoring_func": "sigmoid", "rope_interleave": True}

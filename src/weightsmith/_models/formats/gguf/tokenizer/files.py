@@ -35,6 +35,7 @@ from weightsmith._models.formats.gguf.tokenizer.parts import (
     special_ids,
     unwritable,
 )
+from weightsmith._models.formats.gguf.tokenizer.ranks import KIMI_SPLIT, RANKS, ranked_tokenizer
 from weightsmith._models.formats.gguf.tokenizer.unsaid import recognised_name, unsaid
 from weightsmith._models.tokenizers.convert import (
     QWEN2_SPLIT,
@@ -50,7 +51,7 @@ from weightsmith._models.tokenizers.convert import (
 from weightsmith._models.tokenizers.files import json_bytes
 from weightsmith._models.tokenizers.vocabulary import BYTES, SPACE, PieceKind, byte_level, byte_of, read_sentencepiece
 
-READ = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "chat_template.jinja", "chat_template.json")
+READ = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", RANKS, "chat_template.jinja", "chat_template.json")
 """The files that the keys are made from, besides config.json, generation_config.json, and templates with a name."""
 
 _MAX_CHARACTERS = 4_000_000  # of all tokens: 262,144 of them have 1.7 million
@@ -86,6 +87,7 @@ _SPLITS = {
     (_GPT4O,): "gpt-4o",
     (_SEED,): "seed-coder",
     _DEEPSEEK3: "deepseek-v3",
+    (KIMI_SPLIT,): "kimi-k2",
 }
 _NAMES = {
     (_LLAMA3,): (
@@ -96,6 +98,7 @@ _NAMES = {
     (_TEKKEN,): ["tekken"],
     (_SEED,): ["seed-coder"],
     _DEEPSEEK3: ["deepseek-v3", "hunyuan-dense", "joyai-llm"],
+    (KIMI_SPLIT,): ["kimi-k2"],
     (_GPT4O,): "gpt-4o llama4 kanana2 talkie minimax-m2".split(),
 }
 _MERGED = {"llama-bpe": "smaug-bpe"}
@@ -377,12 +380,12 @@ def _bpe_keys(
 
 def _described(files: Mapping[str, bytes], config: Mapping[str, Any], rows: int) -> TokenizerFiles:
     """A tokenizer of which keys can be result. Raises Unsupported for one with another model."""
-    if "tokenizer.json" not in files:
+    tokenizer = object_of(files, "tokenizer.json") if "tokenizer.json" in files else ranked_tokenizer(files, rows)
+    if tokenizer is None:
         fix = (
             "put the tokenizer.json into the model's folder (transformers: AutoTokenizer.from_pretrained(…).save_pretrained(…))"
         )
         raise Unsupported("no tokenizer.json, and a GGUF file contains its tokenizer", where="tokenizer", fix=fix)
-    tokenizer = object_of(files, "tokenizer.json")
     model = tokenizer.get("model")
     kind = model.get("type", "BPE") if isinstance(model, dict) else model
     vocab = list if kind == "Unigram" else dict
