@@ -71,6 +71,18 @@ def auto(out: str = "merged", models: Sequence[str] = FINE_TUNES, **options: Any
     return weightsmith.auto("base", models, out, **{"progress": False, **options})
 
 
+def with_head(name: str, out: str, change: float | None = None) -> None:
+    """A copy that ties its head to the embedding; it stores none, or one with the embedding's numbers times a factor."""
+    folder = Path(shutil.copytree(Path(name).resolve(), out))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    tensors = load_file(folder / "model.safetensors")
+    tensors.pop("lm_head.weight", None)
+    if change is not None:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] * change
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
 def rows_of(path: str) -> list[str]:
     return [json.loads(line)["text"] for line in Path(path).read_text().splitlines()]
 
@@ -99,6 +111,22 @@ def test_without_texts_the_fine_tunes_write_and_the_recipe_repeats_the_merge(wor
     assert outcome.candidates[0].nats_change is None
     json.dumps(outcome.to_json(), allow_nan=False)
     assert "No text was given" in outcome.reading[1]
+
+
+@pytest.mark.slow
+def test_heads_that_are_copies_of_the_embedding_change_no_score(work: Path) -> None:
+    with_head("base", "my-base")
+    changes = []
+    for stored in ((), ("fr",), FINE_TUNES):
+        for name in FINE_TUNES:
+            shutil.rmtree(f"my-{name}", ignore_errors=True)
+            with_head(name, f"my-{name}", 1 if name in stored else None)
+        texts = {f"my-{name}": file for name, file in TEXTS.items()}
+        found = weightsmith.auto("my-base", ["my-fr", "my-de"], f"out{len(stored)}", text=texts, budget=1, progress=False)
+        changes.append([(each.name, each.nats) for each in found.candidates])
+        with weightsmith.open_checkpoint(found.out) as model:
+            assert "lm_head.weight" not in model.specs
+    assert changes[0] == changes[1] == changes[2]
 
 
 @pytest.mark.slow
