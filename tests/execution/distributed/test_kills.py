@@ -63,7 +63,7 @@ if any("import serve" in word for word in sys.orig_argv):
     on_ray._join = joined
 """
 """What writes the ports of a raylet's agents before they start: a raylet that waits for them for 15 s ends."""
-GONE_SECONDS = 30.0
+GONE_SECONDS = 300.0
 """After these, no process of a run is there."""
 IDLE_SECONDS = 120.0
 """Processes that use no processor for so long make no progress, on a busy machine too."""

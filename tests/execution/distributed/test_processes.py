@@ -260,6 +260,15 @@ def test_a_plan_counts_the_matrices_and_torch_of_each_process(here: Path, monkey
     assert peak_bytes(0, 1) < peak_bytes(0)
 
 
+@pytest.mark.slow
+def test_a_program_that_changes_during_a_run_is_an_error_of_this_option(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "work_identity", lambda *_: "of the program before")
+    with pytest.raises(ParameterError, match="has changed since this run began") as raised:
+        merge()
+    assert raised.value.finding.where == "--processes (processes)"
+    assert raised.value.finding.fix == "Run the same command again."
+
+
 def no_process(error: BaseException) -> Callable[..., Any]:
     def fail(*_: object, **__: object) -> None:
         raise error
