@@ -83,18 +83,18 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 def njit_once(function: FunctionType, called_by_kernel: bool, digest: str) -> Any:
     """A kernel that two workers need is compiled by one of them. The other waits, and finds it in the cache."""
-    made = _njit(function, called_by_kernel, digest)
-    if called_by_kernel or made is function or not (digest and compiler.cache_folder()):
-        return made
-    compile_ = made.compile
+    compiled = _njit(function, called_by_kernel, digest)
+    if called_by_kernel or compiled is function or not (digest and compiler.cache_folder()):
+        return compiled
+    compile_ = compiled.compile
 
-    def compile_once(*given: Any) -> Any:
+    def compile_once(*args: Any) -> Any:
         with Path(_locks, f"{function.__module__}.{function.__qualname__}.{digest}.lock").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            return compile_(*given)
+            return compile_(*args)
 
-    made.compile = compile_once
-    return made
+    compiled.compile = compile_once
+    return compiled
 
 
 if "PYTEST_XDIST_WORKER" in os.environ:
